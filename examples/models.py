@@ -1,0 +1,148 @@
+"""Build the example models: `python examples/models.py NAME -o model.onnx [--seed N] [options]`."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+
+from gnmt import gnmt
+from light_models import light_model
+from transformer import transformer
+from two_tower import two_tower
+
+EXTERNAL_DATA_LIMIT = 1 << 30  # bytes; one protobuf file must stay below twice this
+EXTERNAL_TENSOR_SIZE = 1 << 10  # bytes; smaller weights stay inside the model file
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A function that builds an example model from `seed` and integer options, and what it builds."""
+
+    build: Callable[..., onnx.ModelProto]
+    summary: str
+
+    def options(self) -> dict[str, int]:
+        """Default of each option of the function by name, the seed among them."""
+        parameters = inspect.signature(self.build).parameters
+        return {name: int(parameter.default) for name, parameter in parameters.items()}
+
+
+def _light(name: str, summary: str) -> Recipe:
+    """Recipe of one of the image networks that ship inside the onnx wheel."""
+    return Recipe(functools.partial(light_model, name), f"{summary}, 1000 classes, fixed batch of 1")
+
+
+MODELS: dict[str, Recipe] = {
+    "two-tower": Recipe(two_tower, "CLIP-like image and text towers that meet in a similarity matrix"),
+    "gnmt": Recipe(gnmt, "LSTM encoder-decoder with attention, unrolled over time into primitive ops"),
+    "transformer": Recipe(transformer, "transformer text encoder, symbolic batch and sequence length"),
+    "inception-v1": _light("inception-v1", "Inception v1 (GoogLeNet): branches of convolutions"),
+    "inception-v2": _light("inception-v2", "Inception v2: branches with batch normalisation"),
+    "resnet50": _light("resnet50", "ResNet-50: residual bottleneck blocks"),
+    "densenet121": _light("densenet121", "DenseNet-121: every layer reads all before it in its block"),
+    "squeezenet": _light("squeezenet", "SqueezeNet: small network of fire modules"),
+    "shufflenet": _light("shufflenet", "ShuffleNet: grouped convolutions and channel shuffles"),
+    "vgg19": _light("vgg19", "VGG-19: a plain chain, 574 MB of weights"),
+    "alexnet": _light("alexnet", "AlexNet: a plain chain, most weights in three dense layers"),
+    "zfnet512": _light("zfnet512", "ZFNet-512: a wider AlexNet"),
+}
+
+
+def build(name: str, **options: int) -> onnx.ModelProto:
+    """Return the example model `name`; `options` are its seed and sizes, such as layers=2."""
+    return MODELS[name].build(**options)
+
+
+def save(model: onnx.ModelProto, path: Path, external: bool = False) -> None:
+    """Write and check the model; with `external`, or beyond 1 GiB, its weights go to `<path>.data`."""
+    if external or weight_bytes(model) > EXTERNAL_DATA_LIMIT:
+        location = f"{path.name}.data"
+        path.with_name(location).unlink(missing_ok=True)  # onnx appends to a file it finds
+        onnx.save_model(
+            model,
+            path,
+            save_as_external_data=True,
+            location=location,
+            size_threshold=EXTERNAL_TENSOR_SIZE,
+        )
+    else:
+        onnx.save_model(model, path)
+    # By path, as the checker cannot take a model of more than 2 GiB in memory.
+    onnx.checker.check_model(path, full_check=True)
+
+
+def weight_bytes(model: onnx.ModelProto) -> int:
+    """Size of the model's weights in bytes (ModelProto.ByteSize fails on 2 GiB and more)."""
+    return sum(len(tensor.raw_data) for tensor in model.graph.initializer)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Command line: list the models, or build one and write it."""
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
+    if parsed.list:
+        print(listing())
+        return 0
+    if parsed.name is None:
+        parser.error("give the NAME of a model, or --list")
+    options = {option: getattr(parsed, option) for option in MODELS[parsed.name].options()}
+    try:
+        model = build(parsed.name, **options)
+        size = weight_bytes(model)  # asked before saving, which may move the weights out of the model
+        save(model, parsed.output, parsed.external)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(f"{parsed.output}: {len(model.graph.node)} nodes, {size / 1e6:.1f} MB of weights")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Command line parser with one subcommand for each model."""
+    parser = argparse.ArgumentParser(description=__doc__, epilog="NAME --help shows the options of a model.")
+    parser.add_argument("--list", action="store_true", help="list the models and their options")
+    commands = parser.add_subparsers(dest="name", metavar="NAME")
+    for name, recipe in MODELS.items():
+        _add_options(commands.add_parser(name, help=recipe.summary, description=recipe.summary), recipe)
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser, recipe: Recipe) -> None:
+    """Give a model's command its own integer options and those that all models share."""
+    parser.add_argument("-o", "--output", type=Path, required=True, help="file to write")
+    parser.add_argument("--external", action="store_true", help="keep the weights in a .data file beside it")
+    for option, default in recipe.options().items():
+        kind = int if option == "seed" else _size
+        parser.add_argument(_flag(option), type=kind, default=default, help=f"default {default}")
+
+
+def _size(text: str) -> int:
+    """Parse the value of a size option, a whole number from 1 on."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def _flag(option: str) -> str:
+    """Command line spelling of an option."""
+    return "--" + option.replace("_", "-")
+
+
+def listing() -> str:
+    """Two lines per model: name and summary, then the options with their defaults."""
+    lines: list[str] = []
+    for name, recipe in MODELS.items():
+        flags = "".join(f" [{_flag(option)} {default}]" for option, default in recipe.options().items())
+        lines.append(f"{name:14}{recipe.summary}\n{'':14}{flags.strip()}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

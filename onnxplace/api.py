@@ -1,0 +1,233 @@
+"""The Python face: compile a model, load a bundle, run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from onnxplace.bundle import Bundle, Check
+from onnxplace.errors import InfeasibleError, UsageError, nearest
+from onnxplace.facts import Emitted, Placement
+from onnxplace.feeds import Array, Declared, check_feeds
+from onnxplace.machine import cuda_problem, gpus, local_target
+from onnxplace.model import bind
+from onnxplace.model import load as load_model
+from onnxplace.pipeline import Observer, Pipeline, Timing, make_pass
+from onnxplace.registry import find
+from onnxplace.runtime import Result, Runtime
+from onnxplace.spec import PassSpec, format_pipeline
+from onnxplace.state import Diagnostic, State
+from onnxplace.target import Target, parse_memory
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+DEFAULT_PLACER = "m-etf"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A bundle and how it came about."""
+
+    bundle: Bundle
+    pipeline: str
+    timings: tuple[Timing, ...]
+    diagnostics: tuple[Diagnostic, ...]
+
+
+def compile(model: str | Path | ModelProto, output: str | Path | None = None, **options: Any) -> Bundle:  # noqa: A001
+    """Compile an ONNX model for several devices and return the bundle written to `output`.
+
+    Options are those of `compile_model`. Raises OnnxplaceError; nothing is left behind then.
+
+    >>> bundle = onnxplace.compile("model.onnx", devices="cpu:0,cpu:1")  # doctest: +SKIP
+    """
+    return compile_model(model, output, **options).bundle
+
+
+def compile_model(
+    model: str | Path | ModelProto,
+    output: str | Path | None = None,
+    *,
+    devices: str | Sequence[str] | None = None,
+    target: Target | None = None,
+    max_memory: str | None = None,
+    shape: Mapping[str, int] | None = None,
+    inputs: Mapping[str, Array] | None = None,
+    costs: str | Path | None = None,
+    placer: str = DEFAULT_PLACER,
+    pipeline: str | Pipeline | None = None,
+    device_map: str | Path | None = None,
+    colocate: Sequence[str] = (),
+    seed: int = 0,
+    strict: bool = False,
+    force: bool = False,
+    observer: Observer | None = None,
+) -> Compiled:
+    """Compile a model; the keyword arguments are the options of `onnxplace compile`.
+
+    `output` defaults to the model's name with `.bundle`. `target` describes devices that may be elsewhere, else
+    `devices` of this machine are used. `observer` is told of each pass before it runs.
+    """
+    if target is not None and devices is not None:
+        raise UsageError("U040", "--devices and --target exclude each other", hint="name the devices in the target file")
+    path = Path(output) if output else _default_output(model)
+    steps = _pipeline(pipeline, placer, str(costs or ""), str(device_map or ""), tuple(colocate), seed)
+    text = str(steps)
+    early = [step for step in steps.passes if step.name == "emit"]
+    if path.exists() and not force and early:
+        raise UsageError("U030", "it exists already", where=str(path), hint="choose another -o, or replace it with --force")
+    target = target or local_target(devices)
+    if max_memory:
+        target = target.limiting(parse_memory(max_memory, [device.id for device in target.devices]))
+    loaded = bind(load_model(model), shape or {}, inputs or {})
+    state = State(target).having(loaded).saying(*_unused_gpus(target, devices))
+    steps = Pipeline(tuple(replace(s, path=str(path), force=force, pipeline=text) if s.name == "emit" else s  # type: ignore[call-arg]
+                           for s in steps.passes))
+    state, timings = _run(steps, state, strict, observer)
+    if Emitted not in state:
+        raise UsageError("U041", "the pipeline writes no bundle", where=f"pipeline {text}", hint="end it with split,emit")
+    return Compiled(Bundle.open(state[Emitted].path), text, timings, state.diagnostics)
+
+
+def _default_output(model: object) -> Path:
+    return Path(model).with_suffix(".bundle") if isinstance(model, (str, Path)) else Path("model.bundle")
+
+
+def _pipeline(given: str | Pipeline | None, placer: str, costs: str, device_map: str, colocate: tuple[str, ...],
+              seed: int) -> Pipeline:
+    """Return the user's pipeline, or the default one around the placer; raises UsageError for unknown names."""
+    if given is not None:
+        if costs or device_map or colocate:
+            raise UsageError("U042", "--pipeline excludes --costs, --device-map and --colocate",
+                             hint="write them into it: profile{costs=F},coplace{device_map=F,colocate=REGEX}")
+        return Pipeline.parse(given) if isinstance(given, str) else given
+    chosen = make_pass(placer)
+    if Placement not in chosen.provides:
+        placers = [name for name in ("single", "m-topo", "m-etf")]
+        raise UsageError("U043", f"pass {placer!r} is not a placer", where="--placer", hint=nearest(placer, placers))
+    profile = {"costs": costs} if costs else {}
+    if seed:
+        profile["seed"] = str(seed)
+    coplace = {key: value for key, value in (("colocate", ";".join(colocate)), ("device_map", device_map)) if value}
+    specs = [PassSpec("optimize"), PassSpec("profile", profile), PassSpec("coplace", coplace), PassSpec("fuse"),
+             PassSpec(placer), PassSpec("split"), PassSpec("emit")]
+    return Pipeline.parse(format_pipeline(specs))
+
+
+def _run(steps: Pipeline, state: State, strict: bool, observer: Observer | None) -> tuple[State, tuple[Timing, ...]]:
+    """Run the pipeline, pausing once the placement is final to say which devices got no work."""
+    steps.require(state.facts)
+    names = [step.name for step in steps.passes]
+    pause = names.index("emit") if "emit" in names else len(names)
+
+    def told(offset: int) -> Observer | None:
+        return (lambda name, index, _: observer(name, index + offset, len(names))) if observer else None
+
+    state, first = Pipeline(steps.passes[:pause]).run(state, told(0))
+    unused = _unused_devices(state)
+    if unused and strict:
+        raise InfeasibleError("P010", unused[0].message, where=unused[0].where,
+                              hint="drop it from --devices, try another --placer, or compile without --strict")
+    state, second = Pipeline(steps.passes[pause:]).run(state.saying(*unused), told(pause))
+    return state, first + second
+
+
+def _unused_devices(state: State) -> list[Diagnostic]:
+    if Placement not in state:
+        return []
+    used = set(state[Placement].device.tolist())
+    return [Diagnostic("P010", f"this device was asked for and gets no work from placer {state[Placement].placer!r}",
+                       where=device.id, hint="try another --placer, or leave it out")
+            for index, device in enumerate(state.target.devices) if index not in used]
+
+
+def _unused_gpus(target: Target, devices: object) -> list[Diagnostic]:
+    """Say so when there are GPUs here that the default devices leave out."""
+    if devices is not None or any(device.kind == "cuda" for device in target.devices):
+        return []
+    return [Diagnostic("T012", f"this GPU ({gpu.name}) is not used: {cuda_problem(gpu.index)}", where=f"cuda:{gpu.index}",
+                       hint="pip uninstall -y onnxruntime; pip install 'onnxplace[gpu]'") for gpu in gpus()]
+
+
+def load(path: str | Path, check: Check = "small") -> Bundle:
+    """Open a bundle; raises BundleError if it is damaged, unsafe or too new. `check="all"` hashes every file."""
+    return Bundle.open(path, check)
+
+
+class InferenceSession:
+    """Run a bundle the way ONNX Runtime runs a model; a context manager.
+
+    >>> with onnxplace.InferenceSession("model.bundle") as session:  # doctest: +SKIP
+    ...     logits, = session.run(None, {"tokens": tokens})
+    """
+
+    def __init__(self, bundle: Bundle | str | Path, *, runtime: str = "onnxruntime", trace: bool = False) -> None:
+        self._bundle = bundle if isinstance(bundle, Bundle) else load(bundle)
+        kind = cast("type[Runtime]", find("runtimes", runtime))
+        self._session = kind().open(self._bundle, trace=trace)
+        self._last: Result | None = None
+
+    def get_inputs(self) -> list[Declared]:
+        """Return the model's inputs: name, dtype, shape."""
+        return self._bundle.inputs
+
+    def get_outputs(self) -> list[Declared]:
+        """Return the model's outputs: name, dtype, shape."""
+        return self._bundle.outputs
+
+    def run(self, output_names: Sequence[str] | None, input_feed: Mapping[str, Any]) -> list[Any]:
+        """Return the outputs asked for (None: all) for these inputs.
+
+        Raises FeedError for inputs that do not fit, UsageError for an unknown output, ExecutionError if a part fails.
+        """
+        names = self._names(output_names)
+        result = self.submit(input_feed).result()
+        self._last = result
+        return [result.outputs.get(name) for name in names]
+
+    def run_async(self, output_names: Sequence[str] | None, input_feed: Mapping[str, Any],
+                  callback: Callable[[list[Any] | None, BaseException | None], None]) -> None:
+        """Start a run and return; `callback(outputs, error)` is called from another thread when it is over."""
+        names = self._names(output_names)
+
+        def over(future: Future[Result]) -> None:
+            error = future.exception()
+            callback(None if error else [future.result().outputs.get(name) for name in names], error)
+
+        self.submit(input_feed).add_done_callback(over)
+
+    def submit(self, input_feed: Mapping[str, Any]) -> Future[Result]:
+        """Start a run and return a future of its Result; runs that are under way together overlap across devices."""
+        return self._session.submit(check_feeds(input_feed, self._bundle.inputs))
+
+    def trace(self) -> dict[str, Any]:
+        """Return the timeline of the last `run` as Chrome trace JSON, which Perfetto opens; needs `trace=True`."""
+        from onnxplace.report import chrome_trace
+
+        return chrome_trace(self._last.events if self._last else (), self._bundle)
+
+    def close(self) -> None:
+        """End all threads; waits for runs that are under way. May be called twice."""
+        self._session.close()
+
+    def _names(self, asked: Sequence[str] | None) -> list[str]:
+        known = [item.name for item in self._bundle.outputs]
+        for name in asked or ():
+            if name not in known:
+                raise UsageError("U050", f"the model has no output {name!r}", hint=nearest(name, known))
+        return list(asked) if asked else known
+
+    def __enter__(self) -> InferenceSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        session = getattr(self, "_session", None)
+        if session is not None:
+            session.close()

@@ -1,0 +1,270 @@
+"""A compiled model on disk: a manifest, one ONNX file per segment, each weight once.
+
+    bundle/manifest.json            devices, segments, values, programs, predictions, hashes
+    bundle/costs.json               the costs it was compiled with
+    bundle/segments/cpu0-000.onnx   plain ONNX, one per segment
+    bundle/segments/whole.onnx      the optimised model, uncut, over the same weights
+    bundle/segments/weights.bin     every weight once
+
+Nothing in a bundle is executed but ONNX, and no path in it may lead outside of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from onnxplace.errors import BundleError
+from onnxplace.feeds import Declared
+from onnxplace.target import Device, Link, LinkModel, Target
+
+SCHEMA_VERSION = "1.0"
+MANIFEST = "manifest.json"
+COSTS = "costs.json"
+SEGMENTS = "segments"
+WHOLE = f"{SEGMENTS}/whole.onnx"
+WEIGHTS = "weights.bin"
+# Files up to this size are hashed whenever a bundle is opened; larger ones when all hashes are asked for.
+SMALL_BYTES = 16 << 20
+
+Check = Literal["small", "all"]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Bytes = Annotated[int, Field(ge=0)]
+
+
+class Record(BaseModel):
+    """A part of the manifest: nothing unknown in it, nothing altered after reading."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class InputRecord(Record):
+    """An input of the model, as the caller feeds it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str | None, ...] | None
+    optional: bool = False
+
+
+class OutputRecord(Record):
+    """An output of the model, and the value that it returns."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str | None, ...] | None
+    value: str
+
+
+class ValueRecord(Record):
+    """A value that crosses the border of a segment."""
+
+    dtype: str
+    shape: tuple[int | str | None, ...] | None
+    bytes: Bytes
+    producer: str | None
+    """The segment that makes it; None for an input of the model."""
+    readers: tuple[str, ...]
+
+
+class SegmentRecord(Record):
+    """A piece of the model that one device runs in one call."""
+
+    id: str
+    file: str
+    device: str
+    nodes: Bytes
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    seconds: Seconds
+    """Predicted, the overhead of the call included."""
+    weights_bytes: Bytes
+    workspace_bytes: Bytes
+
+
+class Step(Record):
+    """One step of a device's program."""
+
+    op: Literal["run", "send", "receive", "free"]
+    segment: str = ""
+    value: str = ""
+    peer: str = ""
+
+
+class Predicted(Record):
+    """What the compiler expects of one step."""
+
+    step_seconds: Seconds
+    single_device_seconds: Seconds
+    """The best single device, whether it fits there or not."""
+    lower_bound_seconds: Seconds
+
+
+class DeviceRecord(Record):
+    """What the compiler expects of one device in one step."""
+
+    id: str
+    nodes: Bytes
+    compute_seconds: Seconds
+    weights_bytes: Bytes
+    peak_bytes: Bytes
+    limit_bytes: Bytes
+
+
+class FileRecord(Record):
+    """A file of the bundle."""
+
+    sha256: str
+    bytes: Bytes
+
+
+class TargetRecord(Record):
+    """The devices and links it was compiled for."""
+
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...]
+    link_model: LinkModel
+
+    def target(self) -> Target:
+        return Target(self.devices, self.links, self.link_model)
+
+
+class DiagnosticRecord(Record):
+    """Something the compiler had to say."""
+
+    code: str
+    message: str
+    where: str = ""
+    hint: str = ""
+
+
+class Manifest(Record):
+    """Everything a runtime needs to know about a bundle, and where the bundle came from."""
+
+    schema_version: str
+    model: str
+    model_digest: str
+    dimensions: dict[str, int]
+    """What symbolic dimensions were bound to for the costs; others can be run."""
+    pipeline: str
+    placer: str
+    versions: dict[str, str]
+    target: TargetRecord
+    inputs: tuple[InputRecord, ...]
+    outputs: tuple[OutputRecord, ...]
+    segments: tuple[SegmentRecord, ...]
+    values: dict[str, ValueRecord]
+    programs: dict[str, tuple[Step, ...]]
+    predicted: Predicted
+    devices: tuple[DeviceRecord, ...]
+    transfers: Bytes
+    transfer_bytes: Bytes
+    diagnostics: tuple[DiagnosticRecord, ...]
+    files: dict[str, FileRecord]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A compiled model: where it is and what its manifest says."""
+
+    path: Path
+    manifest: Manifest
+
+    @staticmethod
+    def open(path: str | Path, check: Check = "small") -> Bundle:
+        """Open a bundle; raises BundleError naming the file if anything is missing, altered, unsafe or too new."""
+        path = Path(path)
+        manifest = _read_manifest(path)
+        bundle = Bundle(path, manifest)
+        for name, record in manifest.files.items():
+            _check_file(bundle.file(name), record, check)
+        for name in (WHOLE, *(segment.file for segment in manifest.segments)):
+            if name not in manifest.files:
+                raise BundleError("N006", f"{name!r} is not among the files of the manifest", where=str(path / MANIFEST))
+        _check_programs(manifest, path / MANIFEST)
+        return bundle
+
+    def file(self, name: str) -> Path:
+        """Return the path of a file in the bundle; raises BundleError if the name leads outside."""
+        file = self.path / name
+        if Path(name).is_absolute() or ".." in Path(name).parts or not file.resolve().is_relative_to(self.path.resolve()):
+            raise BundleError("N005", f"it names a file outside the bundle: {name!r}", where=str(self.path / MANIFEST),
+                              hint="do not trust this bundle; compile the model again")
+        return file
+
+    @property
+    def target(self) -> Target:
+        """Return the devices and links it was compiled for."""
+        return self.manifest.target.target()
+
+    @property
+    def inputs(self) -> list[Declared]:
+        """Return the inputs in the model's order."""
+        return [Declared(item.name, item.dtype, item.shape, item.optional) for item in self.manifest.inputs]
+
+    @property
+    def outputs(self) -> list[Declared]:
+        """Return the outputs in the model's order."""
+        return [Declared(item.name, item.dtype, item.shape) for item in self.manifest.outputs]
+
+
+def _read_manifest(path: Path) -> Manifest:
+    file = path / MANIFEST
+    try:
+        data: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise BundleError("N001", "not a bundle: it has no manifest.json", where=str(path),
+                          hint="`onnxplace compile MODEL -o DIR` makes one") from None
+    except (OSError, ValueError) as problem:
+        raise BundleError("N002", f"the manifest cannot be read: {problem}", where=str(file)) from None
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if not isinstance(version, str) or not version.partition(".")[0].isdecimal():
+        raise BundleError("N002", "the manifest has no schema_version", where=str(file))
+    if int(version.partition(".")[0]) > int(SCHEMA_VERSION.partition(".")[0]):
+        raise BundleError("N003", f"the bundle has format {version}, this onnxplace reads up to {SCHEMA_VERSION}",
+                          where=str(file), hint="update onnxplace, or compile the model again")
+    try:
+        return Manifest.model_validate(data)
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise BundleError("N002", f"the manifest is malformed at {place!r}: {first['msg']}", where=str(file)) from None
+
+
+def _check_file(file: Path, record: FileRecord, check: Check) -> None:
+    if not file.is_file():
+        raise BundleError("N004", "this file of the bundle is missing", where=str(file))
+    size = file.stat().st_size
+    if size != record.bytes:
+        raise BundleError("N007", f"this file has {size} bytes, the manifest says {record.bytes}", where=str(file),
+                          hint="it was altered or cut; compile the model again")
+    if (check == "all" or size <= SMALL_BYTES) and sha256_of(file) != record.sha256:
+        raise BundleError("N007", "this file is not what the compiler wrote: its SHA-256 differs", where=str(file),
+                          hint="it was altered; compile the model again")
+
+
+def _check_programs(manifest: Manifest, where: Path) -> None:
+    """Raise BundleError if a program names a device, segment or value that is not there."""
+    devices = {device.id for device in manifest.target.devices}
+    segments = {segment.id for segment in manifest.segments}
+    for device, program in manifest.programs.items():
+        for step in program:
+            known = step.segment in segments if step.op == "run" else step.value in manifest.values
+            if device not in devices or not known or (step.op in ("send", "receive") and step.peer not in devices):
+                raise BundleError("N002", f"the program of {device} has a step that names nothing: {step}", where=str(where))
+
+
+def sha256_of(file: Path) -> str:
+    """Return the SHA-256 of a file, read piece by piece."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of manifest.json."""
+    return Manifest.model_json_schema()

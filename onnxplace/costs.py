@@ -1,0 +1,125 @@
+"""What a placer has to decide about: the graph, its costs on each device, limits, groups and pins, in one record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from onnxplace.errors import InfeasibleError
+from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule
+from onnxplace.graph import Floats, Ints, Longs, OpGraph
+from onnxplace.simulate import Simulation, device_weights, lower_bound_seconds, simulate
+from onnxplace.state import State
+from onnxplace.target import Target
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A placement problem: which device for each node of `graph`, in which order."""
+
+    graph: OpGraph
+    """Contracted, if clusters were made."""
+    seconds: Floats
+    """[device, node]."""
+    target: Target
+    limit_bytes: Longs
+    """Per device."""
+    group: Ints
+    """Per node; nodes of one group share a device."""
+    pinned: Ints
+    """Device per group, -1 where free."""
+    members: Ints
+    """Per node of the profile's graph, the node of this graph that it is in."""
+
+    def simulate(self, device: Ints, order: Ints) -> Simulation:
+        """Return the simulated step of a placement of this graph."""
+        return simulate(self.graph, self.seconds, self.target, device, order)
+
+    def excess_bytes(self, simulation: Simulation) -> Longs:
+        """Return, per device, by how many bytes it exceeds its limit."""
+        return np.maximum(simulation.peak_bytes - self.limit_bytes, 0)
+
+
+def device_seconds(profile: Profile, target: Target) -> Floats:
+    """Return the cost of each node on each device: seconds [device, node]."""
+    return np.stack([profile.seconds[device.cost_class] for device in target.devices])
+
+
+def problem(state: State) -> Problem:
+    """Gather what a placer needs from the facts at hand; without Groups and Clusters each node is on its own."""
+    profile = state[Profile]
+    graph, seconds = profile.graph, device_seconds(profile, state.target)
+    limits = np.array([device.memory_bytes for device in state.target.devices], dtype=np.int64)
+    single = np.arange(len(graph), dtype=np.int32)
+    group, pinned = single, np.full(len(graph), -1, dtype=np.int32)
+    if Groups in state:
+        group, pinned = state[Groups].group, state[Groups].pinned
+    if Clusters not in state:
+        return Problem(graph, seconds, state.target, limits, group, pinned, single)
+    members = state[Clusters].cluster
+    count = int(members.max(initial=-1)) + 1
+    coarse_group = np.zeros(count, dtype=np.int32)
+    coarse_group[members] = group
+    coarse_seconds = np.stack([np.bincount(members, row, count) for row in seconds])
+    return Problem(graph.contract(members), coarse_seconds, state.target, limits, coarse_group, pinned, members)
+
+
+def decided(state: State, asked: Problem, device: Ints, start_seconds: Floats, placer: str) -> State:
+    """Return `state` with the Placement and Schedule that a placer decided on.
+
+    `device` and `start_seconds` (planned start, for the order) are per node of the problem's graph. Raises
+    InfeasibleError, naming what is missing on which device, if the simulated peak exceeds a limit.
+    """
+    fine_device = device[asked.members].astype(np.int32)
+    graph = state[Profile].graph
+    order = schedule_order(graph, asked, start_seconds)
+    seconds = device_seconds(state[Profile], state.target)
+    simulation = simulate(graph, seconds, state.target, fine_device, order)
+    require_memory(state.target, simulation.peak_bytes, placer)
+    schedule = Schedule(order, simulation, lower_bound_seconds(graph, seconds))
+    return state.having(Placement(fine_device, placer), schedule)
+
+
+def schedule_order(graph: OpGraph, asked: Problem, start_seconds: Floats) -> Ints:
+    """Return a topological order of all nodes that follows the planned starts of the (contracted) nodes.
+
+    Members of one contracted node stay together, in topological order.
+    """
+    coarse_rank = np.empty(len(asked.graph), dtype=np.int64)
+    coarse_position = np.empty(len(asked.graph), dtype=np.int64)
+    coarse_position[asked.graph.order] = np.arange(len(asked.graph))
+    coarse_rank[np.lexsort((coarse_position, start_seconds))] = np.arange(len(asked.graph))
+    position = np.empty(len(graph), dtype=np.int64)
+    position[graph.order] = np.arange(len(graph))
+    return np.lexsort((position, coarse_rank[asked.members])).astype(np.int32)
+
+
+def require_memory(target: Target, peak_bytes: Longs, placer: str) -> None:
+    """Raise InfeasibleError if some device would need more than its limit, saying how much is missing where."""
+    short = [f"{device.id} lacks {int(peak) - device.memory_bytes} bytes (needs {int(peak)}, may use {device.memory_bytes})"
+             for device, peak in zip(target.devices, peak_bytes) if peak > device.memory_bytes]
+    if short:
+        raise InfeasibleError("P001", "; ".join(short), where=placer,
+                              hint="add devices, raise --max-memory, or try another --placer")
+
+
+def shortage(asked: Problem, placer: str) -> InfeasibleError:
+    """Return the error for a model that cannot be spread over the devices: what it needs against what there is."""
+    needs = asked.graph.total_weight_bytes
+    have = ", ".join(f"{device.id} may use {device.memory_bytes}" for device in asked.target.devices)
+    lacking = needs - int(asked.limit_bytes.sum())
+    total = f"all devices together lack {lacking} bytes for the weights alone" if lacking > 0 else "no split of it was found that fits"
+    largest = _largest_group(asked)
+    return InfeasibleError("P002", f"the model's weights take {needs} bytes; {have}; {total}; {largest}", where=placer,
+                           hint="add devices, raise --max-memory, or try another --placer")
+
+
+def _largest_group(asked: Problem) -> str:
+    """Describe the group of nodes with the most weights, which is what is hardest to place."""
+    if not len(asked.group):
+        return "there are no nodes"
+    held = device_weights(asked.graph, asked.group, int(asked.group.max()) + 1)
+    worst = int(held.argmax())
+    name = asked.graph.names[int(np.flatnonzero(asked.group == worst)[0])]
+    return f"the largest group that must stay together, at {name!r}, has {int(held[worst])} bytes of weights"

@@ -1,0 +1,106 @@
+"""What can go wrong, as one tree.
+
+    OnnxplaceError
+    |-- InputError            exit 2: the user's model, bundle, feeds, options or files
+    |   |-- UsageError        an unknown name, a bad option value, a pipeline in the wrong order
+    |   |-- ModelError        a model that cannot be read, checked, bound or run
+    |   |-- FeedError         inputs that do not fit the model
+    |   |-- TargetError       devices or links that do not exist or contradict each other
+    |   `-- BundleError       a bundle that is damaged, unsafe or too new
+    |-- InfeasibleError       exit 3: no placement fits
+    |-- ExecutionError        exit 4: a failure while running
+    |-- BrokenPassError       exit 4: a pass that does not keep its own declaration
+    `-- PluginError           exit 4: a plugin that cannot be loaded
+
+Every error names a code, the place, what is wrong there, and what to try.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar
+
+
+class OnnxplaceError(Exception):
+    """Anything onnxplace raises on purpose.
+
+    `code` is stable and documented in docs/errors.md, `where` names the node, value, file or device, `hint`
+    says what to try; `exit_code` is what the command line returns.
+    """
+
+    exit_code: ClassVar[int] = 4
+
+    def __init__(self, code: str, message: str, *, where: str = "", hint: str = "") -> None:
+        self.code = code
+        self.message = message
+        self.where = where
+        self.hint = hint
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        place = f"{self.where}: " if self.where else ""
+        hint = f"\n  hint: {self.hint}" if self.hint else ""
+        return f"error[{self.code}] {place}{self.message}{hint}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.code, self.message, self.where, self.hint)
+
+
+def _rebuild(kind: type[OnnxplaceError], code: str, message: str, where: str, hint: str) -> OnnxplaceError:
+    return kind(code, message, where=where, hint=hint)
+
+
+class InputError(OnnxplaceError):
+    """Something the user gave is wrong."""
+
+    exit_code = 2
+
+
+class UsageError(InputError):
+    """A name, option or combination that does not exist."""
+
+
+class ModelError(InputError):
+    """A model that cannot be read, checked, bound or run."""
+
+
+class FeedError(InputError):
+    """Inputs whose names, shapes or types do not fit the model."""
+
+
+class TargetError(InputError):
+    """Devices or links that do not exist or contradict each other."""
+
+
+class BundleError(InputError):
+    """A bundle that is damaged, unsafe or written by a newer onnxplace."""
+
+
+class InfeasibleError(OnnxplaceError):
+    """No placement keeps every device within its memory."""
+
+    exit_code = 3
+
+
+class ExecutionError(OnnxplaceError):
+    """A failure while running: a kernel, a full disk, a lost device."""
+
+
+class BrokenPassError(OnnxplaceError):
+    """A pass that does not do what it declares."""
+
+
+class PluginError(OnnxplaceError):
+    """A plugin that cannot be loaded; names the distribution it came from."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a hint that offers the nearest known name, or lists them all.
+
+    >>> nearest("m-eft", ["single", "m-etf"])
+    "did you mean 'm-etf'?"
+    """
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean '{close[0]}'?" if close else "known: " + ", ".join(names)

@@ -1,0 +1,246 @@
+"""The hot loops, on flat arrays, compiled by numba and cached on disk.
+
+Kernels know integers and floats only; their callers give them names, units and errors. Ties are broken by index
+everywhere, so that results do not depend on anything but the input.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+def kernel(function: C) -> C:
+    """Compile `function` on first use and keep the machine code on disk."""
+    compiled: C = numba.njit(cache=True, nogil=True)(function)
+    return compiled
+
+
+@kernel
+def topological_order(pred_starts, preds, succ_starts, succs):  # type: ignore[no-untyped-def]
+    """Kahn's algorithm with a heap: the ready node of lowest index first. Short if there is a cycle."""
+    count = len(pred_starts) - 1
+    waiting = np.empty(count, np.int64)
+    heap = [np.int64(0) for _ in range(0)]
+    for node in range(count):
+        waiting[node] = pred_starts[node + 1] - pred_starts[node]
+        if waiting[node] == 0:
+            heap.append(np.int64(node))  # ascending, which is a heap already
+    order = np.empty(count, np.int32)
+    done = 0
+    while len(heap) > 0:
+        node = heapq.heappop(heap)
+        order[done] = node
+        done += 1
+        for k in range(succ_starts[node], succ_starts[node + 1]):
+            waiting[succs[k]] -= 1
+            if waiting[succs[k]] == 0:
+                heapq.heappush(heap, np.int64(succs[k]))
+    return order[:done]
+
+
+@kernel
+def inner_peak(order, cluster, count, inner, roots, value_bytes,  # type: ignore[no-untyped-def]
+               out_starts, outs, in_starts, ins, workspace):
+    """Most bytes of inner values plus workspace alive at one time in each cluster, running it in `order`."""
+    left = np.zeros(len(value_bytes), np.int64)
+    for k in range(len(ins)):
+        left[roots[ins[k]]] += 1
+    live = np.zeros(count, np.int64)
+    peak = np.zeros(count, np.int64)
+    for position in range(len(order)):
+        node = order[position]
+        home = cluster[node]
+        for k in range(out_starts[node], out_starts[node + 1]):
+            if inner[outs[k]] and roots[outs[k]] == outs[k]:
+                live[home] += value_bytes[outs[k]]
+        peak[home] = max(peak[home], live[home] + workspace[node])
+        for k in range(in_starts[node], in_starts[node + 1]):
+            root = roots[ins[k]]
+            left[root] -= 1
+            if left[root] == 0 and inner[root]:
+                live[home] -= value_bytes[root]
+        for k in range(out_starts[node], out_starts[node + 1]):
+            if inner[outs[k]] and roots[outs[k]] == outs[k] and left[outs[k]] == 0:
+                live[home] -= value_bytes[outs[k]]
+    return peak
+
+
+@kernel
+def longest_path(order, seconds, pred_starts, preds):  # type: ignore[no-untyped-def]
+    """Length in seconds of the heaviest path, transfers not counted."""
+    finish = np.zeros(len(order), np.float64)
+    longest = 0.0
+    for position in range(len(order)):
+        node = order[position]
+        start = 0.0
+        for k in range(pred_starts[node], pred_starts[node + 1]):
+            start = max(start, finish[preds[k]])
+        finish[node] = start + seconds[node]
+        longest = max(longest, finish[node])
+    return longest
+
+
+@kernel
+def execute(order, device, seconds, device_count,  # type: ignore[no-untyped-def]
+            producer, value_bytes, out_starts, outs, in_starts, ins, read_starts, readers, latency, per_byte, link_model):
+    """Run a placement in simulated time, event by event (DESIGN section 4).
+
+    Each device computes its nodes in the sequence of `order`, one at a time. When a node finishes, its values are
+    sent to every other device that reads them, once each. `link_model` 0: each device has one outgoing and one
+    incoming channel; 1: no contention; 2: one channel per device for both directions. Transfers are booked when
+    they become ready, in that order, so none delays one that was ready before it.
+
+    Returns start, finish (seconds per node; -1 where the order deadlocks) and the transfers as parallel arrays:
+    value, source, destination, ready, start, finish.
+    """
+    count = len(order)
+    queue_starts = np.zeros(device_count + 1, np.int64)
+    for node in range(count):
+        queue_starts[device[node] + 1] += 1
+    for d in range(device_count):
+        queue_starts[d + 1] += queue_starts[d]
+    head = queue_starts[:-1].copy()
+    queue = np.empty(count, np.int64)
+    for position in range(count):
+        d = device[order[position]]
+        queue[head[d]] = order[position]
+        head[d] += 1
+    head[:] = queue_starts[:-1]
+
+    waiting = np.zeros(count, np.int64)
+    for node in range(count):
+        for k in range(in_starts[node], in_starts[node + 1]):
+            waiting[node] += producer[ins[k]] >= 0
+    available = np.zeros(count, np.float64)
+    start = np.full(count, -1.0)
+    finish = np.full(count, -1.0)
+    free = np.zeros(device_count, np.float64)
+    busy = np.zeros(device_count, np.bool_)
+    sending = np.zeros(device_count, np.float64)
+    receiving = np.zeros(device_count, np.float64)
+    arrival = np.zeros(device_count, np.float64)
+    stamp = np.full(device_count, -1, np.int64)
+    sent_value = [np.int32(0) for _ in range(0)]
+    sent_source = [np.int32(0) for _ in range(0)]
+    sent_destination = [np.int32(0) for _ in range(0)]
+    sent_ready = [0.0 for _ in range(0)]
+    sent_start = [0.0 for _ in range(0)]
+    sent_finish = [0.0 for _ in range(0)]
+    events = [(0.0, np.int64(0)) for _ in range(0)]
+    touched = np.ones(device_count, np.bool_)
+    while True:
+        for d in range(device_count):
+            if touched[d] and not busy[d] and head[d] < queue_starts[d + 1]:
+                node = queue[head[d]]
+                if waiting[node] == 0:
+                    head[d] += 1
+                    busy[d] = True
+                    start[node] = max(free[d], available[node])
+                    finish[node] = start[node] + seconds[node]
+                    heapq.heappush(events, (finish[node], node))
+            touched[d] = False
+        if len(events) == 0:
+            break
+        now, node = heapq.heappop(events)
+        home = device[node]
+        busy[home] = False
+        free[home] = now
+        touched[home] = True
+        for k in range(out_starts[node], out_starts[node + 1]):
+            value = outs[k]
+            for j in range(read_starts[value], read_starts[value + 1]):
+                reader = readers[j]
+                there = device[reader]
+                when = now
+                if there != home:
+                    if stamp[there] != value:
+                        stamp[there] = value
+                        begin = now
+                        if link_model == 0:
+                            begin = max(now, max(sending[home], receiving[there]))
+                        elif link_model == 2:
+                            begin = max(now, max(max(sending[home], receiving[home]),
+                                                 max(sending[there], receiving[there])))
+                        end = begin + latency[home, there] + value_bytes[value] * per_byte[home, there]
+                        sending[home] = end
+                        receiving[there] = end
+                        arrival[there] = end
+                        sent_value.append(value)
+                        sent_source.append(np.int32(home))
+                        sent_destination.append(np.int32(there))
+                        sent_ready.append(now)
+                        sent_start.append(begin)
+                        sent_finish.append(end)
+                    when = arrival[there]
+                available[reader] = max(available[reader], when)
+                waiting[reader] -= 1
+                touched[there] = True
+    return (start, finish, np.array(sent_value, np.int32), np.array(sent_source, np.int32),
+            np.array(sent_destination, np.int32), np.array(sent_ready, np.float64),
+            np.array(sent_start, np.float64), np.array(sent_finish, np.float64))
+
+
+@kernel
+def live_spans(device, start, finish, rank, producer, alias, is_output, read_starts, readers, copy_starts,  # type: ignore[no-untyped-def]
+               copy_device, copy_begin, copy_end, end_of_step):
+    """When each buffer is born and dies. Buffer `v` is value `v` where it is made; buffer `V + c` is copy `c`.
+
+    A view shares the buffer of the value it looks at, where both are on one device. Returns birth, death (seconds)
+    and, to order events at one instant, a position in the schedule for each.
+    """
+    values = len(producer)
+    total = values + len(copy_device)
+    birth = np.full(total, np.inf)
+    death = np.full(total, -1.0)
+    birth_rank = np.zeros(total, np.int64)
+    death_rank = np.full(total, -1, np.int64)
+    root = np.arange(total)
+    for value in range(values):
+        made = producer[value]
+        home = device[made] if made >= 0 else -1
+        if made >= 0:
+            birth[value] = start[made]
+            birth_rank[value] = 2 * rank[made]
+            death[value] = finish[made]
+            death_rank[value] = 2 * rank[made] + 1
+            if is_output[value]:
+                death[value] = end_of_step
+        for c in range(copy_starts[value], copy_starts[value + 1]):
+            birth[values + c] = copy_begin[c]
+            birth_rank[values + c] = 2 * len(rank)  # a copy counts from the instant it starts to arrive
+            death[values + c] = copy_end[c]
+            if made >= 0 and copy_end[c] > death[value]:
+                death[value] = copy_end[c]
+                death_rank[value] = -1
+        for j in range(read_starts[value], read_starts[value + 1]):
+            reader = readers[j]
+            buffer = value
+            if device[reader] != home:
+                for c in range(copy_starts[value], copy_starts[value + 1]):
+                    if copy_device[c] == device[reader]:
+                        buffer = values + c
+            if finish[reader] > death[buffer] or (
+                    finish[reader] == death[buffer] and 2 * rank[reader] + 1 > death_rank[buffer]):
+                death[buffer] = finish[reader]
+                death_rank[buffer] = 2 * rank[reader] + 1
+    for value in range(values - 1, -1, -1):
+        if alias[value] >= 0 and producer[value] >= 0:
+            home = device[producer[value]]
+            source = alias[value]
+            buffer = source
+            if producer[source] < 0 or device[producer[source]] != home:
+                for c in range(copy_starts[source], copy_starts[source + 1]):
+                    if copy_device[c] == home:
+                        buffer = values + c
+            root[value] = buffer
+            if death[value] > death[buffer]:
+                death[buffer] = death[value]
+                death_rank[buffer] = death_rank[value]
+    return birth, death, birth_rank, death_rank, root

@@ -1,0 +1,127 @@
+"""Run passes one after the other: checked before any work, and held to what they declare."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from onnxplace.errors import BrokenPassError, OnnxplaceError, PluginError, UsageError
+from onnxplace.registry import find
+from onnxplace.spec import build_pass, format_pipeline, parse_pipeline, spec_of
+from onnxplace.state import Fact, Pass, State
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long a pass took."""
+
+    name: str
+    seconds: float
+
+
+Observer = Callable[[str, int, int], None]
+"""Told of each pass before it runs: its name, its position from 0, how many there are."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Passes in order. `str()` gives the text that `Pipeline.parse` reads back."""
+
+    passes: tuple[Pass, ...]
+
+    @staticmethod
+    def parse(text: str) -> Pipeline:
+        """Build a pipeline from its text; raises UsageError or PluginError."""
+        return Pipeline(tuple(make_pass(spec.name, spec.options) for spec in parse_pipeline(text)))
+
+    def __str__(self) -> str:
+        return format_pipeline(spec_of(step) for step in self.passes)
+
+    def require(self, given: Iterable[type]) -> None:
+        """Raise UsageError if a pass needs a fact that no earlier pass provides."""
+        known = set(given)
+        for step in self.passes:
+            for kind in step.requires:
+                if kind not in known:
+                    raise UsageError("U002", f"pass {step.name!r} needs {kind.__name__}, which nothing before it provides",
+                                     where=f"pipeline {self}", hint=_providers_hint(kind))
+            known = (known - stale_after(step, known)) | set(step.provides)
+
+    def run(self, state: State, observer: Observer | None = None) -> tuple[State, tuple[Timing, ...]]:
+        """Run every pass; returns the last state and how long each pass took.
+
+        Raises UsageError before any work if the order is wrong, BrokenPassError if a pass breaks its word.
+        """
+        self.require(state.facts)
+        timings = []
+        for index, step in enumerate(self.passes):
+            if observer:
+                observer(step.name, index, len(self.passes))
+            began = time.perf_counter()
+            state = run_pass(step, state)
+            timings.append(Timing(step.name, time.perf_counter() - began))
+        return state, tuple(timings)
+
+
+def make_pass(name: str, options: Mapping[str, str] = MappingProxyType({})) -> Pass:
+    """Return a pass by name, with options as text by key."""
+    kind = find("passes", name)
+    if not issubclass(kind, Pass):
+        raise PluginError("G003", f"{kind.__name__} is not a Pass", where=f"pass {name!r}", hint="subclass onnxplace.Pass")
+    return build_pass(kind, options)
+
+
+def stale_after(step: Pass, known: Iterable[type]) -> set[type]:
+    """Return the known facts that a pass makes stale: those derived from what it provides, unless it keeps them."""
+    changed = set(step.provides)
+    stale: set[type] = set()
+    remaining = [kind for kind in known if kind not in changed]
+    while fresh := {kind for kind in remaining if kind not in stale and _derived_from(kind) & (changed | stale)}:
+        stale |= fresh
+    return stale - set(step.preserves)
+
+
+def _derived_from(kind: type) -> set[type]:
+    return set(getattr(kind, "derived_from", ()))
+
+
+def run_pass(step: Pass, state: State) -> State:
+    """Run one pass and hold it to its declaration and to the invariants of its facts."""
+    for kind in step.requires:
+        if kind not in state:
+            raise UsageError("U002", f"pass {step.name!r} needs {kind.__name__}", hint=_providers_hint(kind))
+    before = dict(state.facts)
+    try:
+        after = step.run(state)
+    except (OnnxplaceError, KeyboardInterrupt, OSError, MemoryError):
+        raise
+    except Exception as problem:
+        raise BrokenPassError("B001", f"{type(problem).__name__}: {problem}", where=f"pass {step.name!r}",
+                              hint="this is a defect of the pass, please report it") from problem
+    _hold_to_word(step, state, before, after)
+    return after.without(*stale_after(step, after.facts))
+
+
+def _hold_to_word(step: Pass, state: State, before: dict[type, Fact], after: State) -> None:
+    if dict(state.facts) != before:
+        raise BrokenPassError("B002", "it altered its input", where=f"pass {step.name!r}")
+    for kind in step.provides:
+        if kind not in after:
+            raise BrokenPassError("B003", f"it did not provide {kind.__name__}", where=f"pass {step.name!r}")
+    touched = [kind for kind in {**before, **after.facts} if before.get(kind) is not after.facts.get(kind)]
+    for kind in touched:
+        if kind not in step.provides:
+            raise BrokenPassError("B004", f"it changed {kind.__name__} without saying so", where=f"pass {step.name!r}")
+        try:
+            after.facts[kind].check(after)
+        except ValueError as problem:
+            raise BrokenPassError("B005", f"its {kind.__name__} is wrong: {problem}", where=f"pass {step.name!r}") from problem
+
+
+def _providers_hint(kind: type) -> str:
+    from onnxplace.registry import BUILTIN
+
+    names: Sequence[str] = [name for name in BUILTIN["passes"] if kind in getattr(find("passes", name), "provides", ())]
+    return f"put {' or '.join(names)} before it" if names else f"a plugin must provide {kind.__name__}"

@@ -1,0 +1,80 @@
+"""Passes and runtimes by name: the built-in table, and plugins found by entry point.
+
+Listing imports nothing. A broken plugin fails only when it is asked for, named with its distribution. A plugin
+cannot take the name of a built-in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module, metadata
+from types import MappingProxyType
+from typing import Literal
+
+from onnxplace.errors import PluginError, UsageError, nearest
+
+Kind = Literal["passes", "runtimes"]
+
+BUILTIN: Mapping[Kind, Mapping[str, tuple[str, str]]] = MappingProxyType({
+    "passes": MappingProxyType({
+        "optimize": ("onnxplace.passes.optimize:Optimize", "fold constants and drop what nobody reads"),
+        "profile": ("onnxplace.passes.profile:ProfileCosts", "measure what each node costs on each class of device"),
+        "coplace": ("onnxplace.passes.coplace:Coplace", "group nodes that must or should share a device"),
+        "fuse": ("onnxplace.passes.fuse:Fuse", "contract groups into single nodes for the placer"),
+        "single": ("onnxplace.passes.single:Single", "placer: everything on the best single device that fits"),
+        "m-topo": ("onnxplace.passes.m_topo:MTopo", "placer: fill one device after the other in topological order"),
+        "m-etf": ("onnxplace.passes.m_etf:MEtf", "placer: the node that can start earliest goes first, where it can"),
+        "split": ("onnxplace.passes.split:Split", "cut the placed model into segments and programs"),
+        "emit": ("onnxplace.passes.emit:Emit", "write the bundle"),
+    }),
+    "runtimes": MappingProxyType({
+        "onnxruntime": ("onnxplace.runtimes.onnxruntime:OnnxRuntime", "run segments with ONNX Runtime, a worker per device"),
+        "simulated": ("onnxplace.runtimes.simulated:Simulated", "run nothing; return the predicted timeline"),
+    }),
+})
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A pass or runtime that can be asked for by name."""
+
+    name: str
+    path: str
+    """`module:attribute`."""
+    summary: str
+    distribution: str = ""
+    """The distribution that provides it; empty for built-in ones."""
+
+
+@cache
+def entries(kind: Kind) -> Mapping[str, Entry]:
+    """Return everything known by name, built-in first; imports none of it."""
+    table = {name: Entry(name, path, summary) for name, (path, summary) in BUILTIN[kind].items()}
+    for point in metadata.entry_points(group=f"onnxplace.{kind}"):
+        distribution = point.dist.name if point.dist else "an unnamed distribution"
+        if point.name not in table:
+            table[point.name] = Entry(point.name, point.value, f"plugin from {distribution}", distribution)
+    return MappingProxyType(table)
+
+
+def find(kind: Kind, name: str) -> type:
+    """Import and return the class behind a name; raises UsageError or PluginError."""
+    known = entries(kind)
+    if name not in known:
+        what = "pass" if kind == "passes" else "runtime"
+        raise UsageError("U001", f"unknown {what} {name!r}", hint=f"{nearest(name, known)} (`onnxplace {kind}` lists them)")
+    entry = known[name]
+    module, _, attribute = entry.path.partition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+    except Exception as problem:  # noqa: BLE001 - a plugin may fail in any way; ours is to say which one
+        if not entry.distribution:
+            raise
+        raise PluginError("G001", f"cannot be loaded: {type(problem).__name__}: {problem}",
+                          where=f"{kind[:-2] if kind == 'passes' else 'runtime'} {name!r} from {entry.distribution}",
+                          hint=f"update or uninstall {entry.distribution}") from problem
+    if not isinstance(found, type):
+        raise PluginError("G002", f"{entry.path} is not a class", where=f"{name!r} from {entry.distribution or 'onnxplace'}")
+    return found

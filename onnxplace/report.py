@@ -1,0 +1,85 @@
+"""Show people what was decided and what happened: the summary of a bundle, and timelines."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
+
+from onnxplace.bundle import Bundle
+from onnxplace.compare import Times
+from onnxplace.runtime import Event
+
+_COLORS = {"run": "thread_state_running", "copy": "rail_animation", "wait": "thread_state_sleeping"}
+
+
+def chrome_trace(events: Iterable[Event], bundle: Bundle) -> dict[str, Any]:
+    """Return events in Chrome's trace format: a row per device, microseconds."""
+    rows = {device.id: index for index, device in enumerate(bundle.target.devices)}
+    entries: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": device}}
+                                     for device, row in rows.items()]
+    entries += [{"ph": "X", "pid": 0, "tid": rows[event.device], "cat": event.kind, "name": event.name,
+                 "cname": _COLORS[event.kind], "ts": event.start_seconds * 1e6,
+                 "dur": (event.finish_seconds - event.start_seconds) * 1e6, "args": {"request": event.request}}
+                for event in events]
+    return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": {"model": bundle.manifest.model}}
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a time as people read it: three digits, in ms."""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
+
+
+def mebibytes(size: int) -> str:
+    """Return an amount of memory as people read it."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Lay out rows in columns; the first column is aligned left, the others right."""
+    lines = [list(header), *[list(row) for row in rows]]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join("  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
+                               for column, (cell, width) in enumerate(zip(line, widths))).rstrip() for line in lines)
+
+
+def compile_summary(bundle: Bundle) -> str:
+    """Return what was decided, on one screen."""
+    manifest = bundle.manifest
+    rows = [(device.id, str(device.nodes), milliseconds(device.compute_seconds), mebibytes(device.weights_bytes),
+             mebibytes(device.peak_bytes), mebibytes(device.limit_bytes)) for device in manifest.devices]
+    predicted = manifest.predicted
+    return "\n".join([
+        f"{manifest.model}: {sum(device.nodes for device in manifest.devices)} nodes, placer {manifest.placer}",
+        table(("device", "nodes", "compute", "weights", "peak", "limit"), rows),
+        f"{len(manifest.segments)} segments, {manifest.transfers} transfers of {mebibytes(manifest.transfer_bytes)}",
+        f"predicted step {milliseconds(predicted.step_seconds)}; best single device "
+        f"{milliseconds(predicted.single_device_seconds)}; no placement beats {milliseconds(predicted.lower_bound_seconds)}",
+        f"bundle: {bundle.path}",
+    ])
+
+
+def bench_summary(bundle: Bundle, times: Mapping[str, Times]) -> str:
+    """Return measured times beside predicted ones, and the honest row: one session with all cores."""
+    predicted = bundle.manifest.predicted
+    base = times["model"].median_seconds
+    used = sum(1 for device in bundle.manifest.devices if device.nodes)
+    labels = {"bundle": f"bundle on {used} devices" if used != 1 else "bundle on 1 device",
+              "one_device": "one session, one device's cores", "model": "one session, all cores"}
+    guesses = {"bundle": milliseconds(predicted.step_seconds), "one_device": milliseconds(predicted.single_device_seconds)}
+    rows = [(labels[name], milliseconds(times[name].median_seconds), milliseconds(times[name].p90_seconds),
+             guesses.get(name, "-"), f"{times[name].median_seconds / base:.2f}x") for name in labels]
+    return table(("", "median", "p90", "predicted", "of all cores"), rows)
+
+
+def pass_help(kind: type) -> tuple[str, dict[str, Any]]:
+    """Return what a pass or runtime does and its options, as text and as data."""
+    options = []
+    if is_dataclass(kind):
+        options = [{"name": item.name, "type": str(item.type), "default": None if item.default is MISSING else item.default}
+                   for item in fields(kind)]
+    about = inspect.cleandoc(kind.__doc__ or "")
+    rows = [(str(option["name"]), str(option["type"]), repr(option["default"])) for option in options]
+    text = about + ("\n\n" + table(("option", "type", "default"), rows) if rows else "")
+    return text, {"about": about, "options": options}

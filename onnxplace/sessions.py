@@ -1,0 +1,71 @@
+"""Open ONNX Runtime sessions the one way everything here does: quiet, pinned, and on the device that was asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from onnxplace.errors import ExecutionError, ModelError
+from onnxplace.machine import onnxruntime
+
+Level = Literal["none", "basic", "extended", "all"]
+_LEVELS = {"none": "ORT_DISABLE_ALL", "basic": "ORT_ENABLE_BASIC", "extended": "ORT_ENABLE_EXTENDED", "all": "ORT_ENABLE_ALL"}
+# Idle pool threads spin this long for the next piece of work; the default burns tens of milliseconds after each run.
+SPIN_MICROSECONDS = 100
+
+
+def session_options(cores: Sequence[int], level: Level = "all", entries: Mapping[str, str] | None = None) -> Any:
+    """Return options for a session that computes on `cores` only; the calling thread pins itself (`pinned`)."""
+    runtime = onnxruntime()
+    options = runtime.SessionOptions()
+    options.log_severity_level = 3
+    options.graph_optimization_level = getattr(runtime.GraphOptimizationLevel, _LEVELS[level])
+    options.intra_op_num_threads = max(len(cores), 1)
+    options.inter_op_num_threads = 1
+    if len(cores) > 1 and hasattr(os, "sched_setaffinity"):
+        # Core numbers start at 1 there, and the first core belongs to the calling thread.
+        options.add_session_config_entry("session.intra_op_thread_affinities", ";".join(str(core + 1) for core in cores[1:]))
+        options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_MICROSECONDS))
+    for key, value in (entries or {}).items():
+        options.add_session_config_entry(key, value)
+    return options
+
+
+def open_session(model: str | Path | bytes, options: Any, device_id: str = "cpu:0", where: str = "") -> Any:
+    """Open a model on a device; raises ModelError for what ONNX Runtime refuses, ExecutionError if it falls back."""
+    kind, _, index = device_id.partition(":")
+    providers: list[Any] = ["CPUExecutionProvider"]
+    if kind == "cuda":
+        providers.insert(0, ("CUDAExecutionProvider", {"device_id": index}))
+    source = model if isinstance(model, bytes) else str(model)
+    try:
+        session = onnxruntime().InferenceSession(source, options, providers=providers)
+    except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
+        raise _refusal(problem, where or (str(model) if not isinstance(model, bytes) else "model")) from None
+    if kind == "cuda" and session.get_providers()[0] != "CUDAExecutionProvider":
+        raise ExecutionError("R003", f"ONNX Runtime silently fell back to the CPU instead of {device_id}", where=where)
+    return session
+
+
+def _refusal(problem: Exception, where: str) -> ModelError:
+    text = " ".join(str(problem).split())
+    text = text.rpartition("[ONNXRuntimeError] : ")[2]
+    hint = "the installed ONNX Runtime cannot run this model; try another version of it, or export with an older opset"
+    return ModelError("M012", f"ONNX Runtime refuses the model: {text}", where=where, hint=hint)
+
+
+@contextmanager
+def pinned(cores: Sequence[int]) -> Iterator[None]:
+    """Keep the calling thread on the first of `cores` while inside."""
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {cores[0]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

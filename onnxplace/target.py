@@ -1,0 +1,218 @@
+"""The machine a model is compiled for: devices, their memory, and the links between them."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxplace.errors import TargetError, UsageError, nearest
+
+KINDS = ("cpu", "cuda")
+LinkModel = Literal["duplex", "parallel", "sequential"]
+LINK_MODELS: tuple[LinkModel, ...] = ("duplex", "parallel", "sequential")
+
+# One-way hand-off between two pinned worker threads and a memcpy between two cores (docs/measurements.md).
+CPU_LATENCY_SECONDS = 30e-6
+CPU_BYTES_PER_SECOND = 10e9
+# PCIe 4.0 x16 through host memory, a deliberately cautious default until `devices --calibrate` exists.
+CUDA_LATENCY_SECONDS = 20e-6
+CUDA_BYTES_PER_SECOND = 12e9
+SEGMENT_SECONDS = 10e-6
+
+
+@dataclass(frozen=True)
+class Device:
+    """Something that holds weights and computes one thing at a time."""
+
+    id: str
+    """`cpu:0`, `cuda:1`: the kind, and which one of it."""
+    memory_bytes: int
+    """What a placement may use here."""
+    cores: int = 1
+    """Processor cores of a CPU device; 1 for a GPU."""
+    model: str = ""
+    """What the hardware calls itself, for GPUs; devices of one kind and model cost the same."""
+    segment_seconds: float = SEGMENT_SECONDS
+    """What each call of a segment costs besides its nodes."""
+
+    @property
+    def kind(self) -> str:
+        return self.id.partition(":")[0]
+
+    @property
+    def index(self) -> int:
+        return int(self.id.partition(":")[2])
+
+    @property
+    def cost_class(self) -> str:
+        """Return the name under which operator times are kept: `cpu/2` (two cores), `cuda/NVIDIA H100`."""
+        return f"cpu/{self.cores}" if self.kind == "cpu" else f"{self.kind}/{self.model or 'unknown'}"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A directed connection: a transfer takes `latency_seconds + bytes / bytes_per_second`."""
+
+    source: str
+    destination: str
+    latency_seconds: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class Target:
+    """Devices in order, and the links between each pair of them."""
+
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...] = ()
+    """Only those that differ from the defaults for their kinds of device."""
+    link_model: LinkModel = "duplex"
+    _position: Mapping[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise TargetError("T001", "the list of devices is empty", hint="name at least one, such as cpu:0")
+        position = {device.id: index for index, device in enumerate(self.devices)}
+        if len(position) < len(self.devices):
+            raise TargetError("T002", "a device is named twice", where=", ".join(d.id for d in self.devices))
+        for link in self.links:
+            for end in (link.source, link.destination):
+                if end not in position:
+                    raise TargetError("T003", f"the link names a device that is not there: {end!r}", where="target",
+                                      hint=nearest(end, position))
+        object.__setattr__(self, "_position", position)
+
+    def position(self, device_id: str) -> int:
+        """Return the index of a device; raises TargetError with the nearest name if it is not there."""
+        if device_id not in self._position:
+            raise TargetError("T004", f"no device {device_id!r} in this target", hint=nearest(device_id, self._position))
+        return self._position[device_id]
+
+    def link_arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return latency (seconds) and seconds per byte, both [source, destination]; zero on the diagonal."""
+        count = len(self.devices)
+        latency, per_byte = np.zeros((count, count)), np.zeros((count, count))
+        for i, source in enumerate(self.devices):
+            for j, destination in enumerate(self.devices):
+                if i != j:
+                    link = default_link(source, destination)
+                    latency[i, j], per_byte[i, j] = link.latency_seconds, 1.0 / link.bytes_per_second
+        for link in self.links:
+            i, j = self.position(link.source), self.position(link.destination)
+            latency[i, j], per_byte[i, j] = link.latency_seconds, 1.0 / link.bytes_per_second
+        return latency, per_byte
+
+    def limiting(self, limits: Mapping[str, int]) -> Target:
+        """Return this target with other memory limits (bytes by device id)."""
+        for device_id in limits:
+            self.position(device_id)
+        return replace(self, devices=tuple(
+            replace(device, memory_bytes=limits.get(device.id, device.memory_bytes)) for device in self.devices))
+
+
+def default_link(source: Device, destination: Device) -> Link:
+    """Return the link assumed between two devices of which nothing was measured."""
+    if source.kind == destination.kind == "cpu":
+        return Link(source.id, destination.id, CPU_LATENCY_SECONDS, CPU_BYTES_PER_SECOND)
+    return Link(source.id, destination.id, CUDA_LATENCY_SECONDS, CUDA_BYTES_PER_SECOND)
+
+
+def parse_device_ids(text: str | Sequence[str]) -> tuple[str, ...]:
+    """Split `cuda:0,cpu:1` into ids; raises TargetError that names the bad one.
+
+    >>> parse_device_ids("cuda:0, cpu:1")
+    ('cuda:0', 'cpu:1')
+    """
+    items = text.split(",") if isinstance(text, str) else list(text)
+    ids = tuple(item.strip() for item in items if item.strip())
+    for device_id in ids:
+        kind, _, index = device_id.partition(":")
+        if kind not in KINDS:
+            raise TargetError("T005", f"unknown device {device_id!r}", where="--devices",
+                              hint=nearest(kind, KINDS) + " (devices are written kind:index, such as cpu:0)")
+        if not index.isdecimal():
+            raise TargetError("T005", f"device {device_id!r} has no index", where="--devices",
+                              hint=f"write {kind}:0 for the first one")
+    if not ids:
+        raise TargetError("T001", "the list of devices is empty", where="--devices", hint="try --devices cpu:0,cpu:1")
+    if len(set(ids)) < len(ids):
+        raise TargetError("T002", "a device is named twice", where=f"--devices {','.join(ids)}")
+    return ids
+
+
+_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "tb": 10**12,
+          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """Read an amount of memory such as `16GiB`, `500MB` or `1024`.
+
+    >>> parse_bytes("1.5KiB")
+    1536
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2].lower() not in _UNITS:
+        raise UsageError("U010", f"not an amount of memory: {text!r}", hint="write it as 16GiB, 500MB or 1048576")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def parse_memory(text: str, device_ids: Iterable[str]) -> dict[str, int]:
+    """Read `16GiB` (every device) or `cuda:0=16GiB,cpu:0=64GiB` into bytes by device id."""
+    ids = list(device_ids)
+    if "=" not in text:
+        return dict.fromkeys(ids, parse_bytes(text))
+    limits: dict[str, int] = {}
+    for item in text.split(","):
+        device_id, _, amount = item.strip().partition("=")
+        if device_id not in ids:
+            raise TargetError("T004", f"no device {device_id!r} to limit", where="--max-memory", hint=nearest(device_id, ids))
+        limits[device_id] = parse_bytes(amount)
+    return limits
+
+
+def read_target(path: str | Path) -> Target:
+    """Read a target file (TOML, docs/target.md); raises TargetError naming the file and the bad entry."""
+    try:
+        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise TargetError("T006", f"cannot read it: {problem.strerror}", where=str(path)) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+        raise TargetError("T006", f"not TOML: {problem}", where=str(path)) from None
+    try:
+        return _target_from(data)
+    except (KeyError, TypeError, ValueError) as problem:
+        raise TargetError("T007", f"not a target: {problem}", where=str(path), hint="see docs/target.md") from None
+
+
+def _target_from(data: dict[str, object]) -> Target:
+    from pydantic import TypeAdapter
+
+    devices = TypeAdapter(tuple[Device, ...]).validate_python(data.get("devices", []))
+    links = TypeAdapter(tuple[Link, ...]).validate_python(data.get("links", []))
+    for device in devices:
+        parse_device_ids([device.id])
+    model: LinkModel = TypeAdapter(LinkModel).validate_python(data.get("link_model", "duplex"))
+    return Target(devices, links, model)
+
+
+def write_target(target: Target, path: str | Path) -> None:
+    """Write a target file that `read_target` reads back equal."""
+    latency, per_byte = target.link_arrays()
+    lines = [f'link_model = "{target.link_model}"', ""]
+    for device in target.devices:
+        lines += ["[[devices]]", f'id = "{device.id}"', f"memory_bytes = {device.memory_bytes}", f"cores = {device.cores}",
+                  f'model = "{device.model}"', f"segment_seconds = {device.segment_seconds!r}", ""]
+    for i, source in enumerate(target.devices):
+        for j, destination in enumerate(target.devices):
+            if i != j:
+                lines += ["[[links]]", f'source = "{source.id}"', f'destination = "{destination.id}"',
+                          f"latency_seconds = {float(latency[i, j])!r}",
+                          f"bytes_per_second = {float(1.0 / per_byte[i, j])!r}", ""]
+    Path(path).write_text("\n".join(lines), encoding="utf-8")

@@ -1,0 +1,100 @@
+"""Clean the whole graph once, before it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from onnx import AttributeProto, NodeProto, ValueInfoProto, numpy_helper
+
+from onnxplace.errors import OnnxplaceError
+from onnxplace.model import Model, tensor_size
+from onnxplace.sessions import open_session, session_options
+from onnxplace.state import Diagnostic, Pass, State
+
+# Their results differ from call to call, so they must run.
+_RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"}
+# Folding these would undo a quantisation that ONNX Runtime can still fuse.
+_KEPT = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"}
+
+
+@dataclass(frozen=True)
+class Optimize(Pass):
+    """Fold nodes that depend on constants only, and drop nodes and weights that nobody reads.
+
+    Weights keep their bytes and their place on disk; what ONNX Runtime fuses is left to it, and `profile` keeps
+    such nodes together (docs/decisions/0003-fusion.md).
+    """
+
+    name: ClassVar[str] = "optimize"
+    requires: ClassVar[tuple[type, ...]] = (Model,)
+    provides: ClassVar[tuple[type, ...]] = (Model,)
+
+    fold_weights_up_to: int = 65536
+    """Bytes of a weight up to which nodes that read it are folded; larger ones would be stored twice."""
+
+    def run(self, state: State) -> State:
+        model = _without_unused(state[Model])
+        foldable = _foldable(model, self.fold_weights_up_to)
+        if not foldable:
+            return state.having(model)
+        try:
+            return state.having(_without_unused(_fold(model, foldable)))
+        except OnnxplaceError as problem:
+            note = Diagnostic("O001", f"constants were not folded: {problem.message}", where=model.name)
+            return state.having(model).saying(note)
+
+
+def _without_unused(model: Model) -> Model:
+    """Return the model without nodes and weights that no output depends on."""
+    needed = {model.sources.get(output.name, output.name) for output in model.outputs}
+    kept = []
+    for node, reads in zip(reversed(model.nodes), reversed(model.reads)):
+        if any(name in needed for name in node.output if name):
+            kept.append(node)
+            needed.update(reads)
+    weights = {name: t for name, t in model.initializers.items() if name in needed or model.overridable(name)}
+    return model.replacing(kept[::-1], weights)
+
+
+def _foldable(model: Model, limit_bytes: int) -> list[int]:
+    """Return the positions of nodes that depend on nothing but small constants."""
+    constant = {name for name, t in model.initializers.items()
+                if not model.overridable(name) and tensor_size(t) <= limit_bytes}
+    returned = {model.sources.get(output.name, output.name) for output in model.outputs}
+    found = []
+    for index, (node, reads) in enumerate(zip(model.nodes, model.reads)):
+        if _is_pure(node) and all(name in constant for name in reads) and not returned & set(node.output):
+            found.append(index)
+            constant.update(filter(None, node.output))
+    return found
+
+
+def _is_pure(node: NodeProto) -> bool:
+    subgraphs = any(a.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for a in node.attribute)
+    return node.domain in ("", "ai.onnx") and node.op_type not in _RANDOM | _KEPT and not subgraphs
+
+
+def _fold(model: Model, positions: Sequence[int]) -> Model:
+    """Return the model with these nodes replaced by what they compute."""
+    folded = set(positions)
+    nodes = [model.nodes[i] for i in positions]
+    read_later = {name for i, reads in enumerate(model.reads) if i not in folded for name in reads}
+    frontier = [name for node in nodes for name in node.output if name in read_later]
+    values = _evaluate(model, nodes, frontier) if frontier else {}
+    return model.replacing([n for i, n in enumerate(model.nodes) if i not in folded], {**model.initializers, **values})
+
+
+def _evaluate(model: Model, nodes: Sequence[NodeProto], wanted: Sequence[str]) -> dict[str, object]:
+    """Run constant nodes once and return what they make, as tensors by name."""
+    reads = dict.fromkeys(name for node in nodes for name in node.input if name in model.initializers)
+    weights = [model.initializers[name] for name in reads]
+    proto = model.proto(nodes, weights, [], [ValueInfoProto(name=name) for name in wanted])
+    entries = {"session.model_external_initializers_file_folder_path": str(model.folder)} if model.folder else {}
+    session = open_session(proto.SerializeToString(), session_options([0], "none", entries), where=model.name)
+    try:
+        arrays = session.run(list(wanted), {})
+        return {name: numpy_helper.from_array(array, name) for name, array in zip(wanted, arrays)}
+    except Exception as problem:  # noqa: BLE001 - types without numpy form, or a kernel that fails: leave them be
+        raise OnnxplaceError("O001", str(problem).splitlines()[0]) from None

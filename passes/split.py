@@ -1,0 +1,131 @@
+"""Cut the placed model into segments, and write each device's program over them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from onnxplace.costs import device_seconds
+from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segment, Segments
+from onnxplace.graph import Ints, OpGraph
+from onnxplace.simulate import Simulation, simulate
+from onnxplace.state import Pass, State
+from onnxplace.target import Target
+
+
+@dataclass(frozen=True)
+class Split(Pass):
+    """Cut each device's sequence where something must arrive or leave; docs/decisions/0004-segments.md proves it safe.
+
+    A segment ends after a node that another device reads, since a session hands out its results at its end only. A
+    segment starts before a node that needs a value which, by the schedule, arrives after the segment would have begun.
+    Run in schedule order, such segments cannot deadlock, whatever the placement.
+    """
+
+    name: ClassVar[str] = "split"
+    requires: ClassVar[tuple[type, ...]] = (Profile, Placement, Schedule)
+    provides: ClassVar[tuple[type, ...]] = (Segments,)
+
+    def run(self, state: State) -> State:
+        graph, target = state[Profile].graph, state.target
+        device = state[Placement].device
+        pieces = cut(graph, device, state[Schedule])
+        segment_of = np.zeros(len(graph), dtype=np.int32)
+        for index, nodes in enumerate(pieces):
+            segment_of[nodes] = index
+        segments = tuple(_segment(graph, int(device[nodes[0]]), np.sort(nodes), segment_of) for nodes in pieces)
+        simulation = _simulate(state, segments, segment_of)
+        return state.having(Segments(segments, _programs(segments, graph, target, simulation), simulation))
+
+
+def cut(graph: OpGraph, device: Ints, schedule: Schedule) -> list[Ints]:
+    """Return the nodes of each segment in schedule order; segments in the order of their first nodes."""
+    rank = np.empty(len(graph), dtype=np.int64)
+    rank[schedule.order] = np.arange(len(graph))
+    sent = schedule.simulation.transfers
+    arrival = {(int(v), int(d)): float(t) for v, d, t in zip(sent.value, sent.destination, sent.finish_seconds)}
+    start = schedule.simulation.start_seconds
+    open_segment: dict[int, list[int]] = {}
+    pieces: list[list[int]] = []
+    for node in schedule.order.tolist():
+        home = int(device[node])
+        current = open_segment.get(home)
+        if current is None or _must_wait(graph, device, node, current[0], rank, start, arrival):
+            current = open_segment[home] = []
+            pieces.append(current)
+        current.append(node)
+        if any((device[graph.readers[value]] != home).any() for value in graph.outputs[node]):
+            del open_segment[home]
+    return [np.array(nodes, dtype=np.int32) for nodes in pieces]
+
+
+def _must_wait(graph: OpGraph, device: Ints, node: int, first: int, rank: np.ndarray, start: np.ndarray,  # type: ignore[type-arg]
+               arrival: Mapping[tuple[int, int], float]) -> bool:
+    """Return whether `node` needs something that is not there yet when the segment of `first` begins."""
+    home = int(device[node])
+    for value in graph.inputs[node].tolist():
+        source = int(graph.producer[value])
+        if source >= 0 and device[source] != home:
+            if rank[source] > rank[first] or arrival[value, home] > start[first]:
+                return True
+    return False
+
+
+def _segment(graph: OpGraph, device: int, nodes: Ints, segment_of: Ints) -> Segment:
+    own = segment_of[nodes[0]]
+    inputs: dict[int, None] = {}
+    outputs: list[int] = []
+    for node in nodes.tolist():
+        for value in graph.inputs[node].tolist():
+            source = int(graph.producer[value])
+            if source < 0 or segment_of[source] != own:
+                inputs[value] = None
+        for value in graph.outputs[node].tolist():
+            if graph.is_output[value] or (segment_of[graph.readers[value]] != own).any():
+                outputs.append(value)
+    return Segment(device, nodes, tuple(graph.value_names[v] for v in inputs), tuple(graph.value_names[v] for v in outputs))
+
+
+def _simulate(state: State, segments: tuple[Segment, ...], segment_of: Ints) -> Simulation:
+    """Return the predicted step with segments as the units of execution, each paying for its call."""
+    graph, target = state[Profile].graph, state.target
+    coarse = graph.contract(segment_of)
+    seconds = np.stack([np.bincount(segment_of, row, len(segments)) + device.segment_seconds
+                        for row, device in zip(device_seconds(state[Profile], target), target.devices)])
+    placed = np.array([segment.device for segment in segments], dtype=np.int32)
+    return simulate(coarse, seconds, target, placed, np.arange(len(segments), dtype=np.int32))
+
+
+def _programs(segments: tuple[Segment, ...], graph: OpGraph, target: Target,
+              simulation: Simulation) -> tuple[tuple[Instruction, ...], ...]:
+    """Return what each device does, in an order that follows the schedule."""
+    producer = {name: index for index, segment in enumerate(segments) for name in segment.outputs}
+    # Transfers in booking order, by the segment that makes the value.
+    sends: dict[int, list[tuple[str, int]]] = {}
+    readers: dict[tuple[str, int], int] = {}
+    for index, segment in enumerate(segments):
+        for name in segment.inputs:
+            if (name, segment.device) not in readers and name in producer and segments[producer[name]].device != segment.device:
+                sends.setdefault(producer[name], []).append((name, segment.device))
+            readers[name, segment.device] = index
+    returned = {graph.value_names[v] for v in np.flatnonzero(graph.is_output)}
+    programs: list[list[Instruction]] = [[] for _ in target.devices]
+    here: set[tuple[str, int]] = set()
+    for index, segment in enumerate(segments):
+        program, home = programs[segment.device], segment.device
+        for name in segment.inputs:
+            if name in producer and (name, home) not in here and segments[producer[name]].device != home:
+                program.append(Instruction("receive", value=name, peer=segments[producer[name]].device))
+                here.add((name, home))
+        program.append(Instruction("run", segment=index))
+        program.extend(Instruction("send", value=name, peer=peer) for name, peer in sends.get(index, ()))
+        unread = [name for name in segment.outputs if (name, home) not in readers]
+        last = [name for name in segment.inputs if readers[name, home] == index]
+        for name in (*last, *unread):
+            # A model's output stays with the device that made it; copies of it elsewhere may go.
+            if not (name in returned and (name not in producer or segments[producer[name]].device == home)):
+                program.append(Instruction("free", value=name))
+    return tuple(tuple(program) for program in programs)

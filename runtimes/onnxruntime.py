@@ -1,0 +1,279 @@
+"""Run a bundle with ONNX Runtime: a worker thread per device, a session per segment, copies in between.
+
+Each worker follows its device's program, request after request, in the order of submission; so requests overlap
+across devices like a pipeline. Workers sleep while they wait. A failure ends its request everywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, ClassVar
+
+import numpy as np
+
+from onnxplace.bundle import Bundle, SegmentRecord, Step
+from onnxplace.errors import ExecutionError, OnnxplaceError
+from onnxplace.feeds import Array
+from onnxplace.machine import core_sets, onnxruntime, require_cuda
+from onnxplace.runtime import Event, EventKind, Result, Runtime, RuntimeSession
+from onnxplace.sessions import open_session, pinned, session_options
+
+MAX_IN_FLIGHT = 8
+
+
+class OnnxRuntime(Runtime):
+    """ONNX Runtime on the devices that the bundle names."""
+
+    name: ClassVar[str] = "onnxruntime"
+    summary: ClassVar[str] = "run segments with ONNX Runtime, a worker per device"
+
+    def open(self, bundle: Bundle, *, trace: bool = False) -> RuntimeSession:
+        """Open all segments, then start the workers; raises before any thread starts if a device is missing."""
+        used = [device for device in bundle.target.devices if bundle.manifest.programs.get(device.id)]
+        for device in used:
+            if device.kind == "cuda":
+                require_cuda(device.id)
+        cpus = [device.id for device in bundle.target.devices if device.kind == "cpu"]
+        cores = dict(zip(cpus, core_sets(len(cpus)) if cpus else []))
+        placed = {device.id: _Placed(device.id, cores.get(device.id, ())) for device in used}
+        sessions = {segment.id: _open(bundle, segment, placed[segment.device]) for segment in bundle.manifest.segments}
+        return _Session(bundle, placed, sessions, trace)
+
+
+class _Placed:
+    """A device as the workers use it: how values get there and back."""
+
+    def __init__(self, device_id: str, cores: Sequence[int]) -> None:
+        self.id = device_id
+        self.cores = cores
+        kind, _, index = device_id.partition(":")
+        self.kind, self.index = kind, int(index)
+
+    def receive(self, value: Any) -> Any:
+        """Return a copy of a value on this device. What is no tensor is shared: it cannot change."""
+        if not value.is_tensor() or value.element_type() == _STRING:
+            return value
+        if self.kind == "cpu" and value.device_name() == "cpu":
+            try:
+                return onnxruntime().OrtValue.ortvalue_from_numpy(np.array(value.numpy()))
+            except RuntimeError:
+                return value  # a type that numpy does not know, such as bfloat16
+        return onnxruntime().OrtValue.ortvalue_from_numpy(value.numpy(), self.kind, self.index)
+
+    def feed(self, array: Array) -> Any:
+        """Return an input on this device; on a CPU it shares the caller's memory for the time of the request."""
+        value = onnxruntime().OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array).reshape(array.shape))
+        return value if self.kind == "cpu" else self.receive(value)
+
+
+_STRING = 8  # onnx.TensorProto.STRING
+
+
+class _OpenSegment:
+    """A segment's session, and how to call it with values that stay on the device."""
+
+    def __init__(self, record: SegmentRecord, session: Any, device: _Placed) -> None:
+        self.record = record
+        self._session = session
+        self._device = device
+        types = [item.type for item in (*session.get_inputs(), *session.get_outputs())]
+        self._plain = all(kind.startswith("tensor(") and kind != "tensor(string)" for kind in types)
+
+    def run(self, values: dict[str, Any]) -> None:
+        """Compute this segment's outputs from `values` and add them there."""
+        feeds = {name: values[name] for name in self.record.inputs if name in values}
+        outputs = self._bound(feeds) if self._plain else self._unbound(feeds)
+        values.update(zip(self.record.outputs, outputs))
+
+    def _bound(self, feeds: Mapping[str, Any]) -> list[Any]:
+        binding = self._session.io_binding()
+        for name, value in feeds.items():
+            binding.bind_ortvalue_input(name, value)
+        for name in self.record.outputs:
+            binding.bind_output(name, self._device.kind, self._device.index)
+        self._session.run_with_iobinding(binding)
+        return list(binding.get_outputs())
+
+    def _unbound(self, feeds: Mapping[str, Any]) -> list[Any]:
+        """Sequences, maps and strings cannot be bound."""
+        strings = {n: v for n, v in feeds.items() if v.is_tensor() and v.element_type() == _STRING}
+        if strings and len(strings) == len(feeds):
+            arrays = self._session.run(list(self.record.outputs), {n: v.numpy() for n, v in strings.items()})
+            if all(isinstance(array, np.ndarray) for array in arrays):
+                return [onnxruntime().OrtValue.ortvalue_from_numpy(array) for array in arrays]
+        return list(self._session.run_with_ort_values(list(self.record.outputs), dict(feeds)))
+
+
+def _open(bundle: Bundle, segment: SegmentRecord, device: _Placed) -> _OpenSegment:
+    with pinned(device.cores):
+        session = open_session(bundle.file(segment.file), session_options(device.cores), device.id, f"segment {segment.id}")
+    return _OpenSegment(segment, session, device)
+
+
+class _Request:
+    """One set of feeds on its way through all devices."""
+
+    def __init__(self, number: int, feeds: Mapping[str, Array], devices: int) -> None:
+        self.number = number
+        self.feeds = feeds
+        self.future: Future[Result] = Future()
+        self.began = time.perf_counter()
+        self.outputs: dict[str, Any] = {}
+        self.events: list[Event] = []
+        self._left = devices
+        self._arrived: dict[tuple[str, str], Any] = {}
+        self._changed = threading.Condition()
+        self.failure: BaseException | None = None
+
+    def put(self, value_name: str, device: str, value: Any) -> None:
+        """Hand a value over to another device."""
+        with self._changed:
+            self._arrived[value_name, device] = value
+            self._changed.notify_all()
+
+    def take(self, value_name: str, device: str) -> Any:
+        """Sleep until a value has arrived; raises _Cancelled when the request has failed elsewhere."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None or (value_name, device) in self._arrived)
+            if self.failure is not None:
+                raise _Cancelled
+            return self._arrived.pop((value_name, device))
+
+    def fail(self, failure: BaseException) -> None:
+        """End the request everywhere; the first failure is the one that is reported."""
+        with self._changed:
+            self.failure = self.failure or failure
+            self._changed.notify_all()
+
+    def done(self) -> bool:
+        """Count a device as through; True for the last one."""
+        with self._changed:
+            self._left -= 1
+            return self._left <= 0
+
+
+class _Cancelled(Exception):
+    """The request failed on another device."""
+
+
+class _Session(RuntimeSession):
+    def __init__(self, bundle: Bundle, devices: Mapping[str, _Placed], segments: Mapping[str, _OpenSegment], trace: bool) -> None:
+        self._bundle = bundle
+        self._segments = segments
+        self._trace = trace
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._slots = threading.BoundedSemaphore(MAX_IN_FLIGHT)
+        self._closed = False
+        self._inputs = {item.name for item in bundle.manifest.inputs}
+        self._read = {device: {v for s in bundle.manifest.segments if s.device == device for v in s.inputs} & self._inputs
+                      for device in devices}
+        made_on = {value: segment.device for segment in bundle.manifest.segments for value in segment.outputs}
+        wanted = dict.fromkeys(item.value for item in bundle.manifest.outputs)
+        self._returned = {device: [v for v in wanted if made_on.get(v) == device] for device in devices}
+        self._queues: dict[str, queue.SimpleQueue[_Request | None]] = {device: queue.SimpleQueue() for device in devices}
+        self._workers = [threading.Thread(target=self._work, args=(device, bundle.manifest.programs[device.id]),
+                                          name=f"onnxplace {device.id}", daemon=True) for device in devices.values()]
+        for worker in self._workers:
+            worker.start()
+
+    def submit(self, feeds: Mapping[str, Array]) -> Future[Result]:
+        """Start a request; blocks while the most requests allowed are under way."""
+        self._slots.acquire()
+        with self._lock:
+            if self._closed:
+                self._slots.release()
+                raise ExecutionError("X002", "the session is closed", where=str(self._bundle.path))
+            request = _Request(next(self._numbers), feeds, len(self._queues))
+            for waiting in self._queues.values():  # all in the same order, so that no two requests wait for each other
+                waiting.put(request)
+        if not self._queues:
+            self._finish(request)
+        return request.future
+
+    def close(self) -> None:
+        """Let the workers finish what is under way and end."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                for waiting in self._queues.values():
+                    waiting.put(None)
+        for worker in self._workers:
+            worker.join()
+        self._segments = {}
+
+    def _work(self, device: _Placed, program: Sequence[Step]) -> None:
+        with pinned(device.cores):
+            while (request := self._queues[device.id].get()) is not None:
+                try:
+                    self._follow(device, program, request)
+                except _Cancelled:
+                    pass
+                except BaseException as failure:  # noqa: BLE001 - whatever it is, the caller must hear of it
+                    request.fail(failure)
+                if request.done():
+                    self._finish(request)
+                del request
+
+    def _follow(self, device: _Placed, program: Sequence[Step], request: _Request) -> None:
+        """Do the steps of a device's program for one request."""
+        values = {name: device.feed(request.feeds[name]) for name in self._read[device.id] if name in request.feeds}
+        for step in program:
+            if request.failure is not None:
+                raise _Cancelled
+            if step.op == "run":
+                self._run(device, self._segments[step.segment], values, request)
+            elif step.op == "send":
+                request.put(step.value, step.peer, values[step.value])
+            elif step.op == "receive":
+                began = time.perf_counter()
+                arrived = request.take(step.value, device.id)
+                self._note(request, device, "wait", step.value, began)
+                began = time.perf_counter()
+                values[step.value] = device.receive(arrived)
+                self._note(request, device, "copy", step.value, began)
+            else:
+                values.pop(step.value, None)
+        request.outputs.update((name, values[name]) for name in self._returned[device.id])
+
+    def _run(self, device: _Placed, segment: _OpenSegment, values: dict[str, Any], request: _Request) -> None:
+        began = time.perf_counter()
+        try:
+            segment.run(values)
+        except OnnxplaceError:
+            raise
+        except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
+            text = " ".join(str(problem).split())
+            raise ExecutionError("X001", f"segment {segment.record.id} failed: {text}", where=device.id,
+                                 hint="try the same feeds on the whole model: onnxplace verify") from problem
+        self._note(request, device, "run", segment.record.id, began)
+
+    def _note(self, request: _Request, device: _Placed, kind: EventKind, name: str, began: float) -> None:
+        if self._trace:
+            now = time.perf_counter()
+            request.events.append(Event(device.id, kind, name, began - request.began, now - request.began, request.number))
+
+    def _finish(self, request: _Request) -> None:
+        """Hand the result, or the failure, to whoever waits for it."""
+        self._slots.release()
+        if request.failure is not None:
+            request.future.set_exception(request.failure)
+            return
+        try:
+            outputs = {item.name: _plain(request.outputs[item.value]) if item.value not in self._inputs
+                       else np.array(request.feeds[item.value]) for item in self._bundle.manifest.outputs}
+        except Exception as problem:  # noqa: BLE001 - a future that is never set would hang its caller
+            request.future.set_exception(ExecutionError("X003", f"an output cannot be read: {problem}", where="outputs"))
+            return
+        events = tuple(sorted(request.events, key=lambda event: event.start_seconds))
+        request.future.set_result(Result(outputs, events, time.perf_counter() - request.began))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as numpy, or as ONNX Runtime gives it where it is no tensor."""
+    return value.numpy() if value.is_tensor() else value
