@@ -88,9 +88,7 @@ class GraphBuilder:
         bias = self.random(f"{name}/bias", (width,), 0.02)
         return self.node("LayerNormalization", [value, scale, bias], name, axis=-1, epsilon=1e-5)
 
-    def model(
-        self, inputs: Sequence[onnx.ValueInfoProto], outputs: Sequence[onnx.ValueInfoProto]
-    ) -> onnx.ModelProto:
+    def model(self, inputs: Sequence[onnx.ValueInfoProto], outputs: Sequence[onnx.ValueInfoProto]) -> onnx.ModelProto:
         """Return the finished model with the given graph inputs and outputs."""
         initializers = list(self._initializers.values())
         graph = helper.make_graph(self._nodes, self.name, inputs, outputs, initializers)

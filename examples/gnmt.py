@@ -143,9 +143,7 @@ def _decoder(builder: GraphBuilder, memory: list[str], sizes: Sizes, zero_state:
         for layer in range(sizes.layers)
     ]
     # The top layer's values are near 0.2; this brings the logits back to about 1.
-    weight = builder.random(
-        "decoder/vocabulary/weight", (sizes.hidden, sizes.vocab), 5.0 * sizes.hidden**-0.5
-    )
+    weight = builder.random("decoder/vocabulary/weight", (sizes.hidden, sizes.vocab), 5.0 * sizes.hidden**-0.5)
     bias = builder.random("decoder/vocabulary/bias", (sizes.vocab,), 0.02)
     return Decoder(stacked, columns, cells, weight, bias, zero_state)
 

@@ -103,11 +103,7 @@ def _replace_weights(graph: onnx.GraphProto, random: np.random.Generator) -> Non
 def _weight_shapes(graph: onnx.GraphProto) -> dict[str, tuple[int, ...]]:
     """Shape of each weight by name, in the order in which the file lists them."""
     stored = {tensor.name: tensor for tensor in graph.initializer}
-    shapes = {
-        tensor.name: tuple(tensor.dims)
-        for tensor in graph.initializer
-        if tensor.data_type == TensorProto.FLOAT
-    }
+    shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT}
     for node in graph.node:
         if node.op_type == "ConstantOfShape" and node.input[0] in stored:
             shapes[node.output[0]] = tuple(int(size) for size in numpy_helper.to_array(stored[node.input[0]]))

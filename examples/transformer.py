@@ -42,9 +42,7 @@ def _embedding(builder: GraphBuilder, hidden: int, vocab: int, positions: int) -
     length = builder.node("Shape", ["input_ids"], "embedding/length", start=1, end=2)
     table = builder.random("embedding/position_table", (positions, hidden), 0.5)
     slices = [table, builder.integers(0), length, builder.integers(0)]
-    return builder.node(
-        "Add", [tokens, builder.node("Slice", slices, "embedding/positions")], "embedding/add"
-    )
+    return builder.node("Add", [tokens, builder.node("Slice", slices, "embedding/positions")], "embedding/add")
 
 
 def _additive_mask(builder: GraphBuilder) -> str:

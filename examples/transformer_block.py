@@ -26,9 +26,7 @@ class StackSizes:
         return self.width // self.heads
 
 
-def transformer_blocks(
-    builder: GraphBuilder, value: str, sizes: StackSizes, name: str, mask: str = ""
-) -> str:
+def transformer_blocks(builder: GraphBuilder, value: str, sizes: StackSizes, name: str, mask: str = "") -> str:
     """A stack of blocks and the closing layer normalisation: [batch, tokens, width] to the same.
 
     `mask`, where given, names a value that is added to the attention scores

@@ -57,9 +57,7 @@ def _patch_tokens(builder: GraphBuilder, hidden: int, image_size: int, patch_siz
     kernel = builder.random("image/patch_embedding/weight", shape, (3 * patch_size**2) ** -0.5)
     bias = builder.random("image/patch_embedding/bias", (hidden,), 0.02)
     sides = [patch_size, patch_size]
-    convolution = [
-        f"image/{part}" for part in ("patch_embedding", "flatten", "tokens_first", "add_positions")
-    ]
+    convolution = [f"image/{part}" for part in ("patch_embedding", "flatten", "tokens_first", "add_positions")]
     grid = builder.node("Conv", ["pixels", kernel, bias], convolution[0], kernel_shape=sides, strides=sides)
     flat = builder.node("Reshape", [grid, builder.integers(0, hidden, -1)], convolution[1])
     tokens = builder.node("Transpose", [flat], convolution[2], perm=[0, 2, 1])

@@ -1,8 +1,8 @@
 """onnxplace: the placement compiler for ONNX.
 
-    bundle = onnxplace.compile("model.onnx", devices="cpu:0,cpu:1")
-    with onnxplace.InferenceSession(bundle) as session:
-        outputs = session.run(None, feeds)
+bundle = onnxplace.compile("model.onnx", devices="cpu:0,cpu:1")
+with onnxplace.InferenceSession(bundle) as session:
+outputs = session.run(None, feeds)
 """
 
 from __future__ import annotations
@@ -35,17 +35,59 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "BrokenPassError": "errors", "Bundle": "bundle", "BundleError": "errors", "Device": "target", "Diagnostic": "state",
-    "ExecutionError": "errors", "FeedError": "errors", "InferenceSession": "api", "InfeasibleError": "errors",
-    "InputError": "errors", "Link": "target", "ModelError": "errors", "OnnxplaceError": "errors", "OpGraph": "graph",
-    "Pass": "state", "Pipeline": "pipeline", "PluginError": "errors", "Runtime": "runtime", "RuntimeSession": "runtime",
-    "State": "state", "Target": "target", "TargetError": "errors", "UsageError": "errors", "compile": "api", "load": "api",
+    "BrokenPassError": "errors",
+    "Bundle": "bundle",
+    "BundleError": "errors",
+    "Device": "target",
+    "Diagnostic": "state",
+    "ExecutionError": "errors",
+    "FeedError": "errors",
+    "InferenceSession": "api",
+    "InfeasibleError": "errors",
+    "InputError": "errors",
+    "Link": "target",
+    "ModelError": "errors",
+    "OnnxplaceError": "errors",
+    "OpGraph": "graph",
+    "Pass": "state",
+    "Pipeline": "pipeline",
+    "PluginError": "errors",
+    "Runtime": "runtime",
+    "RuntimeSession": "runtime",
+    "State": "state",
+    "Target": "target",
+    "TargetError": "errors",
+    "UsageError": "errors",
+    "compile": "api",
+    "load": "api",
 }
 
 __all__ = [
-    "BrokenPassError", "Bundle", "BundleError", "Device", "Diagnostic", "ExecutionError", "FeedError", "InferenceSession",
-    "InfeasibleError", "InputError", "Link", "ModelError", "OnnxplaceError", "OpGraph", "Pass", "Pipeline", "PluginError",
-    "Runtime", "RuntimeSession", "State", "Target", "TargetError", "UsageError", "compile", "load",
+    "BrokenPassError",
+    "Bundle",
+    "BundleError",
+    "Device",
+    "Diagnostic",
+    "ExecutionError",
+    "FeedError",
+    "InferenceSession",
+    "InfeasibleError",
+    "InputError",
+    "Link",
+    "ModelError",
+    "OnnxplaceError",
+    "OpGraph",
+    "Pass",
+    "Pipeline",
+    "PluginError",
+    "Runtime",
+    "RuntimeSession",
+    "State",
+    "Target",
+    "TargetError",
+    "UsageError",
+    "compile",
+    "load",
 ]
 
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import onnx
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, ValueInfoProto, helper
+from onnx import (
+    AttributeProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    OperatorSetIdProto,
+    TensorProto,
+    ValueInfoProto,
+    helper,
+)
+from onnx.inliner import inline_local_functions
 
 from onnxplace.errors import ModelError
 
@@ -28,8 +37,9 @@ def take_apart(proto: ModelProto, where: str) -> Parts:
     """Return the parts of a model; raises ModelError naming the node or value that is wrong."""
     if proto.graph.sparse_initializer:
         name = proto.graph.sparse_initializer[0].values.name
-        raise ModelError("M008", "sparse initializers are not supported", where=f"{where}, weight {name!r}",
-                         hint="store it dense")
+        raise ModelError(
+            "M008", "sparse initializers are not supported", where=f"{where}, weight {name!r}", hint="store it dense"
+        )
     if proto.functions:
         proto = _inline_functions(proto, where)
     graph = proto.graph
@@ -44,7 +54,8 @@ def take_apart(proto: ModelProto, where: str) -> Parts:
 
 def _inline_functions(proto: ModelProto, where: str) -> ModelProto:
     try:
-        return onnx.inliner.inline_local_functions(proto)
+        inlined: ModelProto = inline_local_functions(proto)
+        return inlined
     except Exception as problem:  # noqa: BLE001 - the inliner raises plain C++ errors
         raise ModelError("M009", f"its local functions cannot be inlined: {problem}", where=where) from None
 
@@ -58,7 +69,7 @@ def _opsets(proto: ModelProto) -> list[OperatorSetIdProto]:
     return [helper.make_opsetid(domain, version) for domain, version in versions.items()]
 
 
-def _lift_constants(nodes: Iterator[NodeProto], initializers: dict[str, TensorProto], where: str) -> list[NodeProto]:
+def _lift_constants(nodes: Iterable[NodeProto], initializers: dict[str, TensorProto], where: str) -> list[NodeProto]:
     """Turn Constant nodes into initializers; return the other nodes."""
     kept = []
     for node in nodes:
@@ -77,22 +88,35 @@ def _constant(node: NodeProto, where: str) -> TensorProto:
         tensor.name = node.output[0]
         return tensor
     value = helper.get_attribute_value(attribute)
-    kinds = {"value_int": TensorProto.INT64, "value_ints": TensorProto.INT64, "value_float": TensorProto.FLOAT,
-             "value_floats": TensorProto.FLOAT, "value_string": TensorProto.STRING, "value_strings": TensorProto.STRING}
+    kinds = {
+        "value_int": TensorProto.INT64,
+        "value_ints": TensorProto.INT64,
+        "value_float": TensorProto.FLOAT,
+        "value_floats": TensorProto.FLOAT,
+        "value_string": TensorProto.STRING,
+        "value_strings": TensorProto.STRING,
+    }
     if attribute.name not in kinds:
-        raise ModelError("M008", f"constants given as {attribute.name!r} are not supported", where=f"{where}, node {node.name!r}")
+        raise ModelError(
+            "M008", f"constants given as {attribute.name!r} are not supported", where=f"{where}, node {node.name!r}"
+        )
     several = attribute.name.endswith("s")
-    return helper.make_tensor(node.output[0], kinds[attribute.name], [len(value)] if several else [],
-                              list(value) if several else [value])
+    return helper.make_tensor(
+        node.output[0], kinds[attribute.name], [len(value)] if several else [], list(value) if several else [value]
+    )
 
 
-def _producers(nodes: list[NodeProto], initializers: dict[str, TensorProto], graph: GraphProto, where: str) -> dict[str, int]:
+def _producers(
+    nodes: list[NodeProto], initializers: dict[str, TensorProto], graph: GraphProto, where: str
+) -> dict[str, int]:
     """Return which node makes each value; a value made twice is an error."""
     made: dict[str, int] = {}
     for index, node in enumerate(nodes):
         for name in filter(None, node.output):
             if name in made or name in initializers:
-                raise ModelError("M013", f"value {name!r} is made twice", where=f"{where}, node {node.name or node.op_type!r}")
+                raise ModelError(
+                    "M013", f"value {name!r} is made twice", where=f"{where}, node {node.name or node.op_type!r}"
+                )
             made[name] = index
     return made
 
@@ -118,8 +142,13 @@ def _with_unique_names(nodes: list[NodeProto]) -> list[NodeProto]:
     return result
 
 
-def _in_order(nodes: list[NodeProto], made: dict[str, int], initializers: dict[str, TensorProto],
-              inputs: list[ValueInfoProto], where: str) -> list[NodeProto]:
+def _in_order(
+    nodes: list[NodeProto],
+    made: dict[str, int],
+    initializers: dict[str, TensorProto],
+    inputs: list[ValueInfoProto],
+    where: str,
+) -> list[NodeProto]:
     """Return the nodes in topological order, the file's order where it is one."""
     known = {value.name for value in inputs} | set(initializers)
     readers: list[list[int]] = [[] for _ in nodes]
@@ -130,8 +159,12 @@ def _in_order(nodes: list[NodeProto], made: dict[str, int], initializers: dict[s
                 readers[made[name]].append(index)
                 waiting[index] += 1
             elif name not in known:
-                raise ModelError("M014", f"reads {name!r}, which nobody makes", where=f"{where}, node {node.name!r}",
-                                 hint="the model is incomplete; export it again")
+                raise ModelError(
+                    "M014",
+                    f"reads {name!r}, which nobody makes",
+                    where=f"{where}, node {node.name!r}",
+                    hint="the model is incomplete; export it again",
+                )
     ready = [index for index, count in enumerate(waiting) if count == 0]
     order: list[int] = []
     while ready:
@@ -153,12 +186,18 @@ def _cycle(nodes: list[NodeProto], made: dict[str, int], waiting: list[int]) -> 
     while index not in seen:
         seen.append(index)
         index = next(made[name] for name in reads(nodes[index]) if name in made and waiting[made[name]] > 0)
-    loop = [*reversed(seen[seen.index(index):]), seen[-1]]
+    loop = [*reversed(seen[seen.index(index) :]), seen[-1]]
     return " -> ".join(nodes[i].name for i in loop)
 
 
-def _return_initializers(graph: GraphProto, nodes: list[NodeProto], initializers: dict[str, TensorProto],
-                         inputs: set[str], made: dict[str, int], where: str) -> dict[str, str]:
+def _return_initializers(
+    graph: GraphProto,
+    nodes: list[NodeProto],
+    initializers: dict[str, TensorProto],
+    inputs: set[str],
+    made: dict[str, int],
+    where: str,
+) -> dict[str, str]:
     """Make each output that is a weight the result of an Identity node, so that some segment computes it.
 
     Returns output name -> name of the value that it returns.
@@ -169,8 +208,12 @@ def _return_initializers(graph: GraphProto, nodes: list[NodeProto], initializers
         if output.name in made or (output.name in inputs and output.name not in initializers):
             continue
         if output.name not in initializers:
-            raise ModelError("M014", f"output {output.name!r} is made by nobody", where=where,
-                             hint="the model is incomplete; export it again")
+            raise ModelError(
+                "M014",
+                f"output {output.name!r} is made by nobody",
+                where=where,
+                hint="the model is incomplete; export it again",
+            )
         value = f"{output.name}/returned"
         while value in taken:
             value += "_"
@@ -206,7 +249,9 @@ def captured(graph: GraphProto) -> Iterator[str]:
 
 def without_data(tensor: TensorProto) -> TensorProto:
     """Return a tensor of the same type and shape that claims its bytes are elsewhere."""
-    result = TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, data_location=TensorProto.EXTERNAL)
+    result = TensorProto(
+        name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, data_location=TensorProto.EXTERNAL
+    )
     result.external_data.add(key="location", value="elsewhere")
     return result
 

@@ -27,12 +27,12 @@ def tensor_size(tensor: TensorProto) -> int:
     """Return the bytes a tensor takes in memory; strings count by their characters."""
     if tensor.data_type == TensorProto.STRING:
         return sum(len(item) for item in tensor.string_data)
-    count = math.prod(tensor.dims)
+    count: int = math.prod(tensor.dims)
     if tensor.data_type in _FOUR_BIT:
         return (count + 1) // 2
     if tensor.data_type in _TWO_BIT:
         return (count + 3) // 4
-    return int(count * np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type)).itemsize)
+    return count * np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type)).itemsize
 
 
 def external_range(tensor: TensorProto, folder: Path | None) -> tuple[Path, int, int]:
@@ -43,8 +43,12 @@ def external_range(tensor: TensorProto, folder: Path | None) -> tuple[Path, int,
     entries = {entry.key: entry.value for entry in tensor.external_data}
     where = f"weight {tensor.name!r}"
     if folder is None:
-        raise ModelError("M005", "external data, but the model was given as an object without a folder", where=where,
-                         hint="pass the path of the model file")
+        raise ModelError(
+            "M005",
+            "external data, but the model was given as an object without a folder",
+            where=where,
+            hint="pass the path of the model file",
+        )
     location = entries.get("location", "")
     file = folder / location
     if not location or Path(location).is_absolute() or not file.resolve().is_relative_to(folder.resolve()):
@@ -52,12 +56,20 @@ def external_range(tensor: TensorProto, folder: Path | None) -> tuple[Path, int,
     size = tensor_size(tensor)
     offset, length = int(entries.get("offset") or 0), int(entries.get("length") or size)
     if not file.is_file():
-        raise ModelError("M005", f"its external data file is missing: {file}", where=where,
-                         hint="keep the weights file beside the model")
+        raise ModelError(
+            "M005",
+            f"its external data file is missing: {file}",
+            where=where,
+            hint="keep the weights file beside the model",
+        )
     have = file.stat().st_size
     if length != size or offset + length > have:
-        raise ModelError("M007", f"its external data is too short: needs {size} bytes at {offset} of {file}, which has {have}",
-                         where=where, hint="the file was cut or belongs to another model; copy it again")
+        raise ModelError(
+            "M007",
+            f"its external data is too short: needs {size} bytes at {offset} of {file}, which has {have}",
+            where=where,
+            hint="the file was cut or belongs to another model; copy it again",
+        )
     return file, offset, length
 
 
@@ -94,7 +106,9 @@ class WeightFile:
     def __enter__(self) -> WeightFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stream.close()
 
     @property
@@ -120,8 +134,9 @@ class WeightFile:
         if key.digest() not in self._ranges:
             self._ranges[key.digest()] = self._append(tensor, folder), size
         offset, length = self._ranges[key.digest()]
-        placed = TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims,
-                             data_location=TensorProto.EXTERNAL)
+        placed = TensorProto(
+            name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, data_location=TensorProto.EXTERNAL
+        )
         for name, value in (("location", self.location), ("offset", str(offset)), ("length", str(length))):
             placed.external_data.add(key=name, value=value)
         return placed

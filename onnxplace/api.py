@@ -73,23 +73,33 @@ def compile_model(
     `devices` of this machine are used. `observer` is told of each pass before it runs.
     """
     if target is not None and devices is not None:
-        raise UsageError("U040", "--devices and --target exclude each other", hint="name the devices in the target file")
+        raise UsageError(
+            "U040", "--devices and --target exclude each other", hint="name the devices in the target file"
+        )
     path = Path(output) if output else _default_output(model)
     steps = _pipeline(pipeline, placer, str(costs or ""), str(device_map or ""), tuple(colocate), seed)
     text = str(steps)
     early = [step for step in steps.passes if step.name == "emit"]
     if path.exists() and not force and early:
-        raise UsageError("U030", "it exists already", where=str(path), hint="choose another -o, or replace it with --force")
+        raise UsageError(
+            "U030", "it exists already", where=str(path), hint="choose another -o, or replace it with --force"
+        )
     target = target or local_target(devices)
     if max_memory:
         target = target.limiting(parse_memory(max_memory, [device.id for device in target.devices]))
     loaded = bind(load_model(model), shape or {}, inputs or {})
     state = State(target).having(loaded).saying(*_unused_gpus(target, devices))
-    steps = Pipeline(tuple(replace(s, path=str(path), force=force, pipeline=text) if s.name == "emit" else s  # type: ignore[call-arg]
-                           for s in steps.passes))
+    steps = Pipeline(
+        tuple(
+            replace(s, path=str(path), force=force, pipeline=text) if s.name == "emit" else s  # type: ignore[call-arg]
+            for s in steps.passes
+        )
+    )
     state, timings = _run(steps, state, strict, observer)
     if Emitted not in state:
-        raise UsageError("U041", "the pipeline writes no bundle", where=f"pipeline {text}", hint="end it with split,emit")
+        raise UsageError(
+            "U041", "the pipeline writes no bundle", where=f"pipeline {text}", hint="end it with split,emit"
+        )
     return Compiled(Bundle.open(state[Emitted].path), text, timings, state.diagnostics)
 
 
@@ -97,24 +107,35 @@ def _default_output(model: object) -> Path:
     return Path(model).with_suffix(".bundle") if isinstance(model, (str, Path)) else Path("model.bundle")
 
 
-def _pipeline(given: str | Pipeline | None, placer: str, costs: str, device_map: str, colocate: tuple[str, ...],
-              seed: int) -> Pipeline:
+def _pipeline(
+    given: str | Pipeline | None, placer: str, costs: str, device_map: str, colocate: tuple[str, ...], seed: int
+) -> Pipeline:
     """Return the user's pipeline, or the default one around the placer; raises UsageError for unknown names."""
     if given is not None:
         if costs or device_map or colocate:
-            raise UsageError("U042", "--pipeline excludes --costs, --device-map and --colocate",
-                             hint="write them into it: profile{costs=F},coplace{device_map=F,colocate=REGEX}")
+            raise UsageError(
+                "U042",
+                "--pipeline excludes --costs, --device-map and --colocate",
+                hint="write them into it: profile{costs=F},coplace{device_map=F,colocate=REGEX}",
+            )
         return Pipeline.parse(given) if isinstance(given, str) else given
     chosen = make_pass(placer)
     if Placement not in chosen.provides:
-        placers = [name for name in ("single", "m-topo", "m-etf")]
+        placers = ("single", "m-topo", "m-etf")
         raise UsageError("U043", f"pass {placer!r} is not a placer", where="--placer", hint=nearest(placer, placers))
     profile = {"costs": costs} if costs else {}
     if seed:
         profile["seed"] = str(seed)
     coplace = {key: value for key, value in (("colocate", ";".join(colocate)), ("device_map", device_map)) if value}
-    specs = [PassSpec("optimize"), PassSpec("profile", profile), PassSpec("coplace", coplace), PassSpec("fuse"),
-             PassSpec(placer), PassSpec("split"), PassSpec("emit")]
+    specs = [
+        PassSpec("optimize"),
+        PassSpec("profile", profile),
+        PassSpec("coplace", coplace),
+        PassSpec("fuse"),
+        PassSpec(placer),
+        PassSpec("split"),
+        PassSpec("emit"),
+    ]
     return Pipeline.parse(format_pipeline(specs))
 
 
@@ -130,8 +151,12 @@ def _run(steps: Pipeline, state: State, strict: bool, observer: Observer | None)
     state, first = Pipeline(steps.passes[:pause]).run(state, told(0))
     unused = _unused_devices(state)
     if unused and strict:
-        raise InfeasibleError("P010", unused[0].message, where=unused[0].where,
-                              hint="drop it from --devices, try another --placer, or compile without --strict")
+        raise InfeasibleError(
+            "P010",
+            unused[0].message,
+            where=unused[0].where,
+            hint="drop it from --devices, try another --placer, or compile without --strict",
+        )
     state, second = Pipeline(steps.passes[pause:]).run(state.saying(*unused), told(pause))
     return state, first + second
 
@@ -140,17 +165,31 @@ def _unused_devices(state: State) -> list[Diagnostic]:
     if Placement not in state:
         return []
     used = set(state[Placement].device.tolist())
-    return [Diagnostic("P010", f"this device was asked for and gets no work from placer {state[Placement].placer!r}",
-                       where=device.id, hint="try another --placer, or leave it out")
-            for index, device in enumerate(state.target.devices) if index not in used]
+    return [
+        Diagnostic(
+            "P010",
+            f"this device was asked for and gets no work from placer {state[Placement].placer!r}",
+            where=device.id,
+            hint="try another --placer, or leave it out",
+        )
+        for index, device in enumerate(state.target.devices)
+        if index not in used
+    ]
 
 
 def _unused_gpus(target: Target, devices: object) -> list[Diagnostic]:
     """Say so when there are GPUs here that the default devices leave out."""
     if devices is not None or any(device.kind == "cuda" for device in target.devices):
         return []
-    return [Diagnostic("T012", f"this GPU ({gpu.name}) is not used: {cuda_problem(gpu.index)}", where=f"cuda:{gpu.index}",
-                       hint="pip uninstall -y onnxruntime; pip install 'onnxplace[gpu]'") for gpu in gpus()]
+    return [
+        Diagnostic(
+            "T012",
+            f"this GPU ({gpu.name}) is not used: {cuda_problem(gpu.index)}",
+            where=f"cuda:{gpu.index}",
+            hint="pip uninstall -y onnxruntime; pip install 'onnxplace[gpu]'",
+        )
+        for gpu in gpus()
+    ]
 
 
 def load(path: str | Path, check: Check = "small") -> Bundle:
@@ -189,8 +228,12 @@ class InferenceSession:
         self._last = result
         return [result.outputs.get(name) for name in names]
 
-    def run_async(self, output_names: Sequence[str] | None, input_feed: Mapping[str, Any],
-                  callback: Callable[[list[Any] | None, BaseException | None], None]) -> None:
+    def run_async(
+        self,
+        output_names: Sequence[str] | None,
+        input_feed: Mapping[str, Any],
+        callback: Callable[[list[Any] | None, BaseException | None], None],
+    ) -> None:
         """Start a run and return; `callback(outputs, error)` is called from another thread when it is over."""
         names = self._names(output_names)
 

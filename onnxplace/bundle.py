@@ -185,16 +185,26 @@ class Bundle:
             _check_file(bundle.file(name), record, check)
         for name in (WHOLE, *(segment.file for segment in manifest.segments)):
             if name not in manifest.files:
-                raise BundleError("N006", f"{name!r} is not among the files of the manifest", where=str(path / MANIFEST))
+                raise BundleError(
+                    "N006", f"{name!r} is not among the files of the manifest", where=str(path / MANIFEST)
+                )
         _check_programs(manifest, path / MANIFEST)
         return bundle
 
     def file(self, name: str) -> Path:
         """Return the path of a file in the bundle; raises BundleError if the name leads outside."""
         file = self.path / name
-        if Path(name).is_absolute() or ".." in Path(name).parts or not file.resolve().is_relative_to(self.path.resolve()):
-            raise BundleError("N005", f"it names a file outside the bundle: {name!r}", where=str(self.path / MANIFEST),
-                              hint="do not trust this bundle; compile the model again")
+        if (
+            Path(name).is_absolute()
+            or ".." in Path(name).parts
+            or not file.resolve().is_relative_to(self.path.resolve())
+        ):
+            raise BundleError(
+                "N005",
+                f"it names a file outside the bundle: {name!r}",
+                where=str(self.path / MANIFEST),
+                hint="do not trust this bundle; compile the model again",
+            )
         return file
 
     @property
@@ -218,16 +228,24 @@ def _read_manifest(path: Path) -> Manifest:
     try:
         data: Any = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise BundleError("N001", "not a bundle: it has no manifest.json", where=str(path),
-                          hint="`onnxplace compile MODEL -o DIR` makes one") from None
+        raise BundleError(
+            "N001",
+            "not a bundle: it has no manifest.json",
+            where=str(path),
+            hint="`onnxplace compile MODEL -o DIR` makes one",
+        ) from None
     except (OSError, ValueError) as problem:
         raise BundleError("N002", f"the manifest cannot be read: {problem}", where=str(file)) from None
     version = data.get("schema_version") if isinstance(data, dict) else None
     if not isinstance(version, str) or not version.partition(".")[0].isdecimal():
         raise BundleError("N002", "the manifest has no schema_version", where=str(file))
     if int(version.partition(".")[0]) > int(SCHEMA_VERSION.partition(".")[0]):
-        raise BundleError("N003", f"the bundle has format {version}, this onnxplace reads up to {SCHEMA_VERSION}",
-                          where=str(file), hint="update onnxplace, or compile the model again")
+        raise BundleError(
+            "N003",
+            f"the bundle has format {version}, this onnxplace reads up to {SCHEMA_VERSION}",
+            where=str(file),
+            hint="update onnxplace, or compile the model again",
+        )
     try:
         return Manifest.model_validate(data)
     except ValidationError as problem:
@@ -241,11 +259,19 @@ def _check_file(file: Path, record: FileRecord, check: Check) -> None:
         raise BundleError("N004", "this file of the bundle is missing", where=str(file))
     size = file.stat().st_size
     if size != record.bytes:
-        raise BundleError("N007", f"this file has {size} bytes, the manifest says {record.bytes}", where=str(file),
-                          hint="it was altered or cut; compile the model again")
+        raise BundleError(
+            "N007",
+            f"this file has {size} bytes, the manifest says {record.bytes}",
+            where=str(file),
+            hint="it was altered or cut; compile the model again",
+        )
     if (check == "all" or size <= SMALL_BYTES) and sha256_of(file) != record.sha256:
-        raise BundleError("N007", "this file is not what the compiler wrote: its SHA-256 differs", where=str(file),
-                          hint="it was altered; compile the model again")
+        raise BundleError(
+            "N007",
+            "this file is not what the compiler wrote: its SHA-256 differs",
+            where=str(file),
+            hint="it was altered; compile the model again",
+        )
 
 
 def _check_programs(manifest: Manifest, where: Path) -> None:
@@ -256,7 +282,9 @@ def _check_programs(manifest: Manifest, where: Path) -> None:
         for step in program:
             known = step.segment in segments if step.op == "run" else step.value in manifest.values
             if device not in devices or not known or (step.op in ("send", "receive") and step.peer not in devices):
-                raise BundleError("N002", f"the program of {device} has a step that names nothing: {step}", where=str(where))
+                raise BundleError(
+                    "N002", f"the program of {device} has a step that names nothing: {step}", where=str(where)
+                )
 
 
 def sha256_of(file: Path) -> str:

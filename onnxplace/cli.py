@@ -22,8 +22,9 @@ Command = Callable[..., Any]
 
 as_json = click.option("--json", "json_", is_flag=True, help="Print one JSON object on stdout and nothing else there.")
 inputs_option = click.option("--inputs", type=click.Path(path_type=Path), metavar="F.npz", help="Real inputs, by name.")
-runtime_option = click.option("--runtime", default="onnxruntime", show_default=True, metavar="NAME",
-                              help="`onnxplace runtimes` lists them.")
+runtime_option = click.option(
+    "--runtime", default="onnxruntime", show_default=True, metavar="NAME", help="`onnxplace runtimes` lists them."
+)
 seed_option = click.option("--seed", default=0, show_default=True, help="For inputs that are drawn.")
 shape_option = click.option("--shape", metavar="batch=8,seq=128", default="", help="Values for symbolic dimensions.")
 
@@ -39,7 +40,9 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="Where the bundle goes [MODEL.bundle].")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="Where the bundle goes [MODEL.bundle]."
+)
 @click.option("--devices", metavar="cuda:0,cpu:0", help="Default: every GPU found, else cpu:0,cpu:1.")
 @click.option("--target", type=click.Path(path_type=Path), metavar="F.toml", help="Devices and links from a file.")
 @click.option("--max-memory", metavar="16GiB", help="Per device; or cuda:0=16GiB,cpu:0=64GiB.")
@@ -47,15 +50,32 @@ def cli() -> None:
 @inputs_option
 @click.option("--costs", type=click.Path(path_type=Path), metavar="F.json", help="Costs measured elsewhere or before.")
 @click.option("--placer", metavar="NAME", help="`onnxplace passes` lists them  [default: m-etf]")
-@click.option("--pipeline", metavar="TEXT", help="All passes, such as 'optimize,profile{repeat=5},coplace,m-etf,split,emit'.")
-@click.option("--device-map", type=click.Path(path_type=Path), metavar="F.json", help='Your own placement: {"encoder.*": "cpu:0"}.')
-@click.option("--colocate", multiple=True, metavar="REGEX", help="Nodes whose names match share a device; may be repeated.")
+@click.option(
+    "--pipeline", metavar="TEXT", help="All passes, such as 'optimize,profile{repeat=5},coplace,m-etf,split,emit'."
+)
+@click.option(
+    "--device-map",
+    type=click.Path(path_type=Path),
+    metavar="F.json",
+    help='Your own placement: {"encoder.*": "cpu:0"}.',
+)
+@click.option(
+    "--colocate", multiple=True, metavar="REGEX", help="Nodes whose names match share a device; may be repeated."
+)
 @seed_option
 @click.option("--strict", is_flag=True, help="Fail instead of leaving a requested device unused.")
 @click.option("--force", is_flag=True, help="Replace the bundle if it exists.")
 @as_json
-def compile(model: Path, json_: bool, target: Path | None, shape: str, inputs: Path | None, placer: str | None,  # noqa: A001
-            pipeline: str | None, **options: Any) -> None:
+def compile(  # noqa: A001
+    model: Path,
+    json_: bool,
+    target: Path | None,
+    shape: str,
+    inputs: Path | None,
+    placer: str | None,
+    pipeline: str | None,
+    **options: Any,
+) -> None:
     """Profile MODEL, place it, split it, and write a bundle."""
     from onnxplace.api import DEFAULT_PLACER, compile_model
     from onnxplace.feeds import read_npz
@@ -64,9 +84,16 @@ def compile(model: Path, json_: bool, target: Path | None, shape: str, inputs: P
     if placer and pipeline:
         raise UsageError("U044", "--placer and --pipeline exclude each other", hint="name the placer in the pipeline")
     with _progress(json_) as observer:
-        compiled = compile_model(model, target=read_target(target) if target else None, shape=parse_shape(shape),
-                                 inputs=read_npz(inputs) if inputs else None, placer=placer or DEFAULT_PLACER,
-                                 pipeline=pipeline, observer=observer, **options)
+        compiled = compile_model(
+            model,
+            target=read_target(target) if target else None,
+            shape=parse_shape(shape),
+            inputs=read_npz(inputs) if inputs else None,
+            placer=placer or DEFAULT_PLACER,
+            pipeline=pipeline,
+            observer=observer,
+            **options,
+        )
     _say(compiled.diagnostics)
     if json_:
         _print_json(_compiled_json(compiled))
@@ -78,12 +105,19 @@ def compile(model: Path, json_: bool, target: Path | None, shape: str, inputs: P
 
 def _compiled_json(compiled: Compiled) -> dict[str, Any]:
     manifest = compiled.bundle.manifest
-    return {"bundle": str(compiled.bundle.path), "model": manifest.model, "placer": manifest.placer,
-            "pipeline": compiled.pipeline, "predicted": manifest.predicted.model_dump(),
-            "devices": [device.model_dump() for device in manifest.devices], "segments": len(manifest.segments),
-            "transfers": manifest.transfers, "transfer_bytes": manifest.transfer_bytes,
-            "passes": [{"name": timing.name, "seconds": timing.seconds} for timing in compiled.timings],
-            "diagnostics": [vars(note) for note in compiled.diagnostics]}
+    return {
+        "bundle": str(compiled.bundle.path),
+        "model": manifest.model,
+        "placer": manifest.placer,
+        "pipeline": compiled.pipeline,
+        "predicted": manifest.predicted.model_dump(),
+        "devices": [device.model_dump() for device in manifest.devices],
+        "segments": len(manifest.segments),
+        "transfers": manifest.transfers,
+        "transfer_bytes": manifest.transfer_bytes,
+        "passes": [{"name": timing.name, "seconds": timing.seconds} for timing in compiled.timings],
+        "diagnostics": [vars(note) for note in compiled.diagnostics],
+    }
 
 
 @cli.command()
@@ -93,11 +127,22 @@ def _compiled_json(compiled: Compiled) -> dict[str, Any]:
 @click.option("--repeat", default=1, show_default=True, type=click.IntRange(1), help="How often to run.")
 @shape_option
 @runtime_option
-@click.option("--trace", type=click.Path(path_type=Path), metavar="F.json", help="Write a timeline for Perfetto or Chrome.")
+@click.option(
+    "--trace", type=click.Path(path_type=Path), metavar="F.json", help="Write a timeline for Perfetto or Chrome."
+)
 @seed_option
 @as_json
-def run(bundle: Path, inputs: Path | None, outputs: Path | None, repeat: int, shape: str, runtime: str, trace: Path | None,
-        seed: int, json_: bool) -> None:
+def run(
+    bundle: Path,
+    inputs: Path | None,
+    outputs: Path | None,
+    repeat: int,
+    shape: str,
+    runtime: str,
+    trace: Path | None,
+    seed: int,
+    json_: bool,
+) -> None:
     """Run BUNDLE, on random inputs unless real ones are given."""
     from onnxplace.api import InferenceSession, load
     from onnxplace.compare import alternate
@@ -113,8 +158,10 @@ def run(bundle: Path, inputs: Path | None, outputs: Path | None, repeat: int, sh
     if outputs:
         _write_npz(outputs, result.outputs)
     seconds = times.median_seconds if times else result.seconds
-    summary = {name: {"dtype": str(getattr(v, "dtype", type(v).__name__)), "shape": list(getattr(v, "shape", ()))}
-               for name, v in result.outputs.items()}
+    summary = {
+        name: {"dtype": str(getattr(v, "dtype", type(v).__name__)), "shape": list(getattr(v, "shape", ()))}
+        for name, v in result.outputs.items()
+    }
     if json_:
         _print_json({"bundle": str(bundle), "runtime": runtime, "seconds": seconds, "runs": repeat, "outputs": summary})
     else:
@@ -122,19 +169,25 @@ def run(bundle: Path, inputs: Path | None, outputs: Path | None, repeat: int, sh
 
         for name, about in summary.items():
             click.echo(f"{name}  {about['dtype']} {about['shape']}")
-        click.echo(f"{'predicted' if runtime == 'simulated' else 'took'} {milliseconds(seconds)}"
-                   + (f" (median of {repeat - 1} after one)" if repeat > 1 else ""))
+        click.echo(
+            f"{'predicted' if runtime == 'simulated' else 'took'} {milliseconds(seconds)}"
+            + (f" (median of {repeat - 1} after one)" if repeat > 1 else "")
+        )
 
 
 @cli.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--against", type=click.Path(path_type=Path), metavar="MODEL", help="Default: the bundle's own uncut copy.")
+@click.option(
+    "--against", type=click.Path(path_type=Path), metavar="MODEL", help="Default: the bundle's own uncut copy."
+)
 @inputs_option
 @shape_option
 @runtime_option
 @seed_option
 @as_json
-def verify(bundle: Path, against: Path | None, inputs: Path | None, shape: str, runtime: str, seed: int, json_: bool) -> None:
+def verify(
+    bundle: Path, against: Path | None, inputs: Path | None, shape: str, runtime: str, seed: int, json_: bool
+) -> None:
     """Run the same inputs through BUNDLE and the unsplit model; exit 1 if they differ."""
     from onnxplace.api import InferenceSession, load
     from onnxplace.compare import reference
@@ -151,23 +204,37 @@ def verify(bundle: Path, against: Path | None, inputs: Path | None, shape: str, 
         _print_json({"equal": equal, "outputs": [vars(item) for item in found]})
     else:
         for item in found:
-            click.echo(f"{'equal ' if item.equal else 'DIFFERS'} {item.name}  max abs error {item.max_abs_error:.3g}, "
-                       f"relative to its largest value {item.max_rel_error:.3g}")
+            click.echo(
+                f"{'equal ' if item.equal else 'DIFFERS'} {item.name}  max abs error {item.max_abs_error:.3g}, "
+                f"relative to its largest value {item.max_rel_error:.3g}"
+            )
     if not equal:
         raise SystemExit(1)
 
 
 @cli.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--against", type=click.Path(path_type=Path), metavar="MODEL", help="Default: the bundle's own uncut copy.")
+@click.option(
+    "--against", type=click.Path(path_type=Path), metavar="MODEL", help="Default: the bundle's own uncut copy."
+)
 @inputs_option
 @shape_option
-@click.option("--repeat", default=20, show_default=True, type=click.IntRange(1), help="Rounds, after two for warming up.")
+@click.option(
+    "--repeat", default=20, show_default=True, type=click.IntRange(1), help="Rounds, after two for warming up."
+)
 @click.option("--max-ratio", type=float, metavar="R", help="Exit 1 if the bundle takes more than R times the model.")
 @seed_option
 @as_json
-def bench(bundle: Path, against: Path | None, inputs: Path | None, shape: str, repeat: int, max_ratio: float | None, seed: int,
-          json_: bool) -> None:
+def bench(
+    bundle: Path,
+    against: Path | None,
+    inputs: Path | None,
+    shape: str,
+    repeat: int,
+    max_ratio: float | None,
+    seed: int,
+    json_: bool,
+) -> None:
     """Time BUNDLE beside one session with all cores and one session on a single device's cores, in turn."""
     from onnxplace.api import InferenceSession, load
     from onnxplace.compare import alternate, reference
@@ -178,15 +245,26 @@ def bench(bundle: Path, against: Path | None, inputs: Path | None, shape: str, r
     cpus = sum(device.kind == "cpu" for device in opened.target.devices)
     whole, one = reference(opened, against, cores()), reference(opened, against, core_sets(max(cpus, 1))[0])
     with InferenceSession(opened) as session:
-        times = alternate({"bundle": lambda: session.run(None, feeds), "model": lambda: whole(feeds),
-                           "one_device": lambda: one(feeds)}, repeat)
+        times = alternate(
+            {
+                "bundle": lambda: session.run(None, feeds),
+                "model": lambda: whole(feeds),
+                "one_device": lambda: one(feeds),
+            },
+            repeat,
+        )
     ratio = times["bundle"].median_seconds / times["model"].median_seconds
     predicted = opened.manifest.predicted
     if json_:
-        _print_json({**{name: vars(item) for name, item in times.items()}, "ratio": ratio,
-                     "ratio_one_device": times["bundle"].median_seconds / times["one_device"].median_seconds,
-                     "predicted_seconds": predicted.step_seconds,
-                     "predicted_one_device_seconds": predicted.single_device_seconds})
+        _print_json(
+            {
+                **{name: vars(item) for name, item in times.items()},
+                "ratio": ratio,
+                "ratio_one_device": times["bundle"].median_seconds / times["one_device"].median_seconds,
+                "predicted_seconds": predicted.step_seconds,
+                "predicted_one_device_seconds": predicted.single_device_seconds,
+            }
+        )
     else:
         from onnxplace.report import bench_summary
 
@@ -197,33 +275,24 @@ def bench(bundle: Path, against: Path | None, inputs: Path | None, shape: str, r
 
 
 @cli.command()
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="F.toml", help="Write the default target there.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="F.toml", help="Write the default target there."
+)
 @as_json
 def devices(output: Path | None, json_: bool) -> None:
     """Show what is here and what ONNX Runtime can use of it."""
     from onnxplace import machine
-    from onnxplace.report import mebibytes, table
+    from onnxplace.report import devices_summary
     from onnxplace.target import write_target
 
-    found = [{"id": f"cuda:{gpu.index}", "name": gpu.name, "memory_bytes": gpu.memory_bytes, "free_bytes": gpu.free_bytes,
-              "problem": machine.cuda_problem(gpu.index)} for gpu in machine.gpus()]
     target = machine.local_target()
-    host = {"cores": list(machine.cores()), "available_memory_bytes": machine.available_memory_bytes()}
     if output:
         write_target(target, output)
+    about = machine.describe()
     if json_:
-        _print_json({"host": host, "gpus": found, "onnxruntime": machine.onnxruntime().__version__,
-                     "default": [vars_of(device) for device in target.devices]})
-        return
-    click.echo(f"host: {len(host['cores'])} cores, {mebibytes(host['available_memory_bytes'])} available; "
-               f"onnxruntime {machine.onnxruntime().__version__}")
-    for gpu in found:
-        click.echo(f"{gpu['id']}: {gpu['name']}, {mebibytes(gpu['free_bytes'])} free" + (f"; NOT usable: {gpu['problem']}" if gpu["problem"] else ""))
-    if not found:
-        click.echo("no NVIDIA GPU found")
-    click.echo("\nused unless --devices says otherwise:")
-    click.echo(table(("device", "cores", "memory", "cost class"),
-                     [(d.id, str(d.cores), mebibytes(d.memory_bytes), d.cost_class) for d in target.devices]))
+        _print_json({**about, "default": [vars_of(device) for device in target.devices]})
+    else:
+        click.echo(devices_summary(about, target))
 
 
 def vars_of(device: object) -> dict[str, Any]:
@@ -287,7 +356,9 @@ def _feeds(bundle: Bundle, inputs: Path | None, shape: str, seed: int) -> Mappin
 def _say(diagnostics: Sequence[Diagnostic]) -> None:
     for note in diagnostics:
         place = f"{note.where}: " if note.where else ""
-        click.echo(f"note[{note.code}] {place}{note.message}" + (f"\n  hint: {note.hint}" if note.hint else ""), err=True)
+        click.echo(
+            f"note[{note.code}] {place}{note.message}" + (f"\n  hint: {note.hint}" if note.hint else ""), err=True
+        )
 
 
 def _print_json(data: Mapping[str, Any]) -> None:
@@ -309,7 +380,7 @@ def _write(path: Path, fill: Callable[[Any], object]) -> None:
 def _write_npz(path: Path, outputs: Mapping[str, Any]) -> None:
     import numpy as np
 
-    arrays = {name: np.asarray(value) for name, value in outputs.items()}
+    arrays: dict[str, Any] = {name: np.asarray(value) for name, value in outputs.items()}
     _write(path, lambda stream: np.savez(stream, **arrays))
 
 

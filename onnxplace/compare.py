@@ -35,9 +35,12 @@ def difference(name: str, got: Any, want: Any) -> OutputDifference:
     """Compare an output with its reference: whole numbers, truths and strings exactly, floats within tolerance."""
     if isinstance(want, (list, tuple)) and isinstance(got, (list, tuple)):
         parts = [difference(name, g, w) for g, w in zip(got, want)]
-        return OutputDifference(name, len(got) == len(want) and all(part.equal for part in parts),
-                                max((part.max_abs_error for part in parts), default=0.0),
-                                max((part.max_rel_error for part in parts), default=0.0))
+        return OutputDifference(
+            name,
+            len(got) == len(want) and all(part.equal for part in parts),
+            max((part.max_abs_error for part in parts), default=0.0),
+            max((part.max_rel_error for part in parts), default=0.0),
+        )
     if isinstance(want, Mapping) or want is None or got is None:
         return OutputDifference(name, got == want, 0.0, 0.0)
     got, want = np.asarray(got), np.asarray(want)
@@ -51,14 +54,18 @@ def difference(name: str, got: Any, want: Any) -> OutputDifference:
 def _float_difference(name: str, got: Array, want: Array) -> OutputDifference:
     odd = ~np.isfinite(want)
     same_odd = bool(np.array_equal(got[odd], want[odd], equal_nan=True)) and bool((np.isfinite(got) == ~odd).all())
-    error = np.abs(got[~odd].astype(np.complex128 if np.iscomplexobj(want) else np.float64) - want[~odd]).max(initial=0.0)
+    error = np.abs(got[~odd].astype(np.complex128 if np.iscomplexobj(want) else np.float64) - want[~odd]).max(
+        initial=0.0
+    )
     scale = float(np.abs(want[~odd]).max(initial=0.0))
     relative = float(error) / scale if scale > 0 else float(error)
     allowed = TOLERANCE.get(str(want.real.dtype), 1e-3)
     return OutputDifference(name, same_odd and relative <= allowed, float(error), relative)
 
 
-def reference(bundle: Bundle, against: str | Path | None, all_cores: Sequence[int]) -> Callable[[Mapping[str, Array]], dict[str, Any]]:
+def reference(
+    bundle: Bundle, against: str | Path | None, all_cores: Sequence[int]
+) -> Callable[[Mapping[str, Array]], dict[str, Any]]:
     """Return a function that runs the unsplit model: the bundle's own copy of it, or the file `against`."""
     model = Path(against) if against else bundle.file(WHOLE)
     if not model.is_file():
@@ -68,8 +75,12 @@ def reference(bundle: Bundle, against: str | Path | None, all_cores: Sequence[in
     names = [output.name for output in session.get_outputs()]
     missing = {item.name for item in bundle.outputs} - set(names)
     if missing:
-        raise ModelError("M030", f"it has no output {', '.join(sorted(missing))}", where=str(model),
-                         hint="the bundle was compiled from another model")
+        raise ModelError(
+            "M030",
+            f"it has no output {', '.join(sorted(missing))}",
+            where=str(model),
+            hint="the bundle was compiled from another model",
+        )
 
     def run(feeds: Mapping[str, Array]) -> dict[str, Any]:
         with pinned(all_cores):
@@ -78,8 +89,12 @@ def reference(bundle: Bundle, against: str | Path | None, all_cores: Sequence[in
     return run
 
 
-def verify(run: Callable[[Mapping[str, Array]], Mapping[str, Any]], want: Callable[[Mapping[str, Array]], Mapping[str, Any]],
-           feeds: Mapping[str, Array], names: Sequence[str]) -> list[OutputDifference]:
+def verify(
+    run: Callable[[Mapping[str, Array]], Mapping[str, Any]],
+    want: Callable[[Mapping[str, Array]], Mapping[str, Any]],
+    feeds: Mapping[str, Array],
+    names: Sequence[str],
+) -> list[OutputDifference]:
     """Run the same feeds through both and compare output by output."""
     got, expected = run(feeds), want(feeds)
     return [difference(name, got[name], expected[name]) for name in names]
@@ -104,5 +119,3 @@ def alternate(calls: Mapping[str, Callable[[], object]], repeat: int, warm_ups: 
             if round_number >= warm_ups:
                 taken[name].append(time.perf_counter() - began)
     return {name: Times(float(np.median(t)), float(np.quantile(t, 0.9)), len(t)) for name, t in taken.items()}
-
-

@@ -8,7 +8,7 @@ import numpy as np
 
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule
-from onnxplace.graph import Floats, Ints, Longs, OpGraph
+from onnxplace.graph import Floats, Ints, Longs, OpGraph, sum_by
 from onnxplace.simulate import Simulation, device_weights, lower_bound_seconds, simulate
 from onnxplace.state import State
 from onnxplace.target import Target
@@ -38,7 +38,8 @@ class Problem:
 
     def excess_bytes(self, simulation: Simulation) -> Longs:
         """Return, per device, by how many bytes it exceeds its limit."""
-        return np.maximum(simulation.peak_bytes - self.limit_bytes, 0)
+        excess: Longs = np.maximum(simulation.peak_bytes - self.limit_bytes, 0)
+        return excess
 
 
 def device_seconds(profile: Profile, target: Target) -> Floats:
@@ -61,7 +62,7 @@ def problem(state: State) -> Problem:
     count = int(members.max(initial=-1)) + 1
     coarse_group = np.zeros(count, dtype=np.int32)
     coarse_group[members] = group
-    coarse_seconds = np.stack([np.bincount(members, row, count) for row in seconds])
+    coarse_seconds = np.stack([sum_by(members, row, count) for row in seconds])
     return Problem(graph.contract(members), coarse_seconds, state.target, limits, coarse_group, pinned, members)
 
 
@@ -97,11 +98,15 @@ def schedule_order(graph: OpGraph, asked: Problem, start_seconds: Floats) -> Int
 
 def require_memory(target: Target, peak_bytes: Longs, placer: str) -> None:
     """Raise InfeasibleError if some device would need more than its limit, saying how much is missing where."""
-    short = [f"{device.id} lacks {int(peak) - device.memory_bytes} bytes (needs {int(peak)}, may use {device.memory_bytes})"
-             for device, peak in zip(target.devices, peak_bytes) if peak > device.memory_bytes]
+    short = [
+        f"{device.id} lacks {int(peak) - device.memory_bytes} bytes (needs {int(peak)}, may use {device.memory_bytes})"
+        for device, peak in zip(target.devices, peak_bytes)
+        if peak > device.memory_bytes
+    ]
     if short:
-        raise InfeasibleError("P001", "; ".join(short), where=placer,
-                              hint="add devices, raise --max-memory, or try another --placer")
+        raise InfeasibleError(
+            "P001", "; ".join(short), where=placer, hint="add devices, raise --max-memory, or try another --placer"
+        )
 
 
 def shortage(asked: Problem, placer: str) -> InfeasibleError:
@@ -109,10 +114,18 @@ def shortage(asked: Problem, placer: str) -> InfeasibleError:
     needs = asked.graph.total_weight_bytes
     have = ", ".join(f"{device.id} may use {device.memory_bytes}" for device in asked.target.devices)
     lacking = needs - int(asked.limit_bytes.sum())
-    total = f"all devices together lack {lacking} bytes for the weights alone" if lacking > 0 else "no split of it was found that fits"
+    total = (
+        f"all devices together lack {lacking} bytes for the weights alone"
+        if lacking > 0
+        else "no split of it was found that fits"
+    )
     largest = _largest_group(asked)
-    return InfeasibleError("P002", f"the model's weights take {needs} bytes; {have}; {total}; {largest}", where=placer,
-                           hint="add devices, raise --max-memory, or try another --placer")
+    return InfeasibleError(
+        "P002",
+        f"the model's weights take {needs} bytes; {have}; {total}; {largest}",
+        where=placer,
+        hint="add devices, raise --max-memory, or try another --placer",
+    )
 
 
 def _largest_group(asked: Problem) -> str:

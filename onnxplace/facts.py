@@ -87,8 +87,12 @@ class Groups:
     def check(self, state: State) -> None:
         """Raise ValueError unless groups cover the nodes and pins name devices."""
         _require(len(self.group) == len(state[Profile].graph), "a group per node")
-        _require(len(self.pinned) == len(self.reasons) == int(self.group.max(initial=-1)) + 1, "a pin and a reason per group")
-        _require(bool((self.pinned < len(state.target.devices)).all()), "a group is pinned to a device that is not there")
+        _require(
+            len(self.pinned) == len(self.reasons) == int(self.group.max(initial=-1)) + 1, "a pin and a reason per group"
+        )
+        _require(
+            bool((self.pinned < len(state.target.devices)).all()), "a group is pinned to a device that is not there"
+        )
 
 
 @dataclass(frozen=True)
@@ -203,12 +207,16 @@ class Segments:
     def check(self, state: State) -> None:
         """Raise ValueError unless the segments partition the nodes and every receive has its send."""
         covered = np.concatenate([s.nodes for s in self.segments]) if self.segments else np.zeros(0, dtype=np.int32)
-        _require(sorted(covered.tolist()) == list(range(len(state[Profile].graph))), "segments must partition the nodes")
+        _require(
+            sorted(covered.tolist()) == list(range(len(state[Profile].graph))), "segments must partition the nodes"
+        )
         placed = state[Placement].device
         for segment in self.segments:
             _require(bool((placed[segment.nodes] == segment.device).all()), "a segment runs a node of another device")
         sends = {(i.value, d, i.peer) for d, program in enumerate(self.programs) for i in program if i.op == "send"}
-        receives = {(i.value, i.peer, d) for d, program in enumerate(self.programs) for i in program if i.op == "receive"}
+        receives = {
+            (i.value, i.peer, d) for d, program in enumerate(self.programs) for i in program if i.op == "receive"
+        }
         _require(sends == receives, f"unmatched transfers: {sorted(sends ^ receives)[:3]}")
 
 

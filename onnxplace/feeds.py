@@ -16,10 +16,20 @@ from onnxplace.errors import FeedError, nearest
 Array = NDArray[Any]
 
 _DTYPES = {
-    "tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(float16)": np.float16,
-    "tensor(int8)": np.int8, "tensor(int16)": np.int16, "tensor(int32)": np.int32, "tensor(int64)": np.int64,
-    "tensor(uint8)": np.uint8, "tensor(uint16)": np.uint16, "tensor(uint32)": np.uint32, "tensor(uint64)": np.uint64,
-    "tensor(bool)": np.bool_, "tensor(complex64)": np.complex64, "tensor(complex128)": np.complex128,
+    "tensor(float)": np.float32,
+    "tensor(double)": np.float64,
+    "tensor(float16)": np.float16,
+    "tensor(int8)": np.int8,
+    "tensor(int16)": np.int16,
+    "tensor(int32)": np.int32,
+    "tensor(int64)": np.int64,
+    "tensor(uint8)": np.uint8,
+    "tensor(uint16)": np.uint16,
+    "tensor(uint32)": np.uint32,
+    "tensor(uint64)": np.uint64,
+    "tensor(bool)": np.bool_,
+    "tensor(complex64)": np.complex64,
+    "tensor(complex128)": np.complex128,
 }
 
 
@@ -44,8 +54,11 @@ def check_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[st
             raise FeedError("F001", f"the model has no input {name!r}", hint=nearest(name, known))
     missing = [item.name for item in inputs if item.name not in feeds and not item.optional]
     if missing:
-        raise FeedError("F002", f"no value for {', '.join(repr(name) for name in missing)}",
-                        hint="inputs of this model: " + ", ".join(describe(item) for item in inputs))
+        raise FeedError(
+            "F002",
+            f"no value for {', '.join(repr(name) for name in missing)}",
+            hint="inputs of this model: " + ", ".join(describe(item) for item in inputs),
+        )
     symbols: dict[str, tuple[int, str]] = {}
     return {name: _check_feed(np.asarray(value), known[name], symbols) for name, value in feeds.items()}
 
@@ -60,8 +73,12 @@ def _check_feed(array: Array, item: Declared, symbols: dict[str, tuple[int, str]
     where = f"input {item.name!r}"
     want = _DTYPES.get(item.dtype)
     if want is not None and array.dtype != want:
-        raise FeedError("F003", f"its type is {array.dtype}, the model takes {np.dtype(want)}", where=where,
-                        hint=f"convert it: feeds[{item.name!r}].astype('{np.dtype(want)}')")
+        raise FeedError(
+            "F003",
+            f"its type is {array.dtype}, the model takes {np.dtype(want)}",
+            where=where,
+            hint=f"convert it: feeds[{item.name!r}].astype('{np.dtype(want)}')",
+        )
     if item.dtype == "tensor(string)" and array.dtype.kind not in "OUS":
         raise FeedError("F003", f"its type is {array.dtype}, the model takes strings", where=where)
     if item.shape is None:
@@ -70,8 +87,11 @@ def _check_feed(array: Array, item: Declared, symbols: dict[str, tuple[int, str]
         raise FeedError("F004", f"its shape is {list(array.shape)}, the model takes {describe(item)}", where=where)
     for axis, (size, entry) in enumerate(zip(array.shape, item.shape)):
         if isinstance(entry, int) and size != entry:
-            raise FeedError("F004", f"its shape is {list(array.shape)}, the model takes {describe(item)}: "
-                            f"axis {axis} must be {entry}", where=where)
+            raise FeedError(
+                "F004",
+                f"its shape is {list(array.shape)}, the model takes {describe(item)}: axis {axis} must be {entry}",
+                where=where,
+            )
         if isinstance(entry, str):
             first, place = symbols.setdefault(entry, (size, f"{item.name}[{axis}]"))
             if first != size:
@@ -85,31 +105,50 @@ def random_feeds(inputs: Sequence[Declared], dimensions: Mapping[str, int], seed
     `dimensions` gives sizes to symbolic dimensions, by symbol or as `input.axis`. Raises FeedError listing those
     that have none, and for inputs that cannot be invented.
     """
-    unbound = [key for item in inputs if not item.optional for key, size in dimension_keys(item)
-               if size is None and key not in dimensions]
+    unbound = [
+        key
+        for item in inputs
+        if not item.optional
+        for key, size in dimension_keys(item)
+        if size is None and key not in dimensions
+    ]
     if unbound:
         example = ",".join(f"{key}=1" for key in dict.fromkeys(unbound))
-        raise FeedError("M020", f"symbolic dimensions without a value: {', '.join(dict.fromkeys(unbound))}",
-                        hint=f"give them, such as --shape {example}, or real inputs with --inputs F.npz")
+        raise FeedError(
+            "M020",
+            f"symbolic dimensions without a value: {', '.join(dict.fromkeys(unbound))}",
+            hint=f"give them, such as --shape {example}, or real inputs with --inputs F.npz",
+        )
     random = np.random.default_rng(seed)
-    return {item.name: _random_array(random, item, tuple(dimensions[key] if size is None else size
-                                                         for key, size in dimension_keys(item)))
-            for item in inputs if not item.optional}
+    return {
+        item.name: _random_array(
+            random, item, tuple(dimensions[key] if size is None else size for key, size in dimension_keys(item))
+        )
+        for item in inputs
+        if not item.optional
+    }
 
 
 def dimension_keys(item: Declared) -> list[tuple[str, int | None]]:
     """Return each dimension as (key the user can bind, size if known)."""
     if item.shape is None:
         return [(f"{item.name}.shape", None)]
-    return [(entry, None) if isinstance(entry, str) else (f"{item.name}.{axis}", entry) for axis, entry in enumerate(item.shape)]
+    return [
+        (entry, None) if isinstance(entry, str) else (f"{item.name}.{axis}", entry)
+        for axis, entry in enumerate(item.shape)
+    ]
 
 
 def _random_array(random: np.random.Generator, item: Declared, shape: tuple[int, ...]) -> Array:
     if item.dtype == "tensor(string)":
         return np.full(shape, "a", dtype=object)
     if item.dtype not in _DTYPES:
-        raise FeedError("M021", f"cannot invent a value of type {item.dtype}", where=f"input {item.name!r}",
-                        hint="give real inputs with --inputs F.npz")
+        raise FeedError(
+            "M021",
+            f"cannot invent a value of type {item.dtype}",
+            where=f"input {item.name!r}",
+            hint="give real inputs with --inputs F.npz",
+        )
     dtype = np.dtype(_DTYPES[item.dtype])
     if dtype.kind in "iub":
         return random.integers(0, 2, shape).astype(dtype)
@@ -126,5 +165,9 @@ def read_npz(path: str | Path) -> dict[str, Array]:
     except FileNotFoundError:
         raise FeedError("F006", "there is no such file", where=str(path)) from None
     except (OSError, ValueError, BadZipFile, AttributeError, TypeError, KeyError) as problem:
-        raise FeedError("F006", f"not an .npz file of plain arrays: {problem}", where=str(path),
-                        hint="write it with numpy.savez(path, input_name=array)") from None
+        raise FeedError(
+            "F006",
+            f"not an .npz file of plain arrays: {problem}",
+            where=str(path),
+            hint="write it with numpy.savez(path, input_name=array)",
+        ) from None

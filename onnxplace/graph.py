@@ -67,6 +67,11 @@ class Csr:
         return Csr(starts, items[order].astype(np.int32))
 
 
+def sum_by(keys: Ints, amounts: Floats | Longs, count: int) -> Floats:
+    """Return, per key below `count`, the sum of its amounts."""
+    return np.bincount(keys, amounts, count).astype(np.float64)
+
+
 @dataclass(frozen=True)
 class OpGraph:
     """A directed acyclic graph of operators, their values and their weights. Never altered."""
@@ -124,8 +129,9 @@ class OpGraph:
         """Return the nodes in topological order, lower index first; raises ValueError naming a node on a cycle."""
         from onnxplace.kernels import topological_order
 
-        order = topological_order(self.predecessors.starts, self.predecessors.items,
-                                  self.successors.starts, self.successors.items)
+        order: Ints = topological_order(
+            self.predecessors.starts, self.predecessors.items, self.successors.starts, self.successors.items
+        )
         if len(order) < len(self):
             stuck = np.setdiff1d(np.arange(len(self)), order)
             raise ValueError(f"the graph has a cycle through {', '.join(self._cycle(stuck))}")
@@ -137,7 +143,7 @@ class OpGraph:
         while node not in seen:
             seen.append(node)
             node = next(int(p) for p in self.predecessors[node] if int(p) in among)
-        return [self.names[n] for n in reversed(seen[seen.index(node):])]
+        return [self.names[n] for n in reversed(seen[seen.index(node) :])]
 
     @cached_property
     def total_weight_bytes(self) -> int:
@@ -165,7 +171,9 @@ class OpGraph:
         first[cluster[::-1]] = np.arange(len(cluster))[::-1]
         sizes = np.bincount(cluster, minlength=count)
         return OpGraph(
-            names=tuple(self.names[f] if size == 1 else f"{self.names[f]}(+{size - 1})" for f, size in zip(first, sizes)),
+            names=tuple(
+                self.names[f] if size == 1 else f"{self.names[f]}(+{size - 1})" for f, size in zip(first, sizes)
+            ),
             ops=tuple(self.ops[f] if size == 1 else "fused" for f, size in zip(first, sizes)),
             value_names=tuple(self.value_names[v] for v in kept),
             value_bytes=self.value_bytes[kept],
@@ -192,8 +200,20 @@ class OpGraph:
         from onnxplace.kernels import inner_peak
 
         roots = self.alias_roots
-        return inner_peak(self.order, cluster, count, inner & inner[roots], roots, self.value_bytes, self.outputs.starts,
-                          self.outputs.items, self.inputs.starts, self.inputs.items, self.workspace_bytes)
+        peak: Longs = inner_peak(
+            self.order,
+            cluster,
+            count,
+            inner & inner[roots],
+            roots,
+            self.value_bytes,
+            self.outputs.starts,
+            self.outputs.items,
+            self.inputs.starts,
+            self.inputs.items,
+            self.workspace_bytes,
+        )
+        return peak
 
     @cached_property
     def alias_roots(self) -> Ints:
@@ -219,6 +239,10 @@ class OpGraph:
                 source = int(self.producer[value])
                 if source >= 0:
                     edge = result.get_edge_data(source, node, {"values": [], "bytes": 0})
-                    result.add_edge(source, node, values=[*edge["values"], self.value_names[value]],
-                                    bytes=edge["bytes"] + int(self.value_bytes[value]))
+                    result.add_edge(
+                        source,
+                        node,
+                        values=[*edge["values"], self.value_names[value]],
+                        bytes=edge["bytes"] + int(self.value_bytes[value]),
+                    )
         return result

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numba
 import numpy as np
 
-C = TypeVar("C", bound=Callable[..., Any])
 
-
-def kernel(function: C) -> C:
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile `function` on first use and keep the machine code on disk."""
-    compiled: C = numba.njit(cache=True, nogil=True)(function)
+    compiled: Callable[..., Any] = numba.njit(cache=True, nogil=True)(function)
     return compiled
 
 
 @kernel
-def topological_order(pred_starts, preds, succ_starts, succs):  # type: ignore[no-untyped-def]
+def topological_order(pred_starts, preds, succ_starts, succs):
     """Kahn's algorithm with a heap: the ready node of lowest index first. Short if there is a cycle."""
     count = len(pred_starts) - 1
     waiting = np.empty(count, np.int64)
@@ -46,8 +44,19 @@ def topological_order(pred_starts, preds, succ_starts, succs):  # type: ignore[n
 
 
 @kernel
-def inner_peak(order, cluster, count, inner, roots, value_bytes,  # type: ignore[no-untyped-def]
-               out_starts, outs, in_starts, ins, workspace):
+def inner_peak(
+    order,
+    cluster,
+    count,
+    inner,
+    roots,
+    value_bytes,
+    out_starts,
+    outs,
+    in_starts,
+    ins,
+    workspace,
+):
     """Most bytes of inner values plus workspace alive at one time in each cluster, running it in `order`."""
     left = np.zeros(len(value_bytes), np.int64)
     for k in range(len(ins)):
@@ -73,7 +82,7 @@ def inner_peak(order, cluster, count, inner, roots, value_bytes,  # type: ignore
 
 
 @kernel
-def longest_path(order, seconds, pred_starts, preds):  # type: ignore[no-untyped-def]
+def longest_path(order, seconds, pred_starts, preds):
     """Length in seconds of the heaviest path, transfers not counted."""
     finish = np.zeros(len(order), np.float64)
     longest = 0.0
@@ -88,8 +97,23 @@ def longest_path(order, seconds, pred_starts, preds):  # type: ignore[no-untyped
 
 
 @kernel
-def execute(order, device, seconds, device_count,  # type: ignore[no-untyped-def]
-            producer, value_bytes, out_starts, outs, in_starts, ins, read_starts, readers, latency, per_byte, link_model):
+def execute(
+    order,
+    device,
+    seconds,
+    device_count,
+    producer,
+    value_bytes,
+    out_starts,
+    outs,
+    in_starts,
+    ins,
+    read_starts,
+    readers,
+    latency,
+    per_byte,
+    link_model,
+):
     """Run a placement in simulated time, event by event (DESIGN section 4).
 
     Each device computes its nodes in the sequence of `order`, one at a time. When a node finishes, its values are
@@ -166,8 +190,9 @@ def execute(order, device, seconds, device_count,  # type: ignore[no-untyped-def
                         if link_model == 0:
                             begin = max(now, max(sending[home], receiving[there]))
                         elif link_model == 2:
-                            begin = max(now, max(max(sending[home], receiving[home]),
-                                                 max(sending[there], receiving[there])))
+                            begin = max(
+                                now, max(max(sending[home], receiving[home]), max(sending[there], receiving[there]))
+                            )
                         end = begin + latency[home, there] + value_bytes[value] * per_byte[home, there]
                         sending[home] = end
                         receiving[there] = end
@@ -182,14 +207,35 @@ def execute(order, device, seconds, device_count,  # type: ignore[no-untyped-def
                 available[reader] = max(available[reader], when)
                 waiting[reader] -= 1
                 touched[there] = True
-    return (start, finish, np.array(sent_value, np.int32), np.array(sent_source, np.int32),
-            np.array(sent_destination, np.int32), np.array(sent_ready, np.float64),
-            np.array(sent_start, np.float64), np.array(sent_finish, np.float64))
+    return (
+        start,
+        finish,
+        np.array(sent_value, np.int32),
+        np.array(sent_source, np.int32),
+        np.array(sent_destination, np.int32),
+        np.array(sent_ready, np.float64),
+        np.array(sent_start, np.float64),
+        np.array(sent_finish, np.float64),
+    )
 
 
 @kernel
-def live_spans(device, start, finish, rank, producer, alias, is_output, read_starts, readers, copy_starts,  # type: ignore[no-untyped-def]
-               copy_device, copy_begin, copy_end, end_of_step):
+def live_spans(
+    device,
+    start,
+    finish,
+    rank,
+    producer,
+    alias,
+    is_output,
+    read_starts,
+    readers,
+    copy_starts,
+    copy_device,
+    copy_begin,
+    copy_end,
+    end_of_step,
+):
     """When each buffer is born and dies. Buffer `v` is value `v` where it is made; buffer `V + c` is copy `c`.
 
     A view shares the buffer of the value it looks at, where both are on one device. Returns birth, death (seconds)
@@ -227,7 +273,8 @@ def live_spans(device, start, finish, rank, producer, alias, is_output, read_sta
                     if copy_device[c] == device[reader]:
                         buffer = values + c
             if finish[reader] > death[buffer] or (
-                    finish[reader] == death[buffer] and 2 * rank[reader] + 1 > death_rank[buffer]):
+                finish[reader] == death[buffer] and 2 * rank[reader] + 1 > death_rank[buffer]
+            ):
                 death[buffer] = finish[reader]
                 death_rank[buffer] = 2 * rank[reader] + 1
     for value in range(values - 1, -1, -1):

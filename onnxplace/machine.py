@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 from onnxplace.errors import ExecutionError, TargetError
 from onnxplace.target import Device, Target, parse_device_ids
@@ -20,20 +21,26 @@ INSTALL_HINT = "pip install 'onnxplace[cpu]' (or 'onnxplace[gpu]' on a machine w
 
 
 @lru_cache(maxsize=1)
-def onnxruntime() -> ModuleType:
+def onnxruntime() -> Any:
     """Import ONNX Runtime once, with telemetry off unless the user has set it; raises ExecutionError if broken."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     installed = [name for name in ("onnxruntime", "onnxruntime-gpu") if _is_installed(name)]
     if len(installed) == 2:
-        raise ExecutionError("R001", "onnxruntime and onnxruntime-gpu are both installed and overwrite each other",
-                             hint=f"pip uninstall -y onnxruntime onnxruntime-gpu, then {INSTALL_HINT}")
+        raise ExecutionError(
+            "R001",
+            "onnxruntime and onnxruntime-gpu are both installed and overwrite each other",
+            hint=f"pip uninstall -y onnxruntime onnxruntime-gpu, then {INSTALL_HINT}",
+        )
     try:
         import onnxruntime
     except ImportError as problem:
         raise ExecutionError("R002", f"ONNX Runtime cannot be imported: {problem}", hint=INSTALL_HINT) from None
     if not hasattr(onnxruntime, "InferenceSession"):
-        raise ExecutionError("R002", "the installed onnxruntime is empty (a wheel was removed over another)",
-                             hint=f"pip uninstall -y onnxruntime onnxruntime-gpu, then {INSTALL_HINT}")
+        raise ExecutionError(
+            "R002",
+            "the installed onnxruntime is empty (a wheel was removed over another)",
+            hint=f"pip uninstall -y onnxruntime onnxruntime-gpu, then {INSTALL_HINT}",
+        )
     return onnxruntime
 
 
@@ -84,10 +91,8 @@ def available_memory_bytes() -> int:
 
     free = int(psutil.virtual_memory().available)
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    try:
+    with suppress(OSError, ValueError):  # no such control group, or its limit is "max"
         free = min(free, int(limit.read_text()) - int(used.read_text()))
-    except (OSError, ValueError):
-        pass  # no such control group, or its limit is "max"
     return max(free, 0)
 
 
@@ -136,8 +141,12 @@ def _cuda_device(device_id: str, index: int, found: tuple[Gpu, ...]) -> Device:
     require_cuda(device_id)
     gpu = next((gpu for gpu in found if gpu.index == index), None)
     if gpu is None:
-        raise TargetError("T010", "its memory cannot be read: the driver does not list it", where=device_id,
-                          hint="pip install nvidia-ml-py, or describe the machine with --target")
+        raise TargetError(
+            "T010",
+            "its memory cannot be read: the driver does not list it",
+            where=device_id,
+            hint="pip install nvidia-ml-py, or describe the machine with --target",
+        )
     return Device(device_id, int(gpu.free_bytes * (1 - HEADROOM)), model=gpu.name)
 
 
@@ -145,11 +154,16 @@ def require_cuda(device_id: str) -> None:
     """Raise TargetError, saying why and how to get it, unless ONNX Runtime can really use this GPU."""
     problem = cuda_problem(int(device_id.partition(":")[2]))
     if problem:
-        raise TargetError("T011", problem, where=device_id, hint="pip uninstall -y onnxruntime; pip install 'onnxplace[gpu]' "
-                          "(needs Linux or Windows on x86-64 and a driver for CUDA 13); `onnxplace devices` lists what is here")
+        raise TargetError(
+            "T011",
+            problem,
+            where=device_id,
+            hint="pip uninstall -y onnxruntime; pip install 'onnxplace[gpu]' "
+            "(needs Linux or Windows on x86-64 and a driver for CUDA 13); `onnxplace devices` lists what is here",
+        )
 
 
-@lru_cache(maxsize=None)
+@cache
 def cuda_problem(index: int) -> str | None:
     """Say why ONNX Runtime cannot use GPU `index`, or None if it can.
 
@@ -175,3 +189,22 @@ def _one_node_model() -> bytes:
 
     text = '<ir_version: 8, opset_import: ["": 17]> one_node (float[1] x) => (float[1] y) { y = Relu(x) }'
     return bytes(parser.parse_model(text).SerializeToString())
+
+
+def describe() -> dict[str, Any]:
+    """Return what is here as plain data: host, GPUs with what keeps ONNX Runtime from using them, its version."""
+    found = [
+        {
+            "id": f"cuda:{gpu.index}",
+            "name": gpu.name,
+            "memory_bytes": gpu.memory_bytes,
+            "free_bytes": gpu.free_bytes,
+            "problem": cuda_problem(gpu.index),
+        }
+        for gpu in gpus()
+    ]
+    return {
+        "host": {"cores": list(cores()), "available_memory_bytes": available_memory_bytes()},
+        "gpus": found,
+        "onnxruntime": onnxruntime().__version__,
+    }

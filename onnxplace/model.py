@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import onnx
 from google.protobuf.message import DecodeError
-from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TypeProto, ValueInfoProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TypeProto, ValueInfoProto
 
 from onnxplace import _canonical
 from onnxplace._opgraph import op_graph
@@ -98,13 +98,24 @@ class Model:
         renamed.name = self.sources.get(output.name, output.name)
         return renamed
 
-    def proto(self, nodes: Sequence[NodeProto], weights: Sequence[TensorProto], inputs: Sequence[ValueInfoProto],
-              outputs: Sequence[ValueInfoProto], name: str = "") -> ModelProto:
+    def proto(
+        self,
+        nodes: Sequence[NodeProto],
+        weights: Sequence[TensorProto],
+        inputs: Sequence[ValueInfoProto],
+        outputs: Sequence[ValueInfoProto],
+        name: str = "",
+    ) -> ModelProto:
         """Return an ONNX model of some of our nodes, in an IR version that ONNX Runtime takes."""
-        graph = GraphProto(name=name or self.name or "graph", node=nodes, initializer=weights, input=inputs, output=outputs)
-        result = ModelProto(ir_version=min(max(self.ir_version, LOWEST_IR), HIGHEST_IR), producer_name="onnxplace",
-                            graph=graph, opset_import=self.opsets)
-        return result
+        graph = GraphProto(
+            name=name or self.name or "graph", node=nodes, initializer=weights, input=inputs, output=outputs
+        )
+        return ModelProto(
+            ir_version=min(max(self.ir_version, LOWEST_IR), HIGHEST_IR),
+            producer_name="onnxplace",
+            graph=graph,
+            opset_import=self.opsets,
+        )
 
     def whole_proto(self, weights: WeightFile | None = None, more: Sequence[ValueInfoProto] = ()) -> ModelProto:
         """Return the whole model under its original input and output names, and `more` values as outputs.
@@ -149,7 +160,9 @@ def load(source: str | Path | ModelProto) -> Model:
     """
     if isinstance(source, ModelProto):
         proto, folder, where = source, None, source.graph.name or "model"
-        digest = hashlib.sha256(b"".join(n.SerializeToString(deterministic=True) for n in source.graph.node)).hexdigest()
+        digest = hashlib.sha256(
+            b"".join(n.SerializeToString(deterministic=True) for n in source.graph.node)
+        ).hexdigest()
     else:
         path = Path(source)
         data = _read(path)
@@ -158,9 +171,18 @@ def load(source: str | Path | ModelProto) -> Model:
     for tensor in parts.initializers.values():
         if tensor.data_location == TensorProto.EXTERNAL:
             external_range(tensor, folder)
-    return Model(name=proto.graph.name or where, ir_version=proto.ir_version, opsets=tuple(parts.opsets),
-                 nodes=tuple(parts.nodes), initializers=MappingProxyType(parts.initializers), inputs=tuple(parts.inputs),
-                 outputs=tuple(parts.outputs), sources=MappingProxyType(parts.sources), folder=folder, digest=digest)
+    return Model(
+        name=proto.graph.name or where,
+        ir_version=proto.ir_version,
+        opsets=tuple(parts.opsets),
+        nodes=tuple(parts.nodes),
+        initializers=MappingProxyType(parts.initializers),
+        inputs=tuple(parts.inputs),
+        outputs=tuple(parts.outputs),
+        sources=MappingProxyType(parts.sources),
+        folder=folder,
+        digest=digest,
+    )
 
 
 def _read(path: Path) -> bytes:
@@ -178,8 +200,12 @@ def _parse(data: bytes, path: Path) -> ModelProto:
         proto.ParseFromString(data)
     except DecodeError:
         if data[:1] == b"\x08":  # field 1, ir_version, which every ONNX writer puts first
-            raise ModelError("M003", f"the ONNX file is truncated or damaged ({len(data)} bytes)", where=str(path),
-                             hint="copy or export it again") from None
+            raise ModelError(
+                "M003",
+                f"the ONNX file is truncated or damaged ({len(data)} bytes)",
+                where=str(path),
+                hint="copy or export it again",
+            ) from None
         raise ModelError("M002", "not an ONNX file", where=str(path)) from None
     if not proto.ir_version or not proto.HasField("graph"):
         raise ModelError("M002", "not an ONNX file: it holds no graph", where=str(path))
@@ -194,8 +220,12 @@ def bind(model: Model, dimensions: Mapping[str, int], samples: Mapping[str, Arra
     known = {key for value in model.inputs for key, size in dimension_keys(declared(value, model)) if size is None}
     for key, size in dimensions.items():
         if key not in known:
-            raise ModelError("M022", f"the model has no symbolic dimension {key!r}", where="--shape",
-                             hint=nearest(key, known) if known else "all its dimensions are fixed")
+            raise ModelError(
+                "M022",
+                f"the model has no symbolic dimension {key!r}",
+                where="--shape",
+                hint=nearest(key, known) if known else "all its dimensions are fixed",
+            )
         if size < 0:
             raise ModelError("M022", f"dimension {key!r} cannot be {size}", where="--shape")
     if samples:
@@ -244,7 +274,9 @@ def static_shapes(model: Model) -> dict[str, tuple[int, ...]]:
                 bound.type.tensor_type.shape.dim.add(dim_value=size)
         inputs.append(bound)
     outputs = tuple(_unshaped(output) for output in model.outputs)
-    entries = {name: shape_entries(kind) for name, kind in replace(model, inputs=tuple(inputs), outputs=outputs).types.items()}
+    entries = {
+        name: shape_entries(kind) for name, kind in replace(model, inputs=tuple(inputs), outputs=outputs).types.items()
+    }
     return {name: shape for name, shape in entries.items() if shape is not None and all(type(d) is int for d in shape)}  # type: ignore[misc]
 
 
@@ -263,5 +295,19 @@ def value_bytes(model: Model, shapes: Mapping[str, Sequence[int]]) -> dict[str, 
     return sizes
 
 
-__all__ = ["INLINE_LIMIT_BYTES", "Declared", "Model", "WeightFile", "bind", "declared", "load", "op_graph", "shape_entries",
-           "static_shapes", "tensor_bytes", "tensor_size", "type_name", "value_bytes"]
+__all__ = [
+    "INLINE_LIMIT_BYTES",
+    "Declared",
+    "Model",
+    "WeightFile",
+    "bind",
+    "declared",
+    "load",
+    "op_graph",
+    "shape_entries",
+    "static_shapes",
+    "tensor_bytes",
+    "tensor_size",
+    "type_name",
+    "value_bytes",
+]

@@ -45,8 +45,12 @@ class Pipeline:
         for step in self.passes:
             for kind in step.requires:
                 if kind not in known:
-                    raise UsageError("U002", f"pass {step.name!r} needs {kind.__name__}, which nothing before it provides",
-                                     where=f"pipeline {self}", hint=_providers_hint(kind))
+                    raise UsageError(
+                        "U002",
+                        f"pass {step.name!r} needs {kind.__name__}, which nothing before it provides",
+                        where=f"pipeline {self}",
+                        hint=_providers_hint(kind),
+                    )
             known = (known - stale_after(step, known)) | set(step.provides)
 
     def run(self, state: State, observer: Observer | None = None) -> tuple[State, tuple[Timing, ...]]:
@@ -69,7 +73,9 @@ def make_pass(name: str, options: Mapping[str, str] = MappingProxyType({})) -> P
     """Return a pass by name, with options as text by key."""
     kind = find("passes", name)
     if not issubclass(kind, Pass):
-        raise PluginError("G003", f"{kind.__name__} is not a Pass", where=f"pass {name!r}", hint="subclass onnxplace.Pass")
+        raise PluginError(
+            "G003", f"{kind.__name__} is not a Pass", where=f"pass {name!r}", hint="subclass onnxplace.Pass"
+        )
     return build_pass(kind, options)
 
 
@@ -98,8 +104,12 @@ def run_pass(step: Pass, state: State) -> State:
     except (OnnxplaceError, KeyboardInterrupt, OSError, MemoryError):
         raise
     except Exception as problem:
-        raise BrokenPassError("B001", f"{type(problem).__name__}: {problem}", where=f"pass {step.name!r}",
-                              hint="this is a defect of the pass, please report it") from problem
+        raise BrokenPassError(
+            "B001",
+            f"{type(problem).__name__}: {problem}",
+            where=f"pass {step.name!r}",
+            hint="this is a defect of the pass, please report it",
+        ) from problem
     _hold_to_word(step, state, before, after)
     return after.without(*stale_after(step, after.facts))
 
@@ -117,7 +127,9 @@ def _hold_to_word(step: Pass, state: State, before: dict[type, Fact], after: Sta
         try:
             after.facts[kind].check(after)
         except ValueError as problem:
-            raise BrokenPassError("B005", f"its {kind.__name__} is wrong: {problem}", where=f"pass {step.name!r}") from problem
+            raise BrokenPassError(
+                "B005", f"its {kind.__name__} is wrong: {problem}", where=f"pass {step.name!r}"
+            ) from problem
 
 
 def _providers_hint(kind: type) -> str:

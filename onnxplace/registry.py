@@ -17,23 +17,41 @@ from onnxplace.errors import PluginError, UsageError, nearest
 
 Kind = Literal["passes", "runtimes"]
 
-BUILTIN: Mapping[Kind, Mapping[str, tuple[str, str]]] = MappingProxyType({
-    "passes": MappingProxyType({
-        "optimize": ("onnxplace.passes.optimize:Optimize", "fold constants and drop what nobody reads"),
-        "profile": ("onnxplace.passes.profile:ProfileCosts", "measure what each node costs on each class of device"),
-        "coplace": ("onnxplace.passes.coplace:Coplace", "group nodes that must or should share a device"),
-        "fuse": ("onnxplace.passes.fuse:Fuse", "contract groups into single nodes for the placer"),
-        "single": ("onnxplace.passes.single:Single", "placer: everything on the best single device that fits"),
-        "m-topo": ("onnxplace.passes.m_topo:MTopo", "placer: fill one device after the other in topological order"),
-        "m-etf": ("onnxplace.passes.m_etf:MEtf", "placer: the node that can start earliest goes first, where it can"),
-        "split": ("onnxplace.passes.split:Split", "cut the placed model into segments and programs"),
-        "emit": ("onnxplace.passes.emit:Emit", "write the bundle"),
-    }),
-    "runtimes": MappingProxyType({
-        "onnxruntime": ("onnxplace.runtimes.onnxruntime:OnnxRuntime", "run segments with ONNX Runtime, a worker per device"),
-        "simulated": ("onnxplace.runtimes.simulated:Simulated", "run nothing; return the predicted timeline"),
-    }),
-})
+BUILTIN: Mapping[Kind, Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        "passes": MappingProxyType(
+            {
+                "optimize": ("onnxplace.passes.optimize:Optimize", "fold constants and drop what nobody reads"),
+                "profile": (
+                    "onnxplace.passes.profile:ProfileCosts",
+                    "measure what each node costs on each class of device",
+                ),
+                "coplace": ("onnxplace.passes.coplace:Coplace", "group nodes that must or should share a device"),
+                "fuse": ("onnxplace.passes.fuse:Fuse", "contract groups into single nodes for the placer"),
+                "single": ("onnxplace.passes.single:Single", "placer: everything on the best single device that fits"),
+                "m-topo": (
+                    "onnxplace.passes.m_topo:MTopo",
+                    "placer: fill one device after the other in topological order",
+                ),
+                "m-etf": (
+                    "onnxplace.passes.m_etf:MEtf",
+                    "placer: the node that can start earliest goes first, where it can",
+                ),
+                "split": ("onnxplace.passes.split:Split", "cut the placed model into segments and programs"),
+                "emit": ("onnxplace.passes.emit:Emit", "write the bundle"),
+            }
+        ),
+        "runtimes": MappingProxyType(
+            {
+                "onnxruntime": (
+                    "onnxplace.runtimes.onnxruntime:OnnxRuntime",
+                    "run segments with ONNX Runtime, a worker per device",
+                ),
+                "simulated": ("onnxplace.runtimes.simulated:Simulated", "run nothing; return the predicted timeline"),
+            }
+        ),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -64,17 +82,24 @@ def find(kind: Kind, name: str) -> type:
     known = entries(kind)
     if name not in known:
         what = "pass" if kind == "passes" else "runtime"
-        raise UsageError("U001", f"unknown {what} {name!r}", hint=f"{nearest(name, known)} (`onnxplace {kind}` lists them)")
+        raise UsageError(
+            "U001", f"unknown {what} {name!r}", hint=f"{nearest(name, known)} (`onnxplace {kind}` lists them)"
+        )
     entry = known[name]
     module, _, attribute = entry.path.partition(":")
     try:
         found = getattr(import_module(module), attribute)
-    except Exception as problem:  # noqa: BLE001 - a plugin may fail in any way; ours is to say which one
+    except Exception as problem:
         if not entry.distribution:
             raise
-        raise PluginError("G001", f"cannot be loaded: {type(problem).__name__}: {problem}",
-                          where=f"{kind[:-2] if kind == 'passes' else 'runtime'} {name!r} from {entry.distribution}",
-                          hint=f"update or uninstall {entry.distribution}") from problem
+        raise PluginError(
+            "G001",
+            f"cannot be loaded: {type(problem).__name__}: {problem}",
+            where=f"{kind[:-2] if kind == 'passes' else 'runtime'} {name!r} from {entry.distribution}",
+            hint=f"update or uninstall {entry.distribution}",
+        ) from problem
     if not isinstance(found, type):
-        raise PluginError("G002", f"{entry.path} is not a class", where=f"{name!r} from {entry.distribution or 'onnxplace'}")
+        raise PluginError(
+            "G002", f"{entry.path} is not a class", where=f"{name!r} from {entry.distribution or 'onnxplace'}"
+        )
     return found

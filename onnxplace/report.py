@@ -10,6 +10,7 @@ from typing import Any
 from onnxplace.bundle import Bundle
 from onnxplace.compare import Times
 from onnxplace.runtime import Event
+from onnxplace.target import Target
 
 _COLORS = {"run": "thread_state_running", "copy": "rail_animation", "wait": "thread_state_sleeping"}
 
@@ -17,12 +18,24 @@ _COLORS = {"run": "thread_state_running", "copy": "rail_animation", "wait": "thr
 def chrome_trace(events: Iterable[Event], bundle: Bundle) -> dict[str, Any]:
     """Return events in Chrome's trace format: a row per device, microseconds."""
     rows = {device.id: index for index, device in enumerate(bundle.target.devices)}
-    entries: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": device}}
-                                     for device, row in rows.items()]
-    entries += [{"ph": "X", "pid": 0, "tid": rows[event.device], "cat": event.kind, "name": event.name,
-                 "cname": _COLORS[event.kind], "ts": event.start_seconds * 1e6,
-                 "dur": (event.finish_seconds - event.start_seconds) * 1e6, "args": {"request": event.request}}
-                for event in events]
+    entries: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": device}}
+        for device, row in rows.items()
+    ]
+    entries += [
+        {
+            "ph": "X",
+            "pid": 0,
+            "tid": rows[event.device],
+            "cat": event.kind,
+            "name": event.name,
+            "cname": _COLORS[event.kind],
+            "ts": event.start_seconds * 1e6,
+            "dur": (event.finish_seconds - event.start_seconds) * 1e6,
+            "args": {"request": event.request},
+        }
+        for event in events
+    ]
     return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": {"model": bundle.manifest.model}}
 
 
@@ -40,24 +53,40 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Lay out rows in columns; the first column is aligned left, the others right."""
     lines = [list(header), *[list(row) for row in rows]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join("  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
-                               for column, (cell, width) in enumerate(zip(line, widths))).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths))
+        ).rstrip()
+        for line in lines
+    )
 
 
 def compile_summary(bundle: Bundle) -> str:
     """Return what was decided, on one screen."""
     manifest = bundle.manifest
-    rows = [(device.id, str(device.nodes), milliseconds(device.compute_seconds), mebibytes(device.weights_bytes),
-             mebibytes(device.peak_bytes), mebibytes(device.limit_bytes)) for device in manifest.devices]
-    predicted = manifest.predicted
-    return "\n".join([
-        f"{manifest.model}: {sum(device.nodes for device in manifest.devices)} nodes, placer {manifest.placer}",
-        table(("device", "nodes", "compute", "weights", "peak", "limit"), rows),
-        f"{len(manifest.segments)} segments, {manifest.transfers} transfers of {mebibytes(manifest.transfer_bytes)}",
-        f"predicted step {milliseconds(predicted.step_seconds)}; best single device "
-        f"{milliseconds(predicted.single_device_seconds)}; no placement beats {milliseconds(predicted.lower_bound_seconds)}",
-        f"bundle: {bundle.path}",
-    ])
+    rows = [
+        (
+            device.id,
+            str(device.nodes),
+            milliseconds(device.compute_seconds),
+            mebibytes(device.weights_bytes),
+            mebibytes(device.peak_bytes),
+            mebibytes(device.limit_bytes),
+        )
+        for device in manifest.devices
+    ]
+    predicted, sent = manifest.predicted, mebibytes(manifest.transfer_bytes)
+    best, bound = milliseconds(predicted.single_device_seconds), milliseconds(predicted.lower_bound_seconds)
+    return "\n".join(
+        [
+            f"{manifest.model}: {sum(device.nodes for device in manifest.devices)} nodes, placer {manifest.placer}",
+            table(("device", "nodes", "compute", "weights", "peak", "limit"), rows),
+            f"{len(manifest.segments)} segments, {manifest.transfers} transfers of {sent}",
+            f"predicted step {milliseconds(predicted.step_seconds)}; best single device {best}; nothing beats {bound}",
+            f"bundle: {bundle.path}",
+        ]
+    )
 
 
 def bench_summary(bundle: Bundle, times: Mapping[str, Times]) -> str:
@@ -65,11 +94,25 @@ def bench_summary(bundle: Bundle, times: Mapping[str, Times]) -> str:
     predicted = bundle.manifest.predicted
     base = times["model"].median_seconds
     used = sum(1 for device in bundle.manifest.devices if device.nodes)
-    labels = {"bundle": f"bundle on {used} devices" if used != 1 else "bundle on 1 device",
-              "one_device": "one session, one device's cores", "model": "one session, all cores"}
-    guesses = {"bundle": milliseconds(predicted.step_seconds), "one_device": milliseconds(predicted.single_device_seconds)}
-    rows = [(labels[name], milliseconds(times[name].median_seconds), milliseconds(times[name].p90_seconds),
-             guesses.get(name, "-"), f"{times[name].median_seconds / base:.2f}x") for name in labels]
+    labels = {
+        "bundle": f"bundle on {used} devices" if used != 1 else "bundle on 1 device",
+        "one_device": "one session, one device's cores",
+        "model": "one session, all cores",
+    }
+    guesses = {
+        "bundle": milliseconds(predicted.step_seconds),
+        "one_device": milliseconds(predicted.single_device_seconds),
+    }
+    rows = [
+        (
+            labels[name],
+            milliseconds(times[name].median_seconds),
+            milliseconds(times[name].p90_seconds),
+            guesses.get(name, "-"),
+            f"{times[name].median_seconds / base:.2f}x",
+        )
+        for name in labels
+    ]
     return table(("", "median", "p90", "predicted", "of all cores"), rows)
 
 
@@ -77,9 +120,29 @@ def pass_help(kind: type) -> tuple[str, dict[str, Any]]:
     """Return what a pass or runtime does and its options, as text and as data."""
     options = []
     if is_dataclass(kind):
-        options = [{"name": item.name, "type": str(item.type), "default": None if item.default is MISSING else item.default}
-                   for item in fields(kind)]
+        options = [
+            {"name": item.name, "type": str(item.type), "default": None if item.default is MISSING else item.default}
+            for item in fields(kind)
+        ]
     about = inspect.cleandoc(kind.__doc__ or "")
     rows = [(str(option["name"]), str(option["type"]), repr(option["default"])) for option in options]
     text = about + ("\n\n" + table(("option", "type", "default"), rows) if rows else "")
     return text, {"about": about, "options": options}
+
+
+def devices_summary(about: Mapping[str, Any], target: Target) -> str:
+    """Return what `machine.describe` found, and the devices that are used by default."""
+    host = about["host"]
+    lines = [
+        f"host: {len(host['cores'])} cores, {mebibytes(host['available_memory_bytes'])} available; "
+        f"onnxruntime {about['onnxruntime']}"
+    ]
+    for gpu in about["gpus"]:
+        problem = f"; NOT usable: {gpu['problem']}" if gpu["problem"] else ""
+        lines.append(f"{gpu['id']}: {gpu['name']}, {mebibytes(gpu['free_bytes'])} free{problem}")
+    if not about["gpus"]:
+        lines.append("no NVIDIA GPU found")
+    rows = [(d.id, str(d.cores), mebibytes(d.memory_bytes), d.cost_class) for d in target.devices]
+    return "\n".join(
+        [*lines, "", "used unless --devices says otherwise:", table(("device", "cores", "memory", "cost class"), rows)]
+    )

@@ -12,7 +12,12 @@ from onnxplace.errors import ExecutionError, ModelError
 from onnxplace.machine import onnxruntime
 
 Level = Literal["none", "basic", "extended", "all"]
-_LEVELS = {"none": "ORT_DISABLE_ALL", "basic": "ORT_ENABLE_BASIC", "extended": "ORT_ENABLE_EXTENDED", "all": "ORT_ENABLE_ALL"}
+_LEVELS = {
+    "none": "ORT_DISABLE_ALL",
+    "basic": "ORT_ENABLE_BASIC",
+    "extended": "ORT_ENABLE_EXTENDED",
+    "all": "ORT_ENABLE_ALL",
+}
 # Idle pool threads spin this long for the next piece of work; the default burns tens of milliseconds after each run.
 SPIN_MICROSECONDS = 100
 
@@ -27,7 +32,9 @@ def session_options(cores: Sequence[int], level: Level = "all", entries: Mapping
     options.inter_op_num_threads = 1
     if len(cores) > 1 and hasattr(os, "sched_setaffinity"):
         # Core numbers start at 1 there, and the first core belongs to the calling thread.
-        options.add_session_config_entry("session.intra_op_thread_affinities", ";".join(str(core + 1) for core in cores[1:]))
+        options.add_session_config_entry(
+            "session.intra_op_thread_affinities", ";".join(str(core + 1) for core in cores[1:])
+        )
         options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_MICROSECONDS))
     for key, value in (entries or {}).items():
         options.add_session_config_entry(key, value)

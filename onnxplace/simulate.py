@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph
+from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph, sum_by
 from onnxplace.kernels import execute, live_spans, longest_path
 from onnxplace.target import LINK_MODELS, Target
 
@@ -57,8 +57,22 @@ def simulate(graph: OpGraph, seconds: Floats, target: Target, device: Ints, orde
     latency, per_byte = target.link_arrays()
     outputs, inputs, readers = graph.outputs, graph.inputs, graph.readers
     start, finish, *sent = execute(
-        order, device, own_seconds, len(target.devices), graph.producer, graph.value_bytes, outputs.starts, outputs.items,
-        inputs.starts, inputs.items, readers.starts, readers.items, latency, per_byte, LINK_MODELS.index(target.link_model))
+        order,
+        device,
+        own_seconds,
+        len(target.devices),
+        graph.producer,
+        graph.value_bytes,
+        outputs.starts,
+        outputs.items,
+        inputs.starts,
+        inputs.items,
+        readers.starts,
+        readers.items,
+        latency,
+        per_byte,
+        LINK_MODELS.index(target.link_model),
+    )
     if len(finish) and finish.min() < 0:
         stuck = graph.names[int(np.argmin(finish))]
         raise ValueError(f"the order cannot be run: {stuck!r} waits for a node that is behind it")
@@ -66,26 +80,48 @@ def simulate(graph: OpGraph, seconds: Floats, target: Target, device: Ints, orde
     end = float(max(finish.max(initial=0.0), transfers.finish_seconds.max(initial=0.0)))
     weights = device_weights(graph, device, len(target.devices))
     dynamic = _peak_of_values(graph, device, order, start, finish, transfers, end, len(target.devices))
-    return Simulation(start, finish, transfers, end, np.bincount(device, own_seconds, len(target.devices)),
-                      weights, weights + dynamic)
+    return Simulation(
+        start, finish, transfers, end, sum_by(device, own_seconds, len(target.devices)), weights, weights + dynamic
+    )
 
 
 def device_weights(graph: OpGraph, device: Ints, device_count: int) -> Longs:
     """Return the bytes of weights that the nodes of each device read, each once per device."""
     held = Csr.grouped(device[graph.weights.rows].astype(np.int32), graph.weights.items, device_count)
-    sums = np.bincount(held.rows, graph.weight_bytes[held.items].astype(np.float64), device_count)
+    sums = sum_by(held.rows, graph.weight_bytes[held.items], device_count)
     return np.rint(sums).astype(np.int64)
 
 
-def _peak_of_values(graph: OpGraph, device: Ints, order: Ints, start: Floats, finish: Floats, transfers: Transfers,
-                    end: float, device_count: int) -> Longs:
+def _peak_of_values(
+    graph: OpGraph,
+    device: Ints,
+    order: Ints,
+    start: Floats,
+    finish: Floats,
+    transfers: Transfers,
+    end: float,
+    device_count: int,
+) -> Longs:
     """Return, per device, the most bytes of values and workspace at one time."""
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
     copies = _copies(graph, device, transfers)
     birth, death, birth_rank, death_rank, root = live_spans(
-        device, start, finish, rank, graph.producer, graph.alias, graph.is_output, graph.readers.starts,
-        graph.readers.items, copies.starts, copies.device, copies.begin, copies.end, end)
+        device,
+        start,
+        finish,
+        rank,
+        graph.producer,
+        graph.alias,
+        graph.is_output,
+        graph.readers.starts,
+        graph.readers.items,
+        copies.starts,
+        copies.device,
+        copies.begin,
+        copies.end,
+        end,
+    )
     owned = np.flatnonzero((root == np.arange(len(root))) & np.isfinite(birth))
     home = np.concatenate([device[graph.producer], copies.device]) if len(device) else copies.device
     size = np.concatenate([graph.value_bytes, graph.value_bytes[copies.value]])

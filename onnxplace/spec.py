@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType
+from typing import Any
 
 from onnxplace.errors import UsageError, nearest
 from onnxplace.state import Pass
@@ -69,7 +70,7 @@ class _Reader:
             self.kind, self.position = match.lastgroup or "", match.end()
             self.token, self.start = match[self.kind], match.start(self.kind)
         else:
-            rest = self.text[self.position:]
+            rest = self.text[self.position :]
             self.start = self.position + len(rest) - len(rest.lstrip())
             self.kind, self.token = ("end", "") if not rest.strip() else ("bad", rest.strip()[0])
 
@@ -102,8 +103,12 @@ class _Reader:
 
     def problem(self, expected: str) -> UsageError:
         found = repr(self.token) if self.token else "the end"
-        return UsageError("U003", f"expected {expected} at character {self.start + 1}, found {found}",
-                          where=f"pipeline {self.text!r}", hint="write it like profile{repeat=5},coplace,fuse,m-etf,split,emit")
+        return UsageError(
+            "U003",
+            f"expected {expected} at character {self.start + 1}, found {found}",
+            where=f"pipeline {self.text!r}",
+            hint="write it like profile{repeat=5},coplace,fuse,m-etf,split,emit",
+        )
 
 
 def build_pass(kind: type[Pass], options: Mapping[str, str]) -> Pass:
@@ -114,24 +119,28 @@ def build_pass(kind: type[Pass], options: Mapping[str, str]) -> Pass:
     values: dict[str, object] = {}
     for key, text in options.items():
         if key not in known:
-            raise UsageError("U004", f"pass {kind.name!r} has no option {key!r}",
-                             hint=nearest(key, known) if known else "it has none at all")
+            raise UsageError(
+                "U004",
+                f"pass {kind.name!r} has no option {key!r}",
+                hint=nearest(key, known) if known else "it has none at all",
+            )
         hint = _type_of(kind, key)
         try:
             values[key] = TypeAdapter(hint).validate_python(_split(text, hint))
         except ValidationError as problem:
-            raise UsageError("U005", f"option {key!r} cannot be {text!r}: {problem.errors()[0]['msg']}",
-                             where=f"pass {kind.name!r}") from None
+            raise UsageError(
+                "U005", f"option {key!r} cannot be {text!r}: {problem.errors()[0]['msg']}", where=f"pass {kind.name!r}"
+            ) from None
     return kind(**values)
 
 
-def _type_of(kind: type[Pass], key: str) -> object:
+def _type_of(kind: type[Pass], key: str) -> Any:
     from typing import get_type_hints
 
     return get_type_hints(kind)[key]
 
 
-def _split(text: str, hint: object) -> object:
+def _split(text: str, hint: Any) -> object:
     """Tuples are written as words between semicolons."""
     if "tuple[" in str(hint):
         return tuple(item for item in text.split(";") if item)

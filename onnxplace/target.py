@@ -85,14 +85,20 @@ class Target:
         for link in self.links:
             for end in (link.source, link.destination):
                 if end not in position:
-                    raise TargetError("T003", f"the link names a device that is not there: {end!r}", where="target",
-                                      hint=nearest(end, position))
+                    raise TargetError(
+                        "T003",
+                        f"the link names a device that is not there: {end!r}",
+                        where="target",
+                        hint=nearest(end, position),
+                    )
         object.__setattr__(self, "_position", position)
 
     def position(self, device_id: str) -> int:
         """Return the index of a device; raises TargetError with the nearest name if it is not there."""
         if device_id not in self._position:
-            raise TargetError("T004", f"no device {device_id!r} in this target", hint=nearest(device_id, self._position))
+            raise TargetError(
+                "T004", f"no device {device_id!r} in this target", hint=nearest(device_id, self._position)
+            )
         return self._position[device_id]
 
     def link_arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -113,8 +119,12 @@ class Target:
         """Return this target with other memory limits (bytes by device id)."""
         for device_id in limits:
             self.position(device_id)
-        return replace(self, devices=tuple(
-            replace(device, memory_bytes=limits.get(device.id, device.memory_bytes)) for device in self.devices))
+        return replace(
+            self,
+            devices=tuple(
+                replace(device, memory_bytes=limits.get(device.id, device.memory_bytes)) for device in self.devices
+            ),
+        )
 
 
 def default_link(source: Device, destination: Device) -> Link:
@@ -135,11 +145,19 @@ def parse_device_ids(text: str | Sequence[str]) -> tuple[str, ...]:
     for device_id in ids:
         kind, _, index = device_id.partition(":")
         if kind not in KINDS:
-            raise TargetError("T005", f"unknown device {device_id!r}", where="--devices",
-                              hint=nearest(kind, KINDS) + " (devices are written kind:index, such as cpu:0)")
+            raise TargetError(
+                "T005",
+                f"unknown device {device_id!r}",
+                where="--devices",
+                hint=nearest(kind, KINDS) + " (devices are written kind:index, such as cpu:0)",
+            )
         if not index.isdecimal():
-            raise TargetError("T005", f"device {device_id!r} has no index", where="--devices",
-                              hint=f"write {kind}:0 for the first one")
+            raise TargetError(
+                "T005",
+                f"device {device_id!r} has no index",
+                where="--devices",
+                hint=f"write {kind}:0 for the first one",
+            )
     if not ids:
         raise TargetError("T001", "the list of devices is empty", where="--devices", hint="try --devices cpu:0,cpu:1")
     if len(set(ids)) < len(ids):
@@ -147,8 +165,21 @@ def parse_device_ids(text: str | Sequence[str]) -> tuple[str, ...]:
     return ids
 
 
-_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "tb": 10**12,
-          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": 10**3,
+    "kb": 10**3,
+    "m": 10**6,
+    "mb": 10**6,
+    "g": 10**9,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
 
 
 def parse_bytes(text: str) -> int:
@@ -172,7 +203,9 @@ def parse_memory(text: str, device_ids: Iterable[str]) -> dict[str, int]:
     for item in text.split(","):
         device_id, _, amount = item.strip().partition("=")
         if device_id not in ids:
-            raise TargetError("T004", f"no device {device_id!r} to limit", where="--max-memory", hint=nearest(device_id, ids))
+            raise TargetError(
+                "T004", f"no device {device_id!r} to limit", where="--max-memory", hint=nearest(device_id, ids)
+            )
         limits[device_id] = parse_bytes(amount)
     return limits
 
@@ -207,12 +240,24 @@ def write_target(target: Target, path: str | Path) -> None:
     latency, per_byte = target.link_arrays()
     lines = [f'link_model = "{target.link_model}"', ""]
     for device in target.devices:
-        lines += ["[[devices]]", f'id = "{device.id}"', f"memory_bytes = {device.memory_bytes}", f"cores = {device.cores}",
-                  f'model = "{device.model}"', f"segment_seconds = {device.segment_seconds!r}", ""]
+        lines += [
+            "[[devices]]",
+            f'id = "{device.id}"',
+            f"memory_bytes = {device.memory_bytes}",
+            f"cores = {device.cores}",
+            f'model = "{device.model}"',
+            f"segment_seconds = {device.segment_seconds!r}",
+            "",
+        ]
     for i, source in enumerate(target.devices):
         for j, destination in enumerate(target.devices):
             if i != j:
-                lines += ["[[links]]", f'source = "{source.id}"', f'destination = "{destination.id}"',
-                          f"latency_seconds = {float(latency[i, j])!r}",
-                          f"bytes_per_second = {float(1.0 / per_byte[i, j])!r}", ""]
+                lines += [
+                    "[[links]]",
+                    f'source = "{source.id}"',
+                    f'destination = "{destination.id}"',
+                    f"latency_seconds = {float(latency[i, j])!r}",
+                    f"bytes_per_second = {float(1.0 / per_byte[i, j])!r}",
+                    "",
+                ]
     Path(path).write_text("\n".join(lines), encoding="utf-8")

@@ -16,7 +16,7 @@ from onnxplace.sessions import open_session, session_options
 
 
 def boundary_types(model: Model, names: Iterable[str]) -> dict[str, TypeProto]:
-    """Return the type of each value: from shape inference, else from ONNX Runtime; raises ModelError if neither knows."""
+    """Return the type of each value, from shape inference or ONNX Runtime; raises ModelError if neither knows."""
     known = model.types
     types = {name: known[name] for name in names if name in known and _is_complete(known[name])}
     unknown = sorted(set(names) - set(types))
@@ -35,8 +35,12 @@ def _ask_onnxruntime(model: Model, names: list[str]) -> dict[str, TypeProto]:
         found = {output.name: _parse(output.type, output.shape) for output in session.get_outputs()}
     for name in names:
         if found.get(name) is None:
-            raise ModelError("M016", "its type is unknown, so the model cannot be cut there", where=f"value {name!r}",
-                             hint="export the model with value_info, or keep its producer and readers together with --colocate")
+            raise ModelError(
+                "M016",
+                "its type is unknown, so the model cannot be cut there",
+                where=f"value {name!r}",
+                hint="export the model with value_info, or keep its producer and readers together with --colocate",
+            )
     return {name: found[name] for name in names}
 
 

@@ -26,10 +26,15 @@ def costs_json(profile: Profile) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "whole_seconds": dict(profile.whole_seconds),
-        "nodes": {name: {"op": graph.ops[i], "unit": int(profile.unit[i]),
-                         "seconds": {kind: float(s[i]) for kind, s in profile.seconds.items()},
-                         "source": {kind: Source(int(s[i])).name.lower() for kind, s in profile.sources.items()}}
-                  for i, name in enumerate(graph.names)},
+        "nodes": {
+            name: {
+                "op": graph.ops[i],
+                "unit": int(profile.unit[i]),
+                "seconds": {kind: float(s[i]) for kind, s in profile.seconds.items()},
+                "source": {kind: Source(int(s[i])).name.lower() for kind, s in profile.sources.items()},
+            }
+            for i, name in enumerate(graph.names)
+        },
         "value_bytes": {name: int(graph.value_bytes[i]) for i, name in enumerate(graph.value_names)},
     }
 
@@ -40,16 +45,27 @@ def read_costs(path: str | Path, model: Model, target: Target) -> Profile:
     nodes: Mapping[str, Any] = data["nodes"]
     missing = [node.name for node in model.nodes if node.name not in nodes]
     if missing:
-        raise ModelError("C010", f"no costs for {len(missing)} of {len(model.nodes)} nodes, such as {', '.join(missing[:3])}",
-                         where=str(path), hint="it was made for another model; profile this one")
+        raise ModelError(
+            "C010",
+            f"no costs for {len(missing)} of {len(model.nodes)} nodes, such as {', '.join(missing[:3])}",
+            where=str(path),
+            hint="it was made for another model; profile this one",
+        )
     order = [nodes[node.name] for node in model.nodes]
     classes = list(dict.fromkeys(device.cost_class for device in target.devices))
-    seconds = {kind: np.array([_seconds(entry, kind, path, name.name) for entry, name in zip(order, model.nodes)])
-               for kind in classes}
+    seconds = {
+        kind: np.array([_seconds(entry, kind, path, name.name) for entry, name in zip(order, model.nodes)])
+        for kind in classes
+    }
     sources = {kind: np.full(len(order), Source.GIVEN, dtype=np.uint8) for kind in classes}
     unit = np.unique([int(entry.get("unit", -1 - i)) for i, entry in enumerate(order)], return_inverse=True)[1]
-    return Profile(op_graph(model, data.get("value_bytes", {})), MappingProxyType(seconds), MappingProxyType(sources),
-                   unit.astype(np.int32), MappingProxyType(dict(data.get("whole_seconds", {}))))
+    return Profile(
+        op_graph(model, data.get("value_bytes", {})),
+        MappingProxyType(seconds),
+        MappingProxyType(sources),
+        unit.astype(np.int32),
+        MappingProxyType(dict(data.get("whole_seconds", {}))),
+    )
 
 
 def _read(path: str | Path) -> dict[str, Any]:
@@ -62,15 +78,21 @@ def _read(path: str | Path) -> dict[str, Any]:
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("nodes"), dict):
         raise InputError("C011", "not a cost file", where=str(path), hint="bundles hold one as costs.json")
     if data.get("version") != VERSION:
-        raise InputError("C012", f"its version is {data.get('version')}, this onnxplace reads {VERSION}", where=str(path))
+        raise InputError(
+            "C012", f"its version is {data.get('version')}, this onnxplace reads {VERSION}", where=str(path)
+        )
     return data
 
 
 def _seconds(entry: Mapping[str, Any], kind: str, path: str | Path, name: str) -> float:
     value = entry.get("seconds", {}).get(kind)
     if value is None:
-        raise InputError("C013", f"no seconds on {kind!r} for node {name!r}", where=str(path),
-                         hint="it holds: " + ", ".join(entry.get("seconds", {})))
+        raise InputError(
+            "C013",
+            f"no seconds on {kind!r} for node {name!r}",
+            where=str(path),
+            hint="it holds: " + ", ".join(entry.get("seconds", {})),
+        )
     if not isinstance(value, (int, float)) or not np.isfinite(value) or value < 0:
         raise InputError("C014", f"the cost of node {name!r} on {kind!r} is {value}, not a time", where=str(path))
     return float(value)

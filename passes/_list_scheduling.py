@@ -8,10 +8,30 @@ from onnxplace.kernels import kernel
 
 
 @kernel
-def earliest_task_first(topological, group, pinned, seconds, limit,  # type: ignore[no-untyped-def]
-                        producer, value_bytes, out_starts, outs, in_starts, ins, read_starts, readers,
-                        weight_starts, weight_items, weight_bytes, workspace,
-                        member_starts, members, latency, per_byte, link_model):
+def earliest_task_first(
+    topological,
+    group,
+    pinned,
+    seconds,
+    limit,
+    producer,
+    value_bytes,
+    out_starts,
+    outs,
+    in_starts,
+    ins,
+    read_starts,
+    readers,
+    weight_starts,
+    weight_items,
+    weight_bytes,
+    workspace,
+    member_starts,
+    members,
+    latency,
+    per_byte,
+    link_model,
+):
     """Place nodes one by one: of all ready nodes and devices, the pair that can start first (ties by position, device).
 
     Memory is accounted as the schedule grows: weights once per device, a value on its device and on each that

@@ -10,8 +10,20 @@ import numpy as np
 from onnx import TypeProto
 
 from onnxplace.bundle import (
-    SCHEMA_VERSION, SEGMENTS, DeviceRecord, DiagnosticRecord, FileRecord, InputRecord, Manifest, OutputRecord, Predicted,
-    SegmentRecord, Step, TargetRecord, ValueRecord)
+    SCHEMA_VERSION,
+    SEGMENTS,
+    DeviceRecord,
+    DiagnosticRecord,
+    FileRecord,
+    InputRecord,
+    Manifest,
+    OutputRecord,
+    Predicted,
+    SegmentRecord,
+    Step,
+    TargetRecord,
+    ValueRecord,
+)
 from onnxplace.costs import device_seconds
 from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segments
 from onnxplace.graph import Ints
@@ -21,37 +33,59 @@ from onnxplace.state import State
 from onnxplace.target import Link, Target
 
 
-def manifest_of(state: State, ids: Sequence[str], types: dict[str, TypeProto], files: dict[str, FileRecord],
-                pipeline: str) -> Manifest:
+def manifest_of(
+    state: State, ids: Sequence[str], types: dict[str, TypeProto], files: dict[str, FileRecord], pipeline: str
+) -> Manifest:
     """Return the manifest of a state that has been split; `ids` names its segments, `files` what was written."""
     model, target, found = state[Model], state.target, state[Segments]
     seconds = device_seconds(state[Profile], target)
     simulation, sent = found.simulation, _sent_bytes(state)
     return Manifest(
-        schema_version=SCHEMA_VERSION, model=model.name, model_digest=model.digest, dimensions=dict(model.dimensions),
-        pipeline=pipeline, placer=state[Placement].placer, versions=_versions(),
+        schema_version=SCHEMA_VERSION,
+        model=model.name,
+        model_digest=model.digest,
+        dimensions=dict(model.dimensions),
+        pipeline=pipeline,
+        placer=state[Placement].placer,
+        versions=_versions(),
         target=TargetRecord(devices=target.devices, links=_all_links(target), link_model=target.link_model),
         inputs=tuple(InputRecord(**asdict(declared(value, model))) for value in model.inputs),
-        outputs=tuple(OutputRecord(name=value.name, dtype=type_name(value.type) if value.HasField("type") else "unknown",
-                                   shape=shape_entries(value.type), value=model.sources.get(value.name, value.name))
-                      for value in model.outputs),
+        outputs=tuple(
+            OutputRecord(
+                name=value.name,
+                dtype=type_name(value.type) if value.HasField("type") else "unknown",
+                shape=shape_entries(value.type),
+                value=model.sources.get(value.name, value.name),
+            )
+            for value in model.outputs
+        ),
         segments=_segment_records(state, ids),
         values=_value_records(state, ids, types),
-        programs={device.id: tuple(_step(item, ids, target) for item in program)
-                  for device, program in zip(target.devices, found.programs)},
-        predicted=Predicted(step_seconds=simulation.makespan_seconds, single_device_seconds=float(seconds.sum(axis=1).min()),
-                            lower_bound_seconds=state[Schedule].lower_bound_seconds),
+        programs={
+            device.id: tuple(_step(item, ids, target) for item in program)
+            for device, program in zip(target.devices, found.programs)
+        },
+        predicted=Predicted(
+            step_seconds=simulation.makespan_seconds,
+            single_device_seconds=float(seconds.sum(axis=1).min()),
+            lower_bound_seconds=state[Schedule].lower_bound_seconds,
+        ),
         devices=_device_records(state),
-        transfers=len(sent), transfer_bytes=sum(sent),
-        diagnostics=tuple(DiagnosticRecord(**asdict(note)) for note in state.diagnostics), files=files)
+        transfers=len(sent),
+        transfer_bytes=sum(sent),
+        diagnostics=tuple(DiagnosticRecord(**asdict(note)) for note in state.diagnostics),
+        files=files,
+    )
 
 
 def _all_links(target: Target) -> tuple[Link, ...]:
     """Return every link as it was assumed, so that the bundle does not depend on this version's defaults."""
     latency, per_byte = target.link_arrays()
     pairs = [(i, j) for i in range(len(target.devices)) for j in range(len(target.devices)) if i != j]
-    return tuple(Link(target.devices[i].id, target.devices[j].id, float(latency[i, j]), float(1 / per_byte[i, j]))
-                 for i, j in pairs)
+    return tuple(
+        Link(target.devices[i].id, target.devices[j].id, float(latency[i, j]), float(1 / per_byte[i, j]))
+        for i, j in pairs
+    )
 
 
 def _versions() -> dict[str, str]:
@@ -70,11 +104,20 @@ def _segment_records(state: State, ids: Sequence[str]) -> tuple[SegmentRecord, .
     coarse = graph.contract(segment_of)
     held = device_weights(graph, segment_of, len(ids))
     spent = found.simulation.finish_seconds - found.simulation.start_seconds
-    return tuple(SegmentRecord(id=name, file=f"{SEGMENTS}/{name}.onnx", device=state.target.devices[segment.device].id,
-                               nodes=len(segment.nodes), inputs=segment.inputs, outputs=segment.outputs,
-                               seconds=float(spent[i]), weights_bytes=int(held[i]),
-                               workspace_bytes=int(coarse.workspace_bytes[i]))
-                 for i, (name, segment) in enumerate(zip(ids, found.segments)))
+    return tuple(
+        SegmentRecord(
+            id=name,
+            file=f"{SEGMENTS}/{name}.onnx",
+            device=state.target.devices[segment.device].id,
+            nodes=len(segment.nodes),
+            inputs=segment.inputs,
+            outputs=segment.outputs,
+            seconds=float(spent[i]),
+            weights_bytes=int(held[i]),
+            workspace_bytes=int(coarse.workspace_bytes[i]),
+        )
+        for i, (name, segment) in enumerate(zip(ids, found.segments))
+    )
 
 
 def _segment_of(found: Segments, count: int) -> Ints:
@@ -96,8 +139,16 @@ def _value_records(state: State, ids: Sequence[str], types: dict[str, TypeProto]
         for value in segment.inputs:
             readers[value].append(name)
     types = {**{value.name: value.type for value in state[Model].inputs}, **types}
-    return {name: ValueRecord(dtype=type_name(types[name]), shape=shape_entries(types[name]), bytes=int(size[name]),
-                              producer=producer.get(name), readers=tuple(used)) for name, used in readers.items()}
+    return {
+        name: ValueRecord(
+            dtype=type_name(types[name]),
+            shape=shape_entries(types[name]),
+            bytes=int(size[name]),
+            producer=producer.get(name),
+            readers=tuple(used),
+        )
+        for name, used in readers.items()
+    }
 
 
 def _step(item: Instruction, ids: Sequence[str], target: Target) -> Step:
@@ -109,9 +160,17 @@ def _step(item: Instruction, ids: Sequence[str], target: Target) -> Step:
 def _device_records(state: State) -> tuple[DeviceRecord, ...]:
     simulation = state[Segments].simulation
     nodes = np.bincount(state[Placement].device, minlength=len(state.target.devices))
-    return tuple(DeviceRecord(id=device.id, nodes=int(nodes[i]), compute_seconds=float(simulation.compute_seconds[i]),
-                              weights_bytes=int(simulation.weights_bytes[i]), peak_bytes=int(simulation.peak_bytes[i]),
-                              limit_bytes=device.memory_bytes) for i, device in enumerate(state.target.devices))
+    return tuple(
+        DeviceRecord(
+            id=device.id,
+            nodes=int(nodes[i]),
+            compute_seconds=float(simulation.compute_seconds[i]),
+            weights_bytes=int(simulation.weights_bytes[i]),
+            peak_bytes=int(simulation.peak_bytes[i]),
+            limit_bytes=device.memory_bytes,
+        )
+        for i, device in enumerate(state.target.devices)
+    )
 
 
 def _sent_bytes(state: State) -> list[int]:

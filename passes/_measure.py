@@ -41,12 +41,18 @@ class Measurement:
     """Bytes of the values that survived fusion, by name."""
 
 
-def measure(model: Model, feeds: Feeds, device_id: str, cores: Sequence[int], repeat: int, seconds: float) -> Measurement:
+def measure(
+    model: Model, feeds: Feeds, device_id: str, cores: Sequence[int], repeat: int, seconds: float
+) -> Measurement:
     """Run the whole model `repeat` times, or for about `seconds`, profiled and unprofiled, on one device."""
     with tempfile.TemporaryDirectory(prefix="onnxplace-") as folder, pinned(cores):
         source, entries = stored(model, Path(folder))
-        whole = _time_whole(source, session_options(cores, "all", entries), device_id, feeds, repeat, seconds, model.name)
-        optimized, events = _profile(source, entries, device_id, cores, feeds, repeat, seconds, Path(folder), model.name)
+        whole = _time_whole(
+            source, session_options(cores, "all", entries), device_id, feeds, repeat, seconds, model.name
+        )
+        optimized, events = _profile(
+            source, entries, device_id, cores, feeds, repeat, seconds, Path(folder), model.name
+        )
     kernel_seconds, output_bytes = _kernels(events)
     return _attribute(model, optimized, kernel_seconds, output_bytes, whole)
 
@@ -76,20 +82,33 @@ def _run_repeatedly(session: Any, feeds: Feeds, repeat: int, seconds: float) -> 
     return taken
 
 
-def _time_whole(source: bytes | Path, options: Any, device_id: str, feeds: Feeds, repeat: int, seconds: float,
-                where: str) -> float:
+def _time_whole(
+    source: bytes | Path, options: Any, device_id: str, feeds: Feeds, repeat: int, seconds: float, where: str
+) -> float:
     session = open_session(source, options, device_id, where)
     return float(np.median(_run_repeatedly(session, feeds, repeat, seconds)))
 
 
-def _profile(source: bytes | Path, entries: Mapping[str, str], device_id: str, cores: Sequence[int], feeds: Feeds,
-             repeat: int, seconds: float, folder: Path, where: str) -> tuple[onnx.ModelProto, list[dict[str, Any]]]:
+def _profile(
+    source: bytes | Path,
+    entries: Mapping[str, str],
+    device_id: str,
+    cores: Sequence[int],
+    feeds: Feeds,
+    repeat: int,
+    seconds: float,
+    folder: Path,
+    where: str,
+) -> tuple[onnx.ModelProto, list[dict[str, Any]]]:
     """Run with the profiler on; returns the graph that was really run and the profiler's events after warm-up.
 
     Fusion stops short of the layout level here, because that one renames nearly all values.
     """
-    saved = {**entries, "session.optimized_model_external_initializers_file_name": "optimized.bin",
-             "session.optimized_model_external_initializers_min_size_in_bytes": "1024"}
+    saved = {
+        **entries,
+        "session.optimized_model_external_initializers_file_name": "optimized.bin",
+        "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
+    }
     level: Level = "extended"
     options = session_options(cores, level, saved)
     options.optimized_model_filepath = str(folder / "optimized.onnx")
@@ -99,7 +118,9 @@ def _profile(source: bytes | Path, entries: Mapping[str, str], device_id: str, c
     _run_repeatedly(session, feeds, repeat, seconds)
     events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
     optimized = onnx.load(folder / "optimized.onnx", load_external_data=False)
-    return optimized, [event for event in events if event.get("cat") == "Node" and event["name"].endswith("_kernel_time")]
+    return optimized, [
+        event for event in events if event.get("cat") == "Node" and event["name"].endswith("_kernel_time")
+    ]
 
 
 def _kernels(events: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[str, list[int]]]:
@@ -113,8 +134,23 @@ def _kernels(events: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[s
     return {name: float(np.median(taken[WARM_UPS:] or taken)) for name, taken in durations.items()}, sizes
 
 
-_WIDTHS = {"float": 4, "double": 8, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8,
-           "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16}
+_WIDTHS = {
+    "float": 4,
+    "double": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+}
 
 
 def _bytes_of(shape: Mapping[str, Sequence[int]]) -> int:
@@ -125,8 +161,13 @@ def _bytes_of(shape: Mapping[str, Sequence[int]]) -> int:
     return -1
 
 
-def _attribute(model: Model, optimized: onnx.ModelProto, kernel_seconds: Mapping[str, float],
-               output_bytes: Mapping[str, Sequence[int]], whole_seconds: float) -> Measurement:
+def _attribute(
+    model: Model,
+    optimized: onnx.ModelProto,
+    kernel_seconds: Mapping[str, float],
+    output_bytes: Mapping[str, Sequence[int]],
+    whole_seconds: float,
+) -> Measurement:
     """Give each node of the model its kernel, and its share of that kernel's time."""
     owner = _owners(model, optimized)
     seconds = np.zeros(len(model.nodes))
@@ -135,7 +176,9 @@ def _attribute(model: Model, optimized: onnx.ModelProto, kernel_seconds: Mapping
         for name, size in zip(kernel.output, output_bytes.get(kernel.name, ())):
             if size >= 0:
                 sizes[name] = size
-    cluster_seconds, cluster_of = _cluster_times(optimized, kernel_seconds, {n for node in model.nodes for n in node.output})
+    cluster_seconds, cluster_of = _cluster_times(
+        optimized, kernel_seconds, {n for node in model.nodes for n in node.output}
+    )
     members: dict[int, list[int]] = {}
     for node, kernel_index in enumerate(owner):
         if kernel_index >= 0:
@@ -164,8 +207,9 @@ def _owners(model: Model, optimized: onnx.ModelProto) -> list[int]:
     return owner
 
 
-def _cluster_times(optimized: onnx.ModelProto, kernel_seconds: Mapping[str, float],
-                   names: set[str]) -> tuple[dict[int, float], list[int]]:
+def _cluster_times(
+    optimized: onnx.ModelProto, kernel_seconds: Mapping[str, float], names: set[str]
+) -> tuple[dict[int, float], list[int]]:
     """Join kernels that make only values unknown to the model (inserted reshapes, casts) with a kernel that reads them.
 
     Returns the seconds per cluster and each kernel's cluster.

@@ -24,9 +24,17 @@ def estimate(model: Model, shapes: Mapping[str, Sequence[int]], cost_class: str)
     sizes = value_bytes(model, shapes)
     sizes |= {name: tensor_size(tensor) for name, tensor in model.initializers.items()}
     known = {**shapes, **{name: tuple(tensor.dims) for name, tensor in model.initializers.items()}}
-    return np.array([max(_operations(node, known) / (operations * cores),
-                         sum(sizes.get(name, 0) for name in (*reads, *node.output)) / bandwidth) + launch
-                     for node, reads in zip(model.nodes, model.reads)], dtype=np.float64)
+    return np.array(
+        [
+            max(
+                _operations(node, known) / (operations * cores),
+                sum(sizes.get(name, 0) for name in (*reads, *node.output)) / bandwidth,
+            )
+            + launch
+            for node, reads in zip(model.nodes, model.reads)
+        ],
+        dtype=np.float64,
+    )
 
 
 def _operations(node: NodeProto, shapes: Mapping[str, Sequence[int]]) -> float:

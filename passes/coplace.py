@@ -48,8 +48,17 @@ class Coplace(Pass):
         if self.join != "never" and len(target.devices) > 1:
             for node, reader in _only_readers(graph, target, device_seconds(profile, target), self.join == "always"):
                 union.join(node, reader, "its only reader")
-        notes = [Diagnostic("G010", "the device map splits what ONNX Runtime would run as one kernel",
-                            where=graph.names[torn[0]])] if torn else []
+        notes = (
+            [
+                Diagnostic(
+                    "G010",
+                    "the device map splits what ONNX Runtime would run as one kernel",
+                    where=graph.names[torn[0]],
+                )
+            ]
+            if torn
+            else []
+        )
         return state.having(union.groups()).saying(*notes)
 
 
@@ -83,8 +92,11 @@ class _Union:
         roots = [self.find(node) for node in range(len(self.parent))]
         dense = {root: index for index, root in enumerate(dict.fromkeys(roots))}
         group = np.array([dense[root] for root in roots], dtype=np.int32)
-        return Groups(group, np.array([self.pinned[root] for root in dense], dtype=np.int32),
-                      tuple(self.reason[root] for root in dense))
+        return Groups(
+            group,
+            np.array([self.pinned[root] for root in dense], dtype=np.int32),
+            tuple(self.reason[root] for root in dense),
+        )
 
 
 def _pairs(unit: Ints) -> Iterator[tuple[int, int]]:
@@ -98,12 +110,20 @@ def _join_matching(union: _Union, graph: OpGraph, pattern: str) -> None:
     expression = _compiled(pattern, "--colocate")
     matching = [node for node, name in enumerate(graph.names) if expression.fullmatch(name)]
     if not matching:
-        raise UsageError("U020", f"no node's name matches {pattern!r}", where="--colocate",
-                         hint=f"names look like {', '.join(repr(name) for name in graph.names[:3])}")
+        raise UsageError(
+            "U020",
+            f"no node's name matches {pattern!r}",
+            where="--colocate",
+            hint=f"names look like {', '.join(repr(name) for name in graph.names[:3])}",
+        )
     for node in matching:
         if not union.join(matching[0], node, f"--colocate {pattern}"):
-            raise UsageError("U021", f"{pattern!r} joins nodes that the device map puts on different devices",
-                             where="--colocate", hint=f"one of them is {graph.names[node]!r}")
+            raise UsageError(
+                "U021",
+                f"{pattern!r} joins nodes that the device map puts on different devices",
+                where="--colocate",
+                hint=f"one of them is {graph.names[node]!r}",
+            )
 
 
 def _compiled(pattern: str, where: str) -> re.Pattern[str]:
@@ -127,8 +147,12 @@ def _pins(path: str, graph: OpGraph, target: Target) -> Ints:
                 unused.discard(rule.pattern)
                 break
     if unused:
-        raise UsageError("U020", f"no node is left for {', '.join(repr(p) for p in sorted(unused))}", where=path,
-                         hint=f"names look like {', '.join(repr(name) for name in graph.names[:3])}; the first match wins")
+        raise UsageError(
+            "U020",
+            f"no node is left for {', '.join(repr(p) for p in sorted(unused))}",
+            where=path,
+            hint=f"names look like {', '.join(repr(name) for name in graph.names[:3])}; the first match wins",
+        )
     return pinned
 
 

@@ -51,7 +51,9 @@ class Emit(Pass):
 def refuse_existing(path: Path, force: bool) -> None:
     """Raise UsageError if the bundle's folder is there already, unless it may be replaced."""
     if path.exists() and not force:
-        raise UsageError("U030", "it exists already", where=str(path), hint="choose another -o, or replace it with --force")
+        raise UsageError(
+            "U030", "it exists already", where=str(path), hint="choose another -o, or replace it with --force"
+        )
     if path.exists() and not (path.is_dir() and ((path / MANIFEST).exists() or not any(path.iterdir()))):
         raise UsageError("U031", "it is not a bundle, so --force does not replace it", where=str(path))
 
@@ -73,8 +75,12 @@ def _replacing(path: Path) -> Iterator[Path]:
     except OSError as problem:
         shutil.rmtree(folder, ignore_errors=True)
         full = problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        message = "no space left for the bundle" if full else f"the bundle cannot be written: {problem.strerror or problem}"
-        raise ExecutionError("E001", message, where=str(path), hint="free some space, or choose another -o" if full else "") from None
+        message = (
+            "no space left for the bundle" if full else f"the bundle cannot be written: {problem.strerror or problem}"
+        )
+        raise ExecutionError(
+            "E001", message, where=str(path), hint="free some space, or choose another -o" if full else ""
+        ) from None
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -111,7 +117,9 @@ def _segment_ids(segments: Sequence[Segment], target: Target) -> list[str]:
     return ids
 
 
-def _write_segment(model: Model, segment: Segment, file: Path, weights: WeightFile, types: dict[str, TypeProto]) -> None:
+def _write_segment(
+    model: Model, segment: Segment, file: Path, weights: WeightFile, types: dict[str, TypeProto]
+) -> None:
     nodes = [model.nodes[i] for i in segment.nodes]
     reads = dict.fromkeys(name for i in segment.nodes for name in model.reads[i])
     tensors = [weights.place(model.initializers[name], model.folder) for name in reads if name in model.initializers]

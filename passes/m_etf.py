@@ -60,8 +60,27 @@ def plan(asked: Problem, limit: Longs) -> tuple[Ints, Floats]:
     latency, per_byte = asked.target.link_arrays()
     members = Csr.grouped(asked.group, np.arange(len(graph), dtype=np.int32), len(asked.pinned))
     device, start = earliest_task_first(
-        graph.order, asked.group, asked.pinned, asked.seconds, limit, graph.producer, graph.value_bytes,
-        graph.outputs.starts, graph.outputs.items, graph.inputs.starts, graph.inputs.items, graph.readers.starts,
-        graph.readers.items, graph.weights.starts, graph.weights.items, graph.weight_bytes, graph.workspace_bytes,
-        members.starts, members.items, latency, per_byte, LINK_MODELS.index(asked.target.link_model))
+        graph.order,
+        asked.group,
+        asked.pinned,
+        asked.seconds,
+        limit,
+        graph.producer,
+        graph.value_bytes,
+        graph.outputs.starts,
+        graph.outputs.items,
+        graph.inputs.starts,
+        graph.inputs.items,
+        graph.readers.starts,
+        graph.readers.items,
+        graph.weights.starts,
+        graph.weights.items,
+        graph.weight_bytes,
+        graph.workspace_bytes,
+        members.starts,
+        members.items,
+        latency,
+        per_byte,
+        LINK_MODELS.index(asked.target.link_model),
+    )
     return device, start

@@ -10,7 +10,7 @@ import numpy as np
 
 from onnxplace.costs import Problem, decided, problem, shortage
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.graph import Ints, Longs
+from onnxplace.graph import Bools, Ints, Longs, sum_by
 from onnxplace.state import Pass, State
 
 
@@ -37,9 +37,9 @@ def group_bytes(asked: Problem) -> tuple[Longs, Longs]:
     """Return, per group, the bytes of weights, and of weights and outputs together."""
     graph = asked.graph
     count = len(asked.pinned)
-    weights = np.bincount(asked.group[graph.weights.rows], graph.weight_bytes[graph.weights.items], count)
+    weights = sum_by(asked.group[graph.weights.rows], graph.weight_bytes[graph.weights.items], count)
     made = np.flatnonzero(graph.producer >= 0)
-    outputs = np.bincount(asked.group[graph.producer[made]], graph.value_bytes[made], count)
+    outputs = sum_by(asked.group[graph.producer[made]], graph.value_bytes[made], count)
     return weights.astype(np.int64), (weights + outputs).astype(np.int64)
 
 
@@ -53,7 +53,9 @@ def _fill(asked: Problem) -> Ints:
     current = 0
     for group in asked.group[asked.graph.order].tolist():
         if home[group] < 0:
-            fits = _fitting(range(current, devices), used + need[group] <= cap, held + weights[group] <= asked.limit_bytes)
+            fits = _fitting(
+                range(current, devices), used + need[group] <= cap, held + weights[group] <= asked.limit_bytes
+            )
             if fits is None:
                 raise shortage(asked, MTopo.name)
             home[group] = current = fits
@@ -62,5 +64,5 @@ def _fill(asked: Problem) -> Ints:
     return home[asked.group].astype(np.int32)
 
 
-def _fitting(candidates: Sequence[int], within_cap: np.ndarray, within_limit: np.ndarray) -> int | None:  # type: ignore[type-arg]
+def _fitting(candidates: Sequence[int], within_cap: Bools, within_limit: Bools) -> int | None:
     return next((index for index in candidates if within_cap[index] and within_limit[index]), None)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from onnx import AttributeProto, NodeProto, ValueInfoProto, numpy_helper
+from onnx import AttributeProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
 from onnxplace.errors import OnnxplaceError
 from onnxplace.model import Model, tensor_size
@@ -60,8 +60,9 @@ def _without_unused(model: Model) -> Model:
 
 def _foldable(model: Model, limit_bytes: int) -> list[int]:
     """Return the positions of nodes that depend on nothing but small constants."""
-    constant = {name for name, t in model.initializers.items()
-                if not model.overridable(name) and tensor_size(t) <= limit_bytes}
+    constant = {
+        name for name, t in model.initializers.items() if not model.overridable(name) and tensor_size(t) <= limit_bytes
+    }
     returned = {model.sources.get(output.name, output.name) for output in model.outputs}
     found = []
     for index, (node, reads) in enumerate(zip(model.nodes, model.reads)):
@@ -86,7 +87,7 @@ def _fold(model: Model, positions: Sequence[int]) -> Model:
     return model.replacing([n for i, n in enumerate(model.nodes) if i not in folded], {**model.initializers, **values})
 
 
-def _evaluate(model: Model, nodes: Sequence[NodeProto], wanted: Sequence[str]) -> dict[str, object]:
+def _evaluate(model: Model, nodes: Sequence[NodeProto], wanted: Sequence[str]) -> dict[str, TensorProto]:
     """Run constant nodes once and return what they make, as tensors by name."""
     reads = dict.fromkeys(name for node in nodes for name in node.input if name in model.initializers)
     weights = [model.initializers[name] for name in reads]

@@ -56,11 +56,15 @@ class ProfileCosts(Pass):
         for device in {d.cost_class: d for d in state.target.devices}.values():
             problem = "asked to estimate" if self.estimate else _cannot_measure(device)
             if problem:
-                notes.append(Diagnostic("C001", f"costs are estimated, not measured: {problem}", where=device.cost_class))
+                notes.append(
+                    Diagnostic("C001", f"costs are estimated, not measured: {problem}", where=device.cost_class)
+                )
             else:
                 count = sum(d.kind == "cpu" for d in state.target.devices)
                 own = core_sets(count)[0] if device.kind == "cpu" else cores()[:1]
-                measured[device.cost_class] = measure(model, model.feeds(self.seed), device.id, own, self.repeat, self.seconds)
+                measured[device.cost_class] = measure(
+                    model, model.feeds(self.seed), device.id, own, self.repeat, self.seconds
+                )
         for found in measured.values():
             sizes = {**found.value_bytes, **sizes}
         sizes |= {name: array.nbytes for name, array in model.feeds(self.seed).items() if array.dtype != object}
@@ -81,12 +85,22 @@ def _unknown_sizes(model: Model, sizes: Mapping[str, int]) -> list[Diagnostic]:
     unknown = [name for node in model.nodes for name in node.output if name and name not in sizes]
     if not unknown:
         return []
-    return [Diagnostic("C002", f"the size of {len(unknown)} values is unknown and counts as zero, such as {unknown[0]!r}",
-                       where=model.name)]
+    return [
+        Diagnostic(
+            "C002",
+            f"the size of {len(unknown)} values is unknown and counts as zero, such as {unknown[0]!r}",
+            where=model.name,
+        )
+    ]
 
 
-def _profile(model: Model, state: State, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int],
-             measured: Mapping[str, Measurement]) -> Profile:
+def _profile(
+    model: Model,
+    state: State,
+    shapes: Mapping[str, tuple[int, ...]],
+    sizes: Mapping[str, int],
+    measured: Mapping[str, Measurement],
+) -> Profile:
     seconds: dict[str, Floats] = {}
     sources: dict[str, NDArray[np.uint8]] = {}
     for cost_class in dict.fromkeys(device.cost_class for device in state.target.devices):
@@ -100,4 +114,6 @@ def _profile(model: Model, state: State, shapes: Mapping[str, tuple[int, ...]], 
     single = np.arange(len(model.nodes), dtype=np.int32)
     unit = next(iter(measured.values())).unit if measured else single
     whole = {name: found.whole_seconds for name, found in measured.items()}
-    return Profile(op_graph(model, sizes), MappingProxyType(seconds), MappingProxyType(sources), unit, MappingProxyType(whole))
+    return Profile(
+        op_graph(model, sizes), MappingProxyType(seconds), MappingProxyType(sources), unit, MappingProxyType(whole)
+    )

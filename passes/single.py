@@ -27,8 +27,12 @@ class Single(Pass):
         pins = sorted({int(pin) for pin in asked.pinned if pin >= 0})
         if len(pins) > 1:
             names = " and ".join(state.target.devices[pin].id for pin in pins)
-            raise InfeasibleError("P003", f"nodes are pinned to {names}, which is more than one device", where=self.name,
-                                  hint="choose another --placer, or change the device map")
+            raise InfeasibleError(
+                "P003",
+                f"nodes are pinned to {names}, which is more than one device",
+                where=self.name,
+                hint="choose another --placer, or change the device map",
+            )
         choices = pins or list(range(len(state.target.devices)))
         simulated = {index: _on_one(asked, index) for index in choices}
         fitting = [index for index in choices if not asked.excess_bytes(simulated[index]).any()]

@@ -10,7 +10,7 @@ import numpy as np
 
 from onnxplace.costs import device_seconds
 from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segment, Segments
-from onnxplace.graph import Ints, OpGraph
+from onnxplace.graph import Floats, Ints, Longs, OpGraph, sum_by
 from onnxplace.simulate import Simulation, simulate
 from onnxplace.state import Pass, State
 from onnxplace.target import Target
@@ -62,15 +62,22 @@ def cut(graph: OpGraph, device: Ints, schedule: Schedule) -> list[Ints]:
     return [np.array(nodes, dtype=np.int32) for nodes in pieces]
 
 
-def _must_wait(graph: OpGraph, device: Ints, node: int, first: int, rank: np.ndarray, start: np.ndarray,  # type: ignore[type-arg]
-               arrival: Mapping[tuple[int, int], float]) -> bool:
+def _must_wait(
+    graph: OpGraph,
+    device: Ints,
+    node: int,
+    first: int,
+    rank: Longs,
+    start: Floats,
+    arrival: Mapping[tuple[int, int], float],
+) -> bool:
     """Return whether `node` needs something that is not there yet when the segment of `first` begins."""
     home = int(device[node])
     for value in graph.inputs[node].tolist():
         source = int(graph.producer[value])
-        if source >= 0 and device[source] != home:
-            if rank[source] > rank[first] or arrival[value, home] > start[first]:
-                return True
+        remote = source >= 0 and device[source] != home
+        if remote and (rank[source] > rank[first] or arrival[value, home] > start[first]):
+            return True
     return False
 
 
@@ -86,21 +93,28 @@ def _segment(graph: OpGraph, device: int, nodes: Ints, segment_of: Ints) -> Segm
         for value in graph.outputs[node].tolist():
             if graph.is_output[value] or (segment_of[graph.readers[value]] != own).any():
                 outputs.append(value)
-    return Segment(device, nodes, tuple(graph.value_names[v] for v in inputs), tuple(graph.value_names[v] for v in outputs))
+    return Segment(
+        device, nodes, tuple(graph.value_names[v] for v in inputs), tuple(graph.value_names[v] for v in outputs)
+    )
 
 
 def _simulate(state: State, segments: tuple[Segment, ...], segment_of: Ints) -> Simulation:
     """Return the predicted step with segments as the units of execution, each paying for its call."""
     graph, target = state[Profile].graph, state.target
     coarse = graph.contract(segment_of)
-    seconds = np.stack([np.bincount(segment_of, row, len(segments)) + device.segment_seconds
-                        for row, device in zip(device_seconds(state[Profile], target), target.devices)])
+    seconds = np.stack(
+        [
+            sum_by(segment_of, row, len(segments)) + device.segment_seconds
+            for row, device in zip(device_seconds(state[Profile], target), target.devices)
+        ]
+    )
     placed = np.array([segment.device for segment in segments], dtype=np.int32)
     return simulate(coarse, seconds, target, placed, np.arange(len(segments), dtype=np.int32))
 
 
-def _programs(segments: tuple[Segment, ...], graph: OpGraph, target: Target,
-              simulation: Simulation) -> tuple[tuple[Instruction, ...], ...]:
+def _programs(
+    segments: tuple[Segment, ...], graph: OpGraph, target: Target, simulation: Simulation
+) -> tuple[tuple[Instruction, ...], ...]:
     """Return what each device does, in an order that follows the schedule."""
     producer = {name: index for index, segment in enumerate(segments) for name in segment.outputs}
     # Transfers in booking order, by the segment that makes the value.
@@ -108,7 +122,11 @@ def _programs(segments: tuple[Segment, ...], graph: OpGraph, target: Target,
     readers: dict[tuple[str, int], int] = {}
     for index, segment in enumerate(segments):
         for name in segment.inputs:
-            if (name, segment.device) not in readers and name in producer and segments[producer[name]].device != segment.device:
+            if (
+                (name, segment.device) not in readers
+                and name in producer
+                and segments[producer[name]].device != segment.device
+            ):
                 sends.setdefault(producer[name], []).append((name, segment.device))
             readers[name, segment.device] = index
     returned = {graph.value_names[v] for v in np.flatnonzero(graph.is_output)}

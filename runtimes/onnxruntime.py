@@ -111,7 +111,9 @@ class _OpenSegment:
 
 def _open(bundle: Bundle, segment: SegmentRecord, device: _Placed) -> _OpenSegment:
     with pinned(device.cores):
-        session = open_session(bundle.file(segment.file), session_options(device.cores), device.id, f"segment {segment.id}")
+        session = open_session(
+            bundle.file(segment.file), session_options(device.cores), device.id, f"segment {segment.id}"
+        )
     return _OpenSegment(segment, session, device)
 
 
@@ -137,11 +139,11 @@ class _Request:
             self._changed.notify_all()
 
     def take(self, value_name: str, device: str) -> Any:
-        """Sleep until a value has arrived; raises _Cancelled when the request has failed elsewhere."""
+        """Sleep until a value has arrived; raises _CancelledError when the request has failed elsewhere."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None or (value_name, device) in self._arrived)
             if self.failure is not None:
-                raise _Cancelled
+                raise _CancelledError
             return self._arrived.pop((value_name, device))
 
     def fail(self, failure: BaseException) -> None:
@@ -157,12 +159,14 @@ class _Request:
             return self._left <= 0
 
 
-class _Cancelled(Exception):
+class _CancelledError(Exception):
     """The request failed on another device."""
 
 
 class _Session(RuntimeSession):
-    def __init__(self, bundle: Bundle, devices: Mapping[str, _Placed], segments: Mapping[str, _OpenSegment], trace: bool) -> None:
+    def __init__(
+        self, bundle: Bundle, devices: Mapping[str, _Placed], segments: Mapping[str, _OpenSegment], trace: bool
+    ) -> None:
         self._bundle = bundle
         self._segments = segments
         self._trace = trace
@@ -171,14 +175,25 @@ class _Session(RuntimeSession):
         self._slots = threading.BoundedSemaphore(MAX_IN_FLIGHT)
         self._closed = False
         self._inputs = {item.name for item in bundle.manifest.inputs}
-        self._read = {device: {v for s in bundle.manifest.segments if s.device == device for v in s.inputs} & self._inputs
-                      for device in devices}
+        self._read = {
+            device: {v for s in bundle.manifest.segments if s.device == device for v in s.inputs} & self._inputs
+            for device in devices
+        }
         made_on = {value: segment.device for segment in bundle.manifest.segments for value in segment.outputs}
         wanted = dict.fromkeys(item.value for item in bundle.manifest.outputs)
         self._returned = {device: [v for v in wanted if made_on.get(v) == device] for device in devices}
-        self._queues: dict[str, queue.SimpleQueue[_Request | None]] = {device: queue.SimpleQueue() for device in devices}
-        self._workers = [threading.Thread(target=self._work, args=(device, bundle.manifest.programs[device.id]),
-                                          name=f"onnxplace {device.id}", daemon=True) for device in devices.values()]
+        self._queues: dict[str, queue.SimpleQueue[_Request | None]] = {
+            device: queue.SimpleQueue() for device in devices
+        }
+        self._workers = [
+            threading.Thread(
+                target=self._work,
+                args=(device, bundle.manifest.programs[device.id]),
+                name=f"onnxplace {device.id}",
+                daemon=True,
+            )
+            for device in devices.values()
+        ]
         for worker in self._workers:
             worker.start()
 
@@ -212,7 +227,7 @@ class _Session(RuntimeSession):
             while (request := self._queues[device.id].get()) is not None:
                 try:
                     self._follow(device, program, request)
-                except _Cancelled:
+                except _CancelledError:
                     pass
                 except BaseException as failure:  # noqa: BLE001 - whatever it is, the caller must hear of it
                     request.fail(failure)
@@ -225,7 +240,7 @@ class _Session(RuntimeSession):
         values = {name: device.feed(request.feeds[name]) for name in self._read[device.id] if name in request.feeds}
         for step in program:
             if request.failure is not None:
-                raise _Cancelled
+                raise _CancelledError
             if step.op == "run":
                 self._run(device, self._segments[step.segment], values, request)
             elif step.op == "send":
@@ -247,16 +262,22 @@ class _Session(RuntimeSession):
             segment.run(values)
         except OnnxplaceError:
             raise
-        except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
+        except Exception as problem:
             text = " ".join(str(problem).split())
-            raise ExecutionError("X001", f"segment {segment.record.id} failed: {text}", where=device.id,
-                                 hint="try the same feeds on the whole model: onnxplace verify") from problem
+            raise ExecutionError(
+                "X001",
+                f"segment {segment.record.id} failed: {text}",
+                where=device.id,
+                hint="try the same feeds on the whole model: onnxplace verify",
+            ) from problem
         self._note(request, device, "run", segment.record.id, began)
 
     def _note(self, request: _Request, device: _Placed, kind: EventKind, name: str, began: float) -> None:
         if self._trace:
             now = time.perf_counter()
-            request.events.append(Event(device.id, kind, name, began - request.began, now - request.began, request.number))
+            request.events.append(
+                Event(device.id, kind, name, began - request.began, now - request.began, request.number)
+            )
 
     def _finish(self, request: _Request) -> None:
         """Hand the result, or the failure, to whoever waits for it."""
@@ -265,10 +286,16 @@ class _Session(RuntimeSession):
             request.future.set_exception(request.failure)
             return
         try:
-            outputs = {item.name: _plain(request.outputs[item.value]) if item.value not in self._inputs
-                       else np.array(request.feeds[item.value]) for item in self._bundle.manifest.outputs}
+            outputs = {
+                item.name: _plain(request.outputs[item.value])
+                if item.value not in self._inputs
+                else np.array(request.feeds[item.value])
+                for item in self._bundle.manifest.outputs
+            }
         except Exception as problem:  # noqa: BLE001 - a future that is never set would hang its caller
-            request.future.set_exception(ExecutionError("X003", f"an output cannot be read: {problem}", where="outputs"))
+            request.future.set_exception(
+                ExecutionError("X003", f"an output cannot be read: {problem}", where="outputs")
+            )
             return
         events = tuple(sorted(request.events, key=lambda event: event.start_seconds))
         request.future.set_result(Result(outputs, events, time.perf_counter() - request.began))

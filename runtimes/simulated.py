@@ -72,15 +72,23 @@ def simulate_bundle(bundle: Bundle) -> Simulation:
     """Run the bundle's segments in simulated time."""
     manifest, target = bundle.manifest, bundle.target
     device = np.array([target.position(segment.device) for segment in manifest.segments], dtype=np.int32)
-    seconds = np.tile(np.array([segment.seconds for segment in manifest.segments], dtype=np.float64), (len(target.devices), 1))
+    seconds = np.tile(
+        np.array([segment.seconds for segment in manifest.segments], dtype=np.float64), (len(target.devices), 1)
+    )
     return simulate(segment_graph(manifest), seconds, target, device, np.arange(len(device), dtype=np.int32))
 
 
 def _events(bundle: Bundle, simulation: Simulation) -> tuple[Event, ...]:
     manifest, sent = bundle.manifest, simulation.transfers
     names = list(manifest.values)
-    events = [Event(segment.device, "run", segment.id, float(simulation.start_seconds[i]), float(simulation.finish_seconds[i]))
-              for i, segment in enumerate(manifest.segments)]
-    events += [Event(bundle.target.devices[int(there)].id, "copy", names[int(value)], float(start), float(finish))
-               for value, there, start, finish in zip(sent.value, sent.destination, sent.start_seconds, sent.finish_seconds)]
+    events = [
+        Event(
+            segment.device, "run", segment.id, float(simulation.start_seconds[i]), float(simulation.finish_seconds[i])
+        )
+        for i, segment in enumerate(manifest.segments)
+    ]
+    events += [
+        Event(bundle.target.devices[int(there)].id, "copy", names[int(value)], float(start), float(finish))
+        for value, there, start, finish in zip(sent.value, sent.destination, sent.start_seconds, sent.finish_seconds)
+    ]
     return tuple(sorted(events, key=lambda event: (event.start_seconds, event.device)))
