@@ -171,7 +171,7 @@ def run(
             click.echo(f"{name}  {about['dtype']} {about['shape']}")
         click.echo(
             f"{'predicted' if runtime == 'simulated' else 'took'} {milliseconds(seconds)}"
-            + (f" (median of {repeat - 1} after one)" if repeat > 1 else "")
+            + (f" (median of {repeat - 1} after the first)" if repeat > 1 else " (the first run; try --repeat 20)")
         )
 
 

@@ -82,7 +82,8 @@ def _cannot_measure(device: Device) -> str | None:
 
 
 def _unknown_sizes(model: Model, sizes: Mapping[str, int]) -> list[Diagnostic]:
-    unknown = [name for node in model.nodes for name in node.output if name and name not in sizes]
+    read = {name for reads in model.reads for name in reads}
+    unknown = [name for node in model.nodes for name in node.output if name in read and name not in sizes]
     if not unknown:
         return []
     return [
