@@ -12,7 +12,6 @@ import shlex
 from pathlib import Path
 
 import models
-
 from onnxplace.cli import main
 
 SHAPES = {"two-tower": "images=4,texts=8", "transformer": "batch=2,seq=64"}

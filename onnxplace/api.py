@@ -15,6 +15,7 @@ from onnxplace.feeds import Array, Declared, check_feeds
 from onnxplace.machine import cuda_problem, gpus, local_target
 from onnxplace.model import bind
 from onnxplace.model import load as load_model
+from onnxplace.operators import require_operators
 from onnxplace.pipeline import Observer, Pipeline, Timing, make_pass
 from onnxplace.registry import find
 from onnxplace.runtime import Result, Runtime
@@ -88,6 +89,7 @@ def compile_model(
     if max_memory:
         target = target.limiting(parse_memory(max_memory, [device.id for device in target.devices]))
     loaded = bind(load_model(model), shape or {}, inputs or {})
+    require_operators(loaded)
     state = State(target).having(loaded).saying(*_unused_gpus(target, devices))
     steps = Pipeline(
         tuple(

@@ -38,9 +38,9 @@ Bytes = Annotated[int, Field(ge=0)]
 
 
 class Record(BaseModel):
-    """A part of the manifest: nothing unknown in it, nothing altered after reading."""
+    """A part of the manifest: unknown fields, of a newer minor version, are passed over; nothing is altered."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class InputRecord(Record):

@@ -238,12 +238,12 @@ def bench(
     """Time BUNDLE beside one session with all cores and one session on a single device's cores, in turn."""
     from onnxplace.api import InferenceSession, load
     from onnxplace.compare import alternate, reference
-    from onnxplace.machine import core_sets, cores
+    from onnxplace.machine import cores
 
     opened = load(bundle)
     feeds = _feeds(opened, inputs, shape, seed)
-    cpus = sum(device.kind == "cpu" for device in opened.target.devices)
-    whole, one = reference(opened, against, cores()), reference(opened, against, core_sets(max(cpus, 1))[0])
+    largest = max((device.cores for device in opened.target.devices if device.kind == "cpu"), default=len(cores()))
+    whole, one = reference(opened, against, cores()), reference(opened, against, cores()[:largest])
     with InferenceSession(opened) as session:
         times = alternate(
             {

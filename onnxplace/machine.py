@@ -96,17 +96,19 @@ def available_memory_bytes() -> int:
     return max(free, 0)
 
 
-def core_sets(count: int) -> list[tuple[int, ...]]:
-    """Share this machine's cores among `count` CPU devices; they overlap only when there are too few cores."""
+def core_shares(count: int) -> list[int]:
+    """Return how many of this machine's cores each of `count` CPU devices gets; at least one each."""
+    share, extra = divmod(len(cores()), count)
+    return [max(share + (index < extra), 1) for index in range(count)]
+
+
+def core_sets(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Give CPU devices cores of their own, as many as each wants; they share cores only when there are too few."""
     have = cores()
-    if count >= len(have):
-        return [(have[index % len(have)],) for index in range(count)]
-    share, extra = divmod(len(have), count)
     sets, start = [], 0
-    for index in range(count):
-        stop = start + share + (index < extra)
-        sets.append(have[start:stop])
-        start = stop
+    for size in sizes:
+        sets.append(tuple(have[(start + offset) % len(have)] for offset in range(min(size, len(have)))))
+        start += size
     return sets
 
 
@@ -119,7 +121,7 @@ def local_target(devices: str | Sequence[str] | None = None) -> Target:
     found = gpus()
     ids = parse_device_ids(devices) if devices else default_device_ids(found)
     cpu_count = sum(device_id.startswith("cpu:") for device_id in ids)
-    sets = iter(core_sets(cpu_count) if cpu_count else [])
+    shares = iter(core_shares(cpu_count) if cpu_count else [])
     host_bytes = int(available_memory_bytes() * (1 - HEADROOM)) // max(cpu_count, 1)
     result = []
     for device_id in ids:
@@ -127,7 +129,7 @@ def local_target(devices: str | Sequence[str] | None = None) -> Target:
         if kind == "cuda":
             result.append(_cuda_device(device_id, int(index), found))
         else:
-            result.append(Device(device_id, host_bytes, cores=len(next(sets))))
+            result.append(Device(device_id, host_bytes, cores=next(shares)))
     return Target(tuple(result))
 
 

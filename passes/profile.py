@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from onnxplace.facts import Profile, Source
 from onnxplace.graph import Floats
-from onnxplace.machine import core_sets, cores, cuda_problem
+from onnxplace.machine import cores, cuda_problem
 from onnxplace.model import Model, op_graph, static_shapes, value_bytes
 from onnxplace.passes._cost_file import read_costs
 from onnxplace.passes._measure import Measurement, measure
@@ -60,8 +60,7 @@ class ProfileCosts(Pass):
                     Diagnostic("C001", f"costs are estimated, not measured: {problem}", where=device.cost_class)
                 )
             else:
-                count = sum(d.kind == "cpu" for d in state.target.devices)
-                own = core_sets(count)[0] if device.kind == "cpu" else cores()[:1]
+                own = cores()[: device.cores]
                 measured[device.cost_class] = measure(
                     model, model.feeds(self.seed), device.id, own, self.repeat, self.seconds
                 )

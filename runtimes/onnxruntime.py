@@ -38,8 +38,8 @@ class OnnxRuntime(Runtime):
         for device in used:
             if device.kind == "cuda":
                 require_cuda(device.id)
-        cpus = [device.id for device in bundle.target.devices if device.kind == "cpu"]
-        cores = dict(zip(cpus, core_sets(len(cpus)) if cpus else []))
+        cpus = [device for device in bundle.target.devices if device.kind == "cpu"]
+        cores = dict(zip([device.id for device in cpus], core_sets([device.cores for device in cpus])))
         placed = {device.id: _Placed(device.id, cores.get(device.id, ())) for device in used}
         sessions = {segment.id: _open(bundle, segment, placed[segment.device]) for segment in bundle.manifest.segments}
         return _Session(bundle, placed, sessions, trace)

@@ -1,0 +1,83 @@
+"""Hold a model against what the installed ONNX Runtime knows, before any work is done on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from onnx import TensorProto, helper
+
+from onnxplace.errors import ExecutionError, ModelError, nearest
+from onnxplace.machine import onnxruntime
+from onnxplace.model import Model
+from onnxplace.sessions import open_session, session_options
+
+
+def require_operators(model: Model) -> None:
+    """Raise ModelError naming the first node whose operator, or the opset, that ONNX Runtime does not know.
+
+    Does nothing where ONNX Runtime is not installed: a model can be compiled for a machine elsewhere.
+    """
+    try:
+        known = _known_operators()
+    except ExecutionError:
+        return
+    _require_opsets(model)
+    versions = {entry.domain: entry.version for entry in model.opsets}
+    for node in model.nodes:
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        since = known.get(domain, {}).get(node.op_type)
+        if since is None:
+            hint = nearest(node.op_type, known[domain]) if domain in known else f"known domains: {_listed(known)}"
+            raise ModelError(
+                "M010",
+                f"ONNX Runtime has no operator {_full(domain, node.op_type)}",
+                where=f"node {node.name!r}",
+                hint=hint,
+            )
+        if since > versions.get(domain, since):
+            raise ModelError(
+                "M010",
+                f"operator {node.op_type} exists from opset {since} on, the model uses {versions[domain]}",
+                where=f"node {node.name!r}",
+                hint="export the model with a newer opset",
+            )
+
+
+@lru_cache(maxsize=1)
+def _known_operators() -> Mapping[str, Mapping[str, int]]:
+    """Return, per domain, each operator and the first opset that has it."""
+    onnxruntime()
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    known: dict[str, dict[str, int]] = {}
+    for schema in state.get_all_operator_schema():
+        names = known.setdefault(schema.domain, {})
+        names[schema.name] = min(schema.since_version, names.get(schema.name, schema.since_version))
+    return known
+
+
+def _require_opsets(model: Model) -> None:
+    """Open a model of one node under the same opsets: ONNX Runtime checks them before anything else."""
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])
+    opsets = [entry for entry in model.opsets if entry.domain == ""] or [helper.make_opsetid("", 17)]
+    node = helper.make_node("Identity", ["x"], ["y"])
+    proto = helper.make_model(helper.make_graph([node], "probe", [value], [result]), opset_imports=opsets, ir_version=8)
+    try:
+        open_session(proto.SerializeToString(), session_options([0], "none"))
+    except ModelError:
+        raise ModelError(
+            "M011",
+            f"opset {opsets[0].version} is newer than onnxruntime {onnxruntime().__version__} takes",
+            where=model.name,
+            hint="export the model with an older opset, or update onnxruntime",
+        ) from None
+
+
+def _full(domain: str, operator: str) -> str:
+    return f"{domain}.{operator}" if domain else operator
+
+
+def _listed(known: Mapping[str, object]) -> str:
+    return ", ".join(repr(domain or "ai.onnx") for domain in known)
