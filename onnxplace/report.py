@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from onnxplace.bundle import Bundle
-from onnxplace.compare import Times
-from onnxplace.runtime import Event
-from onnxplace.target import Target
+if TYPE_CHECKING:
+    from onnxplace.bundle import Bundle
+    from onnxplace.compare import Times
+    from onnxplace.runtime import Event
+    from onnxplace.target import Target
 
 _COLORS = {"run": "thread_state_running", "copy": "rail_animation", "wait": "thread_state_sleeping"}
 

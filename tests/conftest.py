@@ -1,0 +1,105 @@
+"""What the tests share: small models, a compiled bundle, and the command line run in this process."""
+
+import os
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper, parser
+
+# Two branches that any placer can put on two devices; nothing is measured, so that compiling takes milliseconds.
+FAST_PIPELINE = "optimize,profile{estimate=true},coplace{join=never},m-etf,split,emit"
+
+BRANCHES = """
+<ir_version: 8, opset_import: ["": 17]>
+branches (float[batch, 64] x) => (float[batch, 64] y)
+{
+    [left] a = MatMul(x, w_left)
+    [right] b = MatMul(x, w_right)
+    [relu] c = Relu(a)
+    [tanh] d = Tanh(b)
+    [sum] y = Add(c, d)
+}
+"""
+
+
+def branches(seed: int = 0) -> onnx.ModelProto:
+    """Return a model of two branches: `x` [batch, 64] to `y` [batch, 64], two weights of 16 KiB."""
+    model = parser.parse_model(BRANCHES)
+    random = np.random.default_rng(seed)
+    for name in ("w_left", "w_right"):
+        array = random.standard_normal((64, 64)).astype(np.float32)
+        model.graph.initializer.append(numpy_helper.from_array(array, name))
+    return model
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run_cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """Run a command in this process. An exception that escapes is a traceback for the user, and fails the test."""
+    from onnxplace.cli import main
+
+    def run(*arguments: object) -> Ran:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Ran(code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def branches_bytes() -> bytes:
+    return branches().SerializeToString()
+
+
+@pytest.fixture
+def model_file(tmp_path: Path, branches_bytes: bytes) -> Path:
+    """A file with the model of two branches; its dimension `batch` is symbolic."""
+    path = tmp_path / "model.onnx"
+    path.write_bytes(branches_bytes)
+    return path
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory, branches_bytes: bytes) -> Path:
+    """A bundle for two devices, made once: read it, copy it, do not alter it."""
+    from onnxplace.api import compile_model
+
+    folder = tmp_path_factory.mktemp("compiled")
+    (folder / "model.onnx").write_bytes(branches_bytes)
+    found = compile_model(
+        folder / "model.onnx",
+        folder / "bundle",
+        devices="cpu:0,cpu:1",
+        shape={"batch": 4},
+        pipeline=FAST_PIPELINE,
+        strict=True,
+    )
+    return found.bundle.path
+
+
+@pytest.fixture
+def bundle_copy(compiled: Path, tmp_path: Path) -> Iterator[Path]:
+    """A copy of the compiled bundle that a test may damage."""
+    yield shutil.copytree(compiled, tmp_path / "bundle")
+
+
+@pytest.fixture(scope="session")
+def fast_pipeline() -> str:
+    return FAST_PIPELINE
