@@ -32,10 +32,8 @@ def row(name: str, placer: str, devices: str, repeat: int, folder: Path) -> list
     path = folder / f"{name}.onnx"
     if not path.exists():
         models.save(models.build(name), path)
-    compiled = compile_model(
-        path, folder / "bundle", devices=devices, shape=SHAPES.get(name), placer=placer, force=True
-    )
-    bundle = compiled.bundle
+    shape = SHAPES.get(name)
+    bundle = onnxplace.compile(path, folder / "bundle", devices=devices, shape=shape, placer=placer, force=True)
     feeds = random_feeds(bundle.inputs, bundle.manifest.dimensions)
     whole, one = reference(bundle, path, cores()), reference(bundle, path, cores()[: bundle.target.devices[0].cores])
     with onnxplace.InferenceSession(bundle) as session:
