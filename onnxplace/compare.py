@@ -13,7 +13,7 @@ import numpy as np
 from onnxplace.bundle import WHOLE, Bundle
 from onnxplace.errors import ModelError
 from onnxplace.feeds import Array
-from onnxplace.sessions import open_session, pinned, session_options
+from onnxplace.sessions import open_session, pinned, run_whole, session_options
 
 # Relative to the largest magnitude of the reference output: cutting a model changes which nodes ONNX Runtime fuses,
 # and with it the order of floating-point sums (docs/correctness.md).
@@ -84,7 +84,7 @@ def reference(
 
     def run(feeds: Mapping[str, Array]) -> dict[str, Any]:
         with pinned(all_cores):
-            return dict(zip(names, session.run(names, dict(feeds))))
+            return dict(zip(names, run_whole(session, names, feeds, str(model))))
 
     return run
 

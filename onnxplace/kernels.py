@@ -15,8 +15,11 @@ import numpy as np
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile `function` on first use and keep the machine code on disk."""
-    compiled: Callable[..., Any] = numba.njit(cache=True, nogil=True)(function)
+    """Compile `function` on first use and keep the machine code on disk, where there is a place for it."""
+    try:
+        compiled: Callable[..., Any] = numba.njit(cache=True, nogil=True)(function)
+    except RuntimeError:  # neither the package's folder nor the user's cache can be written
+        compiled = numba.njit(nogil=True)(function)
     return compiled
 
 

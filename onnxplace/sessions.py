@@ -64,6 +64,16 @@ def _refusal(problem: Exception, where: str) -> ModelError:
     return ModelError("M012", f"ONNX Runtime refuses the model: {text}", where=where, hint=hint)
 
 
+def run_whole(session: Any, names: Sequence[str] | None, feeds: Mapping[str, Any], where: str) -> list[Any]:
+    """Run an uncut model; raises ModelError with ONNX Runtime's own words if it cannot run with these inputs."""
+    try:
+        return list(session.run(names, dict(feeds)))
+    except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
+        text = " ".join(str(problem).split())
+        hint = "random inputs may not fit this model: give real ones with --inputs F.npz, other sizes with --shape"
+        raise ModelError("M017", f"the model cannot be run with these inputs: {text}", where=where, hint=hint) from None
+
+
 @contextmanager
 def pinned(cores: Sequence[int]) -> Iterator[None]:
     """Keep the calling thread on the first of `cores` while inside."""

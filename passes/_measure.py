@@ -7,9 +7,12 @@ the model from other values that survived, so the nodes between them are one ker
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from numpy.typing import NDArray
 
 from onnxplace.graph import Floats, Ints
 from onnxplace.model import INLINE_LIMIT_BYTES, Model, WeightFile
-from onnxplace.sessions import Level, open_session, pinned, session_options
+from onnxplace.sessions import open_session, pinned, run_whole, session_options
 
 Feeds = Mapping[str, NDArray[Any]]
 WARM_UPS = 2
@@ -44,17 +47,50 @@ class Measurement:
 def measure(
     model: Model, feeds: Feeds, device_id: str, cores: Sequence[int], repeat: int, seconds: float
 ) -> Measurement:
-    """Run the whole model `repeat` times, or for about `seconds`, profiled and unprofiled, on one device."""
+    """Run the whole model `repeat` times, or for about `seconds`, profiled and unprofiled, on one device.
+
+    On a GPU the profiled runs happen in a child process whose launches wait for their kernels: ONNX Runtime's times
+    would be those of the launches otherwise. The unprofiled runs, to whose time all is scaled, are ordinary ones.
+    """
     with tempfile.TemporaryDirectory(prefix="onnxplace-") as folder, pinned(cores):
         source, entries = stored(model, Path(folder))
-        whole = _time_whole(
-            source, session_options(cores, "all", entries), device_id, feeds, repeat, seconds, model.name
-        )
-        optimized, events = _profile(
-            source, entries, device_id, cores, feeds, repeat, seconds, Path(folder), model.name
-        )
-    kernel_seconds, output_bytes = _kernels(events)
+        session = open_session(source, session_options(cores, "all", entries), device_id, model.name)
+        whole = float(np.median(_run_repeatedly(session, feeds, repeat, seconds, model.name)))
+        del session
+        job = _Job(source, entries, device_id, tuple(cores), dict(feeds), repeat, seconds, folder, model.name)
+        kernel_seconds, output_bytes = _profile(job) if device_id.startswith("cpu:") else in_child(_profile, job)
+        optimized = onnx.load(Path(folder) / "optimized.onnx", load_external_data=False)
     return _attribute(model, optimized, kernel_seconds, output_bytes, whole)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a profiling run needs; can be sent to another process."""
+
+    source: bytes | Path
+    entries: Mapping[str, str]
+    device_id: str
+    cores: tuple[int, ...]
+    feeds: Feeds
+    repeat: int
+    seconds: float
+    folder: str
+    """Receives the graph that was really run, as optimized.onnx."""
+    where: str
+
+
+Kernels = tuple[dict[str, float], dict[str, list[int]]]
+
+
+def in_child(function: Callable[[_Job], Kernels], job: _Job) -> Kernels:
+    """Call `function` in a fresh process in which each CUDA launch waits until its kernel is done."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_block_launches) as pool:
+        return pool.submit(function, job).result()
+
+
+def _block_launches() -> None:
+    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
 
 
 def stored(model: Model, folder: Path, more: Sequence[onnx.ValueInfoProto] = ()) -> tuple[bytes | Path, dict[str, str]]:
@@ -70,65 +106,49 @@ def stored(model: Model, folder: Path, more: Sequence[onnx.ValueInfoProto] = ())
     return folder / "whole.onnx", {}
 
 
-def _run_repeatedly(session: Any, feeds: Feeds, repeat: int, seconds: float) -> list[float]:
+def _run_repeatedly(session: Any, feeds: Feeds, repeat: int, seconds: float, where: str) -> list[float]:
     """Run until `repeat` or the time is used up, at least three times; returns the seconds of each run."""
     for _ in range(WARM_UPS):
-        session.run(None, dict(feeds))
+        run_whole(session, None, feeds, where)
     taken: list[float] = []
     while len(taken) < repeat and (len(taken) < 3 or sum(taken) < seconds):
         began = time.perf_counter()
-        session.run(None, dict(feeds))
+        run_whole(session, None, feeds, where)
         taken.append(time.perf_counter() - began)
     return taken
 
 
-def _time_whole(
-    source: bytes | Path, options: Any, device_id: str, feeds: Feeds, repeat: int, seconds: float, where: str
-) -> float:
-    session = open_session(source, options, device_id, where)
-    return float(np.median(_run_repeatedly(session, feeds, repeat, seconds)))
-
-
-def _profile(
-    source: bytes | Path,
-    entries: Mapping[str, str],
-    device_id: str,
-    cores: Sequence[int],
-    feeds: Feeds,
-    repeat: int,
-    seconds: float,
-    folder: Path,
-    where: str,
-) -> tuple[onnx.ModelProto, list[dict[str, Any]]]:
-    """Run with the profiler on; returns the graph that was really run and the profiler's events after warm-up.
+def _profile(job: _Job) -> Kernels:
+    """Run with the profiler on; returns the median seconds per kernel and the bytes of its outputs.
 
     Fusion stops short of the layout level here, because that one renames nearly all values.
     """
+    folder = Path(job.folder)
     saved = {
-        **entries,
+        **job.entries,
         "session.optimized_model_external_initializers_file_name": "optimized.bin",
         "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
     }
-    level: Level = "extended"
-    options = session_options(cores, level, saved)
+    options = session_options(job.cores, "extended", saved)
     options.optimized_model_filepath = str(folder / "optimized.onnx")
     options.enable_profiling = True
     options.profile_file_prefix = str(folder / "profile")
-    session = open_session(source, options, device_id, where)
-    _run_repeatedly(session, feeds, repeat, seconds)
+    with pinned(job.cores):
+        session = open_session(job.source, options, job.device_id, job.where)
+        _run_repeatedly(session, job.feeds, job.repeat, job.seconds, job.where)
     events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
-    optimized = onnx.load(folder / "optimized.onnx", load_external_data=False)
-    return optimized, [
-        event for event in events if event.get("cat") == "Node" and event["name"].endswith("_kernel_time")
-    ]
+    return _kernels([event for event in events if event.get("cat") == "Node" and event["name"].endswith(_SUFFIX)])
 
 
-def _kernels(events: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[str, list[int]]]:
+_SUFFIX = "_kernel_time"
+
+
+def _kernels(events: Sequence[dict[str, Any]]) -> Kernels:
     """Return, per kernel name, the median seconds after warm-up and the bytes of each output."""
     durations: dict[str, list[float]] = {}
     sizes: dict[str, list[int]] = {}
     for event in events:
-        name = event["name"].removesuffix("_kernel_time")
+        name = event["name"].removesuffix(_SUFFIX)
         durations.setdefault(name, []).append(event["dur"] * 1e-6)
         sizes[name] = [_bytes_of(shape) for shape in event["args"].get("output_type_shape", [])]
     return {name: float(np.median(taken[WARM_UPS:] or taken)) for name, taken in durations.items()}, sizes

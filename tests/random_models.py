@@ -148,8 +148,9 @@ class Builder:
         self, op: str, inputs: Iterable[Value | str], outputs: Sequence[str], domain: str = "", **attributes: Any
     ) -> None:
         names = [value if isinstance(value, str) else value.name for value in inputs]
-        # Empty names and equal ones: nothing may depend on the names of nodes.
-        name = self.one_of(("", f"{self.prefix}n{len(self.nodes)}", "same"))
+        # Empty names and equal ones, on which nothing may depend.
+        numbered = f"{self.prefix}n{len(self.nodes)}"
+        name = self.one_of(("", numbered, numbered if self.prefix else "same"))  # in subgraphs they must differ
         self.nodes.append(helper.make_node(op, names, list(outputs), name=name, domain=domain, **attributes))
 
     def result(

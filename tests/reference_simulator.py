@@ -1,0 +1,259 @@
+"""DESIGN section 4 once more, as plainly as possible: dicts and lists, no heap, every event looked at.
+
+Time. A device computes the nodes it was given one at a time, in the given order; a node starts once its device is
+free and all it reads is there. When a node finishes, each of its values is sent once to each other device that reads
+it; a transfer is booked at that moment and starts when the channels it needs are free.
+
+Ties in time. Of nodes that finish at one instant, the one with the lowest number comes first; a node that takes no
+time joins them as soon as it has started. The values of one node are sent in order of their numbers, the copies of
+one value in order of the lowest number among their readers.
+
+Ties in memory. At one instant, on one device: first, sends that end let go of what they sent; then nodes, in schedule
+order, start (taking room for their values and workspace) and finish (letting go of what nobody needs any more); then
+room is taken for what starts to arrive. The model's inputs are there before all that, its outputs until after all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from onnxplace.graph import Csr, OpGraph
+from onnxplace.target import Device, Link, LinkModel, Target, default_link
+
+Moment = tuple[float, float]
+"""A time, and a position among the events of that time."""
+Place = tuple[int, int]
+"""A value, and a device that holds it."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    value: int
+    source: int
+    destination: int
+    ready: float
+    start: float
+    finish: float
+
+
+@dataclass(frozen=True)
+class Step:
+    start: list[float]
+    finish: list[float]
+    transfers: list[Transfer]
+    makespan: float
+    peak_bytes: list[int]
+
+
+class CannotRunError(Exception):
+    """The order makes a device wait for something that it would compute later."""
+
+
+def reference_simulate(
+    graph: OpGraph,
+    seconds: Sequence[Sequence[float]],
+    target: Target,
+    device: Sequence[int],
+    order: Sequence[int],
+) -> Step:
+    """Return one step of a placed graph; raises CannotRunError if it never ends."""
+    plain = _Plain(graph, [int(d) for d in device], [int(n) for n in order], len(target.devices))
+    start, finish, transfers = _in_time(plain, seconds, target)
+    if len(finish) < len(plain.order):
+        raise CannotRunError
+    makespan = max([0.0, *finish.values(), *(t.finish for t in transfers)])
+    peaks = _peaks(plain, start, finish, transfers, makespan)
+    nodes = range(len(plain.order))
+    return Step([start[n] for n in nodes], [finish[n] for n in nodes], transfers, makespan, peaks)
+
+
+class _Plain:
+    """The graph as lists and dicts."""
+
+    def __init__(self, graph: OpGraph, device: list[int], order: list[int], devices: int) -> None:
+        self.device, self.order, self.devices = device, order, devices
+        nodes, values = range(len(graph.names)), range(len(graph.value_names))
+        self.producer = [int(p) for p in graph.producer]
+        self.reads = [[int(v) for v in graph.inputs[n]] for n in nodes]
+        self.makes = [[v for v in values if self.producer[v] == n] for n in nodes]
+        self.readers = [[n for n in nodes if v in self.reads[n]] for v in values]
+        self.bytes = [int(b) for b in graph.value_bytes]
+        self.alias = [int(a) for a in graph.alias]
+        self.outputs = [v for v in values if graph.is_output[v]]
+        self.workspace = [int(b) for b in graph.workspace_bytes]
+        self.weights = [[int(w) for w in graph.weights[n]] for n in nodes]
+        self.weight_bytes = [int(b) for b in graph.weight_bytes]
+
+
+def _in_time(
+    plain: _Plain, seconds: Sequence[Sequence[float]], target: Target
+) -> tuple[dict[int, float], dict[int, float], list[Transfer]]:
+    """Run until no device can start its next node; returns when each node started and finished, and what was sent."""
+    queues = {d: [n for n in plain.order if plain.device[n] == d] for d in range(plain.devices)}
+    free = dict.fromkeys(queues, 0.0)
+    there: dict[Place, float] = {(v, d): 0.0 for v, p in enumerate(plain.producer) if p < 0 for d in queues}
+    channels: dict[tuple[str, int], float] = {}
+    start: dict[int, float] = {}
+    finish: dict[int, float] = {}
+    transfers: list[Transfer] = []
+    while True:
+        able = []
+        for d, queue in queues.items():
+            if queue and all((v, d) in there for v in plain.reads[queue[0]]):
+                begin = max([free[d], *(there[v, d] for v in plain.reads[queue[0]])])
+                able.append((begin + float(seconds[d][queue[0]]), queue[0], begin))
+        if not able:
+            return start, finish, transfers
+        now, node, begin = min(able)
+        home = plain.device[node]
+        queues[home].remove(node)
+        start[node], finish[node], free[home] = begin, now, now
+        for value in plain.makes[node]:
+            there[value, home] = now
+            for other in dict.fromkeys(plain.device[reader] for reader in plain.readers[value]):
+                if other != home:
+                    sent = _book(target, channels, plain, value, home, other, now)
+                    transfers.append(sent)
+                    there[value, other] = sent.finish
+
+
+def _book(
+    target: Target,
+    channels: dict[tuple[str, int], float],
+    plain: _Plain,
+    value: int,
+    source: int,
+    destination: int,
+    ready: float,
+) -> Transfer:
+    needed = {
+        "duplex": [("out of", source), ("into", destination)],
+        "parallel": [],
+        "sequential": [("at", source), ("at", destination)],
+    }[target.link_model]
+    link = _link(target, source, destination)
+    start = max([ready, *(channels.get(channel, 0.0) for channel in needed)])
+    finish = start + link.latency_seconds + plain.bytes[value] / link.bytes_per_second
+    channels.update(dict.fromkeys(needed, finish))
+    return Transfer(value, source, destination, ready, start, finish)
+
+
+def _link(target: Target, source: int, destination: int) -> Link:
+    a, b = target.devices[source], target.devices[destination]
+    given = [link for link in target.links if (link.source, link.destination) == (a.id, b.id)]
+    return given[-1] if given else default_link(a, b)
+
+
+def _peaks(
+    plain: _Plain,
+    start: Mapping[int, float],
+    finish: Mapping[int, float],
+    transfers: Sequence[Transfer],
+    makespan: float,
+) -> list[int]:
+    """Return, per device, the most bytes held at any moment at which something new is held."""
+    rank = {node: position for position, node in enumerate(plain.order)}
+    begins = {node: (start[node], 2.0 * rank[node]) for node in start}
+    ends = {node: (finish[node], 2.0 * rank[node] + 1) for node in finish}
+    born, used = _lives(plain, begins, ends, transfers, makespan)
+    lives: list[tuple[int, int, Moment, Moment]] = [
+        (plain.device[node], room, begins[node], ends[node]) for node, room in enumerate(plain.workspace)
+    ]
+    merged: dict[Place, list[Moment]] = {}
+    for place, moments in used.items():
+        merged.setdefault(_owner(plain, place, born), []).extend(moments)
+    lives += [(place[1], plain.bytes[place[0]], born[place], max(moments)) for place, moments in merged.items()]
+    peaks = []
+    for d in range(plain.devices):
+        weights = {w for node in plain.order if plain.device[node] == d for w in plain.weights[node]}
+        mine = [(room, birth, death) for home, room, birth, death in lives if home == d]
+        held = [sum(room for room, birth, death in mine if birth <= moment < death) for _, moment, _ in mine]
+        peaks.append(sum(plain.weight_bytes[w] for w in weights) + max(held, default=0))
+    return peaks
+
+
+def _lives(
+    plain: _Plain,
+    begins: Mapping[int, Moment],
+    ends: Mapping[int, Moment],
+    transfers: Sequence[Transfer],
+    makespan: float,
+) -> tuple[dict[Place, Moment], dict[Place, list[Moment]]]:
+    """Return when each value starts to take room on each device that has it, and the moments until it is needed."""
+    born: dict[Place, Moment] = {}
+    used: dict[Place, list[Moment]] = {}
+    for value, node in enumerate(plain.producer):
+        readers = {d: [ends[n] for n in plain.readers[value] if plain.device[n] == d] for d in range(plain.devices)}
+        sent = [t for t in transfers if t.value == value]
+        if node < 0:
+            for d in {plain.device[n] for n in plain.readers[value]}:
+                born[value, d], used[value, d] = (0.0, -math.inf), readers[d]
+            continue
+        home = plain.device[node]
+        born[value, home] = begins[node]
+        used[value, home] = [ends[node], *readers[home], *((t.finish, -1.0) for t in sent)]
+        if value in plain.outputs:
+            used[value, home].append((makespan, math.inf))
+        for t in sent:
+            born[value, t.destination] = (t.start, 2.0 * len(plain.order))
+            used[value, t.destination] = [(t.finish, -1.0), *readers[t.destination]]
+    return born, used
+
+
+def _owner(plain: _Plain, place: Place, born: Mapping[Place, Moment]) -> Place:
+    """Follow a view to the memory it looks at, as long as that is on the same device and the view was made there."""
+    value, home = place
+    made_here = plain.producer[value] >= 0 and plain.device[plain.producer[value]] == home
+    looked_at = (plain.alias[value], home)
+    return _owner(plain, looked_at, born) if made_here and looked_at in born else place
+
+
+def graph_of(
+    reads: Mapping[str, Sequence[str]],
+    *,
+    fed: Sequence[str] = (),
+    sizes: Mapping[str, int] | None = None,
+    outputs: Sequence[str] = (),
+    views: Mapping[str, str] | None = None,
+    weights: Mapping[str, Sequence[str]] | None = None,
+    workspace: Mapping[str, int] | None = None,
+) -> OpGraph:
+    """Return a graph by hand: what each node reads. Each node makes one value of its own name; all sizes are 1."""
+    sizes, views, weights, workspace = sizes or {}, views or {}, weights or {}, workspace or {}
+    names, values = list(reads), [*fed, *reads]
+    weight_names = list(dict.fromkeys(name for row in weights.values() for name in row))
+    return OpGraph(
+        names=tuple(names),
+        ops=("Op",) * len(names),
+        value_names=tuple(values),
+        value_bytes=np.array([sizes.get(name, 1) for name in values], dtype=np.int64),
+        producer=np.array([names.index(name) if name in reads else -1 for name in values], dtype=np.int32),
+        is_output=np.array([name in outputs for name in values], dtype=bool),
+        alias=np.array([values.index(views[name]) if name in views else -1 for name in values], dtype=np.int32),
+        inputs=Csr.of([[values.index(name) for name in row] for row in reads.values()]),
+        weight_names=tuple(weight_names),
+        weight_bytes=np.array([sizes.get(name, 1) for name in weight_names], dtype=np.int64),
+        weights=Csr.of([[weight_names.index(name) for name in weights.get(node, ())] for node in names]),
+        workspace_bytes=np.array([workspace.get(name, 0) for name in names], dtype=np.int64),
+    )
+
+
+def even_target(
+    devices: int = 2,
+    *,
+    memory_bytes: int | Sequence[int] = 1 << 40,
+    latency: float = 0.0,
+    link_model: LinkModel = "duplex",
+) -> Target:
+    """Return equal devices of one core; a transfer takes `latency` and a second for each byte."""
+    limits = [memory_bytes] * devices if isinstance(memory_bytes, int) else list(memory_bytes)
+    ids = [f"cpu:{index}" for index in range(devices)]
+    return Target(
+        tuple(Device(name, limit) for name, limit in zip(ids, limits)),
+        tuple(Link(a, b, latency, 1.0) for a in ids for b in ids if a != b),
+        link_model,
+    )
