@@ -227,6 +227,7 @@ def check_pass(make_pass: Callable[[], Pass], states: Iterable[State] | None = N
         before = _described(state)
         first = _answer(make_pass(), state, where)
         _require(not (changed := _differing(before, _described(state))), f"{where}: it altered its input: {changed}")
+        _require(isinstance(first, str) or first.target == state.target, f"{where}: it changed the target")
         second = _answer(make_pass(), state, where)
         differing = _differing(_described(first), _described(second))
         _require(not differing, f"{where}: the same input gave two answers; they differ in {differing}")

@@ -5,14 +5,19 @@ import os
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 import shutil
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+from hypothesis import settings
 from onnx import numpy_helper, parser
+
+settings.register_profile("onnxplace", deadline=None)  # a first call may have to compile a kernel
+settings.load_profile("onnxplace")
 
 # Two branches that any placer can put on two devices; nothing is measured, so that compiling takes milliseconds.
 FAST_PIPELINE = "optimize,profile{estimate=true},coplace{join=never},m-etf,split,emit"
@@ -63,6 +68,12 @@ def run_cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
     return run
 
 
+@pytest.fixture
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the GPUs of this machine, so that the default devices are cpu:0 and cpu:1."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+
+
 @pytest.fixture(scope="session")
 def branches_bytes() -> bytes:
     return branches().SerializeToString()
@@ -95,9 +106,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory, branches_bytes: bytes) ->
 
 
 @pytest.fixture
-def bundle_copy(compiled: Path, tmp_path: Path) -> Iterator[Path]:
+def bundle_copy(compiled: Path, tmp_path: Path) -> Path:
     """A copy of the compiled bundle that a test may damage."""
-    yield shutil.copytree(compiled, tmp_path / "bundle")
+    return shutil.copytree(compiled, tmp_path / "bundle")
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ operations that leave open what they do with those.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from onnx import (
     numpy_helper,
     parser,
 )
+
+from onnxplace.sessions import Level, session_options
 
 Array = NDArray[Any]
 Feeds = dict[str, Any]
@@ -566,15 +568,26 @@ class Builder:
         return found or self.weight(np.array(self.draw(st.booleans())), BOOL)
 
     def add_if(self) -> None:
-        first = self.pick(lambda v: v.elements is None)
-        second = self.pick(lambda v: v.elements is None)
-        if first is None or second is None:
+        """Add a choice of one or two values; the shape of the first may depend on what is chosen."""
+        first, second = self.pick(lambda v: v.elements is None), self.pick(lambda v: v.elements is None)
+        other = first and self.pick(
+            lambda v: v.elements is None and v.dtype == first.dtype and len(v.shape) == len(first.shape)
+        )
+        if first is None or second is None or other is None:
             return
-        wanted = self.one_of(([first], [first, second]))
-        condition = self._condition()
-        made = [replace(value, name=self.fresh()) for value in wanted]
-        then, otherwise = self._branch(wanted), self._branch(wanted)
-        self.node("If", [condition], [v.name for v in made], then_branch=then, else_branch=otherwise)
+        condition, both = self._condition(), self.chance(2)
+        merged = replace(
+            first,
+            shape=tuple(a if a == b else f"u{self.fresh()}" for a, b in zip(first.shape, other.shape)),
+            bound=max(first.bound, other.bound),
+            wild=first.wild or other.wild,
+        )
+        made = [replace(value, name=self.fresh()) for value in ([merged, second] if both else [merged])]
+        branches = {
+            name: self._branch([value, second] if both else [value])
+            for name, value in (("then_branch", first), ("else_branch", other))
+        }
+        self.node("If", [condition], [v.name for v in made], **branches)
         self.values += made
 
     def add_loop(self) -> None:
@@ -608,6 +621,33 @@ class Builder:
         condition = self.one_of(("", self.weight(np.array(True), BOOL)))
         self.node("Loop", [limit, condition, carried], [last.name, every.name], body=body)
         self.values += self.one_of(([last, every], [last], [every]))
+
+    def add_growing_loop(self) -> None:
+        """Add a loop in which what is carried gets longer each time."""
+        carried = self.number(FLOAT, INT32, INT64)
+        step = carried and self.pick(
+            lambda v: v.is_number and v.dtype == carried.dtype and len(v.shape) > 0 and v.shape[1:] == carried.shape[1:]
+        )
+        if carried is None or step is None or not carried.shape:
+            return
+        inner = self.inner()
+        longer = replace(
+            carried,
+            shape=(f"u{self.fresh()}", *carried.shape[1:]),
+            bound=max(carried.bound, step.bound),
+            wild=carried.wild or step.wild,
+        )
+        parameters = [
+            Value(inner.fresh(), INT64, (), LARGEST_N),
+            Value(inner.fresh(), BOOL, (), 1),
+            replace(longer, name=inner.fresh()),
+        ]
+        go_on = inner.like("Identity", parameters[1])
+        body = inner.graph([go_on, inner.like("Concat", longer, [parameters[2], step], axis=0)], parameters)
+        limit = self.weight(np.array(self.draw(st.integers(0, LARGEST_N)), dtype=np.int64), INT64)
+        last = replace(longer, name=self.fresh())
+        self.node("Loop", [limit, "", carried], [last.name], body=body)
+        self.values.append(last)
 
     def add_call(self) -> None:
         """Add a call of a model-local function, which calls another one."""
@@ -678,6 +718,7 @@ ALL = (
     *SIMPLE,
     Builder.add_if,
     Builder.add_loop,
+    Builder.add_growing_loop,
     Builder.add_call,
     Builder.add_string,
     Builder.add_from_sequence,
@@ -728,21 +769,29 @@ def feeds_for(draw: Draw, inputs: Sequence[Value], optional: Sequence[Value], n:
 
 
 @st.composite
-def random_models(draw: Draw, max_nodes: int = 16) -> RandomModel:
-    """Draw a model of up to about `max_nodes` nodes, and feeds for it. ONNX Runtime may still refuse some."""
+def random_models(draw: Draw, max_nodes: int = 16, avoid: Collection[str] = ()) -> RandomModel:
+    """Draw a model of up to about `max_nodes` nodes, and feeds for it. ONNX Runtime may still refuse some.
+
+    `avoid` names what must not be in it: "no nodes", "strings", "returned sequences".
+    """
     builder = Builder(draw, opset=draw(st.sampled_from((18, 21))))
-    kinds = draw(
-        st.lists(st.sampled_from((FLOAT, FLOAT, INT64, BOOL, INT32, FLOAT16, DOUBLE, STRING)), min_size=1, max_size=3)
-    )
+    dtypes, steps = [FLOAT, FLOAT, INT64, BOOL, INT32, FLOAT16, DOUBLE, STRING], list(ALL)
+    if "strings" in avoid:
+        dtypes.remove(STRING)
+        steps.remove(Builder.add_string)
+    kinds = draw(st.lists(st.sampled_from(dtypes), min_size=1, max_size=3))
     inputs = []
     for index, dtype in enumerate(kinds):
         shape = builder.one_of(SHAPES if dtype != BOOL else ((), *SHAPES))
         wild = dtype in (FLOAT, DOUBLE) and builder.chance(4)
         inputs.append(Value(f"x{index}", dtype, shape, 1 if dtype == BOOL else FED_BOUND, wild))
     builder.values += inputs
-    for add in [] if builder.chance(30) else draw(st.lists(st.sampled_from(ALL), min_size=4, max_size=max_nodes)):
+    for add in [] if builder.chance(30) else draw(st.lists(st.sampled_from(steps), min_size=4, max_size=max_nodes)):
         add(builder)
-    outputs = draw(st.lists(st.sampled_from(builder.values[::-1]), min_size=1, max_size=4, unique_by=lambda v: v.name))
+    returnable = [v for v in reversed(builder.values) if not ("returned sequences" in avoid and v.elements)]
+    outputs = draw(st.lists(st.sampled_from(returnable), min_size=1, max_size=4, unique_by=lambda v: v.name))
+    if "no nodes" in avoid:  # as it is also when none of them is needed
+        outputs.append(builder.like("Identity", inputs[0]))
     nodes = builder.nodes[::-1] if builder.chance(6) else builder.nodes  # ONNX Runtime sorts them
     nested = any(attribute.HasField("g") for node in nodes for attribute in node.attribute)
     ir_version = builder.one_of((8, 10) if nested else (8, 3, 10))  # 3 has no weights in subgraphs
@@ -768,20 +817,18 @@ def uses_n(inputs: Iterable[Value]) -> bool:
     return any("N" in value.shape for value in inputs)
 
 
-def reference(proto: ModelProto, feeds: Iterable[Feeds]) -> list[list[Any]]:
+def reference(proto: ModelProto, feeds: Iterable[Feeds], level: Level = "none") -> list[list[Any]]:
     """Return what ONNX Runtime makes of the model as it is."""
     nameless = ModelProto()
     nameless.CopyFrom(proto)
     forget_names(nameless.graph)  # it refuses nodes of the same name, which ONNX allows
-    return run_plain(nameless.SerializeToString(), feeds)
+    return run_plain(nameless.SerializeToString(), feeds, level)
 
 
-def run_plain(model: bytes | Path, feeds: Iterable[Feeds]) -> list[list[Any]]:
-    """Return the outputs of a model in one session that optimises nothing."""
-    options = onnxruntime.SessionOptions()
+def run_plain(model: bytes | Path, feeds: Iterable[Feeds], level: Level = "none") -> list[list[Any]]:
+    """Return the outputs of a model in one session, which optimises nothing unless it is asked to."""
+    options = session_options([0], level)
     options.log_severity_level = 4
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     return [session.run(None, fed) for fed in feeds]
 

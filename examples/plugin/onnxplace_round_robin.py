@@ -1,0 +1,95 @@
+"""An example of a plugin: a placer that deals nodes out like cards, and a runtime that needs no threads."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from onnxplace import Bundle, ExecutionError, Pass, Runtime, RuntimeSession, State
+from onnxplace.costs import decided, problem
+from onnxplace.facts import Placement, Profile, Schedule
+from onnxplace.runtime import Event, Result
+
+
+@dataclass(frozen=True)
+class RoundRobin(Pass):
+    """Deal groups of nodes to the devices in turn, in topological order; groups that are pinned stay where they are."""
+
+    name: ClassVar[str] = "round-robin"
+    requires: ClassVar[tuple[type, ...]] = (Profile,)
+    provides: ClassVar[tuple[type, ...]] = (Placement, Schedule)
+
+    first: int = 0
+    """The device that gets the first group."""
+
+    def run(self, state: State) -> State:
+        asked = problem(state)
+        home, turn = asked.pinned.copy(), self.first
+        for group in asked.group[asked.graph.order].tolist():
+            if home[group] < 0:
+                home[group] = turn % len(state.target.devices)
+                turn += 1
+        device = home[asked.group].astype(np.int32)
+        order = asked.graph.order
+        return decided(state, asked, device, asked.simulate(device, order).start_seconds, self.name)
+
+
+class OneThread(Runtime):
+    """Run all segments one after the other in the thread that asks, whatever device they were meant for."""
+
+    name: ClassVar[str] = "one-thread"
+    summary: ClassVar[str] = "run all segments one after the other, for finding faults"
+
+    def open(self, bundle: Bundle, *, trace: bool = False) -> RuntimeSession:
+        """Open every segment with ONNX Runtime on the CPU."""
+        return _Session(bundle)
+
+
+class _Session(RuntimeSession):
+    def __init__(self, bundle: Bundle) -> None:
+        os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+        import onnxruntime
+
+        self._manifest, self._closed = bundle.manifest, False
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        self._sessions = [
+            onnxruntime.InferenceSession(bundle.file(segment.file), options, providers=["CPUExecutionProvider"])
+            for segment in bundle.manifest.segments
+        ]
+
+    def submit(self, feeds: Mapping[str, Any]) -> Future[Result]:
+        """Return a future that is done already."""
+        if self._closed:
+            raise ExecutionError("X901", "the session is closed")
+        future: Future[Result] = Future()
+        try:
+            future.set_result(self._run(feeds))
+        except ExecutionError as problem:
+            future.set_exception(problem)
+        return future
+
+    def close(self) -> None:
+        """Drop the sessions."""
+        self._closed, self._sessions = True, []
+
+    def _run(self, feeds: Mapping[str, Any]) -> Result:
+        values, events, began = dict(feeds), [], time.perf_counter()
+        for segment, session in zip(self._manifest.segments, self._sessions):
+            start = time.perf_counter() - began
+            try:
+                outputs = session.run(segment.outputs, {n: values[n] for n in segment.inputs if n in values})
+            except Exception as problem:  # ONNX Runtime raises its own unrelated types
+                raise ExecutionError(
+                    "X902", f"segment {segment.id} failed: {problem}", where=segment.device
+                ) from problem
+            values.update(zip(segment.outputs, outputs))
+            events.append(Event(segment.device, "run", segment.id, start, time.perf_counter() - began))
+        found = {output.name: values[output.value] for output in self._manifest.outputs}
+        return Result(found, tuple(events), time.perf_counter() - began)

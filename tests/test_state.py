@@ -1,0 +1,120 @@
+"""A State is never altered, only replaced; a Pass is a frozen record."""
+
+from dataclasses import FrozenInstanceError, dataclass
+from typing import ClassVar
+
+import pytest
+
+from onnxplace.state import Diagnostic, Fact, Pass, State
+from onnxplace.target import Device, Target
+
+TARGET = Target((Device("cpu:0", 1),))
+
+
+@dataclass(frozen=True)
+class Color:
+    derived_from: ClassVar[tuple[type, ...]] = ()
+    name: str = "red"
+
+    def check(self, state: State) -> None:
+        """Any color will do."""
+
+
+@dataclass(frozen=True)
+class Shade(Color):
+    derived_from: ClassVar[tuple[type, ...]] = (Color,)
+
+
+def test_having_adds_and_replaces_without_touching_the_old_state():
+    empty = State(TARGET)
+    red = empty.having(Color("red"))
+    blue = red.having(Color("blue"), Shade("dark"))
+    assert (Color in empty, Color in red, Shade in red) == (False, True, False)
+    assert (red[Color].name, blue[Color].name, blue[Shade].name) == ("red", "blue", "dark")
+
+
+def test_facts_are_found_by_their_own_class_and_not_by_that_of_a_parent():
+    state = State(TARGET).having(Shade())
+    assert Shade in state
+    assert Color not in state
+
+
+def test_without_drops_facts_and_passes_over_those_that_are_not_there():
+    state = State(TARGET).having(Color(), Shade())
+    assert set(state.without(Color).facts) == {Shade}
+    assert set(State(TARGET).without(Color).facts) == set()
+    assert set(state.facts) == {Color, Shade}
+
+
+def test_saying_appends_in_order():
+    first, second = Diagnostic("X001", "one"), Diagnostic("X002", "two")
+    state = State(TARGET).saying(first)
+    assert state.saying(second, first).diagnostics == (first, second, first)
+    assert state.diagnostics == (first,)
+
+
+def test_each_step_keeps_the_rest():
+    note = Diagnostic("X001", "one")
+    state = State(TARGET).saying(note).having(Color()).without(Color)
+    assert state == State(TARGET, diagnostics=(note,))
+    assert state.target is TARGET
+
+
+def test_a_fact_that_is_not_there_is_a_key_error():
+    with pytest.raises(KeyError):
+        State(TARGET)[Color]
+
+
+def test_a_state_cannot_be_altered():
+    state = State(TARGET).having(Color())
+    with pytest.raises(FrozenInstanceError):
+        state.target = TARGET  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        state.facts[Color] = Color("blue")  # type: ignore[index]
+
+
+def test_the_dictionary_a_state_was_made_from_is_no_way_in():
+    given = {Color: Color()}
+    state = State(TARGET, given).having()
+    given.clear()
+    assert Color in state
+
+
+def test_what_has_check_and_derived_from_is_a_fact():
+    assert isinstance(Color(), Fact)
+    assert not isinstance(object(), Fact)
+
+
+@dataclass(frozen=True)
+class Paint(Pass):
+    """Make it blue."""
+
+    name: ClassVar[str] = "paint"
+    provides: ClassVar[tuple[type, ...]] = (Color,)
+
+    tone: str = "blue"
+
+    def run(self, state: State) -> State:
+        return state.having(Color(self.tone))
+
+
+def test_passes_with_equal_options_are_equal():
+    assert Paint() == Paint("blue") != Paint("green")
+    assert len({Paint(), Paint("blue"), Paint("green")}) == 2
+
+
+def test_a_pass_is_frozen():
+    with pytest.raises(FrozenInstanceError):
+        Paint().tone = "green"  # type: ignore[misc]
+
+
+def test_a_pass_declares_nothing_unless_it_says_so():
+    assert (Paint.requires, Paint.preserves) == ((), ())
+
+
+def test_a_pass_without_run_cannot_be_made():
+    class Lazy(Pass):
+        name = "lazy"
+
+    with pytest.raises(TypeError, match="run"):
+        Lazy()
