@@ -135,4 +135,8 @@ def _largest_group(asked: Problem) -> str:
     held = device_weights(asked.graph, asked.group, int(asked.group.max()) + 1)
     worst = int(held.argmax())
     name = asked.graph.names[int(np.flatnonzero(asked.group == worst)[0])]
-    return f"the largest group that must stay together, at {name!r}, has {int(held[worst])} bytes of weights"
+    roomiest = max(asked.target.devices, key=lambda device: device.memory_bytes)
+    lacking = int(held[worst]) - roomiest.memory_bytes
+    return f"the largest group that must stay together, at {name!r}, has {int(held[worst])} bytes of weights" + (
+        f", for which {roomiest.id} lacks {lacking} bytes" if lacking > 0 else ""
+    )

@@ -87,6 +87,7 @@ class Groups:
     def check(self, state: State) -> None:
         """Raise ValueError unless groups cover the nodes and pins name devices."""
         _require(len(self.group) == len(state[Profile].graph), "a group per node")
+        _require(bool((np.bincount(self.group, minlength=len(self.pinned)) > 0).all()), "group ids are not dense")
         _require(
             len(self.pinned) == len(self.reasons) == int(self.group.max(initial=-1)) + 1, "a pin and a reason per group"
         )

@@ -157,7 +157,9 @@ class OpGraph:
         the memory they need while the cluster runs stays, as part of its workspace. The result may have cycles if
         the clusters were not convex; its `order` says so.
         """
-        count = int(cluster.max()) + 1 if len(cluster) else 0
+        if not len(self):
+            return self
+        count = int(cluster.max()) + 1
         inner = self._inner_values(cluster)
         kept = np.flatnonzero(~inner).astype(np.int32)
         renumbered = np.full(len(self.value_names), -1, dtype=np.int32)
@@ -166,7 +168,7 @@ class OpGraph:
         own = self.producer[self.inputs.items]
         crossing = (own < 0) | (cluster[np.maximum(own, 0)] != reads)
         producer = self.producer[kept]
-        alias = self.alias[kept]
+        alias = self._kept_alias(inner)[kept]
         first = np.full(count, -1, dtype=np.int64)
         first[cluster[::-1]] = np.arange(len(cluster))[::-1]
         sizes = np.bincount(cluster, minlength=count)
@@ -195,16 +197,34 @@ class OpGraph:
         leaves[reads.rows[cluster[reads.items] != own[reads.rows]]] = True
         return ~leaves
 
+    def _kept_alias(self, inner: Bools) -> Ints:
+        """Return, per value, the value that owns or lends its memory once inner values have vanished, or -1.
+
+        Of several views of one vanished value, the first becomes the owner.
+        """
+        alias, heirs = np.full(len(inner), -1, dtype=np.int32), dict[int, int]()
+        for value in np.flatnonzero((self.alias >= 0) & ~inner).tolist():
+            vanished, looked_at = -1, int(self.alias[value])
+            while looked_at >= 0 and inner[looked_at]:
+                vanished, looked_at = looked_at, int(self.alias[looked_at])
+            if looked_at < 0:
+                looked_at = heirs.setdefault(vanished, value)
+            alias[value] = looked_at if looked_at != value else -1
+        return alias
+
     def _inner_peak(self, cluster: Ints, inner: Bools, count: int) -> Longs:
         """Return the most memory that inner values and workspaces of each cluster need at one time."""
         from onnxplace.kernels import inner_peak
 
         roots = self.alias_roots
+        # A buffer that leaves as a view is counted there, not inside.
+        stays = inner.copy()
+        stays[roots[~inner]] = False
         peak: Longs = inner_peak(
             self.order,
             cluster,
             count,
-            inner & inner[roots],
+            stays,
             roots,
             self.value_bytes,
             self.outputs.starts,

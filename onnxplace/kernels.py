@@ -261,9 +261,11 @@ def live_spans(
             death_rank[value] = 2 * rank[made] + 1
             if is_output[value]:
                 death[value] = end_of_step
+                death_rank[value] = 2 * len(rank) + 1  # after whatever else happens at the end
         for c in range(copy_starts[value], copy_starts[value + 1]):
             birth[values + c] = copy_begin[c]
-            birth_rank[values + c] = 2 * len(rank)  # a copy counts from the instant it starts to arrive
+            # An input of the model is there before anything happens; a copy counts once it starts to arrive.
+            birth_rank[values + c] = -2 if made < 0 else 2 * len(rank)
             death[values + c] = copy_end[c]
             if made >= 0 and copy_end[c] > death[value]:
                 death[value] = copy_end[c]
@@ -290,7 +292,9 @@ def live_spans(
                     if copy_device[c] == home:
                         buffer = values + c
             root[value] = buffer
-            if death[value] > death[buffer]:
+            if death[value] > death[buffer] or (
+                death[value] == death[buffer] and death_rank[value] > death_rank[buffer]
+            ):
                 death[buffer] = death[value]
                 death_rank[buffer] = death_rank[value]
     return birth, death, birth_rank, death_rank, root

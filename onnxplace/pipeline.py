@@ -110,13 +110,17 @@ def run_pass(step: Pass, state: State) -> State:
             where=f"pass {step.name!r}",
             hint="this is a defect of the pass, please report it",
         ) from problem
+    if not isinstance(after, State):
+        raise BrokenPassError("B006", f"it returned {after!r}, not a State", where=f"pass {step.name!r}")
     _hold_to_word(step, state, before, after)
     return after.without(*stale_after(step, after.facts))
 
 
 def _hold_to_word(step: Pass, state: State, before: dict[type, Fact], after: State) -> None:
-    if dict(state.facts) != before:
+    if list(state.facts) != list(before) or any(state.facts[kind] is not fact for kind, fact in before.items()):
         raise BrokenPassError("B002", "it altered its input", where=f"pass {step.name!r}")
+    if after.target != state.target:
+        raise BrokenPassError("B007", "it changed the target", where=f"pass {step.name!r}")
     for kind in step.provides:
         if kind not in after:
             raise BrokenPassError("B003", f"it did not provide {kind.__name__}", where=f"pass {step.name!r}")
@@ -126,7 +130,7 @@ def _hold_to_word(step: Pass, state: State, before: dict[type, Fact], after: Sta
             raise BrokenPassError("B004", f"it changed {kind.__name__} without saying so", where=f"pass {step.name!r}")
         try:
             after.facts[kind].check(after)
-        except ValueError as problem:
+        except Exception as problem:
             raise BrokenPassError(
                 "B005", f"its {kind.__name__} is wrong: {problem}", where=f"pass {step.name!r}"
             ) from problem

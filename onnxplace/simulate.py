@@ -74,7 +74,7 @@ def simulate(graph: OpGraph, seconds: Floats, target: Target, device: Ints, orde
         LINK_MODELS.index(target.link_model),
     )
     if len(finish) and finish.min() < 0:
-        stuck = graph.names[int(np.argmin(finish))]
+        stuck = graph.names[int(order[np.argmax(finish[order] < 0)])]
         raise ValueError(f"the order cannot be run: {stuck!r} waits for a node that is behind it")
     transfers = Transfers(*sent)
     end = float(max(finish.max(initial=0.0), transfers.finish_seconds.max(initial=0.0)))

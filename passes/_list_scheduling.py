@@ -16,6 +16,8 @@ def earliest_task_first(
     limit,
     producer,
     value_bytes,
+    is_output,
+    roots,
     out_starts,
     outs,
     in_starts,
@@ -35,8 +37,9 @@ def earliest_task_first(
     """Place nodes one by one: of all ready nodes and devices, the pair that can start first (ties by position, device).
 
     Memory is accounted as the schedule grows: weights once per device, a value on its device and on each that
-    received it until all its readers are placed. A group goes where its first node goes, if its weights fit there;
-    they are reserved at once. Returns device and planned start per node; device -1 where nothing fits any more.
+    received it until all its readers, and those of its views, are placed; an output for good; a view takes none. A
+    group goes where its first node goes, if its weights fit there; they are reserved at once. Returns device and
+    planned start per node; device -1 where nothing fits any more.
     """
     count = len(topological)
     devices = len(limit)
@@ -55,7 +58,13 @@ def earliest_task_first(
     arrival = np.full((len(producer), devices), -1.0)
     unread = np.zeros(len(producer), np.int64)
     for value in range(len(producer)):
-        unread[value] = read_starts[value + 1] - read_starts[value]
+        reads = read_starts[value + 1] - read_starts[value]
+        unread[value] += reads
+        if roots[value] != value:
+            unread[roots[value]] += reads
+        if is_output[value]:
+            unread[value] += 1
+            unread[roots[value]] += 1
     waiting = np.zeros(count, np.int64)
     ready = [np.int64(0) for _ in range(0)]
     for node in range(count):
@@ -102,7 +111,8 @@ def earliest_task_first(
                     continue
                 need = workspace[node]
                 for k in range(out_starts[node], out_starts[node + 1]):
-                    need += value_bytes[outs[k]]
+                    if roots[outs[k]] == outs[k]:
+                        need += value_bytes[outs[k]]
                 for k in range(in_starts[node], in_starts[node + 1]):
                     if producer[ins[k]] < 0 or (device[producer[ins[k]]] != d and arrival[ins[k], d] < 0.0):
                         need += value_bytes[ins[k]]
@@ -154,17 +164,20 @@ def earliest_task_first(
         free[d] = finish[node]
         for k in range(out_starts[node], out_starts[node + 1]):
             value = outs[k]
-            used[d] += value_bytes[value]
+            if roots[value] == value and unread[value] > 0:
+                used[d] += value_bytes[value]
             for j in range(read_starts[value], read_starts[value + 1]):
                 waiting[readers[j]] -= 1
                 if waiting[readers[j]] == 0:
                     ready.append(np.int64(readers[j]))
         for k in range(in_starts[node], in_starts[node + 1]):
             value = ins[k]
-            unread[value] -= 1
-            if unread[value] == 0:
-                for e in range(devices):
-                    made_here = producer[value] >= 0 and device[producer[value]] == e
-                    if made_here or arrival[value, e] >= 0.0:
-                        used[e] -= value_bytes[value]
+            while value >= 0:
+                unread[value] -= 1
+                if unread[value] == 0:
+                    for e in range(devices):
+                        made_here = producer[value] >= 0 and device[producer[value]] == e and roots[value] == value
+                        if made_here or arrival[value, e] >= 0.0:
+                            used[e] -= value_bytes[value]
+                value = roots[value] if roots[value] != value else -1
     return device, start

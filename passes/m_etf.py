@@ -67,6 +67,8 @@ def plan(asked: Problem, limit: Longs) -> tuple[Ints, Floats]:
         limit,
         graph.producer,
         graph.value_bytes,
+        graph.is_output,
+        graph.alias_roots,
         graph.outputs.starts,
         graph.outputs.items,
         graph.inputs.starts,

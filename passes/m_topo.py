@@ -10,7 +10,8 @@ import numpy as np
 
 from onnxplace.costs import Problem, decided, problem, shortage
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.graph import Bools, Ints, Longs, sum_by
+from onnxplace.graph import Bools, Csr, Ints, Longs, sum_by
+from onnxplace.simulate import device_weights
 from onnxplace.state import Pass, State
 
 
@@ -33,34 +34,39 @@ class MTopo(Pass):
         return decided(state, asked, device, asked.simulate(device, order).start_seconds, self.name)
 
 
-def group_bytes(asked: Problem) -> tuple[Longs, Longs]:
-    """Return, per group, the bytes of weights, and of weights and outputs together."""
+def group_bytes(asked: Problem) -> Longs:
+    """Return, per group, the bytes of weights, each once, and of outputs together."""
     graph = asked.graph
     count = len(asked.pinned)
-    weights = sum_by(asked.group[graph.weights.rows], graph.weight_bytes[graph.weights.items], count)
     made = np.flatnonzero(graph.producer >= 0)
     outputs = sum_by(asked.group[graph.producer[made]], graph.value_bytes[made], count)
-    return weights.astype(np.int64), (weights + outputs).astype(np.int64)
+    return device_weights(graph, asked.group, count) + outputs.astype(np.int64)
 
 
 def _fill(asked: Problem) -> Ints:
     """Return the device of each node; raises InfeasibleError when the last device is full."""
-    weights, need = group_bytes(asked)
+    graph, need = asked.graph, group_bytes(asked)
     devices = len(asked.target.devices)
     cap = int(need.sum()) // devices + int(need.max(initial=0))
-    used, held = np.zeros(devices, dtype=np.int64), np.zeros(devices, dtype=np.int64)
+    weights = Csr.grouped(asked.group[graph.weights.rows], graph.weights.items, len(asked.pinned))
+    used = np.zeros(devices, dtype=np.int64)
+    held = np.zeros((devices, len(graph.weight_bytes)), dtype=bool)
     home = asked.pinned.copy()
+    for group in np.flatnonzero(home >= 0).tolist():
+        used[home[group]] += need[group]
+        held[home[group], weights[group]] = True
     current = 0
-    for group in asked.group[asked.graph.order].tolist():
+    for group in asked.group[graph.order].tolist():
         if home[group] < 0:
-            fits = _fitting(
-                range(current, devices), used + need[group] <= cap, held + weights[group] <= asked.limit_bytes
-            )
+            own = weights[group]
+            more = ~held[:, own] @ graph.weight_bytes[own]
+            within_limit = held @ graph.weight_bytes + more <= asked.limit_bytes
+            fits = _fitting(range(current, devices), used + need[group] <= cap, within_limit)
             if fits is None:
                 raise shortage(asked, MTopo.name)
             home[group] = current = fits
             used[current] += need[group]
-            held[current] += weights[group]
+            held[current, own] = True
     return home[asked.group].astype(np.int32)
 
 

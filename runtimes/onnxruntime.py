@@ -124,6 +124,7 @@ class _Request:
         self.number = number
         self.feeds = feeds
         self.future: Future[Result] = Future()
+        self.future.set_running_or_notify_cancel()  # what is under way cannot be cancelled
         self.began = time.perf_counter()
         self.outputs: dict[str, Any] = {}
         self.events: list[Event] = []
