@@ -18,6 +18,7 @@ from onnx import (
 )
 from onnx.inliner import inline_local_functions
 
+from onnxplace._weights import check_tensor
 from onnxplace.errors import ModelError
 
 
@@ -43,8 +44,12 @@ def take_apart(proto: ModelProto, where: str) -> Parts:
     if proto.functions:
         proto = _inline_functions(proto, where)
     graph = proto.graph
+    if not graph.output:
+        raise ModelError("M018", "the model has no outputs, so there is nothing to compute", where=where)
     initializers = {tensor.name: tensor for tensor in graph.initializer}
     nodes = _lift_constants(graph.node, initializers, where)
+    for tensor in initializers.values():
+        check_tensor(tensor)
     made = _producers(nodes, initializers, graph, where)
     inputs = [v for v in graph.input if v.name not in made and not (v.name in initializers and proto.ir_version < 4)]
     nodes = _in_order(_with_unique_names(nodes), made, initializers, inputs, where)

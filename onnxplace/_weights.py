@@ -35,6 +35,18 @@ def tensor_size(tensor: TensorProto) -> int:
     return count * np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type)).itemsize
 
 
+def check_tensor(tensor: TensorProto) -> None:
+    """Raise ModelError naming a weight whose type is none, whose shape cannot be, or whose bytes are too few."""
+    where, hint = f"weight {tensor.name!r}", "the model is damaged; export it again"
+    if tensor.data_type not in TensorProto.DataType.values() or tensor.data_type == TensorProto.UNDEFINED:
+        raise ModelError("M019", f"its type {tensor.data_type} is unknown", where=where, hint=hint)
+    if any(size < 0 for size in tensor.dims):
+        raise ModelError("M019", f"its shape {list(tensor.dims)} cannot be", where=where, hint=hint)
+    if tensor.HasField("raw_data") and len(tensor.raw_data) != tensor_size(tensor):
+        have, need = len(tensor.raw_data), tensor_size(tensor)
+        raise ModelError("M019", f"it has {have} bytes of data where {need} are needed", where=where, hint=hint)
+
+
 def external_range(tensor: TensorProto, folder: Path | None) -> tuple[Path, int, int]:
     """Return (file, offset, length) of a tensor's external data.
 
@@ -51,10 +63,20 @@ def external_range(tensor: TensorProto, folder: Path | None) -> tuple[Path, int,
         )
     location = entries.get("location", "")
     file = folder / location
-    if not location or Path(location).is_absolute() or not file.resolve().is_relative_to(folder.resolve()):
+    if "\0" in location or not location or not file.resolve().is_relative_to(folder.resolve()):
         raise ModelError("M006", f"external data outside the model's folder: {location!r}", where=where)
     size = tensor_size(tensor)
-    offset, length = int(entries.get("offset") or 0), int(entries.get("length") or size)
+    try:
+        offset, length = int(entries.get("offset") or 0), int(entries.get("length") or size)
+    except ValueError:
+        offset, length = -1, size
+    if offset < 0 or length < 0:
+        raise ModelError(
+            "M007",
+            f"its external data has an impossible range: {entries}",
+            where=where,
+            hint="the model is damaged; export it again",
+        )
     if not file.is_file():
         raise ModelError(
             "M005",

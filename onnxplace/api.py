@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from onnxplace.bundle import Bundle, Check
+from onnxplace.bundle import MANIFEST, Bundle, Check
 from onnxplace.errors import InfeasibleError, UsageError, nearest
 from onnxplace.facts import Emitted, Placement
 from onnxplace.feeds import Array, Declared, check_feeds
+from onnxplace.files import require_free
 from onnxplace.machine import cuda_problem, gpus, local_target
 from onnxplace.model import bind
 from onnxplace.model import load as load_model
@@ -19,7 +20,7 @@ from onnxplace.operators import require_operators
 from onnxplace.pipeline import Observer, Pipeline, Timing, make_pass
 from onnxplace.registry import find
 from onnxplace.runtime import Result, Runtime
-from onnxplace.spec import PassSpec, format_pipeline
+from onnxplace.spec import PassSpec, format_pipeline, tuple_text
 from onnxplace.state import Diagnostic, State
 from onnxplace.target import Target, parse_memory
 
@@ -80,11 +81,8 @@ def compile_model(
     path = Path(output) if output else _default_output(model)
     steps = _pipeline(pipeline, placer, str(costs or ""), str(device_map or ""), tuple(colocate), seed)
     text = str(steps)
-    early = [step for step in steps.passes if step.name == "emit"]
-    if path.exists() and not force and early:
-        raise UsageError(
-            "U030", "it exists already", where=str(path), hint="choose another -o, or replace it with --force"
-        )
+    _require_one_emit(steps)
+    require_free(path, force, MANIFEST)
     target = target or local_target(devices)
     if max_memory:
         target = target.limiting(parse_memory(max_memory, [device.id for device in target.devices]))
@@ -98,15 +96,25 @@ def compile_model(
         )
     )
     state, timings = _run(steps, state, strict, observer)
-    if Emitted not in state:
-        raise UsageError(
-            "U041", "the pipeline writes no bundle", where=f"pipeline {text}", hint="end it with split,emit"
-        )
     return Compiled(Bundle.open(state[Emitted].path), text, timings, state.diagnostics)
 
 
+def _require_one_emit(steps: Pipeline) -> None:
+    """Raise UsageError unless the pipeline writes one bundle, as the last thing it does."""
+    names = [step.name for step in steps.passes]
+    if "emit" not in names or names.index("emit") < len(names) - 1:
+        message = (
+            "the pipeline does something after it wrote its bundle"
+            if "emit" in names
+            else "the pipeline writes no bundle"
+        )
+        raise UsageError("U041", message, where=f"pipeline {steps}", hint="end it with split,emit")
+
+
 def _default_output(model: object) -> Path:
-    return Path(model).with_suffix(".bundle") if isinstance(model, (str, Path)) else Path("model.bundle")
+    if not isinstance(model, (str, Path)) or not Path(model).name:
+        return Path("model.bundle")
+    return Path(model).with_suffix(".bundle")
 
 
 def _pipeline(
@@ -114,11 +122,11 @@ def _pipeline(
 ) -> Pipeline:
     """Return the user's pipeline, or the default one around the placer; raises UsageError for unknown names."""
     if given is not None:
-        if costs or device_map or colocate:
+        if costs or device_map or colocate or seed:
             raise UsageError(
                 "U042",
-                "--pipeline excludes --costs, --device-map and --colocate",
-                hint="write them into it: profile{costs=F},coplace{device_map=F,colocate=REGEX}",
+                "--pipeline excludes --costs, --device-map, --colocate and --seed",
+                hint="write them into it: profile{costs=F,seed=1},coplace{device_map=F,colocate=REGEX}",
             )
         return Pipeline.parse(given) if isinstance(given, str) else given
     chosen = make_pass(placer)
@@ -128,7 +136,11 @@ def _pipeline(
     profile = {"costs": costs} if costs else {}
     if seed:
         profile["seed"] = str(seed)
-    coplace = {key: value for key, value in (("colocate", ";".join(colocate)), ("device_map", device_map)) if value}
+    coplace = {
+        key: value
+        for key, value in (("colocate", tuple_text(colocate) if colocate else ""), ("device_map", device_map))
+        if value
+    }
     specs = [
         PassSpec("optimize"),
         PassSpec("profile", profile),

@@ -19,7 +19,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from onnxplace.errors import BundleError
+from onnxplace._programs import check_programs
+from onnxplace.errors import BundleError, TargetError
 from onnxplace.feeds import Declared
 from onnxplace.target import Device, Link, LinkModel, Target
 
@@ -33,6 +34,7 @@ WEIGHTS = "weights.bin"
 SMALL_BYTES = 16 << 20
 
 Check = Literal["small", "all"]
+DAMAGED = "the bundle is damaged; compile the model again"
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0)]
 
@@ -183,19 +185,21 @@ class Bundle:
         bundle = Bundle(path, manifest)
         for name, record in manifest.files.items():
             _check_file(bundle.file(name), record, check)
-        for name in (WHOLE, *(segment.file for segment in manifest.segments)):
+        weights = f"{SEGMENTS}/{WEIGHTS}"
+        for name in (WHOLE, weights, *(segment.file for segment in manifest.segments)):
             if name not in manifest.files:
                 raise BundleError(
                     "N006", f"{name!r} is not among the files of the manifest", where=str(path / MANIFEST)
                 )
-        _check_programs(manifest, path / MANIFEST)
+        check_programs(manifest, path / MANIFEST)
         return bundle
 
     def file(self, name: str) -> Path:
         """Return the path of a file in the bundle; raises BundleError if the name leads outside."""
         file = self.path / name
         if (
-            Path(name).is_absolute()
+            "\0" in name
+            or Path(name).is_absolute()
             or ".." in Path(name).parts
             or not file.resolve().is_relative_to(self.path.resolve())
         ):
@@ -234,8 +238,8 @@ def _read_manifest(path: Path) -> Manifest:
             where=str(path),
             hint="`onnxplace compile MODEL -o DIR` makes one",
         ) from None
-    except (OSError, ValueError) as problem:
-        raise BundleError("N002", f"the manifest cannot be read: {problem}", where=str(file)) from None
+    except (OSError, ValueError, RecursionError) as problem:
+        raise BundleError("N002", f"the manifest cannot be read: {problem}", where=str(file), hint=DAMAGED) from None
     version = data.get("schema_version") if isinstance(data, dict) else None
     if not isinstance(version, str) or not version.partition(".")[0].isdecimal():
         raise BundleError("N002", "the manifest has no schema_version", where=str(file))
@@ -247,7 +251,13 @@ def _read_manifest(path: Path) -> Manifest:
             hint="update onnxplace, or compile the model again",
         )
     try:
-        return Manifest.model_validate(data)
+        manifest = Manifest.model_validate(data)
+        manifest.target.target()
+        return manifest
+    except TargetError as problem:
+        raise BundleError(
+            "N002", f"its devices cannot be: {problem.message}", where=f"{file}, {problem.where}", hint=DAMAGED
+        ) from None
     except ValidationError as problem:
         first = problem.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -272,19 +282,6 @@ def _check_file(file: Path, record: FileRecord, check: Check) -> None:
             where=str(file),
             hint="it was altered; compile the model again",
         )
-
-
-def _check_programs(manifest: Manifest, where: Path) -> None:
-    """Raise BundleError if a program names a device, segment or value that is not there."""
-    devices = {device.id for device in manifest.target.devices}
-    segments = {segment.id for segment in manifest.segments}
-    for device, program in manifest.programs.items():
-        for step in program:
-            known = step.segment in segments if step.op == "run" else step.value in manifest.values
-            if device not in devices or not known or (step.op in ("send", "receive") and step.peer not in devices):
-                raise BundleError(
-                    "N002", f"the program of {device} has a step that names nothing: {step}", where=str(where)
-                )
 
 
 def sha256_of(file: Path) -> str:

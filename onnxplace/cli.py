@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from onnxplace.errors import OnnxplaceError, UsageError
+from onnxplace.errors import FeedError, OnnxplaceError, UsageError, nearest
 
 if TYPE_CHECKING:
     from onnxplace.api import Compiled
@@ -26,8 +27,16 @@ inputs_option = click.option("--inputs", type=click.Path(path_type=Path), metava
 runtime_option = click.option(
     "--runtime", default="onnxruntime", show_default=True, metavar="NAME", help="`onnxplace runtimes` lists them."
 )
-seed_option = click.option("--seed", default=0, show_default=True, help="For inputs that are drawn.")
+seed_option = click.option(
+    "--seed", default=0, callback=lambda *said: _seed(said[-1]), show_default=True, help="For inputs that are drawn."
+)
 shape_option = click.option("--shape", metavar="batch=8,seq=128", default="", help="Values for symbolic dimensions.")
+
+
+def _seed(value: int) -> int:
+    if value < 0:
+        raise UsageError("U012", f"a seed cannot be {value}", where="--seed", hint="give 0 or more")
+    return value
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -145,22 +154,31 @@ def run(
     json_: bool,
 ) -> None:
     """Run BUNDLE, on random inputs unless real ones are given."""
+    from statistics import median
+
+    import numpy as np
+
     from onnxplace.api import InferenceSession, load
-    from onnxplace.compare import alternate
+    from onnxplace.files import write_file
 
     opened = load(bundle)
     feeds = _feeds(opened, inputs, shape, seed)
     with InferenceSession(opened, runtime=runtime, trace=trace is not None) as session:
         result = session.submit(feeds).result()
-        times = alternate({"run": lambda: session.run(None, feeds)}, repeat - 1, 0)["run"] if repeat > 1 else None
+        if outputs and not result.outputs:
+            raise _computes_nothing(runtime, "--outputs")
+        taken = [session.submit(feeds).result().seconds for _ in range(repeat - 1)]
         if trace:
             session.run(None, feeds)
-            _write(trace, lambda stream: stream.write(json.dumps(session.trace()).encode()))
+            write_file(trace, lambda stream: stream.write(json.dumps(session.trace()).encode()))
     if outputs:
         _write_npz(outputs, result.outputs)
-    seconds = times.median_seconds if times else result.seconds
+    seconds = median(taken) if taken else result.seconds
     summary = {
-        name: {"dtype": str(getattr(v, "dtype", type(v).__name__)), "shape": list(getattr(v, "shape", ()))}
+        name: {
+            "dtype": str(getattr(v, "dtype", type(v).__name__)),
+            "shape": list(np.shape(v) if hasattr(v, "shape") else [len(v or ())]),
+        }
         for name, v in result.outputs.items()
     }
     if json_:
@@ -199,10 +217,12 @@ def verify(
     feeds = _feeds(opened, inputs, shape, seed)
     want = reference(opened, against, cores())
     with InferenceSession(opened, runtime=runtime) as session:
+        if not session.submit(feeds).result().outputs:
+            raise _computes_nothing(runtime, "verify")
         found = compare(lambda f: session.submit(f).result().outputs, want, feeds, [o.name for o in opened.outputs])
     equal = all(item.equal for item in found)
     if json_:
-        _print_json({"equal": equal, "outputs": [vars(item) for item in found]})
+        _print_json({"equal": equal, "outputs": [_finite(vars(item)) for item in found]})
     else:
         for item in found:
             click.echo(
@@ -283,12 +303,14 @@ def bench(
 def devices(output: Path | None, json_: bool) -> None:
     """Show what is here and what ONNX Runtime can use of it."""
     from onnxplace import machine
+    from onnxplace.files import write_file
     from onnxplace.report import devices_summary
-    from onnxplace.target import write_target
+    from onnxplace.target import target_text
 
     target = machine.local_target()
     if output:
-        write_target(target, output)
+        text = target_text(target.with_all_links())
+        write_file(output, lambda stream: stream.write(text.encode()))
     about = machine.describe()
     if json_:
         _print_json({**about, "default": [vars_of(device) for device in target.devices]})
@@ -331,7 +353,7 @@ def _list_entries(kind: Any, name: str | None, json_: bool) -> None:
     if json_:
         _print_json({kind: [vars_of(entry) for entry in known.values()]})
     else:
-        click.echo(table(("name", ""), [(entry.name, entry.summary.ljust(60)) for entry in known.values()]))
+        click.echo(table(("name", ""), [(entry.name, entry.summary) for entry in known.values()], left=2))
 
 
 def parse_shape(text: str) -> dict[str, int]:
@@ -347,11 +369,17 @@ def parse_shape(text: str) -> dict[str, int]:
 
 def _feeds(bundle: Bundle, inputs: Path | None, shape: str, seed: int) -> Mapping[str, Any]:
     """Return the user's inputs, else random ones of the shapes the bundle was compiled with, or of --shape."""
-    from onnxplace.feeds import check_feeds, random_feeds, read_npz
+    from onnxplace.feeds import check_feeds, dimension_keys, random_feeds, read_npz
 
+    sizes = parse_shape(shape)
+    known = {key for item in bundle.inputs for key, size in dimension_keys(item) if size is None}
+    for key in sizes:
+        if key not in known:
+            hint = nearest(key, sorted(known)) if known else "all its dimensions are fixed"
+            raise FeedError("M022", f"the model has no symbolic dimension {key!r}", where="--shape", hint=hint)
     if inputs:
         return check_feeds(read_npz(inputs), bundle.inputs)
-    return random_feeds(bundle.inputs, {**bundle.manifest.dimensions, **parse_shape(shape)}, seed)
+    return random_feeds(bundle.inputs, {**bundle.manifest.dimensions, **sizes}, seed)
 
 
 def _say(diagnostics: Sequence[Diagnostic]) -> None:
@@ -366,23 +394,36 @@ def _print_json(data: Mapping[str, Any]) -> None:
     click.echo(json.dumps(data, indent=1, default=str))
 
 
-def _write(path: Path, fill: Callable[[Any], object]) -> None:
-    """Write a file whole or not at all; raises UsageError naming it."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as stream:
-            fill(stream)
-        temporary.replace(path)
-    except OSError as problem:
-        temporary.unlink(missing_ok=True)
-        raise UsageError("U032", f"cannot write there: {problem.strerror}", where=str(path)) from None
-
-
 def _write_npz(path: Path, outputs: Mapping[str, Any]) -> None:
+    """Write outputs by name, whatever the names are; sequences as one array per element, `name.0`, `name.1`."""
+    import zipfile
+
     import numpy as np
 
-    arrays: dict[str, Any] = {name: np.asarray(value) for name, value in outputs.items()}
-    _write(path, lambda stream: np.savez(stream, **arrays))
+    arrays: dict[str, Any] = {}
+    for name, value in outputs.items():
+        parts = {f"{name}.{i}": part for i, part in enumerate(value)} if isinstance(value, list) else {name: value}
+        arrays |= {key: np.asarray(part) for key, part in parts.items() if part is not None}
+
+    def fill(stream: BinaryIO) -> None:
+        with zipfile.ZipFile(stream, "w") as archive:
+            for key, array in arrays.items():
+                text = array.astype(str) if array.dtype == object else array
+                with archive.open(f"{key}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, text, allow_pickle=False)
+
+    from onnxplace.files import write_file
+
+    write_file(path, fill)
+
+
+def _finite(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record in which numbers that JSON does not have are None."""
+    return {key: None if value in (float("inf"), float("-inf")) else value for key, value in entry.items()}
+
+
+def _computes_nothing(runtime: str, what: str) -> UsageError:
+    return UsageError("U045", f"runtime {runtime!r} computes no outputs", where=what, hint="use --runtime onnxruntime")
 
 
 @contextmanager
@@ -417,9 +458,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MemoryError:
         click.echo("error[X010] out of memory\n  hint: close other programs, or use a machine with more", err=True)
         return 4
+    except BrokenPipeError:
+        _abandon_stdout()
+        return 0
+    except OSError as problem:
+        from onnxplace.files import disk_error
+
+        click.echo(str(disk_error(problem, str(problem.filename or "a file"))), err=True)
+        return 4
+
+
+def _abandon_stdout() -> None:
+    """Whoever read our output has gone; leave nothing in the buffer that Python would try to write at its end."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def entry() -> None:
     """Console script. A request to terminate unwinds like Ctrl-C, so that nothing is left behind."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    sys.exit(main())
+    code = main()
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _abandon_stdout()
+    sys.exit(code)

@@ -12,7 +12,7 @@ import numpy as np
 
 from onnxplace.bundle import WHOLE, Bundle
 from onnxplace.errors import ModelError
-from onnxplace.feeds import Array
+from onnxplace.feeds import Array, describe
 from onnxplace.sessions import open_session, pinned, run_whole, session_options
 
 # Relative to the largest magnitude of the reference output: cutting a model changes which nodes ONNX Runtime fuses,
@@ -73,20 +73,40 @@ def reference(
     with pinned(all_cores):
         session = open_session(model, session_options(all_cores), where=str(model))
     names = [output.name for output in session.get_outputs()]
-    missing = {item.name for item in bundle.outputs} - set(names)
-    if missing:
-        raise ModelError(
-            "M030",
-            f"it has no output {', '.join(sorted(missing))}",
-            where=str(model),
-            hint="the bundle was compiled from another model",
-        )
+    _require_same_interface(bundle, session, str(model))
 
     def run(feeds: Mapping[str, Array]) -> dict[str, Any]:
         with pinned(all_cores):
             return dict(zip(names, run_whole(session, names, feeds, str(model))))
 
     return run
+
+
+def _require_same_interface(bundle: Bundle, session: Any, where: str) -> None:
+    """Raise ModelError if a model does not take and give what the bundle does."""
+    hint = "the bundle was compiled from another model"
+    gives = {output.name for output in session.get_outputs()}
+    if missing := sorted({item.name for item in bundle.outputs} - gives):
+        raise ModelError("M030", f"it has no output {', '.join(missing)}", where=where, hint=hint)
+    theirs = {item.name: item for item in session.get_inputs()}
+    ours = {item.name: item for item in bundle.inputs if not item.optional}
+    if other := sorted(theirs.keys() ^ ours.keys()):
+        raise ModelError("M030", f"its inputs differ: {', '.join(other)}", where=where, hint=hint)
+    for name, item in ours.items():
+        fixed = [size for size in theirs[name].shape if isinstance(size, int)]
+        same_rank = item.shape is None or not theirs[name].shape or len(theirs[name].shape) == len(item.shape)
+        if (
+            theirs[name].type != item.dtype
+            or not same_rank
+            or any(
+                isinstance(a, int) and isinstance(b, int) and a != b
+                for a, b in zip(theirs[name].shape, item.shape or fixed)
+            )
+        ):
+            theirs_text = f"{theirs[name].type} {theirs[name].shape}"
+            raise ModelError(
+                "M030", f"its input {name!r} is {theirs_text}, not {describe(item)}", where=where, hint=hint
+            )
 
 
 def verify(

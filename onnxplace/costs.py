@@ -98,33 +98,46 @@ def schedule_order(graph: OpGraph, asked: Problem, start_seconds: Floats) -> Int
 
 def require_memory(target: Target, peak_bytes: Longs, placer: str) -> None:
     """Raise InfeasibleError if some device would need more than its limit, saying how much is missing where."""
-    short = [
-        f"{device.id} lacks {int(peak) - device.memory_bytes} bytes (needs {int(peak)}, may use {device.memory_bytes})"
-        for device, peak in zip(target.devices, peak_bytes)
-        if peak > device.memory_bytes
-    ]
+    short = lacking(target, peak_bytes)
     if short:
         raise InfeasibleError(
-            "P001", "; ".join(short), where=placer, hint="add devices, raise --max-memory, or try another --placer"
+            "P001", short, where=placer, hint="add devices, raise --max-memory, or try another --placer"
         )
 
 
-def shortage(asked: Problem, placer: str) -> InfeasibleError:
-    """Return the error for a model that cannot be spread over the devices: what it needs against what there is."""
-    needs = asked.graph.total_weight_bytes
-    have = ", ".join(f"{device.id} may use {device.memory_bytes}" for device in asked.target.devices)
-    lacking = needs - int(asked.limit_bytes.sum())
-    total = (
-        f"all devices together lack {lacking} bytes for the weights alone"
-        if lacking > 0
+def shortage(asked: Problem, placer: str, peak_bytes: Longs | None = None) -> InfeasibleError:
+    """Return the error for a model that cannot be spread over the devices: how much is missing where.
+
+    `peak_bytes` is what the placer's best attempt needs on each device; without one, each device is held against the
+    whole model alone on it.
+    """
+    if peak_bytes is None:
+        alone = [np.full(len(asked.graph), index, dtype=np.int32) for index in range(len(asked.target.devices))]
+        peak_bytes = np.array(
+            [asked.simulate(device, asked.graph.order).peak_bytes[index] for index, device in enumerate(alone)]
+        )
+    short = lacking(asked.target, peak_bytes)
+    room = "there is room on " + ", ".join(f"{d.id} ({d.memory_bytes} bytes)" for d in asked.target.devices)
+    needs, have = asked.graph.total_weight_bytes, int(asked.limit_bytes.sum())
+    together = (
+        f"all together lack {needs - have} bytes for the weights alone"
+        if needs > have
         else "no split of it was found that fits"
     )
-    largest = _largest_group(asked)
     return InfeasibleError(
         "P002",
-        f"the model's weights take {needs} bytes; {have}; {total}; {largest}",
+        f"for the whole model {short or room}; {together}; {_largest_group(asked)}",
         where=placer,
         hint="add devices, raise --max-memory, or try another --placer",
+    )
+
+
+def lacking(target: Target, peak_bytes: Longs) -> str:
+    """Say which device lacks how many bytes; empty if none does."""
+    return "; ".join(
+        f"{device.id} lacks {int(peak) - device.memory_bytes} bytes (needs {int(peak)}, may use {device.memory_bytes})"
+        for device, peak in zip(target.devices, peak_bytes)
+        if peak > device.memory_bytes
     )
 
 

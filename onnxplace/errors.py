@@ -21,6 +21,9 @@ import difflib
 from collections.abc import Iterable
 from typing import ClassVar
 
+# Longer lists of names help nobody.
+MOST_LISTED = 10
+
 
 class OnnxplaceError(Exception):
     """Anything onnxplace raises on purpose.
@@ -96,11 +99,14 @@ class PluginError(OnnxplaceError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint that offers the nearest known name, or lists them all.
+    """Return a hint that offers the nearest known name, or lists them.
 
     >>> nearest("m-eft", ["single", "m-etf"])
     "did you mean 'm-etf'?"
     """
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean '{close[0]}'?" if close else "known: " + ", ".join(names)
+    if close:
+        return f"did you mean '{close[0]}'?"
+    more = f", and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+    return "known: " + ", ".join(names[:MOST_LISTED]) + more

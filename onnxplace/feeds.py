@@ -60,7 +60,14 @@ def check_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[st
             hint="inputs of this model: " + ", ".join(describe(item) for item in inputs),
         )
     symbols: dict[str, tuple[int, str]] = {}
-    return {name: _check_feed(np.asarray(value), known[name], symbols) for name, value in feeds.items()}
+    return {name: _check_feed(_array(name, value), known[name], symbols) for name, value in feeds.items()}
+
+
+def _array(name: str, value: Any) -> Array:
+    try:
+        return np.asarray(value)
+    except ValueError as problem:
+        raise FeedError("F003", f"not an array: {problem}", where=f"input {name!r}") from None
 
 
 def describe(item: Declared) -> str:
@@ -80,7 +87,9 @@ def _check_feed(array: Array, item: Declared, symbols: dict[str, tuple[int, str]
             hint=f"convert it: feeds[{item.name!r}].astype('{np.dtype(want)}')",
         )
     if item.dtype == "tensor(string)" and array.dtype.kind not in "OUS":
-        raise FeedError("F003", f"its type is {array.dtype}, the model takes strings", where=where)
+        raise FeedError(
+            "F003", f"its type is {array.dtype}, the model takes strings", where=where, hint="convert it: .astype(str)"
+        )
     if item.shape is None:
         return array
     if array.ndim != len(item.shape):
@@ -160,11 +169,11 @@ def _random_array(random: np.random.Generator, item: Declared, shape: tuple[int,
 def read_npz(path: str | Path) -> dict[str, Array]:
     """Read arrays by name from an .npz file; raises FeedError naming the file. Nothing in it is executed."""
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with Path(path).open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
     except FileNotFoundError:
         raise FeedError("F006", "there is no such file", where=str(path)) from None
-    except (OSError, ValueError, BadZipFile, AttributeError, TypeError, KeyError) as problem:
+    except (OSError, EOFError, ValueError, BadZipFile, AttributeError, TypeError, KeyError) as problem:
         raise FeedError(
             "F006",
             f"not an .npz file of plain arrays: {problem}",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from onnxplace.errors import BrokenPassError, OnnxplaceError, PluginError, UsageError
+from onnxplace.errors import BrokenPassError, OnnxplaceError, UsageError
 from onnxplace.registry import find
 from onnxplace.spec import build_pass, format_pipeline, parse_pipeline, spec_of
 from onnxplace.state import Fact, Pass, State
@@ -71,11 +71,7 @@ class Pipeline:
 
 def make_pass(name: str, options: Mapping[str, str] = MappingProxyType({})) -> Pass:
     """Return a pass by name, with options as text by key."""
-    kind = find("passes", name)
-    if not issubclass(kind, Pass):
-        raise PluginError(
-            "G003", f"{kind.__name__} is not a Pass", where=f"pass {name!r}", hint="subclass onnxplace.Pass"
-        )
+    kind: type[Pass] = find("passes", name)
     return build_pass(kind, options)
 
 
@@ -119,8 +115,9 @@ def run_pass(step: Pass, state: State) -> State:
 def _hold_to_word(step: Pass, state: State, before: dict[type, Fact], after: State) -> None:
     if list(state.facts) != list(before) or any(state.facts[kind] is not fact for kind, fact in before.items()):
         raise BrokenPassError("B002", "it altered its input", where=f"pass {step.name!r}")
-    if after.target != state.target:
-        raise BrokenPassError("B007", "it changed the target", where=f"pass {step.name!r}")
+    if after.target != state.target or after.diagnostics[: len(state.diagnostics)] != state.diagnostics:
+        what = "the target" if after.target != state.target else "earlier diagnostics"
+        raise BrokenPassError("B007", f"it changed {what}", where=f"pass {step.name!r}")
     for kind in step.provides:
         if kind not in after:
             raise BrokenPassError("B003", f"it did not provide {kind.__name__}", where=f"pass {step.name!r}")

@@ -6,6 +6,7 @@ cannot take the name of a built-in one.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -89,7 +90,9 @@ def find(kind: Kind, name: str) -> type:
     module, _, attribute = entry.path.partition(":")
     try:
         found = getattr(import_module(module), attribute)
-    except Exception as problem:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as problem:  # a plugin may fail in any way, even leave; ours is to say which one it was
         if not entry.distribution:
             raise
         raise PluginError(
@@ -98,8 +101,16 @@ def find(kind: Kind, name: str) -> type:
             where=f"{kind[:-2] if kind == 'passes' else 'runtime'} {name!r} from {entry.distribution}",
             hint=f"update or uninstall {entry.distribution}",
         ) from problem
-    if not isinstance(found, type):
-        raise PluginError(
-            "G002", f"{entry.path} is not a class", where=f"{name!r} from {entry.distribution or 'onnxplace'}"
-        )
+    from onnxplace.runtime import Runtime
+    from onnxplace.state import Pass
+
+    where = f"{name!r} from {entry.distribution or 'onnxplace'}"
+    base = Pass if kind == "passes" else Runtime
+    if not isinstance(found, type) or not issubclass(found, base):
+        what = f"a {base.__name__}" if isinstance(found, type) else "a class"
+        hint = f"it must subclass onnxplace.{base.__name__}"
+        raise PluginError("G002", f"{entry.path} is not {what}", where=where, hint=hint)
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise PluginError("G003", f"{entry.path} does not define {missing}", where=where)
     return found

@@ -50,13 +50,13 @@ def mebibytes(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Lay out rows in columns; the first column is aligned left, the others right."""
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """Lay out rows in columns; the first `left` columns are aligned left, the others right."""
     lines = [list(header), *[list(row) for row in rows]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
+            cell.ljust(width) if column < left else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(line, widths))
         ).rstrip()
         for line in lines

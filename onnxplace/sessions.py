@@ -26,7 +26,7 @@ def session_options(cores: Sequence[int], level: Level = "all", entries: Mapping
     """Return options for a session that computes on `cores` only; the calling thread pins itself (`pinned`)."""
     runtime = onnxruntime()
     options = runtime.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # its failures reach us as exceptions; no second telling on stderr
     options.graph_optimization_level = getattr(runtime.GraphOptimizationLevel, _LEVELS[level])
     options.intra_op_num_threads = max(len(cores), 1)
     options.inter_op_num_threads = 1

@@ -28,8 +28,8 @@ class PassSpec:
     options: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def __str__(self) -> str:
-        options = ",".join(f"{key}={_quoted(value)}" for key, value in self.options.items())
-        return f"{self.name}{{{options}}}" if options else self.name
+        options = ",".join(f"{_quoted(key)}={_quoted(value)}" for key, value in self.options.items())
+        return f"{_quoted(self.name)}{{{options}}}" if options else _quoted(self.name)
 
 
 def _quoted(value: str) -> str:
@@ -83,15 +83,21 @@ class _Reader:
     def word(self, what: str) -> str:
         if self.kind not in ("word", "string"):
             raise self.problem(what)
-        token = json.loads(self.token) if self.kind == "string" else self.token
+        try:
+            token = str(json.loads(self.token)) if self.kind == "string" else self.token
+        except ValueError:
+            raise self.problem(f"{what} with escapes as in JSON") from None
         self.advance()
-        return str(token)
+        return token
 
     def read_pass(self) -> PassSpec:
         name, options = self.word("the name of a pass"), dict[str, str]()
         if self.take("{") and not self.take("}"):
             while True:
+                begins = self.start
                 key = self.word("the name of an option")
+                if key in options:
+                    raise self.refusal(f"option {key!r} is given twice, again at character {begins + 1}")
                 if not self.take("="):
                     raise self.problem(f"'=' after {key!r}")
                 options[key] = self.word(f"a value for {key!r}")
@@ -103,9 +109,12 @@ class _Reader:
 
     def problem(self, expected: str) -> UsageError:
         found = repr(self.token) if self.token else "the end"
+        return self.refusal(f"expected {expected} at character {self.start + 1}, found {found}")
+
+    def refusal(self, message: str) -> UsageError:
         return UsageError(
             "U003",
-            f"expected {expected} at character {self.start + 1}, found {found}",
+            message,
             where=f"pipeline {self.text!r}",
             hint="write it like profile{repeat=5},coplace,fuse,m-etf,split,emit",
         )
@@ -126,25 +135,55 @@ def build_pass(kind: type[Pass], options: Mapping[str, str]) -> Pass:
             )
         hint = _type_of(kind, key)
         try:
-            values[key] = TypeAdapter(hint).validate_python(_split(text, hint))
+            values[key] = TypeAdapter(hint).validate_python(_from_text(text, hint))
         except ValidationError as problem:
             raise UsageError(
                 "U005", f"option {key!r} cannot be {text!r}: {problem.errors()[0]['msg']}", where=f"pass {kind.name!r}"
             ) from None
-    return kind(**values)
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as problem:
+        raise UsageError(
+            "U006",
+            f"it cannot be made with these options: {problem}",
+            where=f"pass {kind.name!r}",
+            hint=f"`onnxplace passes {kind.name}` lists them",
+        ) from None
 
 
 def _type_of(kind: type[Pass], key: str) -> Any:
     from typing import get_type_hints
 
-    return get_type_hints(kind)[key]
+    return get_type_hints(kind, include_extras=True)[key]
 
 
-def _split(text: str, hint: Any) -> object:
-    """Tuples are written as words between semicolons."""
+def tuple_text(items: Iterable[str]) -> str:
+    """Return a list as the text of an option: words between semicolons, or JSON where that would be ambiguous.
+
+    >>> tuple_text(["enc.*", "dec.*"]), tuple_text(["a;b"])
+    ('enc.*;dec.*', '["a;b"]')
+    """
+    words = list(items)
+    plain = ";".join(words)
+    return plain if _tuple_from(plain) == words else json.dumps(words, ensure_ascii=False)
+
+
+def _tuple_from(text: str) -> list[str]:
+    if text.startswith("["):
+        try:
+            items = json.loads(text)
+        except ValueError:
+            items = None
+        if isinstance(items, list) and all(isinstance(item, str) for item in items):
+            return items
+    return text.split(";") if text else []
+
+
+def _from_text(text: str, hint: Any) -> object:
     if "tuple[" in str(hint):
-        return tuple(item for item in text.split(";") if item)
-    return None if text == "none" else text
+        return tuple(_tuple_from(text))
+    optional = "None" in str(hint)
+    return None if text == "none" and optional else text
 
 
 def spec_of(step: Pass) -> PassSpec:
@@ -159,7 +198,7 @@ def spec_of(step: Pass) -> PassSpec:
 
 def _text(value: object) -> str:
     if isinstance(value, tuple):
-        return ";".join(str(item) for item in value)
+        return tuple_text(str(item) for item in value)
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return str(value)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +44,16 @@ class Device:
     segment_seconds: float = SEGMENT_SECONDS
     """What each call of a segment costs besides its nodes."""
 
+    def __post_init__(self) -> None:
+        device_id(self.id, "a device")
+        for what, good in (
+            ("memory_bytes", self.memory_bytes >= 0),
+            ("cores", self.cores >= 1),
+            ("segment_seconds", 0 <= self.segment_seconds < math.inf),
+        ):
+            if not good:
+                raise TargetError("T008", f"{what} cannot be {getattr(self, what)}", where=self.id)
+
     @property
     def kind(self) -> str:
         return self.id.partition(":")[0]
@@ -65,6 +77,15 @@ class Link:
     latency_seconds: float
     bytes_per_second: float
 
+    def __post_init__(self) -> None:
+        for what, good in (
+            ("latency_seconds", 0 <= self.latency_seconds < math.inf),
+            ("bytes_per_second", self.bytes_per_second > 0),
+        ):
+            if not good:
+                where = f"link {self.source} -> {self.destination}"
+                raise TargetError("T008", f"{what} cannot be {getattr(self, what)}", where=where)
+
 
 @dataclass(frozen=True)
 class Target:
@@ -81,7 +102,9 @@ class Target:
             raise TargetError("T001", "the list of devices is empty", hint="name at least one, such as cpu:0")
         position = {device.id: index for index, device in enumerate(self.devices)}
         if len(position) < len(self.devices):
-            raise TargetError("T002", "a device is named twice", where=", ".join(d.id for d in self.devices))
+            raise TargetError(
+                "T002", "a device is named twice", where=", ".join(d.id for d in self.devices), hint="name each once"
+            )
         for link in self.links:
             for end in (link.source, link.destination):
                 if end not in position:
@@ -100,6 +123,14 @@ class Target:
                 "T004", f"no device {device_id!r} in this target", hint=nearest(device_id, self._position)
             )
         return self._position[device_id]
+
+    def with_all_links(self) -> Target:
+        """Return this target with every link spelt out, so that it does not depend on our defaults."""
+        given = {(link.source, link.destination): link for link in self.links}
+        links = tuple(
+            given.get((a.id, b.id), default_link(a, b)) for a in self.devices for b in self.devices if a is not b
+        )
+        return replace(self, links=links)
 
     def link_arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return latency (seconds) and seconds per byte, both [source, destination]; zero on the diagonal."""
@@ -134,34 +165,34 @@ def default_link(source: Device, destination: Device) -> Link:
     return Link(source.id, destination.id, CUDA_LATENCY_SECONDS, CUDA_BYTES_PER_SECOND)
 
 
-def parse_device_ids(text: str | Sequence[str]) -> tuple[str, ...]:
+def device_id(text: str, where: str) -> str:
+    """Return a device id in its one spelling; raises TargetError with the nearest kind for what is none.
+
+    >>> device_id("cpu:00", "--devices")
+    'cpu:0'
+    """
+    kind, _, index = text.partition(":")
+    if kind not in KINDS:
+        hint = nearest(kind, KINDS) + " (devices are written kind:index, such as cpu:0)"
+        raise TargetError("T005", f"unknown device {text!r}", where=where, hint=hint)
+    if not (index.isascii() and index.isdecimal()):
+        hint = f"write {kind}:0 for the first one"
+        raise TargetError("T005", f"device {text!r} has no index", where=where, hint=hint)
+    return f"{kind}:{int(index)}"
+
+
+def parse_device_ids(text: str | Sequence[str], where: str = "--devices") -> tuple[str, ...]:
     """Split `cuda:0,cpu:1` into ids; raises TargetError that names the bad one.
 
     >>> parse_device_ids("cuda:0, cpu:1")
     ('cuda:0', 'cpu:1')
     """
     items = text.split(",") if isinstance(text, str) else list(text)
-    ids = tuple(item.strip() for item in items if item.strip())
-    for device_id in ids:
-        kind, _, index = device_id.partition(":")
-        if kind not in KINDS:
-            raise TargetError(
-                "T005",
-                f"unknown device {device_id!r}",
-                where="--devices",
-                hint=nearest(kind, KINDS) + " (devices are written kind:index, such as cpu:0)",
-            )
-        if not index.isdecimal():
-            raise TargetError(
-                "T005",
-                f"device {device_id!r} has no index",
-                where="--devices",
-                hint=f"write {kind}:0 for the first one",
-            )
+    ids = tuple(device_id(item.strip(), where) for item in items if item.strip())
     if not ids:
-        raise TargetError("T001", "the list of devices is empty", where="--devices", hint="try --devices cpu:0,cpu:1")
+        raise TargetError("T001", "the list of devices is empty", where=where, hint="try --devices cpu:0,cpu:1")
     if len(set(ids)) < len(ids):
-        raise TargetError("T002", "a device is named twice", where=f"--devices {','.join(ids)}")
+        raise TargetError("T002", "a device is named twice", where=f"{where} {','.join(ids)}", hint="name each once")
     return ids
 
 
@@ -174,6 +205,7 @@ _UNITS = {
     "mb": 10**6,
     "g": 10**9,
     "gb": 10**9,
+    "t": 10**12,
     "tb": 10**12,
     "kib": 2**10,
     "mib": 2**20,
@@ -220,44 +252,60 @@ def read_target(path: str | Path) -> Target:
         raise TargetError("T006", f"not TOML: {problem}", where=str(path)) from None
     try:
         return _target_from(data)
-    except (KeyError, TypeError, ValueError) as problem:
+    except TargetError as problem:
+        place = f"{path}, {problem.where}" if problem.where else str(path)
+        raise TargetError(problem.code, problem.message, where=place, hint=problem.hint) from None
+    except ValueError as problem:
         raise TargetError("T007", f"not a target: {problem}", where=str(path), hint="see docs/target.md") from None
 
 
 def _target_from(data: dict[str, object]) -> Target:
-    from pydantic import TypeAdapter
+    for key in data:
+        if key not in ("devices", "links", "link_model"):
+            raise ValueError(f"unknown entry {key!r}; {nearest(key, ('devices', 'links', 'link_model'))}")
+    model = data.get("link_model", "duplex")
+    if model not in LINK_MODELS:
+        raise ValueError(f"link_model cannot be {model!r}, only {', '.join(repr(name) for name in LINK_MODELS)}")
+    return Target(_records(data, "devices", Device), _records(data, "links", Link), model)
 
-    devices = TypeAdapter(tuple[Device, ...]).validate_python(data.get("devices", []))
-    links = TypeAdapter(tuple[Link, ...]).validate_python(data.get("links", []))
-    for device in devices:
-        parse_device_ids([device.id])
-    model: LinkModel = TypeAdapter(LinkModel).validate_python(data.get("link_model", "duplex"))
-    return Target(devices, links, model)
+
+R = TypeVar("R")
+
+
+def _records(data: Mapping[str, object], key: str, kind: type[R]) -> tuple[R, ...]:
+    """Read a table of records by the fields of a dataclass; raises ValueError in one line."""
+    from pydantic import TypeAdapter, ValidationError
+
+    entries = data.get(key, [])
+    if not isinstance(entries, list):
+        raise ValueError(f"{key!r} is no list; write [[{key}]]")
+    known = [item.name for item in fields(kind) if item.init]  # type: ignore[arg-type]
+    for entry in entries:
+        for name in entry if isinstance(entry, dict) else ():
+            if name not in known:
+                raise ValueError(f"unknown entry {name!r} in {key}; {nearest(name, known)}")
+    try:
+        return TypeAdapter(tuple[kind, ...]).validate_python(entries)  # type: ignore[valid-type]
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        raise ValueError(f"{'.'.join(str(part) for part in (key, *first['loc']))}: {first['msg']}") from None
+
+
+def target_text(target: Target) -> str:
+    """Return the text of a target file that `read_target` reads back equal."""
+    lines = [f'link_model = "{target.link_model}"', ""]
+    for heading, records in (("[[devices]]", target.devices), ("[[links]]", target.links)):
+        for record in records:
+            entries = [(item.name, getattr(record, item.name)) for item in fields(record)]
+            lines += [heading, *[f"{name} = {_toml(value)}" for name, value in entries], ""]
+    return "\n".join(lines)
+
+
+def _toml(value: object) -> str:
+    """Return a value as TOML writes it; JSON strings are TOML strings."""
+    return json.dumps(value, ensure_ascii=True).replace("\\u007f", "\\u007F") if isinstance(value, str) else repr(value)
 
 
 def write_target(target: Target, path: str | Path) -> None:
-    """Write a target file that `read_target` reads back equal."""
-    latency, per_byte = target.link_arrays()
-    lines = [f'link_model = "{target.link_model}"', ""]
-    for device in target.devices:
-        lines += [
-            "[[devices]]",
-            f'id = "{device.id}"',
-            f"memory_bytes = {device.memory_bytes}",
-            f"cores = {device.cores}",
-            f'model = "{device.model}"',
-            f"segment_seconds = {device.segment_seconds!r}",
-            "",
-        ]
-    for i, source in enumerate(target.devices):
-        for j, destination in enumerate(target.devices):
-            if i != j:
-                lines += [
-                    "[[links]]",
-                    f'source = "{source.id}"',
-                    f'destination = "{destination.id}"',
-                    f"latency_seconds = {float(latency[i, j])!r}",
-                    f"bytes_per_second = {float(1.0 / per_byte[i, j])!r}",
-                    "",
-                ]
-    Path(path).write_text("\n".join(lines), encoding="utf-8")
+    """Write a target file."""
+    Path(path).write_text(target_text(target), encoding="utf-8")

@@ -51,21 +51,50 @@ def read_costs(path: str | Path, model: Model, target: Target) -> Profile:
             where=str(path),
             hint="it was made for another model; profile this one",
         )
-    order = [nodes[node.name] for node in model.nodes]
+    order = [_entry(nodes[node.name], path, node.name) for node in model.nodes]
     classes = list(dict.fromkeys(device.cost_class for device in target.devices))
     seconds = {
-        kind: np.array([_seconds(entry, kind, path, name.name) for entry, name in zip(order, model.nodes)])
+        kind: np.array([_seconds(entry, kind, path, node.name) for entry, node in zip(order, model.nodes)])
         for kind in classes
     }
     sources = {kind: np.full(len(order), Source.GIVEN, dtype=np.uint8) for kind in classes}
-    unit = np.unique([int(entry.get("unit", -1 - i)) for i, entry in enumerate(order)], return_inverse=True)[1]
+    unit = np.unique([entry.get("unit", -1 - i) for i, entry in enumerate(order)], return_inverse=True)[1]
+    sizes = _amounts(data, "value_bytes", path, whole=True)
+    whole = _amounts(data, "whole_seconds", path, whole=False)
     return Profile(
-        op_graph(model, data.get("value_bytes", {})),
+        op_graph(model, sizes),
         MappingProxyType(seconds),
         MappingProxyType(sources),
         unit.astype(np.int32),
-        MappingProxyType(dict(data.get("whole_seconds", {}))),
+        MappingProxyType(whole),
     )
+
+
+def _entry(entry: Any, path: str | Path, name: str) -> Mapping[str, Any]:
+    """Return a node's entry; raises InputError unless it has the form of one."""
+    good = isinstance(entry, dict) and isinstance(entry.get("seconds"), dict) and type(entry.get("unit", 0)) is int
+    if not good:
+        raise InputError(
+            "C014",
+            f"the entry of node {name!r} makes no sense: {entry!r}",
+            where=str(path),
+            hint='it is written like {"unit": 0, "seconds": {"cpu/1": 1e-5}}',
+        )
+    return entry  # type: ignore[no-any-return]
+
+
+def _amounts(data: Mapping[str, Any], key: str, path: str | Path, *, whole: bool) -> dict[str, Any]:
+    """Return a table of numbers by name; raises InputError naming the entry that is none."""
+    amounts = data.get(key, {})
+    if not isinstance(amounts, dict):
+        raise InputError("C014", f"{key} is no table of numbers by name", where=str(path), hint="see docs/bundle.md")
+    for name, amount in amounts.items():
+        number = isinstance(amount, int if whole else (int, float)) and not isinstance(amount, bool)
+        if not number or not np.isfinite(amount) or amount < 0:
+            raise InputError(
+                "C014", f"{key} of {name!r} is {amount!r}", where=str(path), hint="it must be a number, not negative"
+            )
+    return amounts
 
 
 def _read(path: str | Path) -> dict[str, Any]:
@@ -94,5 +123,10 @@ def _seconds(entry: Mapping[str, Any], kind: str, path: str | Path, name: str) -
             hint="it holds: " + ", ".join(entry.get("seconds", {})),
         )
     if not isinstance(value, (int, float)) or not np.isfinite(value) or value < 0:
-        raise InputError("C014", f"the cost of node {name!r} on {kind!r} is {value}, not a time", where=str(path))
+        raise InputError(
+            "C014",
+            f"the cost of node {name!r} on {kind!r} is {value}, not a time",
+            where=str(path),
+            hint="it must be a number of seconds, not negative",
+        )
     return float(value)

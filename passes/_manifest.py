@@ -30,7 +30,7 @@ from onnxplace.graph import Ints
 from onnxplace.model import Model, declared, shape_entries, type_name
 from onnxplace.simulate import device_weights
 from onnxplace.state import State
-from onnxplace.target import Link, Target
+from onnxplace.target import Target
 
 
 def manifest_of(
@@ -48,7 +48,7 @@ def manifest_of(
         pipeline=pipeline,
         placer=state[Placement].placer,
         versions=_versions(),
-        target=TargetRecord(devices=target.devices, links=_all_links(target), link_model=target.link_model),
+        target=TargetRecord(devices=target.devices, links=target.with_all_links().links, link_model=target.link_model),
         inputs=tuple(InputRecord(**asdict(declared(value, model))) for value in model.inputs),
         outputs=tuple(
             OutputRecord(
@@ -75,16 +75,6 @@ def manifest_of(
         transfer_bytes=sum(sent),
         diagnostics=tuple(DiagnosticRecord(**asdict(note)) for note in state.diagnostics),
         files=files,
-    )
-
-
-def _all_links(target: Target) -> tuple[Link, ...]:
-    """Return every link as it was assumed, so that the bundle does not depend on this version's defaults."""
-    latency, per_byte = target.link_arrays()
-    pairs = [(i, j) for i in range(len(target.devices)) for j in range(len(target.devices)) if i != j]
-    return tuple(
-        Link(target.devices[i].id, target.devices[j].id, float(latency[i, j]), float(1 / per_byte[i, j]))
-        for i, j in pairs
     )
 
 

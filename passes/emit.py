@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -15,8 +11,8 @@ from typing import ClassVar
 from onnx import TypeProto, ValueInfoProto
 
 from onnxplace.bundle import COSTS, MANIFEST, SEGMENTS, WEIGHTS, WHOLE, FileRecord, sha256_of
-from onnxplace.errors import ExecutionError, UsageError
 from onnxplace.facts import Emitted, Placement, Profile, Schedule, Segment, Segments
+from onnxplace.files import replaced_folder, require_free
 from onnxplace.model import Model, WeightFile
 from onnxplace.passes._boundary import boundary_types
 from onnxplace.passes._cost_file import costs_json
@@ -42,48 +38,10 @@ class Emit(Pass):
 
     def run(self, state: State) -> State:
         path = Path(self.path)
-        refuse_existing(path, self.force)
-        with _replacing(path) as folder:
+        require_free(path, self.force, MANIFEST)
+        with replaced_folder(path) as folder:
             _write(state, folder, self.pipeline)
         return state.having(Emitted(path))
-
-
-def refuse_existing(path: Path, force: bool) -> None:
-    """Raise UsageError if the bundle's folder is there already, unless it may be replaced."""
-    if path.exists() and not force:
-        raise UsageError(
-            "U030", "it exists already", where=str(path), hint="choose another -o, or replace it with --force"
-        )
-    if path.exists() and not (path.is_dir() and ((path / MANIFEST).exists() or not any(path.iterdir()))):
-        raise UsageError("U031", "it is not a bundle, so --force does not replace it", where=str(path))
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary folder that becomes `path` at the end; whatever goes wrong, nothing is left behind."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    except OSError as problem:
-        raise UsageError("U032", f"cannot write there: {problem.strerror}", where=str(path.parent)) from None
-    try:
-        yield folder
-        folder.chmod(0o755)
-        if path.exists():
-            shutil.rmtree(path)
-        folder.rename(path)
-    except OSError as problem:
-        shutil.rmtree(folder, ignore_errors=True)
-        full = problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        message = (
-            "no space left for the bundle" if full else f"the bundle cannot be written: {problem.strerror or problem}"
-        )
-        raise ExecutionError(
-            "E001", message, where=str(path), hint="free some space, or choose another -o" if full else ""
-        ) from None
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def _write(state: State, folder: Path, pipeline: str) -> None:

@@ -51,21 +51,24 @@ def _fill(asked: Problem) -> Ints:
     weights = Csr.grouped(asked.group[graph.weights.rows], graph.weights.items, len(asked.pinned))
     used = np.zeros(devices, dtype=np.int64)
     held = np.zeros((devices, len(graph.weight_bytes)), dtype=bool)
+    held_bytes = np.zeros(devices, dtype=np.int64)
     home = asked.pinned.copy()
     for group in np.flatnonzero(home >= 0).tolist():
         used[home[group]] += need[group]
         held[home[group], weights[group]] = True
+    held_bytes += held @ graph.weight_bytes
     current = 0
     for group in asked.group[graph.order].tolist():
         if home[group] < 0:
             own = weights[group]
             more = ~held[:, own] @ graph.weight_bytes[own]
-            within_limit = held @ graph.weight_bytes + more <= asked.limit_bytes
+            within_limit = held_bytes + more <= asked.limit_bytes
             fits = _fitting(range(current, devices), used + need[group] <= cap, within_limit)
             if fits is None:
                 raise shortage(asked, MTopo.name)
             home[group] = current = fits
             used[current] += need[group]
+            held_bytes[current] += more[current]
             held[current, own] = True
     return home[asked.group].astype(np.int32)
 

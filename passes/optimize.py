@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from annotated_types import Ge
 from onnx import AttributeProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
 from onnxplace.errors import OnnxplaceError
@@ -31,7 +32,7 @@ class Optimize(Pass):
     requires: ClassVar[tuple[type, ...]] = (Model,)
     provides: ClassVar[tuple[type, ...]] = (Model,)
 
-    fold_weights_up_to: int = 65536
+    fold_weights_up_to: Annotated[int, Ge(0)] = 65536
     """Bytes of a weight up to which nodes that read it are folded; larger ones would be stored twice."""
 
     def run(self, state: State) -> State:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
+from annotated_types import Ge
 from numpy.typing import NDArray
 
 from onnxplace.facts import Profile, Source
 from onnxplace.graph import Floats
-from onnxplace.machine import cores, cuda_problem
+from onnxplace.machine import cores, cuda_problem, gpus
 from onnxplace.model import Model, op_graph, static_shapes, value_bytes
 from onnxplace.passes._cost_file import read_costs
 from onnxplace.passes._measure import Measurement, measure
@@ -33,15 +34,15 @@ class ProfileCosts(Pass):
     requires: ClassVar[tuple[type, ...]] = (Model,)
     provides: ClassVar[tuple[type, ...]] = (Profile,)
 
-    repeat: int = 9
+    repeat: Annotated[int, Ge(1)] = 9
     """Measured runs per class of device, after two for warming up."""
-    seconds: float = 5.0
+    seconds: Annotated[float, Ge(0)] = 5.0
     """Stop repeating after this long, though not before three runs."""
     costs: str = ""
     """A cost file to read instead of measuring."""
     estimate: bool = False
     """Estimate everything, measure nothing."""
-    seed: int = 0
+    seed: Annotated[int, Ge(0)] = 0
     """For the inputs that are drawn where the user gave none."""
 
     def run(self, state: State) -> State:
@@ -74,6 +75,9 @@ class ProfileCosts(Pass):
 def _cannot_measure(device: Device) -> str | None:
     """Say why a device's class cannot be measured here, or None."""
     if device.kind == "cuda":
+        here = next((gpu.name for gpu in gpus() if gpu.index == device.index), None)
+        if device.model and here is not None and device.model != here:
+            return f"{device.id} here is a {here}"
         return cuda_problem(device.index)
     if device.cores > len(cores()):
         return f"it has {device.cores} cores, this machine {len(cores())}"

@@ -21,6 +21,7 @@ from onnxplace.errors import ExecutionError, OnnxplaceError
 from onnxplace.feeds import Array
 from onnxplace.machine import core_sets, onnxruntime, require_cuda
 from onnxplace.runtime import Event, EventKind, Result, Runtime, RuntimeSession
+from onnxplace.runtimes._values import STRING, to_python, to_value
 from onnxplace.sessions import open_session, pinned, session_options
 
 MAX_IN_FLIGHT = 8
@@ -55,23 +56,17 @@ class _Placed:
         self.kind, self.index = kind, int(index)
 
     def receive(self, value: Any) -> Any:
-        """Return a copy of a value on this device. What is no tensor is shared: it cannot change."""
-        if not value.is_tensor() or value.element_type() == _STRING:
+        """Return a copy of a value on this device. What is no plain tensor is shared: it cannot change."""
+        if not value.is_tensor() or value.element_type() == STRING:
             return value
-        if self.kind == "cpu" and value.device_name() == "cpu":
-            try:
-                return onnxruntime().OrtValue.ortvalue_from_numpy(np.array(value.numpy()))
-            except RuntimeError:
-                return value  # a type that numpy does not know, such as bfloat16
+        if self.kind == "cpu":
+            return to_value(np.array(to_python(value)))
         return onnxruntime().OrtValue.ortvalue_from_numpy(value.numpy(), self.kind, self.index)
 
     def feed(self, array: Array) -> Any:
         """Return an input on this device; on a CPU it shares the caller's memory for the time of the request."""
-        value = onnxruntime().OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array).reshape(array.shape))
+        value = to_value(array)
         return value if self.kind == "cpu" else self.receive(value)
-
-
-_STRING = 8  # onnx.TensorProto.STRING
 
 
 class _OpenSegment:
@@ -100,12 +95,7 @@ class _OpenSegment:
         return list(binding.get_outputs())
 
     def _unbound(self, feeds: Mapping[str, Any]) -> list[Any]:
-        """Sequences, maps and strings cannot be bound."""
-        strings = {n: v for n, v in feeds.items() if v.is_tensor() and v.element_type() == _STRING}
-        if strings and len(strings) == len(feeds):
-            arrays = self._session.run(list(self.record.outputs), {n: v.numpy() for n, v in strings.items()})
-            if all(isinstance(array, np.ndarray) for array in arrays):
-                return [onnxruntime().OrtValue.ortvalue_from_numpy(array) for array in arrays]
+        """Sequences, maps, optionals and strings cannot be bound."""
         return list(self._session.run_with_ort_values(list(self.record.outputs), dict(feeds)))
 
 
@@ -230,8 +220,11 @@ class _Session(RuntimeSession):
                     self._follow(device, program, request)
                 except _CancelledError:
                     pass
-                except BaseException as failure:  # noqa: BLE001 - whatever it is, the caller must hear of it
+                except OnnxplaceError as failure:
                     request.fail(failure)
+                except BaseException as failure:  # noqa: BLE001 - whatever it is, the caller must hear of it
+                    said = f"{type(failure).__name__}: {failure}"
+                    request.fail(ExecutionError("X001", f"the worker failed: {said}", where=device.id))
                 if request.done():
                     self._finish(request)
                 del request
@@ -288,7 +281,7 @@ class _Session(RuntimeSession):
             return
         try:
             outputs = {
-                item.name: _plain(request.outputs[item.value])
+                item.name: to_python(request.outputs[item.value])
                 if item.value not in self._inputs
                 else np.array(request.feeds[item.value])
                 for item in self._bundle.manifest.outputs
@@ -300,8 +293,3 @@ class _Session(RuntimeSession):
             return
         events = tuple(sorted(request.events, key=lambda event: event.start_seconds))
         request.future.set_result(Result(outputs, events, time.perf_counter() - request.began))
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as numpy, or as ONNX Runtime gives it where it is no tensor."""
-    return value.numpy() if value.is_tensor() else value

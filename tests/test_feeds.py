@@ -156,7 +156,6 @@ def test_what_has_no_declared_shape_may_have_any():
         check_feeds({"x": np.zeros(shape, "f4"), "y": np.zeros(7, "f4")}, anything)
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="ValueError of numpy.asarray")
 def test_a_ragged_list_is_refused_by_name():
     refused({**GOOD, "right": [[1.0], [2.0, 3.0]]}, "'right'")
 

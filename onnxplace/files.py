@@ -1,0 +1,121 @@
+"""Write files and folders whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from onnxplace.errors import ExecutionError, OnnxplaceError, UsageError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def disk_error(problem: OSError, where: str) -> OnnxplaceError:
+    """Return the error for a file system that refuses: exit 4, with advice where it is full."""
+    if problem.errno in _FULL:
+        hint = "free some space, or choose another -o (for temporary files, another TMPDIR)"
+        return ExecutionError("E001", "no space left", where=where, hint=hint)
+    return ExecutionError(
+        "E002", f"cannot be written: {problem.strerror or problem}", where=where, hint="check the place"
+    )
+
+
+def require_free(path: Path, force: bool, marker: str) -> None:
+    """Raise UsageError unless nothing is at `path`, or with `force` a folder that holds the file `marker`."""
+    try:
+        if path.is_symlink():
+            raise UsageError(
+                "U031",
+                "it is a link, not a bundle, so --force does not replace it",
+                where=str(path),
+                hint="name the folder itself",
+            )
+        if not path.exists():
+            return
+        if not force:
+            hint = "choose another -o, or replace it with --force"
+            raise UsageError("U030", "it exists already", where=str(path), hint=hint)
+        if not path.is_dir() or not ((path / marker).exists() or not any(path.iterdir())):
+            hint = "choose another -o"
+            raise UsageError("U031", "it is not a bundle, so --force does not replace it", where=str(path), hint=hint)
+    except (OSError, ValueError) as problem:
+        raise _cannot_write(problem, path) from None
+
+
+@contextmanager
+def replaced_folder(path: Path) -> Iterator[Path]:
+    """Give a temporary folder beside `path` that becomes `path` at the end.
+
+    Whatever goes wrong, nothing new is left behind, and what was at `path` stays.
+    """
+    missing = [parent for parent in path.parents if not parent.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    except OSError as problem:
+        _remove_empty(missing)
+        raise _cannot_write(problem, path) from None
+    try:
+        yield folder
+        folder.chmod(0o755)
+        _swap(folder, path)
+    except BaseException as problem:
+        shutil.rmtree(folder, ignore_errors=True)
+        _remove_empty(missing)
+        if isinstance(problem, OSError):
+            raise disk_error(problem, str(path)) from None
+        raise
+
+
+def _swap(folder: Path, path: Path) -> None:
+    """Put `folder` in the place of `path`, which is given back if that fails."""
+    if not path.exists():
+        folder.rename(path)
+        return
+    aside = folder.with_name(f"{folder.name}.old")
+    path.rename(aside)
+    try:
+        folder.rename(path)
+    except BaseException:
+        aside.rename(path)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in folders:  # the innermost first
+        try:
+            folder.rmdir()
+        except OSError:
+            return
+
+
+def write_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
+    """Write a file through a temporary one beside it; raises UsageError or ExecutionError naming it."""
+    try:
+        temporary = path.with_name(f".{path.name}.tmp")
+        stream = temporary.open("wb")
+    except (OSError, ValueError) as problem:
+        raise _cannot_write(problem, path) from None
+    try:
+        with stream:
+            fill(stream)
+        temporary.replace(path)
+    except OSError as problem:
+        temporary.unlink(missing_ok=True)
+        if problem.errno in _FULL:
+            raise disk_error(problem, str(path)) from None
+        raise _cannot_write(problem, path) from None
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _cannot_write(problem: OSError | ValueError, path: Path) -> UsageError:
+    reason = problem.strerror if isinstance(problem, OSError) else problem
+    return UsageError("U032", f"cannot write there: {reason}", where=str(path), hint="choose another place")

@@ -1,0 +1,108 @@
+"""Values between numpy and ONNX Runtime, also those that numpy or the usual calls cannot express."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from onnxplace.feeds import Array
+from onnxplace.machine import onnxruntime
+
+STRING = 8  # onnx.TensorProto.STRING
+
+
+def to_value(array: Array) -> Any:
+    """Return an array as an OrtValue on the CPU; it shares the array's memory where that is possible."""
+    if array.dtype.kind in "OUS":
+        return _strings(array)
+    contiguous = np.ascontiguousarray(array).reshape(array.shape)
+    if array.dtype.kind == "V" or array.dtype.name.startswith(("bfloat", "float8")):
+        from onnx import helper
+
+        bits = contiguous.view(np.uint16 if array.dtype.itemsize == 2 else np.uint8)
+        kind = helper.np_dtype_to_tensor_dtype(array.dtype)
+        return onnxruntime().OrtValue.ortvalue_from_numpy_with_onnx_type(bits, kind)
+    return onnxruntime().OrtValue.ortvalue_from_numpy(contiguous)
+
+
+def to_python(value: Any) -> Any:
+    """Return an OrtValue as numpy; sequences as lists of arrays, an absent optional as None."""
+    if value.is_tensor():
+        return _array(value)
+    if value.is_tensor_sequence():
+        return _list(value)
+    if not value.has_value():
+        return None
+    raise TypeError(f"values of type {value.data_type()} cannot be handed out")
+
+
+def _array(value: Any) -> Array:
+    try:
+        return np.asarray(value.numpy())
+    except RuntimeError:  # a type that numpy does not have: bfloat16, float8
+        from onnx import helper
+
+        dtype = helper.tensor_dtype_to_np_dtype(value.element_type())
+        size = int(np.prod(value.shape(), dtype=np.int64)) * dtype.itemsize
+        data = ctypes.string_at(value.data_ptr(), size) if size else b""
+        return np.frombuffer(data, dtype=dtype).reshape(value.shape())
+
+
+def _strings(array: Array) -> Any:
+    """Return strings as an OrtValue: ONNX Runtime makes those only as the output of a model."""
+    from onnx import TensorProto, helper
+
+    texts = [item if isinstance(item, bytes) else str(item).encode() for item in array.ravel().tolist()]
+    tensor = TensorProto(name="text", data_type=TensorProto.STRING, dims=array.shape, string_data=texts)
+    output = helper.make_tensor_value_info("out", TensorProto.STRING, array.shape)
+    graph = helper.make_graph([helper.make_node("Identity", ["text"], ["out"])], "strings", [], [output], [tensor])
+    return _session(graph).run_with_ort_values(["out"], {})[0]
+
+
+def _list(value: Any) -> list[Array]:
+    """Return a sequence of tensors as a list: ONNX Runtime hands elements out only through a model."""
+    element = value.data_type().removeprefix("seq(tensor(").removesuffix("))")
+    session = _sequence_reader(element)
+    count = int(session.run_with_ort_values(["count"], {"items": value, "index": to_value(np.array(0))})[0].numpy())
+    reader = _element_reader(element)
+    return [
+        _array(reader.run_with_ort_values(["item"], {"items": value, "index": to_value(np.array(i))})[0])
+        for i in range(count)
+    ]
+
+
+@lru_cache(maxsize=64)
+def _sequence_reader(element: str) -> Any:
+    """Return a session that counts a sequence of tensors."""
+    return _session(_reader_graph(element, "SequenceLength", ["items"], "count"))
+
+
+@lru_cache(maxsize=64)
+def _element_reader(element: str) -> Any:
+    """Return a session that takes one element out of a sequence of tensors."""
+    return _session(_reader_graph(element, "SequenceAt", ["items", "index"], "item"))
+
+
+def _reader_graph(element: str, operator: str, inputs: list[str], output: str) -> Any:
+    from onnx import TensorProto, helper
+
+    kind = {"string": TensorProto.STRING}.get(element) or TensorProto.DataType.Value(element.upper())
+    items = helper.make_tensor_sequence_value_info("items", kind, None)
+    index = helper.make_tensor_value_info("index", TensorProto.INT64, [])
+    result = helper.make_tensor_value_info(output, TensorProto.INT64 if output == "count" else kind, None)
+    unused = [] if "index" in inputs else [helper.make_node("Identity", ["index"], ["index_unused"])]
+    return helper.make_graph(
+        [helper.make_node(operator, inputs, [output]), *unused], "reader", [items, index], [result]
+    )
+
+
+def _session(graph: Any) -> Any:
+    from onnx import helper
+
+    from onnxplace.sessions import open_session, session_options
+
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return open_session(model.SerializeToString(), session_options([0], "none"))
