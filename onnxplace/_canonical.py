@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from onnx import (
     AttributeProto,
@@ -17,8 +18,9 @@ from onnx import (
     helper,
 )
 from onnx.inliner import inline_local_functions
+from onnx.shape_inference import infer_shapes
 
-from onnxplace._weights import check_tensor
+from onnxplace._weights import check_tensor, tensor_bytes
 from onnxplace.errors import ModelError
 
 
@@ -34,7 +36,7 @@ class Parts:
     opsets: list[OperatorSetIdProto]
 
 
-def take_apart(proto: ModelProto, where: str) -> Parts:
+def take_apart(proto: ModelProto, where: str, folder: Path | None) -> Parts:
     """Return the parts of a model; raises ModelError naming the node or value that is wrong."""
     if proto.graph.sparse_initializer:
         name = proto.graph.sparse_initializer[0].values.name
@@ -47,7 +49,7 @@ def take_apart(proto: ModelProto, where: str) -> Parts:
     if not graph.output:
         raise ModelError("M018", "the model has no outputs, so there is nothing to compute", where=where)
     initializers = {tensor.name: tensor for tensor in graph.initializer}
-    nodes = _lift_constants(graph.node, initializers, where)
+    nodes = [_settled(node, folder) for node in _lift_constants(graph.node, initializers, where)]
     for tensor in initializers.values():
         check_tensor(tensor)
     made = _producers(nodes, initializers, graph, where)
@@ -60,9 +62,51 @@ def take_apart(proto: ModelProto, where: str) -> Parts:
 def _inline_functions(proto: ModelProto, where: str) -> ModelProto:
     try:
         inlined: ModelProto = inline_local_functions(proto)
-        return inlined
+        if inlined.functions:  # those of another opset stay unless they may be converted
+            inlined = inline_local_functions(infer_shapes(proto), convert_version=True)
     except Exception as problem:  # noqa: BLE001 - the inliner raises plain C++ errors
         raise ModelError("M009", f"its local functions cannot be inlined: {problem}", where=where) from None
+    if inlined.functions:
+        name = inlined.functions[0].name
+        hint = "export the model with one opset for all functions"
+        raise ModelError("M009", f"its local function {name!r} cannot be inlined", where=where, hint=hint)
+    return inlined
+
+
+def _settled(node: NodeProto, folder: Path | None) -> NodeProto:
+    """Return a node whose subgraphs stand on their own: their nodes' names differ, their weights are inside."""
+    graphs = list(_subgraphs(node))
+    tensors = [a.t for a in node.attribute if a.type == AttributeProto.TENSOR]
+    if not graphs and not any(tensor.data_location == TensorProto.EXTERNAL for tensor in tensors):
+        return node
+    settled = NodeProto()
+    settled.CopyFrom(node)
+    for attribute in settled.attribute:
+        if attribute.type == AttributeProto.TENSOR:
+            _take_in(attribute.t, folder)
+    for graph in _subgraphs(settled):
+        for tensor in graph.initializer:
+            _take_in(tensor, folder)
+        inner = [_settled(item, folder) for item in _with_unique_names(list(graph.node))]
+        del graph.node[:]
+        graph.node.extend(inner)
+    return settled
+
+
+def _take_in(tensor: TensorProto, folder: Path | None) -> None:
+    """Put the bytes of external data into the tensor itself."""
+    if tensor.data_location == TensorProto.EXTERNAL:
+        tensor.raw_data = b"".join(tensor_bytes(tensor, folder))
+        tensor.data_location = TensorProto.DEFAULT
+        del tensor.external_data[:]
+
+
+def _subgraphs(node: NodeProto) -> Iterator[GraphProto]:
+    for attribute in node.attribute:
+        if attribute.type == AttributeProto.GRAPH:
+            yield attribute.g
+        elif attribute.type == AttributeProto.GRAPHS:
+            yield from attribute.graphs
 
 
 def _opsets(proto: ModelProto) -> list[OperatorSetIdProto]:
@@ -234,12 +278,8 @@ def _return_initializers(
 def reads(node: NodeProto) -> Iterator[str]:
     """Yield the names a node reads, including what its subgraphs capture from outside; may repeat."""
     yield from filter(None, node.input)
-    for attribute in node.attribute:
-        if attribute.type == AttributeProto.GRAPH:
-            yield from captured(attribute.g)
-        elif attribute.type == AttributeProto.GRAPHS:
-            for graph in attribute.graphs:
-                yield from captured(graph)
+    for graph in _subgraphs(node):
+        yield from captured(graph)
 
 
 def captured(graph: GraphProto) -> Iterator[str]:

@@ -46,7 +46,7 @@ class Declared:
     """Whether the model has a default for it."""
 
 
-def check_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[str, Array]:
+def check_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[str, Any]:
     """Return the feeds as arrays; raises FeedError for a wrong name, type, rank or size, and for what is missing."""
     known = {item.name: item for item in inputs}
     for name in feeds:
@@ -60,7 +60,18 @@ def check_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[st
             hint="inputs of this model: " + ", ".join(describe(item) for item in inputs),
         )
     symbols: dict[str, tuple[int, str]] = {}
-    return {name: _check_feed(_array(name, value), known[name], symbols) for name, value in feeds.items()}
+    return {
+        name: _check_feed(_array(name, value), known[name], symbols)
+        if known[name].dtype.startswith("tensor(")
+        else [_array(name, part) for part in _parts(name, value, known[name])]
+        for name, value in feeds.items()
+    }
+
+
+def _parts(name: str, value: Any, item: Declared) -> list[Any]:
+    if not item.dtype.startswith("seq(") or not isinstance(value, (list, tuple)):
+        raise FeedError("F003", f"the model takes {item.dtype}", where=f"input {name!r}", hint="give a list of arrays")
+    return list(value)
 
 
 def _array(name: str, value: Any) -> Array:
@@ -114,32 +125,28 @@ def random_feeds(inputs: Sequence[Declared], dimensions: Mapping[str, int], seed
     `dimensions` gives sizes to symbolic dimensions, by symbol or as `input.axis`. Raises FeedError listing those
     that have none, and for inputs that cannot be invented.
     """
-    unbound = [
-        key
-        for item in inputs
-        if not item.optional
-        for key, size in dimension_keys(item)
-        if size is None and key not in dimensions
-    ]
-    if unbound:
-        example = ",".join(f"{key}=1" for key in dict.fromkeys(unbound))
-        raise FeedError(
-            "M020",
-            f"symbolic dimensions without a value: {', '.join(dict.fromkeys(unbound))}",
-            hint=f"give them, such as --shape {example}, or real inputs with --inputs F.npz",
-        )
+    shapes = bound_shapes(inputs, dimensions)
     random = np.random.default_rng(seed)
+    return {item.name: _random_array(random, item, shapes[item.name]) for item in inputs if item.name in shapes}
+
+
+def bound_shapes(inputs: Sequence[Declared], dimensions: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each input that must be fed; raises FeedError listing the dimensions that have no value."""
+    needed = {item.name: dimension_keys(item) for item in inputs if not item.optional}
+    unbound = [key for keys in needed.values() for key, size in keys if size is None and key not in dimensions]
+    if unbound:
+        names = list(dict.fromkeys(unbound))
+        hint = f"give them, such as --shape {','.join(f'{key}=1' for key in names)}, or real inputs with --inputs F.npz"
+        raise FeedError("M020", f"symbolic dimensions without a value: {', '.join(names)}", hint=hint)
     return {
-        item.name: _random_array(
-            random, item, tuple(dimensions[key] if size is None else size for key, size in dimension_keys(item))
-        )
-        for item in inputs
-        if not item.optional
+        name: tuple(dimensions[key] if size is None else size for key, size in keys) for name, keys in needed.items()
     }
 
 
 def dimension_keys(item: Declared) -> list[tuple[str, int | None]]:
     """Return each dimension as (key the user can bind, size if known)."""
+    if not item.dtype.startswith("tensor("):
+        return []
     if item.shape is None:
         return [(f"{item.name}.shape", None)]
     return [

@@ -22,7 +22,7 @@ from onnxplace import _canonical
 from onnxplace._opgraph import op_graph
 from onnxplace._weights import WeightFile, external_range, tensor_bytes, tensor_size
 from onnxplace.errors import ModelError, nearest
-from onnxplace.feeds import Array, Declared, check_feeds, dimension_keys, random_feeds
+from onnxplace.feeds import Array, Declared, bound_shapes, check_feeds, dimension_keys, random_feeds
 
 if TYPE_CHECKING:
     from onnxplace.state import State
@@ -89,13 +89,19 @@ class Model:
 
     def _skeleton(self) -> ModelProto:
         """Return the model without the bytes of large weights: small enough to hand to shape inference."""
-        weights = [_canonical.without_data(t) if tensor_size(t) > 1024 else t for t in self.initializers.values()]
+        weights = [
+            _canonical.without_data(t) if tensor_size(t) > 1024 else t
+            for t in self.initializers.values()
+            if t.name not in self.input_names
+        ]
         return self.proto(self.nodes, weights, self.inputs, [self._produced(out) for out in self.outputs])
 
     def _produced(self, output: ValueInfoProto) -> ValueInfoProto:
         renamed = ValueInfoProto()
         renamed.CopyFrom(output)
         renamed.name = self.sources.get(output.name, output.name)
+        if renamed.type.HasField("tensor_type"):
+            renamed.type.tensor_type.ClearField("shape")  # what is declared there may be wrong
         return renamed
 
     def proto(
@@ -146,10 +152,16 @@ class Model:
     def feeds(self, seed: int = 0) -> dict[str, Array]:
         """Return inputs to profile or try the model with: the user's, else random ones of the bound shapes.
 
-        Raises FeedError listing the symbolic dimensions that have no value.
+        Raises FeedError listing the symbolic dimensions that have no value, and for inputs that cannot be invented.
         """
         drawn = [declared(value, self) for value in self.inputs if value.name not in self.samples]
         return {**random_feeds(drawn, self.dimensions, seed), **self.samples}
+
+    def input_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each input that is a tensor; raises FeedError listing dimensions that have no value."""
+        tensors = [declared(value, self) for value in self.inputs if value.name not in self.samples]
+        sizes = bound_shapes([item for item in tensors if item.dtype.startswith("tensor(")], self.dimensions)
+        return {**sizes, **{name: array.shape for name, array in self.samples.items() if not isinstance(array, list)}}
 
 
 def load(source: str | Path | ModelProto) -> Model:
@@ -167,7 +179,7 @@ def load(source: str | Path | ModelProto) -> Model:
         path = Path(source)
         data = _read(path)
         proto, folder, where, digest = _parse(data, path), path.parent, path.name, hashlib.sha256(data).hexdigest()
-    parts = _canonical.take_apart(proto, where)
+    parts = _canonical.take_apart(proto, where, folder)
     for tensor in parts.initializers.values():
         if tensor.data_location == TensorProto.EXTERNAL:
             external_range(tensor, folder)
@@ -262,7 +274,7 @@ def shape_entries(kind: TypeProto) -> tuple[int | str | None, ...] | None:
 
 def static_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     """Return the shape of each value that shape inference knows once the dimensions are bound."""
-    sizes = {name: array.shape for name, array in model.feeds().items()}
+    sizes = model.input_shapes()
     inputs = []
     for value in model.inputs:
         bound = ValueInfoProto()

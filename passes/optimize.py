@@ -32,16 +32,16 @@ class Optimize(Pass):
     requires: ClassVar[tuple[type, ...]] = (Model,)
     provides: ClassVar[tuple[type, ...]] = (Model,)
 
-    fold_weights_up_to: Annotated[int, Ge(0)] = 65536
-    """Bytes of a weight up to which nodes that read it are folded; larger ones would be stored twice."""
+    fold_up_to: Annotated[int, Ge(0)] = 65536
+    """Bytes of a weight, and of a result, up to which constants are folded; larger ones would bloat the bundle."""
 
     def run(self, state: State) -> State:
         model = _without_unused(state[Model])
-        foldable = _foldable(model, self.fold_weights_up_to)
+        foldable = _foldable(model, self.fold_up_to)
         if not foldable:
             return state.having(model)
         try:
-            return state.having(_without_unused(_fold(model, foldable)))
+            return state.having(_without_unused(_fold(model, foldable, self.fold_up_to)))
         except OnnxplaceError as problem:
             note = Diagnostic("O001", f"constants were not folded: {problem.message}", where=model.name)
             return state.having(model).saying(note)
@@ -78,18 +78,33 @@ def _is_pure(node: NodeProto) -> bool:
     return node.domain in ("", "ai.onnx") and node.op_type not in _RANDOM | _KEPT and not subgraphs
 
 
-def _fold(model: Model, positions: Sequence[int]) -> Model:
-    """Return the model with these nodes replaced by what they compute."""
-    folded = set(positions)
-    nodes = [model.nodes[i] for i in positions]
-    read_later = {name for i, reads in enumerate(model.reads) if i not in folded for name in reads}
-    frontier = [name for node in nodes for name in node.output if name in read_later]
-    values = _evaluate(model, nodes, frontier) if frontier else {}
-    return model.replacing([n for i, n in enumerate(model.nodes) if i not in folded], {**model.initializers, **values})
+def _fold(model: Model, positions: Sequence[int], limit_bytes: int) -> Model:
+    """Return the model with these nodes replaced by what they compute, except where that is large."""
+    values = _evaluate(model, positions, _frontier(model, positions))
+    large = {name for name, tensor in values.items() if tensor_size(tensor) > limit_bytes}
+    folded = set()
+    for index in reversed(positions):
+        if large & set(model.nodes[index].output):
+            large.update(model.reads[index])  # what a large constant is made from stays too
+        else:
+            folded.add(index)
+    wanted = set(_frontier(model, sorted(folded)))
+    kept = [node for index, node in enumerate(model.nodes) if index not in folded]
+    return model.replacing(kept, {**model.initializers, **{n: t for n, t in values.items() if n in wanted}})
 
 
-def _evaluate(model: Model, nodes: Sequence[NodeProto], wanted: Sequence[str]) -> dict[str, TensorProto]:
+def _frontier(model: Model, positions: Sequence[int]) -> list[str]:
+    """Return what these nodes make and others read."""
+    chosen = set(positions)
+    read = {name for index, reads in enumerate(model.reads) if index not in chosen for name in reads}
+    return [name for index in positions for name in model.nodes[index].output if name in read]
+
+
+def _evaluate(model: Model, positions: Sequence[int], wanted: Sequence[str]) -> dict[str, TensorProto]:
     """Run constant nodes once and return what they make, as tensors by name."""
+    if not wanted:
+        return {}
+    nodes = [model.nodes[index] for index in positions]
     reads = dict.fromkeys(name for node in nodes for name in node.input if name in model.initializers)
     weights = [model.initializers[name] for name in reads]
     proto = model.proto(nodes, weights, [], [ValueInfoProto(name=name) for name in wanted])

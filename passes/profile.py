@@ -47,11 +47,11 @@ class ProfileCosts(Pass):
 
     def run(self, state: State) -> State:
         model = state[Model]
-        model.feeds(self.seed)  # fails here, before any work, if a dimension has no value
+        model.input_shapes()  # fails here, before any work, if a dimension has no value
         if self.costs:
             return state.having(read_costs(self.costs, model, state.target))
         shapes = static_shapes(model)
-        sizes = value_bytes(model, shapes)
+        sizes = value_bytes(model, {**shapes, **model.input_shapes()})
         measured: dict[str, Measurement] = {}
         notes = []
         for device in {d.cost_class: d for d in state.target.devices}.values():
@@ -67,7 +67,6 @@ class ProfileCosts(Pass):
                 )
         for found in measured.values():
             sizes = {**found.value_bytes, **sizes}
-        sizes |= {name: array.nbytes for name, array in model.feeds(self.seed).items() if array.dtype != object}
         notes += _unknown_sizes(model, sizes)
         return state.having(_profile(model, state, shapes, sizes, measured)).saying(*notes)
 

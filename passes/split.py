@@ -93,6 +93,8 @@ def _segment(graph: OpGraph, device: int, nodes: Ints, segment_of: Ints) -> Segm
         for value in graph.outputs[node].tolist():
             if graph.is_output[value] or (segment_of[graph.readers[value]] != own).any():
                 outputs.append(value)
+    if not outputs:  # nobody needs these nodes, but a session without outputs cannot be run
+        outputs.append(int(graph.outputs[int(nodes[-1])][0]))
     return Segment(
         device, nodes, tuple(graph.value_names[v] for v in inputs), tuple(graph.value_names[v] for v in outputs)
     )

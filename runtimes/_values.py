@@ -11,11 +11,14 @@ import numpy as np
 from onnxplace.feeds import Array
 from onnxplace.machine import onnxruntime
 
-STRING = 8  # onnx.TensorProto.STRING
+# Several elements to a byte.
+_PACKED = ("tensor(int4", "tensor(uint4", "tensor(float4", "tensor(int2", "tensor(uint2")
 
 
-def to_value(array: Array) -> Any:
-    """Return an array as an OrtValue on the CPU; it shares the array's memory where that is possible."""
+def to_value(array: Any) -> Any:
+    """Return an array, or a list of arrays, as an OrtValue on the CPU; it shares an array's memory where possible."""
+    if isinstance(array, list):
+        return _sequence(array)
     if array.dtype.kind in "OUS":
         return _strings(array)
     contiguous = np.ascontiguousarray(array).reshape(array.shape)
@@ -30,25 +33,57 @@ def to_value(array: Array) -> Any:
 
 def to_python(value: Any) -> Any:
     """Return an OrtValue as numpy; sequences as lists of arrays, an absent optional as None."""
-    if value.is_tensor():
-        return _array(value)
-    if value.is_tensor_sequence():
-        return _list(value)
-    if not value.has_value():
+    if is_absent(value):
         return None
-    raise TypeError(f"values of type {value.data_type()} cannot be handed out")
+    if isinstance(value, (np.ndarray, list, dict)):
+        return value
+    return _array(value) if value.is_tensor() else _list(value)
+
+
+def kept(value: Any) -> Any:
+    """Return a result that came through Python as an OrtValue, where it can be one."""
+    tensors = isinstance(value, list) and value and all(isinstance(item, np.ndarray) for item in value)
+    return to_value(value) if tensors or isinstance(value, np.ndarray) else value
+
+
+def is_absent(value: Any) -> bool:
+    """Return whether a value is an optional that holds nothing."""
+    return value is None or (not isinstance(value, (np.ndarray, list, dict)) and not value.has_value())
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a tensor whose bytes can be copied."""
+    return (
+        not isinstance(value, (np.ndarray, list, dict))
+        and not is_absent(value)
+        and value.is_tensor()
+        and not value.data_type().startswith(("tensor(string", *_PACKED))
+    )
 
 
 def _array(value: Any) -> Array:
-    try:
+    if not value.data_type().startswith((*_PACKED, "tensor(bfloat", "tensor(float8")):
         return np.asarray(value.numpy())
-    except RuntimeError:  # a type that numpy does not have: bfloat16, float8
-        from onnx import helper
+    from onnx import TensorProto, numpy_helper
 
-        dtype = helper.tensor_dtype_to_np_dtype(value.element_type())
-        size = int(np.prod(value.shape(), dtype=np.int64)) * dtype.itemsize
-        data = ctypes.string_at(value.data_ptr(), size) if size else b""
-        return np.frombuffer(data, dtype=dtype).reshape(value.shape())
+    size = value.tensor_size_in_bytes()
+    data = ctypes.string_at(value.data_ptr(), size) if size else b""
+    return numpy_helper.to_array(TensorProto(data_type=value.element_type(), dims=value.shape(), raw_data=data))
+
+
+def _sequence(arrays: list[Any]) -> Any:
+    """Return arrays as one OrtValue: ONNX Runtime makes sequences only as the output of a model."""
+    from onnx import TensorProto, helper
+
+    if not arrays:
+        raise ValueError("an empty sequence has no type")
+    kind = helper.np_dtype_to_tensor_dtype(np.asarray(arrays[0]).dtype)
+    names = [f"item{index}" for index in range(len(arrays))]
+    inputs = [helper.make_tensor_value_info(name, kind, None) for name in names]
+    output = helper.make_tensor_sequence_value_info("items", kind or TensorProto.FLOAT, None)
+    graph = helper.make_graph([helper.make_node("SequenceConstruct", names, ["items"])], "sequence", inputs, [output])
+    feeds = {name: to_value(np.asarray(array)) for name, array in zip(names, arrays)}
+    return _session(graph).run_with_ort_values(["items"], feeds)[0]
 
 
 def _strings(array: Array) -> Any:

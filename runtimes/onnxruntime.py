@@ -6,6 +6,7 @@ across devices like a pipeline. Workers sleep while they wait. A failure ends it
 
 from __future__ import annotations
 
+import copy
 import itertools
 import queue
 import threading
@@ -21,7 +22,7 @@ from onnxplace.errors import ExecutionError, OnnxplaceError
 from onnxplace.feeds import Array
 from onnxplace.machine import core_sets, onnxruntime, require_cuda
 from onnxplace.runtime import Event, EventKind, Result, Runtime, RuntimeSession
-from onnxplace.runtimes._values import STRING, to_python, to_value
+from onnxplace.runtimes._values import is_absent, is_plain, kept, to_python, to_value
 from onnxplace.sessions import open_session, pinned, session_options
 
 MAX_IN_FLIGHT = 8
@@ -57,7 +58,7 @@ class _Placed:
 
     def receive(self, value: Any) -> Any:
         """Return a copy of a value on this device. What is no plain tensor is shared: it cannot change."""
-        if not value.is_tensor() or value.element_type() == STRING:
+        if not is_plain(value):
             return value
         if self.kind == "cpu":
             return to_value(np.array(to_python(value)))
@@ -78,6 +79,7 @@ class _OpenSegment:
         self._device = device
         types = [item.type for item in (*session.get_inputs(), *session.get_outputs())]
         self._plain = all(kind.startswith("tensor(") and kind != "tensor(string)" for kind in types)
+        self._maps = any("map(" in kind for kind in types)  # these have no form but Python's
 
     def run(self, values: dict[str, Any]) -> None:
         """Compute this segment's outputs from `values` and add them there."""
@@ -96,7 +98,12 @@ class _OpenSegment:
 
     def _unbound(self, feeds: Mapping[str, Any]) -> list[Any]:
         """Sequences, maps, optionals and strings cannot be bound."""
-        return list(self._session.run_with_ort_values(list(self.record.outputs), dict(feeds)))
+        names = list(self.record.outputs)
+        # Handing back an optional that holds nothing ends the process, unless it goes through Python.
+        if self._maps or any(is_absent(value) for value in feeds.values()):
+            results = self._session.run(names, {name: to_python(value) for name, value in feeds.items()})
+            return [kept(value) for value in results]
+        return list(self._session.run_with_ort_values(names, dict(feeds)))
 
 
 def _open(bundle: Bundle, segment: SegmentRecord, device: _Placed) -> _OpenSegment:
@@ -283,7 +290,7 @@ class _Session(RuntimeSession):
             outputs = {
                 item.name: to_python(request.outputs[item.value])
                 if item.value not in self._inputs
-                else np.array(request.feeds[item.value])
+                else copy.deepcopy(request.feeds[item.value])
                 for item in self._bundle.manifest.outputs
             }
         except Exception as problem:  # noqa: BLE001 - a future that is never set would hang its caller

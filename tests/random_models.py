@@ -205,6 +205,7 @@ class Builder:
         value = self.weight(self.random_array(dtype, shape), dtype)
         if not self.prefix and self.chance(3):
             self.overridable.append(value)
+            self.like("Identity", value)  # what depends on nothing else must not be folded
 
     def add_constant(self) -> None:
         kind = self.one_of(("Constant", "ConstantOfShape", "Add", "Shape", "Range"))
