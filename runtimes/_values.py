@@ -40,8 +40,8 @@ def to_python(value: Any) -> Any:
     return _array(value) if value.is_tensor() else _list(value)
 
 
-def kept(value: Any) -> Any:
-    """Return a result that came through Python as an OrtValue, where it can be one."""
+def as_value(value: Any) -> Any:
+    """Return a value as an OrtValue, where it can be one, also if it came through Python."""
     tensors = isinstance(value, list) and value and all(isinstance(item, np.ndarray) for item in value)
     return to_value(value) if tensors or isinstance(value, np.ndarray) else value
 

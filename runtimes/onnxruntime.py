@@ -22,7 +22,7 @@ from onnxplace.errors import ExecutionError, OnnxplaceError
 from onnxplace.feeds import Array
 from onnxplace.machine import core_sets, onnxruntime, require_cuda
 from onnxplace.runtime import Event, EventKind, Result, Runtime, RuntimeSession
-from onnxplace.runtimes._values import is_absent, is_plain, kept, to_python, to_value
+from onnxplace.runtimes._values import as_value, is_absent, is_plain, to_python, to_value
 from onnxplace.sessions import open_session, pinned, session_options
 
 MAX_IN_FLIGHT = 8
@@ -81,10 +81,15 @@ class _OpenSegment:
         self._plain = all(kind.startswith("tensor(") and kind != "tensor(string)" for kind in types)
         self._maps = any("map(" in kind for kind in types)  # these have no form but Python's
 
-    def run(self, values: dict[str, Any]) -> None:
-        """Compute this segment's outputs from `values` and add them there."""
-        feeds = {name: values[name] for name in self.record.inputs if name in values}
+    def run(self, values: dict[str, Any], held: list[Any]) -> None:
+        """Compute this segment's outputs from `values` and add them there.
+
+        `held` keeps what an optional or a sequence may go on looking at after `values` has let go of it.
+        """
+        feeds = {name: as_value(values[name]) for name in self.record.inputs if name in values}
         outputs = self._bound(feeds) if self._plain else self._unbound(feeds)
+        if not self._plain:
+            held.append(feeds)
         values.update(zip(self.record.outputs, outputs))
 
     def _bound(self, feeds: Mapping[str, Any]) -> list[Any]:
@@ -101,8 +106,7 @@ class _OpenSegment:
         names = list(self.record.outputs)
         # Handing back an optional that holds nothing ends the process, unless it goes through Python.
         if self._maps or any(is_absent(value) for value in feeds.values()):
-            results = self._session.run(names, {name: to_python(value) for name, value in feeds.items()})
-            return [kept(value) for value in results]
+            return list(self._session.run(names, {name: to_python(value) for name, value in feeds.items()}))
         return list(self._session.run_with_ort_values(names, dict(feeds)))
 
 
@@ -125,6 +129,7 @@ class _Request:
         self.began = time.perf_counter()
         self.outputs: dict[str, Any] = {}
         self.events: list[Event] = []
+        self.held: list[Any] = []
         self._left = devices
         self._arrived: dict[tuple[str, str], Any] = {}
         self._changed = threading.Condition()
@@ -260,7 +265,7 @@ class _Session(RuntimeSession):
     def _run(self, device: _Placed, segment: _OpenSegment, values: dict[str, Any], request: _Request) -> None:
         began = time.perf_counter()
         try:
-            segment.run(values)
+            segment.run(values, request.held)
         except OnnxplaceError:
             raise
         except Exception as problem:

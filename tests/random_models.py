@@ -10,7 +10,7 @@ operations that leave open what they do with those.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -770,16 +770,10 @@ def feeds_for(draw: Draw, inputs: Sequence[Value], optional: Sequence[Value], n:
 
 
 @st.composite
-def random_models(draw: Draw, max_nodes: int = 16, avoid: Collection[str] = ()) -> RandomModel:
-    """Draw a model of up to about `max_nodes` nodes, and feeds for it. ONNX Runtime may still refuse some.
-
-    `avoid` names what must not be in it: "no nodes", "strings", "returned sequences".
-    """
+def random_models(draw: Draw, max_nodes: int = 16) -> RandomModel:
+    """Draw a model of up to about `max_nodes` nodes, and feeds for it. ONNX Runtime may still refuse some."""
     builder = Builder(draw, opset=draw(st.sampled_from((18, 21))))
-    dtypes, steps = [FLOAT, FLOAT, INT64, BOOL, INT32, FLOAT16, DOUBLE, STRING], list(ALL)
-    if "strings" in avoid:
-        dtypes.remove(STRING)
-        steps.remove(Builder.add_string)
+    dtypes = (FLOAT, FLOAT, INT64, BOOL, INT32, FLOAT16, DOUBLE, STRING)
     kinds = draw(st.lists(st.sampled_from(dtypes), min_size=1, max_size=3))
     inputs = []
     for index, dtype in enumerate(kinds):
@@ -787,12 +781,9 @@ def random_models(draw: Draw, max_nodes: int = 16, avoid: Collection[str] = ()) 
         wild = dtype in (FLOAT, DOUBLE) and builder.chance(4)
         inputs.append(Value(f"x{index}", dtype, shape, 1 if dtype == BOOL else FED_BOUND, wild))
     builder.values += inputs
-    for add in [] if builder.chance(30) else draw(st.lists(st.sampled_from(steps), min_size=4, max_size=max_nodes)):
+    for add in [] if builder.chance(30) else draw(st.lists(st.sampled_from(ALL), min_size=4, max_size=max_nodes)):
         add(builder)
-    returnable = [v for v in reversed(builder.values) if not ("returned sequences" in avoid and v.elements)]
-    outputs = draw(st.lists(st.sampled_from(returnable), min_size=1, max_size=4, unique_by=lambda v: v.name))
-    if "no nodes" in avoid:  # as it is also when none of them is needed
-        outputs.append(builder.like("Identity", inputs[0]))
+    outputs = draw(st.lists(st.sampled_from(builder.values[::-1]), min_size=1, max_size=4, unique_by=lambda v: v.name))
     nodes = builder.nodes[::-1] if builder.chance(6) else builder.nodes  # ONNX Runtime sorts them
     nested = any(attribute.HasField("g") for node in nodes for attribute in node.attribute)
     ir_version = builder.one_of((8, 10) if nested else (8, 3, 10))  # 3 has no weights in subgraphs

@@ -41,8 +41,6 @@ from tests.random_models import Feeds, RandomModel, random_models, reference, ru
 
 EXAMPLES = int(os.environ.get("ONNXPLACE_EXAMPLES", "0"))
 """How many to try; unless it is set, always the same ones."""
-KNOWN_BUGS = ("dead nodes",)
-"""What is kept out of the random models because it fails; each has its test in tests/test_split_cases.py."""
 DEVICES = 4
 HUNG_SECONDS = 10
 
@@ -135,7 +133,7 @@ def assert_same(actual: Any, expected: Any) -> None:
     derandomize=not EXAMPLES,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
-@given(random_models(avoid=KNOWN_BUGS), placements(), st.booleans(), st.booleans(), st.sampled_from(("all", "none")))
+@given(random_models(), placements(), st.booleans(), st.booleans(), st.sampled_from(("all", "none")))
 def test_a_bundle_computes_what_its_model_computes_wherever_it_is_cut(
     model: RandomModel, placement: RandomPlacement, optimized: bool, fused: bool, level: Level
 ) -> None:
@@ -150,7 +148,7 @@ def test_a_bundle_computes_what_its_model_computes_wherever_it_is_cut(
             model.proto,
             placement,
             Path(name),
-            optimized=optimized or "dead nodes" in KNOWN_BUGS,
+            optimized=optimized,
             fused=fused,
             dimensions=model.dimensions,
         )
