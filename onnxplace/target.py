@@ -20,13 +20,13 @@ KINDS = ("cpu", "cuda")
 LinkModel = Literal["duplex", "parallel", "sequential"]
 LINK_MODELS: tuple[LinkModel, ...] = ("duplex", "parallel", "sequential")
 
-# One-way hand-off between two pinned worker threads and a memcpy between two cores (docs/measurements.md).
-CPU_LATENCY_SECONDS = 30e-6
+# A hand-off between two sleeping worker threads, and a copy, as benchmarks/hops.py shows them (docs/measurements.md).
+CPU_LATENCY_SECONDS = 70e-6
 CPU_BYTES_PER_SECOND = 10e9
 # PCIe 4.0 x16 through host memory, a deliberately cautious default until `devices --calibrate` exists.
 CUDA_LATENCY_SECONDS = 20e-6
 CUDA_BYTES_PER_SECOND = 12e9
-SEGMENT_SECONDS = 10e-6
+SEGMENT_SECONDS = 15e-6
 
 
 @dataclass(frozen=True)

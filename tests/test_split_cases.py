@@ -654,6 +654,44 @@ def test_sequences_may_be_fed(check: Check):
     )
 
 
+@pytest.mark.xfail(strict=True, reason="the type of an empty list is not taken from the declared input")
+def test_empty_sequences_may_be_fed(check: Check):
+    check(
+        """graph (seq(float[2, 3]) s) => (int64 y) {
+            a = SequenceLength(s)
+            y = Neg(a)
+        }""",
+        {"s": []},
+        {"s": [X]},
+    )
+
+
+@pytest.mark.xfail(strict=True, reason="inputs of an optional type are refused, whatever is fed")
+def test_optionals_may_be_fed(check: Check):
+    check(
+        """graph (optional(float[2, 3]) o) => (float[2, 3] y) {
+            a = OptionalGetElement(o)
+            y = Neg(a)
+        }""",
+        {"o": X},
+    )
+
+
+def test_results_computed_beside_maps_are_kept(tmp_path: Path):
+    model = parsed(
+        """<ir_version: 9, opset_import: ["": 18, "ai.onnx.ml": 1]>
+        graph (float[1, 2] x) => (seq(map(int64, float)) m, int64[1, 2] y) {
+            a = Neg(x)
+            m = ai.onnx.ml.ZipMap<classlabels_int64s = [1, 2]>(a)
+            y = Cast<to = 7>(a)
+        }"""
+    )
+    feeds = [{"x": X[:1, :2] * n} for n in range(8)]
+    bundle = compiled_with(model, RandomPlacement((0, 1, 1)), tmp_path)
+    assert bundle.manifest.segments[1].outputs == ("m", "y")
+    assert_same(run_together(bundle, feeds), reference(model, feeds))
+
+
 def test_maps_may_be_returned(check: Check):
     check(
         """<ir_version: 9, opset_import: ["": 18, "ai.onnx.ml": 1]>
