@@ -78,7 +78,9 @@ def decided(state: State, asked: Problem, device: Ints, start_seconds: Floats, p
     seconds = device_seconds(state[Profile], state.target)
     simulation = simulate(graph, seconds, state.target, fine_device, order)
     require_memory(state.target, simulation.peak_bytes, placer)
-    schedule = Schedule(order, simulation, lower_bound_seconds(graph, seconds))
+    # Sums in another order may round the bound above the very makespan it bounds.
+    bound = min(lower_bound_seconds(graph, seconds), simulation.makespan_seconds)
+    schedule = Schedule(order, simulation, bound)
     return state.having(Placement(fine_device, placer), schedule)
 
 

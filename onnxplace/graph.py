@@ -87,7 +87,10 @@ class OpGraph:
     is_output: Bools
     """Values the caller gets back; they live to the end."""
     alias: Ints
-    """The value whose memory this one shares when both are on one device (a view), else -1."""
+    """The value whose memory this one shares when both are on one device (a view), else -1.
+
+    A view has a higher index than what it looks at, and its producer reads that value.
+    """
     inputs: Csr
     """Values each node reads, each once."""
     weight_names: tuple[str, ...]

@@ -24,12 +24,13 @@ class Simulated(Runtime):
 
     def open(self, bundle: Bundle, *, trace: bool = False) -> RuntimeSession:
         """Return a session whose every request takes, on paper, what the manifest predicts."""
-        return _Session(bundle)
+        return _Session(bundle, trace)
 
 
 class _Session(RuntimeSession):
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, trace: bool) -> None:
         self._bundle = bundle
+        self._trace = trace
         self._closed = False
 
     def submit(self, feeds: Mapping[str, Array]) -> Future[Result]:
@@ -37,8 +38,9 @@ class _Session(RuntimeSession):
         if self._closed:
             raise ExecutionError("X002", "the session is closed", where=str(self._bundle.path))
         simulation = simulate_bundle(self._bundle)
+        events = _events(self._bundle, simulation) if self._trace else ()
         future: Future[Result] = Future()
-        future.set_result(Result({}, _events(self._bundle, simulation), simulation.makespan_seconds))
+        future.set_result(Result({}, events, simulation.makespan_seconds))
         return future
 
     def close(self) -> None:
