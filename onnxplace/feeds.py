@@ -63,15 +63,21 @@ def check_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[st
     return {
         name: _check_feed(_array(name, value), known[name], symbols)
         if known[name].dtype.startswith("tensor(")
-        else [_array(name, part) for part in _parts(name, value, known[name])]
+        else _other(name, value, known[name].dtype)
         for name, value in feeds.items()
     }
 
 
-def _parts(name: str, value: Any, item: Declared) -> list[Any]:
-    if not item.dtype.startswith("seq(") or not isinstance(value, (list, tuple)):
-        raise FeedError("F003", f"the model takes {item.dtype}", where=f"input {name!r}", hint="give a list of arrays")
-    return list(value)
+def _other(name: str, value: Any, dtype: str) -> Any:
+    """Return what is fed to an input that is no tensor: a list, or for an optional None or what it holds."""
+    if dtype.startswith("optional("):
+        inner = dtype.removeprefix("optional(").removesuffix(")")
+        return None if value is None else _other(name, value, inner)
+    if dtype.startswith("tensor("):
+        return _check_feed(_array(name, value), Declared(name, dtype, None), {})
+    if not dtype.startswith("seq(tensor(") or not isinstance(value, (list, tuple)):
+        raise FeedError("F003", f"the model takes {dtype}", where=f"input {name!r}", hint="give a list of arrays")
+    return [_array(name, part) for part in value]
 
 
 def _array(name: str, value: Any) -> Array:
@@ -114,7 +120,7 @@ def _check_feed(array: Array, item: Declared, symbols: dict[str, tuple[int, str]
             )
         if isinstance(entry, str):
             first, place = symbols.setdefault(entry, (size, f"{item.name}[{axis}]"))
-            if first != size:
+            if first != size and 1 not in (first, size):  # ones may broadcast
                 raise FeedError("F005", f"dimension {entry!r} is {size} here and {first} in {place}", where=where)
     return array
 

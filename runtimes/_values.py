@@ -15,10 +15,15 @@ from onnxplace.machine import onnxruntime
 _PACKED = ("tensor(int4", "tensor(uint4", "tensor(float4", "tensor(int2", "tensor(uint2")
 
 
-def to_value(array: Any) -> Any:
-    """Return an array, or a list of arrays, as an OrtValue on the CPU; it shares an array's memory where possible."""
+def to_value(array: Any, declared: str = "") -> Any:
+    """Return an array, or a list of arrays, as an OrtValue on the CPU; it shares an array's memory where possible.
+
+    `declared` is the type the model gives it, which an empty list needs. None stays None: an absent optional.
+    """
+    if array is None:
+        return None
     if isinstance(array, list):
-        return _sequence(array)
+        return _sequence(array) if array else _empty_sequence(declared)
     if array.dtype.kind in "OUS":
         return _strings(array)
     contiguous = np.ascontiguousarray(array).reshape(array.shape)
@@ -75,8 +80,6 @@ def _sequence(arrays: list[Any]) -> Any:
     """Return arrays as one OrtValue: ONNX Runtime makes sequences only as the output of a model."""
     from onnx import TensorProto, helper
 
-    if not arrays:
-        raise ValueError("an empty sequence has no type")
     kind = helper.np_dtype_to_tensor_dtype(np.asarray(arrays[0]).dtype)
     names = [f"item{index}" for index in range(len(arrays))]
     inputs = [helper.make_tensor_value_info(name, kind, None) for name in names]
@@ -84,6 +87,24 @@ def _sequence(arrays: list[Any]) -> Any:
     graph = helper.make_graph([helper.make_node("SequenceConstruct", names, ["items"])], "sequence", inputs, [output])
     feeds = {name: to_value(np.asarray(array)) for name, array in zip(names, arrays)}
     return _session(graph).run_with_ort_values(["items"], feeds)[0]
+
+
+def _empty_sequence(declared: str) -> Any:
+    """Return a sequence of nothing of the declared type, `seq(tensor(float))`."""
+    from onnx import helper
+
+    element = declared.rpartition("tensor(")[2].partition(")")[0]
+    kind = _element_kind(element)
+    output = helper.make_tensor_sequence_value_info("items", kind, None)
+    graph = helper.make_graph([helper.make_node("SequenceEmpty", [], ["items"], dtype=kind)], "empty", [], [output])
+    return _session(graph).run_with_ort_values(["items"], {})[0]
+
+
+def _element_kind(element: str) -> int:
+    """Return ONNX's number of an element type as ONNX Runtime spells it."""
+    from onnx import TensorProto
+
+    return TensorProto.STRING if element == "string" else TensorProto.DataType.Value(element.upper())
 
 
 def _strings(array: Array) -> Any:
@@ -124,7 +145,7 @@ def _element_reader(element: str) -> Any:
 def _reader_graph(element: str, operator: str, inputs: list[str], output: str) -> Any:
     from onnx import TensorProto, helper
 
-    kind = {"string": TensorProto.STRING}.get(element) or TensorProto.DataType.Value(element.upper())
+    kind = _element_kind(element)
     items = helper.make_tensor_sequence_value_info("items", kind, None)
     index = helper.make_tensor_value_info("index", TensorProto.INT64, [])
     result = helper.make_tensor_value_info(output, TensorProto.INT64 if output == "count" else kind, None)

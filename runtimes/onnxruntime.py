@@ -64,9 +64,9 @@ class _Placed:
             return to_value(np.array(to_python(value)))
         return onnxruntime().OrtValue.ortvalue_from_numpy(value.numpy(), self.kind, self.index)
 
-    def feed(self, array: Array) -> Any:
+    def feed(self, array: Array, declared: str) -> Any:
         """Return an input on this device; on a CPU it shares the caller's memory for the time of the request."""
-        value = to_value(array)
+        value = to_value(array, declared)
         return value if self.kind == "cpu" else self.receive(value)
 
 
@@ -177,7 +177,8 @@ class _Session(RuntimeSession):
         self._lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(MAX_IN_FLIGHT)
         self._closed = False
-        self._inputs = {item.name for item in bundle.manifest.inputs}
+        self._types = {item.name: item.dtype for item in bundle.manifest.inputs}
+        self._inputs = set(self._types)
         self._read = {
             device: {v for s in bundle.manifest.segments if s.device == device for v in s.inputs} & self._inputs
             for device in devices
@@ -243,7 +244,11 @@ class _Session(RuntimeSession):
 
     def _follow(self, device: _Placed, program: Sequence[Step], request: _Request) -> None:
         """Do the steps of a device's program for one request."""
-        values = {name: device.feed(request.feeds[name]) for name in self._read[device.id] if name in request.feeds}
+        values = {
+            name: device.feed(request.feeds[name], self._types[name])
+            for name in self._read[device.id]
+            if name in request.feeds
+        }
         for step in program:
             if request.failure is not None:
                 raise _CancelledError

@@ -654,7 +654,6 @@ def test_sequences_may_be_fed(check: Check):
     )
 
 
-@pytest.mark.xfail(strict=True, reason="the type of an empty list is not taken from the declared input")
 def test_empty_sequences_may_be_fed(check: Check):
     check(
         """graph (seq(float[2, 3]) s) => (int64 y) {
@@ -666,7 +665,6 @@ def test_empty_sequences_may_be_fed(check: Check):
     )
 
 
-@pytest.mark.xfail(strict=True, reason="inputs of an optional type are refused, whatever is fed")
 def test_optionals_may_be_fed(check: Check):
     check(
         """graph (optional(float[2, 3]) o) => (float[2, 3] y) {
