@@ -38,6 +38,7 @@ BUILTIN: Mapping[Kind, Mapping[str, tuple[str, str]]] = MappingProxyType(
                     "onnxplace.passes.m_etf:MEtf",
                     "placer: the node that can start earliest goes first, where it can",
                 ),
+                "m-sct": ("onnxplace.passes.m_sct:MSct", "placer: as m-etf, but devices wait for favourite children"),
                 "split": ("onnxplace.passes.split:Split", "cut the placed model into segments and programs"),
                 "emit": ("onnxplace.passes.emit:Emit", "write the bundle"),
             }

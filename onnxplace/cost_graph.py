@@ -1,0 +1,274 @@
+"""Cost graphs without ONNX: read from JSON or networkx, checked, and turned into facts that placers take.
+
+    {"devices": [{"id": 0, "memory_bytes": 8000000000}, ...],
+     "comm": {"coef_us_per_byte": 0.0001754, "intercept_us": 134},
+     "nodes": [{"id": 0, "name": "...", "compute_time_us": 12, "memory_bytes": 0, "temp_bytes": 0, "output_bytes": 64,
+                "group": "a", "is_backward": false, "topo_order": 0}, ...],
+     "edges": [{"src": 0, "dst": 1, "bytes": 64, "tensor": "a:0"}, ...]}
+
+`memory_bytes` of a node is persistent (weights), `temp_bytes` is needed while it runs. Edges with one source and one
+`tensor` are one value; an edge may carry several in `tensors`. Outputs beyond what edges carry die with their node.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from onnxplace.errors import InputError
+from onnxplace.facts import Profile, Source
+from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph
+from onnxplace.state import State
+from onnxplace.target import Device, Link, LinkModel, Target
+
+if TYPE_CHECKING:
+    import networkx
+
+DEVICE_MODEL = "cost-graph"
+
+
+@dataclass(frozen=True)
+class CostGraph:
+    """A graph with its costs, as it was given: nodes are in the order in which ties are broken."""
+
+    name: str
+    ids: tuple[Hashable, ...]
+    """The id of each node in its file."""
+    device_ids: tuple[Hashable, ...]
+    profile: Profile
+    target: Target
+
+    def state(self) -> State:
+        """Return the state that a pipeline of coplace, fuse and a placer starts from."""
+        return State(self.target).having(self.profile)
+
+    def device_of(self, device: Ints) -> dict[str, Hashable]:
+        """Return a placement as people write it: device id by node id."""
+        return {str(node): self.device_ids[index] for node, index in zip(self.ids, device.tolist())}
+
+
+def read_cost_graph(path: str | Path) -> CostGraph:
+    """Read a cost graph from JSON, gzipped if it ends in .gz; raises InputError naming the file and the bad entry."""
+    path = Path(path)
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        parsed = json.loads(data)
+    except FileNotFoundError:
+        raise InputError("D001", "there is no such file", where=str(path)) from None
+    except (OSError, EOFError, ValueError) as problem:
+        raise InputError("D001", f"not a cost graph: {problem}", where=str(path)) from None
+    if not isinstance(parsed, dict):
+        raise InputError("D001", "not a cost graph: it holds no object", where=str(path))
+    return cost_graph(parsed, path.name.partition(".")[0])
+
+
+def cost_graph(data: Mapping[str, Any], name: str = "graph") -> CostGraph:
+    """Return the cost graph that `data` describes in the form of its JSON file.
+
+    Raises InputError for duplicate ids, edges to nodes that are not there, costs that are negative or not numbers,
+    cycles, and an empty list of devices.
+    """
+    where = str(data.get("name") or name)
+    nodes = _list(data, "nodes", where)
+    rank = sorted(range(len(nodes)), key=lambda index: nodes[index].get("topo_order", index))
+    nodes = [nodes[index] for index in rank]
+    ids = tuple(node.get("id") for node in nodes)
+    position = {node_id: index for index, node_id in enumerate(ids)}
+    if len(position) < len(ids):
+        seen: set[Hashable] = set()
+        double = next(node_id for node_id in ids if node_id in seen or seen.add(node_id))  # type: ignore[func-returns-value]
+        raise InputError("D002", f"two nodes have the id {double!r}", where=where)
+    values = _values(_list(data, "edges", where, optional=True), position, where)
+    graph = _op_graph(nodes, values, where)
+    target, device_ids = _target(data, where)
+    seconds = _numbers(nodes, "compute_time_us", where) * 1e-6
+    groups = [node.get("group") for node in nodes]
+    dense = {group: index for index, group in enumerate(dict.fromkeys(group for group in groups if group is not None))}
+    profile = Profile(
+        graph,
+        MappingProxyType({target.devices[0].cost_class: seconds}),
+        MappingProxyType({target.devices[0].cost_class: np.full(len(nodes), Source.GIVEN, dtype=np.uint8)}),
+        np.arange(len(nodes), dtype=np.int32),
+        given=np.array([-1 if group is None else dense[group] for group in groups], dtype=np.int32),
+        backward=np.array([bool(node.get("is_backward")) for node in nodes], dtype=bool),
+    )
+    try:
+        _ = graph.order
+    except ValueError as problem:
+        raise InputError("D005", str(problem), where=where) from None
+    return CostGraph(where, ids, device_ids, profile, target)
+
+
+def _list(data: Mapping[str, Any], key: str, where: str, optional: bool = False) -> list[Mapping[str, Any]]:
+    items = data.get(key, [] if optional else None)
+    if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items):
+        raise InputError("D001", f"not a cost graph: it has no list of {key}", where=where)
+    return items
+
+
+def _numbers(entries: Sequence[Mapping[str, Any]], key: str, where: str) -> Floats:
+    """Return a column of costs; raises InputError naming the entry that is negative or not a number."""
+    raw = [entry.get(key, 0) for entry in entries]
+    for entry, value in zip(entries, raw):
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+            name = entry.get("name", entry.get("id", "?"))
+            raise InputError("D004", f"{key} of {name!r} is {value!r}, which is no cost", where=where)
+    return np.array(raw, dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class _Values:
+    """The values that edges carry: producer and bytes each, and (value, reader) pairs."""
+
+    names: list[str]
+    producer: list[int]
+    bytes: Longs
+    value: Ints
+    reader: Ints
+
+
+def _values(edges: Sequence[Mapping[str, Any]], position: Mapping[Hashable, int], where: str) -> _Values:
+    index: dict[tuple[int, Hashable], int] = {}
+    names: list[str] = []
+    producer: list[int] = []
+    carried: list[Mapping[str, Any]] = []
+    value: list[int] = []
+    reader: list[int] = []
+    for edge in edges:
+        source, destination = edge.get("src"), edge.get("dst")
+        for end in (source, destination):
+            if end not in position:
+                raise InputError("D003", f"an edge names node {end!r}, which is not there", where=where)
+        for tensor in edge.get("tensors") or [{"name": edge.get("tensor"), "bytes": edge.get("bytes", 0)}]:
+            label = tensor["name"] if tensor.get("name") is not None else ("edge", destination)
+            key = (position[source], label)
+            if key not in index:
+                index[key] = len(names)
+                names.append(str(tensor.get("name") or f"{source}->{destination}"))
+                producer.append(position[source])
+                carried.append({"name": f"{source}->{destination}", "bytes": tensor.get("bytes", 0)})
+            value.append(index[key])
+            reader.append(position[destination])
+    sizes = np.rint(_numbers(carried, "bytes", where)).astype(np.int64)
+    return _Values(names, producer, sizes, np.array(value, dtype=np.int32), np.array(reader, dtype=np.int32))
+
+
+def _op_graph(nodes: Sequence[Mapping[str, Any]], values: _Values, where: str) -> OpGraph:
+    """Return the operator graph; what a node outputs beyond its edges is a value that nobody reads."""
+    count = len(nodes)
+    producer = np.array(values.producer, dtype=np.int32)
+    output = _numbers(nodes, "output_bytes", where).astype(np.int64)
+    carried = np.zeros(count, dtype=np.int64)
+    np.add.at(carried, producer, values.bytes)
+    rest = np.flatnonzero(output > carried).astype(np.int32)
+    persistent = _numbers(nodes, "memory_bytes", where).astype(np.int64)
+    owners = np.flatnonzero(persistent > 0)
+    names = _unique([str(node.get("name", node.get("id"))) for node in nodes])
+    return OpGraph(
+        names=names,
+        ops=tuple(str(node.get("op", "")) for node in nodes),
+        value_names=_unique([*values.names, *[f"{names[n]}:unread" for n in rest]]),
+        value_bytes=np.concatenate([values.bytes, output[rest] - carried[rest]]),
+        producer=np.concatenate([producer, rest]),
+        is_output=np.zeros(len(values.names) + len(rest), dtype=bool),
+        alias=np.full(len(values.names) + len(rest), -1, dtype=np.int32),
+        inputs=Csr.grouped(values.reader, values.value, count),
+        weight_names=tuple(names[n] for n in owners),
+        weight_bytes=persistent[owners],
+        weights=Csr(
+            np.concatenate([[0], np.cumsum(persistent > 0)]).astype(np.int64), np.arange(len(owners), dtype=np.int32)
+        ),
+        workspace_bytes=_numbers(nodes, "temp_bytes", where).astype(np.int64),
+    )
+
+
+def _unique(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names with a number appended to those that repeat."""
+    taken = set(names)
+    if len(taken) == len(names):
+        return tuple(names)
+    seen: set[str] = set()
+    result = []
+    for name in names:
+        candidate, number = name, 1
+        while candidate in seen or (candidate != name and candidate in taken):
+            candidate, number = f"{name}#{number}", number + 1
+        seen.add(candidate)
+        result.append(candidate)
+    return tuple(result)
+
+
+def _target(data: Mapping[str, Any], where: str) -> tuple[Target, tuple[Hashable, ...]]:
+    entries = _list(data, "devices", where)
+    if not entries:
+        raise InputError(
+            "D006", "the list of devices is empty", where=where, hint="name at least one, or give --devices N"
+        )
+    memory = _numbers(entries, "memory_bytes", where)
+    ids = tuple(entry.get("id", index) for index, entry in enumerate(entries))
+    comm = data.get("comm", {})
+    coefficient, intercept = (float(_numbers([comm], key, where)[0]) for key in ("coef_us_per_byte", "intercept_us"))
+    return uniform_target(memory.astype(np.int64).tolist(), intercept * 1e-6, coefficient * 1e-6), ids
+
+
+def uniform_target(
+    memory_bytes: Sequence[int], latency_seconds: float, seconds_per_byte: float, link_model: LinkModel = "duplex"
+) -> Target:
+    """Return a target of alike devices with one kind of link between all of them."""
+    devices = tuple(
+        Device(f"cuda:{index}", int(size), model=DEVICE_MODEL, segment_seconds=0.0)
+        for index, size in enumerate(memory_bytes)
+    )
+    speed = 1.0 / seconds_per_byte if seconds_per_byte > 0 else math.inf
+    links = tuple(Link(a.id, b.id, latency_seconds, speed) for a in devices for b in devices if a is not b)
+    return Target(devices, links, link_model)
+
+
+def from_networkx(graph: networkx.DiGraph[Any], target: Target) -> State:
+    """Return the state for placing a networkx digraph on `target`.
+
+    Node data: `seconds`, and optionally `weights_bytes`, `workspace_bytes`, `group`, `backward`; edge data:
+    `bytes`, and optionally `tensor` (edges from one node with one tensor carry the same value). The order of nodes breaks ties.
+    """
+    nodes = [
+        {
+            "id": node,
+            "name": str(node),
+            "compute_time_us": data.get("seconds", 0.0) * 1e6,
+            "memory_bytes": data.get("weights_bytes", 0),
+            "temp_bytes": data.get("workspace_bytes", 0),
+            "group": data.get("group"),
+            "is_backward": data.get("backward", False),
+        }
+        for node, data in graph.nodes(data=True)
+    ]
+    edges = [
+        {"src": a, "dst": b, "bytes": data.get("bytes", 0), "tensor": data.get("tensor")}
+        for a, b, data in graph.edges(data=True)
+    ]
+    made = cost_graph(
+        {"nodes": nodes, "edges": edges, "devices": [{"id": 0, "memory_bytes": 0}]}, "networkx graph"
+    ).profile
+    seconds = next(iter(made.seconds.values()))
+    classes = {device.cost_class for device in target.devices}
+    source = np.full(len(seconds), Source.GIVEN, dtype=np.uint8)
+    profile = Profile(
+        made.graph,
+        MappingProxyType(dict.fromkeys(classes, seconds)),
+        MappingProxyType(dict.fromkeys(classes, source)),
+        made.unit,
+        given=made.given,
+        backward=made.backward,
+    )
+    return State(target).having(profile)
+
+
+__all__ = ["CostGraph", "cost_graph", "from_networkx", "read_cost_graph", "uniform_target"]

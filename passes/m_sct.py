@@ -1,0 +1,54 @@
+"""m-SCT: like m-ETF, but a device waits for the favourite child of what it has just computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from annotated_types import Ge, Le
+
+from onnxplace.costs import Problem, problem
+from onnxplace.facts import Placement, Profile, Schedule
+from onnxplace.graph import sum_by
+from onnxplace.passes._favourites import Edges, favourite_children
+from onnxplace.passes._plan import place
+from onnxplace.state import Pass, State
+
+
+@dataclass(frozen=True)
+class MSct(Pass):
+    """Memory-constrained Small Communication Times (Hanen and Munier 1995; Baechi, SoCC 2020, section 3.3).
+
+    A linear program finds the favourite child of each node, the successor that is to follow it without a transfer.
+    A device whose last node has a ready favourite child that can start nowhere earlier keeps itself for it, unless
+    another node is urgent: it could have started on any device by then. Otherwise as m-ETF.
+    """
+
+    name: ClassVar[str] = "m-sct"
+    requires: ClassVar[tuple[type, ...]] = (Profile,)
+    provides: ClassVar[tuple[type, ...]] = (Placement, Schedule)
+
+    threshold: Annotated[float, Ge(0), Le(1)] = 0.1
+    """An edge is favourite if the program's value for it is at most this; Baechi's default."""
+    reserve: Literal["weights", "peak"] = "weights"
+    """What a group reserves where it goes: its weights, or also the largest output and workspace of a member."""
+
+    def run(self, state: State) -> State:
+        asked = problem(state)
+        favourite = favourite_children(asked.seconds.min(axis=0), transfer_edges(asked), self.threshold)
+        return place(state, asked, favourite, self.name, self.reserve == "peak")
+
+
+def transfer_edges(asked: Problem) -> Edges:
+    """Return the edges between nodes with what sending all their values takes over the mean link of the target."""
+    graph = asked.graph
+    latency, per_byte = asked.target.link_arrays()
+    apart = ~np.eye(len(latency), dtype=bool)
+    mean_latency, mean_byte = (float(array[apart].mean()) if apart.any() else 0.0 for array in (latency, per_byte))
+    inner = graph.producer[graph.inputs.items] >= 0
+    values, readers = graph.inputs.items[inner], graph.inputs.rows[inner]
+    count = max(len(graph), 1)
+    key, index = np.unique(graph.producer[values].astype(np.int64) * count + readers, return_inverse=True)
+    total = sum_by(index.astype(np.int32), mean_latency + graph.value_bytes[values] * mean_byte, len(key))
+    return Edges((key // count).astype(np.int32), (key % count).astype(np.int32), total)
