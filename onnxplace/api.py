@@ -131,7 +131,7 @@ def _pipeline(
         return Pipeline.parse(given) if isinstance(given, str) else given
     chosen = make_pass(placer)
     if Placement not in chosen.provides:
-        placers = ("single", "m-topo", "m-etf")
+        placers = ("single", "m-topo", "m-etf", "m-sct")
         raise UsageError("U043", f"pass {placer!r} is not a placer", where="--placer", hint=nearest(placer, placers))
     profile = {"costs": costs} if costs else {}
     if seed:

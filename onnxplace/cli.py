@@ -318,6 +318,54 @@ def devices(output: Path | None, json_: bool) -> None:
         click.echo(devices_summary(about, target))
 
 
+@cli.command()
+@click.argument("graph", type=click.Path(path_type=Path))
+@click.option("--placer", default="m-etf", show_default=True, metavar="NAME", help="`onnxplace passes` lists them.")
+@click.option("--devices", type=click.IntRange(1), metavar="N", help="Default: as many as the graph names.")
+@click.option("--max-memory", metavar="16GiB", help="Per device; default: what the graph says.")
+@click.option("--links", type=click.Choice(["duplex", "parallel", "sequential"]), default="duplex", show_default=True)
+@click.option(
+    "--groups",
+    type=click.Choice(["none", "given", "coplace", "given+coplace"]),
+    default="given+coplace",
+    show_default=True,
+    help="Nodes that must share a device: the graph's own, those with a single reader (Baechi), both, or none.",
+)
+@click.option("--fuse/--no-fuse", default=True, show_default=True, help="Contract groups before placing.")
+@click.option(
+    "--placement", type=click.Path(path_type=Path), metavar="F.json", help="Score this: {node id: device id}."
+)
+@as_json
+def place(
+    graph: Path,
+    placer: str,
+    devices: int | None,
+    max_memory: str | None,
+    links: Any,
+    groups: Any,
+    fuse: bool,
+    placement: Path | None,
+    json_: bool,
+) -> None:
+    """Place the cost graph GRAPH (JSON, or .json.gz); no ONNX needed."""
+    from onnxplace import placing
+    from onnxplace.cost_graph import read_cost_graph
+    from onnxplace.report import placed_summary
+    from onnxplace.target import parse_bytes
+
+    memory = parse_bytes(max_memory) if max_memory else None
+    asked = placing.with_devices(read_cost_graph(graph), devices, memory)
+    if placement:
+        found = placing.evaluate(asked, placing.read_placement(placement), links=links)
+    else:
+        found = placing.place(asked, placer, links=links, groups=groups, fuse=fuse)
+    if json_:
+        entries = {**vars(found), "peak_bytes": found.peak_bytes.tolist(), "placement": dict(found.placement)}
+        _print_json({**entries, "passes": [vars(timing) for timing in found.passes]})
+    else:
+        click.echo(placed_summary(found, asked))
+
+
 def vars_of(device: object) -> dict[str, Any]:
     """Return a frozen record as a plain dictionary."""
     from dataclasses import asdict

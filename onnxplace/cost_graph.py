@@ -16,7 +16,7 @@ import gzip
 import json
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from onnxplace.errors import InputError
 from onnxplace.facts import Profile, Source
 from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph
 from onnxplace.state import State
-from onnxplace.target import Device, Link, LinkModel, Target
+from onnxplace.target import Device, Link, Target
 
 if TYPE_CHECKING:
     import networkx
@@ -45,6 +45,8 @@ class CostGraph:
     device_ids: tuple[Hashable, ...]
     profile: Profile
     target: Target
+    link: Link
+    """What connects each pair of its devices; the names of its ends mean nothing."""
 
     def state(self) -> State:
         """Return the state that a pipeline of coplace, fuse and a placer starts from."""
@@ -88,7 +90,7 @@ def cost_graph(data: Mapping[str, Any], name: str = "graph") -> CostGraph:
         raise InputError("D002", f"two nodes have the id {double!r}", where=where)
     values = _values(_list(data, "edges", where, optional=True), position, where)
     graph = _op_graph(nodes, values, where)
-    target, device_ids = _target(data, where)
+    target, device_ids, link = _target(data, where)
     seconds = _numbers(nodes, "compute_time_us", where) * 1e-6
     groups = [node.get("group") for node in nodes]
     dense = {group: index for index, group in enumerate(dict.fromkeys(group for group in groups if group is not None))}
@@ -104,7 +106,7 @@ def cost_graph(data: Mapping[str, Any], name: str = "graph") -> CostGraph:
         _ = graph.order
     except ValueError as problem:
         raise InputError("D005", str(problem), where=where) from None
-    return CostGraph(where, ids, device_ids, profile, target)
+    return CostGraph(where, ids, device_ids, profile, target, link)
 
 
 def _list(data: Mapping[str, Any], key: str, where: str, optional: bool = False) -> list[Mapping[str, Any]]:
@@ -206,7 +208,7 @@ def _unique(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(result)
 
 
-def _target(data: Mapping[str, Any], where: str) -> tuple[Target, tuple[Hashable, ...]]:
+def _target(data: Mapping[str, Any], where: str) -> tuple[Target, tuple[Hashable, ...], Link]:
     entries = _list(data, "devices", where)
     if not entries:
         raise InputError(
@@ -216,27 +218,20 @@ def _target(data: Mapping[str, Any], where: str) -> tuple[Target, tuple[Hashable
     ids = tuple(entry.get("id", index) for index, entry in enumerate(entries))
     comm = data.get("comm", {})
     coefficient, intercept = (float(_numbers([comm], key, where)[0]) for key in ("coef_us_per_byte", "intercept_us"))
-    return uniform_target(memory.astype(np.int64).tolist(), intercept * 1e-6, coefficient * 1e-6), ids
-
-
-def uniform_target(
-    memory_bytes: Sequence[int], latency_seconds: float, seconds_per_byte: float, link_model: LinkModel = "duplex"
-) -> Target:
-    """Return a target of alike devices with one kind of link between all of them."""
     devices = tuple(
-        Device(f"cuda:{index}", int(size), model=DEVICE_MODEL, segment_seconds=0.0)
-        for index, size in enumerate(memory_bytes)
+        Device(f"cuda:{index}", int(size), model=DEVICE_MODEL, segment_seconds=0.0) for index, size in enumerate(memory)
     )
-    speed = 1.0 / seconds_per_byte if seconds_per_byte > 0 else math.inf
-    links = tuple(Link(a.id, b.id, latency_seconds, speed) for a in devices for b in devices if a is not b)
-    return Target(devices, links, link_model)
+    link = Link("", "", intercept * 1e-6, 1e6 / coefficient if coefficient > 0 else math.inf)
+    links = tuple(replace(link, source=a.id, destination=b.id) for a in devices for b in devices if a is not b)
+    return Target(devices, links), ids, link
 
 
 def from_networkx(graph: networkx.DiGraph[Any], target: Target) -> State:
     """Return the state for placing a networkx digraph on `target`.
 
     Node data: `seconds`, and optionally `weights_bytes`, `workspace_bytes`, `group`, `backward`; edge data:
-    `bytes`, and optionally `tensor` (edges from one node with one tensor carry the same value). The order of nodes breaks ties.
+    `bytes`, and optionally `tensor` (edges from one node with one tensor carry the same value). The order
+    of nodes breaks ties.
     """
     nodes = [
         {
@@ -271,4 +266,4 @@ def from_networkx(graph: networkx.DiGraph[Any], target: Target) -> State:
     return State(target).having(profile)
 
 
-__all__ = ["CostGraph", "cost_graph", "from_networkx", "read_cost_graph", "uniform_target"]
+__all__ = ["CostGraph", "cost_graph", "from_networkx", "read_cost_graph"]

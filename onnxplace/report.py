@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
     from onnxplace.compare import Times
+    from onnxplace.cost_graph import CostGraph
+    from onnxplace.placing import Placed
     from onnxplace.runtime import Event
     from onnxplace.target import Target
 
@@ -146,4 +149,22 @@ def devices_summary(about: Mapping[str, Any], target: Target) -> str:
     rows = [(d.id, str(d.cores), mebibytes(d.memory_bytes), d.cost_class) for d in target.devices]
     return "\n".join(
         [*lines, "", "used unless --devices says otherwise:", table(("device", "cores", "memory", "cost class"), rows)]
+    )
+
+
+def placed_summary(found: Placed, graph: CostGraph) -> str:
+    """Return how a placement of a cost graph does, on one screen."""
+    counts = Counter(found.placement.values())
+    rows = [
+        (str(name), str(counts[name]), mebibytes(int(peak)), mebibytes(device.memory_bytes))
+        for name, peak, device in zip(graph.device_ids, found.peak_bytes, graph.target.devices)
+    ]
+    gap = found.makespan_seconds / found.lower_bound_seconds - 1 if found.lower_bound_seconds else 0.0
+    return "\n".join(
+        [
+            f"{graph.name}: {len(graph.ids)} nodes, placer {found.placer}, {milliseconds(found.seconds)} to place",
+            table(("device", "nodes", "peak", "limit"), rows),
+            f"step {milliseconds(found.makespan_seconds)}, {gap:.1%} above a bound of "
+            f"{milliseconds(found.lower_bound_seconds)}" + ("" if found.feasible else "; DOES NOT FIT"),
+        ]
     )

@@ -8,6 +8,7 @@ predecessor so. The program decides for which edge that is worth most.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -63,7 +64,7 @@ def solve_relaxation(node_seconds: Floats, edges: Edges) -> Floats:
     program.row_lower_, program.row_upper_ = rows.lower, rows.upper
     program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     program.a_matrix_.start_, program.a_matrix_.index_, program.a_matrix_.value_ = rows.starts, rows.index, rows.value
-    solver = highspy.Highs()
+    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     for option, value in (("output_flag", False), ("threads", 1), ("random_seed", 0), ("solver", "simplex")):
         solver.setOptionValue(option, value)
     solver.passModel(program)

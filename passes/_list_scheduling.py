@@ -128,9 +128,9 @@ def list_schedule(
     it could have started on any device by then.
 
     Memory is accounted as the schedule grows: weights once per device, a value where it is made and where it was sent
-    until all its readers, and those of its views, are placed; an output for good; a view takes none. The first node of a group
-    decides for the group, whose weights, and `group_extra` until its last node is placed, are reserved there. Returns device and planned start per node;
-    device -1 for those that were left when nothing fitted any more.
+    until all its readers, and those of its views, are placed; an output for good; a view takes none. The first node
+    of a group decides for the group, whose weights, and `group_extra` until its last node is placed, are reserved
+    there. Returns device and planned start per node; device -1 for those left when nothing fitted any more.
     """
     count, devices = len(topological), len(limit)
     position = np.empty(count, np.int64)

@@ -47,7 +47,8 @@ def plan(asked: Problem, limit: Longs, favourite: Ints, reserve_peak: bool) -> t
     extra = _largest_step(asked, size) if reserve_peak else np.zeros(groups, dtype=np.int64)
     device, start = list_schedule(
         graph.order, asked.group, asked.pinned, asked.seconds, limit, graph.producer, graph.value_bytes,
-        graph.is_output, graph.alias_roots, graph.outputs.starts, graph.outputs.items, graph.inputs.starts, graph.inputs.items,
+        graph.is_output, graph.alias_roots, graph.outputs.starts, graph.outputs.items, graph.inputs.starts,
+        graph.inputs.items,
         graph.readers.starts, graph.readers.items, weights.starts, weights.items, graph.weight_bytes,
         graph.workspace_bytes, size, extra, favourite, latency, per_byte, LINK_MODELS.index(asked.target.link_model),
     )  # fmt: skip

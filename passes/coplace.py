@@ -33,6 +33,8 @@ class Coplace(Pass):
 
     join: Literal["worth", "always", "never"] = "worth"
     """When a node joins its only reader."""
+    given: bool = True
+    """Keep the graph's own groups together."""
     colocate: tuple[str, ...] = ()
     """Regular expressions; the nodes whose whole name one matches share a device."""
     device_map: str = ""
@@ -44,6 +46,10 @@ class Coplace(Pass):
         union = _Union(_pins(self.device_map, graph, target))
         for pattern in self.colocate:
             _join_matching(union, graph, pattern)
+        if self.given and profile.given is not None:
+            for first, node in _pairs(profile.given):
+                if profile.given[node] >= 0:
+                    union.join(first, node, "the graph's own group")
         torn = [node for first, node in _pairs(profile.unit) if not union.join(first, node, "one kernel")]
         if self.join != "never" and len(target.devices) > 1:
             for node, reader in _only_readers(graph, target, device_seconds(profile, target), self.join == "always"):

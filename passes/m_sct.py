@@ -10,7 +10,7 @@ from annotated_types import Ge, Le
 
 from onnxplace.costs import Problem, problem
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.graph import sum_by
+from onnxplace.graph import Floats, sum_by
 from onnxplace.passes._favourites import Edges, favourite_children
 from onnxplace.passes._plan import place
 from onnxplace.state import Pass, State
@@ -50,5 +50,6 @@ def transfer_edges(asked: Problem) -> Edges:
     values, readers = graph.inputs.items[inner], graph.inputs.rows[inner]
     count = max(len(graph), 1)
     key, index = np.unique(graph.producer[values].astype(np.int64) * count + readers, return_inverse=True)
-    total = sum_by(index.astype(np.int32), mean_latency + graph.value_bytes[values] * mean_byte, len(key))
+    seconds: Floats = mean_latency + graph.value_bytes[values] * np.float64(mean_byte)
+    total = sum_by(index.astype(np.int32), seconds, len(key))
     return Edges((key // count).astype(np.int32), (key % count).astype(np.int32), total)

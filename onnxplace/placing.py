@@ -1,0 +1,134 @@
+"""Place a cost graph, no ONNX needed: what `onnxplace place` and benchmarks do."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from onnxplace.cost_graph import CostGraph
+from onnxplace.errors import InputError, UsageError, nearest
+from onnxplace.facts import Groups, Placement, Schedule
+from onnxplace.graph import Longs
+from onnxplace.pipeline import Pipeline, Timing
+from onnxplace.state import State
+from onnxplace.target import LinkModel, Target
+
+Grouping = Literal["none", "given", "coplace", "given+coplace"]
+GROUPINGS: tuple[Grouping, ...] = ("none", "given", "coplace", "given+coplace")
+_COPLACE = {"given": "coplace{join=never}", "coplace": "coplace{join=always,given=false}",
+            "given+coplace": "coplace{join=always}"}  # fmt: skip
+# More than any machine has, so that a placement can be scored whatever it needs.
+ENOUGH_BYTES = 1 << 60
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A placement of a cost graph, and how good it is."""
+
+    placer: str
+    makespan_seconds: float
+    lower_bound_seconds: float
+    feasible: bool
+    peak_bytes: Longs
+    """Per device."""
+    seconds: float
+    """What placing took, from cost graph to schedule."""
+    placement: Mapping[str, Hashable]
+    """Node id -> device id, as the cost graph names them."""
+    passes: tuple[Timing, ...]
+
+
+def place(
+    graph: CostGraph,
+    placer: str = "m-etf",
+    *,
+    links: LinkModel = "duplex",
+    groups: Grouping = "given+coplace",
+    fuse: bool = True,
+) -> Placed:
+    """Place a cost graph. Raises InfeasibleError if nothing fits, UsageError for an unknown placer."""
+    steps = [] if groups == "none" else [_COPLACE[groups], *(["fuse"] if fuse else [])]
+    pipeline = Pipeline.parse(",".join([*steps, placer]))
+    if Placement not in pipeline.passes[-1].provides:
+        raise UsageError(
+            "U043", f"pass {placer!r} is not a placer", where="--placer", hint="`onnxplace passes` lists them"
+        )
+    state = State(replace(graph.target, link_model=links)).having(graph.profile)
+    began = time.perf_counter()
+    state, timings = pipeline.run(state)
+    return _placed(graph, state, time.perf_counter() - began, timings, placer)
+
+
+def evaluate(graph: CostGraph, placement: Mapping[str, Hashable], *, links: LinkModel = "duplex") -> Placed:
+    """Score a given placement, node id -> device id; it need not fit. Each device runs its nodes earliest first.
+
+    Raises InputError for nodes that are missing or unknown, and for unknown devices.
+    """
+    index = {str(device): position for position, device in enumerate(graph.device_ids)}
+    nodes = {str(node) for node in graph.ids}
+    if missing := sorted(nodes - placement.keys()):
+        raise InputError("D007", f"no device for {len(missing)} nodes, such as {missing[0]!r}", where="--placement")
+    if unknown := sorted(placement.keys() - nodes):
+        raise InputError(
+            "D007", f"there is no node {unknown[0]!r}", where="--placement", hint=nearest(unknown[0], nodes)
+        )
+    for node, device in placement.items():
+        if str(device) not in index:
+            raise InputError(
+                "D007", f"node {node!r} is put on {device!r}", where="--placement", hint=nearest(str(device), index)
+            )
+    pinned = np.array([index[str(placement[str(node)])] for node in graph.ids], dtype=np.int32)
+    single = np.arange(len(pinned), dtype=np.int32)
+    roomy = graph.target.limiting({device.id: ENOUGH_BYTES for device in graph.target.devices})
+    state = State(replace(roomy, link_model=links)).having(graph.profile)
+    state = state.having(Groups(single, pinned, ("",) * len(pinned)))
+    began = time.perf_counter()
+    state, timings = Pipeline.parse("m-etf").run(state)
+    return _placed(graph, state, time.perf_counter() - began, timings, "given")
+
+
+def _placed(graph: CostGraph, state: State, seconds: float, timings: tuple[Timing, ...], placer: str) -> Placed:
+    schedule = state[Schedule]
+    peaks = schedule.simulation.peak_bytes
+    fits = all(int(peak) <= device.memory_bytes for peak, device in zip(peaks, graph.target.devices))
+    return Placed(placer, schedule.simulation.makespan_seconds, schedule.lower_bound_seconds, fits, peaks, seconds,
+                  graph.device_of(state[Placement].device), timings)  # fmt: skip
+
+
+def with_devices(graph: CostGraph, count: int | None, memory_bytes: int | None) -> CostGraph:
+    """Return the cost graph on another number of devices, or with other limits; links are those of its first pair."""
+    devices = list(graph.target.devices)
+    count = count or len(devices)
+    memory = [
+        memory_bytes if memory_bytes is not None else devices[min(i, len(devices) - 1)].memory_bytes
+        for i in range(count)
+    ]
+    made = tuple(replace(devices[0], id=f"cuda:{index}", memory_bytes=size) for index, size in enumerate(memory))
+    pattern = graph.link
+    links = tuple(replace(pattern, source=a.id, destination=b.id) for a in made for b in made if a is not b)
+    ids = graph.device_ids if count == len(graph.device_ids) else tuple(range(count))
+    target = Target(made, links, graph.target.link_model)
+    return replace(graph, target=target, device_ids=ids)
+
+
+def read_placement(path: str | Path) -> dict[str, Hashable]:
+    """Read a placement, {node id: device id}, from JSON; a result of `onnxplace place --json` will do."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError("D007", "there is no such file", where=str(path)) from None
+    except (OSError, ValueError) as problem:
+        raise InputError("D007", f"not a placement: {problem}", where=str(path)) from None
+    table = data.get("placement", data) if isinstance(data, dict) else None
+    if not isinstance(table, dict) or not all(isinstance(device, (str, int)) for device in table.values()):
+        raise InputError("D007", "not a placement", where=str(path), hint='write it like {"node id": 0}')
+    return table
+
+
+__all__ = ["GROUPINGS", "Grouping", "Placed", "evaluate", "place", "read_placement", "with_devices"]

@@ -1,0 +1,154 @@
+"""Cost graphs without ONNX: read, checked, placed, scored."""
+
+import gzip
+import json
+
+import networkx
+import numpy as np
+import pytest
+
+from onnxplace import InfeasibleError, InputError
+from onnxplace.cost_graph import cost_graph, from_networkx, read_cost_graph
+from onnxplace.facts import Placement, Profile
+from onnxplace.pipeline import Pipeline
+from onnxplace.placing import evaluate, place, with_devices
+from onnxplace.target import Device, Target
+
+
+def fork(**changes):
+    """A source, two heavy branches of 100 us, a join; 10 us and 1 ns per byte between two devices."""
+    data = {
+        "name": "fork",
+        "devices": [{"id": "a", "memory_bytes": 1000}, {"id": "b", "memory_bytes": 1000}],
+        "comm": {"coef_us_per_byte": 0.001, "intercept_us": 10},
+        "nodes": [
+            {"id": i, "name": f"n{i}", "compute_time_us": time, "memory_bytes": 100, "output_bytes": 10}
+            for i, time in enumerate((1, 100, 100, 1))
+        ],
+        "edges": [
+            {"src": 0, "dst": 1, "bytes": 10, "tensor": "t"},
+            {"src": 0, "dst": 2, "bytes": 10, "tensor": "t"},
+            {"src": 1, "dst": 3, "bytes": 10, "tensor": "u"},
+            {"src": 2, "dst": 3, "bytes": 10, "tensor": "v"},
+        ],
+    }
+    return {**data, **changes}
+
+
+def test_edges_with_one_source_and_one_tensor_are_one_value():
+    graph = cost_graph(fork()).profile.graph
+    assert graph.value_names == ("t", "u", "v", "n3:unread")
+    assert graph.readers[0].tolist() == [1, 2]
+
+
+def test_several_tensors_may_share_an_edge_and_unread_output_counts_with_its_node():
+    edges = [{"src": 0, "dst": 1, "bytes": 9, "tensors": [{"name": "x", "bytes": 4}, {"name": "y", "bytes": 5}]}]
+    graph = cost_graph(fork(edges=edges)).profile.graph
+    sizes = dict(zip(graph.value_names, graph.value_bytes.tolist()))
+    assert sizes == {"x": 4, "y": 5, "n0:unread": 1, "n1:unread": 10, "n2:unread": 10, "n3:unread": 10}
+
+
+@pytest.mark.parametrize("placer", ["m-etf", "m-sct"])
+def test_two_heavy_branches_go_to_two_devices(placer):
+    found = place(cost_graph(fork()), placer, groups="none")
+    assert found.placement["1"] != found.placement["2"]
+    # 1, a transfer of 10.01, 100, and the join beside the later branch, where the other result has long arrived
+    assert found.makespan_seconds == pytest.approx(112.01e-6)
+    assert found.lower_bound_seconds == pytest.approx(102e-6)
+    assert found.feasible
+
+
+def test_groups_of_the_graph_stay_together_and_can_be_ignored():
+    data = fork()
+    for node in data["nodes"]:
+        node["group"] = "all" if node["id"] in (1, 2) else None
+    together = place(cost_graph(data), groups="given").placement
+    assert together["1"] == together["2"]
+    apart = place(cost_graph(data), groups="none").placement
+    assert apart["1"] != apart["2"]
+
+
+def test_a_placement_is_scored_as_it_is_whether_it_fits_or_not():
+    graph = with_devices(cost_graph(fork()), None, 250)
+    found = evaluate(graph, dict.fromkeys("0123", "a"))
+    assert found.makespan_seconds == pytest.approx(202e-6)
+    assert not found.feasible
+    assert found.peak_bytes.tolist() == [430, 0]
+
+
+def test_scoring_what_was_placed_gives_the_same_step():
+    graph = cost_graph(fork())
+    found = place(graph, groups="none")
+    assert evaluate(graph, found.placement).makespan_seconds == pytest.approx(found.makespan_seconds)
+
+
+@pytest.mark.parametrize("placer", ["single", "m-topo", "m-etf", "m-sct"])
+def test_a_graph_that_fits_nowhere_is_infeasible_and_the_message_says_what_is_missing(placer):
+    with pytest.raises(InfeasibleError, match=r"cuda:0 lacks \d+ bytes"):
+        place(with_devices(cost_graph(fork()), 1, 250), placer, groups="none")
+
+
+def test_topo_order_breaks_ties_whatever_the_order_in_the_file():
+    data = fork()
+    for node in data["nodes"]:
+        node["topo_order"] = node["id"]
+    shuffled = {**data, "nodes": [data["nodes"][i] for i in (2, 0, 3, 1)]}
+    assert place(cost_graph(data)).placement == place(cost_graph(shuffled)).placement
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"nodes": [{"id": 0}, {"id": 0}], "edges": []}, "two nodes have the id 0"),
+        ({"edges": [{"src": 0, "dst": 9, "bytes": 1}]}, "names node 9, which is not there"),
+        ({"edges": [{"src": 0, "dst": 1, "bytes": -1}]}, r"bytes of '0->1' is -1"),
+        ({"nodes": [{"id": 0, "compute_time_us": float("nan")}], "edges": []}, "compute_time_us of 0 is nan"),
+        ({"edges": [{"src": 0, "dst": 1}, {"src": 1, "dst": 0}]}, "a cycle through n[01], n[01]"),
+        ({"devices": []}, "the list of devices is empty"),
+        ({"nodes": 3}, "no list of nodes"),
+    ],
+)
+def test_a_graph_that_makes_no_sense_is_refused_by_name(changes, words):
+    with pytest.raises(InputError, match=words) as refused:
+        cost_graph(fork(**changes))
+    assert refused.value.exit_code == 2
+
+
+def test_the_command_places_and_scores_and_prints_one_object(run_cli, tmp_path):
+    (tmp_path / "graph.json.gz").write_bytes(gzip.compress(json.dumps(fork()).encode()))
+    ran = run_cli("place", tmp_path / "graph.json.gz", "--placer", "m-sct", "--groups", "none", "--json")
+    said = json.loads(ran.out)
+    assert ran.code == 0
+    assert said.keys() == {
+        *("placer", "makespan_seconds", "lower_bound_seconds", "feasible"),
+        *("peak_bytes", "seconds", "placement", "passes"),
+    }
+    (tmp_path / "placed.json").write_text(ran.out)
+    again = run_cli("place", tmp_path / "graph.json.gz", "--placement", tmp_path / "placed.json", "--json")
+    assert json.loads(again.out)["makespan_seconds"] == pytest.approx(said["makespan_seconds"])
+    assert run_cli("place", tmp_path / "graph.json.gz", "--links", "sequential", "--devices", 3).code == 0
+    assert run_cli("place", tmp_path / "graph.json.gz", "--max-memory", "50").code == 3
+    assert run_cli("place", tmp_path / "none.json").code == 2
+    (tmp_path / "placed.json").write_text('{"0": "a"}')
+    missing = run_cli("place", tmp_path / "graph.json.gz", "--placement", tmp_path / "placed.json")
+    assert missing.code == 2
+    assert "no device for 3 nodes" in missing.err
+
+
+def test_a_networkx_graph_goes_in_and_comes_out():
+    given = networkx.DiGraph()
+    for name, seconds in (("x", 1.0), ("y", 5.0), ("z", 5.0)):
+        given.add_node(name, seconds=seconds, weights_bytes=8)
+    given.add_edge("x", "y", bytes=4, tensor="t")
+    given.add_edge("x", "z", bytes=4, tensor="t")
+    state = from_networkx(given, Target((Device("cpu:0", 100), Device("cpu:1", 100))))
+    state, _ = Pipeline.parse("m-etf").run(state)
+    assert sorted(np.bincount(state[Placement].device).tolist()) == [1, 2]
+    out = state[Profile].graph.to_networkx()
+    assert networkx.is_isomorphic(out, given)
+
+
+def test_a_file_that_is_no_cost_graph_is_refused(tmp_path):
+    (tmp_path / "graph.json.gz").write_bytes(b"no gzip")
+    with pytest.raises(InputError, match="not a cost graph"):
+        read_cost_graph(tmp_path / "graph.json.gz")
