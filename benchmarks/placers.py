@@ -1,7 +1,8 @@
 """Every placer on every cost graph of a folder: python benchmarks/placers.py FOLDER [--links duplex].
 
 Prints a Markdown table: step, lower bound and milliseconds to place, beside the figures of other placers where the
-folder has a figures.json. Kernels are warmed up first. The graphs are other people's data and are not part of this repository.
+folder has a figures.json. Kernels are warmed up first. The graphs are other people's data and not part of this
+repository.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """onnxplace: the placement compiler for ONNX.
 
-bundle = onnxplace.compile("model.onnx", devices="cpu:0,cpu:1")
-with onnxplace.InferenceSession(bundle) as session:
-outputs = session.run(None, feeds)
+>>> bundle = onnxplace.compile("model.onnx", devices="cpu:0,cpu:1")  # doctest: +SKIP
+>>> with onnxplace.InferenceSession(bundle) as session:  # doctest: +SKIP
+...     outputs = session.run(None, feeds)
 """
 
 from __future__ import annotations

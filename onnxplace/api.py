@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from onnxplace.bundle import MANIFEST, Bundle, Check
+from onnxplace.costs import device_seconds
 from onnxplace.errors import InfeasibleError, UsageError, nearest
-from onnxplace.facts import Emitted, Placement
+from onnxplace.facts import Emitted, Placement, Profile, Segments
 from onnxplace.feeds import Array, Declared, check_feeds
 from onnxplace.files import require_free
 from onnxplace.machine import cuda_problem, gpus, local_target
@@ -40,7 +41,28 @@ class Compiled:
     diagnostics: tuple[Diagnostic, ...]
 
 
-def compile(model: str | Path | ModelProto, output: str | Path | None = None, **options: Any) -> Bundle:  # noqa: A001
+class CompileOptions(TypedDict, total=False):
+    """The keyword arguments of `compile`; `compile_model` says what they mean."""
+
+    devices: str | Sequence[str] | None
+    target: Target | None
+    max_memory: str | None
+    shape: Mapping[str, int] | None
+    inputs: Mapping[str, Array] | None
+    costs: str | Path | None
+    placer: str
+    pipeline: str | Pipeline | None
+    device_map: str | Path | None
+    colocate: Sequence[str]
+    seed: int
+    strict: bool
+    force: bool
+    observer: Observer | None
+
+
+def compile(
+    model: str | Path | ModelProto, output: str | Path | None = None, **options: Unpack[CompileOptions]
+) -> Bundle:
     """Compile an ONNX model for several devices and return the bundle written to `output`.
 
     Options are those of `compile_model`. Raises OnnxplaceError; nothing is left behind then.
@@ -171,7 +193,7 @@ def _run(steps: Pipeline, state: State, strict: bool, observer: Observer | None)
             where=unused[0].where,
             hint="drop it from --devices, try another --placer, or compile without --strict",
         )
-    state, second = Pipeline(steps.passes[pause:]).run(state.saying(*unused), told(pause))
+    state, second = Pipeline(steps.passes[pause:]).run(state.saying(*unused, *_slower_than_one(state)), told(pause))
     return state, first + second
 
 
@@ -189,6 +211,20 @@ def _unused_devices(state: State) -> list[Diagnostic]:
         for index, device in enumerate(state.target.devices)
         if index not in used
     ]
+
+
+def _slower_than_one(state: State) -> list[Diagnostic]:
+    """Say so when the best single device is expected to be faster than what was decided."""
+    if Segments not in state or len(set(state[Placement].device.tolist())) < 2:
+        return []
+    step = state[Segments].simulation.makespan_seconds
+    seconds = device_seconds(state[Profile], state.target).sum(axis=1)
+    best = int(seconds.argmin())
+    if step <= seconds[best]:
+        return []
+    message = f"one device is expected to be faster: {seconds[best] * 1e3:.3g} ms a step, this {step * 1e3:.3g} ms"
+    hint = "try --placer single, if the model fits there"
+    return [Diagnostic("P011", message, where=state.target.devices[best].id, hint=hint)]
 
 
 def _unused_gpus(target: Target, devices: object) -> list[Diagnostic]:
@@ -223,6 +259,7 @@ class InferenceSession:
         kind = cast("type[Runtime]", find("runtimes", runtime))
         self._session = kind().open(self._bundle, trace=trace)
         self._last: Result | None = None
+        self._callbacks = ThreadPoolExecutor(1, "onnxplace callbacks")
 
     def get_inputs(self) -> list[Declared]:
         """Return the model's inputs: name, dtype, shape."""
@@ -255,7 +292,8 @@ class InferenceSession:
             error = future.exception()
             callback(None if error else [future.result().outputs.get(name) for name in names], error)
 
-        self.submit(input_feed).add_done_callback(over)
+        # Not on a worker of a device: a callback may take its time, run the session again, or close it.
+        self.submit(input_feed).add_done_callback(lambda future: self._callbacks.submit(over, future))
 
     def submit(self, input_feed: Mapping[str, Any]) -> Future[Result]:
         """Start a run and return a future of its Result; runs that are under way together overlap across devices."""
@@ -270,6 +308,7 @@ class InferenceSession:
     def close(self) -> None:
         """End all threads; waits for runs that are under way. May be called twice."""
         self._session.close()
+        self._callbacks.shutdown(wait=False)
 
     def _names(self, asked: Sequence[str] | None) -> list[str]:
         known = [item.name for item in self._bundle.outputs]
@@ -285,6 +324,5 @@ class InferenceSession:
         self.close()
 
     def __del__(self) -> None:
-        session = getattr(self, "_session", None)
-        if session is not None:
-            session.close()
+        if hasattr(self, "_callbacks"):
+            self.close()

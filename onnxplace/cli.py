@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
     from onnxplace.state import Diagnostic
 
-Command = Callable[..., Any]
-
 as_json = click.option("--json", "json_", is_flag=True, help="Print one JSON object on stdout and nothing else there.")
 inputs_option = click.option("--inputs", type=click.Path(path_type=Path), metavar="F.npz", help="Real inputs, by name.")
 runtime_option = click.option(
@@ -44,7 +42,8 @@ def _seed(value: int) -> int:
 def cli() -> None:
     """Split an ONNX model over several devices, and run the parts together.
 
-    Exit codes: 0 done, 1 the answer is no, 2 bad usage or input, 3 infeasible, 4 a failure while running.
+    Exit codes: 0 done, 1 the answer is no, 2 bad usage or input, 3 infeasible, 4 a failure while running, 130 or 143
+    interrupted.
     """
 
 
@@ -190,7 +189,7 @@ def run(
             click.echo(f"{name}  {about['dtype']} {about['shape']}")
         click.echo(
             f"{'predicted' if runtime == 'simulated' else 'took'} {milliseconds(seconds)}"
-            + (f" (median of {repeat - 1} after the first)" if repeat > 1 else " (the first run; try --repeat 20)")
+            + (f" (median of {repeat - 1} after the first)" if repeat > 1 else _first_run(runtime))
         )
 
 
@@ -404,6 +403,10 @@ def _list_entries(kind: Any, name: str | None, json_: bool) -> None:
         click.echo(table(("name", ""), [(entry.name, entry.summary) for entry in known.values()], left=2))
 
 
+def _first_run(runtime: str) -> str:
+    return "" if runtime == "simulated" else " (the first run; try --repeat 20)"
+
+
 def parse_shape(text: str) -> dict[str, int]:
     """Read `batch=8,seq=128`; raises UsageError."""
     sizes = {}
@@ -499,7 +502,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problem.show()
         return 2
     except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted; nothing was written", err=True)
+        click.echo("interrupted; nothing half-written was left", err=True)
         return 130
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else 4

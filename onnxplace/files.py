@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import io
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -35,6 +37,20 @@ def require_free(path: Path, force: bool, marker: str) -> None:
                 where=str(path),
                 hint="name the folder itself",
             )
+        parent = next(folder for folder in path.absolute().parents if folder.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            reason = "is no folder" if not parent.is_dir() else "cannot be written to"
+            raise UsageError(
+                "U032", f"cannot write there: {parent} {reason}", where=str(path), hint="choose another place"
+            )
+        if path.resolve() == Path.cwd():
+            hint = "name a folder inside it"
+            raise UsageError(
+                "U031",
+                "it is not a bundle but the current folder, so --force does not replace it",
+                where=str(path),
+                hint=hint,
+            )
         if not path.exists():
             return
         if not force:
@@ -62,7 +78,7 @@ def replaced_folder(path: Path) -> Iterator[Path]:
         raise _cannot_write(problem, path) from None
     try:
         yield folder
-        folder.chmod(0o755)
+        folder.chmod(0o777 & ~_umask())
         _swap(folder, path)
     except BaseException as problem:
         shutil.rmtree(folder, ignore_errors=True)
@@ -96,24 +112,45 @@ def _remove_empty(folders: list[Path]) -> None:
 
 
 def write_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
-    """Write a file through a temporary one beside it; raises UsageError or ExecutionError naming it."""
+    """Write a file through a temporary one beside it; raises UsageError or ExecutionError naming it.
+
+    A link is followed; what is no regular file (a device, a pipe) is written to, never replaced.
+    """
     try:
-        temporary = path.with_name(f".{path.name}.tmp")
-        stream = temporary.open("wb")
+        path = path.resolve() if path.is_symlink() else path
+        if path.exists() and not path.is_file():
+            with path.open("wb") as stream:
+                _fill(stream, fill)
+            return
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        os.close(descriptor)
     except (OSError, ValueError) as problem:
         raise _cannot_write(problem, path) from None
+    temporary = Path(name)
     try:
-        with stream:
+        with temporary.open("wb") as stream:
             fill(stream)
+        temporary.chmod(0o666 & ~_umask())
         temporary.replace(path)
-    except OSError as problem:
+    except BaseException as problem:
         temporary.unlink(missing_ok=True)
-        if problem.errno in _FULL:
-            raise disk_error(problem, str(path)) from None
-        raise _cannot_write(problem, path) from None
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+        if isinstance(problem, OSError):
+            raise disk_error(problem, str(path)) if problem.errno in _FULL else _cannot_write(problem, path) from None
         raise
+
+
+def _fill(stream: BinaryIO, fill: Callable[[BinaryIO], object]) -> None:
+    """Fill a stream that may not be able to seek."""
+    buffer = io.BytesIO()
+    fill(buffer)
+    stream.write(buffer.getvalue())
+
+
+def _umask() -> int:
+    """Return the process's mask for new files, which can only be read by setting it."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
 
 
 def _cannot_write(problem: OSError | ValueError, path: Path) -> UsageError:

@@ -79,9 +79,9 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def cores() -> tuple[int, ...]:
-    """Return the processor cores this process may use, in order."""
+    """Return the processor cores this process may use, in order; a thread that pinned itself sees them all."""
     if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
+        return tuple(sorted(os.sched_getaffinity(os.getpid())))
     return tuple(range(os.cpu_count() or 1))
 
 

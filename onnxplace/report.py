@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -86,7 +89,7 @@ def compile_summary(bundle: Bundle) -> str:
         [
             f"{manifest.model}: {sum(device.nodes for device in manifest.devices)} nodes, placer {manifest.placer}",
             table(("device", "nodes", "compute", "weights", "peak", "limit"), rows),
-            f"{len(manifest.segments)} segments, {manifest.transfers} transfers of {sent}",
+            f"segments: {len(manifest.segments)}, transfers: {manifest.transfers} ({sent})",
             f"predicted step {milliseconds(predicted.step_seconds)}; best single device {best}; nothing beats {bound}",
             f"bundle: {bundle.path}",
         ]
@@ -124,14 +127,42 @@ def pass_help(kind: type) -> tuple[str, dict[str, Any]]:
     """Return what a pass or runtime does and its options, as text and as data."""
     options = []
     if is_dataclass(kind):
+        about_fields = _field_docs(kind)
         options = [
-            {"name": item.name, "type": str(item.type), "default": None if item.default is MISSING else item.default}
+            {
+                "name": item.name,
+                "type": str(item.type),
+                "default": None if item.default is MISSING else item.default,
+                "about": about_fields.get(item.name, ""),
+            }
             for item in fields(kind)
         ]
     about = inspect.cleandoc(kind.__doc__ or "")
-    rows = [(str(option["name"]), str(option["type"]), repr(option["default"])) for option in options]
-    text = about + ("\n\n" + table(("option", "type", "default"), rows) if rows else "")
-    return text, {"about": about, "options": options}
+    lines = [
+        f"  {option['name']}={option['default']!r}  ({option['type']})\n      {option['about']}" for option in options
+    ]
+    return about + "\n\n" + ("\n".join(["options:", *lines]) if lines else "no options"), {
+        "about": about,
+        "options": options,
+    }
+
+
+def _field_docs(kind: type) -> dict[str, str]:
+    """Return the string that follows each field of a class, which Python itself does not keep."""
+    try:
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    except (OSError, SyntaxError, ValueError):
+        return {}
+    members = body.body if isinstance(body, ast.ClassDef) else []
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in pairwise(members)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
 
 
 def devices_summary(about: Mapping[str, Any], target: Target) -> str:

@@ -7,12 +7,13 @@ the model from other values that survived, so the nodes between them are one ker
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
+import pickle
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
+from onnxplace.errors import ExecutionError
 from onnxplace.graph import Floats, Ints
 from onnxplace.model import INLINE_LIMIT_BYTES, Model, WeightFile
 from onnxplace.sessions import open_session, pinned, run_whole, session_options
@@ -58,7 +60,7 @@ def measure(
         whole = float(np.median(_run_repeatedly(session, feeds, repeat, seconds, model.name)))
         del session
         job = _Job(source, entries, device_id, tuple(cores), dict(feeds), repeat, seconds, folder, model.name)
-        kernel_seconds, output_bytes = _profile(job) if device_id.startswith("cpu:") else in_child(_profile, job)
+        kernel_seconds, output_bytes = _profile(job) if device_id.startswith("cpu:") else in_child(job)
         optimized = onnx.load(Path(folder) / "optimized.onnx", load_external_data=False)
     return _attribute(model, optimized, kernel_seconds, output_bytes, whole)
 
@@ -82,15 +84,22 @@ class _Job:
 Kernels = tuple[dict[str, float], dict[str, list[int]]]
 
 
-def in_child(function: Callable[[_Job], Kernels], job: _Job) -> Kernels:
-    """Call `function` in a fresh process in which each CUDA launch waits until its kernel is done."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_block_launches) as pool:
-        return pool.submit(function, job).result()
+def in_child(job: _Job) -> Kernels:
+    """Profile in a fresh process in which each CUDA launch waits until its kernel is done.
 
-
-def _block_launches() -> None:
-    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+    The process runs this module and nothing of the caller's, so that it works from any script.
+    """
+    with tempfile.TemporaryDirectory(prefix="onnxplace-") as folder:
+        asked, answer = Path(folder) / "job", Path(folder) / "kernels"
+        asked.write_bytes(pickle.dumps(job))
+        command = [sys.executable, "-m", __name__, str(asked), str(answer)]
+        environment = {**os.environ, "CUDA_LAUNCH_BLOCKING": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            said = ended.stderr.strip().splitlines()[-1:] or [f"exit {ended.returncode}"]
+            raise ExecutionError("X004", f"profiling failed in its own process: {said[0]}", where=job.device_id)
+        kernels: Kernels = pickle.loads(answer.read_bytes())
+        return kernels
 
 
 def stored(model: Model, folder: Path, more: Sequence[onnx.ValueInfoProto] = ()) -> tuple[bytes | Path, dict[str, str]]:
@@ -248,3 +257,7 @@ def _cluster_times(
     for index, kernel in enumerate(kernels):
         seconds[cluster[index]] = seconds.get(cluster[index], 0.0) + kernel_seconds.get(kernel.name, 0.0)
     return seconds, cluster
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_bytes(pickle.dumps(_profile(pickle.loads(Path(sys.argv[1]).read_bytes()))))

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from onnxplace.costs import device_seconds
-from onnxplace.errors import InputError, UsageError
+from onnxplace.errors import InputError, TargetError, UsageError
 from onnxplace.facts import Groups, Profile
 from onnxplace.graph import Floats, Ints, OpGraph
 from onnxplace.state import Diagnostic, Pass, State
@@ -144,7 +144,7 @@ def _pins(path: str, graph: OpGraph, target: Target) -> Ints:
     pinned = np.full(len(graph), -1, dtype=np.int32)
     if not path:
         return pinned
-    rules = [(_compiled(pattern, path), target.position(device)) for pattern, device in _read_map(path).items()]
+    rules = [(_compiled(pattern, path), _device(device, target, path)) for pattern, device in _read_map(path).items()]
     unused = {rule.pattern for rule, _ in rules}
     for node, name in enumerate(graph.names):
         for rule, device in rules:
@@ -160,6 +160,13 @@ def _pins(path: str, graph: OpGraph, target: Target) -> Ints:
             hint=f"names look like {', '.join(repr(name) for name in graph.names[:3])}; the first match wins",
         )
     return pinned
+
+
+def _device(name: str, target: Target, path: str) -> int:
+    try:
+        return target.position(name)
+    except TargetError as problem:
+        raise TargetError(problem.code, problem.message, where=path, hint=problem.hint) from None
 
 
 def _read_map(path: str) -> Mapping[str, str]:

@@ -223,7 +223,8 @@ class _Session(RuntimeSession):
                 for waiting in self._queues.values():
                     waiting.put(None)
         for worker in self._workers:
-            worker.join()
+            if worker is not threading.current_thread():
+                worker.join()
         self._segments = {}
 
     def _work(self, device: _Placed, program: Sequence[Step]) -> None:

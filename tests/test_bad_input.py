@@ -1162,7 +1162,7 @@ def test_ctrl_c_while_profiling_leaves_nothing(model_file):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (130, "")
-    assert err.strip() == "interrupted; nothing was written"
+    assert err.strip() == "interrupted; nothing half-written was left"
     assert set(contents(folder)) == {"model.onnx", "tmp"}
 
 

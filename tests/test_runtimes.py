@@ -103,3 +103,17 @@ def test_the_simulated_step_is_the_one_the_compiler_predicted(bundle):
     found = simulate_bundle(bundle)
     assert found.makespan_seconds == pytest.approx(bundle.manifest.predicted.step_seconds, rel=1e-9)
     assert len(found.transfers) == bundle.manifest.transfers
+
+
+def test_a_callback_may_run_the_session_again_and_close_it(bundle):
+    feeds, done, heard = feeds_of(bundle, 0), threading.Event(), []
+    session = onnxplace.InferenceSession(bundle)
+
+    def callback(outputs, error):
+        heard.append(session.run(None, feeds))
+        session.close()
+        done.set()
+
+    session.run_async(None, feeds, callback)
+    assert done.wait(30)
+    assert len(heard[0]) == len(session.get_outputs())
