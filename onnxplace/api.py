@@ -60,7 +60,7 @@ class CompileOptions(TypedDict, total=False):
     observer: Observer | None
 
 
-def compile(
+def compile(  # noqa: A001
     model: str | Path | ModelProto, output: str | Path | None = None, **options: Unpack[CompileOptions]
 ) -> Bundle:
     """Compile an ONNX model for several devices and return the bundle written to `output`.
