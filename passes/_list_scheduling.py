@@ -100,6 +100,7 @@ def list_schedule(
     pinned,
     seconds,
     limit,
+    admit,
     producer,
     value_bytes,
     is_output,
@@ -130,7 +131,8 @@ def list_schedule(
     Memory is accounted as the schedule grows: weights once per device, a value where it is made and where it was sent
     until all its readers, and those of its views, are placed; an output for good; a view takes none. The first node
     of a group decides for the group, whose weights, and `group_extra` until its last node is placed, are reserved
-    there. Returns device and planned start per node; device -1 for those left when nothing fitted any more.
+    there; a group is only taken on while the device stays within `admit`, so that there is room for its later nodes.
+    Returns device and planned start per node; device -1 for those left when nothing fitted any more.
     """
     count, devices = len(topological), len(limit)
     position = np.empty(count, np.int64)
@@ -263,7 +265,7 @@ def list_schedule(
                         weight_bytes,
                         group_extra,
                     )
-                fits = used[d] + need <= limit[d]
+                fits = used[d] + need <= (admit[d] if home[g] < 0 and group_size[g] > 1 else limit[d])
                 if not stale and fits and ready <= key:
                     found, when = node, max(ready, free[d])
                     break
@@ -352,7 +354,9 @@ def list_schedule(
                     weight_bytes,
                     group_extra,
                 )
-                if first and used[d] + need <= limit[d]:
+                if first and used[d] + need <= (
+                    admit[d] if home[group[child]] < 0 and group_size[group[child]] > 1 else limit[d]
+                ):
                     found, when = child, child_start
                     while len(urgent_later) > 0 and urgent_later[0][0] <= most_free:
                         _, rank, node = heapq.heappop(urgent_later)
@@ -393,7 +397,8 @@ def list_schedule(
                             weight_bytes,
                             group_extra,
                         )
-                        if used[d] + need <= limit[d]:
+                        opens = home[group[node]] < 0 and group_size[group[node]] > 1
+                        if used[d] + need <= (admit[d] if opens else limit[d]):
                             found = node
                             when = max(
                                 free[d],
@@ -446,7 +451,7 @@ def list_schedule(
                             weight_bytes,
                             group_extra,
                         )
-                        if used[d] + need <= limit[d]:
+                        if used[d] + need <= (admit[d] if home[g] < 0 and group_size[g] > 1 else limit[d]):
                             revived = True
                             heapq.heappush(later[d], (0.0, rank, node))
                         else:

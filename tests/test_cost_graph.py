@@ -152,3 +152,25 @@ def test_a_file_that_is_no_cost_graph_is_refused(tmp_path):
     (tmp_path / "graph.json.gz").write_bytes(b"no gzip")
     with pytest.raises(InputError, match="not a cost graph"):
         read_cost_graph(tmp_path / "graph.json.gz")
+
+
+def training_step(layers: int) -> dict[str, object]:
+    """Layers of 100 bytes whose outputs stay until the backward pass, which is to run where the forward pass ran."""
+    nodes, edges = [], []
+    for layer in range(2 * layers):
+        group = f"layer{min(layer, 2 * layers - 1 - layer)}"
+        nodes.append({"id": layer, "compute_time_us": 10, "output_bytes": 100, "temp_bytes": 50, "group": group})
+        if layer:
+            edges.append({"src": layer - 1, "dst": layer, "bytes": 100, "tensor": f"t{layer - 1}"})
+        if layer >= layers:
+            forward = 2 * layers - 1 - layer
+            edges.append({"src": forward, "dst": layer, "bytes": 100, "tensor": f"t{forward}"})
+    comm = {"coef_us_per_byte": 0.01, "intercept_us": 1}
+    return {"nodes": nodes, "edges": edges, "comm": comm, "devices": [{"id": i, "memory_bytes": 900} for i in range(3)]}
+
+
+@pytest.mark.parametrize("placer", ["m-etf", "m-sct"])
+def test_a_device_keeps_room_for_the_backward_nodes_of_the_groups_it_has_taken_on(placer: str):
+    found = place(cost_graph(training_step(12)), placer, groups="given")
+    assert found.feasible
+    assert len(set(found.placement.values())) > 1
