@@ -90,12 +90,13 @@ def schedule_order(graph: OpGraph, asked: Problem, start_seconds: Floats) -> Int
     Members of one contracted node stay together, in topological order.
     """
     coarse_rank = np.empty(len(asked.graph), dtype=np.int64)
-    coarse_position = np.empty(len(asked.graph), dtype=np.int64)
-    coarse_position[asked.graph.order] = np.arange(len(asked.graph))
-    coarse_rank[np.lexsort((coarse_position, start_seconds))] = np.arange(len(asked.graph))
-    position = np.empty(len(graph), dtype=np.int64)
-    position[graph.order] = np.arange(len(graph))
-    return np.lexsort((position, coarse_rank[asked.members])).astype(np.int32)
+    coarse_rank[order_by_start(asked.graph, start_seconds)] = np.arange(len(asked.graph))
+    return np.lexsort((graph.positions, coarse_rank[asked.members])).astype(np.int32)
+
+
+def order_by_start(graph: OpGraph, start_seconds: Floats) -> Ints:
+    """Return the nodes by planned start, those of one instant in topological order."""
+    return np.lexsort((graph.positions, start_seconds)).astype(np.int32)
 
 
 def require_memory(target: Target, peak_bytes: Longs, placer: str) -> None:

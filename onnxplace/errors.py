@@ -98,6 +98,11 @@ class PluginError(OnnxplaceError):
     """A plugin that cannot be loaded; names the distribution it came from."""
 
 
+def one_line(problem: BaseException) -> str:
+    """Return what an error says, in one line."""
+    return " ".join(str(problem).split())
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a hint that offers the nearest known name, or lists them.
 

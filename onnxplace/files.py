@@ -1,18 +1,19 @@
-"""Write files and folders whole or not at all."""
+"""Write files and folders whole or not at all; read JSON with errors that name the file."""
 
 from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from onnxplace.errors import ExecutionError, OnnxplaceError, UsageError
+from onnxplace.errors import ExecutionError, InputError, OnnxplaceError, UsageError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -137,6 +138,16 @@ def write_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
         if isinstance(problem, OSError):
             raise disk_error(problem, str(path)) if problem.errno in _FULL else _cannot_write(problem, path) from None
         raise
+
+
+def read_json(path: str | Path, code: str, what: str) -> Any:
+    """Read a JSON file; raises InputError with `code`, naming the file and `what` it should have been."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(code, "there is no such file", where=str(path)) from None
+    except (OSError, ValueError) as problem:
+        raise InputError(code, f"not {what}: {problem}", where=str(path)) from None
 
 
 def _fill(stream: BinaryIO, fill: Callable[[BinaryIO], object]) -> None:

@@ -140,6 +140,13 @@ class OpGraph:
             raise ValueError(f"the graph has a cycle through {', '.join(self._cycle(stuck))}")
         return order
 
+    @cached_property
+    def positions(self) -> Longs:
+        """Return the position of each node in `order`."""
+        positions = np.empty(len(self), dtype=np.int64)
+        positions[self.order] = np.arange(len(self))
+        return positions
+
     def _cycle(self, stuck: NDArray[np.int64]) -> list[str]:
         """Walk back from a node that never became ready until one repeats; return the names on that loop."""
         among, node, seen = set(stuck.tolist()), int(stuck[0]), list[int]()

@@ -132,6 +132,11 @@ class Model:
         tensors = [weights.place(t, self.folder) if weights else t for t in self.initializers.values()]
         return self.proto(nodes, tensors, self.inputs, [*self.outputs, *more])
 
+    @property
+    def session_entries(self) -> dict[str, str]:
+        """Return the options with which a session opened from bytes finds our external weights."""
+        return {"session.model_external_initializers_file_folder_path": str(self.folder)} if self.folder else {}
+
     @cached_property
     def _returned_initializers(self) -> frozenset[str]:
         return frozenset(self.sources.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ import numpy as np
 from onnxplace.cost_graph import CostGraph
 from onnxplace.errors import InputError, UsageError, nearest
 from onnxplace.facts import Groups, Placement, Schedule
+from onnxplace.files import read_json
 from onnxplace.graph import Longs
 from onnxplace.pipeline import Pipeline, Timing
 from onnxplace.state import State
@@ -119,12 +119,7 @@ def with_devices(graph: CostGraph, count: int | None, memory_bytes: int | None) 
 
 def read_placement(path: str | Path) -> dict[str, Hashable]:
     """Read a placement, {node id: device id}, from JSON; a result of `onnxplace place --json` will do."""
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError("D007", "there is no such file", where=str(path)) from None
-    except (OSError, ValueError) as problem:
-        raise InputError("D007", f"not a placement: {problem}", where=str(path)) from None
+    data = read_json(path, "D007", "a placement")
     table = data.get("placement", data) if isinstance(data, dict) else None
     if not isinstance(table, dict) or not all(isinstance(device, (str, int)) for device in table.values()):
         raise InputError("D007", "not a placement", where=str(path), hint='write it like {"node id": 0}')

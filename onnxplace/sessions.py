@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from onnxplace.errors import ExecutionError, ModelError
+from onnxplace.errors import ExecutionError, ModelError, one_line
 from onnxplace.machine import onnxruntime
 
 Level = Literal["none", "basic", "extended", "all"]
@@ -58,7 +58,7 @@ def open_session(model: str | Path | bytes, options: Any, device_id: str = "cpu:
 
 
 def _refusal(problem: Exception, where: str) -> ModelError:
-    text = " ".join(str(problem).split())
+    text = one_line(problem)
     text = text.rpartition("[ONNXRuntimeError] : ")[2]
     hint = "the installed ONNX Runtime cannot run this model; try another version of it, or export with an older opset"
     return ModelError("M012", f"ONNX Runtime refuses the model: {text}", where=where, hint=hint)
@@ -69,7 +69,7 @@ def run_whole(session: Any, names: Sequence[str] | None, feeds: Mapping[str, Any
     try:
         return list(session.run(names, dict(feeds)))
     except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
-        text = " ".join(str(problem).split())
+        text = one_line(problem)
         hint = "random inputs may not fit this model: give real ones with --inputs F.npz, other sizes with --shape"
         raise ModelError("M017", f"the model cannot be run with these inputs: {text}", where=where, hint=hint) from None
 

@@ -304,8 +304,3 @@ def target_text(target: Target) -> str:
 def _toml(value: object) -> str:
     """Return a value as TOML writes it; JSON strings are TOML strings."""
     return json.dumps(value, ensure_ascii=True).replace("\\u007f", "\\u007F") if isinstance(value, str) else repr(value)
-
-
-def write_target(target: Target, path: str | Path) -> None:
-    """Write a target file."""
-    Path(path).write_text(target_text(target), encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +11,7 @@ import numpy as np
 
 from onnxplace.errors import InputError, ModelError
 from onnxplace.facts import Profile, Source
+from onnxplace.files import read_json
 from onnxplace.model import Model, op_graph
 from onnxplace.target import Target
 
@@ -98,12 +98,7 @@ def _amounts(data: Mapping[str, Any], key: str, path: str | Path, *, whole: bool
 
 
 def _read(path: str | Path) -> dict[str, Any]:
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError("C011", "there is no such file", where=str(path)) from None
-    except (OSError, ValueError) as problem:
-        raise InputError("C011", f"not a cost file: {problem}", where=str(path)) from None
+    data = read_json(path, "C011", "a cost file")
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("nodes"), dict):
         raise InputError("C011", "not a cost file", where=str(path), hint="bundles hold one as costs.json")
     if data.get("version") != VERSION:

@@ -287,30 +287,26 @@ def list_schedule(
                 and waiting[child] == 0
                 and (home[group[child]] < 0 or home[group[child]] == d)
             ):
-                child_start, first = np.inf, True
-                for e in range(devices):
-                    if home[group[child]] < 0 or home[group[child]] == e:
-                        ready = max(
-                            free[e],
-                            _input_ready(
-                                child,
-                                e,
-                                device,
-                                finish,
-                                arrival,
-                                sending,
-                                receiving,
-                                producer,
-                                value_bytes,
-                                in_starts,
-                                ins,
-                                latency,
-                                per_byte,
-                                link_model,
-                            ),
-                        )
-                        if e == d:
-                            child_start = ready
+                child_start = max(
+                    free[d],
+                    _input_ready(
+                        child,
+                        d,
+                        device,
+                        finish,
+                        arrival,
+                        sending,
+                        receiving,
+                        producer,
+                        value_bytes,
+                        in_starts,
+                        ins,
+                        latency,
+                        per_byte,
+                        link_model,
+                    ),
+                )
+                first = True
                 for e in range(devices):
                     if e != d and (home[group[child]] < 0 or home[group[child]] == e):
                         ready = max(

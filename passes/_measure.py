@@ -108,8 +108,7 @@ def stored(model: Model, folder: Path, more: Sequence[onnx.ValueInfoProto] = ())
     Weights beyond 1 GiB go through a file in `folder`.
     """
     if model.inline_bytes <= INLINE_LIMIT_BYTES:
-        entries = {"session.model_external_initializers_file_folder_path": str(model.folder)} if model.folder else {}
-        return model.whole_proto(more=more).SerializeToString(), entries
+        return model.whole_proto(more=more).SerializeToString(), model.session_entries
     with WeightFile(folder / "weights.bin", "weights.bin") as weights:
         (folder / "whole.onnx").write_bytes(model.whole_proto(weights, more).SerializeToString())
     return folder / "whole.onnx", {}

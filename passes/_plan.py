@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.costs import Problem, decided, shortage
+from onnxplace.costs import Problem, decided, order_by_start, shortage
 from onnxplace.errors import InfeasibleError
 from onnxplace.graph import Csr, Floats, Ints, Longs
 from onnxplace.passes._list_scheduling import list_schedule
@@ -21,7 +21,8 @@ ADMISSION = (1.0, 0.85, 0.7, 0.55, 0.4, 0.25)
 def place(state: State, asked: Problem, favourite: Ints, placer: str, reserve_peak: bool) -> State:
     """Return `state` with the placement of the list scheduler; raises InfeasibleError if nothing fits."""
     refused: InfeasibleError | None = None
-    for share in ADMISSION:
+    several = len(asked.graph) > len(np.unique(asked.group))
+    for share in ADMISSION if several else ADMISSION[:1]:
         try:
             return _place(state, asked, favourite, placer, reserve_peak, share)
         except InfeasibleError as problem:
@@ -41,15 +42,9 @@ def _place(state: State, asked: Problem, favourite: Ints, placer: str, reserve_p
         except InfeasibleError:
             if attempt == ATTEMPTS - 1:
                 raise
-        excess = asked.excess_bytes(asked.simulate(device, _order(asked, start)))
+        excess = asked.excess_bytes(asked.simulate(device, order_by_start(asked.graph, start)))
         limit = limit - np.maximum((attempt + 1) * excess, asked.limit_bytes // 64)
     raise AssertionError
-
-
-def _order(asked: Problem, start: Floats) -> Ints:
-    position = np.empty(len(asked.graph), dtype=np.int64)
-    position[asked.graph.order] = np.arange(len(asked.graph))
-    return np.lexsort((position, start)).astype(np.int32)
 
 
 def plan(asked: Problem, limit: Longs, favourite: Ints, reserve_peak: bool, share: float = 1.0) -> tuple[Ints, Floats]:

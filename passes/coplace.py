@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -14,6 +12,7 @@ import numpy as np
 from onnxplace.costs import device_seconds
 from onnxplace.errors import InputError, TargetError, UsageError
 from onnxplace.facts import Groups, Profile
+from onnxplace.files import read_json
 from onnxplace.graph import Floats, Ints, OpGraph
 from onnxplace.state import Diagnostic, Pass, State
 from onnxplace.target import Target
@@ -170,12 +169,7 @@ def _device(name: str, target: Target, path: str) -> int:
 
 
 def _read_map(path: str) -> Mapping[str, str]:
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError("U023", "there is no such file", where=path) from None
-    except (OSError, ValueError) as problem:
-        raise InputError("U023", f"not a device map: {problem}", where=path) from None
+    data = read_json(path, "U023", "a device map")
     if not isinstance(data, dict) or not all(isinstance(device, str) for device in data.values()):
         raise InputError("U023", "not a device map", where=path, hint='write it like {"encoder.*": "cuda:0"}')
     return data

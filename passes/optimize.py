@@ -108,8 +108,9 @@ def _evaluate(model: Model, positions: Sequence[int], wanted: Sequence[str]) -> 
     reads = dict.fromkeys(name for node in nodes for name in node.input if name in model.initializers)
     weights = [model.initializers[name] for name in reads]
     proto = model.proto(nodes, weights, [], [ValueInfoProto(name=name) for name in wanted])
-    entries = {"session.model_external_initializers_file_folder_path": str(model.folder)} if model.folder else {}
-    session = open_session(proto.SerializeToString(), session_options([0], "none", entries), where=model.name)
+    session = open_session(
+        proto.SerializeToString(), session_options([0], "none", model.session_entries), where=model.name
+    )
     try:
         arrays = session.run(list(wanted), {})
         return {name: numpy_helper.from_array(array, name) for name, array in zip(wanted, arrays)}

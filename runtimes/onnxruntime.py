@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from onnxplace.bundle import Bundle, SegmentRecord, Step
-from onnxplace.errors import ExecutionError, OnnxplaceError
+from onnxplace.errors import ExecutionError, OnnxplaceError, one_line
 from onnxplace.feeds import Array
 from onnxplace.machine import core_sets, onnxruntime, require_cuda
 from onnxplace.runtime import Event, EventKind, Result, Runtime, RuntimeSession
@@ -275,7 +275,7 @@ class _Session(RuntimeSession):
         except OnnxplaceError:
             raise
         except Exception as problem:
-            text = " ".join(str(problem).split())
+            text = one_line(problem)
             raise ExecutionError(
                 "X001",
                 f"segment {segment.record.id} failed: {text}",
