@@ -18,7 +18,8 @@ from onnxplace.machine import cuda_problem, gpus, local_target
 from onnxplace.model import bind
 from onnxplace.model import load as load_model
 from onnxplace.operators import require_operators
-from onnxplace.pipeline import Observer, Pipeline, Timing, make_pass
+from onnxplace.pipeline import Observer, Pipeline, Timing
+from onnxplace.placers import BAECHI, Objective, choose_placer
 from onnxplace.registry import find
 from onnxplace.runtime import Result, Runtime
 from onnxplace.spec import PassSpec, format_pipeline, tuple_text
@@ -27,8 +28,6 @@ from onnxplace.target import Target, parse_memory
 
 if TYPE_CHECKING:
     from onnx import ModelProto
-
-DEFAULT_PLACER = "m-etf"
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,9 @@ class CompileOptions(TypedDict, total=False):
     shape: Mapping[str, int] | None
     inputs: Mapping[str, Array] | None
     costs: str | Path | None
-    placer: str
+    placer: str | None
+    objective: Objective
+    budget_seconds: float | None
     pipeline: str | Pipeline | None
     device_map: str | Path | None
     colocate: Sequence[str]
@@ -82,7 +83,9 @@ def compile_model(
     shape: Mapping[str, int] | None = None,
     inputs: Mapping[str, Array] | None = None,
     costs: str | Path | None = None,
-    placer: str = DEFAULT_PLACER,
+    placer: str | None = None,
+    objective: Objective = "latency",
+    budget_seconds: float | None = None,
     pipeline: str | Pipeline | None = None,
     device_map: str | Path | None = None,
     colocate: Sequence[str] = (),
@@ -93,15 +96,23 @@ def compile_model(
 ) -> Compiled:
     """Compile a model; the keyword arguments are the options of `onnxplace compile`.
 
-    `output` defaults to the model's name with `.bundle`. `target` describes devices that may be elsewhere, else
-    `devices` of this machine are used. `observer` is told of each pass before it runs.
+    `output` defaults to the model's name with `.bundle`. `placer` may carry options, `auto{seconds=10}`; default:
+    the one for the `objective`, which may search for `budget_seconds`. `target` describes devices that may be
+    elsewhere, else `devices` of this machine are used. `observer` is told of each pass before it runs.
     """
     if target is not None and devices is not None:
         raise UsageError(
             "U040", "--devices and --target exclude each other", hint="name the devices in the target file"
         )
     path = Path(output) if output else _default_output(model)
-    steps = _pipeline(pipeline, placer, str(costs or ""), str(device_map or ""), tuple(colocate), seed)
+    if pipeline is not None and (placer or objective != "latency" or budget_seconds is not None):
+        message = "--pipeline excludes --placer, --objective and --budget"
+        raise UsageError("U044", message, hint="name the placer in the pipeline, as in auto{seconds=10}")
+    if pipeline is None:
+        chosen = choose_placer(placer, objective, budget_seconds, seed or None)
+        steps = _default_pipeline(chosen, str(costs or ""), str(device_map or ""), tuple(colocate), seed)
+    else:
+        steps = _given_pipeline(pipeline, bool(costs or device_map or colocate or seed))
     text = str(steps)
     _require_one_emit(steps)
     require_free(path, force, MANIFEST)
@@ -139,26 +150,27 @@ def _default_output(model: object) -> Path:
     return Path(model).with_suffix(".bundle")
 
 
-def _pipeline(
-    given: str | Pipeline | None, placer: str, costs: str, device_map: str, colocate: tuple[str, ...], seed: int
-) -> Pipeline:
-    """Return the user's pipeline, or the default one around the placer; raises UsageError for unknown names."""
-    if given is not None:
-        if costs or device_map or colocate or seed:
-            raise UsageError(
-                "U042",
-                "--pipeline excludes --costs, --device-map, --colocate and --seed",
-                hint="write them into it: profile{costs=F,seed=1},coplace{device_map=F,colocate=REGEX}",
-            )
-        return Pipeline.parse(given) if isinstance(given, str) else given
-    chosen = make_pass(placer)
-    if Placement not in chosen.provides:
-        placers = ("single", "m-topo", "m-etf", "m-sct")
-        raise UsageError("U043", f"pass {placer!r} is not a placer", where="--placer", hint=nearest(placer, placers))
+def _given_pipeline(given: str | Pipeline, has_options: bool) -> Pipeline:
+    """Return the user's pipeline; raises UsageError if options are given that belong into it."""
+    if has_options:
+        raise UsageError(
+            "U042",
+            "--pipeline excludes --costs, --device-map, --colocate and --seed",
+            hint="write them into it: profile{costs=F,seed=1},coplace{device_map=F,colocate=REGEX}",
+        )
+    return Pipeline.parse(given) if isinstance(given, str) else given
+
+
+def _default_pipeline(placer: PassSpec, costs: str, device_map: str, colocate: tuple[str, ...], seed: int) -> Pipeline:
+    """Return the default pipeline around a placer.
+
+    Baechi's placers need nodes joined to their readers first; those that search find out for themselves.
+    """
     profile = {"costs": costs} if costs else {}
     if seed:
         profile["seed"] = str(seed)
-    coplace = {
+    join = {} if placer.name in BAECHI else {"join": "never"}
+    coplace = join | {
         key: value
         for key, value in (("colocate", tuple_text(colocate) if colocate else ""), ("device_map", device_map))
         if value
@@ -168,7 +180,7 @@ def _pipeline(
         PassSpec("profile", profile),
         PassSpec("coplace", coplace),
         PassSpec("fuse"),
-        PassSpec(placer),
+        placer,
         PassSpec("split"),
         PassSpec("emit"),
     ]

@@ -25,7 +25,7 @@ import numpy as np
 
 from onnxplace.errors import InputError
 from onnxplace.facts import Profile, Source
-from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph
+from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph
 from onnxplace.state import State
 from onnxplace.target import Device, Link, Target
 
@@ -90,23 +90,43 @@ def cost_graph(data: Mapping[str, Any], name: str = "graph") -> CostGraph:
         raise InputError("D002", f"two nodes have the id {double!r}", where=where)
     values = _values(_list(data, "edges", where, optional=True), position, where)
     graph = _op_graph(nodes, values, where)
-    target, device_ids, link = _target(data, where)
     seconds = _numbers(nodes, "compute_time_us", where) * 1e-6
     groups = [node.get("group") for node in nodes]
     dense = {group: index for index, group in enumerate(dict.fromkeys(group for group in groups if group is not None))}
-    profile = Profile(
-        graph,
-        MappingProxyType({target.devices[0].cost_class: seconds}),
-        MappingProxyType({target.devices[0].cost_class: np.full(len(nodes), Source.GIVEN, dtype=np.uint8)}),
-        np.arange(len(nodes), dtype=np.int32),
-        given=np.array([-1 if group is None else dense[group] for group in groups], dtype=np.int32),
-        backward=np.array([bool(node.get("is_backward")) for node in nodes], dtype=bool),
-    )
+    given = np.array([-1 if group is None else dense[group] for group in groups], dtype=np.int32)
+    backward = np.array([bool(node.get("is_backward")) for node in nodes], dtype=bool)
     try:
         _ = graph.order
     except ValueError as problem:
         raise InputError("D005", str(problem), where=where) from None
-    return CostGraph(where, ids, device_ids, profile, target, link)
+    return assembled(where, ids, graph, seconds, data, given, backward)
+
+
+def assembled(
+    name: str,
+    ids: Sequence[Hashable],
+    graph: OpGraph,
+    seconds: Floats,
+    machine: Mapping[str, Any],
+    given: Ints,
+    backward: Bools,
+) -> CostGraph:
+    """Return the cost graph of these arrays, one entry per node, on the machine that `machine` describes.
+
+    `machine` holds `devices` and `comm` as in the JSON file; `given` is the group of each node, -1 for none. Raises
+    InputError for a machine that is none; the arrays are taken as they are.
+    """
+    target, device_ids, link = _target(machine, name)
+    kind = target.devices[0].cost_class
+    profile = Profile(
+        graph,
+        MappingProxyType({kind: seconds}),
+        MappingProxyType({kind: np.full(len(graph), Source.GIVEN, dtype=np.uint8)}),
+        np.arange(len(graph), dtype=np.int32),
+        given=given,
+        backward=backward,
+    )
+    return CostGraph(name, tuple(ids), device_ids, profile, target, link)
 
 
 def _list(data: Mapping[str, Any], key: str, where: str, optional: bool = False) -> list[Mapping[str, Any]]:
@@ -266,4 +286,4 @@ def from_networkx(graph: networkx.DiGraph[Any], target: Target) -> State:
     return State(target).having(profile)
 
 
-__all__ = ["CostGraph", "cost_graph", "from_networkx", "read_cost_graph"]
+__all__ = ["CostGraph", "assembled", "cost_graph", "from_networkx", "read_cost_graph"]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from onnxplace.bounds import lower_bound_seconds
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule
 from onnxplace.graph import Floats, Ints, Longs, OpGraph, sum_by
-from onnxplace.simulate import Simulation, device_weights, lower_bound_seconds, simulate
+from onnxplace.simulate import Simulation, device_weights, simulate
 from onnxplace.state import State
 from onnxplace.target import Target
 
@@ -36,6 +37,15 @@ class Problem:
         """Return the simulated step of a placement of this graph."""
         return simulate(self.graph, self.seconds, self.target, device, order)
 
+    def contracted(self, cluster: Ints) -> Problem:
+        """Return this problem with each cluster as one node; a dense id per node, each cluster within one group."""
+        count = int(cluster.max(initial=-1)) + 1
+        group = np.zeros(count, dtype=np.int32)
+        group[cluster] = self.group
+        seconds = np.stack([sum_by(cluster, row, count) for row in self.seconds])
+        members = cluster[self.members].astype(np.int32)
+        return replace(self, graph=self.graph.contract(cluster), seconds=seconds, group=group, members=members)
+
     def excess_bytes(self, simulation: Simulation) -> Longs:
         """Return, per device, by how many bytes it exceeds its limit."""
         excess: Longs = np.maximum(simulation.peak_bytes - self.limit_bytes, 0)
@@ -58,30 +68,36 @@ def problem(state: State) -> Problem:
         group, pinned = state[Groups].group, state[Groups].pinned
     if Clusters not in state:
         return Problem(graph, seconds, state.target, limits, group, pinned, single)
-    members = state[Clusters].cluster
-    count = int(members.max(initial=-1)) + 1
-    coarse_group = np.zeros(count, dtype=np.int32)
-    coarse_group[members] = group
-    coarse_seconds = np.stack([sum_by(members, row, count) for row in seconds])
-    return Problem(graph.contract(members), coarse_seconds, state.target, limits, coarse_group, pinned, members)
+    return Problem(graph, seconds, state.target, limits, group, pinned, single).contracted(state[Clusters].cluster)
 
 
-def decided(state: State, asked: Problem, device: Ints, start_seconds: Floats, placer: str) -> State:
-    """Return `state` with the Placement and Schedule that a placer decided on.
+def carried_out(state: State, asked: Problem, device: Ints, start_seconds: Floats) -> tuple[Ints, Ints, Simulation]:
+    """Return the device of each node of the profile's graph, their order, and the simulated step, of a decision.
 
-    `device` and `start_seconds` (planned start, for the order) are per node of the problem's graph. Raises
-    InfeasibleError, naming what is missing on which device, if the simulated peak exceeds a limit.
+    `device` and `start_seconds` (planned start, for the order) are per node of the problem's graph.
     """
-    fine_device = device[asked.members].astype(np.int32)
-    graph = state[Profile].graph
+    graph, fine_device = state[Profile].graph, device[asked.members].astype(np.int32)
     order = schedule_order(graph, asked, start_seconds)
     seconds = device_seconds(state[Profile], state.target)
-    simulation = simulate(graph, seconds, state.target, fine_device, order)
+    return fine_device, order, simulate(graph, seconds, state.target, fine_device, order)
+
+
+def decided(
+    state: State, asked: Problem, device: Ints, start_seconds: Floats, placer: str, bound_seconds: float = 0.0
+) -> State:
+    """Return `state` with the Placement and Schedule that a placer decided on, as `carried_out` has them.
+
+    `bound_seconds` is what the placer proved for the profile's graph: the better bound is kept. Raises
+    InfeasibleError, naming what is missing on which device, if the simulated peak exceeds a limit.
+    """
+    fine_device, order, simulation = carried_out(state, asked, device, start_seconds)
     require_memory(state.target, simulation.peak_bytes, placer)
+    profile = state[Profile]
+    groups = (state[Groups].group, state[Groups].pinned) if Groups in state else (None, None)
+    bound = lower_bound_seconds(profile.graph, device_seconds(profile, state.target), state.target, *groups)
     # Sums in another order may round the bound above the very makespan it bounds.
-    bound = min(lower_bound_seconds(graph, seconds), simulation.makespan_seconds)
-    schedule = Schedule(order, simulation, bound)
-    return state.having(Placement(fine_device, placer), schedule)
+    bound = min(max(bound, bound_seconds), simulation.makespan_seconds)
+    return state.having(Placement(fine_device, placer), Schedule(order, simulation, bound))
 
 
 def schedule_order(graph: OpGraph, asked: Problem, start_seconds: Floats) -> Ints:

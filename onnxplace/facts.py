@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.graph import Floats, Ints, OpGraph
+from onnxplace.kernels import acyclic
 from onnxplace.model import Model
 from onnxplace.simulate import Simulation
 
@@ -116,7 +117,9 @@ class Clusters:
         representative = np.zeros(int(self.cluster.max(initial=-1)) + 1, dtype=np.int64)
         representative[self.cluster] = group
         _require(bool((representative[self.cluster] == group).all()), "a cluster spans two groups")
-        _require(len(state[Profile].graph.contract(self.cluster).order) == len(representative), "clusters form a cycle")
+        graph = state[Profile].graph
+        edges = graph.producer, graph.inputs.starts, graph.inputs.items
+        _require(acyclic(self.cluster, len(representative), *edges), "clusters form a cycle")
 
 
 @dataclass(frozen=True)

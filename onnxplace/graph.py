@@ -55,16 +55,16 @@ class Csr:
 
     @staticmethod
     def grouped(keys: Ints, items: Ints, count: int) -> Csr:
-        """Collect `items` by their `keys` into `count` lists, in order and without repeats within a list."""
-        order = np.lexsort((np.arange(len(keys)), items, keys))
-        keys, items, first_seen = keys[order], items[order], order
-        fresh = np.ones(len(keys), dtype=bool)
-        fresh[1:] = (keys[1:] != keys[:-1]) | (items[1:] != items[:-1])
-        keys, items, first_seen = keys[fresh], items[fresh], first_seen[fresh]
-        order = np.lexsort((first_seen, keys))
-        starts = np.zeros(count + 1, dtype=np.int64)
-        np.cumsum(np.bincount(keys, minlength=count), out=starts[1:])
-        return Csr(starts, items[order].astype(np.int32))
+        """Collect `items` (0 and up) by their `keys` into `count` lists, in order and without repeats within a list.
+
+        Linear in all three. Raises ValueError for a key that is none of them.
+        """
+        from onnxplace.kernels import group_items
+
+        if len(keys) and not 0 <= keys.min() <= keys.max() < count:
+            raise ValueError(f"keys from {keys.min()} to {keys.max()} for {count} lists")
+        keys, items = np.ascontiguousarray(keys, dtype=np.int32), np.ascontiguousarray(items, dtype=np.int32)
+        return Csr(*group_items(keys, items, count, int(items.max(initial=-1)) + 1))
 
 
 def sum_by(keys: Ints, amounts: Floats | Longs, count: int) -> Floats:
@@ -181,13 +181,11 @@ class OpGraph:
         alias = self._kept_alias(inner)[kept]
         first = np.full(count, -1, dtype=np.int64)
         first[cluster[::-1]] = np.arange(len(cluster))[::-1]
-        sizes = np.bincount(cluster, minlength=count)
+        heads = list(zip(first.tolist(), np.bincount(cluster, minlength=count).tolist()))
         return OpGraph(
-            names=tuple(
-                self.names[f] if size == 1 else f"{self.names[f]}(+{size - 1})" for f, size in zip(first, sizes)
-            ),
-            ops=tuple(self.ops[f] if size == 1 else "fused" for f, size in zip(first, sizes)),
-            value_names=tuple(self.value_names[v] for v in kept),
+            names=tuple(self.names[f] if size == 1 else f"{self.names[f]}(+{size - 1})" for f, size in heads),
+            ops=tuple(self.ops[f] if size == 1 else "fused" for f, size in heads),
+            value_names=tuple(self.value_names[v] for v in kept.tolist()),
             value_bytes=self.value_bytes[kept],
             producer=np.where(producer >= 0, cluster[np.maximum(producer, 0)], -1).astype(np.int32),
             is_output=self.is_output[kept],

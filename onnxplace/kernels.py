@@ -24,6 +24,33 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @kernel
+def group_items(keys, items, count, item_count):
+    """Collect `items` (below `item_count`) into one list per key, in order and each once; returns starts and items."""
+    ends = np.zeros(count + 1, np.int64)
+    for k in range(len(keys)):
+        ends[keys[k]] += 1
+    total = 0
+    for key in range(count):
+        total, ends[key] = total + ends[key], total
+    kept = np.empty(len(items), np.int32)
+    for k in range(len(keys)):
+        kept[ends[keys[k]]] = items[k]
+        ends[keys[k]] += 1
+    starts = np.zeros(count + 1, np.int64)
+    seen_by = np.full(item_count, -1, np.int64)
+    done, begin = 0, 0
+    for key in range(count):
+        for k in range(begin, ends[key]):
+            if seen_by[kept[k]] != key:
+                seen_by[kept[k]] = key
+                kept[done] = kept[k]
+                done += 1
+        begin = ends[key]
+        starts[key + 1] = done
+    return starts, kept[:done].copy()
+
+
+@kernel
 def topological_order(pred_starts, preds, succ_starts, succs):
     """Kahn's algorithm with a heap: the ready node of lowest index first. Short if there is a cycle."""
     count = len(pred_starts) - 1
@@ -82,21 +109,6 @@ def inner_peak(
             if inner[outs[k]] and roots[outs[k]] == outs[k] and left[outs[k]] == 0:
                 live[home] -= value_bytes[outs[k]]
     return peak
-
-
-@kernel
-def longest_path(order, seconds, pred_starts, preds):
-    """Length in seconds of the heaviest path, transfers not counted."""
-    finish = np.zeros(len(order), np.float64)
-    longest = 0.0
-    for position in range(len(order)):
-        node = order[position]
-        start = 0.0
-        for k in range(pred_starts[node], pred_starts[node + 1]):
-            start = max(start, finish[preds[k]])
-        finish[node] = start + seconds[node]
-        longest = max(longest, finish[node])
-    return longest
 
 
 @kernel
@@ -298,3 +310,55 @@ def live_spans(
                 death[buffer] = death[value]
                 death_rank[buffer] = death_rank[value]
     return birth, death, birth_rank, death_rank, root
+
+
+@kernel
+def device_peaks(events, where, change, device_count):
+    """Most bytes alive at one time on each device, taking the changes in the order of `events`."""
+    live = np.zeros(device_count, np.int64)
+    peak = np.zeros(device_count, np.int64)
+    for k in range(len(events)):
+        d = where[events[k]]
+        live[d] += change[events[k]]
+        peak[d] = max(peak[d], live[d])
+    return peak
+
+
+@kernel
+def acyclic(cluster, count, producer, in_starts, ins):
+    """Whether the graph of clusters, each one node, has no cycle."""
+    waiting = np.zeros(count, np.int64)
+    starts = np.zeros(count + 1, np.int64)
+    for node in range(len(cluster)):
+        for k in range(in_starts[node], in_starts[node + 1]):
+            maker = producer[ins[k]]
+            if maker >= 0 and cluster[maker] != cluster[node]:
+                waiting[cluster[node]] += 1
+                starts[cluster[maker] + 1] += 1
+    for index in range(count):
+        starts[index + 1] += starts[index]
+    readers = np.empty(starts[count], np.int32)
+    filled = starts[:-1].copy()
+    for node in range(len(cluster)):
+        for k in range(in_starts[node], in_starts[node + 1]):
+            maker = producer[ins[k]]
+            if maker >= 0 and cluster[maker] != cluster[node]:
+                readers[filled[cluster[maker]]] = cluster[node]
+                filled[cluster[maker]] += 1
+    ready = np.empty(count, np.int64)
+    height = 0
+    for index in range(count):
+        if waiting[index] == 0:
+            ready[height] = index
+            height += 1
+    done = 0
+    while height > 0:
+        height -= 1
+        done += 1
+        index = ready[height]
+        for k in range(starts[index], starts[index + 1]):
+            waiting[readers[k]] -= 1
+            if waiting[readers[k]] == 0:
+                ready[height] = readers[k]
+                height += 1
+    return done == count

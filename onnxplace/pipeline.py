@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from onnxplace.errors import BrokenPassError, OnnxplaceError, UsageError
+from onnxplace.errors import BrokenPassError, InfeasibleError, OnnxplaceError, UsageError
+from onnxplace.facts import Placement, Schedule
 from onnxplace.registry import find
 from onnxplace.spec import build_pass, format_pipeline, parse_pipeline, spec_of
 from onnxplace.state import Fact, Pass, State
@@ -64,7 +65,10 @@ class Pipeline:
             if observer:
                 observer(step.name, index, len(self.passes))
             began = time.perf_counter()
-            state = run_pass(step, state)
+            try:
+                state = run_pass(step, state)
+            except InfeasibleError as problem:
+                raise _naming_another(problem, step, state) from None
             timings.append(Timing(step.name, time.perf_counter() - began))
         return state, tuple(timings)
 
@@ -110,6 +114,27 @@ def run_pass(step: Pass, state: State) -> State:
         raise BrokenPassError("B006", f"it returned {after!r}, not a State", where=f"pass {step.name!r}")
     _hold_to_word(step, state, before, after)
     return after.without(*stale_after(step, after.facts))
+
+
+# Placers that answer within moments, those that are likeliest to be of use first.
+QUICK = ("m-etf", "m-topo", "fit", "single")
+
+
+def _naming_another(problem: InfeasibleError, failed: Pass, state: State) -> InfeasibleError:
+    """Return the refusal of a placer with another one named that fits, if there is one."""
+    if Placement not in failed.provides or Placement in failed.requires:
+        return problem
+    for name in QUICK:
+        if name == failed.name:
+            continue
+        try:
+            found = run_pass(make_pass(name), state)
+        except OnnxplaceError:
+            continue
+        step = found[Schedule].simulation.makespan_seconds
+        hint = f"placer {name} fits, with a step of {step * 1e3:.4g} ms: --placer {name}"
+        return InfeasibleError(problem.code, problem.message, where=problem.where, hint=hint)
+    return problem
 
 
 def _hold_to_word(step: Pass, state: State, before: dict[type, Fact], after: State) -> None:

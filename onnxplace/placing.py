@@ -11,18 +11,25 @@ from typing import Literal
 import numpy as np
 
 from onnxplace.cost_graph import CostGraph
-from onnxplace.errors import InputError, UsageError, nearest
+from onnxplace.errors import InputError, nearest
 from onnxplace.facts import Groups, Placement, Schedule
 from onnxplace.files import read_json
 from onnxplace.graph import Longs
 from onnxplace.pipeline import Pipeline, Timing
-from onnxplace.state import State
+from onnxplace.placers import BAECHI, Objective, choose_placer
+from onnxplace.spec import PassSpec, format_pipeline
+from onnxplace.state import Diagnostic, State
 from onnxplace.target import LinkModel, Target
 
 Grouping = Literal["none", "given", "coplace", "given+coplace"]
+Adjustment = Literal["compute", "memory", "majority"]
 GROUPINGS: tuple[Grouping, ...] = ("none", "given", "coplace", "given+coplace")
-_COPLACE = {"given": "coplace{join=never}", "coplace": "coplace{join=always,given=false}",
-            "given+coplace": "coplace{join=always}"}  # fmt: skip
+_COPLACE: Mapping[Grouping, Mapping[str, str]] = {
+    "none": {"join": "never", "given": "false"},
+    "given": {"join": "never"},
+    "coplace": {"join": "always", "given": "false"},
+    "given+coplace": {"join": "always"},
+}
 # More than any machine has, so that a placement can be scored whatever it needs.
 ENOUGH_BYTES = 1 << 60
 
@@ -42,27 +49,43 @@ class Placed:
     placement: Mapping[str, Hashable]
     """Node id -> device id, as the cost graph names them."""
     passes: tuple[Timing, ...]
+    diagnostics: tuple[Diagnostic, ...] = ()
 
 
 def place(
     graph: CostGraph,
-    placer: str = "m-etf",
+    placer: str | None = None,
     *,
+    objective: Objective = "latency",
     links: LinkModel = "duplex",
-    groups: Grouping = "given+coplace",
-    fuse: bool = True,
+    groups: Grouping | None = None,
+    fuse: bool | None = None,
+    forward_only: bool = False,
+    post_adjust: Adjustment | None = None,
+    budget_seconds: float | None = None,
+    seed: int | None = None,
 ) -> Placed:
-    """Place a cost graph. Raises InfeasibleError if nothing fits, UsageError for an unknown placer."""
-    steps = [] if groups == "none" else [_COPLACE[groups], *(["fuse"] if fuse else [])]
-    pipeline = Pipeline.parse(",".join([*steps, placer]))
-    if Placement not in pipeline.passes[-1].provides:
-        raise UsageError(
-            "U043", f"pass {placer!r} is not a placer", where="--placer", hint="`onnxplace passes` lists them"
-        )
+    """Place a cost graph; raises InfeasibleError if nothing fits, UsageError for what contradicts itself.
+
+    `placer` may carry options: `m-sct{threshold=0.5}`; default: the one for the `objective`. `groups` defaults to the
+    graph's own, and for Baechi's placers also to those of nodes with a single reader, contracted (`fuse`) as published.
+    `forward_only`: backward nodes follow the forward node they belong to. `post_adjust`: the placer ignores groups,
+    then each is moved as a whole to the device with most of its seconds, bytes or nodes.
+    """
+    spec = choose_placer(placer, objective, budget_seconds, seed)
+    groups = groups or ("given+coplace" if spec.name in BAECHI else "given")
+    options = dict(_COPLACE[groups]) | ({"backward": "follow"} if forward_only else {})
+    steps = [spec]
+    if post_adjust:
+        steps.append(PassSpec("adjust", {"by": post_adjust, **options}))
+    elif groups != "none" or forward_only:
+        contract = "coplace" in groups if fuse is None else fuse
+        steps = [PassSpec("coplace", options), *([PassSpec("fuse")] if contract else []), spec]
+    pipeline = Pipeline.parse(format_pipeline(steps))
     state = State(replace(graph.target, link_model=links)).having(graph.profile)
     began = time.perf_counter()
     state, timings = pipeline.run(state)
-    return _placed(graph, state, time.perf_counter() - began, timings, placer)
+    return _placed(graph, state, time.perf_counter() - began, timings, spec.name)
 
 
 def evaluate(graph: CostGraph, placement: Mapping[str, Hashable], *, links: LinkModel = "duplex") -> Placed:
@@ -98,7 +121,7 @@ def _placed(graph: CostGraph, state: State, seconds: float, timings: tuple[Timin
     peaks = schedule.simulation.peak_bytes
     fits = all(int(peak) <= device.memory_bytes for peak, device in zip(peaks, graph.target.devices))
     return Placed(placer, schedule.simulation.makespan_seconds, schedule.lower_bound_seconds, fits, peaks, seconds,
-                  graph.device_of(state[Placement].device), timings)  # fmt: skip
+                  graph.device_of(state[Placement].device), timings, state.diagnostics)  # fmt: skip
 
 
 def with_devices(graph: CostGraph, count: int | None, memory_bytes: int | None) -> CostGraph:

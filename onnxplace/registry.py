@@ -39,6 +39,22 @@ BUILTIN: Mapping[Kind, Mapping[str, tuple[str, str]]] = MappingProxyType(
                     "placer: the node that can start earliest goes first, where it can",
                 ),
                 "m-sct": ("onnxplace.passes.m_sct:MSct", "placer: as m-etf, but devices wait for favourite children"),
+                "adjust": (
+                    "onnxplace.passes.adjust:Adjust",
+                    "bring groups together again after a placer that ignored them",
+                ),
+                "multilevel": (
+                    "onnxplace.passes.multilevel:Multilevel",
+                    "placer: place a coarse graph, then improve it level by level",
+                ),
+                "auto": ("onnxplace.passes.auto:Auto", "placer: try them all, search on, keep the best"),
+                "refine": ("onnxplace.passes.refine:Refine", "improve a placement by moving regions of it"),
+                "stages": (
+                    "onnxplace.passes.stages:Stages",
+                    "placer: stages with the smallest largest load, for throughput",
+                ),
+                "fit": ("onnxplace.passes.fit:Fit", "placer: whatever fits, with as little crossing as possible"),
+                "exact": ("onnxplace.passes.exact:Exact", "placer: the best step of a small graph, and how near the best"),
                 "split": ("onnxplace.passes.split:Split", "cut the placed model into segments and programs"),
                 "emit": ("onnxplace.passes.emit:Emit", "write the bundle"),
             }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph, sum_by
-from onnxplace.kernels import execute, live_spans, longest_path
+from onnxplace.kernels import device_peaks, execute, live_spans
 from onnxplace.target import LINK_MODELS, Target
 
 
@@ -130,11 +130,8 @@ def _peak_of_values(
     when = np.concatenate([birth[owned], death[owned], start[work], finish[work]])
     at = np.concatenate([birth_rank[owned], death_rank[owned], 2 * rank[work], 2 * rank[work] + 1])
     change = np.concatenate([size[owned], -size[owned], graph.workspace_bytes[work], -graph.workspace_bytes[work]])
-    events = np.lexsort((-change, at, when, where))
-    peaks = np.zeros(device_count, dtype=np.int64)
-    for index in range(device_count):
-        mine = events[where[events] == index]
-        peaks[index] = np.cumsum(change[mine]).max(initial=0)
+    # At one instant and rank there are only births or only deaths.
+    peaks: Longs = device_peaks(np.lexsort((at, when)), where, change, device_count)
     return peaks
 
 
@@ -161,15 +158,3 @@ def _copies(graph: OpGraph, device: Ints, transfers: Transfers) -> _Copies:
     starts = np.zeros(len(graph.value_names) + 1, dtype=np.int64)
     np.cumsum(np.bincount(value, minlength=len(graph.value_names)), out=starts[1:])
     return _Copies(value[order], starts, there[order], begin[order], end[order])
-
-
-def lower_bound_seconds(graph: OpGraph, seconds: Floats) -> float:
-    """Return a time no placement can beat: the critical path, or all work spread perfectly, whichever is longer.
-
-    Each node counts with its fastest device; spread work counts devices by their best speed relative to that.
-    """
-    if not len(graph):
-        return 0.0
-    fastest = seconds.min(axis=0)
-    path = longest_path(graph.order, fastest, graph.predecessors.starts, graph.predecessors.items)
-    return float(max(path, fastest.sum() / len(seconds)))

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxplace.bounds import lower_bound_seconds
 from onnxplace.bundle import Bundle
 from onnxplace.errors import ExecutionError, InfeasibleError
 from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule, Source
@@ -33,7 +34,7 @@ from onnxplace.graph import Csr, Ints, OpGraph
 from onnxplace.pipeline import make_pass as named_pass
 from onnxplace.pipeline import run_pass
 from onnxplace.runtime import Result, Runtime, RuntimeSession
-from onnxplace.simulate import lower_bound_seconds, simulate
+from onnxplace.simulate import simulate
 from onnxplace.spec import build_pass, parse_pipeline, spec_of
 from onnxplace.state import Pass, State
 from onnxplace.target import LINK_MODELS, Device, Link, LinkModel, Target

@@ -12,8 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from onnxplace.costs import Problem
 from onnxplace.errors import ExecutionError
-from onnxplace.graph import Floats, Ints
+from onnxplace.graph import Floats, Ints, sum_by
+
+# How far from 0 or 1 the solver's values may be.
+TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -25,22 +29,45 @@ class Edges:
     seconds: Floats
 
 
+def transfer_edges(asked: Problem) -> Edges:
+    """Return the edges between nodes with what sending all their values takes over the mean link of the target."""
+    graph = asked.graph
+    latency, per_byte = asked.target.link_arrays()
+    apart = ~np.eye(len(latency), dtype=bool)
+    mean_latency, mean_byte = (float(array[apart].mean()) if apart.any() else 0.0 for array in (latency, per_byte))
+    inner = graph.producer[graph.inputs.items] >= 0
+    values, readers = graph.inputs.items[inner], graph.inputs.rows[inner]
+    count = max(len(graph), 1)
+    key, index = np.unique(graph.producer[values].astype(np.int64) * count + readers, return_inverse=True)
+    seconds: Floats = mean_latency + graph.value_bytes[values] * np.float64(mean_byte)
+    total = sum_by(index.astype(np.int32), seconds, len(key))
+    return Edges((key // count).astype(np.int32), (key % count).astype(np.int32), total)
+
+
 def favourite_children(node_seconds: Floats, edges: Edges, threshold: float) -> Ints:
     """Return the favourite child of each node, -1 for none.
 
     Minimise W subject to `s_i + w_i + c_e x_e <= s_j`, `s_i + w_i <= W`, at most one edge out of each node and one
     into each node with `x_e = 0`; `0 <= x_e <= 1`. An edge is favourite if `x_e <= threshold`; where two at one node
     are (possible from 0.5 on), the one of lower x, then of lower index, is. Deterministic: one thread, dual simplex.
+
+    The program has many optima, which differ in edges off the critical path. Of these, one is taken in which no edge
+    could be favourite besides: edges between nodes all of whose transfers are fine are added, longest first.
     """
     favourite = np.full(len(node_seconds), -1, dtype=np.int32)
     if not len(edges.source):
         return favourite
     share = solve_relaxation(node_seconds, edges)
-    taken = np.zeros(len(node_seconds), dtype=bool)
-    for edge in np.lexsort((np.arange(len(share)), share)).tolist():
-        if share[edge] > threshold + 1e-9:
-            break
-        i, j = int(edges.source[edge]), int(edges.destination[edge])
+    nodes, source, destination = len(node_seconds), edges.source, edges.destination
+    idle_source = sum_by(source, 1.0 - share, nodes) < TOLERANCE
+    idle_destination = sum_by(destination, 1.0 - share, nodes) < TOLERANCE
+    chosen = np.flatnonzero(share <= threshold + TOLERANCE)
+    possible = np.flatnonzero(idle_source[source] & idle_destination[destination])
+    chosen = chosen[np.lexsort((chosen, share[chosen]))]
+    possible = possible[np.lexsort((possible, -edges.seconds[possible]))]
+    taken = np.zeros(nodes, dtype=bool)
+    for edge in [*chosen.tolist(), *possible.tolist()]:
+        i, j = int(source[edge]), int(destination[edge])
         if favourite[i] < 0 and not taken[j]:
             favourite[i] = j
             taken[j] = True

@@ -2,516 +2,254 @@
 
 For each device, ready nodes wait in two heaps: those whose inputs will be there later, by that time, and those whose
 inputs can be there when the device is next free, by topological position. A node moves from the first to the second
-as the device's clock advances, and is looked at again when it comes up, since channels may have become busier. So a
-decision costs O(D log N), however many nodes are ready.
+as time goes on, and is looked at again when it comes up, since channels may have become busier; where a transfer for
+another node brings it an input, it moves forward. So a decision costs O(D log N), however many nodes are ready.
 """
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 
 from onnxplace.kernels import kernel
+from onnxplace.passes._list_kernels import (
+    fetch,
+    input_ready,
+    let_go,
+    may_run,
+    need_bytes,
+    part,
+    put,
+    room_left,
+    settle,
+    take,
+)
+
+NEVER = 1 << 62
 
 
 @kernel
-def _input_ready(
-    node,
-    d,
-    device,
-    finish,
-    arrival,
-    sending,
-    receiving,
-    producer,
-    value_bytes,
-    in_starts,
-    ins,
-    latency,
-    per_byte,
-    link_model,
-):
-    """When all inputs of `node` can be on device `d`, sending what is not there yet one after the other."""
-    earliest = 0.0
-    channel = receiving[d]
-    for k in range(in_starts[node], in_starts[node + 1]):
-        value = ins[k]
-        maker = producer[value]
-        if maker < 0:
-            continue
-        source = device[maker]
-        if source == d:
-            earliest = max(earliest, finish[maker])
-        elif arrival[value, d] >= 0.0:
-            earliest = max(earliest, arrival[value, d])
-        else:
-            begin = finish[maker]
-            if link_model != 1:
-                begin = max(begin, max(sending[source], channel))
-            channel = begin + latency[source, d] + value_bytes[value] * per_byte[source, d]
-            earliest = max(earliest, channel)
-    return earliest
-
-
-@kernel
-def _need(
-    node,
-    d,
-    g,
-    home,
-    held,
-    device,
-    arrival,
-    producer,
-    value_bytes,
-    roots,
-    out_starts,
-    outs,
-    in_starts,
-    ins,
-    workspace,
-    group_starts,
-    group_weights,
-    weight_bytes,
-    group_extra,
-):
-    """Bytes that running `node` on device `d` would add there now; the weights of its whole group if it decides."""
-    need = workspace[node]
-    for k in range(out_starts[node], out_starts[node + 1]):
-        if roots[outs[k]] == outs[k]:
-            need += value_bytes[outs[k]]
-    for k in range(in_starts[node], in_starts[node + 1]):
-        value = ins[k]
-        if arrival[value, d] < 0.0 and (producer[value] < 0 or device[producer[value]] != d):
-            need += value_bytes[value]
-    if home[g] < 0:
-        need += group_extra[g]
-        for k in range(group_starts[g], group_starts[g + 1]):
-            if not held[d, group_weights[k]]:
-                need += weight_bytes[group_weights[k]]
-    return need
-
-
-@kernel
-def list_schedule(
-    topological,
-    group,
-    pinned,
-    seconds,
-    limit,
-    admit,
-    producer,
-    value_bytes,
-    is_output,
-    roots,
-    out_starts,
-    outs,
-    in_starts,
-    ins,
-    read_starts,
-    readers,
-    group_starts,
-    group_weights,
-    weight_bytes,
-    workspace,
-    group_size,
-    group_extra,
-    favourite,
-    latency,
-    per_byte,
-    link_model,
-):
+def list_schedule(work, queues, favourite):
     """Place nodes one by one: of all ready nodes and devices, the pair that can start first.
 
-    Ties go to the node that is first in topological order, then to the first device. With favourite children (m-SCT;
-    all -1 for m-ETF), a device whose last node has a ready favourite keeps itself for it, unless a node is urgent:
+    Ties go to the node that is first in topological order, then to the first device. With favourite children (m-SCT),
+    a device whose last node has a ready favourite keeps itself for it, unless a node is urgent:
     it could have started on any device by then.
 
     Memory is accounted as the schedule grows: weights once per device, a value where it is made and where it was sent
     until all its readers, and those of its views, are placed; an output for good; a view takes none. The first node
-    of a group decides for the group, whose weights, and `group_extra` until its last node is placed, are reserved
-    there; a group is only taken on while the device stays within `admit`, so that there is room for its later nodes.
-    Returns device and planned start per node; device -1 for those left when nothing fitted any more.
+    of a group decides for the group, whose weights, and `extra` until its last node is placed, are reserved there; a
+    group is only taken on while the device stays within `admit`, so that there is room for its later nodes.
+    The plan is left in `work.nodes`; the device of a node is -1 if nothing fitted any more. `favourite` is empty for
+    m-ETF.
     """
-    count, devices = len(topological), len(limit)
-    position = np.empty(count, np.int64)
-    for k in range(count):
-        position[topological[k]] = k
-    home = pinned.copy()
-    device = np.full(count, -1, np.int32)
-    start = np.zeros(count, np.float64)
-    finish = np.zeros(count, np.float64)
-    free = np.zeros(devices, np.float64)
-    sending = np.zeros(devices, np.float64)
-    receiving = np.zeros(devices, np.float64)
+    count, devices = len(work.nodes) - 1, len(work.devices)
+    guided = len(favourite) > 0
     last = np.full(devices, -1, np.int64)
-    held = np.zeros((devices, len(weight_bytes)), np.bool_)
-    used = np.zeros(devices, np.int64)
-    arrival = np.full((len(producer), devices), -1.0)
-    unread = np.zeros(len(producer), np.int64)
-    for value in range(len(producer)):
-        reads = read_starts[value + 1] - read_starts[value]
-        unread[value] += reads
-        if roots[value] != value:
-            unread[roots[value]] += reads
-        if is_output[value]:
-            unread[value] += 1
-            unread[roots[value]] += 1
-    members_left = group_size.copy()
-    for g in range(len(home)):
-        if home[g] >= 0:
-            used[home[g]] += group_extra[g]
-            for k in range(group_starts[g], group_starts[g + 1]):
-                if not held[home[g], group_weights[k]]:
-                    held[home[g], group_weights[k]] = True
-                    used[home[g]] += weight_bytes[group_weights[k]]
-    later = [[(0.0, np.int64(0), np.int64(0)) for _ in range(0)] for _ in range(devices)]
-    now = [[(np.int64(0), np.int64(0)) for _ in range(0)] for _ in range(devices)]
-    blocked = [[(np.int64(0), np.int64(0), np.int64(0)) for _ in range(0)] for _ in range(devices)]
-    urgent_later = [(0.0, np.int64(0), np.int64(0)) for _ in range(0)]
-    urgent_now = [(np.int64(0), np.int64(0)) for _ in range(0)]
-    use_favourites = False
+    for g in range(len(work.groups) - 1):
+        if work.groups[g].pinned >= 0:
+            settle(g, work.groups[g].pinned, work)
+    entered, ready = 0, 0
     for node in range(count):
-        use_favourites = use_favourites or favourite[node] >= 0
-    waiting = np.zeros(count, np.int64)
-    fresh = [np.int64(0) for _ in range(0)]
-    for node in range(count):
-        for k in range(in_starts[node], in_starts[node + 1]):
-            if producer[ins[k]] >= 0:
-                waiting[node] += 1
-        if waiting[node] == 0:
-            fresh.append(np.int64(node))
-    left = count
-    while left > 0:
-        for node in fresh:
-            worst = 0.0
-            for d in range(devices):
-                if home[group[node]] < 0 or home[group[node]] == d:
-                    ready = _input_ready(
-                        node,
-                        d,
-                        device,
-                        finish,
-                        arrival,
-                        sending,
-                        receiving,
-                        producer,
-                        value_bytes,
-                        in_starts,
-                        ins,
-                        latency,
-                        per_byte,
-                        link_model,
-                    )
-                    worst = max(worst, ready)
-                    heapq.heappush(later[d], (ready, position[node], np.int64(node)))
-            if use_favourites:
-                heapq.heappush(urgent_later, (worst, position[node], np.int64(node)))
-        fresh.clear()
-        most_free = free.max()
-        best_node, best_device, best_start, best_position = np.int64(-1), -1, np.inf, np.int64(count)
-        for d in range(devices):
-            # The node that could start first here: (when, position, node).
-            found, when = np.int64(-1), np.inf
-            while found < 0 and (len(now[d]) > 0 or len(later[d]) > 0):
-                while len(later[d]) > 0 and later[d][0][0] <= free[d]:
-                    _, rank, node = heapq.heappop(later[d])
-                    heapq.heappush(now[d], (rank, node))
-                immediate = len(now[d]) > 0
-                if immediate:
-                    rank, node = now[d][0]
-                    key = free[d]
-                else:
-                    key, rank, node = later[d][0]
-                g = group[node]
-                stale = device[node] >= 0 or (home[g] >= 0 and home[g] != d)
-                ready, need = 0.0, np.int64(0)
-                if not stale:
-                    ready = _input_ready(
-                        node,
-                        d,
-                        device,
-                        finish,
-                        arrival,
-                        sending,
-                        receiving,
-                        producer,
-                        value_bytes,
-                        in_starts,
-                        ins,
-                        latency,
-                        per_byte,
-                        link_model,
-                    )
-                    need = _need(
-                        node,
-                        d,
-                        g,
-                        home,
-                        held,
-                        device,
-                        arrival,
-                        producer,
-                        value_bytes,
-                        roots,
-                        out_starts,
-                        outs,
-                        in_starts,
-                        ins,
-                        workspace,
-                        group_starts,
-                        group_weights,
-                        weight_bytes,
-                        group_extra,
-                    )
-                fits = used[d] + need <= (admit[d] if home[g] < 0 and group_size[g] > 1 else limit[d])
-                if not stale and fits and ready <= key:
-                    found, when = node, max(ready, free[d])
-                    break
-                if immediate:
-                    heapq.heappop(now[d])
-                else:
-                    heapq.heappop(later[d])
-                if not stale and not fits:
-                    heapq.heappush(blocked[d], (need, rank, node))
-                elif not stale:
-                    heapq.heappush(later[d], (ready, rank, node))
-            # A favourite child that waits for this device, against a node that nobody could start later than now.
-            child = np.int64(-1)
-            if use_favourites and last[d] >= 0:
-                child = np.int64(favourite[last[d]])
-            if (
-                child >= 0
-                and device[child] < 0
-                and waiting[child] == 0
-                and (home[group[child]] < 0 or home[group[child]] == d)
-            ):
-                child_start = max(
-                    free[d],
-                    _input_ready(
-                        child,
-                        d,
-                        device,
-                        finish,
-                        arrival,
-                        sending,
-                        receiving,
-                        producer,
-                        value_bytes,
-                        in_starts,
-                        ins,
-                        latency,
-                        per_byte,
-                        link_model,
-                    ),
-                )
-                first = True
-                for e in range(devices):
-                    if e != d and (home[group[child]] < 0 or home[group[child]] == e):
-                        ready = max(
-                            free[e],
-                            _input_ready(
-                                child,
-                                e,
-                                device,
-                                finish,
-                                arrival,
-                                sending,
-                                receiving,
-                                producer,
-                                value_bytes,
-                                in_starts,
-                                ins,
-                                latency,
-                                per_byte,
-                                link_model,
-                            ),
-                        )
-                        first = first and child_start <= ready
-                need = _need(
-                    child,
-                    d,
-                    group[child],
-                    home,
-                    held,
-                    device,
-                    arrival,
-                    producer,
-                    value_bytes,
-                    roots,
-                    out_starts,
-                    outs,
-                    in_starts,
-                    ins,
-                    workspace,
-                    group_starts,
-                    group_weights,
-                    weight_bytes,
-                    group_extra,
-                )
-                if first and used[d] + need <= (
-                    admit[d] if home[group[child]] < 0 and group_size[group[child]] > 1 else limit[d]
-                ):
-                    found, when = child, child_start
-                    while len(urgent_later) > 0 and urgent_later[0][0] <= most_free:
-                        _, rank, node = heapq.heappop(urgent_later)
-                        heapq.heappush(urgent_now, (rank, node))
-                    while len(urgent_now) > 0 and device[urgent_now[0][1]] >= 0:
-                        heapq.heappop(urgent_now)
-                    while len(urgent_now) == 0 and len(urgent_later) > 0 and device[urgent_later[0][2]] >= 0:
-                        heapq.heappop(urgent_later)
-                    node, deadline = np.int64(-1), np.inf
-                    if len(urgent_now) > 0:
-                        node, deadline = urgent_now[0][1], most_free
-                    elif len(urgent_later) > 0:
-                        node, deadline = urgent_later[0][2], urgent_later[0][0]
-                    if (
-                        node >= 0
-                        and node != child
-                        and deadline <= child_start
-                        and (home[group[node]] < 0 or home[group[node]] == d)
-                    ):
-                        need = _need(
-                            node,
-                            d,
-                            group[node],
-                            home,
-                            held,
-                            device,
-                            arrival,
-                            producer,
-                            value_bytes,
-                            roots,
-                            out_starts,
-                            outs,
-                            in_starts,
-                            ins,
-                            workspace,
-                            group_starts,
-                            group_weights,
-                            weight_bytes,
-                            group_extra,
-                        )
-                        opens = home[group[node]] < 0 and group_size[group[node]] > 1
-                        if used[d] + need <= (admit[d] if opens else limit[d]):
-                            found = node
-                            when = max(
-                                free[d],
-                                _input_ready(
-                                    node,
-                                    d,
-                                    device,
-                                    finish,
-                                    arrival,
-                                    sending,
-                                    receiving,
-                                    producer,
-                                    value_bytes,
-                                    in_starts,
-                                    ins,
-                                    latency,
-                                    per_byte,
-                                    link_model,
-                                ),
-                            )
-            if found >= 0 and (when < best_start or (when == best_start and position[found] < best_position)):
-                best_node, best_device, best_start, best_position = found, d, when, position[found]
-        if best_node < 0:
-            # Nothing fits as it was counted when it came up; weights placed since may have made room for it.
-            revived = False
-            for d in range(devices):
-                again = blocked[d].copy()
-                blocked[d].clear()
-                for _, rank, node in again:
-                    g = group[node]
-                    if device[node] < 0 and (home[g] < 0 or home[g] == d):
-                        need = _need(
-                            node,
-                            d,
-                            g,
-                            home,
-                            held,
-                            device,
-                            arrival,
-                            producer,
-                            value_bytes,
-                            roots,
-                            out_starts,
-                            outs,
-                            in_starts,
-                            ins,
-                            workspace,
-                            group_starts,
-                            group_weights,
-                            weight_bytes,
-                            group_extra,
-                        )
-                        if used[d] + need <= (admit[d] if home[g] < 0 and group_size[g] > 1 else limit[d]):
-                            revived = True
-                            heapq.heappush(later[d], (0.0, rank, node))
-                        else:
-                            heapq.heappush(blocked[d], (need, rank, node))
-            if not revived:
-                return device, start
-            continue
-        node, d = best_node, best_device
-        g = group[node]
-        if home[g] < 0:
-            home[g] = d
-            used[d] += group_extra[g]
-            for k in range(group_starts[g], group_starts[g + 1]):
-                if not held[d, group_weights[k]]:
-                    held[d, group_weights[k]] = True
-                    used[d] += weight_bytes[group_weights[k]]
-        for k in range(in_starts[node], in_starts[node + 1]):
-            value = ins[k]
-            if arrival[value, d] >= 0.0:
-                continue
-            if producer[value] < 0:
-                arrival[value, d] = 0.0
-                used[d] += value_bytes[value]
-            elif device[producer[value]] != d:
-                source = device[producer[value]]
-                begin = finish[producer[value]]
-                if link_model != 1:
-                    begin = max(begin, max(sending[source], receiving[d]))
-                end = begin + latency[source, d] + value_bytes[value] * per_byte[source, d]
-                sending[source] = end
-                receiving[d] = end
-                if link_model == 2:
-                    receiving[source] = end
-                    sending[d] = end
-                arrival[value, d] = end
-                used[d] += value_bytes[value]
-        device[node] = d
-        start[node] = best_start
-        finish[node] = best_start + seconds[d, node]
-        free[d] = finish[node]
+        if work.nodes[node].waiting == 0:
+            queues.fresh[ready] = node
+            ready += 1
+    clock = 0
+    for _ in range(count):
+        while entered < ready:
+            enter(np.int64(queues.fresh[entered]), work, queues, guided)
+            entered += 1
+        node, d, when = choose(clock, last, favourite, work, queues)
+        if node < 0 and unblock(work, queues):
+            node, d, when = choose(clock, last, favourite, work, queues)
+        if node < 0:
+            break
+        clock = when
         last[d] = node
-        left -= 1
-        members_left[g] -= 1
-        if members_left[g] == 0:
-            used[d] -= group_extra[g]
-        for k in range(out_starts[node], out_starts[node + 1]):
-            value = outs[k]
-            if roots[value] == value and unread[value] > 0:
-                used[d] += value_bytes[value]
-            for j in range(read_starts[value], read_starts[value + 1]):
-                waiting[readers[j]] -= 1
-                if waiting[readers[j]] == 0:
-                    fresh.append(np.int64(readers[j]))
-        for k in range(in_starts[node], in_starts[node + 1]):
-            value = ins[k]
-            while value >= 0:
-                unread[value] -= 1
-                if unread[value] == 0:
-                    for e in range(devices):
-                        made_here = producer[value] >= 0 and device[producer[value]] == e and roots[value] == value
-                        if made_here or arrival[value, e] >= 0.0:
-                            used[e] -= value_bytes[value]
-                            while len(blocked[e]) > 0 and used[e] + blocked[e][0][0] <= limit[e]:
-                                _, rank, other = heapq.heappop(blocked[e])
-                                heapq.heappush(later[e], (0.0, rank, other))
-                value = roots[value] if roots[value] != value else -1
-    return device, start
+        if work.groups[work.nodes[node].group].home < 0:
+            settle(work.nodes[node].group, d, work)
+            if guided:
+                bind(node, d, work, queues)
+        fetch(node, d, work, queues)
+        work.nodes[node].device = d
+        work.nodes[node].start = when
+        work.nodes[node].finish = when + work.duration[d, node]
+        work.devices[d].free = work.nodes[node].finish
+        ready = make(node, d, ready, work, queues)
+        let_go(node, work, queues)
+
+
+@part
+def enter(node, work, queues, guided):
+    """Let a node whose predecessors are all placed wait for each device it may run on."""
+    devices = len(work.devices)
+    home, rank, worst = work.groups[work.nodes[node].group].home, work.nodes[node].position, 0
+    for d in range(devices):
+        if home < 0 or home == d:
+            ready = input_ready(node, d, work)
+            worst = max(worst, ready)
+            put(d, rank, ready, queues)
+    if guided:
+        put(3 * devices + (home if home >= 0 else devices), rank, worst, queues)
+
+
+@part
+def bind(node, d, work, queues):
+    """Let the waiting nodes of the group of `node`, which has just been bound to device `d`, be late there only."""
+    devices = len(work.devices)
+    g = work.nodes[node].group
+    for k in range(work.groups[g].members, work.groups[g + 1].members):
+        member = work.items[k]
+        if member != node and work.nodes[member].device < 0 and work.nodes[member].waiting == 0:
+            put(3 * devices + d, work.nodes[member].position, input_ready(member, d, work), queues)
+
+
+@part
+def make(node, d, ready, work, queues):
+    """Count what `node` makes on device `d`, and note the nodes that it was the last to be waited for by."""
+    g = work.nodes[node].group
+    work.groups[g].left -= 1
+    if work.groups[g].left == 0:
+        work.devices[d].used -= work.groups[g].extra
+    for k in range(work.nodes[node].outputs, work.nodes[node + 1].outputs):
+        value = work.items[k]
+        if work.values[value].root == value and work.values[value].unread > 0:
+            work.devices[d].used += work.values[value].bytes
+        for j in range(work.values[value].readers, work.values[value + 1].readers):
+            reader = work.items[j]
+            work.nodes[reader].parents_done = max(work.nodes[reader].parents_done, work.nodes[node].finish)
+            work.nodes[reader].waiting -= 1
+            if work.nodes[reader].waiting == 0:
+                queues.fresh[ready] = reader
+                ready += 1
+    return ready
+
+
+@part
+def choose(clock, last, favourite, work, queues):
+    """The node to place next, its device and its start; node -1 if none fits anywhere."""
+    best_node, best_device, best_start = -1, -1, NEVER
+    for d in range(len(last)):
+        node, when = earliest(d, clock, work, queues)
+        if len(favourite) > 0 and last[d] >= 0:
+            child = np.int64(favourite[last[d]])
+            if child >= 0 and work.nodes[child].waiting == 0 and may_run(child, d, work):
+                node, when = awake(d, child, node, when, clock, work, queues)
+        if node >= 0 and (
+            when < best_start or (when == best_start and work.nodes[node].position < work.nodes[best_node].position)
+        ):
+            best_node, best_device, best_start = node, d, when
+    return best_node, best_device, best_start
+
+
+@part
+def earliest(d, clock, work, queues):
+    """The node that could start first on device `d`, and when; -1 if none fits. Those that do not are set aside."""
+    free = max(work.devices[d].free, clock)
+    later, now, blocked = d, len(work.devices) + d, 2 * len(work.devices) + d
+    while True:
+        while queues.size[later] > 0 and queues.key[later, queues.heap[later, 0]] <= free:
+            rank = take(later, queues)
+            put(now, rank, 0, queues)
+        q = now if queues.size[now] > 0 else later
+        if queues.size[q] == 0:
+            return -1, NEVER
+        rank = np.int64(queues.heap[q, 0])
+        node = work.nodes[rank].in_order
+        if not may_run(node, d, work):
+            take(q, queues)
+            continue
+        need = need_bytes(node, d, work)
+        if need > room_left(node, d, work):
+            take(q, queues)
+            put(blocked, rank, need, queues)
+            continue
+        ready = input_ready(node, d, work)
+        if ready <= (free if q == now else queues.key[q, rank]):
+            return node, max(ready, free)
+        take(q, queues)
+        put(later, rank, ready, queues)
+
+
+@part
+def awake(d, child, node, when, clock, work, queues):
+    """What device `d` runs next, and when, if `child` is the favourite of what it ran last; `node` is m-ETF's choice.
+
+    The device keeps itself for the child once that is ready, if the child can start nowhere earlier.
+    """
+    devices = len(work.devices)
+    since = max(max(clock, work.devices[d].free), work.nodes[child].parents_done)
+    need = need_bytes(child, d, work)
+    if when < since or need > room_left(child, d, work):
+        return node, when
+    found, start = child, max(since, input_ready(child, d, work))
+    for e in range(devices):
+        if e != d and may_run(child, e, work):
+            there = max(max(since, work.devices[e].free), input_ready(child, e, work))
+            if there < start:
+                return node, when
+    for which in range(d, devices + 1, devices - d):
+        busy = max(clock, work.devices[d].free)
+        if which == devices:
+            for e in range(devices):
+                busy = max(busy, work.devices[e].free)
+        urgent, deadline = most_urgent(which, busy, work, queues)
+        deadline = max(deadline, since)
+        if urgent >= 0 and deadline <= start:
+            first = found == child or deadline < start or work.nodes[urgent].position < work.nodes[found].position
+            need = need_bytes(urgent, d, work)
+            if first and need <= room_left(urgent, d, work):
+                found, start = urgent, deadline
+    return found, start
+
+
+@part
+def most_urgent(which, busy, work, queues):
+    """The node that is first to be late, and when that is: no device could start it later than then; -1 for none.
+
+    `which` is the device that the nodes asked for are bound to, or one past the last for those that are not; until
+    `busy` none of them is late.
+    """
+    devices = len(work.devices)
+    later, now = 3 * devices + which, 4 * devices + 1 + which
+    while True:
+        while queues.size[later] > 0 and queues.key[later, queues.heap[later, 0]] <= busy:
+            rank = take(later, queues)
+            put(now, rank, 0, queues)
+        q = now if queues.size[now] > 0 else later
+        if queues.size[q] == 0:
+            return -1, NEVER
+        rank = np.int64(queues.heap[q, 0])
+        node = work.nodes[rank].in_order
+        home = work.groups[work.nodes[node].group].home
+        if work.nodes[node].device >= 0 or (home < 0) != (which == devices):
+            take(q, queues)
+            continue
+        worst = 0
+        for d in range(devices):
+            if home < 0 or home == d:
+                worst = max(worst, input_ready(node, d, work))
+        if worst <= (busy if q == now else queues.key[q, rank]):
+            return node, max(worst, busy)
+        take(q, queues)
+        put(later, rank, worst, queues)
+
+
+@part
+def unblock(work, queues):
+    """Let the nodes wait again that fit by now: weights placed since may have made room. False if there are none."""
+    devices, found = len(work.devices), False
+    for d in range(devices):
+        blocked = 2 * devices + d
+        count = queues.size[blocked]
+        for _ in range(count):
+            rank = take(blocked, queues)
+            queues.heap[blocked, queues.size[blocked]] = rank
+        for slot in range(count):
+            rank = np.int64(queues.heap[blocked, slot])
+            node = work.nodes[rank].in_order
+            if may_run(node, d, work):
+                need = need_bytes(node, d, work)
+                fits = need <= room_left(node, d, work)
+                found = found or fits
+                put(d if fits else blocked, rank, 0 if fits else need, queues)
+    return found

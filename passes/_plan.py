@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import chain
+
 import numpy as np
 
 from onnxplace.costs import Problem, decided, order_by_start, shortage
 from onnxplace.errors import InfeasibleError
-from onnxplace.graph import Csr, Floats, Ints, Longs
+from onnxplace.graph import Floats, Ints, Longs
+from onnxplace.passes._fill import fill
+from onnxplace.passes._list_records import empty_queues, nothing_placed
 from onnxplace.passes._list_scheduling import list_schedule
 from onnxplace.state import State
-from onnxplace.target import LINK_MODELS
 
 # How often to plan again with tighter limits when the simulated peak exceeds what the plan had counted.
-ATTEMPTS = 6
+ATTEMPTS = 8
 # What part of its memory a device fills before it takes on no further group: the values of a group's first nodes stay
 # until its last ones run, on the same device, and those may find it full.
 ADMISSION = (1.0, 0.85, 0.7, 0.55, 0.4, 0.25)
@@ -21,48 +26,84 @@ ADMISSION = (1.0, 0.85, 0.7, 0.55, 0.4, 0.25)
 def place(state: State, asked: Problem, favourite: Ints, placer: str, reserve_peak: bool) -> State:
     """Return `state` with the placement of the list scheduler; raises InfeasibleError if nothing fits."""
     refused: InfeasibleError | None = None
-    several = len(asked.graph) > len(np.unique(asked.group))
-    for share in ADMISSION if several else ADMISSION[:1]:
-        try:
-            return _place(state, asked, favourite, placer, reserve_peak, share)
-        except InfeasibleError as problem:
-            refused = refused or problem
-    assert refused is not None
-    raise refused
-
-
-def _place(state: State, asked: Problem, favourite: Ints, placer: str, reserve_peak: bool, share: float) -> State:
-    limit = asked.limit_bytes
-    for attempt in range(ATTEMPTS):
-        device, start = plan(asked, limit, favourite, reserve_peak, share)
-        if len(device) and device.min() < 0:
-            raise shortage(asked, placer)
+    for device, start in plans(asked, favourite, reserve_peak):
         try:
             return decided(state, asked, device, start, placer)
-        except InfeasibleError:
-            if attempt == ATTEMPTS - 1:
-                raise
-        excess = asked.excess_bytes(asked.simulate(device, order_by_start(asked.graph, start)))
-        limit = limit - np.maximum((attempt + 1) * excess, asked.limit_bytes // 64)
-    raise AssertionError
+        except InfeasibleError as problem:
+            refused = refused or problem
+    for device, start in _last_resorts(asked):
+        with suppress(InfeasibleError):
+            return decided(state, asked, device, start, placer)
+    raise refused or shortage(asked, placer)
+
+
+def best_plan(
+    asked: Problem, favourite: Ints, reserve_peak: bool = False, placer: str = "m-etf"
+) -> tuple[Ints, Floats]:
+    """Return device and planned start per node of the first plan whose simulated peak is within the limits.
+
+    Raises InfeasibleError in the name of `placer` if there is none.
+    """
+    for device, start in chain(plans(asked, favourite, reserve_peak), _last_resorts(asked)):
+        if not _excess(asked, device, start).any():
+            return device, start
+    raise shortage(asked, placer)
+
+
+def plans(asked: Problem, favourite: Ints, reserve_peak: bool) -> Iterator[tuple[Ints, Floats]]:
+    """Yield plans (device and planned start per node) of the published rule, each more cautious than the one before.
+
+    The rule counts what is on a device while it plans, but a value may be there longer than planned, waiting for a
+    channel; so whatever a device exceeds its limit by when simulated is taken off what may be filled.
+    """
+    several = len(asked.graph) > len(np.unique(asked.group))
+    for share in ADMISSION if several else ADMISSION[:1]:
+        yield from _tightened(asked, favourite, reserve_peak, share)
+
+
+def _last_resorts(asked: Problem) -> Iterator[tuple[Ints, Floats]]:
+    """Yield what remains where no plan of the rule fits: all on one device, then one device filled after the other.
+
+    So what fits on one device is never refused.
+    """
+    pins = np.unique(asked.pinned[asked.pinned >= 0])
+    if len(pins) < 2:
+        for index in pins.tolist() or range(len(asked.limit_bytes)):
+            yield _in_order(asked, np.full(len(asked.graph), index, dtype=np.int32))
+    with suppress(InfeasibleError):
+        yield _in_order(asked, fill(asked))
+
+
+def _in_order(asked: Problem, device: Ints) -> tuple[Ints, Floats]:
+    return device, asked.simulate(device, asked.graph.order).start_seconds
+
+
+def _tightened(asked: Problem, favourite: Ints, reserve_peak: bool, share: float) -> Iterator[tuple[Ints, Floats]]:
+    """Yield plans under limits that become tighter, most where the plan before exceeds them."""
+    limit = asked.limit_bytes
+    for attempt in range(1, ATTEMPTS + 1):
+        device, start = plan(asked, limit, favourite, reserve_peak, share)
+        if len(device) and device.min() < 0:
+            return
+        yield device, start
+        excess = _excess(asked, device, start)
+        limit = np.maximum(limit - np.maximum(attempt * excess, asked.limit_bytes // 64), 0)
+
+
+def _excess(asked: Problem, device: Ints, start: Floats) -> Longs:
+    return asked.excess_bytes(asked.simulate(device, order_by_start(asked.graph, start)))
 
 
 def plan(asked: Problem, limit: Longs, favourite: Ints, reserve_peak: bool, share: float = 1.0) -> tuple[Ints, Floats]:
     """Return device and planned start of each node under these limits; device -1 where nothing fits."""
-    graph, groups = asked.graph, len(asked.pinned)
-    latency, per_byte = asked.target.link_arrays()
-    weights = Csr.grouped(asked.group[graph.weights.rows].astype(np.int32), graph.weights.items, groups)
-    size = np.bincount(asked.group, minlength=groups).astype(np.int64)
-    extra = _largest_step(asked, size) if reserve_peak else np.zeros(groups, dtype=np.int64)
-    device, start = list_schedule(
-        graph.order, asked.group, asked.pinned, asked.seconds, limit,
-        np.minimum(limit, asked.limit_bytes * share).astype(np.int64), graph.producer, graph.value_bytes,
-        graph.is_output, graph.alias_roots, graph.outputs.starts, graph.outputs.items, graph.inputs.starts,
-        graph.inputs.items,
-        graph.readers.starts, graph.readers.items, weights.starts, weights.items, graph.weight_bytes,
-        graph.workspace_bytes, size, extra, favourite, latency, per_byte, LINK_MODELS.index(asked.target.link_model),
-    )  # fmt: skip
-    return device, start
+    size = np.bincount(asked.group, minlength=len(asked.pinned)).astype(np.int64)
+    extra = _largest_step(asked, size) if reserve_peak else np.zeros_like(size)
+    work, tick_seconds = nothing_placed(asked, limit, extra, share)
+    guided = bool((favourite >= 0).any())
+    queues = empty_queues(len(asked.graph), len(limit), guided)
+    list_schedule(work, queues, favourite if guided else favourite[:0])
+    nodes = work.nodes[:-1]
+    return nodes["device"].copy(), nodes["start"] * tick_seconds
 
 
 def _largest_step(asked: Problem, size: Longs) -> Longs:

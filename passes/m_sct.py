@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-import numpy as np
 from annotated_types import Ge, Le
 
-from onnxplace.costs import Problem, problem
+from onnxplace.costs import problem
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.graph import Floats, sum_by
-from onnxplace.passes._favourites import Edges, favourite_children
+from onnxplace.passes._favourites import favourite_children, transfer_edges
 from onnxplace.passes._plan import place
 from onnxplace.state import Pass, State
 
@@ -38,18 +36,3 @@ class MSct(Pass):
         asked = problem(state)
         favourite = favourite_children(asked.seconds.min(axis=0), transfer_edges(asked), self.threshold)
         return place(state, asked, favourite, self.name, self.reserve == "peak")
-
-
-def transfer_edges(asked: Problem) -> Edges:
-    """Return the edges between nodes with what sending all their values takes over the mean link of the target."""
-    graph = asked.graph
-    latency, per_byte = asked.target.link_arrays()
-    apart = ~np.eye(len(latency), dtype=bool)
-    mean_latency, mean_byte = (float(array[apart].mean()) if apart.any() else 0.0 for array in (latency, per_byte))
-    inner = graph.producer[graph.inputs.items] >= 0
-    values, readers = graph.inputs.items[inner], graph.inputs.rows[inner]
-    count = max(len(graph), 1)
-    key, index = np.unique(graph.producer[values].astype(np.int64) * count + readers, return_inverse=True)
-    seconds: Floats = mean_latency + graph.value_bytes[values] * np.float64(mean_byte)
-    total = sum_by(index.astype(np.int32), seconds, len(key))
-    return Edges((key // count).astype(np.int32), (key % count).astype(np.int32), total)

@@ -64,6 +64,12 @@ def test_grouped_lists_keep_the_order_and_the_first_of_equal_items(pairs):
     assert plain(Csr.grouped(keys, items, 7)) == expected
 
 
+@pytest.mark.parametrize("key", [-1, 3])
+def test_a_key_without_a_list_is_refused(key):
+    with pytest.raises(ValueError, match=f"{key} for 3 lists|from {key}"):
+        Csr.grouped(np.array([key], dtype=np.int32), np.array([0], dtype=np.int32), 3)
+
+
 def test_sums_by_key_have_an_entry_for_each_key():
     sums = sum_by(np.array([2, 0, 2]), np.array([1.0, 5.0, 2.5]), 4)
     assert sums.tolist() == [5.0, 0.0, 3.5, 0.0]

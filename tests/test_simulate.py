@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onnxplace.bounds import lower_bound_seconds
 from onnxplace.graph import OpGraph
-from onnxplace.simulate import Simulation, device_weights, lower_bound_seconds, simulate
+from onnxplace.simulate import Simulation, device_weights, simulate
 from onnxplace.target import LINK_MODELS, Target
 from onnxplace.testing import TICK_SECONDS, random_graph, random_target
 from tests.reference_simulator import CannotRunError, even_target, graph_of, reference_simulate

@@ -1,0 +1,240 @@
+"""`onnxplace run`, `verify` and `bench`: what works on a bundle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import click
+
+from onnxplace._cli_options import (
+    as_json,
+    inputs_option,
+    parse_shape,
+    print_json,
+    runtime_option,
+    seed_option,
+    shape_option,
+)
+from onnxplace.errors import FeedError, UsageError, nearest
+
+if TYPE_CHECKING:
+    from onnxplace.bundle import Bundle
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@inputs_option
+@click.option("--outputs", type=click.Path(path_type=Path), metavar="F.npz", help="Write the outputs there.")
+@click.option("--repeat", default=1, show_default=True, type=click.IntRange(1), help="How often to run.")
+@shape_option
+@runtime_option
+@click.option(
+    "--trace", type=click.Path(path_type=Path), metavar="F.json", help="Write a timeline for Perfetto or Chrome."
+)
+@seed_option
+@as_json
+def run(
+    bundle: Path,
+    inputs: Path | None,
+    outputs: Path | None,
+    repeat: int,
+    shape: str,
+    runtime: str,
+    trace: Path | None,
+    seed: int,
+    json_: bool,
+) -> None:
+    """Run BUNDLE, on random inputs unless real ones are given."""
+    from statistics import median
+
+    import numpy as np
+
+    from onnxplace.api import InferenceSession, load
+    from onnxplace.files import write_file
+
+    opened = load(bundle)
+    feeds = _feeds(opened, inputs, shape, seed)
+    with InferenceSession(opened, runtime=runtime, trace=trace is not None) as session:
+        result = session.submit(feeds).result()
+        if outputs and not result.outputs:
+            raise _computes_nothing(runtime, "--outputs")
+        taken = [session.submit(feeds).result().seconds for _ in range(repeat - 1)]
+        if trace:
+            session.run(None, feeds)
+            write_file(trace, lambda stream: stream.write(json.dumps(session.trace()).encode()))
+    if outputs:
+        _write_npz(outputs, result.outputs)
+    seconds = median(taken) if taken else result.seconds
+    summary = {
+        name: {
+            "dtype": str(getattr(v, "dtype", type(v).__name__)),
+            "shape": list(np.shape(v) if hasattr(v, "shape") else [len(v or ())]),
+        }
+        for name, v in result.outputs.items()
+    }
+    if json_:
+        print_json({"bundle": str(bundle), "runtime": runtime, "seconds": seconds, "runs": repeat, "outputs": summary})
+    else:
+        from onnxplace.report import milliseconds
+
+        for name, about in summary.items():
+            click.echo(f"{name}  {about['dtype']} {about['shape']}")
+        click.echo(
+            f"{'predicted' if runtime == 'simulated' else 'took'} {milliseconds(seconds)}"
+            + (f" (median of {repeat - 1} after the first)" if repeat > 1 else _first_run(runtime))
+        )
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option(
+    "--against", type=click.Path(path_type=Path), metavar="MODEL", help="Default: the bundle's own uncut copy."
+)
+@inputs_option
+@shape_option
+@runtime_option
+@seed_option
+@as_json
+def verify(
+    bundle: Path, against: Path | None, inputs: Path | None, shape: str, runtime: str, seed: int, json_: bool
+) -> None:
+    """Run the same inputs through BUNDLE and the unsplit model; exit 1 if they differ."""
+    from onnxplace.api import InferenceSession, load
+    from onnxplace.compare import reference
+    from onnxplace.compare import verify as compare
+    from onnxplace.machine import cores
+
+    opened = load(bundle, "all")
+    feeds = _feeds(opened, inputs, shape, seed)
+    want = reference(opened, against, cores())
+    with InferenceSession(opened, runtime=runtime) as session:
+        if not session.submit(feeds).result().outputs:
+            raise _computes_nothing(runtime, "verify")
+        found = compare(lambda f: session.submit(f).result().outputs, want, feeds, [o.name for o in opened.outputs])
+    equal = all(item.equal for item in found)
+    if json_:
+        print_json({"equal": equal, "outputs": [_finite(vars(item)) for item in found]})
+    else:
+        for item in found:
+            click.echo(
+                f"{'equal ' if item.equal else 'DIFFERS'} {item.name}  max abs error {item.max_abs_error:.3g}, "
+                f"relative to its largest value {item.max_rel_error:.3g}"
+            )
+    if not equal:
+        raise SystemExit(1)
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option(
+    "--against", type=click.Path(path_type=Path), metavar="MODEL", help="Default: the bundle's own uncut copy."
+)
+@inputs_option
+@shape_option
+@click.option(
+    "--repeat", default=20, show_default=True, type=click.IntRange(1), help="Rounds, after two for warming up."
+)
+@click.option("--max-ratio", type=float, metavar="R", help="Exit 1 if the bundle takes more than R times the model.")
+@seed_option
+@as_json
+def bench(
+    bundle: Path,
+    against: Path | None,
+    inputs: Path | None,
+    shape: str,
+    repeat: int,
+    max_ratio: float | None,
+    seed: int,
+    json_: bool,
+) -> None:
+    """Time BUNDLE beside one session with all cores and one session on a single device's cores, in turn."""
+    from onnxplace.api import InferenceSession, load
+    from onnxplace.compare import alternate, reference
+    from onnxplace.machine import cores
+
+    opened = load(bundle)
+    feeds = _feeds(opened, inputs, shape, seed)
+    largest = max((device.cores for device in opened.target.devices if device.kind == "cpu"), default=len(cores()))
+    whole, one = reference(opened, against, cores()), reference(opened, against, cores()[:largest])
+    with InferenceSession(opened) as session:
+        times = alternate(
+            {
+                "bundle": lambda: session.run(None, feeds),
+                "model": lambda: whole(feeds),
+                "one_device": lambda: one(feeds),
+            },
+            repeat,
+        )
+    ratio = times["bundle"].median_seconds / times["model"].median_seconds
+    predicted = opened.manifest.predicted
+    if json_:
+        print_json(
+            {
+                **{name: vars(item) for name, item in times.items()},
+                "ratio": ratio,
+                "ratio_one_device": times["bundle"].median_seconds / times["one_device"].median_seconds,
+                "predicted_seconds": predicted.step_seconds,
+                "predicted_one_device_seconds": predicted.single_device_seconds,
+            }
+        )
+    else:
+        from onnxplace.report import bench_summary
+
+        click.echo(bench_summary(opened, times))
+    if max_ratio is not None and ratio > max_ratio:
+        click.echo(f"the bundle takes {ratio:.3f} times the model, more than {max_ratio}", err=True)
+        raise SystemExit(1)
+
+
+def _feeds(bundle: Bundle, inputs: Path | None, shape: str, seed: int) -> Mapping[str, Any]:
+    """Return the user's inputs, else random ones of the shapes the bundle was compiled with, or of --shape."""
+    from onnxplace.feeds import check_feeds, dimension_keys, random_feeds, read_npz
+
+    sizes = parse_shape(shape)
+    known = {key for item in bundle.inputs for key, size in dimension_keys(item) if size is None}
+    for key in sizes:
+        if key not in known:
+            hint = nearest(key, sorted(known)) if known else "all its dimensions are fixed"
+            raise FeedError("M022", f"the model has no symbolic dimension {key!r}", where="--shape", hint=hint)
+    if inputs:
+        return check_feeds(read_npz(inputs), bundle.inputs)
+    return random_feeds(bundle.inputs, {**bundle.manifest.dimensions, **sizes}, seed)
+
+
+def _first_run(runtime: str) -> str:
+    return "" if runtime == "simulated" else " (the first run; try --repeat 20)"
+
+
+def _write_npz(path: Path, outputs: Mapping[str, Any]) -> None:
+    """Write outputs by name, whatever the names are; sequences as one array per element, `name.0`, `name.1`."""
+    import zipfile
+
+    import numpy as np
+
+    arrays: dict[str, Any] = {}
+    for name, value in outputs.items():
+        parts = {f"{name}.{i}": part for i, part in enumerate(value)} if isinstance(value, list) else {name: value}
+        arrays |= {key: np.asarray(part) for key, part in parts.items() if part is not None}
+
+    def fill(stream: BinaryIO) -> None:
+        with zipfile.ZipFile(stream, "w") as archive:
+            for key, array in arrays.items():
+                text = array.astype(str) if array.dtype == object else array
+                with archive.open(f"{key}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, text, allow_pickle=False)
+
+    from onnxplace.files import write_file
+
+    write_file(path, fill)
+
+
+def _finite(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record in which numbers that JSON does not have are None."""
+    return {key: None if value in (float("inf"), float("-inf")) else value for key, value in entry.items()}
+
+
+def _computes_nothing(runtime: str, what: str) -> UsageError:
+    return UsageError("U045", f"runtime {runtime!r} computes no outputs", where=what, hint="use --runtime onnxruntime")

@@ -1,0 +1,121 @@
+"""`onnxplace compile`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from onnxplace._cli_options import (
+    as_json,
+    budget_option,
+    inputs_option,
+    objective_option,
+    parse_shape,
+    print_json,
+    say,
+    seed_option,
+    shape_option,
+)
+
+if TYPE_CHECKING:
+    from onnxplace.api import Compiled
+
+
+@click.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="Where the bundle goes [MODEL.bundle]."
+)
+@click.option("--devices", metavar="cuda:0,cpu:0", help="Default: every GPU found, else cpu:0,cpu:1.")
+@click.option("--target", type=click.Path(path_type=Path), metavar="F.toml", help="Devices and links from a file.")
+@click.option("--max-memory", metavar="16GiB", help="Per device; or cuda:0=16GiB,cpu:0=64GiB.")
+@shape_option
+@inputs_option
+@click.option("--costs", type=click.Path(path_type=Path), metavar="F.json", help="Costs measured elsewhere or before.")
+@click.option("--placer", metavar="NAME", help="`onnxplace passes` lists them  [default: auto]")
+@objective_option
+@budget_option
+@click.option(
+    "--pipeline", metavar="TEXT", help="All passes, such as 'optimize,profile{repeat=5},coplace,m-etf,split,emit'."
+)
+@click.option(
+    "--device-map",
+    type=click.Path(path_type=Path),
+    metavar="F.json",
+    help='Your own placement: {"encoder.*": "cpu:0"}.',
+)
+@click.option(
+    "--colocate", multiple=True, metavar="REGEX", help="Nodes whose names match share a device; may be repeated."
+)
+@seed_option
+@click.option("--strict", is_flag=True, help="Fail instead of leaving a requested device unused.")
+@click.option("--force", is_flag=True, help="Replace the bundle if it exists.")
+@as_json
+def compile(  # noqa: A001
+    model: Path,
+    json_: bool,
+    target: Path | None,
+    shape: str,
+    inputs: Path | None,
+    pipeline: str | None,
+    budget: float | None,
+    **options: Any,
+) -> None:
+    """Profile MODEL, place it, split it, and write a bundle."""
+    from onnxplace.api import compile_model
+    from onnxplace.feeds import read_npz
+    from onnxplace.target import read_target
+
+    with _progress(json_) as observer:
+        compiled = compile_model(
+            model,
+            target=read_target(target) if target else None,
+            shape=parse_shape(shape),
+            inputs=read_npz(inputs) if inputs else None,
+            pipeline=pipeline,
+            budget_seconds=budget,
+            observer=observer,
+            **options,
+        )
+    say(compiled.diagnostics)
+    if json_:
+        print_json(_compiled_json(compiled))
+    else:
+        from onnxplace.report import compile_summary
+
+        click.echo(compile_summary(compiled.bundle))
+
+
+def _compiled_json(compiled: Compiled) -> dict[str, Any]:
+    manifest = compiled.bundle.manifest
+    return {
+        "bundle": str(compiled.bundle.path),
+        "model": manifest.model,
+        "placer": manifest.placer,
+        "pipeline": compiled.pipeline,
+        "predicted": manifest.predicted.model_dump(),
+        "devices": [device.model_dump() for device in manifest.devices],
+        "segments": len(manifest.segments),
+        "transfers": manifest.transfers,
+        "transfer_bytes": manifest.transfer_bytes,
+        "passes": [{"name": timing.name, "seconds": timing.seconds} for timing in compiled.timings],
+        "diagnostics": [vars(note) for note in compiled.diagnostics],
+    }
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None] | None]:
+    """Show the pass at work on stderr, if that is a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status("reading the model") as status:
+        yield lambda name, index, count: status.update(f"[{index + 1}/{count}] {name}")

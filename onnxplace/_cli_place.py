@@ -1,0 +1,61 @@
+"""`onnxplace place`: cost graphs without ONNX."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from onnxplace._cli_options import as_json, budget_option, objective_option, print_json, say
+
+
+@click.command()
+@click.argument("graph", type=click.Path(path_type=Path))
+@click.option("--placer", metavar="NAME", help="`onnxplace passes` lists them  [default: auto]")
+@objective_option
+@budget_option
+@click.option("--seed", type=click.IntRange(0), metavar="N", help="For placers that search.")
+@click.option("--devices", type=click.IntRange(1), metavar="N", help="Default: as many as the graph names.")
+@click.option("--max-memory", metavar="16GiB", help="Per device; default: what the graph says.")
+@click.option("--links", type=click.Choice(["duplex", "parallel", "sequential"]), default="duplex", show_default=True)
+@click.option(
+    "--groups",
+    type=click.Choice(["none", "given", "coplace", "given+coplace"]),
+    help="Nodes that must share a device: the graph's own, those with a single reader (Baechi), both, or none  "
+    "[default: given; for m-topo, m-etf, m-sct given+coplace, as published]",
+)
+@click.option("--fuse/--no-fuse", default=None, help="Contract groups before placing  [default: if they are coplaced]")
+@click.option("--forward-only", is_flag=True, help="Backward nodes follow the forward node they belong to.")
+@click.option(
+    "--post-adjust",
+    type=click.Choice(["compute", "memory", "majority"]),
+    help="Place without groups, then move each to the device with most of its seconds, bytes or nodes.",
+)
+@click.option(
+    "--placement", type=click.Path(path_type=Path), metavar="F.json", help="Score this: {node id: device id}."
+)
+@as_json
+def place(
+    graph: Path, devices: int | None, max_memory: str | None, links: Any, placement: Path | None, budget: float | None,
+    json_: bool, **options: Any
+) -> None:  # fmt: skip
+    """Place the cost graph GRAPH (JSON, or .json.gz); no ONNX needed."""
+    from onnxplace import placing
+    from onnxplace.cost_graph import read_cost_graph
+    from onnxplace.report import placed_summary
+    from onnxplace.target import parse_bytes
+
+    memory = parse_bytes(max_memory) if max_memory else None
+    asked = placing.with_devices(read_cost_graph(graph), devices, memory)
+    if placement:
+        found = placing.evaluate(asked, placing.read_placement(placement), links=links)
+    else:
+        found = placing.place(asked, links=links, budget_seconds=budget, **options)
+    say(found.diagnostics)
+    if json_:
+        entries = {**vars(found), "peak_bytes": found.peak_bytes.tolist(), "placement": dict(found.placement)}
+        lists = {"passes": [vars(t) for t in found.passes], "diagnostics": [vars(note) for note in found.diagnostics]}
+        print_json({**entries, **lists})
+    else:
+        click.echo(placed_summary(found, asked))

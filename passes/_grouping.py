@@ -1,0 +1,207 @@
+"""Which nodes must or should share a device: what `coplace` decides before a placer runs, and `adjust` after it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxplace.costs import device_seconds
+from onnxplace.errors import InputError, TargetError, UsageError
+from onnxplace.facts import Groups, Profile
+from onnxplace.files import read_json
+from onnxplace.graph import Bools, Floats, Ints, OpGraph
+from onnxplace.passes._group_kernels import first_readers, join, number_sets, owners
+from onnxplace.state import Diagnostic, State
+from onnxplace.target import Target
+
+Join = Literal["worth", "always", "never"]
+Backward = Literal["free", "follow"]
+
+
+def group_nodes(
+    state: State,
+    *,
+    join: Join,
+    given: bool,
+    backward: Backward,
+    colocate: tuple[str, ...],
+    device_map: str,
+    keep: bool = False,
+) -> tuple[Groups, tuple[Diagnostic, ...]]:
+    """Return the groups by the options of `coplace`, and what the user should know about them.
+
+    `keep`: groups that the state has stay together with their pins, unless the device map says otherwise.
+    """
+    profile, target = state[Profile], state.target
+    graph, notes = profile.graph, list[Diagnostic]()
+    pinned = _pins(device_map, graph, target)
+    keep = keep and Groups in state
+    if keep:
+        pinned = np.where(pinned >= 0, pinned, state[Groups].pinned[state[Groups].group])
+    union = Union(pinned)
+    if keep:
+        union.join(first_alike(state[Groups].group), np.arange(len(graph)), "grouped before")
+    for pattern in colocate:
+        _join_matching(union, graph, pattern)
+    if given and profile.given is not None:
+        colored = np.flatnonzero(profile.given >= 0)
+        union.join(colored[first_alike(profile.given[colored])], colored, "the graph's own group")
+    torn = union.join(first_alike(profile.unit), np.arange(len(graph)), "one kernel")
+    if torn.any():
+        where = graph.names[int(torn.argmax())]
+        notes.append(Diagnostic("G010", "the device map splits what ONNX Runtime would run as one kernel", where))
+    owner = np.full(len(graph), -1, dtype=np.int32)
+    if backward == "follow":
+        owner = forward_owners(profile)
+        if not (owner >= 0).any():
+            notes.append(Diagnostic("G011", "no backward node follows a forward node: the graph marks none that can"))
+    follows = owner >= 0
+    union.join(owner[follows], np.flatnonzero(follows), "its forward node")
+    if join != "never" and len(target.devices) > 1:
+        seconds = device_seconds(profile, target)
+        union.join(*only_readers(graph, seconds, target, ~follows, join == "always"), "its only reader")
+    return union.groups(), tuple(notes)
+
+
+def forward_owners(profile: Profile) -> Ints:
+    """Return the forward node that each backward node belongs to, -1 for none and for forward nodes.
+
+    `Coplace` states the rule. Near-linear.
+    """
+    graph = profile.graph
+    if profile.backward is None or not profile.backward.any():
+        return np.full(len(graph), -1, dtype=np.int32)
+    color = np.full(len(graph), -1, dtype=np.int32)
+    if profile.given is not None:
+        colored = np.flatnonzero(profile.given >= 0)
+        color[colored] = first_alike(profile.given[colored])
+    found: Ints = owners(
+        graph.order, profile.backward, color, graph.producer, graph.outputs.starts, graph.outputs.items,
+        graph.inputs.starts, graph.inputs.items, graph.readers.starts, graph.readers.items,
+    )  # fmt: skip
+    return found
+
+
+class Union:
+    """Disjoint sets of nodes that refuse to join nodes pinned to different devices."""
+
+    def __init__(self, pinned: Ints) -> None:
+        self._parent = np.arange(len(pinned), dtype=np.int32)
+        self._pinned = pinned
+        self._reason = np.zeros(len(pinned), dtype=np.int32)
+        self._labels = [""]
+
+    def join(self, first: NDArray[np.integer], second: NDArray[np.integer], reason: str) -> Bools:
+        """Join nodes pair by pair; returns which pairs are pinned apart. Earlier reasons count more than later ones."""
+        self._labels.append(reason)
+        first, second = first.astype(np.int32), second.astype(np.int32)
+        refused: Bools = join(self._parent, self._pinned, self._reason, first, second, len(self._labels) - 1)
+        return refused
+
+    def groups(self) -> Groups:
+        group, count = number_sets(self._parent)
+        roots = np.flatnonzero(self._parent == np.arange(len(group)))
+        assert len(roots) == count
+        reasons = tuple(self._labels[code] for code in self._reason[roots].tolist())
+        return Groups(group, self._pinned[roots], reasons)
+
+
+def first_alike(keys: Ints) -> NDArray[np.int64]:
+    """Return, for each position, the first one with the same key (0 or more)."""
+    if len(keys) and int(keys.max()) > 4 * len(keys):
+        keys = np.unique(keys, return_inverse=True)[1].astype(np.int32)
+    first = np.zeros(int(keys.max(initial=-1)) + 1, dtype=np.int64)
+    first[keys[::-1]] = np.arange(len(keys))[::-1]
+    return first[keys]
+
+
+def only_readers(
+    graph: OpGraph, seconds: Floats, target: Target, counts: Bools, always: bool
+) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
+    """Return the nodes that do well to join a reader, because it is the only one, and those readers.
+
+    `seconds` is [device, node]. A node joins if sending its values would take longer than computing it, or `always`;
+    nodes that do not count neither join nor read. A constant that costs nothing has no reason to be alone: it joins
+    the first of its readers.
+    """
+    latency, per_byte = target.link_arrays()
+    apart = ~np.eye(len(latency), dtype=bool)
+    lowest, highest, sent, sent_bytes = first_readers(
+        graph.producer, graph.value_bytes, graph.inputs.starts, graph.inputs.items, counts
+    )
+    own = seconds.min(axis=0)
+    transfer = sent * latency[apart].min() + sent_bytes * per_byte[apart].min()
+    single = (lowest == highest) & (np.True_ if always else own <= transfer)
+    reads = graph.inputs.rows[graph.producer[graph.inputs.items] >= 0]
+    constant = own == 0.0
+    constant[reads] = False
+    joins = np.flatnonzero((lowest >= 0) & counts & (single | (constant & (lowest != highest))))
+    return joins, lowest[joins]
+
+
+def _join_matching(union: Union, graph: OpGraph, pattern: str) -> None:
+    expression = _compiled(pattern, "--colocate")
+    matching = np.array([node for node, name in enumerate(graph.names) if expression.fullmatch(name)], dtype=np.int32)
+    if not len(matching):
+        raise UsageError(
+            "U020",
+            f"no node's name matches {pattern!r}",
+            where="--colocate",
+            hint=f"names look like {', '.join(repr(name) for name in graph.names[:3])}",
+        )
+    refused = union.join(np.broadcast_to(matching[0], matching.shape), matching, f"--colocate {pattern}")
+    if refused.any():
+        raise UsageError(
+            "U021",
+            f"{pattern!r} joins nodes that the device map puts on different devices",
+            where="--colocate",
+            hint=f"one of them is {graph.names[matching[refused.argmax()]]!r}",
+        )
+
+
+def _compiled(pattern: str, where: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as problem:
+        raise UsageError("U022", f"not a regular expression: {pattern!r}: {problem}", where=where) from None
+
+
+def _pins(path: str, graph: OpGraph, target: Target) -> Ints:
+    """Return the device each node is pinned to by the user's device map, -1 for none."""
+    pinned = np.full(len(graph), -1, dtype=np.int32)
+    if not path:
+        return pinned
+    rules = [(_compiled(pattern, path), _device(device, target, path)) for pattern, device in _read_map(path).items()]
+    unused = {rule.pattern for rule, _ in rules}
+    for node, name in enumerate(graph.names):
+        for rule, device in rules:
+            if rule.fullmatch(name):
+                pinned[node] = device
+                unused.discard(rule.pattern)
+                break
+    if unused:
+        raise UsageError(
+            "U020",
+            f"no node is left for {', '.join(repr(p) for p in sorted(unused))}",
+            where=path,
+            hint=f"names look like {', '.join(repr(name) for name in graph.names[:3])}; the first match wins",
+        )
+    return pinned
+
+
+def _device(name: str, target: Target, path: str) -> int:
+    try:
+        return target.position(name)
+    except TargetError as problem:
+        raise TargetError(problem.code, problem.message, where=path, hint=problem.hint) from None
+
+
+def _read_map(path: str) -> Mapping[str, str]:
+    data = read_json(path, "U023", "a device map")
+    if not isinstance(data, dict) or not all(isinstance(device, str) for device in data.values()):
+        raise InputError("U023", "not a device map", where=path, hint='write it like {"encoder.*": "cuda:0"}')
+    return data

@@ -1,0 +1,39 @@
+"""The default placer: everything that the budget allows, and the best of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from annotated_types import Ge
+
+from onnxplace.costs import problem
+from onnxplace.facts import Placement, Profile, Schedule
+from onnxplace.passes._choose import published_plans, search_and_decide
+from onnxplace.passes._search import Budget
+from onnxplace.state import Pass, State
+
+
+@dataclass(frozen=True)
+class Auto(Pass):
+    """Try each device alone, m-TOPO, m-ETF and m-SCT, search on from the best as `multilevel` does, keep the best.
+
+    All are scored by the simulator, so the result is never worse than the best single device that fits. A note says
+    what was tried and how far the lower bound is.
+    """
+
+    name: ClassVar[str] = "auto"
+    requires: ClassVar[tuple[type, ...]] = (Profile,)
+    provides: ClassVar[tuple[type, ...]] = (Placement, Schedule)
+
+    seconds: Annotated[float, Ge(0)] = 2.0
+    """How long to search by the clock; 0 for no such limit."""
+    proposals: Annotated[int, Ge(0)] = 0
+    """How many moves each search may try; 0 for as many as are worth it."""
+    seed: Annotated[int, Ge(0)] = 0
+    """What the moves are drawn with."""
+
+    def run(self, state: State) -> State:
+        asked = problem(state)
+        budget = Budget(self.seconds, self.proposals)
+        return search_and_decide(state, asked, published_plans(asked), self.name, budget, self.seed)

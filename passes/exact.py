@@ -1,0 +1,195 @@
+"""The best step of a small graph, with a proof of how near the best it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+import numpy as np
+from annotated_types import Ge, Gt
+
+from onnxplace.bounds import lower_bound_seconds
+from onnxplace.costs import Problem, decided, order_by_start, problem, shortage
+from onnxplace.errors import InfeasibleError
+from onnxplace.facts import Placement, Profile, Schedule
+from onnxplace.graph import Ints
+from onnxplace.passes._exact_kernels import Tables
+from onnxplace.passes._exact_search import MOST_DEVICES, MOST_NODES, Found, search, tables
+from onnxplace.passes._milp import solve
+from onnxplace.passes._plan import best_plan
+from onnxplace.state import Diagnostic, Pass, State
+
+# States kept per layer at first, and by how much more each time.
+WIDTH, WIDER = 300, 5
+# The part of the time that the search leaves to the solver.
+LEFT_TO_SOLVER = 0.25
+# Beyond this, a program takes longer to build than it is worth.
+MOST_SOLVED = 400
+# Relative difference of what is equal but for rounding.
+EQUAL = 1e-9
+
+
+@dataclass(frozen=True)
+class Exact(Pass):
+    """Find the shortest step of a small graph and prove it: branch and bound, then a mixed-integer program.
+
+    Up to 62 nodes (after `fuse`) on 4 devices are searched state by state as the simulator runs them: groups, pins,
+    weights and the order of transfers are exact; contention between transfers from different devices is added when
+    the search without it is done and its bound is not met. HiGHS takes the rest of the time, and larger graphs
+    (docs of `_milp`). Values that wait in memory are left out of the bounds; every step is simulated, and only what
+    fits is taken. The gap between bound and step is part of the result; when time is up, the best step so far is.
+
+    If the graph is contracted, the proof is for steps that run each cluster in one go: the schedule of single nodes
+    may be shorter than that bound, which is then not recorded with it. The same input gives the same answer as long
+    as `gap` is reached within the time.
+    """
+
+    name: ClassVar[str] = "exact"
+    requires: ClassVar[tuple[type, ...]] = (Profile,)
+    provides: ClassVar[tuple[type, ...]] = (Placement, Schedule)
+
+    seconds: Annotated[float, Gt(0)] = 30.0
+    """When to stop with what there is."""
+    gap: Annotated[float, Ge(0)] = 0.01
+    """Stop once bound and step differ by less than this part of the step; 0: find the very best."""
+    seed: int = 0
+    """For the solver."""
+
+    def run(self, state: State) -> State:
+        asked = problem(state)
+        searched = 0 < len(asked.graph) <= MOST_NODES and len(asked.target.devices) <= MOST_DEVICES
+        best = _Best(asked, self.gap)
+        for device, order in _simple(asked):
+            best.offer(device, order)
+        if searched and not best.proven:
+            # One state per layer: kernels that have never been used are compiled, which is not to count as time.
+            _offer(best, _run(best, tables(asked), 1, np.inf))
+        deadline = time.perf_counter() + self.seconds
+        if searched and not best.proven:
+            _search(best, deadline)
+        if len(asked.graph) <= MOST_SOLVED and not best.proven and time.perf_counter() < deadline:
+            _solve(best, deadline, self.seed)
+        if not np.isfinite(best.makespan):
+            raise shortage(asked, self.name)
+        step = asked.simulate(best.device, best.order)
+        bound = best.bound if len(asked.graph) == len(asked.members) else 0.0
+        done = decided(state, asked, best.device, step.start_seconds, self.name, bound)
+        return done.saying(Diagnostic("P021", best.verdict(), where=self.name))
+
+
+class _Best:
+    """The best step so far, and the best bound."""
+
+    def __init__(self, asked: Problem, gap: float) -> None:
+        self.asked, self.gap = asked, gap
+        self.makespan = np.inf
+        self.device = self.order = np.zeros(0, dtype=np.int32)
+        self.bound = lower_bound_seconds(asked.graph, asked.seconds, asked.target, asked.group, asked.pinned)
+
+    def offer(self, device: Ints, order: Ints) -> None:
+        """Take a step if it fits and is shorter."""
+        step = self.asked.simulate(device, order)
+        if step.makespan_seconds < self.makespan and not self.asked.excess_bytes(step).any():
+            self.makespan, self.device, self.order = step.makespan_seconds, device, order
+
+    def take(self, found: Found) -> None:
+        """Take the result of a search."""
+        if found.makespan_seconds < self.makespan:
+            self.makespan, self.device, self.order = found.makespan_seconds, found.device, found.order
+        self.bound = max(self.bound, min(found.bound_seconds, self.makespan))
+
+    @property
+    def left(self) -> float:
+        """Return the part of the step by which the bound is shorter."""
+        if not np.isfinite(self.makespan):
+            return 1.0
+        left = 1 - self.bound / self.makespan if self.makespan > 0 else 0.0
+        return left if left > EQUAL else 0.0
+
+    @property
+    def proven(self) -> bool:
+        return self.left <= self.gap and bool(np.isfinite(self.makespan))
+
+    def verdict(self) -> str:
+        times = f"step {self.makespan * 1e3:.4g} ms, bound {min(self.bound, self.makespan) * 1e3:.4g} ms"
+        if not self.proven:
+            return f"stopped at a gap of {self.left * 100:.2g} %: {times}"
+        return f"optimal within {self.left * 100:.2g} %: {times}" if self.left else f"optimal: {times}"
+
+
+def _simple(asked: Problem) -> Iterator[tuple[Ints, Ints]]:
+    """Yield the steps on one device that pins allow, and that of the list scheduler."""
+    for index in range(len(asked.target.devices)):
+        if np.isin(asked.pinned, (-1, index)).all():
+            yield np.full(len(asked.graph), index, dtype=np.int32), asked.graph.order
+    try:
+        device, start = best_plan(asked, np.full(len(asked.graph), -1, dtype=np.int32))
+    except InfeasibleError:
+        return
+    yield device, order_by_start(asked.graph, start)
+
+
+def _search(best: _Best, deadline: float) -> None:
+    """Search wider and wider; count channels that several devices use once leaving them out proves too little."""
+    asked = best.asked
+    known = tables(asked)
+    until = deadline - LEFT_TO_SOLVER * max(deadline - time.perf_counter(), 0.0)
+    # Two devices with a channel each way: what arrives comes from one device only, in the order it was sent.
+    shared = not known.free_links and (known.devices > 2 or known.one_channel)
+    for relaxed in (known, known._replace(receives=True, delays=True))[: 1 + shared]:
+        width = WIDTH
+        while not best.proven and time.perf_counter() < until:
+            found = _once(best, relaxed, width, until)
+            if found.complete:
+                break
+            if not best.proven and shared and not relaxed.delays:
+                _offer(best, _run(best, known._replace(receives=True), width, until))
+            if not np.isfinite(best.makespan) or _tight(asked):
+                _offer(best, _run(best, known._replace(receives=shared, careful=True), width, until))
+            width *= WIDER
+
+
+def _run(best: _Best, known: Tables, width: int, until: float) -> Found:
+    # The least that is worth finding; what is as good as proven is cut off.
+    gap = max(best.gap * 0.999, EQUAL / 10)
+    return search(best.asked, known, best.makespan, gap, width, until)
+
+
+def _once(best: _Best, known: Tables, width: int, until: float) -> Found:
+    found = _run(best, known, width, until)
+    best.take(found)
+    return found
+
+
+def _offer(best: _Best, found: Found) -> None:
+    """Take the step of a search whose bound holds for a part of the steps only."""
+    best.take(replace(found, bound_seconds=0.0))
+
+
+def _tight(asked: Problem) -> bool:
+    """Return whether some device could be asked for more than it has."""
+    graph = asked.graph
+    most = graph.total_weight_bytes + int(graph.value_bytes.sum() + graph.workspace_bytes.sum())
+    return most > int(asked.limit_bytes.min(initial=most))
+
+
+def _solve(best: _Best, deadline: float, seed: int) -> None:
+    """Let HiGHS close the gap from where it is."""
+    asked = best.asked
+    upper = best.makespan
+    if not np.isfinite(upper):
+        latency, per_byte = asked.target.link_arrays()
+        sent = len(asked.graph.value_names) * latency.max() + asked.graph.value_bytes.sum() * per_byte.max()
+        upper = float(asked.seconds.max(axis=0).sum() + sent * len(latency))
+    if upper <= 0:
+        return
+    solved = solve(asked, upper, best.gap, deadline, seed)
+    if solved.device is not None and solved.start_seconds is not None:
+        order = order_by_start(asked.graph, solved.start_seconds)
+        try:
+            best.offer(solved.device, order)
+        except ValueError:  # starts that are equal but for rounding, in an order that cannot run
+            best.offer(solved.device, asked.graph.order)
+    best.bound = max(best.bound, min(solved.bound_seconds, best.makespan))

@@ -1,0 +1,41 @@
+"""Our own placer: coarse placements, carried down level by level and improved on each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from annotated_types import Ge
+
+from onnxplace.costs import problem
+from onnxplace.facts import Placement, Profile, Schedule
+from onnxplace.passes._choose import search_and_decide
+from onnxplace.passes._search import Budget
+from onnxplace.state import Pass, State
+
+
+@dataclass(frozen=True)
+class Multilevel(Pass):
+    """Contract what is cheaper to move together than apart, place that, and refine it level by level.
+
+    On each level, list schedules by bottom level (HEFT; Topcuoglu, Hariri and Wu, 2002) and by earliest start give a
+    first placement. Then regions around the nodes that the step waits for move between devices, accepted as in
+    simulated annealing (Kirkpatrick, Gelatt and Vecchi, 1983), each proposal scored by a simulation of the whole
+    step; and the next finer level begins from what the coarser one came to, as in multilevel graph partitioning
+    (Karypis and Kumar, 1998). Deterministic under `seed` where `proposals`, not the clock, end the search.
+    """
+
+    name: ClassVar[str] = "multilevel"
+    requires: ClassVar[tuple[type, ...]] = (Profile,)
+    provides: ClassVar[tuple[type, ...]] = (Placement, Schedule)
+
+    seconds: Annotated[float, Ge(0)] = 2.0
+    """How long to search by the clock; 0 for no such limit."""
+    proposals: Annotated[int, Ge(0)] = 0
+    """How many moves each search may try; 0 for as many as are worth it."""
+    seed: Annotated[int, Ge(0)] = 0
+    """What the moves are drawn with."""
+
+    def run(self, state: State) -> State:
+        budget = Budget(self.seconds, self.proposals)
+        return search_and_decide(state, problem(state), [], self.name, budget, self.seed)

@@ -1,0 +1,53 @@
+"""Improve a placement that another pass made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import numpy as np
+from annotated_types import Ge
+
+from onnxplace.costs import Problem, order_by_start, problem
+from onnxplace.facts import Placement, Profile, Schedule
+from onnxplace.passes._choose import Plan, improve_and_decide
+from onnxplace.passes._search import Budget
+from onnxplace.state import Pass, State
+
+
+@dataclass(frozen=True)
+class Refine(Pass):
+    """Move regions of a placement between devices and reorder, keeping what makes the step shorter.
+
+    Simulated annealing as in `multilevel`, on the placement at hand; never worse than it. Deterministic under `seed`
+    where `proposals`, not the clock, end the search.
+    """
+
+    name: ClassVar[str] = "refine"
+    requires: ClassVar[tuple[type, ...]] = (Profile, Placement, Schedule)
+    provides: ClassVar[tuple[type, ...]] = (Placement, Schedule)
+
+    seconds: Annotated[float, Ge(0)] = 2.0
+    """How long to search by the clock; 0 for no such limit."""
+    proposals: Annotated[int, Ge(0)] = 0
+    """How many moves each search may try; 0 for as many as are worth it."""
+    seed: Annotated[int, Ge(0)] = 0
+    """What the moves are drawn with."""
+
+    def run(self, state: State) -> State:
+        asked = problem(state)
+        budget = Budget(self.seconds, self.proposals)
+        return improve_and_decide(state, asked, present_plan(state, asked), budget, self.seed)
+
+
+def present_plan(state: State, asked: Problem) -> Plan:
+    """Return the placement of a state as a plan for the (contracted) problem."""
+    placement, schedule = state[Placement], state[Schedule]
+    count = len(asked.graph)
+    device = np.zeros(count, dtype=np.int32)
+    device[asked.members] = placement.device
+    rank = np.empty(len(schedule.order))
+    rank[schedule.order] = np.arange(len(rank))
+    first = np.full(count, np.inf)
+    np.minimum.at(first, asked.members, rank)
+    return Plan(placement.placer, device, order_by_start(asked.graph, first))
