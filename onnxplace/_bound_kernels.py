@@ -7,26 +7,45 @@ import numpy as np
 from onnxplace.kernels import kernel
 
 
+# Up to here, sorting by insertion is faster.
+FEW = 24
+
+
 @kernel
-def _star(count, work, beyond, far, alone, queues):
+def _descending(keys, count, ranked):
+    """Write the indices of the first `count` keys to `ranked`, largest key first, ties by index."""
+    if count > FEW:
+        ranked[:count] = np.argsort(-keys[:count], kind="mergesort")
+        return
+    for i in range(count):
+        at = i
+        while at > 0 and keys[ranked[at - 1]] < keys[i]:
+            ranked[at] = ranked[at - 1]
+            at -= 1
+        ranked[at] = i
+
+
+@kernel
+def _star(count, work, beyond, far, alone, queues, remote, by_remote, by_beyond, rank):
     """Least time from when a node is done to when the last of its `count` neighbours, and what lies beyond, is done.
 
     Neighbours on the node's device run one after the other; the others wait `far` seconds for what they read. With
     the longest ways first, the first few must be on the device for the rest to be no later. Where channels are shared
     (`queues`), `alone` is what a neighbour's own transfers take of the node's channel: each neighbour takes time on
-    the device or on the channel, and the longer of the two is at least any weighted mean of them.
+    the device or on the channel, and the longer of the two is at least any weighted mean of them. The last four
+    arguments are scratch.
     """
     longest = 0.0
     for i in range(count):
         longest = max(longest, work[i] + beyond[i])
     if count < 2:
         return longest
-    remote = far[:count] + work[:count] + beyond[:count]
-    by_remote = np.argsort(-remote)
-    rank = np.empty(count, np.int64)
+    for i in range(count):
+        remote[i] = far[i] + work[i] + beyond[i]
+    _descending(remote, count, by_remote)
+    _descending(beyond, count, by_beyond)
     for i in range(count):
         rank[by_remote[i]] = i
-    by_beyond = np.argsort(-beyond[:count])
     low, high = 1, count
     reached = 0.0
     while low <= high:
@@ -63,6 +82,8 @@ def tails_of(order, producer, out_starts, outs, in_starts, ins, read_starts, rea
     tail = np.zeros(count)
     place = np.full(count, -1, np.int64)
     node_of = np.empty(count, np.int64)
+    remote, by_remote, by_beyond = np.empty(count), np.empty(count, np.int64), np.empty(count, np.int64)
+    rank = np.empty(count, np.int64)
     work, beyond, far, alone = np.empty(count), np.empty(count), np.empty(count), np.empty(count)
     for position in range(count - 1, -1, -1):
         node = order[position]
@@ -82,7 +103,7 @@ def tails_of(order, producer, out_starts, outs, in_starts, ins, read_starts, rea
                 far[at] = far[at] + send[value] if queues else max(far[at], send[value])
                 if single:
                     alone[at] += send[value]
-        tail[node] = _star(found, work, beyond, far, alone, queues)
+        tail[node] = _star(found, work, beyond, far, alone, queues, remote, by_remote, by_beyond, rank)
         for i in range(found):
             place[node_of[i]] = -1
     return tail
@@ -95,6 +116,8 @@ def heads_of(order, producer, out_starts, outs, in_starts, ins, read_starts, rea
     head = np.zeros(count)
     place = np.full(count, -1, np.int64)
     node_of = np.empty(count, np.int64)
+    remote, by_remote, by_beyond = np.empty(count), np.empty(count, np.int64), np.empty(count, np.int64)
+    rank = np.empty(count, np.int64)
     work, beyond, far = np.empty(count), np.empty(count), np.empty(count)
     for position in range(count):
         node = order[position]
@@ -112,7 +135,7 @@ def heads_of(order, producer, out_starts, outs, in_starts, ins, read_starts, rea
                 work[at], beyond[at], far[at] = least[source], head[source], 0.0
                 found += 1
             far[at] = far[at] + send[value] if queues else max(far[at], send[value])
-        head[node] = _star(found, work, beyond, far, far, queues)
+        head[node] = _star(found, work, beyond, far, far, queues, remote, by_remote, by_beyond, rank)
         for i in range(found):
             place[node_of[i]] = -1
     return head

@@ -19,7 +19,7 @@ from onnxplace.model import bind
 from onnxplace.model import load as load_model
 from onnxplace.operators import require_operators
 from onnxplace.pipeline import Observer, Pipeline, Timing
-from onnxplace.placers import BAECHI, Objective, choose_placer
+from onnxplace.placers import BAECHI, OBJECTIVES, Objective, choose_placer
 from onnxplace.registry import find
 from onnxplace.runtime import Result, Runtime
 from onnxplace.spec import PassSpec, format_pipeline, tuple_text
@@ -210,7 +210,7 @@ def _run(steps: Pipeline, state: State, strict: bool, observer: Observer | None)
 
 
 def _unused_devices(state: State) -> list[Diagnostic]:
-    if Placement not in state:
+    if Placement not in state or state[Placement].placer == OBJECTIVES["fit"]:  # few devices is what fit is for
         return []
     used = set(state[Placement].device.tolist())
     return [
@@ -227,7 +227,8 @@ def _unused_devices(state: State) -> list[Diagnostic]:
 
 def _slower_than_one(state: State) -> list[Diagnostic]:
     """Say so when the best single device is expected to be faster than what was decided."""
-    if Segments not in state or len(set(state[Placement].device.tolist())) < 2:
+    aims = (OBJECTIVES["throughput"], OBJECTIVES["fit"])  # they do not aim at the time of one step
+    if Segments not in state or state[Placement].placer in aims or len(set(state[Placement].device.tolist())) < 2:
         return []
     step = state[Segments].simulation.makespan_seconds
     seconds = device_seconds(state[Profile], state.target).sum(axis=1)

@@ -54,7 +54,10 @@ BUILTIN: Mapping[Kind, Mapping[str, tuple[str, str]]] = MappingProxyType(
                     "placer: stages with the smallest largest load, for throughput",
                 ),
                 "fit": ("onnxplace.passes.fit:Fit", "placer: whatever fits, with as little crossing as possible"),
-                "exact": ("onnxplace.passes.exact:Exact", "placer: the best step of a small graph, and how near the best"),
+                "exact": (
+                    "onnxplace.passes.exact:Exact",
+                    "placer: the best step of a small graph, and how near the best",
+                ),
                 "split": ("onnxplace.passes.split:Split", "cut the placed model into segments and programs"),
                 "emit": ("onnxplace.passes.emit:Emit", "write the bundle"),
             }

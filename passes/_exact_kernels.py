@@ -98,10 +98,10 @@ def _is_next(there, touched, p):
     """Whether a device is in use, or the first unused one of those that are alike."""
     if (touched >> there) & 1:
         return True
+    unused = 0
     for d in range(there):
-        if p.alike[d] == p.alike[there] and not (touched >> d) & 1:
-            return False
-    return True
+        unused += p.alike[d] == p.alike[there] and not (touched >> d) & 1
+    return unused == 0
 
 
 @kernel
@@ -316,16 +316,16 @@ def bound(reals, ints, mask, p, early, there_at):
             for d in range(devices):
                 early[node, d] = NEVER
                 if ints[group] == d or (ints[group] < 0 and p.allowed[group, d]):
-                    if (p.group_mask[group] & mask) == 0:
-                        if reals[1 + 3 * devices + d] + p.group_bytes[group] > p.limit[d]:
-                            continue
+                    added = p.group_bytes[group] if (p.group_mask[group] & mask) == 0 else 0.0
+                    if reals[1 + 3 * devices + d] + added > p.limit[d]:
+                        continue
                     begin = max(now, reals[1 + d])
                     for k in range(p.in_starts[node], p.in_starts[node + 1]):
                         begin = max(begin, there_at[p.ins[k], d])
                         wanted = ints[promised + p.ins[k]]
-                        if wanted and not (wanted >> d) & 1:
-                            if _ones(wanted) == _ones(p.read_mask[p.ins[k]] & ~mask):
-                                begin = NEVER
+                        promised_elsewhere = wanted != 0 and not (wanted >> d) & 1
+                        if promised_elsewhere and _ones(wanted) == _ones(p.read_mask[p.ins[k]] & ~mask):
+                            begin = NEVER
                     early[node, d] = begin
                     if begin < NEVER:
                         first[d] = min(first[d], begin)

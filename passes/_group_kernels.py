@@ -44,6 +44,24 @@ def join(parent, pinned, reason, first, second, code):
 
 
 @kernel
+def join_light(parent, pinned, load, first, second, most):
+    """Join `first[i]` and `second[i]`, in that order, unless they are pinned apart or together heavier than `most`.
+
+    The root of a set holds its load and its pin.
+    """
+    for k in range(len(first)):
+        a, b = find(parent, first[k]), find(parent, second[k])
+        if a == b or load[a] + load[b] > most:
+            continue
+        if pinned[a] >= 0 and pinned[b] >= 0 and pinned[a] != pinned[b]:
+            continue
+        low, high = min(a, b), max(a, b)
+        parent[high] = low
+        load[low] += load[high]
+        pinned[low] = max(pinned[low], pinned[high])
+
+
+@kernel
 def number_sets(parent):
     """Dense number per node of its set, by first node, and how many sets there are."""
     numbers = np.full(len(parent), -1, np.int32)

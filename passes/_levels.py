@@ -9,11 +9,13 @@ import numpy as np
 from onnxplace.costs import Problem
 from onnxplace.graph import Ints
 from onnxplace.passes._contraction import contract
-from onnxplace.passes._grouping import Union, first_alike, only_readers
+from onnxplace.passes._group_kernels import join_light, number_sets
+from onnxplace.passes._grouping import first_alike
 
-# A level with fewer nodes is searched as it is; one that shrinks by less than this share is not worth having.
-SMALL = 400
-SHRINKS = 0.85
+# How much of an even share of all work a node may hold on each coarser level.
+SHARES = (0.01, 0.03, 0.1, 0.3)
+# A level that has more than this part of the groups of the one below is not worth having.
+SHRINKS = 0.9
 
 
 @dataclass(frozen=True)
@@ -30,32 +32,30 @@ def levels(asked: Problem) -> list[Level]:
     found = [Level(asked, np.arange(len(asked.graph), dtype=np.int32))]
     if len(asked.target.devices) < 2:
         return found
-    for always in (False, True, True, True):
-        fine = found[-1].problem
-        if len(fine.graph) <= SMALL and len(found) > 1:
-            break
-        coarse = _coarser(fine, always)
-        if len(coarse.problem.graph) > SHRINKS * len(fine.graph):
-            continue
-        found.append(coarse)
+    work = float(asked.seconds.min(axis=0).sum()) / len(asked.target.devices)
+    for share in SHARES:
+        coarse = _coarser(found[-1].problem, share * work)
+        if len(coarse.problem.pinned) <= SHRINKS * len(found[-1].problem.pinned):
+            found.append(coarse)
     return found
 
 
-def _coarser(fine: Problem, always: bool) -> Level:
-    """Join nodes to their only reader, if sending takes longer than computing or `always`; contract what is acyclic.
+def _coarser(fine: Problem, most_seconds: float) -> Level:
+    """Join what the largest transfers connect, as long as a group has no more work than that; contract what it can.
 
-    Two groups of several nodes each are never joined: they may well do better apart.
+    The heaviest edges go first, as in Kruskal's algorithm and in multilevel graph partitioning. Groups need not be
+    convex: only what makes no cycle becomes one node.
     """
     graph, count = fine.graph, len(fine.graph)
-    size, own_pin = np.bincount(fine.group, minlength=len(fine.pinned)), fine.pinned[fine.group]
-    # What must not be joined has a color of its own: groups of several nodes, and nodes that are pinned.
-    color = np.where(size[fine.group] > 1, fine.group, -1)
-    color = np.where((color < 0) & (own_pin >= 0), len(fine.pinned) + np.arange(count), color).astype(np.int32)
-    union = Union(color)
-    union.join(first_alike(fine.group), np.arange(count), "grouped before")
-    union.join(*only_readers(graph, fine.seconds, fine.target, np.ones(count, dtype=bool), always), "its only reader")
-    group = union.groups().group
-    cluster = contract(group, np.arange(count, dtype=np.int32), graph.producer, graph.inputs.starts, graph.inputs.items)
-    pinned = np.full(int(group.max(initial=-1)) + 1, -1, dtype=np.int32)
-    np.maximum.at(pinned, group, own_pin.astype(np.int32))
+    pin = fine.pinned[fine.group].astype(np.int32)
+    parent, load, every = np.arange(count, dtype=np.int32), fine.seconds.min(axis=0), np.arange(count, dtype=np.int32)
+    join_light(parent, pin, load, first_alike(fine.group).astype(np.int32), every, np.inf)
+    inner = graph.producer[graph.inputs.items] >= 0
+    value, reader = graph.inputs.items[inner], graph.inputs.rows[inner]
+    heaviest = np.lexsort((reader, value, -graph.value_bytes[value]))
+    join_light(parent, pin, load, graph.producer[value[heaviest]], reader[heaviest], most_seconds)
+    group, groups = number_sets(parent)
+    cluster = contract(group, every, graph.producer, graph.inputs.starts, graph.inputs.items)
+    pinned = np.full(groups, -1, dtype=np.int32)
+    np.maximum.at(pinned, group, fine.pinned[fine.group])
     return Level(replace(fine, group=group, pinned=pinned).contracted(cluster), cluster)

@@ -13,10 +13,9 @@ import numpy as np
 # Only ever called from compiled code: without wrappers for Python they compile in half the time.
 _BARE: dict[str, Any] = {"nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 part = numba.njit(**_BARE)
-inlined = numba.njit(forceinline=True, **_BARE)
 
 
-@inlined
+@part
 def put(q, rank, key, queues):
     """Enter the node at position `rank` into heap `q`, or give it another key there."""
     slot = np.int64(queues.slot[q, rank]) - 1
@@ -35,7 +34,7 @@ def put(q, rank, key, queues):
     sink(q, rank, slot, queues)
 
 
-@inlined
+@part
 def sink(q, rank, slot, queues):
     """Move a node down in its heap from `slot` to where it belongs."""
     key = queues.key[q, rank]
@@ -59,7 +58,7 @@ def sink(q, rank, slot, queues):
     queues.slot[q, rank] = slot + 1
 
 
-@inlined
+@part
 def take(q, queues):
     """Remove and return the first position of heap `q`."""
     first = np.int64(queues.heap[q, 0])
@@ -70,7 +69,7 @@ def take(q, queues):
     return first
 
 
-@inlined
+@part
 def settle(g, d, work):
     """Make `d` the home of group `g` and reserve there what it needs."""
     work.groups[g].home = d
@@ -82,13 +81,13 @@ def settle(g, d, work):
             work.devices[d].used += work.weight_bytes[weight]
 
 
-@inlined
+@part
 def crossing(value, source, d, work):
     """Ticks that sending a value takes."""
     return np.int64(np.rint(work.latency[source, d] + work.values[value].bytes * work.per_byte[source, d]))
 
 
-@inlined
+@part
 def input_ready(node, d, work):
     """When all inputs of `node` can be on device `d`, sending what is not there yet one after the other."""
     earliest = np.int64(0)
@@ -112,7 +111,7 @@ def input_ready(node, d, work):
     return earliest
 
 
-@inlined
+@part
 def need_bytes(node, d, work):
     """Bytes that running `node` on device `d` would add there now; the weights of its whole group if it decides."""
     need = work.nodes[node].workspace
@@ -134,7 +133,7 @@ def need_bytes(node, d, work):
     return need
 
 
-@inlined
+@part
 def room_left(node, d, work):
     """Bytes that `node` may still take on device `d`: less if it would bring a group of several nodes with it."""
     g = work.nodes[node].group
@@ -142,7 +141,7 @@ def room_left(node, d, work):
     return (work.devices[d].admit if opens else work.devices[d].limit) - work.devices[d].used
 
 
-@inlined
+@part
 def may_run(node, d, work):
     """Whether `node` is still to be placed and its group does not keep it from `d`."""
     home = work.groups[work.nodes[node].group].home
@@ -152,6 +151,7 @@ def may_run(node, d, work):
 @part
 def fetch(node, d, work, queues):
     """Book the transfers that bring the inputs of `node` to device `d`, which other nodes may then start sooner on."""
+    devices = len(work.devices)
     for k in range(work.nodes[node].inputs, work.nodes[node + 1].inputs):
         value = work.items[k]
         maker = work.values[value].producer
@@ -173,9 +173,15 @@ def fetch(node, d, work, queues):
             work.devices[d].sending = end
         work.arrival[value, d] = end
         for j in range(work.values[value].readers, work.values[value + 1].readers):
-            rank = work.nodes[work.items[j]].position
-            if work.items[j] != node and queues.slot[d, rank] > 0:
-                put(d, rank, input_ready(work.items[j], d, work), queues)
+            reader = work.items[j]
+            rank = work.nodes[reader].position
+            if reader != node and queues.slot[d, rank] > 0:
+                put(d, rank, input_ready(reader, d, work), queues)
+            if reader != node and len(queues.size) > 3 * devices:
+                home = work.groups[work.nodes[reader].group].home
+                late = 3 * devices + (home if home >= 0 else devices)
+                if queues.slot[late, rank] > 0:
+                    put(late, rank, 0, queues)  # to be looked at again when it comes up
 
 
 @part

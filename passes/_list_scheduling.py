@@ -32,15 +32,16 @@ def list_schedule(work, queues, favourite):
     """Place nodes one by one: of all ready nodes and devices, the pair that can start first.
 
     Ties go to the node that is first in topological order, then to the first device. With favourite children (m-SCT),
-    a device whose last node has a ready favourite keeps itself for it, unless a node is urgent:
-    it could have started on any device by then.
+    a device whose last node has a ready favourite keeps itself for it, unless a node is urgent: it could have started
+    on any device by then.
 
     Memory is accounted as the schedule grows: weights once per device, a value where it is made and where it was sent
     until all its readers, and those of its views, are placed; an output for good; a view takes none. The first node
     of a group decides for the group, whose weights, and `extra` until its last node is placed, are reserved there; a
     group is only taken on while the device stays within `admit`, so that there is room for its later nodes.
-    The plan is left in `work.nodes`; the device of a node is -1 if nothing fitted any more. `favourite` is empty for
-    m-ETF.
+
+    The plan is left in `work.nodes`; the device of a node is -1 if nothing fitted any more. Times are ticks.
+    `favourite` is the favourite child of each node or -1; empty for m-ETF.
     """
     count, devices = len(work.nodes) - 1, len(work.devices)
     guided = len(favourite) > 0
@@ -129,6 +130,8 @@ def choose(clock, last, favourite, work, queues):
     """The node to place next, its device and its start; node -1 if none fits anywhere."""
     best_node, best_device, best_start = -1, -1, NEVER
     for d in range(len(last)):
+        if work.devices[d].free > best_start:
+            continue
         node, when = earliest(d, clock, work, queues)
         if len(favourite) > 0 and last[d] >= 0:
             child = np.int64(favourite[last[d]])

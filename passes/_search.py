@@ -172,10 +172,11 @@ class Explored:
 
 
 def explore(ladder: Sequence[Level], begin: Sequence[Candidate], budget: Budget, seed: int, goal: float) -> Explored:
-    """Search from the best of some candidates of the problem itself, and from coarse placements of our own.
+    """Search from coarse placements of our own, then from the best of what they come to and of some candidates.
 
-    `ladder` is the problem and its coarser versions. Two searches run at a time, one on the problem itself and one
-    that descends from its coarsest version; then two more from the better result. `goal`: seconds not to be beaten.
+    `ladder` is the problem and its coarser versions. Two searches run at a time: they descend from two of those, or
+    one starts from the best candidate where there are not two; then two more go on from the best of all. `goal`:
+    seconds not to be beaten. Raises LookupError if no candidate fits.
     """
     grounds = [Ground(level.problem) for level in ladder]
     coarse = [_best_plan(ground) for ground in grounds]
@@ -185,11 +186,16 @@ def explore(ladder: Sequence[Level], begin: Sequence[Candidate], budget: Budget,
         raise LookupError("no candidate fits")
     best = min(fitting, key=lambda found: found.seconds)
     _compile(grounds[0], best)
-    top = max((level for level, found in enumerate(coarse) if found), default=0)
     first, second = (budget.part(share) for share in ROUNDS)
-    jobs = [lambda: improve(grounds[0], best, first, seed, goal=goal)]
-    if (own := coarse[top]) is not None:
-        jobs.append(lambda: _search_down(ladder, grounds, top, own, first, seed + 1, goal))
+    coarser = [(level, found) for level, found in enumerate(coarse) if level and found]
+
+    def from_level(level: int, own: Candidate) -> Callable[[], tuple[Candidate, int]]:
+        return lambda: _search_down(ladder, grounds, level, own, first, seed + 100 * level, goal)
+
+    # The finest of the coarser levels keeps most of the choice, the coarsest most of the overview.
+    jobs = [from_level(*each) for each in coarser[:1] + coarser[1:][-1:]]
+    if len(jobs) < 2:
+        jobs.append(lambda: improve(grounds[0], best, first, seed, goal=goal))
     results = _in_parallel(jobs)
     proposals = sum(tried for _, tried in results)
     best = min([best, *(found for found, _ in results)], key=lambda found: found.seconds)

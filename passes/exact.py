@@ -21,10 +21,12 @@ from onnxplace.passes._milp import solve
 from onnxplace.passes._plan import best_plan
 from onnxplace.state import Diagnostic, Pass, State
 
-# States kept per layer at first, and by how much more each time.
-WIDTH, WIDER = 300, 5
-# The part of the time that the search leaves to the solver.
-LEFT_TO_SOLVER = 0.25
+# States kept per layer at first, and once the solver has had its turn; by how much more each time.
+WIDTH, WIDE, WIDER = 300, 7500, 5
+# A layer of so many states takes about 250 MB.
+WIDEST = 187_500
+# The part of the time that the search has before the solver's turn, and the solver then.
+SHARE = 0.3
 # Beyond this, a program takes longer to build than it is worth.
 MOST_SOLVED = 400
 # Relative difference of what is equal but for rounding.
@@ -33,13 +35,14 @@ EQUAL = 1e-9
 
 @dataclass(frozen=True)
 class Exact(Pass):
-    """Find the shortest step of a small graph and prove it: branch and bound, then a mixed-integer program.
+    """Find the shortest step of a small graph and prove it: branch and bound, and a mixed-integer program.
 
     Up to 62 nodes (after `fuse`) on 4 devices are searched state by state as the simulator runs them: groups, pins,
     weights and the order of transfers are exact; contention between transfers from different devices is added when
-    the search without it is done and its bound is not met. HiGHS takes the rest of the time, and larger graphs
-    (docs of `_milp`). Values that wait in memory are left out of the bounds; every step is simulated, and only what
-    fits is taken. The gap between bound and step is part of the result; when time is up, the best step so far is.
+    the search without it is done and its bound is not met. HiGHS has a share of the time if a first search proves too
+    little, and all of it for graphs of up to 400 nodes that are too large to search. Values that wait in memory and
+    weights that several groups read are left out of the search's bounds; every step is simulated, and only what fits
+    is taken. The gap between bound and step is part of the result; when time is up, the best step so far is.
 
     If the graph is contracted, the proof is for steps that run each cluster in one go: the schedule of single nodes
     may be shorter than that bound, which is then not recorded with it. The same input gives the same answer as long
@@ -65,12 +68,15 @@ class Exact(Pass):
             best.offer(device, order)
         if searched and not best.proven:
             # One state per layer: kernels that have never been used are compiled, which is not to count as time.
-            _offer(best, _run(best, tables(asked), 1, np.inf))
-        deadline = time.perf_counter() + self.seconds
+            _offer(best, _run(best, tables(asked), 1, np.inf, 0.0))
+        began = time.perf_counter()
+        deadline = began + self.seconds
         if searched and not best.proven:
-            _search(best, deadline)
-        if len(asked.graph) <= MOST_SOLVED and not best.proven and time.perf_counter() < deadline:
-            _solve(best, deadline, self.seed)
+            _search(best, WIDTH, began + SHARE * self.seconds)
+        if 0 < len(asked.graph) <= MOST_SOLVED and not best.proven:
+            _solve(best, began + 2 * SHARE * self.seconds if searched else deadline, self.seed)
+        if searched and not best.proven:
+            _search(best, WIDE, deadline)
         if not np.isfinite(best.makespan):
             raise shortage(asked, self.name)
         step = asked.simulate(best.device, best.order)
@@ -131,36 +137,41 @@ def _simple(asked: Problem) -> Iterator[tuple[Ints, Ints]]:
     yield device, order_by_start(asked.graph, start)
 
 
-def _search(best: _Best, deadline: float) -> None:
+def _search(best: _Best, width: int, until: float) -> None:
     """Search wider and wider; count channels that several devices use once leaving them out proves too little."""
-    asked = best.asked
-    known = tables(asked)
-    until = deadline - LEFT_TO_SOLVER * max(deadline - time.perf_counter(), 0.0)
+    known = tables(best.asked)
     # Two devices with a channel each way: what arrives comes from one device only, in the order it was sent.
     shared = not known.free_links and (known.devices > 2 or known.one_channel)
-    for relaxed in (known, known._replace(receives=True, delays=True))[: 1 + shared]:
-        width = WIDTH
-        while not best.proven and time.perf_counter() < until:
-            found = _once(best, relaxed, width, until)
-            if found.complete:
-                break
-            if not best.proven and shared and not relaxed.delays:
-                _offer(best, _run(best, known._replace(receives=True), width, until))
-            if not np.isfinite(best.makespan) or _tight(asked):
-                _offer(best, _run(best, known._replace(receives=shared, careful=True), width, until))
-            width *= WIDER
+    proofs = [known, known._replace(receives=True, delays=True)][: 1 + shared]
+    seekers = [known._replace(receives=True)] * shared
+    if _tight(best.asked):
+        seekers.append(known._replace(receives=shared, careful=True))
+    while width <= WIDEST and (proofs or seekers):
+        if proofs and _prove(best, proofs[0], width, until):
+            proofs.pop(0)
+        for variant in seekers:
+            if not best.proven:
+                _offer(best, _run(best, variant, width, until, best.gap))
+        if best.proven or time.perf_counter() > until:
+            return
+        width *= WIDER
 
 
-def _run(best: _Best, known: Tables, width: int, until: float) -> Found:
-    # The least that is worth finding; what is as good as proven is cut off.
-    gap = max(best.gap * 0.999, EQUAL / 10)
-    return search(best.asked, known, best.makespan, gap, width, until)
-
-
-def _once(best: _Best, known: Tables, width: int, until: float) -> Found:
-    found = _run(best, known, width, until)
+def _prove(best: _Best, known: Tables, width: int, until: float) -> bool:
+    """Return whether a search of this width leaves nothing out; if it does, prove as much of the bound as it can."""
+    found = _run(best, known, width, until, best.gap)
     best.take(found)
-    return found
+    while not found.complete and not best.proven and best.left > 2 * best.gap and time.perf_counter() < until:
+        lower = _run(best, known, width, until, best.left / 2)
+        best.take(lower)
+        if not lower.complete:
+            break
+    return found.complete
+
+
+def _run(best: _Best, known: Tables, width: int, until: float, aim: float) -> Found:
+    """Search for what is shorter than the best step by the part `aim`, or prove that there is nothing."""
+    return search(best.asked, known, best.makespan, max(aim * 0.999, EQUAL / 10), width, until)
 
 
 def _offer(best: _Best, found: Found) -> None:

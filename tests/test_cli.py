@@ -54,7 +54,7 @@ def test_compile_writes_a_bundle_beside_the_model_and_prints_what_was_decided(ru
     ran = run_cli("compile", model_file, *SHAPE)
     assert ran.code == 0
     bundle = onnxplace.load(model_file.with_suffix(".bundle"), "all")
-    for words in ("branches: 5 nodes", "m-etf", "cpu:0", "cpu:1", "segments", "predicted step", str(bundle.path)):
+    for words in ("branches: 5 nodes", "placer auto", "cpu:0", "cpu:1", "segments", "predicted step", str(bundle.path)):
         assert words in ran.out
 
 

@@ -24,7 +24,10 @@ RUNTIMES = {path.stem: path for path in (ROOT / "runtimes").glob("*.py") if path
 # From the bottom up: a module imports only from layers before its own, so that each can be read without what follows.
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("what everybody needs and what needs nobody", ("errors", "kernels", "state")),
-    ("plain data about graphs, machines, inputs and weights; files", ("graph", "target", "feeds", "_weights", "_bound_kernels", "files")),
+    (
+        "plain data about graphs, machines, inputs and weights; files",
+        ("graph", "target", "feeds", "_weights", "_bound_kernels", "files"),
+    ),
     ("what this machine has; ONNX models in one shape", ("machine", "_canonical")),
     (
         "the one way to open ONNX Runtime sessions; simulated time and loads on plain data",

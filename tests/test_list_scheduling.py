@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from onnxplace.cost_graph import cost_graph
 from onnxplace.costs import Problem, order_by_start, problem
 from onnxplace.errors import InfeasibleError
+from onnxplace.passes._fill import fill
 from onnxplace.passes._plan import best_plan, plan
 from onnxplace.state import State
 
@@ -133,3 +134,32 @@ def test_a_limit_is_held_to_the_byte():
         best_plan(made, nobody(made))
     device, _ = best_plan(replace(made, limit_bytes=np.array([130])), nobody(made))
     assert device.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
+def test_costs_of_any_size_give_the_same_plan(scale):
+    made = random_problem(7, 1 << 40)
+    scaled = replace(made, seconds=made.seconds * scale, target=replace(made.target, links=tuple(
+        replace(link, latency_seconds=link.latency_seconds * scale) for link in made.target.links)))  # fmt: skip
+    device, start = plan(made, made.limit_bytes, nobody(made), False)
+    other, there = plan(scaled, scaled.limit_bytes, nobody(scaled), False)
+    if scale >= 1.0:
+        assert other.tolist() == device.tolist()
+    assert there == pytest.approx(start * scale, rel=1e-3, abs=1e-11)
+
+
+def test_a_pinned_node_keeps_its_device_in_every_plan_that_is_tried():
+    made = random_problem(3, 1 << 40)
+    pinned = nobody(made)
+    pinned[0] = len(made.target.devices) - 1
+    device, _ = best_plan(replace(made, pinned=pinned), nobody(made))
+    assert device[0] == pinned[0]
+
+
+def test_filling_looks_at_weights_and_workspace_before_and_counts_outputs_afterwards():
+    # Each node outputs 10 bytes; the mark is an equal share of 60 and the largest, 30 + 10, reached by the fourth.
+    made = asked(dict.fromkeys("abcdef", (1, 10)), [], devices=2)
+    assert fill(made).tolist() == [0, 0, 0, 0, 1, 1]
+    with_workspace = replace(made, graph=replace(made.graph, workspace_bytes=np.array([0, 0, 0, 20, 0, 0])))
+    # 80 // 2 + 30 = 70: the fourth needs 20 free beforehand, and the sixth node finds exactly 70 used.
+    assert fill(with_workspace).tolist() == [0, 0, 0, 0, 0, 1]

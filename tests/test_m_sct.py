@@ -45,3 +45,17 @@ def test_the_program_reaches_the_optimum_that_can_be_worked_out_by_hand():
     # One source, two children of 10 s: one of them has to wait for a transfer of 4 s, or each for a part of it.
     share = solve_relaxation(np.array([1.0, 10, 10]), edges((0, 1, 4.0), (0, 2, 4.0)))
     assert share.sum() == pytest.approx(1.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.integers(2, 12))
+def test_of_the_optima_one_is_taken_in_which_no_edge_could_be_favourite_besides(seed, count):
+    random = np.random.default_rng(seed)
+    pairs = [(i, j) for j in range(count) for i in range(j) if random.random() < 0.4] or [(0, 1)]
+    made = edges(*[(i, j, random.random()) for i, j in pairs])
+    seconds = random.random(count)
+    share = solve_relaxation(seconds, made)
+    favourite = favourite_children(seconds, made, 0.1).tolist()
+    fine = [all(share[k] > 1 - 1e-6 for k, pair in enumerate(pairs) if pair[0] == i) for i in range(count)]
+    wanted = [all(share[k] > 1 - 1e-6 for k, pair in enumerate(pairs) if pair[1] == j) for j in range(count)]
+    assert not any(fine[i] and wanted[j] and favourite[i] < 0 and j not in favourite for i, j in pairs)
