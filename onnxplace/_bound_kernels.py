@@ -6,7 +6,6 @@ import numpy as np
 
 from onnxplace.kernels import kernel
 
-
 # Up to here, sorting by insertion is faster.
 FEW = 24
 
