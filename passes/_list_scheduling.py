@@ -88,7 +88,8 @@ def enter(node, work, queues, guided):
         if home < 0 or home == d:
             ready = input_ready(node, d, work)
             worst = max(worst, ready)
-            put(d, rank, ready, queues)
+            at_once = ready <= work.devices[d].free
+            put(devices + d if at_once else d, rank, 0 if at_once else ready, queues)
     if guided:
         put(3 * devices + (home if home >= 0 else devices), rank, worst, queues)
 
@@ -161,16 +162,16 @@ def earliest(d, clock, work, queues):
         if not may_run(node, d, work):
             take(q, queues)
             continue
-        need = need_bytes(node, d, work)
-        if need > room_left(node, d, work):
-            take(q, queues)
-            put(blocked, rank, need, queues)
-            continue
         ready = input_ready(node, d, work)
-        if ready <= (free if q == now else queues.key[q, rank]):
+        if ready > (free if q == now else queues.key[q, rank]):
+            take(q, queues)
+            put(later, rank, ready, queues)
+            continue
+        need = need_bytes(node, d, work)
+        if need <= room_left(node, d, work):
             return node, max(ready, free)
         take(q, queues)
-        put(later, rank, ready, queues)
+        put(blocked, rank, need, queues)
 
 
 @part
