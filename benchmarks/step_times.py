@@ -20,7 +20,11 @@ from onnxplace.machine import cores
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import models
 
-SHAPES = {"two-tower": {"images": 4, "texts": 8}, "transformer": {"batch": 2, "seq": 64}}
+SHAPES = {
+    "two-tower": {"images": 4, "texts": 8},
+    "transformer": {"batch": 2, "seq": 64},
+    "decoder": {"batch": 2, "seq": 1, "past": 64},
+}
 HEADER = (
     "model", "placer", "nodes", "segments", "predicted ms", "measured ms", "error", "one device ms", "speed-up",
     "all cores ms", "ratio to all cores", "largest difference",

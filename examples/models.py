@@ -12,6 +12,7 @@ from pathlib import Path
 
 import onnx
 
+from decoder import decoder
 from gnmt import gnmt
 from light_models import light_model
 from transformer import transformer
@@ -43,6 +44,7 @@ MODELS: dict[str, Recipe] = {
     "two-tower": Recipe(two_tower, "CLIP-like image and text towers that meet in a similarity matrix"),
     "gnmt": Recipe(gnmt, "LSTM encoder-decoder with attention, unrolled over time into primitive ops"),
     "transformer": Recipe(transformer, "transformer text encoder, symbolic batch and sequence length"),
+    "decoder": Recipe(decoder, "GPT-like decoder with a cache of keys and values: bind it with --state"),
     "inception-v1": _light("inception-v1", "Inception v1 (GoogLeNet): branches of convolutions"),
     "inception-v2": _light("inception-v2", "Inception v2: branches with batch normalisation"),
     "resnet50": _light("resnet50", "ResNet-50: residual bottleneck blocks"),

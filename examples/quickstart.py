@@ -14,7 +14,8 @@ from pathlib import Path
 import models
 from onnxplace.cli import main
 
-SHAPES = {"two-tower": "images=4,texts=8", "transformer": "batch=2,seq=64"}
+SHAPES = {"two-tower": "images=4,texts=8", "transformer": "batch=2,seq=64", "decoder": "batch=2,seq=1,past=64"}
+STATES = {"decoder": "present.*=past.*"}
 
 
 def command(*arguments: str) -> None:
@@ -37,7 +38,8 @@ def quickstart() -> None:
     models.save(models.build(chosen.model), model)
     print(f"built {model} ({model.stat().st_size / 2**20:.1f} MiB, random weights)")
     shape = ["--shape", SHAPES[chosen.model]] if chosen.model in SHAPES else []
-    command("compile", str(model), "-o", str(bundle), "--devices", chosen.devices, "--force", *shape)
+    state = ["--state", STATES[chosen.model]] if chosen.model in STATES else []
+    command("compile", str(model), "-o", str(bundle), "--devices", chosen.devices, "--force", *shape, *state)
     command("run", str(bundle))
     command("verify", str(bundle), "--against", str(model))
     command("bench", str(bundle))

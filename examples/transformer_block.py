@@ -1,4 +1,4 @@
-"""The pre-LN transformer block that the `transformer` and `two-tower` examples are made of."""
+"""The pre-LN transformer block that the `transformer`, `decoder` and `two-tower` examples are made of."""
 
 from __future__ import annotations
 
@@ -26,21 +26,25 @@ class StackSizes:
         return self.width // self.heads
 
 
-def transformer_blocks(builder: GraphBuilder, value: str, sizes: StackSizes, name: str, mask: str = "") -> str:
+def transformer_blocks(
+    builder: GraphBuilder, value: str, sizes: StackSizes, name: str, mask: str = "", cached: bool = False
+) -> str:
     """A stack of blocks and the closing layer normalisation: [batch, tokens, width] to the same.
 
     `mask`, where given, names a value that is added to the attention scores
-    [batch, heads, tokens, tokens].
+    [batch, heads, tokens, tokens]. If `cached`, each layer reads `past.<layer>.key` and `.value`
+    [batch, heads, past, head width], attends to these tokens too, and makes `present.<layer>.key`
+    and `.value`, which are longer by the new tokens.
     """
     for layer in range(sizes.layers):
-        value = _block(builder, value, sizes, f"{name}/block_{layer}", mask)
+        value = _block(builder, value, sizes, f"{name}/block_{layer}", mask, f"{layer}" if cached else "")
     return builder.layer_norm(value, sizes.width, f"{name}/final_norm")
 
 
-def _block(builder: GraphBuilder, value: str, sizes: StackSizes, name: str, mask: str) -> str:
+def _block(builder: GraphBuilder, value: str, sizes: StackSizes, name: str, mask: str, cache: str) -> str:
     """One block: attention and a two-layer perceptron, each normalised before and added to its input."""
     normed = builder.layer_norm(value, sizes.width, f"{name}/attention_norm")
-    attended = _attention(builder, normed, sizes, f"{name}/attention", mask)
+    attended = _attention(builder, normed, sizes, f"{name}/attention", mask, cache)
     value = builder.node("Add", [value, attended], f"{name}/attention_residual")
     normed = builder.layer_norm(value, sizes.width, f"{name}/mlp_norm")
     hidden = builder.linear(normed, sizes.width, 4 * sizes.width, f"{name}/mlp/expand")
@@ -49,11 +53,15 @@ def _block(builder: GraphBuilder, value: str, sizes: StackSizes, name: str, mask
     return builder.node("Add", [value, hidden], f"{name}/mlp_residual")
 
 
-def _attention(builder: GraphBuilder, value: str, sizes: StackSizes, name: str, mask: str) -> str:
+def _attention(builder: GraphBuilder, value: str, sizes: StackSizes, name: str, mask: str, cache: str) -> str:
     """Multi-head self-attention: [batch, tokens, width] to the same."""
     query = _heads(builder, value, sizes, f"{name}/q", [0, 2, 1, 3])
-    key = _heads(builder, value, sizes, f"{name}/k", [0, 2, 3, 1])
+    key = _heads(builder, value, sizes, f"{name}/k", [0, 2, 1, 3] if cache else [0, 2, 3, 1])
     content = _heads(builder, value, sizes, f"{name}/v", [0, 2, 1, 3])
+    if cache:
+        key = builder.node("Concat", [f"past.{cache}.key", key], f"present.{cache}.key", axis=2)
+        content = builder.node("Concat", [f"past.{cache}.value", content], f"present.{cache}.value", axis=2)
+        key = builder.node("Transpose", [key], f"{name}/k_columns", perm=[0, 1, 3, 2])
     scores = builder.node("MatMul", [query, key], f"{name}/scores")
     scores = builder.node("Mul", [scores, builder.scalar(sizes.head_width**-0.5)], f"{name}/scale")
     if mask:

@@ -4,27 +4,41 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.kernels import kernel
-
-# Up to here, sorting by insertion is faster.
-FEW = 24
+from onnxplace.jit import kernel, part
 
 
-@kernel
+@part
 def _descending(keys, count, ranked):
-    """Write the indices of the first `count` keys to `ranked`, largest key first, ties by index."""
-    if count > FEW:
-        ranked[:count] = np.argsort(-keys[:count], kind="mergesort")
-        return
+    """Write the indices of the first `count` keys to `ranked`, largest key first, ties by index; a heap sort.
+
+    numpy's own sort takes numba five seconds to compile.
+    """
     for i in range(count):
-        at = i
-        while at > 0 and keys[ranked[at - 1]] < keys[i]:
-            ranked[at] = ranked[at - 1]
-            at -= 1
-        ranked[at] = i
+        ranked[i] = i
+    for turn in range(count // 2 + count - 1, 0, -1):  # the first half of the turns make the heap
+        slot, end = turn - count, count
+        if slot < 0:
+            slot, end = 0, turn
+            ranked[0], ranked[end] = ranked[end], ranked[0]
+        moved = ranked[slot]
+        while 2 * slot + 1 < end:
+            below = 2 * slot + 1
+            if below + 1 < end and _after(keys, ranked[below + 1], ranked[below]):
+                below += 1
+            if not _after(keys, ranked[below], moved):
+                break
+            ranked[slot] = ranked[below]
+            slot = below
+        ranked[slot] = moved
 
 
-@kernel
+@part
+def _after(keys, one, other):
+    """Whether `one` comes after `other` in descending order."""
+    return keys[one] < keys[other] or (keys[one] == keys[other] and one > other)
+
+
+@part
 def _star(count, work, beyond, far, alone, queues, remote, by_remote, by_beyond, rank):
     """Least time from when a node is done to when the last of its `count` neighbours, and what lies beyond, is done.
 
@@ -86,7 +100,7 @@ def tails_of(order, producer, out_starts, outs, in_starts, ins, read_starts, rea
     work, beyond, far, alone = np.empty(count), np.empty(count), np.empty(count), np.empty(count)
     for position in range(count - 1, -1, -1):
         node = order[position]
-        found = 0
+        found = np.int64(0)
         for k in range(out_starts[node], out_starts[node + 1]):
             value = outs[k]
             single = read_starts[value + 1] - read_starts[value] == 1
@@ -120,7 +134,7 @@ def heads_of(order, producer, out_starts, outs, in_starts, ins, read_starts, rea
     work, beyond, far = np.empty(count), np.empty(count), np.empty(count)
     for position in range(count):
         node = order[position]
-        found = 0
+        found = np.int64(0)
         for k in range(in_starts[node], in_starts[node + 1]):
             value = ins[k]
             source = producer[value]

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from onnx import (
-    AttributeProto,
     GraphProto,
     ModelProto,
     NodeProto,
     OperatorSetIdProto,
+    SparseTensorProto,
     TensorProto,
     ValueInfoProto,
+    defs,
     helper,
+    numpy_helper,
 )
 from onnx.inliner import inline_local_functions
 from onnx.shape_inference import infer_shapes
 
-from onnxplace._weights import check_tensor, tensor_bytes
+from onnxplace._bodies import reads, settled, with_inner, with_unique_names
+from onnxplace._weights import check_tensor, tensor_size
 from onnxplace.errors import ModelError
+
+DENSE_LIMIT_BYTES = 1 << 30
+"""Sparse weights beyond this size are refused."""
 
 
 @dataclass
@@ -38,28 +45,87 @@ class Parts:
 
 def take_apart(proto: ModelProto, where: str, folder: Path | None) -> Parts:
     """Return the parts of a model; raises ModelError naming the node or value that is wrong."""
-    if proto.graph.sparse_initializer:
-        name = proto.graph.sparse_initializer[0].values.name
-        raise ModelError(
-            "M008", "sparse initializers are not supported", where=f"{where}, weight {name!r}", hint="store it dense"
-        )
     if proto.functions:
+        _require_no_recursion(proto, where)
         proto = _inline_functions(proto, where)
     graph = proto.graph
     if not graph.output:
         raise ModelError("M018", "the model has no outputs, so there is nothing to compute", where=where)
     initializers = {tensor.name: tensor for tensor in graph.initializer}
-    nodes = [_settled(node, folder) for node in _lift_constants(graph.node, initializers, where)]
+    initializers |= {sparse.values.name: dense(sparse, where) for sparse in graph.sparse_initializer}
+    nodes = _lift_constants(graph.node, initializers, where)
+    made = _producers(nodes, initializers, graph, where)
+    seen: set[str] = set()
+    nodes = with_unique_names(nodes, seen)
+    nodes = settled(nodes, initializers, folder, seen)
     for tensor in initializers.values():
         check_tensor(tensor)
-    made = _producers(nodes, initializers, graph, where)
     inputs = [v for v in graph.input if v.name not in made and not (v.name in initializers and proto.ir_version < 4)]
-    nodes = _in_order(_with_unique_names(nodes), made, initializers, inputs, where)
+    nodes = _in_order(nodes, made, initializers, inputs, where)
     sources = _return_initializers(graph, nodes, initializers, {v.name for v in inputs}, made, where)
     return Parts(nodes, initializers, inputs, list(graph.output), sources, _opsets(proto))
 
 
+def dense(sparse: SparseTensorProto, where: str) -> TensorProto:
+    """Return a sparse weight as a dense one; raises ModelError if it would be huge or its indices make no sense."""
+    result = TensorProto(name=sparse.values.name, data_type=sparse.values.data_type, dims=sparse.dims)
+    place = f"{where}, weight {result.name!r}"
+    if tensor_size(result) > DENSE_LIMIT_BYTES:
+        message = f"as a dense weight it would take {tensor_size(result)} bytes"
+        raise ModelError("M008", message, where=place, hint="store it dense, as external data")
+    try:
+        values, indices = numpy_helper.to_array(sparse.values), numpy_helper.to_array(sparse.indices)
+        array = np.zeros(tuple(sparse.dims), dtype=values.dtype)
+        where_in = np.ravel_multi_index(tuple(indices.T), array.shape) if indices.ndim == 2 else indices
+        array.reshape(-1)[where_in] = values.reshape(-1)
+    except (ValueError, IndexError, TypeError) as problem:
+        raise ModelError("M008", f"its sparse form makes no sense: {problem}", where=place) from None
+    return numpy_helper.from_array(array, result.name)
+
+
+def _require_no_recursion(proto: ModelProto, where: str) -> None:
+    """Raise ModelError if a local function calls itself, directly or by way of others."""
+    bodies = {(f.domain, f.name): f for f in proto.functions}
+    done: set[tuple[str, str]] = set()
+
+    def visit(key: tuple[str, str], path: tuple[tuple[str, str], ...]) -> None:
+        if key in path:
+            calls = " -> ".join(f"{domain}.{name}" for domain, name in (*path[path.index(key) :], key))
+            raise ModelError("M009", f"a local function calls itself: {calls}", where=where, hint="unroll it")
+        if key in bodies and key not in done:
+            for node in with_inner(bodies[key].node):
+                visit((node.domain, node.op_type), (*path, key))
+            done.add(key)
+
+    for key in bodies:
+        visit(key, ())
+
+
+def _with_aligned_functions(proto: ModelProto) -> ModelProto:
+    """Return the model with functions that import its own opsets, where their operators are the same in both."""
+    versions = {entry.domain: entry.version for entry in _opsets(proto)}
+    result = ModelProto()
+    result.CopyFrom(proto)
+    for function in result.functions:
+        for entry in function.opset_import:
+            domain = "" if entry.domain == "ai.onnx" else entry.domain
+            operators = {n.op_type for n in with_inner(function.node) if n.domain in (domain, entry.domain)}
+            new = versions.get(domain, entry.version)
+            if all(_since(name, entry.version, domain) == _since(name, new, domain) for name in operators):
+                entry.version = new
+    return result
+
+
+def _since(operator: str, version: int, domain: str) -> int:
+    """Return the opset that brought the form an operator has in opset `version`; 0 if it is not known there."""
+    try:
+        return int(defs.get_schema(operator, version, domain).since_version)
+    except defs.SchemaError:
+        return 0
+
+
 def _inline_functions(proto: ModelProto, where: str) -> ModelProto:
+    proto = _with_aligned_functions(proto)
     try:
         inlined: ModelProto = inline_local_functions(proto)
         if inlined.functions:  # those of another opset stay unless they may be converted
@@ -71,42 +137,6 @@ def _inline_functions(proto: ModelProto, where: str) -> ModelProto:
         hint = "export the model with one opset for all functions"
         raise ModelError("M009", f"its local function {name!r} cannot be inlined", where=where, hint=hint)
     return inlined
-
-
-def _settled(node: NodeProto, folder: Path | None) -> NodeProto:
-    """Return a node whose subgraphs stand on their own: their nodes' names differ, their weights are inside."""
-    graphs = list(_subgraphs(node))
-    tensors = [a.t for a in node.attribute if a.type == AttributeProto.TENSOR]
-    if not graphs and not any(tensor.data_location == TensorProto.EXTERNAL for tensor in tensors):
-        return node
-    settled = NodeProto()
-    settled.CopyFrom(node)
-    for attribute in settled.attribute:
-        if attribute.type == AttributeProto.TENSOR:
-            _take_in(attribute.t, folder)
-    for graph in _subgraphs(settled):
-        for tensor in graph.initializer:
-            _take_in(tensor, folder)
-        inner = [_settled(item, folder) for item in _with_unique_names(list(graph.node))]
-        del graph.node[:]
-        graph.node.extend(inner)
-    return settled
-
-
-def _take_in(tensor: TensorProto, folder: Path | None) -> None:
-    """Put the bytes of external data into the tensor itself."""
-    if tensor.data_location == TensorProto.EXTERNAL:
-        tensor.raw_data = b"".join(tensor_bytes(tensor, folder))
-        tensor.data_location = TensorProto.DEFAULT
-        del tensor.external_data[:]
-
-
-def _subgraphs(node: NodeProto) -> Iterator[GraphProto]:
-    for attribute in node.attribute:
-        if attribute.type == AttributeProto.GRAPH:
-            yield attribute.g
-        elif attribute.type == AttributeProto.GRAPHS:
-            yield from attribute.graphs
 
 
 def _opsets(proto: ModelProto) -> list[OperatorSetIdProto]:
@@ -131,6 +161,10 @@ def _lift_constants(nodes: Iterable[NodeProto], initializers: dict[str, TensorPr
 
 def _constant(node: NodeProto, where: str) -> TensorProto:
     attribute = node.attribute[0]
+    if attribute.name == "sparse_value":
+        tensor = dense(attribute.sparse_tensor, f"{where}, node {node.name!r}")
+        tensor.name = node.output[0]
+        return tensor
     if attribute.name == "value":
         tensor = TensorProto()
         tensor.CopyFrom(attribute.t)
@@ -168,27 +202,6 @@ def _producers(
                 )
             made[name] = index
     return made
-
-
-def _with_unique_names(nodes: list[NodeProto]) -> list[NodeProto]:
-    """Return the nodes with a unique name each; the first of several equal names keeps it."""
-    taken = {node.name for node in nodes if node.name}
-    seen: set[str] = set()
-    result = []
-    for index, node in enumerate(nodes):
-        if not node.name or node.name in seen:
-            base = node.name or f"{node.op_type}_{index}"
-            name, suffix = base, 1
-            while name in taken:
-                name, suffix = f"{base}_{suffix}", suffix + 1
-            renamed = NodeProto()
-            renamed.CopyFrom(node)
-            renamed.name = name
-            node = renamed
-            taken.add(name)
-        seen.add(node.name)
-        result.append(node)
-    return result
 
 
 def _in_order(
@@ -275,23 +288,6 @@ def _return_initializers(
     return sources
 
 
-def reads(node: NodeProto) -> Iterator[str]:
-    """Yield the names a node reads, including what its subgraphs capture from outside; may repeat."""
-    yield from filter(None, node.input)
-    for graph in _subgraphs(node):
-        yield from captured(graph)
-
-
-def captured(graph: GraphProto) -> Iterator[str]:
-    """Yield the names a subgraph reads from outside of it."""
-    own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
-    own |= {tensor.values.name for tensor in graph.sparse_initializer}
-    for node in graph.node:
-        yield from (name for name in reads(node) if name not in own)
-        own.update(node.output)
-    yield from (value.name for value in graph.output if value.name not in own)
-
-
 def without_data(tensor: TensorProto) -> TensorProto:
     """Return a tensor of the same type and shape that claims its bytes are elsewhere."""
     result = TensorProto(
@@ -301,4 +297,4 @@ def without_data(tensor: TensorProto) -> TensorProto:
     return result
 
 
-__all__ = ["Parts", "captured", "reads", "take_apart", "without_data"]
+__all__ = ["Parts", "reads", "take_apart", "without_data"]

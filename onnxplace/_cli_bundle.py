@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -17,11 +17,16 @@ from onnxplace._cli_options import (
     runtime_option,
     seed_option,
     shape_option,
+    with_operator_libraries,
 )
 from onnxplace.errors import FeedError, UsageError, nearest
 
 if TYPE_CHECKING:
+    from onnxplace._steps import Steps
     from onnxplace.bundle import Bundle
+    from onnxplace.compare import OutputDifference
+
+WARM_UPS = 2
 
 
 @click.command()
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
     "--trace", type=click.Path(path_type=Path), metavar="F.json", help="Write a timeline for Perfetto or Chrome."
 )
 @seed_option
+@with_operator_libraries
 @as_json
 def run(
     bundle: Path,
@@ -47,7 +53,7 @@ def run(
     seed: int,
     json_: bool,
 ) -> None:
-    """Run BUNDLE, on random inputs unless real ones are given."""
+    """Run BUNDLE, on random inputs unless real ones are given. States are fed to the first run and carried on."""
     from statistics import median
 
     import numpy as np
@@ -56,24 +62,28 @@ def run(
     from onnxplace.files import write_file
 
     opened = load(bundle)
-    feeds = _feeds(opened, inputs, shape, seed)
+    steps = _steps(opened, inputs, shape, seed)
+    kept = {item.output: item.input for item in opened.manifest.states}
     with InferenceSession(opened, runtime=runtime, trace=trace is not None) as session:
-        result = session.submit(feeds).result()
+        again = [*kept] if repeat > 1 or trace else []  # to see how states grow
+        result = session.submit(steps.first, again).result()
         if outputs and not result.outputs:
             raise _computes_nothing(runtime, "--outputs")
-        taken = [session.submit(feeds).result().seconds for _ in range(repeat - 1)]
+        steps.learn({name: result.outputs[output] for output, name in kept.items() if output in result.outputs})
+        taken = [session.submit(steps.feeds(number)).result().seconds for number in range(1, repeat)]
         if trace:
-            session.run(None, feeds)
+            session.run(None, steps.feeds(repeat))
             write_file(trace, lambda stream: stream.write(json.dumps(session.trace()).encode()))
+    found = {name: value for name, value in result.outputs.items() if name not in kept}
     if outputs:
-        _write_npz(outputs, result.outputs)
+        _write_npz(outputs, found)
     seconds = median(taken) if taken else result.seconds
     summary = {
         name: {
             "dtype": str(getattr(v, "dtype", type(v).__name__)),
             "shape": list(np.shape(v) if hasattr(v, "shape") else [len(v or ())]),
         }
-        for name, v in result.outputs.items()
+        for name, v in found.items()
     }
     if json_:
         print_json({"bundle": str(bundle), "runtime": runtime, "seconds": seconds, "runs": repeat, "outputs": summary})
@@ -96,33 +106,55 @@ def run(
 @inputs_option
 @shape_option
 @runtime_option
+@click.option(
+    "--steps", type=click.IntRange(1), metavar="N", help="Calls that pass states on  [default: 3 if it has states]"
+)
 @seed_option
+@with_operator_libraries
 @as_json
 def verify(
-    bundle: Path, against: Path | None, inputs: Path | None, shape: str, runtime: str, seed: int, json_: bool
+    bundle: Path,
+    against: Path | None,
+    inputs: Path | None,
+    shape: str,
+    runtime: str,
+    steps: int | None,
+    seed: int,
+    json_: bool,
 ) -> None:
-    """Run the same inputs through BUNDLE and the unsplit model; exit 1 if they differ."""
+    """Run the same inputs through BUNDLE and the unsplit model; exit 1 if they differ. Each carries its states on."""
+    from onnxplace._steps import Carrying
     from onnxplace.api import InferenceSession, load
     from onnxplace.compare import reference
     from onnxplace.compare import verify as compare
     from onnxplace.machine import cores
 
     opened = load(bundle, "all")
-    feeds = _feeds(opened, inputs, shape, seed)
-    want = reference(opened, against, cores())
+    fed = _steps(opened, inputs, shape, seed)
+    names = [item.name for item in opened.outputs]
+    want = Carrying(reference(opened, against, cores()), opened)
+    found: list[list[OutputDifference]] = []
     with InferenceSession(opened, runtime=runtime) as session:
-        if not session.submit(feeds).result().outputs:
+        if not session.submit(fed.first).result().outputs:
             raise _computes_nothing(runtime, "verify")
-        found = compare(lambda f: session.submit(f).result().outputs, want, feeds, [o.name for o in opened.outputs])
-    equal = all(item.equal for item in found)
+        for number in range(steps or (3 if opened.manifest.states else 1)):
+            feeds = fed.feeds(number)
+            found.append(compare(lambda f: session.submit(f, names).result().outputs, want, feeds, names))
+            if number == 0:
+                fed.learn(want.states)
+    equal = all(item.equal for step in found for item in step)
     if json_:
-        print_json({"equal": equal, "outputs": [_finite(vars(item)) for item in found]})
+        print_json({"equal": equal, "outputs": [_finite(vars(item)) for item in _worst(found)], "steps": len(found)})
     else:
-        for item in found:
+        for item, steps_of in zip(_worst(found), zip(*found)):
+            wrong = [number for number, at in enumerate(steps_of, 1) if not at.equal]
+            place = f", first in step {wrong[0]}" if wrong and len(found) > 1 else ""
             click.echo(
                 f"{'equal ' if item.equal else 'DIFFERS'} {item.name}  max abs error {item.max_abs_error:.3g}, "
-                f"relative to its largest value {item.max_rel_error:.3g}"
+                f"relative to its largest value {item.max_rel_error:.3g}{place}"
             )
+        if len(found) > 1:
+            click.echo(f"{len(found)} steps, each with the states of the one before")
     if not equal:
         raise SystemExit(1)
 
@@ -139,6 +171,7 @@ def verify(
 )
 @click.option("--max-ratio", type=float, metavar="R", help="Exit 1 if the bundle takes more than R times the model.")
 @seed_option
+@with_operator_libraries
 @as_json
 def bench(
     bundle: Path,
@@ -150,24 +183,30 @@ def bench(
     seed: int,
     json_: bool,
 ) -> None:
-    """Time BUNDLE beside one session with all cores and one session on a single device's cores, in turn."""
+    """Time BUNDLE beside one session with all cores and one session on a single device's cores, in turn.
+
+    Each carries its states on: the plain sessions as arrays, the way one does it by hand.
+    """
+    from onnxplace._steps import Carrying
     from onnxplace.api import InferenceSession, load
     from onnxplace.compare import alternate, reference
     from onnxplace.machine import cores
 
     opened = load(bundle)
-    feeds = _feeds(opened, inputs, shape, seed)
+    steps = _steps(opened, inputs, shape, seed)
     largest = max((device.cores for device in opened.target.devices if device.kind == "cpu"), default=len(cores()))
-    whole, one = reference(opened, against, cores()), reference(opened, against, cores()[:largest])
+    whole, one = (Carrying(reference(opened, against, used), opened) for used in (cores(), cores()[:largest]))
+    if opened.manifest.states:
+        whole(steps.first)
+        steps.learn(whole.states)
+    feeds = [steps.feeds(number) for number in range(repeat + WARM_UPS)]
     with InferenceSession(opened) as session:
-        times = alternate(
-            {
-                "bundle": lambda: session.run(None, feeds),
-                "model": lambda: whole(feeds),
-                "one_device": lambda: one(feeds),
-            },
-            repeat,
-        )
+        calls: dict[str, Callable[[Any], object]] = {
+            "bundle": lambda given: session.run(None, given),
+            "model": whole,
+            "one_device": one,
+        }
+        times = alternate({name: _in_turn(call, feeds) for name, call in calls.items()}, repeat, WARM_UPS)
     ratio = times["bundle"].median_seconds / times["model"].median_seconds
     predicted = opened.manifest.predicted
     if json_:
@@ -189,9 +228,10 @@ def bench(
         raise SystemExit(1)
 
 
-def _feeds(bundle: Bundle, inputs: Path | None, shape: str, seed: int) -> Mapping[str, Any]:
+def _steps(bundle: Bundle, inputs: Path | None, shape: str, seed: int) -> Steps:
     """Return the user's inputs, else random ones of the shapes the bundle was compiled with, or of --shape."""
-    from onnxplace.feeds import check_feeds, dimension_keys, random_feeds, read_npz
+    from onnxplace._steps import Steps
+    from onnxplace.feeds import dimension_keys, read_npz
 
     sizes = parse_shape(shape)
     known = {key for item in bundle.inputs for key, size in dimension_keys(item) if size is None}
@@ -199,9 +239,18 @@ def _feeds(bundle: Bundle, inputs: Path | None, shape: str, seed: int) -> Mappin
         if key not in known:
             hint = nearest(key, sorted(known)) if known else "all its dimensions are fixed"
             raise FeedError("M022", f"the model has no symbolic dimension {key!r}", where="--shape", hint=hint)
-    if inputs:
-        return check_feeds(read_npz(inputs), bundle.inputs)
-    return random_feeds(bundle.inputs, {**bundle.manifest.dimensions, **sizes}, seed)
+    return Steps(bundle, read_npz(inputs) if inputs else None, {**bundle.manifest.dimensions, **sizes}, seed)
+
+
+def _in_turn(call: Callable[[Any], object], feeds: Sequence[Any]) -> Callable[[], object]:
+    """Return a function that calls with the next of `feeds` each time."""
+    left = iter(feeds)
+    return lambda: call(next(left))
+
+
+def _worst(steps: Sequence[Sequence[OutputDifference]]) -> list[OutputDifference]:
+    """Return, for each output, what is farthest off in any step."""
+    return [max(items, key=lambda item: (not item.equal, item.max_rel_error)) for items in zip(*steps)]
 
 
 def _first_run(runtime: str) -> str:

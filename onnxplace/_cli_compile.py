@@ -20,6 +20,8 @@ from onnxplace._cli_options import (
     say,
     seed_option,
     shape_option,
+    tell_of_compiling,
+    with_operator_libraries,
 )
 
 if TYPE_CHECKING:
@@ -36,6 +38,12 @@ if TYPE_CHECKING:
 @click.option("--max-memory", metavar="16GiB", help="Per device; or cuda:0=16GiB,cpu:0=64GiB.")
 @shape_option
 @inputs_option
+@click.option(
+    "--state",
+    multiple=True,
+    metavar="OUT=IN",
+    help="Keep output OUT on its device as input IN of the next call; 'present.*=past.*' for many; may be repeated.",
+)
 @click.option("--costs", type=click.Path(path_type=Path), metavar="F.json", help="Costs measured elsewhere or before.")
 @click.option("--placer", metavar="NAME", help="`onnxplace passes` lists them  [default: auto]")
 @objective_option
@@ -54,7 +62,11 @@ if TYPE_CHECKING:
 )
 @seed_option
 @click.option("--strict", is_flag=True, help="Fail instead of leaving a requested device unused.")
+@click.option(
+    "--link-weights", is_flag=True, help="Leave the weights in the model's own files, beside which DIR must be."
+)
 @click.option("--force", is_flag=True, help="Replace the bundle if it exists.")
+@with_operator_libraries
 @as_json
 def compile(  # noqa: A001
     model: Path,
@@ -71,6 +83,7 @@ def compile(  # noqa: A001
     from onnxplace.feeds import read_npz
     from onnxplace.target import read_target
 
+    tell_of_compiling()
     with _progress(json_) as observer:
         compiled = compile_model(
             model,
@@ -99,6 +112,7 @@ def _compiled_json(compiled: Compiled) -> dict[str, Any]:
         "placer": manifest.placer,
         "pipeline": compiled.pipeline,
         "predicted": manifest.predicted.model_dump(),
+        "repeats": [found.model_dump() for found in manifest.repeats],
         "devices": [device.model_dump() for device in manifest.devices],
         "segments": len(manifest.segments),
         "transfers": manifest.transfers,

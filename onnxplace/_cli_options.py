@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,29 @@ budget_option = click.option(
 shape_option = click.option("--shape", metavar="batch=8,seq=128", default="", help="Values for symbolic dimensions.")
 
 
+def with_operator_libraries(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the option `--custom-op-library`, whose libraries are in use while it runs."""
+
+    @wraps(command)
+    def run(*arguments: Any, custom_op_library: tuple[Path, ...], **options: Any) -> None:
+        if not custom_op_library:
+            command(*arguments, **options)
+            return
+        from onnxplace.sessions import custom_operators
+
+        with custom_operators(custom_op_library):
+            command(*arguments, **options)
+
+    option = click.option(
+        "--custom-op-library",
+        multiple=True,
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="A shared library with operators that ONNX Runtime has not; may be repeated.",
+    )
+    return option(run)
+
+
 def _seed(value: int) -> int:
     if value < 0:
         raise UsageError("U012", f"a seed cannot be {value}", where="--seed", hint="give 0 or more")
@@ -50,6 +74,15 @@ def parse_shape(text: str) -> dict[str, int]:
             raise UsageError("U011", f"not a dimension: {item!r}", where="--shape", hint="write it as batch=8,seq=128")
         sizes[key.strip()] = int(size)
     return sizes
+
+
+def tell_of_compiling() -> None:
+    """Say on stderr that kernels are being compiled, when that happens: after an installation it takes a while."""
+    from onnxplace.jit import on_compiling
+
+    on_compiling(
+        lambda: click.echo("compiling kernels for this machine; they are kept, so this wait comes only once", err=True)
+    )
 
 
 def say(diagnostics: Sequence[Diagnostic]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from onnxplace._cli_options import as_json, budget_option, objective_option, print_json, say
+from onnxplace._cli_options import as_json, budget_option, objective_option, print_json, say, tell_of_compiling
 
 
 @click.command()
@@ -46,6 +46,7 @@ def place(
     from onnxplace.report import placed_summary
     from onnxplace.target import parse_bytes
 
+    tell_of_compiling()
     memory = parse_bytes(max_memory) if max_memory else None
     asked = placing.with_devices(read_cost_graph(graph), devices, memory)
     if placement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,8 +97,19 @@ class _Paper:
             value, _, device = min(self.under_way)
             raise ValueError(f"{value!r} is sent to {device}, which never takes it")
         made_on = {name: segment.device for segment in self.segments.values() for name in segment.outputs}
+        self._check_states(made_on)
         for output in self.manifest.outputs:
             if output.value in self.inputs:
                 continue
             if output.value not in made_on or output.value not in self.here[made_on[output.value]]:
                 raise ValueError(f"output {output.name!r} returns {output.value!r}, which nobody makes or keeps")
+
+    def _check_states(self, made_on: Mapping[str, str]) -> None:
+        """Raise ValueError unless each state is made on its device, and read there alone in the next call."""
+        value_of = {output.name: output.value for output in self.manifest.outputs}
+        for state in self.manifest.states:
+            if state.input not in self.inputs or made_on.get(value_of.get(state.output, "")) != state.device:
+                raise ValueError(f"state {state.output!r} = {state.input!r} is not made on {state.device!r}")
+            for segment in self.segments.values():
+                if state.input in segment.inputs and segment.device != state.device:
+                    raise ValueError(f"state {state.input!r} is on {state.device!r}, but {segment.device!r} reads it")

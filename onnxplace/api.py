@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
+from onnxplace._stateful import Asked, bind_states
 from onnxplace.bundle import MANIFEST, Bundle, Check
 from onnxplace.costs import device_seconds
 from onnxplace.errors import InfeasibleError, UsageError, nearest
@@ -15,13 +16,14 @@ from onnxplace.facts import Emitted, Placement, Profile, Segments
 from onnxplace.feeds import Array, Declared, check_feeds
 from onnxplace.files import require_free
 from onnxplace.machine import cuda_problem, gpus, local_target
-from onnxplace.model import bind
+from onnxplace.model import bind, require_beside
 from onnxplace.model import load as load_model
 from onnxplace.operators import require_operators
 from onnxplace.pipeline import Observer, Pipeline, Timing
 from onnxplace.placers import BAECHI, OBJECTIVES, Objective, choose_placer
 from onnxplace.registry import find
 from onnxplace.runtime import Result, Runtime
+from onnxplace.sessions import custom_operators
 from onnxplace.spec import PassSpec, format_pipeline, tuple_text
 from onnxplace.state import Diagnostic, State
 from onnxplace.target import Target, parse_memory
@@ -48,6 +50,7 @@ class CompileOptions(TypedDict, total=False):
     max_memory: str | None
     shape: Mapping[str, int] | None
     inputs: Mapping[str, Array] | None
+    state: Asked
     costs: str | Path | None
     placer: str | None
     objective: Objective
@@ -58,6 +61,8 @@ class CompileOptions(TypedDict, total=False):
     seed: int
     strict: bool
     force: bool
+    link_weights: bool
+    custom_op_libraries: Sequence[str | Path]
     observer: Observer | None
 
 
@@ -82,6 +87,7 @@ def compile_model(
     max_memory: str | None = None,
     shape: Mapping[str, int] | None = None,
     inputs: Mapping[str, Array] | None = None,
+    state: Asked = (),
     costs: str | Path | None = None,
     placer: str | None = None,
     objective: Objective = "latency",
@@ -92,13 +98,18 @@ def compile_model(
     seed: int = 0,
     strict: bool = False,
     force: bool = False,
+    link_weights: bool = False,
+    custom_op_libraries: Sequence[str | Path] = (),
     observer: Observer | None = None,
 ) -> Compiled:
     """Compile a model; the keyword arguments are the options of `onnxplace compile`.
 
     `output` defaults to the model's name with `.bundle`. `placer` may carry options, `auto{seconds=10}`; default:
     the one for the `objective`, which may search for `budget_seconds`. `target` describes devices that may be
-    elsewhere, else `devices` of this machine are used. `observer` is told of each pass before it runs.
+    elsewhere, else `devices` of this machine are used. `state` binds outputs to inputs of the next call, as a mapping
+    or as texts `OUT=IN`, each `*` standing for the same text on both sides. `link_weights` leaves the weights in the
+    model's own files, in or above whose folder `output` must be. `custom_op_libraries` are shared libraries
+    with operators that ONNX Runtime has not. `observer` is told of each pass before it runs.
     """
     if target is not None and devices is not None:
         raise UsageError(
@@ -119,17 +130,18 @@ def compile_model(
     target = target or local_target(devices)
     if max_memory:
         target = target.limiting(parse_memory(max_memory, [device.id for device in target.devices]))
-    loaded = bind(load_model(model), shape or {}, inputs or {})
-    require_operators(loaded)
-    state = State(target).having(loaded).saying(*_unused_gpus(target, devices))
-    steps = Pipeline(
-        tuple(
-            replace(s, path=str(path), force=force, pipeline=text) if s.name == "emit" else s  # type: ignore[call-arg]
-            for s in steps.passes
-        )
-    )
-    state, timings = _run(steps, state, strict, observer)
-    return Compiled(Bundle.open(state[Emitted].path), text, timings, state.diagnostics)
+    loaded = bind_states(bind(load_model(model), shape or {}, inputs or {}), state)
+    with custom_operators(custom_op_libraries):
+        require_operators(loaded)
+    facts = State(target).having(loaded).saying(*_unused_gpus(target, devices))
+    emit = replace(steps.passes[-1], path=str(path), force=force, pipeline=text)  # type: ignore[call-arg]
+    if link_weights or getattr(emit, "link_weights", False):
+        require_beside(loaded, path)
+        emit = replace(emit, link_weights=True)  # type: ignore[call-arg]
+    steps = Pipeline((*steps.passes[:-1], emit))
+    with custom_operators(custom_op_libraries):
+        facts, timings = _run(steps, facts, strict, observer)
+    return Compiled(Bundle.open(facts[Emitted].path), text, timings, facts.diagnostics)
 
 
 def _require_one_emit(steps: Pipeline) -> None:
@@ -265,12 +277,29 @@ class InferenceSession:
 
     >>> with onnxplace.InferenceSession("model.bundle") as session:  # doctest: +SKIP
     ...     logits, = session.run(None, {"tokens": tokens})
+
+    States (`onnxplace compile --state OUT=IN`) stay on their devices from run to run. The first run needs to be fed
+    what they begin with; a state that is fed later replaces what was stored. Runs then follow one another in the
+    order of their start, also those started by `run_async` and `submit` or from several threads. A run that fails
+    loses the states; one that is refused for its inputs leaves them as they were.
     """
 
-    def __init__(self, bundle: Bundle | str | Path, *, runtime: str = "onnxruntime", trace: bool = False) -> None:
+    def __init__(
+        self,
+        bundle: Bundle | str | Path,
+        *,
+        runtime: str = "onnxruntime",
+        trace: bool = False,
+        custom_op_libraries: Sequence[str | Path] = (),
+    ) -> None:
         self._bundle = bundle if isinstance(bundle, Bundle) else load(bundle)
         kind = cast("type[Runtime]", find("runtimes", runtime))
-        self._session = kind().open(self._bundle, trace=trace)
+        if self._bundle.manifest.states and not kind.keeps_state:
+            hint = "use --runtime onnxruntime, or compile without --state"
+            raise UsageError("S008", f"runtime {runtime!r} keeps no states", where=str(self._bundle.path), hint=hint)
+        self._takes = _with_optional_states(self._bundle)
+        with custom_operators(custom_op_libraries):
+            self._session = kind().open(self._bundle, trace=trace)
         self._last: Result | None = None
         self._callbacks = ThreadPoolExecutor(1, "onnxplace callbacks")
 
@@ -279,16 +308,16 @@ class InferenceSession:
         return self._bundle.inputs
 
     def get_outputs(self) -> list[Declared]:
-        """Return the model's outputs: name, dtype, shape."""
-        return self._bundle.outputs
+        """Return the outputs that `run(None, ...)` gives: name, dtype, shape. States are not among them."""
+        return self._bundle.returned
 
     def run(self, output_names: Sequence[str] | None, input_feed: Mapping[str, Any]) -> list[Any]:
-        """Return the outputs asked for (None: all) for these inputs.
+        """Return the outputs asked for (None: all but states, which must be asked for by name) for these inputs.
 
         Raises FeedError for inputs that do not fit, UsageError for an unknown output, ExecutionError if a part fails.
         """
         names = self._names(output_names)
-        result = self.submit(input_feed).result()
+        result = self.submit(input_feed, names).result()
         self._last = result
         return [result.outputs.get(name) for name in names]
 
@@ -306,11 +335,21 @@ class InferenceSession:
             callback(None if error else [future.result().outputs.get(name) for name in names], error)
 
         # Not on a worker of a device: a callback may take its time, run the session again, or close it.
-        self.submit(input_feed).add_done_callback(lambda future: self._callbacks.submit(over, future))
+        self.submit(input_feed, names).add_done_callback(lambda future: self._callbacks.submit(over, future))
 
-    def submit(self, input_feed: Mapping[str, Any]) -> Future[Result]:
-        """Start a run and return a future of its Result; runs that are under way together overlap across devices."""
-        return self._session.submit(check_feeds(input_feed, self._bundle.inputs))
+    def submit(self, input_feed: Mapping[str, Any], output_names: Sequence[str] | None = None) -> Future[Result]:
+        """Start a run and return a future of its Result; runs that are under way together overlap across devices.
+
+        The result has every output but states, and of these those that are asked for.
+        """
+        kept = {item.output for item in self._bundle.manifest.states}
+        also = [name for name in self._names(output_names) if name in kept]
+        feeds = check_feeds(input_feed, self._takes)
+        return self._session.submit(feeds, also) if also else self._session.submit(feeds)
+
+    def reset_state(self) -> None:
+        """Forget all states: the next run has to be fed what they begin with. Runs under way are not touched."""
+        self._session.reset_state()
 
     def trace(self) -> dict[str, Any]:
         """Return the timeline of the last `run` as Chrome trace JSON, which Perfetto opens; needs `trace=True`."""
@@ -328,7 +367,7 @@ class InferenceSession:
         for name in asked or ():
             if name not in known:
                 raise UsageError("U050", f"the model has no output {name!r}", hint=nearest(name, known))
-        return list(asked) if asked else known
+        return list(asked) if asked else [item.name for item in self._bundle.returned]
 
     def __enter__(self) -> InferenceSession:
         return self
@@ -339,3 +378,9 @@ class InferenceSession:
     def __del__(self) -> None:
         if hasattr(self, "_callbacks"):
             self.close()
+
+
+def _with_optional_states(bundle: Bundle) -> list[Declared]:
+    """Return the inputs as a run takes them: states may be left out."""
+    states = {item.name for item in bundle.state_inputs}
+    return [replace(item, optional=True) if item.name in states else item for item in bundle.inputs]

@@ -6,16 +6,19 @@ compute one thing at a time, that values have to be sent, or both but around one
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from onnxplace._bound_kernels import best_threshold, connected, heads_of, tails_of
-from onnxplace.graph import Floats, Ints, Longs, OpGraph, sum_by
+from onnxplace.graph import Bools, Floats, Ints, Longs, OpGraph, sum_by
 from onnxplace.target import Target
 
 # How many head lengths are combined with every tail length.
 HEADS = 16
+# How many groups, those with the most work first, are looked at one by one.
+GROUPS = 16
 # Steps of the search for the weights of devices of different speed.
 STEPS = 12
 
@@ -69,8 +72,8 @@ def lower_bound_seconds(
     """Return a time no placement can beat: the largest of several bounds, each cheap. O((N + E) log N).
 
     - the longest way through one node (`reach`);
-    - heads, work and tails: what starts after `a` and has `b` to come must share all devices in between, and so must,
-      on its device, what is `pinned` there (device per group, -1 where free; `group` per node);
+    - heads, work and tails: what starts after `a` and has `b` to come must share all devices in between; what is
+      `pinned` to one device (device per group, -1 where free; `group` per node), or in one group, must share that one;
     - all work, spread over devices of different speed as well as a fractional placement can;
     - where no device can hold everything, or pins disagree: the cheapest edge to cut, with what is before and after.
 
@@ -86,6 +89,8 @@ def lower_bound_seconds(
     devices = np.unique(homes[homes >= 0])
     for device in devices.tolist():
         bound = max(bound, _shared(np.where(homes == device, seconds[device], 0.0), around, 1))
+    for members in _heaviest(around.least, group):
+        bound = max(bound, _shared(np.where(members, around.least, 0.0), around, 1))
     if target is not None and (len(devices) > 1 or not _fits_somewhere(graph, target)):
         bound = max(bound, _cheapest_cut(graph, around))
     return bound
@@ -99,6 +104,16 @@ def _shared(work: Floats, around: Reach, devices: int) -> float:
     levels = np.unique(np.quantile(around.head[busy], np.linspace(0, 1, HEADS), method="lower"))
     by_tail = busy[np.argsort(-around.tail[busy], kind="stable")]
     return float(best_threshold(by_tail, levels, around.head, around.tail, work, devices))
+
+
+def _heaviest(least: Floats, group: Ints | None) -> Iterator[Bools]:
+    """Yield the nodes of each group of several that has a large part of the work."""
+    if group is None:
+        return
+    work, size = np.bincount(group, least), np.bincount(group)
+    for heavy in np.argsort(-np.where(size > 1, work, 0.0), kind="stable")[:GROUPS].tolist():
+        if size[heavy] > 1:
+            yield group == heavy
 
 
 def _spread(seconds: Floats) -> float:

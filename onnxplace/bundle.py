@@ -6,7 +6,8 @@
     bundle/segments/whole.onnx      the optimised model, uncut, over the same weights
     bundle/segments/weights.bin     every weight once
 
-Nothing in a bundle is executed but ONNX, and no path in it may lead outside of it.
+Compiled with `--link-weights`, it holds no weights: they stay in the model's own files, in or below the folder that
+the bundle is in. Nothing in a bundle is executed but ONNX, and no path in it may lead out of it, or of that folder.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,10 +23,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from onnxplace._programs import check_programs
 from onnxplace.errors import BundleError, TargetError
-from onnxplace.feeds import Declared
+from onnxplace.feeds import Array, Declared, zero_feeds
 from onnxplace.target import Device, Link, LinkModel, Target
 
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "1.1"
 MANIFEST = "manifest.json"
 COSTS = "costs.json"
 SEGMENTS = "segments"
@@ -63,6 +65,15 @@ class OutputRecord(Record):
     value: str
 
 
+class StateRecord(Record):
+    """A value that one call hands to the next: what `output` returned is what `input` takes, unless it is fed."""
+
+    output: str
+    input: str
+    device: str
+    """Where it stays between calls."""
+
+
 class ValueRecord(Record):
     """A value that crosses the border of a segment."""
 
@@ -98,6 +109,16 @@ class Step(Record):
     peer: str = ""
 
 
+class RepeatRecord(Record):
+    """Equal layers of the model, one after the other: measured as one."""
+
+    count: Annotated[int, Field(ge=2)]
+    nodes: Bytes
+    """Of one layer."""
+    first: str
+    """The first node of the first layer."""
+
+
 class Predicted(Record):
     """What the compiler expects of one step."""
 
@@ -123,6 +144,12 @@ class FileRecord(Record):
 
     sha256: str
     bytes: Bytes
+
+
+class LinkRecord(FileRecord):
+    """A weights file of the model that the bundle refers to, as it was when the model was compiled."""
+
+    mtime_ns: int
 
 
 class TargetRecord(Record):
@@ -159,6 +186,8 @@ class Manifest(Record):
     target: TargetRecord
     inputs: tuple[InputRecord, ...]
     outputs: tuple[OutputRecord, ...]
+    states: tuple[StateRecord, ...] = ()
+    """Values kept from call to call; since format 1.1."""
     segments: tuple[SegmentRecord, ...]
     values: dict[str, ValueRecord]
     programs: dict[str, tuple[Step, ...]]
@@ -168,6 +197,11 @@ class Manifest(Record):
     transfer_bytes: Bytes
     diagnostics: tuple[DiagnosticRecord, ...]
     files: dict[str, FileRecord]
+    custom_operators: tuple[str, ...] = ()
+    """Those that ONNX Runtime has not, as `domain.Name`: they need a library; since format 1.1."""
+    repeats: tuple[RepeatRecord, ...] = ()
+    linked: dict[str, LinkRecord] = {}
+    """Weights files that the segments refer to, by their path below the folder that the bundle is in."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +219,8 @@ class Bundle:
         bundle = Bundle(path, manifest)
         for name, record in manifest.files.items():
             _check_file(bundle.file(name), record, check)
+        for name, link in manifest.linked.items():
+            _check_link(bundle.linked_file(name), link, check)
         weights = f"{SEGMENTS}/{WEIGHTS}"
         for name in (WHOLE, weights, *(segment.file for segment in manifest.segments)):
             if name not in manifest.files:
@@ -196,20 +232,31 @@ class Bundle:
 
     def file(self, name: str) -> Path:
         """Return the path of a file in the bundle; raises BundleError if the name leads outside."""
-        file = self.path / name
-        if (
-            "\0" in name
-            or Path(name).is_absolute()
-            or ".." in Path(name).parts
-            or not file.resolve().is_relative_to(self.path.resolve())
-        ):
+        return self._below(self._root, name, "the bundle")
+
+    def linked_file(self, name: str) -> Path:
+        """Return the path of a weights file beside the bundle; raises BundleError if the name leads elsewhere."""
+        return self._below(self._root.parent, name, "the folder that the bundle is in")
+
+    def _below(self, folder: Path, name: str, what: str) -> Path:
+        unsafe = "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts
+        if unsafe or not (folder / name).resolve().is_relative_to(folder):
             raise BundleError(
                 "N005",
-                f"it names a file outside the bundle: {name!r}",
+                f"it names a file outside {what}: {name!r}",
                 where=str(self.path / MANIFEST),
                 hint="do not trust this bundle; compile the model again",
             )
-        return file
+        return (self.path if folder == self._root else folder) / name
+
+    @cached_property
+    def _root(self) -> Path:
+        return self.path.resolve()
+
+    @property
+    def session_entries(self) -> dict[str, str]:
+        """Return the options with which ONNX Runtime finds the weights of the bundle's segments."""
+        return external_folder(self._root.parent) if self.manifest.linked else {}
 
     @property
     def target(self) -> Target:
@@ -225,6 +272,27 @@ class Bundle:
     def outputs(self) -> list[Declared]:
         """Return the outputs in the model's order."""
         return [Declared(item.name, item.dtype, item.shape) for item in self.manifest.outputs]
+
+    @property
+    def returned(self) -> list[Declared]:
+        """Return the outputs that a run gives back unasked: all but states."""
+        kept = {item.output for item in self.manifest.states}
+        return [item for item in self.outputs if item.name not in kept]
+
+    @property
+    def state_inputs(self) -> list[Declared]:
+        """Return the inputs that take their value from the call before, unless they are fed."""
+        taken = {item.input for item in self.manifest.states}
+        return [item for item in self.inputs if item.name in taken]
+
+    def zero_states(self, **sizes: int) -> dict[str, Array]:
+        """Return zeros to begin with, by state input; `sizes` are those of symbolic dimensions.
+
+        Raises FeedError listing the dimensions that have no size.
+
+        >>> session.run(None, {"tokens": prompt, **bundle.zero_states(batch=1, past=0)})  # doctest: +SKIP
+        """
+        return zero_feeds(self.state_inputs, sizes)
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -282,6 +350,35 @@ def _check_file(file: Path, record: FileRecord, check: Check) -> None:
             where=str(file),
             hint="it was altered; compile the model again",
         )
+
+
+def _check_link(file: Path, link: LinkRecord, check: Check) -> None:
+    """Raise BundleError unless a linked weights file is what it was when the model was compiled."""
+    hint = "compile the model again, or put back the file that was there then"
+    if not file.is_file():
+        hint = "keep the bundle and the model's weights in the folder in which it was compiled, or compile again"
+        raise BundleError(
+            "N010", "this weights file, to which the bundle refers, is missing", where=str(file), hint=hint
+        )
+    about = file.stat()
+    if about.st_size != link.bytes:
+        message = f"this weights file changed since the compile: it has {about.st_size} bytes, then {link.bytes}"
+        raise BundleError("N009", message, where=str(file), hint=hint)
+    # A copy, or a file that was only touched, has another time and the same bytes.
+    if (check == "all" or about.st_mtime_ns != link.mtime_ns) and sha256_of(file) != link.sha256:
+        message = "this weights file changed since the compile: its SHA-256 differs"
+        raise BundleError("N009", message, where=str(file), hint=hint)
+
+
+def link_record(file: Path) -> LinkRecord:
+    """Describe a weights file as it is now; reads it once."""
+    about = file.stat()
+    return LinkRecord(sha256=sha256_of(file), bytes=about.st_size, mtime_ns=about.st_mtime_ns)
+
+
+def external_folder(folder: Path) -> dict[str, str]:
+    """Return the session option that makes ONNX Runtime look for external data below `folder`."""
+    return {"session.model_external_initializers_file_folder_path": str(folder)}
 
 
 def sha256_of(file: Path) -> str:

@@ -46,6 +46,23 @@ class Source(IntEnum):
 
 
 @dataclass(frozen=True)
+class Repeat:
+    """Equal layers, one after the other in the model's order."""
+
+    start: int
+    """Position of the first node."""
+    nodes: int
+    """Per layer."""
+    count: int
+    """How many layers."""
+
+    @property
+    def stop(self) -> int:
+        """Return the position after the last node."""
+        return self.start + self.nodes * self.count
+
+
+@dataclass(frozen=True)
 class Profile:
     """The operator graph with what each node costs on each class of device."""
 
@@ -64,6 +81,8 @@ class Profile:
     """The graph's own groups: an id per node, -1 for none."""
     backward: NDArray[np.bool_] | None = None
     """Per node: part of the backward pass of a training step."""
+    repeats: tuple[Repeat, ...] = ()
+    """Equal layers of the model, where it was looked at; whoever measured, measured them as one."""
 
     def check(self, state: State) -> None:
         """Raise ValueError unless every device's class has a finite cost for every node."""

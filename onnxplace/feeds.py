@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -31,6 +32,31 @@ _DTYPES = {
     "tensor(complex64)": np.complex64,
     "tensor(complex128)": np.complex128,
 }
+
+# Types that numpy has from the package ml_dtypes.
+_MORE_DTYPES = {
+    "tensor(bfloat16)": "bfloat16",
+    "tensor(float8e4m3fn)": "float8_e4m3fn",
+    "tensor(float8e4m3fnuz)": "float8_e4m3fnuz",
+    "tensor(float8e5m2)": "float8_e5m2",
+    "tensor(float8e5m2fnuz)": "float8_e5m2fnuz",
+    "tensor(float4e2m1)": "float4_e2m1fn",
+    "tensor(int4)": "int4",
+    "tensor(uint4)": "uint4",
+    "tensor(int2)": "int2",
+    "tensor(uint2)": "uint2",
+}
+
+
+@cache
+def numpy_type(dtype: str) -> np.dtype[Any] | None:
+    """Return numpy's type for ONNX Runtime's name of one, `tensor(float)`; None for strings and where it has none."""
+    if dtype in _MORE_DTYPES:
+        import ml_dtypes
+
+        found = getattr(ml_dtypes, _MORE_DTYPES[dtype], None)
+        return None if found is None else np.dtype(found)
+    return np.dtype(_DTYPES[dtype]) if dtype in _DTYPES else None
 
 
 @dataclass(frozen=True)
@@ -95,34 +121,41 @@ def describe(item: Declared) -> str:
 
 def _check_feed(array: Array, item: Declared, symbols: dict[str, tuple[int, str]]) -> Array:
     where = f"input {item.name!r}"
-    want = _DTYPES.get(item.dtype)
+    want = numpy_type(item.dtype)
+    if want is not None and array.dtype.type is np.void and array.dtype.itemsize == want.itemsize:
+        array = array.view(want)  # as .npz files keep the types that are not numpy's own
     if want is not None and array.dtype != want:
         raise FeedError(
             "F003",
-            f"its type is {array.dtype}, the model takes {np.dtype(want)}",
+            f"its type is {array.dtype}, the model takes {want}",
             where=where,
-            hint=f"convert it: feeds[{item.name!r}].astype('{np.dtype(want)}')",
+            hint=f"convert it: feeds[{item.name!r}].astype('{want}')",
         )
     if item.dtype == "tensor(string)" and array.dtype.kind not in "OUS":
         raise FeedError(
             "F003", f"its type is {array.dtype}, the model takes strings", where=where, hint="convert it: .astype(str)"
         )
+    check_shape(array.shape, item, symbols, where)
+    return array
+
+
+def check_shape(shape: tuple[int, ...], item: Declared, symbols: dict[str, tuple[int, str]], where: str) -> None:
+    """Raise FeedError unless a value of this shape can be fed; `symbols` collects size and place of each symbol."""
     if item.shape is None:
-        return array
-    if array.ndim != len(item.shape):
-        raise FeedError("F004", f"its shape is {list(array.shape)}, the model takes {describe(item)}", where=where)
-    for axis, (size, entry) in enumerate(zip(array.shape, item.shape)):
+        return
+    if len(shape) != len(item.shape):
+        raise FeedError("F004", f"its shape is {list(shape)}, the model takes {describe(item)}", where=where)
+    for axis, (size, entry) in enumerate(zip(shape, item.shape)):
         if isinstance(entry, int) and size != entry:
             raise FeedError(
                 "F004",
-                f"its shape is {list(array.shape)}, the model takes {describe(item)}: axis {axis} must be {entry}",
+                f"its shape is {list(shape)}, the model takes {describe(item)}: axis {axis} must be {entry}",
                 where=where,
             )
         if isinstance(entry, str):
             first, place = symbols.setdefault(entry, (size, f"{item.name}[{axis}]"))
             if first != size and 1 not in (first, size):  # ones may broadcast
                 raise FeedError("F005", f"dimension {entry!r} is {size} here and {first} in {place}", where=where)
-    return array
 
 
 def random_feeds(inputs: Sequence[Declared], dimensions: Mapping[str, int], seed: int = 0) -> dict[str, Array]:
@@ -134,6 +167,18 @@ def random_feeds(inputs: Sequence[Declared], dimensions: Mapping[str, int], seed
     shapes = bound_shapes(inputs, dimensions)
     random = np.random.default_rng(seed)
     return {item.name: _random_array(random, item, shapes[item.name]) for item in inputs if item.name in shapes}
+
+
+def zero_feeds(inputs: Sequence[Declared], dimensions: Mapping[str, int]) -> dict[str, Array]:
+    """Return zeros, false or empty texts for inputs; sizes and errors as in `random_feeds`."""
+    shapes = bound_shapes(inputs, dimensions)
+    needed = [item for item in inputs if item.name in shapes]
+    return {
+        item.name: np.full(shapes[item.name], "", object)
+        if item.dtype == "tensor(string)"
+        else np.zeros(shapes[item.name], _drawable(item))
+        for item in needed
+    }
 
 
 def bound_shapes(inputs: Sequence[Declared], dimensions: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
@@ -164,19 +209,24 @@ def dimension_keys(item: Declared) -> list[tuple[str, int | None]]:
 def _random_array(random: np.random.Generator, item: Declared, shape: tuple[int, ...]) -> Array:
     if item.dtype == "tensor(string)":
         return np.full(shape, "a", dtype=object)
-    if item.dtype not in _DTYPES:
+    dtype = _drawable(item)
+    if dtype.kind in "iub" or dtype.name.startswith(("int", "uint")):
+        return random.integers(0, 2, shape).astype(dtype)
+    if dtype.kind == "c":
+        return (random.standard_normal(shape) + 1j * random.standard_normal(shape)).astype(dtype)
+    return random.standard_normal(shape).astype(dtype)
+
+
+def _drawable(item: Declared) -> np.dtype[Any]:
+    """Return the numpy type of an input; raises FeedError if numpy has none."""
+    if (dtype := numpy_type(item.dtype)) is None:
         raise FeedError(
             "M021",
             f"cannot invent a value of type {item.dtype}",
             where=f"input {item.name!r}",
             hint="give real inputs with --inputs F.npz",
         )
-    dtype = np.dtype(_DTYPES[item.dtype])
-    if dtype.kind in "iub":
-        return random.integers(0, 2, shape).astype(dtype)
-    if dtype.kind == "c":
-        return (random.standard_normal(shape) + 1j * random.standard_normal(shape)).astype(dtype)
-    return random.standard_normal(shape).astype(dtype)
+    return dtype
 
 
 def read_npz(path: str | Path) -> dict[str, Array]:

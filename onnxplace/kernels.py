@@ -1,4 +1,4 @@
-"""The hot loops, on flat arrays, compiled by numba and cached on disk.
+"""The hot loops, on flat arrays.
 
 Kernels know integers and floats only; their callers give them names, units and errors. Ties are broken by index
 everywhere, so that results do not depend on anything but the input.
@@ -7,20 +7,10 @@ everywhere, so that results do not depend on anything but the input.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
-from typing import Any
 
-import numba
 import numpy as np
 
-
-def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile `function` on first use and keep the machine code on disk, where there is a place for it."""
-    try:
-        compiled: Callable[..., Any] = numba.njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # neither the package's folder nor the user's cache can be written
-        compiled = numba.njit(nogil=True)(function)
-    return compiled
+from onnxplace.jit import kernel
 
 
 @kernel
@@ -151,7 +141,7 @@ def execute(
         d = device[order[position]]
         queue[head[d]] = order[position]
         head[d] += 1
-    head[:] = queue_starts[:-1]
+    head = queue_starts[:-1].copy()
 
     waiting = np.zeros(count, np.int64)
     for node in range(count):
@@ -161,35 +151,44 @@ def execute(
     start = np.full(count, -1.0)
     finish = np.full(count, -1.0)
     free = np.zeros(device_count, np.float64)
-    busy = np.zeros(device_count, np.bool_)
     sending = np.zeros(device_count, np.float64)
     receiving = np.zeros(device_count, np.float64)
     arrival = np.zeros(device_count, np.float64)
     stamp = np.full(device_count, -1, np.int64)
-    sent_value = [np.int32(0) for _ in range(0)]
-    sent_source = [np.int32(0) for _ in range(0)]
-    sent_destination = [np.int32(0) for _ in range(0)]
-    sent_ready = [0.0 for _ in range(0)]
-    sent_start = [0.0 for _ in range(0)]
-    sent_finish = [0.0 for _ in range(0)]
-    events = [(0.0, np.int64(0)) for _ in range(0)]
+    sent = 0
+    for value in range(len(producer)):
+        for j in range(read_starts[value], read_starts[value + 1]):
+            there = device[readers[j]]
+            if producer[value] >= 0 and there != device[producer[value]] and stamp[there] != value:
+                stamp[there] = value
+                sent += 1
+    sent_value, sent_source, sent_destination = np.empty((3, sent), np.int32)
+    sent_ready, sent_start, sent_finish = np.empty((3, sent), np.float64)
+    stamp[:] = -1
+    sent = 0
+    running = np.full(device_count, -1, np.int64)
     touched = np.ones(device_count, np.bool_)
     while True:
         for d in range(device_count):
-            if touched[d] and not busy[d] and head[d] < queue_starts[d + 1]:
-                node = queue[head[d]]
-                if waiting[node] == 0:
+            if touched[d] and running[d] < 0 and head[d] < queue_starts[d + 1]:
+                first = queue[head[d]]
+                if waiting[first] == 0:
                     head[d] += 1
-                    busy[d] = True
-                    start[node] = max(free[d], available[node])
-                    finish[node] = start[node] + seconds[node]
-                    heapq.heappush(events, (finish[node], node))
+                    running[d] = first
+                    start[first] = max(free[d], available[first])
+                    finish[first] = start[first] + seconds[first]
             touched[d] = False
-        if len(events) == 0:
+        node = -1  # which is done next; of several, the one of least index
+        for d in range(device_count):
+            other = running[d]
+            if other >= 0 and (
+                node < 0 or finish[other] < finish[node] or (finish[other] == finish[node] and other < node)
+            ):
+                node = other
+        if node < 0:
             break
-        now, node = heapq.heappop(events)
-        home = device[node]
-        busy[home] = False
+        now, home = finish[node], device[node]
+        running[home] = -1
         free[home] = now
         touched[home] = True
         for k in range(out_starts[node], out_starts[node + 1]):
@@ -212,25 +211,23 @@ def execute(
                         sending[home] = end
                         receiving[there] = end
                         arrival[there] = end
-                        sent_value.append(value)
-                        sent_source.append(np.int32(home))
-                        sent_destination.append(np.int32(there))
-                        sent_ready.append(now)
-                        sent_start.append(begin)
-                        sent_finish.append(end)
+                        sent_value[sent], sent_source[sent], sent_destination[sent] = value, home, there
+                        sent_ready[sent], sent_start[sent], sent_finish[sent] = now, begin, end
+                        sent += 1
                     when = arrival[there]
                 available[reader] = max(available[reader], when)
                 waiting[reader] -= 1
                 touched[there] = True
+    kept = slice(0, sent)  # all, unless the order deadlocks
     return (
         start,
         finish,
-        np.array(sent_value, np.int32),
-        np.array(sent_source, np.int32),
-        np.array(sent_destination, np.int32),
-        np.array(sent_ready, np.float64),
-        np.array(sent_start, np.float64),
-        np.array(sent_finish, np.float64),
+        sent_value[kept],
+        sent_source[kept],
+        sent_destination[kept],
+        sent_ready[kept],
+        sent_start[kept],
+        sent_finish[kept],
     )
 
 

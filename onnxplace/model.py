@@ -20,7 +20,7 @@ from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorPr
 
 from onnxplace import _canonical
 from onnxplace._opgraph import op_graph
-from onnxplace._weights import WeightFile, external_range, tensor_bytes, tensor_size
+from onnxplace._weights import WeightFile, external_range, not_beside, packed_size, tensor_bytes, tensor_size
 from onnxplace.errors import ModelError, nearest
 from onnxplace.feeds import Array, Declared, bound_shapes, check_feeds, dimension_keys, random_feeds
 
@@ -57,6 +57,8 @@ class Model:
     """Values bound to symbolic dimensions for profiling; the model itself keeps them symbolic."""
     samples: Mapping[str, Array] = field(default_factory=lambda: MappingProxyType({}))
     """Inputs the user gave to profile with."""
+    states: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Input name -> name of the output whose value it takes in the next call."""
 
     def check(self, state: State) -> None:
         """Raise ValueError if a node reads something that nobody makes before it."""
@@ -229,6 +231,16 @@ def _parse(data: bytes, path: Path) -> ModelProto:
     return proto
 
 
+def require_beside(model: Model, bundle: Path) -> None:
+    """Raise UsageError if a bundle at `bundle` could not refer to the model's weights files."""
+    below = bundle.absolute().parent.resolve()
+    for tensor in model.initializers.values():
+        if tensor.data_location == TensorProto.EXTERNAL:
+            file = external_range(tensor, model.folder)[0].resolve()
+            if not file.is_relative_to(below):
+                raise not_beside(file, below)
+
+
 def bind(model: Model, dimensions: Mapping[str, int], samples: Mapping[str, Array]) -> Model:
     """Return `model` with values for symbolic dimensions and sample inputs.
 
@@ -308,7 +320,7 @@ def value_bytes(model: Model, shapes: Mapping[str, Sequence[int]]) -> dict[str, 
     for name, shape in shapes.items():
         kind = model.types.get(name)
         if kind is not None and kind.HasField("tensor_type") and kind.tensor_type.elem_type != TensorProto.STRING:
-            sizes[name] = tensor_size(TensorProto(data_type=kind.tensor_type.elem_type, dims=shape))
+            sizes[name] = packed_size(kind.tensor_type.elem_type, shape)
     return sizes
 
 
@@ -321,6 +333,7 @@ __all__ = [
     "declared",
     "load",
     "op_graph",
+    "require_beside",
     "shape_entries",
     "static_shapes",
     "tensor_bytes",

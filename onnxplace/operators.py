@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from onnx import TensorProto, helper
+from onnx import NodeProto, TensorProto, helper
 
+from onnxplace._bodies import with_inner
 from onnxplace.errors import ExecutionError, ModelError, nearest
 from onnxplace.machine import onnxruntime
 from onnxplace.model import Model
-from onnxplace.sessions import open_session, session_options
+from onnxplace.sessions import LIBRARY_HINT, open_session, operator_libraries, session_options
 
 
 def require_operators(model: Model) -> None:
@@ -24,17 +25,13 @@ def require_operators(model: Model) -> None:
         return
     _require_opsets(model)
     versions = {entry.domain: entry.version for entry in model.opsets}
-    for node in model.nodes:
+    for node in with_inner(model.nodes):
         domain = "" if node.domain == "ai.onnx" else node.domain
         since = known.get(domain, {}).get(node.op_type)
         if since is None:
-            hint = nearest(node.op_type, known[domain]) if domain in known else f"known domains: {_listed(known)}"
-            raise ModelError(
-                "M010",
-                f"ONNX Runtime has no operator {_full(domain, node.op_type)}",
-                where=f"node {node.name!r}",
-                hint=hint,
-            )
+            if domain and operator_libraries():
+                continue  # ONNX Runtime does not tell what these hold; a session will
+            raise _unknown(domain, node, known)
         if since > versions.get(domain, since):
             raise ModelError(
                 "M010",
@@ -42,6 +39,28 @@ def require_operators(model: Model) -> None:
                 where=f"node {node.name!r}",
                 hint="export the model with a newer opset",
             )
+
+
+def custom_operators_of(model: Model) -> tuple[str, ...]:
+    """Return the operators, as `domain.Name`, that a model needs a library for; none where nobody can tell."""
+    try:
+        known = _known_operators()
+    except ExecutionError:
+        return ()
+    used = dict.fromkeys((node.domain, node.op_type) for node in with_inner(model.nodes))
+    return tuple(
+        _full(domain, name) for domain, name in used if domain != "ai.onnx" and name not in known.get(domain, {})
+    )
+
+
+def _unknown(domain: str, node: NodeProto, known: Mapping[str, Mapping[str, int]]) -> ModelError:
+    hint = nearest(node.op_type, known[domain]) if domain in known else f"known domains: {_listed(known)}"
+    return ModelError(
+        "M010",
+        f"ONNX Runtime has no operator {_full(domain, node.op_type)}",
+        where=f"node {node.name!r}",
+        hint=f"{LIBRARY_HINT}; {hint}" if domain else hint,
+    )
 
 
 @lru_cache(maxsize=1)

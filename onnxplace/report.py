@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onnxplace.bundle import Bundle
+    from onnxplace.bundle import Bundle, RepeatRecord
     from onnxplace.compare import Times
     from onnxplace.cost_graph import CostGraph
     from onnxplace.placing import Placed
@@ -88,12 +88,21 @@ def compile_summary(bundle: Bundle) -> str:
     return "\n".join(
         [
             f"{manifest.model}: {sum(device.nodes for device in manifest.devices)} nodes, placer {manifest.placer}",
+            *_repeats_line(manifest.repeats),
             table(("device", "nodes", "compute", "weights", "peak", "limit"), rows),
             f"segments: {len(manifest.segments)}, transfers: {manifest.transfers} ({sent})",
             f"predicted step {milliseconds(predicted.step_seconds)}; best single device {best}; nothing beats {bound}",
             f"bundle: {bundle.path}",
         ]
     )
+
+
+def _repeats_line(repeats: Sequence[RepeatRecord]) -> list[str]:
+    """Return a line about equal layers, the largest stretches first, if there are any."""
+    largest = sorted(repeats, key=lambda found: -found.count * found.nodes)
+    shown = [f"{found.count} x layer of {found.nodes} nodes (from {found.first!r})" for found in largest[:3]]
+    more = [f"{len(largest) - 3} more"] if len(largest) > 3 else []
+    return [f"repeats: {', '.join(shown + more)}"] if shown else []
 
 
 def bench_summary(bundle: Bundle, times: Mapping[str, Times]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -33,7 +33,10 @@ class Result:
     """What one request gave."""
 
     outputs: Mapping[str, Any]
-    """By the model's output names: numpy arrays, or ONNX Runtime's lists and maps for what is no tensor."""
+    """By the model's output names: numpy arrays, or ONNX Runtime's lists and maps for what is no tensor.
+
+    Without states, unless they were asked for.
+    """
     events: tuple[Event, ...]
     """What each device did, if the session was opened to trace; else empty."""
     seconds: float
@@ -44,11 +47,16 @@ class RuntimeSession(ABC):
     """An open bundle. Closing it, also by leaving a `with` block, ends all threads it started."""
 
     @abstractmethod
-    def submit(self, feeds: Mapping[str, Array]) -> Future[Result]:
+    def submit(self, feeds: Mapping[str, Array], also: Collection[str] = ()) -> Future[Result]:
         """Start a request with feeds that were checked; several may be under way, each with its own values.
 
-        The future raises ExecutionError naming segment and device if a part fails.
+        Its result has every output but states, and of these those named in `also`. Requests that pass states on run
+        one after the other, in the order of submission. The future raises ExecutionError naming segment and device
+        if a part fails, FeedError if a state is neither fed nor stored.
         """
+
+    def reset_state(self) -> None:  # noqa: B027 - most bundles have no states
+        """Forget states before the next request that is submitted; those under way still pass theirs on."""
 
     @abstractmethod
     def close(self) -> None:
@@ -66,6 +74,8 @@ class Runtime(ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str] = ""
+    keeps_state: ClassVar[bool] = False
+    """Whether it stores states between requests; bundles with states are refused otherwise."""
 
     @abstractmethod
     def open(self, bundle: Bundle, *, trace: bool = False) -> RuntimeSession:

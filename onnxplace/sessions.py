@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +22,41 @@ _LEVELS = {
 }
 # Idle pool threads spin this long for the next piece of work; the default burns tens of milliseconds after each run.
 SPIN_MICROSECONDS = 100
+
+
+_libraries: ContextVar[tuple[str, ...]] = ContextVar("custom operator libraries", default=())
+
+
+@contextmanager
+def custom_operators(libraries: Sequence[str | Path]) -> Iterator[None]:
+    """Load the kernels of these shared libraries into every session whose options this thread makes inside.
+
+    Raises ModelError for a library that is not there or that ONNX Runtime cannot load.
+    """
+    paths = tuple(str(Path(library).resolve()) for library in libraries)
+    for path in paths:
+        if not Path(path).is_file():
+            raise ModelError("M023", "there is no such library of operators", where=path)
+        _register(onnxruntime().SessionOptions(), path)
+    token = _libraries.set(tuple(dict.fromkeys((*_libraries.get(), *paths))))
+    try:
+        yield
+    finally:
+        _libraries.reset(token)
+
+
+def operator_libraries() -> tuple[str, ...]:
+    """Return the libraries of custom operators that are in use here and now."""
+    return _libraries.get()
+
+
+def _register(options: Any, path: str) -> None:
+    try:
+        options.register_custom_ops_library(path)
+    except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
+        message = f"ONNX Runtime cannot load operators from it: {one_line(problem)}"
+        hint = "it must be a shared library that exports RegisterCustomOps"
+        raise ModelError("M023", message, where=path, hint=hint) from None
 
 
 def session_options(cores: Sequence[int], level: Level = "all", entries: Mapping[str, str] | None = None) -> Any:
@@ -38,6 +75,8 @@ def session_options(cores: Sequence[int], level: Level = "all", entries: Mapping
         options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_MICROSECONDS))
     for key, value in (entries or {}).items():
         options.add_session_config_entry(key, value)
+    for path in operator_libraries():
+        _register(options, path)
     return options
 
 
@@ -57,9 +96,16 @@ def open_session(model: str | Path | bytes, options: Any, device_id: str = "cpu:
     return session
 
 
+LIBRARY_HINT = "give the library that has it: --custom-op-library FILE (custom_op_libraries=[...] in Python)"
+_UNKNOWN_OPERATOR = re.compile(r"(?P<domain>[\w.]+):(?P<name>\w+)\(-?\d+\) is not a registered function/op")
+
+
 def _refusal(problem: Exception, where: str) -> ModelError:
     text = one_line(problem)
     text = text.rpartition("[ONNXRuntimeError] : ")[2]
+    if found := _UNKNOWN_OPERATOR.search(text):
+        message = f"ONNX Runtime has no operator {found['name']} in domain {found['domain']!r}"
+        return ModelError("M010", message, where=where, hint=LIBRARY_HINT)
     hint = "the installed ONNX Runtime cannot run this model; try another version of it, or export with an older opset"
     return ModelError("M012", f"ONNX Runtime refuses the model: {text}", where=where, hint=hint)
 

@@ -53,6 +53,7 @@ def simulate(graph: OpGraph, seconds: Floats, target: Target, device: Ints, orde
     `seconds` is [device, node]; `order` holds every node once. A model's inputs are on the devices that read them
     from the start, its outputs stay to the end. O((N + E) log N). Raises ValueError if the order cannot be run.
     """
+    device, order = device.astype(np.int32, copy=False), order.astype(np.int32, copy=False)
     own_seconds = seconds[device, np.arange(len(graph))]
     latency, per_byte = target.link_arrays()
     outputs, inputs, readers = graph.outputs, graph.inputs, graph.readers

@@ -13,27 +13,21 @@ A plugin's whole test suite may be
 
 from __future__ import annotations
 
-import tempfile
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from itertools import product
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from onnxplace._runtime_contract import check_runtime, require
 from onnxplace.bounds import lower_bound_seconds
-from onnxplace.bundle import Bundle
-from onnxplace.errors import ExecutionError, InfeasibleError
+from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule, Source
-from onnxplace.feeds import Array
 from onnxplace.graph import Csr, Ints, OpGraph
 from onnxplace.pipeline import make_pass as named_pass
 from onnxplace.pipeline import run_pass
-from onnxplace.runtime import Result, Runtime, RuntimeSession
 from onnxplace.simulate import simulate
 from onnxplace.spec import build_pass, parse_pipeline, spec_of
 from onnxplace.state import Pass, State
@@ -42,8 +36,6 @@ from onnxplace.target import LINK_MODELS, Device, Link, LinkModel, Target
 # All random times are whole multiples of this, and so are their sums: exact in floating point, whatever the order.
 TICK_SECONDS = 2.0**-20
 AMPLE_BYTES = 1 << 40
-# A runtime that takes longer than this for something that takes milliseconds is taken to hang.
-PATIENCE_SECONDS = 60.0
 
 _RANDOM_FACTS = (Profile, Groups, Clusters, Placement, Schedule)
 
@@ -227,27 +219,21 @@ def check_pass(make_pass: Callable[[], Pass], states: Iterable[State] | None = N
         where = f"pass {step.name!r}, state {number}"
         before = _described(state)
         first = _answer(make_pass(), state, where)
-        _require(not (changed := _differing(before, _described(state))), f"{where}: it altered its input: {changed}")
-        _require(isinstance(first, str) or first.target == state.target, f"{where}: it changed the target")
+        require(not (changed := _differing(before, _described(state))), f"{where}: it altered its input: {changed}")
+        require(isinstance(first, str) or first.target == state.target, f"{where}: it changed the target")
         second = _answer(make_pass(), state, where)
         differing = _differing(_described(first), _described(second))
-        _require(not differing, f"{where}: the same input gave two answers; they differ in {differing}")
-
-
-def _require(condition: bool, message: str) -> None:
-    """Assert, even under `python -O`."""
-    if not condition:
-        raise AssertionError(message)
+        require(not differing, f"{where}: the same input gave two answers; they differ in {differing}")
 
 
 def _check_options(step: Pass) -> None:
     kind = type(step)
-    _require(isinstance(step, Pass), f"{kind.__name__} is not a Pass")
+    require(isinstance(step, Pass), f"{kind.__name__} is not a Pass")
     frozen = is_dataclass(step) and "__dataclass_params__" in vars(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    _require(frozen, f"{kind.__name__} is not a frozen dataclass itself")
+    require(frozen, f"{kind.__name__} is not a frozen dataclass itself")
     text = str(spec_of(step))
     again = build_pass(kind, parse_pipeline(text)[0].options)
-    _require(again == step, f"pass {step.name!r}: its text {text!r} reads back as another pass: {again}")
+    require(again == step, f"pass {step.name!r}: its text {text!r} reads back as another pass: {again}")
 
 
 def _states_for(step: Pass) -> Iterator[State]:
@@ -273,8 +259,8 @@ def _answer(step: Pass, state: State, where: str) -> State | str:
     try:
         return run_pass(step, state)
     except InfeasibleError as refusal:
-        _require(Placement in step.provides, f"{where}: it is no placer, yet it raised {refusal}")
-        _require(not _roomy(state), f"{where}: every device has room for everything, yet it raised {refusal}")
+        require(Placement in step.provides, f"{where}: it is no placer, yet it raised {refusal}")
+        require(not _roomy(state), f"{where}: every device has room for everything, yet it raised {refusal}")
         return str(refusal)
     except Exception as problem:
         raise AssertionError(f"{where}: {type(problem).__name__}: {problem}") from problem
@@ -310,142 +296,12 @@ def _differing(one: Mapping[str, object], other: Mapping[str, object]) -> str:
     return ", ".join(path.lstrip(".") or "the kind of answer" for path in paths[:3])
 
 
-_MODEL = """
-<ir_version: 8, opset_import: ["" : 17]>
-contract (float[4,4] x, int64[2] rows) => (float[2,4] y, float[4,4] z) {
-    product = MatMul(x, weight)
-    picked = Gather(product, rows)
-    mixed = MatMul(picked, weight)
-    y = Relu(mixed)
-    z = Neg(product)
-}
-"""
-_DEVICE_MAP = '{"product|y": "cpu:0", ".*": "cpu:1"}'
-_WEIGHT: NDArray[np.float32] = np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)
-
-
-def check_runtime(runtime_class: Callable[[], Runtime], *, computes: bool = True) -> None:
-    """Raise AssertionError unless a runtime does what runtimes promise, on a small model over two CPU devices.
-
-    Requests give the right outputs, also when many are under way; a request that fails or is cancelled does not
-    spoil the next; closing waits for what is under way, may be repeated, ends all threads, and what is submitted
-    later raises ExecutionError; nothing hangs. `computes=False` is for a runtime that returns no outputs.
-
-    >>> from onnxplace.registry import find
-    >>> check_runtime(find("runtimes", "simulated"), computes=False)
-    """
-    with tempfile.TemporaryDirectory(prefix="onnxplace-") as folder:
-        bundle = _small_bundle(Path(folder))
-        checks = [_check_requests, _check_close]
-        for check in [*checks, _check_failure, _check_cancelled] if computes else checks:
-            _in_time(lambda check=check: check(runtime_class(), bundle, computes), check.__name__)  # type: ignore[misc]
-
-
-def _small_bundle(folder: Path) -> Bundle:
-    """Compile a model that goes back and forth between two CPU devices, with estimated costs."""
-    from onnx import numpy_helper, parser
-
-    from onnxplace.api import compile_model
-
-    model = parser.parse_model(_MODEL)
-    model.graph.initializer.append(numpy_helper.from_array(_WEIGHT, "weight"))
-    for node in model.graph.node:
-        node.name = node.output[0]
-    (folder / "map.json").write_text(_DEVICE_MAP, encoding="utf-8")
-    coplace = replace(named_pass("coplace"), join="never", device_map=str(folder / "map.json"))  # type: ignore[call-arg]
-    text = f"profile{{estimate=true}},{spec_of(coplace)},fuse,m-etf,split,emit"
-    target = Target((Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30)))
-    return compile_model(model, folder / "small.bundle", target=target, pipeline=text).bundle
-
-
-def _in_time(check: Callable[[], None], name: str) -> None:
-    """Run a check in a thread that may be given up, so that a runtime that hangs fails instead of hanging us."""
-    problems: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            check()
-        except BaseException as problem:  # noqa: BLE001 - handed to the caller below
-            problems.append(problem)
-
-    thread = threading.Thread(target=run, name=f"onnxplace {name}", daemon=True)
-    thread.start()
-    thread.join(PATIENCE_SECONDS)
-    _require(not thread.is_alive(), f"{name[1:]}: still not done after {PATIENCE_SECONDS:.0f} seconds")
-    for problem in problems:
-        raise problem
-
-
-def _feeds(number: int) -> dict[str, Array]:
-    x = np.arange(16, dtype=np.float32).reshape(4, 4) / 8 - number
-    return {"x": x, "rows": np.array([number % 4, 3 - number % 4], dtype=np.int64)}
-
-
-def _failing_feeds() -> dict[str, Array]:
-    return {**_feeds(0), "rows": np.array([0, 1 << 40], dtype=np.int64)}
-
-
-def _check_result(result: Result, number: int, computes: bool) -> None:
-    _require(result.seconds >= 0, f"request {number}: it took {result.seconds} seconds")
-    if not computes:
-        return
-    feeds = _feeds(number)
-    product = feeds["x"] @ _WEIGHT
-    expected = {"y": np.maximum(product[feeds["rows"]] @ _WEIGHT, 0), "z": -product}
-    _require(set(result.outputs) == set(expected), f"request {number}: its outputs are {sorted(result.outputs)}")
-    for name, want in expected.items():
-        close = np.allclose(result.outputs[name], want, rtol=1e-4, atol=1e-5)
-        _require(close, f"request {number}: output {name!r} is {result.outputs[name]}, not {want}")
-
-
-def _check_request(session: RuntimeSession, number: int, computes: bool) -> None:
-    _check_result(session.submit(_feeds(number)).result(PATIENCE_SECONDS), number, computes)
-
-
-def _check_requests(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
-    """Check one request, then more of them at once than a runtime keeps under way, then the timeline."""
-    with runtime.open(bundle, trace=True) as session:
-        _check_request(session, 0, computes)
-        under_way = [session.submit(_feeds(number)) for number in range(20)]
-        for number, future in enumerate(under_way):
-            _check_result(future.result(PATIENCE_SECONDS), number, computes)
-        events = session.submit(_feeds(0)).result(PATIENCE_SECONDS).events
-    known = {device.id for device in bundle.target.devices}
-    _require({event.device for event in events} == known, f"the timeline shows {events}, not both devices of {known}")
-    for event in events:
-        _require(0 <= event.start_seconds <= event.finish_seconds, f"{event} ends before it starts")
-
-
-def _check_close(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
-    before = set(threading.enumerate())
-    with runtime.open(bundle) as session:
-        under_way = [session.submit(_feeds(number)) for number in range(3)]
-        session.close()
-        for number, future in enumerate(under_way):
-            _require(future.done(), "close did not wait for a request that was under way")
-            _check_result(future.result(), number, computes)
-        session.close()
-    left = sorted(thread.name for thread in set(threading.enumerate()) - before)
-    _require(not left, f"threads are left after close: {', '.join(left)}")
-    try:
-        session.submit(_feeds(0)).result(PATIENCE_SECONDS)
-    except ExecutionError:
-        return
-    raise AssertionError("a closed session took a request")
-
-
-def _check_failure(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
-    with runtime.open(bundle) as session:
-        before, failing, after = (session.submit(f) for f in (_feeds(1), _failing_feeds(), _feeds(2)))
-        problem = failing.exception(PATIENCE_SECONDS)
-        _require(isinstance(problem, ExecutionError), f"a part that failed raised {problem!r}, no ExecutionError")
-        _check_result(before.result(PATIENCE_SECONDS), 1, computes)
-        _check_result(after.result(PATIENCE_SECONDS), 2, computes)
-        _check_request(session, 3, computes)
-
-
-def _check_cancelled(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
-    with runtime.open(bundle) as session:
-        for future in [session.submit(_feeds(number)) for number in range(6)]:
-            future.cancel()
-        _check_request(session, 4, computes)
+__all__ = [
+    "AMPLE_BYTES",
+    "TICK_SECONDS",
+    "check_pass",
+    "check_runtime",
+    "random_graph",
+    "random_state",
+    "random_target",
+]

@@ -12,7 +12,7 @@ import numpy as np
 
 from onnxplace.costs import Problem
 from onnxplace.graph import Csr, Floats, Ints, Longs
-from onnxplace.kernels import kernel
+from onnxplace.jit import kernel
 from onnxplace.passes._decode import AHEAD, FROM_THERE, decode
 
 
@@ -260,6 +260,6 @@ def anneal(w, s, a, k, lean, proposals, hot, progress, step, ask, best_device, b
         elif ask:
             return True
         elif take(s, k):
-            best_device[:] = k.device
-            best_bias[:] = k.bias
+            for node in range(len(best_bias)):  # numba takes seconds to compile a copy from slice to slice
+                best_device[node], best_bias[node] = k.device[node], k.bias[node]
     return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from onnxplace.graph import Csr, Ints, OpGraph
-from onnxplace.kernels import kernel
+from onnxplace.jit import kernel
 
 
 def inseparable(graph: OpGraph, group: Ints) -> Ints:

@@ -6,11 +6,11 @@ import heapq
 
 import numpy as np
 
-from onnxplace.kernels import kernel
+from onnxplace.jit import kernel, part
 from onnxplace.passes._group_kernels import find, number_sets
 
 
-@kernel
+@part
 def _only_neighbour(node, parent, ends, head, tail, following, size):
     """The one cluster that all edges of `node` on one side lead to, else -1; `ends` is the other end of each edge.
 
@@ -40,7 +40,7 @@ def _only_neighbour(node, parent, ends, head, tail, following, size):
     return other
 
 
-@kernel
+@part
 def _append(kept, gone, head, tail, following, size):
     """Append the edges of `gone` to those of `kept`."""
     if head[gone] < 0:
@@ -53,7 +53,7 @@ def _append(kept, gone, head, tail, following, size):
     size[kept] += size[gone]
 
 
-@kernel
+@part
 def _push(stack, count, waiting, node):
     """Put `node` on the stack unless it is there; returns the new height."""
     if waiting[node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -19,24 +20,20 @@ FORMAT = "onnxplace-costs"
 VERSION = 1
 
 
-def costs_json(profile: Profile) -> dict[str, Any]:
-    """Return a profile in the form of a cost file."""
+def costs_text(profile: Profile) -> str:
+    """Return a profile in the form of a cost file: JSON, one line per node."""
     graph = profile.graph
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "whole_seconds": dict(profile.whole_seconds),
-        "nodes": {
-            name: {
-                "op": graph.ops[i],
-                "unit": int(profile.unit[i]),
-                "seconds": {kind: float(s[i]) for kind, s in profile.seconds.items()},
-                "source": {kind: Source(int(s[i])).name.lower() for kind, s in profile.sources.items()},
-            }
-            for i, name in enumerate(graph.names)
-        },
-        "value_bytes": {name: int(graph.value_bytes[i]) for i, name in enumerate(graph.value_names)},
-    }
+    kinds = list(profile.seconds)
+    seconds = [profile.seconds[kind].tolist() for kind in kinds]
+    sources = [[Source(index).name.lower() for index in profile.sources[kind].tolist()] for kind in kinds]
+    nodes = (
+        {"op": op, "unit": unit, "seconds": dict(zip(kinds, spent)), "source": dict(zip(kinds, known))}
+        for op, unit, spent, known in zip(graph.ops, profile.unit.tolist(), zip(*seconds), zip(*sources))
+    )
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in zip(graph.names, nodes))
+    head = {"format": FORMAT, "version": VERSION, "whole_seconds": dict(profile.whole_seconds)}
+    sizes = json.dumps(dict(zip(graph.value_names, graph.value_bytes.tolist())))
+    return f'{json.dumps(head)[:-1]},\n "nodes": {{\n{lines}\n }},\n "value_bytes": {sizes}}}\n'
 
 
 def read_costs(path: str | Path, model: Model, target: Target) -> Profile:

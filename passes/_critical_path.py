@@ -9,7 +9,7 @@ import numpy as np
 
 from onnxplace.costs import Problem
 from onnxplace.graph import Csr, Floats, Ints
-from onnxplace.kernels import kernel
+from onnxplace.jit import kernel
 from onnxplace.passes._decode import Wiring
 
 

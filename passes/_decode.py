@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from onnxplace.graph import Floats, Ints, Longs, OpGraph
-from onnxplace.kernels import kernel
+from onnxplace.jit import kernel
 from onnxplace.target import LINK_MODELS, Target
 
 # Why a node could not start before it did: nothing, a node before it on its device, an input made here, or elsewhere.

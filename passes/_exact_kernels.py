@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from onnxplace.graph import Bools, Floats, Ints, Longs
-from onnxplace.kernels import kernel
+from onnxplace.jit import kernel
 
 NEVER = 1e300
 # How many states with the same nodes started and the same values in the same places are compared with a new one.
@@ -56,6 +56,15 @@ class Tables(NamedTuple):
     readers: Ints
     read_mask: Longs
     before_mask: Longs
+    joins: Ints
+    """Nodes before which much has to be done."""
+    join_starts: Longs
+    join_nodes: Ints
+    """What comes before each join, the longest `join_remote` first."""
+    join_distance: Floats
+    """Least time from the end of such a node to the start of the join."""
+    join_remote: Floats
+    """The same, if they are on different devices."""
     tuples: Ints
     """Ordered choices of destinations, filled up with -1."""
     shuffles: Ints
@@ -69,6 +78,8 @@ class Tables(NamedTuple):
     """Nodes may hold back what they send, so that leaving out dominated states stays right with `receives`."""
     careful: bool
     """Keep the values at hand within memory, roughly; finds steps, bounds nothing."""
+    patient: bool
+    """Keep states that others dominate: they may need less memory."""
 
 
 @kernel
@@ -292,12 +303,90 @@ def far_tails(order, succ_starts, successors, send, work, known):
 
 
 @kernel
+def distances(order, succ_starts, successors, send, work):
+    """Least times from the end of a node to the start of a later one, and if those are on different devices.
+
+    Both are [earlier, later], -1 where no path leads. `send` is the least time of a transfer per edge, NEVER where its
+    ends share a device. O(N E).
+    """
+    count = len(order)
+    distance, remote = np.full((count, count), -1.0), np.full((count, count), -1.0)
+    for position in range(count - 1, -1, -1):
+        node = order[position]
+        for k in range(succ_starts[node], succ_starts[node + 1]):
+            after = successors[k]
+            distance[node, after] = max(distance[node, after], 0.0)
+            remote[node, after] = max(remote[node, after], send[k])
+            for last in range(count):
+                if distance[after, last] >= 0.0:
+                    here = work[after] + distance[after, last]
+                    distance[node, last] = max(distance[node, last], here)
+                    away = min(send[k] + here, work[after] + remote[after, last])
+                    remote[node, last] = max(remote[node, last], away)
+    return distance, remote
+
+
+@kernel
+def level(opening, skip, own, later, total):
+    """When devices could have done `total` seconds of work: one from `own` on, the others `later` than `opening`.
+
+    `opening` is ascending; the device at `skip` of it is the one that opens at `own`.
+    """
+    reached, opened, number = NEVER, 0.0, 0
+    k, mine = 0, False
+    while True:
+        k += k == skip
+        rest = opening[k] + later if k < len(opening) else NEVER
+        following = rest if mine else min(own, rest)
+        if following >= reached:
+            return reached
+        if not mine and own <= rest:
+            mine = True
+        else:
+            k += 1
+        opened += following
+        number += 1
+        reached = (opened + total) / number
+
+
+@kernel
+def _joined(mask, opening, first, early, p):
+    """A bound from each join: what comes before it is done on its device, or elsewhere and sent there."""
+    best = 0.0
+    for t in range(len(p.joins)):
+        join = p.joins[t]
+        if (mask >> join) & 1:
+            continue
+        home, homes, own = 0, 0, p.least[join]
+        for d in range(p.devices):
+            if early[join, d] < NEVER:
+                home = d
+                homes += 1
+        skip, opens = 0, opening[0]
+        if homes == 1:
+            own, opens = p.seconds[home, join], first[home]
+            while opening[skip] != opens:
+                skip += 1
+        total, nearest = 0.0, NEVER
+        for k in range(p.join_starts[t], p.join_starts[t + 1]):
+            node = p.join_nodes[k]
+            if (mask >> node) & 1 or p.least[node] == 0.0:
+                continue
+            total += p.least[node]
+            nearest = min(nearest, p.join_distance[k])
+            done = level(opening, skip, opens, p.join_remote[k] - nearest, total) + nearest
+            best = max(best, done + own + p.tail[join])
+    return best
+
+
+@kernel
 def bound(reals, ints, mask, p, early, there_at):
     """A time that no completion of this state beats; `early` [N, D] and `there_at` [V, D] are scratch.
 
     Heads: earliest starts per node and device, values crossing at least cost, plus the node's tail. Loads: for each
     tail length, what has a tail at least as long must fit behind what the devices have done (all together, and what
-    can run on one device only on that device). Also returns a guide, lower for states that look better.
+    can run on one device only on that device). Joins: what comes before one must be done there or be sent.
+    Also returns a guide, lower for states that look better.
     """
     devices, groups, count = p.devices, len(p.group_mask), len(p.group)
     base, promised = 1 + 4 * devices, groups + 2 * devices + 1
@@ -354,6 +443,7 @@ def bound(reals, ints, mask, p, early, there_at):
     opening = np.sort(first)
     if opening[0] >= NEVER:
         return best, 3.0 * best
+    best = max(best, _joined(mask, opening, first, early, p))
     total = 0.0
     # The guide takes it that every device that can do something still will: what idles now is lost.
     # Its parts: the longest way, all loads, and loads with what comes after them.
@@ -375,13 +465,7 @@ def bound(reals, ints, mask, p, early, there_at):
                 only = d if only == -1 else -2
         total += p.least[node]
         # Spread over the devices that open first, as many of them as it is worth opening.
-        level, opened = NEVER, 0.0
-        for k in range(devices):
-            if opening[k] >= level:
-                break
-            opened += opening[k]
-            level = (opened + total) / (k + 1)
-        best = max(best, level + p.tail[node])
+        best = max(best, level(opening, 0, opening[0], 0.0, total) + p.tail[node])
         promise = max(promise, (wasted + total) / used + p.tail[node])
         if only >= 0:
             alone[only] += p.seconds[only, node]
@@ -522,7 +606,7 @@ def select(ranked, parents, actions, reals, ints, masks, p, new_reals, new_ints,
         worse = False
         other = heads[slot]
         last = np.int64(-1)
-        for _ in range(COMPARED):
+        for _ in range(0 if p.patient else COMPARED):
             if other < 0 or worse:
                 break
             if new_masks[other] == new_masks[kept]:

@@ -12,7 +12,8 @@ import numpy as np
 from onnxplace.bounds import node_bytes, reach
 from onnxplace.costs import Problem
 from onnxplace.graph import Bools, Csr, Floats, Ints, Longs
-from onnxplace.passes._exact_kernels import NEVER, Tables, expand, far_tails, select
+from onnxplace.passes._exact_kernels import NEVER, Tables, distances, expand, far_tails, level, select
+from onnxplace.passes._held import held_bytes, reachable
 
 # Sets of nodes are the bits of one integer; tuples of destinations are listed.
 MOST_NODES, MOST_DEVICES = 62, 4
@@ -20,8 +21,10 @@ MOST_NODES, MOST_DEVICES = 62, 4
 STRIDE = 500
 # How much the guide counts against the bound when states are ranked.
 GUIDED = 1.0
-# Complete steps per layer that are simulated.
-TRIED = 16
+# Joins that are looked at in every state.
+JOINS = 6
+# Complete steps per layer that are simulated, and as long as none is known that fits.
+TRIED, TRIED_FIRST = 16, 500
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,16 @@ def tables(asked: Problem) -> Tables:
     group_mask = np.zeros(len(asked.pinned), dtype=np.int64)
     np.bitwise_or.at(group_mask, asked.group, bits)
     held, needed = _own_weights(asked), node_bytes(graph).astype(np.float64)
+    waiting = held_bytes(graph, asked.group, reachable(graph.order, graph.predecessors))
+    needed += waiting[np.arange(len(graph)), asked.group]
     largest = np.zeros(len(group_mask))
     np.maximum.at(largest, asked.group, needed)
     allowed = held[:, None] + largest[:, None] <= asked.limit_bytes[None]
     allowed &= (asked.pinned[:, None] < 0) | (asked.pinned[:, None] == np.arange(devices))
-    tail, alike = _tails(asked), _alike(asked, latency, per_byte)
+    around, crossing = reach(graph, asked.seconds, asked.target), _crossing(asked, send, inner)
+    after = graph.successors
+    tail: Floats = far_tails(graph.order, after.starts, after.items, crossing, around.least, around.tail)
+    alike = _alike(asked, latency, per_byte)
     shuffles = [p for p in permutations(range(devices)) if all(alike[p[d]] == alike[d] for d in range(devices))]
     choices = [[*p, *[-1] * (devices - k)] for k in range(devices) for p in permutations(range(devices), k)]
     return Tables(
@@ -68,9 +76,10 @@ def tables(asked: Problem) -> Tables:
         asked.limit_bytes.astype(np.float64), allowed, alike, asked.seconds, asked.seconds.min(axis=0), send,
         graph.order, np.argsort(-tail, kind="stable").astype(np.int32), tail, ins.starts, ins.items, outs.starts,
         outs.items, readers.starts, readers.items, _masks(readers, bits), _masks(graph.predecessors, bits),
+        *_joins(asked, crossing, around.least, tail),
         np.array(choices, dtype=np.int32), np.array(shuffles, dtype=np.int32),
         asked.target.link_model == "parallel" or devices == 1, asked.target.link_model == "sequential",
-        False, False, False,
+        False, False, False, False,
     )  # fmt: skip
 
 
@@ -89,18 +98,39 @@ def _own_weights(asked: Problem) -> Floats:
     return np.bincount(first, asked.graph.weight_bytes[own], len(asked.pinned)).astype(np.float64)
 
 
-def _tails(asked: Problem) -> Floats:
-    graph = asked.graph
-    around = reach(graph, asked.seconds, asked.target)
-    after = graph.successors
-    send = np.zeros(len(after.items))
+def _crossing(asked: Problem, send: Floats, inner: Longs) -> Floats:
+    """Return, per edge of `successors`, the least time of a transfer; never where both ends share a device.
+
+    `send` is [inner value, source, destination].
+    """
+    graph, after = asked.graph, asked.graph.successors
+    apart = ~np.eye(len(asked.target.devices), dtype=bool)
+    least = np.zeros(len(graph.value_names))
+    least[inner] = send[:, apart].min(axis=1, initial=NEVER)
+    crossing = np.full(len(after.items), NEVER)
     for edge, (node, reader) in enumerate(zip(after.rows, after.items)):
-        carried = np.intersect1d(graph.outputs[int(node)], graph.inputs[int(reader)])
-        send[edge] = around.send[carried].max()
-    tail: Floats = far_tails(
-        graph.order, after.starts, after.items, np.minimum(send, NEVER / 1e6), around.least, around.tail
-    )
-    return tail
+        if asked.group[node] != asked.group[reader]:
+            carried = np.intersect1d(graph.outputs[int(node)], graph.inputs[int(reader)])
+            crossing[edge] = least[carried].max()
+    return crossing
+
+
+def _joins(asked: Problem, crossing: Floats, least: Floats, tail: Floats) -> tuple[Ints, Longs, Ints, Floats, Floats]:
+    """Return the joins that bound the step best, what comes before each, and how far from it."""
+    graph, after = asked.graph, asked.graph.successors
+    distance, remote = distances(graph.order, after.starts, after.items, crossing, least)
+    opening, bounds = np.zeros(len(asked.target.devices)), np.zeros(len(graph))
+    before = [np.flatnonzero(distance[:, join] >= 0).astype(np.int32) for join in range(len(graph))]
+    before = [nodes[np.argsort(-remote[nodes, join], kind="stable")] for join, nodes in enumerate(before)]
+    for join, nodes in enumerate(before):
+        nearest = np.minimum.accumulate(distance[nodes, join])
+        later, totals = remote[nodes, join] - nearest, np.cumsum(least[nodes])
+        done = [level(opening, 0, 0.0, *each) for each in zip(later.tolist(), totals.tolist())]
+        bounds[join] = (np.array(done) + nearest).max(initial=0.0) + least[join] + tail[join]
+    joins = np.argsort(-bounds, kind="stable")[:JOINS].astype(np.int32)
+    listed = Csr.of([before[join] for join in joins.tolist()])
+    ends = joins[listed.rows]
+    return joins, listed.starts, listed.items, distance[listed.items, ends], remote[listed.items, ends]
 
 
 def _alike(asked: Problem, latency: Floats, per_byte: Floats) -> Ints:
@@ -147,7 +177,9 @@ def search(asked: Problem, known: Tables, upper_seconds: float, gap: float, widt
         if done.any():
             ends = layer.reals[:, 1 : 1 + known.devices].max(axis=1)
             bound = min(bound, float(ends[done].min()))
-            found = _better(asked, found, history, np.flatnonzero(done)[np.argsort(ends[done], kind="stable")[:TRIED]])
+            ranked = np.flatnonzero(done)[np.argsort(ends[done], kind="stable")]
+            most = TRIED if np.isfinite(threshold) else TRIED_FIRST
+            found = _better(asked, found, history, ranked[:most])
             layer = layer.where(~done)
             history[-1] = (parents[~done], actions[~done])
         found = Found(bound, found.makespan_seconds, found.device, found.order, found.complete and dropped >= NEVER)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.kernels import kernel
+from onnxplace.jit import kernel
 
 
 @kernel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -14,12 +14,16 @@ from onnxplace.errors import InputError, TargetError, UsageError
 from onnxplace.facts import Groups, Profile
 from onnxplace.files import read_json
 from onnxplace.graph import Bools, Floats, Ints, OpGraph
-from onnxplace.passes._group_kernels import first_readers, join, number_sets, owners
+from onnxplace.model import Model
+from onnxplace.passes._binding import HostValue, host_values
+from onnxplace.passes._group_kernels import find, first_readers, join, number_sets, owners
 from onnxplace.state import Diagnostic, State
 from onnxplace.target import Target
 
 Join = Literal["worth", "always", "never"]
 Backward = Literal["free", "follow"]
+# The reason of groups around a value that a model hands to its next call.
+STATE = "state"
 
 
 def group_nodes(
@@ -45,8 +49,12 @@ def group_nodes(
     union = Union(pinned)
     if keep:
         union.join(first_alike(state[Groups].group), np.arange(len(graph)), "grouped before")
+    if Model in state:
+        _join_states(union, graph, state[Model], target)
     for pattern in colocate:
         _join_matching(union, graph, pattern)
+    if Model in state:
+        notes += _keep_on_host(union, graph, state[Model], target)
     if given and profile.given is not None:
         colored = np.flatnonzero(profile.given >= 0)
         union.join(colored[first_alike(profile.given[colored])], colored, "the graph's own group")
@@ -102,6 +110,14 @@ class Union:
         refused: Bools = join(self._parent, self._pinned, self._reason, first, second, len(self._labels) - 1)
         return refused
 
+    def pin_to(self, node: int, device: int) -> None:
+        """Pin the set of a node to a device."""
+        self._pinned[find(self._parent, node)] = device
+
+    def pin(self, node: int) -> int:
+        """Return the device that the set of a node is pinned to, -1 for none."""
+        return int(self._pinned[find(self._parent, node)])
+
     def groups(self) -> Groups:
         group, count = number_sets(self._parent)
         roots = np.flatnonzero(self._parent == np.arange(len(group)))
@@ -141,6 +157,59 @@ def only_readers(
     constant[reads] = False
     joins = np.flatnonzero((lowest >= 0) & counts & (single | (constant & (lowest != highest))))
     return joins, lowest[joins]
+
+
+def _join_states(union: Union, graph: OpGraph, model: Model, target: Target) -> None:
+    """Join what makes the next value of a state with all that read the last one: it stays on their device."""
+    index = {name: value for value, name in enumerate(graph.value_names)}
+    for name, output in model.states.items():
+        maker = int(graph.producer[index[model.sources.get(output, output)]])
+        readers = graph.readers[index[name]]
+        refused = union.join(np.full_like(readers, maker), readers, STATE)
+        if refused.any():
+            places = [
+                f"node {graph.names[node]!r} to {target.devices[union.pin(node)].id}"
+                for node in (maker, int(readers[refused.argmax()]))
+            ]
+            raise UsageError(
+                "S005",
+                f"state {output!r} = {name!r} stays on one device, but the device map pins {' and '.join(places)}",
+                where="--state",
+                hint="pin both to one device, or leave one of them free",
+            )
+
+
+def _keep_on_host(union: Union, graph: OpGraph, model: Model, target: Target) -> list[Diagnostic]:
+    """Join what makes and reads a value that a GPU cannot hold, and pin it to a host device, if there is one.
+
+    On CPU devices alone nothing is done: they hand such values over as they are.
+    """
+    if all(device.kind == "cpu" for device in target.devices):
+        return []
+    found = list(host_values(model))
+    for value in found:
+        union.join(np.full_like(value.nodes, value.nodes[0]), value.nodes, "values that only a host can hold")
+    host = next((index for index, device in enumerate(target.devices) if device.kind == "cpu"), -1)
+    places: dict[int, list[HostValue]] = {}
+    for value in found:
+        if union.pin(int(value.nodes[0])) < 0 and host >= 0:
+            union.pin_to(int(value.nodes[0]), host)
+        places.setdefault(union.pin(int(value.nodes[0])), []).append(value)
+    return [_host_note(device, values, graph, target) for device, values in places.items()]
+
+
+def _host_note(device: int, values: Sequence[HostValue], graph: OpGraph, target: Target) -> Diagnostic:
+    """Say which nodes stay together, and why."""
+    nodes = sorted({node for value in values for node in value.nodes.tolist()})
+    kinds = " and ".join(dict.fromkeys(value.kind for value in values))
+    message = (
+        f"{len(nodes)} nodes, such as {graph.names[nodes[0]]!r}, stay together: "
+        f"a GPU cannot hold the values of type {kinds} that they share, such as {values[0].name!r}"
+    )
+    if device >= 0 and target.devices[device].kind == "cpu":
+        return Diagnostic("G012", message, where=target.devices[device].id)
+    where, hint = target.devices[device].id if device >= 0 else "", "add a host device, such as cpu:0"
+    return Diagnostic("G012", f"{message}; ONNX Runtime computes them on the host, copying to and fro", where, hint)
 
 
 def _join_matching(union: Union, graph: OpGraph, pattern: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.kernels import kernel
+from onnxplace.jit import kernel
 
 DUPLEX, SEQUENTIAL, PARALLEL, SUM, TRAFFIC = range(5)
 """How the load of a stage follows from its compute, sends and receives; see `combined`."""

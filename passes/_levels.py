@@ -41,10 +41,11 @@ def levels(asked: Problem) -> list[Level]:
 
 
 def _coarser(fine: Problem, most_seconds: float) -> Level:
-    """Join what the largest transfers connect, as long as a group has no more work than that; contract what it can.
+    """Join what the longest transfers connect, as long as a group has no more work than that; contract what it can.
 
-    The heaviest edges go first, as in Kruskal's algorithm and in multilevel graph partitioning. Groups need not be
-    convex: only what makes no cycle becomes one node.
+    The heaviest edges go first, as in Kruskal's algorithm and in multilevel graph partitioning. All readers of a value
+    have to be with it to save its transfer, so that each edge weighs its share of that. Groups need not be convex:
+    only what makes no cycle becomes one node.
     """
     graph, count = fine.graph, len(fine.graph)
     pin = fine.pinned[fine.group].astype(np.int32)
@@ -52,7 +53,10 @@ def _coarser(fine: Problem, most_seconds: float) -> Level:
     join_light(parent, pin, load, first_alike(fine.group).astype(np.int32), every, np.inf)
     inner = graph.producer[graph.inputs.items] >= 0
     value, reader = graph.inputs.items[inner], graph.inputs.rows[inner]
-    heaviest = np.lexsort((reader, value, -graph.value_bytes[value]))
+    latency, per_byte = fine.target.link_arrays()
+    apart = ~np.eye(len(latency), dtype=bool)
+    transfer = latency[apart].mean() + graph.value_bytes[value] * per_byte[apart].mean()
+    heaviest = np.lexsort((reader, value, -transfer / np.bincount(value)[value]))
     join_light(parent, pin, load, graph.producer[value[heaviest]], reader[heaviest], most_seconds)
     group, groups = number_sets(parent)
     cluster = contract(group, every, graph.producer, graph.inputs.starts, graph.inputs.items)

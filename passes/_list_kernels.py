@@ -1,18 +1,13 @@
 """The list scheduler's small kernels: heaps, when inputs can be there, what fits, and what placing a node changes.
 
-They are compiled into `list_schedule`, which is what is cached on disk: after a change here, touch that file.
+They are compiled into `list_schedule`, which is what is kept on disk.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
 import numpy as np
 
-# Only ever called from compiled code: without wrappers for Python they compile in half the time.
-_BARE: dict[str, Any] = {"nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-part = numba.njit(**_BARE)
+from onnxplace.jit import part
 
 
 @part

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.kernels import kernel
+from onnxplace.jit import kernel, part
 from onnxplace.passes._list_kernels import (
     fetch,
     input_ready,
     let_go,
     may_run,
     need_bytes,
-    part,
     put,
     room_left,
     settle,
@@ -49,12 +48,12 @@ def list_schedule(work, queues, favourite):
     for g in range(len(work.groups) - 1):
         if work.groups[g].pinned >= 0:
             settle(g, work.groups[g].pinned, work)
-    entered, ready = 0, 0
+    entered, ready = np.int64(0), np.int64(0)
     for node in range(count):
         if work.nodes[node].waiting == 0:
             queues.fresh[ready] = node
             ready += 1
-    clock = 0
+    clock = np.int64(0)  # not a literal, for which numba would compile what it is passed to once more
     for _ in range(count):
         while entered < ready:
             enter(np.int64(queues.fresh[entered]), work, queues, guided)

@@ -19,7 +19,9 @@ from onnxplace.bundle import (
     Manifest,
     OutputRecord,
     Predicted,
+    RepeatRecord,
     SegmentRecord,
+    StateRecord,
     Step,
     TargetRecord,
     ValueRecord,
@@ -28,6 +30,7 @@ from onnxplace.costs import device_seconds
 from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segments
 from onnxplace.graph import Ints
 from onnxplace.model import Model, declared, shape_entries, type_name
+from onnxplace.operators import custom_operators_of
 from onnxplace.simulate import device_weights
 from onnxplace.state import State
 from onnxplace.target import Target
@@ -59,6 +62,7 @@ def manifest_of(
             )
             for value in model.outputs
         ),
+        states=_state_records(state),
         segments=_segment_records(state, ids),
         values=_value_records(state, ids, types),
         programs={
@@ -75,6 +79,11 @@ def manifest_of(
         transfer_bytes=sum(sent),
         diagnostics=tuple(DiagnosticRecord(**asdict(note)) for note in state.diagnostics),
         files=files,
+        repeats=tuple(
+            RepeatRecord(count=found.count, nodes=found.nodes, first=state[Profile].graph.names[found.start])
+            for found in state[Profile].repeats
+        ),
+        custom_operators=custom_operators_of(model),
     )
 
 
@@ -107,6 +116,15 @@ def _segment_records(state: State, ids: Sequence[str]) -> tuple[SegmentRecord, .
             workspace_bytes=int(coarse.workspace_bytes[i]),
         )
         for i, (name, segment) in enumerate(zip(ids, found.segments))
+    )
+
+
+def _state_records(state: State) -> tuple[StateRecord, ...]:
+    model, found = state[Model], state[Segments]
+    home = {name: state.target.devices[segment.device].id for segment in found.segments for name in segment.outputs}
+    return tuple(
+        StateRecord(output=output, input=name, device=home[model.sources.get(output, output)])
+        for name, output in model.states.items()
     )
 
 

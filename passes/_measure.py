@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from onnxplace.errors import ExecutionError
 from onnxplace.graph import Floats, Ints
 from onnxplace.model import INLINE_LIMIT_BYTES, Model, WeightFile
-from onnxplace.sessions import open_session, pinned, run_whole, session_options
+from onnxplace.sessions import custom_operators, open_session, operator_libraries, pinned, run_whole, session_options
 
 Feeds = Mapping[str, NDArray[Any]]
 WARM_UPS = 2
@@ -41,7 +41,10 @@ class Measurement:
     """Dense id per node: nodes of one kernel."""
     ran: NDArray[np.bool_]
     """Per node: False if ONNX Runtime folded it away."""
-    whole_seconds: float
+    measured: NDArray[np.bool_]
+    """Per node: False if it could not be run, so that nothing is known of it."""
+    whole_seconds: float | None
+    """Of one unprofiled run; None if the model never ran as a whole."""
     value_bytes: Mapping[str, int]
     """Bytes of the values that survived fusion, by name."""
 
@@ -49,20 +52,36 @@ class Measurement:
 def measure(
     model: Model, feeds: Feeds, device_id: str, cores: Sequence[int], repeat: int, seconds: float
 ) -> Measurement:
-    """Run the whole model `repeat` times, or for about `seconds`, profiled and unprofiled, on one device.
+    """Measure a model as a `Timer` does."""
+    return Timer(device_id, tuple(cores), repeat, seconds).measure(model, feeds)[0]
 
-    On a GPU the profiled runs happen in a child process whose launches wait for their kernels: ONNX Runtime's times
-    would be those of the launches otherwise. The unprofiled runs, to whose time all is scaled, are ordinary ones.
-    """
-    with tempfile.TemporaryDirectory(prefix="onnxplace-") as folder, pinned(cores):
-        source, entries = stored(model, Path(folder))
-        session = open_session(source, session_options(cores, "all", entries), device_id, model.name)
-        whole = float(np.median(_run_repeatedly(session, feeds, repeat, seconds, model.name)))
-        del session
-        job = _Job(source, entries, device_id, tuple(cores), dict(feeds), repeat, seconds, folder, model.name)
-        kernel_seconds, output_bytes = _profile(job) if device_id.startswith("cpu:") else in_child(job)
-        optimized = onnx.load(Path(folder) / "optimized.onnx", load_external_data=False)
-    return _attribute(model, optimized, kernel_seconds, output_bytes, whole)
+
+@dataclass(frozen=True)
+class Timer:
+    """How to measure: the device, how many runs, or about how many seconds."""
+
+    device_id: str
+    cores: tuple[int, ...]
+    repeat: int
+    seconds: float
+
+    def measure(self, model: Model, feeds: Feeds) -> tuple[Measurement, list[Any]]:
+        """Run the whole model, profiled and unprofiled; returns also what it gave back the last time.
+
+        On a GPU the profiled runs happen in a child process whose launches wait for their kernels: ONNX Runtime's
+        times would be those of the launches otherwise. The unprofiled runs, to whose time all is scaled, are
+        ordinary ones.
+        """
+        with tempfile.TemporaryDirectory(prefix="onnxplace-") as folder, pinned(self.cores):
+            source, entries = stored(model, Path(folder))
+            session = open_session(source, session_options(self.cores, "all", entries), self.device_id, model.name)
+            taken, made = _run_repeatedly(session, feeds, self.repeat, self.seconds, model.name)
+            del session
+            how = self.device_id, self.cores, dict(feeds), self.repeat, self.seconds
+            job = _Job(source, entries, *how, folder, model.name)
+            kernel_seconds, output_bytes = _profile(job) if self.device_id.startswith("cpu:") else in_child(job)
+            optimized = onnx.load(Path(folder) / "optimized.onnx", load_external_data=False)
+        return _attribute(model, optimized, kernel_seconds, output_bytes, float(np.median(taken))), made
 
 
 @dataclass(frozen=True)
@@ -79,6 +98,8 @@ class _Job:
     folder: str
     """Receives the graph that was really run, as optimized.onnx."""
     where: str
+    libraries: tuple[str, ...] = field(default_factory=operator_libraries)
+    """Of custom operators."""
 
 
 Kernels = tuple[dict[str, float], dict[str, list[int]]]
@@ -114,16 +135,21 @@ def stored(model: Model, folder: Path, more: Sequence[onnx.ValueInfoProto] = ())
     return folder / "whole.onnx", {}
 
 
-def _run_repeatedly(session: Any, feeds: Feeds, repeat: int, seconds: float, where: str) -> list[float]:
-    """Run until `repeat` or the time is used up, at least three times; returns the seconds of each run."""
+def _run_repeatedly(
+    session: Any, feeds: Feeds, repeat: int, seconds: float, where: str
+) -> tuple[list[float], list[Any]]:
+    """Run until `repeat` or the time is used up, at least three times.
+
+    Returns the seconds of each run, and what the last one gave back.
+    """
     for _ in range(WARM_UPS):
         run_whole(session, None, feeds, where)
     taken: list[float] = []
     while len(taken) < repeat and (len(taken) < 3 or sum(taken) < seconds):
         began = time.perf_counter()
-        run_whole(session, None, feeds, where)
+        made = run_whole(session, None, feeds, where)
         taken.append(time.perf_counter() - began)
-    return taken
+    return taken, made
 
 
 def _profile(job: _Job) -> Kernels:
@@ -137,7 +163,8 @@ def _profile(job: _Job) -> Kernels:
         "session.optimized_model_external_initializers_file_name": "optimized.bin",
         "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
     }
-    options = session_options(job.cores, "extended", saved)
+    with custom_operators(job.libraries):
+        options = session_options(job.cores, "extended", saved)
     options.optimized_model_filepath = str(folder / "optimized.onnx")
     options.enable_profiling = True
     options.profile_file_prefix = str(folder / "profile")
@@ -217,7 +244,8 @@ def _attribute(
     scale = whole_seconds / total if total > 0 else 1.0
     keys = [cluster_of[k] if k >= 0 else -1 - n for n, k in enumerate(owner)]
     unit = np.unique(np.asarray(keys, dtype=np.int64), return_inverse=True)[1].astype(np.int32)
-    return Measurement(seconds * scale, unit, np.asarray([k >= 0 for k in owner], dtype=bool), whole_seconds, sizes)
+    ran = np.asarray([k >= 0 for k in owner], dtype=bool)
+    return Measurement(seconds * scale, unit, ran, np.ones(len(ran), dtype=bool), whole_seconds, sizes)
 
 
 def _owners(model: Model, optimized: onnx.ModelProto) -> list[int]:

@@ -10,7 +10,8 @@ import numpy as np
 
 from onnxplace.bounds import node_bytes, reach
 from onnxplace.costs import Problem
-from onnxplace.graph import Bools, Csr, Floats, Ints
+from onnxplace.graph import Csr, Floats, Ints
+from onnxplace.passes._held import held_bytes, reachable
 
 # Thresholds of heads and of tails for which the work between them is held against each device.
 LEVELS = 6
@@ -63,9 +64,9 @@ def solve(asked: Problem, upper_seconds: float, gap: float, deadline: float, see
     order which is first (binary), for each edge whether it is cut, for each value the devices that receive it, the
     makespan. Rows: a reader starts after what it reads is there; nodes of one device do not overlap (big M from heads,
     tails and `upper_seconds`); work between thresholds of heads and tails, and what a device receives, fit into the
-    makespan; weights plus what the largest node needs fit into memory. It relaxes the simulator (transfers queue only
-    in total, values take no room while they wait), so its bound holds there. Steps longer than `upper_seconds` may be
-    left out.
+    makespan; weights, what the running node needs and what groups surely hold meanwhile fit into memory. It relaxes
+    the simulator (transfers queue only in total, few values take room while they wait), so its bound holds there.
+    Steps longer than `upper_seconds` may be left out.
     """
     program = _Program(asked, upper_seconds)
     return program.solve(gap, deadline, seed)
@@ -75,6 +76,7 @@ class _Program:
     def __init__(self, asked: Problem, upper_seconds: float) -> None:
         self.asked, self.graph, self.devices = asked, asked.graph, len(asked.target.devices)
         self.around = reach(asked.graph, asked.seconds, asked.target)
+        self.before = reachable(self.graph.order, self.graph.predecessors)
         self.scale = upper_seconds
         self.rows = _Rows()
         self.makespan = self.rows.column(self.around.longest_seconds / self.scale, 1.0)
@@ -160,36 +162,40 @@ class _Program:
                     self.rows.at_least([(self.makespan, 1.0), *terms], float(a + b) / self.scale)
 
     def _memory(self) -> None:
+        """While a node runs, weights, what it needs itself and what groups surely hold then fit into each device."""
         graph, group = self.graph, self.asked.group
-        largest = np.zeros(len(self.home))
-        np.maximum.at(largest, group, node_bytes(graph).astype(np.float64))
-        held = Csr.grouped(graph.weights.items, group[graph.weights.rows].astype(np.int32), len(graph.weight_bytes))
-        everything = graph.total_weight_bytes + largest.max(initial=0.0)
-        for device in range(self.devices):
-            limit = float(self.asked.limit_bytes[device])
-            if everything <= limit:
-                continue
-            per_group = np.zeros(len(self.home))
-            terms: list[tuple[int, float]] = []
-            for weight, size in enumerate(graph.weight_bytes.tolist()):
-                users = held[weight].tolist()
-                if len(users) == 1:
-                    per_group[users[0]] += size
-                elif users and size:
-                    stored = self.rows.column(0.0, 1.0)
-                    terms.append((stored, size / everything))
-                    for user in users:
-                        self.rows.at_least([(stored, 1.0), (int(self.home[user, device]), -1.0)], 0.0)
-            terms += [(int(self.home[g, device]), per_group[g] / everything) for g in np.flatnonzero(per_group)]
-            if terms:
-                self.rows.at_least(terms, -np.inf, limit / everything)
-            for g in np.flatnonzero(largest).tolist():
-                need = _added(terms, int(self.home[g, device]), largest[g] / everything)
-                self.rows.at_least(need, -np.inf, limit / everything)
+        needed, held = node_bytes(graph).astype(np.float64), held_bytes(graph, group, self.before)
+        held[np.arange(len(graph)), group] += needed
+        demands = np.unique(held, axis=0)
+        everything = graph.total_weight_bytes + held.sum(axis=1).max(initial=0.0)
+        for device in np.flatnonzero(self.asked.limit_bytes < everything).tolist():
+            terms, per_group = self._weights(device, everything)
+            room = float(self.asked.limit_bytes[device]) / everything
+            for demand in [np.zeros(len(self.home)), *demands]:
+                asked = (demand + per_group) / everything
+                own = [(int(self.home[g, device]), float(asked[g])) for g in np.flatnonzero(asked)]
+                if terms or own:
+                    self.rows.at_least([*terms, *own], -np.inf, room)
+
+    def _weights(self, device: int, everything: float) -> tuple[list[tuple[int, float]], Floats]:
+        """Return the terms of weights that groups share, in parts of `everything`, and what each group reads alone."""
+        graph, group = self.graph, self.asked.group
+        users = Csr.grouped(graph.weights.items, group[graph.weights.rows].astype(np.int32), len(graph.weight_bytes))
+        per_group = np.zeros(len(self.home))
+        terms: list[tuple[int, float]] = []
+        for weight, size in enumerate(graph.weight_bytes.tolist()):
+            if len(users[weight]) == 1:
+                per_group[users[weight][0]] += size
+            elif len(users[weight]) and size:
+                stored = self.rows.column(0.0, 1.0)
+                terms.append((stored, size / everything))
+                for user in users[weight].tolist():
+                    self.rows.at_least([(stored, 1.0), (int(self.home[user, device]), -1.0)], 0.0)
+        return terms, per_group
 
     def _order(self, earliest: Floats, latest: Floats) -> None:
         """Nodes that no path connects and that may share a device run one after the other there."""
-        before = _reachable(self.graph.order, self.graph.predecessors)
+        before = self.before
         least, tail = self.around.least / self.scale, self.around.tail / self.scale
         for i in range(len(self.graph)):
             for j in range(i):
@@ -244,22 +250,6 @@ class _Program:
             return Solved(self.scale if infeasible else bound, None, None, infeasible)
         device = solution[self.home].argmax(axis=1)[self.asked.group].astype(np.int32)
         return Solved(bound, device, solution[self.start] * self.scale, infeasible)
-
-
-def _added(terms: list[tuple[int, float]], column: int, more: float) -> list[tuple[int, float]]:
-    """Return the terms with `more` added to the factor of a column."""
-    kept = [(index, factor) for index, factor in terms if index != column]
-    return [*kept, (column, more + sum(factor for index, factor in terms if index == column))]
-
-
-def _reachable(order: Ints, predecessors: Csr) -> Bools:
-    """Return [node, earlier]: whether a path leads from `earlier` to `node`."""
-    before = np.zeros((len(order), len(order)), dtype=bool)
-    for node in order.tolist():
-        for earlier in predecessors[node].tolist():
-            before[node] |= before[earlier]
-            before[node, earlier] = True
-    return before
 
 
 __all__ = ["Solved", "solve"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxplace.graph import Floats, Ints, Longs, OpGraph
-from onnxplace.kernels import kernel
+from onnxplace.jit import kernel
 from onnxplace.passes._ideals import combined
 
 
@@ -213,7 +213,8 @@ def anneal(
                 energy = after
                 if worst < least * (1.0 - 1e-12):
                     least = worst
-                    best[:] = device
+                    for each in range(len(best)):  # numba takes seconds to compile a copy from slice to slice
+                        best[each] = device[each]
                 continue
             shift(node, b, a, device, state, graph, costs)
         if partner >= 0:

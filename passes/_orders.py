@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from onnxplace.graph import Ints, OpGraph
-from onnxplace.kernels import kernel
+from onnxplace.jit import kernel
 
 
 def orders(graph: OpGraph, count: int, seed: int) -> Iterator[Ints]:

@@ -12,7 +12,9 @@ from onnxplace.state import Pass, State
 
 @dataclass(frozen=True)
 class Coplace(Pass):
-    """Group nodes by, in this order: the user's wishes, kernels that ONNX Runtime fuses, training steps, and traffic.
+    """Group nodes by, in this order: states, the user's wishes, kernels that ONNX Runtime fuses, training, and traffic.
+
+    A state (`--state OUT=IN`) joins the node that makes OUT with all that read IN: its value stays on their device.
 
     `join` says when a node whose values have a single reader joins that reader (Baechi, SoCC 2020, section 4):
     `worth` if sending its values would take longer than computing the node, `always` as published, or `never`.

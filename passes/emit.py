@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +10,14 @@ from typing import ClassVar
 
 from onnx import TypeProto, ValueInfoProto
 
-from onnxplace.bundle import COSTS, MANIFEST, SEGMENTS, WEIGHTS, WHOLE, FileRecord, sha256_of
+from onnxplace.bundle import COSTS, MANIFEST, SEGMENTS, WEIGHTS, WHOLE, FileRecord, link_record
 from onnxplace.facts import Emitted, Placement, Profile, Schedule, Segment, Segments
 from onnxplace.files import replaced_folder, require_free
 from onnxplace.model import Model, WeightFile
 from onnxplace.passes._boundary import boundary_types
-from onnxplace.passes._cost_file import costs_json
+from onnxplace.passes._cost_file import costs_text
 from onnxplace.passes._manifest import manifest_of
-from onnxplace.state import Pass, State
+from onnxplace.state import Diagnostic, Pass, State
 from onnxplace.target import Target
 
 
@@ -35,34 +35,43 @@ class Emit(Pass):
     """Replace what is there."""
     pipeline: str = ""
     """The text of the whole pipeline, for the record."""
+    link_weights: bool = False
+    """Refer to the model's own weights files, beside which `path` must be, instead of copying them."""
 
     def run(self, state: State) -> State:
         path = Path(self.path)
         require_free(path, self.force, MANIFEST)
+        beside = path.absolute().parent if self.link_weights else None
         with replaced_folder(path) as folder:
-            _write(state, folder, self.pipeline)
+            linked = _write(state, folder, self.pipeline, beside)
+        if self.link_weights and not linked:
+            message = "there is nothing to link to: the model has no weights file of its own"
+            state = state.saying(Diagnostic("N011", message, where=state[Model].name))
         return state.having(Emitted(path))
 
 
-def _write(state: State, folder: Path, pipeline: str) -> None:
+def _write(state: State, folder: Path, pipeline: str, beside: Path | None) -> bool:
+    """Fill the folder of the bundle; returns whether it refers to weights files in `beside`."""
     (folder / SEGMENTS).mkdir()
     ids = _segment_ids(state[Segments].segments, state.target)
     types = boundary_types(state[Model], {n for s in state[Segments].segments for n in (*s.inputs, *s.outputs)})
-    hashes = {}
-    with WeightFile(folder / SEGMENTS / WEIGHTS, WEIGHTS) as weights:
-        for segment, name in zip(state[Segments].segments, ids):
-            _write_segment(state[Model], segment, folder / SEGMENTS / f"{name}.onnx", weights, types)
-        whole = state[Model].whole_proto(weights)
-        (folder / WHOLE).write_bytes(whole.SerializeToString())
-        hashes[f"{SEGMENTS}/{WEIGHTS}"] = weights.digest
-    (folder / COSTS).write_text(json.dumps(costs_json(state[Profile]), indent=1), encoding="utf-8")
     files = {}
-    for file in sorted(folder.rglob("*")):
-        if file.is_file():
-            name = file.relative_to(folder).as_posix()
-            files[name] = FileRecord(sha256=hashes.get(name) or sha256_of(file), bytes=file.stat().st_size)
-    manifest = manifest_of(state, ids, types, files, pipeline)
-    (folder / MANIFEST).write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
+
+    def write(name: str, data: bytes) -> None:
+        (folder / name).write_bytes(data)
+        files[name] = FileRecord(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
+
+    with WeightFile(folder / SEGMENTS / WEIGHTS, WEIGHTS, beside) as weights:
+        for segment, name in zip(state[Segments].segments, ids):
+            write(f"{SEGMENTS}/{name}.onnx", _segment_bytes(state[Model], segment, name, weights, types))
+        write(WHOLE, state[Model].whole_proto(weights).SerializeToString())
+    files[f"{SEGMENTS}/{WEIGHTS}"] = FileRecord(sha256=weights.digest, bytes=weights.bytes_written)
+    write(COSTS, costs_text(state[Profile]).encode())
+    manifest = manifest_of(state, ids, types, dict(sorted(files.items())), pipeline)
+    linked = {location: link_record(file) for location, file in sorted(weights.linked.items())}
+    text = manifest.model_copy(update={"linked": linked}).model_dump_json(indent=1)
+    (folder / MANIFEST).write_text(text, encoding="utf-8")
+    return bool(linked)
 
 
 def _segment_ids(segments: Sequence[Segment], target: Target) -> list[str]:
@@ -75,13 +84,13 @@ def _segment_ids(segments: Sequence[Segment], target: Target) -> list[str]:
     return ids
 
 
-def _write_segment(
-    model: Model, segment: Segment, file: Path, weights: WeightFile, types: dict[str, TypeProto]
-) -> None:
+def _segment_bytes(
+    model: Model, segment: Segment, name: str, weights: WeightFile, types: dict[str, TypeProto]
+) -> bytes:
+    """Return the ONNX file of a segment."""
     nodes = [model.nodes[i] for i in segment.nodes]
     reads = dict.fromkeys(name for i in segment.nodes for name in model.reads[i])
     tensors = [weights.place(model.initializers[name], model.folder) for name in reads if name in model.initializers]
     inputs = [ValueInfoProto(name=name, type=types[name]) for name in segment.inputs]
     outputs = [ValueInfoProto(name=name, type=types[name]) for name in segment.outputs]
-    proto = model.proto(nodes, tensors, inputs, outputs, name=file.stem)
-    file.write_bytes(proto.SerializeToString())
+    return model.proto(nodes, tensors, inputs, outputs, name=name).SerializeToString()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
@@ -12,21 +12,22 @@ from annotated_types import Ge, Gt
 
 from onnxplace.bounds import lower_bound_seconds
 from onnxplace.costs import Problem, decided, order_by_start, problem, shortage
-from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph import Ints
+from onnxplace.passes._choose import Plan, published_plans
 from onnxplace.passes._exact_kernels import Tables
 from onnxplace.passes._exact_search import MOST_DEVICES, MOST_NODES, Found, search, tables
+from onnxplace.passes._levels import levels
 from onnxplace.passes._milp import solve
-from onnxplace.passes._plan import best_plan
+from onnxplace.passes._search import Budget, Ground, candidate, explore
 from onnxplace.state import Diagnostic, Pass, State
 
 # States kept per layer at first, and once the solver has had its turn; by how much more each time.
 WIDTH, WIDE, WIDER = 300, 7500, 5
 # A layer of so many states takes about 250 MB.
 WIDEST = 187_500
-# The part of the time that the search has before the solver's turn, and the solver then.
-SHARE = 0.3
+# The parts of the time that the search for better steps has, and after which the solver has its turn, and the rest.
+SHARE, SOLVED_FROM, SOLVED_UNTIL = 0.1, 0.3, 0.6
 # Beyond this, a program takes longer to build than it is worth.
 MOST_SOLVED = 400
 # Relative difference of what is equal but for rounding.
@@ -39,10 +40,11 @@ class Exact(Pass):
 
     Up to 62 nodes (after `fuse`) on 4 devices are searched state by state as the simulator runs them: groups, pins,
     weights and the order of transfers are exact; contention between transfers from different devices is added when
-    the search without it is done and its bound is not met. HiGHS has a share of the time if a first search proves too
-    little, and all of it for graphs of up to 400 nodes that are too large to search. Values that wait in memory and
-    weights that several groups read are left out of the search's bounds; every step is simulated, and only what fits
-    is taken. The gap between bound and step is part of the result; when time is up, the best step so far is.
+    the search without it is done and its bound is not met. The other placers and a search as that of `multilevel` give
+    a step to begin with; the solver leaves out what is longer. HiGHS has a share of the time if a first search proves
+    too little, and all of it for graphs of up to 400 nodes that are too large to search. Most values that wait in
+    memory, and weights that several groups read, are left out of the bounds; every step is simulated, and only what
+    fits is taken. The gap between bound and step is part of the result; when time is up, the best step so far is.
 
     If the graph is contracted, the proof is for steps that run each cluster in one go: the schedule of single nodes
     may be shorter than that bound, which is then not recorded with it. The same input gives the same answer as long
@@ -57,24 +59,29 @@ class Exact(Pass):
     """When to stop with what there is."""
     gap: Annotated[float, Ge(0)] = 0.01
     """Stop once bound and step differ by less than this part of the step; 0: find the very best."""
-    seed: int = 0
-    """For the solver."""
+    seed: Annotated[int, Ge(0)] = 0
+    """For the search that begins, and for the solver."""
 
     def run(self, state: State) -> State:
         asked = problem(state)
         searched = 0 < len(asked.graph) <= MOST_NODES and len(asked.target.devices) <= MOST_DEVICES
         best = _Best(asked, self.gap)
-        for device, order in _simple(asked):
-            best.offer(device, order)
+        plans = published_plans(asked)
+        for plan in plans:
+            best.offer(plan.device, plan.order)
         if searched and not best.proven:
             # One state per layer: kernels that have never been used are compiled, which is not to count as time.
-            _offer(best, _run(best, tables(asked), 1, np.inf, 0.0))
+            _seek(best, tables(asked), 1, np.inf)
         began = time.perf_counter()
         deadline = began + self.seconds
         if searched and not best.proven:
-            _search(best, WIDTH, began + SHARE * self.seconds)
+            _search(best, WIDTH, deadline, WIDTH)
+        if not best.proven:
+            _improve(best, plans, SHARE * self.seconds, self.seed)
+        if searched and not best.proven:
+            _search(best, WIDER * WIDTH, began + SOLVED_FROM * self.seconds)
         if 0 < len(asked.graph) <= MOST_SOLVED and not best.proven:
-            _solve(best, began + 2 * SHARE * self.seconds if searched else deadline, self.seed)
+            _solve(best, began + SOLVED_UNTIL * self.seconds if searched else deadline, self.seed)
         if searched and not best.proven:
             _search(best, WIDE, deadline)
         if not np.isfinite(best.makespan):
@@ -125,19 +132,21 @@ class _Best:
         return f"optimal within {self.left * 100:.2g} %: {times}" if self.left else f"optimal: {times}"
 
 
-def _simple(asked: Problem) -> Iterator[tuple[Ints, Ints]]:
-    """Yield the steps on one device that pins allow, and that of the list scheduler."""
-    for index in range(len(asked.target.devices)):
-        if np.isin(asked.pinned, (-1, index)).all():
-            yield np.full(len(asked.graph), index, dtype=np.int32), asked.graph.order
+def _improve(best: _Best, plans: Sequence[Plan], seconds: float, seed: int) -> None:
+    """Look for a better step as `auto` does, from the best one, from plans and from scratch."""
+    ground = Ground(best.asked)
+    begin = [candidate(ground, plan.name, plan.device, plan.order) for plan in plans]
+    if np.isfinite(best.makespan):
+        begin.append(candidate(ground, "exact", best.device, best.order))
+    goal = best.bound * (1 + EQUAL)
     try:
-        device, start = best_plan(asked, np.full(len(asked.graph), -1, dtype=np.int32))
-    except InfeasibleError:
+        found = explore(levels(best.asked), [one for one in begin if one], Budget(seconds, 0), seed, goal).best
+    except LookupError:
         return
-    yield device, order_by_start(asked.graph, start)
+    best.offer(found.device, found.order)
 
 
-def _search(best: _Best, width: int, until: float) -> None:
+def _search(best: _Best, width: int, until: float, widest: int = WIDEST) -> None:
     """Search wider and wider; count channels that several devices use once leaving them out proves too little."""
     known = tables(best.asked)
     # Two devices with a channel each way: what arrives comes from one device only, in the order it was sent.
@@ -145,13 +154,12 @@ def _search(best: _Best, width: int, until: float) -> None:
     proofs = [known, known._replace(receives=True, delays=True)][: 1 + shared]
     seekers = [known._replace(receives=True)] * shared
     if _tight(best.asked):
-        seekers.append(known._replace(receives=shared, careful=True))
-    while width <= WIDEST and (proofs or seekers):
+        careful = known._replace(receives=shared, careful=True)
+        seekers += [careful] if np.isfinite(best.makespan) else [careful, known._replace(receives=shared, patient=True)]
+    while width <= widest and (proofs or seekers):
         if proofs and _prove(best, proofs[0], width, until):
             proofs.pop(0)
-        for variant in seekers:
-            if not best.proven:
-                _offer(best, _run(best, variant, width, until, best.gap))
+        seekers = [known for known in seekers if best.proven or not _seek(best, known, width, until)]
         if best.proven or time.perf_counter() > until:
             return
         width *= WIDER
@@ -174,9 +182,11 @@ def _run(best: _Best, known: Tables, width: int, until: float, aim: float) -> Fo
     return search(best.asked, known, best.makespan, max(aim * 0.999, EQUAL / 10), width, until)
 
 
-def _offer(best: _Best, found: Found) -> None:
-    """Take the step of a search whose bound holds for a part of the steps only."""
+def _seek(best: _Best, known: Tables, width: int, until: float) -> bool:
+    """Search where the bound holds for a part of the steps only; return whether nothing was left out."""
+    found = _run(best, known, width, until, best.gap)
     best.take(replace(found, bound_seconds=0.0))
+    return found.complete
 
 
 def _tight(asked: Problem) -> bool:

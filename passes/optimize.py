@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from annotated_types import Ge
-from onnx import AttributeProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper
+from onnx import NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
+from onnxplace._bodies import captured, subgraphs
 from onnxplace.errors import OnnxplaceError
 from onnxplace.model import Model, tensor_size
+from onnxplace.passes._binding import DEQUANTIZE, is_quantiser
 from onnxplace.sessions import open_session, session_options
 from onnxplace.state import Diagnostic, Pass, State
 
@@ -24,6 +26,9 @@ _KEPT = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"}
 class Optimize(Pass):
     """Fold nodes that depend on constants only, and drop nodes and weights that nobody reads.
 
+    A DequantizeLinear that several nodes read becomes one for each of them, as ONNX Runtime does too: so each can be
+    placed with its operator, and what crosses between devices is the quantised value.
+
     Weights keep their bytes and their place on disk; what ONNX Runtime fuses is left to it, and `profile` keeps
     such nodes together (docs/decisions/0003-fusion.md).
     """
@@ -36,7 +41,7 @@ class Optimize(Pass):
     """Bytes of a weight, and of a result, up to which constants are folded; larger ones would bloat the bundle."""
 
     def run(self, state: State) -> State:
-        model = _without_unused(state[Model])
+        model = _with_own_dequantisers(_without_unused(state[Model]))
         foldable = _foldable(model, self.fold_up_to)
         if not foldable:
             return state.having(model)
@@ -59,6 +64,48 @@ def _without_unused(model: Model) -> Model:
     return model.replacing(kept[::-1], weights)
 
 
+def _with_own_dequantisers(model: Model) -> Model:
+    """Return the model with a DequantizeLinear of its own for each node that reads one; bodies read the first."""
+    maker = {node.output[0]: node for node in model.nodes if is_quantiser(node, DEQUANTIZE)}
+    if not maker:
+        return model
+    inner = {name for node in model.nodes for graph in subgraphs(node) for name in captured(graph)}
+    taken = {name for node in model.nodes for name in (node.name, *node.output)} | set(model.initializers)
+    taken |= model.input_names
+    shared = inner | {model.sources.get(output.name, output.name) for output in model.outputs}
+    nodes: list[NodeProto] = []
+    for node in model.nodes:
+        own: dict[str, str] = {}
+        for name in dict.fromkeys(name for name in node.input if name in maker):
+            if name not in shared:
+                shared.add(name)  # the first reader keeps the node that is there
+                continue
+            nodes.append(_renamed_copy(maker[name], taken))
+            own[name] = nodes[-1].output[0]
+        nodes.append(_reading(node, own) if own else node)
+    return model.replacing(nodes, model.initializers)
+
+
+def _renamed_copy(node: NodeProto, taken: set[str]) -> NodeProto:
+    """Return a node of one output under a new name, with a new name for its output; `taken` learns them."""
+    copy = NodeProto()
+    copy.CopyFrom(node)
+    number = 1
+    while f"{node.name}/{number}" in taken or f"{node.output[0]}/{number}" in taken:
+        number += 1
+    copy.name, copy.output[0] = f"{node.name}/{number}", f"{node.output[0]}/{number}"
+    taken.update((copy.name, copy.output[0]))
+    return copy
+
+
+def _reading(node: NodeProto, own: Mapping[str, str]) -> NodeProto:
+    """Return a node with other inputs, its bodies as they are."""
+    result = NodeProto()
+    result.CopyFrom(node)
+    result.input[:] = [own.get(name, name) for name in node.input]
+    return result
+
+
 def _foldable(model: Model, limit_bytes: int) -> list[int]:
     """Return the positions of nodes that depend on nothing but small constants."""
     constant = {
@@ -74,8 +121,8 @@ def _foldable(model: Model, limit_bytes: int) -> list[int]:
 
 
 def _is_pure(node: NodeProto) -> bool:
-    subgraphs = any(a.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for a in node.attribute)
-    return node.domain in ("", "ai.onnx") and node.op_type not in _RANDOM | _KEPT and not subgraphs
+    bodies = any(True for _ in subgraphs(node))
+    return node.domain in ("", "ai.onnx") and node.op_type not in _RANDOM | _KEPT and not bodies
 
 
 def _fold(model: Model, positions: Sequence[int], limit_bytes: int) -> Model:

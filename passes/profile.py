@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated, ClassVar
 
@@ -11,20 +11,42 @@ import numpy as np
 from annotated_types import Ge
 from numpy.typing import NDArray
 
-from onnxplace.facts import Profile, Source
-from onnxplace.graph import Floats
+from onnxplace.facts import Profile, Repeat, Source
+from onnxplace.graph import Floats, Ints, OpGraph
 from onnxplace.machine import cores, cuda_problem, gpus
 from onnxplace.model import Model, op_graph, static_shapes, value_bytes
+from onnxplace.passes._binding import with_quantised_units
 from onnxplace.passes._cost_file import read_costs
-from onnxplace.passes._measure import Measurement, measure
+from onnxplace.passes._measure import Measurement, Timer
+from onnxplace.passes._pieces import cut, measure_pieces, needed_bytes
+from onnxplace.passes._repeats import node_kinds, pooled, repeats
 from onnxplace.passes._roofline import estimate
 from onnxplace.state import Diagnostic, Pass, State
 from onnxplace.target import Device
 
 
 @dataclass(frozen=True)
+class _Asked:
+    """The model as it is measured: its structure before any time is known."""
+
+    model: Model
+    shapes: Mapping[str, tuple[int, ...]]
+    graph: OpGraph
+    kinds: Ints
+    repeats: tuple[Repeat, ...]
+
+    @staticmethod
+    def of(model: Model, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]) -> _Asked:
+        graph, kinds = op_graph(model, sizes), node_kinds(model, shapes)
+        return _Asked(model, shapes, graph, kinds, repeats(kinds, graph))
+
+
+@dataclass(frozen=True)
 class ProfileCosts(Pass):
     """Measure the model with ONNX Runtime, once per class of device, node by node.
+
+    A model that needs more memory than any device of a class has is measured in pieces that fit, equal ones once.
+    Nodes that do the same to values of the same shapes cost the same: the median of what they took.
 
     Costs come from a cost file if one is given, else from measurement on a device of that class here, else from a
     roofline estimate, which is marked as such. Needs a value for every symbolic dimension.
@@ -49,9 +71,13 @@ class ProfileCosts(Pass):
         model = state[Model]
         model.input_shapes()  # fails here, before any work, if a dimension has no value
         if self.costs:
-            return state.having(read_costs(self.costs, model, state.target))
+            return state.having(_in_units(read_costs(self.costs, model, state.target), model))
         shapes = static_shapes(model)
         sizes = value_bytes(model, {**shapes, **model.input_shapes()})
+        asked = _Asked.of(model, shapes, sizes)
+        limits: dict[str, int] = {}
+        for device in state.target.devices:
+            limits[device.cost_class] = max(device.memory_bytes, limits.get(device.cost_class, 0))
         measured: dict[str, Measurement] = {}
         notes = []
         for device in {d.cost_class: d for d in state.target.devices}.values():
@@ -61,14 +87,31 @@ class ProfileCosts(Pass):
                     Diagnostic("C001", f"costs are estimated, not measured: {problem}", where=device.cost_class)
                 )
             else:
-                own = cores()[: device.cores]
-                measured[device.cost_class] = measure(
-                    model, model.feeds(self.seed), device.id, own, self.repeat, self.seconds
-                )
+                measured[device.cost_class], note = self._measure(asked, device, limits[device.cost_class])
+                notes += note
         for found in measured.values():
             sizes = {**found.value_bytes, **sizes}
         notes += _unknown_sizes(model, sizes)
-        return state.having(_profile(model, state, shapes, sizes, measured)).saying(*notes)
+        return state.having(_in_units(_profile(asked, state, sizes, measured), model)).saying(*notes)
+
+    def _measure(self, asked: _Asked, device: Device, limit_bytes: int) -> tuple[Measurement, list[Diagnostic]]:
+        """Measure on one device, whole if that fits there, else in pieces that do."""
+        timer = Timer(device.id, cores()[: device.cores], self.repeat, self.seconds)
+        feeds = asked.model.feeds(self.seed)
+        if needed_bytes(asked.graph) <= limit_bytes:
+            found = timer.measure(asked.model, feeds)[0]
+            return replace(found, seconds=pooled(found.seconds, found.unit, found.ran, asked.kinds)), []
+        pieces = cut(asked.graph, asked.repeats, limit_bytes)
+        found = measure_pieces(asked.model, asked.graph, asked.kinds, pieces, feeds, timer)
+        message = f"the model needs more than the {limit_bytes} bytes of a device: measured in {len(pieces)} pieces"
+        if left := int((~found.measured).sum()):
+            message += f"; {left} of {len(asked.graph)} nodes could not be run so, and are estimated"
+        return found, [Diagnostic("C003", message, where=device.cost_class)]
+
+
+def _in_units(profile: Profile, model: Model) -> Profile:
+    """Return the profile with each operator and its quantisers as one unit, also where they were not run as one."""
+    return replace(profile, unit=with_quantised_units(model, profile.unit))
 
 
 def _cannot_measure(device: Device) -> str | None:
@@ -97,26 +140,27 @@ def _unknown_sizes(model: Model, sizes: Mapping[str, int]) -> list[Diagnostic]:
     ]
 
 
-def _profile(
-    model: Model,
-    state: State,
-    shapes: Mapping[str, tuple[int, ...]],
-    sizes: Mapping[str, int],
-    measured: Mapping[str, Measurement],
-) -> Profile:
+def _profile(asked: _Asked, state: State, sizes: Mapping[str, int], measured: Mapping[str, Measurement]) -> Profile:
+    count = len(asked.model.nodes)
     seconds: dict[str, Floats] = {}
     sources: dict[str, NDArray[np.uint8]] = {}
     for cost_class in dict.fromkeys(device.cost_class for device in state.target.devices):
-        if cost_class in measured:
-            found = measured[cost_class]
-            seconds[cost_class] = found.seconds
-            sources[cost_class] = np.where(found.ran, Source.MEASURED, Source.KNOWN).astype(np.uint8)
-        else:
-            seconds[cost_class] = estimate(model, shapes, cost_class)
-            sources[cost_class] = np.full(len(model.nodes), Source.ESTIMATED, dtype=np.uint8)
-    single = np.arange(len(model.nodes), dtype=np.int32)
-    unit = next(iter(measured.values())).unit if measured else single
-    whole = {name: found.whole_seconds for name, found in measured.items()}
+        found = measured.get(cost_class)
+        done = np.zeros(count, dtype=bool) if found is None else found.measured
+        seconds[cost_class] = np.zeros(count) if found is None else found.seconds
+        if not done.all():
+            guess = estimate(asked.model, asked.shapes, cost_class)
+            seconds[cost_class] = np.where(done, seconds[cost_class], guess)
+        ran = np.where(True if found is None else found.ran, Source.MEASURED, Source.KNOWN)
+        sources[cost_class] = np.where(done, ran, Source.ESTIMATED).astype(np.uint8)
+    unit = next(iter(measured.values())).unit if measured else np.arange(count, dtype=np.int32)
+    amounts = np.array([sizes.get(name, 0) for name in asked.graph.value_names], dtype=np.int64)
+    whole = {name: found.whole_seconds for name, found in measured.items() if found.whole_seconds is not None}
     return Profile(
-        op_graph(model, sizes), MappingProxyType(seconds), MappingProxyType(sources), unit, MappingProxyType(whole)
+        replace(asked.graph, value_bytes=amounts),
+        MappingProxyType(seconds),
+        MappingProxyType(sources),
+        unit,
+        MappingProxyType(whole),
+        repeats=asked.repeats,
     )

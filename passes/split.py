@@ -11,6 +11,7 @@ import numpy as np
 from onnxplace.costs import device_seconds
 from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segment, Segments
 from onnxplace.graph import Floats, Ints, Longs, OpGraph, sum_by
+from onnxplace.passes._states import crossing, require_together
 from onnxplace.simulate import Simulation, simulate
 from onnxplace.state import Pass, State
 from onnxplace.target import Target
@@ -30,19 +31,24 @@ class Split(Pass):
     provides: ClassVar[tuple[type, ...]] = (Segments,)
 
     def run(self, state: State) -> State:
+        require_together(state)
         graph, target = state[Profile].graph, state.target
         device = state[Placement].device
-        pieces = cut(graph, device, state[Schedule])
+        pieces = cut(graph, device, state[Schedule], state[Profile].unit)
         segment_of = np.zeros(len(graph), dtype=np.int32)
         for index, nodes in enumerate(pieces):
             segment_of[nodes] = index
         segments = tuple(_segment(graph, int(device[nodes[0]]), np.sort(nodes), segment_of) for nodes in pieces)
         simulation = _simulate(state, segments, segment_of)
-        return state.having(Segments(segments, _programs(segments, graph, target, simulation), simulation))
+        done = state.having(Segments(segments, _programs(segments, graph, target, simulation), simulation))
+        return done.saying(*crossing(done))
 
 
-def cut(graph: OpGraph, device: Ints, schedule: Schedule) -> list[Ints]:
-    """Return the nodes of each segment in schedule order; segments in the order of their first nodes."""
+def cut(graph: OpGraph, device: Ints, schedule: Schedule, unit: Ints) -> list[Ints]:
+    """Return the nodes of each segment in schedule order; segments in the order of their first nodes.
+
+    Nodes of one unit (a kernel) that follow each other in the schedule wait together, before the first of them.
+    """
     rank = np.empty(len(graph), dtype=np.int64)
     rank[schedule.order] = np.arange(len(graph))
     sent = schedule.simulation.transfers
@@ -50,16 +56,31 @@ def cut(graph: OpGraph, device: Ints, schedule: Schedule) -> list[Ints]:
     start = schedule.simulation.start_seconds
     open_segment: dict[int, list[int]] = {}
     pieces: list[list[int]] = []
+    runs = _runs(schedule.order, unit, device)
     for node in schedule.order.tolist():
         home = int(device[node])
         current = open_segment.get(home)
-        if current is None or _must_wait(graph, device, node, current[0], rank, start, arrival):
+        together = runs.get(node, ())
+        if current is None or any(_must_wait(graph, device, n, current[0], rank, start, arrival) for n in together):
             current = open_segment[home] = []
             pieces.append(current)
         current.append(node)
         if any((device[graph.readers[value]] != home).any() for value in graph.outputs[node]):
             del open_segment[home]
     return [np.array(nodes, dtype=np.int32) for nodes in pieces]
+
+
+def _runs(order: Ints, unit: Ints, device: Ints) -> dict[int, list[int]]:
+    """Return, by their first node, the nodes of one unit and device that follow each other in the schedule."""
+    runs: dict[int, list[int]] = {}
+    last = None
+    for node in order.tolist():
+        key = (unit[node], device[node])
+        if key != last:
+            run = runs[node] = []
+        run.append(node)
+        last = key
+    return runs
 
 
 def _must_wait(

@@ -13,6 +13,7 @@ from onnxplace.machine import onnxruntime
 
 # Several elements to a byte.
 _PACKED = ("tensor(int4", "tensor(uint4", "tensor(float4", "tensor(int2", "tensor(uint2")
+_PACKED_DTYPES = ("int4", "uint4", "float4_e2m1fn", "int2", "uint2")
 
 
 def to_value(array: Any, declared: str = "") -> Any:
@@ -26,6 +27,8 @@ def to_value(array: Any, declared: str = "") -> Any:
         return _sequence(array) if array else _empty_sequence(declared)
     if array.dtype.kind in "OUS":
         return _strings(array)
+    if array.dtype.name in _PACKED_DTYPES:
+        return _packed(array)
     contiguous = np.ascontiguousarray(array).reshape(array.shape)
     if array.dtype.kind == "V" or array.dtype.name.startswith(("bfloat", "float8")):
         from onnx import helper
@@ -74,6 +77,16 @@ def _array(value: Any) -> Array:
     size = value.tensor_size_in_bytes()
     data = ctypes.string_at(value.data_ptr(), size) if size else b""
     return numpy_helper.to_array(TensorProto(data_type=value.element_type(), dims=value.shape(), raw_data=data))
+
+
+def _packed(array: Array) -> Any:
+    """Return elements that numpy keeps a byte each as an OrtValue, which keeps several to a byte."""
+    from onnx import numpy_helper
+
+    tensor = numpy_helper.from_array(array)
+    value = onnxruntime().OrtValue.ortvalue_from_shape_and_type(list(array.shape), tensor.data_type)
+    ctypes.memmove(value.data_ptr(), tensor.raw_data, len(tensor.raw_data))
+    return value
 
 
 def _sequence(arrays: list[Any]) -> Any:

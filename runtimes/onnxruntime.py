@@ -1,7 +1,8 @@
 """Run a bundle with ONNX Runtime: a worker thread per device, a session per segment, copies in between.
 
 Each worker follows its device's program, request after request, in the order of submission; so requests overlap
-across devices like a pipeline. Workers sleep while they wait. A failure ends its request everywhere.
+across devices like a pipeline. Workers sleep while they wait. A failure ends its request everywhere. Requests that
+pass states on do not overlap: each begins when the one before it is over, since only then is it known to have worked.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from onnxplace.errors import ExecutionError, OnnxplaceError, one_line
 from onnxplace.feeds import Array
 from onnxplace.machine import core_sets, onnxruntime, require_cuda
 from onnxplace.runtime import Event, EventKind, Result, Runtime, RuntimeSession
+from onnxplace.runtimes._states import States
 from onnxplace.runtimes._values import as_value, is_absent, is_plain, to_python, to_value
 from onnxplace.sessions import open_session, pinned, session_options
 
@@ -33,6 +35,7 @@ class OnnxRuntime(Runtime):
 
     name: ClassVar[str] = "onnxruntime"
     summary: ClassVar[str] = "run segments with ONNX Runtime, a worker per device"
+    keeps_state: ClassVar[bool] = True
 
     def open(self, bundle: Bundle, *, trace: bool = False) -> RuntimeSession:
         """Open all segments, then start the workers; raises before any thread starts if a device is missing."""
@@ -78,7 +81,8 @@ class _OpenSegment:
         self._session = session
         self._device = device
         types = [item.type for item in (*session.get_inputs(), *session.get_outputs())]
-        self._plain = all(kind.startswith("tensor(") and kind != "tensor(string)" for kind in types)
+        self.plain = all(kind.startswith("tensor(") and kind != "tensor(string)" for kind in types)
+        """Whether all it takes and gives are tensors whose bytes ONNX Runtime owns."""
         self._maps = any("map(" in kind for kind in types)  # these have no form but Python's
 
     def run(self, values: dict[str, Any], held: list[Any]) -> None:
@@ -87,8 +91,8 @@ class _OpenSegment:
         `held` keeps what an optional or a sequence may go on looking at after `values` has let go of it.
         """
         feeds = {name: as_value(values[name]) for name in self.record.inputs if name in values}
-        outputs = self._bound(feeds) if self._plain else self._unbound(feeds)
-        if not self._plain:
+        outputs = self._bound(feeds) if self.plain else self._unbound(feeds)
+        if not self.plain:
             held.append(feeds)
         values.update(zip(self.record.outputs, outputs))
 
@@ -112,18 +116,25 @@ class _OpenSegment:
 
 def _open(bundle: Bundle, segment: SegmentRecord, device: _Placed) -> _OpenSegment:
     with pinned(device.cores):
-        session = open_session(
-            bundle.file(segment.file), session_options(device.cores), device.id, f"segment {segment.id}"
-        )
+        options = session_options(device.cores, entries=bundle.session_entries)
+        session = open_session(bundle.file(segment.file), options, device.id, f"segment {segment.id}")
     return _OpenSegment(segment, session, device)
 
 
 class _Request:
     """One set of feeds on its way through all devices."""
 
-    def __init__(self, number: int, feeds: Mapping[str, Array], devices: int) -> None:
+    def __init__(self, number: int, feeds: Mapping[str, Array], devices: int, wanted: Collection[str]) -> None:
         self.number = number
         self.feeds = feeds
+        self.wanted = wanted
+        self.turn: threading.Event | None = None
+        """Set when the request before is over; None where requests may overlap."""
+        self.over = threading.Event()
+        self.forgets = False
+        """Whether states were reset since the request before."""
+        self.left: dict[str, Any] = {}
+        """What is to be stored, by state input."""
         self.future: Future[Result] = Future()
         self.future.set_running_or_notify_cancel()  # what is under way cannot be cancelled
         self.began = time.perf_counter()
@@ -131,9 +142,31 @@ class _Request:
         self.events: list[Event] = []
         self.held: list[Any] = []
         self._left = devices
+        self._states: dict[str, Any] | None = None
         self._arrived: dict[tuple[str, str], Any] = {}
         self._changed = threading.Condition()
         self.failure: BaseException | None = None
+
+    def begin(self, states: States) -> dict[str, Any]:
+        """Wait for its turn, then return the states it takes over: a device takes its own out of there.
+
+        Raises FeedError if a state has no value.
+        """
+        if self.turn is None:
+            return {}
+        self.turn.wait()
+        with self._changed:  # whichever worker comes first takes them for all
+            if self.failure is not None:
+                raise _CancelledError
+            if self._states is None:
+                if self.forgets:
+                    states.clear()
+                self._states = states.take(self.feeds)
+            return self._states
+
+    @property
+    def took_states(self) -> bool:
+        return self._states is not None
 
     def put(self, value_name: str, device: str, value: Any) -> None:
         """Hand a value over to another device."""
@@ -185,7 +218,14 @@ class _Session(RuntimeSession):
         }
         made_on = {value: segment.device for segment in bundle.manifest.segments for value in segment.outputs}
         wanted = dict.fromkeys(item.value for item in bundle.manifest.outputs)
+        self._plain = {name: item.plain for item in segments.values() for name in item.record.outputs}
         self._returned = {device: [v for v in wanted if made_on.get(v) == device] for device in devices}
+        self._returned_names = {item.name for item in bundle.returned}
+        self._states = States(bundle)
+        self._kept = {value for states in self._states.on.values() for value in states.values()}
+        self._last_over = threading.Event()
+        self._last_over.set()
+        self._reset = False
         self._queues: dict[str, queue.SimpleQueue[_Request | None]] = {
             device: queue.SimpleQueue() for device in devices
         }
@@ -201,19 +241,29 @@ class _Session(RuntimeSession):
         for worker in self._workers:
             worker.start()
 
-    def submit(self, feeds: Mapping[str, Array]) -> Future[Result]:
+    def submit(self, feeds: Mapping[str, Array], also: Collection[str] = ()) -> Future[Result]:
         """Start a request; blocks while the most requests allowed are under way."""
         self._slots.acquire()
         with self._lock:
             if self._closed:
                 self._slots.release()
                 raise ExecutionError("X002", "the session is closed", where=str(self._bundle.path))
-            request = _Request(next(self._numbers), feeds, len(self._queues))
+            request = _Request(next(self._numbers), feeds, len(self._queues), self._returned_names.union(also))
+            if self._states.on:
+                request.turn, self._last_over = self._last_over, request.over
+                request.forgets, self._reset = self._reset, False
             for waiting in self._queues.values():  # all in the same order, so that no two requests wait for each other
                 waiting.put(request)
         if not self._queues:
             self._finish(request)
         return request.future
+
+    def reset_state(self) -> None:
+        """Forget states before the next request, and at once if nothing is under way."""
+        with self._lock:
+            self._reset = True
+            if self._last_over.is_set():
+                self._states.clear()
 
     def close(self) -> None:
         """Let the workers finish what is under way and end."""
@@ -226,6 +276,7 @@ class _Session(RuntimeSession):
             if worker is not threading.current_thread():
                 worker.join()
         self._segments = {}
+        self._states.clear()
 
     def _work(self, device: _Placed, program: Sequence[Step]) -> None:
         with pinned(device.cores):
@@ -245,11 +296,13 @@ class _Session(RuntimeSession):
 
     def _follow(self, device: _Placed, program: Sequence[Step], request: _Request) -> None:
         """Do the steps of a device's program for one request."""
+        stored, states = request.begin(self._states), self._states.on.get(device.id, {})
         values = {
             name: device.feed(request.feeds[name], self._types[name])
             for name in self._read[device.id]
             if name in request.feeds
         }
+        values.update({name: stored.pop(name) for name in states if name in stored})
         for step in program:
             if request.failure is not None:
                 raise _CancelledError
@@ -267,6 +320,11 @@ class _Session(RuntimeSession):
             else:
                 values.pop(step.value, None)
         request.outputs.update((name, values[name]) for name in self._returned[device.id])
+        request.left.update({name: self._own(device, value, values[value]) for name, value in states.items()})
+
+    def _own(self, device: _Placed, name: str, value: Any) -> Any:
+        """Return a value that outlives its request: what a segment made of other than tensors may look at its feeds."""
+        return value if self._plain[name] else device.receive(value)
 
     def _run(self, device: _Placed, segment: _OpenSegment, values: dict[str, Any], request: _Request) -> None:
         began = time.perf_counter()
@@ -293,16 +351,17 @@ class _Session(RuntimeSession):
 
     def _finish(self, request: _Request) -> None:
         """Hand the result, or the failure, to whoever waits for it."""
+        if request.turn is not None:
+            self._pass_on(request)
         self._slots.release()
         if request.failure is not None:
             request.future.set_exception(request.failure)
             return
         try:
             outputs = {
-                item.name: to_python(request.outputs[item.value])
-                if item.value not in self._inputs
-                else copy.deepcopy(request.feeds[item.value])
+                item.name: self._handed_out(item.value, request)
                 for item in self._bundle.manifest.outputs
+                if item.name in request.wanted
             }
         except Exception as problem:  # noqa: BLE001 - a future that is never set would hang its caller
             request.future.set_exception(
@@ -311,3 +370,21 @@ class _Session(RuntimeSession):
             return
         events = tuple(sorted(request.events, key=lambda event: event.start_seconds))
         request.future.set_result(Result(outputs, events, time.perf_counter() - request.began))
+
+    def _pass_on(self, request: _Request) -> None:
+        """Store what a request left for the next one, and let that begin."""
+        with self._lock:
+            if request.failure is None:
+                self._states.store(request.left)
+            elif request.took_states:
+                self._states.lose()
+            if self._reset and self._last_over is request.over:
+                self._states.clear()
+            request.over.set()
+
+    def _handed_out(self, value: str, request: _Request) -> Any:
+        """Return what an output returns, as numpy: the caller may alter it without altering what we still read."""
+        if value in self._inputs:
+            return copy.deepcopy(request.feeds[value])
+        found = to_python(request.outputs[value])
+        return found.copy() if value in self._kept else found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from typing import ClassVar
 
@@ -21,6 +21,7 @@ class Simulated(Runtime):
 
     name: ClassVar[str] = "simulated"
     summary: ClassVar[str] = "run nothing; return the predicted timeline"
+    keeps_state: ClassVar[bool] = True
 
     def open(self, bundle: Bundle, *, trace: bool = False) -> RuntimeSession:
         """Return a session whose every request takes, on paper, what the manifest predicts."""
@@ -33,7 +34,7 @@ class _Session(RuntimeSession):
         self._trace = trace
         self._closed = False
 
-    def submit(self, feeds: Mapping[str, Array]) -> Future[Result]:
+    def submit(self, feeds: Mapping[str, Array], also: Collection[str] = ()) -> Future[Result]:
         """Return the predicted timeline at once."""
         if self._closed:
             raise ExecutionError("X002", "the session is closed", where=str(self._bundle.path))

@@ -259,13 +259,14 @@ def test_a_value_that_is_made_twice_is_named_with_its_second_maker(refused, tmp_
     refused(2, ("two", "'y'", "twice"), "compile", "m.onnx")
 
 
-def test_sparse_initializers_are_refused_by_name(refused, tmp_path):
-    model = parsed("(float[4] x) => (float[4] y) { y = Add(x, thin) }")
+@pytest.mark.parametrize(("index", "size", "words"), [(4, 4, ("sparse", "no sense")), (0, 1 << 30, ("dense", "bytes"))])
+def test_sparse_weights_that_cannot_be_made_dense_are_refused_by_name(refused, tmp_path, index, size, words):
+    model = parsed(f"(float[{size}] x) => (float[{size}] y) {{ y = Add(x, thin) }}")
     values = helper.make_tensor("thin", TensorProto.FLOAT, [1], [1.0])
-    indices = helper.make_tensor("thin_indices", TensorProto.INT64, [1], [0])
-    model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, indices, [4]))
+    indices = helper.make_tensor("thin_indices", TensorProto.INT64, [1], [index])
+    model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, indices, [size]))
     store(model, tmp_path / "m.onnx")
-    refused(2, ("thin", "sparse", "dense"), "compile", "m.onnx")
+    refused(2, ("thin", *words), "compile", "m.onnx")
 
 
 def test_a_model_without_outputs_is_refused(refused, tmp_path, fast_pipeline):

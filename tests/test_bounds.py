@@ -30,10 +30,14 @@ def test_no_step_is_shorter(seed, nodes, devices, link_model, alike, pins):
         seconds = np.tile(seconds[0], (devices, 1))
     target = random_target(seed, devices, link_model=link_model)
     device = random.integers(0, devices, len(graph)).astype(np.int32)
-    pinned = np.where(random.random(len(graph)) < 0.3 * pins, device, -1).astype(np.int32)
+    group = random.integers(0, devices + 1, len(graph)).astype(np.int32) + (devices + 1) * device
+    group = np.unique(group, return_inverse=True)[1].astype(np.int32)
+    home = np.zeros(int(group.max(initial=-1)) + 1, dtype=np.int32)
+    home[group] = device
+    pinned = np.where(random.random(len(home)) < 0.3 * pins, home, -1).astype(np.int32)
     step = simulate(graph, seconds, target, device, random_order(graph, random))
     limits = {d.id: int(step.peak_bytes[i]) for i, d in enumerate(target.devices)}
-    bound = lower_bound_seconds(graph, seconds, target.limiting(limits), np.arange(len(graph), dtype=np.int32), pinned)
+    bound = lower_bound_seconds(graph, seconds, target.limiting(limits), group, pinned)
     assert bound <= step.makespan_seconds * (1 + 1e-12)
 
 
@@ -97,6 +101,11 @@ def test_what_is_pinned_shares_its_device():
     apart = graph_of({name: [] for name in "abc"})
     pins = {"group": np.arange(3, dtype=np.int32), "pinned": np.array([1, 1, -1], dtype=np.int32)}
     assert bound(apart, [3, 3, 3], even_target(), **pins) == 6
+
+
+def test_what_is_in_one_group_shares_a_device_too():
+    apart = graph_of({name: [] for name in "abc"})
+    assert bound(apart, [3, 3, 3], even_target(), group=np.array([0, 1, 1], dtype=np.int32)) == 6
 
 
 def test_what_fits_no_device_is_cut_at_the_cheapest_edge():

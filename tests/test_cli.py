@@ -462,3 +462,15 @@ def test_a_reader_that_goes_away_is_no_failure(monkeypatch):
 
     monkeypatch.setattr(sys, "stdout", Closed())
     assert main(["passes", "--json"]) in (0, 141)
+
+
+def test_that_kernels_are_compiled_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    import numba
+
+    from onnxplace._cli_options import tell_of_compiling
+
+    tell_of_compiling()
+    assert capsys.readouterr().err == ""
+    for add in (1, 2):
+        assert numba.njit(lambda x, add=add: x + add)(1) == 1 + add
+    assert capsys.readouterr().err.count("compiling kernels") == 1

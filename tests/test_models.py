@@ -22,7 +22,11 @@ from onnxplace.compare import difference
 from onnxplace.machine import local_target
 
 PLACERS = ("single", "m-topo", "m-etf", "m-sct")
-SHAPES = {"two-tower": {"images": 2, "texts": 3}, "transformer": {"batch": 2, "seq": 16}}
+SHAPES = {
+    "two-tower": {"images": 2, "texts": 3},
+    "transformer": {"batch": 2, "seq": 16},
+    "decoder": {"batch": 2, "seq": 3, "past": 16},
+}
 PROFILE = "profile{repeat=3,seconds=0.5}"
 
 

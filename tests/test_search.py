@@ -168,6 +168,21 @@ def test_coarser_levels_keep_groups_and_come_down_again(asked, seed):
             assert projected.device.tolist() == down.tolist()
 
 
+def test_a_value_with_one_reader_is_joined_before_one_with_many():
+    # Sixteen readers have to follow "wide" to save its transfer; one is enough for "narrow", which is smaller.
+    fans = {f"r{index:02}": ["wide"] for index in range(16)}
+    reads = {"wide": [], **fans, "narrow": [], "end": ["narrow"]}
+    sizes = {"wide": 1000, "narrow": 900} | dict.fromkeys((*fans, "end"), 1)
+    asked = problem(state_of(graph_of(reads, sizes=sizes), [1.0] * len(reads), even_target(2, memory_bytes=1 << 40)))
+    first = levels(asked)[1]
+    names = list(reads)
+    assert (
+        first.problem.group[first.cluster[names.index("narrow")]]
+        == first.problem.group[first.cluster[names.index("end")]]
+    )
+    assert first.cluster[names.index("wide")] != first.cluster[names.index("r15")]
+
+
 def test_the_largest_values_are_joined_first_and_no_node_gets_too_much_work():
     # Twenty chains of twenty nodes; the value in the middle of each is small, the others are large.
     reads = {f"{c}.{n}": [f"{c}.{n - 1}"] if n else [] for c in range(20) for n in range(20)}
@@ -296,6 +311,34 @@ def test_a_slow_device_is_the_last_resort():
     target = Target((Device("cuda:0", 100), Device("cpu:0", 1 << 40)))
     state = run_pass(make_pass("auto", FEW), state_of(graph, [[1.0] * 3, [50.0] * 3], target))
     assert sorted(state[Placement].device.tolist()) == [0, 0, 1]
+
+
+@settings(thorough, max_examples=60)
+@given(seeds, st.integers(1, 25), st.integers(2, 4), st.sampled_from([1.0, 3.0, 100.0]))
+def test_on_unlike_devices_auto_is_never_worse_than_the_best_device_that_fits(seed, nodes, devices, slowest):
+    random = np.random.default_rng(seed)
+    state = random_state(seed, nodes, devices, facts=(Profile, Groups))
+    profile, target = state[Profile], state.target
+    # The last device is the slowest, and the only one that surely holds everything.
+    share = np.append(random.uniform(0.05, 1, devices - 1), 1.0)
+    slower = np.append(random.uniform(1, slowest, devices - 1), slowest)
+    unlike = tuple(
+        replace(device, model=f"kind {index}", memory_bytes=int(device.memory_bytes * part), segment_seconds=0.0)
+        for index, (device, part) in enumerate(zip(target.devices, share))
+    )
+    first = target.devices[0].cost_class
+    seconds = {device.cost_class: profile.seconds[first] * times for device, times in zip(unlike, slower)}
+    sources = dict.fromkeys(seconds, profile.sources[first])
+    state = replace(state, target=replace(target, devices=unlike)).having(
+        replace(profile, seconds=seconds, sources=sources, whole_seconds={}), state[Groups]
+    )
+    simulation = run_pass(make_pass("auto", {**FEW, "proposals": "50"}), state)[Schedule].simulation
+    asked = problem(state)
+    assert not asked.excess_bytes(simulation).any()
+    for device in range(devices):
+        alone = asked.simulate(on_one(asked, device), asked.graph.order)
+        if not asked.excess_bytes(alone).any():
+            assert simulation.makespan_seconds <= alone.makespan_seconds * (1 + 1e-12)
 
 
 def test_where_everything_is_pinned_there_is_nothing_to_search():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -64,8 +64,8 @@ class _Session(RuntimeSession):
             for segment in bundle.manifest.segments
         ]
 
-    def submit(self, feeds: Mapping[str, Any]) -> Future[Result]:
-        """Return a future that is done already."""
+    def submit(self, feeds: Mapping[str, Any], also: Collection[str] = ()) -> Future[Result]:
+        """Return a future that is done already; `also` names states, of which this runtime keeps none."""
         if self._closed:
             raise ExecutionError("X901", "the session is closed")
         future: Future[Result] = Future()

@@ -1,0 +1,86 @@
+"""Run ONNX's conformance suite through `compile` with forced placements; print the table of docs/conformance.md.
+
+    python -m benchmarks.conformance [--jobs 2] [--kinds node,light] [--list failed]
+
+Some minutes with two processes. A case that ends its process counts as failed, and the others go on. Exit code 1 if a
+case fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from time import perf_counter
+
+from tests.conformance import KINDS, STATUSES, Outcome, names, outcome
+
+Cases = Sequence[tuple[str, str]]
+
+
+def main() -> int:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of cases, of: " + ", ".join(KINDS))
+    parser.add_argument("--list", default="failed", metavar="STATUS", help="name the cases whose status starts so")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return _work()
+    cases = [(kind, name) for kind in options.kinds.split(",") for name in names(kind)][::-1]  # large models first
+    began = perf_counter()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        shares = [cases[start :: options.jobs] for start in range(options.jobs)]
+        found = [item for share in pool.map(lambda share: list(_in_processes(share)), shares) for item in share]
+    _report(found, options.kinds.split(","), options.list, perf_counter() - began)
+    return 1 if any(item.status == "failed" for item in found) else 0
+
+
+def _work() -> int:
+    """Go through the cases on stdin, a line of JSON for each on stdout."""
+    warnings.simplefilter("ignore")
+    for kind, name in json.load(sys.stdin):
+        print(json.dumps(vars(outcome(kind, name))), flush=True)
+    return 0
+
+
+def _in_processes(cases: Cases) -> Iterator[Outcome]:
+    """Yield what becomes of each case; a new process goes on where one has died."""
+    while cases:
+        command = [sys.executable, "-m", "benchmarks.conformance", "--worker"]
+        worker = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, check=False)
+        done = [Outcome(**json.loads(line)) for line in worker.stdout.splitlines() if line.startswith("{")]
+        yield from done
+        cases = cases[len(done) :]
+        if cases:
+            kind, name = cases[0]
+            said = (worker.stderr.strip().splitlines() or [""])[-1]
+            yield Outcome(name, kind, "failed", f"its process ended with {worker.returncode}: {said}")
+            cases = cases[1:]
+
+
+def _report(found: Sequence[Outcome], kinds: Sequence[str], listed: str, seconds: float) -> None:
+    """Print the table, and the cases that were asked for."""
+    counts = Counter((item.kind, item.status) for item in found)
+    print("| | " + " | ".join((*kinds, "all")) + " |")
+    print("|---|" + "---:|" * (len(kinds) + 1))
+    for status in STATUSES:
+        row = [counts[kind, status] for kind in kinds]
+        print(f"| {status} | " + " | ".join(str(count) for count in (*row, sum(row))) + " |")
+    totals = [sum(counts[kind, status] for status in STATUSES) for kind in kinds]
+    print("| cases | " + " | ".join(str(count) for count in (*totals, sum(totals))) + " |")
+    print(f"\nonnx {version('onnx')}, onnxruntime {version('onnxruntime')}; {seconds:.0f} s\n")
+    for item in found:
+        if item.status.startswith(listed):
+            print(f"{item.status}  {item.kind}/{item.name}  {item.detail}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Graphs inside nodes: the bodies of If, Loop and Scan, what they capture, and the weights they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from onnx import AttributeProto, GraphProto, NodeProto, TensorProto
+
+from onnxplace._weights import tensor_bytes, tensor_size
+
+# A body's weights beyond this become the model's own: stored once, counted where they are read. Smaller ones may be
+# shapes and axes, which some kernels want to see beside them.
+LIFTED_BEYOND_BYTES = 1024
+
+
+def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
+    """Yield the graphs that a node holds as attributes."""
+    for attribute in node.attribute:
+        if attribute.type == AttributeProto.GRAPH:
+            yield attribute.g
+        elif attribute.type == AttributeProto.GRAPHS:
+            yield from attribute.graphs
+
+
+def with_inner(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+    """Yield nodes, and after each those inside of it."""
+    for node in nodes:
+        yield node
+        for graph in subgraphs(node):
+            yield from with_inner(graph.node)
+
+
+def reads(node: NodeProto) -> Iterator[str]:
+    """Yield the names a node reads, including what its subgraphs capture from outside; may repeat."""
+    yield from filter(None, node.input)
+    for graph in subgraphs(node):
+        yield from captured(graph)
+
+
+def captured(graph: GraphProto) -> Iterator[str]:
+    """Yield the names a subgraph reads from outside of it."""
+    own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+    own |= {tensor.values.name for tensor in graph.sparse_initializer}
+    for node in graph.node:
+        yield from (name for name in reads(node) if name not in own)
+        own.update(node.output)
+    yield from (value.name for value in graph.output if value.name not in own)
+
+
+def with_unique_names(nodes: list[NodeProto], seen: set[str]) -> list[NodeProto]:
+    """Return the nodes with a name each that is not in `seen`, which they join; the first of equals keeps its name."""
+    taken = seen | {node.name for node in nodes if node.name}
+    result = []
+    for index, node in enumerate(nodes):
+        if not node.name or node.name in seen:
+            base = node.name or f"{node.op_type}_{index}"
+            name, suffix = base, 1
+            while name in taken:
+                name, suffix = f"{base}_{suffix}", suffix + 1
+            renamed = NodeProto()
+            renamed.CopyFrom(node)
+            renamed.name = name
+            node = renamed
+            taken.add(name)
+        seen.add(node.name)
+        result.append(node)
+    return result
+
+
+def settled(
+    nodes: list[NodeProto], initializers: dict[str, TensorProto], folder: Path | None, seen: set[str]
+) -> list[NodeProto]:
+    """Return the nodes with bodies that can be cut out with them; their large weights join `initializers`.
+
+    `seen` are the names of all nodes outside, from which those of inner nodes will differ: ONNX Runtime's profile
+    tells nodes by name. External data of tensors that stay inside is read.
+    """
+    result = []
+    for node in nodes:
+        graphs = any(True for _ in subgraphs(node))
+        if graphs or any(a.HasField("t") and a.t.data_location == TensorProto.EXTERNAL for a in node.attribute):
+            copy = NodeProto()
+            copy.CopyFrom(node)
+            for graph in subgraphs(copy):
+                _lift_weights(graph, copy.name, initializers)
+            _settle(copy, folder, seen)
+            node = copy
+        result.append(node)
+    return result
+
+
+def _settle(node: NodeProto, folder: Path | None, seen: set[str]) -> None:
+    for attribute in node.attribute:
+        if attribute.HasField("t"):
+            _take_in(attribute.t, folder)
+    for graph in subgraphs(node):
+        for tensor in graph.initializer:
+            _take_in(tensor, folder)
+        inner = with_unique_names(list(graph.node), seen)
+        del graph.node[:]
+        graph.node.extend(inner)
+        for item in graph.node:
+            _settle(item, folder, seen)
+
+
+def _take_in(tensor: TensorProto, folder: Path | None) -> None:
+    """Put the bytes of external data into the tensor itself."""
+    if tensor.data_location == TensorProto.EXTERNAL:
+        tensor.raw_data = b"".join(tensor_bytes(tensor, folder))
+        tensor.data_location = TensorProto.DEFAULT
+        del tensor.external_data[:]
+
+
+def _lift_weights(graph: GraphProto, owner: str, initializers: dict[str, TensorProto]) -> None:
+    """Move the large weights of a body, and of those within it, to the model, under names of their own."""
+    fixed = {value.name for value in (*graph.input, *graph.output)}  # a body cannot return what it captures
+    moved: dict[str, str] = {}
+
+    def lift(name: str, tensor: TensorProto) -> bool:
+        if name in fixed or tensor_size(tensor) <= LIFTED_BEYOND_BYTES:
+            return False
+        moved[name] = f"{owner}/{name}"
+        while moved[name] in initializers:
+            moved[name] += "_"
+        initializers[moved[name]] = TensorProto()
+        initializers[moved[name]].CopyFrom(tensor)
+        initializers[moved[name]].name = moved[name]
+        return True
+
+    weights = [tensor for tensor in graph.initializer if not lift(tensor.name, tensor)]
+    nodes = [node for node in graph.node if not (is_constant(node) and lift(node.output[0], node.attribute[0].t))]
+    if moved:
+        del graph.initializer[:], graph.node[:]
+        graph.initializer.extend(weights)
+        graph.node.extend(nodes)
+        for node in graph.node:
+            rename(node, moved)
+    for node in graph.node:
+        for inner in subgraphs(node):
+            _lift_weights(inner, owner, initializers)
+
+
+def is_constant(node: NodeProto) -> bool:
+    """Return whether a node is a Constant that holds a tensor."""
+    return (
+        node.op_type == "Constant"
+        and node.domain in ("", "ai.onnx")
+        and len(node.attribute) == 1
+        and node.attribute[0].name == "value"
+    )
+
+
+def rename(node: NodeProto, new: Mapping[str, str]) -> None:
+    """Rename what a node reads, its bodies included, in place; a body's own values hide outer ones of their name."""
+    node.input[:] = [new.get(name, name) for name in node.input]
+    for graph in subgraphs(node):
+        own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+        own |= {name for inner in graph.node for name in inner.output}
+        if visible := {name: other for name, other in new.items() if name not in own}:
+            for inner in graph.node:
+                rename(inner, visible)
+            for value in graph.output:
+                value.name = visible.get(value.name, value.name)
+
+
+__all__ = ["captured", "is_constant", "reads", "rename", "settled", "subgraphs", "with_inner", "with_unique_names"]

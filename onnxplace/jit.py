@@ -1,0 +1,75 @@
+"""Compile kernels with numba, on first use, and keep the machine code on disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numba
+from numba.core.caching import FunctionCache
+from numba.core.event import Event, Listener, register
+
+
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile `function` on first use and keep the machine code on disk, where there is a place for it."""
+    compiled: Any = numba.njit(nogil=True)(function)
+    with suppress(RuntimeError):  # neither the package's folder nor the user's cache can be written
+        compiled._cache = _Cache(function)
+    return compiled  # type: ignore[no-any-return]
+
+
+# For kernels that only kernels call, with which they are kept: without wrappers for Python, and without files of
+# their own, they compile in half the time.
+_BARE: dict[str, Any] = {"nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+part = numba.njit(**_BARE)
+
+
+class _Cache(FunctionCache):
+    """numba's cache, that also sees changes to kernels of other files, and starts anew where it cannot be read."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)  # type: ignore[no-untyped-call]
+        self._cache_file._source_stamp = tuple(sorted(_stamps(function, {}).items()))
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return what is on disk for a signature, or None."""
+        try:
+            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        except Exception:  # noqa: BLE001 - unpickling what an earlier version left can raise anything
+            self.flush()  # type: ignore[no-untyped-call]
+            return None
+
+
+def _stamps(function: Any, found: dict[str, tuple[float, int]]) -> Mapping[str, tuple[float, int]]:
+    """Return the time and size of the source of `function` and of all kernels that its module imports."""
+    path = function.__code__.co_filename
+    if path not in found:
+        about = os.stat(path)
+        found[path] = (about.st_mtime, about.st_size)
+        for other in list(function.__globals__.values()):
+            if isinstance(other, numba.core.registry.CPUDispatcher):
+                _stamps(other.py_func, found)
+    return found
+
+
+class _Once(Listener):
+    """Calls a function at the first event, and never again."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then: Callable[[], None] | None = then
+
+    def on_start(self, event: Event) -> None:
+        """Call it, if it was not called yet."""
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+
+    def on_end(self, event: Event) -> None:
+        """Nothing to do."""
+
+
+def on_compiling(then: Callable[[], None]) -> None:
+    """Call `then` once, as soon as a kernel has to be compiled; not for those that are read from disk."""
+    register("numba:compile", _Once(then))  # type: ignore[no-untyped-call]

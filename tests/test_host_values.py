@@ -1,0 +1,101 @@
+"""Sequences, optionals, maps and strings cannot live on a GPU: who makes and reads them stays together on a host."""
+
+import os
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+import json
+from pathlib import Path
+
+import pytest
+from onnx import parser
+
+from onnxplace.api import Compiled, compile_model
+from onnxplace.target import Device, Target
+
+GPUS = (Device("cuda:0", 1 << 30, model="G"), Device("cuda:1", 1 << 30, model="G"))
+HEADER = '<ir_version: 9, opset_import: ["": 18, "ai.onnx.ml": 1]>'
+MODELS = {
+    "sequence": """graph (float[2, 3] x) => (float[2, 3] y) <int64 zero = {0}> {
+        [first] a = Neg(x)
+        [pack] s = SequenceConstruct(a, x)
+        [take] b = SequenceAt(s, zero)
+        [last] y = Abs(b)
+    }""",
+    "optional": """graph (float[2, 3] x) => (float[2, 3] y) {
+        [first] a = Neg(x)
+        [pack] o = Optional(a)
+        [take] b = OptionalGetElement(o)
+        [last] y = Abs(b)
+    }""",
+    "string": """graph (float[2, 3] x) => (bool[2, 3] y) <string[1] one = {"1"}> {
+        [first] a = Neg(x)
+        [pack] s = Cast<to = 8>(a)
+        [take] b = Equal(s, one)
+        [last] y = Not(b)
+    }""",
+    "map": """graph (float[1, 2] x) => (seq(map(int64, float)) m, float[1, 2] y) {
+        [first] a = Neg(x)
+        [pack] m = ai.onnx.ml.ZipMap<classlabels_int64s = [1, 2]>(a)
+        [last] y = Abs(a)
+    }""",
+}
+
+
+def compiled(model: str, folder: Path, devices: tuple[Device, ...], device_map: dict[str, str]) -> Compiled:
+    (folder / "map.json").write_text(json.dumps(device_map))
+    steps = f"profile{{estimate=true}},coplace{{join=never,device_map={folder / 'map.json'}}},fuse,m-etf,split,emit"
+    proto = parser.parse_model(HEADER + model)
+    return compile_model(proto, folder / "bundle", target=Target(devices), pipeline=steps)
+
+
+def devices_of(made: Compiled) -> dict[str, str]:
+    import onnx
+
+    return {
+        node.name: segment.device
+        for segment in made.bundle.manifest.segments
+        for node in onnx.load(made.bundle.file(segment.file)).graph.node
+    }
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_a_gpu_cannot_hold_stays_on_the_host_device(tmp_path: Path, kind: str):
+    wanted = {"first": "cuda:0", "last": "cuda:1"}
+    made = compiled(MODELS[kind], tmp_path, (*GPUS, Device("cpu:0", 1 << 30)), wanted)
+    found = devices_of(made)
+    assert {found[name] for name in ("pack", "take") if name in found} == {"cpu:0"}
+    assert {name: found[name] for name in wanted} == wanted
+    (note,) = [note for note in made.diagnostics if note.code == "G012"]
+    assert note.where == "cpu:0"
+    for word in ("pack", "sequence" if kind == "map" else kind, "GPU"):
+        assert word in note.message
+
+
+def test_without_a_host_device_they_stay_together_and_the_note_says_how_to_do_better(tmp_path: Path):
+    made = compiled(MODELS["sequence"], tmp_path, GPUS, {"first": "cuda:0", "last": "cuda:1"})
+    found = devices_of(made)
+    assert found["pack"] == found["take"]
+    (note,) = [note for note in made.diagnostics if note.code == "G012"]
+    assert "cpu:0" in note.hint
+
+
+def test_the_users_own_placement_wins(tmp_path: Path):
+    made = compiled(MODELS["sequence"], tmp_path, (*GPUS, Device("cpu:0", 1 << 30)), {"take": "cuda:1"})
+    found = devices_of(made)
+    assert found["pack"] == found["take"] == "cuda:1"
+    (note,) = [note for note in made.diagnostics if note.code == "G012"]
+    assert note.where == "cuda:1"
+
+
+def test_on_cpu_devices_alone_they_may_cross(tmp_path: Path):
+    cpus = (Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30))
+    made = compiled(MODELS["sequence"], tmp_path, cpus, {"pack": "cpu:0", "take": "cpu:1"})
+    assert devices_of(made)["pack"] != devices_of(made)["take"]
+    assert not [note for note in made.diagnostics if note.code == "G012"]
+
+
+def test_models_of_plain_tensors_hear_nothing_of_it(tmp_path: Path):
+    model = "graph (float[2, 3] x) => (float[2, 3] y) { [first] a = Neg(x) [last] y = Abs(a) }"
+    made = compiled(model, tmp_path, (*GPUS, Device("cpu:0", 1 << 30)), {"first": "cuda:0"})
+    assert not [note for note in made.diagnostics if note.code == "G012"]

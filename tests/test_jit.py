@@ -1,0 +1,70 @@
+"""What is kept of compiled kernels, and when it no longer holds."""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from onnxplace.jit import on_compiling
+
+CALLER = """
+from onnxplace.jit import kernel
+from kept_parts import one_more
+
+@kernel
+def run(x):
+    return one_more(x)
+"""
+PART = """
+from onnxplace.jit import part
+
+@part
+def one_more(x):
+    return x + {step}
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "kept_caller.py").write_text(CALLER)
+    (tmp_path / "kept_parts.py").write_text(PART.format(step=1))
+    return tmp_path
+
+
+def fresh(folder: Path) -> ModuleType:
+    """Import the modules anew, as another process would."""
+    modules = []
+    for name in ("kept_parts", "kept_caller"):
+        path = folder / f"{name}.py"
+        modules.append(ModuleType(name))
+        sys.modules[name] = modules[-1]
+        exec(compile(path.read_text(), path, "exec"), modules[-1].__dict__)
+    for module in modules:
+        del sys.modules[module.__name__]
+    return modules[-1]
+
+
+def compilations(folder: Path) -> tuple[int, bool]:
+    """Return what the kernel returns for 1, and whether it had to be compiled."""
+    seen: list[bool] = []
+    on_compiling(lambda: seen.append(True))
+    return fresh(folder).run(1), bool(seen)
+
+
+def test_a_kernel_is_compiled_once_and_again_when_one_that_it_calls_has_changed(folder):
+    assert compilations(folder) == (2, True)
+    assert compilations(folder) == (2, False)
+    (folder / "kept_parts.py").write_text(PART.format(step=41))
+    assert compilations(folder) == (42, True)
+
+
+def test_what_cannot_be_read_any_more_is_made_anew(folder):
+    assert compilations(folder) == (2, True)
+    kept = list(folder.glob("__pycache__/kept_caller.run*.nbi"))
+    assert len(kept) == 1
+    begin = kept[0].read_bytes()
+    kept[0].write_bytes(begin[: len(begin) // 2])
+    assert compilations(folder) == (2, True)
+    assert compilations(folder) == (2, False)
