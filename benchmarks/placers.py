@@ -106,7 +106,10 @@ def compared(graphs: Iterable[CostGraph], figures: Mapping[str, Any], setting: S
             for groups in (name for name in setting.groups if grouped or SAME_WITHOUT.get(name) not in setting.groups):
                 progress(f"{graph.name}: {placer}, groups {groups}")
                 row = placed(graph, placer, groups, setting.links)
-                step, theirs = row["step_seconds"], published(entry, placer.replace("-", "_"), GROUPINGS[groups][1])
+                step, theirs = (
+                    row["step_seconds"],
+                    published(entry, placer.replace("-", "_"), their_name(entry, groups, grouped)),
+                )
                 yield {
                     **row,
                     "one_device_seconds": one,
@@ -117,10 +120,21 @@ def compared(graphs: Iterable[CostGraph], figures: Mapping[str, Any], setting: S
                 }
 
 
-def published(entry: Mapping[str, Any], method: str, groups: str) -> float | None:
+def their_name(entry: Mapping[str, Any], groups: Grouping, grouped: bool) -> str:
+    """Return what figures.json calls a grouping of ours, for a graph that has groups of its own or not.
+
+    Where it tells none of its runs with a graph's own groups apart, all of them kept those: Baechi always keeps the
+    colocation that TensorFlow asks for.
+    """
+    if grouped and not any("color" in item["groups"] for item in entry.get("baechi", ())):
+        return {"given": "none", "given+coplace": "coplace"}.get(groups, "not run")
+    return GROUPINGS[groups][1]
+
+
+def published(entry: Mapping[str, Any], placer: str, groups: str) -> float | None:
     """Return the step that figures.json gives for Baechi in this setting; None if it failed or was not run."""
     for item in entry.get("baechi", ()):
-        if item["method"] == method and item["groups"] == groups and item["makespan_us"]:
+        if item["method"] == placer.replace("-", "_") and item["groups"] == groups and item["makespan_us"]:
             return float(item["makespan_us"]) * 1e-6
     return None
 

@@ -50,14 +50,16 @@ def captured(graph: GraphProto) -> Iterator[str]:
 
 def with_unique_names(nodes: list[NodeProto], seen: set[str]) -> list[NodeProto]:
     """Return the nodes with a name each that is not in `seen`, which they join; the first of equals keeps its name."""
-    taken = seen | {node.name for node in nodes if node.name}
+    taken = {node.name for node in nodes if node.name}
+    suffixes: dict[str, int] = {}  # the last one tried, so that many equal names take no longer than others
     result = []
     for index, node in enumerate(nodes):
         if not node.name or node.name in seen:
             base = node.name or f"{node.op_type}_{index}"
-            name, suffix = base, 1
-            while name in taken:
-                name, suffix = f"{base}_{suffix}", suffix + 1
+            name = base
+            while name in taken or name in seen:
+                suffixes[base] = suffixes.get(base, 0) + 1
+                name = f"{base}_{suffixes[base]}"
             renamed = NodeProto()
             renamed.CopyFrom(node)
             renamed.name = name

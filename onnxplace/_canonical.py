@@ -266,6 +266,7 @@ def _return_initializers(
     """
     sources: dict[str, str] = {}
     taken = set(made) | set(initializers) | inputs
+    names = {node.name for node in nodes}
     for output in graph.output:
         if output.name in made or (output.name in inputs and output.name not in initializers):
             continue
@@ -281,9 +282,10 @@ def _return_initializers(
             value += "_"
         taken.add(value)
         sources[output.name] = value
-        name, names = value, {node.name for node in nodes}
+        name = value
         while name in names:
             name += "_"
+        names.add(name)
         nodes.append(helper.make_node("Identity", [output.name], [value], name=name))
     return sources
 

@@ -169,6 +169,10 @@ def verify(
 @click.option(
     "--repeat", default=20, show_default=True, type=click.IntRange(1), help="Rounds, after two for warming up."
 )
+@click.option(
+    "--in-flight", default=1, show_default=True, type=click.IntRange(1), metavar="N",
+    help="Also time a result when N requests are under way at a time.",
+)  # fmt: skip
 @click.option("--max-ratio", type=float, metavar="R", help="Exit 1 if the bundle takes more than R times the model.")
 @seed_option
 @with_operator_libraries
@@ -179,6 +183,7 @@ def bench(
     inputs: Path | None,
     shape: str,
     repeat: int,
+    in_flight: int,
     max_ratio: float | None,
     seed: int,
     json_: bool,
@@ -199,6 +204,11 @@ def bench(
     if opened.manifest.states:
         whole(steps.first)
         steps.learn(whole.states)
+        if in_flight > 1:
+            raise UsageError(
+                "U013", "requests that hand their states on follow one another", where="--in-flight",
+                hint="leave it out",
+            )  # fmt: skip
     feeds = [steps.feeds(number) for number in range(repeat + WARM_UPS)]
     with InferenceSession(opened) as session:
         calls: dict[str, Callable[[Any], object]] = {
@@ -206,7 +216,13 @@ def bench(
             "model": whole,
             "one_device": one,
         }
+        if in_flight > 1:
+            calls["in_flight"] = lambda given: [
+                run.result() for run in [session.submit(given) for _ in range(in_flight)]
+            ]
         times = alternate({name: _in_turn(call, feeds) for name, call in calls.items()}, repeat, WARM_UPS)
+    if in_flight > 1:
+        times["in_flight"] = times["in_flight"].per(in_flight)
     ratio = times["bundle"].median_seconds / times["model"].median_seconds
     predicted = opened.manifest.predicted
     if json_:
@@ -216,6 +232,7 @@ def bench(
                 "ratio": ratio,
                 "ratio_one_device": times["bundle"].median_seconds / times["one_device"].median_seconds,
                 "predicted_seconds": predicted.step_seconds,
+                "predicted_interval_seconds": predicted.interval_seconds,
                 "predicted_one_device_seconds": predicted.single_device_seconds,
             }
         )

@@ -126,6 +126,8 @@ class Predicted(Record):
     single_device_seconds: Seconds
     """The best single device, whether it fits there or not."""
     lower_bound_seconds: Seconds
+    interval_seconds: Seconds
+    """Between two results, with requests in flight on all devices: the largest load of a device or a channel."""
 
 
 class DeviceRecord(Record):

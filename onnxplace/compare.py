@@ -134,6 +134,10 @@ class Times:
     p90_seconds: float
     runs: int
 
+    def per(self, count: int) -> Times:
+        """Return the time of each of `count` things that were timed as one."""
+        return Times(self.median_seconds / count, self.p90_seconds / count, self.runs)
+
 
 def alternate(calls: Mapping[str, Callable[[], object]], repeat: int, warm_ups: int = 2) -> dict[str, Times]:
     """Time several calls in turn, A B C A B C ..., so that a machine that changes speed changes it for all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -54,22 +55,40 @@ def _stamps(function: Any, found: dict[str, tuple[float, int]]) -> Mapping[str, 
     return found
 
 
-class _Once(Listener):
-    """Calls a function at the first event, and never again."""
+class _Compiling(Listener):
+    """Hears of every compilation, one at a time, in whichever thread: adds up their time, and tells of the next one."""
 
-    def __init__(self, then: Callable[[], None]) -> None:
-        self._then: Callable[[], None] | None = then
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.then: Callable[[], None] | None = None
+        self._depth = 0
+        self._since = 0.0
 
     def on_start(self, event: Event) -> None:
-        """Call it, if it was not called yet."""
-        then, self._then = self._then, None
+        """Begin to count, unless a kernel is compiled for another."""
+        if self._depth == 0:
+            self._since = time.perf_counter()
+        self._depth += 1
+        then, self.then = self.then, None
         if then is not None:
             then()
 
     def on_end(self, event: Event) -> None:
-        """Nothing to do."""
+        """Count what the outermost took."""
+        self._depth -= 1
+        if self._depth == 0:
+            self.seconds += time.perf_counter() - self._since
+
+
+_compiling = _Compiling()
+register("numba:compile", _compiling)  # type: ignore[no-untyped-call]
+
+
+def clock() -> float:
+    """Return the seconds of a clock that stands still while kernels are compiled, for budgets of searches."""
+    return time.perf_counter() - _compiling.seconds
 
 
 def on_compiling(then: Callable[[], None]) -> None:
-    """Call `then` once, as soon as a kernel has to be compiled; not for those that are read from disk."""
-    register("numba:compile", _Once(then))  # type: ignore[no-untyped-call]
+    """Call `then` as soon as a kernel has to be compiled, not for those that are read from disk; once."""
+    _compiling.then = then

@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 from onnxplace.graph import Floats, Ints, OpGraph, sum_by
+from onnxplace.simulate import Simulation
 from onnxplace.target import LinkModel, Target
 
 Count = Literal["max", "sum"]
@@ -76,6 +77,19 @@ def loads(graph: OpGraph, seconds: Floats, target: Target, device: Ints, count: 
         sum_by(destination, took, devices),
         target.link_model,
         count,
+    )
+
+
+def simulated_loads(simulation: Simulation, target: Target) -> Loads:
+    """Return the steady-state loads of a step that was simulated: what it computes and sends, if it repeats."""
+    devices, sent = len(target.devices), simulation.transfers
+    took = sent.finish_seconds - sent.start_seconds
+    return Loads(
+        simulation.compute_seconds,
+        sum_by(sent.source, took, devices),
+        sum_by(sent.destination, took, devices),
+        target.link_model,
+        "max",
     )
 
 

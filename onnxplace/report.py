@@ -112,12 +112,14 @@ def bench_summary(bundle: Bundle, times: Mapping[str, Times]) -> str:
     used = sum(1 for device in bundle.manifest.devices if device.nodes)
     labels = {
         "bundle": f"bundle on {used} devices" if used != 1 else "bundle on 1 device",
+        "in_flight": "the same, per result with several in flight",
         "one_device": "one session, one device's cores",
         "model": "one session, all cores",
     }
     guesses = {
         "bundle": milliseconds(predicted.step_seconds),
         "one_device": milliseconds(predicted.single_device_seconds),
+        "in_flight": milliseconds(predicted.interval_seconds),
     }
     rows = [
         (
@@ -128,6 +130,7 @@ def bench_summary(bundle: Bundle, times: Mapping[str, Times]) -> str:
             f"{times[name].median_seconds / base:.2f}x",
         )
         for name in labels
+        if name in times
     ]
     return table(("", "median", "p90", "predicted", "of all cores"), rows)
 

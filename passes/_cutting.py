@@ -8,7 +8,6 @@ its last stage and the best split of what is before it. See `_ideals` for how id
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from onnxplace.costs import Problem
 from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph, sum_by
+from onnxplace.jit import clock
 from onnxplace.passes._components import inseparable
 from onnxplace.passes._ideals import TRAFFIC, enumerate_ideals, removals, sweep, windows
 
@@ -304,7 +304,7 @@ class Table:
 def tabulate(cut: Cutting, lattice: Lattice, bound: float, deadline: float) -> Table | None:
     """Run the dynamic program for splits that cost less than `bound`; None if its table would be too large.
 
-    `deadline` is on the clock of `time.perf_counter`.
+    `deadline` is on the clock of `onnxplace.jit.clock`.
     """
     sets = len(cut.used)
     if len(lattice) * sets > TABLE_ENTRIES:
@@ -323,7 +323,7 @@ def tabulate(cut: Cutting, lattice: Lattice, bound: float, deadline: float) -> T
     origin = np.zeros((len(lattice), sets), dtype=np.int32)
     by = np.zeros((len(lattice), sets), dtype=np.int8)
     for first in range(0, len(lattice), CHUNK):
-        if time.perf_counter() > deadline:
+        if clock() > deadline:
             return Table(best, origin, by, False)
         sweep(
             first, min(first + CHUNK, len(lattice)), lattice.parent, lattice.last, lattice.arrays, cut.arrays, walked,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from onnxplace.graph import Ints, Longs
+from onnxplace.jit import clock
 from onnxplace.passes._cutting import Cutting, Lattice, Table, assigned
 from onnxplace.passes._ideals import new_scratch, stages_below
 
@@ -44,7 +44,7 @@ class _Search:
         """Return stages for the nodes of `ideal` on the set of devices `left`, the last one first; None if none fit."""
         if ideal == 0:
             return []
-        self.late = self.late or time.perf_counter() > self.deadline
+        self.late = self.late or clock() > self.deadline
         key = (ideal, left, times.tobytes())
         if self.late or key in self.failed:
             return None

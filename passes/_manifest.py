@@ -29,6 +29,7 @@ from onnxplace.bundle import (
 from onnxplace.costs import device_seconds
 from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segments
 from onnxplace.graph import Ints
+from onnxplace.loads import simulated_loads
 from onnxplace.model import Model, declared, shape_entries, type_name
 from onnxplace.operators import custom_operators_of
 from onnxplace.simulate import device_weights
@@ -73,6 +74,7 @@ def manifest_of(
             step_seconds=simulation.makespan_seconds,
             single_device_seconds=float(seconds.sum(axis=1).min()),
             lower_bound_seconds=state[Schedule].lower_bound_seconds,
+            interval_seconds=simulated_loads(simulation, target).interval_seconds,
         ),
         devices=_device_records(state),
         transfers=len(sent),

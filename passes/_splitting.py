@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
 
 from onnxplace.costs import Problem
 from onnxplace.graph import Floats, Ints
+from onnxplace.jit import clock
 from onnxplace.loads import crossings, loads
 from onnxplace.passes._cutting import CROSSING_BYTES, Cutting, Lattice, Table, all_ideals, chain, tabulate, traced
 from onnxplace.passes._exact_stages import exact_split
@@ -69,7 +69,7 @@ def _of_orders(cut: Cutting, asked: Problem, deadline: float, seed: int) -> Spli
     lattice = chain(nodes, max(64, STEPS // nodes))
     best: Split | None = None
     for number, order in enumerate(orders(cut.graph, ORDERS, seed)):
-        if number and time.perf_counter() > deadline:
+        if number and clock() > deadline:
             break
         shuffled = cut.reordered(order)
         table = tabulate(

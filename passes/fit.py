@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,6 +11,7 @@ from onnxplace.costs import Problem, decided, order_by_start, problem
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph import Ints, Longs
+from onnxplace.jit import clock
 from onnxplace.loads import crossings
 from onnxplace.passes._cutting import CROSSING_BYTES, cutting, needs, unit_seconds
 from onnxplace.passes._ideals import TRAFFIC
@@ -50,7 +50,7 @@ class Fit(Pass):
 
     def run(self, state: State) -> State:
         asked = problem(state)
-        deadline = time.perf_counter() + self.seconds
+        deadline = clock() + self.seconds
         tiers = _tiers(asked)
         for count in range(1, len(tiers) + 1):
             fast = [device for tier in tiers[: count - 1] for device in tier]
@@ -123,7 +123,7 @@ class Fit(Pass):
         home[asked.group] = start
         best, least = home, np.inf
         for restart in range(RESTARTS):
-            if restart and time.perf_counter() > deadline:
+            if restart and clock() > deadline:
                 break
             found, traffic = moving.improve(home, None, min(MOVES, 200 * len(graph)), self.seed + restart)
             if traffic < least:

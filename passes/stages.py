@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -12,6 +11,7 @@ from onnxplace.costs import Problem, decided, problem, shortage
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph import Ints, Longs
+from onnxplace.jit import clock
 from onnxplace.loads import loads
 from onnxplace.passes._cutting import cutting, needs, unit_seconds
 from onnxplace.passes._ideals import DUPLEX, PARALLEL, SEQUENTIAL, SUM
@@ -54,7 +54,7 @@ class Stages(Pass):
         if not len(asked.graph):
             nowhere = np.zeros(0, dtype=np.int32)
             return decided(state, asked, nowhere, np.zeros(0), self.name)
-        deadline = time.perf_counter() + self.seconds
+        deadline = clock() + self.seconds
         best = self._contiguous(state, asked, deadline)
         if not self.contiguous:
             best = self._free(state, asked, best, deadline)
@@ -115,7 +115,7 @@ class Stages(Pass):
             home[asked.group] = best.device
         limit = asked.limit_bytes
         for restart in range(RESTARTS):
-            if restart and time.perf_counter() > deadline:
+            if restart and clock() > deadline:
                 break
             moving = Search(graph, seconds, latency, per_byte, limit, needs(asked, asked.group), self._rule(asked))
             found, _ = moving.improve(home, None, min(MOVES, 200 * len(graph)), self.seed + restart)

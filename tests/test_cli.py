@@ -326,6 +326,17 @@ def test_bench_shows_the_honest_row(run_cli, compiled):
     assert "one session, all cores" in ran.out
 
 
+def test_bench_with_requests_in_flight_times_each_result_beside_the_largest_load(run_cli, compiled):
+    ran = run_cli("bench", compiled, "--repeat", "2", "--in-flight", "4", "--json")
+    found, manifest = only_json(ran), onnxplace.load(compiled).manifest
+    assert found["in_flight"]["runs"] == 2
+    assert found["in_flight"]["median_seconds"] > 0
+    assert found["predicted_interval_seconds"] == manifest.predicted.interval_seconds
+    busiest = max(device.compute_seconds for device in manifest.devices)
+    assert busiest <= manifest.predicted.interval_seconds <= manifest.predicted.step_seconds * (1 + 1e-9)
+    assert "several in flight" in run_cli("bench", compiled, "--repeat", "1", "--in-flight", "2").out
+
+
 def test_bench_over_a_limit_exits_with_one(run_cli, compiled):
     ran = run_cli("bench", compiled, "--repeat", "1", "--max-ratio", "1e-9", "--json")
     assert ran.code == 1

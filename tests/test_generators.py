@@ -14,7 +14,7 @@ from onnxplace.graph import Csr, OpGraph
 from onnxplace.placing import place
 
 FAMILIES = sorted(GENERATORS)
-PLACERS = ("single", "m-topo", "m-etf", "m-sct")
+PLACERS = ("single", "m-topo", "m-etf", "m-sct", "auto{seconds=0,proposals=200}", "multilevel{seconds=0,proposals=200}")
 
 
 def depth(graph):

@@ -1,12 +1,13 @@
 """What is kept of compiled kernels, and when it no longer holds."""
 
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from onnxplace.jit import on_compiling
+from onnxplace.jit import clock, on_compiling
 
 CALLER = """
 from onnxplace.jit import kernel
@@ -68,3 +69,9 @@ def test_what_cannot_be_read_any_more_is_made_anew(folder):
     kept[0].write_bytes(begin[: len(begin) // 2])
     assert compilations(folder) == (2, True)
     assert compilations(folder) == (2, False)
+
+
+def test_the_clock_of_searches_stands_still_while_kernels_are_compiled(folder):
+    began, clock_began = time.perf_counter(), clock()
+    assert compilations(folder) == (2, True)
+    assert clock() - clock_began < time.perf_counter() - began

@@ -33,8 +33,9 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("ONNX models in one shape", ("_canonical",)),
     (
         "the one way to open ONNX Runtime sessions; simulated time and loads on plain data",
-        ("sessions", "simulate", "loads", "bounds", "_opgraph"),
+        ("sessions", "simulate", "bounds", "_opgraph"),
     ),
+    ("what a pipelined step comes to", ("loads",)),
     ("the one door to ONNX", ("model",)),
     (
         "what passes find out about a model; what a runtime is asked whether it knows; what a model hands to itself",
