@@ -106,10 +106,8 @@ def compared(graphs: Iterable[CostGraph], figures: Mapping[str, Any], setting: S
             for groups in (name for name in setting.groups if grouped or SAME_WITHOUT.get(name) not in setting.groups):
                 progress(f"{graph.name}: {placer}, groups {groups}")
                 row = placed(graph, placer, groups, setting.links)
-                step, theirs = (
-                    row["step_seconds"],
-                    published(entry, placer.replace("-", "_"), their_name(entry, groups, grouped)),
-                )
+                step = row["step_seconds"]
+                theirs = published(entry, placer, their_name(entry, groups, grouped))
                 yield {
                     **row,
                     "one_device_seconds": one,
