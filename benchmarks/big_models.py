@@ -32,8 +32,9 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from onnxplace.bundle import Bundle
 from onnxplace.machine import local_target
-from onnxplace.model import bind, load, static_shapes
+from onnxplace.model import bind, load, op_graph, static_shapes, value_bytes
 from onnxplace.passes._measure import Timer
+from onnxplace.passes._pieces import measure_pieces
 from onnxplace.passes._repeats import node_kinds, pooled
 from onnxplace.pipeline import Pipeline
 from onnxplace.sessions import open_session, session_options
@@ -206,10 +207,17 @@ def _say_exponents(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> No
 
 
 def pooling() -> None:
-    """Print how far the times of kernels are from those of 60 runs, as measured and as the median of equal ones."""
+    """Print how far the times of kernels are from those of 60 runs, as measured and as the median of equal ones.
+
+    Also prints what equal layers take when one is measured alone.
+    """
     model = bind(load(transformer(8, 256, 64, tiny)), {"batch": 1}, {})
     kinds = node_kinds(model, static_shapes(model))
     reference = Timer("cpu:0", (0,), 60, 30.0).measure(model, model.feeds())[0]
+    graph = op_graph(model, value_bytes(model, static_shapes(model)))
+    layers = [range(first, min(first + 39, len(graph))) for first in range(0, len(graph), 39)]
+    alone = measure_pieces(model, graph, kinds, layers, model.feeds(), Timer("cpu:0", (0,), 9, 30.0)).seconds.sum()
+    print(f"\nlayer by layer {alone * 1e3:.1f} ms, in one session {1e3 * (reference.whole_seconds or 0):.1f} ms")
     want = np.bincount(reference.unit, reference.seconds)
     counted = want > want.sum() / 1000
     print("\n| runs | error of a kernel, measured | of equal kernels' median |\n|---|---|---|")

@@ -32,6 +32,11 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _require_memory(state: State, simulation: Simulation) -> None:
+    for device, peak in zip(state.target.devices, simulation.peak_bytes):
+        _require(int(peak) <= device.memory_bytes, f"{device.id} needs {int(peak)} bytes of {device.memory_bytes}")
+
+
 class Source(IntEnum):
     """Where the time of a node comes from."""
 
@@ -188,8 +193,7 @@ class Schedule:
         before = graph.predecessors
         late = np.flatnonzero(rank[before.items] > rank[before.rows])
         _require(len(late) == 0, f"node {graph.names[before.rows[late[0]]] if len(late) else ''!r} is before its input")
-        for device, peak in zip(state.target.devices, self.simulation.peak_bytes):
-            _require(int(peak) <= device.memory_bytes, f"{device.id} needs {int(peak)} bytes of {device.memory_bytes}")
+        _require_memory(state, self.simulation)
 
 
 @dataclass(frozen=True)
@@ -232,7 +236,7 @@ class Segments:
     """The predicted step, segment by segment, overhead of calls included; nodes are segments."""
 
     def check(self, state: State) -> None:
-        """Raise ValueError unless the segments partition the nodes and every receive has its send."""
+        """Raise ValueError unless segments partition the nodes, receives have sends, and devices keep their limits."""
         covered = np.concatenate([s.nodes for s in self.segments]) if self.segments else np.zeros(0, dtype=np.int32)
         _require(
             sorted(covered.tolist()) == list(range(len(state[Profile].graph))), "segments must partition the nodes"
@@ -245,6 +249,7 @@ class Segments:
             (i.value, i.peer, d) for d, program in enumerate(self.programs) for i in program if i.op == "receive"
         }
         _require(sends == receives, f"unmatched transfers: {sorted(sends ^ receives)[:3]}")
+        _require_memory(state, self.simulation)
 
 
 @dataclass(frozen=True)

@@ -68,12 +68,12 @@ def tables(asked: Problem) -> Tables:
     around, crossing = reach(graph, asked.seconds, asked.target), _crossing(asked, send, inner)
     after = graph.successors
     tail: Floats = far_tails(graph.order, after.starts, after.items, crossing, around.least, around.tail)
-    alike = _alike(asked, latency, per_byte)
-    shuffles = [p for p in permutations(range(devices)) if all(alike[p[d]] == alike[d] for d in range(devices))]
+    like = alike(asked)
+    shuffles = [p for p in permutations(range(devices)) if all(like[p[d]] == like[d] for d in range(devices))]
     choices = [[*p, *[-1] * (devices - k)] for k in range(devices) for p in permutations(range(devices), k)]
     return Tables(
         devices, asked.group.astype(np.int32), group_mask, held, needed, graph.value_bytes[inner].astype(np.float64),
-        asked.limit_bytes.astype(np.float64), allowed, alike, asked.seconds, asked.seconds.min(axis=0), send,
+        asked.limit_bytes.astype(np.float64), allowed, like, asked.seconds, asked.seconds.min(axis=0), send,
         graph.order, np.argsort(-tail, kind="stable").astype(np.int32), tail, ins.starts, ins.items, outs.starts,
         outs.items, readers.starts, readers.items, _masks(readers, bits), _masks(graph.predecessors, bits),
         *_joins(asked, crossing, around.least, tail),
@@ -133,9 +133,11 @@ def _joins(asked: Problem, crossing: Floats, least: Floats, tail: Floats) -> tup
     return joins, listed.starts, listed.items, distance[listed.items, ends], remote[listed.items, ends]
 
 
-def _alike(asked: Problem, latency: Floats, per_byte: Floats) -> Ints:
+def alike(asked: Problem) -> Ints:
+    """Return, per device, the first one that it can be exchanged with."""
+    latency, per_byte = asked.target.link_arrays()
     count = len(latency)
-    alike = np.arange(count, dtype=np.int32)
+    first = np.arange(count, dtype=np.int32)
     for b in range(count):
         for a in range(b):
             swapped = np.arange(count)
@@ -146,9 +148,9 @@ def _alike(asked: Problem, latency: Floats, per_byte: Floats) -> Ints:
                 and asked.limit_bytes[a] == asked.limit_bytes[b]
                 and all((links[np.ix_(swapped, swapped)] == links).all() for links in (latency, per_byte))
             ):
-                alike[b] = alike[a]
+                first[b] = first[a]
                 break
-    return alike
+    return first
 
 
 def search(asked: Problem, known: Tables, upper_seconds: float, gap: float, width: int, deadline: float) -> Found:

@@ -16,10 +16,11 @@ from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph import Ints
 from onnxplace.passes._choose import Plan, published_plans
 from onnxplace.passes._exact_kernels import Tables
-from onnxplace.passes._exact_search import MOST_DEVICES, MOST_NODES, Found, search, tables
+from onnxplace.passes._exact_search import MOST_DEVICES, MOST_NODES, Found, alike, search, tables
 from onnxplace.passes._levels import levels
 from onnxplace.passes._milp import solve
 from onnxplace.passes._search import Budget, Ground, candidate, explore
+from onnxplace.passes._series import Block, Part, alone, composed, series
 from onnxplace.state import Diagnostic, Pass, State
 
 # States kept per layer at first, and once the solver has had its turn; by how much more each time.
@@ -64,20 +65,24 @@ class Exact(Pass):
 
     def run(self, state: State) -> State:
         asked = problem(state)
-        searched = 0 < len(asked.graph) <= MOST_NODES and len(asked.target.devices) <= MOST_DEVICES
-        best = _Best(asked, self.gap)
-        plans = published_plans(asked)
-        for plan in plans:
-            best.offer(plan.device, plan.order)
-        if searched and not best.proven:
-            # One state per layer: kernels that have never been used are compiled, which is not to count as time.
-            _seek(best, tables(asked), 1, np.inf)
+        few = len(asked.target.devices) <= MOST_DEVICES
+        searched = 0 < len(asked.graph) <= MOST_NODES and few
+        best, plans = _begun(asked, self.gap)
+        row = _Row.of(asked, self.gap / 2) if few and len(asked.graph) > MOST_NODES and not best.proven else None
+        for one in [best] if searched else row.forks[:1] if row else []:
+            if not one.proven:
+                # One state per layer: kernels never used before are compiled, which is not to count as time.
+                _seek(one, tables(one.asked), 1, np.inf)
         began = time.perf_counter()
         deadline = began + self.seconds
         if searched and not best.proven:
             _search(best, WIDTH, deadline, WIDTH)
+        if row:
+            row.search(deadline - SHARE * self.seconds)
+            row.add_up(best)
         if not best.proven:
-            _improve(best, plans, SHARE * self.seconds, self.seed)
+            left = deadline - time.perf_counter()
+            _improve(best, plans, SHARE * self.seconds if searched else left / 2, self.seed)
         if searched and not best.proven:
             _search(best, WIDER * WIDTH, began + SOLVED_FROM * self.seconds)
         if 0 < len(asked.graph) <= MOST_SOLVED and not best.proven:
@@ -111,7 +116,11 @@ class _Best:
         """Take the result of a search."""
         if found.makespan_seconds < self.makespan:
             self.makespan, self.device, self.order = found.makespan_seconds, found.device, found.order
-        self.bound = max(self.bound, min(found.bound_seconds, self.makespan))
+        self.raise_bound(found.bound_seconds)
+
+    def raise_bound(self, seconds: float) -> None:
+        """Take a bound, but for what rounding adds to the step."""
+        self.bound = max(self.bound, min(seconds, self.makespan))
 
     @property
     def left(self) -> float:
@@ -130,6 +139,58 @@ class _Best:
         if not self.proven:
             return f"stopped at a gap of {self.left * 100:.2g} %: {times}"
         return f"optimal within {self.left * 100:.2g} %: {times}" if self.left else f"optimal: {times}"
+
+
+def _begun(asked: Problem, gap: float) -> tuple[_Best, list[Plan]]:
+    """Return the best of what the other placers find, and all that they find."""
+    best, plans = _Best(asked, gap), published_plans(asked)
+    for plan in plans:
+        best.offer(plan.device, plan.order)
+    return best, plans
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The blocks of a graph that is too large to search as a whole; equal ones are searched once."""
+
+    blocks: Sequence[Block]
+    best: Sequence[_Best]
+    """Of each block."""
+
+    @staticmethod
+    def of(asked: Problem, gap: float) -> _Row:
+        """Cut a problem into blocks, each to be solved up to `gap`."""
+        blocks, known = series(asked, MOST_NODES), dict[tuple[bytes, ...], _Best]()
+        best = []
+        for block in blocks:
+            part = alone(asked, block)
+            arrays = (part.seconds, part.group, part.pinned, part.graph.producer, part.graph.value_bytes,
+                      part.graph.inputs.starts, part.graph.inputs.items)  # fmt: skip
+            key = tuple(array.tobytes() for array in arrays)
+            if key not in known:
+                known[key] = _begun(part, gap)[0]
+            best.append(known[key])
+        return _Row(blocks, best)
+
+    @property
+    def forks(self) -> list[_Best]:
+        """Return what there is to search, small blocks first."""
+        found = {id(best): best for block, best in zip(self.blocks, self.best) if block.forks}
+        return sorted(found.values(), key=lambda best: len(best.asked.graph))
+
+    def search(self, until: float) -> None:
+        """Search each block in turn; what one leaves of its time is for the others."""
+        forks = self.forks
+        for index, best in enumerate(forks):
+            now = time.perf_counter()
+            if not best.proven and now < until:
+                _search(best, WIDTH, now + (until - now) / (len(forks) - index))
+
+    def add_up(self, whole: _Best) -> None:
+        """Add up the bounds, and offer the steps of the blocks one after the other."""
+        whole.raise_bound(sum(best.bound for best in self.best))
+        parts = [Part(block, best.device, best.order) for block, best in zip(self.blocks, self.best)]
+        whole.offer(*composed(whole.asked, parts, alike(whole.asked)))
 
 
 def _improve(best: _Best, plans: Sequence[Plan], seconds: float, seed: int) -> None:
@@ -213,4 +274,4 @@ def _solve(best: _Best, deadline: float, seed: int) -> None:
             best.offer(solved.device, order)
         except ValueError:  # starts that are equal but for rounding, in an order that cannot run
             best.offer(solved.device, asked.graph.order)
-    best.bound = max(best.bound, min(solved.bound_seconds, best.makespan))
+    best.raise_bound(solved.bound_seconds)

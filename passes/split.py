@@ -8,12 +8,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from onnxplace.costs import device_seconds
 from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segment, Segments
-from onnxplace.graph import Floats, Ints, Longs, OpGraph, sum_by
+from onnxplace.graph import Floats, Ints, Longs, OpGraph
+from onnxplace.passes._limits import within_limits
 from onnxplace.passes._states import crossing, require_together
-from onnxplace.simulate import Simulation, simulate
-from onnxplace.state import Pass, State
+from onnxplace.simulate import Simulation
+from onnxplace.state import Diagnostic, Pass, State
 from onnxplace.target import Target
 
 
@@ -23,7 +23,8 @@ class Split(Pass):
 
     A segment ends after a node that another device reads, since a session hands out its results at its end only. A
     segment starts before a node that needs a value which, by the schedule, arrives after the segment would have begun.
-    Run in schedule order, such segments cannot deadlock, whatever the placement.
+    Run in schedule order, such segments cannot deadlock, whatever the placement. Where a device would hold more than
+    its limit while a segment runs, that segment is cut further.
     """
 
     name: ClassVar[str] = "split"
@@ -34,14 +35,23 @@ class Split(Pass):
         require_together(state)
         graph, target = state[Profile].graph, state.target
         device = state[Placement].device
-        pieces = cut(graph, device, state[Schedule], state[Profile].unit)
-        segment_of = np.zeros(len(graph), dtype=np.int32)
-        for index, nodes in enumerate(pieces):
-            segment_of[nodes] = index
-        segments = tuple(_segment(graph, int(device[nodes[0]]), np.sort(nodes), segment_of) for nodes in pieces)
-        simulation = _simulate(state, segments, segment_of)
-        done = state.having(Segments(segments, _programs(segments, graph, target, simulation), simulation))
+        nodes = cut(graph, device, state[Schedule], state[Profile].unit)
+        pieces = within_limits(state, nodes)
+        segments = tuple(
+            _segment(graph, int(there), np.sort(part), pieces.segment_of)
+            for part, there in zip(pieces.nodes, pieces.device)
+        )
+        programs = _programs(segments, graph, target, pieces.simulation)
+        done = state.having(Segments(segments, programs, pieces.simulation))
+        if len(segments) > len(nodes):
+            done = done.saying(_cut_further(len(nodes), len(segments)))
         return done.saying(*crossing(done))
+
+
+def _cut_further(before: int, after: int) -> Diagnostic:
+    message = f"{after} segments instead of {before}, so that devices keep within their memory"
+    hint = "each cut costs a call, and fusions that it breaks: a larger --max-memory needs fewer"
+    return Diagnostic("P012", message, where="split", hint=hint)
 
 
 def cut(graph: OpGraph, device: Ints, schedule: Schedule, unit: Ints) -> list[Ints]:
@@ -119,20 +129,6 @@ def _segment(graph: OpGraph, device: int, nodes: Ints, segment_of: Ints) -> Segm
     return Segment(
         device, nodes, tuple(graph.value_names[v] for v in inputs), tuple(graph.value_names[v] for v in outputs)
     )
-
-
-def _simulate(state: State, segments: tuple[Segment, ...], segment_of: Ints) -> Simulation:
-    """Return the predicted step with segments as the units of execution, each paying for its call."""
-    graph, target = state[Profile].graph, state.target
-    coarse = graph.contract(segment_of)
-    seconds = np.stack(
-        [
-            sum_by(segment_of, row, len(segments)) + device.segment_seconds
-            for row, device in zip(device_seconds(state[Profile], target), target.devices)
-        ]
-    )
-    placed = np.array([segment.device for segment in segments], dtype=np.int32)
-    return simulate(coarse, seconds, target, placed, np.arange(len(segments), dtype=np.int32))
 
 
 def _programs(

@@ -1,0 +1,236 @@
+"""Architectures of the transformers library, small and with random weights, and their export to ONNX.
+
+Only `export` needs torch and transformers: `pip install -e '.[cpu,dev,zoo]'`. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from onnxplace.feeds import Array
+
+Exporter = Literal["dynamo", "torchscript"]
+EXPORTERS: tuple[Exporter, ...] = ("dynamo", "torchscript")
+
+VOCABULARY = 128
+Axes = tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of a model: what is in it, and its sizes; names stand for those that may change."""
+
+    axes: Axes
+    content: Literal["ids", "mask", "reals"] = "reals"
+
+    def draw(self, sizes: Mapping[str, int], random: np.random.Generator) -> Array:
+        """Return random content; a mask hides the last third of the last row."""
+        shape = tuple(sizes[axis] if isinstance(axis, str) else axis for axis in self.axes)
+        if self.content == "ids":
+            return random.integers(3, VOCABULARY, shape)
+        if self.content == "mask":
+            mask = np.ones(shape, np.int64)
+            mask[-1, math.ceil(2 * shape[1] / 3) :] = 0
+            return mask
+        return random.standard_normal(shape).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model of the zoo."""
+
+    build: Callable[[], Any]
+    """Makes the torch module."""
+    inputs: Mapping[str, Input]
+    outputs: tuple[str, ...]
+    sizes: tuple[Mapping[str, int], ...]
+    """Of the symbolic axes: the first is exported and compiled with, the others are run too."""
+    states: tuple[str, ...] = ()
+    """Outputs that are inputs of the next call, as `--state` takes them."""
+    layers: int = 0
+    """How many layers of keys and values the model takes and returns; 0 for no cache."""
+
+    def feeds(self, number: int, seed: int = 0) -> dict[str, Array]:
+        """Return inputs for `sizes[number]`."""
+        random = np.random.default_rng((seed, number))
+        return {name: item.draw(self.sizes[number], random) for name, item in self.inputs.items()}
+
+
+# --- the architectures --------------------------------------------------------------------------------------------
+
+IDS, MASK = Input(("batch", "seq"), "ids"), Input(("batch", "seq"), "mask")
+TEXT = {"input_ids": IDS, "attention_mask": MASK}
+TEXT_SIZES = ({"batch": 2, "seq": 12}, {"batch": 3, "seq": 7}, {"batch": 1, "seq": 20})
+IMAGE = {"pixel_values": Input(("batch", 3, 64, 64))}
+IMAGE_SIZES = ({"batch": 2}, {"batch": 1}, {"batch": 5})
+WIDTH, HEADS = 64, 4
+
+
+def _of(model: str, config: str | None = None, **options: Any) -> Callable[[], Any]:
+    """Return a function that makes a model class of transformers from a configuration with these options."""
+
+    def build() -> Any:
+        import transformers
+
+        return getattr(transformers, model)(_config(transformers, config or model, options))
+
+    return build
+
+
+def _config(transformers: Any, name: str, options: Mapping[str, Any]) -> Any:
+    """Return a configuration; an option that is a pair (name, options) is one too."""
+    made = {
+        key: _config(transformers, *value) if isinstance(value, tuple) else value for key, value in options.items()
+    }
+    return getattr(transformers, name)(**made)
+
+
+def _cache(layers: int, heads: int) -> dict[str, Input]:
+    kinds = ("key", "value")
+    axes = ("batch", heads, "past", WIDTH // HEADS)
+    return {f"past_key_values.{i}.{kind}": Input(axes) for i in range(layers) for kind in kinds}
+
+
+_CACHED_SIZES = ({"batch": 2, "seq": 1, "past": 6}, {"batch": 1, "seq": 3, "past": 4}, {"batch": 3, "seq": 5, "past": 1})
+_ENCODER = {"hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": HEADS, "intermediate_size": 2 * WIDTH}
+_GPT2 = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 3, "n_head": HEADS, "n_positions": 64}
+_LLAMA = {**_ENCODER, "vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 64}
+_SPEECH = {"d_model": WIDTH, "num_mel_bins": 16, "max_source_positions": 32, "max_target_positions": 32,
+           "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS,
+           "encoder_ffn_dim": 2 * WIDTH, "decoder_ffn_dim": 2 * WIDTH, "vocab_size": VOCABULARY,
+           "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+           "suppress_tokens": None, "begin_suppress_tokens": None}  # fmt: skip
+_RESNET = {"embedding_size": 16, "hidden_sizes": [16, 32, 48, 64], "depths": [1, 1, 2, 1], "layer_type": "basic",
+           "out_features": ["stage4"]}  # fmt: skip
+_TARGET_SEQ = Input(("batch", "target"), "ids")
+_TARGET_SIZES = tuple({**sizes, "target": target} for sizes, target in zip(TEXT_SIZES, (5, 1, 9)))
+
+ZOO: Mapping[str, Architecture] = {
+    "bert": Architecture(
+        _of("BertModel", "BertConfig", vocab_size=VOCABULARY, **_ENCODER),
+        TEXT, ("last_hidden_state", "pooler_output"), TEXT_SIZES,
+    ),
+    "gpt2": Architecture(_of("GPT2LMHeadModel", "GPT2Config", **_GPT2), TEXT, ("logits",), TEXT_SIZES),
+    "gpt2-cache": Architecture(
+        _of("GPT2LMHeadModel", "GPT2Config", **_GPT2), {"input_ids": IDS, **_cache(3, HEADS)}, ("logits",),
+        _CACHED_SIZES, ("present.*=past_key_values.*",), layers=3,
+    ),
+    "llama": Architecture(_of("LlamaForCausalLM", "LlamaConfig", **_LLAMA), TEXT, ("logits",), TEXT_SIZES),
+    "llama-cache": Architecture(
+        _of("LlamaForCausalLM", "LlamaConfig", **_LLAMA), {"input_ids": IDS, **_cache(3, 2)}, ("logits",),
+        _CACHED_SIZES, ("present.*=past_key_values.*",), layers=3,
+    ),
+    "t5": Architecture(
+        _of("T5ForConditionalGeneration", "T5Config", vocab_size=VOCABULARY, d_model=WIDTH, d_kv=16, num_heads=HEADS,
+            d_ff=2 * WIDTH, num_layers=2, decoder_start_token_id=0),
+        {**TEXT, "decoder_input_ids": _TARGET_SEQ}, ("logits", "encoder_last_hidden_state"), _TARGET_SIZES,
+    ),
+    "vit": Architecture(
+        _of("ViTForImageClassification", "ViTConfig", image_size=64, patch_size=16, **_ENCODER),
+        IMAGE, ("logits",), IMAGE_SIZES,
+    ),
+    "clip": Architecture(
+        _of("CLIPModel", "CLIPConfig", projection_dim=32,
+            text_config={**_ENCODER, "vocab_size": VOCABULARY, "max_position_embeddings": 32, "eos_token_id": 2},
+            vision_config={**_ENCODER, "image_size": 64, "patch_size": 16}),
+        {"input_ids": Input(("texts", "seq"), "ids"), "pixel_values": Input(("images", 3, 64, 64)),
+         "attention_mask": Input(("texts", "seq"), "mask")},
+        ("logits_per_image", "text_embeds", "image_embeds"),
+        ({"texts": 3, "seq": 8, "images": 2}, {"texts": 1, "seq": 11, "images": 1}, {"texts": 4, "seq": 5, "images": 3}),
+    ),
+    "whisper": Architecture(
+        _of("WhisperForConditionalGeneration", "WhisperConfig", **_SPEECH),
+        {"input_features": Input(("batch", 16, 64)), "decoder_input_ids": Input(("batch", "target"), "ids")},
+        ("logits", "encoder_last_hidden_state"),
+        ({"batch": 2, "target": 5}, {"batch": 1, "target": 1}, {"batch": 3, "target": 9}),
+    ),
+    "mixtral": Architecture(
+        _of("MixtralForCausalLM", "MixtralConfig", num_local_experts=4, num_experts_per_tok=2, **_LLAMA,
+            experts_implementation="batched_mm"),
+        TEXT, ("logits",), TEXT_SIZES,
+    ),
+    "detr": Architecture(
+        _of("DetrForObjectDetection", "DetrConfig", d_model=WIDTH, encoder_layers=2, decoder_layers=2,
+            encoder_attention_heads=HEADS, decoder_attention_heads=HEADS, encoder_ffn_dim=128, decoder_ffn_dim=128,
+            num_queries=10, backbone_config=("ResNetConfig", _RESNET)),
+        {**IMAGE, "pixel_mask": Input(("batch", 64, 64), "mask")}, ("logits", "pred_boxes"), IMAGE_SIZES,
+    ),
+    "segformer": Architecture(
+        _of("SegformerForSemanticSegmentation", "SegformerConfig", hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 2, 1],
+            num_attention_heads=[1, 2, 3, 4], decoder_hidden_size=WIDTH, num_labels=7),
+        {"pixel_values": Input(("batch", 3, "height", "width"))}, ("logits",),
+        ({"batch": 2, "height": 64, "width": 64}, {"batch": 1, "height": 64, "width": 96},
+         {"batch": 3, "height": 96, "width": 32}),
+    ),
+    "mobilenet": Architecture(
+        _of("MobileNetV2ForImageClassification", "MobileNetV2Config", depth_multiplier=0.35, image_size=64),
+        IMAGE, ("logits",), IMAGE_SIZES,
+    ),
+}  # fmt: skip
+
+
+# --- export -------------------------------------------------------------------------------------------------------
+
+
+def export(architecture: Architecture, exporter: Exporter, path: Path, seed: int = 0) -> None:
+    """Build the model with random weights and write it; whatever torch raises is passed on."""
+    import torch
+
+    torch.manual_seed(seed)
+    module = _wrapped(architecture.build().eval(), architecture)
+    names = list(architecture.inputs)
+    given = tuple(torch.from_numpy(array) for array in architecture.feeds(0).values())
+    axes = {name: _symbols(item.axes) for name, item in architecture.inputs.items()}
+    dynamic = {"dynamic_shapes": (tuple(axes.values()),)} if exporter == "dynamo" else {"dynamic_axes": axes}
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # the exporters warn of their own deprecations and of traced constants
+        torch.onnx.export(
+            module, given, str(path), input_names=names, output_names=_output_names(architecture),
+            dynamo=exporter == "dynamo", external_data=False, verbose=False, **dynamic,
+        )  # fmt: skip
+
+
+def _symbols(axes: Axes) -> dict[int, str]:
+    return {number: axis for number, axis in enumerate(axes) if isinstance(axis, str)}
+
+
+def _output_names(architecture: Architecture) -> list[str]:
+    cache = [f"present.{layer}.{kind}" for layer in range(architecture.layers) for kind in ("key", "value")]
+    return [*architecture.outputs, *cache]
+
+
+def _wrapped(model: Any, architecture: Architecture) -> Any:
+    """Return a module that takes the inputs and returns the outputs in their order, the cache's tensors last."""
+    import torch
+    from transformers import DynamicCache
+
+    names, layers = list(architecture.inputs), architecture.layers
+    plain = names[: len(names) - 2 * layers]
+
+    class Positional(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, *values: Any) -> tuple[Any, ...]:
+            options = dict(zip(plain, values))
+            past: Sequence[Any] = values[len(plain) :]
+            if layers:
+                options["past_key_values"] = DynamicCache(list(zip(past[::2], past[1::2])))
+                options["use_cache"] = True
+            elif hasattr(self.model.config, "use_cache"):
+                options["use_cache"] = False
+            made = self.model(**options, return_dict=True)
+            found = [made[name] for name in architecture.outputs]
+            for layer in made.past_key_values.layers if layers else ():
+                found += [layer.keys, layer.values]
+            return tuple(found)
+
+    return Positional()

@@ -1,0 +1,222 @@
+"""Real architectures, compiled and verified: python benchmarks/zoo.py [MODEL ...] [--exporters dynamo,torchscript].
+
+Models of the transformers library with random weights are exported by torch, compiled for two and three CPU devices
+with several placers, one of them random, and compared with the uncut model: with the sizes that they were exported
+with, and with others. Needs `pip install -e '.[cpu,dev,zoo]'`, and no network. docs/zoo.md holds the latest table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+import numpy as np
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]  # for what benchmarks share with one another and with tests
+from _tables import progress
+from _zoo_models import EXPORTERS, ZOO, Architecture, export
+
+import onnxplace
+from onnxplace._steps import Carrying
+from onnxplace.bundle import Bundle
+from onnxplace.compare import reference, verify
+from onnxplace.errors import OnnxplaceError
+from onnxplace.feeds import Array
+from onnxplace.machine import cores
+from onnxplace.pipeline import Pipeline
+from onnxplace.sessions import open_session, session_options
+
+RANDOM = "random"
+"""The placer that draws a device for each node and an order."""
+PLACERS = ("auto", "m-etf", RANDOM)
+Calls = Sequence[Mapping[str, Array]]
+"""Inputs of calls that follow one another; states are in the first alone."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a model on so many devices with one placer."""
+
+    model: str
+    exporter: str
+    nodes: int
+    devices: int
+    placer: str
+    problem: str = ""
+    """What went wrong; empty if the bundle computes what the model computes."""
+    segments: int = 0
+    transfers: int = 0
+    error: float = 0.0
+    """The largest over all outputs and sizes, relative to the largest magnitude of the output."""
+    seconds: float = 0.0
+    """What compiling and verifying took."""
+
+
+def main() -> int:
+    """Print the table; return 1 if a model that ONNX Runtime runs does not compile or verify."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of: {', '.join(ZOO)}; default: all")
+    parser.add_argument("--exporters", default=",".join(EXPORTERS), help="of torch: %(default)s")
+    parser.add_argument("--devices", default="2,3", metavar="N,...", help="numbers of CPU devices")
+    parser.add_argument("--placers", default=",".join(PLACERS))
+    parser.add_argument("--folder", type=Path, help="keep exported models here, and take those that are there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every result there")
+    options = parser.parse_args()
+    if unknown := sorted({*options.models} - {*ZOO}):
+        parser.error(f"no such model: {', '.join(unknown)}")
+    counts, placers = [int(count) for count in options.devices.split(",")], options.placers.split(",")
+    heading = ["model", "exporter", "nodes", "devices", *placers, "largest difference", "seconds"]
+    print(f"| {' | '.join(heading)} |\n|{'---|' * len(heading)}", flush=True)
+    found: list[Result] = []
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="onnxplace-zoo-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        for name in options.models or ZOO:
+            for exporter in options.exporters.split(","):
+                found += _printed(name, exporter, folder, counts, placers)
+    finally:
+        if not options.folder:
+            shutil.rmtree(folder)
+    if options.json:
+        options.json.write_text(json.dumps([vars(result) for result in found], indent=1))
+    return report(found)
+
+
+def _printed(name: str, exporter: str, folder: Path, counts: Sequence[int], placers: Sequence[str]) -> list[Result]:
+    """Export and check a model, print a row for each number of devices, and return what was found."""
+    progress(f"{name}, {exporter}")
+    path, architecture = folder / f"{name}.{exporter}.onnx", ZOO[name]
+    try:
+        if not path.exists():
+            export(architecture, exporter, path)  # type: ignore[arg-type]
+    except ImportError:
+        raise
+    except Exception as problem:  # noqa: BLE001 - torch raises whatever its parts raise
+        print(f"| {name} | {exporter} | not exported: {_words(problem)} |{' |' * (len(placers) + 3)}", flush=True)
+        return []
+    runs = [list(calls(architecture, number)) for number in range(len(architecture.sizes))]
+    if refused := plainly(path, runs):
+        print(f"| {name} | {exporter} | ONNX Runtime: {refused} |{' |' * (len(placers) + 3)}", flush=True)
+        return []
+    found = []
+    for count in counts:
+        row = [
+            check(path, name, exporter, count, placer, runs, architecture.states, folder / "bundle")
+            for placer in placers
+        ]
+        cells = [f"{r.problem or f'{r.segments} / {r.transfers}'}" for r in row]
+        about = [name, exporter, str(row[0].nodes), str(count)]
+        sums = [f"{max(r.error for r in row):.1e}", f"{sum(r.seconds for r in row):.1f}"]
+        print(f"| {' | '.join([*about, *cells, *sums])} |", flush=True)
+        found += row
+    return found
+
+
+def report(found: Sequence[Result]) -> int:
+    """Print the sum and return the exit code: 1 if something is wrong, 2 if nothing was tried."""
+    wrong = [result for result in found if result.problem]
+    print(f"\n{len(found) - len(wrong)} of {len(found)} bundles compute what their models compute")
+    return 1 if wrong else 0 if found else 2
+
+
+def calls(architecture: Architecture, number: int, count: int = 3) -> Iterator[dict[str, Array]]:
+    """Yield the inputs of a call with `sizes[number]`, or, of a model with states, of several in a row."""
+    first = architecture.feeds(number)
+    yield first
+    if not architecture.states:
+        return
+    kept = [name for name in architecture.inputs if name.startswith("past_key_values.")]
+    for step in range(1, count):
+        later = architecture.feeds(number, step)
+        yield {name: array for name, array in later.items() if name not in kept}
+
+
+def plainly(path: Path, runs: Sequence[Calls]) -> str:
+    """Return why the model is no use as a reference, in ONNX Runtime's words; empty if it is."""
+    try:
+        session = open_session(path, session_options(cores()), where=str(path))
+        outputs = [session.run(None, dict(run[0])) for run in runs]
+    except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
+        return _words(problem)
+    numbers = [np.asarray(value) for made in outputs for value in made]
+    if not all(np.isfinite(value).all() and value.any() for value in numbers):
+        return "an output is not finite, or all zeros"
+    return ""
+
+
+def check(
+    path: Path,
+    name: str,
+    exporter: str,
+    devices: int,
+    placer: str,
+    runs: Sequence[Calls],
+    states: Sequence[str],
+    folder: Path,
+) -> Result:
+    """Compile a model for so many devices with a placer and verify it with each of several runs."""
+    began, nodes = perf_counter(), 0
+    try:
+        bundle = compiled(path, devices, placer, runs[0][0], states, folder)
+        manifest = bundle.manifest
+        nodes = sum(segment.nodes for segment in manifest.segments)
+        differences = compared(bundle, path, runs)
+        worst = max(differences.values())
+        wrong = ", ".join(name for name, error in differences.items() if error == float("inf"))
+    except OnnxplaceError as problem:
+        return Result(name, exporter, nodes, devices, placer, _words(problem))
+    problem_text = f"differs: {wrong}" if wrong else ""
+    seconds = perf_counter() - began
+    return Result(
+        name, exporter, nodes, devices, placer, problem_text, len(manifest.segments), manifest.transfers, worst, seconds
+    )  # fmt: skip
+
+
+def compiled(
+    path: Path, devices: int, placer: str, feeds: Mapping[str, Array], states: Sequence[str], folder: Path
+) -> Bundle:
+    """Return the bundle of a model with these inputs as its sizes; raises OnnxplaceError."""
+    named = ",".join(f"cpu:{index}" for index in range(devices))
+    common = {"devices": named, "inputs": feeds, "state": states, "force": True}
+    if placer != RANDOM:
+        return onnxplace.compile(path, folder, placer=placer, **common)  # type: ignore[arg-type]
+    from tests.test_split_property import RandomPlacement
+
+    random = np.random.default_rng(0)
+    drawn = RandomPlacement(tuple(random.integers(0, devices, 97).tolist()), tuple(random.integers(0, 9, 89).tolist()))
+    before, after = Pipeline.parse("optimize,profile{estimate=true},coplace{join=never}"), Pipeline.parse("split,emit")
+    steps = Pipeline((*before.passes, drawn, *after.passes))
+    return onnxplace.compile(path, folder, pipeline=steps, **common)  # type: ignore[arg-type]
+
+
+def compared(bundle: Bundle, path: Path, runs: Sequence[Calls]) -> dict[str, float]:
+    """Return the largest relative error of each output over all runs, infinite if it is over the tolerance."""
+    names = [item.name for item in bundle.outputs]
+    errors = dict.fromkeys(names, 0.0)
+    want = Carrying(reference(bundle, path, cores()), bundle)
+    with onnxplace.InferenceSession(bundle) as session:
+        for feeds in (feeds for run in runs for feeds in run):
+            for item in verify(lambda fed: session.submit(fed, names).result().outputs, want, feeds, names):
+                errors[item.name] = max(errors[item.name], item.max_rel_error if item.equal else float("inf"))
+    return errors
+
+
+def _words(problem: Exception) -> str:
+    """Return the first words of an error, fit for a table."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    return f"{type(problem).__name__}: {lines[0] if lines else ''}"[:200].replace("|", "/")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
