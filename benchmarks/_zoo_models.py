@@ -57,10 +57,13 @@ class Architecture:
     layers: int = 0
     """How many layers of keys and values the model takes and returns; 0 for no cache."""
 
-    def feeds(self, number: int, seed: int = 0) -> dict[str, Array]:
-        """Return inputs for `sizes[number]`."""
-        random = np.random.default_rng((seed, number))
-        return {name: item.draw(self.sizes[number], random) for name, item in self.inputs.items()}
+    def feeds(self, number: int, step: int = 0) -> dict[str, Array]:
+        """Return inputs for `sizes[number]`; in a later `step` the cache has grown by what was new in each before."""
+        sizes = dict(self.sizes[number])
+        for grown in ("past", "total"):
+            sizes[grown] = sizes.get(grown, 0) + step * sizes.get("seq", 0)
+        random = np.random.default_rng((number, step))
+        return {name: item.draw(sizes, random) for name, item in self.inputs.items()}
 
 
 # --- the architectures --------------------------------------------------------------------------------------------
@@ -98,7 +101,9 @@ def _cache(layers: int, heads: int) -> dict[str, Input]:
     return {f"past_key_values.{i}.{kind}": Input(axes) for i in range(layers) for kind in kinds}
 
 
-_CACHED_SIZES = ({"batch": 2, "seq": 1, "past": 6}, {"batch": 1, "seq": 3, "past": 4}, {"batch": 3, "seq": 5, "past": 1})
+_SEEN = Input(("batch", "total"), "mask")
+_CACHED_SIZES = tuple({"batch": batch, "seq": seq, "past": past, "total": past + seq}
+                      for batch, seq, past in ((2, 2, 6), (1, 1, 4), (3, 5, 1)))  # fmt: skip
 _ENCODER = {"hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": HEADS, "intermediate_size": 2 * WIDTH}
 _GPT2 = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 3, "n_head": HEADS, "n_positions": 64}
 _LLAMA = {**_ENCODER, "vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -119,12 +124,12 @@ ZOO: Mapping[str, Architecture] = {
     ),
     "gpt2": Architecture(_of("GPT2LMHeadModel", "GPT2Config", **_GPT2), TEXT, ("logits",), TEXT_SIZES),
     "gpt2-cache": Architecture(
-        _of("GPT2LMHeadModel", "GPT2Config", **_GPT2), {"input_ids": IDS, **_cache(3, HEADS)}, ("logits",),
+        _of("GPT2LMHeadModel", "GPT2Config", **_GPT2), {"input_ids": IDS, "attention_mask": _SEEN, **_cache(3, HEADS)}, ("logits",),
         _CACHED_SIZES, ("present.*=past_key_values.*",), layers=3,
     ),
     "llama": Architecture(_of("LlamaForCausalLM", "LlamaConfig", **_LLAMA), TEXT, ("logits",), TEXT_SIZES),
     "llama-cache": Architecture(
-        _of("LlamaForCausalLM", "LlamaConfig", **_LLAMA), {"input_ids": IDS, **_cache(3, 2)}, ("logits",),
+        _of("LlamaForCausalLM", "LlamaConfig", **_LLAMA), {"input_ids": IDS, "attention_mask": _SEEN, **_cache(3, 2)}, ("logits",),
         _CACHED_SIZES, ("present.*=past_key_values.*",), layers=3,
     ),
     "t5": Architecture(
@@ -147,7 +152,8 @@ ZOO: Mapping[str, Architecture] = {
     ),
     "whisper": Architecture(
         _of("WhisperForConditionalGeneration", "WhisperConfig", **_SPEECH),
-        {"input_features": Input(("batch", 16, 64)), "decoder_input_ids": Input(("batch", "target"), "ids")},
+        {"input_features": Input(("batch", 16, 64)), "decoder_input_ids": _TARGET_SEQ,
+         "decoder_attention_mask": Input(("batch", "target"), "mask")},
         ("logits", "encoder_last_hidden_state"),
         ({"batch": 2, "target": 5}, {"batch": 1, "target": 1}, {"batch": 3, "target": 9}),
     ),

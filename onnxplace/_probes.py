@@ -19,8 +19,8 @@ class Probe:
     """Statements of ONNX's text form, over the names of its inputs and outputs."""
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    kind: str = "uint8[n]"
-    """Type of all inputs and outputs."""
+    kind: str = "uint8[?]"
+    """Type of all inputs and outputs, as ONNX's text form has it."""
 
 
 def probe_bundle(folder: Path, target: Target, probes: Sequence[Probe], keep: Collection[str] = ()) -> Bundle:

@@ -78,6 +78,32 @@ def gpus() -> tuple[Gpu, ...]:
     return tuple(found)
 
 
+def link_via(source: str, destination: str) -> str:
+    """Return what connects two devices of this machine: `memory`, `nvlink`, `pcie` or `host`.
+
+    Two GPUs with peer access are connected by NVLink or PCIe; whatever else there is with a GPU goes through the
+    host's memory, also where nobody can say (no driver, or no nvidia-ml-py).
+    """
+    gpu_indices = [int(name.partition(":")[2]) for name in (source, destination) if name.startswith("cuda:")]
+    if not gpu_indices:
+        return "memory"
+    return _peer_link(*gpu_indices) if len(gpu_indices) == 2 else "host"
+
+
+def _peer_link(first: int, second: int) -> str:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in (first, second)]
+        for capability, name in ((pynvml.NVML_P2P_CAPS_INDEX_NVLINK, "nvlink"), (pynvml.NVML_P2P_CAPS_INDEX_READ, "pcie")):
+            if pynvml.nvmlDeviceGetP2PStatus(*handles, capability) == pynvml.NVML_P2P_STATUS_OK:
+                return name
+    except Exception:  # noqa: BLE001 - no driver, or one that cannot tell
+        return "host"
+    return "host"
+
+
 def cores() -> tuple[int, ...]:
     """Return the processor cores this process may use, in order; a thread that pinned itself sees them all."""
     if hasattr(os, "sched_getaffinity"):

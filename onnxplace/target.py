@@ -43,6 +43,10 @@ class Device:
     """What the hardware calls itself, for GPUs; devices of one kind and model cost the same."""
     segment_seconds: float = SEGMENT_SECONDS
     """What each call of a segment costs besides its nodes."""
+    input_seconds: float = 0.0
+    """What each value that a segment takes adds to that."""
+    output_seconds: float = 0.0
+    """What each value that a segment gives adds to that."""
 
     def __post_init__(self) -> None:
         device_id(self.id, "a device")
@@ -50,6 +54,8 @@ class Device:
             ("memory_bytes", self.memory_bytes >= 0),
             ("cores", self.cores >= 1),
             ("segment_seconds", 0 <= self.segment_seconds < math.inf),
+            ("input_seconds", 0 <= self.input_seconds < math.inf),
+            ("output_seconds", 0 <= self.output_seconds < math.inf),
         ):
             if not good:
                 raise TargetError("T008", f"{what} cannot be {getattr(self, what)}", where=self.id)
@@ -76,6 +82,8 @@ class Link:
     destination: str
     latency_seconds: float
     bytes_per_second: float
+    via: str = ""
+    """What connects the two: `memory`, `nvlink`, `pcie` (from GPU to GPU), `host` (through its memory); for people."""
 
     def __post_init__(self) -> None:
         for what, good in (
@@ -88,6 +96,31 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """Devices that share something, such as the bandwidth of one memory: each is slower while others are busy.
+
+    Each factor is for one other device that is busy all the time; n of them make it 1 + n times what it exceeds 1 by.
+    """
+
+    devices: tuple[str, ...]
+    memory_slowdown: float = 1.0
+    """Of work that waits for memory."""
+    compute_slowdown: float = 1.0
+    """Of work that does not."""
+    copy_slowdown: float = 1.0
+    """Of a copy to one of them, while others receive too."""
+
+    def __post_init__(self) -> None:
+        where = f"shared {', '.join(self.devices)}"
+        for what in ("memory_slowdown", "compute_slowdown", "copy_slowdown"):
+            if not 1 <= getattr(self, what) < math.inf:
+                message = f"{what} cannot be {getattr(self, what)}: it is 1 or more"
+                raise TargetError("T008", message, where=where)
+        if len(set(self.devices)) < max(len(self.devices), 2):
+            raise TargetError("T008", "sharing takes two devices or more, each named once", where=where)
+
+
+@dataclass(frozen=True)
 class Target:
     """Devices in order, and the links between each pair of them."""
 
@@ -95,6 +128,8 @@ class Target:
     links: tuple[Link, ...] = ()
     """Only those that differ from the defaults for their kinds of device."""
     link_model: LinkModel = "duplex"
+    shared: tuple[Shared, ...] = ()
+    """Devices that slow each other down."""
     _position: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -105,12 +140,14 @@ class Target:
             raise TargetError(
                 "T002", "a device is named twice", where=", ".join(d.id for d in self.devices), hint="name each once"
             )
-        for link in self.links:
-            for end in (link.source, link.destination):
+        named = [("link", (link.source, link.destination)) for link in self.links]
+        named += [("shared entry", entry.devices) for entry in self.shared]
+        for what, ends in named:
+            for end in ends:
                 if end not in position:
                     raise TargetError(
                         "T003",
-                        f"the link names a device that is not there: {end!r}",
+                        f"the {what} names a device that is not there: {end!r}",
                         where="target",
                         hint=nearest(end, position),
                     )
@@ -259,14 +296,18 @@ def read_target(path: str | Path) -> Target:
         raise TargetError("T007", f"not a target: {problem}", where=str(path), hint="see docs/target.md") from None
 
 
+_ENTRIES = ("devices", "links", "link_model", "shared")
+
+
 def _target_from(data: dict[str, object]) -> Target:
     for key in data:
-        if key not in ("devices", "links", "link_model"):
-            raise ValueError(f"unknown entry {key!r}; {nearest(key, ('devices', 'links', 'link_model'))}")
+        if key not in _ENTRIES:
+            raise ValueError(f"unknown entry {key!r}; {nearest(key, _ENTRIES)}")
     model = data.get("link_model", "duplex")
     if model not in LINK_MODELS:
         raise ValueError(f"link_model cannot be {model!r}, only {', '.join(repr(name) for name in LINK_MODELS)}")
-    return Target(_records(data, "devices", Device), _records(data, "links", Link), model)
+    shared = _records(data, "shared", Shared)
+    return Target(_records(data, "devices", Device), _records(data, "links", Link), model, shared)
 
 
 R = TypeVar("R")
@@ -294,7 +335,12 @@ def _records(data: Mapping[str, object], key: str, kind: type[R]) -> tuple[R, ..
 def target_text(target: Target) -> str:
     """Return the text of a target file that `read_target` reads back equal."""
     lines = [f'link_model = "{target.link_model}"', ""]
-    for heading, records in (("[[devices]]", target.devices), ("[[links]]", target.links)):
+    tables: tuple[tuple[str, tuple[Device | Link | Shared, ...]], ...] = (
+        ("[[devices]]", target.devices),
+        ("[[links]]", target.links),
+        ("[[shared]]", target.shared),
+    )
+    for heading, records in tables:
         for record in records:
             entries = [(item.name, getattr(record, item.name)) for item in fields(record)]
             lines += [heading, *[f"{name} = {_toml(value)}" for name, value in entries], ""]
@@ -303,4 +349,6 @@ def target_text(target: Target) -> str:
 
 def _toml(value: object) -> str:
     """Return a value as TOML writes it; JSON strings are TOML strings."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(_toml(item) for item in value)}]"
     return json.dumps(value, ensure_ascii=True).replace("\\u007f", "\\u007F") if isinstance(value, str) else repr(value)

@@ -14,6 +14,25 @@ from onnxplace.machine import onnxruntime
 # Several elements to a byte.
 _PACKED = ("tensor(int4", "tensor(uint4", "tensor(float4", "tensor(int2", "tensor(uint2")
 _PACKED_DTYPES = ("int4", "uint4", "float4_e2m1fn", "int2", "uint2")
+# What ONNX Runtime takes and gives as numpy arrays without a copy.
+_NATIVE = frozenset(
+    f"tensor({name})"
+    for name in (
+        *("float", "double", "float16", "bool"),
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+    )
+)
+_NATIVE_KINDS = "fiub"
+
+
+def is_native(declared: str) -> bool:
+    """Return whether numpy has this type, so that such values need no other form on a CPU."""
+    return declared in _NATIVE
+
+
+def is_array(value: Any) -> bool:
+    """Return whether a value is an array of a type that numpy has."""
+    return isinstance(value, np.ndarray) and value.dtype.isbuiltin == 1 and value.dtype.kind in _NATIVE_KINDS
 
 
 def to_value(array: Any, declared: str = "") -> Any:

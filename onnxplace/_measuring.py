@@ -1,0 +1,297 @@
+"""What calibration times, each through the runtime: hops between two devices, calls of segments, devices at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from onnxplace._probes import Probe, probe_bundle
+from onnxplace._timings import Ran, Samples, take_turns, run_once
+from onnxplace.feeds import Array
+from onnxplace.registry import find
+from onnxplace.runtime import Event, Runtime, RuntimeSession
+from onnxplace.target import Target
+
+# Values up to SMALL_BYTES make many hops in one request; those up to TINY_BYTES take no time to compute with.
+TINY_BYTES, SMALL_BYTES = 1 << 12, 1 << 16
+SMALL_HOPS, LARGE_HOPS = 16, 2
+LEAST, CALM_SAMPLES = 3, 7
+CALLS, VALUES = 24, 16
+# More than any cache keeps for one core; and matrices that stay in it.
+STREAMED, COMPUTED = 4096, 256
+EXCHANGED_BYTES = 1 << 24
+# What ran beside something else for less of its time tells nothing of both at once.
+BESIDE = 0.9
+
+
+@contextmanager
+def _open(folder: Path, target: Target, probes: Sequence[Probe]) -> Iterator[RuntimeSession]:
+    """Run probes with the runtime that runs bundles by default, traced."""
+    runtime = cast("type[Runtime]", find("runtimes", "onnxruntime"))()
+    with runtime.open(probe_bundle(folder, target, probes), trace=True) as session:
+        yield session
+
+
+# ---------------------------------------------------------------------------------------------- hops
+
+
+@dataclass
+class Hops:
+    """Times of values that crossed from one device to another."""
+
+    by_size: dict[int, Samples] = field(default_factory=dict)
+    """From the end of the segment that made a value to the begin of the one that reads it."""
+    woken: Samples = field(default_factory=Samples)
+    """Runs of a tiny segment right after a hop."""
+
+
+def hops(
+    target: Target, pair: tuple[str, str], sizes: Sequence[int], seconds: float, folder: Path
+) -> dict[tuple[str, str], Hops]:
+    """Send values to and fro between two devices; returns what was measured in each direction."""
+    found = {pair: Hops(), pair[::-1]: Hops()}
+    with _open(folder, target, _chain(pair, SMALL_HOPS)) as small:
+        quick = [_crossing(small, size, pair, SMALL_HOPS, found) for size in sizes if size <= SMALL_BYTES]
+        take_turns(quick, seconds / 3 if len(quick) < len(sizes) else seconds, LEAST)
+    with _open(folder, target, _chain(pair, LARGE_HOPS)) as large:
+        slow = [_crossing(large, size, pair, LARGE_HOPS, found) for size in sizes if size > SMALL_BYTES]
+        take_turns(slow, seconds * 2 / 3 if quick else seconds, LEAST)
+    return found
+
+
+def _chain(pair: tuple[str, str], count: int) -> list[Probe]:
+    return [Probe(pair[i % 2], f"v{i + 1} = Identity(v{i})", (f"v{i}",), (f"v{i + 1}",)) for i in range(count + 1)]
+
+
+def _crossing(
+    session: RuntimeSession, size: int, pair: tuple[str, str], count: int, found: Mapping[tuple[str, str], Hops]
+) -> Callable[[], bool]:
+    """Return a task that sends a value of `size` bytes along the chain and adds its hops to what was found."""
+    forth, back = (found[way].by_size.setdefault(size, Samples()) for way in (pair, pair[::-1]))
+
+    def once() -> bool:
+        ran = run_once(session, {"v0": np.ones(size, np.uint8)})
+        runs = ran.runs()
+        chain = [runs[str(index)] for index in range(count + 1)]
+        for index, (before, after) in enumerate(pairwise(chain)):
+            (back if index % 2 else forth).add([after.start_seconds - before.finish_seconds], ran.waited)
+            if size <= TINY_BYTES:
+                way = (before.device, after.device)
+                found[way].woken.add([after.finish_seconds - after.start_seconds], ran.waited)
+        return forth.calm >= CALM_SAMPLES and back.calm >= CALM_SAMPLES
+
+    return once
+
+
+# ---------------------------------------------------------------------------------------------- calls
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What calling segments costs on a device, one right after the other."""
+
+    segment_seconds: float
+    """Of the call."""
+    input_seconds: float
+    """Of each value taken."""
+    output_seconds: float
+    """Of each value given."""
+    copied_seconds: float
+    """Of a whole call that copies one tiny value: what `hops` runs."""
+
+
+def calls(target: Target, device: str, seconds: float, folder: Path) -> Calls:
+    """Run tiny segments in a row: with one node, with more nodes, with more inputs, with more outputs.
+
+    What a node costs is taken off: it is in the costs of nodes.
+    """
+    taken = {}
+    for number, (name, make) in enumerate(_KINDS.items()):
+        samples = taken[name] = Samples()
+        probes = [make(device, index) for index in range(CALLS)]
+        with _open(folder, target, probes) as session:
+            feeds = _tiny_feeds(probes)
+            take_turns([_calling(session, feeds, samples)], seconds / (len(_KINDS) - number), 2 * LEAST)
+    plain = taken["plain"].typical()
+    node = max(taken["nodes"].typical() - plain, 0.0) / VALUES
+    each_input = max(taken["inputs"].typical() - plain, 0.0) / VALUES
+    each_output = max((taken["outputs"].typical() - plain) / VALUES - node, 0.0)
+    call = max(plain - node - each_input - each_output, 0.0)
+    return Calls(call, each_input, each_output, taken["copied"].typical())
+
+
+def _calling(session: RuntimeSession, feeds: Mapping[str, Array], samples: Samples) -> Callable[[], bool]:
+    def once() -> bool:
+        ran = run_once(session, feeds)
+        samples.add(ran.taken("run")[CALLS // 6 :], ran.waited)  # the first ones come after a sleep
+        return samples.calm >= CALM_SAMPLES * CALLS
+
+    return once
+
+
+def _tiny_feeds(probes: Sequence[Probe]) -> dict[str, Array]:
+    made = {name for probe in probes for name in probe.outputs}
+    return {
+        name: np.ones(1, np.uint8 if probe.kind.startswith("uint8") else np.float32)
+        for probe in probes
+        for name in probe.inputs
+        if name not in made
+    }
+
+
+def _plain(device: str, index: int) -> Probe:
+    return Probe(device, f"v{index + 1} = Neg(v{index})", (f"v{index}",), (f"v{index + 1}",), "float[?]")
+
+
+def _copied(device: str, index: int) -> Probe:
+    return Probe(device, f"v{index + 1} = Identity(v{index})", (f"v{index}",), (f"v{index + 1}",))
+
+
+def _with_nodes(device: str, index: int) -> Probe:
+    steps = [f"v{index}", *[f"t{node}" for node in range(VALUES)], f"v{index + 1}"]
+    nodes = " ".join(f"{after} = Neg({before})" for before, after in pairwise(steps))
+    return Probe(device, nodes, (f"v{index}",), (f"v{index + 1}",), "float[?]")
+
+
+def _with_inputs(device: str, index: int) -> Probe:
+    inputs = (f"v{index}", *[f"x{number}" for number in range(VALUES)])
+    return Probe(device, f"v{index + 1} = Max({', '.join(inputs)})", inputs, (f"v{index + 1}",), "float[?]")
+
+
+def _with_outputs(device: str, index: int) -> Probe:
+    outputs = (f"v{index + 1}", *[f"y{index}_{number}" for number in range(VALUES)])
+    return Probe(device, " ".join(f"{name} = Neg(v{index})" for name in outputs), (f"v{index}",), outputs, "float[?]")
+
+
+_KINDS: Mapping[str, Callable[[str, int], Probe]] = {
+    "plain": _plain,
+    "copied": _copied,
+    "nodes": _with_nodes,
+    "inputs": _with_inputs,
+    "outputs": _with_outputs,
+}
+
+
+# ---------------------------------------------------------------------------------------------- at once
+
+
+@dataclass(frozen=True)
+class AtOnce:
+    """By how much work takes longer while another device is busy, with others than two: per other device."""
+
+    memory: float
+    compute: float
+    copy: float
+
+
+def at_once(target: Target, devices: Sequence[str], seconds: float, folder: Path) -> AtOnce:
+    """Run the same work on each device alone and on all of them: streaming weights, computing, receiving."""
+    return AtOnce(
+        _slowdown(target, devices, _streaming, "run", seconds / 3, folder),
+        _slowdown(target, devices, _computing, "run", seconds / 3, folder),
+        _slowdown(target, devices, _exchanging, "copy", seconds / 3, folder),
+    )
+
+
+Work = Callable[[Sequence[str], Sequence[str]], tuple[list[Probe], dict[str, Array]]]
+
+
+def _slowdown(
+    target: Target, devices: Sequence[str], work: Work, kind: str, seconds: float, folder: Path
+) -> float:
+    """Return the median, over devices, of the time together over the time alone, per other device; at least 1."""
+    alone, together = ({device: Samples() for device in devices} for _ in range(2))
+    feeds: dict[str, Array] = {}
+    for index, busy in enumerate([*[[device] for device in devices], list(devices)]):
+        probes, fed = work(busy, devices)
+        feeds |= {name: array for name, array in fed.items() if name not in feeds}
+        into = alone if len(busy) == 1 else together
+        with _open(folder, target, probes) as session:
+            task = _working(session, {name: feeds[name] for name in fed}, busy, kind, into)
+            take_turns([task], seconds / (len(devices) + 1), LEAST)
+    ratios = [
+        together[device].typical() / alone[device].typical()
+        for device in devices
+        if together[device].seconds and alone[device].seconds
+    ]
+    return 1 + max(float(np.median(ratios)) - 1, 0.0) / (len(devices) - 1) if ratios else 1.0
+
+
+def _working(
+    session: RuntimeSession, feeds: Mapping[str, Array], busy: Sequence[str], kind: str, into: Mapping[str, Samples]
+) -> Callable[[], bool]:
+    def once() -> bool:
+        ran = run_once(session, feeds)
+        for device in busy:
+            into[device].add(_beside(ran, device, busy, kind), ran.waited)
+        return all(into[device].calm >= 4 * CALM_SAMPLES for device in busy)
+
+    return once
+
+
+def _beside(ran: Ran, device: str, busy: Sequence[str], kind: str) -> list[float]:
+    """Return what each event of a device took, of those during which all other busy devices were at work."""
+    spans = {name: [e for e in ran.events if e.kind == kind and e.device == name] for name in busy}
+    return [
+        event.finish_seconds - event.start_seconds
+        for event in spans[device]
+        if all(_overlap(event, spans[other]) >= BESIDE for other in busy if other != device)
+    ]
+
+
+def _overlap(event: Event, others: Sequence[Event]) -> float:
+    shared = sum(
+        max(min(event.finish_seconds, other.finish_seconds) - max(event.start_seconds, other.start_seconds), 0.0)
+        for other in others
+    )
+    return shared / max(event.finish_seconds - event.start_seconds, 1e-9)
+
+
+def _streaming(busy: Sequence[str], devices: Sequence[str]) -> tuple[list[Probe], dict[str, Array]]:
+    """Multiply a vector with a matrix that no cache holds, four times on each device."""
+    feeds: dict[str, Array] = {}
+    for device in busy:
+        mark = devices.index(device)
+        feeds |= {
+            f"x{mark}": np.ones((1, STREAMED), np.float32),
+            f"w{mark}": np.full((STREAMED, STREAMED), 1e-3, np.float32),
+        }
+    return _products(busy, devices, 4, 1), feeds
+
+
+def _computing(busy: Sequence[str], devices: Sequence[str]) -> tuple[list[Probe], dict[str, Array]]:
+    """Multiply small matrices, 16 in each segment."""
+    one = np.eye(COMPUTED, dtype=np.float32)
+    return _products(busy, devices, 4, 16), {f"{n}{devices.index(device)}": one for device in busy for n in "xw"}
+
+
+def _products(busy: Sequence[str], devices: Sequence[str], count: int, nodes: int) -> list[Probe]:
+    probes = []
+    for number in range(count):
+        for device in busy:
+            mark = devices.index(device)
+            steps = [f"x{mark}", *[f"t{node}" for node in range(1, nodes)], f"y{mark}_{number}"]
+            text = " ".join(f"{after} = MatMul({before}, w{mark})" for before, after in pairwise(steps))
+            probes.append(Probe(device, text, (f"x{mark}", f"w{mark}"), (f"y{mark}_{number}",), "float[?, ?]"))
+    return probes
+
+
+def _exchanging(busy: Sequence[str], devices: Sequence[str]) -> tuple[list[Probe], dict[str, Array]]:
+    """Let each busy device receive a large value from the next device, four times."""
+    probes, feeds = [], {}
+    for number in range(4):
+        pairs = [(devices.index(device), devices[(devices.index(device) + 1) % len(devices)]) for device in busy]
+        for mark, source in pairs:
+            value = f"m{number}_{mark}"
+            probes.append(Probe(source, f"{value} = Identity(x{mark})", (f"x{mark}",), (value,)))
+            feeds[f"x{mark}"] = np.ones(EXCHANGED_BYTES, np.uint8)
+        for mark, _ in pairs:
+            value = f"m{number}_{mark}"
+            probes.append(Probe(devices[mark], f"r{number}_{mark} = Identity({value})", (value,), (f"r{number}_{mark}",)))
+    return probes, feeds

@@ -1,0 +1,192 @@
+"""Measure what predictions are made from: links, calls of segments, and devices that slow each other down.
+
+All of it goes through the runtime itself, with bundles made for the purpose; docs/target.md says what is timed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from onnxplace._fits import LinkFit, fit_link
+from onnxplace._measuring import Calls, Hops, at_once, calls, hops
+from onnxplace._timings import Samples
+from onnxplace.errors import UsageError
+from onnxplace.machine import available_memory_bytes, link_via, require_cuda
+from onnxplace.target import Device, Link, LinkModel, Shared, Target
+
+SIZES = tuple(4**power for power in range(15))
+"""Bytes of the values that cross: 1 B to 256 MiB."""
+SECONDS = 20.0
+Observer = Callable[[str, int, int], None]
+"""Is told what is measured next, its number, and of how many."""
+
+# A value is there several times while it crosses.
+COPIES = 8
+# Directions whose latency and bandwidth differ by no more are taken for one link.
+SAME_LATENCY, SAME_BANDWIDTH = 0.25, 0.15
+# Copies at once that share one channel evenly take twice as long.
+ONE_CHANNEL = 1.75
+# A slowdown up to this is none that a measurement could tell from noise.
+NO_SLOWDOWN = 1.05
+
+
+@dataclass(frozen=True)
+class LinkMeasured:
+    """One direction between two devices."""
+
+    link: Link
+    fit: LinkFit
+    calm_samples: Mapping[int, int]
+    """By size, how many samples did not wait for a core."""
+    symmetric: bool
+    """Whether the other direction is like it, so that both were fitted as one."""
+    waking_seconds: float
+    """Part of the latency: by how much a segment is slower after its device slept until a value came."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured, and the target that says so."""
+
+    target: Target
+    links: tuple[LinkMeasured, ...]
+    calls: Mapping[str, Calls]
+    """By device."""
+    shared: tuple[Shared, ...]
+    """What was measured of CPU devices at once, whether it shows that they share something or not."""
+    seconds: float
+    """How long all of it took."""
+
+
+def calibrate(
+    target: Target, *, sizes: Sequence[int] = SIZES, seconds: float = SECONDS, observer: Observer | None = None
+) -> Calibration:
+    """Measure the devices of a target, all of which must be here, in about so many seconds.
+
+    `sizes` are the bytes of values that cross; those for which memory lacks are left out. Raises UsageError for sizes
+    or a time that cannot be, TargetError for a GPU that is not here.
+    """
+    sizes = _possible(sizes)
+    if not seconds > 0:
+        raise UsageError("U013", f"cannot measure for {seconds:g} seconds", where="--seconds", hint="give more than 0")
+    for device in target.devices:
+        if device.kind == "cuda":
+            require_cuda(device.id)
+    began = time.perf_counter()
+    pairs = [(a, b) for i, a in enumerate(target.devices) for b in target.devices[i + 1 :]]
+    cpus = [device.id for device in target.devices if device.kind == "cpu"]
+    parts = [*[device.id for device in target.devices], *[f"{a.id} <-> {b.id}" for a, b in pairs]]
+    parts += ["CPU devices at once"] if len(cpus) > 1 else []
+    share = seconds / (2 * len(target.devices) + 10 * len(pairs) + 5 * (len(cpus) > 1))
+    tell = _Teller(observer, parts)
+    with tempfile.TemporaryDirectory(prefix="onnxplace-") as name:
+        folder = Path(name)
+        called = {device.id: calls(target, device.id, 2 * share, tell.next(folder)) for device in target.devices}
+        links: list[LinkMeasured] = []
+        for a, b in pairs:
+            found = hops(target, (a.id, b.id), sizes, 10 * share, tell.next(folder))
+            links += _links(found, (a, b), called)
+        shared = []
+        if len(cpus) > 1:
+            slower = at_once(target, cpus, 5 * share, tell.next(folder))
+            shared = [Shared(tuple(cpus), slower.memory, slower.compute, slower.copy)]
+    measured = _measured(target, links, called, shared)
+    return Calibration(measured, tuple(links), called, tuple(shared), time.perf_counter() - began)
+
+
+class _Teller:
+    """Tells the observer, if there is one, part by part."""
+
+    def __init__(self, observer: Observer | None, parts: Sequence[str]) -> None:
+        self._observer, self._parts, self._at = observer, parts, 0
+
+    def next(self, folder: Path) -> Path:
+        """Announce the next part; returns the folder that it writes to."""
+        if self._observer:
+            self._observer(self._parts[self._at], self._at, len(self._parts))
+        self._at += 1
+        return folder
+
+
+def _possible(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the sizes that fit into memory, sorted; raises UsageError for what is no list of sizes."""
+    found = tuple(sorted(set(sizes)))
+    if not found or found[0] < 1:
+        message = "there are no sizes to measure" if not found else f"a value of {found[0]} bytes cannot cross"
+        raise UsageError("U013", message, where="--sizes", hint="write them as 1,4KiB,1MiB,64MiB")
+    room = available_memory_bytes() // COPIES
+    return tuple(size for size in found if size <= room) or found[:1]
+
+
+def _links(
+    found: Mapping[tuple[str, str], Hops], pair: tuple[Device, Device], called: Mapping[str, Calls]
+) -> list[LinkMeasured]:
+    """Fit both directions, as one if they are alike."""
+    (a, b), ways = pair, [(pair[0].id, pair[1].id), (pair[1].id, pair[0].id)]
+    waking = [_waking(found[way], called[way[1]]) for way in ways]
+    fits = [_fit(found[way].by_size, extra) for way, extra in zip(ways, waking)]
+    samples = [found[way].by_size for way in ways]
+    same = _alike(*fits)
+    if same:
+        together = {size: _joined(samples[0][size], samples[1][size]) for size in samples[0]}
+        samples, fits = [together] * 2, [_fit(together, sum(waking) / 2)] * 2
+    via = link_via(a.id, b.id)
+    return [
+        LinkMeasured(
+            Link(*way, fit.latency_seconds, fit.bytes_per_second, via),
+            fit,
+            {size: taken.calm for size, taken in by_size.items()},
+            same,
+            extra,
+        )
+        for way, fit, by_size, extra in zip(ways, fits, samples, waking)
+    ]
+
+
+def _waking(found: Hops, called: Calls) -> float:
+    """Return by how much a tiny segment is slower after a hop than right after another one."""
+    return max(found.woken.typical() - called.copied_seconds, 0.0) if found.woken.seconds else 0.0
+
+
+def _fit(by_size: Mapping[int, Samples], extra: float) -> LinkFit:
+    return fit_link(list(by_size), [taken.typical() + extra for taken in by_size.values()])
+
+
+def _joined(one: Samples, other: Samples) -> Samples:
+    return Samples([*one.seconds, *other.seconds], [*one.waited, *other.waited])
+
+
+def _alike(one: LinkFit, other: LinkFit) -> bool:
+    return (
+        abs(one.latency_seconds - other.latency_seconds)
+        <= SAME_LATENCY * max(one.latency_seconds, other.latency_seconds)
+        and abs(one.bytes_per_second - other.bytes_per_second)
+        <= SAME_BANDWIDTH * max(one.bytes_per_second, other.bytes_per_second)
+    )
+
+
+def _measured(
+    target: Target, links: Sequence[LinkMeasured], called: Mapping[str, Calls], shared: Sequence[Shared]
+) -> Target:
+    """Return the target with what was measured in the place of constants."""
+    devices = tuple(
+        replace(
+            device,
+            segment_seconds=called[device.id].segment_seconds,
+            input_seconds=called[device.id].input_seconds,
+            output_seconds=called[device.id].output_seconds,
+        )
+        for device in target.devices
+    )
+    kept = tuple(entry for entry in shared if max(_factors(entry)) > NO_SLOWDOWN)
+    one_channel = bool(shared) and all(entry.copy_slowdown >= ONE_CHANNEL for entry in shared)
+    model: LinkModel = "sequential" if one_channel else target.link_model
+    return Target(devices, tuple(measured.link for measured in links), model, kept)
+
+
+def _factors(entry: Shared) -> tuple[float, float, float]:
+    return entry.memory_slowdown, entry.compute_slowdown, entry.copy_slowdown
