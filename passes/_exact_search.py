@@ -14,6 +14,7 @@ from onnxplace.costs import Problem
 from onnxplace.graph import Bools, Csr, Floats, Ints, Longs
 from onnxplace.passes._exact_kernels import NEVER, Tables, distances, expand, far_tails, level, select
 from onnxplace.passes._held import held_bytes, reachable
+from onnxplace.passes._series import alike
 
 # Sets of nodes are the bits of one integer; tuples of destinations are listed.
 MOST_NODES, MOST_DEVICES = 62, 4
@@ -131,26 +132,6 @@ def _joins(asked: Problem, crossing: Floats, least: Floats, tail: Floats) -> tup
     listed = Csr.of([before[join] for join in joins.tolist()])
     ends = joins[listed.rows]
     return joins, listed.starts, listed.items, distance[listed.items, ends], remote[listed.items, ends]
-
-
-def alike(asked: Problem) -> Ints:
-    """Return, per device, the first one that it can be exchanged with."""
-    latency, per_byte = asked.target.link_arrays()
-    count = len(latency)
-    first = np.arange(count, dtype=np.int32)
-    for b in range(count):
-        for a in range(b):
-            swapped = np.arange(count)
-            swapped[[a, b]] = b, a
-            if (
-                not np.isin(asked.pinned, (a, b)).any()
-                and (asked.seconds[a] == asked.seconds[b]).all()
-                and asked.limit_bytes[a] == asked.limit_bytes[b]
-                and all((links[np.ix_(swapped, swapped)] == links).all() for links in (latency, per_byte))
-            ):
-                first[b] = first[a]
-                break
-    return first
 
 
 def search(asked: Problem, known: Tables, upper_seconds: float, gap: float, width: int, deadline: float) -> Found:

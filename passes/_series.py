@@ -30,23 +30,43 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A step of a block."""
+class Row:
+    """Blocks in the order they run, and the problems that they are by themselves."""
 
-    block: Block
-    device: Ints
-    """Per node of the block."""
-    order: Ints
-    """The nodes of the block, by their place in it."""
+    blocks: tuple[Block, ...]
+    problems: tuple[Problem, ...]
+    """Each once, however many blocks are equal."""
+    which: tuple[int, ...]
+    """Of each block, the index of its problem."""
+
+    @property
+    def forks(self) -> list[int]:
+        """Return the problems in which anything runs beside the path, by index, small ones first."""
+        found = {index for block, index in zip(self.blocks, self.which) if block.forks}
+        return sorted(found, key=lambda index: (len(self.problems[index].graph), index))
 
 
-def series(asked: Problem, most: int) -> list[Block]:
-    """Return blocks of at most `most` nodes, in the order they run: no step is shorter than what they take in sum.
+def series(asked: Problem, most: int) -> Row:
+    """Return blocks of at most `most` nodes, unless they are chains: no step is shorter than what they take in sum.
 
     The path that takes longest without transfers is cut into pieces. A node beside it can only run between the last
     node of the path that it needs and the first that needs it: it joins all between them, and itself, into one piece,
-    nodes that span least first, as long as there is room. The others are in no block. O(N log N + E).
+    nodes that span least first, as long as there is room. The others are in no block. Memory is left out, and what
+    groups and pins ask of nodes in different blocks. O(N log N + E).
     """
+    blocks = _blocks(asked, most)
+    known = dict[tuple[bytes, ...], int]()
+    problems, which = [], []
+    for block in blocks:
+        part = alone(asked, block)
+        arrays = (part.seconds, part.group, part.pinned, part.graph.producer, part.graph.value_bytes,
+                  part.graph.inputs.starts, part.graph.inputs.items)  # fmt: skip
+        which.append(known.setdefault(tuple(array.tobytes() for array in arrays), len(problems)))
+        problems += [part][: which[-1] == len(problems)]
+    return Row(tuple(blocks), tuple(problems), tuple(which))
+
+
+def _blocks(asked: Problem, most: int) -> list[Block]:
     graph, least = asked.graph, asked.seconds.min(axis=0)
     path = _longest_path(graph, least)
     first, last = _spans(graph, path)
@@ -86,39 +106,59 @@ def alone(asked: Problem, block: Block) -> Problem:
     return Problem(_within(asked.graph, nodes), seconds, target, limits, group, pinned, members)
 
 
-def composed(asked: Problem, parts: Sequence[Part], alike: Ints) -> tuple[Ints, Ints]:
-    """Return device and order of all nodes: the parts one after the other, each entered where the last one ended.
+def composed(asked: Problem, row: Row, steps: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
+    """Return device and order of all nodes: the blocks one after the other, each begun where the last one ended.
 
-    `alike` names, per device, the first one that it can be exchanged with. Groups stay where the first part has them;
-    what is in no part joins what reads it, or else what it reads.
+    `steps` holds, per problem of the row, the device of its nodes and their order. Groups stay where the first block
+    has them; what is in no block joins what reads it, or else what it reads.
     """
-    graph, home = asked.graph, asked.pinned.copy()
+    graph, home, like = asked.graph, asked.pinned.copy(), alike(asked)
     rank = np.full(len(graph), np.inf)
     begin = 0
-    for part in parts:
-        nodes, device = part.block.nodes, part.device
-        if part.block.enters and (there := home[asked.group[nodes[0]]]) >= 0 and alike[there] == alike[device[0]]:
-            swapped = np.arange(len(alike), dtype=np.int32)
-            swapped[[there, device[0]]] = device[0], there
+    for block, index in zip(row.blocks, row.which):
+        (device, order), groups = steps[index], asked.group[block.nodes]
+        there, here = int(home[groups[0]]), int(device[0])
+        if block.enters and there >= 0 and like[there] == like[here]:
+            swapped = np.arange(len(like), dtype=np.int32)
+            swapped[[there, here]] = here, there
             device = swapped[device]
-        groups = asked.group[nodes]
         free = home[groups] < 0
         home[groups[free]] = device[free]
-        rank[nodes[part.order]] = begin + np.arange(len(nodes))
-        begin += len(nodes)
+        rank[block.nodes[order]] = begin + np.arange(len(order))
+        begin += len(order)
     for node in graph.order[::-1].tolist():
-        after = graph.successors[node]
-        if len(after):
-            rank[node] = min(rank[node], rank[after].min())
-            if home[asked.group[node]] < 0:
-                home[asked.group[node]] = home[asked.group[after]].max()
+        _follow(node, graph.successors[node], asked.group, home)
+        rank[node] = min(rank[node], rank[graph.successors[node]].min(initial=np.inf))
     for node in graph.order.tolist():
-        before = graph.predecessors[node]
-        if len(before):
-            rank[node] = max(rank[node], rank[before].max())
-            if home[asked.group[node]] < 0:
-                home[asked.group[node]] = home[asked.group[before]].max()
+        _follow(node, graph.predecessors[node], asked.group, home)
+        rank[node] = max(rank[node], rank[graph.predecessors[node]].max(initial=-np.inf))
     return np.maximum(home, 0)[asked.group].astype(np.int32), order_by_start(graph, rank)
+
+
+def _follow(node: int, others: Ints, group: Ints, home: Ints) -> None:
+    """Put the group of a node where one of some others is, unless it is somewhere."""
+    if home[group[node]] < 0:
+        home[group[node]] = home[group[others]].max(initial=-1)
+
+
+def alike(asked: Problem) -> Ints:
+    """Return, per device, the first one that it can be exchanged with."""
+    latency, per_byte = asked.target.link_arrays()
+    count = len(latency)
+    first = np.arange(count, dtype=np.int32)
+    for b in range(count):
+        for a in range(b):
+            swapped = np.arange(count)
+            swapped[[a, b]] = b, a
+            if (
+                not np.isin(asked.pinned, (a, b)).any()
+                and (asked.seconds[a] == asked.seconds[b]).all()
+                and asked.limit_bytes[a] == asked.limit_bytes[b]
+                and all((links[np.ix_(swapped, swapped)] == links).all() for links in (latency, per_byte))
+            ):
+                first[b] = first[a]
+                break
+    return first
 
 
 def _longest_path(graph: OpGraph, seconds: Floats) -> Ints:
@@ -203,4 +243,4 @@ def _within(graph: OpGraph, nodes: Ints) -> OpGraph:
     )
 
 
-__all__ = ["Block", "Part", "alone", "composed", "series"]
+__all__ = ["Block", "Row", "alike", "alone", "composed", "series"]

@@ -16,11 +16,11 @@ from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph import Ints
 from onnxplace.passes._choose import Plan, published_plans
 from onnxplace.passes._exact_kernels import Tables
-from onnxplace.passes._exact_search import MOST_DEVICES, MOST_NODES, Found, alike, search, tables
+from onnxplace.passes._exact_search import MOST_DEVICES, MOST_NODES, Found, search, tables
 from onnxplace.passes._levels import levels
 from onnxplace.passes._milp import solve
 from onnxplace.passes._search import Budget, Ground, candidate, explore
-from onnxplace.passes._series import Block, Part, alone, composed, series
+from onnxplace.passes._series import composed, series
 from onnxplace.state import Diagnostic, Pass, State
 
 # States kept per layer at first, and once the solver has had its turn; by how much more each time.
@@ -68,8 +68,8 @@ class Exact(Pass):
         few = len(asked.target.devices) <= MOST_DEVICES
         searched = 0 < len(asked.graph) <= MOST_NODES and few
         best, plans = _begun(asked, self.gap)
-        row = _Row.of(asked, self.gap / 2) if few and len(asked.graph) > MOST_NODES and not best.proven else None
-        for one in [best] if searched else row.forks[:1] if row else []:
+        blocks = _Blocks(best, self.seed) if few and len(asked.graph) > MOST_NODES and not best.proven else None
+        for one in [best] if searched else blocks.forks[:1] if blocks else []:
             if not one.proven:
                 # One state per layer: kernels never used before are compiled, which is not to count as time.
                 _seek(one, tables(one.asked), 1, np.inf)
@@ -77,9 +77,8 @@ class Exact(Pass):
         deadline = began + self.seconds
         if searched and not best.proven:
             _search(best, WIDTH, deadline, WIDTH)
-        if row:
-            row.search(deadline - SHARE * self.seconds)
-            row.add_up(best)
+        if blocks:
+            blocks.search(deadline - SHARE * self.seconds)
         if not best.proven:
             left = deadline - time.perf_counter()
             _improve(best, plans, SHARE * self.seconds if searched else left / 2, self.seed)
@@ -149,48 +148,26 @@ def _begun(asked: Problem, gap: float) -> tuple[_Best, list[Plan]]:
     return best, plans
 
 
-@dataclass(frozen=True)
-class _Row:
-    """The blocks of a graph that is too large to search as a whole; equal ones are searched once."""
+class _Blocks:
+    """A graph that is too large to search, as a row of blocks: each is searched by itself."""
 
-    blocks: Sequence[Block]
-    best: Sequence[_Best]
-    """Of each block."""
-
-    @staticmethod
-    def of(asked: Problem, gap: float) -> _Row:
-        """Cut a problem into blocks, each to be solved up to `gap`."""
-        blocks, known = series(asked, MOST_NODES), dict[tuple[bytes, ...], _Best]()
-        best = []
-        for block in blocks:
-            part = alone(asked, block)
-            arrays = (part.seconds, part.group, part.pinned, part.graph.producer, part.graph.value_bytes,
-                      part.graph.inputs.starts, part.graph.inputs.items)  # fmt: skip
-            key = tuple(array.tobytes() for array in arrays)
-            if key not in known:
-                known[key] = _begun(part, gap)[0]
-            best.append(known[key])
-        return _Row(blocks, best)
-
-    @property
-    def forks(self) -> list[_Best]:
-        """Return what there is to search, small blocks first."""
-        found = {id(best): best for block, best in zip(self.blocks, self.best) if block.forks}
-        return sorted(found.values(), key=lambda best: len(best.asked.graph))
+    def __init__(self, whole: _Best, seed: int) -> None:
+        self.whole, self.seed = whole, seed
+        self.row = series(whole.asked, MOST_NODES)
+        # Half of the gap is left for what groups and transfers between the blocks cost.
+        self.best = [_begun(part, whole.gap / 2)[0] for part in self.row.problems]
+        self.forks = [self.best[index] for index in self.row.forks]
 
     def search(self, until: float) -> None:
-        """Search each block in turn; what one leaves of its time is for the others."""
-        forks = self.forks
-        for index, best in enumerate(forks):
+        """Search each block in turn, what one leaves of its time is for the others; add up steps and bounds."""
+        for index, best in enumerate(self.forks):
             now = time.perf_counter()
             if not best.proven and now < until:
-                _search(best, WIDTH, now + (until - now) / (len(forks) - index))
-
-    def add_up(self, whole: _Best) -> None:
-        """Add up the bounds, and offer the steps of the blocks one after the other."""
-        whole.raise_bound(sum(best.bound for best in self.best))
-        parts = [Part(block, best.device, best.order) for block, best in zip(self.blocks, self.best)]
-        whole.offer(*composed(whole.asked, parts, alike(whole.asked)))
+                part = (until - now) / (len(self.forks) - index)
+                _improve(best, [], SHARE * part, self.seed)
+                _search(best, WIDTH, now + part)
+        self.whole.raise_bound(sum(self.best[index].bound for index in self.row.which))
+        self.whole.offer(*composed(self.whole.asked, self.row, [(best.device, best.order) for best in self.best]))
 
 
 def _improve(best: _Best, plans: Sequence[Plan], seconds: float, seed: int) -> None:
