@@ -6,6 +6,7 @@ Only `export` needs torch and transformers: `pip install -e '.[cpu,dev,zoo]'`. N
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ class Architecture:
     """Outputs that are inputs of the next call, as `--state` takes them."""
     layers: int = 0
     """How many layers of keys and values the model takes and returns; 0 for no cache."""
+    exporters: tuple[Exporter, ...] = EXPORTERS
+    """Those that can export it."""
 
     def feeds(self, number: int, step: int = 0) -> dict[str, Array]:
         """Return inputs for `sizes[number]`; in a later `step` the cache has grown by what was new in each before."""
@@ -76,22 +79,20 @@ IMAGE_SIZES = ({"batch": 2}, {"batch": 1}, {"batch": 5})
 WIDTH, HEADS = 64, 4
 
 
-def _of(model: str, config: str | None = None, **options: Any) -> Callable[[], Any]:
+def _of(model: str, config: str, **options: Any) -> Callable[[], Any]:
     """Return a function that makes a model class of transformers from a configuration with these options."""
 
     def build() -> Any:
         import transformers
 
-        return getattr(transformers, model)(_config(transformers, config or model, options))
+        return getattr(transformers, model)(_config(transformers, config, options))
 
     return build
 
 
 def _config(transformers: Any, name: str, options: Mapping[str, Any]) -> Any:
     """Return a configuration; an option that is a pair (name, options) is one too."""
-    made = {
-        key: _config(transformers, *value) if isinstance(value, tuple) else value for key, value in options.items()
-    }
+    made = {key: _config(transformers, *value) if isinstance(value, tuple) else value for key, value in options.items()}
     return getattr(transformers, name)(**made)
 
 
@@ -101,11 +102,66 @@ def _cache(layers: int, heads: int) -> dict[str, Input]:
     return {f"past_key_values.{i}.{kind}": Input(axes) for i in range(layers) for kind in kinds}
 
 
+def _branching(build: Callable[[], Any]) -> Any:
+    """Return a mixture of experts in which an expert that no token goes to is not computed: an If for each."""
+    import torch
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    def forward(self: Any, hidden: Any, index: Any, weights: Any) -> Any:
+        def chosen(tokens: Any, up: Any, down: Any) -> Any:
+            return self._apply_gate(tokens @ up.T) @ down.T
+
+        def skipped(tokens: Any, up: Any, down: Any) -> Any:
+            return torch.zeros_like(tokens)
+
+        mixed = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            mine = index == expert
+            given = (hidden, self.gate_up_proj[expert], self.down_proj[expert])
+            mixed = mixed + (weights * mine).sum(-1, keepdim=True) * torch.cond(mine.any(), chosen, skipped, given)
+        return mixed
+
+    ALL_EXPERTS_FUNCTIONS.register("branching", forward)
+    model = build()
+    model.set_experts_implementation("branching")
+    return model
+
+
+def _greedy(model: Any, count: int = 4) -> Any:
+    """Return a module that appends the likeliest token, `count` times: a Loop around the model."""
+    import torch
+
+    class Greedy(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids: Any, **_: Any) -> dict[str, Any]:
+            length = input_ids.shape[1]
+
+            def going(step: Any, tokens: Any) -> Any:
+                return step < count
+
+            def grown(step: Any, tokens: Any) -> tuple[Any, Any]:
+                last = length - 1 + step
+                logits = self.model(input_ids=tokens, use_cache=False).logits
+                likeliest = logits.index_select(1, last.reshape(1))[:, 0].argmax(-1)
+                here = torch.arange(tokens.shape[1]) == last + 1
+                return step + 1, torch.where(here[None], likeliest[:, None], tokens)
+
+            room = torch.nn.functional.pad(input_ids, (0, count))
+            loop = torch._higher_order_ops.while_loop
+            return {"tokens": loop(going, grown, (torch.tensor(0), room))[1]}
+
+    return Greedy()
+
+
 _SEEN = Input(("batch", "total"), "mask")
 _CACHED_SIZES = tuple({"batch": batch, "seq": seq, "past": past, "total": past + seq}
                       for batch, seq, past in ((2, 2, 6), (1, 1, 4), (3, 5, 1)))  # fmt: skip
 _ENCODER = {"hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": HEADS, "intermediate_size": 2 * WIDTH}
-_GPT2 = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 3, "n_head": HEADS, "n_positions": 64}
+_GPT2 = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 3, "n_head": HEADS, "n_positions": 64,
+         "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 _LLAMA = {**_ENCODER, "vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 64}
 _SPEECH = {"d_model": WIDTH, "num_mel_bins": 16, "max_source_positions": 32, "max_target_positions": 32,
            "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS,
@@ -124,13 +180,19 @@ ZOO: Mapping[str, Architecture] = {
     ),
     "gpt2": Architecture(_of("GPT2LMHeadModel", "GPT2Config", **_GPT2), TEXT, ("logits",), TEXT_SIZES),
     "gpt2-cache": Architecture(
-        _of("GPT2LMHeadModel", "GPT2Config", **_GPT2), {"input_ids": IDS, "attention_mask": _SEEN, **_cache(3, HEADS)}, ("logits",),
-        _CACHED_SIZES, ("present.*=past_key_values.*",), layers=3,
+        _of("GPT2LMHeadModel", "GPT2Config", **_GPT2),
+        {"input_ids": IDS, "attention_mask": _SEEN, **_cache(3, HEADS)}, ("logits",), _CACHED_SIZES,
+        states=("present.*=past_key_values.*",), layers=3,
+    ),
+    "gpt2-loop": Architecture(
+        lambda: _greedy(_of("GPT2LMHeadModel", "GPT2Config", **_GPT2)()), {"input_ids": IDS}, ("tokens",), TEXT_SIZES,
+        exporters=("dynamo",),
     ),
     "llama": Architecture(_of("LlamaForCausalLM", "LlamaConfig", **_LLAMA), TEXT, ("logits",), TEXT_SIZES),
     "llama-cache": Architecture(
-        _of("LlamaForCausalLM", "LlamaConfig", **_LLAMA), {"input_ids": IDS, "attention_mask": _SEEN, **_cache(3, 2)}, ("logits",),
-        _CACHED_SIZES, ("present.*=past_key_values.*",), layers=3,
+        _of("LlamaForCausalLM", "LlamaConfig", **_LLAMA),
+        {"input_ids": IDS, "attention_mask": _SEEN, **_cache(3, 2)}, ("logits",), _CACHED_SIZES,
+        states=("present.*=past_key_values.*",), layers=3,
     ),
     "t5": Architecture(
         _of("T5ForConditionalGeneration", "T5Config", vocab_size=VOCABULARY, d_model=WIDTH, d_kv=16, num_heads=HEADS,
@@ -148,7 +210,8 @@ ZOO: Mapping[str, Architecture] = {
         {"input_ids": Input(("texts", "seq"), "ids"), "pixel_values": Input(("images", 3, 64, 64)),
          "attention_mask": Input(("texts", "seq"), "mask")},
         ("logits_per_image", "text_embeds", "image_embeds"),
-        ({"texts": 3, "seq": 8, "images": 2}, {"texts": 1, "seq": 11, "images": 1}, {"texts": 4, "seq": 5, "images": 3}),
+        ({"texts": 3, "seq": 8, "images": 2}, {"texts": 1, "seq": 11, "images": 1},
+         {"texts": 4, "seq": 5, "images": 3}),
     ),
     "whisper": Architecture(
         _of("WhisperForConditionalGeneration", "WhisperConfig", **_SPEECH),
@@ -161,6 +224,11 @@ ZOO: Mapping[str, Architecture] = {
         _of("MixtralForCausalLM", "MixtralConfig", num_local_experts=4, num_experts_per_tok=2, **_LLAMA,
             experts_implementation="batched_mm"),
         TEXT, ("logits",), TEXT_SIZES,
+    ),
+    "mixtral-if": Architecture(
+        lambda: _branching(_of("MixtralForCausalLM", "MixtralConfig", num_local_experts=8, num_experts_per_tok=1,
+                               **_LLAMA)),
+        TEXT, ("logits",), TEXT_SIZES, exporters=("dynamo",),
     ),
     "detr": Architecture(
         _of("DetrForObjectDetection", "DetrConfig", d_model=WIDTH, encoder_layers=2, decoder_layers=2,
@@ -187,6 +255,7 @@ ZOO: Mapping[str, Architecture] = {
 
 def export(architecture: Architecture, exporter: Exporter, path: Path, seed: int = 0) -> None:
     """Build the model with random weights and write it; whatever torch raises is passed on."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
 
     torch.manual_seed(seed)
@@ -220,7 +289,7 @@ def _wrapped(model: Any, architecture: Architecture) -> Any:
     names, layers = list(architecture.inputs), architecture.layers
     plain = names[: len(names) - 2 * layers]
 
-    class Positional(torch.nn.Module):
+    class Positional(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.model = model
@@ -231,7 +300,7 @@ def _wrapped(model: Any, architecture: Architecture) -> Any:
             if layers:
                 options["past_key_values"] = DynamicCache(list(zip(past[::2], past[1::2])))
                 options["use_cache"] = True
-            elif hasattr(self.model.config, "use_cache"):
+            elif hasattr(getattr(self.model, "config", None), "use_cache"):
                 options["use_cache"] = False
             made = self.model(**options, return_dict=True)
             found = [made[name] for name in architecture.outputs]

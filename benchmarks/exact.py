@@ -2,6 +2,7 @@
 
     python benchmarks/exact.py --every 6        a sixth of the generated graphs
     python benchmarks/exact.py graphs           cost graphs of a folder that fuse to few enough groups
+    python benchmarks/exact.py graphs --whole --gap 0.001       as they are, without groups and with their own
 
 Generated graphs have 10, 20 and 30 groups, a few of them of several nodes, or are larger ones that `coplace` and
 `fuse` bring below that. Each is placed on 2 and 3 devices, on links as Baechi measured them and on links 20 times as
@@ -118,9 +119,21 @@ def stored(folder: Path, devices: Sequence[int], links: LinkModel) -> Iterator[C
             yield Case(graph.name, whole, links, "given")
 
 
+def unfused(folder: Path, links: LinkModel) -> Iterator[Case]:
+    """Yield the cost graphs of a folder on their own devices, each node free to go anywhere and with their groups."""
+    for path in sorted(path for path in folder.glob("*.json*") if path.name != "figures.json"):
+        graph = on(read_cost_graph(path), 0, links, 1)
+        given = graph.profile.given
+        for name, options in (("none", "join=never,given=false"), ("given", "join=never")):
+            if name == "none" or (given is not None and (given >= 0).any()):
+                yield Case(
+                    f"{graph.name}, {name}", Pipeline.parse(f"coplace{{{options}}}").run(graph.state())[0], links
+                )
+
+
 def on(graph: CostGraph, devices: int, links: LinkModel, faster: int) -> CostGraph:
-    """Return the graph on so many devices, with links so much faster."""
-    made = with_devices(graph, devices, None)
+    """Return the graph on so many devices (0: as many as it names), with links so much faster."""
+    made = with_devices(graph, devices or None, None)
     quick = tuple(
         replace(link, latency_seconds=link.latency_seconds / faster, bytes_per_second=link.bytes_per_second * faster)
         for link in made.target.links
@@ -143,7 +156,7 @@ def roomy_and_tight(case: Case) -> Iterator[Case]:
         yield tight
 
 
-def solved(cases: Iterable[Case], seconds: float) -> Iterator[Row]:
+def solved(cases: Iterable[Case], seconds: float, gap: float = GOAL) -> Iterator[Row]:
     """Yield a row per case: what `exact` found and proved, beside `auto`."""
     for case in cases:
         shape, groups = case.state[Profile].graph, case.state[Groups]
@@ -155,7 +168,7 @@ def solved(cases: Iterable[Case], seconds: float) -> Iterator[Row]:
         auto = step_of("auto", case.state)
         began = time.perf_counter()
         try:
-            done = run_pass(make_pass("exact", {"seconds": str(seconds), "gap": str(GOAL)}), case.state)[Schedule]
+            done = run_pass(make_pass("exact", {"seconds": str(seconds), "gap": str(gap)}), case.state)[Schedule]
         except InfeasibleError as refused:
             yield {**head, "step_seconds": f"infeasible ({refused.code})", "auto_seconds": auto}
             continue
@@ -188,10 +201,12 @@ def options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, help="cost graphs: .json or .json.gz")
+    parser.add_argument("--whole", action="store_true", help="the graphs of the folder as they are")
+    parser.add_argument("--gap", type=float, default=GOAL, help="when to stop [0.01]")
     parser.add_argument("--seconds", type=float, default=60.0, help="limit for each graph [60]")
     parser.add_argument("--every", type=int, default=1, metavar="K", help="take one graph of K [1]")
     parser.add_argument("--first", type=int, default=0, metavar="I", help="which of the K, from 0 [0]")
-    parser.add_argument("--devices", default=",".join(map(str, DEVICES)), help="default: 2,3")
+    parser.add_argument("--devices", default=",".join(map(str, DEVICES)), help="default: 2,3; not with --whole")
     parser.add_argument("--links", default="duplex", choices=LINK_MODELS)
     parser.add_argument("--json", type=Path, metavar="F", help="write all rows there, in seconds and bytes")
     return parser.parse_args()
@@ -202,11 +217,15 @@ def main() -> None:
     chosen = options()
     devices = [int(count) for count in chosen.devices.split(",")]
     try:
-        cases = stored(chosen.folder, devices, chosen.links) if chosen.folder else generated(devices, chosen.links)
+        if chosen.folder:
+            whole = unfused(chosen.folder, chosen.links)
+            cases = whole if chosen.whole else stored(chosen.folder, devices, chosen.links)
+        else:
+            cases = generated(devices, chosen.links)
         progress("warming up")
         list(solved([Case("warm-up", joined(on(GENERATORS["layered"](20, 1), 3, chosen.links, 1), 15, 1), "")], 5.0))
         taken = [case for index, case in enumerate(cases) if index % chosen.every == chosen.first]
-        rows = table(f"exact, at most {chosen.seconds:.0f} s each", KEYS, solved(taken, chosen.seconds))
+        rows = table(f"exact, at most {chosen.seconds:.0f} s each", KEYS, solved(taken, chosen.seconds, chosen.gap))
     except OnnxplaceError as problem_found:
         raise SystemExit(str(problem_found)) from None
     print(f"\n{verdict(rows)}")

@@ -2,12 +2,19 @@
 
 A chain of 100 nodes, once on one device in one segment, once alternating between two, for several sizes of the value
 that crosses. The difference per hop is one hand-off, one copy and one call of a segment.
+
+Before that, what a call of a bundle costs more than ONNX Runtime's own: the decoder of the examples in one segment, by
+`run`, which does the first device's part in the caller's thread, and by `submit`, which leaves all to the workers,
+beside a session of the very same segment. Lower quartiles, since others may use the machine.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +23,15 @@ from onnx import ModelProto, TensorProto, helper
 
 import onnxplace
 from onnxplace.compare import alternate
+from onnxplace.feeds import random_feeds
+from onnxplace.machine import cores
+from onnxplace.sessions import open_session, session_options
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import models
 
 NODES = 100
+ROUNDS, IN_A_ROW = 40, 15
 
 
 def chain(elements: int) -> ModelProto:
@@ -36,8 +50,52 @@ def compiled(elements: int, folder: Path, name: str, devices: list[str]) -> onnx
     return onnxplace.compile(chain(elements), folder / name, devices="cpu:0,cpu:1", pipeline=text)
 
 
+def calls() -> None:
+    """Print what calls cost beside the session inside."""
+    print("| devices | segments | session us | run us | more | submit us | more |\n|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model, shape = models.build("decoder"), {"batch": 2, "seq": 1, "past": 64}
+        half = {f"decoder/block_{i}.*": f"cpu:{i // 2}" for i in range(4)} | {".*": "cpu:0"}
+        (folder / "half.json").write_text(json.dumps(half))
+        pipeline = f'optimize,profile{{estimate=true}},coplace{{device_map="{folder / "half.json"}"}},m-topo,split,emit'
+        one = onnxplace.compile(model, folder / "one", devices="cpu:0", shape=shape, placer="single")
+        two = onnxplace.compile(model, folder / "two", devices="cpu:0,cpu:1", shape=shape, pipeline=pipeline)
+        whole = open_session(one.file(one.manifest.segments[0].file), session_options(cores()))
+        feeds, names = random_feeds(one.inputs, one.manifest.dimensions), [item.name for item in whole.get_outputs()]
+        with onnxplace.InferenceSession(one) as a, onnxplace.InferenceSession(two) as b:
+            plain = partial(whole.run, names, feeds)
+            for bundle, session in ((one, a), (two, b)):
+                found = quartiles(
+                    {"plain": plain, "run": partial(session.run, None, feeds), "submit": submitting(session, feeds)}
+                )
+                more = {key: f"{us:.0f} | {us - found['plain']:+.0f}" for key, us in found.items()}
+                counts = f"{len(bundle.target.devices)} | {len(bundle.manifest.segments)}"
+                print(f"| {counts} | {found['plain']:.0f} | {more['run']} | {more['submit']} |", flush=True)
+    print()
+
+
+def submitting(session: onnxplace.InferenceSession, feeds: Mapping[str, np.ndarray]) -> Callable[[], object]:
+    """Return a call that leaves all work to the workers."""
+    return lambda: session.submit(feeds).result()
+
+
+def quartiles(timed: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Time calls in turn, each several times in a row with warm caches; return lower quartiles in microseconds."""
+    taken: dict[str, list[float]] = {name: [] for name in timed}
+    for _ in range(ROUNDS):
+        for name, call in timed.items():
+            call()
+            for _ in range(IN_A_ROW):
+                began = time.perf_counter()
+                call()
+                taken[name].append(time.perf_counter() - began)
+    return {name: float(np.quantile(seconds, 0.25)) * 1e6 for name, seconds in taken.items()}
+
+
 def main() -> None:
-    """Print a row per size."""
+    """Print a table of calls, then a row per size."""
+    calls()
     print("| bytes that cross | one segment us | alternating us | per hop us |\n|---|---|---|---|")
     for elements in (64, 16384, 262144):
         with tempfile.TemporaryDirectory() as folder:

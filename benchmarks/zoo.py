@@ -2,7 +2,8 @@
 
 Models of the transformers library with random weights are exported by torch, compiled for two and three CPU devices
 with several placers, one of them random, and compared with the uncut model: with the sizes that they were exported
-with, and with others. Needs `pip install -e '.[cpu,dev,zoo]'`, and no network. docs/zoo.md holds the latest table.
+with, and with others; as `onnxplace verify` does, and bit for bit with ONNX Runtime's optimisation off. Needs
+`pip install -e '.[cpu,dev,zoo]'`, and no network. docs/zoo.md holds the latest table.
 """
 
 from __future__ import annotations
@@ -14,32 +15,39 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
+from unittest import mock
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 import numpy as np
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]  # for what benchmarks share with one another and with tests
+# For what benchmarks share with one another and with tests.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
 from _tables import progress
 from _zoo_models import EXPORTERS, ZOO, Architecture, export
 
 import onnxplace
+from onnxplace import compare
 from onnxplace._steps import Carrying
 from onnxplace.bundle import Bundle
 from onnxplace.compare import reference, verify
-from onnxplace.errors import OnnxplaceError
 from onnxplace.feeds import Array
-from onnxplace.machine import cores
+from onnxplace.machine import cores, local_target
 from onnxplace.pipeline import Pipeline
+from onnxplace.runtimes import onnxruntime
 from onnxplace.sessions import open_session, session_options
+from onnxplace.target import Link, Target
 
 RANDOM = "random"
 """The placer that draws a device for each node and an order."""
 PLACERS = ("auto", "m-etf", RANDOM)
+LATENCY_SECONDS = 1e-6
+"""Of a transfer and of a segment, as the placers are told, so that they cut models that are this small."""
 Calls = Sequence[Mapping[str, Array]]
 """Inputs of calls that follow one another; states are in the first alone."""
 
@@ -59,6 +67,8 @@ class Result:
     transfers: int = 0
     error: float = 0.0
     """The largest over all outputs and sizes, relative to the largest magnitude of the output."""
+    exact: bool = False
+    """Whether all bits are equal with ONNX Runtime's optimisation off."""
     seconds: float = 0.0
     """What compiling and verifying took."""
 
@@ -76,14 +86,14 @@ def main() -> int:
     if unknown := sorted({*options.models} - {*ZOO}):
         parser.error(f"no such model: {', '.join(unknown)}")
     counts, placers = [int(count) for count in options.devices.split(",")], options.placers.split(",")
-    heading = ["model", "exporter", "nodes", "devices", *placers, "largest difference", "seconds"]
+    heading = ["model", "exporter", "nodes", "devices", *placers, "largest difference", "optimisation off", "seconds"]
     print(f"| {' | '.join(heading)} |\n|{'---|' * len(heading)}", flush=True)
     found: list[Result] = []
     folder = options.folder or Path(tempfile.mkdtemp(prefix="onnxplace-zoo-"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
         for name in options.models or ZOO:
-            for exporter in options.exporters.split(","):
+            for exporter in [item for item in options.exporters.split(",") if item in ZOO[name].exporters]:
                 found += _printed(name, exporter, folder, counts, placers)
     finally:
         if not options.folder:
@@ -100,27 +110,31 @@ def _printed(name: str, exporter: str, folder: Path, counts: Sequence[int], plac
     try:
         if not path.exists():
             export(architecture, exporter, path)  # type: ignore[arg-type]
-    except ImportError:
-        raise
+    except ModuleNotFoundError as problem:
+        sys.exit(f"{problem}: pip install -e '.[cpu,dev,zoo]'")
     except Exception as problem:  # noqa: BLE001 - torch raises whatever its parts raise
-        print(f"| {name} | {exporter} | not exported: {_words(problem)} |{' |' * (len(placers) + 3)}", flush=True)
-        return []
+        return _no_row(name, exporter, f"not exported: {_words(problem)}", len(placers))
     runs = [list(calls(architecture, number)) for number in range(len(architecture.sizes))]
     if refused := plainly(path, runs):
-        print(f"| {name} | {exporter} | ONNX Runtime: {refused} |{' |' * (len(placers) + 3)}", flush=True)
-        return []
+        return _no_row(name, exporter, f"ONNX Runtime: {refused}", len(placers))
     found = []
     for count in counts:
         row = [
             check(path, name, exporter, count, placer, runs, architecture.states, folder / "bundle")
             for placer in placers
         ]
-        cells = [f"{r.problem or f'{r.segments} / {r.transfers}'}" for r in row]
+        cells = [r.problem or f"{r.segments} / {r.transfers}" for r in row]
         about = [name, exporter, str(row[0].nodes), str(count)]
-        sums = [f"{max(r.error for r in row):.1e}", f"{sum(r.seconds for r in row):.1f}"]
+        exact = "equal" if all(r.exact for r in row) else "-"
+        sums = [f"{max(r.error for r in row):.1e}", exact, f"{sum(r.seconds for r in row):.1f}"]
         print(f"| {' | '.join([*about, *cells, *sums])} |", flush=True)
         found += row
     return found
+
+
+def _no_row(name: str, exporter: str, why: str, placers: int) -> list[Result]:
+    print(f"| {name} | {exporter} | {why} |{' |' * (placers + 4)}", flush=True)
+    return []
 
 
 def report(found: Sequence[Result]) -> int:
@@ -172,14 +186,16 @@ def check(
         manifest = bundle.manifest
         nodes = sum(segment.nodes for segment in manifest.segments)
         differences = compared(bundle, path, runs)
-        worst = max(differences.values())
-        wrong = ", ".join(name for name, error in differences.items() if error == float("inf"))
-    except OnnxplaceError as problem:
+        bits = compared_unoptimised(bundle, path, runs)
+    except Exception as problem:  # noqa: BLE001 - whatever it is, it counts
         return Result(name, exporter, nodes, devices, placer, _words(problem))
-    problem_text = f"differs: {wrong}" if wrong else ""
-    seconds = perf_counter() - began
+    wrong = [output for output, error in differences.items() if error == float("inf")]
+    problem_text = f"differs: {', '.join(wrong)}" if wrong else ""
+    if not wrong and any(bits.values()):
+        problem_text = f"differs with optimisation off: {', '.join(output for output in bits if bits[output])}"
     return Result(
-        name, exporter, nodes, devices, placer, problem_text, len(manifest.segments), manifest.transfers, worst, seconds
+        name, exporter, nodes, devices, placer, problem_text, len(manifest.segments), manifest.transfers,
+        max(differences.values()), not any(bits.values()), perf_counter() - began,
     )  # fmt: skip
 
 
@@ -187,8 +203,7 @@ def compiled(
     path: Path, devices: int, placer: str, feeds: Mapping[str, Array], states: Sequence[str], folder: Path
 ) -> Bundle:
     """Return the bundle of a model with these inputs as its sizes; raises OnnxplaceError."""
-    named = ",".join(f"cpu:{index}" for index in range(devices))
-    common = {"devices": named, "inputs": feeds, "state": states, "force": True}
+    common = {"target": _target(devices), "inputs": feeds, "state": states, "force": True}
     if placer != RANDOM:
         return onnxplace.compile(path, folder, placer=placer, **common)  # type: ignore[arg-type]
     from tests.test_split_property import RandomPlacement
@@ -200,11 +215,29 @@ def compiled(
     return onnxplace.compile(path, folder, pipeline=steps, **common)  # type: ignore[arg-type]
 
 
-def compared(bundle: Bundle, path: Path, runs: Sequence[Calls]) -> dict[str, float]:
-    """Return the largest relative error of each output over all runs, infinite if it is over the tolerance."""
+def _target(devices: int) -> Target:
+    """Return this machine's CPU devices with links that cost next to nothing."""
+    local = local_target(",".join(f"cpu:{index}" for index in range(devices)))
+    cheap = tuple(replace(device, segment_seconds=LATENCY_SECONDS) for device in local.devices)
+    links = tuple(Link(a.id, b.id, LATENCY_SECONDS, 1e10) for a in cheap for b in cheap if a is not b)
+    return replace(local, devices=cheap, links=links)
+
+
+def compared_unoptimised(bundle: Bundle, path: Path, runs: Sequence[Calls]) -> dict[str, float]:
+    """Do as `compared` with nothing fused and one core: then only the split could change a bit."""
+    plain = partial(session_options, level="none")
+    with mock.patch.object(onnxruntime, "session_options", plain), mock.patch.object(compare, "session_options", plain):
+        return compared(bundle, path, runs, cores()[:1])
+
+
+def compared(bundle: Bundle, path: Path, runs: Sequence[Calls], used: Sequence[int] | None = None) -> dict[str, float]:
+    """Return the largest relative error of each output over all runs, infinite if it is over the tolerance.
+
+    The uncut model computes on the cores `used`, by default on all.
+    """
     names = [item.name for item in bundle.outputs]
     errors = dict.fromkeys(names, 0.0)
-    want = Carrying(reference(bundle, path, cores()), bundle)
+    want = Carrying(reference(bundle, path, used or cores()), bundle)
     with onnxplace.InferenceSession(bundle) as session:
         for feeds in (feeds for run in runs for feeds in run):
             for item in verify(lambda fed: session.submit(fed, names).result().outputs, want, feeds, names):

@@ -44,7 +44,9 @@ if TYPE_CHECKING:
     metavar="OUT=IN",
     help="Keep output OUT on its device as input IN of the next call; 'present.*=past.*' for many; may be repeated.",
 )
-@click.option("--costs", type=click.Path(path_type=Path), metavar="F.json", help="Costs measured elsewhere or before.")
+@click.option("--costs", type=click.Path(path_type=Path), metavar="F", help="Costs measured elsewhere: JSON or CSV.")
+@click.option("--save-costs", type=click.Path(path_type=Path), metavar="F", help="Write the costs there: JSON or CSV.")
+@click.option("--no-cache", "cache", flag_value=False, default=True, help="Measure, whatever was measured before.")
 @click.option("--placer", metavar="NAME", help="`onnxplace passes` lists them  [default: auto]")
 @objective_option
 @budget_option

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -13,9 +12,12 @@ from onnxplace.graph import Bools, Floats
 
 # Faster than any memory: what is written where no transfer measured was large enough to show a bandwidth.
 UNBOUNDED_BYTES_PER_SECOND = 1e15
-# An outlier is off by more than this, and by more than so many times what the other points are off by.
-OUTLIER_ERROR = 0.5
+# A point that is off by more than this factor is an outlier. Smaller ones may be real: caches, and the pages that large
+# copies need, bend the line by a factor of three.
 OUTLIER_FACTOR = 5.0
+# Beyond this error (of the logarithm) a point pulls no harder (Huber, Robust estimation of a location parameter, 1964).
+HARDEST_PULL = 0.5
+STEPS, SETTLED = 100, 1e-9
 
 
 @dataclass(frozen=True)
@@ -45,36 +47,32 @@ class LinkFit:
 
 
 def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit:
-    """Fit non-negative latency and seconds per byte to points, so that relative errors are least.
+    """Fit non-negative latency and seconds per byte to points, so that the logarithms of predicted and measured agree.
 
-    A first fit of least absolute relative errors goes through two of the points, which outliers do not move; points
-    that are far off it are left out of the second, of least squares. O(n^3) for n points. Raises ValueError without a
-    point or with a time that is not positive.
+    So an error of a half counts as much where too much is said as where too little is, and at every size. A first fit
+    of least absolute errors goes through two of the points, which outliers do not move; without those, the second is
+    of least squares where errors are small. It moves little when points do. O(n^3) for n points. Raises ValueError
+    without a point or with a time that is not positive.
     """
     size, took = np.asarray(sizes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     if not len(size) or len(size) != len(took) or not (np.isfinite(took) & (took > 0)).all():
         raise ValueError("a fit needs points of positive times")
-    error = np.abs(_errors(_least_absolute(size, took), size, took))
-    outlier = error > max(OUTLIER_ERROR, OUTLIER_FACTOR * float(np.median(error)))
-    line = _least_squares(size[~outlier], took[~outlier])
-    return _result(line, size, took, outlier)
-
-
-def _result(line: tuple[float, float], size: Floats, took: Floats, outlier: Bools) -> LinkFit:
-    errors = _errors(line, size, took)
-    points = tuple(
-        Point(int(b), float(t), float(e), bool(o)) for b, t, e, o in zip(size, took, errors, outlier)
-    )
-    return LinkFit(line[0], min(1 / line[1] if line[1] > 0 else math.inf, UNBOUNDED_BYTES_PER_SECOND), points)
+    first = _least_absolute(size, took)
+    outlier: Bools = np.abs(_errors(first, size, took)) > np.log(OUTLIER_FACTOR)
+    base, slope = _refined(first, size[~outlier], took[~outlier])
+    slope = max(slope, 1 / UNBOUNDED_BYTES_PER_SECOND)
+    relative = (base + slope * size) / took - 1
+    points = (Point(int(b), float(t), float(e), bool(o)) for b, t, e, o in zip(size, took, relative, outlier))
+    return LinkFit(base, 1 / slope, tuple(points))
 
 
 def _errors(line: tuple[float, float], size: Floats, took: Floats) -> Floats:
-    errors: Floats = (line[0] + line[1] * size) / took - 1
+    errors: Floats = np.log(np.maximum((line[0] + line[1] * size) / took, 1e-300))
     return errors
 
 
 def _least_absolute(size: Floats, took: Floats) -> tuple[float, float]:
-    """Return the line of least absolute relative errors: through two points, or through one and flat or the origin."""
+    """Return the line of least absolute errors: through two points, or through one and flat or the origin."""
     lines = [(float(t), 0.0) for t in took]
     lines += [(0.0, float(t / b)) for b, t in zip(size, took) if b > 0]
     for i, j in combinations(range(len(size)), 2):
@@ -86,14 +84,29 @@ def _least_absolute(size: Floats, took: Floats) -> tuple[float, float]:
     return min(lines, key=lambda line: float(np.abs(_errors(line, size, took)).sum()))
 
 
-def _least_squares(size: Floats, took: Floats) -> tuple[float, float]:
-    """Return the non-negative line of least squared relative errors."""
-    a, b = 1 / took, size / took
-    aa, ab, bb, a1, b1 = float(a @ a), float(a @ b), float(b @ b), float(a.sum()), float(b.sum())
-    determinant = aa * bb - ab * ab
-    if determinant > 1e-12 * aa * bb:
-        base, slope = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
-        if base >= 0 and slope >= 0:
-            return base, slope
-    flat, through = (a1 / aa, 0.0), (0.0, b1 / bb if bb else 0.0)
-    return min(flat, through, key=lambda line: float((_errors(line, size, took) ** 2).sum()))
+def _refined(line: tuple[float, float], size: Floats, took: Floats) -> tuple[float, float]:
+    """Return the line of least Huber loss near a first one, by Gauss-Newton over the logarithms of its coefficients.
+
+    A coefficient that is zero stays so.
+    """
+    free = np.array(line) > 0
+    best, least = line, _loss(_errors(line, size, took))
+    for _ in range(STEPS):
+        base, slope = best
+        parts = np.stack([np.full(len(size), base), slope * size], axis=1) / (base + slope * size)[:, None]
+        error = _errors(best, size, took)
+        weight = np.minimum(1.0, HARDEST_PULL / np.maximum(np.abs(error), 1e-12))
+        weighted = parts * weight[:, None]
+        step = np.linalg.lstsq(weighted.T @ parts, weighted.T @ error, rcond=1e-12)[0]
+        factor = np.where(free, np.exp(-np.clip(step, -1.0, 1.0)), 1.0)
+        tried = (float(base * factor[0]), float(slope * factor[1]))
+        loss = _loss(_errors(tried, size, took))
+        if not loss < least - SETTLED * least:
+            return best
+        best, least = tried, loss
+    return best
+
+
+def _loss(error: Floats) -> float:
+    far = np.abs(error)
+    return float(np.where(far <= HARDEST_PULL, far**2 / 2, HARDEST_PULL * (far - HARDEST_PULL / 2)).sum())

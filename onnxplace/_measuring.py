@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -12,17 +12,17 @@ from typing import cast
 import numpy as np
 
 from onnxplace._probes import Probe, probe_bundle
-from onnxplace._timings import Ran, Samples, take_turns, run_once
+from onnxplace._timings import ENOUGH, Ran, Samples, run_once, take_turns
 from onnxplace.feeds import Array
 from onnxplace.registry import find
-from onnxplace.runtime import Event, Runtime, RuntimeSession
+from onnxplace.runtime import Event, EventKind, Runtime, RuntimeSession
 from onnxplace.target import Target
 
 # Values up to SMALL_BYTES make many hops in one request; those up to TINY_BYTES take no time to compute with.
 TINY_BYTES, SMALL_BYTES = 1 << 12, 1 << 16
-SMALL_HOPS, LARGE_HOPS = 16, 2
+SMALL_HOPS, LARGE_HOPS = 16, 4
 LEAST, CALM_SAMPLES = 3, 7
-CALLS, VALUES = 24, 16
+CALLS, VALUES = 16, 16
 # More than any cache keeps for one core; and matrices that stay in it.
 STREAMED, COMPUTED = 4096, 256
 EXCHANGED_BYTES = 1 << 24
@@ -182,12 +182,29 @@ _KINDS: Mapping[str, Callable[[str, int], Probe]] = {
 
 
 @dataclass(frozen=True)
-class AtOnce:
-    """By how much work takes longer while another device is busy, with others than two: per other device."""
+class Slowdown:
+    """By how much work takes longer while other devices are busy."""
 
-    memory: float
-    compute: float
-    copy: float
+    factor: float
+    """For each other device that is busy all the time; 1 where nothing shows."""
+    calm_samples: int
+    """The fewest samples in which nothing waited for a core, over devices, alone or together."""
+    alone_seconds: float
+    """What the work takes on a device alone."""
+
+
+@dataclass(frozen=True)
+class AtOnce:
+    """What the same work on several devices at once costs more than on each alone."""
+
+    memory: Slowdown
+    compute: Slowdown
+    copy: Slowdown
+
+    @property
+    def memory_bytes_per_second(self) -> float:
+        """Return what a device alone reads from memory."""
+        return 4 * STREAMED**2 / self.memory.alone_seconds
 
 
 def at_once(target: Target, devices: Sequence[str], seconds: float, folder: Path) -> AtOnce:
@@ -199,43 +216,54 @@ def at_once(target: Target, devices: Sequence[str], seconds: float, folder: Path
     )
 
 
-Work = Callable[[Sequence[str], Sequence[str]], tuple[list[Probe], dict[str, Array]]]
+Work = Callable[[str, int, str], tuple[list[Probe], dict[str, Array]]]
 
 
 def _slowdown(
-    target: Target, devices: Sequence[str], work: Work, kind: str, seconds: float, folder: Path
-) -> float:
-    """Return the median, over devices, of the time together over the time alone, per other device; at least 1."""
+    target: Target, devices: Sequence[str], work: Work, kind: EventKind, seconds: float, folder: Path
+) -> Slowdown:
+    """Compare the median, over devices, of the time together with the time alone; at least 1.
+
+    Only samples in which no thread waited for a core count: while one waits, the others are alone.
+    """
     alone, together = ({device: Samples() for device in devices} for _ in range(2))
-    feeds: dict[str, Array] = {}
-    for index, busy in enumerate([*[[device] for device in devices], list(devices)]):
-        probes, fed = work(busy, devices)
-        feeds |= {name: array for name, array in fed.items() if name not in feeds}
-        into = alone if len(busy) == 1 else together
-        with _open(folder, target, probes) as session:
-            task = _working(session, {name: feeds[name] for name in fed}, busy, kind, into)
-            take_turns([task], seconds / (len(devices) + 1), LEAST)
-    ratios = [
-        together[device].typical() / alone[device].typical()
-        for device in devices
-        if together[device].seconds and alone[device].seconds
-    ]
-    return 1 + max(float(np.median(ratios)) - 1, 0.0) / (len(devices) - 1) if ratios else 1.0
+    parts = {device: work(device, mark, devices[(mark + 1) % len(devices)]) for mark, device in enumerate(devices)}
+    with ExitStack() as stack:
+        tasks: list[Callable[[], bool]] = []
+        for busy, into in [*[((device,), alone) for device in devices], (tuple(devices), together)]:
+            # Makers of values come before what reads them, on all devices.
+            probes = sorted((probe for device in busy for probe in parts[device][0]), key=lambda probe: probe.stage)
+            feeds = {name: array for device in busy for name, array in parts[device][1].items()}
+            below = folder / f"{work.__name__}-{len(tasks)}"
+            below.mkdir()
+            session = stack.enter_context(_open(below, target, probes))
+            tasks.append(_working(session, feeds, busy, kind, into))
+        take_turns(tasks, seconds, LEAST)
+    fewest = min(samples[device].calm for samples in (alone, together) for device in devices)
+    base = float(np.median([samples.typical() for samples in alone.values()]))
+    if fewest < ENOUGH:
+        return Slowdown(1.0, fewest, base)
+    ratio = float(np.median([together[device].typical() / alone[device].typical() for device in devices]))
+    return Slowdown(1 + max(ratio - 1, 0.0) / (len(devices) - 1), fewest, base)
 
 
 def _working(
-    session: RuntimeSession, feeds: Mapping[str, Array], busy: Sequence[str], kind: str, into: Mapping[str, Samples]
+    session: RuntimeSession,
+    feeds: Mapping[str, Array],
+    busy: Sequence[str],
+    kind: EventKind,
+    into: Mapping[str, Samples],
 ) -> Callable[[], bool]:
     def once() -> bool:
         ran = run_once(session, feeds)
         for device in busy:
             into[device].add(_beside(ran, device, busy, kind), ran.waited)
-        return all(into[device].calm >= 4 * CALM_SAMPLES for device in busy)
+        return all(into[device].calm >= CALM_SAMPLES for device in busy)
 
     return once
 
 
-def _beside(ran: Ran, device: str, busy: Sequence[str], kind: str) -> list[float]:
+def _beside(ran: Ran, device: str, busy: Sequence[str], kind: EventKind) -> list[float]:
     """Return what each event of a device took, of those during which all other busy devices were at work."""
     spans = {name: [e for e in ran.events if e.kind == kind and e.device == name] for name in busy}
     return [
@@ -253,45 +281,26 @@ def _overlap(event: Event, others: Sequence[Event]) -> float:
     return shared / max(event.finish_seconds - event.start_seconds, 1e-9)
 
 
-def _streaming(busy: Sequence[str], devices: Sequence[str]) -> tuple[list[Probe], dict[str, Array]]:
-    """Multiply a vector with a matrix that no cache holds, four times on each device."""
-    feeds: dict[str, Array] = {}
-    for device in busy:
-        mark = devices.index(device)
-        feeds |= {
-            f"x{mark}": np.ones((1, STREAMED), np.float32),
-            f"w{mark}": np.full((STREAMED, STREAMED), 1e-3, np.float32),
-        }
-    return _products(busy, devices, 4, 1), feeds
+def _streaming(device: str, mark: int, _: str) -> tuple[list[Probe], dict[str, Array]]:
+    """Multiply a vector with a matrix that no cache holds."""
+    matrix = np.full((STREAMED, STREAMED), 1e-3, np.float32)
+    return [_products(device, mark, 1)], {f"x{mark}": np.ones((1, STREAMED), np.float32), f"w{mark}": matrix}
 
 
-def _computing(busy: Sequence[str], devices: Sequence[str]) -> tuple[list[Probe], dict[str, Array]]:
-    """Multiply small matrices, 16 in each segment."""
+def _computing(device: str, mark: int, _: str) -> tuple[list[Probe], dict[str, Array]]:
+    """Multiply matrices that stay in the cache."""
     one = np.eye(COMPUTED, dtype=np.float32)
-    return _products(busy, devices, 4, 16), {f"{n}{devices.index(device)}": one for device in busy for n in "xw"}
+    return [_products(device, mark, 8)], {f"x{mark}": one, f"w{mark}": one}
 
 
-def _products(busy: Sequence[str], devices: Sequence[str], count: int, nodes: int) -> list[Probe]:
-    probes = []
-    for number in range(count):
-        for device in busy:
-            mark = devices.index(device)
-            steps = [f"x{mark}", *[f"t{node}" for node in range(1, nodes)], f"y{mark}_{number}"]
-            text = " ".join(f"{after} = MatMul({before}, w{mark})" for before, after in pairwise(steps))
-            probes.append(Probe(device, text, (f"x{mark}", f"w{mark}"), (f"y{mark}_{number}",), "float[?, ?]"))
-    return probes
+def _products(device: str, mark: int, count: int) -> Probe:
+    steps = [f"x{mark}", *[f"t{node}" for node in range(1, count)], f"y{mark}"]
+    text = " ".join(f"{after} = MatMul({before}, w{mark})" for before, after in pairwise(steps))
+    return Probe(device, text, (f"x{mark}", f"w{mark}"), (f"y{mark}",), "float[?, ?]")
 
 
-def _exchanging(busy: Sequence[str], devices: Sequence[str]) -> tuple[list[Probe], dict[str, Array]]:
-    """Let each busy device receive a large value from the next device, four times."""
-    probes, feeds = [], {}
-    for number in range(4):
-        pairs = [(devices.index(device), devices[(devices.index(device) + 1) % len(devices)]) for device in busy]
-        for mark, source in pairs:
-            value = f"m{number}_{mark}"
-            probes.append(Probe(source, f"{value} = Identity(x{mark})", (f"x{mark}",), (value,)))
-            feeds[f"x{mark}"] = np.ones(EXCHANGED_BYTES, np.uint8)
-        for mark, _ in pairs:
-            value = f"m{number}_{mark}"
-            probes.append(Probe(devices[mark], f"r{number}_{mark} = Identity({value})", (value,), (f"r{number}_{mark}",)))
-    return probes, feeds
+def _exchanging(device: str, mark: int, source: str) -> tuple[list[Probe], dict[str, Array]]:
+    """Receive a large value from the next device."""
+    made = Probe(source, f"m{mark} = Identity(x{mark})", (f"x{mark}",), (f"m{mark}",))
+    read = Probe(device, f"y{mark} = Identity(m{mark})", (f"m{mark}",), (f"y{mark}",), stage=1)
+    return [made, read], {f"x{mark}": np.ones(EXCHANGED_BYTES, np.uint8)}

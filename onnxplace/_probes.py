@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,13 +21,15 @@ class Probe:
     outputs: tuple[str, ...]
     kind: str = "uint8[?]"
     """Type of all inputs and outputs, as ONNX's text form has it."""
+    stage: int = 0
+    """Where several make a bundle: after all those of lower stages."""
 
 
-def probe_bundle(folder: Path, target: Target, probes: Sequence[Probe], keep: Collection[str] = ()) -> Bundle:
+def probe_bundle(folder: Path, target: Target, probes: Sequence[Probe]) -> Bundle:
     """Write a segment per probe to `folder` and return the bundle that runs them in this order.
 
-    Segments are named by their position. Values pass between devices as `split` would have them, and are freed as soon
-    as nobody reads them any more, but for those in `keep`. What no probe makes is an input. There are no outputs.
+    Segments are named by their position. Values pass between devices as `split` has them, and are freed as soon as
+    nobody reads them any more. What no probe makes is an input. There are no outputs.
     """
     made = {name: index for index, probe in enumerate(probes) for name in probe.outputs}
     fed = dict.fromkeys(name for probe in probes for name in probe.inputs if name not in made)
@@ -48,10 +50,8 @@ def probe_bundle(folder: Path, target: Target, probes: Sequence[Probe], keep: Co
         outputs=(),
         segments=segments,
         values={},
-        programs=_programs(probes, made, keep),
-        predicted=Predicted(
-            step_seconds=0, single_device_seconds=0, lower_bound_seconds=0, interval_seconds=0
-        ),
+        programs=_programs(probes, made),
+        predicted=Predicted(step_seconds=0, single_device_seconds=0, lower_bound_seconds=0, interval_seconds=0),
         devices=(),
         transfers=0,
         transfer_bytes=0,
@@ -80,7 +80,7 @@ def _segment(folder: Path, name: str, probe: Probe) -> SegmentRecord:
     )
 
 
-def _programs(probes: Sequence[Probe], made: Mapping[str, int], keep: Collection[str]) -> dict[str, tuple[Step, ...]]:
+def _programs(probes: Sequence[Probe], made: Mapping[str, int]) -> dict[str, tuple[Step, ...]]:
     """Return the steps of each device: receive, run, send, free."""
     last = {(name, probe.device): index for index, probe in enumerate(probes) for name in probe.inputs}
     programs: dict[str, list[Step]] = {probe.device: [] for probe in probes}
@@ -96,5 +96,5 @@ def _programs(probes: Sequence[Probe], made: Mapping[str, int], keep: Collection
         program += [Step(op="send", value=name, peer=device) for name, device in readers if device != home]
         over = [name for name in probe.inputs if last[name, home] == index]
         over += [name for name in probe.outputs if (name, home) not in last]
-        program += [Step(op="free", value=name) for name in over if name not in keep]
+        program += [Step(op="free", value=name) for name in over]
     return {device: tuple(program) for device, program in programs.items()}

@@ -52,6 +52,8 @@ class CompileOptions(TypedDict, total=False):
     inputs: Mapping[str, Array] | None
     state: Asked
     costs: str | Path | None
+    save_costs: str | Path | None
+    cache: bool
     placer: str | None
     objective: Objective
     budget_seconds: float | None
@@ -89,6 +91,8 @@ def compile_model(
     inputs: Mapping[str, Array] | None = None,
     state: Asked = (),
     costs: str | Path | None = None,
+    save_costs: str | Path | None = None,
+    cache: bool = True,
     placer: str | None = None,
     objective: Objective = "latency",
     budget_seconds: float | None = None,
@@ -109,7 +113,8 @@ def compile_model(
     elsewhere, else `devices` of this machine are used. `state` binds outputs to inputs of the next call, as a mapping
     or as texts `OUT=IN`, each `*` standing for the same text on both sides. `link_weights` leaves the weights in the
     model's own files, in or above whose folder `output` must be. `custom_op_libraries` are shared libraries
-    with operators that ONNX Runtime has not. `observer` is told of each pass before it runs.
+    with operators that ONNX Runtime has not. `costs` is a cost file, `save_costs` where to write one; `cache` says
+    whether what was measured before may be used (docs/costs.md). `observer` is told of each pass before it runs.
     """
     if target is not None and devices is not None:
         raise UsageError(
@@ -121,9 +126,10 @@ def compile_model(
         raise UsageError("U044", message, hint="name the placer in the pipeline, as in auto{seconds=10}")
     if pipeline is None:
         chosen = choose_placer(placer, objective, budget_seconds, seed or None)
-        steps = _default_pipeline(chosen, str(costs or ""), str(device_map or ""), tuple(colocate), seed)
+        profile = {"costs": str(costs or ""), "save": str(save_costs or ""), "cache": "" if cache else "false"}
+        steps = _default_pipeline(chosen, profile, str(device_map or ""), tuple(colocate), seed)
     else:
-        steps = _given_pipeline(pipeline, bool(costs or device_map or colocate or seed))
+        steps = _given_pipeline(pipeline, bool(costs or save_costs or not cache or device_map or colocate or seed))
     text = str(steps)
     _require_one_emit(steps)
     require_free(path, force, MANIFEST)
@@ -167,18 +173,20 @@ def _given_pipeline(given: str | Pipeline, has_options: bool) -> Pipeline:
     if has_options:
         raise UsageError(
             "U042",
-            "--pipeline excludes --costs, --device-map, --colocate and --seed",
+            "--pipeline excludes --costs, --save-costs, --no-cache, --device-map, --colocate and --seed",
             hint="write them into it: profile{costs=F,seed=1},coplace{device_map=F,colocate=REGEX}",
         )
     return Pipeline.parse(given) if isinstance(given, str) else given
 
 
-def _default_pipeline(placer: PassSpec, costs: str, device_map: str, colocate: tuple[str, ...], seed: int) -> Pipeline:
-    """Return the default pipeline around a placer.
+def _default_pipeline(
+    placer: PassSpec, profile: dict[str, str], device_map: str, colocate: tuple[str, ...], seed: int
+) -> Pipeline:
+    """Return the default pipeline around a placer; options that are empty have their defaults.
 
     Baechi's placers need nodes joined to their readers first; those that search find out for themselves.
     """
-    profile = {"costs": costs} if costs else {}
+    profile = {key: value for key, value in profile.items() if value}
     if seed:
         profile["seed"] = str(seed)
     join = {} if placer.name in BAECHI else {"join": "never"}

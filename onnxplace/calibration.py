@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onnxplace._fits import LinkFit, fit_link
-from onnxplace._measuring import Calls, Hops, at_once, calls, hops
-from onnxplace._timings import Samples
+from onnxplace._measuring import AtOnce, Calls, Hops, at_once, calls, hops
+from onnxplace._timings import ENOUGH, Samples
 from onnxplace.errors import UsageError
 from onnxplace.machine import available_memory_bytes, link_via, require_cuda
 from onnxplace.target import Device, Link, LinkModel, Shared, Target
 
-SIZES = tuple(4**power for power in range(15))
-"""Bytes of the values that cross: 1 B to 256 MiB."""
+SIZES = (*(4**power for power in range(9)), *(2**power for power in range(17, 29)))
+"""Bytes of the values that cross: 1 B to 256 MiB, closer to each other where bandwidth counts."""
 SECONDS = 20.0
 Observer = Callable[[str, int, int], None]
 """Is told what is measured next, its number, and of how many."""
@@ -27,7 +27,7 @@ Observer = Callable[[str, int, int], None]
 # A value is there several times while it crosses.
 COPIES = 8
 # Directions whose latency and bandwidth differ by no more are taken for one link.
-SAME_LATENCY, SAME_BANDWIDTH = 0.25, 0.15
+SAME_LATENCY, SAME_BANDWIDTH = 0.3, 0.3
 # Copies at once that share one channel evenly take twice as long.
 ONE_CHANNEL = 1.75
 # A slowdown up to this is none that a measurement could tell from noise.
@@ -56,8 +56,12 @@ class Calibration:
     links: tuple[LinkMeasured, ...]
     calls: Mapping[str, Calls]
     """By device."""
-    shared: tuple[Shared, ...]
-    """What was measured of CPU devices at once, whether it shows that they share something or not."""
+    together: tuple[str, ...]
+    """The CPU devices."""
+    at_once: AtOnce | None
+    """What they do to each other; None unless there are two or more."""
+    notes: tuple[str, ...]
+    """What to know about these figures."""
     seconds: float
     """How long all of it took."""
 
@@ -72,13 +76,13 @@ def calibrate(
     """
     sizes = _possible(sizes)
     if not seconds > 0:
-        raise UsageError("U013", f"cannot measure for {seconds:g} seconds", where="--seconds", hint="give more than 0")
+        raise UsageError("U015", f"cannot measure for {seconds:g} seconds", where="--seconds", hint="give more than 0")
     for device in target.devices:
         if device.kind == "cuda":
             require_cuda(device.id)
     began = time.perf_counter()
     pairs = [(a, b) for i, a in enumerate(target.devices) for b in target.devices[i + 1 :]]
-    cpus = [device.id for device in target.devices if device.kind == "cpu"]
+    cpus = tuple(device.id for device in target.devices if device.kind == "cpu")
     parts = [*[device.id for device in target.devices], *[f"{a.id} <-> {b.id}" for a, b in pairs]]
     parts += ["CPU devices at once"] if len(cpus) > 1 else []
     share = seconds / (2 * len(target.devices) + 10 * len(pairs) + 5 * (len(cpus) > 1))
@@ -90,12 +94,10 @@ def calibrate(
         for a, b in pairs:
             found = hops(target, (a.id, b.id), sizes, 10 * share, tell.next(folder))
             links += _links(found, (a, b), called)
-        shared = []
-        if len(cpus) > 1:
-            slower = at_once(target, cpus, 5 * share, tell.next(folder))
-            shared = [Shared(tuple(cpus), slower.memory, slower.compute, slower.copy)]
-    measured = _measured(target, links, called, shared)
-    return Calibration(measured, tuple(links), called, tuple(shared), time.perf_counter() - began)
+        slower = at_once(target, cpus, 5 * share, tell.next(folder)) if len(cpus) > 1 else None
+    measured = _measured(target, links, called, _shared(cpus, slower))
+    notes = _notes(links, slower)
+    return Calibration(measured, tuple(links), called, cpus, slower, notes, time.perf_counter() - began)
 
 
 class _Teller:
@@ -117,7 +119,7 @@ def _possible(sizes: Sequence[int]) -> tuple[int, ...]:
     found = tuple(sorted(set(sizes)))
     if not found or found[0] < 1:
         message = "there are no sizes to measure" if not found else f"a value of {found[0]} bytes cannot cross"
-        raise UsageError("U013", message, where="--sizes", hint="write them as 1,4KiB,1MiB,64MiB")
+        raise UsageError("U015", message, where="--sizes", hint="write them as 1,4KiB,1MiB,64MiB")
     room = available_memory_bytes() // COPIES
     return tuple(size for size in found if size <= room) or found[:1]
 
@@ -161,16 +163,24 @@ def _joined(one: Samples, other: Samples) -> Samples:
 
 
 def _alike(one: LinkFit, other: LinkFit) -> bool:
-    return (
-        abs(one.latency_seconds - other.latency_seconds)
-        <= SAME_LATENCY * max(one.latency_seconds, other.latency_seconds)
-        and abs(one.bytes_per_second - other.bytes_per_second)
-        <= SAME_BANDWIDTH * max(one.bytes_per_second, other.bytes_per_second)
+    return abs(one.latency_seconds - other.latency_seconds) <= SAME_LATENCY * max(
+        one.latency_seconds, other.latency_seconds
+    ) and abs(one.bytes_per_second - other.bytes_per_second) <= SAME_BANDWIDTH * max(
+        one.bytes_per_second, other.bytes_per_second
     )
 
 
+def _shared(cpus: tuple[str, ...], slower: AtOnce | None) -> tuple[Shared, ...]:
+    """Return that CPU devices slow each other down, if it shows."""
+    if slower is None:
+        return ()
+    factors = (slower.memory.factor, slower.compute.factor, slower.copy.factor)
+    entry = Shared(cpus, *factors, memory_bytes_per_second=slower.memory_bytes_per_second)
+    return (entry,) if max(factors) > NO_SLOWDOWN else ()
+
+
 def _measured(
-    target: Target, links: Sequence[LinkMeasured], called: Mapping[str, Calls], shared: Sequence[Shared]
+    target: Target, links: Sequence[LinkMeasured], called: Mapping[str, Calls], shared: tuple[Shared, ...]
 ) -> Target:
     """Return the target with what was measured in the place of constants."""
     devices = tuple(
@@ -182,11 +192,23 @@ def _measured(
         )
         for device in target.devices
     )
-    kept = tuple(entry for entry in shared if max(_factors(entry)) > NO_SLOWDOWN)
-    one_channel = bool(shared) and all(entry.copy_slowdown >= ONE_CHANNEL for entry in shared)
+    one_channel = any(entry.copy_slowdown >= ONE_CHANNEL for entry in shared)
     model: LinkModel = "sequential" if one_channel else target.link_model
-    return Target(devices, tuple(measured.link for measured in links), model, kept)
+    return Target(devices, tuple(measured.link for measured in links), model, shared)
 
 
-def _factors(entry: Shared) -> tuple[float, float, float]:
-    return entry.memory_slowdown, entry.compute_slowdown, entry.copy_slowdown
+def _notes(links: Sequence[LinkMeasured], slower: AtOnce | None) -> tuple[str, ...]:
+    """Say where the machine was too busy to tell, and what the fit does not cover."""
+    notes = []
+    busy = [size for link in links for size, calm in link.calm_samples.items() if calm < ENOUGH]
+    points = sum(len(link.calm_samples) for link in links)
+    if busy:
+        notes.append(f"the machine was busy: {len(busy)} of {points} points are the quickest of samples that waited")
+    unseen = [what for what, found in vars(slower).items() if found.calm_samples < ENOUGH] if slower else []
+    if unseen:
+        notes.append(f"the machine was too busy to see devices slow each other down at: {', '.join(unseen)}")
+    left_out = sorted({point.bytes for link in links for point in link.fit.points if point.outlier})
+    if left_out:
+        named = ", ".join(map(str, left_out))
+        notes.append(f"left out of the fit, which they miss by a factor of five or more: {named} bytes")
+    return tuple(notes)

@@ -8,13 +8,13 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import click
 
 from onnxplace._cli_bundle import bench, run, verify
 from onnxplace._cli_compile import compile as compile_
+from onnxplace._cli_devices import devices
 from onnxplace._cli_options import as_json, print_json
 from onnxplace._cli_place import place
 from onnxplace.errors import OnnxplaceError
@@ -30,31 +30,8 @@ def cli() -> None:
     """
 
 
-for command in (compile_, run, verify, bench, place):
+for command in (compile_, run, verify, bench, place, devices):
     cli.add_command(command)
-
-
-@cli.command()
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="F.toml", help="Write the default target there."
-)
-@as_json
-def devices(output: Path | None, json_: bool) -> None:
-    """Show what is here and what ONNX Runtime can use of it."""
-    from onnxplace import machine
-    from onnxplace.files import write_file
-    from onnxplace.report import devices_summary
-    from onnxplace.target import target_text
-
-    target = machine.local_target()
-    if output:
-        text = target_text(target.with_all_links())
-        write_file(output, lambda stream: stream.write(text.encode()))
-    about = machine.describe()
-    if json_:
-        print_json({**about, "default": [vars_of(device) for device in target.devices]})
-    else:
-        click.echo(devices_summary(about, target))
 
 
 def vars_of(device: object) -> dict[str, Any]:

@@ -96,7 +96,10 @@ def _peer_link(first: int, second: int) -> str:
 
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in (first, second)]
-        for capability, name in ((pynvml.NVML_P2P_CAPS_INDEX_NVLINK, "nvlink"), (pynvml.NVML_P2P_CAPS_INDEX_READ, "pcie")):
+        for capability, name in (
+            (pynvml.NVML_P2P_CAPS_INDEX_NVLINK, "nvlink"),
+            (pynvml.NVML_P2P_CAPS_INDEX_READ, "pcie"),
+        ):
             if pynvml.nvmlDeviceGetP2PStatus(*handles, capability) == pynvml.NVML_P2P_STATUS_OK:
                 return name
     except Exception:  # noqa: BLE001 - no driver, or one that cannot tell

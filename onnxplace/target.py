@@ -109,6 +109,8 @@ class Shared:
     """Of work that does not."""
     copy_slowdown: float = 1.0
     """Of a copy to one of them, while others receive too."""
+    memory_bytes_per_second: float = 0.0
+    """What one of them alone reads from memory; 0 where nobody measured it."""
 
     def __post_init__(self) -> None:
         where = f"shared {', '.join(self.devices)}"
@@ -116,6 +118,9 @@ class Shared:
             if not 1 <= getattr(self, what) < math.inf:
                 message = f"{what} cannot be {getattr(self, what)}: it is 1 or more"
                 raise TargetError("T008", message, where=where)
+        if not 0 <= self.memory_bytes_per_second < math.inf:
+            message = f"memory_bytes_per_second cannot be {self.memory_bytes_per_second}"
+            raise TargetError("T008", message, where=where)
         if len(set(self.devices)) < max(len(self.devices), 2):
             raise TargetError("T008", "sharing takes two devices or more, each named once", where=where)
 
@@ -140,7 +145,7 @@ class Target:
             raise TargetError(
                 "T002", "a device is named twice", where=", ".join(d.id for d in self.devices), hint="name each once"
             )
-        named = [("link", (link.source, link.destination)) for link in self.links]
+        named: list[tuple[str, tuple[str, ...]]] = [("link", (link.source, link.destination)) for link in self.links]
         named += [("shared entry", entry.devices) for entry in self.shared]
         for what, ends in named:
             for end in ends:

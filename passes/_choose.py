@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,10 +18,16 @@ from onnxplace.passes._fill import fill
 from onnxplace.passes._levels import levels
 from onnxplace.passes._plan import best_plan
 from onnxplace.passes._search import Budget, Candidate, Ground, candidate, distinct_devices, explore, on_one, polish
+from onnxplace.passes._series import Row, Step, composed, series
 from onnxplace.state import Diagnostic, State
 
 # The linear program of m-SCT takes 0.3 s at 3 000 nodes and seven at 20 000.
 SCT_NODES = 3_000
+# Blocks are looked for in graphs of so many nodes, and searched if they hold this part of the work, and none of them
+# more than half of the nodes.
+ROW_NODES, ROW_WORK = 30_000, 0.9
+# How large a block may be, how many moves each search of it may try, and their part of the time.
+BLOCK_NODES, BLOCK_PROPOSALS, BLOCKS_SHARE = 100, 500, 0.2
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,38 @@ def favourites(asked: Problem) -> Ints:
     return favourite_children(asked.seconds.min(axis=0), transfer_edges(asked), 0.1)
 
 
+def plan_of_blocks(asked: Problem, budget: Budget, seed: int) -> list[Plan]:
+    """Return the plan that comes of searching blocks that run one after the other; none where they hold too little."""
+    if len(asked.graph) > ROW_NODES or len(asked.target.devices) < 2:
+        return []
+    row, least = series(asked, BLOCK_NODES), asked.seconds.min(axis=0)
+    if not row.forks or not _worthwhile(row, least):
+        return []
+    share = Budget(budget.seconds / len(row.forks), min(BLOCK_PROPOSALS, budget.proposals or BLOCK_PROPOSALS))
+    until = time.perf_counter() + budget.seconds if budget.seconds else np.inf
+
+    def searched(part: Problem) -> Step:
+        ground = Ground(part)
+        begin = [candidate(ground, "", on_one(part, index), part.graph.order) for index in distinct_devices(part)]
+        fitting, goal = [one for one in begin if one], _goal(part)
+        best = min(fitting, key=lambda one: one.seconds)
+        if best.seconds > goal and time.perf_counter() < until:
+            best = explore(levels(part), fitting, share, seed, goal).best
+        return best.device, best.order
+
+    steps = [searched(part) for part in row.problems]
+    return [Plan("blocks", *composed(asked, row, steps, searched))]
+
+
+def _worthwhile(row: Row, least: Floats) -> bool:
+    """Return whether the blocks hold most of the work, and none of them most of the graph."""
+    held = np.zeros(len(least), dtype=bool)
+    for block in row.blocks:
+        held[block.nodes] = True
+    largest = max(len(row.problems[index].graph) for index in row.forks)
+    return bool(least[held].sum() >= ROW_WORK * least.sum()) and 2 * largest <= len(least)
+
+
 def search_and_decide(
     state: State, asked: Problem, plans: Sequence[Plan], placer: str, budget: Budget, seed: int
 ) -> State:
@@ -88,9 +127,15 @@ def search_and_decide(
     """
     ground, effort = Ground(asked), ""
     known = {plan.name: candidate(ground, plan.name, plan.device, plan.order) for plan in plans}
+    began = time.perf_counter()
+    if any(known.get(device.id) for device in asked.target.devices):
+        for plan in plan_of_blocks(asked, replace(budget, seconds=BLOCKS_SHARE * budget.seconds), seed):
+            plans = [*plans, plan]
+            known[plan.name] = candidate(ground, plan.name, plan.device, plan.order)
+    left = replace(budget, seconds=max(budget.seconds - (time.perf_counter() - began), budget.seconds / 2))
     tried = list[Tried]()
     try:
-        found = explore(levels(asked), [each for each in known.values() if each], budget, seed, _goal(asked))
+        found = explore(levels(asked), [each for each in known.values() if each], left, seed, _goal(asked))
     except LookupError:
         pass
     else:

@@ -1,7 +1,7 @@
-"""Measure a model with ONNX Runtime, and trace each kernel it ran back to the nodes of the model.
+"""Measure a model with ONNX Runtime: what each kernel takes, and how sure that is.
 
-ONNX Runtime fuses nodes. What it really runs is read from the graph it saves: each node there computes a value of
-the model from other values that survived, so the nodes between them are one kernel (docs/decisions/0003-fusion.md).
+One session runs the model as it will be run, first with the profiler, then without it: the times of the kernels are
+corrected such that they add up to a run without.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import pickle
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,33 @@ from numpy.typing import NDArray
 from onnxplace.errors import ExecutionError
 from onnxplace.graph import Floats, Ints
 from onnxplace.model import INLINE_LIMIT_BYTES, Model, WeightFile
+from onnxplace.passes._attribution import attribute, without_overhead
+from onnxplace.passes._timing import BUSY, Patience, Runs
 from onnxplace.sessions import custom_operators, open_session, operator_libraries, pinned, run_whole, session_options
 
 Feeds = Mapping[str, NDArray[Any]]
 WARM_UPS = 2
+# Most events that a profile may hold (640 bytes each on disk), though not fewer than those of three runs.
+MOST_EVENTS = 60_000
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How sure a measurement of a whole model is."""
+
+    runs: int
+    """Without the profiler, that counted."""
+    spread: float
+    """Half of them are within this share of the median."""
+    uncertainty: float
+    """Standard error of the median, as a share of it."""
+    waiting: float
+    """Share of the time in which these runs waited for a core; it was taken off."""
+    kernels: int
+    kernel_seconds: float
+    """What their times added up to as the profiler had them."""
+    overhead_seconds: float
+    """What the profiler added to each kernel; it was taken off."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +70,10 @@ class Measurement:
     """Of one unprofiled run; None if the model never ran as a whole."""
     value_bytes: Mapping[str, int]
     """Bytes of the values that survived fusion, by name."""
+    spread: Floats
+    """Per node, half the distance between the quartiles of its times, in seconds."""
+    quality: Quality | None
+    """None if the model never ran as a whole."""
 
 
 def measure(
@@ -58,12 +85,16 @@ def measure(
 
 @dataclass(frozen=True)
 class Timer:
-    """How to measure: the device, how many runs, or about how many seconds."""
+    """How to measure: the device, and when it is enough."""
 
     device_id: str
     cores: tuple[int, ...]
     repeat: int
+    """Most runs."""
     seconds: float
+    """About how long to go on, with the profiler and again without it, though not fewer than three runs."""
+    tolerance: float = 0.02
+    """Enough is when the standard error of the median run is below this share of it."""
 
     def measure(self, model: Model, feeds: Feeds) -> tuple[Measurement, list[Any]]:
         """Run the whole model, profiled and unprofiled; returns also what it gave back the last time.
@@ -74,18 +105,24 @@ class Timer:
         """
         with tempfile.TemporaryDirectory(prefix="onnxplace-") as folder, pinned(self.cores):
             source, entries = stored(model, Path(folder))
-            session = open_session(source, session_options(self.cores, "all", entries), self.device_id, model.name)
-            taken, made = _run_repeatedly(session, feeds, self.repeat, self.seconds, model.name)
+            most = max(MOST_EVENTS // max(len(model.nodes), 1), 3)
+            patience = Patience(min(self.repeat, most), self.seconds, self.tolerance)
+            job = Job(source, entries, self.device_id, self.cores, dict(feeds), patience, folder, model.name)
+            if self.device_id.startswith("cpu:"):
+                kernels, session = profile(job)
+            else:
+                kernels = in_child(job)
+                session = open_session(source, session_options(self.cores, "all", entries), self.device_id, model.name)
+            runs, made = _run(session, job, Patience(self.repeat, self.seconds, self.tolerance))
             del session
-            how = self.device_id, self.cores, dict(feeds), self.repeat, self.seconds
-            job = _Job(source, entries, *how, folder, model.name)
-            kernel_seconds, output_bytes = _profile(job) if self.device_id.startswith("cpu:") else in_child(job)
-            optimized = onnx.load(Path(folder) / "optimized.onnx", load_external_data=False)
-        return _attribute(model, optimized, kernel_seconds, output_bytes, float(np.median(taken))), made
+            fused, ran = (
+                onnx.load(Path(folder) / f"{level}.onnx", load_external_data=False) for level in ("extended", "all")
+            )
+        return _measurement(model, fused, ran, kernels, runs), made
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """What a profiling run needs; can be sent to another process."""
 
     source: bytes | Path
@@ -93,34 +130,47 @@ class _Job:
     device_id: str
     cores: tuple[int, ...]
     feeds: Feeds
-    repeat: int
-    seconds: float
+    patience: Patience
     folder: str
-    """Receives the graph that was really run, as optimized.onnx."""
+    """Receives the graphs after fusion and after all optimisations, as extended.onnx and all.onnx."""
     where: str
     libraries: tuple[str, ...] = field(default_factory=operator_libraries)
     """Of custom operators."""
 
 
-Kernels = tuple[dict[str, float], dict[str, list[int]]]
+@dataclass(frozen=True)
+class Kernels:
+    """What the profiler saw of each kernel, by its name."""
+
+    seconds: Mapping[str, float]
+    spread: Mapping[str, float]
+    """Half the distance between the quartiles, in seconds."""
+    output_bytes: Mapping[str, Sequence[int]]
+    """-1 for what is no plain tensor."""
 
 
-def in_child(job: _Job) -> Kernels:
+def in_child(job: Job) -> Kernels:
     """Profile in a fresh process in which each CUDA launch waits until its kernel is done.
 
-    The process runs this module and nothing of the caller's, so that it works from any script.
+    The process imports this module and nothing of the caller's, so that it works from any script.
     """
     with tempfile.TemporaryDirectory(prefix="onnxplace-") as folder:
-        asked, answer = Path(folder) / "job", Path(folder) / "kernels"
+        asked, answer_at = Path(folder) / "job", Path(folder) / "kernels"
         asked.write_bytes(pickle.dumps(job))
-        command = [sys.executable, "-m", __name__, str(asked), str(answer)]
+        command = [sys.executable, "-c", f"from {__name__} import answer; answer()", str(asked), str(answer_at)]
         environment = {**os.environ, "CUDA_LAUNCH_BLOCKING": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if ended.returncode:
             said = ended.stderr.strip().splitlines()[-1:] or [f"exit {ended.returncode}"]
             raise ExecutionError("X004", f"profiling failed in its own process: {said[0]}", where=job.device_id)
-        kernels: Kernels = pickle.loads(answer.read_bytes())
+        kernels: Kernels = pickle.loads(answer_at.read_bytes())
         return kernels
+
+
+def answer() -> None:
+    """Do, in a child process, the job in the file that the command line names first; answer into the second."""
+    asked, answer_at = (Path(name) for name in sys.argv[1:3])
+    answer_at.write_bytes(pickle.dumps(profile(pickle.loads(asked.read_bytes()))[0]))
 
 
 def stored(model: Model, folder: Path, more: Sequence[onnx.ValueInfoProto] = ()) -> tuple[bytes | Path, dict[str, str]]:
@@ -135,58 +185,70 @@ def stored(model: Model, folder: Path, more: Sequence[onnx.ValueInfoProto] = ())
     return folder / "whole.onnx", {}
 
 
-def _run_repeatedly(
-    session: Any, feeds: Feeds, repeat: int, seconds: float, where: str
-) -> tuple[list[float], list[Any]]:
-    """Run until `repeat` or the time is used up, at least three times.
-
-    Returns the seconds of each run, and what the last one gave back.
-    """
-    for _ in range(WARM_UPS):
-        run_whole(session, None, feeds, where)
-    taken: list[float] = []
-    while len(taken) < repeat and (len(taken) < 3 or sum(taken) < seconds):
-        began = time.perf_counter()
-        made = run_whole(session, None, feeds, where)
-        taken.append(time.perf_counter() - began)
-    return taken, made
+def profile(job: Job) -> tuple[Kernels, Any]:
+    """Run with the profiler on; returns what it saw, and the session, in which it is off from then on."""
+    with custom_operators(job.libraries), pinned(job.cores):
+        open_session(job.source, _saving(job, "extended"), job.device_id, job.where)
+        options = _saving(job, "all")
+        options.enable_profiling = True
+        options.profile_file_prefix = str(Path(job.folder) / "profile")
+        session = open_session(job.source, options, job.device_id, job.where)
+        runs, _ = _run(session, job, job.patience)
+    events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
+    return _kernels(events, runs), session
 
 
-def _profile(job: _Job) -> Kernels:
-    """Run with the profiler on; returns the median seconds per kernel and the bytes of its outputs.
-
-    Fusion stops short of the layout level here, because that one renames nearly all values.
-    """
-    folder = Path(job.folder)
+def _saving(job: Job, level: Any) -> Any:
+    """Return options for a session that saves the graph as it is at a level of optimisation."""
     saved = {
         **job.entries,
-        "session.optimized_model_external_initializers_file_name": "optimized.bin",
+        "session.optimized_model_external_initializers_file_name": f"{level}.bin",
         "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
     }
-    with custom_operators(job.libraries):
-        options = session_options(job.cores, "extended", saved)
-    options.optimized_model_filepath = str(folder / "optimized.onnx")
-    options.enable_profiling = True
-    options.profile_file_prefix = str(folder / "profile")
-    with pinned(job.cores):
-        session = open_session(job.source, options, job.device_id, job.where)
-        _run_repeatedly(session, job.feeds, job.repeat, job.seconds, job.where)
-    events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
-    return _kernels([event for event in events if event.get("cat") == "Node" and event["name"].endswith(_SUFFIX)])
+    options = session_options(job.cores, level, saved)
+    options.optimized_model_filepath = str(Path(job.folder) / f"{level}.onnx")
+    return options
+
+
+def _run(session: Any, job: Job, patience: Patience) -> tuple[Runs, list[Any]]:
+    """Run after warming up until it is enough; returns the times, and what the last run gave back."""
+    call = partial(run_whole, session, None, job.feeds, job.where)
+    for _ in range(WARM_UPS):
+        call()
+    return patience.run(call, pool=len(job.cores) > 1)
 
 
 _SUFFIX = "_kernel_time"
 
 
-def _kernels(events: Sequence[dict[str, Any]]) -> Kernels:
-    """Return, per kernel name, the median seconds after warm-up and the bytes of each output."""
-    durations: dict[str, list[float]] = {}
+def _kernels(events: Sequence[Mapping[str, Any]], runs: Runs) -> Kernels:
+    """Return what the profiler saw in the calm ones of these runs, which are the last that it saw.
+
+    Times are whole microseconds, so the mean of the middle half says more than the median; in runs that waited for a
+    core, the mean of the smaller half does.
+    """
+    begins = np.sort([event["ts"] for event in events if event["name"] == "model_run"])[-len(runs.passed) :]
+    counted = set(runs.calm.tolist())
+    taken: dict[str, list[int]] = {}
     sizes: dict[str, list[int]] = {}
     for event in events:
+        if event.get("cat") != "Node" or not event["name"].endswith(_SUFFIX):
+            continue
         name = event["name"].removesuffix(_SUFFIX)
-        durations.setdefault(name, []).append(event["dur"] * 1e-6)
-        sizes[name] = [_bytes_of(shape) for shape in event["args"].get("output_type_shape", [])]
-    return {name: float(np.median(taken[WARM_UPS:] or taken)) for name, taken in durations.items()}, sizes
+        if int(np.searchsorted(begins, event["ts"], "right")) - 1 in counted:
+            taken.setdefault(name, []).append(event["dur"])
+            sizes[name] = [_bytes_of(shape) for shape in event["args"].get("output_type_shape", [])]
+    middle = slice(0, 0.5) if runs.waiting > BUSY else slice(0.25, 0.75)
+    ordered = {name: np.sort(durations) * 1e-6 for name, durations in taken.items()}
+    seconds = {name: float(_part(times, middle.start, middle.stop).mean()) for name, times in ordered.items()}
+    spread = {name: float(np.subtract(*np.quantile(times, (0.75, 0.25)))) / 2 for name, times in ordered.items()}
+    return Kernels(seconds, spread, sizes)
+
+
+def _part(times: Floats, start: float, stop: float) -> Floats:
+    """Return the times between two quantiles, one at least."""
+    first = int(start * len(times))
+    return times[first : max(int(np.ceil(stop * len(times))), first + 1)]
 
 
 _WIDTHS = {
@@ -216,75 +278,27 @@ def _bytes_of(shape: Mapping[str, Sequence[int]]) -> int:
     return -1
 
 
-def _attribute(
-    model: Model,
-    optimized: onnx.ModelProto,
-    kernel_seconds: Mapping[str, float],
-    output_bytes: Mapping[str, Sequence[int]],
-    whole_seconds: float,
+def _measurement(
+    model: Model, fused: onnx.ModelProto, ran: onnx.ModelProto, kernels: Kernels, runs: Runs
 ) -> Measurement:
-    """Give each node of the model its kernel, and its share of that kernel's time."""
-    owner = _owners(model, optimized)
-    seconds = np.zeros(len(model.nodes))
-    sizes = {}
-    for kernel in optimized.graph.node:
-        for name, size in zip(kernel.output, output_bytes.get(kernel.name, ())):
-            if size >= 0:
-                sizes[name] = size
-    cluster_seconds, cluster_of = _cluster_times(
-        optimized, kernel_seconds, {n for node in model.nodes for n in node.output}
+    """Give each node of the model its share of the kernel that does its work."""
+    found = attribute(model, fused, ran)
+    names = [kernel.name for kernel in ran.graph.node]
+    raw = np.array([kernels.seconds.get(name, 0.0) for name in names])
+    raw[found.kernel < 0] = 0.0
+    seconds, overhead = without_overhead(raw, runs.seconds)
+    scale = float(seconds.sum()) / max(float(raw.sum()), 1e-12)
+    spread = np.array([kernels.spread.get(name, 0.0) for name in names]) * scale
+    sizes = {
+        value: size
+        for kernel in ran.graph.node
+        for value, size in zip(kernel.output, kernels.output_bytes.get(kernel.name, ()))
+        if size >= 0
+    }
+    quality = Quality(
+        len(runs.own), runs.spread, runs.uncertainty, runs.waiting, len(names), float(raw.sum()), overhead
     )
-    members: dict[int, list[int]] = {}
-    for node, kernel_index in enumerate(owner):
-        if kernel_index >= 0:
-            members.setdefault(cluster_of[kernel_index], []).append(node)
-    for cluster, nodes in members.items():
-        seconds[nodes] = cluster_seconds[cluster] / len(nodes)
-    total = seconds.sum()
-    scale = whole_seconds / total if total > 0 else 1.0
-    keys = [cluster_of[k] if k >= 0 else -1 - n for n, k in enumerate(owner)]
-    unit = np.unique(np.asarray(keys, dtype=np.int64), return_inverse=True)[1].astype(np.int32)
-    ran = np.asarray([k >= 0 for k in owner], dtype=bool)
-    return Measurement(seconds * scale, unit, ran, np.ones(len(ran), dtype=bool), whole_seconds, sizes)
-
-
-def _owners(model: Model, optimized: onnx.ModelProto) -> list[int]:
-    """Return, per node of the model, the index of the kernel that does its work; -1 if none does."""
-    producer = {name: i for i, node in enumerate(model.nodes) for name in node.output if name}
-    alive = {name for kernel in optimized.graph.node for name in kernel.output if name}
-    owner = [-1] * len(model.nodes)
-    for index, kernel in enumerate(optimized.graph.node):
-        stack = [producer[name] for name in kernel.output if name in producer]
-        while stack:
-            node = stack.pop()
-            if owner[node] < 0:
-                owner[node] = index
-                stack += [producer[name] for name in model.reads[node] if name in producer and name not in alive]
-    return owner
-
-
-def _cluster_times(
-    optimized: onnx.ModelProto, kernel_seconds: Mapping[str, float], names: set[str]
-) -> tuple[dict[int, float], list[int]]:
-    """Join kernels that make only values unknown to the model (inserted reshapes, casts) with a kernel that reads them.
-
-    Returns the seconds per cluster and each kernel's cluster.
-    """
-    kernels = list(optimized.graph.node)
-    reader: dict[str, int] = {}
-    for index, kernel in enumerate(kernels):
-        for name in kernel.input:
-            reader.setdefault(name, index)
-    cluster = list(range(len(kernels)))
-    for index in range(len(kernels) - 1, -1, -1):
-        if not any(name in names for name in kernels[index].output):
-            following = [reader[name] for name in kernels[index].output if name in reader]
-            cluster[index] = cluster[following[0]] if following else index
-    seconds: dict[int, float] = {}
-    for index, kernel in enumerate(kernels):
-        seconds[cluster[index]] = seconds.get(cluster[index], 0.0) + kernel_seconds.get(kernel.name, 0.0)
-    return seconds, cluster
-
-
-if __name__ == "__main__":
-    Path(sys.argv[2]).write_bytes(pickle.dumps(_profile(pickle.loads(Path(sys.argv[1]).read_bytes()))))
+    done = np.ones(len(model.nodes), dtype=bool)
+    return Measurement(
+        found.per_node(seconds), found.unit, found.ran, done, runs.seconds, sizes, found.per_node(spread), quality
+    )

@@ -104,7 +104,7 @@ def measure_pieces(
     run alone, and what depends on it, is not measured.
     """
     values, last = dict(feeds), _last_readers(graph)
-    seconds, ran = np.zeros(len(graph)), np.zeros(len(graph), dtype=bool)
+    seconds, spread, ran = np.zeros(len(graph)), np.zeros(len(graph)), np.zeros(len(graph), dtype=bool)
     unit, measured = np.zeros(len(graph), dtype=np.int32), np.zeros(len(graph), dtype=bool)
     sizes: dict[str, int] = {}
     known: dict[tuple[Any, ...], _Found | None] = {}
@@ -119,10 +119,11 @@ def measure_pieces(
         offset = int(unit[nodes].max()) + 1
         if found is not None:
             seconds[nodes], ran[nodes], measured[nodes] = found.measured.seconds, found.measured.ran, True
+            spread[nodes] = found.measured.spread
             sizes |= _sizes(model, piece, found)
             values |= {name: found.outputs[at] for name, at in names.items() if at in found.outputs}
         values = {name: value for name, value in values.items() if last.get(name, -1) >= piece.stop}
-    return Measurement(seconds, unit, ran, measured, None, sizes)
+    return Measurement(seconds, unit, ran, measured, None, sizes, spread, None)
 
 
 def _sizes(model: Model, piece: range, found: _Found) -> dict[str, int]:

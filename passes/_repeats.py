@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -28,9 +29,28 @@ def node_kinds(model: Model, shapes: Shapes) -> Ints:
     A subgraph counts by its structure, whatever its values are called; weights count by type and shape, and small
     integers by what they hold if that is axes, or a shape that is not known otherwise. Linear.
     """
+    return _numbered(model, shapes)[0]
+
+
+def fingerprints(model: Model, shapes: Shapes) -> tuple[str, ...]:
+    """Return what tells a node's kind (`node_kinds`) in any model: 16 hexadecimal digits per node.
+
+    Versions of operators count too. Names of nodes and values do not.
+    """
+    kinds, keys = _numbered(model, shapes)
+    versions = {opset.domain or "ai.onnx": opset.version for opset in model.opsets}
+    hashes = [
+        hashlib.blake2b(repr((versions.get(key[0] or "ai.onnx"), key)).encode(), digest_size=8).hexdigest()
+        for key in keys
+    ]
+    return tuple(hashes[kind] for kind in kinds.tolist())
+
+
+def _numbered(model: Model, shapes: Shapes) -> tuple[Ints, list[tuple[Any, ...]]]:
+    """Return the kind of each node, and what each kind has in common."""
     signatures = _signatures(model, shapes)
-    held = {name: _held(tensor) for name, tensor in model.initializers.items()}
-    numbers: dict[Hashable, int] = {}
+    held = {name: held_integers(tensor) for name, tensor in model.initializers.items()}
+    numbers: dict[tuple[Any, ...], int] = {}
     kinds = []
     for node, reads in zip(model.nodes, model.reads):
         captured = reads[len(set(filter(None, node.input))) :]
@@ -44,7 +64,7 @@ def node_kinds(model: Model, shapes: Shapes) -> Ints:
             tuple([held.get(name) for name in node.input]) if telling else (),
         )
         kinds.append(numbers.setdefault(key, len(numbers)))
-    return np.array(kinds, dtype=np.int32)
+    return np.array(kinds, dtype=np.int32), list(numbers)
 
 
 def _signatures(model: Model, shapes: Shapes) -> dict[str, Hashable]:
@@ -64,7 +84,7 @@ def _tensor(tensor: TensorProto) -> Hashable:
     return ("weight", tensor.data_type, tuple(tensor.dims))
 
 
-def _held(tensor: TensorProto) -> bytes:
+def held_integers(tensor: TensorProto) -> bytes:
     """Return what a small integer tensor holds, nothing for others."""
     small = tensor.data_location != TensorProto.EXTERNAL and tensor_size(tensor) <= TOLD_APART_BYTES
     if small and tensor.data_type in (TensorProto.INT64, TensorProto.INT32):
@@ -94,7 +114,7 @@ def _body(graph: GraphProto, known: dict[str, int]) -> Hashable:
         return known.setdefault(name, len(known)) if name else -1
 
     inputs = tuple((number(v.name), v.type.SerializeToString(deterministic=True)) for v in graph.input)
-    weights = tuple((number(t.name), _tensor(t), _held(t)) for t in graph.initializer)
+    weights = tuple((number(t.name), _tensor(t), held_integers(t)) for t in graph.initializer)
     nodes = []
     for node in graph.node:
         reads = tuple(number(name) for name in node.input)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -13,6 +13,10 @@ from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph
 
 # More than a block needs.
 ENOUGH_BYTES = 1 << 60
+
+
+Step = tuple[Ints, Ints]
+"""The device of each node, and the order of the nodes."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ def series(asked: Problem, most: int) -> Row:
     """
     blocks = _blocks(asked, most)
     known = dict[tuple[bytes, ...], int]()
-    problems, which = [], []
+    problems, which = list[Problem](), list[int]()
     for block in blocks:
         part = alone(asked, block)
         arrays = (part.seconds, part.group, part.pinned, part.graph.producer, part.graph.value_bytes,
@@ -68,6 +72,8 @@ def series(asked: Problem, most: int) -> Row:
 
 def _blocks(asked: Problem, most: int) -> list[Block]:
     graph, least = asked.graph, asked.seconds.min(axis=0)
+    if not len(graph):
+        return []
     path = _longest_path(graph, least)
     first, last = _spans(graph, path)
     beside = np.flatnonzero((first < last) & (first >= 0) & (last < len(path)))
@@ -94,11 +100,11 @@ def alone(asked: Problem, block: Block) -> Problem:
     The node it enters by has no time of its own. Equal blocks give equal problems, but for names.
     """
     nodes = block.nodes
-    seconds = asked.seconds[:, nodes]
+    seconds = np.ascontiguousarray(asked.seconds[:, nodes])
     if block.enters:
         seconds[:, 0] = 0.0
-    _, begins, group = np.unique(asked.group[nodes], return_index=True, return_inverse=True)
-    group = np.argsort(np.argsort(begins))[group].astype(np.int32)
+    _, begins, rank = np.unique(asked.group[nodes], return_index=True, return_inverse=True)
+    group: Ints = np.argsort(np.argsort(begins))[rank].astype(np.int32)
     pinned = asked.pinned[asked.group[nodes[np.sort(begins)]]]
     target = asked.target.limiting({device.id: ENOUGH_BYTES for device in asked.target.devices})
     limits = np.full(len(target.devices), ENOUGH_BYTES, dtype=np.int64)
@@ -106,11 +112,11 @@ def alone(asked: Problem, block: Block) -> Problem:
     return Problem(_within(asked.graph, nodes), seconds, target, limits, group, pinned, members)
 
 
-def composed(asked: Problem, row: Row, steps: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
+def composed(asked: Problem, row: Row, steps: Sequence[Step], again: Callable[[Problem], Step]) -> tuple[Ints, Ints]:
     """Return device and order of all nodes: the blocks one after the other, each begun where the last one ended.
 
-    `steps` holds, per problem of the row, the device of its nodes and their order. Groups stay where the first block
-    has them; what is in no block joins what reads it, or else what it reads.
+    `steps` holds a step per problem of the row. Where an earlier block has put a group elsewhere, the block is solved
+    `again` with that pinned. What is in no block joins what reads it, or else what it reads.
     """
     graph, home, like = asked.graph, asked.pinned.copy(), alike(asked)
     rank = np.full(len(graph), np.inf)
@@ -122,8 +128,9 @@ def composed(asked: Problem, row: Row, steps: Sequence[tuple[Ints, Ints]]) -> tu
             swapped = np.arange(len(like), dtype=np.int32)
             swapped[[there, here]] = here, there
             device = swapped[device]
-        free = home[groups] < 0
-        home[groups[free]] = device[free]
+        if ((home[groups] >= 0) & (home[groups] != device)).any():
+            device, order = again(alone(replace(asked, pinned=home), block))
+        home[groups] = device
         rank[block.nodes[order]] = begin + np.arange(len(order))
         begin += len(order)
     for node in graph.order[::-1].tolist():

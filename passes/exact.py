@@ -20,7 +20,7 @@ from onnxplace.passes._exact_search import MOST_DEVICES, MOST_NODES, Found, sear
 from onnxplace.passes._levels import levels
 from onnxplace.passes._milp import solve
 from onnxplace.passes._search import Budget, Ground, candidate, explore
-from onnxplace.passes._series import composed, series
+from onnxplace.passes._series import Step, composed, series
 from onnxplace.state import Diagnostic, Pass, State
 
 # States kept per layer at first, and once the solver has had its turn; by how much more each time.
@@ -29,6 +29,8 @@ WIDTH, WIDE, WIDER = 300, 7500, 5
 WIDEST = 187_500
 # The parts of the time that the search for better steps has, and after which the solver has its turn, and the rest.
 SHARE, SOLVED_FROM, SOLVED_UNTIL = 0.1, 0.3, 0.6
+# What a block is searched for once more if another has put one of its groups elsewhere.
+AGAIN_SECONDS = 0.1
 # Beyond this, a program takes longer to build than it is worth.
 MOST_SOLVED = 400
 # Relative difference of what is equal but for rounding.
@@ -43,9 +45,13 @@ class Exact(Pass):
     weights and the order of transfers are exact; contention between transfers from different devices is added when
     the search without it is done and its bound is not met. The other placers and a search as that of `multilevel` give
     a step to begin with; the solver leaves out what is longer. HiGHS has a share of the time if a first search proves
-    too little, and all of it for graphs of up to 400 nodes that are too large to search. Most values that wait in
+    too little, and at last for graphs of up to 400 nodes that are too large to search. Most values that wait in
     memory, and weights that several groups read, are left out of the bounds; every step is simulated, and only what
     fits is taken. The gap between bound and step is part of the result; when time is up, the best step so far is.
+
+    Of a larger graph, blocks that any step goes through one after the other (pieces of the longest path with what runs
+    beside them) are searched by themselves: what they take at least adds up to a bound, and their steps to a step. It
+    leaves out memory, what is in no block, and what groups ask across blocks.
 
     If the graph is contracted, the proof is for steps that run each cluster in one go: the schedule of single nodes
     may be shorter than that bound, which is then not recorded with it. The same input gives the same answer as long
@@ -80,8 +86,8 @@ class Exact(Pass):
         if blocks:
             blocks.search(deadline - SHARE * self.seconds)
         if not best.proven:
-            left = deadline - time.perf_counter()
-            _improve(best, plans, SHARE * self.seconds if searched else left / 2, self.seed)
+            left, rest = deadline - time.perf_counter(), 0.5 if len(asked.graph) <= MOST_SOLVED else 1.0
+            _improve(best, plans, SHARE * self.seconds if searched else max(left * rest, 0.05), self.seed)
         if searched and not best.proven:
             _search(best, WIDER * WIDTH, began + SOLVED_FROM * self.seconds)
         if 0 < len(asked.graph) <= MOST_SOLVED and not best.proven:
@@ -167,7 +173,13 @@ class _Blocks:
                 _improve(best, [], SHARE * part, self.seed)
                 _search(best, WIDTH, now + part)
         self.whole.raise_bound(sum(self.best[index].bound for index in self.row.which))
-        self.whole.offer(*composed(self.whole.asked, self.row, [(best.device, best.order) for best in self.best]))
+        steps = [(best.device, best.order) for best in self.best]
+        self.whole.offer(*composed(self.whole.asked, self.row, steps, self._again))
+
+    def _again(self, part: Problem) -> Step:
+        best, _ = _begun(part, 0.0)
+        _improve(best, [], AGAIN_SECONDS, self.seed)
+        return best.device, best.order
 
 
 def _improve(best: _Best, plans: Sequence[Plan], seconds: float, seed: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, ClassVar
 
@@ -12,17 +13,22 @@ from annotated_types import Ge
 from numpy.typing import NDArray
 
 from onnxplace.facts import Profile, Repeat, Source
+from onnxplace.files import write_file
 from onnxplace.graph import Floats, Ints, OpGraph
 from onnxplace.machine import cores, cuda_problem, gpus
 from onnxplace.model import Model, op_graph, static_shapes, value_bytes
 from onnxplace.passes._binding import with_quantised_units
-from onnxplace.passes._cost_file import read_costs
-from onnxplace.passes._measure import Measurement, Timer
+from onnxplace.passes._cost_file import Details, costs_table, costs_text, read_costs
+from onnxplace.passes._kept import keep, key, recall
+from onnxplace.passes._measure import Feeds, Measurement, Timer
 from onnxplace.passes._pieces import cut, measure_pieces, needed_bytes
-from onnxplace.passes._repeats import node_kinds, pooled, repeats
+from onnxplace.passes._repeats import fingerprints, node_kinds, pooled, repeats
 from onnxplace.passes._roofline import estimate
 from onnxplace.state import Diagnostic, Pass, State
 from onnxplace.target import Device
+
+# Shares of waiting or of uncertainty from which on the user is told.
+DOUBT = 0.05
 
 
 @dataclass(frozen=True)
@@ -48,20 +54,27 @@ class ProfileCosts(Pass):
     A model that needs more memory than any device of a class has is measured in pieces that fit, equal ones once.
     Nodes that do the same to values of the same shapes cost the same: the median of what they took.
 
-    Costs come from a cost file if one is given, else from measurement on a device of that class here, else from a
-    roofline estimate, which is marked as such. Needs a value for every symbolic dimension.
+    Costs come from a cost file if one is given, else from what was measured before, else from measurement on a device
+    of that class here, else from a roofline estimate, which is marked as such (docs/costs.md). Needs a value for every
+    symbolic dimension.
     """
 
     name: ClassVar[str] = "profile"
     requires: ClassVar[tuple[type, ...]] = (Model,)
     provides: ClassVar[tuple[type, ...]] = (Profile,)
 
-    repeat: Annotated[int, Ge(1)] = 9
-    """Measured runs per class of device, after two for warming up."""
+    repeat: Annotated[int, Ge(1)] = 100
+    """Most measured runs per class of device, after two for warming up."""
     seconds: Annotated[float, Ge(0)] = 5.0
     """Stop repeating after this long, though not before three runs."""
+    tolerance: Annotated[float, Ge(0)] = 0.02
+    """Stop repeating when the standard error of the median run is below this share of it."""
     costs: str = ""
-    """A cost file to read instead of measuring."""
+    """A cost file (JSON or CSV) to read instead of measuring."""
+    save: str = ""
+    """Write what was found out there as a cost file, as CSV if its name ends so."""
+    cache: bool = True
+    """Use what was measured before for the same model, device and versions, and keep what is measured."""
     estimate: bool = False
     """Estimate everything, measure nothing."""
     seed: Annotated[int, Ge(0)] = 0
@@ -71,7 +84,8 @@ class ProfileCosts(Pass):
         model = state[Model]
         model.input_shapes()  # fails here, before any work, if a dimension has no value
         if self.costs:
-            return state.having(_in_units(read_costs(self.costs, model, state.target), model))
+            given, warnings = read_costs(self.costs, model, state.target)
+            return self._saved(state.having(_in_units(given, model)).saying(*warnings), {})
         shapes = static_shapes(model)
         sizes = value_bytes(model, {**shapes, **model.input_shapes()})
         asked = _Asked.of(model, shapes, sizes)
@@ -79,7 +93,7 @@ class ProfileCosts(Pass):
         for device in state.target.devices:
             limits[device.cost_class] = max(device.memory_bytes, limits.get(device.cost_class, 0))
         measured: dict[str, Measurement] = {}
-        notes = []
+        notes: list[Diagnostic] = []
         for device in {d.cost_class: d for d in state.target.devices}.values():
             problem = "asked to estimate" if self.estimate else _cannot_measure(device)
             if problem:
@@ -87,26 +101,77 @@ class ProfileCosts(Pass):
                     Diagnostic("C001", f"costs are estimated, not measured: {problem}", where=device.cost_class)
                 )
             else:
-                measured[device.cost_class], note = self._measure(asked, device, limits[device.cost_class])
-                notes += note
+                measured[device.cost_class], said = self._found(asked, device, limits[device.cost_class])
+                notes += said
         for found in measured.values():
             sizes = {**found.value_bytes, **sizes}
         notes += _unknown_sizes(model, sizes)
-        return state.having(_in_units(_profile(asked, state, sizes, measured), model)).saying(*notes)
+        done = state.having(_in_units(_profile(asked, state, sizes, measured), model)).saying(*notes)
+        return self._saved(done, measured)
 
-    def _measure(self, asked: _Asked, device: Device, limit_bytes: int) -> tuple[Measurement, list[Diagnostic]]:
-        """Measure on one device, whole if that fits there, else in pieces that do."""
-        timer = Timer(device.id, cores()[: device.cores], self.repeat, self.seconds)
+    def _found(self, asked: _Asked, device: Device, limit_bytes: int) -> tuple[Measurement, list[Diagnostic]]:
+        """Return what was measured before, if that is kept, else measure and keep it."""
         feeds = asked.model.feeds(self.seed)
+        if not self.cache:
+            return self._measure(asked, device, limit_bytes, feeds)
+        whole = needed_bytes(asked.graph) <= limit_bytes
+        how = (self.repeat, self.seconds, self.tolerance, None if whole else limit_bytes)
+        name = key(asked.model, asked.graph, fingerprints(asked.model, asked.shapes), device, feeds, how)
+        notes = []
+        try:
+            kept = recall(name, len(asked.graph))
+            if kept is not None:
+                return kept
+        except ValueError as problem:
+            notes.append(Diagnostic("C006", f"kept costs are not used: {problem}", where=device.cost_class))
+        found, said = self._measure(asked, device, limit_bytes, feeds)
+        try:
+            keep(name, found, said)
+        except ValueError as problem:
+            notes.append(Diagnostic("C006", f"costs are not kept: {problem}", where=device.cost_class))
+        return found, said + notes
+
+    def _measure(
+        self, asked: _Asked, device: Device, limit_bytes: int, feeds: Feeds
+    ) -> tuple[Measurement, list[Diagnostic]]:
+        """Measure on one device, whole if that fits there, else in pieces that do."""
+        timer = Timer(device.id, cores()[: device.cores], self.repeat, self.seconds, self.tolerance)
         if needed_bytes(asked.graph) <= limit_bytes:
             found = timer.measure(asked.model, feeds)[0]
-            return replace(found, seconds=pooled(found.seconds, found.unit, found.ran, asked.kinds)), []
+            pools = replace(found, seconds=pooled(found.seconds, found.unit, found.ran, asked.kinds))
+            return pools, _doubts(found, device, self.tolerance)
         pieces = cut(asked.graph, asked.repeats, limit_bytes)
         found = measure_pieces(asked.model, asked.graph, asked.kinds, pieces, feeds, timer)
         message = f"the model needs more than the {limit_bytes} bytes of a device: measured in {len(pieces)} pieces"
         if left := int((~found.measured).sum()):
             message += f"; {left} of {len(asked.graph)} nodes could not be run so, and are estimated"
         return found, [Diagnostic("C003", message, where=device.cost_class)]
+
+    def _saved(self, state: State, measured: Mapping[str, Measurement]) -> State:
+        """Write the profile as a cost file, if that was asked for."""
+        if self.save:
+            model, profile = state[Model], state[Profile]
+            details = Details(
+                fingerprints(model, static_shapes(model)),
+                {name: found.spread for name, found in measured.items()},
+                {name: found.quality for name, found in measured.items() if found.quality is not None},
+            )
+            csv = self.save.endswith(".csv")
+            text = costs_table(profile, model, details) if csv else costs_text(profile, details)
+            write_file(Path(self.save), lambda stream: stream.write(text.encode()))
+        return state
+
+
+def _doubts(found: Measurement, device: Device, tolerance: float) -> list[Diagnostic]:
+    """Say so if the machine was busy, or the time of a run never became stable."""
+    quality = found.quality
+    if quality is None or max(quality.waiting, quality.uncertainty - 2 * tolerance) <= DOUBT:
+        return []
+    message = (
+        f"costs are less sure than usual: runs waited {quality.waiting:.0%} of their time for a core, which was taken "
+        f"off, and their median is known to {quality.uncertainty:.1%}"
+    )
+    return [Diagnostic("C004", message, where=device.cost_class, hint="profile again when the machine is idle")]
 
 
 def _in_units(profile: Profile, model: Model) -> Profile:

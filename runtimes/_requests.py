@@ -28,7 +28,8 @@ class Request:
         self.wanted = wanted
         self.turn: threading.Event | None = None
         """Set when the request before is over; None where requests may overlap."""
-        self.over = threading.Event()
+        self.over: threading.Event | None = None
+        """Set when this request is over, for the next one."""
         self.here = False
         """Whether the caller's own thread follows one device's program."""
         self.forgets = False

@@ -24,6 +24,7 @@ from onnxplace.errors import ExecutionError, OnnxplaceError, one_line
 from onnxplace.feeds import Array
 from onnxplace.machine import core_sets, onnxruntime, require_cuda
 from onnxplace.runtime import Event, EventKind, Result, Runtime, RuntimeSession
+from onnxplace.runtimes._arena import shared_memory
 from onnxplace.runtimes._requests import CancelledError, Request
 from onnxplace.runtimes._states import States
 from onnxplace.runtimes._values import as_value, is_absent, is_array, is_native, is_plain, to_python, to_value
@@ -129,7 +130,7 @@ class _OpenSegment:
 
 def _open(bundle: Bundle, segment: SegmentRecord, device: _Placed) -> _OpenSegment:
     with pinned(device.cores):
-        options = session_options(device.cores, entries=bundle.session_entries)
+        options = session_options(device.cores, entries={**bundle.session_entries, **shared_memory(device.kind)})
         session = open_session(bundle.file(segment.file), options, device.id, f"segment {segment.id}")
     return _OpenSegment(segment, session, device)
 
@@ -155,7 +156,8 @@ class _Session(RuntimeSession):
         wanted = dict.fromkeys(item.value for item in bundle.manifest.outputs)
         self._plain = {name: item.plain for item in segments.values() for name in item.record.outputs}
         self._returned = {device: [v for v in wanted if made_on.get(v) == device] for device in devices}
-        self._returned_names = {item.name for item in bundle.returned}
+        self._returned_names = frozenset(item.name for item in bundle.returned)
+        self._outputs = [(item.name, item.value) for item in bundle.manifest.outputs]
         self._states = States(bundle)
         self._kept = {value for states in self._states.on.values() for value in states.values()}
         self._last_over = threading.Event()
@@ -204,8 +206,10 @@ class _Session(RuntimeSession):
             if self._closed:
                 self._slots.release()
                 raise ExecutionError("X002", "the session is closed", where=str(self._bundle.path))
-            request = Request(next(self._numbers), feeds, self._queues, self._returned_names.union(also))
+            wanted = self._returned_names.union(also) if also else self._returned_names
+            request = Request(next(self._numbers), feeds, self._queues, wanted)
             if self._states.on:
+                request.over = threading.Event()
                 request.turn, self._last_over = self._last_over, request.over
                 request.forgets, self._reset = self._reset, False
             request.here = here is not None and not self._under_way and here.busy.acquire(blocking=False)
@@ -334,9 +338,7 @@ class _Session(RuntimeSession):
             return
         try:
             outputs = {
-                item.name: self._handed_out(item.value, request)
-                for item in self._bundle.manifest.outputs
-                if item.name in request.wanted
+                name: self._handed_out(value, request) for name, value in self._outputs if name in request.wanted
             }
         except Exception as problem:  # noqa: BLE001 - a future that is never set would hang its caller
             request.future.set_exception(
@@ -355,7 +357,8 @@ class _Session(RuntimeSession):
                 self._states.lose()
             if self._reset and self._last_over is request.over:
                 self._states.clear()
-            request.over.set()
+            if request.over is not None:
+                request.over.set()
 
     def _handed_out(self, value: str, request: Request) -> Any:
         """Return what an output returns, as numpy: the caller may alter it without altering what we still read."""

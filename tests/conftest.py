@@ -1,5 +1,6 @@
 """What the tests share: small models, a compiled bundle, and the command line run in this process."""
 
+import itertools
 import os
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -21,6 +22,8 @@ settings.load_profile("onnxplace")
 
 # Two branches that any placer can put on two devices; nothing is measured, so that compiling takes milliseconds.
 FAST_PIPELINE = "optimize,profile{estimate=true},coplace{join=never},m-etf,split,emit"
+
+_CACHES = itertools.count()
 
 BRANCHES = """
 <ir_version: 8, opset_import: ["": 17]>
@@ -52,6 +55,12 @@ class Ran:
     code: int
     out: str
     err: str
+
+
+@pytest.fixture(autouse=True)
+def own_cost_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let each test measure for itself, and leave the user's cache alone."""
+    monkeypatch.setenv("ONNXPLACE_CACHE_DIR", str(tmp_path_factory.getbasetemp() / f"cache-{next(_CACHES)}"))
 
 
 @pytest.fixture

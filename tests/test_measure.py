@@ -12,7 +12,8 @@ import models
 from onnxplace.facts import Groups, Profile, Source
 from onnxplace.machine import local_target
 from onnxplace.model import load
-from onnxplace.passes._measure import _Job, _profile, in_child, measure, stored
+from onnxplace.passes._measure import Job, in_child, measure, profile, stored
+from onnxplace.passes._timing import Patience
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
 
@@ -42,15 +43,15 @@ def test_what_onnxruntime_fuses_is_one_unit_and_stays_together(model):
     assert set(profile.sources["cpu/1"].tolist()) <= {Source.MEASURED, Source.KNOWN}
 
 
-def job_for(model, folder: Path) -> _Job:
+def job_for(model, folder: Path) -> Job:
     source, entries = stored(model, folder)
-    return _Job(source, entries, "cpu:0", (0,), model.feeds(), 3, 0.1, str(folder), "model")
+    return Job(source, entries, "cpu:0", (0,), model.feeds(), Patience(3, 0.1, 0.02), str(folder), "model")
 
 
 def test_the_child_process_measures_the_same_kernels(model, tmp_path):
-    here, there = _profile(job_for(model, tmp_path)), in_child(job_for(model, tmp_path))
-    assert here[0].keys() == there[0].keys()
-    assert here[1] == there[1]
+    here, there = profile(job_for(model, tmp_path))[0], in_child(job_for(model, tmp_path))
+    assert here.seconds.keys() == there.seconds.keys()
+    assert here.output_bytes == there.output_bytes
 
 
 def test_the_child_process_starts_from_a_script_without_a_guard(tmp_path):
@@ -59,10 +60,12 @@ def test_the_child_process_starts_from_a_script_without_a_guard(tmp_path):
         "from pathlib import Path\n"
         "import models\n"
         "from onnxplace.model import load\n"
-        "from onnxplace.passes._measure import _Job, in_child, stored\n"
+        "from onnxplace.passes._measure import Job, in_child, stored\n"
+        "from onnxplace.passes._timing import Patience\n"
         "model = load(models.build('squeezenet'))\n"
         "source, entries = stored(model, Path('.'))\n"
-        "print(len(in_child(_Job(source, entries, 'cpu:0', (0,), model.feeds(), 3, 0.1, '.', 'model'))[0]))\n"
+        "job = Job(source, entries, 'cpu:0', (0,), model.feeds(), Patience(3, 0.1, 0.02), '.', 'model')\n"
+        "print(len(in_child(job).seconds))\n"
     )
     path = os.pathsep.join(filter(None, sys.path))
     ran = subprocess.run([sys.executable, script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},

@@ -2,11 +2,15 @@
 
 import gc
 import json
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
+from onnx import TensorProto, helper
 
 import onnxplace
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
@@ -117,3 +121,166 @@ def test_a_callback_may_run_the_session_again_and_close_it(bundle):
     session.run_async(None, feeds, callback)
     assert done.wait(30)
     assert len(heard[0]) == len(session.get_outputs())
+
+
+@pytest.fixture
+def opened(bundle):
+    with OnnxRuntime().open(bundle) as session:
+        yield session
+
+
+def first_device(bundle):
+    return bundle.manifest.segments[0].device
+
+
+def ran_in(session, monkeypatch):
+    """Return a dictionary that will hold, by device, the names of the threads that followed its program."""
+    threads, follow = {}, session._follow
+
+    def noting(device, program, request):
+        threads.setdefault(device.id, set()).add(threading.current_thread().name)
+        follow(device, program, request)
+
+    monkeypatch.setattr(session, "_follow", noting)
+    return threads
+
+
+def test_run_does_one_devices_part_in_the_callers_thread_when_nothing_else_is_under_way(bundle, opened, monkeypatch):
+    threads = ran_in(opened, monkeypatch)
+    expected = opened.submit(feeds_of(bundle, 0)).result().outputs
+    assert threads == {device.id: {f"onnxplace {device.id}"} for device in bundle.target.devices}
+    threads.clear()
+    found = opened.run(feeds_of(bundle, 0)).outputs
+    here = threading.current_thread().name
+    assert threads == {
+        device.id: {here if device.id == first_device(bundle) else f"onnxplace {device.id}"}
+        for device in bundle.target.devices
+    }
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value)
+
+
+def test_run_leaves_the_work_to_the_workers_while_other_requests_are_under_way(bundle, opened, monkeypatch):
+    threads, begun, go_on = ran_in(opened, monkeypatch), threading.Event(), threading.Event()
+    follow = opened._follow
+
+    def held_up(*arguments):
+        begun.set()
+        assert go_on.wait(30)
+        follow(*arguments)
+
+    monkeypatch.setattr(opened, "_follow", held_up)
+    before = opened.submit(feeds_of(bundle, 0))
+    assert begun.wait(30)
+    monkeypatch.setattr(opened, "_follow", follow)
+    with ThreadPoolExecutor(1, "caller") as pool:
+        after = pool.submit(opened.run, feeds_of(bundle, 1))
+        assert not after.done()
+        go_on.set()
+        before.result(30)
+        after.result(30)
+    assert not any(name.startswith("caller") for names in threads.values() for name in names)
+
+
+def test_a_request_that_comes_while_a_caller_runs_waits_for_its_device(bundle, opened, monkeypatch):
+    under_way, most, follow = [], [], opened._follow
+
+    def counted(device, program, request):
+        if device.id == first_device(bundle):
+            under_way.append(request)
+            most.append(len(under_way))
+        follow(device, program, request)
+        if device.id == first_device(bundle):
+            under_way.remove(request)
+
+    monkeypatch.setattr(opened, "_follow", counted)
+    feeds = [feeds_of(bundle, seed) for seed in range(40)]
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda fed: opened.run(fed).outputs, feeds))
+    monkeypatch.undo()
+    assert max(most) == 1
+    for fed, outputs in zip(feeds, results):
+        for name, value in opened.run(fed).outputs.items():
+            np.testing.assert_array_equal(outputs[name], value)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinities here")
+def test_run_leaves_the_callers_thread_on_its_cores(bundle, opened, monkeypatch):
+    before, seen, follow = os.sched_getaffinity(0), [], opened._follow
+    monkeypatch.setattr(
+        opened, "_follow", lambda *arguments: (seen.append(os.sched_getaffinity(0)), follow(*arguments))
+    )
+    opened.run(feeds_of(bundle, 0))
+    assert before in seen
+    assert os.sched_getaffinity(0) == before
+
+
+def test_what_fails_in_the_callers_thread_is_raised_there_and_the_next_run_is_well(bundle, opened, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(opened, "_run", lambda *arguments: 1 / 0)
+        with pytest.raises(onnxplace.ExecutionError, match="division by zero"):
+            opened.run(feeds_of(bundle, 0))
+    assert opened.run(feeds_of(bundle, 0)).outputs
+
+
+def test_an_interrupt_in_the_callers_thread_ends_the_request_everywhere_and_is_passed_on(bundle, opened, monkeypatch):
+    follow = opened._follow
+
+    def interrupted(device, program, request):
+        if device.id == first_device(bundle):
+            raise KeyboardInterrupt
+        follow(device, program, request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(opened, "_follow", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            opened.run(feeds_of(bundle, 0))
+    assert opened.submit(feeds_of(bundle, 0)).result(30).outputs
+    assert opened.run(feeds_of(bundle, 0)).outputs
+
+
+def test_closing_waits_for_a_caller_that_runs(bundle, monkeypatch):
+    session, begun, go_on = OnnxRuntime().open(bundle), threading.Event(), threading.Event()
+    follow = session._follow
+
+    def held_up(device, program, request):
+        if device.id == first_device(bundle):
+            begun.set()
+            assert go_on.wait(30)
+        follow(device, program, request)
+
+    monkeypatch.setattr(session, "_follow", held_up)
+    with ThreadPoolExecutor(2) as pool:
+        result = pool.submit(session.run, feeds_of(bundle, 0))
+        assert begun.wait(30)
+        closed = pool.submit(session.close)
+        go_on.set()
+        closed.result(30)
+        assert result.result(30).outputs
+    with pytest.raises(onnxplace.ExecutionError, match="closed"):
+        session.run(feeds_of(bundle, 0))
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc here")
+def test_many_segments_need_the_memory_of_what_is_alive_and_not_the_sum_of_all(tmp_path):
+    value_bytes, steps = 4 << 20, 24
+    names = [f"v{index}" for index in range(steps + 1)]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [value_bytes // 4]) for name in ("v0", names[-1])]
+    nodes = [helper.make_node("Neg", [a], [b], name=b) for a, b in pairwise(names)]
+    graph = helper.make_graph(nodes, "chain", ends[:1], ends[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    wanted = tmp_path / "map.json"
+    wanted.write_text(json.dumps({name: f"cpu:{index % 2}" for index, name in enumerate(names[1:])}))
+    pipeline = f'profile{{estimate=true}},coplace{{join=never,device_map="{wanted}"}},m-topo,split,emit'
+    bundle = onnxplace.compile(model, tmp_path / "out", devices="cpu:0,cpu:1", pipeline=pipeline)
+    assert len(bundle.manifest.segments) == steps
+    feeds = {"v0": np.ones(value_bytes // 4, np.float32)}
+    with onnxplace.InferenceSession(bundle) as session:
+        before = resident_bytes()
+        for _ in range(3):
+            session.run(None, feeds)
+        assert resident_bytes() - before < steps * value_bytes / 2

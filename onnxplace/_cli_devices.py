@@ -1,0 +1,163 @@
+"""`onnxplace devices`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from onnxplace._cli_options import as_json, print_json
+from onnxplace.errors import UsageError
+
+if TYPE_CHECKING:
+    from onnxplace.calibration import Calibration, LinkMeasured
+
+
+@click.command()
+@click.option("--devices", metavar="cuda:0,cpu:0", help="Default: every GPU found, else cpu:0,cpu:1.")
+@click.option("--calibrate", is_flag=True, help="Measure links, the cost of calls, and what devices share.")
+@click.option("--sizes", metavar="1,4KiB,64MiB", help="Sizes of the values that cross  [default: 1 B to 256 MiB]")
+@click.option("--seconds", type=float, help="About how long to measure  [default: 20]")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="F.toml", help="Write the target there.")
+@as_json
+def devices(
+    devices: str | None, calibrate: bool, sizes: str | None, seconds: float | None, output: Path | None, json_: bool
+) -> None:
+    """Show what is here and what ONNX Runtime can use of it; write it to a target file, measured if asked to."""
+    from onnxplace import machine
+    from onnxplace.files import write_file
+    from onnxplace.report import devices_summary
+    from onnxplace.target import target_text
+
+    if (sizes or seconds is not None) and not calibrate:
+        raise UsageError("U014", "--sizes and --seconds say how to measure", hint="add --calibrate")
+    if output:
+        _require_place(output)
+    target = machine.local_target(devices)
+    measured = _calibrated(target, sizes, seconds, json_) if calibrate else None
+    target = measured.target if measured else target.with_all_links()
+    if output:
+        text = target_text(target)
+        write_file(output, lambda stream: stream.write(text.encode()))
+    about = machine.describe()
+    if json_:
+        found = {"calibration": _calibration_json(measured)} if measured else {}
+        print_json({**about, "default": [asdict(device) for device in target.devices], **found})
+        return
+    click.echo(devices_summary(about, target))
+    if measured:
+        click.echo(f"\n{calibration_summary(measured)}")
+        if not output:
+            click.echo("to compile with these figures, write them to a file with -o, and name it as --target", err=True)
+
+
+def _require_place(path: Path) -> None:
+    """Raise UsageError if a file cannot be written there: before measuring, not after."""
+    folder = path.absolute().parent
+    if path.is_dir():
+        reason = "it is a folder"
+    elif not folder.is_dir():
+        reason = f"there is no folder {folder}"
+    elif not os.access(folder, os.W_OK):
+        reason = f"{folder} cannot be written to"
+    else:
+        return
+    raise UsageError("U032", f"cannot write there: {reason}", where=str(path), hint="choose another place")
+
+
+def _calibrated(target: Any, sizes: str | None, seconds: float | None, quiet: bool) -> Calibration:
+    from onnxplace.calibration import SECONDS, SIZES, calibrate
+    from onnxplace.target import parse_bytes
+
+    asked = [parse_bytes(text) for text in sizes.split(",")] if sizes else SIZES
+    with _progress(quiet) as observer:
+        return calibrate(target, sizes=asked, seconds=SECONDS if seconds is None else seconds, observer=observer)
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None] | None]:
+    """Show on stderr what is measured, if that is a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("measuring") as status:
+        yield lambda name, index, count: status.update(f"[{index + 1}/{count}] {name}")
+
+
+def _calibration_json(measured: Calibration) -> dict[str, Any]:
+    return {
+        "seconds": measured.seconds,
+        "link_model": measured.target.link_model,
+        "links": [_link_json(link) for link in measured.links],
+        "devices": [{"id": device, **asdict(calls)} for device, calls in measured.calls.items()],
+        "shared": [
+            {"devices": list(measured.together), **{what: asdict(found) for what, found in vars(slower).items()}}
+            for slower in ([measured.at_once] if measured.at_once else [])
+        ],
+        "notes": list(measured.notes),
+    }
+
+
+def _link_json(measured: LinkMeasured) -> dict[str, Any]:
+    points = [{**asdict(point), "calm_samples": measured.calm_samples[point.bytes]} for point in measured.fit.points]
+    return {
+        **asdict(measured.link),
+        "symmetric": measured.symmetric,
+        "waking_seconds": measured.waking_seconds,
+        "worst_relative_error": measured.fit.worst_error,
+        "points": points,
+    }
+
+
+def calibration_summary(measured: Calibration) -> str:
+    """Return what was measured, on one screen: links with the fit beside each size, calls, devices at once."""
+    from onnxplace._timings import ENOUGH
+    from onnxplace.report import table
+
+    blocks = [_link_table(link) for link in measured.links if not (link.symmetric and _is_second(link, measured))]
+    calls = [
+        (device, *(f"{seconds * 1e6:.1f} us" for seconds in (c.segment_seconds, c.input_seconds, c.output_seconds)))
+        for device, c in measured.calls.items()
+    ]
+    blocks.append(table(("a call of a segment", "costs", "each input", "each output"), calls))
+    if measured.at_once:
+        rows = [
+            (what, f"{slower.factor:.2f}x" if slower.calm_samples >= ENOUGH else "not seen")
+            for what, slower in vars(measured.at_once).items()
+        ]
+        blocks.append(table((f"{', '.join(measured.together)} at once", "slower"), rows))
+    return "\n\n".join([*blocks, *[f"note: {note}" for note in measured.notes]])
+
+
+def _is_second(link: LinkMeasured, measured: Calibration) -> bool:
+    ends = (link.link.destination, link.link.source)
+    return any((m.link.source, m.link.destination) == ends for m in measured.links[: measured.links.index(link)])
+
+
+def _link_table(measured: LinkMeasured) -> str:
+    from onnxplace.report import table
+
+    link, arrow = measured.link, "<->" if measured.symmetric else "->"
+    rows = [
+        (
+            f"{point.bytes}",
+            f"{point.seconds * 1e6:.1f}",
+            f"{(1 + point.relative_error) * point.seconds * 1e6:.1f}",
+            f"{point.relative_error:+.0%}",
+            "outlier" if point.outlier else "",
+        )
+        for point in measured.fit.points
+    ]
+    title = (
+        f"{link.source} {arrow} {link.destination} ({link.via}): {link.latency_seconds * 1e6:.1f} us "
+        f"+ bytes at {link.bytes_per_second / 1e9:.2f} GB/s"
+    )
+    return f"{title}\n{table(('bytes', 'measured us', 'fit us', 'error', ''), rows, left=0)}"

@@ -1,0 +1,125 @@
+"""What was measured here before, kept for this user: a file per model, class of device and versions.
+
+In `$ONNXPLACE_CACHE_DIR` if it is set, else in the folder `onnxplace` of the user's cache (`$XDG_CACHE_HOME` or
+`~/.cache`, `~/Library/Caches`, `%LOCALAPPDATA%`). Files are replaced as a whole, so that processes may share them; one
+that cannot be read counts as not there. The oldest are removed beyond 256 files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from onnxplace import __version__
+from onnxplace.errors import OnnxplaceError
+from onnxplace.files import write_file
+
+# Counts in every key, as our version does: raise it when what is measured, or how it is kept, changes.
+VERSION = 1
+MOST_FILES = 256
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What the cache holds."""
+
+    folder: Path
+    files: int
+    size_bytes: int
+
+
+def folder() -> Path:
+    """Return where the cache is; it need not exist."""
+    if given := os.environ.get("ONNXPLACE_CACHE_DIR"):
+        return Path(given) / "costs"
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "onnxplace" / "costs"
+
+
+def contents() -> Contents:
+    """Return how much the cache holds."""
+    sizes = [size for _, _, size in _files()]
+    return Contents(folder(), len(sizes), sum(sizes))
+
+
+def key(parts: Iterable[str | bytes]) -> str:
+    """Return the key of what is described by these parts, in this order, as this onnxplace measures it."""
+    digest = hashlib.sha256(f"{__version__} {VERSION}".encode())
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.hexdigest()[:40]
+
+
+def read(name: str) -> dict[str, Any] | None:
+    """Return what is kept under a key; None if nothing is. Raises ValueError, saying what, if it is damaged."""
+    path = folder() / f"{name}.json"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ValueError(f"{path} cannot be read: {problem}") from None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as problem:
+        raise ValueError(f"{path} is damaged: {problem}") from None
+    if not isinstance(found, dict) or found.get("key") != name:
+        raise ValueError(f"{path} is damaged: it is not what its name says")
+    with suppress(OSError):  # so that what is used is not what is removed first
+        os.utime(path)
+    return found
+
+
+def write(name: str, data: dict[str, Any]) -> None:
+    """Keep plain data under a key; raises ValueError, saying why, if that cannot be."""
+    path = folder() / f"{name}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, lambda stream: stream.write(json.dumps({"key": name, **data}).encode()))
+    except OnnxplaceError as problem:
+        raise ValueError(f"{path}: {problem.message}") from None
+    except OSError as problem:
+        raise ValueError(f"{path} cannot be written: {problem.strerror}") from None
+    for _, old, _ in sorted(_files())[:-MOST_FILES]:
+        with suppress(OSError):  # another process was faster
+            old.unlink()
+
+
+def _files() -> list[tuple[float, Path, int]]:
+    """Return when each file was last used, the file, and its bytes."""
+    found = []
+    with suppress(OSError):
+        for path in folder().glob("*.json"):
+            with suppress(OSError):  # removed meanwhile
+                about = path.stat()
+                found.append((about.st_mtime, path, about.st_size))
+    return found
+
+
+@cache
+def processor() -> str:
+    """Return which processor this is, as precisely as the system says: two of one name may differ in what they can."""
+    wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "CPU part", "Features")
+    found: dict[str, str] = {}
+    with suppress(OSError, UnicodeDecodeError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in wanted:
+                found.setdefault(name.strip(), value.strip())
+    return json.dumps(found) if found else f"{platform.machine()} {platform.processor()}"

@@ -1,0 +1,30 @@
+"""One arena of memory for all sessions on the CPU.
+
+A session of its own keeps the most memory that it ever needed, so that a device with many segments would hold the sum
+of what they need, and not what they need at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+from onnxplace.machine import onnxruntime
+
+
+def shared_memory(kind: str) -> Mapping[str, str]:
+    """Return the options with which a session on a device of this kind shares its arena with others of the process.
+
+    The arena stays when sessions are closed, for the next ones. On GPUs each session has its own.
+    """
+    if kind != "cpu":
+        return {}
+    _register()
+    return {"session.use_env_allocators": "1"}
+
+
+@cache
+def _register() -> None:
+    runtime = onnxruntime()
+    place = runtime.OrtMemoryInfo("Cpu", runtime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, runtime.OrtMemType.DEFAULT)
+    runtime.create_and_register_allocator(place, runtime.OrtArenaCfg({}))
