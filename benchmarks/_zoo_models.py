@@ -63,7 +63,7 @@ class Architecture:
     def feeds(self, number: int, step: int = 0) -> dict[str, Array]:
         """Return inputs for `sizes[number]`; in a later `step` the cache has grown by what was new in each before."""
         sizes = dict(self.sizes[number])
-        for grown in ("past", "total"):
+        for grown in ("past", "past + seq"):
             sizes[grown] = sizes.get(grown, 0) + step * sizes.get("seq", 0)
         random = np.random.default_rng((number, step))
         return {name: item.draw(sizes, random) for name, item in self.inputs.items()}
@@ -156,9 +156,12 @@ def _greedy(model: Any, count: int = 4) -> Any:
     return Greedy()
 
 
-_SEEN = Input(("batch", "total"), "mask")
-_CACHED_SIZES = tuple({"batch": batch, "seq": seq, "past": past, "total": past + seq}
-                      for batch, seq, past in ((2, 2, 6), (1, 1, 4), (3, 5, 1)))  # fmt: skip
+_SEEN = Input(("batch", "past + seq"), "mask")
+_CACHED_SIZES = (
+    {"batch": 2, "seq": 2, "past": 6, "past + seq": 8},
+    {"batch": 1, "seq": 1, "past": 4, "past + seq": 5},
+    {"batch": 3, "seq": 5, "past": 1, "past + seq": 6},
+)
 _ENCODER = {"hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": HEADS, "intermediate_size": 2 * WIDTH}
 _GPT2 = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 3, "n_head": HEADS, "n_positions": 64,
          "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip

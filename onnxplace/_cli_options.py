@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
@@ -77,7 +78,9 @@ def parse_shape(text: str) -> dict[str, int]:
 
 
 def tell_of_compiling() -> None:
-    """Say on stderr that kernels are being compiled, when that happens: after an installation it takes a while."""
+    """Say on stderr, if that is a terminal, that kernels are being compiled: after an installation it takes a while."""
+    if not sys.stderr.isatty():
+        return
     from onnxplace.jit import on_compiling
 
     on_compiling(

@@ -18,8 +18,8 @@ from onnxplace.errors import UsageError
 from onnxplace.machine import available_memory_bytes, link_via, require_cuda
 from onnxplace.target import Device, Link, LinkModel, Shared, Target
 
-SIZES = (*(4**power for power in range(9)), *(2**power for power in range(17, 29)))
-"""Bytes of the values that cross: 1 B to 256 MiB, closer to each other where bandwidth counts."""
+SIZES = (*(4**power for power in range(9)), *(2**power for power in range(17, 25)), 1 << 26, 1 << 28)
+"""Bytes of the values that cross: 1 B to 256 MiB, closest where values of models are and bandwidth counts."""
 SECONDS = 20.0
 Observer = Callable[[str, int, int], None]
 """Is told what is measured next, its number, and of how many."""

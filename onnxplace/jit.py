@@ -39,8 +39,14 @@ class _Cache(FunctionCache):
         try:
             return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
         except Exception:  # noqa: BLE001 - unpickling what an earlier version left can raise anything
-            self.flush()  # type: ignore[no-untyped-call]
+            with suppress(OSError):
+                self.flush()  # type: ignore[no-untyped-call]
             return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep what was compiled; on a disk that is full, do without."""
+        with suppress(OSError):
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
 
 
 def _stamps(function: Any, found: dict[str, tuple[float, int]]) -> Mapping[str, tuple[float, int]]:

@@ -8,6 +8,7 @@ renamed; a kernel there tells where it belongs by the value or node that it was 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,8 +18,10 @@ import onnx
 from onnxplace.graph import Bools, Floats, Ints
 from onnxplace.model import Model
 
-# What ONNX Runtime appends to the name of the value that a kernel for blocked layouts computes.
-_BLOCKED = "_nchwc"
+# What ONNX Runtime appends to a name to make it unique, and to that of the value that a kernel for blocked layouts
+# computes; and what it inserts to change a layout.
+_TOKEN, _BLOCKED = re.compile(r"_token_\d+$"), re.compile(r"_nchwc$")
+_LAYOUT = ("ReorderInput", "ReorderOutput", "Transpose")
 # More than the profiler adds to the time of a kernel (2.5 us measured); what exceeds it is something else.
 MOST_OVERHEAD_SECONDS = 5e-6
 # A kernel keeps this share of its time at least when overhead is taken off.
@@ -52,8 +55,8 @@ def attribute(model: Model, fused: onnx.ModelProto, ran: onnx.ModelProto) -> Att
     owner = _owners(model, producer, fused)
     cluster = _clusters(fused, producer.keys())
     key = [cluster[k] if k >= 0 else -1 - n for n, k in enumerate(owner)]
-    kernels = _kernel_clusters(model, producer, key, ran)
-    merged = _merged(fused, cluster, ran, kernels)
+    kernels, clear = _kernel_clusters(fused, cluster, ran)
+    merged = _merged(fused, cluster, ran, kernels) if clear else {}
     units, unit = np.unique([merged.get(k, k) for k in key], return_inverse=True)
     number = {int(k): index for index, k in enumerate(units)}
     kernel = np.array([-1 if k is None else number.get(merged.get(k, k), -1) for k in kernels], dtype=np.int32)
@@ -99,23 +102,28 @@ def _readers(kernels: Sequence[onnx.NodeProto]) -> dict[str, int]:
 
 
 def _kernel_clusters(
-    model: Model, producer: Mapping[str, int], key: Sequence[int], ran: onnx.ModelProto
-) -> list[int | None]:
-    """Return the cluster of each kernel that ran: of the node it is named after, else of the kernel that reads it."""
-    names = {node.name: index for index, node in enumerate(model.nodes)}
+    fused: onnx.ModelProto, cluster: Sequence[int], ran: onnx.ModelProto
+) -> tuple[list[int | None], bool]:
+    """Return the cluster of each kernel that ran, and whether all that compute something tell theirs.
+
+    That is the cluster of the value that a kernel makes, of the kernel or value it is named after, else of the
+    kernel that reads what it makes.
+    """
+    named = {kernel.name: cluster[index] for index, kernel in enumerate(fused.graph.node) if kernel.name}
+    made = {name: cluster[index] for index, kernel in enumerate(fused.graph.node) for name in kernel.output if name}
     kernels, reader = ran.graph.node, _readers(ran.graph.node)
     found: list[int | None] = [None] * len(kernels)
+    clear = True
     for index in range(len(kernels) - 1, -1, -1):
         kernel = kernels[index]
-        value, blocked, _ = kernel.name.rpartition(_BLOCKED)
-        node = next((producer[name] for name in (*kernel.output, value * bool(blocked)) if name in producer), None)
-        node = names.get(kernel.name) if node is None else node
-        if node is not None:
-            found[index] = key[node]
-            continue
-        following = [found[reader[name]] for name in kernel.output if name in reader]
-        found[index] = following[0] if following else None
-    return found
+        plain = _TOKEN.sub("", kernel.name)
+        told = [made.get(name) for name in kernel.output]
+        told += [named.get(kernel.name), named.get(plain), made.get(_BLOCKED.sub("", plain))]
+        found[index] = next((place for place in told if place is not None), None)
+        if found[index] is None:
+            clear = clear and kernel.op_type in _LAYOUT
+            found[index] = next((found[reader[name]] for name in kernel.output if name in reader), None)
+    return found, clear
 
 
 def _merged(

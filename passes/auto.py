@@ -16,7 +16,7 @@ from onnxplace.state import Pass, State
 
 @dataclass(frozen=True)
 class Auto(Pass):
-    """Try each device alone, m-TOPO, m-ETF and m-SCT, search on from the best as `multilevel` does, keep the best.
+    """Try all placers and blocks in series, search on from the best as `multilevel` does, keep the best of all.
 
     All are scored by the simulator, so the result is never worse than the best single device that fits. A note says
     what was tried and how far the lower bound is.

@@ -475,11 +475,17 @@ def test_a_reader_that_goes_away_is_no_failure(monkeypatch):
     assert main(["passes", "--json"]) in (0, 141)
 
 
-def test_that_kernels_are_compiled_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_that_kernels_are_compiled_is_said_once_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import numba
 
     from onnxplace._cli_options import tell_of_compiling
 
+    tell_of_compiling()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert numba.njit(lambda x: x + 3)(1) == 4
+    assert capsys.readouterr().err == ""
     tell_of_compiling()
     assert capsys.readouterr().err == ""
     for add in (1, 2):

@@ -34,7 +34,7 @@ def sample() -> list[tuple[str, str]]:
 def test_what_onnxruntime_passes_passes_wherever_it_is_cut(part: int):
     found = [outcome(kind, name) for kind, name in sample()[part::PARTS]]
     assert [item for item in found if item.status == "failed"] == []
-    assert sum(item.status == "passed" for item in found) > len(found) / 2
+    assert sum(item.status == "passed" for item in found) > len(found) / 4
 
 
 def small() -> Case:

@@ -63,7 +63,7 @@ def test_a_kernel_is_compiled_once_and_again_when_one_that_it_calls_has_changed(
 
 def test_what_cannot_be_read_any_more_is_made_anew(folder):
     assert compilations(folder) == (2, True)
-    kept = list(folder.glob("__pycache__/kept_caller.run*.nbi"))
+    kept = list(Path(fresh(folder).run.stats.cache_path).glob("kept_caller.run*.nbi"))
     assert len(kept) == 1
     begin = kept[0].read_bytes()
     kept[0].write_bytes(begin[: len(begin) // 2])
@@ -75,3 +75,12 @@ def test_the_clock_of_searches_stands_still_while_kernels_are_compiled(folder):
     began, clock_began = time.perf_counter(), clock()
     assert compilations(folder) == (2, True)
     assert clock() - clock_began < time.perf_counter() - began
+
+
+def test_a_kernel_that_cannot_be_kept_runs_all_the_same(folder, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", full)
+    assert compilations(folder) == (2, True)
+    assert compilations(folder) == (2, True)
