@@ -1,9 +1,10 @@
 """Predicted beside measured: python benchmarks/prediction.py [--models NAMES] [--placers m-etf,auto] [--target F].
 
 Each model is compiled for one device (`cpu:0`) and for two (`cpu:0,cpu:1`), one core each, and run as `onnxplace bench`
-runs it; rows of one model take turns. Prints, per row, the step as predicted and as measured, each device's busy time
-(runs of segments, copies received), and the values that cross; then the median and the worst absolute error, and of
-how many pairs of placements of one model, whose measured steps differ by more than 10 %, the faster was foretold.
+runs it; rows of one model take turns of a few steps. Prints, per row, the step as predicted and as measured, each
+device's busy time (runs of segments), copies received, and the values that cross; then the median and the worst
+absolute error, and of how many pairs of placements of one model, whose measured steps differ by more than 10 %, the
+faster was foretold.
 
 On a busy machine, time in which a worker waited for a core is taken off (Linux): off each event its own, and off a
 step the longest of all workers. The steps that waited least count, and `waited` says how much that was: figures are
@@ -26,10 +27,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).parent))
-import models
 from _tables import milliseconds
 from step_times import SHAPES
 
+import models
 import onnxplace
 from onnxplace.bundle import Bundle
 from onnxplace.feeds import random_feeds
@@ -41,6 +42,8 @@ from onnxplace.target import Target, read_target
 DEVICES = ("cpu:0", "cpu:0,cpu:1")
 # Placements whose measured steps differ by less are not told apart.
 APART = 0.1
+# Steps of a turn: the first ones fill the caches, which the case before has used.
+SETTLING, COUNTED = 2, 5
 HEADER = (
     "model", "devices", "placer", "segments", "transfers", "predicted ms", "measured ms", "error",
     "busy, predicted ms", "busy, measured ms", "copies ms", "waited",
@@ -85,7 +88,7 @@ def cases(name: str, placers: Sequence[str], target: Target | None, folder: Path
     path = folder / f"{name}.onnx"
     models.save(models.build(name), path)
     for devices in DEVICES:
-        for placer in placers if "," in devices else ["single"]:
+        for placer in filter(None, placers if "," in devices else ["single"]):
             where = part(local_target(DEVICES[-1]) if target is None else target, devices)
             bundle = onnxplace.compile(
                 path, folder / f"{name}-{devices}-{placer}", target=where, shape=SHAPES.get(name), placer=placer
@@ -113,13 +116,15 @@ def measure(found: Sequence[Case], seconds: float) -> None:
                 session.run(None, feeds)
             ready.append((case, session, feeds))
         until, rounds = time.perf_counter() + seconds, 0
-        while rounds < 7 or time.perf_counter() < until:
+        while rounds < 3 or time.perf_counter() < until:
             rounds += 1
             for case, session, feeds in ready:
-                before = waits(pool=True)
-                result = session.submit(feeds).result()
-                wait = min(longest(before, waits(pool=True)), result.seconds)
-                note(case, result.seconds, wait, result.events)
+                for step in range(SETTLING + COUNTED):
+                    before = waits(pool=True)
+                    result = session.submit(feeds).result()
+                    wait = min(longest(before, waits(pool=True)), result.seconds)
+                    if step >= SETTLING:
+                        note(case, result.seconds, wait, result.events)
 
 
 def note(case: Case, seconds: float, wait: float, events: Sequence[Event]) -> None:
@@ -166,7 +171,8 @@ def summary(found: Sequence[Case]) -> str:
         if len(errors):
             worst = group[int(errors.argmax())]
             lines.append(
-                f"{name}: median error {np.median(errors):.1%}, worst {errors.max():.0%} ({worst.model}, {worst.placer}), "
+                f"{name}: median error {np.median(errors):.1%}, "
+                f"worst {errors.max():.0%} ({worst.model} {worst.placer}), "
                 f"{int((errors <= 0.1).sum())} of {len(errors)} within 10 %, {int((errors <= 0.25).sum())} within 25 %"
             )
     right, pairs = order(found)

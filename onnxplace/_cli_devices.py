@@ -119,7 +119,6 @@ def _link_json(measured: LinkMeasured) -> dict[str, Any]:
 
 def calibration_summary(measured: Calibration) -> str:
     """Return what was measured, on one screen: links with the fit beside each size, calls, devices at once."""
-    from onnxplace._timings import ENOUGH
     from onnxplace.report import table
 
     blocks = [_link_table(link) for link in measured.links if not (link.symmetric and _is_second(link, measured))]
@@ -130,7 +129,7 @@ def calibration_summary(measured: Calibration) -> str:
     blocks.append(table(("a call of a segment", "costs", "each input", "each output"), calls))
     if measured.at_once:
         rows = [
-            (what, f"{slower.factor:.2f}x" if slower.calm_samples >= ENOUGH else "not seen")
+            (what, f"{slower.factor:.2f}x" if slower.seen else "not seen")
             for what, slower in vars(measured.at_once).items()
         ]
         blocks.append(table((f"{', '.join(measured.together)} at once", "slower"), rows))

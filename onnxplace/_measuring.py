@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 
 from onnxplace._probes import Probe, probe_bundle
-from onnxplace._timings import ENOUGH, Ran, Samples, run_once, take_turns
+from onnxplace._timings import Ran, Samples, run_once, take_turns
 from onnxplace.feeds import Array
 from onnxplace.registry import find
 from onnxplace.runtime import Event, EventKind, Runtime, RuntimeSession
@@ -23,6 +23,9 @@ TINY_BYTES, SMALL_BYTES = 1 << 12, 1 << 16
 SMALL_HOPS, LARGE_HOPS = 16, 4
 LEAST, CALM_SAMPLES = 3, 7
 CALLS, VALUES = 16, 16
+# Devices slow each other down from one moment to the next, in a virtual machine most of all: fewer calm samples than
+# `SEEN` tell nothing.
+AT_ONCE_SAMPLES, SEEN = 40, 10
 # More than any cache keeps for one core; and matrices that stay in it.
 STREAMED, COMPUTED = 4096, 256
 EXCHANGED_BYTES = 1 << 24
@@ -192,6 +195,11 @@ class Slowdown:
     alone_seconds: float
     """What the work takes on a device alone."""
 
+    @property
+    def seen(self) -> bool:
+        """Return whether there were enough calm samples to tell."""
+        return self.calm_samples >= SEEN
+
 
 @dataclass(frozen=True)
 class AtOnce:
@@ -241,7 +249,7 @@ def _slowdown(
         take_turns(tasks, seconds, LEAST)
     fewest = min(samples[device].calm for samples in (alone, together) for device in devices)
     base = float(np.median([samples.typical() for samples in alone.values()]))
-    if fewest < ENOUGH:
+    if fewest < SEEN:
         return Slowdown(1.0, fewest, base)
     ratio = float(np.median([together[device].typical() / alone[device].typical() for device in devices]))
     return Slowdown(1 + max(ratio - 1, 0.0) / (len(devices) - 1), fewest, base)
@@ -258,7 +266,7 @@ def _working(
         ran = run_once(session, feeds)
         for device in busy:
             into[device].add(_beside(ran, device, busy, kind), ran.waited)
-        return all(into[device].calm >= CALM_SAMPLES for device in busy)
+        return all(into[device].calm >= AT_ONCE_SAMPLES for device in busy)
 
     return once
 

@@ -306,6 +306,9 @@ class InferenceSession:
             hint = "use --runtime onnxruntime, or compile without --state"
             raise UsageError("S008", f"runtime {runtime!r} keeps no states", where=str(self._bundle.path), hint=hint)
         self._takes = _with_optional_states(self._bundle)
+        self._known = [item.name for item in self._bundle.outputs]
+        self._returned = [item.name for item in self._bundle.returned]
+        self._kept = {item.output for item in self._bundle.manifest.states}
         with custom_operators(custom_op_libraries):
             self._session = kind().open(self._bundle, trace=trace)
         self._last: Result | None = None
@@ -325,7 +328,8 @@ class InferenceSession:
         Raises FeedError for inputs that do not fit, UsageError for an unknown output, ExecutionError if a part fails.
         """
         names = self._names(output_names)
-        result = self.submit(input_feed, names).result()
+        feeds, also = self._checked(input_feed, names)
+        result = self._session.run(feeds, also) if also else self._session.run(feeds)
         self._last = result
         return [result.outputs.get(name) for name in names]
 
@@ -350,9 +354,7 @@ class InferenceSession:
 
         The result has every output but states, and of these those that are asked for.
         """
-        kept = {item.output for item in self._bundle.manifest.states}
-        also = [name for name in self._names(output_names) if name in kept]
-        feeds = check_feeds(input_feed, self._takes)
+        feeds, also = self._checked(input_feed, self._names(output_names))
         return self._session.submit(feeds, also) if also else self._session.submit(feeds)
 
     def reset_state(self) -> None:
@@ -370,12 +372,15 @@ class InferenceSession:
         self._session.close()
         self._callbacks.shutdown(wait=False)
 
+    def _checked(self, input_feed: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+        """Return the feeds as arrays, and the states among the outputs asked for."""
+        return check_feeds(input_feed, self._takes), [name for name in names if name in self._kept]
+
     def _names(self, asked: Sequence[str] | None) -> list[str]:
-        known = [item.name for item in self._bundle.outputs]
         for name in asked or ():
-            if name not in known:
-                raise UsageError("U050", f"the model has no output {name!r}", hint=nearest(name, known))
-        return list(asked) if asked else [item.name for item in self._bundle.returned]
+            if name not in self._known:
+                raise UsageError("U050", f"the model has no output {name!r}", hint=nearest(name, self._known))
+        return list(asked or self._returned)
 
     def __enter__(self) -> InferenceSession:
         return self

@@ -204,7 +204,7 @@ def _notes(links: Sequence[LinkMeasured], slower: AtOnce | None) -> tuple[str, .
     points = sum(len(link.calm_samples) for link in links)
     if busy:
         notes.append(f"the machine was busy: {len(busy)} of {points} points are the quickest of samples that waited")
-    unseen = [what for what, found in vars(slower).items() if found.calm_samples < ENOUGH] if slower else []
+    unseen = [what for what, found in vars(slower).items() if not found.seen] if slower else []
     if unseen:
         notes.append(f"the machine was too busy to see devices slow each other down at: {', '.join(unseen)}")
     left_out = sorted({point.bytes for link in links for point in link.fit.points if point.outlier})

@@ -32,6 +32,16 @@ LOWEST_IR, HIGHEST_IR = 8, 13
 INLINE_LIMIT_BYTES = 1 << 30
 
 
+# onnx takes every vector for a shape and follows each of its elements: memory runs out at some million of them.
+LONG_VECTOR = 1 << 18
+
+
+def _has_long_vectors(graph: GraphProto) -> bool:
+    """Whether some value is a vector of more elements than any shape has, and than vocabularies."""
+    shapes = (value.type.tensor_type.shape.dim for value in (*graph.value_info, *graph.input, *graph.output))
+    return any(len(shape) == 1 and shape[0].dim_value > LONG_VECTOR for shape in shapes)
+
+
 @dataclass(frozen=True)
 class Model:
     """An ONNX model taken apart. Frozen: transformations return a new one; protos in it are never altered."""
@@ -83,7 +93,10 @@ class Model:
         """Return the type of each value as far as shape inference finds it; symbolic dimensions stay symbolic."""
         skeleton = self._skeleton()
         try:
-            graph = onnx.shape_inference.infer_shapes(skeleton, data_prop=True).graph
+            inferred = onnx.shape_inference.infer_shapes(skeleton)
+            if not _has_long_vectors(inferred.graph):
+                inferred = onnx.shape_inference.infer_shapes(inferred, data_prop=True)
+            graph = inferred.graph
         except Exception:  # noqa: BLE001 - inference is a service here; missing types are asked of ONNX Runtime
             graph = skeleton.graph
         found = {v.name: v.type for v in (*graph.value_info, *graph.output, *graph.input)}

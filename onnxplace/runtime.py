@@ -55,6 +55,10 @@ class RuntimeSession(ABC):
         if a part fails, FeedError if a state is neither fed nor stored.
         """
 
+    def run(self, feeds: Mapping[str, Array], also: Collection[str] = ()) -> Result:
+        """Return what `submit` promises; a runtime may do a part of the work in the thread of its caller."""
+        return self.submit(feeds, also).result()
+
     def reset_state(self) -> None:  # noqa: B027 - most bundles have no states
         """Forget states before the next request that is submitted; those under way still pass theirs on."""
 

@@ -24,6 +24,7 @@ from onnxplace.passes._measure import Feeds, Measurement, Timer
 from onnxplace.passes._pieces import cut, measure_pieces, needed_bytes
 from onnxplace.passes._repeats import fingerprints, node_kinds, pooled, repeats
 from onnxplace.passes._roofline import estimate
+from onnxplace.passes._timing import LEAST_RUNS
 from onnxplace.state import Diagnostic, Pass, State
 from onnxplace.target import Device
 
@@ -165,7 +166,9 @@ class ProfileCosts(Pass):
 def _doubts(found: Measurement, device: Device, tolerance: float) -> list[Diagnostic]:
     """Say so if the machine was busy, or the time of a run never became stable."""
     quality = found.quality
-    if quality is None or max(quality.waiting, quality.uncertainty - 2 * tolerance) <= DOUBT:
+    if quality is None or quality.runs <= LEAST_RUNS:  # few runs were asked for, or long ones leave no time for more
+        return []
+    if max(quality.waiting, quality.uncertainty - 2 * tolerance) <= DOUBT:
         return []
     message = (
         f"costs are less sure than usual: runs waited {quality.waiting:.0%} of their time for a core, which was taken "

@@ -16,7 +16,7 @@ from onnxplace._measuring import AtOnce, Calls, Hops, Slowdown
 from onnxplace._probes import Probe, probe_bundle
 from onnxplace._programs import check_programs
 from onnxplace._timings import Ran, Samples, run_once, take_turns, waited_seconds
-from onnxplace.calibration import SIZES, _links, _measured, _possible, _shared, calibrate
+from onnxplace.calibration import SIZES, _links, _measured, _notes, _possible, _shared, calibrate
 from onnxplace.errors import TargetError, UsageError
 from onnxplace.machine import link_via
 from onnxplace.registry import find
@@ -207,7 +207,7 @@ def test_directions_that_differ_are_two_links():
 
 
 def at_once(memory: float, compute: float, copy: float) -> AtOnce:
-    return AtOnce(*(Slowdown(factor, 7, 2e-3) for factor in (memory, compute, copy)))
+    return AtOnce(*(Slowdown(factor, 40, 2e-3) for factor in (memory, compute, copy)))
 
 
 def test_sharing_is_written_where_it_shows():
@@ -216,6 +216,13 @@ def test_sharing_is_written_where_it_shows():
     (entry,) = _shared(("cpu:0", "cpu:1"), at_once(1.4, 1.0, 1.1))
     assert (entry.memory_slowdown, entry.compute_slowdown, entry.copy_slowdown) == (1.4, 1.0, 1.1)
     assert entry.memory_bytes_per_second == pytest.approx(4 * 4096**2 / 2e-3)
+
+
+def test_a_machine_too_busy_to_tell_is_said_to_be_so():
+    slower = AtOnce(Slowdown(1.0, 2, 2e-3), Slowdown(1.0, 40, 2e-3), Slowdown(1.0, 0, 2e-3))
+    (note,) = _notes([], slower)
+    assert "memory, copy" in note
+    assert _notes([], at_once(1.0, 1.0, 1.0)) == ()
 
 
 @pytest.mark.parametrize(("copy", "model"), [(1.1, "duplex"), (1.9, "sequential")])
@@ -317,7 +324,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_command_measures_every_pair_and_writes_a_target_that_compiles(run_cli, model_file, fast_pipeline):
+def test_the_command_measures_every_pair_and_writes_a_target_that_compiles(run_cli, here, model_file, fast_pipeline):
     ran = run_cli(*TINY, "-o", "target.toml", "--json")
     assert ran.code == 0, ran.err
     found = json.loads(ran.out)
@@ -328,7 +335,7 @@ def test_the_command_measures_every_pair_and_writes_a_target_that_compiles(run_c
         assert all(point["seconds"] > 0 for point in link["points"])
         assert link["via"] == "memory"
     assert {device["id"] for device in found["calibration"]["devices"]} == {"cpu:0", "cpu:1"}
-    written = read_target("target.toml")
+    written = read_target(here / "target.toml")
     assert {(link.source, link.destination): link.latency_seconds for link in written.links} == {
         way: link["latency_seconds"] for way, link in links.items()
     }

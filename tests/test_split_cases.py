@@ -18,6 +18,7 @@ from onnx import ModelProto, TensorProto, external_data_helper, helper, numpy_he
 
 import onnxplace
 from onnxplace.bundle import WEIGHTS, WHOLE, Bundle
+from onnxplace.model import load
 from tests.random_models import Feeds, reference, run_plain
 from tests.test_split_property import RandomPlacement, assert_same, compiled_with, run_together
 
@@ -942,3 +943,11 @@ def test_constants_that_lie_in_a_file_are_found(tmp_path: Path):
     model.graph.node.insert(0, node)
     saved_outside([model.graph.node[0].attribute[0].t], tmp_path)
     check_file(model, tmp_path, {"x": X})
+
+
+def test_a_long_vector_is_not_taken_for_a_shape(tmp_path: Path):
+    """Onnx's shape inference would follow each of its elements, and run out of memory."""
+    text = "g (float[8000000] x) => (float[8000000] y) { a = Relu(x) b = Neg(a) c = Add(a, b) y = Mul(c, b) }"
+    (tmp_path / "long.onnx").write_bytes(parsed(text).SerializeToString())
+    types = load(tmp_path / "long.onnx").types
+    assert [types[name].tensor_type.shape.dim[0].dim_value for name in "abcy"] == [8_000_000] * 4
