@@ -105,7 +105,8 @@ def read_costs(path: str | Path, model: Model, target: Target) -> tuple[Profile,
     unit = np.unique([entry.get("unit", -1 - i) for i, entry in enumerate(order)], return_inverse=True)[1]
     sizes = _amounts(data, "value_bytes", path, whole=True)
     whole = _amounts(data, "whole_seconds", path, whole=False)
-    if any(name and name not in sizes for node in model.nodes for name in node.output):
+    made = (name for node in model.nodes for name in node.output if name)
+    if any(name not in sizes for name in (*made, *(value.name for value in model.inputs))):
         found = shapes()
         sizes = {**value_bytes(model, {**found, **model.input_shapes()}), **sizes}
     profile = Profile(
