@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from onnxplace._programs import check_programs
 from onnxplace.errors import BundleError, TargetError
 from onnxplace.feeds import Array, Declared, zero_feeds
-from onnxplace.target import Device, Link, LinkModel, Target
+from onnxplace.target import Device, Link, LinkModel, Shared, Target
 
 SCHEMA_VERSION = "1.1"
 MANIFEST = "manifest.json"
@@ -160,9 +160,10 @@ class TargetRecord(Record):
     devices: tuple[Device, ...]
     links: tuple[Link, ...]
     link_model: LinkModel
+    shared: tuple[Shared, ...] = ()
 
     def target(self) -> Target:
-        return Target(self.devices, self.links, self.link_model)
+        return Target(self.devices, self.links, self.link_model, self.shared)
 
 
 class DiagnosticRecord(Record):

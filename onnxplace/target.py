@@ -20,13 +20,14 @@ KINDS = ("cpu", "cuda")
 LinkModel = Literal["duplex", "parallel", "sequential"]
 LINK_MODELS: tuple[LinkModel, ...] = ("duplex", "parallel", "sequential")
 
-# A hand-off between two sleeping worker threads, and a copy, as benchmarks/hops.py shows them (docs/measurements.md).
-CPU_LATENCY_SECONDS = 70e-6
+# A hand-off between two worker threads, and a copy, as `devices --calibrate` measures them on a machine of two cores.
+CPU_LATENCY_SECONDS = 45e-6
 CPU_BYTES_PER_SECOND = 10e9
-# PCIe 4.0 x16 through host memory, a deliberately cautious default until `devices --calibrate` exists.
+# PCIe 4.0 x16 through host memory, a deliberately cautious default; `devices --calibrate` measures.
 CUDA_LATENCY_SECONDS = 20e-6
 CUDA_BYTES_PER_SECOND = 12e9
-SEGMENT_SECONDS = 15e-6
+# What a call of a segment costs, measured in the same way.
+SEGMENT_SECONDS = 5e-6
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onnxplace.contention import contended
 from onnxplace.costs import device_seconds, lacking
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph import Bools, Ints, Longs, OpGraph, sum_by
-from onnxplace.simulate import Simulation, simulate
+from onnxplace.simulate import Simulation
 from onnxplace.state import State
 from onnxplace.target import Target
 
@@ -36,7 +37,7 @@ class Pieces:
     device: Ints
     """Per segment."""
     simulation: Simulation
-    """Of `graph`, each segment paying for its call."""
+    """Of `graph`, each segment paying for its call, and for others that share what its device has."""
 
 
 def simulated(state: State, nodes: Sequence[Ints]) -> Pieces:
@@ -46,15 +47,20 @@ def simulated(state: State, nodes: Sequence[Ints]) -> Pieces:
     for index, piece in enumerate(nodes):
         segment_of[piece] = index
     coarse = graph.contract(segment_of)
+    takes = np.bincount(coarse.inputs.rows, minlength=len(nodes))
+    gives = np.bincount(coarse.outputs.rows, minlength=len(nodes))
     seconds = np.stack(
         [
-            sum_by(segment_of, row, len(nodes)) + there.segment_seconds
+            sum_by(segment_of, row, len(nodes))
+            + there.segment_seconds
+            + there.input_seconds * takes
+            + there.output_seconds * gives
             for row, there in zip(device_seconds(state[Profile], target), target.devices)
         ]
     )
     placed = np.array([device[piece[0]] for piece in nodes], dtype=np.int32)
     order = np.arange(len(nodes), dtype=np.int32)
-    return Pieces(tuple(nodes), segment_of, coarse, placed, simulate(coarse, seconds, target, placed, order))
+    return Pieces(tuple(nodes), segment_of, coarse, placed, contended(coarse, seconds, target, placed, order))
 
 
 def within_limits(state: State, nodes: Sequence[Ints]) -> Pieces:

@@ -52,7 +52,12 @@ def manifest_of(
         pipeline=pipeline,
         placer=state[Placement].placer,
         versions=_versions(),
-        target=TargetRecord(devices=target.devices, links=target.with_all_links().links, link_model=target.link_model),
+        target=TargetRecord(
+            devices=target.devices,
+            links=target.with_all_links().links,
+            link_model=target.link_model,
+            shared=target.shared,
+        ),
         inputs=tuple(InputRecord(**asdict(declared(value, model))) for value in model.inputs),
         outputs=tuple(
             OutputRecord(

@@ -481,7 +481,9 @@ def test_that_kernels_are_compiled_is_said_once_on_a_terminal(
     import numba
 
     from onnxplace._cli_options import tell_of_compiling
+    from onnxplace.jit import on_compiling
 
+    on_compiling(lambda: None)
     tell_of_compiling()
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert numba.njit(lambda x: x + 3)(1) == 4
