@@ -2,13 +2,12 @@
 
 Each model is compiled for one device (`cpu:0`) and for two (`cpu:0,cpu:1`), one core each, and run as `onnxplace bench`
 runs it; rows of one model take turns of a few steps. Prints, per row, the step as predicted and as measured, each
-device's busy time (runs of segments), copies received, and the values that cross; then the median and the worst
+device's busy time (runs of segments), copies received, and how many values cross; then the median and the worst
 absolute error, and of how many pairs of placements of one model, whose measured steps differ by more than 10 %, the
 faster was foretold.
 
-On a busy machine, time in which a worker waited for a core is taken off (Linux): off each event its own, and off a
-step the longest of all workers. The steps that waited least count, and `waited` says how much that was: figures are
-worth as much as it is small.
+On a busy machine, the wait for a core of the worker that waited longest is taken off each step (Linux), and the steps
+that waited least count. `waited` says how much that was: figures are worth as much as it is small.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ class Case:
     """Per step, seconds without what the worker that waited longest waited."""
     waited: list[float] = field(default_factory=list)
     """Per step, that wait as a share."""
-    busy: dict[str, list[float]] = field(default_factory=dict)
-    copies: list[float] = field(default_factory=list)
+    events: dict[tuple[str, str, str], list[float]] = field(default_factory=dict)
+    """Seconds of each run and copy, by device, kind and name."""
 
     @property
     def predicted(self) -> float:
@@ -72,11 +71,20 @@ class Case:
     @property
     def calm(self) -> list[int]:
         """Return the steps to go by: the quarter that waited least, five at least."""
-        return np.argsort(self.waited, kind="stable")[: max(len(self.waited) // 4, 5)].tolist()
+        return [int(index) for index in np.argsort(self.waited, kind="stable")[: max(len(self.waited) // 4, 5)]]
 
     def middle(self, values: Sequence[float]) -> float:
         """Return the median over the steps to go by."""
         return float(np.median([values[index] for index in self.calm]))
+
+    def spent(self, kind: str, device: str) -> float:
+        """Return the seconds of all runs, or copies, on a device: the sum of the median of each one.
+
+        Most are short, and seldom wait for a core.
+        """
+        return sum(
+            float(np.median(t)) for (where, what, _), t in self.events.items() if (where, what) == (device, kind)
+        )
 
     @property
     def error(self) -> float:
@@ -131,21 +139,21 @@ def note(case: Case, seconds: float, wait: float, events: Sequence[Event]) -> No
     """Add a step to a case."""
     case.taken.append(seconds - wait)
     case.waited.append(wait / seconds)
-    for device in case.bundle.target.devices:
-        spans = [e.finish_seconds - e.start_seconds for e in events if e.device == device.id and e.kind == "run"]
-        case.busy.setdefault(device.id, []).append(sum(spans))
-    case.copies.append(sum(e.finish_seconds - e.start_seconds for e in events if e.kind == "copy"))
+    for event in events:
+        if event.kind != "wait":
+            taken = event.finish_seconds - event.start_seconds
+            case.events.setdefault((event.device, event.kind, event.name), []).append(taken)
 
 
 def row(case: Case) -> list[str]:
     """Return a case as a row of the table."""
     manifest = case.bundle.manifest
-    busy = [case.middle(case.busy[device.id]) for device in manifest.devices]
+    busy, copies = ([case.spent(kind, device.id) for device in manifest.devices] for kind in ("run", "copy"))
     return [
         case.model, case.devices, case.placer, str(len(manifest.segments)), str(manifest.transfers),
         milliseconds(case.predicted), milliseconds(case.middle(case.taken)), f"{case.error:+.0%}",
         " ".join(milliseconds(device.compute_seconds) for device in manifest.devices),
-        " ".join(map(milliseconds, busy)), milliseconds(case.middle(case.copies)), f"{case.middle(case.waited):.0%}",
+        " ".join(map(milliseconds, busy)), milliseconds(sum(copies)), f"{case.middle(case.waited):.0%}",
     ]  # fmt: skip
 
 

@@ -1,21 +1,39 @@
-"""Estimate what a node costs where nothing can be measured: operations and bytes against assumed peaks."""
+"""Estimate what a node costs where nothing can be measured: operations and bytes against peaks (a roofline).
+
+Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for multicore architectures",
+Communications of the ACM 52(4), 2009. Peaks are assumed, or measured on this machine's processor in a blink.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from onnx import GraphProto, NodeProto, TensorProto, numpy_helper
+from onnx import GraphProto, NodeProto, TensorProto, numpy_helper, parser
 
 from onnxplace._bodies import subgraphs
 from onnxplace.graph import Floats
 from onnxplace.model import Model, tensor_size, value_bytes
+from onnxplace.passes._timing import Patience
+from onnxplace.passes._work import bytes_moved, operations
+from onnxplace.sessions import open_session, pinned, session_options
 
-# Operations per second, bytes per second, seconds per kernel; per core for CPUs. Deliberately round: these order
-# placements, they do not predict step times.
-PEAKS = {"cpu": (40e9, 8e9, 2e-6), "cuda": (15e12, 800e9, 5e-6)}
 
+@dataclass(frozen=True)
+class Peaks:
+    """What a device does at its best; per core for CPUs."""
+
+    operations_per_second: float
+    bytes_per_second: float
+    kernel_seconds: float
+    """What each kernel costs at least."""
+
+
+# Deliberately round: these order placements, they do not predict step times.
+PEAKS = {"cpu": Peaks(40e9, 8e9, 2e-6), "cuda": Peaks(15e12, 800e9, 5e-6)}
+# Of the calibration: a product of square matrices, and a copy beyond all caches.
+SIDE, COPY_BYTES, TRIES = 512, 64 << 20, 5
 
 # Turns of a Loop or Scan whose number nothing tells.
 TURNS = 8
@@ -23,15 +41,31 @@ TURNS = 8
 MOST_TURNS = 1_000_000
 
 
-def estimate(model: Model, shapes: Mapping[str, Sequence[int]], cost_class: str) -> Floats:
+def measured_peaks(core: int) -> Peaks:
+    """Return what one core of this machine does: the best of a few products with ONNX Runtime, and of a few copies."""
+    text = f"""<ir_version: 8, opset_import: ["": 17]>
+    peak (float[{SIDE}, {SIDE}] a, float[{SIDE}, {SIDE}] b) => (float[{SIDE}, {SIDE}] c) {{ c = MatMul(a, b) }}"""
+    matrix = np.ones((SIDE, SIDE), dtype=np.float32)
+    source, copy = np.ones(COPY_BYTES, dtype=np.uint8), np.empty(COPY_BYTES, dtype=np.uint8)
+    with pinned((core,)):
+        session = open_session(parser.parse_model(text).SerializeToString(), session_options((core,)))
+        product = Patience(TRIES, 0.0, 0.0).run(lambda: session.run(None, {"a": matrix, "b": matrix}), pool=False)[0]
+        copied = Patience(TRIES, 0.0, 0.0).run(lambda: np.copyto(copy, source), pool=False)[0]
+    operations, passed = 2.0 * SIDE**3, 2.0 * COPY_BYTES
+    return Peaks(operations / product.own.min(), passed / copied.own.min(), PEAKS["cpu"].kernel_seconds)
+
+
+def estimate(model: Model, shapes: Mapping[str, Sequence[int]], cost_class: str, peaks: Peaks | None = None) -> Floats:
     """Return seconds per node on a class of device; an unknown shape counts as one element.
+
+    `peaks` are those of one core, or of the GPU; without, they are assumed.
 
     A node with bodies costs what runs in them: each turn of a Loop or Scan, the dearer branch of an If.
     """
     sizes = value_bytes(model, shapes)
     sizes |= {name: tensor_size(tensor) for name, tensor in model.initializers.items()}
     known = {**shapes, **{name: tuple(tensor.dims) for name, tensor in model.initializers.items()}}
-    roof = _Roof(cost_class, sizes, known, model.initializers)
+    roof = _Roof(cost_class, peaks, sizes, known, model.initializers)
     return np.array([roof.seconds(node, reads) for node, reads in zip(model.nodes, model.reads)], dtype=np.float64)
 
 
@@ -41,13 +75,15 @@ class _Roof:
     def __init__(
         self,
         cost_class: str,
+        peaks: Peaks | None,
         sizes: Mapping[str, int],
         shapes: Mapping[str, Sequence[int]],
         constants: Mapping[str, TensorProto],
     ) -> None:
         kind, _, detail = cost_class.partition("/")
-        operations, self.bandwidth, self.launch = PEAKS.get(kind, PEAKS["cpu"])
-        self.operations = operations * (int(detail) if kind == "cpu" and detail.isdecimal() else 1)
+        peaks = peaks or PEAKS.get(kind, PEAKS["cpu"])
+        self.bandwidth, self.launch = peaks.bytes_per_second, peaks.kernel_seconds
+        self.operations = peaks.operations_per_second * (int(detail) if kind == "cpu" and detail.isdecimal() else 1)
         self.sizes, self.shapes, self.constants = sizes, shapes, constants
 
     def seconds(self, node: NodeProto, reads: Sequence[str]) -> float:
@@ -55,8 +91,8 @@ class _Roof:
         bodies = [self._body(graph) for graph in subgraphs(node)]
         if bodies:
             return max(bodies) * self._turns(node) + self.launch
-        moved = sum(self.sizes.get(name, 0) for name in (*reads, *node.output))
-        return max(_operations(node, self.shapes) / self.operations, moved / self.bandwidth) + self.launch
+        moved = bytes_moved(node, reads, self.sizes)
+        return max(operations(node, self.shapes) / self.operations, moved / self.bandwidth) + self.launch
 
     def _body(self, graph: GraphProto) -> float:
         return sum(self.seconds(node, node.input) for node in graph.node if node.op_type != "Constant")
@@ -76,16 +112,3 @@ class _Roof:
             shape = self.shapes.get(node.input[-scanned], ())
             return int(shape[axes[0]]) if -len(shape) <= axes[0] < len(shape) else TURNS
         return 1
-
-
-def _operations(node: NodeProto, shapes: Mapping[str, Sequence[int]]) -> float:
-    """Return the floating-point operations of a node: exact for products and convolutions, one per element else."""
-    made = math.prod(shapes.get(node.output[0], ())) if node.output else 0
-    if node.op_type in ("MatMul", "FusedMatMul") and node.input[0] in shapes:
-        return 2.0 * made * (shapes[node.input[0]] or (1,))[-1]
-    if node.op_type == "Gemm" and node.input[0] in shapes:
-        transposed = any(a.name == "transA" and a.i for a in node.attribute)
-        return 2.0 * made * shapes[node.input[0]][0 if transposed else 1]
-    if node.op_type in ("Conv", "ConvTranspose") and node.input[1] in shapes:
-        return 2.0 * made * math.prod(shapes[node.input[1]][1:])
-    return float(made)

@@ -23,7 +23,7 @@ from onnxplace.passes._kept import keep, key, recall
 from onnxplace.passes._measure import Feeds, Measurement, Timer
 from onnxplace.passes._pieces import cut, measure_pieces, needed_bytes
 from onnxplace.passes._repeats import fingerprints, node_kinds, pooled, repeats
-from onnxplace.passes._roofline import estimate
+from onnxplace.passes._roofline import Peaks, estimate, measured_peaks
 from onnxplace.passes._timing import LEAST_RUNS
 from onnxplace.state import Diagnostic, Pass, State
 from onnxplace.target import Device
@@ -98,17 +98,23 @@ class ProfileCosts(Pass):
         for device in {d.cost_class: d for d in state.target.devices}.values():
             problem = "asked to estimate" if self.estimate else _cannot_measure(device)
             if problem:
-                notes.append(
-                    Diagnostic("C001", f"costs are estimated, not measured: {problem}", where=device.cost_class)
-                )
+                basis = "peaks measured here" if self._calibrates(device) else "assumed peaks"
+                message = f"costs are estimated from {basis}, not measured: {problem}"
+                notes.append(Diagnostic("C001", message, where=device.cost_class))
             else:
                 measured[device.cost_class], said = self._found(asked, device, limits[device.cost_class])
                 notes += said
         for found in measured.values():
             sizes = {**found.value_bytes, **sizes}
         notes += _unknown_sizes(model, sizes)
-        done = state.having(_in_units(_profile(asked, state, sizes, measured), model)).saying(*notes)
+        doubtful = [d for d in state.target.devices if d.cost_class not in measured or not _all(measured[d.cost_class])]
+        peaks = measured_peaks(cores()[0]) if any(self._calibrates(device) for device in doubtful) else None
+        done = state.having(_in_units(_profile(asked, state, sizes, measured, peaks), model)).saying(*notes)
         return self._saved(done, measured)
+
+    def _calibrates(self, device: Device) -> bool:
+        """Return whether peaks of this machine's processor are what an estimate for a device is made from."""
+        return device.kind == "cpu" and not self.estimate
 
     def _found(self, asked: _Asked, device: Device, limit_bytes: int) -> tuple[Measurement, list[Diagnostic]]:
         """Return what was measured before, if that is kept, else measure and keep it."""
@@ -208,7 +214,17 @@ def _unknown_sizes(model: Model, sizes: Mapping[str, int]) -> list[Diagnostic]:
     ]
 
 
-def _profile(asked: _Asked, state: State, sizes: Mapping[str, int], measured: Mapping[str, Measurement]) -> Profile:
+def _all(found: Measurement) -> bool:
+    return bool(found.measured.all())
+
+
+def _profile(
+    asked: _Asked,
+    state: State,
+    sizes: Mapping[str, int],
+    measured: Mapping[str, Measurement],
+    cpu_peaks: Peaks | None,
+) -> Profile:
     count = len(asked.model.nodes)
     seconds: dict[str, Floats] = {}
     sources: dict[str, NDArray[np.uint8]] = {}
@@ -217,7 +233,8 @@ def _profile(asked: _Asked, state: State, sizes: Mapping[str, int], measured: Ma
         done = np.zeros(count, dtype=bool) if found is None else found.measured
         seconds[cost_class] = np.zeros(count) if found is None else found.seconds
         if not done.all():
-            guess = estimate(asked.model, asked.shapes, cost_class)
+            peaks = cpu_peaks if cost_class.startswith("cpu/") else None
+            guess = estimate(asked.model, asked.shapes, cost_class, peaks)
             seconds[cost_class] = np.where(done, seconds[cost_class], guess)
         ran = np.where(True if found is None else found.ran, Source.MEASURED, Source.KNOWN)
         sources[cost_class] = np.where(done, ran, Source.ESTIMATED).astype(np.uint8)
