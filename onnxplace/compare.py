@@ -88,6 +88,14 @@ def reference(
     return run
 
 
+def rounds_to_few_values(bundle: Bundle) -> bool:
+    """Return whether the model quantises, so that the last bit of a float can become a whole step of an output."""
+    import onnx
+
+    nodes = onnx.load(bundle.file(WHOLE), load_external_data=False).graph.node
+    return any(any(part in node.op_type for part in ("Quantize", "QLinear", "Integer")) for node in nodes)
+
+
 def _require_same_interface(bundle: Bundle, session: Any, where: str) -> None:
     """Raise ModelError if a model does not take and give what the bundle does."""
     hint = "the bundle was compiled from another model"

@@ -45,6 +45,19 @@ def custom_operators(libraries: Sequence[str | Path]) -> Iterator[None]:
         _libraries.reset(token)
 
 
+_level: ContextVar[Level] = ContextVar("optimisation of sessions", default="all")
+
+
+@contextmanager
+def unoptimised() -> Iterator[None]:
+    """Open sessions with ONNX Runtime's optimisations off, where this thread makes their options inside."""
+    token = _level.set("none")
+    try:
+        yield
+    finally:
+        _level.reset(token)
+
+
 def operator_libraries() -> tuple[str, ...]:
     """Return the libraries of custom operators that are in use here and now."""
     return _libraries.get()
@@ -59,12 +72,15 @@ def _register(options: Any, path: str) -> None:
         raise ModelError("M023", message, where=path, hint=hint) from None
 
 
-def session_options(cores: Sequence[int], level: Level = "all", entries: Mapping[str, str] | None = None) -> Any:
-    """Return options for a session that computes on `cores` only; the calling thread pins itself (`pinned`)."""
+def session_options(cores: Sequence[int], level: Level | None = None, entries: Mapping[str, str] | None = None) -> Any:
+    """Return options for a session that computes on `cores` only; the calling thread pins itself (`pinned`).
+
+    Without a `level` everything is optimised, but within `unoptimised`.
+    """
     runtime = onnxruntime()
     options = runtime.SessionOptions()
     options.log_severity_level = 4  # its failures reach us as exceptions; no second telling on stderr
-    options.graph_optimization_level = getattr(runtime.GraphOptimizationLevel, _LEVELS[level])
+    options.graph_optimization_level = getattr(runtime.GraphOptimizationLevel, _LEVELS[level or _level.get()])
     options.intra_op_num_threads = max(len(cores), 1)
     options.inter_op_num_threads = 1
     if len(cores) > 1 and hasattr(os, "sched_setaffinity"):

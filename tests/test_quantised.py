@@ -1,9 +1,11 @@
 """Quantised models: what ONNX Runtime would run as one integer kernel stays in one piece, whatever the placement."""
 
+import json
 import os
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +14,10 @@ import onnxruntime
 import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
+from onnxplace import compare, sessions
 from onnxplace.api import compile_model
 from onnxplace.bundle import WHOLE, Bundle
+from onnxplace.compare import rounds_to_few_values
 from onnxplace.model import load
 from onnxplace.passes._binding import with_quantised_units
 from onnxplace.passes.coplace import Coplace
@@ -181,3 +185,24 @@ def test_a_dequantizer_that_a_body_captures_or_the_caller_reads_is_left_to_them(
         for one, other in zip(got, want):
             np.testing.assert_array_equal(one, other)
     assert [node.op_type for node in nodes_of(bundle.file(WHOLE))].count("DequantizeLinear") == 5
+
+
+@pytest.mark.parametrize(("quantises", "code"), [(True, 0), (False, 1)])
+def test_a_quantised_model_that_differs_is_compared_again_unoptimised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli, quantises: bool, code: int
+):
+    levels, honest = [], compare.verify
+
+    def differing_if_optimised(*given):
+        levels.append(sessions.session_options([0]).graph_optimization_level)
+        optimised = levels[-1] == onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+        return [replace(item, equal=item.equal and not optimised) for item in honest(*given)]
+
+    bundle = compiled(tmp_path, RandomPlacement(devices=2))
+    monkeypatch.setattr(compare, "verify", differing_if_optimised)
+    monkeypatch.setattr(compare, "rounds_to_few_values", lambda bundle: quantises and rounds_to_few_values(bundle))
+    ran = run_cli("verify", bundle.path, "--json")
+    said = json.loads(ran.out)
+    assert (ran.code, said["equal"], said["optimised"]) == (code, quantises, not quantises)
+    assert len(levels) == (2 if quantises else 1)
+    assert ("optimisations off" in run_cli("verify", bundle.path).out) == quantises
