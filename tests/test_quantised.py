@@ -198,7 +198,7 @@ def test_a_quantised_model_that_differs_is_compared_again_unoptimised(
         optimised = levels[-1] == onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
         return [replace(item, equal=item.equal and not optimised) for item in honest(*given)]
 
-    bundle = compiled(tmp_path, RandomPlacement(devices=2))
+    bundle = compiled(tmp_path, RandomPlacement((0, 1)))
     monkeypatch.setattr(compare, "verify", differing_if_optimised)
     monkeypatch.setattr(compare, "rounds_to_few_values", lambda bundle: quantises and rounds_to_few_values(bundle))
     ran = run_cli("verify", bundle.path, "--json")
