@@ -128,6 +128,10 @@ class Predicted(Record):
     lower_bound_seconds: Seconds
     interval_seconds: Seconds
     """Between two results, with requests in flight on all devices: the largest load of a device or a channel."""
+    running_bytes: Bytes = 0
+    """What the process takes while it runs steps, one at a time, itself included; 0 where it was not predicted."""
+    opening_bytes: Bytes = 0
+    """What it takes at most while it opens sessions; 0 where it was not predicted."""
 
 
 class DeviceRecord(Record):
@@ -138,7 +142,10 @@ class DeviceRecord(Record):
     compute_seconds: Seconds
     weights_bytes: Bytes
     peak_bytes: Bytes
+    """Of weights, each once, and values: what the limit bounds."""
     limit_bytes: Bytes
+    process_bytes: Bytes = 0
+    """Its part of the process: sessions with their copies of weights, and values; 0 on GPUs."""
 
 
 class FileRecord(Record):

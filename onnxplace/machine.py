@@ -14,7 +14,10 @@ from typing import Any
 from onnxplace.errors import ExecutionError, TargetError
 from onnxplace.target import Device, Target, parse_device_ids
 
-# Left free by default: the sessions' own structures, arena fragmentation and prepacked weights take their share.
+# Of a process that runs bundles, before it has a model: Python, its packages, ONNX Runtime (benchmarks/memory.py).
+RUNTIME_BYTES = 141 << 20
+# Left free by default beside that, for what a schedule does not count: the sessions' own structures, holes in the
+# arena, a weight that several segments of a device copy, and whatever else the machine does (docs/measurements.md).
 HEADROOM = 0.10
 
 INSTALL_HINT = "pip install 'onnxplace[cpu]' (or 'onnxplace[gpu]' on a machine with CUDA 13)"
@@ -145,13 +148,14 @@ def local_target(devices: str | Sequence[str] | None = None) -> Target:
     """Describe devices of this machine; all GPUs, or else two CPU devices, unless named.
 
     Raises TargetError for a GPU that is not here or that ONNX Runtime cannot use. Memory limits are what is free
-    now, less a headroom of 10 %; CPU devices share the host's memory equally.
+    now, less a headroom of 10 %; CPU devices share the host's memory equally, less what a process takes by itself.
     """
     found = gpus()
     ids = parse_device_ids(devices) if devices else default_device_ids(found)
     cpu_count = sum(device_id.startswith("cpu:") for device_id in ids)
     shares = iter(core_shares(cpu_count) if cpu_count else [])
-    host_bytes = int(available_memory_bytes() * (1 - HEADROOM)) // max(cpu_count, 1)
+    room = max(available_memory_bytes() - RUNTIME_BYTES, 0)
+    host_bytes = int(room * (1 - HEADROOM)) // max(cpu_count, 1)
     result = []
     for device_id in ids:
         kind, _, index = device_id.partition(":")

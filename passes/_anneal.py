@@ -12,7 +12,7 @@ import numpy as np
 
 from onnxplace.costs import Problem
 from onnxplace.graph import Csr, Floats, Ints, Longs
-from onnxplace.jit import kernel
+from onnxplace.jit import kernel, part
 from onnxplace.passes._decode import AHEAD, FROM_THERE, decode
 
 
@@ -99,7 +99,7 @@ def walk(device: Ints, bias: Floats, count: int, seed: int) -> Walk:
     )  # fmt: skip
 
 
-@kernel
+@part
 def _uniform(rng):
     """Draw from [0, 1): xorshift64 (Marsaglia 2003)."""
     x = np.uint64(rng[0])
@@ -110,17 +110,17 @@ def _uniform(rng):
     return np.float64(x >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
-@kernel
+@part
 def _below(rng, count):
     return min(np.int64(_uniform(rng) * count), count - 1)
 
 
-@kernel
+@part
 def _home(a, k, atom):
     return k.device[a.members[a.member_starts[atom]]]
 
 
-@kernel
+@part
 def _grow(a, k, seed, largest):
     """Collect a region around an atom; returns its size and a device that it borders on, or -1."""
     origin = _home(a, k, seed)

@@ -9,7 +9,7 @@ import numpy as np
 
 from onnxplace.costs import Problem
 from onnxplace.graph import Csr, Floats, Ints
-from onnxplace.jit import kernel
+from onnxplace.jit import kernel, part
 from onnxplace.passes._decode import Wiring
 
 
@@ -100,7 +100,7 @@ def earliest_finish(w, order, group, pinned, limit, weight_starts, weights, weig
     return device, start
 
 
-@kernel
+@part
 def _hold(d, g, held, room, weight_starts, weights, weight_bytes):
     for k in range(weight_starts[g], weight_starts[g + 1]):
         if not held[d, weights[k]]:
@@ -108,7 +108,7 @@ def _hold(d, g, held, room, weight_starts, weights, weight_bytes):
             room[d] -= weight_bytes[weights[k]]
 
 
-@kernel
+@part
 def _arrive(w, node, d, device, finish, arrival, sending, receiving, book):
     """When all inputs of `node` can be on device `d`; with `book`, the transfers for that are made."""
     latest = 0.0

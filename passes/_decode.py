@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from onnxplace.graph import Floats, Ints, Longs, OpGraph
-from onnxplace.jit import kernel
+from onnxplace.jit import kernel, part
 from onnxplace.target import LINK_MODELS, Target
 
 # Why a node could not start before it did: nothing, a node before it on its device, an input made here, or elsewhere.
@@ -95,7 +95,7 @@ def run_order(graph: OpGraph, s: Scratch) -> Ints:
     return np.lexsort((graph.positions, s.finish, s.start)).astype(np.int32)
 
 
-@kernel
+@part
 def bottom_levels(w, device, bottom):
     """Fill `bottom` for a placement; returns the largest, which no schedule of that placement can beat."""
     longest = 0.0
@@ -119,7 +119,7 @@ def bottom_levels(w, device, bottom):
     return longest
 
 
-@kernel
+@part
 def _push(heap, size, node, key):
     """Add a node to a heap whose top has the largest key; ties go to the lower index."""
     child = size
@@ -133,7 +133,7 @@ def _push(heap, size, node, key):
     heap[child] = node
 
 
-@kernel
+@part
 def _pop(heap, size, key):
     """Remove the top of a heap of `size` nodes; the heap is one shorter afterwards."""
     top = heap[0]
@@ -157,7 +157,7 @@ def _pop(heap, size, key):
     return top
 
 
-@kernel
+@part
 def _push_soonest(heap, size, node, when):
     child = size
     while child > 0:
@@ -170,7 +170,7 @@ def _push_soonest(heap, size, node, when):
     heap[child] = node
 
 
-@kernel
+@part
 def _pop_soonest(heap, size, when):
     top = heap[0]
     node = heap[size - 1]
@@ -325,7 +325,7 @@ def decode(w, device, bias, lean, limit, s):
     return makespan, traffic
 
 
-@kernel
+@part
 def _calls(w, device, node, d):
     """Seconds for the cuts that a node makes: one before it if it reads what was sent, one after if it sends."""
     calls = 0.0

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from onnxplace.graph import Bools, Floats, Ints, Longs
-from onnxplace.jit import kernel
+from onnxplace.jit import kernel, part
 
 NEVER = 1e300
 # How many states with the same nodes started and the same values in the same places are compared with a new one.
@@ -82,7 +82,7 @@ class Tables(NamedTuple):
     """Keep states that others dominate: they may need less memory."""
 
 
-@kernel
+@part
 def _ones(bits):
     """Count the bits that are set."""
     number = 0
@@ -92,7 +92,7 @@ def _ones(bits):
     return number
 
 
-@kernel
+@part
 def _may_go(value, there, mask, group_device, p):
     """Whether some reader of the value may still be started on this device."""
     for k in range(p.read_starts[value], p.read_starts[value + 1]):
@@ -104,7 +104,7 @@ def _may_go(value, there, mask, group_device, p):
     return False
 
 
-@kernel
+@part
 def _is_next(there, touched, p):
     """Whether a device is in use, or the first unused one of those that are alike."""
     if (touched >> there) & 1:
@@ -115,7 +115,7 @@ def _is_next(there, touched, p):
     return unused == 0
 
 
-@kernel
+@part
 def _advance(reals, ints, mask, home, p):
     """Skip values of the node on `home` that nobody elsewhere may read; free the device when none is left."""
     devices, groups = p.devices, len(p.group_mask)
@@ -132,7 +132,7 @@ def _advance(reals, ints, mask, home, p):
     ints[groups + devices + home] = 0
 
 
-@kernel
+@part
 def _in_the_way(reals, home, there, p):
     """Whether a node that finishes late may have let others go first: some channel was used since it could finish."""
     devices = p.devices
@@ -238,7 +238,7 @@ def apply(reals, ints, mask, action, p):
     return mask
 
 
-@kernel
+@part
 def _preemptive(count, jobs, release, work, tail, left):
     """Jackson's schedule of jobs on one machine: the latest end plus tail, a bound and the best with preemption."""
     for i in range(count):
@@ -349,7 +349,7 @@ def level(opening, skip, own, later, total):
         reached = (opened + total) / number
 
 
-@kernel
+@part
 def _joined(mask, opening, first, early, p):
     """A bound from each join: what comes before it is done on its device, or elsewhere and sent there."""
     best = 0.0
@@ -524,7 +524,7 @@ def expand(reals, ints, masks, least_so_far, begin, end, threshold, p, parents, 
     return filled, cut, state
 
 
-@kernel
+@part
 def _no_worse(reals, ints, mine, other, shuffle, devices, groups):
     """Whether state `mine`, its devices renamed by `shuffle`, can do all that `other` can, and no later."""
     now, then = reals[mine, 0], reals[other, 0]
@@ -560,7 +560,7 @@ def _no_worse(reals, ints, mine, other, shuffle, devices, groups):
     return True
 
 
-@kernel
+@part
 def _signature(real, whole, mask, p):
     """A hash of what is started, what waits to be sent, and what is where; the same if alike devices are renamed."""
     devices, groups = p.devices, len(p.group_mask)

@@ -32,6 +32,7 @@ from onnxplace.graph import Ints
 from onnxplace.loads import simulated_loads
 from onnxplace.model import Model, declared, shape_entries, type_name
 from onnxplace.operators import custom_operators_of
+from onnxplace.passes._footprint import Footprint, footprint
 from onnxplace.simulate import device_weights
 from onnxplace.state import State
 from onnxplace.target import Target
@@ -44,6 +45,7 @@ def manifest_of(
     model, target, found = state[Model], state.target, state[Segments]
     seconds = device_seconds(state[Profile], target)
     simulation, sent = found.simulation, _sent_bytes(state)
+    taken = footprint(state[Profile].graph, found.segments, simulation, target)
     return Manifest(
         schema_version=SCHEMA_VERSION,
         model=model.name,
@@ -80,8 +82,10 @@ def manifest_of(
             single_device_seconds=float(seconds.sum(axis=1).min()),
             lower_bound_seconds=state[Schedule].lower_bound_seconds,
             interval_seconds=simulated_loads(simulation, target).interval_seconds,
+            running_bytes=taken.running_bytes,
+            opening_bytes=taken.opening_bytes,
         ),
-        devices=_device_records(state),
+        devices=_device_records(state, taken),
         transfers=len(sent),
         transfer_bytes=sum(sent),
         diagnostics=tuple(DiagnosticRecord(**asdict(note)) for note in state.diagnostics),
@@ -172,7 +176,7 @@ def _step(item: Instruction, ids: Sequence[str], target: Target) -> Step:
     return Step(op=item.op, value=item.value, peer=target.devices[item.peer].id if item.peer >= 0 else "")
 
 
-def _device_records(state: State) -> tuple[DeviceRecord, ...]:
+def _device_records(state: State, taken: Footprint) -> tuple[DeviceRecord, ...]:
     simulation = state[Segments].simulation
     nodes = np.bincount(state[Placement].device, minlength=len(state.target.devices))
     return tuple(
@@ -183,6 +187,7 @@ def _device_records(state: State) -> tuple[DeviceRecord, ...]:
             weights_bytes=int(simulation.weights_bytes[i]),
             peak_bytes=int(simulation.peak_bytes[i]),
             limit_bytes=device.memory_bytes,
+            process_bytes=taken.device_bytes[i],
         )
         for i, device in enumerate(state.target.devices)
     )

@@ -189,10 +189,12 @@ def profile(job: Job) -> tuple[Kernels, Any]:
     """Run with the profiler on; returns what it saw, and the session, in which it is off from then on."""
     with custom_operators(job.libraries), pinned(job.cores):
         open_session(job.source, _saving(job, "extended"), job.device_id, job.where)
+        (Path(job.folder) / "extended.bin").unlink(missing_ok=True)  # weights; only the graph is wanted
         options = _saving(job, "all")
         options.enable_profiling = True
         options.profile_file_prefix = str(Path(job.folder) / "profile")
         session = open_session(job.source, options, job.device_id, job.where)
+        (Path(job.folder) / "all.bin").unlink(missing_ok=True)
         runs, _ = _run(session, job, job.patience)
     events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
     return _kernels(events, runs), session
