@@ -1,0 +1,171 @@
+"""Memory as predicted and as taken: python benchmarks/memory.py [--models NAMES] [--placers m-etf,m-topo].
+
+Each model is compiled for one device (`cpu:0`) and, with each placer, for two (`cpu:0,cpu:1`). Each bundle is opened and
+run in a process of its own, of which Linux says how much it held at most while it opened the sessions, and while it ran
+(VmHWM: anonymous memory and pages of files). Errors are of the whole process; `beyond` shows what the bundle took
+beside a process that runs a model of one node, the first row, whose measure RUNTIME_BYTES in onnxplace/machine.py is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parent))
+import onnxplace
+from onnxplace.bundle import Bundle
+from onnxplace.machine import RUNTIME_BYTES
+
+HEADER = (
+    "model", "devices", "placer", "segments", "weights MiB", "opening, predicted MiB", "measured MiB",
+    "running, predicted MiB", "measured MiB", "error of the peak", "error running", "beyond, predicted MiB",
+    "measured MiB",
+)  # fmt: skip
+ONE_NODE = '<ir_version: 8, opset_import: ["": 17]> one (float[4] x) => (float[4] y) { y = Relu(x) }'
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a process held at most, while it opened a bundle and while it ran it."""
+
+    opening_bytes: int
+    running_bytes: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model compiled one way, and what it took."""
+
+    model: str
+    placer: str
+    bundle: Bundle
+    taken: Taken
+
+    @property
+    def error(self) -> float:
+        """Return the relative error of the peak, opening included."""
+        said = self.bundle.manifest.predicted
+        most = max(self.taken.opening_bytes, self.taken.running_bytes)
+        return max(said.opening_bytes, said.running_bytes) / most - 1
+
+    @property
+    def running_error(self) -> float:
+        return self.bundle.manifest.predicted.running_bytes / self.taken.running_bytes - 1
+
+
+def cases(name: str, placers: Sequence[str], runs: int, folder: Path) -> Iterator[Case]:
+    """Compile a model in every way, and measure."""
+    from step_times import SHAPES
+
+    import models
+
+    path = folder / f"{name}.onnx"
+    models.save(models.build(name), path)
+    for devices, placer in (("cpu:0", "single"), *(("cpu:0,cpu:1", placer) for placer in placers)):
+        bundle = onnxplace.compile(
+            path, folder / f"{name}-{placer}", devices=devices, shape=SHAPES.get(name), placer=placer
+        )  # fmt: skip
+        yield Case(name, placer, bundle, measure(bundle.path, runs))
+
+
+def one_node(folder: Path) -> Case:
+    """Compile and measure a model of one node."""
+    import onnx
+
+    onnx.save(onnx.parser.parse_model(ONE_NODE), folder / "one.onnx")
+    bundle = onnxplace.compile(folder / "one.onnx", folder / "one", devices="cpu:0", placer="single")
+    return Case("(one node)", "single", bundle, measure(bundle.path, 1))
+
+
+def measure(bundle: Path, runs: int) -> Taken:
+    """Open and run a bundle in a new process."""
+    command = [sys.executable, __file__, "--child", str(bundle), "--runs", str(runs)]
+    return Taken(**json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+
+
+def child(path: str, runs: int) -> None:
+    """Open and run a bundle in this process; print what it held."""
+    from onnxplace.feeds import random_feeds
+
+    bundle = onnxplace.load(path)
+    feeds = random_feeds(bundle.inputs, bundle.manifest.dimensions)
+    with onnxplace.InferenceSession(bundle) as session:
+        opening = highest()
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # begin anew with the highest
+        for _ in range(runs):
+            session.run(None, feeds)
+        print(json.dumps({"opening_bytes": opening, "running_bytes": highest()}))
+
+
+def highest() -> int:
+    """Return the most bytes that this process held."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) << 10
+
+
+def row(case: Case) -> list[str]:
+    """Return a case as a row of the table."""
+    manifest, taken = case.bundle.manifest, case.taken
+    said = manifest.predicted
+    numbers = (
+        sum(device.weights_bytes for device in manifest.devices),
+        said.opening_bytes, taken.opening_bytes, said.running_bytes, taken.running_bytes,
+    )  # fmt: skip
+    mebibytes = [f"{number / 2**20:.0f}" for number in numbers]
+    beyond = [f"{(number - RUNTIME_BYTES) / 2**20:.1f}" for number in (said.running_bytes, taken.running_bytes)]
+    return [
+        case.model, str(len(manifest.devices)), case.placer, str(len(manifest.segments)), *mebibytes,
+        f"{case.error:+.1%}", f"{case.running_error:+.1%}", *beyond,
+    ]  # fmt: skip
+
+
+def summary(found: Sequence[Case]) -> str:
+    """Return the median and extreme errors."""
+    lines = []
+    for name, errors in (
+        ("peak", [case.error for case in found]), ("running", [case.running_error for case in found])
+    ):  # fmt: skip
+        lines.append(
+            f"{name}: median of absolute errors {np.median(np.abs(errors)):.1%}, from {min(errors):+.1%} "
+            f"to {max(errors):+.1%}; {sum(-0.05 <= e <= 0.15 for e in errors)} of {len(errors)} within -5 to +15 %"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the table and the summary."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", help="default: all examples")
+    parser.add_argument("--placers", default="m-etf,m-topo")
+    parser.add_argument("--runs", type=int, default=4)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.child:
+        child(chosen.child, chosen.runs)
+        return
+    import models  # the child has no use for it, and would be larger
+
+    print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}", flush=True)
+    found: list[Case] = []
+    with tempfile.TemporaryDirectory(prefix="onnxplace-bench-") as folder:
+        print(f"| {' | '.join(row(one_node(Path(folder))))} |", flush=True)
+    for name in chosen.models.split(",") if chosen.models else models.MODELS:
+        with tempfile.TemporaryDirectory(prefix="onnxplace-bench-") as folder:
+            for case in cases(name, chosen.placers.split(","), chosen.runs, Path(folder)):
+                print(f"| {' | '.join(row(case))} |", flush=True)
+                found.append(case)
+    if found:
+        print(f"\n{summary(found)}")
+
+
+if __name__ == "__main__":
+    main()
