@@ -1,7 +1,7 @@
 """Memory as predicted and as taken: python benchmarks/memory.py [--models NAMES] [--placers m-etf,m-topo].
 
-Each model is compiled for one device (`cpu:0`) and, with each placer, for two (`cpu:0,cpu:1`). Each bundle is opened and
-run in a process of its own, of which Linux says how much it held at most while it opened the sessions, and while it ran
+Each model is compiled for one device (`cpu:0`) and, with each placer, for two (`cpu:0,cpu:1`). Each bundle is opened
+and run in a process of its own, of which Linux says how much it held at most while it opened sessions, and while it ran
 (VmHWM: anonymous memory and pages of files). Errors are of the whole process; `beyond` shows what the bundle took
 beside a process that runs a model of one node, the first row, whose measure RUNTIME_BYTES in onnxplace/machine.py is.
 """

@@ -34,9 +34,9 @@ import onnxplace
 from onnxplace.bundle import Bundle
 from onnxplace.feeds import random_feeds
 from onnxplace.machine import local_target
-from onnxplace.passes._timing import longest, waits
 from onnxplace.runtime import Event
 from onnxplace.target import Target, read_target
+from onnxplace.waiting import longest, waits
 
 DEVICES = ("cpu:0", "cpu:0,cpu:1")
 # Placements whose measured steps differ by less are not told apart.

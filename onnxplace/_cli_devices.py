@@ -30,9 +30,9 @@ def devices(
     devices: str | None, calibrate: bool, sizes: str | None, seconds: float | None, output: Path | None, json_: bool
 ) -> None:
     """Show what is here and what ONNX Runtime can use of it; write it to a target file, measured if asked to."""
-    from onnxplace import machine
+    from onnxplace import cost_cache, machine
     from onnxplace.files import write_file
-    from onnxplace.report import devices_summary
+    from onnxplace.report import devices_summary, mebibytes
     from onnxplace.target import target_text
 
     if (sizes or seconds is not None) and not calibrate:
@@ -45,12 +45,14 @@ def devices(
     if output:
         text = target_text(target)
         write_file(output, lambda stream: stream.write(text.encode()))
-    about = machine.describe()
+    about, kept = machine.describe(), cost_cache.contents()
     if json_:
+        about["cost_cache"] = {"folder": str(kept.folder), "files": kept.files, "bytes": kept.size_bytes}
         found = {"calibration": _calibration_json(measured)} if measured else {}
         print_json({**about, "default": [asdict(device) for device in target.devices], **found})
         return
     click.echo(devices_summary(about, target))
+    click.echo(f"kept costs: {kept.files} files, {mebibytes(kept.size_bytes)}, in {kept.folder}")
     if measured:
         click.echo(f"\n{calibration_summary(measured)}")
         if not output:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
 from onnxplace.feeds import Array
 from onnxplace.runtime import Event, RuntimeSession
+from onnxplace.waiting import waits
 
 # A sample in which threads waited for a core for more than this share of its time says little.
 CALM = 0.05
@@ -77,13 +76,8 @@ def waited_seconds() -> float:
 
     The calling thread is left out: what it waits for after the others are done is none of their time.
     """
-    nanoseconds, me = 0, str(threading.get_native_id())
-    for task in Path("/proc/self/task").glob("*/schedstat"):
-        if task.parent.name == me:
-            continue
-        with suppress(OSError, ValueError, IndexError):  # a thread that ended meanwhile; another kind of kernel
-            nanoseconds += int(task.read_text().split()[1])
-    return nanoseconds * 1e-9
+    me = str(threading.get_native_id())
+    return sum(nanoseconds for task, nanoseconds in waits(pool=True).items() if task != me) * 1e-9
 
 
 def take_turns(tasks: Sequence[Callable[[], bool]], seconds: float, least: int) -> None:

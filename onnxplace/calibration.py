@@ -16,7 +16,7 @@ from onnxplace._measuring import AtOnce, Calls, Hops, at_once, calls, hops
 from onnxplace._timings import ENOUGH, Samples
 from onnxplace.errors import UsageError
 from onnxplace.machine import available_memory_bytes, link_via, require_cuda
-from onnxplace.target import Device, Link, LinkModel, Shared, Target
+from onnxplace.target import APART_SECONDS, Device, Link, LinkModel, Shared, Target
 
 SIZES = (*(4**power for power in range(9)), *(2**power for power in range(17, 25)), 1 << 26, 1 << 28)
 """Bytes of the values that cross: 1 B to 256 MiB, closest where values of models are and bandwidth counts."""
@@ -186,7 +186,7 @@ def _measured(
     devices = tuple(
         replace(
             device,
-            segment_seconds=called[device.id].segment_seconds,
+            segment_seconds=called[device.id].segment_seconds + APART_SECONDS,
             input_seconds=called[device.id].input_seconds,
             output_seconds=called[device.id].output_seconds,
         )

@@ -26,8 +26,10 @@ CPU_BYTES_PER_SECOND = 10e9
 # PCIe 4.0 x16 through host memory, a deliberately cautious default; `devices --calibrate` measures.
 CUDA_LATENCY_SECONDS = 20e-6
 CUDA_BYTES_PER_SECOND = 12e9
-# What a call of a segment costs, measured in the same way.
-SEGMENT_SECONDS = 5e-6
+# Nodes in segments of their own take longer than in one session, which shares copies of weights, layouts and caches:
+# about this much per segment (docs/measurements.md). A call takes the rest, as `devices --calibrate` measures it.
+APART_SECONDS = 35e-6
+SEGMENT_SECONDS = APART_SECONDS + 5e-6
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,11 @@ from onnxplace.machine import RUNTIME_BYTES
 from onnxplace.simulate import Simulation
 from onnxplace.target import Target
 
+# Code of kernels that is read from ONNX Runtime's library as they are first used.
+KERNELS_BYTES = 4 << 20
+# What holes in the arena come to, which all CPU devices share, and buffers that change the layout of values around
+# convolutions: as a share of what values take on the device that has most.
+HOLES = 0.5
 SESSION_BYTES = 64 << 10
 # ONNX Runtime's own record of a node: its attributes, names, kernel and buffers.
 NODE_BYTES = 4 << 10
@@ -53,18 +58,19 @@ def footprint(graph: OpGraph, segments: Sequence[Segment], simulation: Simulatio
 
     A weight that two segments read is there twice, since each session keeps a copy in the layout of its kernels.
     """
-    values = simulation.peak_bytes - simulation.weights_bytes
-    device_bytes = [int(size) for size in values]
-    opened = opening = RUNTIME_BYTES
+    on_host = np.array([device.kind == "cpu" for device in target.devices])
+    values = np.where(on_host, simulation.peak_bytes - simulation.weights_bytes, 0)
+    device_bytes = values.tolist()
+    opened = opening = RUNTIME_BYTES + KERNELS_BYTES
     normalised = _normalised(graph)
     for segment in segments:
-        if target.devices[segment.device].kind == "cpu":
+        if on_host[segment.device]:
             session = _open(graph, segment.nodes, normalised)
             opening = max(opening, opened + session.peak_bytes)
             opened += session.kept_bytes
             device_bytes[segment.device] += session.kept_bytes
-    on_host = [size if device.kind == "cpu" else 0 for size, device in zip(device_bytes, target.devices)]
-    return Footprint(tuple(on_host), RUNTIME_BYTES + sum(on_host), opening)
+    running = opened + int(values.sum() + HOLES * values.max(initial=0))
+    return Footprint(tuple(device_bytes), running, opening)
 
 
 def _normalised(graph: OpGraph) -> set[int]:

@@ -1,7 +1,6 @@
 """Time equal runs on a machine that has other work too: waiting for a core is told apart from computing.
 
-Linux counts, for each thread, how long it was ready to run and had no core (`schedstat`, second number). What a run
-waited is taken off its time, and runs that waited least count first. Elsewhere nothing is known to have waited.
+What a run waited is taken off its time, and runs that waited least count first.
 """
 
 from __future__ import annotations
@@ -10,12 +9,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from onnxplace.graph import Floats, Longs
+from onnxplace.waiting import longest, waits
 
 T = TypeVar("T")
 
@@ -112,26 +111,3 @@ class Patience:
             return False
         runs = Runs(np.array(passed), np.array(waited))
         return runs.uncertainty <= self.tolerance and (runs.waiting <= BUSY or count >= BUSY_RUNS)
-
-
-def waits(pool: bool) -> dict[str, int]:
-    """Return the nanoseconds that this thread, or each one of the process, has been without a core so far."""
-    if not pool:
-        found = _waited("/proc/thread-self/schedstat")
-        return {} if found is None else {"": found}
-    tasks = {path.parent.name: _waited(path) for path in Path("/proc/self/task").glob("*/schedstat")}
-    return {task: nanoseconds for task, nanoseconds in tasks.items() if nanoseconds is not None}
-
-
-def longest(before: dict[str, int], after: dict[str, int]) -> float:
-    """Return the seconds of the thread that waited longest: the others waited for it."""
-    return max((after[task] - before.get(task, 0) for task in after), default=0) * 1e-9
-
-
-def _waited(path: str | Path) -> int | None:
-    """Return the second number of a schedstat file; None where there is none."""
-    try:
-        with open(path, encoding="ascii") as file:
-            return int(file.read().split()[1])
-    except (OSError, ValueError, IndexError):  # another system, a thread that ended, a kernel without it
-        return None
