@@ -21,6 +21,8 @@ T = TypeVar("T")
 # A run that waited for less than this share of its time was not disturbed.
 CALM = 0.01
 LEAST_RUNS = 3
+# More of a run than this was not waited: the system counts a wait when it ends, wherever it began.
+MOST_WAITED = 0.9
 # Where even the calm runs waited for more than this, parts of a run have to be told from many.
 BUSY = 0.02
 BUSY_RUNS = 15
@@ -96,7 +98,7 @@ class Patience:
             before, began = waits(pool), time.perf_counter()
             made = call()
             passed.append(time.perf_counter() - began)
-            waited.append(min(longest(before, waits(pool)), passed[-1]))
+            waited.append(min(longest(before, waits(pool)), MOST_WAITED * passed[-1]))
             if self._enough(passed, waited):
                 return Runs(np.array(passed), np.array(waited)), made
 

@@ -142,6 +142,12 @@ def test_repeating_ends_at_either_bound(monkeypatch, repeat, seconds, count):
     assert len(Patience(repeat, seconds, 0.0).run(clock, pool=False)[0].passed) == count
 
 
+def test_a_wait_that_began_before_the_run_leaves_some_of_it(monkeypatch):
+    found, _ = Patience(5, 60.0, 0.02).run(Clock(monkeypatch, [0.2], [0.7]), pool=False)
+    assert 0 < found.own.min()
+    assert found.seconds == pytest.approx(0.02)
+
+
 def test_on_a_busy_machine_more_runs_are_made(monkeypatch):
     found, _ = Patience(1000, 60.0, 0.02).run(Clock(monkeypatch, [0.2], [0.1]), pool=False)
     assert len(found.passed) == 15
