@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onnxplace.bundle import Bundle, RepeatRecord
+    from onnxplace.bundle import Bundle, Predicted, RepeatRecord
     from onnxplace.compare import Times
     from onnxplace.cost_graph import CostGraph
     from onnxplace.placing import Placed
@@ -92,9 +92,18 @@ def compile_summary(bundle: Bundle) -> str:
             table(("device", "nodes", "compute", "weights", "peak", "limit"), rows),
             f"segments: {len(manifest.segments)}, transfers: {manifest.transfers} ({sent})",
             f"predicted step {milliseconds(predicted.step_seconds)}; best single device {best}; nothing beats {bound}",
+            *_process_line(predicted),
             f"bundle: {bundle.path}",
         ]
     )
+
+
+def _process_line(predicted: Predicted) -> list[str]:
+    """Return a line about the memory of the process, if that was predicted."""
+    if not predicted.running_bytes:
+        return []
+    running, opening = mebibytes(predicted.running_bytes), mebibytes(predicted.opening_bytes)
+    return [f"a process that runs it takes {running}, and at most {opening} while it opens sessions"]
 
 
 def _repeats_line(repeats: Sequence[RepeatRecord]) -> list[str]:

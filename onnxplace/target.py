@@ -29,7 +29,7 @@ CUDA_BYTES_PER_SECOND = 12e9
 # Nodes in segments of their own take longer than in one session, which shares copies of weights, layouts and caches:
 # about this much per segment (docs/measurements.md). A call takes the rest, as `devices --calibrate` measures it.
 APART_SECONDS = 35e-6
-SEGMENT_SECONDS = APART_SECONDS + 5e-6
+SEGMENT_SECONDS = 40e-6
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ NODE_BYTES = 4 << 10
 # Weights of convolutions are rewritten, as a whole, while a session is opened: what that takes beside the result, as a
 # share of them, and where a normalisation is folded into them before.
 REWRITTEN = 1.0
-FOLDED_AND_REWRITTEN = 1.75
+FOLDED_AND_REWRITTEN = 2.0
 _CONVOLUTIONS = {"Conv", "ConvTranspose", "FusedConv"}
 # These read rows of a weight where it lies in the file: pages that the system may drop at any time.
 _LOOK_UP = {"Gather", "GatherElements", "GatherND"}

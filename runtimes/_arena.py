@@ -6,10 +6,16 @@ of what they need, and not what they need at a time.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 
 from onnxplace.machine import onnxruntime
+
+# A trim takes some 8 ms of CPU after such a session; smaller ones leave little behind.
+WORTH_BYTES = 1 << 20
 
 
 def shared_memory(kind: str) -> Mapping[str, str]:
@@ -28,3 +34,14 @@ def _register() -> None:
     runtime = onnxruntime()
     place = runtime.OrtMemoryInfo("Cpu", runtime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, runtime.OrtMemType.DEFAULT)
     runtime.create_and_register_allocator(place, runtime.OrtArenaCfg({}))
+
+
+def give_back(weights_bytes: int) -> None:
+    """Return to the system what opening a session of so many bytes of weights has freed; nothing but on glibc.
+
+    ONNX Runtime rewrites weights of convolutions as it opens a session, and glibc keeps up to one and a half times
+    their size for later.
+    """
+    if weights_bytes >= WORTH_BYTES and sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)

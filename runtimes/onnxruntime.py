@@ -24,7 +24,7 @@ from onnxplace.errors import ExecutionError, OnnxplaceError, one_line
 from onnxplace.feeds import Array
 from onnxplace.machine import core_sets, onnxruntime, require_cuda
 from onnxplace.runtime import Event, EventKind, Result, Runtime, RuntimeSession
-from onnxplace.runtimes._arena import shared_memory
+from onnxplace.runtimes._arena import give_back, shared_memory
 from onnxplace.runtimes._requests import CancelledError, Request
 from onnxplace.runtimes._states import States
 from onnxplace.runtimes._values import as_value, is_absent, is_array, is_native, is_plain, to_python, to_value
@@ -131,7 +131,9 @@ class _OpenSegment:
 def _open(bundle: Bundle, segment: SegmentRecord, device: _Placed) -> _OpenSegment:
     with pinned(device.cores):
         options = session_options(device.cores, entries={**bundle.session_entries, **shared_memory(device.kind)})
+        options.enable_mem_pattern = device.kind != "cpu"  # it takes the memory of a run once more, in one piece
         session = open_session(bundle.file(segment.file), options, device.id, f"segment {segment.id}")
+    give_back(segment.weights_bytes)
     return _OpenSegment(segment, session, device)
 
 
