@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from onnxplace._stateful import Asked, bind_states
 from onnxplace.bundle import MANIFEST, Bundle, Check
-from onnxplace.costs import device_seconds
+from onnxplace.costs import alone_seconds
 from onnxplace.errors import InfeasibleError, UsageError, nearest
 from onnxplace.facts import Emitted, Placement, Profile, Segments
 from onnxplace.feeds import Array, Declared, check_feeds
@@ -86,7 +87,7 @@ def compile_model(
     *,
     devices: str | Sequence[str] | None = None,
     target: Target | None = None,
-    max_memory: str | None = None,
+    max_memory: str | int | None = None,
     shape: Mapping[str, int] | None = None,
     inputs: Mapping[str, Array] | None = None,
     state: Asked = (),
@@ -97,7 +98,7 @@ def compile_model(
     objective: Objective = "latency",
     budget_seconds: float | None = None,
     pipeline: str | Pipeline | None = None,
-    device_map: str | Path | None = None,
+    device_map: str | Path | Mapping[str, str] | None = None,
     colocate: Sequence[str] = (),
     seed: int = 0,
     strict: bool = False,
@@ -116,6 +117,12 @@ def compile_model(
     with operators that ONNX Runtime has not. `costs` is a cost file, `save_costs` where to write one; `cache` says
     whether what was measured before may be used (docs/costs.md). `observer` is told of each pass before it runs.
     """
+    from onnx import ModelProto
+
+    if not isinstance(model, (str, Path, ModelProto)):
+        raise UsageError("U049", f"a {type(model).__name__} is no model", hint="give a path or an onnx.ModelProto")
+    if isinstance(device_map, Mapping):
+        device_map = json.dumps(dict(device_map))
     if target is not None and devices is not None:
         raise UsageError(
             "U040", "--devices and --target exclude each other", hint="name the devices in the target file"
@@ -135,7 +142,7 @@ def compile_model(
     require_free(path, force, MANIFEST)
     target = target or local_target(devices)
     if max_memory:
-        target = target.limiting(parse_memory(max_memory, [device.id for device in target.devices]))
+        target = target.limiting(parse_memory(str(max_memory), [device.id for device in target.devices]))
     loaded = bind_states(bind(load_model(model), shape or {}, inputs or {}), state)
     with custom_operators(custom_op_libraries):
         require_operators(loaded)
@@ -251,7 +258,7 @@ def _slower_than_one(state: State) -> list[Diagnostic]:
     if Segments not in state or state[Placement].placer in aims or len(set(state[Placement].device.tolist())) < 2:
         return []
     step = state[Segments].simulation.makespan_seconds
-    seconds = device_seconds(state[Profile], state.target).sum(axis=1)
+    seconds = alone_seconds(state[Profile], state.target)
     best = int(seconds.argmin())
     if step <= seconds[best]:
         return []
@@ -377,6 +384,8 @@ class InferenceSession:
         return check_feeds(input_feed, self._takes), [name for name in names if name in self._kept]
 
     def _names(self, asked: Sequence[str] | None) -> list[str]:
+        if isinstance(asked, str):
+            raise UsageError("U050", f"output names are a list, not {asked!r}", hint=f"write [{asked!r}]")
         for name in asked or ():
             if name not in self._known:
                 raise UsageError("U050", f"the model has no output {name!r}", hint=nearest(name, self._known))

@@ -17,12 +17,12 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from onnxplace._programs import check_programs
-from onnxplace.errors import BundleError, TargetError
+from onnxplace.errors import BundleError, TargetError, UsageError
 from onnxplace.feeds import Array, Declared, zero_feeds
 from onnxplace.target import Device, Link, LinkModel, Shared, Target
 
@@ -224,6 +224,8 @@ class Bundle:
     @staticmethod
     def open(path: str | Path, check: Check = "small") -> Bundle:
         """Open a bundle; raises BundleError naming the file if anything is missing, altered, unsafe or too new."""
+        if check not in get_args(Check):
+            raise UsageError("U051", f"no such check: {check!r}", where="load", hint="'small' or 'all'")
         path = Path(path)
         manifest = _read_manifest(path)
         bundle = Bundle(path, manifest)

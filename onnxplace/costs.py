@@ -52,6 +52,13 @@ class Problem:
         return excess
 
 
+def alone_seconds(profile: Profile, target: Target) -> Floats:
+    """Return, per device, the seconds of a step that it computes alone, in one segment."""
+    calls = np.array([device.segment_seconds for device in target.devices])
+    alone: Floats = device_seconds(profile, target).sum(axis=1) + calls
+    return alone
+
+
 def device_seconds(profile: Profile, target: Target) -> Floats:
     """Return the cost of each node on each device: seconds [device, node]."""
     return np.stack([profile.seconds[device.cost_class] for device in target.devices])

@@ -71,9 +71,16 @@ class Declared:
     optional: bool = False
     """Whether the model has a default for it."""
 
+    @property
+    def type(self) -> str:
+        """Return what ONNX Runtime calls `type`."""
+        return self.dtype
+
 
 def check_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[str, Any]:
     """Return the feeds as arrays; raises FeedError for a wrong name, type, rank or size, and for what is missing."""
+    if not isinstance(feeds, Mapping):
+        raise FeedError("F007", f"inputs are a mapping from names to arrays, not {feeds!r}")
     known = {item.name: item for item in inputs}
     for name in feeds:
         if name not in known:

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
@@ -32,6 +33,8 @@ LOWEST_IR, HIGHEST_IR = 8, 13
 INLINE_LIMIT_BYTES = 1 << 30
 
 
+# No dimension of a model that runs is larger.
+MOST = (1 << 31) - 1
 # onnx takes every vector for a shape and follows each of its elements: memory runs out at some million of them.
 LONG_VECTOR = 1 << 18
 
@@ -268,8 +271,9 @@ def bind(model: Model, dimensions: Mapping[str, int], samples: Mapping[str, Arra
                 where="--shape",
                 hint=nearest(key, known) if known else "all its dimensions are fixed",
             )
-        if size < 0:
-            raise ModelError("M022", f"dimension {key!r} cannot be {size}", where="--shape")
+        if not isinstance(size, Integral) or not 0 <= size <= MOST:
+            hint = f"give a whole number from 0 to {MOST}"
+            raise ModelError("M022", f"dimension {key!r} cannot be {size!r}", where="--shape", hint=hint)
     if samples:
         samples = check_feeds(samples, [declared(value, model) for value in model.inputs])
     return replace(model, dimensions=MappingProxyType(dict(dimensions)), samples=MappingProxyType(dict(samples)))

@@ -28,6 +28,8 @@ def choose_placer(
     `seconds` is for how long it may search. Raises UsageError if it is no placer, if both a placer and an objective
     other than latency are given, or if the placer does not search.
     """
+    if objective not in OBJECTIVES:
+        raise UsageError("U048", f"no such objective: {objective!r}", hint=nearest(str(objective), OBJECTIVES))
     if placer and objective != "latency":
         hint = f"leave --placer out for {OBJECTIVES[objective]!r}, or --objective"
         raise UsageError("U046", "--placer and --objective exclude each other", hint=hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -270,7 +271,11 @@ def _device(name: str, target: Target, path: str) -> int:
 
 
 def _read_map(path: str) -> Mapping[str, str]:
-    data = read_json(path, "U023", "a device map")
+    """Read a device map: from a file, or from the JSON text itself."""
+    if path.startswith("{"):
+        data, path = json.loads(path), "device map"
+    else:
+        data = read_json(path, "U023", "a device map")
     if not isinstance(data, dict) or not all(isinstance(device, str) for device in data.values()):
         raise InputError("U023", "not a device map", where=path, hint='write it like {"encoder.*": "cuda:0"}')
     return data

@@ -26,7 +26,7 @@ from onnxplace.bundle import (
     TargetRecord,
     ValueRecord,
 )
-from onnxplace.costs import device_seconds
+from onnxplace.costs import alone_seconds
 from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segments
 from onnxplace.graph import Ints
 from onnxplace.loads import simulated_loads
@@ -43,7 +43,6 @@ def manifest_of(
 ) -> Manifest:
     """Return the manifest of a state that has been split; `ids` names its segments, `files` what was written."""
     model, target, found = state[Model], state.target, state[Segments]
-    seconds = device_seconds(state[Profile], target)
     simulation, sent = found.simulation, _sent_bytes(state)
     taken = footprint(state[Profile].graph, found.segments, simulation, target)
     return Manifest(
@@ -79,7 +78,7 @@ def manifest_of(
         },
         predicted=Predicted(
             step_seconds=simulation.makespan_seconds,
-            single_device_seconds=float(seconds.sum(axis=1).min()),
+            single_device_seconds=float(alone_seconds(state[Profile], target).min()),
             lower_bound_seconds=state[Schedule].lower_bound_seconds,
             interval_seconds=simulated_loads(simulation, target).interval_seconds,
             running_bytes=taken.running_bytes,
