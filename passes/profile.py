@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -106,10 +107,10 @@ class ProfileCosts(Pass):
                 notes += said
         for found in measured.values():
             sizes = {**found.value_bytes, **sizes}
-        notes += _unknown_sizes(model, sizes)
         doubtful = [d for d in state.target.devices if d.cost_class not in measured or not _all(measured[d.cost_class])]
         peaks = measured_peaks(cores()[0]) if any(self._calibrates(device) for device in doubtful) else None
-        done = state.having(_in_units(_profile(asked, state, sizes, measured, peaks), model)).saying(*notes)
+        profile = _in_units(_profile(asked, state, sizes, measured, peaks), model)
+        done = state.having(profile).saying(*notes, *_unknown_sizes(model, sizes, profile.unit))
         return self._saved(done, measured)
 
     def _calibrates(self, device: Device) -> bool:
@@ -200,9 +201,18 @@ def _cannot_measure(device: Device) -> str | None:
     return None
 
 
-def _unknown_sizes(model: Model, sizes: Mapping[str, int]) -> list[Diagnostic]:
-    read = {name for reads in model.reads for name in reads}
-    unknown = [name for node in model.nodes for name in node.output if name in read and name not in sizes]
+def _unknown_sizes(model: Model, sizes: Mapping[str, int], unit: Ints) -> list[Diagnostic]:
+    """Say which values have no size; those that are made and read in one unit need none."""
+    read = defaultdict(set)
+    for index, reads in enumerate(model.reads):
+        for name in reads:
+            read[name].add(int(unit[index]))
+    unknown = [
+        name
+        for index, node in enumerate(model.nodes)
+        for name in node.output
+        if name not in sizes and read[name] - {int(unit[index])}
+    ]
     if not unknown:
         return []
     return [

@@ -19,6 +19,7 @@ from onnxplace.passes import _timing
 from onnxplace.passes._attribution import Attributed, attribute, without_overhead
 from onnxplace.passes._measure import Job, _kernels, in_child, measure, profile, stored
 from onnxplace.passes._timing import Patience, Runs, longest, waits
+from onnxplace.passes.profile import _unknown_sizes
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
 
@@ -260,3 +261,12 @@ def test_all_time_of_convolutional_networks_is_given_to_their_nodes(name):
     assert quality.kernels > 20
     assert quality.overhead_seconds <= 5e-6
     assert (found.spread >= 0).all()
+
+
+@pytest.mark.parametrize(("unit", "named"), [([0, 1, 2], ["a", "b"]), ([0, 0, 1], ["b"]), ([0, 0, 0], [])])
+def test_only_values_that_leave_their_unit_need_a_size(unit, named):
+    text = "g (float[2] x) => (float[2] y) { a = Relu(x) b = Neg(a) y = Abs(b) }"
+    model = load(parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> {text}'))
+    notes = _unknown_sizes(model, {"x": 8, "y": 8}, np.array(unit, dtype=np.int32))
+    assert [name for name in ("a", "b") if any(repr(name) in note.message for note in notes)] == named[:1]
+    assert [str(len(named)) in note.message for note in notes] == [True] * bool(named)
