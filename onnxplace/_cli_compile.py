@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +14,7 @@ from onnxplace._cli_options import (
     objective_option,
     parse_shape,
     print_json,
+    progress,
     say,
     seed_option,
     shape_option,
@@ -86,7 +84,7 @@ def compile(  # noqa: A001
     from onnxplace.target import read_target
 
     tell_of_compiling()
-    with _progress(json_) as observer:
+    with progress(json_, "reading the model") as observer:
         compiled = compile_model(
             model,
             target=read_target(target) if target else None,
@@ -122,16 +120,3 @@ def _compiled_json(compiled: Compiled) -> dict[str, Any]:
         "passes": [{"name": timing.name, "seconds": timing.seconds} for timing in compiled.timings],
         "diagnostics": [vars(note) for note in compiled.diagnostics],
     }
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None] | None]:
-    """Show the pass at work on stderr, if that is a terminal."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    with console.status("reading the model") as status:
-        yield lambda name, index, count: status.update(f"[{index + 1}/{count}] {name}")

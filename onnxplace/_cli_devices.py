@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace._cli_options import as_json, print_json
+from onnxplace._cli_options import as_json, print_json, progress
 from onnxplace.errors import UsageError
 
 if TYPE_CHECKING:
@@ -78,20 +75,8 @@ def _calibrated(target: Any, sizes: str | None, seconds: float | None, quiet: bo
     from onnxplace.target import parse_bytes
 
     asked = [parse_bytes(text) for text in sizes.split(",")] if sizes else SIZES
-    with _progress(quiet) as observer:
+    with progress(quiet, "measuring") as observer:
         return calibrate(target, sizes=asked, seconds=SECONDS if seconds is None else seconds, observer=observer)
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None] | None]:
-    """Show on stderr what is measured, if that is a terminal."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("measuring") as status:
-        yield lambda name, index, count: status.update(f"[{index + 1}/{count}] {name}")
 
 
 def _calibration_json(measured: Calibration) -> dict[str, Any]:

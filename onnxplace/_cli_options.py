@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,6 +87,18 @@ def tell_of_compiling() -> None:
     on_compiling(
         lambda: click.echo("compiling kernels for this machine; they are kept, so this wait comes only once", err=True)
     )
+
+
+@contextmanager
+def progress(quiet: bool, first: str) -> Iterator[Callable[[str, int, int], None] | None]:
+    """Show on stderr what is being done, `first` and then what the observer is told, if that is a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(first) as status:
+        yield lambda name, index, count: status.update(f"[{index + 1}/{count}] {name}")
 
 
 def say(diagnostics: Sequence[Diagnostic]) -> None:

@@ -10,7 +10,7 @@ import heapq
 
 import numpy as np
 
-from onnxplace.jit import kernel
+from onnxplace.jit import kernel, part
 
 
 @kernel
@@ -321,9 +321,9 @@ def device_peaks(events, where, change, device_count):
     return peak
 
 
-@kernel
-def acyclic(cluster, count, producer, in_starts, ins):
-    """Whether the graph of clusters, each one node, has no cycle."""
+@part
+def cluster_edges(cluster, count, producer, in_starts, ins):
+    """How many edges lead into each of `count` clusters, and those that lead out: starts and readers, with repeats."""
     waiting = np.zeros(count, np.int64)
     starts = np.zeros(count + 1, np.int64)
     for node in range(len(cluster)):
@@ -342,6 +342,13 @@ def acyclic(cluster, count, producer, in_starts, ins):
             if maker >= 0 and cluster[maker] != cluster[node]:
                 readers[filled[cluster[maker]]] = cluster[node]
                 filled[cluster[maker]] += 1
+    return waiting, starts, readers
+
+
+@kernel
+def acyclic(cluster, count, producer, in_starts, ins):
+    """Whether the graph of clusters, each one node, has no cycle."""
+    waiting, starts, readers = cluster_edges(cluster, count, producer, in_starts, ins)
     ready = np.empty(count, np.int64)
     height = 0
     for index in range(count):

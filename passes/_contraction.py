@@ -7,6 +7,7 @@ import heapq
 import numpy as np
 
 from onnxplace.jit import kernel, part
+from onnxplace.kernels import cluster_edges
 from onnxplace.passes._group_kernels import find, number_sets
 
 
@@ -174,25 +175,9 @@ def merge_runs(group, cluster, producer, in_starts, ins):
     for node in range(len(group)):
         count = max(count, cluster[node] + 1)
     color = np.empty(count, np.int32)
-    waiting = np.zeros(count, np.int64)
-    starts = np.zeros(count + 1, np.int64)
     for node in range(len(group)):
         color[cluster[node]] = group[node]
-        for k in range(in_starts[node], in_starts[node + 1]):
-            maker = producer[ins[k]]
-            if maker >= 0 and cluster[maker] != cluster[node]:
-                waiting[cluster[node]] += 1
-                starts[cluster[maker] + 1] += 1
-    for index in range(count):
-        starts[index + 1] += starts[index]
-    readers = np.empty(starts[count], np.int32)
-    filled = starts[:-1].copy()
-    for node in range(len(group)):
-        for k in range(in_starts[node], in_starts[node + 1]):
-            maker = producer[ins[k]]
-            if maker >= 0 and cluster[maker] != cluster[node]:
-                readers[filled[cluster[maker]]] = cluster[node]
-                filled[cluster[maker]] += 1
+    waiting, starts, readers = cluster_edges(cluster, count, producer, in_starts, ins)
 
     mates = np.full(count, -1, np.int32)  # the next cluster of its group that is ready too
     first_mate = np.full(color.max() + 1 if count else 0, -1, np.int32)

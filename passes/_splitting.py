@@ -22,6 +22,9 @@ IDEALS = 50_000
 STEPS = 20_000_000
 ORDERS = 6
 MOVES = 200_000
+# What share of all outputs to count as staying where they are made, one try after the other, when the simulated peak
+# exceeds what the split had counted; at the end with tighter limits too.
+RESIDENT = (0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0)
 # More than any load, and finite.
 HUGE = 1e30
 

@@ -17,14 +17,11 @@ from onnxplace.passes._cutting import CROSSING_BYTES, cutting, needs, unit_secon
 from onnxplace.passes._ideals import TRAFFIC
 from onnxplace.passes._moving import Search
 from onnxplace.passes._plan import place
-from onnxplace.passes._splitting import MOVES, split
+from onnxplace.passes._splitting import MOVES, RESIDENT, split
 from onnxplace.state import Diagnostic, Pass, State
 
 # A device that takes this many times as long as the fastest one is a last resort.
 SLOW = 4.0
-# What share of all outputs to count as staying where they are made, one try after the other, when the simulated peak
-# exceeds what the split had counted; at the end with tighter limits too.
-RESIDENT = (0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0)
 RESTARTS = 3
 # Halvings of what slow devices may hold, to leave them only what fits nowhere else.
 HALVINGS = 5

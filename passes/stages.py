@@ -16,12 +16,9 @@ from onnxplace.loads import loads
 from onnxplace.passes._cutting import cutting, needs, unit_seconds
 from onnxplace.passes._ideals import DUPLEX, PARALLEL, SEQUENTIAL, SUM
 from onnxplace.passes._moving import Search
-from onnxplace.passes._splitting import MOVES, split
+from onnxplace.passes._splitting import MOVES, RESIDENT, split
 from onnxplace.state import Diagnostic, Pass, State
 
-# What share of all outputs to count as staying where they are made, one try after the other, when the simulated peak
-# exceeds what the split had counted; at the end with tighter limits too.
-RESIDENT = (0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0)
 RESTARTS = 4
 
 
