@@ -9,8 +9,6 @@ beside a process that runs a model of one node, the first row, whose measure RUN
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,8 +19,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).parent))
+from step_times import SHAPES
+
+import models
 import onnxplace
+from onnxplace._memory import RUNS, Process, process_memory
 from onnxplace.bundle import Bundle
+from onnxplace.feeds import random_feeds
 from onnxplace.machine import RUNTIME_BYTES
 
 HEADER = (
@@ -34,21 +37,13 @@ ONE_NODE = '<ir_version: 8, opset_import: ["": 17]> one (float[4] x) => (float[4
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What a process held at most, while it opened a bundle and while it ran it."""
-
-    opening_bytes: int
-    running_bytes: int
-
-
-@dataclass(frozen=True)
 class Case:
     """A model compiled one way, and what it took."""
 
     model: str
     placer: str
     bundle: Bundle
-    taken: Taken
+    taken: Process
 
     @property
     def error(self) -> float:
@@ -64,17 +59,13 @@ class Case:
 
 def cases(name: str, placers: Sequence[str], runs: int, folder: Path) -> Iterator[Case]:
     """Compile a model in every way, and measure."""
-    from step_times import SHAPES
-
-    import models
-
     path = folder / f"{name}.onnx"
     models.save(models.build(name), path)
     for devices, placer in (("cpu:0", "single"), *(("cpu:0,cpu:1", placer) for placer in placers)):
         bundle = onnxplace.compile(
             path, folder / f"{name}-{placer}", devices=devices, shape=SHAPES.get(name), placer=placer
         )  # fmt: skip
-        yield Case(name, placer, bundle, measure(bundle.path, runs))
+        yield Case(name, placer, bundle, measure(bundle, runs))
 
 
 def one_node(folder: Path) -> Case:
@@ -83,33 +74,12 @@ def one_node(folder: Path) -> Case:
 
     onnx.save(onnx.parser.parse_model(ONE_NODE), folder / "one.onnx")
     bundle = onnxplace.compile(folder / "one.onnx", folder / "one", devices="cpu:0", placer="single")
-    return Case("(one node)", "single", bundle, measure(bundle.path, 1))
+    return Case("(one node)", "single", bundle, measure(bundle, 1))
 
 
-def measure(bundle: Path, runs: int) -> Taken:
+def measure(bundle: Bundle, runs: int) -> Process:
     """Open and run a bundle in a new process."""
-    command = [sys.executable, __file__, "--child", str(bundle), "--runs", str(runs)]
-    return Taken(**json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
-
-
-def child(path: str, runs: int) -> None:
-    """Open and run a bundle in this process; print what it held."""
-    from onnxplace.feeds import random_feeds
-
-    bundle = onnxplace.load(path)
-    feeds = random_feeds(bundle.inputs, bundle.manifest.dimensions)
-    with onnxplace.InferenceSession(bundle) as session:
-        opening = highest()
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # begin anew with the highest
-        for _ in range(runs):
-            session.run(None, feeds)
-        print(json.dumps({"opening_bytes": opening, "running_bytes": highest()}))
-
-
-def highest() -> int:
-    """Return the most bytes that this process held."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) << 10
+    return process_memory(bundle, random_feeds(bundle.inputs, bundle.manifest.dimensions), runs)
 
 
 def row(case: Case) -> list[str]:
@@ -146,14 +116,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", help="default: all examples")
     parser.add_argument("--placers", default="m-etf,m-topo")
-    parser.add_argument("--runs", type=int, default=4)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--runs", type=int, default=RUNS)
     chosen = parser.parse_args()
-    if chosen.child:
-        child(chosen.child, chosen.runs)
-        return
-    import models  # the child has no use for it, and would be larger
-
     print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}", flush=True)
     found: list[Case] = []
     with tempfile.TemporaryDirectory(prefix="onnxplace-bench-") as folder:

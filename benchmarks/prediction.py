@@ -2,9 +2,9 @@
 
 Each model is compiled for one device (`cpu:0`) and for two (`cpu:0,cpu:1`), one core each, and run as `onnxplace bench`
 runs it; rows of one model take turns of a few steps. Prints, per row, the step as predicted and as measured, each
-device's busy time (runs of segments), copies received, and how many values cross; then the median and the worst
+device's busy time (neither waiting nor copying), copies received, and how many values cross; then the median and worst
 absolute error, and of how many pairs of placements of one model, whose measured steps differ by more than 10 %, the
-faster was foretold.
+faster was foretold. `planned` is the error of what the costs of nodes foretold before the bundle was tried out.
 
 On a busy machine, the wait for a core of the worker that waited longest is taken off each step (Linux), and the steps
 that waited least count. `waited` says how much that was: figures are worth as much as it is small.
@@ -13,6 +13,7 @@ that waited least count. `waited` says how much that was: figures are worth as m
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -31,20 +32,21 @@ from step_times import SHAPES
 
 import models
 import onnxplace
+from onnxplace._observed import Traced
 from onnxplace.bundle import Bundle
 from onnxplace.feeds import random_feeds
 from onnxplace.machine import local_target
-from onnxplace.runtime import Event
+from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from onnxplace.target import Target, read_target
 from onnxplace.waiting import longest, waits
 
 DEVICES = ("cpu:0", "cpu:0,cpu:1")
 # Placements whose measured steps differ by less are not told apart.
 APART = 0.1
-# Steps of a turn: the first ones fill the caches, which the case before has used.
-SETTLING, COUNTED = 2, 5
+# The first seconds and steps of a turn fill the caches, which the case before has used; these many more count.
+SETTLING_SECONDS, SETTLING, COUNTED = 0.02, 2, 5
 HEADER = (
-    "model", "devices", "placer", "segments", "transfers", "predicted ms", "measured ms", "error",
+    "model", "devices", "placer", "segments", "transfers", "predicted ms", "measured ms", "error", "planned",
     "busy, predicted ms", "busy, measured ms", "copies ms", "waited",
 )  # fmt: skip
 
@@ -61,8 +63,7 @@ class Case:
     """Per step, seconds without what the worker that waited longest waited."""
     waited: list[float] = field(default_factory=list)
     """Per step, that wait as a share."""
-    events: dict[tuple[str, str, str], list[float]] = field(default_factory=dict)
-    """Seconds of each run and copy, by device, kind and name."""
+    traced: Traced = field(default_factory=Traced)
 
     @property
     def predicted(self) -> float:
@@ -77,18 +78,15 @@ class Case:
         """Return the median over the steps to go by."""
         return float(np.median([values[index] for index in self.calm]))
 
-    def spent(self, kind: str, device: str) -> float:
-        """Return the seconds of all runs, or copies, on a device: the sum of the median of each one.
-
-        Most are short, and seldom wait for a core.
-        """
-        return sum(
-            float(np.median(t)) for (where, what, _), t in self.events.items() if (where, what) == (device, kind)
-        )
-
     @property
     def error(self) -> float:
         return self.predicted / self.middle(self.taken) - 1
+
+    @property
+    def planned(self) -> float:
+        """Return the error of what the costs of the nodes alone foretold."""
+        trial = self.bundle.manifest.trial
+        return (trial.planned_seconds if trial else self.predicted) / self.middle(self.taken) - 1
 
 
 def cases(name: str, placers: Sequence[str], target: Target | None, folder: Path) -> Iterator[Case]:
@@ -118,42 +116,36 @@ def measure(found: Sequence[Case], seconds: float) -> None:
     with ExitStack() as stack:
         ready = []
         for case in found:
-            session = stack.enter_context(onnxplace.InferenceSession(case.bundle, trace=True))
+            session = stack.enter_context(OnnxRuntime().open(case.bundle, trace=True))
             feeds = random_feeds(case.bundle.inputs, case.bundle.manifest.dimensions)
-            for _ in range(2):
-                session.run(None, feeds)
             ready.append((case, session, feeds))
         until, rounds = time.perf_counter() + seconds, 0
         while rounds < 3 or time.perf_counter() < until:
             rounds += 1
             for case, session, feeds in ready:
-                for step in range(SETTLING + COUNTED):
+                settled, steps = time.perf_counter() + SETTLING_SECONDS, 0
+                while steps < SETTLING or time.perf_counter() < settled:
+                    session.run(feeds)
+                    steps += 1
+                for _ in range(COUNTED):
                     before = waits(pool=True)
-                    result = session.submit(feeds).result()
+                    result = session.run(feeds)
                     wait = min(longest(before, waits(pool=True)), result.seconds)
-                    if step >= SETTLING:
-                        note(case, result.seconds, wait, result.events)
-
-
-def note(case: Case, seconds: float, wait: float, events: Sequence[Event]) -> None:
-    """Add a step to a case."""
-    case.taken.append(seconds - wait)
-    case.waited.append(wait / seconds)
-    for event in events:
-        if event.kind != "wait":
-            taken = event.finish_seconds - event.start_seconds
-            case.events.setdefault((event.device, event.kind, event.name), []).append(taken)
+                    case.taken.append(result.seconds - wait)
+                    case.waited.append(wait / result.seconds)
+                    case.traced.add(result.events)
 
 
 def row(case: Case) -> list[str]:
     """Return a case as a row of the table."""
-    manifest = case.bundle.manifest
-    busy, copies = ([case.spent(kind, device.id) for device in manifest.devices] for kind in ("run", "copy"))
+    manifest, traced = case.bundle.manifest, case.traced
+    busy = [traced.busy(s for s in manifest.segments if s.device == device.id) for device in manifest.devices]
+    copies = sum(traced.copying(device.id) for device in manifest.devices)
     return [
         case.model, case.devices, case.placer, str(len(manifest.segments)), str(manifest.transfers),
         milliseconds(case.predicted), milliseconds(case.middle(case.taken)), f"{case.error:+.0%}",
-        " ".join(milliseconds(device.compute_seconds) for device in manifest.devices),
-        " ".join(map(milliseconds, busy)), milliseconds(sum(copies)), f"{case.middle(case.waited):.0%}",
+        f"{case.planned:+.0%}", " ".join(milliseconds(device.compute_seconds) for device in manifest.devices),
+        " ".join(map(milliseconds, busy)), milliseconds(copies), f"{case.middle(case.waited):.0%}",
     ]  # fmt: skip
 
 
@@ -200,6 +192,7 @@ def main() -> None:
     found: list[Case] = []
     for name in chosen.models.split(","):
         with tempfile.TemporaryDirectory(prefix="onnxplace-bench-") as folder:
+            os.environ["ONNXPLACE_CACHE_DIR"] = folder  # the machine may have been faster another day
             these = list(cases(name, chosen.placers.split(","), target, Path(folder)))
             measure(these, chosen.seconds)
             for case in these:

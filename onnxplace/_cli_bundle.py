@@ -1,9 +1,9 @@
-"""`onnxplace run`, `verify` and `bench`: what works on a bundle."""
+"""`onnxplace run` and `verify`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -19,14 +19,12 @@ from onnxplace._cli_options import (
     shape_option,
     with_operator_libraries,
 )
-from onnxplace.errors import FeedError, UsageError, nearest
+from onnxplace.errors import UsageError
 
 if TYPE_CHECKING:
     from onnxplace._steps import Steps
     from onnxplace.bundle import Bundle
     from onnxplace.compare import OutputDifference
-
-WARM_UPS = 2
 
 
 @click.command()
@@ -58,11 +56,12 @@ def run(
 
     import numpy as np
 
+    from onnxplace._steps import steps_of
     from onnxplace.api import InferenceSession, load
     from onnxplace.files import write_file
 
     opened = load(bundle)
-    steps = _steps(opened, inputs, shape, seed)
+    steps = steps_of(opened, inputs, parse_shape(shape), seed)
     kept = {item.output: item.input for item in opened.manifest.states}
     with InferenceSession(opened, runtime=runtime, trace=trace is not None) as session:
         again = [*kept] if repeat > 1 or trace else []  # to see how states grow
@@ -70,7 +69,10 @@ def run(
         if outputs and not result.outputs:
             raise _computes_nothing(runtime, "--outputs")
         steps.learn({name: result.outputs[output] for output, name in kept.items() if output in result.outputs})
-        taken = [session.submit(steps.feeds(number)).result().seconds for number in range(1, repeat)]
+        taken = []
+        for number in range(1, repeat):
+            with steps.explained(number):
+                taken.append(session.submit(steps.feeds(number)).result().seconds)
         if trace:
             session.run(None, steps.feeds(repeat))
             write_file(trace, lambda stream: stream.write(json.dumps(session.trace()).encode()))
@@ -123,6 +125,7 @@ def verify(
     json_: bool,
 ) -> None:
     """Run the same inputs through BUNDLE and the unsplit model; exit 1 if they differ. Each carries its states on."""
+    from onnxplace._steps import steps_of
     from onnxplace.api import load
     from onnxplace.compare import rounds_to_few_values
     from onnxplace.machine import cores
@@ -132,7 +135,7 @@ def verify(
     count = steps or (3 if opened.manifest.states else 1)
 
     def compared(used: Sequence[int]) -> list[list[OutputDifference]]:
-        return _compared(opened, against, runtime, _steps(opened, inputs, shape, seed), count, used)
+        return _compared(opened, against, runtime, steps_of(opened, inputs, parse_shape(shape), seed), count, used)
 
     found, rounding = compared(cores()), False
     if not _all_equal(found) and rounds_to_few_values(opened):
@@ -145,8 +148,8 @@ def verify(
         outputs = [_finite(vars(item)) for item in _worst(found)]
         print_json({"equal": equal, "outputs": outputs, "steps": len(found), "optimised": not rounding})
     else:
-        for item, steps_of in zip(_worst(found), zip(*found)):
-            wrong = [number for number, at in enumerate(steps_of, 1) if not at.equal]
+        for item, of_steps in zip(_worst(found), zip(*found)):
+            wrong = [number for number, at in enumerate(of_steps, 1) if not at.equal]
             place = f", first in step {wrong[0]}" if wrong and len(found) > 1 else ""
             click.echo(
                 f"{'equal ' if item.equal else 'DIFFERS'} {item.name}  max abs error {item.max_abs_error:.3g}, "
@@ -160,92 +163,6 @@ def verify(
                 "where a fusion was cut (docs/correctness.md)"
             )
     if not equal:
-        raise SystemExit(1)
-
-
-@click.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
-@click.option(
-    "--against", type=click.Path(path_type=Path), metavar="MODEL", help="Default: the bundle's own uncut copy."
-)
-@inputs_option
-@shape_option
-@click.option(
-    "--repeat", default=20, show_default=True, type=click.IntRange(1), help="Rounds, after two for warming up."
-)
-@click.option(
-    "--in-flight", default=1, show_default=True, type=click.IntRange(1), metavar="N",
-    help="Also time a result when N requests are under way at a time.",
-)  # fmt: skip
-@click.option("--max-ratio", type=float, metavar="R", help="Exit 1 if the bundle takes more than R times the model.")
-@seed_option
-@with_operator_libraries
-@as_json
-def bench(
-    bundle: Path,
-    against: Path | None,
-    inputs: Path | None,
-    shape: str,
-    repeat: int,
-    in_flight: int,
-    max_ratio: float | None,
-    seed: int,
-    json_: bool,
-) -> None:
-    """Time BUNDLE beside one session with all cores and one session on a single device's cores, in turn.
-
-    Each carries its states on: the plain sessions as arrays, the way one does it by hand.
-    """
-    from onnxplace._steps import Carrying
-    from onnxplace.api import InferenceSession, load
-    from onnxplace.compare import alternate, reference
-    from onnxplace.machine import cores
-
-    opened = load(bundle)
-    steps = _steps(opened, inputs, shape, seed)
-    largest = max((device.cores for device in opened.target.devices if device.kind == "cpu"), default=len(cores()))
-    whole, one = (Carrying(reference(opened, against, used), opened) for used in (cores(), cores()[:largest]))
-    if opened.manifest.states:
-        whole(steps.first)
-        steps.learn(whole.states)
-        if in_flight > 1:
-            raise UsageError(
-                "U013", "requests that hand their states on follow one another", where="--in-flight",
-                hint="leave it out",
-            )  # fmt: skip
-    feeds = [steps.feeds(number) for number in range(repeat + WARM_UPS)]
-    with InferenceSession(opened) as session:
-        calls: dict[str, Callable[[Any], object]] = {
-            "bundle": lambda given: session.run(None, given),
-            "model": whole,
-            "one_device": one,
-        }
-        if in_flight > 1:
-            calls["in_flight"] = lambda given: [
-                run.result() for run in [session.submit(given) for _ in range(in_flight)]
-            ]
-        times = alternate({name: _in_turn(call, feeds) for name, call in calls.items()}, repeat, WARM_UPS)
-    if in_flight > 1:
-        times["in_flight"] = times["in_flight"].per(in_flight)
-    ratio = times["bundle"].median_seconds / times["model"].median_seconds
-    predicted = opened.manifest.predicted
-    if json_:
-        print_json(
-            {
-                **{name: vars(item) for name, item in times.items()},
-                "ratio": ratio,
-                "ratio_one_device": times["bundle"].median_seconds / times["one_device"].median_seconds,
-                "predicted_seconds": predicted.step_seconds,
-                "predicted_interval_seconds": predicted.interval_seconds,
-                "predicted_one_device_seconds": predicted.single_device_seconds,
-            }
-        )
-    else:
-        from onnxplace.report import bench_summary
-
-        click.echo(bench_summary(opened, times))
-    if max_ratio is not None and ratio > max_ratio:
-        click.echo(f"the bundle takes {ratio:.3f} times the model, more than {max_ratio}", err=True)
         raise SystemExit(1)
 
 
@@ -266,7 +183,8 @@ def _compared(
             raise _computes_nothing(runtime, "verify")
         for number in range(count):
             feeds = steps.feeds(number)
-            found.append(compare(lambda f: session.submit(f, names).result().outputs, want, feeds, names))
+            with steps.explained(number):
+                found.append(compare(lambda f: session.submit(f, names).result().outputs, want, feeds, names))
             if number == 0:
                 steps.learn(want.states)
     return found
@@ -274,26 +192,6 @@ def _compared(
 
 def _all_equal(found: Sequence[Sequence[OutputDifference]]) -> bool:
     return all(item.equal for step in found for item in step)
-
-
-def _steps(bundle: Bundle, inputs: Path | None, shape: str, seed: int) -> Steps:
-    """Return the user's inputs, else random ones of the shapes the bundle was compiled with, or of --shape."""
-    from onnxplace._steps import Steps
-    from onnxplace.feeds import dimension_keys, read_npz
-
-    sizes = parse_shape(shape)
-    known = {key for item in bundle.inputs for key, size in dimension_keys(item) if size is None}
-    for key in sizes:
-        if key not in known:
-            hint = nearest(key, sorted(known)) if known else "all its dimensions are fixed"
-            raise FeedError("M022", f"the model has no symbolic dimension {key!r}", where="--shape", hint=hint)
-    return Steps(bundle, read_npz(inputs) if inputs else None, {**bundle.manifest.dimensions, **sizes}, seed)
-
-
-def _in_turn(call: Callable[[Any], object], feeds: Sequence[Any]) -> Callable[[], object]:
-    """Return a function that calls with the next of `feeds` each time."""
-    left = iter(feeds)
-    return lambda: call(next(left))
 
 
 def _worst(steps: Sequence[Sequence[OutputDifference]]) -> list[OutputDifference]:

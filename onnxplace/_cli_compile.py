@@ -21,19 +21,33 @@ from onnxplace._cli_options import (
     tell_of_compiling,
     with_operator_libraries,
 )
+from onnxplace.errors import ModelError
 
 if TYPE_CHECKING:
     from onnxplace.api import Compiled
 
 
-@click.command()
+@click.command(short_help="Profile, place and split a model; write a bundle.")
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="Where the bundle goes [MODEL.bundle]."
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where the bundle goes  [default: MODEL, ending in .bundle]",
 )
 @click.option("--devices", metavar="cuda:0,cpu:0", help="Default: every GPU found, else cpu:0,cpu:1.")
-@click.option("--target", type=click.Path(path_type=Path), metavar="F.toml", help="Devices and links from a file.")
-@click.option("--max-memory", metavar="16GiB", help="Per device; or cuda:0=16GiB,cpu:0=64GiB.")
+@click.option(
+    "--target",
+    type=click.Path(path_type=Path),
+    metavar="F.toml",
+    help="Devices and links from a file, of a machine that may be elsewhere (docs/target.md).",
+)
+@click.option(
+    "--max-memory",
+    metavar="16GiB",
+    help="What each device may hold; or cuda:0=16GiB,cpu:0=64GiB  [default: what is free, less a tenth]",
+)
 @shape_option
 @inputs_option
 @click.option(
@@ -45,6 +59,7 @@ if TYPE_CHECKING:
 @click.option("--costs", type=click.Path(path_type=Path), metavar="F", help="Costs measured elsewhere: JSON or CSV.")
 @click.option("--save-costs", type=click.Path(path_type=Path), metavar="F", help="Write the costs there: JSON or CSV.")
 @click.option("--no-cache", "cache", flag_value=False, default=True, help="Measure, whatever was measured before.")
+@click.option("--no-trial", "trial", flag_value=False, default=True, help="Do not run the bundle once it is compiled.")
 @click.option("--placer", metavar="NAME", help="`onnxplace passes` lists them  [default: auto]")
 @objective_option
 @budget_option
@@ -78,11 +93,13 @@ def compile(  # noqa: A001
     budget: float | None,
     **options: Any,
 ) -> None:
-    """Profile MODEL, place it, split it, and write a bundle."""
+    """Profile MODEL (a .onnx file), place it, split it, and write a bundle: a folder that `onnxplace run` takes."""
     from onnxplace.api import compile_model
     from onnxplace.feeds import read_npz
     from onnxplace.target import read_target
 
+    if model.is_dir():
+        raise ModelError("M001", "it cannot be read: it is a folder (directory), not a model", where=str(model))
     tell_of_compiling()
     with progress(json_, "reading the model") as observer:
         compiled = compile_model(
@@ -112,6 +129,7 @@ def _compiled_json(compiled: Compiled) -> dict[str, Any]:
         "placer": manifest.placer,
         "pipeline": compiled.pipeline,
         "predicted": manifest.predicted.model_dump(),
+        "trial": manifest.trial.model_dump() if manifest.trial else None,
         "repeats": [found.model_dump() for found in manifest.repeats],
         "devices": [device.model_dump() for device in manifest.devices],
         "segments": len(manifest.segments),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 @click.option("--devices", metavar="cuda:0,cpu:0", help="Default: every GPU found, else cpu:0,cpu:1.")
 @click.option("--calibrate", is_flag=True, help="Measure links, the cost of calls, and what devices share.")
 @click.option("--sizes", metavar="1,4KiB,64MiB", help="Sizes of the values that cross  [default: 1 B to 256 MiB]")
-@click.option("--seconds", type=float, help="About how long to measure  [default: 20]")
+@click.option("--seconds", type=float, help="About how long to measure  [default: 30]")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="F.toml", help="Write the target there.")
 @as_json
 def devices(
@@ -39,10 +42,10 @@ def devices(
     target = machine.local_target(devices)
     measured = _calibrated(target, sizes, seconds, json_) if calibrate else None
     target = measured.target if measured else target.with_all_links()
-    if output:
-        text = target_text(target)
-        write_file(output, lambda stream: stream.write(text.encode()))
     about, kept = machine.describe(), cost_cache.contents()
+    if output:
+        text = f"{_heading(about, cost_cache.processor(), measured is not None)}\n{target_text(target)}"
+        write_file(output, lambda stream: stream.write(text.encode()))
     if json_:
         about["cost_cache"] = {"folder": str(kept.folder), "files": kept.files, "bytes": kept.size_bytes}
         found = {"calibration": _calibration_json(measured)} if measured else {}
@@ -68,6 +71,18 @@ def _require_place(path: Path) -> None:
     else:
         return
     raise UsageError("U032", f"cannot write there: {reason}", where=str(path), hint="choose another place")
+
+
+def _heading(about: Mapping[str, Any], processor: str, measured: bool) -> str:
+    """Return a target file's first lines, which are comments: what machine it is of, and where its figures are from."""
+    import onnxplace
+
+    name = json.loads(processor).get("model name", "processor unknown") if processor.startswith("{") else processor
+    parts = [name, f"{len(about['host']['cores'])} cores", *[f"{gpu['id']} {gpu['name']}" for gpu in about["gpus"]]]
+    how = "measured by devices --calibrate" if measured else "links and calls by default, not measured"
+    by = f"onnxplace {onnxplace.__version__}, onnxruntime {about['onnxruntime']}"
+    lines = (f"machine: {', '.join(parts)}", f"{how}: {datetime.date.today()}, {by}")
+    return "\n".join(f"# {' '.join(line.split())}" for line in lines)
 
 
 def _calibrated(target: Any, sizes: str | None, seconds: float | None, quiet: bool) -> Calibration:

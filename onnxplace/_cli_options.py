@@ -17,13 +17,19 @@ from onnxplace.errors import UsageError
 if TYPE_CHECKING:
     from onnxplace.state import Diagnostic
 
-as_json = click.option("--json", "json_", is_flag=True, help="Print one JSON object on stdout and nothing else there.")
-inputs_option = click.option("--inputs", type=click.Path(path_type=Path), metavar="F.npz", help="Real inputs, by name.")
+as_json = click.option("--json", "json_", is_flag=True, help="Print one JSON object on stdout, also for an error.")
+inputs_option = click.option(
+    "--inputs", type=click.Path(path_type=Path), metavar="F.npz", help="Real inputs by name, from numpy.savez."
+)
 runtime_option = click.option(
     "--runtime", default="onnxruntime", show_default=True, metavar="NAME", help="`onnxplace runtimes` lists them."
 )
 seed_option = click.option(
-    "--seed", default=0, callback=lambda *said: _seed(said[-1]), show_default=True, help="For inputs that are drawn."
+    "--seed",
+    default=0,
+    callback=lambda *said: _seed(said[-1]),
+    show_default=True,
+    help="For whatever is drawn at random.",
 )
 objective_option = click.option(
     "--objective",
@@ -35,7 +41,7 @@ objective_option = click.option(
 budget_option = click.option(
     "--budget", type=click.FloatRange(0), metavar="SECONDS", help="How long the placer may search  [default: 2]"
 )
-shape_option = click.option("--shape", metavar="batch=8,seq=128", default="", help="Values for symbolic dimensions.")
+shape_option = click.option("--shape", metavar="batch=8,seq=128", default="", help="Sizes of symbolic dimensions.")
 
 
 def with_operator_libraries(command: Callable[..., None]) -> Callable[..., None]:
@@ -69,12 +75,15 @@ def _seed(value: int) -> int:
 
 def parse_shape(text: str) -> dict[str, int]:
     """Read `batch=8,seq=128`; raises UsageError."""
-    sizes = {}
+    sizes: dict[str, int] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, _, size = item.partition("=")
         if not key or not size.strip().isdecimal():
             raise UsageError("U011", f"not a dimension: {item!r}", where="--shape", hint="write it as batch=8,seq=128")
-        sizes[key.strip()] = int(size)
+        key = key.strip()
+        if key in sizes:
+            raise UsageError("U011", f"dimension {key!r} is given twice", where="--shape", hint="give it once")
+        sizes[key] = int(size)
     return sizes
 
 
@@ -111,3 +120,36 @@ def say(diagnostics: Sequence[Diagnostic]) -> None:
 
 def print_json(data: Mapping[str, Any]) -> None:
     click.echo(json.dumps(data, indent=1, default=str))
+
+
+def use_of(path: Path, refused_by: str) -> str:
+    """Return a hint that says which other command takes what is there, as far as its name and place tell; or nothing.
+
+    `refused_by` is the command that does not.
+    """
+    from onnxplace.bundle import MANIFEST
+
+    try:
+        if path.is_dir():
+            return _use_of_folder(path, MANIFEST)
+        if path.name == MANIFEST:
+            return f"name the folder it is in: {path.parent}"
+        if not path.is_file():
+            return ""
+    except (OSError, ValueError):
+        return ""
+    if path.suffix == ".onnx" and refused_by != "compile":
+        return f"it is a model: `onnxplace compile {path}` makes a bundle of it"
+    if path.suffix in (".npz", ".npy"):
+        return "arrays are for --inputs"
+    if path.name.endswith((".json", ".json.gz")) and refused_by != "place":
+        return f"if it is a cost graph: `onnxplace place {path}`"
+    return ""
+
+
+def _use_of_folder(path: Path, manifest: str) -> str:
+    if (path / manifest).is_file():
+        return f"it is a bundle, compiled already: `onnxplace run {path}`; to compile again, name its model"
+    models, bundles = sorted(path.glob("*.onnx")), sorted(found.parent for found in path.glob(f"*/{manifest}"))
+    inside = [*models[:1], *bundles[:1]]
+    return f"name what is in it: {' or '.join(str(found) for found in inside)}" if inside else ""

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from onnxplace._cli_options import as_json, budget_option, objective_option, print_json, say, tell_of_compiling
+from onnxplace.errors import UsageError
+
+# Each pair of devices has its links.
+MOST_DEVICES = 256
 
 
-@click.command()
+@click.command(short_help="Place a cost graph; no ONNX needed.")
 @click.argument("graph", type=click.Path(path_type=Path))
 @click.option("--placer", metavar="NAME", help="`onnxplace passes` lists them  [default: auto]")
 @objective_option
 @budget_option
 @click.option("--seed", type=click.IntRange(0), metavar="N", help="For placers that search.")
-@click.option("--devices", type=click.IntRange(1), metavar="N", help="Default: as many as the graph names.")
+@click.option(
+    "--devices",
+    type=click.IntRange(1, MOST_DEVICES),
+    metavar="N",
+    help="How many; default: as many as the graph names.",
+)
 @click.option("--max-memory", metavar="16GiB", help="Per device; default: what the graph says.")
 @click.option("--links", type=click.Choice(["duplex", "parallel", "sequential"]), default="duplex", show_default=True)
 @click.option(
@@ -33,26 +44,35 @@ from onnxplace._cli_options import as_json, budget_option, objective_option, pri
     help="Place without groups, then move each to the device with most of its seconds, bytes or nodes.",
 )
 @click.option(
-    "--placement", type=click.Path(path_type=Path), metavar="F.json", help="Score this: {node id: device id}."
+    "--placement",
+    type=click.Path(path_type=Path),
+    metavar="F.json",
+    help="Place nothing, score this: {node id: device id}, or what --json printed.",
 )
+@click.option("--strict", is_flag=True, help="Fail instead of leaving a device unused.")
 @as_json
 def place(
     graph: Path, devices: int | None, max_memory: str | None, links: Any, placement: Path | None, budget: float | None,
-    json_: bool, **options: Any
+    strict: bool, json_: bool, **options: Any
 ) -> None:  # fmt: skip
-    """Place the cost graph GRAPH (JSON, or .json.gz); no ONNX needed."""
+    """Place the cost graph GRAPH (JSON, or .json.gz; docs/cost-graphs.md); no ONNX needed.
+
+    Prints how long a step takes and what each device holds; --json also prints the device of each node.
+    """
     from onnxplace import placing
     from onnxplace.cost_graph import read_cost_graph
     from onnxplace.report import placed_summary
     from onnxplace.target import parse_bytes
 
+    if placement:
+        _require_scoring_only(["budget", *options])
     tell_of_compiling()
     memory = parse_bytes(max_memory) if max_memory else None
     asked = placing.with_devices(read_cost_graph(graph), devices, memory)
     if placement:
-        found = placing.evaluate(asked, placing.read_placement(placement), links=links)
+        found = placing.evaluate(asked, placing.read_placement(placement), links=links, strict=strict)
     else:
-        found = placing.place(asked, links=links, budget_seconds=budget, **options)
+        found = placing.place(asked, links=links, budget_seconds=budget, strict=strict, **options)
     say(found.diagnostics)
     if json_:
         entries = {**vars(found), "peak_bytes": found.peak_bytes.tolist(), "placement": dict(found.placement)}
@@ -60,3 +80,12 @@ def place(
         print_json({**entries, **lists})
     else:
         click.echo(placed_summary(found, asked))
+
+
+def _require_scoring_only(options: Iterable[str]) -> None:
+    """Raise UsageError for options that say how to place, where a placement is given."""
+    source = click.get_current_context().get_parameter_source
+    given = [name for name in options if source(name) is ParameterSource.COMMANDLINE]
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UsageError("U052", f"--placement is scored as it is: it excludes {names}", hint="leave one of them out")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import cast
+from typing import Generic, TypeVar, cast
 
 import numpy as np
 
 from onnxplace._probes import Probe, probe_bundle
-from onnxplace._timings import Ran, Samples, run_once, take_turns
+from onnxplace._timings import CALM, ENOUGH, Ran, Samples, run_once
 from onnxplace.feeds import Array
 from onnxplace.registry import find
 from onnxplace.runtime import Event, EventKind, Runtime, RuntimeSession
@@ -21,24 +21,60 @@ from onnxplace.target import Target
 # Values up to SMALL_BYTES make many hops in one request; those up to TINY_BYTES take no time to compute with.
 TINY_BYTES, SMALL_BYTES = 1 << 12, 1 << 16
 SMALL_HOPS, LARGE_HOPS = 16, 4
-LEAST, CALM_SAMPLES = 3, 7
-CALLS, VALUES = 16, 16
+# The first hop each way finds a device that has slept for long, and memory that the system has yet to give.
+SETTLING_HOPS = 2
+CALLS, VALUES = 8, 16
 # Devices slow each other down from one moment to the next, in a virtual machine most of all: fewer calm samples than
-# `SEEN` tell nothing.
-AT_ONCE_SAMPLES, SEEN = 40, 10
+# this tell nothing.
+SEEN = 10
 # More than any cache keeps for one core; and matrices that stay in it.
 STREAMED, COMPUTED = 4096, 256
 EXCHANGED_BYTES = 1 << 24
 # What ran beside something else for less of its time tells nothing of both at once.
 BESIDE = 0.9
 
+T = TypeVar("T")
 
-@contextmanager
-def _open(folder: Path, target: Target, probes: Sequence[Probe]) -> Iterator[RuntimeSession]:
-    """Run probes with the runtime that runs bundles by default, traced."""
+
+@dataclass(frozen=True)
+class Timed(Generic[T]):
+    """Tasks that take samples, a request each, and what follows from them."""
+
+    tasks: Sequence[Callable[[], object]]
+    """For `take_turns`, while the time lasts: machines drift over seconds, so samples count that are far apart."""
+    result: Callable[[], T]
+    """To be called when each task was done."""
+
+
+def _open(stack: ExitStack, folder: Path, target: Target, probes: Sequence[Probe]) -> RuntimeSession:
+    """Open probes with the runtime that runs bundles by default, traced, until the stack is left."""
     runtime = cast("type[Runtime]", find("runtimes", "onnxruntime"))()
-    with runtime.open(probe_bundle(folder, target, probes), trace=True) as session:
-        yield session
+    folder.mkdir(parents=True)
+    return stack.enter_context(runtime.open(probe_bundle(folder, target, probes), trace=True))
+
+
+def undisturbed(samples: Samples) -> float:
+    """Return the lower quartile of what did not wait for a core, or the shortest if nearly everything did.
+
+    Others use the caches and the memory of a machine, or of the one that a virtual machine is on, for seconds at a
+    time: the median moves with how much of the time that was.
+    """
+    calm = [taken for taken, share in zip(samples.seconds, samples.waited) if share <= CALM]
+    return float(np.quantile(calm, 0.25)) if len(calm) >= ENOUGH else min(samples.seconds)
+
+
+def _run_again(session: RuntimeSession, feeds: Mapping[str, Array]) -> Ran:
+    """Run a request twice and return the second: the first finds the caches full of what ran before it.
+
+    That would be most of the time of a tiny segment. What larger ones lose is in their costs (`APART_SECONDS`).
+    """
+    run_once(session, feeds)
+    return run_once(session, feeds)
+
+
+def _add_middle(samples: Samples, taken: Sequence[float], waited: float) -> None:
+    """Add the median of what a request repeated as one sample."""
+    samples.add([float(np.median(taken))], waited)
 
 
 # ---------------------------------------------------------------------------------------------- hops
@@ -55,17 +91,19 @@ class Hops:
 
 
 def hops(
-    target: Target, pair: tuple[str, str], sizes: Sequence[int], seconds: float, folder: Path
-) -> dict[tuple[str, str], Hops]:
-    """Send values to and fro between two devices; returns what was measured in each direction."""
+    stack: ExitStack, target: Target, pair: tuple[str, str], sizes: Sequence[int], folder: Path
+) -> Timed[dict[tuple[str, str], Hops]]:
+    """Prepare to send values to and fro between two devices; what is measured in each direction."""
     found = {pair: Hops(), pair[::-1]: Hops()}
-    with _open(folder, target, _chain(pair, SMALL_HOPS)) as small:
-        quick = [_crossing(small, size, pair, SMALL_HOPS, found) for size in sizes if size <= SMALL_BYTES]
-        take_turns(quick, seconds / 3 if len(quick) < len(sizes) else seconds, LEAST)
-    with _open(folder, target, _chain(pair, LARGE_HOPS)) as large:
-        slow = [_crossing(large, size, pair, LARGE_HOPS, found) for size in sizes if size > SMALL_BYTES]
-        take_turns(slow, seconds * 2 / 3 if quick else seconds, LEAST)
-    return found
+    tasks: list[Callable[[], object]] = []
+    for name, count, some in (
+        ("small", SMALL_HOPS, [size for size in sizes if size <= SMALL_BYTES]),
+        ("large", LARGE_HOPS, [size for size in sizes if size > SMALL_BYTES]),
+    ):
+        if some:
+            session = _open(stack, folder / name, target, _chain(pair, count))
+            tasks += [_crossing(session, size, count, found) for size in some]
+    return Timed(tasks, lambda: found)
 
 
 def _chain(pair: tuple[str, str], count: int) -> list[Probe]:
@@ -73,21 +111,24 @@ def _chain(pair: tuple[str, str], count: int) -> list[Probe]:
 
 
 def _crossing(
-    session: RuntimeSession, size: int, pair: tuple[str, str], count: int, found: Mapping[tuple[str, str], Hops]
-) -> Callable[[], bool]:
+    session: RuntimeSession, size: int, count: int, found: Mapping[tuple[str, str], Hops]
+) -> Callable[[], object]:
     """Return a task that sends a value of `size` bytes along the chain and adds its hops to what was found."""
-    forth, back = (found[way].by_size.setdefault(size, Samples()) for way in (pair, pair[::-1]))
+    for way in found:
+        found[way].by_size[size] = Samples()
 
-    def once() -> bool:
-        ran = run_once(session, {"v0": np.ones(size, np.uint8)})
+    def once() -> None:
+        feeds = {"v0": np.ones(size, np.uint8)}
+        ran = _run_again(session, feeds) if size <= SMALL_BYTES else run_once(session, feeds)
         runs = ran.runs()
-        chain = [runs[str(index)] for index in range(count + 1)]
-        for index, (before, after) in enumerate(pairwise(chain)):
-            (back if index % 2 else forth).add([after.start_seconds - before.finish_seconds], ran.waited)
+        steps = list(pairwise(runs[str(index)] for index in range(SETTLING_HOPS, count + 1)))
+        for way, there in found.items():
+            mine = [(before, after) for before, after in steps if (before.device, after.device) == way]
+            crossed = [after.start_seconds - before.finish_seconds for before, after in mine]
+            _add_middle(there.by_size[size], crossed, ran.waited)
             if size <= TINY_BYTES:
-                way = (before.device, after.device)
-                found[way].woken.add([after.finish_seconds - after.start_seconds], ran.waited)
-        return forth.calm >= CALM_SAMPLES and back.calm >= CALM_SAMPLES
+                read = [after.finish_seconds - after.start_seconds for _, after in mine]
+                _add_middle(there.woken, read, ran.waited)
 
     return once
 
@@ -109,33 +150,36 @@ class Calls:
     """Of a whole call that copies one tiny value: what `hops` runs."""
 
 
-def calls(target: Target, device: str, seconds: float, folder: Path) -> Calls:
-    """Run tiny segments in a row: with one node, with more nodes, with more inputs, with more outputs.
+def calls(stack: ExitStack, target: Target, device: str, folder: Path) -> Timed[Calls]:
+    """Prepare to run tiny segments in a row: with one node, with more nodes, with more inputs, with more outputs.
 
     What a node costs is taken off: it is in the costs of nodes.
     """
-    taken = {}
-    for number, (name, make) in enumerate(_KINDS.items()):
-        samples = taken[name] = Samples()
+    taken: dict[str, Samples] = {}
+    tasks = []
+    for name, make in _KINDS.items():
         probes = [make(device, index) for index in range(CALLS)]
-        with _open(folder, target, probes) as session:
-            feeds = _tiny_feeds(probes)
-            take_turns([_calling(session, feeds, samples)], seconds / (len(_KINDS) - number), 2 * LEAST)
-    plain = taken["plain"].typical()
-    node = max(taken["nodes"].typical() - plain, 0.0) / VALUES
-    each_input = max(taken["inputs"].typical() - plain, 0.0) / VALUES
-    each_output = max((taken["outputs"].typical() - plain) / VALUES - node, 0.0)
-    call = max(plain - node - each_input - each_output, 0.0)
-    return Calls(call, each_input, each_output, taken["copied"].typical())
+        session = _open(stack, folder / name, target, probes)
+        taken[name] = Samples()
+        tasks.append(_calling(session, _tiny_feeds(probes), taken[name]))
+    return Timed(tasks, lambda: _calls(taken))
 
 
-def _calling(session: RuntimeSession, feeds: Mapping[str, Array], samples: Samples) -> Callable[[], bool]:
-    def once() -> bool:
-        ran = run_once(session, feeds)
-        samples.add(ran.taken("run")[CALLS // 6 :], ran.waited)  # the first ones come after a sleep
-        return samples.calm >= CALM_SAMPLES * CALLS
+def _calling(session: RuntimeSession, feeds: Mapping[str, Array], samples: Samples) -> Callable[[], object]:
+    def once() -> None:
+        ran = _run_again(session, feeds)
+        _add_middle(samples, ran.taken("run")[CALLS // 4 :], ran.waited)  # the first ones come after a sleep
 
     return once
+
+
+def _calls(taken: Mapping[str, Samples]) -> Calls:
+    plain = undisturbed(taken["plain"])
+    node = max(undisturbed(taken["nodes"]) - plain, 0.0) / VALUES
+    each_input = max(undisturbed(taken["inputs"]) - plain, 0.0) / VALUES
+    each_output = max((undisturbed(taken["outputs"]) - plain) / VALUES - node, 0.0)
+    call = max(plain - node - each_input - each_output, 0.0)
+    return Calls(call, each_input, each_output, undisturbed(taken["copied"]))
 
 
 def _tiny_feeds(probes: Sequence[Probe]) -> dict[str, Array]:
@@ -215,44 +259,44 @@ class AtOnce:
         return 4 * STREAMED**2 / self.memory.alone_seconds
 
 
-def at_once(target: Target, devices: Sequence[str], seconds: float, folder: Path) -> AtOnce:
-    """Run the same work on each device alone and on all of them: streaming weights, computing, receiving."""
-    return AtOnce(
-        _slowdown(target, devices, _streaming, "run", seconds / 3, folder),
-        _slowdown(target, devices, _computing, "run", seconds / 3, folder),
-        _slowdown(target, devices, _exchanging, "copy", seconds / 3, folder),
-    )
+def at_once(stack: ExitStack, target: Target, devices: Sequence[str], folder: Path) -> Timed[AtOnce]:
+    """Prepare the same work on each device alone and on all of them: streaming weights, computing, receiving."""
+    works: tuple[tuple[Work, EventKind], ...] = ((_streaming, "run"), (_computing, "run"), (_exchanging, "copy"))
+    parts = [_slowdown(stack, target, devices, work, kind, folder / work.__name__) for work, kind in works]
+    return Timed([task for part in parts for task in part.tasks], lambda: AtOnce(*(part.result() for part in parts)))
 
 
 Work = Callable[[str, int, str], tuple[list[Probe], dict[str, Array]]]
 
 
 def _slowdown(
-    target: Target, devices: Sequence[str], work: Work, kind: EventKind, seconds: float, folder: Path
-) -> Slowdown:
-    """Compare the median, over devices, of the time together with the time alone; at least 1.
-
-    Only samples in which no thread waited for a core count: while one waits, the others are alone.
-    """
+    stack: ExitStack, target: Target, devices: Sequence[str], work: Work, kind: EventKind, folder: Path
+) -> Timed[Slowdown]:
+    """Prepare to compare the time together with the time alone."""
     alone, together = ({device: Samples() for device in devices} for _ in range(2))
     parts = {device: work(device, mark, devices[(mark + 1) % len(devices)]) for mark, device in enumerate(devices)}
-    with ExitStack() as stack:
-        tasks: list[Callable[[], bool]] = []
-        for busy, into in [*[((device,), alone) for device in devices], (tuple(devices), together)]:
-            # Makers of values come before what reads them, on all devices.
-            probes = sorted((probe for device in busy for probe in parts[device][0]), key=lambda probe: probe.stage)
-            feeds = {name: array for device in busy for name, array in parts[device][1].items()}
-            below = folder / f"{work.__name__}-{len(tasks)}"
-            below.mkdir()
-            session = stack.enter_context(_open(below, target, probes))
-            tasks.append(_working(session, feeds, busy, kind, into))
-        take_turns(tasks, seconds, LEAST)
-    fewest = min(samples[device].calm for samples in (alone, together) for device in devices)
+    tasks: list[Callable[[], object]] = []
+    for busy, into in [*[((device,), alone) for device in devices], (tuple(devices), together)]:
+        # Makers of values come before what reads them, on all devices.
+        probes = sorted((probe for device in busy for probe in parts[device][0]), key=lambda probe: probe.stage)
+        feeds = {name: array for device in busy for name, array in parts[device][1].items()}
+        session = _open(stack, folder / str(len(tasks)), target, probes)
+        tasks.append(_working(session, feeds, busy, kind, into))
+    return Timed(tasks, lambda: _slower(alone, together))
+
+
+def _slower(alone: Mapping[str, Samples], together: Mapping[str, Samples]) -> Slowdown:
+    """Return the median over devices of the time together over the time alone, at least 1, for each other device.
+
+    Only samples in which no thread waited for a core count: while one waits, the others are alone. Of those the median:
+    the quickest together are those that met least.
+    """
+    fewest = min(samples.calm for found in (alone, together) for samples in found.values())
     base = float(np.median([samples.typical() for samples in alone.values()]))
     if fewest < SEEN:
         return Slowdown(1.0, fewest, base)
-    ratio = float(np.median([together[device].typical() / alone[device].typical() for device in devices]))
-    return Slowdown(1 + max(ratio - 1, 0.0) / (len(devices) - 1), fewest, base)
+    ratio = float(np.median([together[device].typical() / alone[device].typical() for device in alone]))
+    return Slowdown(1 + max(ratio - 1, 0.0) / (len(alone) - 1), fewest, base)
 
 
 def _working(
@@ -261,12 +305,11 @@ def _working(
     busy: Sequence[str],
     kind: EventKind,
     into: Mapping[str, Samples],
-) -> Callable[[], bool]:
-    def once() -> bool:
+) -> Callable[[], object]:
+    def once() -> None:
         ran = run_once(session, feeds)
         for device in busy:
             into[device].add(_beside(ran, device, busy, kind), ran.waited)
-        return all(into[device].calm >= AT_ONCE_SAMPLES for device in busy)
 
     return once
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from onnxplace.bundle import Bundle
-from onnxplace.feeds import Array, check_feeds, random_feeds
+from onnxplace.errors import ExecutionError, FeedError, ModelError, nearest
+from onnxplace.feeds import Array, check_feeds, dimension_keys, random_feeds, read_npz
 
 Feeds = Mapping[str, Array]
 
@@ -16,15 +19,18 @@ class Steps:
     """The inputs of each step: states in the first one only, later ones take over what the step before left.
 
     Where a state grows with each step, as a cache of past tokens does, inputs that are drawn grow with it if their
-    shape names the symbol that grows: `past`, or `past + seq`.
+    shape names the symbol that grows: `past`, or `past + seq`, or what the output that becomes the state calls it.
     """
 
     def __init__(self, bundle: Bundle, given: Feeds | None, sizes: Mapping[str, int], seed: int) -> None:
         """Take the user's inputs, else draw them with these sizes of symbolic dimensions."""
         self._inputs, self._sizes, self._seed = bundle.inputs, sizes, seed
         self._states = {item.name: item.shape or () for item in bundle.state_inputs}
+        given_back = {item.name: item.shape or () for item in bundle.outputs}
+        self._outputs = {item.input: given_back[item.output] for item in bundle.manifest.states}
         self._drawn = given is None
         self._growth: dict[str, int] = {}
+        self._output_growth: dict[str, int] = {}
         self.first: Feeds = (
             random_feeds(self._inputs, sizes, seed) if given is None else check_feeds(given, self._inputs)
         )
@@ -33,8 +39,10 @@ class Steps:
         """Find out from the states after the first step, by input, which symbols grow."""
         for name, array in states.items():
             if name in self.first:
-                sizes = zip(self._states[name], self.first[name].shape, array.shape)
-                self._growth |= {s: after - before for s, before, after in sizes if isinstance(s, str) and s}
+                grown = [after - before for before, after in zip(self.first[name].shape, array.shape)]
+                self._growth |= {s: by for s, by in zip(self._states[name], grown) if isinstance(s, str) and s}
+                named = zip(self._outputs[name], grown)
+                self._output_growth |= {s: by for s, by in named if isinstance(s, str) and s and by > 0}
 
     def feeds(self, number: int) -> Feeds:
         """Return the inputs of a step, counted from 0."""
@@ -47,10 +55,54 @@ class Steps:
             found = random_feeds(inputs, grown, self._seed)
         return {name: array for name, array in found.items() if name not in self._states}
 
-    def _growth_of(self, key: str) -> int:
-        return sum(
-            growth for symbol, growth in self._growth.items() if re.search(rf"(?<!\w){re.escape(symbol)}(?!\w)", key)
+    @contextmanager
+    def explained(self, number: int) -> Iterator[None]:
+        """Say in the hint of an error of a later step, counted from 0, which inputs did not grow as the states did."""
+        try:
+            yield
+        except (ExecutionError, ModelError) as problem:
+            hint = self._left_behind() if number else ""
+            if not hint:
+                raise
+            raise type(problem)(problem.code, problem.message, where=problem.where, hint=hint) from None
+
+    def _left_behind(self) -> str:
+        growing = [symbol for symbol, by in self._growth.items() if by > 0]
+        axes = [
+            f"{item.name}[{axis}] ({size!r})"
+            for item in self._inputs
+            for axis, size in enumerate(item.shape or ())
+            # An axis that the states have too, and that did not grow there, has no need to.
+            if item.name not in self._states and isinstance(size, str) and size not in self._growth
+            if not self._growth_of(size)
+        ]
+        if not growing or not axes:
+            return ""
+        one = "to see one step alone: --steps 1, or --repeat 1"
+        names = ", ".join(repr(symbol) for symbol in growing)
+        if not self._drawn:
+            return f"the given inputs are the same in each step, while states grow along {names}; {one}"
+        return (
+            f"states grow along {names} from step to step, drawn inputs only along axes that are named after it; if "
+            f"{' or '.join(axes)} has to grow too, rename it ('{growing[0]} + ...'); {one}"
         )
+
+    def _growth_of(self, key: str) -> int:
+        found = [by for symbol, by in self._growth.items() if re.search(rf"(?<!\w){re.escape(symbol)}(?!\w)", key)]
+        return sum(found) if found else self._output_growth.get(key, 0)
+
+
+def steps_of(bundle: Bundle, inputs: Path | None, sizes: Mapping[str, int], seed: int) -> Steps:
+    """Return the inputs in a file, else random ones of the shapes the bundle was compiled with, or of these `sizes`.
+
+    Raises FeedError for a dimension that the model does not have.
+    """
+    known = {key for item in bundle.inputs for key, size in dimension_keys(item) if size is None}
+    for key in sizes:
+        if key not in known:
+            hint = nearest(key, sorted(known)) if known else "all its dimensions are fixed"
+            raise FeedError("M022", f"the model has no symbolic dimension {key!r}", where="--shape", hint=hint)
+    return Steps(bundle, read_npz(inputs) if inputs else None, {**bundle.manifest.dimensions, **sizes}, seed)
 
 
 class Carrying:

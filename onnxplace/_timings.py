@@ -80,23 +80,17 @@ def waited_seconds() -> float:
     return sum(nanoseconds for task, nanoseconds in waits(pool=True).items() if task != me) * 1e-9
 
 
-def take_turns(tasks: Sequence[Callable[[], bool]], seconds: float, least: int) -> None:
+def take_turns(tasks: Sequence[Callable[[], object]], seconds: float, least: int) -> None:
     """Do tasks in turn, so that what disturbs the machine for a while disturbs each of them a little.
 
-    A task returns whether it has had enough. Each is done `least` times; after that, while the time lasts, the one that
-    has taken least time so far is next.
+    Each is done `least` times; after that, while the time lasts, the one that has taken least time so far is next.
     """
     began = time.perf_counter()
-    spent, done, open_tasks = [0.0] * len(tasks), [0] * len(tasks), list(range(len(tasks)))
-    while open_tasks:
-        late = time.perf_counter() - began > seconds
-        waiting = [task for task in open_tasks if done[task] < least]
-        if late and not waiting:
-            return
-        chosen = min(waiting or open_tasks, key=lambda task: (done[task] if waiting else spent[task], task))
+    spent, done = [0.0] * len(tasks), [0] * len(tasks)
+    while min(done, default=least) < least or (tasks and time.perf_counter() - began <= seconds):
+        measure = done if min(done) < least else spent
+        chosen = min(range(len(tasks)), key=measure.__getitem__)
         before = time.perf_counter()
-        enough = tasks[chosen]()
+        tasks[chosen]()
         spent[chosen] += time.perf_counter() - before
         done[chosen] += 1
-        if enough and done[chosen] >= least:
-            open_tasks.remove(chosen)

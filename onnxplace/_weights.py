@@ -243,7 +243,7 @@ def not_beside(what: Path, folder: Path) -> UsageError:
     """Return the error for weights that a bundle in `folder` cannot link to."""
     return UsageError(
         "U033",
-        f"--link-weights needs the bundle beside the weights: {what} is not in {folder} or below it",
+        f"the bundle must be beside the weights: {what} is not in {folder} or below it",
         where="--link-weights",
         hint=f"choose an -o in {what.parent}, or copy the weights by leaving the option out",
     )

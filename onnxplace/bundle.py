@@ -95,7 +95,7 @@ class SegmentRecord(Record):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     seconds: Seconds
-    """Predicted, the overhead of the call included."""
+    """Predicted, the overhead of the call included; as measured if there was a trial."""
     weights_bytes: Bytes
     workspace_bytes: Bytes
 
@@ -132,6 +132,21 @@ class Predicted(Record):
     """What the process takes while it runs steps, one at a time, itself included; 0 where it was not predicted."""
     opening_bytes: Bytes = 0
     """What it takes at most while it opens sessions; 0 where it was not predicted."""
+    request_seconds: Seconds = 0
+    """Part of a step before its first segment begins and after its last one ends."""
+
+
+class TrialRecord(Record):
+    """What came out when the bundle was run right after it was compiled; its segments' times are from there."""
+
+    step_seconds: Seconds
+    """The median step."""
+    planned_seconds: Seconds
+    """What the costs of the nodes had foretold."""
+    requests: Bytes
+    """How many counted."""
+    waiting: Annotated[float, Field(ge=0, le=1)]
+    """Which share of their time threads waited for a core."""
 
 
 class DeviceRecord(Record):
@@ -145,7 +160,10 @@ class DeviceRecord(Record):
     """Of weights, each once, and values: what the limit bounds."""
     limit_bytes: Bytes
     process_bytes: Bytes = 0
-    """Its part of the process: sessions with their copies of weights, and values; 0 on GPUs."""
+    """What it takes of a process alone: sessions with their copies of weights, values, and holes between them.
+
+    Several CPU devices of a process share one arena, and its holes. 0 on GPUs.
+    """
 
 
 class FileRecord(Record):
@@ -202,6 +220,8 @@ class Manifest(Record):
     values: dict[str, ValueRecord]
     programs: dict[str, tuple[Step, ...]]
     predicted: Predicted
+    trial: TrialRecord | None = None
+    """None if it was not run: where its devices are not here, or its costs were not measured."""
     devices: tuple[DeviceRecord, ...]
     transfers: Bytes
     transfer_bytes: Bytes

@@ -8,28 +8,32 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onnxplace._fits import LinkFit, fit_link
-from onnxplace._measuring import AtOnce, Calls, Hops, at_once, calls, hops
-from onnxplace._timings import ENOUGH, Samples
+from onnxplace._measuring import AtOnce, Calls, Hops, at_once, calls, hops, undisturbed
+from onnxplace._timings import ENOUGH, Samples, take_turns
 from onnxplace.errors import UsageError
 from onnxplace.machine import available_memory_bytes, link_via, require_cuda
 from onnxplace.target import APART_SECONDS, Device, Link, LinkModel, Shared, Target
 
-SIZES = (*(4**power for power in range(9)), *(2**power for power in range(17, 25)), 1 << 26, 1 << 28)
-"""Bytes of the values that cross: 1 B to 256 MiB, closest where values of models are and bandwidth counts."""
-SECONDS = 20.0
+SIZES = tuple(4**power for power in range(15))
+"""Bytes of the values that cross, 1 B to 256 MiB: were some closer than others, the fit would be of those."""
+SECONDS = 30.0
 Observer = Callable[[str, int, int], None]
 """Is told what is measured next, its number, and of how many."""
 
+# Samples of each kind, however little time there is.
+LEAST = 3
 # A value is there several times while it crosses.
 COPIES = 8
 # Directions whose latency and bandwidth differ by no more are taken for one link.
 SAME_LATENCY, SAME_BANDWIDTH = 0.3, 0.3
-# Copies at once that share one channel evenly take twice as long.
-ONE_CHANNEL = 1.75
+# Copies at once that share one channel evenly take twice as long. On a CPU, where they share the bandwidth of memory,
+# 1.2 to 1.7 times, which changes no step: they hardly ever meet (docs/target.md).
+ONE_CHANNEL = 1.85
 # A slowdown up to this is none that a measurement could tell from noise.
 NO_SLOWDOWN = 1.05
 
@@ -81,37 +85,48 @@ def calibrate(
         if device.kind == "cuda":
             require_cuda(device.id)
     began = time.perf_counter()
-    pairs = [(a, b) for i, a in enumerate(target.devices) for b in target.devices[i + 1 :]]
-    cpus = tuple(device.id for device in target.devices if device.kind == "cpu")
-    parts = [*[device.id for device in target.devices], *[f"{a.id} <-> {b.id}" for a, b in pairs]]
-    parts += ["CPU devices at once"] if len(cpus) > 1 else []
-    share = seconds / (2 * len(target.devices) + 10 * len(pairs) + 5 * (len(cpus) > 1))
-    tell = _Teller(observer, parts)
-    with tempfile.TemporaryDirectory(prefix="onnxplace-") as name:
-        folder = Path(name)
-        called = {device.id: calls(target, device.id, 2 * share, tell.next(folder)) for device in target.devices}
-        links: list[LinkMeasured] = []
-        for a, b in pairs:
-            found = hops(target, (a.id, b.id), sizes, 10 * share, tell.next(folder))
-            links += _links(found, (a, b), called)
-        slower = at_once(target, cpus, 5 * share, tell.next(folder)) if len(cpus) > 1 else None
-    measured = _measured(target, links, called, _shared(cpus, slower))
-    notes = _notes(links, slower)
-    return Calibration(measured, tuple(links), called, cpus, slower, notes, time.perf_counter() - began)
+    with tempfile.TemporaryDirectory(prefix="onnxplace-") as folder:
+        found, called, slower = _timed(target, sizes, seconds, Path(folder), observer or (lambda *_: None))
+    at = {device.id: device for device in target.devices}
+    links = [link for (a, b), both in found.items() for link in _links(both, (at[a], at[b]), called)]
+    measured, notes = _measured(target, links, called, slower), _notes(links, slower)
+    return Calibration(measured, tuple(links), called, _cpus(target), slower, notes, time.perf_counter() - began)
 
 
-class _Teller:
-    """Tells the observer, if there is one, part by part."""
+def _cpus(target: Target) -> tuple[str, ...]:
+    return tuple(device.id for device in target.devices if device.kind == "cpu")
 
-    def __init__(self, observer: Observer | None, parts: Sequence[str]) -> None:
-        self._observer, self._parts, self._at = observer, parts, 0
 
-    def next(self, folder: Path) -> Path:
-        """Announce the next part; returns the folder that it writes to."""
-        if self._observer:
-            self._observer(self._parts[self._at], self._at, len(self._parts))
-        self._at += 1
-        return folder
+def _timed(
+    target: Target, sizes: Sequence[int], seconds: float, folder: Path, observer: Observer
+) -> tuple[dict[tuple[str, str], Mapping[tuple[str, str], Hops]], dict[str, Calls], AtOnce | None]:
+    """Return hops by pair of devices, calls by device, and what CPU devices do to each other, if there are several.
+
+    Pairs come one after another, since each holds large values. All else goes on beside them: a machine is quicker and
+    slower for seconds at a time, and so each figure comes from as much of the time as there is.
+    """
+    pairs = [(a.id, b.id) for i, a in enumerate(target.devices) for b in target.devices[i + 1 :]]
+    found: dict[tuple[str, str], Mapping[tuple[str, str], Hops]] = {}
+    with ExitStack() as stack:
+        called = {
+            device.id: calls(stack, target, device.id, folder / f"calls-{number}")
+            for number, device in enumerate(target.devices)
+        }
+        cpus = _cpus(target)
+        slower = at_once(stack, target, cpus, folder / "at-once") if len(cpus) > 1 else None
+        beside = [task for timed in called.values() for task in timed.tasks]
+        beside += slower.tasks if slower else []
+        for number, pair in enumerate(pairs):
+            observer(" <-> ".join(pair), number, len(pairs))
+            with ExitStack() as own:
+                crossing = hops(own, target, pair, sizes, folder / f"hops-{number}")
+                take_turns([*crossing.tasks, *beside], seconds / len(pairs), LEAST)
+            found[pair] = crossing.result()
+        if not pairs:
+            observer(target.devices[0].id, 0, 1)
+            take_turns(beside, seconds, LEAST)
+        by_device = {device: timed.result() for device, timed in called.items()}
+        return found, by_device, slower.result() if slower else None
 
 
 def _possible(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -151,11 +166,11 @@ def _links(
 
 def _waking(found: Hops, called: Calls) -> float:
     """Return by how much a tiny segment is slower after a hop than right after another one."""
-    return max(found.woken.typical() - called.copied_seconds, 0.0) if found.woken.seconds else 0.0
+    return max(undisturbed(found.woken) - called.copied_seconds, 0.0) if found.woken.seconds else 0.0
 
 
 def _fit(by_size: Mapping[int, Samples], extra: float) -> LinkFit:
-    return fit_link(list(by_size), [taken.typical() + extra for taken in by_size.values()])
+    return fit_link(list(by_size), [undisturbed(taken) + extra for taken in by_size.values()])
 
 
 def _joined(one: Samples, other: Samples) -> Samples:
@@ -174,13 +189,13 @@ def _shared(cpus: tuple[str, ...], slower: AtOnce | None) -> tuple[Shared, ...]:
     """Return that CPU devices slow each other down, if it shows."""
     if slower is None:
         return ()
-    factors = (slower.memory.factor, slower.compute.factor, slower.copy.factor)
-    entry = Shared(cpus, *factors, memory_bytes_per_second=slower.memory_bytes_per_second)
-    return (entry,) if max(factors) > NO_SLOWDOWN else ()
+    memory, compute = slower.memory.factor, slower.compute.factor
+    entry = Shared(cpus, memory, compute, slower.memory_bytes_per_second)
+    return (entry,) if max(memory, compute) > NO_SLOWDOWN else ()
 
 
 def _measured(
-    target: Target, links: Sequence[LinkMeasured], called: Mapping[str, Calls], shared: tuple[Shared, ...]
+    target: Target, links: Sequence[LinkMeasured], called: Mapping[str, Calls], slower: AtOnce | None
 ) -> Target:
     """Return the target with what was measured in the place of constants."""
     devices = tuple(
@@ -192,9 +207,9 @@ def _measured(
         )
         for device in target.devices
     )
-    one_channel = any(entry.copy_slowdown >= ONE_CHANNEL for entry in shared)
+    one_channel = slower is not None and slower.copy.factor >= ONE_CHANNEL
     model: LinkModel = "sequential" if one_channel else target.link_model
-    return Target(devices, tuple(measured.link for measured in links), model, shared)
+    return Target(devices, tuple(measured.link for measured in links), model, _shared(_cpus(target), slower))
 
 
 def _notes(links: Sequence[LinkMeasured], slower: AtOnce | None) -> tuple[str, ...]:

@@ -6,18 +6,24 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import click
 
-from onnxplace._cli_bundle import bench, run, verify
+from onnxplace._cli_bench import bench
+from onnxplace._cli_bundle import run, verify
 from onnxplace._cli_compile import compile as compile_
 from onnxplace._cli_devices import devices
-from onnxplace._cli_options import as_json, print_json
+from onnxplace._cli_options import as_json, print_json, use_of
 from onnxplace._cli_place import place
-from onnxplace.errors import OnnxplaceError
+from onnxplace.errors import ExecutionError, OnnxplaceError, UsageError
+
+# Errors about a path that is no model, no bundle, no cost graph, and the command that would have taken one.
+MISTAKEN_PATHS = {"M001": "compile", "M002": "compile", "N001": "run", "D001": "place"}
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -25,9 +31,15 @@ from onnxplace.errors import OnnxplaceError
 def cli() -> None:
     """Split an ONNX model over several devices, and run the parts together.
 
-    Exit codes: 0 done, 1 the answer is no, 2 bad usage or input, 3 infeasible, 4 a failure while running, 130 or 143
-    interrupted.
-    """
+    \b
+    Begin with:  onnxplace compile model.onnx --devices cpu:0,cpu:1 --shape batch=8
+                 onnxplace verify model.bundle
+                 onnxplace run model.bundle --inputs feeds.npz --outputs out.npz
+
+    Exit codes: 0 done, 1 the answer is no, 2 bad usage or input, 3 infeasible (no placement fits), 4 a failure while
+    running, 130 or 143 interrupted. With --json, an error is printed on stdout as {"error": {code, message, where,
+    hint}} too; docs/errors.md lists the codes.
+    """  # noqa: D301 - to click, \b says that the lines are to be left as they are
 
 
 for command in (compile_, run, verify, bench, place, devices):
@@ -41,19 +53,22 @@ def vars_of(device: object) -> dict[str, Any]:
     return asdict(device)  # type: ignore[call-overload, no-any-return]
 
 
-@cli.command()
+@cli.command(short_help="List the passes; with a NAME, its options.")
 @click.argument("name", required=False)
 @as_json
 def passes(name: str | None, json_: bool) -> None:
-    """List the passes, built in and plugged in; with NAME, show its options."""
+    """List the passes, built in and plugged in; with NAME, show its options.
+
+    Those called "placer" are for --placer, with options if need be: --placer 'auto{seed=1}'.
+    """
     _list_entries("passes", name, json_)
 
 
-@cli.command()
+@cli.command(short_help="List the runtimes; with a NAME, what it does.")
 @click.argument("name", required=False)
 @as_json
 def runtimes(name: str | None, json_: bool) -> None:
-    """List the runtimes, built in and plugged in."""
+    """List the runtimes, built in and plugged in, which `onnxplace run --runtime` takes; with NAME, what it does."""
     _list_entries("runtimes", name, json_)
 
 
@@ -74,31 +89,52 @@ def _list_entries(kind: Any, name: str | None, json_: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; nobody sees a traceback for their own mistake."""
+    json_ = "--json" in (sys.argv[1:] if arguments is None else arguments)
     try:
         result = cli.main(args=arguments, standalone_mode=False)
         return result if isinstance(result, int) else 0
     except OnnxplaceError as problem:
-        click.echo(str(problem), err=True)
-        return problem.exit_code
+        return _tell(_with_use(problem), json_)
     except click.ClickException as problem:
         problem.show()
-        return 2
+        context = getattr(problem, "ctx", None)
+        command = context.command_path if context else "onnxplace"
+        told = UsageError("U000", problem.format_message(), where=command, hint=f"{command} --help")
+        return _tell(told, json_, shown=True)
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted; nothing half-written was left", err=True)
+        _tell(ExecutionError("X011", "interrupted"), json_, shown=True)
         return 130
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else 4
     except MemoryError:
-        click.echo("error[X010] out of memory\n  hint: close other programs, or use a machine with more", err=True)
-        return 4
+        hint = "close other programs, or use a machine with more"
+        return _tell(ExecutionError("X010", "out of memory", hint=hint), json_)
     except BrokenPipeError:
         _abandon_stdout()
         return 0
     except OSError as problem:
         from onnxplace.files import disk_error
 
-        click.echo(str(disk_error(problem, str(problem.filename or "a file"))), err=True)
-        return 4
+        return _tell(disk_error(problem, str(problem.filename or "a file")), json_)
+
+
+def _tell(problem: OnnxplaceError, json_: bool, shown: bool = False) -> int:
+    """Print an error on stderr, unless it was `shown` there, and as JSON on stdout; return its exit code."""
+    if not shown:
+        click.echo(str(problem), err=True)
+    if json_:
+        keys = ("code", "message", "where", "hint")
+        with suppress(BrokenPipeError):
+            print_json({"error": {key: getattr(problem, key) for key in keys}})
+    return problem.exit_code
+
+
+def _with_use(problem: OnnxplaceError) -> OnnxplaceError:
+    """Return an error about a path that is not what the command takes, with a hint at what it is good for, if known."""
+    if problem.code not in MISTAKEN_PATHS or not (hint := use_of(Path(problem.where), MISTAKEN_PATHS[problem.code])):
+        return problem
+    return type(problem)(problem.code, problem.message, where=problem.where, hint=hint)
 
 
 def _abandon_stdout() -> None:
@@ -110,7 +146,12 @@ def _abandon_stdout() -> None:
 def entry() -> None:
     """Console script. A request to terminate unwinds like Ctrl-C, so that nothing is left behind."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    code = main()
+    try:
+        code = main()
+    except Exception:  # noqa: BLE001 - Python's own exit code for it is 1, which means that the answer is no
+        traceback.print_exc()
+        click.echo("this is a defect of onnxplace, please report it", err=True)
+        code = 4
     try:
         sys.stdout.flush()
     except OSError:

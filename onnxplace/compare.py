@@ -74,7 +74,8 @@ def reference(
     """Return a function that runs the unsplit model: the bundle's own copy of it, or the file `against`."""
     model = Path(against) if against else bundle.file(WHOLE)
     if not model.is_file():
-        raise ModelError("M001", "there is no such file", where=str(model))
+        what = "it is a folder, not a model" if model.is_dir() else "there is no such file"
+        raise ModelError("M001", what, where=str(model))
     entries = {} if against else bundle.session_entries
     with pinned(all_cores):
         session = open_session(model, session_options(all_cores, entries=entries), where=str(model))
@@ -134,6 +135,9 @@ def verify(
     return [difference(name, got[name], expected[name]) for name in names]
 
 
+TURN_SECONDS, LEAST_TURNS = 0.02, 3
+
+
 @dataclass(frozen=True)
 class Times:
     """How long something took, over several runs."""
@@ -148,12 +152,25 @@ class Times:
 
 
 def alternate(calls: Mapping[str, Callable[[], object]], repeat: int, warm_ups: int = 2) -> dict[str, Times]:
-    """Time several calls in turn, A B C A B C ..., so that a machine that changes speed changes it for all."""
+    """Time several calls `repeat` times each, in turn, so that a machine that changes speed changes it for all.
+
+    A turn is one call, or as many short ones as make `TURN_SECONDS`, though a third of all at most: caches then hold
+    what the call needs, as where it is made again and again.
+    """
     taken: dict[str, list[float]] = {name: [] for name in calls}
-    for round_number in range(repeat + warm_ups):
+
+    def turn(count: int) -> None:
         for name, call in calls.items():
-            began = time.perf_counter()
-            call()
-            if round_number >= warm_ups:
+            for _ in range(count):
+                began = time.perf_counter()
+                call()
                 taken[name].append(time.perf_counter() - began)
-    return {name: Times(float(np.median(t)), float(np.quantile(t, 0.9)), len(t)) for name, t in taken.items()}
+
+    for _ in range(warm_ups):
+        turn(1)
+    slowest = max((times[-1] for times in taken.values() if times), default=TURN_SECONDS)
+    most = max(min(repeat // LEAST_TURNS, round(TURN_SECONDS / max(slowest, 1e-9))), 1)
+    for done in range(0, repeat, most):
+        turn(min(most, repeat - done))
+    counted = {name: times[warm_ups:] for name, times in taken.items()}
+    return {name: Times(float(np.median(t)), float(np.quantile(t, 0.9)), len(t)) for name, t in counted.items()}

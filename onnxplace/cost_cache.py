@@ -19,6 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from onnxplace import __version__
 from onnxplace.errors import OnnxplaceError
 from onnxplace.files import write_file
@@ -64,6 +66,13 @@ def key(parts: Iterable[str | bytes]) -> str:
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)
     return digest.hexdigest()[:40]
+
+
+def described(value: Any) -> str:
+    """Return what counts in a key of a value that is fed: all of it."""
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return f"{value.dtype}{value.shape} {key([np.ascontiguousarray(value).tobytes()])}"
+    return repr(value)
 
 
 def read(name: str) -> dict[str, Any] | None:

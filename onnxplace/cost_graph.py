@@ -8,13 +8,15 @@
 
 `memory_bytes` of a node is persistent (weights), `temp_bytes` is needed while it runs. Edges with one source and one
 `tensor` are one value; an edge may carry several in `tensors`. Outputs beyond what edges carry die with their node.
+Only ids, and the ends of edges, must be there: a number that is missing is zero (docs/cost-graphs.md).
 """
 
 from __future__ import annotations
 
+import difflib
 import gzip
-import json
 import math
+import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,14 +27,18 @@ import numpy as np
 
 from onnxplace.errors import InputError
 from onnxplace.facts import Profile, Source
+from onnxplace.files import parse_json, read_bytes
 from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph
-from onnxplace.state import State
+from onnxplace.state import Diagnostic, State
 from onnxplace.target import Device, Link, Target
 
 if TYPE_CHECKING:
     import networkx
 
 DEVICE_MODEL = "cost-graph"
+GZIP = b"\x1f\x8b"
+# Beyond this, sums of bytes leave 64 bits.
+MOST = 10**18
 
 
 @dataclass(frozen=True)
@@ -47,10 +53,12 @@ class CostGraph:
     target: Target
     link: Link
     """What connects each pair of its devices; the names of its ends mean nothing."""
+    notes: tuple[Diagnostic, ...] = ()
+    """What looks like an oversight."""
 
     def state(self) -> State:
         """Return the state that a pipeline of coplace, fuse and a placer starts from."""
-        return State(self.target).having(self.profile)
+        return State(self.target).having(self.profile).saying(*self.notes)
 
     def device_of(self, device: Ints) -> dict[str, Hashable]:
         """Return a placement as people write it: device id by node id."""
@@ -58,15 +66,15 @@ class CostGraph:
 
 
 def read_cost_graph(path: str | Path) -> CostGraph:
-    """Read a cost graph from JSON, gzipped if it ends in .gz; raises InputError naming the file and the bad entry."""
+    """Read a cost graph from JSON, gzipped or not; raises InputError naming the file and the bad entry."""
     path = Path(path)
+    data = read_bytes(path, "D001")
     try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        parsed = json.loads(data)
-    except FileNotFoundError:
-        raise InputError("D001", "there is no such file", where=str(path)) from None
-    except (OSError, EOFError, ValueError) as problem:
-        raise InputError("D001", f"not a cost graph: {problem}", where=str(path)) from None
+        data = gzip.decompress(data) if data.startswith(GZIP) else data
+    except (OSError, EOFError, zlib.error):
+        hint = "copy or make it again"
+        raise InputError("D001", "its gzip data is cut off or damaged", where=str(path), hint=hint) from None
+    parsed = parse_json(data, "D001", "a cost graph", str(path))
     if not isinstance(parsed, dict):
         raise InputError("D001", "not a cost graph: it holds no object", where=str(path))
     return cost_graph(parsed, path.name.partition(".")[0])
@@ -80,18 +88,16 @@ def cost_graph(data: Mapping[str, Any], name: str = "graph") -> CostGraph:
     """
     where = str(data.get("name") or name)
     nodes = _list(data, "nodes", where)
-    rank = sorted(range(len(nodes)), key=lambda index: nodes[index].get("topo_order", index))
-    nodes = [nodes[index] for index in rank]
-    ids = tuple(node.get("id") for node in nodes)
+    turns = [_number(node, "topo_order", where, index) for index, node in enumerate(nodes)]
+    nodes = [nodes[index] for index in sorted(range(len(nodes)), key=turns.__getitem__)]
+    ids = _ids([node.get("id") for node in nodes], "nodes", where)
     position = {node_id: index for index, node_id in enumerate(ids)}
-    if len(position) < len(ids):
-        seen: set[Hashable] = set()
-        double = next(node_id for node_id in ids if node_id in seen or seen.add(node_id))  # type: ignore[func-returns-value]
-        raise InputError("D002", f"two nodes have the id {double!r}", where=where)
     values = _values(_list(data, "edges", where, optional=True), position, where)
     graph = _op_graph(nodes, values, where)
     seconds = _numbers(nodes, "compute_time_us", where) * 1e-6
     groups = [node.get("group") for node in nodes]
+    if (odd := next((group for group in groups if not isinstance(group, Hashable)), None)) is not None:
+        raise InputError("D002", f"{odd!r} is no group", where=where, hint="a group is a number or a text")
     dense = {group: index for index, group in enumerate(dict.fromkeys(group for group in groups if group is not None))}
     given = np.array([-1 if group is None else dense[group] for group in groups], dtype=np.int32)
     backward = np.array([bool(node.get("is_backward")) for node in nodes], dtype=bool)
@@ -99,7 +105,33 @@ def cost_graph(data: Mapping[str, Any], name: str = "graph") -> CostGraph:
         _ = graph.order
     except ValueError as problem:
         raise InputError("D005", str(problem), where=where) from None
-    return assembled(where, ids, graph, seconds, data, given, backward)
+    return replace(assembled(where, ids, graph, seconds, data, given, backward), notes=_notes(nodes, where))
+
+
+def _ids(ids: Sequence[Any], what: str, where: str) -> tuple[Hashable, ...]:
+    """Return ids; raises InputError for one that is missing, that is a list or an object, or that is there twice."""
+    seen: set[Hashable] = set()
+    for node_id in ids:
+        if node_id is None:
+            raise InputError("D002", f"one of the {what} has no id", where=where, hint='give each its own "id"')
+        if not isinstance(node_id, Hashable):
+            raise InputError("D002", f"{node_id!r} is no id", where=where, hint="an id is a number or a text")
+        if node_id in seen:
+            raise InputError("D002", f"two {what} have the id {node_id!r}", where=where)
+        seen.add(node_id)
+    return tuple(ids)
+
+
+def _notes(nodes: Sequence[Mapping[str, Any]], where: str) -> tuple[Diagnostic, ...]:
+    """Return a note if nodes have no compute time, which counts as zero."""
+    without = [node for node in nodes if "compute_time_us" not in node]
+    if not without:
+        return ()
+    name = without[0].get("name", without[0].get("id"))
+    close = difflib.get_close_matches("compute_time_us", [str(key) for key in without[0]], n=1)
+    hint = f"it has {close[0]!r}; write" if close else "give every node"
+    message = f"{len(without)} of {len(nodes)} nodes have no compute_time_us, such as {name!r}: that counts as zero"
+    return (Diagnostic("D010", message, where=where, hint=f"{hint} compute_time_us, 0 where it takes no time"),)
 
 
 def assembled(
@@ -137,13 +169,18 @@ def _list(data: Mapping[str, Any], key: str, where: str, optional: bool = False)
 
 
 def _numbers(entries: Sequence[Mapping[str, Any]], key: str, where: str) -> Floats:
-    """Return a column of costs; raises InputError naming the entry that is negative or not a number."""
-    raw = [entry.get(key, 0) for entry in entries]
-    for entry, value in zip(entries, raw):
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
-            name = entry.get("name", entry.get("id", "?"))
-            raise InputError("D004", f"{key} of {name!r} is {value!r}, which is no cost", where=where)
-    return np.array(raw, dtype=np.float64)
+    """Return a column of costs, zero where there is none; raises InputError as `_number` does."""
+    return np.array([_number(entry, key, where) for entry in entries], dtype=np.float64)
+
+
+def _number(entry: Mapping[str, Any], key: str, where: str, missing: float = 0) -> float:
+    """Return a number that an entry has; raises InputError naming it for what is negative, too large or no number."""
+    value = entry.get(key, missing)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= MOST:
+        name = entry.get("name", entry.get("id", "?"))
+        hint = f"a number from 0 to {MOST:.0e}"
+        raise InputError("D004", f"{key} of {name!r} is {value!r}, which is no cost", where=where, hint=hint)
+    return value
 
 
 @dataclass(frozen=True)
@@ -167,9 +204,9 @@ def _values(edges: Sequence[Mapping[str, Any]], position: Mapping[Hashable, int]
     for edge in edges:
         source, destination = edge.get("src"), edge.get("dst")
         for end in (source, destination):
-            if end not in position:
+            if not isinstance(end, Hashable) or end not in position:
                 raise InputError("D003", f"an edge names node {end!r}, which is not there", where=where)
-        for tensor in edge.get("tensors") or [{"name": edge.get("tensor"), "bytes": edge.get("bytes", 0)}]:
+        for tensor in _tensors(edge, where):
             label = tensor["name"] if tensor.get("name") is not None else ("edge", destination)
             key = (position[source], label)
             if key not in index:
@@ -181,6 +218,18 @@ def _values(edges: Sequence[Mapping[str, Any]], position: Mapping[Hashable, int]
             reader.append(position[destination])
     sizes = np.rint(_numbers(carried, "bytes", where)).astype(np.int64)
     return _Values(names, producer, sizes, np.array(value, dtype=np.int32), np.array(reader, dtype=np.int32))
+
+
+def _tensors(edge: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]]:
+    """Return the values that an edge carries, each with `name` and `bytes`; raises InputError if they are none."""
+    found = edge.get("tensors") or [{"name": edge.get("tensor"), "bytes": edge.get("bytes", 0)}]
+    if not isinstance(found, list) or not all(
+        isinstance(tensor, Mapping) and isinstance(tensor.get("name"), Hashable) for tensor in found
+    ):
+        hint = '"tensor" is a text, "tensors" a list like [{"name": "a:0", "bytes": 64}]'
+        message = f"edge {edge.get('src')!r} -> {edge.get('dst')!r} does not say what it carries"
+        raise InputError("D003", message, where=where, hint=hint)
+    return found
 
 
 def _op_graph(nodes: Sequence[Mapping[str, Any]], values: _Values, where: str) -> OpGraph:
@@ -235,8 +284,11 @@ def _target(data: Mapping[str, Any], where: str) -> tuple[Target, tuple[Hashable
             "D006", "the list of devices is empty", where=where, hint="name at least one, or give --devices N"
         )
     memory = _numbers(entries, "memory_bytes", where)
-    ids = tuple(entry.get("id", index) for index, entry in enumerate(entries))
+    ids = _ids([entry.get("id", index) for index, entry in enumerate(entries)], "devices", where)
     comm = data.get("comm", {})
+    if not isinstance(comm, Mapping):
+        hint = 'write it like {"coef_us_per_byte": 0.0002, "intercept_us": 100}'
+        raise InputError("D001", "not a cost graph: its comm is no object", where=where, hint=hint)
     coefficient, intercept = (float(_numbers([comm], key, where)[0]) for key in ("coef_us_per_byte", "intercept_us"))
     devices = tuple(
         Device(f"cuda:{index}", int(size), model=DEVICE_MODEL, segment_seconds=0.0) for index, size in enumerate(memory)

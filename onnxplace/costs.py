@@ -9,7 +9,7 @@ import numpy as np
 from onnxplace.bounds import lower_bound_seconds
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule
-from onnxplace.graph import Floats, Ints, Longs, OpGraph, sum_by
+from onnxplace.graph import Bools, Floats, Ints, Longs, OpGraph, sum_by
 from onnxplace.simulate import Simulation, device_weights, simulate
 from onnxplace.state import State
 from onnxplace.target import Target
@@ -46,6 +46,12 @@ class Problem:
         members = cluster[self.members].astype(np.int32)
         return replace(self, graph=self.graph.contract(cluster), seconds=seconds, group=group, members=members)
 
+    def alone_bytes(self) -> Longs:
+        """Return, per device, what it would hold at most with the whole graph on it."""
+        devices = range(len(self.target.devices))
+        alone = [np.full(len(self.graph), index, dtype=np.int32) for index in devices]
+        return np.array([self.simulate(alone[index], self.graph.order).peak_bytes[index] for index in devices])
+
     def excess_bytes(self, simulation: Simulation) -> Longs:
         """Return, per device, by how many bytes it exceeds its limit."""
         excess: Longs = np.maximum(simulation.peak_bytes - self.limit_bytes, 0)
@@ -57,6 +63,13 @@ def alone_seconds(profile: Profile, target: Target) -> Floats:
     calls = np.array([device.segment_seconds for device in target.devices])
     alone: Floats = device_seconds(profile, target).sum(axis=1) + calls
     return alone
+
+
+def fits_alone(state: State) -> Bools:
+    """Return, per device, whether it could hold the whole model."""
+    asked = problem(state)
+    fits: Bools = asked.alone_bytes() <= asked.limit_bytes
+    return fits
 
 
 def device_seconds(profile: Profile, target: Target) -> Floats:
@@ -138,10 +151,7 @@ def shortage(asked: Problem, placer: str, peak_bytes: Longs | None = None) -> In
     whole model alone on it.
     """
     if peak_bytes is None:
-        alone = [np.full(len(asked.graph), index, dtype=np.int32) for index in range(len(asked.target.devices))]
-        peak_bytes = np.array(
-            [asked.simulate(device, asked.graph.order).peak_bytes[index] for index, device in enumerate(alone)]
-        )
+        peak_bytes = asked.alone_bytes()
     short = lacking(asked.target, peak_bytes)
     room = "there is room on " + ", ".join(f"{d.id} ({d.memory_bytes} bytes)" for d in asked.target.devices)
     needs, have = asked.graph.total_weight_bytes, int(asked.limit_bytes.sum())

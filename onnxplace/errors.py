@@ -23,6 +23,8 @@ from typing import ClassVar
 
 # Longer lists of names help nobody.
 MOST_LISTED = 10
+# Names that people know from elsewhere; by spelling alone, the nearest to `gpu` would be `cpu`.
+_ELSEWHERE = {"gpu": "cuda"}
 
 
 class OnnxplaceError(Exception):
@@ -104,14 +106,28 @@ def one_line(problem: BaseException) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint that offers the nearest known name, or lists them.
+    """Return a hint that offers the nearest known name, or lists them; case and `_` for `-` count for nothing.
 
-    >>> nearest("m-eft", ["single", "m-etf"])
-    "did you mean 'm-etf'?"
+    >>> nearest("m_eft", ["single", "m-etf"]), nearest("gpu:0", ["cpu:0", "cuda:0"])
+    ("did you mean 'm-etf'?", "did you mean 'cuda:0'?")
     """
     names = list(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if close:
-        return f"did you mean '{close[0]}'?"
+    if close := _closest(name, names):
+        return f"did you mean '{close}'?"
     more = f", and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
     return "known: " + ", ".join(names[:MOST_LISTED]) + more
+
+
+def _closest(name: str, names: list[str]) -> str | None:
+    """Return the known name that was probably meant: spelt alike, or the only one that begins so."""
+    kind, colon, rest = _plain(name).partition(":")
+    plain = {_plain(each): each for each in reversed(names)}
+    if kind in _ELSEWHERE:
+        return plain.get(_ELSEWHERE[kind] + colon + rest)
+    begun = [each for each in plain if kind and each.startswith(_plain(name))]
+    close = begun if len(begun) == 1 else difflib.get_close_matches(_plain(name), plain, n=1, cutoff=0.6)
+    return plain[close[0]] if close else None
+
+
+def _plain(name: object) -> str:
+    return str(name).strip().lower().replace("_", "-")

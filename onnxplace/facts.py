@@ -43,9 +43,9 @@ class Source(IntEnum):
     MEASURED = 0
     """Run on this machine by ONNX Runtime."""
     GIVEN = 1
-    """From the user's cost file."""
+    """From the user's cost file, which has it from a measurement or from the user."""
     ESTIMATED = 2
-    """A roofline guess: floating-point operations and bytes against assumed peaks."""
+    """A roofline guess: floating-point operations and bytes against peaks; also one that a cost file holds."""
     KNOWN = 3
     """Costs nothing at run time: constants, folded and removed nodes."""
 
@@ -65,6 +65,25 @@ class Repeat:
     def stop(self) -> int:
         """Return the position after the last node."""
         return self.start + self.nodes * self.count
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How sure a measurement of a whole model is."""
+
+    runs: int
+    """Without the profiler, that counted."""
+    spread: float
+    """Half of them are within this share of the median."""
+    uncertainty: float
+    """Standard error of the median, as a share of it."""
+    waiting: float
+    """Share of the time in which these runs waited for a core; it was taken off."""
+    kernels: int
+    kernel_seconds: float
+    """What their times added up to as the profiler had them."""
+    overhead_seconds: float
+    """What the profiler added to each kernel; it was taken off."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +107,12 @@ class Profile:
     """Per node: part of the backward pass of a training step."""
     repeats: tuple[Repeat, ...] = ()
     """Equal layers of the model, where it was looked at; whoever measured, measured them as one."""
+    spread: Mapping[str, Floats] = field(default_factory=lambda: MappingProxyType({}))
+    """Cost class -> per node, half the distance between the quartiles of its times, in seconds; measured ones only."""
+    quality: Mapping[str, Quality] = field(default_factory=lambda: MappingProxyType({}))
+    """Cost class -> how sure its measurement is; measured as a whole only."""
+    prints: tuple[str, ...] = ()
+    """Per node, what it does, by which it is known in other models and in cost files; none where nobody looked."""
 
     def check(self, state: State) -> None:
         """Raise ValueError unless every device's class has a finite cost for every node."""
@@ -97,7 +122,11 @@ class Profile:
             _require(len(seconds) == len(self.graph), f"{name}: {len(seconds)} costs for {len(self.graph)} nodes")
             bad = np.flatnonzero(~(np.isfinite(seconds) & (seconds >= 0)))
             _require(len(bad) == 0, f"{name}: node {self.graph.names[bad[0]] if len(bad) else ''!r} has no valid cost")
+        for name, spread in self.spread.items():
+            sound = len(spread) == len(self.graph) and bool((np.isfinite(spread) & (spread >= 0)).all())
+            _require(sound, f"{name}: a spread per node, not negative")
         _require(len(self.unit) == len(self.graph), "a unit per node")
+        _require(len(self.prints) in (0, len(self.graph)), "a fingerprint per node")
 
 
 @dataclass(frozen=True)

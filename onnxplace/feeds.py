@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,9 +13,10 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.errors import FeedError, nearest
+from onnxplace.errors import FeedError, nearest, one_line
 
 Array = NDArray[Any]
+_NPY = b"\x93NUMPY"
 
 _DTYPES = {
     "tensor(float)": np.float32,
@@ -238,15 +240,24 @@ def _drawable(item: Declared) -> np.dtype[Any]:
 
 def read_npz(path: str | Path) -> dict[str, Array]:
     """Read arrays by name from an .npz file; raises FeedError naming the file. Nothing in it is executed."""
+    hint = "write it with numpy.savez(path, input_name=array)"
     try:
-        with Path(path).open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
+        with Path(path).open("rb") as stream:
+            begins = stream.read(len(_NPY))
+            if begins == _NPY:
+                reason = "it is one array without a name (.npy)"
+            elif begins[:2] != b"PK":
+                reason = "it is another kind of file" if begins else "it is empty"
+            else:
+                stream.seek(0)
+                with np.load(stream, allow_pickle=False) as archive:
+                    return {name: archive[name] for name in archive.files}
     except FileNotFoundError:
         raise FeedError("F006", "there is no such file", where=str(path)) from None
-    except (OSError, EOFError, ValueError, BadZipFile, AttributeError, TypeError, KeyError) as problem:
-        raise FeedError(
-            "F006",
-            f"not an .npz file of plain arrays: {problem}",
-            where=str(path),
-            hint="write it with numpy.savez(path, input_name=array)",
-        ) from None
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+    except ValueError as problem:
+        reason = "it holds objects, not plain arrays" if "allow_pickle" in str(problem) else one_line(problem)
+    except (EOFError, BadZipFile, AttributeError, TypeError, KeyError, NotImplementedError, zlib.error) as problem:
+        reason = f"it is cut off or damaged ({one_line(problem)})"
+    raise FeedError("F006", f"not an .npz file of plain arrays: {reason}", where=str(path), hint=hint)

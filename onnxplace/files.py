@@ -142,12 +142,46 @@ def write_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
 
 def read_json(path: str | Path, code: str, what: str) -> Any:
     """Read a JSON file; raises InputError with `code`, naming the file and `what` it should have been."""
+    return parse_json(read_bytes(path, code), code, what, str(path))
+
+
+def read_bytes(path: str | Path, code: str) -> bytes:
+    """Read a file whole; raises InputError with `code`, naming it."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return Path(path).read_bytes()
     except FileNotFoundError:
         raise InputError(code, "there is no such file", where=str(path)) from None
+    except IsADirectoryError:
+        raise InputError(code, "it is a folder, not a file", where=str(path)) from None
     except (OSError, ValueError) as problem:
-        raise InputError(code, f"not {what}: {problem}", where=str(path)) from None
+        reason = problem.strerror if isinstance(problem, OSError) else problem
+        raise InputError(code, f"it cannot be read: {reason}", where=str(path)) from None
+
+
+def parse_json(data: bytes | str, code: str, what: str, where: str) -> Any:
+    """Return what JSON text says; raises InputError with `code`, also where one object has a key twice."""
+    try:
+        return json.loads(data, object_pairs_hook=_once)
+    except UnicodeDecodeError:
+        reason = "it is a binary file"
+    except json.JSONDecodeError as problem:
+        reason = f"no JSON at line {problem.lineno}, column {problem.colno}: {problem.msg}" if data else "it is empty"
+    except ValueError as problem:
+        reason = str(problem)
+    except RecursionError:
+        reason = "it is nested too deeply"
+    raise InputError(code, f"not {what}: {reason}", where=where)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; raises ValueError for a key that it has twice, of which Python would drop one."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in found if keys.count(key) > 1)
+        inside = next((f" in the object whose {key} is {found[key]!r}" for key in ("id", "name") if key in found), "")
+        raise ValueError(f"{twice!r} is given twice{inside}")
+    return found
 
 
 def _fill(stream: BinaryIO, fill: Callable[[BinaryIO], object]) -> None:

@@ -211,7 +211,7 @@ def cuda_problem(index: int) -> str | None:
     options.log_severity_level = 4
     providers = [("CUDAExecutionProvider", {"device_id": str(index)})]
     try:
-        session = runtime.InferenceSession(_one_node_model(), options, providers=providers)
+        session = runtime.InferenceSession(one_node_model(), options, providers=providers)
     except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
         return f"ONNX Runtime cannot open it: {str(problem).splitlines()[0]}"
     if session.get_providers()[0] != "CUDAExecutionProvider":
@@ -219,7 +219,8 @@ def cuda_problem(index: int) -> str | None:
     return None
 
 
-def _one_node_model() -> bytes:
+def one_node_model() -> bytes:
+    """Return the smallest model there is."""
     from onnx import parser
 
     text = '<ir_version: 8, opset_import: ["": 17]> one_node (float[1] x) => (float[1] y) { y = Relu(x) }'

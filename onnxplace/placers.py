@@ -1,17 +1,18 @@
-"""Which placer: by name, or by what is wanted of it."""
+"""Which placer: by name, or by what is wanted of it; and which devices it left without work."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Literal
 
-from onnxplace.errors import UsageError, nearest
+from onnxplace.errors import InfeasibleError, UsageError, nearest
 from onnxplace.facts import Placement
 from onnxplace.pipeline import make_pass
 from onnxplace.registry import entries
 from onnxplace.spec import PassSpec, parse_pipeline
+from onnxplace.state import Diagnostic, Pass, State
 
 Objective = Literal["latency", "throughput", "fit"]
 OBJECTIVES: Mapping[Objective, str] = MappingProxyType({"latency": "auto", "throughput": "stages", "fit": "fit"})
@@ -35,10 +36,10 @@ def choose_placer(
         raise UsageError("U046", "--placer and --objective exclude each other", hint=hint)
     specs = parse_pipeline(placer or OBJECTIVES[objective])
     spec = specs[0]
-    made = make_pass(spec.name, spec.options)
-    if len(specs) > 1 or Placement not in made.provides or Placement in made.requires:
-        hint = f"{nearest(spec.name, _placers())} (`onnxplace passes` lists them)"
-        raise UsageError("U043", f"pass {placer!r} is not a placer", where="--placer", hint=hint)
+    if len(specs) > 1:
+        hint = "name one; --pipeline of `onnxplace compile` takes several passes"
+        raise UsageError("U043", f"{placer!r} is not a placer but a pipeline", where="--placer", hint=hint)
+    made = _made(spec)
     options = dict(spec.options)
     known = {item.name for item in fields(made)}
     for option, flag, value in (("seconds", "--budget", seconds), ("seed", "--seed", seed)):
@@ -55,6 +56,46 @@ def choose_placer(
     return chosen
 
 
-def _placers() -> list[str]:
-    """Return the names of the built-in placers."""
-    return [name for name, entry in entries("passes").items() if entry.summary.startswith("placer:")]
+def _made(spec: PassSpec) -> Pass:
+    """Return the pass; raises UsageError, with a placer that may have been meant, unless it places from nothing."""
+    known = entries("passes")
+    # Whether a plugin is a placer is not known before it is loaded.
+    placers = [name for name, entry in known.items() if entry.distribution or entry.summary.startswith("placer:")]
+    hint = f"{nearest(spec.name, placers)} (`onnxplace passes` lists them)"
+    if spec.name not in known:
+        raise UsageError("U001", f"unknown placer {spec.name!r}", where="--placer", hint=hint)
+    made = make_pass(spec.name, spec.options)
+    if Placement not in made.provides:
+        raise UsageError("U043", f"pass {spec.name!r} is not a placer", where="--placer", hint=hint)
+    if Placement in made.requires:
+        message = f"pass {spec.name!r} is not a placer: it starts from a placement"
+        hint = f"put it after a placer in a --pipeline, as in m-etf,{spec.name}; --placer auto searches by itself"
+        raise UsageError("U043", message, where="--placer", hint=hint)
+    return made
+
+
+def unused_devices(state: State, names: Sequence[object] = ()) -> list[Diagnostic]:
+    """Return a note for each device that gets no work, called by `names` or its id; none if `fit` placed it.
+
+    Few devices is what `fit` is for.
+    """
+    if Placement not in state or state[Placement].placer == OBJECTIVES["fit"]:
+        return []
+    used = set(state[Placement].device.tolist())
+    return [
+        Diagnostic(
+            "P010",
+            f"this device was asked for and gets no work from placer {state[Placement].placer!r}",
+            where=f"device {names[index]}" if names else device.id,
+            hint="try another --placer, or leave it out",
+        )
+        for index, device in enumerate(state.target.devices)
+        if index not in used
+    ]
+
+
+def require_all_used(unused: Sequence[Diagnostic]) -> None:
+    """Raise InfeasibleError if there is a device without work (`--strict`)."""
+    if unused:
+        hint = "drop it from --devices, try another --placer, or leave --strict out"
+        raise InfeasibleError("P010", unused[0].message, where=unused[0].where, hint=hint)

@@ -16,7 +16,7 @@ from onnxplace.facts import Groups, Placement, Schedule
 from onnxplace.files import read_json
 from onnxplace.graph import Longs
 from onnxplace.pipeline import Pipeline, Timing
-from onnxplace.placers import BAECHI, Objective, choose_placer
+from onnxplace.placers import BAECHI, Objective, choose_placer, require_all_used, unused_devices
 from onnxplace.spec import PassSpec, format_pipeline
 from onnxplace.state import Diagnostic, State
 from onnxplace.target import LinkModel, Target
@@ -64,13 +64,15 @@ def place(
     post_adjust: Adjustment | None = None,
     budget_seconds: float | None = None,
     seed: int | None = None,
+    strict: bool = False,
 ) -> Placed:
     """Place a cost graph; raises InfeasibleError if nothing fits, UsageError for what contradicts itself.
 
     `placer` may carry options: `m-sct{threshold=0.5}`; default: the one for the `objective`. `groups` defaults to the
     graph's own, and for Baechi's placers also to those of nodes with a single reader, contracted (`fuse`) as published.
     `forward_only`: backward nodes follow the forward node they belong to. `post_adjust`: the placer ignores groups,
-    then each is moved as a whole to the device with most of its seconds, bytes or nodes.
+    then each is moved as a whole to the device with most of its seconds, bytes or nodes. A device without work gets a
+    note, with `strict` it is an InfeasibleError.
     """
     spec = choose_placer(placer, objective, budget_seconds, seed)
     groups = groups or ("given+coplace" if spec.name in BAECHI else "given")
@@ -82,16 +84,18 @@ def place(
         contract = "coplace" in groups if fuse is None else fuse
         steps = [PassSpec("coplace", options), *([PassSpec("fuse")] if contract else []), spec]
     pipeline = Pipeline.parse(format_pipeline(steps))
-    state = State(replace(graph.target, link_model=links)).having(graph.profile)
+    state = replace(graph, target=replace(graph.target, link_model=links)).state()
     began = time.perf_counter()
     state, timings = pipeline.run(state)
-    return _placed(graph, state, time.perf_counter() - began, timings, spec.name)
+    return _placed(graph, state, time.perf_counter() - began, timings, spec.name, strict)
 
 
-def evaluate(graph: CostGraph, placement: Mapping[str, Hashable], *, links: LinkModel = "duplex") -> Placed:
+def evaluate(
+    graph: CostGraph, placement: Mapping[str, Hashable], *, links: LinkModel = "duplex", strict: bool = False
+) -> Placed:
     """Score a given placement, node id -> device id; it need not fit. Each device runs its nodes earliest first.
 
-    Raises InputError for nodes that are missing or unknown, and for unknown devices.
+    Raises InputError for nodes that are missing or unknown, and for unknown devices; `strict` as for `place`.
     """
     index = {str(device): position for position, device in enumerate(graph.device_ids)}
     nodes = {str(node) for node in graph.ids}
@@ -109,19 +113,25 @@ def evaluate(graph: CostGraph, placement: Mapping[str, Hashable], *, links: Link
     pinned = np.array([index[str(placement[str(node)])] for node in graph.ids], dtype=np.int32)
     single = np.arange(len(pinned), dtype=np.int32)
     roomy = graph.target.limiting({device.id: ENOUGH_BYTES for device in graph.target.devices})
-    state = State(replace(roomy, link_model=links)).having(graph.profile)
+    state = replace(graph, target=replace(roomy, link_model=links)).state()
     state = state.having(Groups(single, pinned, ("",) * len(pinned)))
     began = time.perf_counter()
     state, timings = Pipeline.parse("m-etf").run(state)
-    return _placed(graph, state, time.perf_counter() - began, timings, "given")
+    state = state.having(replace(state[Placement], placer="given"))
+    return _placed(graph, state, time.perf_counter() - began, timings, "given", strict)
 
 
-def _placed(graph: CostGraph, state: State, seconds: float, timings: tuple[Timing, ...], placer: str) -> Placed:
+def _placed(
+    graph: CostGraph, state: State, seconds: float, timings: tuple[Timing, ...], placer: str, strict: bool
+) -> Placed:
+    unused = unused_devices(state, graph.device_ids)
+    if strict:
+        require_all_used(unused)
     schedule = state[Schedule]
     peaks = schedule.simulation.peak_bytes
     fits = all(int(peak) <= device.memory_bytes for peak, device in zip(peaks, graph.target.devices))
     return Placed(placer, schedule.simulation.makespan_seconds, schedule.lower_bound_seconds, fits, peaks, seconds,
-                  graph.device_of(state[Placement].device), timings, state.diagnostics)  # fmt: skip
+                  graph.device_of(state[Placement].device), timings, (*state.diagnostics, *unused))  # fmt: skip
 
 
 def with_devices(graph: CostGraph, count: int | None, memory_bytes: int | None) -> CostGraph:

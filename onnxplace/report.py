@@ -12,8 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onnxplace.bundle import Bundle, Predicted, RepeatRecord
-    from onnxplace.compare import Times
+    from onnxplace.bundle import Bundle, Predicted, RepeatRecord, TrialRecord
     from onnxplace.cost_graph import CostGraph
     from onnxplace.placing import Placed
     from onnxplace.runtime import Event
@@ -53,6 +52,10 @@ def milliseconds(seconds: float) -> str:
 
 def mebibytes(size: int) -> str:
     """Return an amount of memory as people read it."""
+    if size < 2**10:
+        return f"{size} B"
+    if size < 2**20:
+        return f"{size / 2**10:.1f} KiB"
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
@@ -92,10 +95,19 @@ def compile_summary(bundle: Bundle) -> str:
             table(("device", "nodes", "compute", "weights", "peak", "limit"), rows),
             f"segments: {len(manifest.segments)}, transfers: {manifest.transfers} ({sent})",
             f"predicted step {milliseconds(predicted.step_seconds)}; best single device {best}; nothing beats {bound}",
+            *_trial_line(manifest.trial),
             *_process_line(predicted),
             f"bundle: {bundle.path}",
         ]
     )
+
+
+def _trial_line(trial: TrialRecord | None) -> list[str]:
+    """Return a line about how the bundle did when it was tried out, if it was."""
+    if trial is None:
+        return []
+    planned, took = milliseconds(trial.planned_seconds), milliseconds(trial.step_seconds)
+    return [f"trial: {took} (median of {trial.requests}); by the costs of its nodes, {planned}"]
 
 
 def _process_line(predicted: Predicted) -> list[str]:
@@ -112,36 +124,6 @@ def _repeats_line(repeats: Sequence[RepeatRecord]) -> list[str]:
     shown = [f"{found.count} x layer of {found.nodes} nodes (from {found.first!r})" for found in largest[:3]]
     more = [f"{len(largest) - 3} more"] if len(largest) > 3 else []
     return [f"repeats: {', '.join(shown + more)}"] if shown else []
-
-
-def bench_summary(bundle: Bundle, times: Mapping[str, Times]) -> str:
-    """Return measured times beside predicted ones, and the honest row: one session with all cores."""
-    predicted = bundle.manifest.predicted
-    base = times["model"].median_seconds
-    used = sum(1 for device in bundle.manifest.devices if device.nodes)
-    labels = {
-        "bundle": f"bundle on {used} devices" if used != 1 else "bundle on 1 device",
-        "in_flight": "the same, per result with several in flight",
-        "one_device": "one session, one device's cores",
-        "model": "one session, all cores",
-    }
-    guesses = {
-        "bundle": milliseconds(predicted.step_seconds),
-        "one_device": milliseconds(predicted.single_device_seconds),
-        "in_flight": milliseconds(predicted.interval_seconds),
-    }
-    rows = [
-        (
-            labels[name],
-            milliseconds(times[name].median_seconds),
-            milliseconds(times[name].p90_seconds),
-            guesses.get(name, "-"),
-            f"{times[name].median_seconds / base:.2f}x",
-        )
-        for name in labels
-        if name in times
-    ]
-    return table(("", "median", "p90", "predicted", "of all cores"), rows)
 
 
 def pass_help(kind: type) -> tuple[str, dict[str, Any]]:

@@ -30,6 +30,8 @@ CUDA_BYTES_PER_SECOND = 12e9
 # about this much per segment (docs/measurements.md). A call takes the rest, as `devices --calibrate` measures it.
 APART_SECONDS = 35e-6
 SEGMENT_SECONDS = 40e-6
+# What a request takes beyond that, on one device; and on several: workers are woken, and wake the caller.
+REQUEST_SECONDS, WAKING_SECONDS = 10e-6, 45e-6
 
 
 @dataclass(frozen=True)
@@ -110,14 +112,12 @@ class Shared:
     """Of work that waits for memory."""
     compute_slowdown: float = 1.0
     """Of work that does not."""
-    copy_slowdown: float = 1.0
-    """Of a copy to one of them, while others receive too."""
     memory_bytes_per_second: float = 0.0
     """What one of them alone reads from memory; 0 where nobody measured it."""
 
     def __post_init__(self) -> None:
         where = f"shared {', '.join(self.devices)}"
-        for what in ("memory_slowdown", "compute_slowdown", "copy_slowdown"):
+        for what in ("memory_slowdown", "compute_slowdown"):
             if not 1 <= getattr(self, what) < math.inf:
                 message = f"{what} cannot be {getattr(self, what)}: it is 1 or more"
                 raise TargetError("T008", message, where=where)
@@ -218,7 +218,9 @@ def device_id(text: str, where: str) -> str:
     """
     kind, _, index = text.partition(":")
     if kind not in KINDS:
-        hint = nearest(kind, KINDS) + " (devices are written kind:index, such as cpu:0)"
+        number = index if index.isascii() and index.isdecimal() else "0"
+        hint = nearest(f"{kind}:{number}", [f"{known}:{number}" for known in KINDS])
+        hint += " (devices are written kind:index, such as cpu:0)"
         raise TargetError("T005", f"unknown device {text!r}", where=where, hint=hint)
     if not (index.isascii() and index.isdecimal()):
         hint = f"write {kind}:0 for the first one"
@@ -283,6 +285,8 @@ def parse_memory(text: str, device_ids: Iterable[str]) -> dict[str, int]:
             raise TargetError(
                 "T004", f"no device {device_id!r} to limit", where="--max-memory", hint=nearest(device_id, ids)
             )
+        if device_id in limits:
+            raise TargetError("T002", f"{device_id} is limited twice", where="--max-memory", hint="name each once")
         limits[device_id] = parse_bytes(amount)
     return limits
 
@@ -293,7 +297,9 @@ def read_target(path: str | Path) -> Target:
         data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as problem:
         raise TargetError("T006", f"cannot read it: {problem.strerror}", where=str(path)) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+    except UnicodeDecodeError:
+        raise TargetError("T006", "not TOML: it is a binary file", where=str(path)) from None
+    except tomllib.TOMLDecodeError as problem:
         raise TargetError("T006", f"not TOML: {problem}", where=str(path)) from None
     try:
         return _target_from(data)

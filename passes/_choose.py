@@ -140,7 +140,9 @@ def search_and_decide(
         pass
     else:
         effort = f"{found.proposals} moves{budget}"
-        tried += _tried(state, asked, _improved(found.best, "improved"), found.best)
+        begun = known.get(found.best.name)
+        gained = begun is not None and found.best.seconds < begun.seconds
+        tried += _tried(state, asked, _searched(found.best, "improved" if gained else ""), found.best)
     for plan in plans:
         tried += _tried(state, asked, plan, known[plan.name])
     if not tried:
@@ -157,7 +159,7 @@ def improve_and_decide(state: State, asked: Problem, plan: Plan, budget: Budget,
     if begin is None:
         return state
     found = polish(ground, begin, budget, seed, _goal(asked))
-    better = _improved(found.best, "refined")
+    better = _searched(found.best, "refined")
     message = f"nothing better than {had * 1e3:.4g} ms"
     if any(one.seconds < had for one in _tried(state, asked, better, None)):
         state = decided(state, asked, better.device, better.rank, better.name)
@@ -171,8 +173,8 @@ def _goal(asked: Problem) -> float:
     return bound * (1 + 1e-9)
 
 
-def _improved(found: Candidate, how: str) -> Plan:
-    return Plan(f"{found.name}, {how}", found.device, found.order)
+def _searched(found: Candidate, how: str) -> Plan:
+    return Plan(f"{found.name}, {how}" if how else found.name, found.device, found.order)
 
 
 def _tried(state: State, asked: Problem, plan: Plan, known: Candidate | None) -> list[Tried]:
@@ -189,7 +191,9 @@ def _tried(state: State, asked: Problem, plan: Plan, known: Candidate | None) ->
 
 def _note(best: Tried, tried: Sequence[Tried], effort: str, bound: float, placer: str) -> Diagnostic:
     over = f"{100 * (best.seconds / bound - 1):.1f} % over the lower bound" if bound > 0 else "the lower bound is zero"
-    others = ", ".join(f"{one.plan.name} {one.seconds * 1e3:.4g} ms" for one in tried if one is not best)
+    others = ", ".join(
+        f"{one.plan.name} {one.seconds * 1e3:.4g} ms" for one in tried if one.plan.name != best.plan.name
+    )
     return Diagnostic(
         "P040",
         f"kept {best.plan.name}: {best.seconds * 1e3:.4g} ms, {over}"

@@ -38,7 +38,7 @@ class Footprint:
     """The memory of a process that has a bundle open; GPUs have their own and count for nothing."""
 
     device_bytes: tuple[int, ...]
-    """Per device: its sessions with their copies of weights, and the most that values take at a time."""
+    """Per device, if it were alone in the process: its sessions with their copies of weights, and values with holes."""
     running_bytes: int
     """Of the process while it runs steps, Python and ONNX Runtime included."""
     opening_bytes: int
@@ -60,7 +60,7 @@ def footprint(graph: OpGraph, segments: Sequence[Segment], simulation: Simulatio
     """
     on_host = np.array([device.kind == "cpu" for device in target.devices])
     values = np.where(on_host, simulation.peak_bytes - simulation.weights_bytes, 0)
-    device_bytes = values.tolist()
+    device_bytes = (values + np.rint(HOLES * values).astype(np.int64)).tolist()
     opened = opening = RUNTIME_BYTES + KERNELS_BYTES
     normalised = _normalised(graph)
     for segment in segments:

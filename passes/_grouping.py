@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from onnxplace.costs import device_seconds
 from onnxplace.errors import InputError, TargetError, UsageError
 from onnxplace.facts import Groups, Profile
-from onnxplace.files import read_json
+from onnxplace.files import parse_json, read_json
 from onnxplace.graph import Bools, Floats, Ints, OpGraph
 from onnxplace.model import Model
 from onnxplace.passes._binding import HostValue, host_values
@@ -273,7 +272,7 @@ def _device(name: str, target: Target, path: str) -> int:
 def _read_map(path: str) -> Mapping[str, str]:
     """Read a device map: from a file, or from the JSON text itself."""
     if path.startswith("{"):
-        data, path = json.loads(path), "device map"
+        data, path = parse_json(path, "U023", "a device map", "device map"), "device map"
     else:
         data = read_json(path, "U023", "a device map")
     if not isinstance(data, dict) or not all(isinstance(device, str) for device in data.values()):

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from onnxplace import cost_cache
+from onnxplace.facts import Quality
 from onnxplace.graph import OpGraph
 from onnxplace.machine import onnxruntime
 from onnxplace.model import Model
-from onnxplace.passes._measure import Measurement, Quality
+from onnxplace.passes._measure import Measurement
 from onnxplace.passes._repeats import held_integers
 from onnxplace.sessions import operator_libraries
 from onnxplace.state import Diagnostic
@@ -47,16 +48,10 @@ def key(
             *graph.names,
             *graph.value_names,
             *operator_libraries(),
-            *(f"{name} {_described(value)}" for name, value in sorted(feeds.items())),
+            *(f"{name} {cost_cache.described(value)}" for name, value in sorted(feeds.items())),
             *(output.name for output in model.outputs),
         ]
     )
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return f"{value.dtype}{value.shape} {cost_cache.key([np.ascontiguousarray(value).tobytes()])}"
-    return repr(value)
 
 
 def recall(name: str, nodes: int) -> tuple[Measurement, list[Diagnostic]] | None:

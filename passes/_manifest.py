@@ -35,7 +35,7 @@ from onnxplace.operators import custom_operators_of
 from onnxplace.passes._footprint import Footprint, footprint
 from onnxplace.simulate import device_weights
 from onnxplace.state import State
-from onnxplace.target import Target
+from onnxplace.target import REQUEST_SECONDS, WAKING_SECONDS, Target
 
 
 def manifest_of(
@@ -45,6 +45,8 @@ def manifest_of(
     model, target, found = state[Model], state.target, state[Segments]
     simulation, sent = found.simulation, _sent_bytes(state)
     taken = footprint(state[Profile].graph, found.segments, simulation, target)
+    several = len({segment.device for segment in found.segments}) > 1
+    request_seconds = REQUEST_SECONDS + WAKING_SECONDS * several
     return Manifest(
         schema_version=SCHEMA_VERSION,
         model=model.name,
@@ -77,12 +79,13 @@ def manifest_of(
             for device, program in zip(target.devices, found.programs)
         },
         predicted=Predicted(
-            step_seconds=simulation.makespan_seconds,
-            single_device_seconds=float(alone_seconds(state[Profile], target).min()),
+            step_seconds=simulation.makespan_seconds + request_seconds,
+            single_device_seconds=float(alone_seconds(state[Profile], target).min()) + REQUEST_SECONDS,
             lower_bound_seconds=state[Schedule].lower_bound_seconds,
             interval_seconds=simulated_loads(simulation, target).interval_seconds,
             running_bytes=taken.running_bytes,
             opening_bytes=taken.opening_bytes,
+            request_seconds=request_seconds,
         ),
         devices=_device_records(state, taken),
         transfers=len(sent),

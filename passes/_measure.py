@@ -7,10 +7,6 @@ corrected such that they add up to a run without.
 from __future__ import annotations
 
 import json
-import os
-import pickle
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,36 +18,18 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from onnxplace.errors import ExecutionError
+from onnxplace._children import in_child
+from onnxplace.facts import Quality
 from onnxplace.graph import Floats, Ints
 from onnxplace.model import INLINE_LIMIT_BYTES, Model, WeightFile
 from onnxplace.passes._attribution import attribute, without_overhead
-from onnxplace.passes._timing import BUSY, Patience, Runs
+from onnxplace.patience import BUSY, Patience, Runs
 from onnxplace.sessions import custom_operators, open_session, operator_libraries, pinned, run_whole, session_options
 
 Feeds = Mapping[str, NDArray[Any]]
 WARM_UPS = 2
 # Most events that a profile may hold (640 bytes each on disk), though not fewer than those of three runs.
 MOST_EVENTS = 60_000
-
-
-@dataclass(frozen=True)
-class Quality:
-    """How sure a measurement of a whole model is."""
-
-    runs: int
-    """Without the profiler, that counted."""
-    spread: float
-    """Half of them are within this share of the median."""
-    uncertainty: float
-    """Standard error of the median, as a share of it."""
-    waiting: float
-    """Share of the time in which these runs waited for a core; it was taken off."""
-    kernels: int
-    kernel_seconds: float
-    """What their times added up to as the profiler had them."""
-    overhead_seconds: float
-    """What the profiler added to each kernel; it was taken off."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +89,7 @@ class Timer:
             if self.device_id.startswith("cpu:"):
                 kernels, session = profile(job)
             else:
-                kernels = in_child(job)
+                kernels = profile_blocking(job)
                 session = open_session(source, session_options(self.cores, "all", entries), self.device_id, model.name)
             runs, made = _run(session, job, Patience(self.repeat, self.seconds, self.tolerance))
             del session
@@ -149,28 +127,13 @@ class Kernels:
     """-1 for what is no plain tensor."""
 
 
-def in_child(job: Job) -> Kernels:
-    """Profile in a fresh process in which each CUDA launch waits until its kernel is done.
-
-    The process imports this module and nothing of the caller's, so that it works from any script.
-    """
-    with tempfile.TemporaryDirectory(prefix="onnxplace-") as folder:
-        asked, answer_at = Path(folder) / "job", Path(folder) / "kernels"
-        asked.write_bytes(pickle.dumps(job))
-        command = [sys.executable, "-c", f"from {__name__} import answer; answer()", str(asked), str(answer_at)]
-        environment = {**os.environ, "CUDA_LAUNCH_BLOCKING": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if ended.returncode:
-            said = ended.stderr.strip().splitlines()[-1:] or [f"exit {ended.returncode}"]
-            raise ExecutionError("X004", f"profiling failed in its own process: {said[0]}", where=job.device_id)
-        kernels: Kernels = pickle.loads(answer_at.read_bytes())
-        return kernels
+def profile_blocking(job: Job) -> Kernels:
+    """Profile in a fresh process in which each CUDA launch waits until its kernel is done."""
+    return in_child(_kernels_of, job, "profiling", job.device_id, CUDA_LAUNCH_BLOCKING="1")
 
 
-def answer() -> None:
-    """Do, in a child process, the job in the file that the command line names first; answer into the second."""
-    asked, answer_at = (Path(name) for name in sys.argv[1:3])
-    answer_at.write_bytes(pickle.dumps(profile(pickle.loads(asked.read_bytes()))[0]))
+def _kernels_of(job: Job) -> Kernels:
+    return profile(job)[0]
 
 
 def stored(model: Model, folder: Path, more: Sequence[onnx.ValueInfoProto] = ()) -> tuple[bytes | Path, dict[str, str]]:

@@ -15,8 +15,8 @@ from onnx import GraphProto, NodeProto, TensorProto, numpy_helper, parser
 from onnxplace._bodies import subgraphs
 from onnxplace.graph import Floats
 from onnxplace.model import Model, tensor_size, value_bytes
-from onnxplace.passes._timing import Patience
 from onnxplace.passes._work import bytes_moved, operations
+from onnxplace.patience import Patience
 from onnxplace.sessions import open_session, pinned, session_options
 
 

@@ -19,18 +19,21 @@ from onnxplace.graph import Floats, Ints, OpGraph
 from onnxplace.machine import cores, cuda_problem, gpus
 from onnxplace.model import Model, op_graph, static_shapes, value_bytes
 from onnxplace.passes._binding import with_quantised_units
-from onnxplace.passes._cost_file import Details, costs_table, costs_text, read_costs
+from onnxplace.passes._cost_file import costs_text, read_costs
+from onnxplace.passes._cost_table import costs_table
+from onnxplace.passes._foreign_costs import Imported, is_foreign, read_foreign
 from onnxplace.passes._kept import keep, key, recall
 from onnxplace.passes._measure import Feeds, Measurement, Timer
 from onnxplace.passes._pieces import cut, measure_pieces, needed_bytes
 from onnxplace.passes._repeats import fingerprints, node_kinds, pooled, repeats
 from onnxplace.passes._roofline import Peaks, estimate, measured_peaks
-from onnxplace.passes._timing import LEAST_RUNS
+from onnxplace.patience import LEAST_RUNS
 from onnxplace.state import Diagnostic, Pass, State
 from onnxplace.target import Device
 
 # Shares of waiting or of uncertainty from which on the user is told.
 DOUBT = 0.05
+DOUBTFUL = "C004"
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,13 @@ class _Asked:
     shapes: Mapping[str, tuple[int, ...]]
     graph: OpGraph
     kinds: Ints
+    prints: tuple[str, ...]
     repeats: tuple[Repeat, ...]
 
     @staticmethod
     def of(model: Model, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]) -> _Asked:
         graph, kinds = op_graph(model, sizes), node_kinds(model, shapes)
-        return _Asked(model, shapes, graph, kinds, repeats(kinds, graph))
+        return _Asked(model, shapes, graph, kinds, fingerprints(model, shapes), repeats(kinds, graph))
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class ProfileCosts(Pass):
     tolerance: Annotated[float, Ge(0)] = 0.02
     """Stop repeating when the standard error of the median run is below this share of it."""
     costs: str = ""
-    """A cost file (JSON or CSV) to read instead of measuring."""
+    """A cost file (JSON or CSV) to read instead of measuring; or one of ONNX Runtime or Olive, which holds less."""
     save: str = ""
     """Write what was found out there as a cost file, as CSV if its name ends so."""
     cache: bool = True
@@ -85,19 +89,20 @@ class ProfileCosts(Pass):
     def run(self, state: State) -> State:
         model = state[Model]
         model.input_shapes()  # fails here, before any work, if a dimension has no value
-        if self.costs:
+        if self.costs and not is_foreign(self.costs):
             given, warnings = read_costs(self.costs, model, state.target)
-            return self._saved(state.having(_in_units(given, model)).saying(*warnings), {})
+            return self._saved(state.having(_in_units(given, model)).saying(*warnings))
         shapes = static_shapes(model)
         sizes = value_bytes(model, {**shapes, **model.input_shapes()})
+        told = read_foreign(self.costs, model, shapes, sizes) if self.costs else Imported()
         asked = _Asked.of(model, shapes, sizes)
         limits: dict[str, int] = {}
         for device in state.target.devices:
             limits[device.cost_class] = max(device.memory_bytes, limits.get(device.cost_class, 0))
         measured: dict[str, Measurement] = {}
-        notes: list[Diagnostic] = []
+        notes = list(told.notes)
         for device in {d.cost_class: d for d in state.target.devices}.values():
-            problem = "asked to estimate" if self.estimate else _cannot_measure(device)
+            problem = "asked to estimate" if self.estimate else told.instead or _cannot_measure(device)
             if problem:
                 basis = "peaks measured here" if self._calibrates(device) else "assumed peaks"
                 message = f"costs are estimated from {basis}, not measured: {problem}"
@@ -105,13 +110,13 @@ class ProfileCosts(Pass):
             else:
                 measured[device.cost_class], said = self._found(asked, device, limits[device.cost_class])
                 notes += said
+        sizes = {**told.value_bytes, **sizes}
         for found in measured.values():
             sizes = {**found.value_bytes, **sizes}
         doubtful = [d for d in state.target.devices if d.cost_class not in measured or not _all(measured[d.cost_class])]
         peaks = measured_peaks(cores()[0]) if any(self._calibrates(device) for device in doubtful) else None
-        profile = _in_units(_profile(asked, state, sizes, measured, peaks), model)
-        done = state.having(profile).saying(*notes, *_unknown_sizes(model, sizes, profile.unit))
-        return self._saved(done, measured)
+        profile = _in_units(_profile(asked, state, sizes, measured, peaks, told), model)
+        return self._saved(state.having(profile).saying(*notes, *_unknown_sizes(model, sizes, profile.unit)))
 
     def _calibrates(self, device: Device) -> bool:
         """Return whether peaks of this machine's processor are what an estimate for a device is made from."""
@@ -124,7 +129,7 @@ class ProfileCosts(Pass):
             return self._measure(asked, device, limit_bytes, feeds)
         whole = needed_bytes(asked.graph) <= limit_bytes
         how = (self.repeat, self.seconds, self.tolerance, None if whole else limit_bytes)
-        name = key(asked.model, asked.graph, fingerprints(asked.model, asked.shapes), device, feeds, how)
+        name = key(asked.model, asked.graph, asked.prints, device, feeds, how)
         notes = []
         try:
             kept = recall(name, len(asked.graph))
@@ -134,7 +139,8 @@ class ProfileCosts(Pass):
             notes.append(Diagnostic("C006", f"kept costs are not used: {problem}", where=device.cost_class))
         found, said = self._measure(asked, device, limit_bytes, feeds)
         try:
-            keep(name, found, said)
+            if all(note.code != DOUBTFUL for note in said):
+                keep(name, found, said)
         except ValueError as problem:
             notes.append(Diagnostic("C006", f"costs are not kept: {problem}", where=device.cost_class))
         return found, said + notes
@@ -155,17 +161,11 @@ class ProfileCosts(Pass):
             message += f"; {left} of {len(asked.graph)} nodes could not be run so, and are estimated"
         return found, [Diagnostic("C003", message, where=device.cost_class)]
 
-    def _saved(self, state: State, measured: Mapping[str, Measurement]) -> State:
+    def _saved(self, state: State) -> State:
         """Write the profile as a cost file, if that was asked for."""
         if self.save:
-            model, profile = state[Model], state[Profile]
-            details = Details(
-                fingerprints(model, static_shapes(model)),
-                {name: found.spread for name, found in measured.items()},
-                {name: found.quality for name, found in measured.items() if found.quality is not None},
-            )
-            csv = self.save.endswith(".csv")
-            text = costs_table(profile, model, details) if csv else costs_text(profile, details)
+            profile = state[Profile]
+            text = costs_table(profile, state[Model]) if self.save.endswith(".csv") else costs_text(profile)
             write_file(Path(self.save), lambda stream: stream.write(text.encode()))
         return state
 
@@ -181,7 +181,8 @@ def _doubts(found: Measurement, device: Device, tolerance: float) -> list[Diagno
         f"costs are less sure than usual: runs waited {quality.waiting:.0%} of their time for a core, which was taken "
         f"off, and their median is known to {quality.uncertainty:.1%}"
     )
-    return [Diagnostic("C004", message, where=device.cost_class, hint="profile again when the machine is idle")]
+    hint = "profile again when the machine is idle; costs like these are not kept"
+    return [Diagnostic(DOUBTFUL, message, where=device.cost_class, hint=hint)]
 
 
 def _in_units(profile: Profile, model: Model) -> Profile:
@@ -234,28 +235,36 @@ def _profile(
     sizes: Mapping[str, int],
     measured: Mapping[str, Measurement],
     cpu_peaks: Peaks | None,
+    told: Imported,
 ) -> Profile:
     count = len(asked.model.nodes)
     seconds: dict[str, Floats] = {}
     sources: dict[str, NDArray[np.uint8]] = {}
-    for cost_class in dict.fromkeys(device.cost_class for device in state.target.devices):
+    for cost_class, device in {device.cost_class: device for device in state.target.devices}.items():
         found = measured.get(cost_class)
         done = np.zeros(count, dtype=bool) if found is None else found.measured
         seconds[cost_class] = np.zeros(count) if found is None else found.seconds
         if not done.all():
-            peaks = cpu_peaks if cost_class.startswith("cpu/") else None
+            peaks = cpu_peaks if device.kind == "cpu" else None
             guess = estimate(asked.model, asked.shapes, cost_class, peaks)
+            if told.work is not None:
+                guess[told.work.nodes] = told.work.seconds(device, peaks)
             seconds[cost_class] = np.where(done, seconds[cost_class], guess)
         ran = np.where(True if found is None else found.ran, Source.MEASURED, Source.KNOWN)
         sources[cost_class] = np.where(done, ran, Source.ESTIMATED).astype(np.uint8)
     unit = next(iter(measured.values())).unit if measured else np.arange(count, dtype=np.int32)
     amounts = np.array([sizes.get(name, 0) for name in asked.graph.value_names], dtype=np.int64)
+    workspace = asked.graph.workspace_bytes if told.workspace_bytes is None else told.workspace_bytes
     whole = {name: found.whole_seconds for name, found in measured.items() if found.whole_seconds is not None}
+    quality = {name: found.quality for name, found in measured.items() if found.quality is not None}
     return Profile(
-        replace(asked.graph, value_bytes=amounts),
+        replace(asked.graph, value_bytes=amounts, workspace_bytes=workspace),
         MappingProxyType(seconds),
         MappingProxyType(sources),
         unit,
         MappingProxyType(whole),
         repeats=asked.repeats,
+        spread=MappingProxyType({name: found.spread for name, found in measured.items()}),
+        quality=MappingProxyType(quality),
+        prints=asked.prints,
     )

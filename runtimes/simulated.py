@@ -6,14 +6,12 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from typing import ClassVar
 
-import numpy as np
-
-from onnxplace.bundle import Bundle, Manifest
+from onnxplace.bundle import Bundle
 from onnxplace.errors import ExecutionError
 from onnxplace.feeds import Array
-from onnxplace.graph import Csr, OpGraph
+from onnxplace.replay import simulate_manifest
 from onnxplace.runtime import Event, Result, Runtime, RuntimeSession
-from onnxplace.simulate import Simulation, simulate
+from onnxplace.simulate import Simulation
 
 
 class Simulated(Runtime):
@@ -38,47 +36,16 @@ class _Session(RuntimeSession):
         """Return the predicted timeline at once."""
         if self._closed:
             raise ExecutionError("X002", "the session is closed", where=str(self._bundle.path))
-        simulation = simulate_bundle(self._bundle)
+        simulation = simulate_manifest(self._bundle.manifest)
         events = _events(self._bundle, simulation) if self._trace else ()
         future: Future[Result] = Future()
-        future.set_result(Result({}, events, simulation.makespan_seconds))
+        seconds = simulation.makespan_seconds + self._bundle.manifest.predicted.request_seconds
+        future.set_result(Result({}, events, seconds))
         return future
 
     def close(self) -> None:
         """There is nothing to stop."""
         self._closed = True
-
-
-def segment_graph(manifest: Manifest) -> OpGraph:
-    """Return the graph whose nodes are the bundle's segments."""
-    segment_index = {segment.id: index for index, segment in enumerate(manifest.segments)}
-    value_index = {name: index for index, name in enumerate(manifest.values)}
-    returned = {item.value for item in manifest.outputs}
-    values = manifest.values.values()
-    return OpGraph(
-        names=tuple(segment.id for segment in manifest.segments),
-        ops=("segment",) * len(manifest.segments),
-        value_names=tuple(value_index),
-        value_bytes=np.array([value.bytes for value in values], dtype=np.int64),
-        producer=np.array([segment_index[v.producer] if v.producer else -1 for v in values], dtype=np.int32),
-        is_output=np.array([name in returned for name in value_index], dtype=bool),
-        alias=np.full(len(value_index), -1, dtype=np.int32),
-        inputs=Csr.of([[value_index[name] for name in segment.inputs] for segment in manifest.segments]),
-        weight_names=tuple(segment.id for segment in manifest.segments),
-        weight_bytes=np.array([segment.weights_bytes for segment in manifest.segments], dtype=np.int64),
-        weights=Csr.of([[index] for index in range(len(manifest.segments))]),
-        workspace_bytes=np.array([segment.workspace_bytes for segment in manifest.segments], dtype=np.int64),
-    )
-
-
-def simulate_bundle(bundle: Bundle) -> Simulation:
-    """Run the bundle's segments in simulated time."""
-    manifest, target = bundle.manifest, bundle.target
-    device = np.array([target.position(segment.device) for segment in manifest.segments], dtype=np.int32)
-    seconds = np.tile(
-        np.array([segment.seconds for segment in manifest.segments], dtype=np.float64), (len(target.devices), 1)
-    )
-    return simulate(segment_graph(manifest), seconds, target, device, np.arange(len(device), dtype=np.int32))
 
 
 def _events(bundle: Bundle, simulation: Simulation) -> tuple[Event, ...]:

@@ -109,6 +109,53 @@ def test_the_working_folder_is_not_a_model(refused):
     refused(2, ("cannot be read",), "compile", ".")
 
 
+def test_a_folder_with_a_model_in_it_gets_that_model(refused, model_file):
+    refused(2, ("folder", "model.onnx"), "compile", model_file.parent)
+
+
+def test_each_kind_of_path_is_sent_to_the_command_that_takes_it(refused, model_file, bundle_copy, tmp_path):
+    (tmp_path / "graph.json").write_text("{}")
+    np.save(tmp_path / "x.npy", np.zeros(3))
+    refused(2, ("is a folder", "it is a bundle", f"onnxplace run {bundle_copy}"), "compile", bundle_copy)
+    refused(2, ("folder", "it is a bundle"), "place", bundle_copy)
+    refused(2, ("not a cost graph", f"onnxplace compile {model_file}"), "place", model_file)
+    refused(2, ("cost graph", "onnxplace place graph.json"), "compile", "graph.json")
+    (tmp_path / "empty.onnx").touch()
+    assert "onnxplace place" not in refused(2, ("not a cost graph",), "place", "graph.json")
+    assert "onnxplace compile" not in refused(2, ("not an ONNX file",), "compile", "empty.onnx")
+    (tmp_path / "empty.onnx").unlink()
+    refused(2, ("not an ONNX file", "--inputs"), "compile", "x.npy")
+    for command in ("run", "verify", "bench"):
+        refused(2, ("not a bundle", f"onnxplace compile {model_file}"), command, model_file)
+        refused(2, ("not a bundle", f"name the folder it is in: {bundle_copy}"), command, bundle_copy / "manifest.json")
+        refused(2, ("not a bundle", f"name what is in it: {model_file} or {bundle_copy}"), command, tmp_path)
+
+
+def test_a_single_array_is_not_a_file_of_inputs(refused, bundle_copy, tmp_path):
+    np.save(tmp_path / "x.npy", np.zeros((4, 64), "f4"))
+    said = refused(2, ("x.npy", "without a name", "numpy.savez"), "run", bundle_copy, "--inputs", "x.npy")
+    assert "ndarray" not in said
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "it is empty"),
+        (b"\x08\xf0\xff", "binary"),
+        (b'{"left": ', "no JSON at line 1, column 10"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"left": "cpu:0", "left": "cpu:1"}', "'left' is given twice"),
+        (None, "folder"),
+    ],
+    ids=["empty", "binary", "cut", "deep", "twice", "folder"],
+)
+def test_json_that_is_none_is_refused_without_words_of_python(refused, model_file, tmp_path, data, said):
+    path = tmp_path / "map.json"
+    path.mkdir() if data is None else path.write_bytes(data)
+    text = refused(2, ("map.json", said), "compile", model_file, *SHAPE, "--device-map", path)
+    assert not re.search(r"Errno|codec|Error:|Traceback", text)
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -454,13 +501,21 @@ def test_a_kernel_that_fails_is_reported_in_one_line_and_a_hint(tmp_path, monkey
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--devices", "cpus:0"), ("--devices", "'cpus:0'", "did you mean 'cpu'?", "cpu:0")),
+        (("--devices", "cpus:0"), ("--devices", "'cpus:0'", "did you mean 'cpu:0'?")),
         (("--devices", "cpu"), ("'cpu'", "index", "cpu:0")),
         (("--devices", "cpu:zero"), ("'cpu:zero'", "cpu:0")),
         (("--devices", ","), ("empty", "cpu:0")),
         (("--devices", "cpu:0,cpu:1,cpu:0"), ("twice", "cpu:0")),
         (("--placer", "m-eft"), ("'m-eft'", "did you mean 'm-etf'?", "onnxplace passes")),
+        (("--placer", "M_ETF"), ("unknown placer", "did you mean 'm-etf'?")),
+        (("--placer", "optimise"), ("unknown placer", "known: single, m-topo")),
         (("--placer", "fuse"), ("'fuse'", "not a placer", "m-etf")),
+        (("--placer", "refine"), ("not a placer", "starts from a placement", "m-etf,refine", "--placer auto")),
+        (("--placer", "m-etf,refine"), ("not a placer but a pipeline", "--pipeline")),
+        (("--devices", "gpu:1"), ("'gpu:1'", "did you mean 'cuda:1'?")),
+        (("--max-memory", "cpu:0=1GiB,cpu:0=2GiB"), ("--max-memory", "cpu:0", "twice")),
+        (("--max-memory", "gpu:0=1GiB"), ("'gpu:0'", "known: cpu:0, cpu:1")),
+        (("--shape", "batch=1,batch=2"), ("--shape", "'batch'", "twice")),
         (("--pipeline", "optimise,profile"), ("'optimise'", "did you mean 'optimize'?", "onnxplace passes")),
         (("--pipeline", "profile{repeats=3}"), ("'profile'", "'repeats'", "did you mean 'repeat'?")),
         (("--pipeline", "fuse{repeat=3}"), ("'fuse'", "'repeat'")),
@@ -672,7 +727,7 @@ TWO = DEVICE.format("cpu:0", 10**9) + DEVICE.format("cpu:1", 10**9)
     ("text", "said"),
     [
         ("x = ", ("not TOML",)),
-        (DEVICE.format("tpu:0", 1), ("tpu:0", "did you mean 'cpu'?")),
+        (DEVICE.format("tpu:0", 1), ("tpu:0", "did you mean 'cpu:0'?")),
         (TWO + DEVICE.format("cpu:0", 1), ("twice", "cpu:0")),
         (TWO + LINK.format("cpu:0", "cpu:2", 1.0, 1.0), ("'cpu:2'", "cpu:")),
         ("", ("empty", "cpu:0")),

@@ -3,6 +3,8 @@
 import json
 import sys
 import types
+from concurrent.futures import Future
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from onnxplace import calibration
 from onnxplace._fits import UNBOUNDED_BYTES_PER_SECOND, fit_link
-from onnxplace._measuring import AtOnce, Calls, Hops, Slowdown
+from onnxplace._measuring import AtOnce, Calls, Hops, Slowdown, _crossing, undisturbed
 from onnxplace._probes import Probe, probe_bundle
 from onnxplace._programs import check_programs
 from onnxplace._timings import Ran, Samples, run_once, take_turns, waited_seconds
@@ -20,10 +22,11 @@ from onnxplace.calibration import SIZES, _links, _measured, _notes, _possible, _
 from onnxplace.errors import TargetError, UsageError
 from onnxplace.machine import link_via
 from onnxplace.registry import find
-from onnxplace.runtime import Event
+from onnxplace.runtime import Event, Result, RuntimeSession
 from onnxplace.target import APART_SECONDS, Device, Link, Shared, Target, read_target, target_text
 
 TWO = Target((Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30)))
+WAYS = ("cpu:0", "cpu:1"), ("cpu:1", "cpu:0")
 TINY = ("devices", "--calibrate", "--devices", "cpu:0,cpu:1", "--sizes", "1,4KiB,1MiB", "--seconds", "0.2")
 
 latencies = st.floats(1e-6, 5e-5)
@@ -123,31 +126,46 @@ def test_the_quickest_counts_where_nearly_all_waited():
     assert samples.typical() == 4.0
 
 
+def test_the_quicker_times_count_of_what_did_not_wait():
+    calm = Samples([4.0, 1.0, 5.0, 2.0, 3.0], [0.0] * 5)
+    assert undisturbed(calm) == 2.0
+    calm.add([0.1] * 9, 0.5)
+    assert undisturbed(calm) == 2.0
+    assert undisturbed(Samples([5.0, 4.0, 6.0], [0.9, 0.2, 0.0])) == 4.0
+
+
+@given(st.floats(0, 0.7), st.floats(1.1, 3), st.randoms(use_true_random=False))
+def test_a_machine_that_is_slow_for_most_of_the_time_says_what_it_takes_otherwise(share, slower, random):
+    slow = int(100 * share)
+    seconds = [random.uniform(1.0, 1.05) * (slower if index < slow else 1.0) for index in range(100)]
+    assert 1.0 <= undisturbed(Samples(seconds, [0.0] * 100)) <= 1.05
+
+
 def test_waiting_is_known_and_never_shrinks():
     before = waited_seconds()
     sum(range(10_000))
     assert 0 <= before <= waited_seconds()
 
 
-def test_turns_are_taken_until_all_have_had_enough_and_at_least_so_often():
-    done = []
+def test_turns_go_round_first_and_then_to_whoever_has_taken_least_time(monkeypatch):
+    now, done = [0.0], []
+    monkeypatch.setattr("onnxplace._timings.time.perf_counter", lambda: now[0])
 
-    def task(name, enough):
+    def task(name, seconds):
         def once():
             done.append(name)
-            return done.count(name) >= enough
+            now[0] += seconds
 
         return once
 
-    take_turns([task("a", 1), task("b", 5)], seconds=60, least=3)
-    assert done.count("a") == 3
-    assert done.count("b") == 5
-    assert done[:6] == ["a", "b"] * 3
+    take_turns([task("a", 1.0), task("b", 4.0)], seconds=20.0, least=2)
+    assert done == ["a", "b"] * 2 + ["a"] * 7 + ["b"]
+    assert now[0] == 21.0
 
 
 def test_without_time_each_task_has_its_least_number_of_turns():
     done = []
-    take_turns([lambda: bool(done.append("a")), lambda: bool(done.append("b"))], seconds=0, least=2)
+    take_turns([lambda: done.append("a"), lambda: done.append("b")], seconds=0, least=2)
     assert done == ["a", "b"] * 2
 
 
@@ -178,6 +196,58 @@ def test_probes_pass_values_between_devices_as_any_bundle_does(tmp_path):
     assert all(end <= start for end, start in zip(ends, starts[1:]))
 
 
+class Replayed(RuntimeSession):
+    """Gives the same events for each request."""
+
+    def __init__(self, events):
+        self._events = tuple(events)
+
+    def submit(self, feeds, also=()):
+        future = Future()
+        future.set_result(Result({}, self._events, 1.0))
+        return future
+
+    def close(self):
+        pass
+
+
+def test_hops_are_told_apart_by_direction_and_the_first_ones_do_not_count():
+    events, now = [], 0.0
+    for index, gap in enumerate([0.0, 50.0, 60.0, 1.0, 2.0, 3.0, 4.0]):
+        start = now + gap
+        now = start + 10 + index
+        events.append(Event(f"cpu:{index % 2}", "run", str(index), start, now))
+    found = {way: Hops() for way in WAYS}
+    once = _crossing(Replayed(events), 1, 6, found)
+    for _ in range(3):
+        once()
+    assert found[WAYS[0]].by_size[1].seconds == [2.0] * 3  # the middle of 1 and 3, without 50
+    assert found[WAYS[1]].by_size[1].seconds == [3.0] * 3
+    assert found[WAYS[0]].woken.seconds == [14.0] * 3
+
+
+def test_calls_and_devices_at_once_are_measured_beside_every_pair(monkeypatch):
+    taken, told = [], []
+
+    def turns(tasks, seconds, least):
+        taken.append((len(tasks), seconds))
+        take_turns(tasks, 0, 1)
+
+    monkeypatch.setattr(calibration, "take_turns", turns)
+    three = Target((*TWO.devices, Device("cpu:2", 1 << 30)))
+    found = calibrate(three, sizes=[1, 1 << 17], seconds=6.0, observer=lambda *said: told.append(said))
+    # Five kinds of calls per device; three kinds of work, on each device alone and on all; two sizes.
+    assert taken == [(3 * 5 + 3 * 4 + 2, 2.0)] * 3
+    assert told == [("cpu:0 <-> cpu:1", 0, 3), ("cpu:0 <-> cpu:2", 1, 3), ("cpu:1 <-> cpu:2", 2, 3)]
+    assert len(found.links) == 6
+    assert all(link.calm_samples.keys() == {1, 1 << 17} for link in found.links)
+
+
+def test_sizes_are_as_far_apart_as_each_other_so_that_none_counts_twice():
+    assert (SIZES[0], SIZES[-1]) == (1, 256 << 20)
+    assert {after / before for before, after in pairwise(SIZES)} == {4.0}
+
+
 # ---------------------------------------------------------------------------------------------- what follows
 
 
@@ -188,7 +258,6 @@ def hops(latency: float, bandwidth: float) -> Hops:
 
 
 CALLS = {name: Calls(4e-6, 1e-6, 2e-6, copied_seconds=1e-5) for name in ("cpu:0", "cpu:1")}
-WAYS = ("cpu:0", "cpu:1"), ("cpu:1", "cpu:0")
 
 
 def test_directions_that_are_alike_are_one_link_whose_latency_has_the_waking():
@@ -212,9 +281,9 @@ def at_once(memory: float, compute: float, copy: float) -> AtOnce:
 
 def test_sharing_is_written_where_it_shows():
     assert _shared(("cpu:0", "cpu:1"), None) == ()
-    assert _shared(("cpu:0", "cpu:1"), at_once(1.02, 1.0, 1.04)) == ()
+    assert _shared(("cpu:0", "cpu:1"), at_once(1.02, 1.04, 1.5)) == ()
     (entry,) = _shared(("cpu:0", "cpu:1"), at_once(1.4, 1.0, 1.1))
-    assert (entry.memory_slowdown, entry.compute_slowdown, entry.copy_slowdown) == (1.4, 1.0, 1.1)
+    assert (entry.memory_slowdown, entry.compute_slowdown) == (1.4, 1.0)
     assert entry.memory_bytes_per_second == pytest.approx(4 * 4096**2 / 2e-3)
 
 
@@ -225,10 +294,9 @@ def test_a_machine_too_busy_to_tell_is_said_to_be_so():
     assert _notes([], at_once(1.0, 1.0, 1.0)) == ()
 
 
-@pytest.mark.parametrize(("copy", "model"), [(1.1, "duplex"), (1.9, "sequential")])
+@pytest.mark.parametrize(("copy", "model"), [(1.1, "duplex"), (1.7, "duplex"), (1.9, "sequential")])
 def test_copies_that_wait_for_each_other_share_one_channel(copy, model):
-    shared = _shared(("cpu:0", "cpu:1"), at_once(1.1, 1.0, copy))
-    assert _measured(TWO, [], CALLS, shared).link_model == model
+    assert _measured(TWO, [], CALLS, at_once(1.1, 1.0, copy)).link_model == model
 
 
 def test_sizes_beyond_the_memory_are_left_out(monkeypatch):
@@ -254,7 +322,7 @@ def test_a_gpu_that_is_not_here_is_named_before_anything_is_measured():
 def test_a_target_with_all_that_is_measured_survives_its_file(tmp_path):
     devices = tuple(Device(f"cpu:{i}", 10, 2, "", 4e-6, 1.25e-6, 2.5e-6) for i in range(2))
     links = (Link("cpu:0", "cpu:1", 7e-5, 1e10, "memory"),)
-    target = Target(devices, links, "sequential", (Shared(("cpu:0", "cpu:1"), 1.4, 1.01, 1.8, 2.3e10),))
+    target = Target(devices, links, "sequential", (Shared(("cpu:0", "cpu:1"), 1.4, 1.01, 2.3e10),))
     (tmp_path / "t.toml").write_text(target_text(target), encoding="utf-8")
     assert read_target(tmp_path / "t.toml") == target
 
@@ -266,7 +334,7 @@ def test_a_target_with_all_that_is_measured_survives_its_file(tmp_path):
         ('devices = ["cpu:0"]', "two devices"),
         ('devices = ["cpu:0", "cpu:0"]', "two devices"),
         ('devices = ["cpu:0", "cpu:1"]\nmemory_slowdown = 0.5', "memory_slowdown"),
-        ('devices = ["cpu:0", "cpu:1"]\ncopy_slowdown = nan', "copy_slowdown"),
+        ('devices = ["cpu:0", "cpu:1"]\ncompute_slowdown = nan', "compute_slowdown"),
         ('devices = ["cpu:0", "cpu:1"]\nmemory_bytes_per_second = -1.0', "memory_bytes_per_second"),
         ('devices = ["cpu:0", "cpu:1"]\nslow = 2.0', "'slow'"),
     ],
@@ -344,6 +412,23 @@ def test_the_command_measures_every_pair_and_writes_a_target_that_compiles(run_c
         *("compile", model_file, "--shape", "batch=2", "--target", "target.toml", "--pipeline", fast_pipeline, "--json")
     )
     assert compiled.code == 0, compiled.err
+
+
+def test_a_target_file_says_of_which_machine_it_is_and_is_replaced_by_the_next(run_cli, here, monkeypatch):
+    monkeypatch.setattr(
+        "onnxplace.cost_cache.processor", lambda: json.dumps({"model name": "Imaginary 9000", "flags": "x"})
+    )
+    assert run_cli("devices", "--devices", "cpu:0,cpu:1", "-o", "target.toml").code == 0
+    before = Path("target.toml").read_text(encoding="utf-8")
+    assert before.startswith("# machine: Imaginary 9000, ")
+    assert "not measured" in before.splitlines()[1]
+    read_target("target.toml")
+    assert run_cli(*TINY, "-o", "target.toml").code == 0
+    after = Path("target.toml").read_text(encoding="utf-8")
+    assert after.splitlines()[0] == before.splitlines()[0]
+    assert "measured by devices --calibrate" in after.splitlines()[1]
+    assert [link.via for link in read_target("target.toml").links] == ["memory"] * 2
+    assert [path.name for path in here.iterdir()] == ["target.toml"]
 
 
 def test_the_summary_shows_the_fit_beside_each_size_and_names_the_file_option(run_cli, here):

@@ -12,8 +12,10 @@ import onnx
 import pytest
 
 import onnxplace
+from onnxplace import cli
 from onnxplace.cli import main
 from onnxplace.machine import onnxruntime
+from onnxplace.report import mebibytes
 from tests.conftest import FAST_PIPELINE, Ran, branches
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
@@ -309,7 +311,7 @@ def test_verify_json_is_json_when_shapes_differ(run_cli, compiled):
 
 
 def test_bench_json_has_the_keys_that_scripts_depend_on(run_cli, compiled):
-    ran = run_cli("bench", compiled, "--repeat", "2", "--json")
+    ran = run_cli("bench", compiled, "--no-memory", "--repeat", "2", "--json")
     found = only_json(ran)
     assert ran.code == 0
     for name in ("bundle", "model"):
@@ -320,25 +322,25 @@ def test_bench_json_has_the_keys_that_scripts_depend_on(run_cli, compiled):
 
 
 def test_bench_shows_the_honest_row(run_cli, compiled):
-    ran = run_cli("bench", compiled, "--repeat", "1")
+    ran = run_cli("bench", compiled, "--no-memory", "--repeat", "1")
     assert ran.code == 0
     assert "bundle on 2 devices" in ran.out
     assert "one session, all cores" in ran.out
 
 
 def test_bench_with_requests_in_flight_times_each_result_beside_the_largest_load(run_cli, compiled):
-    ran = run_cli("bench", compiled, "--repeat", "2", "--in-flight", "4", "--json")
+    ran = run_cli("bench", compiled, "--no-memory", "--repeat", "2", "--in-flight", "4", "--json")
     found, manifest = only_json(ran), onnxplace.load(compiled).manifest
     assert found["in_flight"]["runs"] == 2
     assert found["in_flight"]["median_seconds"] > 0
     assert found["predicted_interval_seconds"] == manifest.predicted.interval_seconds
     busiest = max(device.compute_seconds for device in manifest.devices)
     assert busiest <= manifest.predicted.interval_seconds <= manifest.predicted.step_seconds * (1 + 1e-9)
-    assert "several in flight" in run_cli("bench", compiled, "--repeat", "1", "--in-flight", "2").out
+    assert "several in flight" in run_cli("bench", compiled, "--no-memory", "--repeat", "1", "--in-flight", "2").out
 
 
 def test_bench_over_a_limit_exits_with_one(run_cli, compiled):
-    ran = run_cli("bench", compiled, "--repeat", "1", "--max-ratio", "1e-9", "--json")
+    ran = run_cli("bench", compiled, "--no-memory", "--repeat", "1", "--max-ratio", "1e-9", "--json")
     assert ran.code == 1
     assert only_json(ran)["ratio"] > 1e-9
     assert "more than 1e-09" in ran.err
@@ -493,3 +495,85 @@ def test_that_kernels_are_compiled_is_said_once_on_a_terminal(
     for add in (1, 2):
         assert numba.njit(lambda x, add=add: x + add)(1) == 1 + add
     assert capsys.readouterr().err.count("compiling kernels") == 1
+
+
+def test_a_reader_that_goes_away_ends_the_examples_without_a_traceback():
+    script = Path(__file__).parents[1] / "examples" / "models.py"
+    command = [sys.executable, script, "--list"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        child.stdout.close()
+        assert child.stderr.read() == ""
+    assert child.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (3 << 19, "1.5 MiB"),
+        (1 << 30, "1.00 GiB"),
+    ],
+)
+def test_small_amounts_of_memory_are_not_rounded_to_nothing(size, text):
+    assert mebibytes(size) == text
+
+
+# ---------------------------------------------------------------------------------------------- errors for scripts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "exit_code"),
+    [
+        (("compile", "none.onnx"), "M001", 2),
+        (("compile", "none.onnx", "--shape", "n=1,n=2"), "U011", 2),
+        (("compile", "none.onnx", "--seed", "-1"), "U012", 2),
+        (("run", "none"), "N001", 2),
+        (("verify", "none"), "N001", 2),
+        (("bench", "none"), "N001", 2),
+        (("place", "none"), "D001", 2),
+        (("devices", "--devices", "gpu:0"), "T005", 2),
+        (("passes", "none"), "U001", 2),
+        (("runtimes", "none"), "U001", 2),
+        (("place", "none", "--devices", "0"), "U000", 2),
+        (("compile",), "U000", 2),
+        (("frobnicate",), "U000", 2),
+    ],
+)
+def test_with_json_an_error_is_the_one_object_on_stdout_and_text_on_stderr(run_cli, arguments, code, exit_code):
+    ran, without = run_cli(*arguments, "--json"), run_cli(*arguments)
+    assert (ran.code, without.code) == (exit_code, exit_code)
+    (error,) = only_json(ran).values()
+    assert set(error) == {"code", "message", "where", "hint"}
+    assert error["code"] == code
+    assert error["message"] in ran.err
+    assert without.out == ""
+    assert without.err == ran.err
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "exit_code"),
+    [(KeyboardInterrupt(), "X011", 130), (MemoryError(), "X010", 4), (OSError(28, "full", "disk"), "E001", 4)],
+)
+def test_what_stops_a_command_from_outside_is_json_too(run_cli, monkeypatch, raised, code, exit_code):
+    def stop(*_: object, **__: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(cli.cli, "main", stop)
+    ran = run_cli("passes", "--json")
+    assert (ran.code, only_json(ran)["error"]["code"]) == (exit_code, code)
+
+
+def test_a_defect_of_ours_does_not_exit_as_if_the_answer_were_no(monkeypatch, capsys):
+    def break_down() -> int:
+        raise ZeroDivisionError("something of ours")
+
+    monkeypatch.setattr(cli, "main", break_down)
+    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as left:
+        cli.entry()
+    assert left.value.code == 4
+    said = capsys.readouterr().err
+    assert "ZeroDivisionError: something of ours" in said
+    assert "please report it" in said

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,21 @@ def test_what_was_measured_is_not_measured_again(model_file, measurements):
     assert (first.unit == second.unit).all()
     assert (first.graph.value_bytes == second.graph.value_bytes).all()
     assert first.whole_seconds == second.whole_seconds
+
+
+def test_what_was_measured_on_a_busy_machine_is_said_so_and_not_kept(model_file, measurements, monkeypatch):
+    actual = Timer.measure
+
+    def measure(self, part, feeds):
+        found, made = actual(self, part, feeds)
+        return replace(found, quality=replace(found.quality, runs=20, waiting=0.2)), made
+
+    monkeypatch.setattr(Timer, "measure", measure)
+    for _ in range(2):
+        (note,) = [note for note in profiled(model_file).diagnostics if note.code == "C004"]
+        assert "runs waited 20% of their time for a core" in note.message
+        assert "not kept" in note.hint
+    assert len(measurements) == 2
 
 
 @pytest.mark.parametrize("other", [{"batch": 8}, {"options": ",seed=1"}, {"options": ",tolerance=0.5"}], ids=str)

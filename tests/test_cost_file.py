@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 from onnx import parser
 
 from onnxplace.errors import InputError, ModelError
-from onnxplace.facts import Profile, Source
+from onnxplace.facts import Profile, Quality, Source
 from onnxplace.machine import local_target
 from onnxplace.model import Model, bind, load, static_shapes
-from onnxplace.passes._cost_file import Details, costs_table, costs_text, read_costs
+from onnxplace.passes._cost_file import costs_text, read_costs
+from onnxplace.passes._cost_table import costs_table
 from onnxplace.passes._repeats import fingerprints
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
@@ -29,6 +31,7 @@ g (float[batch, 8] x, float[8, 8] w) => (float[batch, 8] y, int64[2] s) {
     [shape] s = Shape(y)
 }"""
 GPU = Target((Device("cuda:0", 1 << 30, model="NVIDIA H100"), Device("cpu:0", 1 << 30)))
+CORE = Target((Device("cpu:0", 1 << 30),))
 
 
 def small(batch: int = 4, text: str = TEXT) -> Model:
@@ -39,14 +42,9 @@ def profiled(model: Model, options: str = "estimate=true", target: Target = GPU)
     return Pipeline.parse(f"profile{{{options}}}").run(State(target).having(model))[0][Profile]
 
 
-def details(model: Model, profile: Profile) -> Details:
-    spread = {kind: array / 10 for kind, array in profile.seconds.items()}
-    return Details(fingerprints(model, static_shapes(model)), spread)
-
-
 def written(folder: Path, ending: str, model: Model, profile: Profile) -> Path:
-    path, more = folder / f"costs{ending}", details(model, profile)
-    path.write_text(costs_table(profile, model, more) if ending == ".csv" else costs_text(profile, more))
+    path = folder / f"costs{ending}"
+    path.write_text(costs_table(profile, model) if ending == ".csv" else costs_text(profile))
     return path
 
 
@@ -58,16 +56,35 @@ def test_what_is_written_is_read_back(tmp_path, ending):
     assert notes == []
     for kind in ("cuda/NVIDIA H100", "cpu/1"):
         assert (found.seconds[kind] == profile.seconds[kind]).all()
-        assert set(found.sources[kind].tolist()) == {Source.GIVEN}
+        assert set(found.sources[kind].tolist()) == {Source.ESTIMATED}
     assert (found.unit == profile.unit).all()
     assert (found.graph.value_bytes == profile.graph.value_bytes).all()
     assert found.whole_seconds == profile.whole_seconds
+    assert found.prints == profile.prints != ()
+
+
+@pytest.mark.parametrize("ending", [".json", ".csv"])
+def test_what_is_known_of_a_measurement_is_kept(tmp_path, ending):
+    """A file cannot vouch for having been measured here; estimates and constants stay what they are."""
+    model, kind = small(), "cpu/1"
+    sources = [Source.MEASURED, Source.GIVEN, Source.ESTIMATED, Source.KNOWN]
+    plain = profiled(model, target=CORE)
+    profile = replace(
+        plain,
+        sources={kind: np.array(sources, dtype=np.uint8)},
+        spread={kind: np.array([0.5, 0.0, 1e-7, 0.25])},
+        quality={kind: Quality(17, 0.004, 0.002, 0.0, 4, 0.007, 8e-7)},
+        graph=replace(plain.graph, workspace_bytes=np.array([0, 64, 0, 1 << 40])),
+    )
+    found, _ = read_costs(written(tmp_path, ending, model, profile), model, CORE)
+    assert found.sources[kind].tolist() == [Source.GIVEN, Source.GIVEN, Source.ESTIMATED, Source.KNOWN]
+    assert found.spread[kind].tolist() == profile.spread[kind].tolist()
+    assert dict(found.quality) == profile.quality
+    assert found.graph.workspace_bytes.tolist() == profile.graph.workspace_bytes.tolist()
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=4, max_size=4), st.lists(st.integers(0, 3), min_size=4, max_size=4))
 def test_any_times_survive_both_forms(tmp_path_factory, seconds, units):
-    from dataclasses import replace
-
     model = small()
     unit = np.unique(units, return_inverse=True)[1].astype(np.int32)
     profile = replace(
@@ -145,6 +162,7 @@ def test_a_file_written_by_hand_needs_times_only(tmp_path):
     assert (sizes["a"], sizes["s"]) == (4 * 8 * 4, 16)
 
 
+HEAD = "# onnxplace-costs 1\nnode,seconds cpu/1"
 ROWS = "# onnxplace-costs 1\nnode,unit,output_bytes,seconds cpu/1\nmul,{unit},{size},{seconds}\n"
 
 
@@ -164,6 +182,10 @@ ROWS = "# onnxplace-costs 1\nnode,unit,output_bytes,seconds cpu/1\nmul,{unit},{s
         (ROWS.format(unit=0, size=128, seconds="fast"), "C014", "'mul' on 'cpu/1' is fast, not a time"),
         (ROWS.format(unit="x", size=128, seconds="1"), "C014", "'mul' makes no sense"),
         (ROWS.format(unit=0, size="-128", seconds="1"), "C014", "value_bytes of 'y' is -128"),
+        (HEAD + ",source cpu/1\nmul,1,guessed\n", "C014", "the source of node 'mul' on 'cpu/1' is 'guessed'"),
+        (HEAD + ",spread cpu/1\nmul,1,nan\n", "C014", "the spread of node 'mul' on 'cpu/1' is nan"),
+        (HEAD + ",workspace_bytes\nmul,1,-8\n", "C014", "workspace_bytes of 'mul' is -8"),
+        ("# onnxplace-costs 1\n# measured.runs cpu/1=3\nnode,seconds cpu/1\nmul,1\n", "C014", "'measured' makes"),
         ("# onnxplace-costs 1\n# whole_seconds cpu/1=x\n" + ROWS.format(unit=0, size=1, seconds="1"), "C014", "'x'"),
     ],
 )  # fmt: skip
@@ -177,6 +199,58 @@ def test_a_table_that_makes_no_sense_is_refused(tmp_path, text, code, said):
     with pytest.raises((InputError, ModelError), match=re.escape(said)) as raised:
         read_costs(path, model, Target((Device("cpu:0", 1),)))
     assert (raised.value.code, raised.value.where) == (code, str(path))
+
+
+def carried(run_cli, model_file: Path, edit) -> tuple[int, str]:
+    """Save the costs of a model, edit them, and compile it with them; returns the exit code and what is said."""
+    options = ("compile", model_file, "--shape", "batch=4", "--devices", "cpu:0", "--placer", "single", "--force")
+    path = model_file.parent / "carried.json"
+    assert run_cli(*options, "--save-costs", path).code == 0
+    data = json.loads(path.read_text())
+    edit(data["nodes"])
+    path.write_text(json.dumps(data))
+    ran = run_cli(*options, "--costs", path)
+    return ran.code, ran.err
+
+
+def test_a_cost_file_for_another_model_says_which_nodes_are_missing(run_cli, model_file):
+    def other(nodes):
+        names = list(nodes)
+        for name in names[:2]:
+            nodes[f"other/{name}"] = {**nodes.pop(name), "fingerprint": "0" * 16}
+        gone.extend(names[:2])
+
+    gone: list[str] = []
+    code, said = carried(run_cli, model_file, other)
+    assert code == 2
+    assert f"error[C010] {model_file.parent / 'carried.json'}: no costs for 2 of" in said
+    assert f"such as {gone[0]}, {gone[1]}" in said
+    assert "hint: it was made for another model; profile this one" in said
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1e-6, float("inf"), 10**400, True, "1"], ids=str)
+def test_a_cost_that_is_no_time_is_said_with_its_node(run_cli, model_file, value):
+    def spoil(nodes):
+        name, entry = next(iter(nodes.items()))
+        (kind,) = entry["seconds"]
+        entry["seconds"][kind] = value
+        spoilt.append(f"the cost of node {name!r} on {kind!r} is {value}, not a time")
+
+    spoilt: list[str] = []
+    code, said = carried(run_cli, model_file, spoil)
+    assert code == 2
+    assert f"error[C014] {model_file.parent / 'carried.json'}: {spoilt[0]}" in " ".join(said.split("\n"))
+    assert "hint: it must be a number of seconds, not negative" in said
+
+
+def test_the_costs_in_a_bundle_are_those_that_are_saved(run_cli, model_file, tmp_path):
+    options = ("--shape", "batch=4", "--devices", "cpu:0", "--placer", "single", "-o", tmp_path / "bundle")
+    ran = run_cli("compile", model_file, *options, "--save-costs", tmp_path / "saved.json")
+    assert ran.code == 0, ran.err
+    costs = json.loads((tmp_path / "bundle" / "costs.json").read_text())
+    assert costs == json.loads((tmp_path / "saved.json").read_text())
+    assert all(quality["runs"] > 0 for quality in costs["measured"].values())
+    assert all(entry["spread"] and entry["fingerprint"] for entry in costs["nodes"].values())
 
 
 def test_a_table_that_is_not_there_or_no_text_is_refused(tmp_path):

@@ -106,12 +106,63 @@ def test_topo_order_breaks_ties_whatever_the_order_in_the_file():
         ({"edges": [{"src": 0, "dst": 1}, {"src": 1, "dst": 0}]}, "a cycle through n[01], n[01]"),
         ({"devices": []}, "the list of devices is empty"),
         ({"nodes": 3}, "no list of nodes"),
+        ({"nodes": [{"name": "x"}], "edges": []}, "one of the nodes has no id"),
+        ({"nodes": [{"id": [1]}], "edges": []}, r"\[1\] is no id"),
+        ({"nodes": [{"id": 0, "group": {}}], "edges": []}, "{} is no group"),
+        ({"nodes": [{"id": 0, "topo_order": "x"}], "edges": []}, "topo_order of 0 is 'x'"),
+        ({"nodes": [{"id": 0, "memory_bytes": 10**400}], "edges": []}, "memory_bytes of 0 is 10*, which is no cost"),
+        ({"devices": [{"id": 0}, {"id": 0}]}, "two devices have the id 0"),
+        ({"edges": [{"src": {}, "dst": 1}]}, "names node {}, which is not there"),
+        ({"edges": [{"src": 0, "dst": 1, "tensors": 5}]}, "edge 0 -> 1 does not say what it carries"),
+        ({"edges": [{"src": 0, "dst": 1, "tensors": [5]}]}, "edge 0 -> 1 does not say what it carries"),
+        ({"edges": [{"src": 0, "dst": 1, "tensor": [5]}]}, "edge 0 -> 1 does not say what it carries"),
+        ({"comm": 3}, "its comm is no object"),
     ],
 )
 def test_a_graph_that_makes_no_sense_is_refused_by_name(changes, words):
     with pytest.raises(InputError, match=words) as refused:
         cost_graph(fork(**changes))
     assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (gzip.compress(json.dumps(fork()).encode())[:60], "cut off or damaged"),
+        (gzip.compress(json.dumps(fork()).encode())[:30] + bytes(60), "cut off or damaged"),
+        (json.dumps(fork()).encode()[:60], "no JSON at line 1"),
+        (b'{"nodes": [{"id": 7, "temp_bytes": 1, "temp_bytes": 2}]}', "'temp_bytes' is given twice.*whose id is 7"),
+        (b"\xff\xfe\xff", "binary"),
+        (b"", "empty"),
+        (b"[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(tmp_path, data, words):
+    (tmp_path / "graph.json").write_bytes(data)
+    with pytest.raises(InputError, match=words) as refused:
+        read_cost_graph(tmp_path / "graph.json")
+    assert refused.value.code == "D001"
+
+
+def test_a_gzipped_file_is_known_by_its_content(tmp_path):
+    (tmp_path / "graph.json").write_bytes(gzip.compress(json.dumps(fork()).encode()))
+    (tmp_path / "plain.json.gz").write_text(json.dumps(fork()))
+    found = [read_cost_graph(tmp_path / name) for name in ("graph.json", "plain.json.gz")]
+    assert [graph.ids for graph in found] == [(0, 1, 2, 3)] * 2
+
+
+def test_nodes_without_a_compute_time_are_counted_and_one_is_named():
+    assert cost_graph(fork()).notes == ()
+    data = fork()
+    data["nodes"][2]["compute_us"] = data["nodes"][2].pop("compute_time_us")
+    del data["nodes"][3]["compute_time_us"]
+    (note,) = cost_graph(data).notes
+    assert (note.code, note.where) == ("D010", "fork")
+    assert "2 of 4 nodes" in note.message
+    assert "'n2'" in note.message
+    assert "'compute_us'" in note.hint
+    assert note in place(cost_graph(data), "m-etf").diagnostics
+    assert note in evaluate(with_devices(cost_graph(data), 2, None), dict.fromkeys("0123", "a")).diagnostics
 
 
 def test_the_command_places_and_scores_and_prints_one_object(run_cli, tmp_path):
@@ -174,3 +225,37 @@ def test_a_device_keeps_room_for_the_backward_nodes_of_the_groups_it_has_taken_o
     found = place(cost_graph(training_step(12)), placer, groups="given")
     assert found.feasible
     assert len(set(found.placement.values())) > 1
+
+
+def test_devices_without_work_are_named_as_the_graph_does_and_strict_refuses_them(run_cli, tmp_path):
+    (tmp_path / "graph.json").write_text(json.dumps(fork()))
+    (tmp_path / "mine.json").write_text(json.dumps(dict.fromkeys("0123", "a")))
+    given = ("--placement", tmp_path / "mine.json")
+    for options, placer in ((("--placer", "single"), "single"), (given, "given")):
+        ran = run_cli("place", tmp_path / "graph.json", *options)
+        assert ran.code == 0
+        assert f"note[P010] device b: this device was asked for and gets no work from placer '{placer}'" in ran.err
+        strict = run_cli("place", tmp_path / "graph.json", *options, "--strict", "--json")
+        assert (strict.code, json.loads(strict.out)["error"]["code"]) == (3, "P010")
+    both = run_cli("place", tmp_path / "graph.json", "--placer", "m-etf", "--groups", "none", "--strict")
+    assert both.code == 0
+    assert "P010" not in both.err
+
+
+def test_options_that_say_how_to_place_do_not_go_with_a_placement(run_cli, tmp_path):
+    (tmp_path / "graph.json").write_text(json.dumps(fork()))
+    (tmp_path / "mine.json").write_text(json.dumps(dict.fromkeys("0123", "a")))
+    ran = run_cli("place", tmp_path / "graph.json", "--placement", tmp_path / "mine.json", "--seed", 0, "--fuse")
+    assert ran.code == 2
+    assert "error[U052]" in ran.err
+    assert all(option in ran.err for option in ("--seed", "--fuse"))
+
+
+def test_a_placement_that_search_did_not_improve_is_not_called_improved():
+    data = fork(edges=[{"src": i, "dst": i + 1, "bytes": 10**6} for i in range(3)])
+    graph = with_devices(cost_graph(data), None, 10**9)
+    (note,) = [note for note in place(graph, budget_seconds=0.1).diagnostics if note.code == "P040"]
+    kept = note.message.partition(";")[0]
+    assert kept.startswith("kept cuda:0:")
+    assert "improved" not in kept
+    assert "cuda:0" not in note.message.removeprefix(kept)

@@ -103,6 +103,17 @@ def test_the_nearest_name_is_offered():
     assert nearest("cpu", ["cpu", "cuda"]) == "did you mean 'cpu'?"
 
 
+def test_case_and_underscores_do_not_matter():
+    assert nearest("M_ETF", ["single", "m-etf"]) == "did you mean 'm-etf'?"
+    assert nearest("prof", ["coplace", "profile"]) == "did you mean 'profile'?"
+
+
+def test_a_gpu_is_a_cuda_device_never_a_cpu():
+    assert nearest("gpu:1", ["cpu:1", "cuda:0", "cuda:1"]) == "did you mean 'cuda:1'?"
+    assert nearest("GPU", ["cpu", "cuda"]) == "did you mean 'cuda'?"
+    assert nearest("gpu:0", ["cpu:0", "cpu:1"]) == "known: cpu:0, cpu:1"
+
+
 def test_all_names_are_listed_when_none_is_near():
     assert nearest("zzz", ["single", "m-etf"]) == "known: single, m-etf"
 

@@ -26,10 +26,13 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("what everybody needs and what needs nobody", ("errors", "jit", "state", "waiting")),
     ("loops over plain arrays", ("kernels",)),
     (
-        "plain data about graphs, machines, inputs and weights; files",
-        ("graph", "target", "feeds", "_weights", "_bound_kernels", "files"),
+        "plain data about graphs, machines, inputs and weights; files; work in other processes",
+        ("graph", "target", "feeds", "_weights", "_bound_kernels", "files", "_children"),
     ),
-    ("what this machine has, and what was measured on it; graphs inside nodes", ("machine", "cost_cache", "_bodies")),
+    (
+        "what this machine has, what was measured on it, and how often to measure; graphs inside nodes",
+        ("machine", "cost_cache", "_bodies", "patience"),
+    ),
     ("ONNX models in one shape", ("_canonical",)),
     (
         "the one way to open ONNX Runtime sessions; simulated time and loads on plain data",
@@ -45,19 +48,30 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cost graphs drawn from a seed", ("generators",)),
     ("programs on paper", ("_programs",)),
     ("the result on disk", ("bundle",)),
-    ("what runs it, step after step, and what it is compared with", ("runtime", "_steps", "compare")),
+    ("bundles made of parts of it", ("_parts",)),
+    (
+        "what runs it, step after step or on paper, and what it is compared with",
+        ("runtime", "_steps", "replay", "compare"),
+    ),
     ("passes by name and by text, without knowing any", ("registry", "spec")),
     ("how to time what a runtime does, and what follows from times", ("_probes", "_timings", "_fits")),
     ("what calibration times", ("_measuring",)),
-    ("what this machine's links and devices are like", ("calibration",)),
+    ("what this machine's links and devices are like; how a bundle does here", ("calibration", "trial")),
     ("passes in a row", ("pipeline",)),
     ("which placer", ("placers",)),
+    ("from model to bundle: what is done once it is on disk", ("_settling",)),
+    ("from model to bundle: all of it", ("compiling",)),
     ("what people see", ("report",)),
     ("the Python face, which puts all of it together", ("api", "placing")),
+    ("what the parts of a bundle hold on this machine", ("_memory",)),
+    ("what devices and links do, and hold, beside predictions", ("_observed",)),
     ("the contract of runtimes, which uses the Python face", ("_runtime_contract",)),
     ("contract tests for plugins", ("testing",)),
     ("what several commands take and print", ("_cli_options",)),
-    ("the commands, which parse and print", ("_cli_bundle", "_cli_compile", "_cli_devices", "_cli_place")),
+    (
+        "the commands, which parse and print",
+        ("_cli_bench", "_cli_bundle", "_cli_compile", "_cli_devices", "_cli_place"),
+    ),
     ("the command line as a whole", ("cli",)),
     ("`python -m onnxplace`", ("__main__",)),
 )
@@ -71,9 +85,11 @@ CLOSED_TO_PASSES = {
     "placers",
     "report",
     "api",
+    *("compiling", "_settling"),
     *("_steps", "_runtime_contract", "testing"),
-    *("_probes", "_timings", "_fits", "_measuring", "calibration"),
-    *("_cli_options", "_cli_bundle", "_cli_compile", "_cli_devices", "_cli_place", "cli"),
+    *("_probes", "_timings", "_fits", "_measuring", "calibration", "trial"),
+    *("_memory", "_observed"),
+    *("_cli_options", "_cli_bench", "_cli_bundle", "_cli_compile", "_cli_devices", "_cli_place", "cli"),
     "__main__",
     "runtime",
     "runtimes",
@@ -82,7 +98,7 @@ CLOSED_TO_PASSES = {
 OPEN_TO_RUNTIMES = {
     *("errors", "feeds", "target", "bundle", "runtime"),
     *("machine", "sessions"),  # to open ONNX Runtime the one way everything does
-    *("graph", "simulate"),  # the simulated runtime runs the compiler's own simulator
+    *("replay", "simulate"),  # the simulated runtime runs the compiler's own simulator
 }
 HEAVY = (
     "numpy",

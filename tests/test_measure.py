@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from onnx import parser
 
 import models
+from onnxplace import patience
 from onnxplace.facts import Groups, Profile, Source
 from onnxplace.machine import local_target
 from onnxplace.model import load
-from onnxplace.passes import _timing
 from onnxplace.passes._attribution import Attributed, attribute, without_overhead
-from onnxplace.passes._measure import Job, _kernels, in_child, measure, profile, stored
-from onnxplace.passes._timing import Patience, Runs, longest, waits
+from onnxplace.passes._measure import Job, _kernels, measure, profile, profile_blocking, stored
 from onnxplace.passes.profile import _unknown_sizes
+from onnxplace.patience import Patience, Runs, longest, waits
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
 
@@ -55,7 +55,7 @@ def job_for(model, folder: Path) -> Job:
 
 
 def test_the_child_process_measures_the_same_kernels(model, tmp_path):
-    here, there = profile(job_for(model, tmp_path))[0], in_child(job_for(model, tmp_path))
+    here, there = profile(job_for(model, tmp_path))[0], profile_blocking(job_for(model, tmp_path))
     assert here.seconds.keys() == there.seconds.keys()
     assert here.output_bytes == there.output_bytes
 
@@ -66,12 +66,12 @@ def test_the_child_process_starts_from_a_script_without_a_guard(tmp_path):
         "from pathlib import Path\n"
         "import models\n"
         "from onnxplace.model import load\n"
-        "from onnxplace.passes._measure import Job, in_child, stored\n"
-        "from onnxplace.passes._timing import Patience\n"
+        "from onnxplace.passes._measure import Job, profile_blocking, stored\n"
+        "from onnxplace.patience import Patience\n"
         "model = load(models.build('squeezenet'))\n"
         "source, entries = stored(model, Path('.'))\n"
         "job = Job(source, entries, 'cpu:0', (0,), model.feeds(), Patience(3, 0.1, 0.02), '.', 'model')\n"
-        "print(len(in_child(job).seconds))\n"
+        "print(len(profile_blocking(job).seconds))\n"
     )
     path = os.pathsep.join(filter(None, sys.path))
     ran = subprocess.run([sys.executable, script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
@@ -116,8 +116,8 @@ class Clock:
 
     def __init__(self, monkeypatch, taken, waited=()):
         self.now, self.taken, self.waited, self.total, self.calls = 0.0, list(taken), list(waited), 0, 0
-        monkeypatch.setattr(_timing.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(_timing, "waits", lambda pool: {"": self.total})
+        monkeypatch.setattr(patience.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(patience, "waits", lambda pool: {"": self.total})
 
     def __call__(self):
         self.now += self.taken[min(self.calls, len(self.taken) - 1)]

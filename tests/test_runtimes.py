@@ -13,8 +13,9 @@ import pytest
 from onnx import TensorProto, helper
 
 import onnxplace
+from onnxplace.replay import simulate_manifest
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
-from onnxplace.runtimes.simulated import Simulated, simulate_bundle
+from onnxplace.runtimes.simulated import Simulated
 from onnxplace.testing import check_runtime
 
 
@@ -65,6 +66,25 @@ def test_run_async_calls_back_with_outputs_or_with_the_error(bundle):
         np.testing.assert_array_equal(got, want)
 
 
+def test_run_async_with_user_data_calls_back_as_onnx_runtime_does(bundle):
+    feeds, done, heard = feeds_of(bundle, 0), threading.Event(), []
+
+    def callback(outputs, user_data, text):
+        heard.append((outputs, user_data, text))
+        done.set()
+
+    with onnxplace.InferenceSession(bundle) as session:
+        expected = session.run(None, feeds)
+        for given in ({"mine": 1}, None):
+            done.clear()
+            session.run_async(None, feeds, callback, given)
+            assert done.wait(30)
+            outputs, user_data, text = heard.pop()
+            assert user_data is given
+            assert text == ""
+            np.testing.assert_array_equal(outputs[0], expected[0])
+
+
 def test_outputs_outlive_the_session(bundle):
     feeds = feeds_of(bundle, 0)
     with onnxplace.InferenceSession(bundle) as session:
@@ -104,8 +124,9 @@ def test_a_trace_names_what_ran_where(bundle):
 
 
 def test_the_simulated_step_is_the_one_the_compiler_predicted(bundle):
-    found = simulate_bundle(bundle)
-    assert found.makespan_seconds == pytest.approx(bundle.manifest.predicted.step_seconds, rel=1e-9)
+    found = simulate_manifest(bundle.manifest)
+    predicted = bundle.manifest.predicted
+    assert found.makespan_seconds + predicted.request_seconds == pytest.approx(predicted.step_seconds, rel=1e-9)
     assert len(found.transfers) == bundle.manifest.transfers
 
 

@@ -8,6 +8,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -25,7 +26,7 @@ from onnxplace._stateful import bind_states
 from onnxplace._steps import Steps
 from onnxplace.api import compile_model
 from onnxplace.costs import decided, problem
-from onnxplace.errors import FeedError, ModelError, UsageError
+from onnxplace.errors import ExecutionError, FeedError, ModelError, UsageError
 from onnxplace.facts import Groups, Placement, Profile, Schedule
 from onnxplace.feeds import Declared
 from onnxplace.model import bind
@@ -596,7 +597,7 @@ def test_run_verify_and_bench_carry_states_on(bundle, run_cli, tmp_path):
     assert {item["name"] for item in found["outputs"]} == {"y", "picked", "total_next", "log_next"}
     ran = run_cli("verify", bundle.path, "--steps", 2)
     assert ran.out.splitlines()[-1] == "2 steps, each with the states of the one before"
-    ran = run_cli("bench", bundle.path, "--repeat", 3, "--json")
+    ran = run_cli("bench", bundle.path, "--no-memory", "--repeat", 3, "--json")
     assert ran.code == 0, ran.err
     assert json.loads(ran.out)["bundle"]["runs"] == 3
 
@@ -640,6 +641,8 @@ class Cached:
         Declared("past.0", "tensor(float)", ("batch", "past", 4)),
     ]
     state_inputs: ClassVar = inputs[2:]
+    outputs: ClassVar = [Declared("present.0", "tensor(float)", ("batch", "total", 4))]
+    manifest: ClassVar = SimpleNamespace(states=[SimpleNamespace(output="present.0", input="past.0")])
 
 
 def test_drawn_inputs_grow_with_the_state_that_they_name():
@@ -648,6 +651,42 @@ def test_drawn_inputs_grow_with_the_state_that_they_name():
     steps.learn({"past.0": np.zeros((2, 8, 4), "f4")})
     shapes = [{name: array.shape for name, array in steps.feeds(number).items()} for number in (1, 2)]
     assert shapes == [{"tokens": (2, 3), "mask": (2, 11)}, {"tokens": (2, 3), "mask": (2, 14)}]
+
+
+class OwnName(Cached):
+    """Its mask is named as the output is that becomes the state, or like nothing."""
+
+    inputs: ClassVar = [
+        *Cached.inputs,
+        Declared("own", "tensor(int64)", ("total",)),
+        Declared("odd", "tensor(int64)", ("odd",)),
+    ]
+
+
+SIZED = {"batch": 2, "seq": 3, "past": 5, "past + seq": 8, "total": 8, "odd": 8}
+
+
+def test_drawn_inputs_grow_with_what_the_output_calls_the_state():
+    steps = Steps(OwnName, None, SIZED, seed=1)
+    steps.learn({"past.0": np.zeros((2, 8, 4), "f4")})
+    assert [steps.feeds(number)["own"].shape for number in (1, 2)] == [(11,), (14,)]
+    assert steps.feeds(2)["odd"].shape == (8,)
+    assert steps.feeds(2)["tokens"].shape == (2, 3)
+
+
+@pytest.mark.parametrize("given_by_file", [False, True])
+def test_a_later_step_that_fails_names_the_inputs_that_did_not_grow(given_by_file):
+    drawn = Steps(OwnName, None, SIZED, seed=1)
+    steps = Steps(OwnName, drawn.first, SIZED, seed=1) if given_by_file else drawn
+    steps.learn({"past.0": np.zeros((2, 8, 4), "f4")})
+    problem = ExecutionError("X001", "5 by 6", where="cpu:0", hint="verify")
+    for number, said in ((0, "verify"), (1, "--steps 1")):
+        with pytest.raises(ExecutionError, match="5 by 6") as raised, steps.explained(number):
+            raise problem
+        assert said in raised.value.hint
+    assert "'past'" in raised.value.hint
+    assert ("odd[0] ('odd')" in raised.value.hint) is not given_by_file
+    assert "own[0]" not in raised.value.hint
 
 
 def test_inputs_that_are_given_stay_as_they_are():

@@ -1,5 +1,7 @@
 """Devices, links and limits: read from text, written to TOML, and held against each other."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -59,8 +61,8 @@ def test_a_repeated_device_is_refused_wherever_it_stands(ids):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("cpus:0", ("'cpus:0'", "did you mean 'cpu'?")),
-        ("cuad:0", ("'cuad:0'", "did you mean 'cuda'?")),
+        ("cpus:0", ("'cpus:0'", "did you mean 'cpu:0'?")),
+        ("cuad:0", ("'cuad:0'", "did you mean 'cuda:0'?")),
         ("tpu", ("'tpu'", "cpu:0")),
         ("cpu", ("'cpu'", "cpu:0")),
         ("cpu:", ("'cpu:'", "cpu:0")),
@@ -238,3 +240,72 @@ def test_a_file_that_describes_no_target_is_refused(tmp_path, data):
 def test_a_file_that_is_missing_is_named(tmp_path):
     with pytest.raises(TargetError, match=r"nowhere\.toml"):
         read_target(tmp_path / "nowhere.toml")
+
+
+def device_entry(name: str) -> str:
+    return f'[[devices]]\nid = "{name}"\nmemory_bytes = 80000000000\n'
+
+
+@pytest.mark.parametrize(
+    ("link", "said"),
+    [
+        ('source = "cpu:0"\ndestination = "cpu:7"', ("target.toml", "'cpu:7'", "did you mean 'cpu:")),
+        ('source = "cpu:0"\ndestination = "cpu:1"', ("target.toml", "links.0.latency_seconds")),
+        ('destination = "cpu:1"', ("target.toml", "links.0.source")),
+        ('source = "cpu:0"\nto = "cpu:1"', ("target.toml", "'to'")),
+    ],
+)
+def test_a_link_of_a_file_that_lacks_an_end_or_a_figure_is_named_with_the_file(tmp_path, link, said):
+    figures = "latency_seconds = 1e-5\nbytes_per_second = 1e10\n" if "cpu:7" in link else "bytes_per_second = 1e10\n"
+    path = tmp_path / "target.toml"
+    path.write_text(f"{device_entry('cpu:0')}{device_entry('cpu:1')}[[links]]\n{link}\n{figures}", encoding="utf-8")
+    with pytest.raises(TargetError) as caught:
+        read_target(path)
+    for words in said:
+        assert words in str(caught.value)
+
+
+def test_a_pair_of_devices_without_a_link_in_the_file_has_the_default_one(tmp_path):
+    path = tmp_path / "target.toml"
+    ends = 'source = "cpu:0"\ndestination = "cuda:0"'
+    link = f"[[links]]\n{ends}\nlatency_seconds = 1.0\nbytes_per_second = 2.0\n"
+    path.write_text(f"{device_entry('cpu:0')}{device_entry('cuda:0')}{link}", encoding="utf-8")
+    target = read_target(path).with_all_links()
+    there, back = target.links
+    assert (there.latency_seconds, there.bytes_per_second) == (1.0, 2.0)
+    assert back == default_link(target.devices[1], target.devices[0])
+
+
+# ---------------------------------------------------------------------------------------------- the commands
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [(["run"], 2), (["verify"], 2), (["bench"], 2), (["run", "--runtime", "simulated"], 0)]
+)
+def test_devices_that_are_elsewhere_stop_what_runs_and_nothing_else(
+    run_cli, monkeypatch, tmp_path, model_file, fast_pipeline, command, code
+):
+    monkeypatch.chdir(tmp_path)
+    Path("target.toml").write_text(device_entry("cuda:97") + device_entry("cuda:98"), encoding="utf-8")
+    options = ("--shape", "batch=2", "--target", "target.toml", "--pipeline", fast_pipeline, "-o", "there.bundle")
+    compiled = run_cli("compile", model_file, *options)
+    assert compiled.code == 0, compiled.err
+    ran = run_cli(*command, "there.bundle")
+    assert ran.code == code, ran.err
+    if code:
+        assert ran.err.startswith("error[T011] cuda:9")
+        assert "hint: " in ran.err
+        assert "Traceback" not in ran.err
+
+
+def test_a_link_that_is_missing_beside_others_is_named(run_cli, monkeypatch, tmp_path, model_file, fast_pipeline):
+    monkeypatch.chdir(tmp_path)
+    devices = device_entry("cpu:0") + device_entry("cpu:1")
+    ends = 'source = "{}"\ndestination = "{}"\nlatency_seconds = 1e-5\nbytes_per_second = 1e10\n'
+    links = [f"[[links]]\n{ends.format(*way)}" for way in (("cpu:0", "cpu:1"), ("cpu:1", "cpu:0"))]
+    for count in range(3):
+        Path("target.toml").write_text(devices + "".join(links[:count]), encoding="utf-8")
+        options = ("--shape", "batch=2", "--target", "target.toml", "--pipeline", fast_pipeline, "--force")
+        ran = run_cli("compile", model_file, *options)
+        assert ran.code == 0, ran.err
+        assert ("note[T013] cpu:1 -> cpu:0: " in ran.err) == (count == 1)

@@ -1,0 +1,151 @@
+"""What remains to be done with a bundle once it is on disk: try it out, and think again if one device does better."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnxplace.bundle import Bundle, DiagnosticRecord, Manifest
+from onnxplace.costs import alone_seconds, fits_alone
+from onnxplace.errors import OnnxplaceError
+from onnxplace.facts import Emitted, Placement, Profile, Source
+from onnxplace.model import Model
+from onnxplace.pipeline import Pipeline, Timing, make_pass
+from onnxplace.placers import OBJECTIVES
+from onnxplace.spec import PassSpec, format_pipeline, parse_pipeline
+from onnxplace.state import Diagnostic, State
+from onnxplace.target import REQUEST_SECONDS
+from onnxplace.trial import Trial, doubtful, rewritten, tried, try_out, untried
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A bundle that is done."""
+
+    bundle: Bundle
+    steps: Pipeline
+    """Those that made it."""
+    state: State
+    timings: tuple[Timing, ...]
+
+
+def settled(
+    steps: Pipeline, state: State, *, trial: bool, cache: bool, rethink: bool, tell: Callable[[], None]
+) -> Settled:
+    """Try out a bundle if its costs were measured here, and say in its manifest what came out.
+
+    `rethink`: if one device alone may do better, that is tried too, and its bundle takes the place if it does.
+    """
+    found, timings = None, []
+    if trial and _was_measured(state):
+        tell()
+        began = time.perf_counter()
+        found, state = _tried(state, cache)
+        if found is not None and rethink and _alone_sooner(state, found.step_seconds) is not None:
+            steps, state, found = _the_better(steps, state, found, cache)
+        timings.append(Timing("trial", time.perf_counter() - began))
+    bundle = Bundle.open(state[Emitted].path)
+    manifest = bundle.manifest if found is None else tried(bundle.manifest, found)
+    state = state.saying(*_slower_than_one(state, manifest.predicted.step_seconds), *_beyond_limits(manifest))
+    said = tuple(DiagnosticRecord(**asdict(note)) for note in state.diagnostics)
+    bundle = rewritten(bundle, manifest.model_copy(update={"diagnostics": said}))
+    return Settled(bundle, steps, state, tuple(timings))
+
+
+def _was_measured(state: State) -> bool:
+    """Return whether all costs are from measurements on devices like these, so that a trial goes on where they end."""
+    used = {state.target.devices[index].cost_class for index in set(state[Placement].device.tolist())}
+    known = (Source.MEASURED, Source.KNOWN)
+    return all(np.isin(state[Profile].sources[kind], known).all() for kind in used)
+
+
+def _tried(state: State, cache: bool) -> tuple[Trial | None, State]:
+    """Return how a bundle did; None, and why among the notes, if it could not be run."""
+    bundle = Bundle.open(state[Emitted].path)
+    try:
+        if problem := untried(bundle):
+            return None, state.saying(problem)
+        found = try_out(bundle, state[Model].feeds(), cached=cache)
+    except OnnxplaceError as problem:
+        message = f"the bundle fails when it is run: {problem.message}"
+        hint = "onnxplace verify tells whether the uncut model does, too"
+        return None, state.saying(Diagnostic("C021", message, where=problem.where, hint=hint))
+    if not doubtful(found):
+        return found, state
+    message = f"the trial is less sure than usual: steps waited {found.waiting:.0%} of their time for a core"
+    hint = "compile again when the machine is idle; times like these are not kept"
+    return found, state.saying(Diagnostic("C004", message, where=state[Model].name, hint=hint))
+
+
+def _the_better(steps: Pipeline, state: State, found: Trial, cache: bool) -> tuple[Pipeline, State, Trial]:
+    """Return how one device alone does, its bundle in the place of the other, if that is better; else all unchanged."""
+    at = next(index for index, step in enumerate(steps.passes) if Placement in step.provides)
+    path = state[Emitted].path
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))  # beside it, as linked weights demand
+    try:
+        alone, _ = Pipeline(_alone(steps, at, aside).passes[at:]).run(state)
+        took, alone = _tried(alone, cache)
+    except OnnxplaceError:  # pinned to two devices, say
+        return steps, state, found
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    if took is None or took.step_seconds >= found.step_seconds:
+        return steps, state, found
+    one = state.target.devices[int(alone[Placement].device[0])].id
+    said = f"in a trial, a step took {_ms(found.step_seconds)}, and on {one} alone {_ms(took.step_seconds)}: kept {one}"
+    state = state.saying(Diagnostic("P042", said, where=state[Placement].placer))
+    steps = _alone(steps, at, path)
+    return steps, Pipeline(steps.passes[at:]).run(state)[0], took
+
+
+def _alone(steps: Pipeline, at: int, path: Path) -> Pipeline:
+    """Return the pipeline with one device in place of its placer, pass `at`, writing to `path` whatever is there."""
+    emit: Any = steps.passes[-1]
+    specs = [*parse_pipeline(emit.pipeline)]
+    specs[at] = PassSpec("single")
+    emit = replace(emit, path=str(path), force=True, pipeline=format_pipeline(specs))
+    return Pipeline((*steps.passes[:at], make_pass("single"), *steps.passes[at + 1 : -1], emit))
+
+
+def _alone_sooner(state: State, step_seconds: float) -> tuple[int, float] | None:
+    """Return the device on which the model fits and is expected to take the least, and how long, if that is less."""
+    if len(set(state[Placement].device.tolist())) < 2:
+        return None
+    seconds = np.where(fits_alone(state), alone_seconds(state[Profile], state.target) + REQUEST_SECONDS, np.inf)
+    best = int(seconds.argmin())
+    return (best, float(seconds[best])) if seconds[best] < step_seconds else None
+
+
+def _slower_than_one(state: State, step_seconds: float) -> list[Diagnostic]:
+    """Say so when one device is expected to be faster than what was decided."""
+    aims = (OBJECTIVES["throughput"], OBJECTIVES["fit"])  # they do not aim at the time of one step
+    if state[Placement].placer in aims or (found := _alone_sooner(state, step_seconds)) is None:
+        return []
+    message = f"one device is expected to be faster: {_ms(found[1])} a step, this {_ms(step_seconds)}"
+    return [Diagnostic("P011", message, where=state.target.devices[found[0]].id, hint="try --placer single")]
+
+
+def _beyond_limits(manifest: Manifest) -> list[Diagnostic]:
+    """Say where sessions, with their copies of weights, take more than the limit, which bounds weights and values."""
+    return [
+        Diagnostic(
+            "P013",
+            f"its sessions and values take {device.process_bytes} bytes of the process, more than its limit of "
+            f"{device.limit_bytes}: each session has its own copy of the weights that it reads",
+            where=device.id,
+            hint="the limit bounds weights, each once, and values; lower it if the process has to keep within it",
+        )
+        for device in manifest.devices
+        if device.process_bytes > device.limit_bytes
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

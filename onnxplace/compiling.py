@@ -1,0 +1,260 @@
+"""Compile a model: options become a pipeline, the pipeline a bundle, and the bundle is tried out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from onnxplace._settling import settled
+from onnxplace._stateful import Asked, bind_states
+from onnxplace.bundle import MANIFEST, Bundle
+from onnxplace.errors import UsageError
+from onnxplace.facts import Placement
+from onnxplace.feeds import Array
+from onnxplace.files import require_free
+from onnxplace.machine import cuda_problem, gpus, local_target
+from onnxplace.model import bind, require_beside
+from onnxplace.model import load as load_model
+from onnxplace.operators import require_operators
+from onnxplace.pipeline import Observer, Pipeline, Timing
+from onnxplace.placers import BAECHI, OBJECTIVES, Objective, choose_placer, require_all_used, unused_devices
+from onnxplace.sessions import custom_operators
+from onnxplace.spec import PassSpec, format_pipeline, tuple_text
+from onnxplace.state import Diagnostic, State
+from onnxplace.target import Target, parse_memory
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A bundle and how it came about."""
+
+    bundle: Bundle
+    pipeline: str
+    timings: tuple[Timing, ...]
+    diagnostics: tuple[Diagnostic, ...]
+
+
+class CompileOptions(TypedDict, total=False):
+    """The keyword arguments of `compile`; `compile_model` says what they mean."""
+
+    devices: str | Sequence[str] | None
+    target: Target | None
+    max_memory: str | None
+    shape: Mapping[str, int] | None
+    inputs: Mapping[str, Array] | None
+    state: Asked
+    costs: str | Path | None
+    save_costs: str | Path | None
+    cache: bool
+    trial: bool
+    placer: str | None
+    objective: Objective
+    budget_seconds: float | None
+    pipeline: str | Pipeline | None
+    device_map: str | Path | None
+    colocate: Sequence[str]
+    seed: int
+    strict: bool
+    force: bool
+    link_weights: bool
+    custom_op_libraries: Sequence[str | Path]
+    observer: Observer | None
+
+
+def compile_model(
+    model: str | Path | ModelProto,
+    output: str | Path | None = None,
+    *,
+    devices: str | Sequence[str] | None = None,
+    target: Target | None = None,
+    max_memory: str | int | None = None,
+    shape: Mapping[str, int] | None = None,
+    inputs: Mapping[str, Array] | None = None,
+    state: Asked = (),
+    costs: str | Path | None = None,
+    save_costs: str | Path | None = None,
+    cache: bool = True,
+    trial: bool = True,
+    placer: str | None = None,
+    objective: Objective = "latency",
+    budget_seconds: float | None = None,
+    pipeline: str | Pipeline | None = None,
+    device_map: str | Path | Mapping[str, str] | None = None,
+    colocate: Sequence[str] = (),
+    seed: int = 0,
+    strict: bool = False,
+    force: bool = False,
+    link_weights: bool = False,
+    custom_op_libraries: Sequence[str | Path] = (),
+    observer: Observer | None = None,
+) -> Compiled:
+    """Compile a model; the keyword arguments are the options of `onnxplace compile`.
+
+    `output` defaults to the model's name with `.bundle`. `placer` may carry options, `auto{seconds=10}`; default:
+    the one for the `objective`, which may search for `budget_seconds`. `target` describes devices that may be
+    elsewhere, else `devices` of this machine are used. `state` binds outputs to inputs of the next call, as a mapping
+    or as texts `OUT=IN`, each `*` standing for the same text on both sides. `link_weights` leaves the weights in the
+    model's own files, in or above whose folder `output` must be. `custom_op_libraries` are shared libraries
+    with operators that ONNX Runtime has not. `costs` is a cost file, `save_costs` where to write one; `cache` says
+    whether what was measured before may be used, `trial` whether the bundle is run for about a second, to predict from
+    what its segments really take (docs/costs.md). `observer` is told of each pass before it runs.
+    """
+    from onnx import ModelProto
+
+    if not isinstance(model, (str, Path, ModelProto)):
+        raise UsageError("U049", f"a {type(model).__name__} is no model", hint="give a path or an onnx.ModelProto")
+    if isinstance(device_map, Mapping):
+        device_map = json.dumps(dict(device_map))
+    if target is not None and devices is not None:
+        raise UsageError(
+            "U040", "--devices and --target exclude each other", hint="name the devices in the target file"
+        )
+    path = Path(output) if output else _default_output(model)
+    if pipeline is not None and (placer or objective != "latency" or budget_seconds is not None):
+        message = "--pipeline excludes --placer, --objective and --budget"
+        raise UsageError("U044", message, hint="name the placer in the pipeline, as in auto{seconds=10}")
+    if pipeline is None:
+        chosen = choose_placer(placer, objective, budget_seconds, seed or None)
+        profile = {"costs": str(costs or ""), "save": str(save_costs or ""), "cache": "" if cache else "false"}
+        steps = _default_pipeline(chosen, profile, str(device_map or ""), tuple(colocate), seed)
+    else:
+        steps = _given_pipeline(pipeline, bool(costs or save_costs or not cache or device_map or colocate or seed))
+    _require_one_emit(steps)
+    require_free(path, force, MANIFEST)
+    target = target or local_target(devices)
+    if max_memory:
+        target = target.limiting(parse_memory(str(max_memory), [device.id for device in target.devices]))
+    loaded = bind_states(bind(load_model(model), shape or {}, inputs or {}), state)
+    with custom_operators(custom_op_libraries):
+        require_operators(loaded)
+    facts = State(target).having(loaded).saying(*_unused_gpus(target, devices), *_assumed_links(target))
+    emit = replace(steps.passes[-1], path=str(path), force=force, pipeline=str(steps))  # type: ignore[call-arg]
+    if link_weights or getattr(emit, "link_weights", False):
+        require_beside(loaded, path)
+        emit = replace(emit, link_weights=True)  # type: ignore[call-arg]
+    steps = Pipeline((*steps.passes[:-1], emit))
+    count = len(steps.passes)
+    with custom_operators(custom_op_libraries):
+        facts, timings = _run(steps, facts, strict, observer)
+        done = settled(
+            steps,
+            facts,
+            trial=trial,
+            cache=cache,
+            rethink=pipeline is None and facts[Placement].placer == OBJECTIVES["latency"] and not strict,
+            tell=(lambda: observer("trial", count, count + 1)) if observer else (lambda: None),
+        )
+    made: Any = done.steps.passes[-1]
+    return Compiled(done.bundle, made.pipeline, (*timings, *done.timings), done.state.diagnostics)
+
+
+def _require_one_emit(steps: Pipeline) -> None:
+    """Raise UsageError unless the pipeline writes one bundle, as the last thing it does."""
+    names = [step.name for step in steps.passes]
+    if "emit" not in names or names.index("emit") < len(names) - 1:
+        message = (
+            "the pipeline does something after it wrote its bundle"
+            if "emit" in names
+            else "the pipeline writes no bundle"
+        )
+        raise UsageError("U041", message, where=f"pipeline {steps}", hint="end it with split,emit")
+
+
+def _default_output(model: object) -> Path:
+    if not isinstance(model, (str, Path)) or not Path(model).name:
+        return Path("model.bundle")
+    return Path(model).with_suffix(".bundle")
+
+
+def _given_pipeline(given: str | Pipeline, has_options: bool) -> Pipeline:
+    """Return the user's pipeline; raises UsageError if options are given that belong into it."""
+    if has_options:
+        raise UsageError(
+            "U042",
+            "--pipeline excludes --costs, --save-costs, --no-cache, --device-map, --colocate and --seed",
+            hint="write them into it: profile{costs=F,seed=1},coplace{device_map=F,colocate=REGEX}",
+        )
+    return Pipeline.parse(given) if isinstance(given, str) else given
+
+
+def _default_pipeline(
+    placer: PassSpec, profile: dict[str, str], device_map: str, colocate: tuple[str, ...], seed: int
+) -> Pipeline:
+    """Return the default pipeline around a placer; options that are empty have their defaults.
+
+    Baechi's placers need nodes joined to their readers first; those that search find out for themselves.
+    """
+    profile = {key: value for key, value in profile.items() if value}
+    if seed:
+        profile["seed"] = str(seed)
+    join = {} if placer.name in BAECHI else {"join": "never"}
+    coplace = join | {
+        key: value
+        for key, value in (("colocate", tuple_text(colocate) if colocate else ""), ("device_map", device_map))
+        if value
+    }
+    specs = [
+        PassSpec("optimize"),
+        PassSpec("profile", profile),
+        PassSpec("coplace", coplace),
+        PassSpec("fuse"),
+        placer,
+        PassSpec("split"),
+        PassSpec("emit"),
+    ]
+    return Pipeline.parse(format_pipeline(specs))
+
+
+def _run(steps: Pipeline, state: State, strict: bool, observer: Observer | None) -> tuple[State, tuple[Timing, ...]]:
+    """Run the pipeline, pausing once the placement is final to say which devices got no work."""
+    steps.require(state.facts)
+    names = [step.name for step in steps.passes]
+    pause = names.index("emit") if "emit" in names else len(names)
+
+    def told(offset: int) -> Observer | None:
+        return (lambda name, index, _: observer(name, index + offset, len(names))) if observer else None
+
+    state, first = Pipeline(steps.passes[:pause]).run(state, told(0))
+    unused = unused_devices(state)
+    if strict:
+        require_all_used(unused)
+    state, second = Pipeline(steps.passes[pause:]).run(state.saying(*unused), told(pause))
+    return state, first + second
+
+
+def _assumed_links(target: Target) -> list[Diagnostic]:
+    """Say so when a target gives some links and not others: those may be far from the truth."""
+    given = {(link.source, link.destination) for link in target.links}
+    pairs = [(a.id, b.id) for a in target.devices for b in target.devices if a is not b]
+    missing = [f"{source} -> {destination}" for source, destination in pairs if (source, destination) not in given]
+    if not given or not missing:
+        return []
+    return [
+        Diagnostic(
+            "T013",
+            "the target gives other links and not this one, so a default is assumed",
+            where=", ".join(missing),
+            hint="add [[links]] for each direction, or measure them: onnxplace devices --calibrate -o target.toml",
+        )
+    ]
+
+
+def _unused_gpus(target: Target, devices: object) -> list[Diagnostic]:
+    """Say so when there are GPUs here that the default devices leave out."""
+    if devices is not None or any(device.kind == "cuda" for device in target.devices):
+        return []
+    return [
+        Diagnostic(
+            "T012",
+            f"this GPU ({gpu.name}) is not used: {cuda_problem(gpu.index)}",
+            where=f"cuda:{gpu.index}",
+            hint="pip uninstall -y onnxruntime; pip install 'onnxplace[gpu]'",
+        )
+        for gpu in gpus()
+    ]

@@ -1,0 +1,58 @@
+"""Work in a process of its own: what it gives, and how it fails. Each process imports this module, so it is small."""
+
+import os
+import sys
+
+import pytest
+
+from onnxplace._children import in_child
+from onnxplace.errors import ExecutionError, FeedError
+
+
+def double(job: int) -> tuple[int, int]:
+    return 2 * job, os.getpid()
+
+
+def refuse(job: str) -> None:
+    raise FeedError("F001", job, where="there", hint="try\nagain")
+
+
+def break_down(job: str) -> None:
+    raise ValueError(job)
+
+
+def die(signal: int) -> None:
+    os.kill(os.getpid(), signal)
+
+
+def variable(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def test_work_is_done_in_another_process():
+    found, process = in_child(double, 21, "doubling", "here")
+    assert found == 42
+    assert process != os.getpid()
+
+
+def test_the_other_process_gets_the_environment_asked_for():
+    assert in_child(variable, "ONNXPLACE_TEST", "asking", "here", ONNXPLACE_TEST="7") == "7"
+    assert "ONNXPLACE_TEST" not in os.environ
+
+
+def test_what_is_refused_there_is_refused_here():
+    with pytest.raises(FeedError) as caught:
+        in_child(refuse, "no such input", "asking", "here")
+    assert (caught.value.code, caught.value.where, caught.value.hint) == ("F001", "there", "try\nagain")
+
+
+def test_what_breaks_down_there_is_told_in_a_line():
+    with pytest.raises(ExecutionError, match=r"^error\[X004\] here: asking failed in a process of its own: ") as caught:
+        in_child(break_down, "out of tune", "asking", "here")
+    assert str(caught.value).endswith("ValueError: out of tune")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_process_that_is_killed_is_told_by_its_signal():
+    with pytest.raises(ExecutionError, match="ended by signal 9, as when memory runs out"):
+        in_child(die, 9, "asking", "here")
