@@ -8,6 +8,7 @@ depends on model and machine, so it is measured.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -28,11 +29,12 @@ from onnxplace.runtime import Event, Result, Runtime, RuntimeSession
 from onnxplace.sessions import operator_libraries
 from onnxplace.state import Diagnostic
 
-WARM_UPS = 2
+# Clocks and caches settle in this time, and sessions in these steps.
+WARM_UP_SECONDS, WARM_UPS = 0.03, 2
 # Steps that waited for a core for more of their time than this are no good measure.
 DOUBT = 0.05
 # Until the standard error of the median step is below this share, or these many steps or seconds.
-ENOUGH = Patience(repeat=60, seconds=1.0, tolerance=0.02)
+ENOUGH = Patience(repeat=2000, seconds=1.0, tolerance=0.02)
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,8 @@ def _measured(session: RuntimeSession, feeds: Mapping[str, Array]) -> Trial:
         result: Result = session.run(feeds)
         results.append((result.events, result.seconds))
 
-    for _ in range(WARM_UPS):
+    warm = time.perf_counter() + WARM_UP_SECONDS
+    while len(results) < WARM_UPS or time.perf_counter() < warm:
         once()
     results.clear()
     runs, _ = ENOUGH.run(once, pool=True)

@@ -17,13 +17,13 @@ from onnxplace.simulate import Simulation
 from onnxplace.target import Target
 
 # Code of kernels that is read from ONNX Runtime's library as they are first used.
-KERNELS_BYTES = 4 << 20
+KERNELS_BYTES = 2 << 20
 # What holes in the arena come to, which all CPU devices share, and buffers that change the layout of values around
 # convolutions: as a share of what values take on the device that has most.
 HOLES = 0.5
-SESSION_BYTES = 64 << 10
+SESSION_BYTES = 128 << 10
 # ONNX Runtime's own record of a node: its attributes, names, kernel and buffers.
-NODE_BYTES = 4 << 10
+NODE_BYTES = 5 << 10
 # Weights of convolutions are rewritten, as a whole, while a session is opened: what that takes beside the result, as a
 # share of them, and where a normalisation is folded into them before.
 REWRITTEN = 1.0
