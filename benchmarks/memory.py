@@ -1,9 +1,11 @@
-"""Memory as predicted and as taken: python benchmarks/memory.py [--models NAMES] [--placers m-etf,m-topo].
+"""Memory as predicted and as taken: python benchmarks/memory.py [--models NAMES] [--placers m-etf,m-topo]
+[--parts].
 
 Each model is compiled for one device (`cpu:0`) and, with each placer, for two (`cpu:0,cpu:1`). Each bundle is opened
 and run in a process of its own, of which Linux says how much it held at most while it opened sessions, and while it ran
 (VmHWM: anonymous memory and pages of files). Errors are of the whole process; `beyond` shows what the bundle took
 beside a process that runs a model of one node, the first row, whose measure RUNTIME_BYTES in onnxplace/machine.py is.
+`--parts`: what each device's part takes in a process of its own, as `onnxplace bench` shows it.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from step_times import SHAPES
 import models
 import onnxplace
 from onnxplace._memory import RUNS, Process, process_memory
+from onnxplace._observed import observe
 from onnxplace.bundle import Bundle
 from onnxplace.feeds import random_feeds
 from onnxplace.machine import RUNTIME_BYTES
@@ -33,6 +36,7 @@ HEADER = (
     "running, predicted MiB", "measured MiB", "error of the peak", "error running", "beyond, predicted MiB",
     "measured MiB",
 )  # fmt: skip
+PARTS = ("model", "placer", "device", "predicted MiB", "measured MiB", "error")
 ONE_NODE = '<ir_version: 8, opset_import: ["": 17]> one (float[4] x) => (float[4] y) { y = Relu(x) }'
 
 
@@ -55,6 +59,18 @@ class Case:
     @property
     def running_error(self) -> float:
         return self.bundle.manifest.predicted.running_bytes / self.taken.running_bytes - 1
+
+
+def parts(name: str, case: Case) -> tuple[list[list[str]], list[float]]:
+    """Return what each device's part takes, as rows of a table, and the errors of the predictions."""
+    feeds = random_feeds(case.bundle.inputs, case.bundle.manifest.dimensions)
+    rows, errors = [], []
+    for use in observe(case.bundle, feeds, 1, True).devices:
+        if use.peak_bytes and use.predicted_peak_bytes:
+            errors.append(use.predicted_peak_bytes / use.peak_bytes - 1)
+            sizes = [f"{size / 2**20:.1f}" for size in (use.predicted_peak_bytes, use.peak_bytes)]
+            rows.append([name, case.placer, use.id, *sizes, f"{errors[-1]:+.0%}"])
+    return rows, errors
 
 
 def cases(name: str, placers: Sequence[str], runs: int, folder: Path) -> Iterator[Case]:
@@ -104,11 +120,16 @@ def summary(found: Sequence[Case]) -> str:
     for name, errors in (
         ("peak", [case.error for case in found]), ("running", [case.running_error for case in found])
     ):  # fmt: skip
-        lines.append(
-            f"{name}: median of absolute errors {np.median(np.abs(errors)):.1%}, from {min(errors):+.1%} "
-            f"to {max(errors):+.1%}; {sum(-0.05 <= e <= 0.15 for e in errors)} of {len(errors)} within -5 to +15 %"
-        )
+        lines.append(f"{name}: {spread_of(errors)}")
     return "\n".join(lines)
+
+
+def spread_of(errors: Sequence[float]) -> str:
+    """Return the median and extremes of errors, and how many are as wanted."""
+    return (
+        f"median of absolute errors {np.median(np.abs(errors)):.1%}, from {min(errors):+.1%} "
+        f"to {max(errors):+.1%}; {sum(-0.05 <= e <= 0.15 for e in errors)} of {len(errors)} within -5 to +15 %"
+    )
 
 
 def main() -> None:
@@ -116,10 +137,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", help="default: all examples")
     parser.add_argument("--placers", default="m-etf,m-topo")
+    parser.add_argument("--parts", action="store_true", help="each device's part too")
     parser.add_argument("--runs", type=int, default=RUNS)
     chosen = parser.parse_args()
     print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}", flush=True)
     found: list[Case] = []
+    part_rows: list[list[str]] = []
+    part_errors: list[float] = []
     with tempfile.TemporaryDirectory(prefix="onnxplace-bench-") as folder:
         print(f"| {' | '.join(row(one_node(Path(folder))))} |", flush=True)
     for name in chosen.models.split(",") if chosen.models else models.MODELS:
@@ -127,8 +151,15 @@ def main() -> None:
             for case in cases(name, chosen.placers.split(","), chosen.runs, Path(folder)):
                 print(f"| {' | '.join(row(case))} |", flush=True)
                 found.append(case)
+                if chosen.parts:
+                    rows, errors = parts(name, case)
+                    part_rows, part_errors = part_rows + rows, part_errors + errors
     if found:
         print(f"\n{summary(found)}")
+    if part_rows:
+        lines = [f"| {' | '.join(cells)} |" for cells in part_rows]
+        print("\n".join(["", f"| {' | '.join(PARTS)} |", "|---|---|---|---|---|---|", *lines]))
+        print(f"\nparts: {spread_of(part_errors)}")
 
 
 if __name__ == "__main__":
