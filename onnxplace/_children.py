@@ -26,12 +26,12 @@ def in_child(work: Callable[[Job], Answer], job: Job, what: str, where: str, **e
     with tempfile.TemporaryDirectory(prefix="onnxplace-") as folder:
         asked, answer_at = Path(folder) / "job", Path(folder) / "answer"
         asked.write_bytes(pickle.dumps((work, job)))
-        command = [sys.executable, "-c", f"from {__name__} import answer; answer()", str(asked), str(answer_at)]
-        paths = os.pathsep.join(filter(None, sys.path))
-        ended = subprocess.run(
-            command, env={**os.environ, **environment, "PYTHONPATH": paths}, capture_output=True, text=True, check=False
-        )
-        if ended.returncode:
+        # -P: files in the current folder are no modules of ours.
+        command = [sys.executable, "-P", "-c", f"from {__name__} import answer; answer()", str(asked), str(answer_at)]
+        paths = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        variables = {**os.environ, **environment, "PYTHONPATH": paths}
+        ended = subprocess.run(command, env=variables, capture_output=True, encoding="utf-8", errors="replace")
+        if ended.returncode or not answer_at.exists():
             raise ExecutionError("X004", f"{what} failed in a process of its own: {_last_words(ended)}", where=where)
         found: Answer | OnnxplaceError = pickle.loads(answer_at.read_bytes())
     if isinstance(found, OnnxplaceError):

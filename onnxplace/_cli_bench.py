@@ -16,6 +16,7 @@ from onnxplace._cli_options import (
     print_json,
     progress,
     say,
+    say_too_few_cores,
     seed_option,
     shape_option,
     with_operator_libraries,
@@ -76,6 +77,7 @@ def bench(
     from onnxplace.api import load
 
     opened = load(bundle)
+    say_too_few_cores(opened)
     if in_flight > 1 and opened.manifest.states:
         raise UsageError(
             "U013", "requests that hand their states on follow one another", where="--in-flight", hint="leave it out"
@@ -202,7 +204,7 @@ def _step_table(bundle: Bundle, times: Mapping[str, Times]) -> str:
         for name in labels
         if name in times
     ]
-    return table(("", "median", "p90", "predicted", "of all cores"), rows)
+    return table(("", "median", "p90", "predicted", "/ all cores"), rows)
 
 
 def _device_table(found: Observed) -> str:
@@ -225,7 +227,7 @@ def _device_table(found: Observed) -> str:
         ("running", process.running_bytes, process.predicted_running_bytes),
     ):
         rows.append((f"process, {what}", "-", "-", _amount(taken), _amount(predicted)))
-    return table(("", "busy", "predicted", "peak memory", "predicted"), rows)
+    return table(("", "busy", "predicted", "process peak", "predicted"), rows)
 
 
 def _link_table(found: Observed) -> str:

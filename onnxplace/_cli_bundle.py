@@ -15,6 +15,7 @@ from onnxplace._cli_options import (
     parse_shape,
     print_json,
     runtime_option,
+    say_too_few_cores,
     seed_option,
     shape_option,
     with_operator_libraries,
@@ -61,6 +62,7 @@ def run(
     from onnxplace.files import write_file
 
     opened = load(bundle)
+    say_too_few_cores(opened, runtime)
     steps = steps_of(opened, inputs, parse_shape(shape), seed)
     kept = {item.output: item.input for item in opened.manifest.states}
     with InferenceSession(opened, runtime=runtime, trace=trace is not None) as session:

@@ -119,6 +119,8 @@ def compile(  # noqa: A001
         from onnxplace.report import compile_summary
 
         click.echo(compile_summary(compiled.bundle))
+        if options["save_costs"]:
+            click.echo(f"costs: {options['save_costs']}")
 
 
 def _compiled_json(compiled: Compiled) -> dict[str, Any]:

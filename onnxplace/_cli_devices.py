@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onnxplace._cli_options import as_json, print_json, progress
-from onnxplace.errors import UsageError
+from onnxplace.errors import UsageError, counted
 
 if TYPE_CHECKING:
     from onnxplace.calibration import Calibration, LinkMeasured
@@ -39,9 +39,9 @@ def devices(
         raise UsageError("U014", "--sizes and --seconds say how to measure", hint="add --calibrate")
     if output:
         _require_place(output)
-    target = machine.local_target(devices)
-    measured = _calibrated(target, sizes, seconds, json_) if calibrate else None
-    target = measured.target if measured else target.with_all_links()
+    default = machine.local_target(devices)
+    measured = _calibrated(default, sizes, seconds, json_) if calibrate else None
+    target = measured.target if measured else default.with_all_links()
     about, kept = machine.describe(), cost_cache.contents()
     if output:
         text = f"{_heading(about, cost_cache.processor(), measured is not None)}\n{target_text(target)}"
@@ -49,14 +49,17 @@ def devices(
     if json_:
         about["cost_cache"] = {"folder": str(kept.folder), "files": kept.files, "bytes": kept.size_bytes}
         found = {"calibration": _calibration_json(measured)} if measured else {}
-        print_json({**about, "default": [asdict(device) for device in target.devices], **found})
+        written = {"output": str(output)} if output else {}
+        print_json({**about, "default": [asdict(device) for device in default.devices], **found, **written})
         return
-    click.echo(devices_summary(about, target))
-    click.echo(f"kept costs: {kept.files} files, {mebibytes(kept.size_bytes)}, in {kept.folder}")
+    click.echo(devices_summary(about, default))
+    click.echo(f"kept costs: {counted(kept.files, 'file')}, {mebibytes(kept.size_bytes)}, in {kept.folder}")
     if measured:
         click.echo(f"\n{calibration_summary(measured)}")
         if not output:
             click.echo("to compile with these figures, write them to a file with -o, and name it as --target", err=True)
+    if output:
+        click.echo(f"target: {output}")
 
 
 def _require_place(path: Path) -> None:
@@ -99,12 +102,28 @@ def _calibration_json(measured: Calibration) -> dict[str, Any]:
         "seconds": measured.seconds,
         "link_model": measured.target.link_model,
         "links": [_link_json(link) for link in measured.links],
-        "devices": [{"id": device, **asdict(calls)} for device, calls in measured.calls.items()],
+        "devices": [_calls_json(measured, device) for device in measured.calls],
         "shared": [
             {"devices": list(measured.together), **{what: asdict(found) for what, found in vars(slower).items()}}
             for slower in ([measured.at_once] if measured.at_once else [])
         ],
         "notes": list(measured.notes),
+    }
+
+
+def _calls_json(measured: Calibration, device: str) -> dict[str, Any]:
+    """Return what a segment of a device costs, by the names in target files, and what that was made of."""
+    from onnxplace.target import APART_SECONDS
+
+    calls, there = measured.calls[device], measured.target.devices[measured.target.position(device)]
+    return {
+        "id": device,
+        "segment_seconds": there.segment_seconds,
+        "call_seconds": calls.segment_seconds,
+        "assumed_apart_seconds": APART_SECONDS,
+        "input_seconds": there.input_seconds,
+        "output_seconds": there.output_seconds,
+        "copied_seconds": calls.copied_seconds,
     }
 
 
@@ -122,13 +141,27 @@ def _link_json(measured: LinkMeasured) -> dict[str, Any]:
 def calibration_summary(measured: Calibration) -> str:
     """Return what was measured, on one screen: links with the fit beside each size, calls, devices at once."""
     from onnxplace.report import table
+    from onnxplace.target import APART_SECONDS
 
     blocks = [_link_table(link) for link in measured.links if not (link.symmetric and _is_second(link, measured))]
     calls = [
-        (device, *(f"{seconds * 1e6:.1f} us" for seconds in (c.segment_seconds, c.input_seconds, c.output_seconds)))
-        for device, c in measured.calls.items()
+        (
+            device.id,
+            *(
+                f"{seconds * 1e6:.1f} us"
+                for seconds in (
+                    device.segment_seconds,
+                    measured.calls[device.id].segment_seconds,
+                    APART_SECONDS,
+                    device.input_seconds,
+                    device.output_seconds,
+                )
+            ),
+        )
+        for device in measured.target.devices
     ]
-    blocks.append(table(("a call of a segment", "costs", "each input", "each output"), calls))
+    header = ("each segment", "costs", "its call, measured", "caches and copies, assumed", "each input", "each output")
+    blocks.append(table(header, calls))
     if measured.at_once:
         rows = [
             (what, f"{slower.factor:.2f}x" if slower.seen else "not seen")

@@ -15,6 +15,7 @@ import click
 from onnxplace.errors import UsageError
 
 if TYPE_CHECKING:
+    from onnxplace.bundle import Bundle
     from onnxplace.state import Diagnostic
 
 as_json = click.option("--json", "json_", is_flag=True, help="Print one JSON object on stdout, also for an error.")
@@ -39,7 +40,7 @@ objective_option = click.option(
     help="Least time for one step, most steps a second, or least traffic such that everything fits.",
 )
 budget_option = click.option(
-    "--budget", type=click.FloatRange(0), metavar="SECONDS", help="How long the placer may search  [default: 2]"
+    "--budget", type=float, metavar="SECONDS", help="How long the placer may search, more than 0  [default: 2]"
 )
 shape_option = click.option("--shape", metavar="batch=8,seq=128", default="", help="Sizes of symbolic dimensions.")
 
@@ -116,6 +117,14 @@ def say(diagnostics: Sequence[Diagnostic]) -> None:
         place = f"{note.where}: " if note.where else ""
         hint = f"\n  hint: {note.hint}" if note.hint else ""
         click.echo(f"note[{note.code}] {place}{note.message}{hint}", err=True)
+
+
+def say_too_few_cores(bundle: Bundle, runtime: str = "onnxruntime") -> None:
+    """Print a note if a bundle is run on a machine that has fewer cores than it was compiled for."""
+    from onnxplace.trial import too_few_cores
+
+    if runtime != "simulated" and (note := too_few_cores(bundle.manifest)):
+        say([note])
 
 
 def print_json(data: Mapping[str, Any]) -> None:

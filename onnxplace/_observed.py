@@ -12,6 +12,7 @@ from onnxplace._memory import Memory, memory
 from onnxplace._parts import crossings, recording
 from onnxplace.bundle import Bundle, DeviceRecord, SegmentRecord
 from onnxplace.errors import OnnxplaceError
+from onnxplace.machine import available_memory_bytes
 from onnxplace.pipeline import Observer
 from onnxplace.registry import find
 from onnxplace.runtime import Event, EventKind, Runtime
@@ -143,8 +144,14 @@ def _crossed(
     runtime: Runtime, bundle: Bundle, feeds: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any] | None, tuple[Diagnostic, ...]]:
     """Return the values that cross between devices; None, and why, if keeping them all is more than there is room."""
-    if not crossings(bundle.manifest):
+    manifest = bundle.manifest
+    crossing = {name for names in crossings(manifest).values() for name in names}
+    if not crossing:
         return {}, ()
+    needs = manifest.predicted.running_bytes + sum(manifest.values[name].bytes for name in crossing)
+    if needs > (free := available_memory_bytes()):
+        message = f"what crosses was not recorded: that would take {needs} bytes of memory, and {free} are free"
+        return None, (Diagnostic("C020", message, where=manifest.model),)
     try:
         with runtime.open(recording(bundle)) as session:
             return session.run(feeds).outputs, ()

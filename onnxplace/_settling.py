@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,17 @@ from onnxplace.bundle import Bundle, DiagnosticRecord, Manifest
 from onnxplace.costs import alone_seconds, fits_alone
 from onnxplace.errors import OnnxplaceError
 from onnxplace.facts import Emitted, Placement, Profile, Source
+from onnxplace.files import put_in_place
 from onnxplace.model import Model
 from onnxplace.pipeline import Pipeline, Timing, make_pass
-from onnxplace.placers import OBJECTIVES
+from onnxplace.placers import OBJECTIVES, unused_devices
 from onnxplace.spec import PassSpec, format_pipeline, parse_pipeline
 from onnxplace.state import Diagnostic, State
 from onnxplace.target import REQUEST_SECONDS
 from onnxplace.trial import Trial, doubtful, rewritten, tried, try_out, untried
+
+# Steps that differ by less are not told apart.
+CLEARLY = 0.97
 
 
 @dataclass(frozen=True)
@@ -44,35 +48,51 @@ def settled(
     `rethink`: if one device alone may do better, that is tried too, and its bundle takes the place if it does.
     """
     found, timings = None, []
-    if trial and _was_measured(state):
+    why_not = _not_measured(state) if trial else []
+    if why_not is None:
         tell()
-        began = time.perf_counter()
-        found, state = _tried(state, cache)
+        began, feeds = time.perf_counter(), state[Model].feeds(_seed(steps))
+        found, state = _tried(state, feeds, cache)
         if found is not None and rethink and _alone_sooner(state, found.step_seconds) is not None:
-            steps, state, found = _the_better(steps, state, found, cache)
+            steps, state, found = _the_better(steps, state, found, feeds, cache)
         timings.append(Timing("trial", time.perf_counter() - began))
+    else:
+        state = state.saying(*why_not)
     bundle = Bundle.open(state[Emitted].path)
     manifest = bundle.manifest if found is None else tried(bundle.manifest, found)
     state = state.saying(*_slower_than_one(state, manifest.predicted.step_seconds), *_beyond_limits(manifest))
-    said = tuple(DiagnosticRecord(**asdict(note)) for note in state.diagnostics)
+    said = tuple(DiagnosticRecord(**asdict(note)) for note in dict.fromkeys(state.diagnostics))
     bundle = rewritten(bundle, manifest.model_copy(update={"diagnostics": said}))
-    return Settled(bundle, steps, state, tuple(timings))
+    return Settled(bundle, steps, replace(state, diagnostics=tuple(dict.fromkeys(state.diagnostics))), tuple(timings))
 
 
-def _was_measured(state: State) -> bool:
-    """Return whether all costs are from measurements on devices like these, so that a trial goes on where they end."""
+def _not_measured(state: State) -> list[Diagnostic] | None:
+    """Return None if all costs are from measurements on devices like these, so that a trial goes on where they end.
+
+    Costs that the user gave are what he wants to see used, and that is said.
+    """
     used = {state.target.devices[index].cost_class for index in set(state[Placement].device.tolist())}
-    known = (Source.MEASURED, Source.KNOWN)
-    return all(np.isin(state[Profile].sources[kind], known).all() for kind in used)
+    sources = state[Profile].sources
+    if all(kind in sources and np.isin(sources[kind], (Source.MEASURED, Source.KNOWN)).all() for kind in used):
+        return None
+    if not any((sources[kind] == Source.GIVEN).any() for kind in used if kind in sources):
+        return []
+    message = "the bundle was not tried out: predictions are for the costs that were given"
+    return [Diagnostic("C020", message, where=state[Model].name)]
 
 
-def _tried(state: State, cache: bool) -> tuple[Trial | None, State]:
+def _seed(steps: Pipeline) -> int:
+    """Return the seed of the inputs that the costs were measured with."""
+    return next((getattr(step, "seed", 0) for step in steps.passes if Profile in step.provides), 0)
+
+
+def _tried(state: State, feeds: Mapping[str, Any], cache: bool) -> tuple[Trial | None, State]:
     """Return how a bundle did; None, and why among the notes, if it could not be run."""
     bundle = Bundle.open(state[Emitted].path)
     try:
         if problem := untried(bundle):
             return None, state.saying(problem)
-        found = try_out(bundle, state[Model].feeds(), cached=cache)
+        (found,) = try_out([bundle], feeds, cached=cache)
     except OnnxplaceError as problem:
         message = f"the bundle fails when it is run: {problem.message}"
         hint = "onnxplace verify tells whether the uncut model does, too"
@@ -84,25 +104,35 @@ def _tried(state: State, cache: bool) -> tuple[Trial | None, State]:
     return found, state.saying(Diagnostic("C004", message, where=state[Model].name, hint=hint))
 
 
-def _the_better(steps: Pipeline, state: State, found: Trial, cache: bool) -> tuple[Pipeline, State, Trial]:
-    """Return how one device alone does, its bundle in the place of the other, if that is better; else all unchanged."""
+def _the_better(
+    steps: Pipeline, state: State, found: Trial, feeds: Mapping[str, Any], cache: bool
+) -> tuple[Pipeline, State, Trial]:
+    """Return how one device alone does, its bundle in the place of the other, if that is better; else all unchanged.
+
+    Both run in turns, since a machine may be faster now than a second ago.
+    """
     at = next(index for index, step in enumerate(steps.passes) if Placement in step.provides)
-    path = state[Emitted].path
-    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))  # beside it, as linked weights demand
+    path, aside = state[Emitted].path, None
     try:
+        aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))  # beside it, as linked weights demand
         alone, _ = Pipeline(_alone(steps, at, aside).passes[at:]).run(state)
-        took, alone = _tried(alone, cache)
-    except OnnxplaceError:  # pinned to two devices, say
+        both = [Bundle.open(path), Bundle.open(aside)]
+        if untried(*both):
+            return steps, state, found
+        several, one = try_out(both, feeds, cached=cache)
+        if doubtful(several) or doubtful(one) or one.step_seconds > CLEARLY * several.step_seconds:
+            return steps, state, several
+        put_in_place(aside, path)
+    except (OnnxplaceError, OSError):  # pinned to two devices, say
         return steps, state, found
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    if took is None or took.step_seconds >= found.step_seconds:
-        return steps, state, found
-    one = state.target.devices[int(alone[Placement].device[0])].id
-    said = f"in a trial, a step took {_ms(found.step_seconds)}, and on {one} alone {_ms(took.step_seconds)}: kept {one}"
-    state = state.saying(Diagnostic("P042", said, where=state[Placement].placer))
-    steps = _alone(steps, at, path)
-    return steps, Pipeline(steps.passes[at:]).run(state)[0], took
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+    home = state.target.devices[int(alone[Placement].device[0])].id
+    took = f"a step took {_ms(several.step_seconds)}, and on {home} alone {_ms(one.step_seconds)}"
+    note = Diagnostic("P042", f"in a trial, {took}: kept {home}", where=state[Placement].placer)
+    alone = alone.having(Emitted(path)).saying(note, *unused_devices(alone))
+    return _alone(steps, at, path), alone, one
 
 
 def _alone(steps: Pipeline, at: int, path: Path) -> Pipeline:
@@ -126,7 +156,7 @@ def _alone_sooner(state: State, step_seconds: float) -> tuple[int, float] | None
 def _slower_than_one(state: State, step_seconds: float) -> list[Diagnostic]:
     """Say so when one device is expected to be faster than what was decided."""
     aims = (OBJECTIVES["throughput"], OBJECTIVES["fit"])  # they do not aim at the time of one step
-    if state[Placement].placer in aims or (found := _alone_sooner(state, step_seconds)) is None:
+    if state[Placement].placer in aims or (found := _alone_sooner(state, CLEARLY * step_seconds)) is None:
         return []
     message = f"one device is expected to be faster: {_ms(found[1])} a step, this {_ms(step_seconds)}"
     return [Diagnostic("P011", message, where=state.target.devices[found[0]].id, hint="try --placer single")]

@@ -34,7 +34,25 @@ def compile(  # noqa: A001
 ) -> Bundle:
     """Compile an ONNX model for several devices and return the bundle written to `output`.
 
-    Options are those of `compile_model`. Raises OnnxplaceError; nothing is left behind then.
+    `output` defaults to the model's name with `.bundle`. Options, each optional, are those of `onnxplace compile`:
+
+    - `devices`: "cuda:0,cuda:1" or a list, of this machine; or `target`: devices that may be elsewhere; `max_memory`:
+      "16GiB", or "cuda:0=16GiB,cpu:0=64GiB".
+    - `shape`: {"batch": 8}, sizes of symbolic dimensions; `inputs`: arrays by name, to measure with.
+    - `placer`: may carry options, "auto{seconds=10}"; default: the one for the `objective` ("latency", "throughput",
+      "fit"), which may search for `budget_seconds`; `pipeline`: all passes instead, as text; `seed`.
+    - `device_map`: {"encoder.*": "cpu:0"} or a file, `colocate`: regular expressions, `strict`: fail instead of leaving
+      a device unused.
+    - `costs`: a cost file, `save_costs`: where to write one, `cache`: whether what was measured before may be used,
+      `trial`: whether the bundle is run for a moment, to predict from what its segments really take (docs/costs.md).
+    - `state`: outputs that are inputs of the next call, {"present.*": "past.*"} or texts "OUT=IN", each `*` standing
+      for the same text on both sides.
+    - `link_weights`: leave the weights in the model's own files, in or above whose folder `output` must be; `force`:
+      replace what is at `output`.
+    - `custom_op_libraries`: shared libraries with operators that ONNX Runtime has not.
+    - `observer`: is told of each pass before it runs: its name, its number from 0, of how many.
+
+    Raises OnnxplaceError; nothing is left behind then.
 
     >>> bundle = onnxplace.compile("model.onnx", devices="cpu:0,cpu:1")  # doctest: +SKIP
     """

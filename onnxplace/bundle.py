@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from onnxplace._docstrings import field_docs
 from onnxplace._programs import check_programs
 from onnxplace.errors import BundleError, TargetError, UsageError
 from onnxplace.feeds import Array, Declared, zero_feeds
@@ -123,9 +125,13 @@ class Predicted(Record):
     """What the compiler expects of one step."""
 
     step_seconds: Seconds
+    """From the call to the last output, one request at a time."""
     single_device_seconds: Seconds
     """The best single device, whether it fits there or not."""
+    single_device_fits: bool = True
+    """Whether the whole model would fit on one device."""
     lower_bound_seconds: Seconds
+    """No placement on these devices takes less, by the costs of nodes; at most what this one took in its trial."""
     interval_seconds: Seconds
     """Between two results, with requests in flight on all devices: the largest load of a device or a channel."""
     running_bytes: Bytes = 0
@@ -420,5 +426,19 @@ def sha256_of(file: Path) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of manifest.json."""
-    return Manifest.model_json_schema()
+    """Return the JSON Schema of manifest.json, each field with what is written about it."""
+    schema = Manifest.model_json_schema()
+    parts = {Manifest.__name__: schema, **schema["$defs"]}
+    for kind in (Device, Link, Shared, *_records(Record)):
+        # pydantic could do this as well, but as soon as the classes are made, which takes 30 ms of each start.
+        for name, about in field_docs(kind).items():
+            if name in parts.get(kind.__name__, {}).get("properties", {}):
+                parts[kind.__name__]["properties"][name]["description"] = about
+    return schema
+
+
+def _records(kind: type[Record]) -> Iterator[type[Record]]:
+    """Yield all that derive from a record."""
+    for derived in kind.__subclasses__():
+        yield derived
+        yield from _records(derived)

@@ -87,6 +87,9 @@ def _list_entries(kind: Any, name: str | None, json_: bool) -> None:
         click.echo(table(("name", ""), [(entry.name, entry.summary) for entry in known.values()], left=2))
 
 
+TERMINATED = 143
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; nobody sees a traceback for their own mistake."""
     json_ = "--json" in (sys.argv[1:] if arguments is None else arguments)
@@ -106,6 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _tell(ExecutionError("X011", "interrupted"), json_, shown=True)
         return 130
     except SystemExit as leaving:
+        if leaving.code == TERMINATED:
+            _tell(ExecutionError("X011", "interrupted"), json_, shown=True)
         return leaving.code if isinstance(leaving.code, int) else 4
     except MemoryError:
         hint = "close other programs, or use a machine with more"
@@ -145,13 +150,14 @@ def _abandon_stdout() -> None:
 
 def entry() -> None:
     """Console script. A request to terminate unwinds like Ctrl-C, so that nothing is left behind."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     try:
         code = main()
-    except Exception:  # noqa: BLE001 - Python's own exit code for it is 1, which means that the answer is no
+    except Exception as defect:  # noqa: BLE001 - Python's own exit code for it is 1, which means that the answer is no
         traceback.print_exc()
         click.echo("this is a defect of onnxplace, please report it", err=True)
-        code = 4
+        told = ExecutionError("X012", f"{type(defect).__name__}: {defect}", hint="this is a defect, please report it")
+        code = _tell(told, "--json" in sys.argv[1:], shown=True)
     try:
         sys.stdout.flush()
     except OSError:

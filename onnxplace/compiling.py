@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from onnxplace._settling import settled
 from onnxplace._stateful import Asked, bind_states
 from onnxplace.bundle import MANIFEST, Bundle
-from onnxplace.errors import UsageError
-from onnxplace.facts import Placement
+from onnxplace.errors import InfeasibleError, UsageError
+from onnxplace.facts import Placement, Profile
 from onnxplace.feeds import Array
 from onnxplace.files import require_free
 from onnxplace.machine import cuda_problem, gpus, local_target
-from onnxplace.model import bind, require_beside
+from onnxplace.model import Model, bind, require_beside, tensor_size
 from onnxplace.model import load as load_model
 from onnxplace.operators import require_operators
 from onnxplace.pipeline import Observer, Pipeline, Timing
@@ -41,7 +41,7 @@ class Compiled:
 
 
 class CompileOptions(TypedDict, total=False):
-    """The keyword arguments of `compile`; `compile_model` says what they mean."""
+    """The keyword arguments of `onnxplace.compile`, which says what they mean."""
 
     devices: str | Sequence[str] | None
     target: Target | None
@@ -94,17 +94,7 @@ def compile_model(
     custom_op_libraries: Sequence[str | Path] = (),
     observer: Observer | None = None,
 ) -> Compiled:
-    """Compile a model; the keyword arguments are the options of `onnxplace compile`.
-
-    `output` defaults to the model's name with `.bundle`. `placer` may carry options, `auto{seconds=10}`; default:
-    the one for the `objective`, which may search for `budget_seconds`. `target` describes devices that may be
-    elsewhere, else `devices` of this machine are used. `state` binds outputs to inputs of the next call, as a mapping
-    or as texts `OUT=IN`, each `*` standing for the same text on both sides. `link_weights` leaves the weights in the
-    model's own files, in or above whose folder `output` must be. `custom_op_libraries` are shared libraries
-    with operators that ONNX Runtime has not. `costs` is a cost file, `save_costs` where to write one; `cache` says
-    whether what was measured before may be used, `trial` whether the bundle is run for about a second, to predict from
-    what its segments really take (docs/costs.md). `observer` is told of each pass before it runs.
-    """
+    """Compile a model as `onnxplace.compile` does, and return the bundle with how it came about."""
     from onnx import ModelProto
 
     if not isinstance(model, (str, Path, ModelProto)):
@@ -115,7 +105,7 @@ def compile_model(
         raise UsageError(
             "U040", "--devices and --target exclude each other", hint="name the devices in the target file"
         )
-    path = Path(output) if output else _default_output(model)
+    _require_types(devices, shape, inputs)
     if pipeline is not None and (placer or objective != "latency" or budget_seconds is not None):
         message = "--pipeline excludes --placer, --objective and --budget"
         raise UsageError("U044", message, hint="name the placer in the pipeline, as in auto{seconds=10}")
@@ -126,6 +116,7 @@ def compile_model(
     else:
         steps = _given_pipeline(pipeline, bool(costs or save_costs or not cache or device_map or colocate or seed))
     _require_one_emit(steps)
+    path = Path(output) if output else _default_output(model, steps)
     require_free(path, force, MANIFEST)
     target = target or local_target(devices)
     if max_memory:
@@ -146,7 +137,7 @@ def compile_model(
             steps,
             facts,
             trial=trial,
-            cache=cache,
+            cache=cache and all(getattr(step, "cache", True) for step in steps.passes),
             rethink=pipeline is None and facts[Placement].placer == OBJECTIVES["latency"] and not strict,
             tell=(lambda: observer("trial", count, count + 1)) if observer else (lambda: None),
         )
@@ -166,7 +157,24 @@ def _require_one_emit(steps: Pipeline) -> None:
         raise UsageError("U041", message, where=f"pipeline {steps}", hint="end it with split,emit")
 
 
-def _default_output(model: object) -> Path:
+def _require_types(devices: object, shape: object, inputs: object) -> None:
+    """Raise UsageError for options of Python's that are of another kind than they have to be."""
+    if not (devices is None or isinstance(devices, (str, Sequence))):
+        hint = 'write "cuda:0,cuda:1", or a list of such names'
+        raise UsageError("U054", f"devices cannot be {devices!r}", hint=hint)
+    for name, value, hint in (
+        ("shape", shape, 'shape={"batch": 8}'),
+        ("inputs", inputs, 'inputs={"images": array}; onnxplace.feeds.read_npz reads a file'),
+    ):
+        if not (value is None or isinstance(value, Mapping)):
+            raise UsageError("U054", f"{name} cannot be {value!r}: it is a mapping", hint=f"write {hint}")
+
+
+def _default_output(model: object, steps: Pipeline) -> Path:
+    """Return where the pipeline says that the bundle goes, else the place of the model, with another ending."""
+    emit = steps.passes[-1]
+    if (said := getattr(emit, "path", "")) != getattr(type(emit), "path", ""):
+        return Path(said)
     if not isinstance(model, (str, Path)) or not Path(model).name:
         return Path("model.bundle")
     return Path(model).with_suffix(".bundle")
@@ -178,7 +186,7 @@ def _given_pipeline(given: str | Pipeline, has_options: bool) -> Pipeline:
         raise UsageError(
             "U042",
             "--pipeline excludes --costs, --save-costs, --no-cache, --device-map, --colocate and --seed",
-            hint="write them into it: profile{costs=F,seed=1},coplace{device_map=F,colocate=REGEX}",
+            hint="write them into it: profile{costs=F,save=F,cache=false,seed=1},coplace{device_map=F,colocate=REGEX}",
         )
     return Pipeline.parse(given) if isinstance(given, str) else given
 
@@ -212,20 +220,38 @@ def _default_pipeline(
 
 
 def _run(steps: Pipeline, state: State, strict: bool, observer: Observer | None) -> tuple[State, tuple[Timing, ...]]:
-    """Run the pipeline, pausing once the placement is final to say which devices got no work."""
+    """Run the pipeline, pausing before anything is measured, and again once the placement is final."""
     steps.require(state.facts)
-    names = [step.name for step in steps.passes]
-    pause = names.index("emit") if "emit" in names else len(names)
+    count = len(steps.passes)
+    measures = next((index for index, step in enumerate(steps.passes) if Profile in step.provides), 0)
 
-    def told(offset: int) -> Observer | None:
-        return (lambda name, index, _: observer(name, index + offset, len(names))) if observer else None
+    def part(state: State, begin: int, end: int) -> tuple[State, tuple[Timing, ...]]:
+        told = (lambda name, index, _: observer(name, index + begin, count)) if observer else None
+        return Pipeline(steps.passes[begin:end]).run(state, told)
 
-    state, first = Pipeline(steps.passes[:pause]).run(state, told(0))
+    state, first = part(state, 0, measures)
+    _require_room(state)
+    state, second = part(state, measures, count - 1)
     unused = unused_devices(state)
     if strict:
         require_all_used(unused)
-    state, second = Pipeline(steps.passes[pause:]).run(state.saying(*unused), told(pause))
-    return state, first + second
+    state, third = part(state.saying(*unused), count - 1, count)
+    return state, first + second + third
+
+
+def _require_room(state: State) -> None:
+    """Raise InfeasibleError if all devices together cannot hold the weights, which nobody needs to measure to know."""
+    model, devices = state[Model], state.target.devices
+    read = {name for names in model.reads for name in names if name in model.initializers}
+    lacking = sum(tensor_size(model.initializers[name]) for name in read) - sum(item.memory_bytes for item in devices)
+    if lacking > 0:
+        each = ", ".join(f"{device.id} ({device.memory_bytes} bytes)" for device in devices)
+        raise InfeasibleError(
+            "P002",
+            f"there is room on {each}; all together lack {lacking} bytes for the weights alone",
+            where=model.name,
+            hint="add devices, or raise --max-memory (a number without GiB or MiB is in bytes)",
+        )
 
 
 def _assumed_links(target: Target) -> list[Diagnostic]:

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,12 +45,20 @@ def folder() -> Path:
     if given := os.environ.get("ONNXPLACE_CACHE_DIR"):
         return Path(given) / "costs"
     if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        base = Path(os.environ.get("LOCALAPPDATA") or _home() / "AppData" / "Local")
     elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
+        base = _home() / "Library" / "Caches"
     else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        base = Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache")
     return base / "onnxplace" / "costs"
+
+
+def _home() -> Path:
+    """Return the user's folder; where there is none, one for what need not last."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path(tempfile.gettempdir())
 
 
 def contents() -> Contents:
@@ -70,9 +79,21 @@ def key(parts: Iterable[str | bytes]) -> str:
 
 def described(value: Any) -> str:
     """Return what counts in a key of a value that is fed: all of it."""
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return f"{value.dtype}{value.shape} {key([np.ascontiguousarray(value).tobytes()])}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(described, value))}]"
+    if isinstance(value, np.ndarray):
+        data = repr(value.tolist()).encode() if value.dtype == object else np.ascontiguousarray(value).tobytes()
+        return f"{value.dtype}{value.shape} {key([data])}"
     return repr(value)
+
+
+def file_described(path: str) -> str:
+    """Return what counts in a key of a file: where it is, and whether it is another one than before."""
+    try:
+        about = os.stat(path)
+    except OSError:
+        return path
+    return f"{path} {about.st_size} {about.st_mtime_ns}"
 
 
 def read(name: str) -> dict[str, Any] | None:

@@ -158,7 +158,7 @@ def shortage(asked: Problem, placer: str, peak_bytes: Longs | None = None) -> In
     together = (
         f"all together lack {needs - have} bytes for the weights alone"
         if needs > have
-        else "no split of it was found that fits"
+        else "this placer found no split that fits"
     )
     return InfeasibleError(
         "P002",

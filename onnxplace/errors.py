@@ -105,6 +105,15 @@ def one_line(problem: BaseException) -> str:
     return " ".join(str(problem).split())
 
 
+def counted(number: int, noun: str) -> str:
+    """Return how many of something there are.
+
+    >>> counted(0, "value"), counted(1, "value")
+    ('0 values', '1 value')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a hint that offers the nearest known name, or lists them; case and `_` for `-` count for nothing.
 

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,7 +81,7 @@ def replaced_folder(path: Path) -> Iterator[Path]:
     try:
         yield folder
         folder.chmod(0o777 & ~_umask())
-        _swap(folder, path)
+        put_in_place(folder, path)
     except BaseException as problem:
         shutil.rmtree(folder, ignore_errors=True)
         _remove_empty(missing)
@@ -89,7 +90,7 @@ def replaced_folder(path: Path) -> Iterator[Path]:
         raise
 
 
-def _swap(folder: Path, path: Path) -> None:
+def put_in_place(folder: Path, path: Path) -> None:
     """Put `folder` in the place of `path`, which is given back if that fails."""
     if not path.exists():
         folder.rename(path)
@@ -177,8 +178,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of JSON; raises ValueError for a key that it has twice, of which Python would drop one."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in found if keys.count(key) > 1)
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         inside = next((f" in the object whose {key} is {found[key]!r}" for key in ("id", "name") if key in found), "")
         raise ValueError(f"{twice!r} is given twice{inside}")
     return found

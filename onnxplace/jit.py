@@ -91,7 +91,7 @@ register("numba:compile", _compiling)  # type: ignore[no-untyped-call]
 
 
 def clock() -> float:
-    """Return the seconds of a clock that stands still while kernels are compiled, for budgets of searches."""
+    """Return the seconds of a clock that stands still while kernels are compiled, for budgets and times of passes."""
     return time.perf_counter() - _compiling.seconds
 
 

@@ -185,8 +185,11 @@ def _cuda_device(device_id: str, index: int, found: tuple[Gpu, ...]) -> Device:
     return Device(device_id, int(gpu.free_bytes * (1 - HEADROOM)), model=gpu.name)
 
 
-def require_cuda(device_id: str) -> None:
-    """Raise TargetError, saying why and how to get it, unless ONNX Runtime can really use this GPU."""
+def require_cuda(device_id: str, instead: str = "") -> None:
+    """Raise TargetError, saying why and how to get it, unless ONNX Runtime can really use this GPU.
+
+    `instead` is what can be done without it, for the hint.
+    """
     problem = cuda_problem(int(device_id.partition(":")[2]))
     if problem:
         raise TargetError(
@@ -194,7 +197,8 @@ def require_cuda(device_id: str) -> None:
             problem,
             where=device_id,
             hint="pip uninstall -y onnxruntime; pip install 'onnxplace[gpu]' "
-            "(needs Linux or Windows on x86-64 and a driver for CUDA 13); `onnxplace devices` lists what is here",
+            "(needs Linux or Windows on x86-64 and a driver for CUDA 13); `onnxplace devices` lists what is here"
+            + (f"; {instead}" if instead else ""),
         )
 
 

@@ -86,6 +86,8 @@ class Patience:
     """Stop after this long, though not before three runs."""
     tolerance: float
     """Stable is what has a standard error below this share."""
+    least: int = LEAST_RUNS
+    """Nothing is stable before so many runs."""
 
     def run(self, call: Callable[[], T], pool: bool) -> tuple[Runs, T]:
         """Call until stable; returns the runs, and what the last call gave.
@@ -99,17 +101,21 @@ class Patience:
             made = call()
             passed.append(time.perf_counter() - began)
             waited.append(min(longest(before, waits(pool)), MOST_WAITED * passed[-1]))
-            if self._enough(passed, waited):
-                return Runs(np.array(passed), np.array(waited)), made
+            # Looked at now and then only: it takes longer than a small model runs.
+            count = len(passed)
+            if count < self.repeat and count % max(count // 8, 1):
+                continue
+            runs = Runs(np.array(passed), np.array(waited))
+            if self.enough(runs):
+                return runs, made
 
-    def _enough(self, passed: list[float], waited: list[float]) -> bool:
-        count, spent = len(passed), sum(passed)
+    def enough(self, runs: Runs) -> bool:
+        """Return whether these runs will do."""
+        count, spent = len(runs.passed), float(runs.passed.sum())
         if count < min(LEAST_RUNS, self.repeat):
             return False
         if count >= self.repeat or spent >= self.seconds:
             return True
-        # Looked at now and then only: it takes longer than a small model runs.
-        if spent < LEAST_SECONDS or count % max(count // 8, 1):
+        if spent < LEAST_SECONDS or count < self.least:
             return False
-        runs = Runs(np.array(passed), np.array(waited))
         return runs.uncertainty <= self.tolerance and (runs.waiting <= BUSY or count >= BUSY_RUNS)

@@ -17,6 +17,8 @@ from onnxplace.state import Diagnostic, Pass, State
 Objective = Literal["latency", "throughput", "fit"]
 OBJECTIVES: Mapping[Objective, str] = MappingProxyType({"latency": "auto", "throughput": "stages", "fit": "fit"})
 """The placer for each: least time for one step, most steps per second, least traffic such that everything fits."""
+FEWER_DEVICES = "ask for fewer with --devices N"
+"""How to do without a device of a cost graph."""
 BAECHI = ("m-topo", "m-etf", "m-sct")
 """The placers of Baechi (SoCC 2020), which join nodes to their only readers before they place."""
 
@@ -27,8 +29,11 @@ def choose_placer(
     """Return the placer asked for, with its options: `auto{seed=1}`, or the one for the objective.
 
     `seconds` is for how long it may search. Raises UsageError if it is no placer, if both a placer and an objective
-    other than latency are given, or if the placer does not search.
+    other than latency are given, if the placer does not search, or if it would have no time to.
     """
+    if seconds is not None and not seconds > 0:
+        hint = "give more than 0 seconds; auto{seconds=0,proposals=N} searches by number of moves"
+        raise UsageError("U053", f"cannot search for {seconds:g} seconds", where="--budget", hint=hint)
     if objective not in OBJECTIVES:
         raise UsageError("U048", f"no such objective: {objective!r}", hint=nearest(str(objective), OBJECTIVES))
     if placer and objective != "latency":
@@ -75,9 +80,9 @@ def _made(spec: PassSpec) -> Pass:
 
 
 def unused_devices(state: State, names: Sequence[object] = ()) -> list[Diagnostic]:
-    """Return a note for each device that gets no work, called by `names` or its id; none if `fit` placed it.
+    """Return a note for each device that gets no work; none if `fit` placed it, since few devices is what that is for.
 
-    Few devices is what `fit` is for.
+    `names` are what a cost graph calls the devices, if that is what was placed.
     """
     if Placement not in state or state[Placement].placer == OBJECTIVES["fit"]:
         return []
@@ -85,17 +90,18 @@ def unused_devices(state: State, names: Sequence[object] = ()) -> list[Diagnosti
     return [
         Diagnostic(
             "P010",
-            f"this device was asked for and gets no work from placer {state[Placement].placer!r}",
-            where=f"device {names[index]}" if names else device.id,
-            hint="try another --placer, or leave it out",
+            f"this device{f', {names[index]!r} in the graph,' if names else ''} was asked for and gets no work from "
+            f"placer {state[Placement].placer!r}",
+            where=device.id,
+            hint=f"try another --placer, or {FEWER_DEVICES if names else 'leave it out'}",
         )
         for index, device in enumerate(state.target.devices)
         if index not in used
     ]
 
 
-def require_all_used(unused: Sequence[Diagnostic]) -> None:
-    """Raise InfeasibleError if there is a device without work (`--strict`)."""
+def require_all_used(unused: Sequence[Diagnostic], remedy: str = "leave it out") -> None:
+    """Raise InfeasibleError if there is a device without work (`--strict`); `remedy` says how to do without it."""
     if unused:
-        hint = "drop it from --devices, try another --placer, or leave --strict out"
+        hint = f"{remedy}, try another --placer, or leave --strict out"
         raise InfeasibleError("P010", unused[0].message, where=unused[0].where, hint=hint)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-import textwrap
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from onnxplace._docstrings import field_docs
+from onnxplace.errors import counted
+from onnxplace.placers import OBJECTIVES
+
 if TYPE_CHECKING:
-    from onnxplace.bundle import Bundle, Predicted, RepeatRecord, TrialRecord
+    from onnxplace.bundle import Bundle, Manifest, Predicted, RepeatRecord
     from onnxplace.cost_graph import CostGraph
     from onnxplace.placing import Placed
     from onnxplace.runtime import Event
     from onnxplace.target import Target
 
+_LIMITS = {"Ge": "at least", "Gt": "more than", "Le": "at most", "Lt": "less than"}
 _COLORS = {"run": "thread_state_running", "copy": "rail_animation", "wait": "thread_state_sleeping"}
 
 
@@ -87,27 +90,33 @@ def compile_summary(bundle: Bundle) -> str:
         for device in manifest.devices
     ]
     predicted, sent = manifest.predicted, mebibytes(manifest.transfer_bytes)
-    best, bound = milliseconds(predicted.single_device_seconds), milliseconds(predicted.lower_bound_seconds)
+    nodes = counted(sum(device.nodes for device in manifest.devices), "node")
     return "\n".join(
         [
-            f"{manifest.model}: {sum(device.nodes for device in manifest.devices)} nodes, placer {manifest.placer}",
+            f"{manifest.model}: {nodes}, placer {manifest.placer}",
             *_repeats_line(manifest.repeats),
             table(("device", "nodes", "compute", "weights", "peak", "limit"), rows),
             f"segments: {len(manifest.segments)}, transfers: {manifest.transfers} ({sent})",
-            f"predicted step {milliseconds(predicted.step_seconds)}; best single device {best}; nothing beats {bound}",
-            *_trial_line(manifest.trial),
+            *_step_lines(manifest),
             *_process_line(predicted),
             f"bundle: {bundle.path}",
         ]
     )
 
 
-def _trial_line(trial: TrialRecord | None) -> list[str]:
-    """Return a line about how the bundle did when it was tried out, if it was."""
-    if trial is None:
-        return []
-    planned, took = milliseconds(trial.planned_seconds), milliseconds(trial.step_seconds)
-    return [f"trial: {took} (median of {trial.requests}); by the costs of its nodes, {planned}"]
+def _step_lines(manifest: Manifest) -> list[str]:
+    """Return what a step is expected to take, and what it took in a trial, if there was one."""
+    predicted, trial = manifest.predicted, manifest.trial
+    step, best = milliseconds(predicted.step_seconds), milliseconds(predicted.single_device_seconds)
+    bound = milliseconds(predicted.lower_bound_seconds)
+    room = "" if predicted.single_device_fits else ", where it does not fit"
+    lines = [f"predicted step {step}; best single device {best}{room}; nothing beats {bound}"]
+    if manifest.placer == OBJECTIVES["throughput"]:
+        lines.append(f"with requests in flight, a result every {milliseconds(predicted.interval_seconds)}")
+    if trial is not None:
+        took, planned = milliseconds(trial.step_seconds), milliseconds(trial.planned_seconds)
+        lines.append(f"predicted from a trial, whose steps took {took}; planned by the costs of nodes: {planned}")
+    return lines
 
 
 def _process_line(predicted: Predicted) -> list[str]:
@@ -130,11 +139,11 @@ def pass_help(kind: type) -> tuple[str, dict[str, Any]]:
     """Return what a pass or runtime does and its options, as text and as data."""
     options = []
     if is_dataclass(kind):
-        about_fields = _field_docs(kind)
+        about_fields = field_docs(kind)
         options = [
             {
                 "name": item.name,
-                "type": str(item.type),
+                "type": _type_text(item.type),
                 "default": None if item.default is MISSING else item.default,
                 "about": about_fields.get(item.name, ""),
             }
@@ -150,22 +159,14 @@ def pass_help(kind: type) -> tuple[str, dict[str, Any]]:
     }
 
 
-def _field_docs(kind: type) -> dict[str, str]:
-    """Return the string that follows each field of a class, which Python itself does not keep."""
-    try:
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    except (OSError, SyntaxError, ValueError):
-        return {}
-    members = body.body if isinstance(body, ast.ClassDef) else []
-    return {
-        field.target.id: inspect.cleandoc(text.value.value)
-        for field, text in pairwise(members)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(text, ast.Expr)
-        and isinstance(text.value, ast.Constant)
-        and isinstance(text.value.value, str)
-    }
+def _type_text(annotation: object) -> str:
+    """Return the type of an option as people read it: `float, at least 0` for `Annotated[float, Ge(0)]`."""
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    found = re.fullmatch(r"(?:typing\.)?Annotated\[([^\[\],]+), (.*)\]", text)
+    if not found:
+        return text
+    limits = re.findall(r"\b(Ge|Gt|Le|Lt)\((?:\w+=)?([^()]*)\)", found[2])
+    return ", ".join([found[1], *(f"{_LIMITS[name]} {value}" for name, value in limits)])
 
 
 def devices_summary(about: Mapping[str, Any], target: Target) -> str:
@@ -196,7 +197,8 @@ def placed_summary(found: Placed, graph: CostGraph) -> str:
     gap = found.makespan_seconds / found.lower_bound_seconds - 1 if found.lower_bound_seconds else 0.0
     return "\n".join(
         [
-            f"{graph.name}: {len(graph.ids)} nodes, placer {found.placer}, {milliseconds(found.seconds)} to place",
+            f"{graph.name}: {counted(len(graph.ids), 'node')}, placer {found.placer}, "
+            f"{milliseconds(found.seconds)} to place",
             table(("device", "nodes", "peak", "limit"), rows),
             f"step {milliseconds(found.makespan_seconds)}, {gap:.1%} above a bound of "
             f"{milliseconds(found.lower_bound_seconds)}" + ("" if found.feasible else "; DOES NOT FIT"),

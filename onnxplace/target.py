@@ -47,7 +47,7 @@ class Device:
     model: str = ""
     """What the hardware calls itself, for GPUs; devices of one kind and model cost the same."""
     segment_seconds: float = SEGMENT_SECONDS
-    """What each call of a segment costs besides its nodes."""
+    """What each segment costs besides its nodes: its call, and what caches and copies of its own cost it."""
     input_seconds: float = 0.0
     """What each value that a segment takes adds to that."""
     output_seconds: float = 0.0
@@ -148,6 +148,11 @@ class Target:
             raise TargetError(
                 "T002", "a device is named twice", where=", ".join(d.id for d in self.devices), hint="name each once"
             )
+        for link in self.links:
+            if link.source == link.destination:
+                hint = "what stays on a device crosses no link; leave it out"
+                where = f"link {link.source} -> {link.destination}"
+                raise TargetError("T008", "a link cannot lead from a device to itself", where=where, hint=hint)
         named: list[tuple[str, tuple[str, ...]]] = [("link", (link.source, link.destination)) for link in self.links]
         named += [("shared entry", entry.devices) for entry in self.shared]
         for what, ends in named:
@@ -218,6 +223,8 @@ def device_id(text: str, where: str) -> str:
     """
     kind, _, index = text.partition(":")
     if kind not in KINDS:
+        if together := re.fullmatch(r"([A-Za-z]+)([0-9]+)", text):
+            kind, index = together.groups()
         number = index if index.isascii() and index.isdecimal() else "0"
         hint = nearest(f"{kind}:{number}", [f"{known}:{number}" for known in KINDS])
         hint += " (devices are written kind:index, such as cpu:0)"

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, fields, replace
 from typing import cast
 
 import numpy as np
@@ -22,19 +22,22 @@ from onnxplace.feeds import Array
 from onnxplace.files import write_file
 from onnxplace.loads import simulated_loads
 from onnxplace.machine import available_memory_bytes, cores, cuda_problem, onnxruntime
-from onnxplace.patience import LEAST_RUNS, Patience
+from onnxplace.patience import MOST_WAITED, Patience, Runs
 from onnxplace.registry import find
 from onnxplace.replay import simulate_manifest
-from onnxplace.runtime import Event, Result, Runtime, RuntimeSession
+from onnxplace.runtime import Event, Runtime, RuntimeSession
 from onnxplace.sessions import operator_libraries
 from onnxplace.state import Diagnostic
+from onnxplace.waiting import longest, waits
 
 # Clocks and caches settle in this time, and sessions in these steps.
 WARM_UP_SECONDS, WARM_UPS = 0.03, 2
 # Steps that waited for a core for more of their time than this are no good measure.
 DOUBT = 0.05
-# Until the standard error of the median step is below this share, or these many steps or seconds.
-ENOUGH = Patience(repeat=2000, seconds=1.0, tolerance=0.02)
+# Until the standard error of the median step is below this share, though not before so many steps; at most these many
+# steps, or seconds.
+ENOUGH = Patience(repeat=2000, seconds=1.0, tolerance=0.02, least=9)
+BURST_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -52,56 +55,84 @@ class Trial:
     """Share of the time of these requests that a thread waited for a core."""
 
 
-def untried(bundle: Bundle) -> Diagnostic | None:
-    """Say why a bundle cannot be run here as it is meant to be, or None."""
-    manifest = bundle.manifest
+def untried(*bundles: Bundle) -> Diagnostic | None:
+    """Say why bundles cannot be run here, at the same time, as they are meant to be, or None."""
+    for manifest in (bundle.manifest for bundle in bundles):
+        if problem := _no_gpu(manifest) or too_few_cores(manifest):
+            return replace(problem, code="C020", message=f"the bundle was not tried out: {problem.message}")
+    taken = [bundle.manifest.predicted for bundle in bundles]
+    needs, free = sum(max(p.running_bytes, p.opening_bytes) for p in taken), available_memory_bytes()
+    if needs <= free:
+        return None
+    message = f"the bundle was not tried out: it would take {needs} bytes of memory, and {free} are free"
+    return Diagnostic("C020", message, where=bundles[0].manifest.model)
+
+
+def too_few_cores(manifest: Manifest) -> Diagnostic | None:
+    """Say so if a bundle's CPU devices have more cores than this machine, so that they share some; else None."""
+    asked, there = sum(d.cores for d in manifest.target.devices if d.kind == "cpu"), len(cores())
+    if asked <= there:
+        return None
+    message = f"its CPU devices have {asked} cores, this machine {there}: they get in each other's way"
+    return Diagnostic("T014", message, where=manifest.model)
+
+
+def _no_gpu(manifest: Manifest) -> Diagnostic | None:
     for device in manifest.target.devices:
         if device.kind == "cuda" and manifest.programs.get(device.id) and (problem := cuda_problem(device.index)):
-            return Diagnostic("C020", f"the bundle was not tried out: {problem}", where=device.id)
-    asked, there = sum(d.cores for d in manifest.target.devices if d.kind == "cpu"), len(cores())
-    if asked > there:
-        message = f"the bundle was not tried out: its CPU devices have {asked} cores, this machine {there}"
-        return Diagnostic("C020", message, where=manifest.model)
-    needs, free = max(manifest.predicted.running_bytes, manifest.predicted.opening_bytes), available_memory_bytes()
-    if needs > free:
-        message = f"the bundle was not tried out: it would take {needs} bytes of memory, and {free} are free"
-        return Diagnostic("C020", message, where=manifest.model)
+            return Diagnostic("T011", problem, where=device.id)
     return None
 
 
-def try_out(bundle: Bundle, feeds: Mapping[str, Array], *, cached: bool = True) -> Trial:
-    """Run a bundle about a second long; what was measured before, for equal segments and feeds, is used again.
+def try_out(bundles: Sequence[Bundle], feeds: Mapping[str, Array], *, cached: bool = True) -> tuple[Trial, ...]:
+    """Run bundles for about a second each, though three steps at least, in turns, so that they can be compared.
 
-    Raises ExecutionError if a part fails, TargetError if a device is not here.
+    What was measured before, for equal segments and feeds, is used again. Raises ExecutionError if a part fails,
+    TargetError if a device is not here.
     """
-    name = _key(bundle, feeds)
-    if cached and (kept := _recalled(name, bundle.manifest)):
+    name = cost_cache.key(["trial", *(_key(bundle, feeds) for bundle in bundles)])
+    if cached and (kept := _recalled(name, bundles)):
         return kept
     runtime = cast("type[Runtime]", find("runtimes", "onnxruntime"))()
-    with runtime.open(bundle, trace=True) as session:
-        found = _measured(session, feeds)
-    if cached and not doubtful(found):
+    with ExitStack() as stack:
+        sampled = [_Sampled(stack.enter_context(runtime.open(bundle, trace=True)), feeds) for bundle in bundles]
+        for one in sampled:
+            one.warm_up()
+        while not all(one.enough for one in sampled):
+            for one in sampled:
+                one.burst()
+    found = tuple(one.trial() for one in sampled)
+    if cached and not any(map(doubtful, found)):
         with suppress(ValueError):  # a full disk, say: then it is measured again
-            cost_cache.write(name, asdict(found))
+            cost_cache.write(name, {"trials": [asdict(trial) for trial in found]})
     return found
 
 
 def doubtful(trial: Trial) -> bool:
     """Return whether other work on the machine may have made the steps of a trial longer."""
-    return trial.waiting > DOUBT and trial.requests > LEAST_RUNS  # few were asked for, or long ones leave no time
+    return trial.waiting > DOUBT
 
 
 def tried(manifest: Manifest, trial: Trial) -> Manifest:
-    """Return a manifest that predicts from the segments' times of a trial."""
+    """Return a manifest that predicts from the segments' times of a trial.
+
+    What the costs of nodes say of a bound, and of one device, stays where what was seen does not contradict it.
+    """
     segments = tuple(
         segment.model_copy(update={"seconds": trial.segment_seconds[segment.id]}) for segment in manifest.segments
     )
     changed = manifest.model_copy(update={"segments": segments})
     simulation = simulate_manifest(changed)
     busy = dict(zip((device.id for device in manifest.target.devices), simulation.compute_seconds.tolist()))
+    step_seconds = simulation.makespan_seconds + trial.request_seconds
+    single_seconds = manifest.predicted.single_device_seconds
+    if len({segment.device for segment in segments}) == 1:
+        single_seconds = min(single_seconds, step_seconds)
     predicted = manifest.predicted.model_copy(
         update={
-            "step_seconds": simulation.makespan_seconds + trial.request_seconds,
+            "step_seconds": step_seconds,
+            "lower_bound_seconds": min(manifest.predicted.lower_bound_seconds, step_seconds),
+            "single_device_seconds": single_seconds,
             "interval_seconds": simulated_loads(simulation, manifest.target.target()).interval_seconds,
             "request_seconds": trial.request_seconds,
         }
@@ -123,31 +154,59 @@ def rewritten(bundle: Bundle, manifest: Manifest) -> Bundle:
     return Bundle(bundle.path, manifest)
 
 
-def _measured(session: RuntimeSession, feeds: Mapping[str, Array]) -> Trial:
-    """Run until the step is known well enough."""
-    results: list[tuple[tuple[Event, ...], float]] = []
+class _Sampled:
+    """An open bundle, and how its steps went."""
 
-    def once() -> None:
-        session.reset_state()  # states that are not fed would go on growing
-        result: Result = session.run(feeds)
-        results.append((result.events, result.seconds))
+    def __init__(self, session: RuntimeSession, feeds: Mapping[str, Array]) -> None:
+        self._session, self._feeds = session, feeds
+        self._steps: list[tuple[tuple[Event, ...], float]] = []
+        """What each device did, and the seconds of the step."""
+        self._waited: list[float] = []
+        """Per step, the share of its burst in which a thread waited for a core."""
 
-    warm = time.perf_counter() + WARM_UP_SECONDS
-    while len(results) < WARM_UPS or time.perf_counter() < warm:
-        once()
-    results.clear()
-    runs, _ = ENOUGH.run(once, pool=True)
-    calm = [results[index] for index in runs.calm]
-    spent: dict[str, list[float]] = {}
-    besides = []
-    for events, seconds in calm:
-        begin = min((event.start_seconds for event in events), default=0.0)  # no device has anything to do: no events
-        end = max((event.finish_seconds for event in events), default=0.0)
-        besides.append(begin + seconds - end)
-        for segment, taken in seconds_by_segment(events).items():
-            spent.setdefault(segment, []).append(taken)
-    segments = {name: float(np.median(times)) for name, times in spent.items()}
-    return Trial(runs.seconds, max(float(np.median(besides)), 0.0), segments, len(calm), runs.waiting)
+    def warm_up(self) -> None:
+        began, passed = time.perf_counter(), 0.0
+        while (len(self._steps) < WARM_UPS or passed < WARM_UP_SECONDS) and passed < ENOUGH.seconds:
+            self._step()
+            passed = time.perf_counter() - began
+        self._steps.clear()
+
+    def burst(self) -> None:
+        """Make steps for a moment. To look what threads waited takes longer than a small step, and its caches."""
+        before, began, first = waits(pool=True), time.perf_counter(), len(self._steps)
+        while len(self._steps) == first or time.perf_counter() - began < BURST_SECONDS:
+            self._step()
+        share = longest(before, waits(pool=True)) / (time.perf_counter() - began)
+        self._waited += [min(share, MOST_WAITED)] * (len(self._steps) - first)
+
+    @property
+    def enough(self) -> bool:
+        return ENOUGH.enough(self._runs) if self._steps else False
+
+    @property
+    def _runs(self) -> Runs:
+        passed = np.array([seconds for _, seconds in self._steps])
+        return Runs(passed, passed * np.array(self._waited))
+
+    def _step(self) -> None:
+        self._session.reset_state()  # states that are not fed would go on growing
+        result = self._session.run(self._feeds)
+        self._steps.append((result.events, result.seconds))
+
+    def trial(self) -> Trial:
+        runs = self._runs
+        spent: dict[str, list[float]] = {}
+        besides = []
+        for index in runs.calm:
+            events, seconds = self._steps[index]
+            own = 1 - self._waited[index]  # nobody knows what it was that waited: it is taken off everything alike
+            begin = min((event.start_seconds for event in events), default=0.0)  # no device has anything to do
+            end = max((event.finish_seconds for event in events), default=0.0)
+            besides.append((begin + seconds - end) * own)
+            for segment, taken in seconds_by_segment(events).items():
+                spent.setdefault(segment, []).append(taken * own)
+        segments = {name: float(np.median(times)) for name, times in spent.items()}
+        return Trial(runs.seconds, max(float(np.median(besides)), 0.0), segments, len(runs.calm), runs.waiting)
 
 
 def seconds_by_segment(events: Sequence[Event]) -> dict[str, float]:
@@ -170,7 +229,8 @@ def _key(bundle: Bundle, feeds: Mapping[str, Array]) -> str:
     apart = {name: record for name, record in manifest.files.items() if name not in (COSTS, WHOLE)}
     return cost_cache.key(
         [
-            *("trial", cost_cache.processor(), onnxruntime().__version__, *operator_libraries()),
+            *(cost_cache.processor(), onnxruntime().__version__),
+            *map(cost_cache.file_described, operator_libraries()),
             *(f"{device.id} {device.cores} {device.model}" for device in manifest.target.devices),
             manifest.model_dump_json(include={"programs", "states"}),
             *(f"{name} {record.sha256}" for name, record in sorted({**apart, **manifest.linked}.items())),
@@ -179,13 +239,19 @@ def _key(bundle: Bundle, feeds: Mapping[str, Array]) -> str:
     )
 
 
-def _recalled(name: str, manifest: Manifest) -> Trial | None:
+def _recalled(name: str, bundles: Sequence[Bundle]) -> tuple[Trial, ...] | None:
     """Return what was kept under a key; None if nothing is, or nothing that makes sense."""
     try:
-        data = cost_cache.read(name) or {}
-        found = Trial(**{item.name: data[item.name] for item in fields(Trial)})
-        times = [found.step_seconds, found.request_seconds, found.waiting, *found.segment_seconds.values()]
-        good = all(0 <= seconds < math.inf for seconds in times)
-    except (KeyError, TypeError, ValueError, AttributeError):
+        kept = (cost_cache.read(name) or {})["trials"]
+        found = tuple(Trial(**{item.name: data[item.name] for item in fields(Trial)}) for data in kept)
+        good = all(_makes_sense(trial, bundle.manifest) for trial, bundle in zip(found, bundles, strict=True))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
-    return found if good and {segment.id for segment in manifest.segments} == found.segment_seconds.keys() else None
+    return found if good else None
+
+
+def _makes_sense(trial: Trial, manifest: Manifest) -> bool:
+    times = [trial.step_seconds, trial.request_seconds, trial.waiting, *trial.segment_seconds.values()]
+    counted = type(trial.requests) is int and trial.requests > 0
+    timed = {segment.id for segment in manifest.segments} == trial.segment_seconds.keys()
+    return counted and timed and all(0 <= float(seconds) < math.inf for seconds in times)

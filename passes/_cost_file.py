@@ -25,8 +25,12 @@ from onnxplace.target import Target
 
 Entry = Mapping[str, Any]
 
-# No amount of bytes is larger, so that sums of them are integers still; no time is larger.
-MOST_BYTES, MOST_SECONDS = 1 << 50, sys.float_info.max
+# No amount of bytes is larger, so that sums of them are integers still; no node takes longer, nor a model.
+MOST_BYTES, MOST_SECONDS, MOST_WHOLE_SECONDS = 1 << 50, 1e6, 1e9
+_OF_BYTES = f"it must be a whole number of bytes, from 0 to {MOST_BYTES}"
+_OF_SECONDS = "it must be a number of seconds, not negative"
+# Longer texts than this say no more of what is wrong in them.
+_MOST_SHOWN = 60
 # What a file may say of where a time comes from. It was not measured by this process.
 _SOURCES = {"measured": Source.GIVEN, "given": Source.GIVEN, "estimated": Source.ESTIMATED, "known": Source.KNOWN}
 _FORM = 'it is written like {"unit": 0, "seconds": {"cpu/1": 1e-5}}'
@@ -65,15 +69,15 @@ def read_costs(path: str | Path, model: Model, target: Target) -> tuple[Profile,
         for kind in classes
     }
     spread = {kind: _spread(order, kind, path, names) for kind in classes}
-    unit = np.unique([entry.get("unit", -1 - i) for i, entry in enumerate(order)], return_inverse=True)[1]
+    unit = np.unique([_unit(entry, -1 - i, path, names[i]) for i, entry in enumerate(order)], return_inverse=True)[1]
     sizes = value_bytes(model, {**shapes, **model.input_shapes()})
-    sizes |= _amounts(data, "value_bytes", path, MOST_BYTES)
+    sizes |= _bytes(data, "value_bytes", path)
     profile = Profile(
         replace(op_graph(model, sizes), workspace_bytes=_workspace(order, path, names)),
         MappingProxyType(seconds),
         MappingProxyType(sources),
         unit.astype(np.int32),
-        MappingProxyType(_amounts(data, "whole_seconds", path, MOST_SECONDS)),
+        MappingProxyType(_amounts(data, "whole_seconds", path, MOST_WHOLE_SECONDS, f"{_OF_SECONDS}, up to 1e9")),
         spread=MappingProxyType({kind: around for kind, around in spread.items() if around is not None}),
         quality=MappingProxyType(_quality(data, path)),
         prints=prints,
@@ -119,35 +123,52 @@ def _is_print(value: Any) -> bool:
 
 
 def _is_amount(value: Any, most: float) -> bool:
-    """Return whether a value is a number from 0 to `most`, whole if that is."""
-    number = isinstance(value, int if isinstance(most, int) else (int, float)) and not isinstance(value, bool)
-    return number and 0 <= value <= most
+    """Return whether a value is a number from 0 to `most`."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= most
+
+
+def _shown(value: Any) -> str:
+    """Return what a file holds as a message shows it: a text in quotes, what is long cut."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _entry(entry: Any, path: str | Path, name: str) -> Entry:
     """Return a node's entry; raises InputError unless it has the form of one."""
-    good = isinstance(entry, dict) and isinstance(entry.get("seconds"), dict) and type(entry.get("unit", 0)) is int
+    good = isinstance(entry, dict) and isinstance(entry.get("seconds"), dict)
     if not good or not all(isinstance(entry.get(key, {}), dict) for key in ("source", "spread")):
-        raise InputError("C014", f"the entry of node {name!r} makes no sense: {entry!r}", where=str(path), hint=_FORM)
+        message = f"the entry of node {name!r} makes no sense: {_shown(entry)}"
+        raise InputError("C014", message, where=str(path), hint=_FORM)
     return entry  # type: ignore[no-any-return]
+
+
+def _unit(entry: Entry, alone: int, path: str | Path, name: str) -> int:
+    """Return the unit of a node, `alone` if the file names none; raises InputError if it is no whole number."""
+    unit = entry.get("unit", alone)
+    whole = unit.is_integer() if isinstance(unit, float) else type(unit) is int
+    if not whole:
+        hint = "it is a whole number; nodes of one number are one kernel"
+        raise InputError("C014", f"the unit of node {name!r} is {_shown(unit)}", where=str(path), hint=hint)
+    return int(unit)
 
 
 def _seconds(entry: Entry, kind: str, path: str | Path, name: str) -> float:
     value = entry["seconds"].get(kind)
     if value is None:
-        raise InputError(
-            "C013",
-            f"no seconds on {kind!r} for node {name!r}",
-            where=str(path),
-            hint="it holds: " + ", ".join(entry["seconds"]),
-        )
+        if entry["seconds"]:
+            hint = f"it holds: {', '.join(entry['seconds'])}"
+        elif str(path).endswith(".csv"):
+            hint = f"its row is empty, or too short, in the column 'seconds {kind}'"
+        else:
+            hint = _FORM
+        raise InputError("C013", f"no seconds on {kind!r} for node {name!r}", where=str(path), hint=hint)
     return _time(value, f"the cost of node {name!r} on {kind!r}", path)
 
 
 def _time(value: Any, what: str, path: str | Path) -> float:
     if not _is_amount(value, MOST_SECONDS):
-        hint = "it must be a number of seconds, not negative"
-        raise InputError("C014", f"{what} is {value}, not a time", where=str(path), hint=hint)
+        hint = f"{_OF_SECONDS}, up to 1e6"
+        raise InputError("C014", f"{what} is {_shown(value)}, not a time", where=str(path), hint=hint)
     return float(value)
 
 
@@ -172,7 +193,7 @@ def _spread(order: Sequence[Entry], kind: str, path: str | Path, names: Sequence
 def _workspace(order: Sequence[Entry], path: str | Path, names: Sequence[str]) -> NDArray[np.int64]:
     """Return the bytes that each node needs while it runs, as far as the file says."""
     found = {name: entry["workspace_bytes"] for entry, name in zip(order, names) if "workspace_bytes" in entry}
-    amounts = _amounts({"workspace_bytes": found}, "workspace_bytes", path, MOST_BYTES)
+    amounts = _bytes({"workspace_bytes": found}, "workspace_bytes", path)
     return np.array([amounts.get(name, 0) for name in names], dtype=np.int64)
 
 
@@ -180,7 +201,8 @@ def _quality(data: Mapping[str, Any], path: str | Path) -> dict[str, Quality]:
     """Return how sure the measurement of each class of device is, as far as the file says."""
     try:
         found = {kind: Quality(**told) for kind, told in data.get("measured", {}).items()}
-        if not all(_is_amount(figure, MOST_SECONDS) for quality in found.values() for figure in vars(quality).values()):
+        figures = [figure for quality in found.values() for figure in vars(quality).values()]
+        if not all(_is_amount(figure, sys.float_info.max) for figure in figures):
             raise TypeError("a figure is no number, or negative")
     except (AttributeError, TypeError) as problem:
         message = f"what it says under 'measured' makes no sense: {problem}"
@@ -188,15 +210,23 @@ def _quality(data: Mapping[str, Any], path: str | Path) -> dict[str, Quality]:
     return found
 
 
-def _amounts(data: Mapping[str, Any], key: str, path: str | Path, most: float) -> dict[str, Any]:
+def _bytes(data: Mapping[str, Any], key: str, path: str | Path) -> dict[str, int]:
+    """Return a table of bytes by name; raises InputError naming the entry that is no whole number of them."""
+    amounts = _amounts(data, key, path, MOST_BYTES, _OF_BYTES)
+    for name, amount in amounts.items():
+        if amount != int(amount):
+            raise InputError("C014", f"{key} of {name!r} is {_shown(amount)}", where=str(path), hint=_OF_BYTES)
+    return {name: int(amount) for name, amount in amounts.items()}
+
+
+def _amounts(data: Mapping[str, Any], key: str, path: str | Path, most: float, hint: str) -> dict[str, Any]:
     """Return a table of numbers by name; raises InputError naming the entry that is none."""
     amounts = data.get(key, {})
     if not isinstance(amounts, dict):
         raise InputError("C014", f"{key} is no table of numbers by name", where=str(path), hint="see docs/costs.md")
     for name, amount in amounts.items():
         if not _is_amount(amount, most):
-            hint = "it must be a number, not negative"
-            raise InputError("C014", f"{key} of {name!r} is {amount!r}", where=str(path), hint=hint)
+            raise InputError("C014", f"{key} of {name!r} is {_shown(amount)}", where=str(path), hint=hint)
     return amounts
 
 

@@ -97,9 +97,14 @@ def read_table(path: str | Path, model: Model) -> dict[str, Any]:
     nodes: dict[str, Any] = {}
     sizes: dict[str, Any] = {}
     for row in rows:
-        nodes[row["node"]] = _row_entry(row)
+        if not any(isinstance(cell, str) and cell.strip() for cell in row.values()):
+            continue  # as spreadsheets write below the last one
+        name = row["node"]
+        if name in nodes:
+            raise InputError("C014", f"node {name!r} is there twice", where=str(path), hint="each node has one row")
+        nodes[name] = _row_entry(row)
         made = (row.get("output_bytes") or "").split()
-        sizes.update((v, _number(size)) for v, size in zip(outputs.get(row["node"], ()), made) if v and size != "-")
+        sizes.update((v, _number(size)) for v, size in zip(outputs.get(name, ()), made) if v and size != "-")
     return {"nodes": nodes, "whole_seconds": whole, "measured": measured, "value_bytes": sizes}
 
 

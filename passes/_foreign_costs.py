@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onnxplace.errors import InputError, ModelError
+from onnxplace.errors import InputError, ModelError, counted
 from onnxplace.graph import Longs
 from onnxplace.model import Model
 from onnxplace.passes._cost_table import read_lines
@@ -42,13 +42,19 @@ class Imported:
 
 
 def is_foreign(path: str | Path) -> bool:
-    """Return whether a file begins as one of another program does; False if it cannot be read."""
+    """Return whether a file begins as one of another program does; False if it cannot be read, or only once."""
+    if not Path(path).is_file():  # a pipe
+        return False
     try:
         with Path(path).open(encoding="utf-8-sig", errors="replace") as stream:
             first = stream.readline(1000)
     except OSError:
         return False
-    return first.partition(",")[0].strip() in (NODE_HEADER[0], MODULE_HEADER[0])
+    return _first_cell(first) in (NODE_HEADER[0], MODULE_HEADER[0])
+
+
+def _first_cell(line: str) -> str:
+    return line.partition(",")[0].strip().strip('"')
 
 
 def read_foreign(
@@ -59,7 +65,7 @@ def read_foreign(
     Raises InputError naming the line that is wrong, ModelError if nothing in it is in the model.
     """
     lines = read_lines(path)
-    if lines[0].startswith(NODE_HEADER[0]):
+    if _first_cell(lines[0]) == NODE_HEADER[0]:
         return _node_memory(_node_rows(lines, path), path, model, sizes)
     return _module_work(_module_rows(lines, path), path, model, shapes, sizes)
 
@@ -70,7 +76,7 @@ def _node_memory(rows: Mapping[str, NodeBytes], path: str | Path, model: Model, 
     workspace, found = workspaces(rows, nodes, len(model.nodes)), unknown_sizes(rows, nodes, model, sizes)
     message = (
         f"the workspace of {len(set(nodes.values()))} of {len(model.nodes)} nodes is from the file, at most "
-        f"{int(workspace.max(initial=0))} bytes, and the size of {len(found)} values that was unknown; "
+        f"{int(workspace.max(initial=0))} bytes, and the size of {counted(len(found), 'value')} that was unknown; "
         "it holds no times"
     )
     notes = [Diagnostic("C007", message, where=str(path))]
@@ -112,7 +118,7 @@ def _require_some(found: Sized, rows: Mapping[str, object], what: str, path: str
 
 def _node_rows(lines: Sequence[str], path: str | Path) -> dict[str, NodeBytes]:
     """Return the rows of ONNX Runtime's statistics by name; a name may hold commas, which are not quoted."""
-    header = [cell.strip() for cell in lines[0].split(",")]
+    header = [cell.strip().strip('"') for cell in lines[0].split(",")]
     _require_columns(header, NODE_HEADER, path, "statistics of ONNX Runtime's nodes")
     rows = {}
     for number, line in enumerate(lines[1:], 2):

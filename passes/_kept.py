@@ -47,7 +47,7 @@ def key(
             graph.inputs.items.tobytes(),
             *graph.names,
             *graph.value_names,
-            *operator_libraries(),
+            *map(cost_cache.file_described, operator_libraries()),
             *(f"{name} {cost_cache.described(value)}" for name, value in sorted(feeds.items())),
             *(output.name for output in model.outputs),
         ]

@@ -26,7 +26,7 @@ from onnxplace.bundle import (
     TargetRecord,
     ValueRecord,
 )
-from onnxplace.costs import alone_seconds
+from onnxplace.costs import alone_seconds, fits_alone
 from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segments
 from onnxplace.graph import Ints
 from onnxplace.loads import simulated_loads
@@ -81,6 +81,7 @@ def manifest_of(
         predicted=Predicted(
             step_seconds=simulation.makespan_seconds + request_seconds,
             single_device_seconds=float(alone_seconds(state[Profile], target).min()) + REQUEST_SECONDS,
+            single_device_fits=bool(fits_alone(state).any()),
             lower_bound_seconds=state[Schedule].lower_bound_seconds,
             interval_seconds=simulated_loads(simulation, target).interval_seconds,
             running_bytes=taken.running_bytes,

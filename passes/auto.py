@@ -18,8 +18,9 @@ from onnxplace.state import Pass, State
 class Auto(Pass):
     """Try all placers and blocks in series, search on from the best as `multilevel` does, keep the best of all.
 
-    All are scored by the simulator, so the result is never worse than the best single device that fits. A note says
-    what was tried and how far the lower bound is.
+    All are scored by the simulator: by their costs, the result is never worse than the best single device that fits.
+    `compile` tries it out afterwards, and may find that device better. A note says what was tried and how far the lower
+    bound is.
     """
 
     name: ClassVar[str] = "auto"

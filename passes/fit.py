@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from onnxplace.costs import Problem, decided, order_by_start, problem
-from onnxplace.errors import InfeasibleError
+from onnxplace.errors import InfeasibleError, counted
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph import Ints, Longs
 from onnxplace.jit import clock
@@ -140,7 +140,10 @@ class Fit(Pass):
         device, graph = state[Placement].device, state[Profile].graph
         value, _, _ = crossings(graph, device, len(state.target.devices))
         used = ", ".join(state.target.devices[index].id for index in np.unique(device))
-        crossing = f"{len(value)} values with {int(graph.value_bytes[value].sum())} bytes cross"
+        values, size = counted(len(value), "value"), counted(int(graph.value_bytes[value].sum()), "byte")
+        crossing = (
+            f"{values} with {size} {'crosses' if len(value) == 1 else 'cross'}" if len(value) else "nothing crosses"
+        )
         return Diagnostic("P031", f"fits on {used or 'nothing, being empty'}; {crossing}", where=self.name)
 
 

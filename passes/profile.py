@@ -13,6 +13,7 @@ import numpy as np
 from annotated_types import Ge
 from numpy.typing import NDArray
 
+from onnxplace.errors import counted
 from onnxplace.facts import Profile, Repeat, Source
 from onnxplace.files import write_file
 from onnxplace.graph import Floats, Ints, OpGraph
@@ -173,9 +174,11 @@ class ProfileCosts(Pass):
 def _doubts(found: Measurement, device: Device, tolerance: float) -> list[Diagnostic]:
     """Say so if the machine was busy, or the time of a run never became stable."""
     quality = found.quality
-    if quality is None or quality.runs <= LEAST_RUNS:  # few runs were asked for, or long ones leave no time for more
+    if quality is None:
         return []
-    if max(quality.waiting, quality.uncertainty - 2 * tolerance) <= DOUBT:
+    # Few runs were asked for, or long ones leave no time for more: they need not be stable.
+    unsure = quality.uncertainty - 2 * tolerance if quality.runs > LEAST_RUNS else 0.0
+    if max(quality.waiting, unsure) <= DOUBT:
         return []
     message = (
         f"costs are less sure than usual: runs waited {quality.waiting:.0%} of their time for a core, which was taken "
@@ -219,7 +222,7 @@ def _unknown_sizes(model: Model, sizes: Mapping[str, int], unit: Ints) -> list[D
     return [
         Diagnostic(
             "C002",
-            f"the size of {len(unknown)} values is unknown and counts as zero, such as {unknown[0]!r}",
+            f"the size of {counted(len(unknown), 'value')} is unknown and counts as zero, such as {unknown[0]!r}",
             where=model.name,
         )
     ]

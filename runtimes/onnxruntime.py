@@ -43,9 +43,10 @@ class OnnxRuntime(Runtime):
     def open(self, bundle: Bundle, *, trace: bool = False) -> RuntimeSession:
         """Open all segments, then start the workers; raises before any thread starts if a device is missing."""
         used = [device for device in bundle.target.devices if bundle.manifest.programs.get(device.id)]
+        instead = "" if bundle.manifest.states else "without it, `onnxplace run --runtime simulated` says what it takes"
         for device in used:
             if device.kind == "cuda":
-                require_cuda(device.id)
+                require_cuda(device.id, instead)
         cpus = [device for device in bundle.target.devices if device.kind == "cpu"]
         cores = dict(zip([device.id for device in cpus], core_sets([device.cores for device in cpus])))
         placed = {device.id: _Placed(device.id, cores.get(device.id, ())) for device in used}

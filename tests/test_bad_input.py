@@ -1157,8 +1157,15 @@ def test_verifying_what_computes_nothing_is_refused(refused, bundle_copy):
 # ---------------------------------------------------------------------------------------------- memory
 
 
+def test_limits_that_cannot_hold_the_weights_are_refused_before_anything_is_measured(refused, model_file, monkeypatch):
+    monkeypatch.setattr("onnxplace.passes._measure.Timer.measure", lambda *_: pytest.fail("no need to measure"))
+    said = refused(3, ("--max-memory",), "compile", model_file, *SHAPE, "--max-memory", "cpu:0=1000,cpu:1=2000")
+    assert "cpu:0 (1000 bytes), cpu:1 (2000 bytes); all together lack 29768 bytes for the weights alone" in said
+    assert "a number without GiB or MiB is in bytes" in said
+
+
 @pytest.mark.parametrize("placer", ["single", "m-topo", "m-etf"])
-@pytest.mark.parametrize("limit", [1000, 18000])
+@pytest.mark.parametrize("limit", [18000])
 def test_limits_that_cannot_hold_the_model_say_which_device_lacks_how_many_bytes(
     refused, model_file, fast_pipeline, placer, limit
 ):
@@ -1172,9 +1179,9 @@ def test_limits_that_cannot_hold_the_model_say_which_device_lacks_how_many_bytes
 def test_limits_that_cannot_hold_the_model_exit_with_three_and_name_devices_and_bytes(
     refused, model_file, fast_pipeline, placer
 ):
-    options = ("--max-memory", "cpu:0=1000,cpu:1=2000", "--pipeline", fast_pipeline.replace("m-etf", placer))
+    options = ("--max-memory", "cpu:0=17000,cpu:1=18000", "--pipeline", fast_pipeline.replace("m-etf", placer))
     said = refused(
-        3, (placer, "cpu:0", "cpu:1", "may use 1000", "may use 2000"), "compile", model_file, *SHAPE, *options
+        3, (placer, "cpu:0", "cpu:1", "may use 17000", "may use 18000"), "compile", model_file, *SHAPE, *options
     )
     assert re.search(r"lacks? \d+ bytes", said)
 
@@ -1244,7 +1251,10 @@ def test_ctrl_c_while_writing_leaves_nothing(run_cli, model_file, scratch, fast_
         ({"shape": {"batch": 10**20}}, ("M022", "2147483647")),
         ({"device_map": {"nobody.*": "cpu:0"}}, ("U020", "nobody")),
         ({"device_map": {".*": 3}}, ("U023", "device map")),
-        ({"max_memory": 10}, ("lacks", "cpu:0")),
+        ({"max_memory": 10}, ("lack", "cpu:0")),
+        ({"devices": 5}, ("U054", "5", "cuda:0,cuda:1")),
+        ({"shape": "batch=8"}, ("U054", "'batch=8'", '{"batch": 8}')),
+        ({"inputs": "f.npz"}, ("U054", "'f.npz'", "read_npz")),
     ],
     ids=str,
 )

@@ -1,6 +1,7 @@
 """Calibration: fits, samples on a busy machine, bundles made to be timed, and `devices --calibrate`."""
 
 import json
+import re
 import sys
 import types
 from concurrent.futures import Future
@@ -23,7 +24,7 @@ from onnxplace.errors import TargetError, UsageError
 from onnxplace.machine import link_via
 from onnxplace.registry import find
 from onnxplace.runtime import Event, Result, RuntimeSession
-from onnxplace.target import APART_SECONDS, Device, Link, Shared, Target, read_target, target_text
+from onnxplace.target import APART_SECONDS, SEGMENT_SECONDS, Device, Link, Shared, Target, read_target, target_text
 
 TWO = Target((Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30)))
 WAYS = ("cpu:0", "cpu:1"), ("cpu:1", "cpu:0")
@@ -407,7 +408,13 @@ def test_the_command_measures_every_pair_and_writes_a_target_that_compiles(run_c
     assert {(link.source, link.destination): link.latency_seconds for link in written.links} == {
         way: link["latency_seconds"] for way, link in links.items()
     }
-    assert [device.segment_seconds for device in written.devices] == [d["segment_seconds"] for d in found["default"]]
+    for device, told in zip(written.devices, found["calibration"]["devices"], strict=True):
+        assert device.id == told["id"]
+        assert device.segment_seconds == told["segment_seconds"]
+        assert told["segment_seconds"] == pytest.approx(told["call_seconds"] + told["assumed_apart_seconds"])
+        assert (device.input_seconds, device.output_seconds) == (told["input_seconds"], told["output_seconds"])
+    assert [device["segment_seconds"] for device in found["default"]] == [SEGMENT_SECONDS] * 2
+    assert found["output"] == "target.toml"
     compiled = run_cli(
         *("compile", model_file, "--shape", "batch=2", "--target", "target.toml", "--pipeline", fast_pipeline, "--json")
     )
@@ -423,7 +430,17 @@ def test_a_target_file_says_of_which_machine_it_is_and_is_replaced_by_the_next(r
     assert before.startswith("# machine: Imaginary 9000, ")
     assert "not measured" in before.splitlines()[1]
     read_target("target.toml")
-    assert run_cli(*TINY, "-o", "target.toml").code == 0
+    ran = run_cli(*TINY, "-o", "target.toml")
+    assert ran.code == 0
+    assert ran.out.endswith("target: target.toml\n")
+    header = next(line for line in ran.out.splitlines() if line.startswith("each segment"))
+    assert re.split(" {2,}", header) == [
+        *("each segment", "costs", "its call, measured", "caches and copies, assumed", "each input", "each output")
+    ]
+    row = ran.out.splitlines()[ran.out.splitlines().index(header) + 1].split()
+    told = read_target("target.toml").devices[0]
+    assert row[:3] == ["cpu:0", f"{told.segment_seconds * 1e6:.1f}", "us"]
+    assert float(row[3]) + float(row[5]) == pytest.approx(float(row[1]), abs=0.11)
     after = Path("target.toml").read_text(encoding="utf-8")
     assert after.splitlines()[0] == before.splitlines()[0]
     assert "measured by devices --calibrate" in after.splitlines()[1]
@@ -434,6 +451,7 @@ def test_a_target_file_says_of_which_machine_it_is_and_is_replaced_by_the_next(r
 def test_the_summary_shows_the_fit_beside_each_size_and_names_the_file_option(run_cli, here):
     ran = run_cli(*TINY)
     assert ran.code == 0
+    assert "target: " not in ran.out
     assert "cpu:0" in ran.out
     assert "1048576" in ran.out
     assert "GB/s" in ran.out
@@ -480,5 +498,5 @@ def test_one_device_has_no_links_and_shares_nothing(run_cli, here):
     assert ran.code == 0, ran.err
     found = json.loads(ran.out)["calibration"]
     assert (found["links"], found["shared"]) == ([], [])
-    expected = found["devices"][0]["segment_seconds"] + APART_SECONDS
+    expected = found["devices"][0]["call_seconds"] + APART_SECONDS
     assert read_target("one.toml").devices[0].segment_seconds == pytest.approx(expected)

@@ -56,3 +56,27 @@ def test_what_breaks_down_there_is_told_in_a_line():
 def test_a_process_that_is_killed_is_told_by_its_signal():
     with pytest.raises(ExecutionError, match="ended by signal 9, as when memory runs out"):
         in_child(die, 9, "asking", "here")
+
+
+def test_files_of_the_current_folder_are_no_modules_of_the_child(tmp_path, monkeypatch):
+    (tmp_path / "random.py").write_text("raise SystemExit('run by accident')")
+    monkeypatch.chdir(tmp_path)
+    assert in_child(double, 21, "doubling", "here")[0] == 42
+
+
+def mutter(_: int) -> str:
+    os.write(2, b"\xff\xfe")
+    return "done"
+
+
+def leave(_: int) -> None:
+    os._exit(0)
+
+
+def test_what_a_child_says_may_be_any_bytes():
+    assert in_child(mutter, 0, "muttering", "here") == "done"
+
+
+def test_a_child_that_leaves_without_an_answer_has_failed():
+    with pytest.raises(ExecutionError, match="leaving failed in a process of its own"):
+        in_child(leave, 0, "leaving", "here")

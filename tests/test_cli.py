@@ -408,6 +408,19 @@ def test_a_pass_is_shown_with_its_options_and_defaults(run_cli):
     assert next(option for option in found["options"] if option["name"] == "estimate")["default"] is False
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("auto", "seconds=2.0  (float, at least 0)"),
+        ("m-sct", "threshold=0.1  (float, at least 0, at most 1)"),
+        ("profile", "repeat=100  (int, at least 1)"),
+        ("profile", "estimate=False  (bool)"),
+    ],
+)
+def test_the_type_of_an_option_is_in_words(run_cli, name, shown):
+    assert shown in run_cli("passes", name).out
+
+
 def test_a_runtime_is_shown_with_what_it_does(run_cli):
     assert "ONNX Runtime" in run_cli("runtimes", "onnxruntime").out
 
@@ -554,7 +567,12 @@ def test_with_json_an_error_is_the_one_object_on_stdout_and_text_on_stderr(run_c
 
 @pytest.mark.parametrize(
     ("raised", "code", "exit_code"),
-    [(KeyboardInterrupt(), "X011", 130), (MemoryError(), "X010", 4), (OSError(28, "full", "disk"), "E001", 4)],
+    [
+        (KeyboardInterrupt(), "X011", 130),
+        (SystemExit(cli.TERMINATED), "X011", 143),
+        (MemoryError(), "X010", 4),
+        (OSError(28, "full", "disk"), "E001", 4),
+    ],
 )
 def test_what_stops_a_command_from_outside_is_json_too(run_cli, monkeypatch, raised, code, exit_code):
     def stop(*_: object, **__: object) -> None:
@@ -571,9 +589,11 @@ def test_a_defect_of_ours_does_not_exit_as_if_the_answer_were_no(monkeypatch, ca
 
     monkeypatch.setattr(cli, "main", break_down)
     monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(cli.sys, "argv", ["onnxplace", "passes", "--json"])
     with pytest.raises(SystemExit) as left:
         cli.entry()
     assert left.value.code == 4
-    said = capsys.readouterr().err
-    assert "ZeroDivisionError: something of ours" in said
-    assert "please report it" in said
+    said = capsys.readouterr()
+    assert "ZeroDivisionError: something of ours" in said.err
+    assert "please report it" in said.err
+    assert json.loads(said.out)["error"]["code"] == "X012"

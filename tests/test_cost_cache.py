@@ -1,5 +1,6 @@
 """The cache of costs: found again, shared by processes, never in the way."""
 
+import copy
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from onnxplace import cost_cache
@@ -55,9 +57,10 @@ def test_what_was_measured_on_a_busy_machine_is_said_so_and_not_kept(model_file,
 
     def measure(self, part, feeds):
         found, made = actual(self, part, feeds)
-        return replace(found, quality=replace(found.quality, runs=20, waiting=0.2)), made
+        return replace(found, quality=replace(found.quality, waiting=0.2)), made
 
     monkeypatch.setattr(Timer, "measure", measure)
+    monkeypatch.setattr("onnxplace.passes.profile.DOUBT", 0.05)
     for _ in range(2):
         (note,) = [note for note in profiled(model_file).diagnostics if note.code == "C004"]
         assert "runs waited 20% of their time for a core" in note.message
@@ -170,3 +173,32 @@ def test_the_command_measures_once_unless_told_otherwise(run_cli, model_file, me
         ran = run_cli(*options, *more)
         assert ran.code == 0, ran.err
         assert len(measurements) == count
+
+
+LONG = ["a" * 3000, "b" * 3000]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (np.array(LONG, dtype=object), np.array([LONG[0] + "x", LONG[1]], dtype=object)),
+        (np.array(["a"] * 2000, dtype=object), np.array(["a"] * 999 + ["b"] * 1001, dtype=object)),
+        ([np.zeros(5000), np.ones(5000)], [np.zeros(5000), np.arange(5000)]),
+        (np.zeros((2, 3)), np.zeros((3, 2))),
+        (np.full(3, 1.0), np.full(3, 1.0 + 1e-12)),
+    ],
+    ids=["text", "texts", "list", "shape", "digits"],
+)
+def test_all_of_an_input_counts_in_a_key(one, other):
+    assert cost_cache.described(one) == cost_cache.described(copy.deepcopy(one))
+    assert cost_cache.described(one) != cost_cache.described(other)
+
+
+def test_a_library_that_was_built_anew_is_another_one(tmp_path):
+    path = tmp_path / "library.so"
+    path.write_bytes(b"one")
+    first = cost_cache.file_described(str(path))
+    path.write_bytes(b"other")
+    assert cost_cache.file_described(str(path)) != first
+    path.unlink()
+    assert cost_cache.file_described(str(path)) == str(path)

@@ -176,11 +176,19 @@ ROWS = "# onnxplace-costs 1\nnode,unit,output_bytes,seconds cpu/1\nmul,{unit},{s
         ("# onnxplace-costs 1\nname,seconds cpu/1\nmul,1\n", "C011", "no column 'node'"),
         ("# onnxplace-costs 1\nnode,seconds cpu/1\n", "C010", "1 of 1 nodes, such as mul"),
         (ROWS.format(unit=0, size=128, seconds=""), "C013", "no seconds on 'cpu/1' for node 'mul'"),
+        (ROWS.format(unit=0, size=128, seconds=""), "C013", "its row is empty, or too short, in the column 'seconds"),
         (ROWS.format(unit=0, size=128, seconds="-1"), "C014", "'mul' on 'cpu/1' is -1, not a time"),
         (ROWS.format(unit=0, size=128, seconds="nan"), "C014", "'mul' on 'cpu/1' is nan, not a time"),
         (ROWS.format(unit=0, size=128, seconds="inf"), "C014", "'mul' on 'cpu/1' is inf, not a time"),
-        (ROWS.format(unit=0, size=128, seconds="fast"), "C014", "'mul' on 'cpu/1' is fast, not a time"),
-        (ROWS.format(unit="x", size=128, seconds="1"), "C014", "'mul' makes no sense"),
+        (ROWS.format(unit=0, size=128, seconds="fast"), "C014", "'mul' on 'cpu/1' is 'fast', not a time"),
+        (ROWS.format(unit=0, size=128, seconds="1e300"), "C014", "'mul' on 'cpu/1' is 1e+300, not a time"),
+        (ROWS.format(unit=0, size=128, seconds="1000001"), "C014", "is 1000001, not a time"),
+        (ROWS.format(unit="x", size=128, seconds="1"), "C014", "the unit of node 'mul' is 'x'"),
+        (ROWS.format(unit="0.5", size=128, seconds="1"), "C014", "the unit of node 'mul' is 0.5"),
+        (ROWS.format(unit=0, size="1.5", seconds="1"), "C014", "value_bytes of 'y' is 1.5"),
+        (ROWS.format(unit=0, size="1e16", seconds="1"), "C014", "value_bytes of 'y' is 1e+16"),
+        (HEAD + "\nmul,1\nother,2\nmul,3\n", "C014", "node 'mul' is there twice"),
+        (HEAD + "\nmul\n", "C013", "its row is empty, or too short, in the column 'seconds cpu/1'"),
         (ROWS.format(unit=0, size="-128", seconds="1"), "C014", "value_bytes of 'y' is -128"),
         (HEAD + ",source cpu/1\nmul,1,guessed\n", "C014", "the source of node 'mul' on 'cpu/1' is 'guessed'"),
         (HEAD + ",spread cpu/1\nmul,1,nan\n", "C014", "the spread of node 'mul' on 'cpu/1' is nan"),
@@ -199,6 +207,60 @@ def test_a_table_that_makes_no_sense_is_refused(tmp_path, text, code, said):
     with pytest.raises((InputError, ModelError), match=re.escape(said)) as raised:
         read_costs(path, model, Target((Device("cpu:0", 1),)))
     assert (raised.value.code, raised.value.where) == (code, str(path))
+
+
+@pytest.mark.parametrize("ending", [".json", ".csv"])
+def test_bytes_and_units_may_be_written_as_whole_floats_and_rows_left_empty_as_spreadsheets_do(tmp_path, ending):
+    model, profile = small(), profiled(small(), target=CORE)
+    path = written(tmp_path, ending, model, profile)
+    if ending == ".csv":
+        rows = list(csv.reader(path.read_text().splitlines()))
+        head = rows.index(next(row for row in rows if row[0] == "node"))
+        columns = {name: rows[head].index(name) for name in ("unit", "output_bytes", "workspace_bytes")}
+        for row in rows[head + 1 :]:
+            row[columns["unit"]] += ".0"
+            row[columns["output_bytes"]] = row[columns["workspace_bytes"]] = "1e12"
+        rows += [[""] * len(rows[head])] * 2
+        with path.open("w", newline="") as stream:
+            csv.writer(stream).writerows(rows)
+    else:
+        data = json.loads(path.read_text())
+        for entry in data["nodes"].values():
+            entry |= {"unit": float(entry["unit"]), "workspace_bytes": 1e12}
+        data["value_bytes"] = dict.fromkeys(data["value_bytes"], 1e12)
+        path.write_text(json.dumps(data))
+    found, _ = read_costs(path, model, CORE)
+    assert found.unit.tolist() == profile.unit.tolist()
+    assert set(found.graph.workspace_bytes.tolist()) == {10**12}
+    assert found.graph.value_bytes.dtype == np.int64
+    made = found.graph.value_bytes[found.graph.producer >= 0]
+    assert set(made.tolist()) == {10**12}
+
+
+@pytest.mark.parametrize("key", ["value_bytes", "workspace_bytes"])
+def test_a_part_of_a_byte_is_refused_as_such(tmp_path, key):
+    model = small()
+    path = written(tmp_path, ".json", model, profiled(model))
+    data = json.loads(path.read_text())
+    if key == "value_bytes":
+        data[key]["a"] = 0.5
+    else:
+        data["nodes"]["mul"][key] = 0.5
+    path.write_text(json.dumps(data))
+    with pytest.raises(InputError, match=r"is 0\.5") as raised:
+        read_costs(path, model, GPU)
+    assert "a whole number of bytes" in raised.value.hint
+
+
+def test_a_node_without_any_seconds_is_told_how_they_are_written(tmp_path):
+    model = small()
+    path = written(tmp_path, ".json", model, profiled(model))
+    data = json.loads(path.read_text())
+    data["nodes"]["mul"]["seconds"] = {}
+    path.write_text(json.dumps(data))
+    with pytest.raises(InputError, match="no seconds on 'cuda/NVIDIA H100' for node 'mul'") as raised:
+        read_costs(path, model, GPU)
+    assert '"seconds": {"cpu/1": 1e-5}' in raised.value.hint
 
 
 def carried(run_cli, model_file: Path, edit) -> tuple[int, str]:
@@ -234,7 +296,8 @@ def test_a_cost_that_is_no_time_is_said_with_its_node(run_cli, model_file, value
         name, entry = next(iter(nodes.items()))
         (kind,) = entry["seconds"]
         entry["seconds"][kind] = value
-        spoilt.append(f"the cost of node {name!r} on {kind!r} is {value}, not a time")
+        shown = repr(value) if value != 10**400 else f"1{'0' * 59}..."
+        spoilt.append(f"the cost of node {name!r} on {kind!r} is {shown}, not a time")
 
     spoilt: list[str] = []
     code, said = carried(run_cli, model_file, spoil)
@@ -251,6 +314,12 @@ def test_the_costs_in_a_bundle_are_those_that_are_saved(run_cli, model_file, tmp
     assert costs == json.loads((tmp_path / "saved.json").read_text())
     assert all(quality["runs"] > 0 for quality in costs["measured"].values())
     assert all(entry["spread"] and entry["fingerprint"] for entry in costs["nodes"].values())
+
+
+def test_the_file_to_which_costs_are_saved_is_named(run_cli, model_file, tmp_path):
+    options = ("compile", model_file, "--shape", "batch=4", "--devices", "cpu:0", "--placer", "single", "--no-trial")
+    assert run_cli(*options, "--save-costs", tmp_path / "saved.csv").out.endswith(f"costs: {tmp_path / 'saved.csv'}\n")
+    assert "costs: " not in run_cli(*options, "--force").out
 
 
 def test_a_table_that_is_not_there_or_no_text_is_refused(tmp_path):

@@ -234,9 +234,12 @@ def test_devices_without_work_are_named_as_the_graph_does_and_strict_refuses_the
     for options, placer in ((("--placer", "single"), "single"), (given, "given")):
         ran = run_cli("place", tmp_path / "graph.json", *options)
         assert ran.code == 0
-        assert f"note[P010] device b: this device was asked for and gets no work from placer '{placer}'" in ran.err
+        said = f"this device, 'b' in the graph, was asked for and gets no work from placer '{placer}'"
+        assert f"note[P010] cuda:1: {said}" in ran.err
         strict = run_cli("place", tmp_path / "graph.json", *options, "--strict", "--json")
-        assert (strict.code, json.loads(strict.out)["error"]["code"]) == (3, "P010")
+        error = json.loads(strict.out)["error"]
+        assert (strict.code, error["code"], error["where"]) == (3, "P010", "cuda:1")
+        assert "ask for fewer with --devices N" in error["hint"]
     both = run_cli("place", tmp_path / "graph.json", "--placer", "m-etf", "--groups", "none", "--strict")
     assert both.code == 0
     assert "P010" not in both.err

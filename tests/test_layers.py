@@ -23,7 +23,7 @@ RUNTIMES = {path.stem: path for path in (ROOT / "runtimes").glob("*.py") if path
 
 # From the bottom up: a module imports only from layers before its own, so that each can be read without what follows.
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("what everybody needs and what needs nobody", ("errors", "jit", "state", "waiting")),
+    ("what everybody needs and what needs nobody", ("errors", "jit", "state", "waiting", "_docstrings")),
     ("loops over plain arrays", ("kernels",)),
     (
         "plain data about graphs, machines, inputs and weights; files; work in other processes",

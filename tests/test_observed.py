@@ -1,6 +1,7 @@
 """What devices and links did, and what processes held, beside predictions."""
 
 import pickle
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -247,16 +248,18 @@ def test_values_come_back_from_files_as_they_were(tmp_path):
 
 
 def test_gpus_are_watched_for_the_most_in_use(monkeypatch):
-    used = iter([100, 150, 900, *[300] * 10**6])
+    used, over = iter([100, 150, 900]), threading.Event()
 
     def gpus():
-        return (Gpu(0, "fake", 1000, 1000 - next(used)), Gpu(1, "other", 1000, 0))
+        now = next(used, 300)
+        if now == 300:
+            over.set()
+        return (Gpu(0, "fake", 1000, 1000 - now), Gpu(1, "other", 1000, 0))
 
     monkeypatch.setattr(_memory, "gpus", gpus)
     monkeypatch.setattr(_memory, "GPU_POLL_SECONDS", 0)
     with _memory._watched(["cuda:0"]) as most:
-        while next(used) != 300:
-            pass
+        assert over.wait(30)
     assert most == {"cuda:0": 800}
 
 
@@ -266,3 +269,10 @@ def test_without_gpus_nothing_is_watched(monkeypatch, asked):
     with _memory._watched(asked) as most:
         pass
     assert most == {}
+
+
+def test_what_crosses_is_not_recorded_where_memory_lacks(bundle, monkeypatch):
+    monkeypatch.setattr(_observed, "available_memory_bytes", lambda: 1000)
+    found, notes = _observed._crossed(find("runtimes", "onnxruntime")(), bundle, {})
+    assert found is None
+    assert "and 1000 are free" in notes[0].message

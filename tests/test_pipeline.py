@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
 import pytest
 
+from onnxplace import jit
 from onnxplace.errors import BrokenPassError, InfeasibleError, OnnxplaceError, PluginError, UsageError
 from onnxplace.facts import Emitted
 from onnxplace.model import Model
@@ -90,6 +92,21 @@ def test_passes_run_in_order_and_hand_their_facts_on():
     assert (state[Soil], state[Plant]) == (Soil(3), Plant(4))
     assert [timing.name for timing in timings] == ["giving", "dummy"]
     assert all(timing.seconds >= 0 for timing in timings)
+
+
+def test_the_time_of_a_pass_is_without_compiling_the_kernels_that_it_uses_first(monkeypatch):
+    now = [100.0]
+
+    def compile_and_work(state: State) -> State:
+        jit._compiling.on_start(None)
+        now[0] += 17
+        jit._compiling.on_end(None)
+        now[0] += 2
+        return state
+
+    monkeypatch.setattr(jit, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(jit._compiling, "seconds", jit._compiling.seconds)
+    assert [timing.seconds for timing in Pipeline((dummy(compile_and_work),)).run(EMPTY)[1]] == [pytest.approx(2)]
 
 
 def test_a_wrong_order_is_refused_before_any_work():

@@ -1,14 +1,17 @@
 """Which placer is taken, what it may be told, and what is said when it finds nothing."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from onnxplace import jit
 from onnxplace.cost_graph import cost_graph
 from onnxplace.errors import InfeasibleError, UsageError
 from onnxplace.generators import GENERATORS
+from onnxplace.pipeline import Pipeline
 from onnxplace.placers import choose_placer
-from onnxplace.placing import place, with_devices
+from onnxplace.placing import evaluate, place, with_devices
 
 GIB = 1 << 30
 
@@ -28,6 +31,9 @@ def test_options_come_from_the_text_the_budget_and_the_seed():
     [
         (("m-etf", "fit"), "U046", ["--placer and --objective", "'fit'"]),
         (("m-etf", "latency", 3.0), "U047", ["'m-etf' does not search", "--budget", "auto"]),
+        ((None, "latency", 0.0), "U053", ["--budget", "0 seconds", "more than 0", "auto{seconds=0,proposals=N}"]),
+        ((None, "throughput", -1.0), "U053", ["-1 seconds"]),
+        ((None, "fit", float("nan")), "U053", ["nan seconds"]),
         (("split",), "U043", ["'split' is not a placer"]),
         (("refine",), "U043", ["'refine' is not a placer"]),
         (("atuo",), "U001", ["atuo", "auto"]),
@@ -59,11 +65,37 @@ def test_a_placer_that_finds_nothing_names_one_that_does():
     assert "placer m-etf fits, with a step of" in raised.value.hint
 
 
+def test_a_placer_that_found_no_split_does_not_say_that_there_is_none():
+    nodes = [{"id": i, "compute_time_us": 10, "memory_bytes": 5 * GIB} for i in range(3)]
+    devices = [{"id": d, "memory_bytes": 8 * GIB} for d in range(2)]
+    with pytest.raises(InfeasibleError, match="this placer found no split that fits") as raised:
+        place(cost_graph({"nodes": nodes, "devices": devices}), "m-etf")
+    assert raised.value.code == "P002"
+
+
 def test_where_nothing_fits_no_other_placer_is_named():
     with pytest.raises(InfeasibleError) as raised:
         place(cramped(9 * GIB), "auto{seconds=0,proposals=50}")
     assert "fits, with" not in str(raised.value)
     assert "lacks" in str(raised.value)
+
+
+def test_the_time_to_place_is_without_compiling_kernels(monkeypatch):
+    now, run = [100.0], Pipeline.run
+
+    def compile_and_run(self, state):
+        jit._compiling.on_start(None)
+        now[0] += 17
+        jit._compiling.on_end(None)
+        now[0] += 2
+        return run(self, state)
+
+    monkeypatch.setattr(jit, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(jit._compiling, "seconds", jit._compiling.seconds)
+    monkeypatch.setattr(Pipeline, "run", compile_and_run)
+    graph = with_devices(cramped(), None, 16 * GIB)
+    assert place(graph, "single").seconds == pytest.approx(2)
+    assert evaluate(graph, dict.fromkeys("0123", 0)).seconds == pytest.approx(2)
 
 
 @pytest.mark.parametrize("rule", ["compute", "memory", "majority"])
@@ -96,6 +128,9 @@ def test_the_command_searches_as_long_as_it_is_told_and_says_what_it_tried(run_c
     assert said["makespan_seconds"] == pytest.approx(200e-6)
     assert [note["code"] for note in said["diagnostics"]] == ["P040"]
     assert "note[P040]" in ran.err
+    for command in ("place", "compile"):
+        ran = run_cli(command, tmp_path / "g.json", "--budget", "0")
+        assert (ran.code, ran.err.startswith("error[U053] --budget: cannot search for 0 seconds")) == (2, True)
     ran = run_cli("place", tmp_path / "g.json", "--objective", "throughput", "--placer", "m-etf")
     assert ran.code == 2
     assert "U046" in ran.err

@@ -52,6 +52,26 @@ def test_device_ids_are_read_back_in_order(ids, blank):
     assert parse_device_ids(ids) == tuple(ids)
 
 
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("gpu1", "cuda:1"), ("cuda7", "cuda:7"), ("CPU2", "cpu:2"), ("gpu", "cuda:0"), ("gpu:3", "cuda:3")],
+)
+def test_a_device_without_its_colon_is_understood(text, meant):
+    with pytest.raises(TargetError, match="T005") as raised:
+        parse_device_ids(text)
+    assert raised.value.hint.startswith(f"did you mean '{meant}'?")
+
+
+def test_a_link_from_a_device_to_itself_is_refused(tmp_path):
+    (tmp_path / "t.toml").write_text(
+        '[[devices]]\nid = "cpu:0"\nmemory_bytes = 1\n'
+        '[[links]]\nsource = "cpu:0"\ndestination = "cpu:0"\nlatency_seconds = 0.0\nbytes_per_second = 1e9\n'
+    )
+    with pytest.raises(TargetError, match="a link cannot lead from a device to itself") as raised:
+        read_target(tmp_path / "t.toml")
+    assert (raised.value.code, raised.value.where) == ("T008", f"{tmp_path / 't.toml'}, link cpu:0 -> cpu:0")
+
+
 @given(id_lists)
 def test_a_repeated_device_is_refused_wherever_it_stands(ids):
     with pytest.raises(TargetError, match="twice"):
@@ -295,6 +315,7 @@ def test_devices_that_are_elsewhere_stop_what_runs_and_nothing_else(
     if code:
         assert ran.err.startswith("error[T011] cuda:9")
         assert "hint: " in ran.err
+        assert "`onnxplace run --runtime simulated`" in ran.err
         assert "Traceback" not in ran.err
 
 

@@ -5,12 +5,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from onnx import numpy_helper
 
 import onnxplace
 from onnxplace import cost_cache, trial
 from onnxplace.api import compile_model
 from onnxplace.errors import ExecutionError
+from onnxplace.model import Model
 from onnxplace.replay import simulate_manifest
 from onnxplace.runtime import Event
 from onnxplace.runtimes.onnxruntime import OnnxRuntime, _OpenSegment
@@ -22,8 +25,9 @@ TWO = {"devices": "cpu:0,cpu:1", "shape": {"batch": 4}, "device_map": {"left|rel
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch):
-    """Neither profile nor try out for long."""
+    """Do not try out for long."""
     monkeypatch.setattr(trial, "ENOUGH", replace(trial.ENOUGH, repeat=3))
+    monkeypatch.setattr(trial, "BURST_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -85,22 +89,42 @@ def test_another_placement_is_tried_out_again(model_file, tmp_path, opened):
 
 
 def test_a_trial_on_a_busy_machine_is_said_so_and_not_kept(model_file, tmp_path, monkeypatch, opened):
-    busy = trial._measured
-    monkeypatch.setattr(trial, "_measured", lambda *given: replace(busy(*given), waiting=0.2, requests=20))
+    waited = iter(range(0, 10**15, 10**12))  # each burst, a thread waits 1000 s: as much of it as can be
+    monkeypatch.setattr(trial, "waits", lambda pool: {"": next(waited)})
+    monkeypatch.setattr(trial, "DOUBT", 0.05)
     for name in "ab":
         result = compile_model(model_file, tmp_path / name, **TWO)
         messages = [note.message for note in result.diagnostics if note.code == "C004"]
-        assert "the trial is less sure than usual: steps waited 20% of their time for a core" in messages
+        assert "the trial is less sure than usual: steps waited 90% of their time for a core" in messages
     assert len(opened) == 2
 
 
-@pytest.mark.parametrize("damage", [{"segment_seconds": {}}, {"step_seconds": -1.0}, {"waiting": "?"}], ids=str)
+@given(st.floats(0.0, 0.9))
+def test_what_was_waited_is_taken_off_segments_as_off_the_step(share):
+    events = (Event("cpu:0", "run", "a", 1.0, 5.0), Event("cpu:1", "run", "b", 5.0, 9.0))
+    sampled = trial._Sampled(None, {})
+    sampled._steps, sampled._waited = [(events, 10.0)] * 3, [share] * 3
+    found = sampled.trial()
+    own = 1 - share
+    assert found.step_seconds == pytest.approx(10 * own)
+    assert found.segment_seconds == pytest.approx({"a": 4 * own, "b": 4 * own})
+    assert found.request_seconds == pytest.approx(2 * own)
+    assert found.waiting == pytest.approx(share)
+
+
+DAMAGES = [
+    *({"segment_seconds": {}}, {"step_seconds": -1.0}, {"waiting": "?"}),
+    *({"requests": -1}, {"requests": "many"}, {"step_seconds": 10**400}),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: next(iter(damage)))
 def test_a_kept_trial_that_makes_no_sense_is_made_again(model_file, tmp_path, opened, damage):
     compiled(model_file, tmp_path / "a")
     for path in cost_cache.folder().glob("*"):
         data = json.loads(path.read_text())
-        if "segment_seconds" in data:
-            path.write_text(json.dumps({**data, **damage}))
+        if "trials" in data:
+            path.write_text(json.dumps({**data, "trials": [{**data["trials"][0], **damage}]}))
     compiled(model_file, tmp_path / "b")
     assert len(opened) == 2
 
@@ -115,9 +139,29 @@ def test_estimated_costs_are_not_tried_out(model_file, tmp_path, opened):
 def test_costs_of_a_file_are_what_the_user_wants_to_see_used(model_file, tmp_path, opened):
     costs = tmp_path / "costs.json"
     compiled(model_file, tmp_path / "a", save_costs=costs, trial=False)
-    bundle = compiled(model_file, tmp_path / "b", costs=costs)
-    assert bundle.manifest.trial is None
+    result = compile_model(model_file, tmp_path / "b", costs=costs, **TWO)
+    assert [note.message for note in result.diagnostics if note.code == "C020"] == [
+        "the bundle was not tried out: predictions are for the costs that were given"
+    ]
+    assert result.bundle.manifest.trial is None
     assert not opened
+
+
+def test_a_pipeline_that_measures_anew_tries_out_anew_with_the_same_inputs(model_file, tmp_path, opened, monkeypatch):
+    seeds = []
+    feeds = Model.feeds
+    monkeypatch.setattr(Model, "feeds", lambda self, seed=0: seeds.append(seed) or feeds(self, seed))
+    pipeline = "optimize,profile{cache=false,seed=11},coplace,m-topo,split,emit"
+    for name in "ab":
+        onnxplace.compile(model_file, tmp_path / name, devices="cpu:0,cpu:1", shape={"batch": 4}, pipeline=pipeline)
+    assert len(opened) == 2
+    assert set(seeds) == {11}
+
+
+def test_after_a_trial_bounds_do_not_contradict_it(model_file, tmp_path):
+    predicted = compiled(model_file, tmp_path / "a", device_map={".*": "cpu:0"}).manifest.predicted
+    assert predicted.lower_bound_seconds <= predicted.step_seconds
+    assert predicted.single_device_seconds <= predicted.step_seconds
 
 
 def untried(bundle, **changes):
@@ -154,6 +198,16 @@ def compiled_branches(compiled):
     return onnxplace.load(compiled)
 
 
+def test_running_on_fewer_cores_than_it_was_compiled_for_is_said(bundle_copy, run_cli):
+    manifest = bundle_copy / "manifest.json"
+    data = json.loads(manifest.read_text())
+    data["target"]["devices"][0]["cores"] = 4096
+    manifest.write_text(json.dumps(data))
+    for command in (["run", bundle_copy], ["bench", bundle_copy, "--repeat", "1", "--no-memory"]):
+        assert "note[T014] branches: its CPU devices have 4097 cores, this machine " in run_cli(*command).err
+    assert "T014" not in run_cli("run", bundle_copy, "--runtime", "simulated").err
+
+
 def test_a_trial_that_fails_leaves_the_bundle_and_says_so(model_file, tmp_path, run_cli, monkeypatch):
     def fail(*_, **__):
         raise ExecutionError("X001", "segment cpu0-000 failed: out of order", where="cpu:0")
@@ -178,11 +232,11 @@ def test_an_interrupt_during_the_trial_leaves_a_whole_bundle(model_file, tmp_pat
 
 def test_the_command_shows_the_trial_and_can_do_without(model_file, tmp_path, run_cli):
     command = ["compile", model_file, "-o", tmp_path / "b", "--devices", "cpu:0,cpu:1", "--shape", "batch=4", "--force"]
-    assert "trial: " in run_cli(*command).out
+    assert "predicted from a trial, whose steps took " in run_cli(*command).out
     data = json.loads(run_cli(*command, "--json").out)
     assert data["trial"]["step_seconds"] > 0
     assert data["passes"][-1]["name"] == "trial"
-    assert "trial: " not in run_cli(*command, "--no-trial").out
+    assert "trial" not in run_cli(*command, "--no-trial").out
     assert json.loads(run_cli(*command, "--no-trial", "--json").out)["trial"] is None
 
 
@@ -211,13 +265,22 @@ def worth_two(model_file, tmp_path):
 
 
 def pretend(monkeypatch, seconds_by_devices):
-    def result(bundle, feeds, cached):
-        devices = {segment.device for segment in bundle.manifest.segments}
-        seconds = {segment.id: 0.001 for segment in bundle.manifest.segments}
-        return trial.Trial(seconds_by_devices[len(devices)], 1e-5, seconds, 5, 0.0)
+    """Let a trial find these times of a step, by the number of devices that a bundle uses."""
+
+    def result(bundles, feeds, cached):
+        return tuple(
+            trial.Trial(
+                seconds_by_devices[len(devices_of(bundle))],
+                1e-5,
+                {segment.id: 0.001 for segment in bundle.manifest.segments},
+                5,
+                0.0,
+            )
+            for bundle in bundles
+        )
 
     monkeypatch.setattr("onnxplace._settling.try_out", result)
-    monkeypatch.setattr("onnxplace._settling._was_measured", lambda state: True)
+    monkeypatch.setattr("onnxplace._settling._not_measured", lambda state: None)
     monkeypatch.setattr("onnxplace._settling.alone_seconds", lambda profile, target: np.array([0.02, 0.02]))
 
 
@@ -235,14 +298,29 @@ def test_one_device_is_kept_if_it_does_better_in_a_trial(worth_two, monkeypatch,
     assert len(devices_of(result.bundle)) == 1
     assert (manifest.placer, manifest.trial.step_seconds) == ("single", 0.025)
     assert ",single,split,emit" in manifest.pipeline == result.pipeline
+    assert [note.where for note in result.diagnostics if note.code == "P010"] == ["cpu:1"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b"]
 
 
-def test_two_devices_are_kept_if_one_does_no_better(worth_two, monkeypatch, tmp_path):
-    pretend(monkeypatch, {2: 0.03, 1: 0.03})
+@pytest.mark.parametrize("alone", [0.0295, 0.03, 0.04])
+def test_two_devices_are_kept_unless_one_does_clearly_better(worth_two, monkeypatch, tmp_path, alone):
+    pretend(monkeypatch, {2: 0.03, 1: alone})
     result = worth_two()
     assert len(devices_of(result.bundle)) == 2
     assert "P042" not in {note.code for note in result.diagnostics}
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["b"]
+
+
+def test_two_devices_are_kept_if_the_bundle_cannot_be_replaced(worth_two, monkeypatch, tmp_path):
+    pretend(monkeypatch, {2: 0.03, 1: 0.025})
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("onnxplace._settling.put_in_place", full)
+    result = worth_two()
+    assert len(devices_of(result.bundle)) == 2
+    assert onnxplace.load(tmp_path / "out" / "b", "all").manifest == result.bundle.manifest
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b"]
 
 
