@@ -76,8 +76,8 @@ def test_the_text_has_a_row_for_each_device_link_and_the_process(run_cli, compil
     ran = run_cli("bench", compiled, "--repeat", "2")
     assert (ran.code, ran.err) == (0, "")
     steps, devices, links = (block.splitlines() for block in ran.out.strip("\n").split("\n\n"))
-    assert steps[0].split() == ["median", "p90", "predicted", "of", "all", "cores"]
-    assert devices[0].split() == ["busy", "predicted", "peak", "memory", "predicted"]
+    assert steps[0].split() == ["median", "p90", "predicted", "/", "all", "cores"]
+    assert devices[0].split() == ["busy", "predicted", "process", "peak", "predicted"]
     assert [line.split("  ")[0] for line in devices[1:]] == ["cpu:0", "cpu:1", "process, opening", "process, running"]
     for line in devices[1:3]:
         assert re.fullmatch(r"cpu:\d( +[\d.e+-]+ ms){2}( +[\d.]+ [KM]iB){2}", line), line
