@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onnxplace._cli_options import (
+    against_option,
     as_json,
     inputs_option,
     parse_shape,
@@ -37,9 +38,7 @@ MOST_TRACED = 20
 
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option(
-    "--against", type=click.Path(path_type=Path), metavar="MODEL", help="Default: the bundle's own uncut copy."
-)
+@against_option
 @inputs_option
 @shape_option
 @click.option(

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from onnxplace.state import Diagnostic
 
 as_json = click.option("--json", "json_", is_flag=True, help="Print one JSON object on stdout, also for an error.")
+against_option = click.option(
+    "--against", type=click.Path(path_type=Path), metavar="MODEL", help="Default: the bundle's own uncut copy."
+)
 inputs_option = click.option(
     "--inputs", type=click.Path(path_type=Path), metavar="F.npz", help="Real inputs by name, from numpy.savez."
 )

@@ -20,6 +20,7 @@ from onnxplace.files import put_in_place
 from onnxplace.model import Model
 from onnxplace.pipeline import Pipeline, Timing, make_pass
 from onnxplace.placers import OBJECTIVES, unused_devices
+from onnxplace.report import milliseconds
 from onnxplace.spec import PassSpec, format_pipeline, parse_pipeline
 from onnxplace.state import Diagnostic, State
 from onnxplace.target import REQUEST_SECONDS
@@ -61,9 +62,10 @@ def settled(
     bundle = Bundle.open(state[Emitted].path)
     manifest = bundle.manifest if found is None else tried(bundle.manifest, found)
     state = state.saying(*_slower_than_one(state, manifest.predicted.step_seconds), *_beyond_limits(manifest))
-    said = tuple(DiagnosticRecord(**asdict(note)) for note in dict.fromkeys(state.diagnostics))
+    state = replace(state, diagnostics=tuple(dict.fromkeys(state.diagnostics)))  # emitting twice says things twice
+    said = tuple(DiagnosticRecord(**asdict(note)) for note in state.diagnostics)
     bundle = rewritten(bundle, manifest.model_copy(update={"diagnostics": said}))
-    return Settled(bundle, steps, replace(state, diagnostics=tuple(dict.fromkeys(state.diagnostics))), tuple(timings))
+    return Settled(bundle, steps, state, tuple(timings))
 
 
 def _not_measured(state: State) -> list[Diagnostic] | None:
@@ -129,7 +131,7 @@ def _the_better(
         if aside is not None:
             shutil.rmtree(aside, ignore_errors=True)
     home = state.target.devices[int(alone[Placement].device[0])].id
-    took = f"a step took {_ms(several.step_seconds)}, and on {home} alone {_ms(one.step_seconds)}"
+    took = f"a step took {milliseconds(several.step_seconds)}, and on {home} alone {milliseconds(one.step_seconds)}"
     note = Diagnostic("P042", f"in a trial, {took}: kept {home}", where=state[Placement].placer)
     alone = alone.having(Emitted(path)).saying(note, *unused_devices(alone))
     return _alone(steps, at, path), alone, one
@@ -158,7 +160,7 @@ def _slower_than_one(state: State, step_seconds: float) -> list[Diagnostic]:
     aims = (OBJECTIVES["throughput"], OBJECTIVES["fit"])  # they do not aim at the time of one step
     if state[Placement].placer in aims or (found := _alone_sooner(state, CLEARLY * step_seconds)) is None:
         return []
-    message = f"one device is expected to be faster: {_ms(found[1])} a step, this {_ms(step_seconds)}"
+    message = f"one device is expected to be faster: {milliseconds(found[1])} a step, this {milliseconds(step_seconds)}"
     return [Diagnostic("P011", message, where=state.target.devices[found[0]].id, hint="try --placer single")]
 
 
@@ -175,7 +177,3 @@ def _beyond_limits(manifest: Manifest) -> list[Diagnostic]:
         for device in manifest.devices
         if device.process_bytes > device.limit_bytes
     ]
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"

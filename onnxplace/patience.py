@@ -21,6 +21,8 @@ T = TypeVar("T")
 # A run that waited for less than this share of its time was not disturbed.
 CALM = 0.01
 LEAST_RUNS = 3
+# Where even the calm runs waited for more of their time than this, or their median is less sure, measures are doubted.
+DOUBT = 0.05
 # More of a run than this was not waited: the system counts a wait when it ends, wherever it began.
 MOST_WAITED = 0.9
 # Where even the calm runs waited for more than this, parts of a run have to be told from many.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from onnxplace._docstrings import field_docs
 from onnxplace.errors import counted
-from onnxplace.placers import OBJECTIVES
 
 if TYPE_CHECKING:
     from onnxplace.bundle import Bundle, Manifest, Predicted, RepeatRecord
@@ -106,6 +105,8 @@ def compile_summary(bundle: Bundle) -> str:
 
 def _step_lines(manifest: Manifest) -> list[str]:
     """Return what a step is expected to take, and what it took in a trial, if there was one."""
+    from onnxplace.placers import OBJECTIVES  # with all that placing needs, which other texts do without
+
     predicted, trial = manifest.predicted, manifest.trial
     step, best = milliseconds(predicted.step_seconds), milliseconds(predicted.single_device_seconds)
     bound = milliseconds(predicted.lower_bound_seconds)

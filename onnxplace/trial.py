@@ -22,7 +22,7 @@ from onnxplace.feeds import Array
 from onnxplace.files import write_file
 from onnxplace.loads import simulated_loads
 from onnxplace.machine import available_memory_bytes, cores, cuda_problem, onnxruntime
-from onnxplace.patience import MOST_WAITED, Patience, Runs
+from onnxplace.patience import DOUBT, MOST_WAITED, Patience, Runs
 from onnxplace.registry import find
 from onnxplace.replay import simulate_manifest
 from onnxplace.runtime import Event, Runtime, RuntimeSession
@@ -32,8 +32,6 @@ from onnxplace.waiting import longest, waits
 
 # Clocks and caches settle in this time, and sessions in these steps.
 WARM_UP_SECONDS, WARM_UPS = 0.03, 2
-# Steps that waited for a core for more of their time than this are no good measure.
-DOUBT = 0.05
 # Until the standard error of the median step is below this share, though not before so many steps; at most these many
 # steps, or seconds.
 ENOUGH = Patience(repeat=2000, seconds=1.0, tolerance=0.02, least=9)

@@ -28,12 +28,10 @@ from onnxplace.passes._measure import Feeds, Measurement, Timer
 from onnxplace.passes._pieces import cut, measure_pieces, needed_bytes
 from onnxplace.passes._repeats import fingerprints, node_kinds, pooled, repeats
 from onnxplace.passes._roofline import Peaks, estimate, measured_peaks
-from onnxplace.patience import LEAST_RUNS
+from onnxplace.patience import DOUBT, LEAST_RUNS
 from onnxplace.state import Diagnostic, Pass, State
 from onnxplace.target import Device
 
-# Shares of waiting or of uncertainty from which on the user is told.
-DOUBT = 0.05
 DOUBTFUL = "C004"
 
 

@@ -59,9 +59,9 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("what this machine's links and devices are like; how a bundle does here", ("calibration", "trial")),
     ("passes in a row", ("pipeline",)),
     ("which placer", ("placers",)),
+    ("what people see", ("report",)),
     ("from model to bundle: what is done once it is on disk", ("_settling",)),
     ("from model to bundle: all of it", ("compiling",)),
-    ("what people see", ("report",)),
     ("the Python face, which puts all of it together", ("api", "placing")),
     ("what the parts of a bundle hold on this machine", ("_memory",)),
     ("what devices and links do, and hold, beside predictions", ("_observed",)),
@@ -211,6 +211,16 @@ print(codes, after_import, [name for name in {HEAVY!r} if name in sys.modules], 
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "[0, 0] [] []"
+
+
+def test_commands_that_only_list_and_print_load_nothing_heavy():
+    script = f"""
+import sys
+import onnxplace._cli_options, onnxplace.report
+print([name for name in {HEAVY!r} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 # ---------------------------------------------------------------------------------------------- what is public
