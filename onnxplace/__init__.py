@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         ModelError,
         OnnxplaceError,
         PluginError,
+        RunTimeoutError,
         TargetError,
         UsageError,
     )
@@ -52,6 +53,7 @@ _HOMES = {
     "Pass": "state",
     "Pipeline": "pipeline",
     "PluginError": "errors",
+    "RunTimeoutError": "errors",
     "Runtime": "runtime",
     "RuntimeSession": "runtime",
     "State": "state",
@@ -80,6 +82,7 @@ __all__ = [
     "Pass",
     "Pipeline",
     "PluginError",
+    "RunTimeoutError",
     "Runtime",
     "RuntimeSession",
     "State",

@@ -265,7 +265,8 @@ def _return_initializers(
     Returns output name -> name of the value that it returns.
     """
     sources: dict[str, str] = {}
-    taken = set(made) | set(initializers) | inputs
+    inner = (name for node in with_inner(nodes) for name in node.output)  # of subgraphs too: types go by name
+    taken = {*made, *initializers, *inputs, *inner}
     names = {node.name for node in nodes}
     for output in graph.output:
         if output.name in made or (output.name in inputs and output.name not in initializers):

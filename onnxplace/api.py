@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Unpack, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Unpack, cast
 
 import numpy as np
 
 from onnxplace.bundle import Bundle, Check
+from onnxplace.callbacks import Callbacks
 from onnxplace.compiling import Compiled, CompileOptions, compile_model
 from onnxplace.errors import UsageError, nearest
 from onnxplace.feeds import Declared, check_feeds
 from onnxplace.registry import find
-from onnxplace.runtime import Event, Result, Runtime
+from onnxplace.runtime import Event, Result, Runtime, closing_timeout, unpicklable
 from onnxplace.sessions import custom_operators
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ __all__ = ["Compiled", "InferenceSession", "compile", "compile_model", "load"]
 
 # What `run_async` is told from None by, which is a value that ONNX Runtime passes on.
 _LEFT_OUT: Final = object()
+# Locks cannot wait longer.
+MAX_TIMEOUT_SECONDS = 1e6
 Signature = tuple[tuple[str, "np.dtype[Any]", tuple[int, ...]], ...]
 """Name, type and shape of each array that is fed."""
 
@@ -97,7 +100,7 @@ class InferenceSession:
             self._session = kind().open(self._bundle, trace=trace)
         self._events: tuple[Event, ...] = ()
         self._accepted: Signature | None = None
-        self._callbacks = ThreadPoolExecutor(1, "onnxplace callbacks")
+        self._callbacks = Callbacks()
 
     def get_inputs(self) -> list[Declared]:
         """Return the model's inputs: name, dtype, shape."""
@@ -107,20 +110,25 @@ class InferenceSession:
         """Return the outputs that `run(None, ...)` gives: name, dtype, shape. States are not among them."""
         return self._bundle.returned
 
-    def run(self, output_names: Sequence[str] | None, input_feed: Mapping[str, Any]) -> list[Any]:
+    def run(
+        self, output_names: Iterable[str] | None, input_feed: Mapping[str, Any], *, timeout: float | None = None
+    ) -> list[Any]:
         """Return the outputs asked for (None: all but states, which must be asked for by name) for these inputs.
 
-        Raises FeedError for inputs that do not fit, UsageError for an unknown output, ExecutionError if a part fails.
+        Raises FeedError for inputs that do not fit, UsageError for an unknown output, ExecutionError if a part fails,
+        and RunTimeoutError, which is a TimeoutError, if that takes more than `timeout` seconds: the run is given up
+        then, and its devices are free again when ONNX Runtime comes to the end of the node that it is at. A timeout
+        costs some 100 us, since all work is done by other threads.
         """
         names = self._names(output_names)
         feeds, also = self._checked(input_feed, names)
-        result = self._session.run(feeds, also) if also else self._session.run(feeds)
+        result = self._session.run(feeds, also, checked_timeout(timeout))
         self._events = result.events  # not the outputs, which are the caller's to free
         return [result.outputs.get(name) for name in names]
 
     def run_async(
         self,
-        output_names: Sequence[str] | None,
+        output_names: Iterable[str] | None,
         input_feed: Mapping[str, Any],
         callback: Callable[..., None],
         user_data: object = _LEFT_OUT,
@@ -128,7 +136,8 @@ class InferenceSession:
         """Start a run and return; `callback(outputs, error)` is called from another thread when it is over.
 
         Where `user_data` is given, be it None, the callback is ONNX Runtime's: `callback(outputs, user_data, text)`,
-        the text empty if all went well, the outputs if it did not.
+        the text empty if all went well, the outputs if it did not. The callback may take its time, run the session
+        again, or close it; what it raises goes to `threading.excepthook`, which prints it.
         """
         names = self._names(output_names)
 
@@ -140,13 +149,20 @@ class InferenceSession:
             else:
                 callback(outputs or [], user_data, str(error) if error else "")
 
-        # Not on a worker of a device: a callback may take its time, run the session again, or close it.
-        self.submit(input_feed, names).add_done_callback(lambda future: self._callbacks.submit(over, future))
+        callbacks = self._callbacks  # and not this session, which may be forgotten meanwhile
+        callbacks.announce()
+        try:
+            future = self.submit(input_feed, names)
+        except BaseException:
+            callbacks.withdraw()
+            raise
+        future.add_done_callback(lambda future: callbacks.call(lambda: over(future)))
 
-    def submit(self, input_feed: Mapping[str, Any], output_names: Sequence[str] | None = None) -> Future[Result]:
+    def submit(self, input_feed: Mapping[str, Any], output_names: Iterable[str] | None = None) -> Future[Result]:
         """Start a run and return a future of its Result; runs that are under way together overlap across devices.
 
-        The result has every output but states, and of these those that are asked for.
+        The result has every output but states, and of these those that are asked for. The future's own callbacks are
+        called by a worker, which does nothing else meanwhile: they cannot `run` the session.
         """
         feeds, also = self._checked(input_feed, self._names(output_names))
         return self._session.submit(feeds, also) if also else self._session.submit(feeds)
@@ -161,10 +177,14 @@ class InferenceSession:
 
         return chrome_trace(self._events, self._bundle)
 
-    def close(self) -> None:
-        """End all threads; waits for runs that are under way. May be called twice."""
-        self._session.close()
-        self._callbacks.shutdown(wait=False)
+    def close(self, timeout: float | None = None) -> None:
+        """End all threads; waits for runs that are under way. May be called twice.
+
+        What still runs after `timeout` seconds is ended, and fails. A thread that does not come back from ONNX Runtime
+        even then, which looks up at the end of each node, is left behind with a RuntimeWarning.
+        """
+        self._session.close(checked_timeout(timeout, least=0))
+        self._callbacks.close()
 
     def _checked(self, input_feed: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """Return the feeds as arrays, and the states among the outputs asked for."""
@@ -177,23 +197,40 @@ class InferenceSession:
             self._accepted = shown
         return feeds, also
 
-    def _names(self, asked: Sequence[str] | None) -> list[str]:
-        if isinstance(asked, str):
-            raise UsageError("U050", f"output names are a list, not {asked!r}", hint=f"write [{asked!r}]")
-        for name in asked or ():
+    def _names(self, output_names: Iterable[str] | None) -> list[str]:
+        if isinstance(output_names, str):
+            hint = f"write [{output_names!r}]"
+            raise UsageError("U050", f"output names are a list, not {output_names!r}", hint=hint)
+        names = list(output_names or ())
+        for name in names:
             if name not in self._known:
                 raise UsageError("U050", f"the model has no output {name!r}", hint=nearest(name, self._known))
-        return list(asked or self._returned)
+        return names or list(self._returned)
 
     def __enter__(self) -> InferenceSession:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(closing_timeout(kind))
+
+    def __reduce__(self) -> NoReturn:
+        raise unpicklable("an InferenceSession")
 
     def __del__(self) -> None:
         if hasattr(self, "_callbacks"):
-            self.close()
+            self._session.abandon()
+            self._callbacks.close()
+
+
+def checked_timeout(timeout: float | None, least: float = 1e-9) -> float | None:
+    """Return a timeout in seconds; raises UsageError for what is none."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not least <= timeout < MAX_TIMEOUT_SECONDS:
+        expected = "more than 0" if least else "0 or more"
+        hint = "leave it out to wait as long as it takes"
+        raise UsageError("U056", f"expected a timeout in seconds, {expected}, got {timeout!r}", hint=hint)
+    return timeout
 
 
 def _shown(feeds: Mapping[str, Any]) -> Signature | None:

@@ -13,7 +13,8 @@ the bundle is in. Nothing in a bundle is executed but ONNX, and no path in it ma
 from __future__ import annotations
 
 import hashlib
-import json
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,8 +25,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from onnxplace._docstrings import field_docs
 from onnxplace._programs import check_programs
-from onnxplace.errors import BundleError, TargetError, UsageError
+from onnxplace.errors import BundleError, InputError, TargetError, UsageError
 from onnxplace.feeds import Array, Declared, zero_feeds
+from onnxplace.files import open_input, parse_json
 from onnxplace.target import Device, Link, LinkModel, Shared, Target
 
 SCHEMA_VERSION = "1.1"
@@ -39,8 +41,16 @@ SMALL_BYTES = 16 << 20
 
 Check = Literal["small", "all"]
 DAMAGED = "the bundle is damaged; compile the model again"
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Bytes = Annotated[int, Field(ge=0)]
+UNTRUSTED = "do not trust this bundle; compile the model again"
+# A manifest of 100 000 segments takes some 100 MiB.
+MAX_MANIFEST_BYTES = 256 << 20
+# No tensor of numpy has more axes, and no dimension of a model that runs is larger.
+MAX_RANK, MAX_DIMENSION = 64, (1 << 31) - 1
+
+Seconds = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
+Bytes = Annotated[int, Field(ge=0, lt=1 << 62)]
+Dimension = Annotated[int, Field(ge=0, le=MAX_DIMENSION)]
+Shape = Annotated[tuple[Dimension | str | None, ...], Field(max_length=MAX_RANK)]
 
 
 class Record(BaseModel):
@@ -54,7 +64,7 @@ class InputRecord(Record):
 
     name: str
     dtype: str
-    shape: tuple[int | str | None, ...] | None
+    shape: Shape | None
     optional: bool = False
 
 
@@ -63,7 +73,7 @@ class OutputRecord(Record):
 
     name: str
     dtype: str
-    shape: tuple[int | str | None, ...] | None
+    shape: Shape | None
     value: str
 
 
@@ -80,7 +90,7 @@ class ValueRecord(Record):
     """A value that crosses the border of a segment."""
 
     dtype: str
-    shape: tuple[int | str | None, ...] | None
+    shape: Shape | None
     bytes: Bytes
     producer: str | None
     """The segment that makes it; None for an input of the model."""
@@ -212,7 +222,7 @@ class Manifest(Record):
     schema_version: str
     model: str
     model_digest: str
-    dimensions: dict[str, int]
+    dimensions: dict[str, Dimension]
     """What symbolic dimensions were bound to for the costs; others can be run."""
     pipeline: str
     placer: str
@@ -255,10 +265,13 @@ class Bundle:
         path = Path(path)
         manifest = _read_manifest(path)
         bundle = Bundle(path, manifest)
-        for name, record in manifest.files.items():
-            _check_file(bundle.file(name), record, check)
-        for name, link in manifest.linked.items():
-            _check_link(bundle.linked_file(name), link, check)
+        try:
+            bundle.check_files(*manifest.files, check=check)
+            for name, link in manifest.linked.items():
+                _check_link(bundle.linked_file(name), link, check)
+        except OSError as problem:
+            message = f"a file that the manifest names cannot be read: {problem.strerror}"
+            raise BundleError("N002", message, where=str(problem.filename or path), hint=DAMAGED) from None
         weights = f"{SEGMENTS}/{WEIGHTS}"
         for name in (WHOLE, weights, *(segment.file for segment in manifest.segments)):
             if name not in manifest.files:
@@ -272,6 +285,11 @@ class Bundle:
         """Return the path of a file in the bundle; raises BundleError if the name leads outside."""
         return self._below(self._root, name, "the bundle")
 
+    def check_files(self, *names: str, check: Check = "all") -> None:
+        """Raise BundleError unless these files of the bundle are what the compiler wrote."""
+        for name in names:
+            _check_file(self.file(name), self.manifest.files[name], check)
+
     def linked_file(self, name: str) -> Path:
         """Return the path of a weights file beside the bundle; raises BundleError if the name leads elsewhere."""
         return self._below(self._root.parent, name, "the folder that the bundle is in")
@@ -283,7 +301,7 @@ class Bundle:
                 "N005",
                 f"it names a file outside {what}: {name!r}",
                 where=str(self.path / MANIFEST),
-                hint="do not trust this bundle; compile the model again",
+                hint=UNTRUSTED,
             )
         return (self.path if folder == self._root else folder) / name
 
@@ -335,20 +353,15 @@ class Bundle:
 
 def _read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
-    try:
-        data: Any = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise BundleError(
-            "N001",
-            "not a bundle: it has no manifest.json",
-            where=str(path),
-            hint="`onnxplace compile MODEL -o DIR` makes one",
-        ) from None
-    except (OSError, ValueError, RecursionError) as problem:
-        raise BundleError("N002", f"the manifest cannot be read: {problem}", where=str(file), hint=DAMAGED) from None
+    if not os.path.lexists(file):
+        hint = "`onnxplace compile MODEL -o DIR` makes one"
+        raise BundleError("N001", "not a bundle: it has no manifest.json", where=str(path), hint=hint)
+    data = _parse_manifest(path, file)
     version = data.get("schema_version") if isinstance(data, dict) else None
-    if not isinstance(version, str) or not version.partition(".")[0].isdecimal():
-        raise BundleError("N002", "the manifest has no schema_version", where=str(file))
+    if not isinstance(version, str) or not _VERSION.fullmatch(version):
+        raise BundleError(
+            "N002", f"expected a schema_version such as {SCHEMA_VERSION!r}", where=str(file), hint=DAMAGED
+        )
     if int(version.partition(".")[0]) > int(SCHEMA_VERSION.partition(".")[0]):
         raise BundleError(
             "N003",
@@ -370,7 +383,31 @@ def _read_manifest(path: Path) -> Manifest:
         raise BundleError("N002", f"the manifest is malformed at {place!r}: {first['msg']}", where=str(file)) from None
 
 
+_VERSION = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}")
+
+
+def _parse_manifest(path: Path, file: Path) -> Any:
+    """Return what is in a manifest; raises BundleError for what is none, or no file of the bundle's own."""
+    try:
+        if not file.resolve().is_relative_to(path.resolve()):
+            raise BundleError("N005", "it is a link out of the bundle", where=str(file), hint=UNTRUSTED)
+        with open_input(file, "N002") as stream:
+            if (size := os.fstat(stream.fileno()).st_size) > MAX_MANIFEST_BYTES:
+                message = f"expected at most {MAX_MANIFEST_BYTES} bytes, it has {size}"
+                raise BundleError("N002", message, where=str(file), hint=UNTRUSTED)
+            return parse_json(stream.read(MAX_MANIFEST_BYTES), "N002", "a manifest", str(file))
+    except BundleError:
+        raise
+    except InputError as problem:
+        raise BundleError(problem.code, problem.message, where=problem.where, hint=DAMAGED) from None
+    except (OSError, ValueError, RuntimeError) as problem:  # RuntimeError: links in a circle, before Python 3.13
+        reason = problem.strerror if isinstance(problem, OSError) else problem
+        raise BundleError("N002", f"the manifest cannot be read: {reason}", where=str(file), hint=DAMAGED) from None
+
+
 def _check_file(file: Path, record: FileRecord, check: Check) -> None:
+    if file.exists() and not file.is_file():
+        raise BundleError("N004", "expected a regular file of the bundle", where=str(file), hint=DAMAGED)
     if not file.is_file():
         raise BundleError("N004", "this file of the bundle is missing", where=str(file))
     size = file.stat().st_size

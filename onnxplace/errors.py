@@ -9,6 +9,7 @@
     |   `-- BundleError       a bundle that is damaged, unsafe or too new
     |-- InfeasibleError       exit 3: no placement fits
     |-- ExecutionError        exit 4: a failure while running
+    |   `-- RunTimeoutError   no result in time; also Python's TimeoutError
     |-- BrokenPassError       exit 4: a pass that does not keep its own declaration
     `-- PluginError           exit 4: a plugin that cannot be loaded
 
@@ -90,6 +91,10 @@ class InfeasibleError(OnnxplaceError):
 
 class ExecutionError(OnnxplaceError):
     """A failure while running: a kernel, a full disk, a lost device."""
+
+
+class RunTimeoutError(ExecutionError, TimeoutError):
+    """A run that gave no result in the time it was given."""
 
 
 class BrokenPassError(OnnxplaceError):

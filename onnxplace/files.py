@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -157,6 +158,22 @@ def read_bytes(path: str | Path, code: str) -> bytes:
     except (OSError, ValueError) as problem:
         reason = problem.strerror if isinstance(problem, OSError) else problem
         raise InputError(code, f"it cannot be read: {reason}", where=str(path)) from None
+
+
+def open_input(path: str | Path, code: str, *, pipes: bool = False) -> io.FileIO:
+    """TEMPORARY: replaced by the one of branch files."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except FileNotFoundError:
+        raise InputError(code, "there is no such file", where=str(path)) from None
+    except (OSError, ValueError) as problem:
+        reason = problem.strerror if isinstance(problem, OSError) else problem
+        raise InputError(code, f"it cannot be read: {reason}", where=str(path)) from None
+    kind = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(kind):
+        return io.FileIO(descriptor)
+    os.close(descriptor)
+    raise InputError(code, "expected a file, got a device", where=str(path))
 
 
 def parse_json(data: bytes | str, code: str, what: str, where: str) -> Any:

@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NoReturn
 
 from onnxplace.bundle import Bundle
+from onnxplace.errors import RunTimeoutError, UsageError
 from onnxplace.feeds import Array
 
 EventKind = Literal["run", "copy", "wait"]
@@ -55,22 +56,48 @@ class RuntimeSession(ABC):
         if a part fails, FeedError if a state is neither fed nor stored.
         """
 
-    def run(self, feeds: Mapping[str, Array], also: Collection[str] = ()) -> Result:
-        """Return what `submit` promises; a runtime may do a part of the work in the thread of its caller."""
-        return self.submit(feeds, also).result()
+    def run(self, feeds: Mapping[str, Array], also: Collection[str] = (), timeout: float | None = None) -> Result:
+        """Return what `submit` promises; a runtime may do a part of the work in the thread of its caller.
+
+        Raises RunTimeoutError, and gives the request up, if there is no result within `timeout` seconds.
+        """
+        future = self.submit(feeds, also)
+        try:
+            return future.result(timeout)
+        except TimeoutError:
+            if future.done():
+                raise
+        raise RunTimeoutError("X007", f"no result within {timeout} s", hint="allow more time")
 
     def reset_state(self) -> None:  # noqa: B027 - most bundles have no states
         """Forget states before the next request that is submitted; those under way still pass theirs on."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Stop; waits for what is under way. May be called twice."""
+    def close(self, timeout: float | None = None) -> None:
+        """Stop; waits for what is under way, at most `timeout` seconds, and then ends it. May be called twice."""
+
+    def abandon(self) -> None:  # noqa: B027 - a runtime without threads has nothing to do
+        """Stop without waiting for anything: the session was forgotten, and a finalizer may run anywhere."""
+
+    def __reduce__(self) -> NoReturn:
+        raise unpicklable("a session")
 
     def __enter__(self) -> RuntimeSession:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(closing_timeout(kind))
+
+
+def closing_timeout(kind: type[BaseException] | None) -> float | None:
+    """Return how long a `with` block that is left by this exception waits for what is under way: not if interrupted."""
+    return None if kind is None or issubclass(kind, Exception) else 0.0
+
+
+def unpicklable(what: str) -> UsageError:
+    """Return the error for something that holds threads and devices, which no copy could have."""
+    hint = "pickle the bundle, and open a session in each process"
+    return UsageError("U055", f"{what} cannot be copied or pickled", hint=hint)
 
 
 class Runtime(ABC):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onnxplace.errors import ExecutionError, ModelError, one_line
+from onnxplace.interrupts import run_interruptibly
 from onnxplace.machine import onnxruntime
 
 Level = Literal["none", "basic", "extended", "all"]
@@ -129,7 +130,7 @@ def _refusal(problem: Exception, where: str) -> ModelError:
 def run_whole(session: Any, names: Sequence[str] | None, feeds: Mapping[str, Any], where: str) -> list[Any]:
     """Run an uncut model; raises ModelError with ONNX Runtime's own words if it cannot run with these inputs."""
     try:
-        return list(session.run(names, dict(feeds)))
+        return list(run_interruptibly(session, names, dict(feeds)))
     except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
         text = one_line(problem)
         hint = "random inputs may not fit this model: give real ones with --inputs F.npz, other sizes with --shape"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Mapping
-from concurrent.futures import Future
 from typing import Any
 
+from onnxplace.bundle import Step
 from onnxplace.feeds import Array
-from onnxplace.runtime import Event, Result
-from onnxplace.runtimes._states import States
+from onnxplace.machine import onnxruntime
+from onnxplace.runtime import Event
+from onnxplace.runtimes._futures import ResultFuture
 
 
 class CancelledError(Exception):
@@ -26,49 +27,29 @@ class Request:
         self.number = number
         self.feeds = feeds
         self.wanted = wanted
-        self.turn: threading.Event | None = None
-        """Set when the request before is over; None where requests may overlap."""
-        self.over: threading.Event | None = None
-        """Set when this request is over, for the next one."""
-        self.here = False
-        """Whether the caller's own thread follows one device's program."""
+        self.left = set(devices)
+        """Devices that are not through with it."""
+        self.callers_device = ""
+        """The device whose program the thread of the caller follows; empty if it follows none."""
         self.forgets = False
         """Whether states were reset since the request before."""
-        self.left: dict[str, Any] = {}
-        """What is to be stored, by state input."""
-        self.future: Future[Result] = Future()
-        self.future.set_running_or_notify_cancel()  # what is under way cannot be cancelled
+        self.states: dict[str, Any] | None = None
+        """What it takes over from the request before, by state input; None until it has its turn."""
+        self.next_states: dict[str, Any] = {}
+        """What it leaves to the next one, by state input."""
+        self.options = onnxruntime().RunOptions()
+        """Of all its runs: `terminate` ends them at the next node."""
+        self.future = ResultFuture()
         self.began = time.perf_counter()
         self.outputs: dict[str, Any] = {}
         self.events: list[Event] = []
         self.held: list[Any] = []
-        self._left = len(devices)
-        self._states: dict[str, Any] | None = None
+        self.at: dict[str, Step] = {}
+        """The step that each device is at, or was at last."""
+        self.failure: BaseException | None = None
         self._lock = threading.Lock()
         self._arrived: dict[str, dict[str, Any]] = {device: {} for device in devices}
         self._changed = {device: threading.Condition(self._lock) for device in devices}
-        self.failure: BaseException | None = None
-
-    def begin(self, states: States) -> dict[str, Any]:
-        """Wait for its turn, then return the states it takes over: a device takes its own out of there.
-
-        Raises FeedError if a state has no value.
-        """
-        if self.turn is None:
-            return {}
-        self.turn.wait()
-        with self._lock:  # whichever worker comes first takes them for all
-            if self.failure is not None:
-                raise CancelledError
-            if self._states is None:
-                if self.forgets:
-                    states.clear()
-                self._states = states.take(self.feeds)
-            return self._states
-
-    @property
-    def took_states(self) -> bool:
-        return self._states is not None
 
     def put(self, value_name: str, device: str, value: Any) -> None:
         """Hand a value over to another device."""
@@ -79,7 +60,7 @@ class Request:
     def take(self, value_name: str, device: str) -> Any:
         """Sleep until a value has arrived; raises CancelledError when the request has failed elsewhere."""
         arrived, changed = self._arrived[device], self._changed[device]
-        with changed:
+        with self._lock:
             while self.failure is None and value_name not in arrived:
                 changed.wait()
             if self.failure is not None:
@@ -90,11 +71,23 @@ class Request:
         """End the request everywhere; the first failure is the one that is reported."""
         with self._lock:
             self.failure = self.failure or failure
+            self.options.terminate = True
             for changed in self._changed.values():
-                changed.notify()
+                changed.notify_all()
 
-    def done(self) -> bool:
-        """Count a device as through; True for the last one."""
-        with self._lock:
-            self._left -= 1
-            return self._left <= 0
+    def stop(self) -> None:
+        """Let what ONNX Runtime computes for this request fail at the next node."""
+        self.options.terminate = True
+
+    def whereabouts(self) -> str:
+        """Return what the devices that are not through are at, as in `cpu:0 runs segment cpu0-001`."""
+        told = []
+        for device in sorted(self.left):
+            step = self.at.get(device)
+            if step is None:
+                told.append(f"{device} has not begun")
+            elif step.op == "receive":
+                told.append(f"{device} waits for value {step.value!r} of {step.peer}")
+            else:
+                told.append(f"{device} {step.op}s {f'segment {step.segment}' if step.segment else repr(step.value)}")
+        return ", ".join(told) or "no device is at it"

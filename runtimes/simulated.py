@@ -43,7 +43,7 @@ class _Session(RuntimeSession):
         future.set_result(Result({}, events, seconds))
         return future
 
-    def close(self) -> None:
+    def close(self, timeout: float | None = None) -> None:
         """There is nothing to stop."""
         self._closed = True
 

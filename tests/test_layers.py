@@ -23,7 +23,7 @@ RUNTIMES = {path.stem: path for path in (ROOT / "runtimes").glob("*.py") if path
 
 # From the bottom up: a module imports only from layers before its own, so that each can be read without what follows.
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("what everybody needs and what needs nobody", ("errors", "jit", "state", "waiting", "_docstrings")),
+    ("what everybody needs and what needs nobody", ("errors", "jit", "state", "waiting", "callbacks", "_docstrings")),
     ("loops over plain arrays", ("kernels",)),
     (
         "plain data about graphs, machines, inputs and weights; files; work in other processes",
@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "what this machine has, what was measured on it, and how often to measure; graphs inside nodes",
         ("machine", "cost_cache", "_bodies", "patience"),
     ),
-    ("ONNX models in one shape", ("_canonical",)),
+    ("ONNX models in one shape; Ctrl-C while ONNX Runtime computes", ("_canonical", "interrupts")),
     (
         "the one way to open ONNX Runtime sessions; simulated time and loads on plain data",
         ("sessions", "simulate", "bounds", "_opgraph"),
@@ -97,6 +97,7 @@ CLOSED_TO_PASSES = {
 # A runtime knows the bundle and the machine, and nothing of how the bundle came about.
 OPEN_TO_RUNTIMES = {
     *("errors", "feeds", "target", "bundle", "runtime"),
+    *("callbacks", "interrupts"),  # what users' functions and Ctrl-C may do to threads
     *("machine", "sessions"),  # to open ONNX Runtime the one way everything does
     *("replay", "simulate"),  # the simulated runtime runs the compiler's own simulator
 }

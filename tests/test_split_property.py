@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from onnx import ModelProto, printer
 
 import onnxplace
-import onnxplace.runtimes.onnxruntime as runtime
+import onnxplace.runtimes._segments as runtime
 from onnxplace.api import compile_model
 from onnxplace.bundle import WHOLE, Bundle
 from onnxplace.costs import decided, problem
@@ -104,7 +104,7 @@ def run_together(bundle: Bundle, feeds: Sequence[Feeds], level: Level = "all") -
     try:
         results = [future.result(timeout=HUNG_SECONDS) for future in futures]
     except OutOfTime:
-        del session._session  # closing it would wait for the workers, for ever
+        session.close(timeout=0)
         raise
     session.close()
     return [[result.outputs[item.name] for item in session.get_outputs()] for result in results]

@@ -20,7 +20,8 @@ from onnx import numpy_helper, parser
 
 import decoder as decoder_example
 import onnxplace
-import onnxplace.runtimes.onnxruntime as runtime_module
+import onnxplace.runtimes._engine as engine_module
+import onnxplace.runtimes._segments as segments_module
 from decoder import decoder, generate
 from onnxplace._stateful import bind_states
 from onnxplace._steps import Steps
@@ -33,6 +34,7 @@ from onnxplace.model import bind
 from onnxplace.model import load as load_model
 from onnxplace.pipeline import Pipeline, make_pass
 from onnxplace.runtimes._states import States
+from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from onnxplace.state import Pass, State
 from onnxplace.target import Device, Target
 
@@ -203,8 +205,9 @@ def test_states_never_leave_their_device(bundle, session, monkeypatch):
     assert not sent & {"total", "log", "total_next", "log_next"}
     session.run(None, feeds(0, **START))
     moved = []
-    to_python = runtime_module.to_python
-    monkeypatch.setattr(runtime_module, "to_python", lambda value: moved.append(value) or to_python(value))
+    to_python = engine_module.to_python
+    for module in (engine_module, segments_module):
+        monkeypatch.setattr(module, "to_python", lambda value: moved.append(value) or to_python(value))
     session.run(None, feeds(1))
     assert len(moved) == len(sent) + len(session.get_outputs()), "only what is sent or returned goes through the host"
     copied = {event["name"] for event in session.trace()["traceEvents"] if event.get("cat") == "copy"}
@@ -378,7 +381,7 @@ def test_states_may_be_texts_and_half_floats_and_truths(tmp_path):
 def test_what_a_run_took_over_is_freed(session):
     session.run(None, feeds(1, **START))
     for number in range(3):
-        before = [weakref.ref(value) for value in session._session._states._stored.values()]
+        before = [weakref.ref(value) for value in session._session.engine._states._stored.values()]
         assert len(before) == 2
         session.run(None, feeds(number))
         session.submit(feeds(number)).result()
@@ -547,7 +550,7 @@ def test_a_command_that_names_an_unknown_state_says_what_is_near(run_cli, tmp_pa
 
 
 def test_a_runtime_that_keeps_no_states_is_refused(bundle, monkeypatch):
-    monkeypatch.setattr(runtime_module.OnnxRuntime, "keeps_state", False)
+    monkeypatch.setattr(OnnxRuntime, "keeps_state", False)
     with pytest.raises(UsageError, match="runtime 'onnxruntime' keeps no states"):
         onnxplace.InferenceSession(bundle)
 

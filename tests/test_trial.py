@@ -16,7 +16,8 @@ from onnxplace.errors import ExecutionError
 from onnxplace.model import Model
 from onnxplace.replay import simulate_manifest
 from onnxplace.runtime import Event
-from onnxplace.runtimes.onnxruntime import OnnxRuntime, _OpenSegment
+from onnxplace.runtimes._segments import OpenSegment
+from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from onnxplace.target import Device, Target
 from tests.test_states import STATES, sums
 
@@ -333,13 +334,13 @@ def test_every_request_of_a_trial_begins_with_the_same_states(tmp_path, monkeypa
     model = sums()
     model.graph.initializer.append(numpy_helper.from_array(np.zeros(6, "f4"), "log"))  # so that it need not be fed
     seen = []
-    actual = _OpenSegment.run
+    actual = OpenSegment.run
 
-    def run(self, values, held):
+    def run(self, values, held, options):
         seen.append("log" in values)
-        actual(self, values, held)
+        actual(self, values, held, options)
 
-    monkeypatch.setattr(_OpenSegment, "run", run)
+    monkeypatch.setattr(OpenSegment, "run", run)
     bundle = onnxplace.compile(model, tmp_path / "b", devices="cpu:0", shape={"n": 2, "m": 6}, state=STATES)
     assert bundle.manifest.trial is not None
     assert seen

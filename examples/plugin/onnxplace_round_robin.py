@@ -75,8 +75,8 @@ class _Session(RuntimeSession):
             future.set_exception(problem)
         return future
 
-    def close(self) -> None:
-        """Drop the sessions."""
+    def close(self, timeout: float | None = None) -> None:
+        """Drop the sessions; nothing is ever under way."""
         self._closed, self._sessions = True, []
 
     def _run(self, feeds: Mapping[str, Any]) -> Result:

@@ -1,0 +1,48 @@
+"""Bundles that go on for as long as they are told to: what timeouts, interrupts and closing are tried on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from onnx import ModelProto, parser
+
+import onnxplace
+
+# `limit` rounds on one device, then one node on the other; both devices have an output.
+ENDLESS = """
+<ir_version: 8, opset_import: ["" : 17]>
+endless (int64 limit, float[4] x) => (float[4] y, float[4] z)
+{
+    [spin] spun = Loop (limit, , x) <body = round (int64 i, bool go, float[4] before) => (bool again, float[4] after) {
+        again = Identity(go)
+        after = Neg(before)
+    }>
+    [other] z = Neg(x)
+    [last] y = Neg(spun)
+}
+"""
+FOR_EVER = np.array(1 << 62, dtype=np.int64)
+X = np.arange(4, dtype=np.float32)
+
+
+def endless_model() -> ModelProto:
+    return parser.parse_model(ENDLESS)
+
+
+def endless_bundle(folder: Path, spin: str = "cpu:1", last: str = "cpu:0") -> onnxplace.Bundle:
+    """Return a bundle whose first device is the one that does not spin, unless told otherwise."""
+    wanted = folder / "map.json"
+    wanted.write_text(json.dumps({"spin": spin, "last": last, "other": "cpu:0"}))
+    pipeline = f'profile{{estimate=true}},coplace{{join=never,device_map="{wanted}"}},m-topo,split,emit'
+    return onnxplace.compile(endless_model(), folder / "endless.bundle", devices="cpu:0,cpu:1", pipeline=pipeline)
+
+
+def feeds(rounds: int | None = 3) -> dict[str, np.ndarray]:
+    """Return feeds for so many rounds; None for more than anybody will see the end of."""
+    return {"limit": FOR_EVER if rounds is None else np.array(rounds, dtype=np.int64), "x": X}
+
+
+def expected(rounds: int) -> list[np.ndarray]:
+    return [X if rounds % 2 else -X, -X]
