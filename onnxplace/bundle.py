@@ -23,11 +23,13 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from onnxplace._docstrings import field_docs
+from onnxplace._leases import moved_aside
 from onnxplace._programs import check_programs
 from onnxplace.errors import BundleError, TargetError, UsageError
 from onnxplace.feeds import Array, Declared, zero_feeds
 from onnxplace.target import Device, Link, LinkModel, Shared, Target
 
+FORMAT = "onnxplace bundle"
 SCHEMA_VERSION = "1.1"
 MANIFEST = "manifest.json"
 COSTS = "costs.json"
@@ -209,6 +211,8 @@ class DiagnosticRecord(Record):
 class Manifest(Record):
     """Everything a runtime needs to know about a bundle, and where the bundle came from."""
 
+    format: Literal["onnxplace bundle"] = "onnxplace bundle"
+    """By which a folder is known as a bundle; the first ones did not say it."""
     schema_version: str
     model: str
     model_digest: str
@@ -338,12 +342,10 @@ def _read_manifest(path: Path) -> Manifest:
     try:
         data: Any = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise BundleError(
-            "N001",
-            "not a bundle: it has no manifest.json",
-            where=str(path),
-            hint="`onnxplace compile MODEL -o DIR` makes one",
-        ) from None
+        hint = "`onnxplace compile MODEL -o DIR` makes one"
+        if aside := moved_aside(path):
+            hint = f"a compile that was interrupted moved it to {aside}; move it back, or compile again, which does so"
+        raise BundleError("N001", "not a bundle: it has no manifest.json", where=str(path), hint=hint) from None
     except (OSError, ValueError, RecursionError) as problem:
         raise BundleError("N002", f"the manifest cannot be read: {problem}", where=str(file), hint=DAMAGED) from None
     version = data.get("schema_version") if isinstance(data, dict) else None
