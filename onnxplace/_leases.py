@@ -77,10 +77,14 @@ def leased(folder: Path) -> Iterator[Lease]:
     try:
         yield lease
     finally:
-        with suppress(OSError):  # what cannot be removed now is swept later
-            _finish(lease.path, _belongings(folder, lease.path.name))
-        if lease.descriptor >= 0:
-            os.close(lease.descriptor)
+        try:
+            _end(lease)
+        except BaseException:  # Ctrl-C at this very moment
+            _end(lease)
+            raise
+        finally:
+            if lease.descriptor >= 0:
+                os.close(lease.descriptor)
 
 
 @contextmanager
@@ -94,7 +98,7 @@ def sweep(folder: Path) -> list[Swept]:
     """Remove what processes that ended left in a folder; a folder that one of them had moved aside is put back."""
     swept: list[Swept] = []
     with suppress(OSError):
-        names = sorted(entry.name for entry in os.scandir(folder) if NAME.match(entry.name))
+        names = sorted(name for name in os.listdir(folder) if NAME.match(name))
         for name in filter(NAME.fullmatch, names):
             with suppress(OSError):
                 belongings = [folder / other for other in names if other.startswith(f"{name}.")]
@@ -104,8 +108,8 @@ def sweep(folder: Path) -> list[Swept]:
 
 def moved_aside(path: Path) -> Path | None:
     """Return where the folder is that belongs at `path`, if a process was ended while it was moved."""
-    with suppress(OSError):
-        for entry in os.scandir(path.parent):
+    with suppress(OSError), os.scandir(path.parent) as entries:
+        for entry in entries:
             old = path.with_name(f"{entry.name}.{OLD}")
             if NAME.fullmatch(entry.name) and old.is_dir() and _journal(Path(entry.path)) == path.name:
                 return old
@@ -141,9 +145,15 @@ def _is_at(descriptor: int, path: Path) -> bool:
     return False
 
 
+def _end(lease: Lease) -> None:
+    """Remove a lease of ours and all that belongs to it; what cannot be removed now is swept later."""
+    with suppress(OSError):
+        _finish(lease.path, _belongings(lease.path.parent, lease.path.name))
+
+
 def _belongings(folder: Path, name: str) -> list[Path]:
     with suppress(OSError):
-        return [Path(entry.path) for entry in os.scandir(folder) if entry.name.startswith(f"{name}.")]
+        return [folder / other for other in os.listdir(folder) if other.startswith(f"{name}.")]
     return []
 
 

@@ -87,6 +87,19 @@ def require_free(path: Path, force: bool) -> None:
         raise cannot_write(problem, path) from None
 
 
+def prepare(path: Path, force: bool, *more: Path) -> list[Diagnostic]:
+    """Sweep where a bundle goes, and the folders `more`; then raise UsageError as `require_free`. Says what it swept."""
+    notes = sweep_output(path, *more)
+    try:
+        require_free(path, force)
+    except UsageError as problem:
+        if any(note.code == "U035" and note.where == shown(path.absolute()) for note in notes):
+            message = f"{problem.message}: an interrupted compile had moved it, and it was put back"
+            raise UsageError(problem.code, message, where=problem.where, hint=problem.hint) from None
+        raise
+    return notes
+
+
 @contextmanager
 def staged(path: Path, force: bool) -> Iterator[Staging]:
     """Hold a place beside `path` for a bundle, which the caller puts in place once it is complete.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from onnxplace import cost_cache
-from onnxplace._output import require_free, staged, sweep_output
+from onnxplace._output import prepare, staged
 from onnxplace._settling import settled
 from onnxplace._stateful import Asked, bind_states
 from onnxplace.bundle import Bundle
@@ -122,8 +122,7 @@ def compile_model(
     saved = [Path(file) for step in steps.passes if (file := getattr(step, "save", ""))]
     for file in saved:
         require_place(file)
-    swept = sweep_output(path, *(file.parent for file in saved), cost_cache.folder())
-    require_free(path, force)
+    swept = prepare(path, force, *(file.parent for file in saved), cost_cache.folder())
     target = target or local_target(devices)
     if max_memory:
         target = target.limiting(parse_memory(str(max_memory), [device.id for device in target.devices]))

@@ -255,7 +255,7 @@ def read_npz(path: str | Path) -> dict[str, Array]:
                 with np.load(stream, allow_pickle=False) as archive:
                     return {name: archive[name] for name in archive.files}
     except InputError as problem:
-        raise FeedError("F006", problem.message, where=problem.where, hint=problem.hint) from None
+        raise FeedError("F006", problem.message, where=problem.where, hint=hint) from None
     except OSError as problem:
         reason = problem.strerror or str(problem)
     except ValueError as problem:
