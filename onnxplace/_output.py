@@ -88,7 +88,7 @@ def require_free(path: Path, force: bool) -> None:
 
 
 def prepare(path: Path, force: bool, *more: Path) -> list[Diagnostic]:
-    """Sweep where a bundle goes, and the folders `more`; then raise UsageError as `require_free`. Says what it swept."""
+    """Sweep where a bundle goes, and the folders `more`; then do what `require_free` does. Returns notes."""
     notes = sweep_output(path, *more)
     try:
         require_free(path, force)
