@@ -82,13 +82,15 @@ def require_free(path: Path, force: bool) -> None:
         if path.exists():
             if not force:
                 raise _occupied(path)
-            _require_replaceable(path, path)
+            with suppress(FileNotFoundError):  # gone by now
+                _require_replaceable(path, path)
     except (OSError, ValueError) as problem:
         raise cannot_write(problem, path) from None
 
 
 def prepare(path: Path, force: bool, *more: Path) -> list[Diagnostic]:
     """Sweep where a bundle goes, and the folders `more`; then do what `require_free` does. Returns notes."""
+    require_name(path)
     notes = sweep_output(path, *more)
     try:
         require_free(path, force)
@@ -232,6 +234,8 @@ def _require_replaceable(folder: Path, path: Path) -> None:
         try:
             _require_only_bundle(folder, path)
             return
+        except FileNotFoundError:  # of a bundle that another compile is removing
+            continue
         except UsageError:
             if os.path.samestat(before, os.lstat(folder)):
                 raise

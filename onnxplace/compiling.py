@@ -187,6 +187,8 @@ def _require_types(devices: object, shape: object, inputs: object) -> None:
 
 def _given_output(output: str | Path) -> Path:
     """Return where the user wants the bundle; raises UsageError for an empty name, which Path takes for a dot."""
+    if not isinstance(output, (str, Path)):
+        raise UsageError("U032", f"expected a path, got {output!r}", where="output", hint="name a new folder")
     if not str(output):
         raise UsageError("U032", "expected the name of a folder, got ''", where="output", hint="name a new folder")
     return Path(output)
