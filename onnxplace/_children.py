@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from onnxplace._leases import leased
 from onnxplace.errors import ExecutionError, OnnxplaceError
 
 Job = TypeVar("Job")
@@ -23,14 +24,21 @@ def in_child(work: Callable[[Job], Answer], job: Job, what: str, where: str, **e
     Raises whatever OnnxplaceError `work` raises; else, where the process fails, ExecutionError at `where`, saying that
     `what` failed and what the process said last.
     """
-    with tempfile.TemporaryDirectory(prefix="onnxplace-") as folder:
+    with leased(Path(tempfile.gettempdir())) as lease, lease.temporary_folder() as folder:
         asked, answer_at = Path(folder) / "job", Path(folder) / "answer"
         asked.write_bytes(pickle.dumps((work, job)))
         # -P: files in the current folder are no modules of ours.
         command = [sys.executable, "-P", "-c", f"from {__name__} import answer; answer()", str(asked), str(answer_at)]
         paths = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         variables = {**os.environ, **environment, "PYTHONPATH": paths}
-        ended = subprocess.run(command, env=variables, capture_output=True, encoding="utf-8", errors="replace")
+        ended = subprocess.run(
+            command,
+            env=variables,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            pass_fds=lease.descriptors,  # so that the folder stays while the child works, even if we are killed
+        )
         if ended.returncode or not answer_at.exists():
             raise ExecutionError("X004", f"{what} failed in a process of its own: {_last_words(ended)}", where=where)
         found: Answer | OnnxplaceError = pickle.loads(answer_at.read_bytes())

@@ -60,8 +60,10 @@ def run(
 
     from onnxplace._steps import steps_of
     from onnxplace.api import InferenceSession, load
-    from onnxplace.files import write_file
+    from onnxplace.files import require_place, write_file
 
+    for path in filter(None, (outputs, trace)):
+        require_place(path)
     opened = load(bundle)
     say_too_few_cores(opened, runtime)
     steps = steps_of(opened, inputs, parse_shape(shape), seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +99,7 @@ def compile(  # noqa: A001
     from onnxplace.feeds import read_npz
     from onnxplace.target import read_target
 
-    if model.is_dir():
+    if os.path.isdir(model):
         raise ModelError("M001", "it cannot be read: it is a folder (directory), not a model", where=str(model))
     tell_of_compiling()
     with progress(json_, "reading the model") as observer:

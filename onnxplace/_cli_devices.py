@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -31,14 +30,14 @@ def devices(
 ) -> None:
     """Show what is here and what ONNX Runtime can use of it; write it to a target file, measured if asked to."""
     from onnxplace import cost_cache, machine
-    from onnxplace.files import write_file
+    from onnxplace.files import require_place, write_file
     from onnxplace.report import devices_summary, mebibytes
     from onnxplace.target import target_text
 
     if (sizes or seconds is not None) and not calibrate:
         raise UsageError("U014", "--sizes and --seconds say how to measure", hint="add --calibrate")
     if output:
-        _require_place(output)
+        require_place(output)
     default = machine.local_target(devices)
     measured = _calibrated(default, sizes, seconds, json_) if calibrate else None
     target = measured.target if measured else default.with_all_links()
@@ -60,20 +59,6 @@ def devices(
             click.echo("to compile with these figures, write them to a file with -o, and name it as --target", err=True)
     if output:
         click.echo(f"target: {output}")
-
-
-def _require_place(path: Path) -> None:
-    """Raise UsageError if a file cannot be written there: before measuring, not after."""
-    folder = path.absolute().parent
-    if path.is_dir():
-        reason = "it is a folder"
-    elif not folder.is_dir():
-        reason = f"there is no folder {folder}"
-    elif not os.access(folder, os.W_OK):
-        reason = f"{folder} cannot be written to"
-    else:
-        return
-    raise UsageError("U032", f"cannot write there: {reason}", where=str(path), hint="choose another place")
 
 
 def _heading(about: Mapping[str, Any], processor: str, measured: bool) -> str:

@@ -8,7 +8,6 @@ memory and resident pages of files). The whole bundle is measured the same way, 
 from __future__ import annotations
 
 import re
-import tempfile
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from onnxplace._children import in_child
+from onnxplace._leases import temporary_folder
 from onnxplace._parts import alone
 from onnxplace.api import load
 from onnxplace.bundle import Bundle
@@ -119,8 +119,8 @@ def measurable() -> bool:
 
 def process_memory(bundle: Bundle, feeds: Mapping[str, Any], runs: int = RUNS) -> Process:
     """Open a bundle and run it in a fresh process; raises OnnxplaceError if that fails."""
-    with tempfile.TemporaryDirectory(prefix="onnxplace-") as folder:
-        return _in_child(Job(bundle.path, Stored.write(feeds, Path(folder)), runs=runs))
+    with temporary_folder() as folder:
+        return _in_child(Job(bundle.path, Stored.write(feeds, folder), runs=runs))
 
 
 def memory(bundle: Bundle, values: Mapping[str, Any], observer: Observer | None = None) -> Memory:
@@ -135,9 +135,9 @@ def memory(bundle: Bundle, values: Mapping[str, Any], observer: Observer | None 
     parts = {device: alone(bundle, device) for device in used if device.startswith("cpu:") and len(used) > 1}
     notes: list[Diagnostic] = []
     found: dict[str, Process] = {}
-    with tempfile.TemporaryDirectory(prefix="onnxplace-") as folder:
+    with temporary_folder() as folder:
         try:
-            stored = Stored.write(values, Path(folder))
+            stored = Stored.write(values, folder)
         except OnnxplaceError as problem:
             return Memory(notes=(_note(problem, ""),))
         jobs = {"": Job(bundle.path, stored.only([item.name for item in bundle.inputs]))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxplace._leases import temporary_folder
 from onnxplace.bundle import Bundle
 from onnxplace.errors import ExecutionError, FeedError
 from onnxplace.feeds import Array
@@ -64,13 +64,13 @@ def check_runtime(runtime_class: Callable[[], Runtime], *, computes: bool = True
     >>> from onnxplace.registry import find
     >>> check_runtime(find("runtimes", "simulated"), computes=False)
     """
-    with tempfile.TemporaryDirectory(prefix="onnxplace-") as folder:
-        bundle = _small_bundle(Path(folder), _MODEL, _DEVICE_MAP)
+    with temporary_folder() as folder:
+        bundle = _small_bundle(folder, _MODEL, _DEVICE_MAP)
         checks = [_check_requests, _check_close]
         for check in [*checks, _check_failure, _check_cancelled] if computes else checks:
             _in_time(lambda check=check: check(runtime_class(), bundle, computes), check.__name__)  # type: ignore[misc]
         if computes and runtime_class().keeps_state:
-            stateful = _small_bundle(Path(folder), _STATE_MODEL, _STATE_DEVICE_MAP, ("total_next=total",))
+            stateful = _small_bundle(folder, _STATE_MODEL, _STATE_DEVICE_MAP, ("total_next=total",))
             _in_time(lambda: _check_states(runtime_class(), stateful), _check_states.__name__)
 
 

@@ -1,9 +1,7 @@
-"""What remains to be done with a bundle once it is on disk: try it out, and think again if one device does better."""
+"""What remains to be done with a bundle before it is put in place: a trial, and one device alone."""
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -12,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from onnxplace._output import Staging
 from onnxplace.bundle import Bundle, DiagnosticRecord, Manifest
 from onnxplace.costs import alone_seconds, fits_alone
 from onnxplace.errors import OnnxplaceError
 from onnxplace.facts import Emitted, Placement, Profile, Source
-from onnxplace.files import put_in_place
 from onnxplace.model import Model
 from onnxplace.pipeline import Pipeline, Timing, make_pass
 from onnxplace.placers import OBJECTIVES, unused_devices
@@ -24,7 +22,7 @@ from onnxplace.report import milliseconds
 from onnxplace.spec import PassSpec, format_pipeline, parse_pipeline
 from onnxplace.state import Diagnostic, State
 from onnxplace.target import REQUEST_SECONDS
-from onnxplace.trial import Trial, doubtful, rewritten, tried, try_out, untried
+from onnxplace.trial import Trial, doubtful, replace_manifest, tried, try_out, untried
 
 # Steps that differ by less are not told apart.
 CLEARLY = 0.97
@@ -42,11 +40,19 @@ class Settled:
 
 
 def settled(
-    steps: Pipeline, state: State, *, trial: bool, cache: bool, rethink: bool, tell: Callable[[], None]
+    steps: Pipeline,
+    state: State,
+    staging: Staging,
+    *,
+    trial: bool,
+    cache: bool,
+    rethink: bool,
+    tell: Callable[[], None],
 ) -> Settled:
     """Try out a bundle if its costs were measured here, and say in its manifest what came out.
 
-    `rethink`: if one device alone may do better, that is tried too, and its bundle takes the place if it does.
+    `rethink`: if one device alone may do better, that is tried too, next to it, and its bundle is the result if it
+    does. Nothing is put in its final place yet.
     """
     found, timings = None, []
     why_not = _not_measured(state) if trial else []
@@ -55,7 +61,7 @@ def settled(
         began, feeds = time.perf_counter(), state[Model].feeds(_seed(steps))
         found, state = _tried(state, feeds, cache)
         if found is not None and rethink and _alone_sooner(state, found.step_seconds) is not None:
-            steps, state, found = _the_better(steps, state, found, feeds, cache)
+            steps, state, found = _the_better(steps, state, found, feeds, cache, staging)
         timings.append(Timing("trial", time.perf_counter() - began))
     else:
         state = state.saying(*why_not)
@@ -63,9 +69,15 @@ def settled(
     manifest = bundle.manifest if found is None else tried(bundle.manifest, found)
     state = state.saying(*_slower_than_one(state, manifest.predicted.step_seconds), *_beyond_limits(manifest))
     state = replace(state, diagnostics=tuple(dict.fromkeys(state.diagnostics)))  # emitting twice says things twice
+    state = replace(state, diagnostics=tuple(_about_result(note, staging) for note in state.diagnostics))
     said = tuple(DiagnosticRecord(**asdict(note)) for note in state.diagnostics)
-    bundle = rewritten(bundle, manifest.model_copy(update={"diagnostics": said}))
+    bundle = replace_manifest(bundle, manifest.model_copy(update={"diagnostics": said}))
     return Settled(bundle, steps, state, tuple(timings))
+
+
+def _about_result(note: Diagnostic, staging: Staging) -> Diagnostic:
+    """Return a note that names the finished bundle where it named the unfinished one."""
+    return Diagnostic(note.code, *map(staging.named, (note.message, note.where, note.hint)))
 
 
 def _not_measured(state: State) -> list[Diagnostic] | None:
@@ -107,42 +119,36 @@ def _tried(state: State, feeds: Mapping[str, Any], cache: bool) -> tuple[Trial |
 
 
 def _the_better(
-    steps: Pipeline, state: State, found: Trial, feeds: Mapping[str, Any], cache: bool
+    steps: Pipeline, state: State, found: Trial, feeds: Mapping[str, Any], cache: bool, staging: Staging
 ) -> tuple[Pipeline, State, Trial]:
-    """Return how one device alone does, its bundle in the place of the other, if that is better; else all unchanged.
+    """Return how one device alone does, as another bundle, if that is better; else all unchanged.
 
     Both run in turns, since a machine may be faster now than a second ago.
     """
     at = next(index for index, step in enumerate(steps.passes) if Placement in step.provides)
-    path, aside = state[Emitted].path, None
+    aside = staging.beside("alone")
     try:
-        aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))  # beside it, as linked weights demand
         alone, _ = Pipeline(_alone(steps, at, aside).passes[at:]).run(state)
-        both = [Bundle.open(path), Bundle.open(aside)]
+        both = [Bundle.open(state[Emitted].path), Bundle.open(aside)]
         if untried(*both):
             return steps, state, found
         several, one = try_out(both, feeds, cached=cache)
         if doubtful(several) or doubtful(one) or one.step_seconds > CLEARLY * several.step_seconds:
             return steps, state, several
-        put_in_place(aside, path)
     except (OnnxplaceError, OSError):  # pinned to two devices, say
         return steps, state, found
-    finally:
-        if aside is not None:
-            shutil.rmtree(aside, ignore_errors=True)
     home = state.target.devices[int(alone[Placement].device[0])].id
     took = f"a step took {milliseconds(several.step_seconds)}, and on {home} alone {milliseconds(one.step_seconds)}"
     note = Diagnostic("P042", f"in a trial, {took}: kept {home}", where=state[Placement].placer)
-    alone = alone.having(Emitted(path)).saying(note, *unused_devices(alone))
-    return _alone(steps, at, path), alone, one
+    return _alone(steps, at, aside), alone.saying(note, *unused_devices(alone)), one
 
 
 def _alone(steps: Pipeline, at: int, path: Path) -> Pipeline:
-    """Return the pipeline with one device in place of its placer, pass `at`, writing to `path` whatever is there."""
+    """Return the pipeline with one device in place of its placer, pass `at`, writing to `path`."""
     emit: Any = steps.passes[-1]
     specs = [*parse_pipeline(emit.pipeline)]
     specs[at] = PassSpec("single")
-    emit = replace(emit, path=str(path), force=True, pipeline=format_pipeline(specs))
+    emit = replace(emit, path=str(path), pipeline=format_pipeline(specs))
     return Pipeline((*steps.passes[:at], make_pass("single"), *steps.passes[at + 1 : -1], emit))
 
 

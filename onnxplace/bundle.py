@@ -24,12 +24,14 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from onnxplace._docstrings import field_docs
+from onnxplace._leases import moved_aside
 from onnxplace._programs import check_programs
 from onnxplace.errors import BundleError, InputError, TargetError, UsageError
 from onnxplace.feeds import Array, Declared, zero_feeds
 from onnxplace.files import open_input, parse_json
 from onnxplace.target import Device, Link, LinkModel, Shared, Target
 
+FORMAT = "onnxplace bundle"
 SCHEMA_VERSION = "1.1"
 MANIFEST = "manifest.json"
 COSTS = "costs.json"
@@ -219,6 +221,8 @@ class DiagnosticRecord(Record):
 class Manifest(Record):
     """Everything a runtime needs to know about a bundle, and where the bundle came from."""
 
+    format: Literal["onnxplace bundle"] = "onnxplace bundle"
+    """By which a folder is known as a bundle; the first ones did not say it."""
     schema_version: str
     model: str
     model_digest: str
@@ -355,6 +359,8 @@ def _read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     if not os.path.lexists(file):
         hint = "`onnxplace compile MODEL -o DIR` makes one"
+        if aside := moved_aside(path):
+            hint = f"a compile that was interrupted moved it to {aside}; move it back, or compile again, which does so"
         raise BundleError("N001", "not a bundle: it has no manifest.json", where=str(path), hint=hint)
     data = _parse_manifest(path, file)
     version = data.get("schema_version") if isinstance(data, dict) else None

@@ -5,7 +5,6 @@ All of it goes through the runtime itself, with bundles made for the purpose; do
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onnxplace._fits import LinkFit, fit_link
+from onnxplace._leases import temporary_folder
 from onnxplace._measuring import AtOnce, Calls, Hops, at_once, calls, hops, undisturbed
 from onnxplace._timings import ENOUGH, Samples, take_turns
 from onnxplace.errors import UsageError
@@ -85,8 +85,8 @@ def calibrate(
         if device.kind == "cuda":
             require_cuda(device.id)
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="onnxplace-") as folder:
-        found, called, slower = _timed(target, sizes, seconds, Path(folder), observer or (lambda *_: None))
+    with temporary_folder() as folder:
+        found, called, slower = _timed(target, sizes, seconds, folder, observer or (lambda *_: None))
     at = {device.id: device for device in target.devices}
     links = [link for (a, b), both in found.items() for link in _links(both, (at[a], at[b]), called)]
     measured, notes = _measured(target, links, called, slower), _notes(links, slower)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,8 +74,8 @@ def reference(
 ) -> Callable[[Mapping[str, Array]], dict[str, Any]]:
     """Return a function that runs the unsplit model: the bundle's own copy of it, or the file `against`."""
     model = Path(against) if against else bundle.file(WHOLE)
-    if not model.is_file():
-        what = "it is a folder, not a model" if model.is_dir() else "there is no such file"
+    if not os.path.isfile(model):
+        what = "it is a folder, not a model" if os.path.isdir(model) else "there is no such file"
         raise ModelError("M001", what, where=str(model))
     entries = {} if against else bundle.session_entries
     with pinned(all_cores):

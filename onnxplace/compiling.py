@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from onnxplace import cost_cache
+from onnxplace._output import prepare, staged
 from onnxplace._settling import settled
 from onnxplace._stateful import Asked, bind_states
-from onnxplace.bundle import MANIFEST, Bundle
+from onnxplace.bundle import Bundle
 from onnxplace.errors import InfeasibleError, UsageError
 from onnxplace.facts import Placement, Profile
 from onnxplace.feeds import Array
-from onnxplace.files import require_free
+from onnxplace.files import require_place
 from onnxplace.machine import cuda_problem, gpus, local_target
 from onnxplace.model import Model, bind, require_beside, tensor_size
 from onnxplace.model import load as load_model
@@ -116,8 +118,11 @@ def compile_model(
     else:
         steps = _given_pipeline(pipeline, bool(costs or save_costs or not cache or device_map or colocate or seed))
     _require_one_emit(steps)
-    path = Path(output) if output else _default_output(model, steps)
-    require_free(path, force, MANIFEST)
+    path = _default_output(model, steps) if output is None else _given_output(output)
+    saved = [Path(file) for step in steps.passes if (file := getattr(step, "save", ""))]
+    for file in saved:
+        require_place(file)
+    swept = prepare(path, force, *(file.parent for file in saved), cost_cache.folder())
     target = target or local_target(devices)
     if max_memory:
         target = target.limiting(parse_memory(str(max_memory), [device.id for device in target.devices]))
@@ -125,24 +130,34 @@ def compile_model(
     with custom_operators(custom_op_libraries):
         require_operators(loaded)
     facts = State(target).having(loaded).saying(*_unused_gpus(target, devices), *_assumed_links(target))
-    emit = replace(steps.passes[-1], path=str(path), force=force, pipeline=str(steps))  # type: ignore[call-arg]
-    if link_weights or getattr(emit, "link_weights", False):
+    if link_weights or getattr(steps.passes[-1], "link_weights", False):
         require_beside(loaded, path)
-        emit = replace(emit, link_weights=True)  # type: ignore[call-arg]
-    steps = Pipeline((*steps.passes[:-1], emit))
-    count = len(steps.passes)
-    with custom_operators(custom_op_libraries):
+        link_weights = True
+    with staged(path, force) as staging, custom_operators(custom_op_libraries):
+        steps = _emitting_to(staging.folder, steps, link_weights)
+        count = len(steps.passes)
         facts, timings = _run(steps, facts, strict, observer)
         done = settled(
             steps,
             facts,
+            staging,
             trial=trial,
             cache=cache and all(getattr(step, "cache", True) for step in steps.passes),
             rethink=pipeline is None and facts[Placement].placer == OBJECTIVES["latency"] and not strict,
             tell=(lambda: observer("trial", count, count + 1)) if observer else (lambda: None),
         )
+        staging.place(done.bundle.path)
     made: Any = done.steps.passes[-1]
-    return Compiled(done.bundle, made.pipeline, (*timings, *done.timings), done.state.diagnostics)
+    bundle = Bundle(path, done.bundle.manifest)
+    return Compiled(bundle, made.pipeline, (*timings, *done.timings), (*swept, *done.state.diagnostics))
+
+
+def _emitting_to(folder: Path, steps: Pipeline, link_weights: bool) -> Pipeline:
+    """Return a pipeline that writes its bundle to a folder, and writes down what it was before."""
+    emit = replace(steps.passes[-1], path=str(folder), pipeline=str(steps))  # type: ignore[call-arg]
+    if link_weights:
+        emit = replace(emit, link_weights=True)  # type: ignore[call-arg]
+    return Pipeline((*steps.passes[:-1], emit))
 
 
 def _require_one_emit(steps: Pipeline) -> None:
@@ -168,6 +183,15 @@ def _require_types(devices: object, shape: object, inputs: object) -> None:
     ):
         if not (value is None or isinstance(value, Mapping)):
             raise UsageError("U054", f"{name} cannot be {value!r}: it is a mapping", hint=f"write {hint}")
+
+
+def _given_output(output: str | Path) -> Path:
+    """Return where the user wants the bundle; raises UsageError for an empty name, which Path takes for a dot."""
+    if not isinstance(output, (str, Path)):
+        raise UsageError("U032", f"expected a path, got {output!r}", where="output", hint="name a new folder")
+    if not str(output):
+        raise UsageError("U032", "expected the name of a folder, got ''", where="output", hint="name a new folder")
+    return Path(output)
 
 
 def _default_output(model: object, steps: Pipeline) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.errors import FeedError, nearest, one_line
+from onnxplace.errors import FeedError, InputError, nearest, one_line
+from onnxplace.files import open_input
 
 Array = NDArray[Any]
 _NPY = b"\x93NUMPY"
@@ -242,7 +244,7 @@ def read_npz(path: str | Path) -> dict[str, Array]:
     """Read arrays by name from an .npz file; raises FeedError naming the file. Nothing in it is executed."""
     hint = "write it with numpy.savez(path, input_name=array)"
     try:
-        with Path(path).open("rb") as stream:
+        with io.BufferedReader(open_input(path, "F006")) as stream:
             begins = stream.read(len(_NPY))
             if begins == _NPY:
                 reason = "it is one array without a name (.npy)"
@@ -252,8 +254,8 @@ def read_npz(path: str | Path) -> dict[str, Array]:
                 stream.seek(0)
                 with np.load(stream, allow_pickle=False) as archive:
                     return {name: archive[name] for name in archive.files}
-    except FileNotFoundError:
-        raise FeedError("F006", "there is no such file", where=str(path)) from None
+    except InputError as problem:
+        raise FeedError("F006", problem.message, where=problem.where, hint=hint) from None
     except OSError as problem:
         reason = problem.strerror or str(problem)
     except ValueError as problem:

@@ -1,4 +1,4 @@
-"""Write files and folders whole or not at all; read JSON with errors that name the file."""
+"""Write files whole or not at all; read the small files that users give, with errors that name the file."""
 
 from __future__ import annotations
 
@@ -6,23 +6,48 @@ import errno
 import io
 import json
 import os
-import shutil
+import select
 import stat
-import tempfile
+import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from onnxplace._leases import leased
 from onnxplace.errors import ExecutionError, InputError, OnnxplaceError, UsageError
 
+# A cost file of a million nodes has about as much. Models, weights and arrays are read by other means.
+MAX_TEXT_BYTES = 256 << 20
+# How long to wait for a program to open the other end of a pipe. Once one has, it may take as long as it likes.
+PIPE_SECONDS = 2.0
+_PIECE_BYTES = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Longer paths are shown without their middle.
+_MAX_SHOWN = 300
+
+
+def shown(path: str | os.PathLike[str]) -> str:
+    r"""Return a path as one readable line: escaped where it is not printable, and not too long.
+
+    >>> shown("a\nb"), shown(b"caf\xe9".decode(errors="surrogateescape"))
+    ('a\\nb', 'caf\\udce9')
+    """
+    text = "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in os.fspath(path)
+    )
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN // 2]}...{text[-_MAX_SHOWN // 2 :]}"
+
+
+def is_full(problem: OSError) -> bool:
+    """Return whether a file system has no room, or a limit of the user's or the process's was reached."""
+    return problem.errno in _FULL
 
 
 def disk_error(problem: OSError, where: str) -> OnnxplaceError:
     """Return the error for a file system that refuses: exit 4, with advice where it is full."""
-    if problem.errno in _FULL:
+    if is_full(problem):
         hint = "free some space, or choose another -o (for temporary files, another TMPDIR)"
         return ExecutionError("E001", "no space left", where=where, hint=hint)
     return ExecutionError(
@@ -30,88 +55,41 @@ def disk_error(problem: OSError, where: str) -> OnnxplaceError:
     )
 
 
-def require_free(path: Path, force: bool, marker: str) -> None:
-    """Raise UsageError unless nothing is at `path`, or with `force` a folder that holds the file `marker`."""
+def cannot_write(problem: OSError | ValueError | str, path: Path) -> UsageError:
+    """Return the error for a place that the user chose and where nothing can be written."""
+    reason = (problem.strerror or problem) if isinstance(problem, OSError) else problem
+    return UsageError("U032", f"cannot write there: {reason}", where=shown(path), hint="choose another place")
+
+
+def require_name(path: Path) -> None:
+    """Raise UsageError unless a path can be written to a manifest and handed to ONNX Runtime."""
+    if "\0" in os.fspath(path):
+        raise cannot_write("embedded null byte", path)
     try:
-        if path.is_symlink():
-            raise UsageError(
-                "U031",
-                "it is a link, not a bundle, so --force does not replace it",
-                where=str(path),
-                hint="name the folder itself",
-            )
-        parent = next(folder for folder in path.absolute().parents if folder.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK):
-            reason = "is no folder" if not parent.is_dir() else "cannot be written to"
-            raise UsageError(
-                "U032", f"cannot write there: {parent} {reason}", where=str(path), hint="choose another place"
-            )
-        if path.resolve() == Path.cwd():
-            hint = "name a folder inside it"
-            raise UsageError(
-                "U031",
-                "it is not a bundle but the current folder, so --force does not replace it",
-                where=str(path),
-                hint=hint,
-            )
-        if not path.exists():
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        raise cannot_write("expected a name in UTF-8", path) from None
+
+
+def require_place(path: Path) -> None:
+    """Raise UsageError if a file cannot be written there: before the work, not after it."""
+    require_name(path)
+    try:
+        about = path.stat() if path.exists() else None
+        folder = path.absolute().parent
+        if about is not None and stat.S_ISDIR(about.st_mode):
+            reason = "it is a folder"
+        elif not folder.is_dir():
+            reason = f"there is no folder {shown(folder)}"
+        elif about is not None and not stat.S_ISREG(about.st_mode):  # a device, or a pipe
             return
-        if not force:
-            hint = "choose another -o, or replace it with --force"
-            raise UsageError("U030", "it exists already", where=str(path), hint=hint)
-        if not path.is_dir() or not ((path / marker).exists() or not any(path.iterdir())):
-            hint = "choose another -o"
-            raise UsageError("U031", "it is not a bundle, so --force does not replace it", where=str(path), hint=hint)
-    except (OSError, ValueError) as problem:
-        raise _cannot_write(problem, path) from None
-
-
-@contextmanager
-def replaced_folder(path: Path) -> Iterator[Path]:
-    """Give a temporary folder beside `path` that becomes `path` at the end.
-
-    Whatever goes wrong, nothing new is left behind, and what was at `path` stays.
-    """
-    missing = [parent for parent in path.parents if not parent.exists()]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        elif not os.access(folder, os.W_OK):
+            reason = f"{shown(folder)} cannot be written to"
+        else:
+            return
     except OSError as problem:
-        _remove_empty(missing)
-        raise _cannot_write(problem, path) from None
-    try:
-        yield folder
-        folder.chmod(0o777 & ~_umask())
-        put_in_place(folder, path)
-    except BaseException as problem:
-        shutil.rmtree(folder, ignore_errors=True)
-        _remove_empty(missing)
-        if isinstance(problem, OSError):
-            raise disk_error(problem, str(path)) from None
-        raise
-
-
-def put_in_place(folder: Path, path: Path) -> None:
-    """Put `folder` in the place of `path`, which is given back if that fails."""
-    if not path.exists():
-        folder.rename(path)
-        return
-    aside = folder.with_name(f"{folder.name}.old")
-    path.rename(aside)
-    try:
-        folder.rename(path)
-    except BaseException:
-        aside.rename(path)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _remove_empty(folders: list[Path]) -> None:
-    for folder in folders:  # the innermost first
-        try:
-            folder.rmdir()
-        except OSError:
-            return
+        raise cannot_write(problem, path) from None
+    raise cannot_write(reason, path)
 
 
 def write_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
@@ -120,60 +98,84 @@ def write_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
     A link is followed; what is no regular file (a device, a pipe) is written to, never replaced.
     """
     try:
+        require_name(path)
         path = path.resolve() if path.is_symlink() else path
         if path.exists() and not path.is_file():
-            with path.open("wb") as stream:
+            with _open_existing(path) as stream:
                 _fill(stream, fill)
             return
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        os.close(descriptor)
-    except (OSError, ValueError) as problem:
-        raise _cannot_write(problem, path) from None
-    temporary = Path(name)
+    except OSError as problem:
+        raise cannot_write(problem, path) from None
     try:
-        with temporary.open("wb") as stream:
-            fill(stream)
-        temporary.chmod(0o666 & ~_umask())
-        temporary.replace(path)
-    except BaseException as problem:
-        temporary.unlink(missing_ok=True)
-        if isinstance(problem, OSError):
-            raise disk_error(problem, str(path)) if problem.errno in _FULL else _cannot_write(problem, path) from None
-        raise
+        with leased(path.parent) as lease:
+            with lease.path.open("wb") as stream:
+                fill(stream)
+            lease.path.replace(path)
+    except OSError as problem:
+        raise disk_error(problem, shown(path)) if is_full(problem) else cannot_write(problem, path) from None
 
 
 def read_json(path: str | Path, code: str, what: str) -> Any:
     """Read a JSON file; raises InputError with `code`, naming the file and `what` it should have been."""
-    return parse_json(read_bytes(path, code), code, what, str(path))
+    return parse_json(read_bytes(path, code), code, what, shown(path))
 
 
-def read_bytes(path: str | Path, code: str) -> bytes:
-    """Read a file whole; raises InputError with `code`, naming it."""
+def read_text(path: str | Path, code: str, what: str, encoding: str = "utf-8") -> str:
+    """Read a text; raises InputError with `code`, naming the file and `what` it should have been."""
     try:
-        return Path(path).read_bytes()
-    except FileNotFoundError:
-        raise InputError(code, "there is no such file", where=str(path)) from None
-    except IsADirectoryError:
-        raise InputError(code, "it is a folder, not a file", where=str(path)) from None
-    except (OSError, ValueError) as problem:
-        reason = problem.strerror if isinstance(problem, OSError) else problem
-        raise InputError(code, f"it cannot be read: {reason}", where=str(path)) from None
+        return read_bytes(path, code).decode(encoding)
+    except UnicodeDecodeError:
+        raise InputError(code, f"not {what}: it is a binary file", where=shown(path)) from None
+
+
+def read_bytes(path: str | Path, code: str, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """Read a file, or what comes through a pipe, whole; raises InputError with `code`, naming it.
+
+    Waits for a program that has the other end of a pipe open. What is neither file nor pipe, or more than
+    `max_bytes`, is refused.
+    """
+    try:
+        with open_input(path, code, pipes=True) as stream:
+            about = os.fstat(stream.fileno())
+            if about.st_size > max_bytes:
+                raise _too_large(path, code, max_bytes, f"{about.st_size} bytes")
+            data = _read_up_to(stream, max_bytes + 1, is_pipe=stat.S_ISFIFO(about.st_mode))
+    except OSError as problem:
+        raise InputError(code, f"it cannot be read: {problem.strerror or problem}", where=shown(path)) from None
+    if data is None:
+        hint = "start the program that writes to it first"
+        raise InputError(code, "it is a pipe to which nothing is written", where=shown(path), hint=hint)
+    if len(data) > max_bytes:
+        raise _too_large(path, code, max_bytes, "more")
+    return data
 
 
 def open_input(path: str | Path, code: str, *, pipes: bool = False) -> io.FileIO:
-    """TEMPORARY: replaced by the one of branch files."""
+    """Open a file that the user named, without waiting; raises InputError with `code` for what is no file.
+
+    A pipe is opened with `pipes` only, and does not block then.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except FileNotFoundError:
-        raise InputError(code, "there is no such file", where=str(path)) from None
+        raise InputError(code, "there is no such file", where=shown(path)) from None
     except (OSError, ValueError) as problem:
+        if sys.platform == "win32" and os.path.isdir(path):
+            raise InputError(code, "it is a folder, not a file", where=shown(path)) from None
         reason = problem.strerror if isinstance(problem, OSError) else problem
-        raise InputError(code, f"it cannot be read: {reason}", where=str(path)) from None
+        raise InputError(code, f"it cannot be read: {reason}", where=shown(path)) from None
     kind = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(kind):
+    if stat.S_ISREG(kind) or (pipes and stat.S_ISFIFO(kind)):
         return io.FileIO(descriptor)
     os.close(descriptor)
-    raise InputError(code, "expected a file, got a device", where=str(path))
+    if stat.S_ISDIR(kind):
+        raise InputError(code, "it is a folder, not a file", where=shown(path))
+    raise InputError(
+        code,
+        f"expected a file, got a {'pipe' if stat.S_ISFIFO(kind) else 'device'}",
+        where=shown(path),
+        hint="write it to a file first, and name that",
+    )
 
 
 def parse_json(data: bytes | str, code: str, what: str, where: str) -> Any:
@@ -208,13 +210,43 @@ def _fill(stream: BinaryIO, fill: Callable[[BinaryIO], object]) -> None:
     stream.write(buffer.getvalue())
 
 
-def _umask() -> int:
-    """Return the process's mask for new files, which can only be read by setting it."""
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
+def _open_existing(path: Path) -> BinaryIO:
+    """Open a device or a pipe to write to; raises OSError, also if nothing reads from a pipe."""
+    patience = time.monotonic() + PIPE_SECONDS
+    while True:
+        try:
+            descriptor = os.open(path, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
+            break
+        except OSError as problem:
+            if problem.errno != errno.ENXIO or time.monotonic() > patience:
+                raise
+            time.sleep(0.01)
+    os.set_blocking(descriptor, True)
+    return os.fdopen(descriptor, "wb")
 
 
-def _cannot_write(problem: OSError | ValueError, path: Path) -> UsageError:
-    reason = problem.strerror if isinstance(problem, OSError) else problem
-    return UsageError("U032", f"cannot write there: {reason}", where=str(path), hint="choose another place")
+def _read_up_to(stream: io.FileIO, count: int, is_pipe: bool) -> bytes | None:
+    """Read a file or a pipe, which does not block, to its end or so many bytes; None if nothing writes to the pipe."""
+    data, connected, patience = bytearray(), not is_pipe, time.monotonic() + PIPE_SECONDS
+    while len(data) < count:
+        piece = stream.read(min(_PIECE_BYTES, count - len(data)))
+        if piece:
+            data += piece
+            connected = True
+        elif piece is None:  # a program has the other end open, and has not written yet
+            connected = True
+            waiting = select.poll()
+            waiting.register(stream, select.POLLIN)
+            waiting.poll()
+        elif connected:
+            break
+        elif time.monotonic() > patience:
+            return None
+        else:
+            time.sleep(0.01)
+    return bytes(data)
+
+
+def _too_large(path: str | Path, code: str, max_bytes: int, size: str) -> InputError:
+    hint = "is it the file you meant?"
+    return InputError(code, f"expected at most {max_bytes} bytes, got {size}", where=shown(path), hint=hint)

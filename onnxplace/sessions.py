@@ -36,7 +36,7 @@ def custom_operators(libraries: Sequence[str | Path]) -> Iterator[None]:
     """
     paths = tuple(str(Path(library).resolve()) for library in libraries)
     for path in paths:
-        if not Path(path).is_file():
+        if not os.path.isfile(path):
             raise ModelError("M023", "there is no such library of operators", where=path)
         _register(onnxruntime().SessionOptions(), path)
     token = _libraries.set(tuple(dict.fromkeys((*_libraries.get(), *paths))))

@@ -14,7 +14,8 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.errors import TargetError, UsageError, nearest
+from onnxplace.errors import InputError, TargetError, UsageError, nearest
+from onnxplace.files import read_text
 
 KINDS = ("cpu", "cuda")
 LinkModel = Literal["duplex", "parallel", "sequential"]
@@ -301,11 +302,9 @@ def parse_memory(text: str, device_ids: Iterable[str]) -> dict[str, int]:
 def read_target(path: str | Path) -> Target:
     """Read a target file (TOML, docs/target.md); raises TargetError naming the file and the bad entry."""
     try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise TargetError("T006", f"cannot read it: {problem.strerror}", where=str(path)) from None
-    except UnicodeDecodeError:
-        raise TargetError("T006", "not TOML: it is a binary file", where=str(path)) from None
+        data = tomllib.loads(read_text(path, "T006", "TOML"))
+    except InputError as problem:
+        raise TargetError("T006", problem.message, where=problem.where, hint=problem.hint) from None
     except tomllib.TOMLDecodeError as problem:
         raise TargetError("T006", f"not TOML: {problem}", where=str(path)) from None
     try:

@@ -145,7 +145,7 @@ def tried(manifest: Manifest, trial: Trial) -> Manifest:
     return changed.model_copy(update={"predicted": predicted, "trial": record, "devices": devices})
 
 
-def rewritten(bundle: Bundle, manifest: Manifest) -> Bundle:
+def replace_manifest(bundle: Bundle, manifest: Manifest) -> Bundle:
     """Put another manifest into a bundle, in place of its own at one stroke."""
     text = manifest.model_dump_json(indent=1)
     write_file(bundle.path / MANIFEST, lambda stream: stream.write(text.encode()))

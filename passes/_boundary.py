@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Iterable
-from pathlib import Path
 
 from onnx import TensorProto, TypeProto, ValueInfoProto
 
+from onnxplace._leases import temporary_folder
 from onnxplace.errors import ModelError
 from onnxplace.model import Model
 from onnxplace.passes._measure import stored
@@ -29,8 +28,8 @@ def _is_complete(kind: TypeProto) -> bool:
 
 def _ask_onnxruntime(model: Model, names: list[str]) -> dict[str, TypeProto]:
     """Open the whole model with these values as outputs and read the types it finds for them."""
-    with tempfile.TemporaryDirectory(prefix="onnxplace-") as folder:
-        source, entries = stored(model, Path(folder), [ValueInfoProto(name=name) for name in names])
+    with temporary_folder() as folder:
+        source, entries = stored(model, folder, [ValueInfoProto(name=name) for name in names])
         session = open_session(source, session_options([0], "none", entries), where=model.name)
         found = {output.name: _parse(output.type, output.shape) for output in session.get_outputs()}
     for name in names:

@@ -10,6 +10,7 @@ from typing import Any
 
 from onnxplace.errors import InputError
 from onnxplace.facts import Profile, Source
+from onnxplace.files import read_text
 from onnxplace.model import Model
 
 FORMAT = "onnxplace-costs"
@@ -65,12 +66,7 @@ def require_version(found: object, path: str | Path) -> None:
 
 def read_lines(path: str | Path) -> list[str]:
     """Return the lines of a text; raises InputError if there is none."""
-    try:
-        return Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except FileNotFoundError:
-        raise InputError("C011", "there is no such file", where=str(path)) from None
-    except (OSError, UnicodeDecodeError) as problem:
-        raise InputError("C011", f"not a cost file: {problem}", where=str(path)) from None
+    return read_text(path, "C011", "a cost file", "utf-8-sig").splitlines()
 
 
 def read_table(path: str | Path, model: Model) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +44,7 @@ class Imported:
 
 def is_foreign(path: str | Path) -> bool:
     """Return whether a file begins as one of another program does; False if it cannot be read, or only once."""
-    if not Path(path).is_file():  # a pipe
+    if not os.path.isfile(path):  # a pipe, say
         return False
     try:
         with Path(path).open(encoding="utf-8-sig", errors="replace") as stream:

@@ -7,7 +7,6 @@ corrected such that they add up to a run without.
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +18,7 @@ import onnx
 from numpy.typing import NDArray
 
 from onnxplace._children import in_child
+from onnxplace._leases import temporary_folder
 from onnxplace.facts import Quality
 from onnxplace.graph import Floats, Ints
 from onnxplace.model import INLINE_LIMIT_BYTES, Model, WeightFile
@@ -81,11 +81,11 @@ class Timer:
         times would be those of the launches otherwise. The unprofiled runs, to whose time all is scaled, are
         ordinary ones.
         """
-        with tempfile.TemporaryDirectory(prefix="onnxplace-") as folder, pinned(self.cores):
-            source, entries = stored(model, Path(folder))
+        with temporary_folder() as folder, pinned(self.cores):
+            source, entries = stored(model, folder)
             most = max(MOST_EVENTS // max(len(model.nodes), 1), 3)
             patience = Patience(min(self.repeat, most), self.seconds, self.tolerance)
-            job = Job(source, entries, self.device_id, self.cores, dict(feeds), patience, folder, model.name)
+            job = Job(source, entries, self.device_id, self.cores, dict(feeds), patience, str(folder), model.name)
             if self.device_id.startswith("cpu:"):
                 kernels, session = profile(job)
             else:
@@ -94,7 +94,7 @@ class Timer:
             runs, made = _run(session, job, Patience(self.repeat, self.seconds, self.tolerance))
             del session
             fused, ran = (
-                onnx.load(Path(folder) / f"{level}.onnx", load_external_data=False) for level in ("extended", "all")
+                onnx.load(folder / f"{level}.onnx", load_external_data=False) for level in ("extended", "all")
             )
         return _measurement(model, fused, ran, kernels, runs), made
 

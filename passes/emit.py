@@ -10,9 +10,10 @@ from typing import ClassVar
 
 from onnx import TypeProto, ValueInfoProto
 
+from onnxplace._output import require_free, staged
 from onnxplace.bundle import COSTS, MANIFEST, SEGMENTS, WEIGHTS, WHOLE, FileRecord, link_record
 from onnxplace.facts import Emitted, Placement, Profile, Schedule, Segment, Segments
-from onnxplace.files import replaced_folder, require_free
+from onnxplace.files import disk_error, shown
 from onnxplace.model import Model, WeightFile
 from onnxplace.passes._boundary import boundary_types
 from onnxplace.passes._cost_file import costs_text
@@ -23,7 +24,7 @@ from onnxplace.target import Target
 
 @dataclass(frozen=True)
 class Emit(Pass):
-    """Write segments, weights and manifest to a temporary folder beside `path`, and rename it when it is complete."""
+    """Write segments, weights and manifest to a hidden folder next to `path`, and rename it when it is complete."""
 
     name: ClassVar[str] = "emit"
     requires: ClassVar[tuple[type, ...]] = (Model, Profile, Placement, Schedule, Segments)
@@ -40,10 +41,14 @@ class Emit(Pass):
 
     def run(self, state: State) -> State:
         path = Path(self.path)
-        require_free(path, self.force, MANIFEST)
+        require_free(path, self.force)
         beside = path.absolute().parent if self.link_weights else None
-        with replaced_folder(path) as folder:
-            linked = _write(state, folder, self.pipeline, beside)
+        with staged(path, self.force) as staging:
+            try:
+                linked = _write(state, staging.folder, self.pipeline, beside)
+            except OSError as problem:
+                raise disk_error(problem, shown(path)) from None
+            staging.place(staging.folder)
         if self.link_weights and not linked:
             message = "there is nothing to link to: the model has no weights file of its own"
             state = state.saying(Diagnostic("N011", message, where=state[Model].name))
@@ -52,6 +57,7 @@ class Emit(Pass):
 
 def _write(state: State, folder: Path, pipeline: str, beside: Path | None) -> bool:
     """Fill the folder of the bundle; returns whether it refers to weights files in `beside`."""
+    folder.mkdir()
     (folder / SEGMENTS).mkdir()
     ids = _segment_ids(state[Segments].segments, state.target)
     types = boundary_types(state[Model], {n for s in state[Segments].segments for n in (*s.inputs, *s.outputs)})

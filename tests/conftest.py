@@ -64,6 +64,14 @@ def own_cost_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Tem
 
 
 @pytest.fixture(autouse=True)
+def own_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let no test meet, sweep and report what processes outside of these tests left among temporary files."""
+    folder = tmp_path_factory.getbasetemp() / "temporary"
+    folder.mkdir(exist_ok=True)
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+
+
+@pytest.fixture(autouse=True)
 def good_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let costs and trials of a machine that is busy with other tests be good enough to be kept, and never doubted."""
     monkeypatch.setattr("onnxplace.passes.profile.DOUBT", 1.0)

@@ -1,11 +1,16 @@
 """Work in a process of its own: what it gives, and how it fails. Each process imports this module, so it is small."""
 
 import os
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from onnxplace._children import in_child
+from onnxplace._leases import sweep
 from onnxplace.errors import ExecutionError, FeedError
 
 
@@ -21,8 +26,8 @@ def break_down(job: str) -> None:
     raise ValueError(job)
 
 
-def die(signal: int) -> None:
-    os.kill(os.getpid(), signal)
+def die(number: int) -> None:
+    os.kill(os.getpid(), number)
 
 
 def variable(name: str) -> str | None:
@@ -80,3 +85,40 @@ def test_what_a_child_says_may_be_any_bytes():
 def test_a_child_that_leaves_without_an_answer_has_failed():
     with pytest.raises(ExecutionError, match="leaving failed in a process of its own"):
         in_child(leave, 0, "leaving", "here")
+
+
+KILLED = """
+import os, signal, sys
+from onnxplace import _children
+actual = _children.subprocess.Popen.communicate
+
+def killed(process, *arguments, **options):
+    process.stderr.readline()  # until the child works
+    os.kill(os.getpid(), signal.SIGKILL)
+
+_children.subprocess.Popen.communicate = killed
+_children.in_child(__import__("tests.test_children").test_children.linger, sys.argv[1], "lingering", "here")
+"""
+
+
+def linger(end: str) -> None:
+    os.write(2, b"working\n")
+    while not os.path.exists(end):
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="locks")
+def test_what_a_killed_process_left_stays_as_long_as_its_child_works(tmp_path):
+    folder, end = tmp_path / "tmp", tmp_path / "end"
+    folder.mkdir()
+    command = [sys.executable, "-c", KILLED, str(end)]
+    root = Path(__file__).parents[1]
+    ended = subprocess.run(command, env={**os.environ, "TMPDIR": str(folder)}, cwd=root, timeout=60)
+    assert ended.returncode == -signal.SIGKILL
+    assert sweep(folder) == []
+    assert len(list(folder.iterdir())) == 2
+    end.touch()
+    patience = time.monotonic() + 30
+    while not sweep(folder) and time.monotonic() < patience:
+        time.sleep(0.01)
+    assert list(folder.iterdir()) == []

@@ -25,9 +25,11 @@ RUNTIMES = {path.stem: path for path in (ROOT / "runtimes").glob("*.py") if path
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("what everybody needs and what needs nobody", ("errors", "jit", "state", "waiting", "callbacks", "_docstrings")),
     ("loops over plain arrays", ("kernels",)),
+    ("names of what is unfinished, and renames at one stroke", ("_leases", "_renames")),
+    ("files; work in other processes", ("files", "_children")),
     (
-        "plain data about graphs, machines, inputs and weights; files; work in other processes",
-        ("graph", "target", "feeds", "_weights", "_bound_kernels", "files", "_children"),
+        "plain data about graphs, machines, inputs and weights",
+        ("graph", "target", "feeds", "_weights", "_bound_kernels"),
     ),
     (
         "what this machine has, what was measured on it, and how often to measure; graphs inside nodes",
@@ -48,6 +50,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cost graphs drawn from a seed", ("generators",)),
     ("programs on paper", ("_programs",)),
     ("the result on disk", ("bundle",)),
+    ("where it goes", ("_output",)),
     ("bundles made of parts of it", ("_parts",)),
     (
         "what runs it, step after step or on paper, and what it is compared with",

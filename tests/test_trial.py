@@ -13,7 +13,9 @@ import onnxplace
 from onnxplace import cost_cache, trial
 from onnxplace.api import compile_model
 from onnxplace.errors import ExecutionError
+from onnxplace.facts import Placement
 from onnxplace.model import Model
+from onnxplace.passes import emit
 from onnxplace.replay import simulate_manifest
 from onnxplace.runtime import Event
 from onnxplace.runtimes._segments import OpenSegment
@@ -221,14 +223,14 @@ def test_a_trial_that_fails_leaves_the_bundle_and_says_so(model_file, tmp_path, 
     assert onnxplace.load(tmp_path / "b").manifest.trial is None
 
 
-def test_an_interrupt_during_the_trial_leaves_a_whole_bundle(model_file, tmp_path, monkeypatch):
+def test_an_interrupt_during_the_trial_leaves_nothing(model_file, tmp_path, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("onnxplace._settling.try_out", interrupt)
     with pytest.raises(KeyboardInterrupt):
         compiled(model_file, tmp_path / "b")
-    assert onnxplace.load(tmp_path / "b", "all").manifest.segments
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
 def test_the_command_shows_the_trial_and_can_do_without(model_file, tmp_path, run_cli):
@@ -312,13 +314,17 @@ def test_two_devices_are_kept_unless_one_does_clearly_better(worth_two, monkeypa
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b"]
 
 
-def test_two_devices_are_kept_if_the_bundle_cannot_be_replaced(worth_two, monkeypatch, tmp_path):
+def test_two_devices_are_kept_if_there_is_no_room_for_another_bundle(worth_two, monkeypatch, tmp_path):
     pretend(monkeypatch, {2: 0.03, 1: 0.025})
 
-    def full(*_):
-        raise OSError(28, "No space left on device")
+    write = emit._write
 
-    monkeypatch.setattr("onnxplace._settling.put_in_place", full)
+    def full(state, folder, *more):
+        if len(set(state[Placement].device.tolist())) < 2:
+            raise OSError(28, "No space left on device")
+        return write(state, folder, *more)
+
+    monkeypatch.setattr(emit, "_write", full)
     result = worth_two()
     assert len(devices_of(result.bundle)) == 2
     assert onnxplace.load(tmp_path / "out" / "b", "all").manifest == result.bundle.manifest
