@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,11 +150,12 @@ def verify(
         if _all_equal(again):
             found, rounding = again, True
     equal = _all_equal(found)
-    if json_:
-        outputs = [_finite(vars(item)) for item in _worst(found)]
-        print_json({"equal": equal, "outputs": outputs, "steps": len(found), "optimised": not rounding})
-    else:
-        _print_differences(found, rounding)
+    with suppress(BrokenPipeError):  # the exit code is an answer too
+        if json_:
+            outputs = [_finite(vars(item)) for item in _worst(found)]
+            print_json({"equal": equal, "outputs": outputs, "steps": len(found), "optimised": not rounding})
+        else:
+            _print_differences(found, rounding)
     if not equal:
         raise SystemExit(1)
 
@@ -167,7 +168,8 @@ def _advised(inputs: Path | None) -> Iterator[None]:
     except ExecutionError as problem:
         if problem.code != "X001":
             raise
-        hint = problem.hint if "--steps" in problem.hint else "the unsplit model runs with the same inputs"
+        own = "the unsplit model runs with the same inputs: compile it again, and report this if it fails again"
+        hint = problem.hint if "--steps" in problem.hint else own
         raise type(problem)(problem.code, problem.message, where=problem.where, hint=hint) from problem
     except ModelError as problem:
         if problem.code != "M017" or inputs is None or "--steps" in problem.hint:
