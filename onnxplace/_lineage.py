@@ -53,13 +53,13 @@ def lineages(model: ModelProto, states: Mapping[str, str]) -> dict[str, Lineage]
     `states` says for an input which output of the step before becomes it. Weights need not be loaded.
     """
     tracer = _Tracer(model)
-    found = tracer.trace({})
-    while True:
-        carried = {name: found[output] for name, output in states.items() if output in found}
-        again = tracer.trace(carried)
-        if again == found:
-            return found
-        found = again
+    origins = tracer.trace({})
+    while True:  # until another step adds nothing
+        carried = {name: origins[output] for name, output in states.items() if output in origins}
+        of_next_step = tracer.trace(carried)
+        if of_next_step == origins:
+            return origins
+        origins = of_next_step
 
 
 def quantises(model: ModelProto) -> bool:

@@ -232,3 +232,12 @@ def test_maps_are_compared_key_by_key_within_tolerance_and_kinds_are_not_mixed()
         assert difference("y", one, other).equal is False
         assert difference("y", other, one).equal is False
     assert difference("y", None, None).equal is True
+
+
+def test_an_error_that_is_no_number_is_null_in_json(tmp_path: Path, run_cli: Callable[..., Ran]):
+    text = "(float[4] x) => (float[4] y) <float[4] w = {WEIGHTS}> { m = Mul(x, w) y = Neg(m) }"
+    bundle = compiled_with(model(text.replace("WEIGHTS", "1, 2, 3, nan")), RandomPlacement((0, 1)), tmp_path)
+    (tmp_path / "other.onnx").write_bytes(model(text.replace("WEIGHTS", "1, 2, 3, 4")).SerializeToString())
+    ran = run_cli("verify", bundle.path, "--against", tmp_path / "other.onnx", "--json")
+    found = json.loads(ran.out, parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
+    assert (ran.code, found["outputs"][0]["max_abs_error"]) == (1, None)

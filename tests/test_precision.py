@@ -159,24 +159,26 @@ def test_a_weight_of_one_product_becomes_the_same_kernel_wherever_the_model_is_c
 @st.composite
 def chains(draw: st.DrawFn) -> Chain:
     """Draw products whose weights, scales, or dequantisers some of them share."""
-    chain, made = Chain(), list[str]()
+    chain, factors = Chain(), list[str]()
     for number in range(draw(st.integers(2, 5))):
-        if made and draw(st.booleans()):
-            factor = draw(st.sampled_from(made))
+        if factors and draw(st.booleans()):
+            factor = draw(st.sampled_from(factors))
         else:
             kind, scales = draw(st.sampled_from([*KINDS])), draw(st.sampled_from(SCALES))
             weight, scale = draw(st.sampled_from("ab")), draw(st.sampled_from("abcd"))
             factor = chain.dequantised(kind, weight, scale, scales, f"factor{number}")
-            made.append(factor)
+            factors.append(factor)
         chain.product(factor, draw(st.sampled_from(("MatMul", "Gemm"))))
     return chain
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(chains(), placements())
-def test_what_is_fused_in_a_segment_is_fused_in_the_whole_model(chain: Chain, placement: RandomPlacement):
+@given(chains(), placements(), st.booleans())
+def test_what_is_fused_in_a_segment_is_fused_in_the_whole_model(
+    chain: Chain, placement: RandomPlacement, optimized: bool
+):
     with tempfile.TemporaryDirectory() as folder:
-        bundle = compiled_with(chain.proto(), placement, Path(folder))
+        bundle = compiled_with(chain.proto(), placement, Path(folder), optimized=optimized)
         whole, pieces = fused(bundle.file(WHOLE)), fused_in_segments(bundle)
         assert whole == fused(chain.proto().SerializeToString())
         assert pieces <= whole
