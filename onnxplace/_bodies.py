@@ -117,6 +117,8 @@ def _take_in(tensor: TensorProto, folder: Path | None) -> None:
 def _lift_weights(graph: GraphProto, owner: str, initializers: dict[str, TensorProto]) -> None:
     """Move the large weights of a body, and of those within it, to the model, under names of their own."""
     fixed = {value.name for value in (*graph.input, *graph.output)}  # a body cannot return what it captures
+    # ONNX Runtime fuses a dequantised weight with its product, and fails if the weight is outside of the body.
+    fixed |= {name for node in graph.node if node.op_type == "DequantizeLinear" for name in node.input}
     moved: dict[str, str] = {}
 
     def lift(name: str, tensor: TensorProto) -> bool:

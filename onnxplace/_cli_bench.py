@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,12 +88,14 @@ def bench(
         found = observe(opened, steps.first, min(repeat, MOST_TRACED), not no_memory, observer)
     ratio = times["bundle"].median_seconds / times["model"].median_seconds
     say([*_other_sizes(opened, steps.first), *found.notes])
-    if json_:
-        print_json(_bench_json(opened, times, found))
-    else:
-        click.echo(bench_summary(opened, times, found))
+    with suppress(BrokenPipeError):  # the exit code is an answer too
+        if json_:
+            print_json(_bench_json(opened, times, found))
+        else:
+            click.echo(bench_summary(opened, times, found))
     if max_ratio is not None and ratio > max_ratio:
-        click.echo(f"the bundle takes {ratio:.3f} times the model, more than {max_ratio}", err=True)
+        with suppress(OSError):
+            click.echo(f"the bundle takes {ratio:.3f} times the model, more than {max_ratio}", err=True)
         raise SystemExit(1)
 
 

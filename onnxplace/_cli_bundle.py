@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,7 +23,7 @@ from onnxplace._cli_options import (
     shape_option,
     with_operator_libraries,
 )
-from onnxplace.errors import UsageError
+from onnxplace.errors import ExecutionError, ModelError, UsageError, listed
 
 if TYPE_CHECKING:
     from onnxplace._steps import Steps
@@ -58,6 +60,7 @@ def run(
 
     import numpy as np
 
+    from onnxplace._npz import require_storable, write_npz
     from onnxplace._steps import steps_of
     from onnxplace.api import InferenceSession, load
     from onnxplace.files import require_place, write_file
@@ -65,6 +68,8 @@ def run(
     for path in filter(None, (outputs, trace)):
         require_place(path)
     opened = load(bundle)
+    if outputs:
+        require_storable(opened.returned)
     say_too_few_cores(opened, runtime)
     steps = steps_of(opened, inputs, parse_shape(shape), seed)
     kept = {item.output: item.input for item in opened.manifest.states}
@@ -83,7 +88,7 @@ def run(
             write_file(trace, lambda stream: stream.write(json.dumps(session.trace()).encode()))
     found = {name: value for name, value in result.outputs.items() if name not in kept}
     if outputs:
-        _write_npz(outputs, found)
+        write_npz(outputs, found)
     seconds = median(taken) if taken else result.seconds
     summary = {
         name: {
@@ -127,7 +132,10 @@ def verify(
     seed: int,
     json_: bool,
 ) -> None:
-    """Run the same inputs through BUNDLE and the unsplit model; exit 1 if they differ. Each carries its states on."""
+    """Run the same inputs through BUNDLE and the unsplit model; exit 1 if they differ. Each carries its states on.
+
+    Outputs that depend on random numbers are named; of these, only type, shape and finiteness must agree.
+    """
     from onnxplace._steps import steps_of
     from onnxplace.api import load
     from onnxplace.compare import rounds_to_few_values
@@ -138,7 +146,8 @@ def verify(
     count = steps or (3 if opened.manifest.states else 1)
 
     def compared(used: Sequence[int]) -> list[list[OutputDifference]]:
-        return _compared(opened, against, runtime, steps_of(opened, inputs, parse_shape(shape), seed), count, used)
+        with _advised(inputs):
+            return _compared(opened, against, runtime, steps_of(opened, inputs, parse_shape(shape), seed), count, used)
 
     found, rounding = compared(cores()), False
     if not _all_equal(found) and rounds_to_few_values(opened):
@@ -147,26 +156,32 @@ def verify(
         if _all_equal(again):
             found, rounding = again, True
     equal = _all_equal(found)
-    if json_:
-        outputs = [_finite(vars(item)) for item in _worst(found)]
-        print_json({"equal": equal, "outputs": outputs, "steps": len(found), "optimised": not rounding})
-    else:
-        for item, of_steps in zip(_worst(found), zip(*found)):
-            wrong = [number for number, at in enumerate(of_steps, 1) if not at.equal]
-            place = f", first in step {wrong[0]}" if wrong and len(found) > 1 else ""
-            click.echo(
-                f"{'equal ' if item.equal else 'DIFFERS'} {item.name}  max abs error {item.max_abs_error:.3g}, "
-                f"relative to its largest value {item.max_rel_error:.3g}{place}"
-            )
-        if len(found) > 1:
-            click.echo(f"{len(found)} steps, each with the states of the one before")
-        if rounding:
-            click.echo(
-                "compared with ONNX Runtime's optimisations off: with them, quantised values are rounded otherwise "
-                "where a fusion was cut (docs/correctness.md)"
-            )
+    with suppress(BrokenPipeError):  # the exit code is an answer too
+        if json_:
+            outputs = [_finite(vars(item)) for item in _worst(found)]
+            print_json({"equal": equal, "outputs": outputs, "steps": len(found), "optimised": not rounding})
+        else:
+            _print_differences(found, rounding)
     if not equal:
         raise SystemExit(1)
+
+
+@contextmanager
+def _advised(inputs: Path | None) -> Iterator[None]:
+    """Give advice that fits `verify`: it has run the unsplit model with the same inputs already."""
+    try:
+        yield
+    except ExecutionError as problem:
+        if problem.code != "X001":
+            raise
+        own = "the unsplit model runs with the same inputs: compile it again, and report this if it fails again"
+        hint = problem.hint if "--steps" in problem.hint else own
+        raise type(problem)(problem.code, problem.message, where=problem.where, hint=hint) from problem
+    except ModelError as problem:
+        if problem.code != "M017" or inputs is None or "--steps" in problem.hint:
+            raise
+        hint = f"it is the unsplit model that fails: check the inputs in {inputs}"
+        raise type(problem)(problem.code, problem.message, where=problem.where, hint=hint) from None
 
 
 def _compared(
@@ -175,22 +190,55 @@ def _compared(
     """Return the differences of each output in each step; the unsplit model computes on the cores `used`."""
     from onnxplace._steps import Carrying
     from onnxplace.api import InferenceSession
-    from onnxplace.compare import reference
+    from onnxplace.compare import output_lineages, reference
     from onnxplace.compare import verify as compare
 
     names = [item.name for item in bundle.outputs]
+    origins = output_lineages(bundle)
     want = Carrying(reference(bundle, against, used), bundle)
     found: list[list[OutputDifference]] = []
     with InferenceSession(bundle, runtime=runtime) as session:
-        if not session.submit(steps.first).result().outputs:
-            raise _computes_nothing(runtime, "verify")
+
+        def run(feeds: Mapping[str, Any]) -> Mapping[str, Any]:
+            outputs = session.submit(feeds, names).result().outputs
+            if not outputs:
+                raise _computes_nothing(runtime, "verify")
+            return outputs
+
         for number in range(count):
             feeds = steps.feeds(number)
             with steps.explained(number):
-                found.append(compare(lambda f: session.submit(f, names).result().outputs, want, feeds, names))
+                found.append(compare(run, want, feeds, names, origins))
             if number == 0:
                 steps.learn(want.states)
     return found
+
+
+def _print_differences(found: Sequence[Sequence[OutputDifference]], rounding: bool) -> None:
+    """Print the differences of each output in each step, and how they were compared."""
+    for item, of_steps in zip(_worst(found), zip(*found)):
+        wrong = [number for number, at in enumerate(of_steps, 1) if not at.equal]
+        place = f", first in step {wrong[0]}" if wrong and len(found) > 1 else ""
+        verdict = "DIFFERS" if not item.equal else "random" if item.random_nodes else "equal "
+        click.echo(f"{verdict} {item.name}  {_text_of(item)}{place}")
+    if len(found) > 1:
+        click.echo(f"{len(found)} steps, each with the states of the one before")
+    if rounding:
+        click.echo(
+            "compared with ONNX Runtime's optimisations off: with them, quantised values are rounded otherwise "
+            "where a fusion was cut (docs/correctness.md)"
+        )
+
+
+def _text_of(item: OutputDifference) -> str:
+    """Return in words how far an output is off, or why its elements cannot be compared."""
+    if not item.random_nodes:
+        relative = f"relative to its largest value {item.max_rel_error:.3g}"
+        return f"max abs error {item.max_abs_error:.3g}, {relative}"
+    nodes = listed(item.random_nodes)
+    if item.equal:
+        return f"depends on random numbers of {nodes}: type, shape and finiteness agree, elements are not compared"
+    return f"depends on random numbers of {nodes}, and differs in type, shape or finiteness too"
 
 
 def _all_equal(found: Sequence[Sequence[OutputDifference]]) -> bool:
@@ -206,32 +254,11 @@ def _first_run(runtime: str) -> str:
     return "" if runtime == "simulated" else " (the first run; try --repeat 20)"
 
 
-def _write_npz(path: Path, outputs: Mapping[str, Any]) -> None:
-    """Write outputs by name, whatever the names are; sequences as one array per element, `name.0`, `name.1`."""
-    import zipfile
-
-    import numpy as np
-
-    arrays: dict[str, Any] = {}
-    for name, value in outputs.items():
-        parts = {f"{name}.{i}": part for i, part in enumerate(value)} if isinstance(value, list) else {name: value}
-        arrays |= {key: np.asarray(part) for key, part in parts.items() if part is not None}
-
-    def fill(stream: BinaryIO) -> None:
-        with zipfile.ZipFile(stream, "w") as archive:
-            for key, array in arrays.items():
-                text = array.astype(str) if array.dtype == object else array
-                with archive.open(f"{key}.npy", "w", force_zip64=True) as member:
-                    np.lib.format.write_array(member, text, allow_pickle=False)
-
-    from onnxplace.files import write_file
-
-    write_file(path, fill)
-
-
 def _finite(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record in which numbers that JSON does not have are None."""
-    return {key: None if value in (float("inf"), float("-inf")) else value for key, value in entry.items()}
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in entry.items()
+    }
 
 
 def _computes_nothing(runtime: str, what: str) -> UsageError:

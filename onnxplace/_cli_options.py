@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,7 +119,8 @@ def say(diagnostics: Sequence[Diagnostic]) -> None:
     for note in diagnostics:
         place = f"{note.where}: " if note.where else ""
         hint = f"\n  hint: {note.hint}" if note.hint else ""
-        click.echo(f"note[{note.code}] {place}{note.message}{hint}", err=True)
+        with suppress(OSError):  # no reason to throw away what is being done
+            click.echo(f"note[{note.code}] {place}{note.message}{hint}", err=True)
 
 
 def say_too_few_cores(bundle: Bundle, runtime: str = "onnxruntime") -> None:

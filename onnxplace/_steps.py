@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import ExecutionError, FeedError, ModelError, nearest
-from onnxplace.feeds import Array, check_feeds, dimension_keys, random_feeds, read_npz
+from onnxplace.feeds import Array, Declared, check_feeds, dimension_keys, random_feeds, read_npz
 
 Feeds = Mapping[str, Array]
 
@@ -24,7 +26,8 @@ class Steps:
 
     def __init__(self, bundle: Bundle, given: Feeds | None, sizes: Mapping[str, int], seed: int) -> None:
         """Take the user's inputs, else draw them with these sizes of symbolic dimensions."""
-        self._inputs, self._sizes, self._seed = bundle.inputs, sizes, seed
+        self._inputs = bundle.inputs if given is not None else [_ranked(item, sizes) for item in bundle.inputs]
+        self._sizes, self._seed = sizes, seed
         self._states = {item.name: item.shape or () for item in bundle.state_inputs}
         given_back = {item.name: item.shape or () for item in bundle.outputs}
         self._outputs = {item.input: given_back[item.output] for item in bundle.manifest.states}
@@ -97,12 +100,22 @@ def steps_of(bundle: Bundle, inputs: Path | None, sizes: Mapping[str, int], seed
 
     Raises FeedError for a dimension that the model does not have.
     """
-    known = {key for item in bundle.inputs for key, size in dimension_keys(item) if size is None}
+    remembered = bundle.manifest.dimensions
+    ranked = [_ranked(item, remembered) for item in bundle.inputs]
+    known = {key for item in ranked for key, size in dimension_keys(item) if size is None}
     for key in sizes:
         if key not in known:
             hint = nearest(key, sorted(known)) if known else "all its dimensions are fixed"
             raise FeedError("M022", f"the model has no symbolic dimension {key!r}", where="--shape", hint=hint)
-    return Steps(bundle, read_npz(inputs) if inputs else None, {**bundle.manifest.dimensions, **sizes}, seed)
+    return Steps(bundle, read_npz(inputs) if inputs else None, {**remembered, **sizes}, seed)
+
+
+def _ranked(item: Declared, sizes: Mapping[str, int]) -> Declared:
+    """Return an input of unknown rank with that of the sample it was compiled with, if there was one."""
+    if item.shape is not None:
+        return item
+    keys = itertools.takewhile(lambda key: key in sizes, (f"{item.name}.{axis}" for axis in itertools.count()))
+    return replace(item, shape=tuple(keys) or None)
 
 
 class Carrying:

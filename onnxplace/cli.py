@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -93,24 +93,29 @@ TERMINATED = 143
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; nobody sees a traceback for their own mistake."""
     json_ = "--json" in (sys.argv[1:] if arguments is None else arguments)
+    stdout, stderr = sys.stdout, sys.stderr
     try:
         result = cli.main(args=arguments, standalone_mode=False)
         return result if isinstance(result, int) else 0
     except OnnxplaceError as problem:
         return _tell(_with_use(problem), json_)
     except click.ClickException as problem:
-        problem.show()
+        with suppress(OSError):
+            problem.show()
         context = getattr(problem, "ctx", None)
         command = context.command_path if context else "onnxplace"
         told = UsageError("U000", problem.format_message(), where=command, hint=f"{command} --help")
         return _tell(told, json_, shown=True)
     except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted; nothing half-written was left", err=True)
-        _tell(ExecutionError("X011", "interrupted"), json_, shown=True)
+        _tell_interrupted("interrupted", json_)
         return 130
     except SystemExit as leaving:
         if leaving.code == TERMINATED:
-            _tell(ExecutionError("X011", "interrupted"), json_, shown=True)
+            _tell_interrupted("interrupted (SIGTERM)", json_)
+        if sys.stdout is not stdout:  # click does that, and leaves with 1, where whoever read our output has gone
+            sys.stdout, sys.stderr = stdout, stderr
+            _abandon_stdout()
+            return 0
         return leaving.code if isinstance(leaving.code, int) else 4
     except MemoryError:
         hint = "close other programs, or use a machine with more"
@@ -121,18 +126,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as problem:
         from onnxplace.files import disk_error
 
+        if any(frame.f_code is click.echo.__code__ for frame, _ in traceback.walk_tb(problem.__traceback__)):
+            return _tell(_lost_answer(problem), json_=False)
         return _tell(disk_error(problem, str(problem.filename or "a file")), json_)
 
 
 def _tell(problem: OnnxplaceError, json_: bool, shown: bool = False) -> int:
-    """Print an error on stderr, unless it was `shown` there, and as JSON on stdout; return its exit code."""
+    """Print an error on stderr, unless it was `shown` there, and as JSON on stdout; return the exit code.
+
+    That is the error's own, or that of a failure if JSON was to be printed and cannot be.
+    """
     if not shown:
-        click.echo(str(problem), err=True)
+        with suppress(OSError):  # the exit code still says what it was
+            click.echo(str(problem), err=True)
     if json_:
         keys = ("code", "message", "where", "hint")
-        with suppress(BrokenPipeError):
+        try:
             print_json({"error": {key: getattr(problem, key) for key in keys}})
+        except BrokenPipeError:
+            _abandon_stdout()
+        except OSError as cause:
+            return _tell(_lost_answer(cause), json_=False)
     return problem.exit_code
+
+
+def _tell_interrupted(message: str, json_: bool) -> None:
+    with suppress(OSError):
+        click.echo(f"{message}; nothing half-written was left", err=True)
+    _tell(ExecutionError("X011", message), json_, shown=True)
+
+
+def _lost_answer(problem: OSError) -> ExecutionError:
+    """Return the error for an answer that cannot be printed; what is left of it goes nowhere."""
+    from onnxplace.files import disk_error
+
+    _abandon_stdout()
+    cause = disk_error(problem, "standard output")
+    return ExecutionError(cause.code, cause.message, where=cause.where, hint="the answer is lost: send it elsewhere")
 
 
 def _with_use(problem: OnnxplaceError) -> OnnxplaceError:
@@ -143,9 +173,13 @@ def _with_use(problem: OnnxplaceError) -> OnnxplaceError:
 
 
 def _abandon_stdout() -> None:
-    """Whoever read our output has gone; leave nothing in the buffer that Python would try to write at its end."""
+    """Send what is in the buffer of stdout nowhere, so that Python does not try to write it at its end."""
+    _abandon(sys.stdout)
+
+
+def _abandon(stream: TextIO) -> None:
     with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def entry() -> None:
@@ -154,12 +188,21 @@ def entry() -> None:
     try:
         code = main()
     except Exception as defect:  # noqa: BLE001 - Python's own exit code for it is 1, which means that the answer is no
-        traceback.print_exc()
-        click.echo("this is a defect of onnxplace, please report it", err=True)
+        with suppress(OSError):
+            traceback.print_exc()
+            click.echo("this is a defect of onnxplace, please report it", err=True)
         told = ExecutionError("X012", f"{type(defect).__name__}: {defect}", hint="this is a defect, please report it")
         code = _tell(told, "--json" in sys.argv[1:], shown=True)
     try:
-        sys.stdout.flush()
-    except OSError:
+        if sys.stdout is not None:  # it was closed before we began
+            sys.stdout.flush()
+    except BrokenPipeError:
         _abandon_stdout()
+    except OSError as problem:
+        code = _tell(_lost_answer(problem), json_=False)
+    try:
+        if sys.stderr is not None:
+            sys.stderr.flush()
+    except OSError:
+        _abandon(sys.stderr)
     sys.exit(code)

@@ -7,14 +7,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from onnxplace._lineage import Lineage, lineages, quantises
 from onnxplace.bundle import WHOLE, Bundle
 from onnxplace.errors import ModelError
 from onnxplace.feeds import Array, describe
 from onnxplace.sessions import open_session, pinned, run_whole, session_options
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
 
 # Relative to the largest magnitude of the reference output: cutting a model changes which nodes ONNX Runtime fuses,
 # and with it the order of floating-point sums (docs/correctness.md).
@@ -33,29 +37,60 @@ class OutputDifference:
     max_abs_error: float
     max_rel_error: float
     """Largest error over the largest magnitude of the reference."""
+    random_nodes: tuple[str, ...] = ()
+    """Nodes that draw random numbers on which it depends, if these are why elements differ.
+
+    Then `equal` is about type, shape and finiteness, and both errors are infinite.
+    """
 
 
-def difference(name: str, got: Any, want: Any) -> OutputDifference:
-    """Compare an output with its reference: whole numbers, truths and strings exactly, floats within tolerance."""
+def difference(name: str, got: Any, want: Any, lineage: Lineage | None = None) -> OutputDifference:
+    """Compare an output with its reference: whole numbers, truths and strings exactly, floats within tolerance.
+
+    The tolerance is that of the coarsest type the `lineage` has, or the output itself. Where the elements of an output
+    that depends on random numbers differ, only their type, shape and finiteness are compared.
+    """
+    lineage = lineage or Lineage()
+    result = _difference(name, got, want, lineage)
+    if result.equal or not lineage.random_nodes:
+        return result
+    alike = _is_alike(got, want, lineage.shape_is_drawn)
+    return OutputDifference(name, alike, float("inf"), float("inf"), tuple(sorted(lineage.random_nodes)))
+
+
+def _difference(name: str, got: Any, want: Any, lineage: Lineage) -> OutputDifference:
     if isinstance(want, (list, tuple)) and isinstance(got, (list, tuple)):
-        parts = [difference(name, g, w) for g, w in zip(got, want)]
-        return OutputDifference(
-            name,
-            len(got) == len(want) and all(part.equal for part in parts),
-            max((part.max_abs_error for part in parts), default=0.0),
-            max((part.max_rel_error for part in parts), default=0.0),
-        )
-    if isinstance(want, Mapping) or want is None or got is None:
-        return OutputDifference(name, got == want, 0.0, 0.0)
+        parts = [_difference(name, g, w, lineage) for g, w in zip(got, want)]
+        return _summary(name, parts, len(got) == len(want))
+    if isinstance(want, Mapping) and isinstance(got, Mapping):
+        parts = [_difference(name, got[key], want[key], lineage) for key in want if key in got]
+        return _summary(name, parts, got.keys() == want.keys())
+    if _is_array(want) != _is_array(got) or want is None or got is None:
+        return OutputDifference(name, want is None and got is None, 0.0, 0.0)
     got, want = np.asarray(got), np.asarray(want)
     if got.shape != want.shape or got.dtype != want.dtype:
         return OutputDifference(name, False, float("inf"), float("inf"))
-    allowed = TOLERANCE.get(str(want.real.dtype))
-    if allowed is None:
+    own = str(want.real.dtype)
+    if own not in TOLERANCE:
         return OutputDifference(name, bool((got == want).all()), 0.0, 0.0)
+    allowed = max(TOLERANCE.get(kind, 0.0) for kind in (own, *lineage.types))
     if not np.issubdtype(want.dtype, np.inexact):  # of the package ml_dtypes: numpy knows nothing of them
         got, want = got.astype(np.float32), want.astype(np.float32)
     return _float_difference(name, got, want, allowed)
+
+
+def _is_array(value: Any) -> bool:
+    return value is not None and not isinstance(value, (list, tuple, Mapping))
+
+
+def _summary(name: str, parts: Sequence[OutputDifference], complete: bool) -> OutputDifference:
+    """Return the difference of an output from those of its parts; `complete`: both have the same ones."""
+    return OutputDifference(
+        name,
+        complete and all(part.equal for part in parts),
+        max((part.max_abs_error for part in parts), default=0.0),
+        max((part.max_rel_error for part in parts), default=0.0),
+    )
 
 
 def _float_difference(name: str, got: Array, want: Array, allowed: float) -> OutputDifference:
@@ -67,6 +102,18 @@ def _float_difference(name: str, got: Array, want: Array, allowed: float) -> Out
     scale = float(np.abs(want[~odd]).max(initial=0.0))
     relative = float(error) / scale if scale > 0 else float(error)
     return OutputDifference(name, same_odd and relative <= allowed, float(error), relative)
+
+
+def _is_alike(got: Any, want: Any, any_shape: bool) -> bool:
+    """Return whether two outputs have the same type and shape, and `got` is finite if `want` is."""
+    if isinstance(want, (list, tuple)) and isinstance(got, (list, tuple)):
+        return (any_shape or len(got) == len(want)) and all(_is_alike(g, w, any_shape) for g, w in zip(got, want))
+    if not _is_array(want) or not _is_array(got):
+        return type(got) is type(want)
+    got, want = np.asarray(got), np.asarray(want)
+    if got.dtype != want.dtype or (got.shape != want.shape and not any_shape):
+        return False
+    return str(want.real.dtype) not in TOLERANCE or bool(np.isfinite(got).all() or not np.isfinite(want).all())
 
 
 def reference(
@@ -92,10 +139,19 @@ def reference(
 
 def rounds_to_few_values(bundle: Bundle) -> bool:
     """Return whether the model quantises, so that the last bit of a float can become a whole step of an output."""
+    return quantises(_whole(bundle))
+
+
+def output_lineages(bundle: Bundle) -> dict[str, Lineage]:
+    """Return what each output of the model comes from, by name."""
+    return lineages(_whole(bundle), {item.input: item.output for item in bundle.manifest.states})
+
+
+def _whole(bundle: Bundle) -> ModelProto:
+    """Return the bundle's copy of the model, without its weights."""
     import onnx
 
-    nodes = onnx.load(bundle.file(WHOLE), load_external_data=False).graph.node
-    return any(any(part in node.op_type for part in ("Quantize", "QLinear", "Integer")) for node in nodes)
+    return onnx.load(bundle.file(WHOLE), load_external_data=False)
 
 
 def _require_same_interface(bundle: Bundle, session: Any, where: str) -> None:
@@ -130,10 +186,15 @@ def verify(
     want: Callable[[Mapping[str, Array]], Mapping[str, Any]],
     feeds: Mapping[str, Array],
     names: Sequence[str],
+    origins: Mapping[str, Lineage] | None = None,
 ) -> list[OutputDifference]:
-    """Run the same feeds through both and compare output by output."""
-    got, expected = run(feeds), want(feeds)
-    return [difference(name, got[name], expected[name]) for name in names]
+    """Run the same feeds through both and compare output by output; `origins` are the lineages of outputs.
+
+    What is wanted is computed first, so that feeds which do not fit the model are reported as such.
+    """
+    expected = want(feeds)
+    got = run(feeds)
+    return [difference(name, got[name], expected[name], (origins or {}).get(name)) for name in names]
 
 
 TURN_SECONDS, LEAST_TURNS = 0.02, 3

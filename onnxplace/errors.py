@@ -119,6 +119,17 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def listed(names: Iterable[str]) -> str:
+    """Return names as people list them, at most ten of them.
+
+    >>> listed(["noise", "mask"])
+    "'noise', 'mask'"
+    """
+    quoted = [repr(name) for name in names]
+    more = f", and {len(quoted) - MOST_LISTED} more" if len(quoted) > MOST_LISTED else ""
+    return ", ".join(quoted[:MOST_LISTED]) + more
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a hint that offers the nearest known name, or lists them; case and `_` for `-` count for nothing.
 

@@ -28,6 +28,7 @@ from onnxplace.bundle import (
 )
 from onnxplace.costs import alone_seconds, fits_alone
 from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segments
+from onnxplace.feeds import dimension_keys
 from onnxplace.graph import Ints
 from onnxplace.loads import simulated_loads
 from onnxplace.model import Model, declared, shape_entries, type_name
@@ -51,7 +52,7 @@ def manifest_of(
         schema_version=SCHEMA_VERSION,
         model=model.name,
         model_digest=model.digest,
-        dimensions=dict(model.dimensions),
+        dimensions=_dimensions(model),
         pipeline=pipeline,
         placer=state[Placement].placer,
         versions=_versions(),
@@ -99,6 +100,26 @@ def manifest_of(
         ),
         custom_operators=custom_operators_of(model),
     )
+
+
+def _dimensions(model: Model) -> dict[str, int]:
+    """Return the sizes of symbolic dimensions for the costs: of the sample inputs, else those that were given.
+
+    An input whose rank the model leaves open has a dimension per axis of its sample: `input.axis`.
+    """
+    sizes: dict[str, int] = {}
+    for value in model.inputs:
+        item = declared(value, model)
+        if value.name not in model.samples or not item.dtype.startswith("tensor("):
+            continue
+        shape = model.samples[value.name].shape
+        keys = (
+            dimension_keys(item) if item.shape is not None else [(f"{item.name}.{n}", None) for n in range(len(shape))]
+        )
+        for (key, fixed), size in zip(keys, shape):
+            if fixed is None and sizes.get(key, 1) == 1:  # ones may broadcast, so that another size says more
+                sizes[key] = size
+    return {**model.dimensions, **sizes}
 
 
 def _versions() -> dict[str, str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from onnx import TypeProto, ValueInfoProto
+from onnx import TypeProto, ValueInfoProto, helper
 
 from onnxplace._output import require_free, staged
 from onnxplace.bundle import COSTS, MANIFEST, SEGMENTS, WEIGHTS, WHOLE, FileRecord, link_record
@@ -18,6 +18,7 @@ from onnxplace.model import Model, WeightFile
 from onnxplace.passes._boundary import boundary_types
 from onnxplace.passes._cost_file import costs_text
 from onnxplace.passes._manifest import manifest_of
+from onnxplace.passes._precision import scales_to_hold
 from onnxplace.state import Diagnostic, Pass, State
 from onnxplace.target import Target
 
@@ -68,8 +69,9 @@ def _write(state: State, folder: Path, pipeline: str, beside: Path | None) -> bo
         files[name] = FileRecord(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
 
     with WeightFile(folder / SEGMENTS / WEIGHTS, WEIGHTS, beside) as weights:
-        for segment, name in zip(state[Segments].segments, ids):
-            write(f"{SEGMENTS}/{name}.onnx", _segment_bytes(state[Model], segment, name, weights, types))
+        held = scales_to_hold(state[Model], [segment.nodes for segment in state[Segments].segments])
+        for segment, name, scales in zip(state[Segments].segments, ids, held):
+            write(f"{SEGMENTS}/{name}.onnx", _segment_bytes(state[Model], segment, name, weights, types, scales))
         write(WHOLE, state[Model].whole_proto(weights).SerializeToString())
     files[f"{SEGMENTS}/{WEIGHTS}"] = FileRecord(sha256=weights.digest, bytes=weights.bytes_written)
     write(COSTS, costs_text(state[Profile]).encode())
@@ -91,12 +93,22 @@ def _segment_ids(segments: Sequence[Segment], target: Target) -> list[str]:
 
 
 def _segment_bytes(
-    model: Model, segment: Segment, name: str, weights: WeightFile, types: dict[str, TypeProto]
+    model: Model,
+    segment: Segment,
+    name: str,
+    weights: WeightFile,
+    types: dict[str, TypeProto],
+    held: Collection[str],
 ) -> bytes:
-    """Return the ONNX file of a segment."""
+    """Return the ONNX file of a segment; the weights `held` are inputs with a default value there."""
     nodes = [model.nodes[i] for i in segment.nodes]
     reads = dict.fromkeys(name for i in segment.nodes for name in model.reads[i])
     tensors = [weights.place(model.initializers[name], model.folder) for name in reads if name in model.initializers]
     inputs = [ValueInfoProto(name=name, type=types[name]) for name in segment.inputs]
+    inputs += [
+        helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        for tensor in tensors
+        if tensor.name in held
+    ]
     outputs = [ValueInfoProto(name=name, type=types[name]) for name in segment.outputs]
     return model.proto(nodes, tensors, inputs, outputs, name=name).SerializeToString()

@@ -35,7 +35,10 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "what this machine has, what was measured on it, and how often to measure; graphs inside nodes",
         ("machine", "cost_cache", "_bodies", "patience"),
     ),
-    ("ONNX models in one shape; Ctrl-C while ONNX Runtime computes", ("_canonical", "interrupts")),
+    (
+        "ONNX models in one shape; what an output comes from; Ctrl-C while ONNX Runtime computes",
+        ("_canonical", "_lineage", "interrupts"),
+    ),
     (
         "the one way to open ONNX Runtime sessions; simulated time and loads on plain data",
         ("sessions", "simulate", "bounds", "_opgraph"),
@@ -54,7 +57,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("bundles made of parts of it", ("_parts",)),
     (
         "what runs it, step after step or on paper, and what it is compared with",
-        ("runtime", "_steps", "replay", "compare"),
+        ("runtime", "_steps", "replay", "compare", "_npz"),
     ),
     ("passes by name and by text, without knowing any", ("registry", "spec")),
     ("how to time what a runtime does, and what follows from times", ("_probes", "_timings", "_fits")),
@@ -198,7 +201,7 @@ def test_only_the_door_to_onnx_and_what_works_on_its_protos_import_onnx():
         for name, path in CORE.items()
         if re.search(r"^(import onnx\b|from onnx\b)", path.read_text(), re.MULTILINE)
     }
-    assert users <= {"model", "_canonical", "_bodies", "_weights", "_opgraph", "operators", "testing"}
+    assert users <= {"model", "_canonical", "_bodies", "_lineage", "_weights", "_opgraph", "operators", "testing"}
 
 
 # ---------------------------------------------------------------------------------------------- what stays unloaded
