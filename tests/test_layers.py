@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("loops over plain arrays", ("kernels",)),
     (
         "plain data about graphs, machines, inputs and weights; files; work in other processes",
-        ("graph", "target", "feeds", "_weights", "_bound_kernels", "files", "_children"),
+        ("graph", "target", "feeds", "_weights", "_bound_kernels", "files", "_children", "_matching"),
     ),
     (
         "what this machine has, what was measured on it, and how often to measure; graphs inside nodes",
