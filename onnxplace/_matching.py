@@ -1,7 +1,7 @@
 """Match names with patterns that users write, in bounded time whatever the pattern.
 
-A regular expression may try exponentially many ways to match one name, as `(a+)+b` does, and Python cannot stop it. So a
-pattern that might is matched in a process of its own, which can be ended; ordinary ones are matched here.
+A regular expression may try exponentially many ways to match one name, as `(a+)+b` does, and Python cannot stop it. So
+a pattern that might is matched in a process of its own, which can be ended; ordinary ones are matched here.
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ from typing import ClassVar
 
 # Longer lists of names help nobody.
 MOST_LISTED = 10
+# Longer texts than this say no more of what is wrong in them.
+MOST_SHOWN = 60
 # Names that people know from elsewhere; by spelling alone, the nearest to `gpu` would be `cpu`.
 _ELSEWHERE = {"gpu": "cuda"}
 
@@ -103,6 +105,21 @@ class PluginError(OnnxplaceError):
 def one_line(problem: BaseException) -> str:
     """Return what an error says, in one line."""
     return " ".join(str(problem).split())
+
+
+def shown(value: object) -> str:
+    """Return a value as a message shows it: a text in quotes, what is long cut.
+
+    >>> shown("a" * 100)
+    "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa..."
+    """
+    if isinstance(value, str):
+        value = value[: MOST_SHOWN + 1]
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a whole number of thousands of digits, lists in lists
+        text = f"a {type(value).__name__} too large to show"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def counted(number: int, noun: str) -> str:

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from onnxplace.errors import InputError
+from onnxplace.errors import InputError, shown
 from onnxplace.facts import Profile, Source
+from onnxplace.files import read_bytes
 from onnxplace.model import Model
 
 FORMAT = "onnxplace-costs"
@@ -60,16 +61,14 @@ def costs_table(profile: Profile, model: Model) -> str:
 def require_version(found: object, path: str | Path) -> None:
     """Raise InputError unless a cost file has the version that is read."""
     if found != VERSION:
-        raise InputError("C012", f"its version is {found}, this onnxplace reads {VERSION}", where=str(path))
+        raise InputError("C012", f"its version is {shown(found)}, this onnxplace reads {VERSION}", where=str(path))
 
 
 def read_lines(path: str | Path) -> list[str]:
     """Return the lines of a text; raises InputError if there is none."""
     try:
-        return Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except FileNotFoundError:
-        raise InputError("C011", "there is no such file", where=str(path)) from None
-    except (OSError, UnicodeDecodeError) as problem:
+        return read_bytes(path, "C011").decode("utf-8-sig").splitlines()
+    except UnicodeDecodeError as problem:
         raise InputError("C011", f"not a cost file: {problem}", where=str(path)) from None
 
 
@@ -81,7 +80,7 @@ def read_table(path: str | Path, model: Model) -> dict[str, Any]:
         hint = f"its first line is '# {FORMAT} {VERSION}'; files of other programs that are read: docs/costs.md"
         raise InputError("C011", "not a cost file", where=str(path), hint=hint)
     version = told[0][1].rstrip(",") if len(told[0]) > 1 else ""
-    require_version(int(version) if version.isdecimal() else version or None, path)
+    require_version(_number(version) if version else None, path)
     whole: dict[str, Any] = {}
     measured: dict[str, dict[str, Any]] = {}
     for first, *words in filter(None, told[1:]):

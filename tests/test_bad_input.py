@@ -775,7 +775,7 @@ def test_a_target_file_that_makes_no_sense_is_refused(refused, model_file, fast_
 
 
 def test_a_target_file_that_is_missing_is_named(refused, model_file):
-    refused(2, ("nowhere.toml", "No such file"), "compile", model_file, *SHAPE, "--target", "nowhere.toml")
+    refused(2, ("nowhere.toml", "no such file"), "compile", model_file, *SHAPE, "--target", "nowhere.toml")
 
 
 def test_a_bad_device_in_a_target_file_is_reported_with_the_file(refused, model_file):

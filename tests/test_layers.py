@@ -25,9 +25,10 @@ RUNTIMES = {path.stem: path for path in (ROOT / "runtimes").glob("*.py") if path
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("what everybody needs and what needs nobody", ("errors", "jit", "state", "waiting", "_docstrings")),
     ("loops over plain arrays", ("kernels",)),
+    ("files; work in other processes", ("files", "_children", "_matching")),
     (
-        "plain data about graphs, machines, inputs and weights; files; work in other processes",
-        ("graph", "target", "feeds", "_weights", "_bound_kernels", "files", "_children", "_matching"),
+        "plain data about graphs, machines, inputs and weights",
+        ("graph", "target", "feeds", "_weights", "_bound_kernels"),
     ),
     (
         "what this machine has, what was measured on it, and how often to measure; graphs inside nodes",
