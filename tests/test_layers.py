@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "what this machine has, what was measured on it, and how often to measure; graphs inside nodes",
         ("machine", "cost_cache", "_bodies", "patience"),
     ),
-    ("ONNX models in one shape", ("_canonical",)),
+    ("ONNX models in one shape; what it means that ONNX Runtime refuses one", ("_canonical", "_refusals")),
     (
         "the one way to open ONNX Runtime sessions; simulated time and loads on plain data",
         ("sessions", "simulate", "bounds", "_opgraph"),
