@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -258,6 +256,8 @@ def read_npz(path: str | Path) -> dict[str, Array]:
         reason = problem.strerror or str(problem)
     except ValueError as problem:
         reason = "it holds objects, not plain arrays" if "allow_pickle" in str(problem) else one_line(problem)
-    except (EOFError, BadZipFile, AttributeError, TypeError, KeyError, NotImplementedError, zlib.error) as problem:
+    except MemoryError:
+        reason = "an array in it is too large for this machine's memory"
+    except Exception as problem:  # noqa: BLE001 - numpy, zipfile and what unpacks raise all kinds of types
         reason = f"it is cut off or damaged ({one_line(problem)})"
     raise FeedError("F006", f"not an .npz file of plain arrays: {reason}", where=str(path), hint=hint)

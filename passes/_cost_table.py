@@ -89,9 +89,7 @@ def read_table(path: str | Path, model: Model) -> dict[str, Any]:
             whole[kind] = _number(figure)
         elif first.startswith(_MEASURED):
             measured.setdefault(kind, {})[first.removeprefix(_MEASURED)] = _number(figure)
-    rows = csv.DictReader(line for line in lines if not line.startswith("#"))
-    if "node" not in (rows.fieldnames or ()):
-        raise InputError("C011", "not a cost file: it has no column 'node'", where=str(path), hint="see docs/costs.md")
+    rows = _rows([line for line in lines if not line.startswith("#")], path)
     outputs = {node.name: node.output for node in model.nodes}
     nodes: dict[str, Any] = {}
     sizes: dict[str, Any] = {}
@@ -105,6 +103,18 @@ def read_table(path: str | Path, model: Model) -> dict[str, Any]:
         made = (row.get("output_bytes") or "").split()
         sizes.update((v, _number(size)) for v, size in zip(outputs.get(name, ()), made) if v and size != "-")
     return {"nodes": nodes, "whole_seconds": whole, "measured": measured, "value_bytes": sizes}
+
+
+def _rows(lines: list[str], path: str | Path) -> list[dict[str, Any]]:
+    """Return the rows of CSV by the names of its columns; raises InputError if there is no column of nodes."""
+    table = csv.DictReader(lines)
+    try:
+        rows = list(table) if "node" in (table.fieldnames or ()) else None
+    except csv.Error as problem:
+        raise InputError("C011", f"not a cost file: {problem}", where=str(path)) from None
+    if rows is None:
+        raise InputError("C011", "not a cost file: it has no column 'node'", where=str(path), hint="see docs/costs.md")
+    return rows
 
 
 def _row_entry(row: Mapping[str, Any]) -> dict[str, Any]:
