@@ -20,7 +20,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
@@ -196,12 +196,16 @@ def _numbers(entries: Sequence[Mapping[str, Any]], key: str, where: str) -> Floa
 def _number(entry: Mapping[str, Any], key: str, where: str, missing: float = 0) -> float:
     """Return a number that an entry has; raises InputError naming it for what is negative, too large or no number."""
     value = entry.get(key, missing)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= MOST:
+    if not _is_number(value) or not 0 <= value <= MOST:
         name = entry.get("name", entry.get("id", "?"))
         hint = f"a number from 0 to {MOST:.0e}"
         message = f"{key} of {shown(name)} is {shown(value)}, which is no cost"
         raise InputError("D004", message, where=where, hint=hint)
     return value
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -331,7 +335,7 @@ def from_networkx(graph: networkx.DiGraph[Any], target: Target) -> State:
         {
             "id": node,
             "name": str(node),
-            "compute_time_us": data.get("seconds", 0.0) * 1e6,
+            "compute_time_us": _microseconds(data.get("seconds", 0.0)),
             "memory_bytes": data.get("weights_bytes", 0),
             "temp_bytes": data.get("workspace_bytes", 0),
             "group": data.get("group"),
@@ -358,6 +362,11 @@ def from_networkx(graph: networkx.DiGraph[Any], target: Target) -> State:
         backward=made.backward,
     )
     return State(target).having(profile)
+
+
+def _microseconds(seconds: Any) -> Any:
+    """Return seconds in microseconds; what is none, or too long, as it is, to be refused with its name."""
+    return float(seconds) * 1e6 if _is_number(seconds) and abs(seconds) <= MOST else seconds
 
 
 __all__ = ["CostGraph", "assembled", "cost_graph", "from_networkx", "read_cost_graph"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from zipfile import ZipInfo
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +16,8 @@ from numpy.typing import NDArray
 from onnxplace.errors import FeedError, nearest, one_line
 
 Array = NDArray[Any]
+# An archive may hold more than this only if it is not packed much smaller than it is.
+MOST_UNPACKED_BYTES, MOST_UNPACKED_RATIO = 1 << 30, 100
 _NPY = b"\x93NUMPY"
 
 _DTYPES = {
@@ -236,6 +240,13 @@ def _drawable(item: Declared) -> np.dtype[Any]:
     return dtype
 
 
+def _require_bounded(members: Sequence[ZipInfo], packed_bytes: int) -> None:
+    """Raise ValueError for an archive made to fill the memory: of a size that no arrays are packed into."""
+    size = sum(member.file_size for member in members)
+    if size > max(MOST_UNPACKED_BYTES, MOST_UNPACKED_RATIO * packed_bytes):
+        raise ValueError(f"its {packed_bytes} bytes expand to {size}")
+
+
 def read_npz(path: str | Path) -> dict[str, Array]:
     """Read arrays by name from an .npz file; raises FeedError naming the file. Nothing in it is executed."""
     hint = "write it with numpy.savez(path, input_name=array)"
@@ -249,6 +260,7 @@ def read_npz(path: str | Path) -> dict[str, Array]:
             else:
                 stream.seek(0)
                 with np.load(stream, allow_pickle=False) as archive:
+                    _require_bounded(archive.zip.infolist(), stream.seek(0, os.SEEK_END))
                     return {name: archive[name] for name in archive.files}
     except FileNotFoundError:
         raise FeedError("F006", "there is no such file", where=str(path)) from None

@@ -4,13 +4,18 @@ import gzip
 import json
 import math
 
+import networkx
 import numpy as np
 import pytest
 
-from onnxplace.cost_graph import MOST, cost_graph, read_cost_graph
-from onnxplace.errors import InputError, TargetError
+from onnxplace.cost_graph import MOST, cost_graph, from_networkx, read_cost_graph
+from onnxplace.errors import FeedError, InputError, TargetError, UsageError
+from onnxplace.facts import Profile
+from onnxplace.feeds import read_npz
+from onnxplace.pipeline import Pipeline
 from onnxplace.placing import with_devices
 from onnxplace.target import MOST_DEVICES, Device, Link, Shared, Target, parse_device_ids, read_target
+from tests.test_fuzz_inputs import HEADERS, with_header
 
 DEVICES = '[[devices]]\nid = "cpu:0"\nmemory_bytes = {}\n[[devices]]\nid = "cpu:1"\nmemory_bytes = 1000000000\n'
 LINK = '[[links]]\nsource = "cpu:0"\ndestination = "cpu:1"\nlatency_seconds = {}\nbytes_per_second = {}\n'
@@ -156,3 +161,63 @@ def test_a_gzipped_graph_may_be_in_parts_and_filled_up(tmp_path):
     path.write_bytes(gzip.compress(text) + b"junk")
     with pytest.raises(InputError, match="cut off or damaged"):
         read_cost_graph(path)
+
+
+@pytest.mark.parametrize("seconds", [-1, 10**400, math.nan, "1", True, None, math.inf])
+def test_a_networkx_graph_with_an_absurd_time_is_refused_by_name(seconds):
+    graph = networkx.DiGraph()
+    graph.add_node("odd", seconds=seconds)
+    with pytest.raises(InputError, match="compute_time_us of 'odd'"):
+        from_networkx(graph, Target((Device("cpu:0", 9),)))
+
+
+def test_a_networkx_graph_may_hold_numbers_of_numpy():
+    graph = networkx.DiGraph()
+    graph.add_node("a", seconds=np.float32(0.5), weights_bytes=np.int64(7))
+    profile = from_networkx(graph, Target((Device("cpu:0", 9),)))[Profile]
+    assert profile.seconds["cpu/1"].tolist() == [0.5]
+    assert profile.graph.weight_bytes.tolist() == [7]
+
+
+# ---------------------------------------------------------------------------------------------- options of passes
+
+
+@pytest.mark.parametrize(
+    "placer", ["auto{proposals=9,", "exact{", "stages{", "stages{contiguous=false,", "fit{", "multilevel{"]
+)
+def test_a_seed_may_be_as_large_as_it_likes(run_cli, tmp_path, placer):
+    nodes = [{"id": index, "compute_time_us": 5 + index, "memory_bytes": 5} for index in range(9)]
+    edges = [{"src": a, "dst": b, "bytes": 10 * a + b} for a in range(9) for b in range(a + 1, 9) if (a * b) % 3 == 1]
+    devices = [{"id": index, "memory_bytes": 800} for index in range(2)]
+    text = json.dumps({"nodes": nodes, "edges": edges, "devices": devices, "comm": {"coef_us_per_byte": 0.01}})
+    (tmp_path / "graph.json").write_text(text)
+    for seed in (2**32, 2**63 - 1, 10**30):
+        ran = run_cli("place", tmp_path / "graph.json", "--placer", f"{placer}seconds=0.1,seed={seed}}}")
+        assert ran.code == 0, ran.err
+
+
+@pytest.mark.parametrize(
+    "option", ["fit{seconds=nan}", "fit{seconds=-1}", "fit{seed=-1}", "stages{seconds=nan}", "stages{seed=-1}"]
+)
+def test_times_and_seeds_that_are_none_are_refused(option):
+    with pytest.raises(UsageError, match="U005"):
+        Pipeline.parse(option)
+
+
+# ---------------------------------------------------------------------------------------------- archives
+
+
+def test_an_archive_that_expands_without_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("onnxplace.feeds.MOST_UNPACKED_BYTES", 1 << 20)
+    np.savez_compressed(tmp_path / "bomb.npz", x=np.zeros(1 << 20, dtype=np.float32))
+    with pytest.raises(FeedError, match=r"its \d+ bytes expand to 4194") as caught:
+        read_npz(tmp_path / "bomb.npz")
+    assert caught.value.code == "F006"
+    np.savez(tmp_path / "large.npz", x=np.zeros(1 << 20, dtype=np.float32))
+    assert read_npz(tmp_path / "large.npz")["x"].nbytes == 4 << 20
+
+
+def test_an_array_too_large_for_any_memory_is_refused(tmp_path):
+    (tmp_path / "x.npz").write_bytes(with_header(HEADERS[0]))
+    with pytest.raises(FeedError, match="too large for this machine's memory"):
+        read_npz(tmp_path / "x.npz")
