@@ -15,6 +15,7 @@ from onnxplace.feeds import read_npz
 from onnxplace.pipeline import Pipeline
 from onnxplace.placing import with_devices
 from onnxplace.target import MOST_DEVICES, Device, Link, Shared, Target, parse_device_ids, read_target
+from tests.test_damaged_cache import QUALITY
 from tests.test_fuzz_inputs import HEADERS, with_header
 
 DEVICES = '[[devices]]\nid = "cpu:0"\nmemory_bytes = {}\n[[devices]]\nid = "cpu:1"\nmemory_bytes = 1000000000\n'
@@ -221,3 +222,25 @@ def test_an_array_too_large_for_any_memory_is_refused(tmp_path):
     (tmp_path / "x.npz").write_bytes(with_header(HEADERS[0]))
     with pytest.raises(FeedError, match="too large for this machine's memory"):
         read_npz(tmp_path / "x.npz")
+
+
+# ---------------------------------------------------------------------------------------------- cost files
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"value_bytes": {str(n): 1 << 50 for n in range(1025)}}, "value_bytes add up to 1.15e"),
+        ({"value_bytes": {"a": 2**63}}, "value_bytes of 'a' is 9223372036854775808"),
+        ({"whole_seconds": {"cpu/1": 1e308}}, "whole_seconds of 'cpu/1' is 1e"),
+        ({"measured": {"cpu/1": {**vars(QUALITY), "kernel_seconds": 1e308}}}, "'measured' makes no sense"),
+        ({"measured": {"cpu/1": {**vars(QUALITY), "runs": True}}}, "'measured' makes no sense"),
+    ],
+)
+def test_absurd_numbers_in_a_cost_file_are_refused_by_name(run_cli, model_file, tmp_path, changes, words):
+    nodes = {name: {"seconds": {"cpu/1": 1e-3}} for name in ("left", "right", "relu", "tanh", "sum")}
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"format": "onnxplace-costs", "version": 1, "nodes": nodes, **changes}))
+    ran = run_cli("compile", model_file, "--shape", "batch=4", "--devices", "cpu:0,cpu:1", "--costs", path)
+    assert (ran.code, ran.err.partition("]")[0]) == (2, "error[C014")
+    assert words in ran.err
