@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.errors import UsageError
+from onnxplace.errors import UsageError, shown
 
 if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
     from onnxplace.state import Diagnostic
+
+# Of the size of a dimension; which sizes a model takes is checked with the model.
+MOST_DIGITS = 18
 
 as_json = click.option("--json", "json_", is_flag=True, help="Print one JSON object on stdout, also for an error.")
 against_option = click.option(
@@ -82,9 +85,10 @@ def parse_shape(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, _, size = item.partition("=")
-        if not key or not size.strip().isdecimal():
-            raise UsageError("U011", f"not a dimension: {item!r}", where="--shape", hint="write it as batch=8,seq=128")
-        key = key.strip()
+        key, size = key.strip(), size.strip()
+        if not key or not size.isdecimal() or len(size) > MOST_DIGITS:
+            hint = "write it as batch=8,seq=128"
+            raise UsageError("U011", f"not a dimension: {shown(item)}", where="--shape", hint=hint)
         if key in sizes:
             raise UsageError("U011", f"dimension {key!r} is given twice", where="--shape", hint="give it once")
         sizes[key] = int(size)

@@ -12,9 +12,6 @@ from click.core import ParameterSource
 from onnxplace._cli_options import as_json, budget_option, objective_option, print_json, say, tell_of_compiling
 from onnxplace.errors import UsageError
 
-# Each pair of devices has its links.
-MOST_DEVICES = 256
-
 
 @click.command(short_help="Place a cost graph; no ONNX needed.")
 @click.argument("graph", type=click.Path(path_type=Path))
@@ -22,12 +19,7 @@ MOST_DEVICES = 256
 @objective_option
 @budget_option
 @click.option("--seed", type=click.IntRange(0), metavar="N", help="For placers that search.")
-@click.option(
-    "--devices",
-    type=click.IntRange(1, MOST_DEVICES),
-    metavar="N",
-    help="How many; default: as many as the graph names.",
-)
+@click.option("--devices", type=click.IntRange(1), metavar="N", help="How many; default: as many as the graph names.")
 @click.option("--max-memory", metavar="16GiB", help="Per device; default: what the graph says.")
 @click.option("--links", type=click.Choice(["duplex", "parallel", "sequential"]), default="duplex", show_default=True)
 @click.option(

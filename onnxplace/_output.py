@@ -20,7 +20,7 @@ from onnxplace._leases import OCCUPIED, OLD, Lease, leased, sweep
 from onnxplace._renames import exchange, rename_new
 from onnxplace.bundle import FORMAT, MANIFEST
 from onnxplace.errors import MOST_LISTED, InputError, OnnxplaceError, UsageError
-from onnxplace.files import cannot_write, disk_error, is_full, read_json, require_name, shown
+from onnxplace.files import cannot_write, disk_error, is_full, read_json, path_text, require_name
 from onnxplace.state import Diagnostic
 
 # What every manifest holds that was written before manifests said their format.
@@ -61,7 +61,7 @@ class Staging:
                 if _placed(self.lease, folder, self.path, self.force):
                     return
         except OSError as problem:
-            raise disk_error(problem, shown(self.path)) from None
+            raise disk_error(problem, path_text(self.path)) from None
         raise cannot_write("other programs keep replacing it", self.path)
 
 
@@ -78,7 +78,7 @@ def require_free(path: Path, force: bool) -> None:
         parent = next(folder for folder in path.absolute().parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             reason = "is no folder" if not parent.is_dir() else "cannot be written to"
-            raise cannot_write(f"{shown(parent)} {reason}", path)
+            raise cannot_write(f"{path_text(parent)} {reason}", path)
         if path.exists():
             if not force:
                 raise _occupied(path)
@@ -95,7 +95,7 @@ def prepare(path: Path, force: bool, *more: Path) -> list[Diagnostic]:
     try:
         require_free(path, force)
     except UsageError as problem:
-        if any(note.code == "U035" and note.where == shown(path.absolute()) for note in notes):
+        if any(note.code == "U035" and note.where == path_text(path.absolute()) for note in notes):
             message = f"{problem.message}: an interrupted compile had moved it, and it was put back"
             raise UsageError(problem.code, message, where=problem.where, hint=problem.hint) from None
         raise
@@ -131,14 +131,16 @@ def sweep_output(path: Path, *more: Path) -> list[Diagnostic]:
     for folder in folders:
         swept = sweep(folder)
         notes += [
-            Diagnostic("U035", "an interrupted compile had moved this bundle; it was put back", where=shown(item.path))
+            Diagnostic(
+                "U035", "an interrupted compile had moved this bundle; it was put back", where=path_text(item.path)
+            )
             for item in swept
             if item.restored
         ]
         if names := [item.path.name for item in swept if not item.restored]:
             more_names = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
             message = f"what an interrupted process had left was removed: {', '.join(names[:MOST_LISTED])}{more_names}"
-            notes.append(Diagnostic("U034", message, where=shown(folder)))
+            notes.append(Diagnostic("U034", message, where=path_text(folder)))
     return notes
 
 
@@ -154,7 +156,7 @@ def _leased_beside(path: Path) -> Iterator[Lease]:
             except OSError as problem:
                 # Another compile may have failed, and removed the folder that both had to make.
                 if not isinstance(problem, FileNotFoundError) or attempt == _ATTEMPTS - 1:
-                    failure = disk_error(problem, shown(path)) if is_full(problem) else cannot_write(problem, path)
+                    failure = disk_error(problem, path_text(path)) if is_full(problem) else cannot_write(problem, path)
                     raise failure from None
         yield lease
 
@@ -252,7 +254,7 @@ def _require_only_bundle(folder: Path, path: Path) -> None:
         raise _irreplaceable(path, "it is not a bundle", "choose another -o")
     own |= {parent.as_posix() for name in own for parent in Path(name).parents}
     if foreign := sorted(entries - own):
-        names = ", ".join(shown(name) for name in foreign[:MOST_LISTED])
+        names = ", ".join(path_text(name) for name in foreign[:MOST_LISTED])
         more = f" and {len(foreign) - MOST_LISTED} more" if len(foreign) > MOST_LISTED else ""
         hint = "move them elsewhere, or choose another -o"
         raise _irreplaceable(path, f"it holds what is not of the bundle: {names}{more}", hint)
@@ -272,12 +274,12 @@ def _own_files(manifest: Path) -> set[str] | None:
 
 
 def _irreplaceable(path: Path, why: str, hint: str) -> UsageError:
-    return UsageError("U031", f"{why}, so --force does not replace it", where=shown(path), hint=hint)
+    return UsageError("U031", f"{why}, so --force does not replace it", where=path_text(path), hint=hint)
 
 
 def _occupied(path: Path) -> UsageError:
     hint = "choose another -o, or replace it with --force"
-    return UsageError("U030", "it exists already", where=shown(path), hint=hint)
+    return UsageError("U030", "it exists already", where=path_text(path), hint=hint)
 
 
 def _remove_empty(folders: list[Path]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+from onnxplace._matching import star_fits
 from onnxplace.errors import ModelError, UsageError, nearest
 from onnxplace.feeds import Declared, describe
 from onnxplace.model import Model, declared, shape_entries, type_name
@@ -56,28 +56,20 @@ def _matches(left: str, right: str, model: Model) -> Iterator[tuple[str, str]]:
     """Yield the outputs and inputs that a pair names; raises UsageError where there is none."""
     outputs = [value.name for value in model.outputs]
     inputs = [value.name for value in model.inputs]
-    pattern = re.compile(_expression(left))
-    matching = [name for name in outputs if pattern.fullmatch(name)]
+    matching = [name for name in outputs if star_fits(left, left, name, name) is not None]
     if not matching:
         what = f"no output matches {left!r}" if "*" in left else f"the model has no output {left!r}"
         raise UsageError("S002", what, where=WHERE, hint=nearest(left, outputs))
-    # A name with several * may be cut in several ways: the input says which one is meant.
-    both = re.compile(f"{_expression(left)}\0{_expression(right, backwards=True)}", re.DOTALL)
+    parts = right.split("*")
+    candidates = [name for name in inputs if name.startswith(parts[0]) and name.endswith(parts[-1])]
     for output in matching:
-        fitting = [name for name in inputs if both.fullmatch(f"{output}\0{name}")]
+        # A name with several * may be cut in several ways: the input says which one is meant.
+        fitting = [name for name in candidates if star_fits(left, right, output, name) is not None]
         if not fitting:
-            found = pattern.fullmatch(output)
-            name = _filled(right, found.groups() if found else ())
+            name = _filled(right, star_fits(left, left, output, output) or ())
             message = f"the model has no input {name!r} for output {output!r}"
             raise UsageError("S002", message, where=WHERE, hint=nearest(name, inputs))
         yield from ((output, name) for name in fitting)
-
-
-def _expression(text: str, backwards: bool = False) -> str:
-    """Return a regular expression for a pattern; `backwards` refers to what the stars of the other side took."""
-    parts = [re.escape(part) for part in text.split("*")]
-    stars = [rf"(?:\{number})" if backwards else "([^\0]*)" for number in range(1, len(parts))]
-    return "".join(part + star for part, star in zip(parts, [*stars, ""]))
 
 
 def _filled(text: str, taken: Sequence[str]) -> str:

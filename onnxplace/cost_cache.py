@@ -2,7 +2,7 @@
 
 In `$ONNXPLACE_CACHE_DIR` if it is set, else in the folder `onnxplace` of the user's cache (`$XDG_CACHE_HOME` or
 `~/.cache`, `~/Library/Caches`, `%LOCALAPPDATA%`). Files are replaced as a whole, so that processes may share them; one
-that cannot be read counts as not there. The oldest are removed beyond 256 files.
+that is damaged counts as not there and is removed. The oldest are removed beyond 256 files.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import hashlib
 import json
 import os
 import platform
+import stat
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +31,10 @@ from onnxplace.files import write_file
 # Counts in every key, as our version does: raise it when what is measured, or how it is kept, changes.
 VERSION = 1
 MOST_FILES = 256
+# Of one file: more than a million nodes.
+MOST_FILE_BYTES = 1 << 27
+# A file dated later than this in the future was not used last, but by a clock that was wrong.
+AHEAD_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -97,49 +103,80 @@ def file_described(path: str) -> str:
 
 
 def read(name: str) -> dict[str, Any] | None:
-    """Return what is kept under a key; None if nothing is. Raises ValueError, saying what, if it is damaged."""
+    """Return what is kept under a key; None if nothing is.
+
+    Raises ValueError, saying what, if it cannot be read or is damaged; what is damaged is removed.
+    """
     path = folder() / f"{name}.json"
     try:
-        text = path.read_text(encoding="utf-8")
+        data = _read_regular(path)
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as problem:
+    except OSError as problem:
         raise ValueError(f"{path} cannot be read: {problem}") from None
     try:
-        found = json.loads(text)
+        entry = json.loads(data) if data is not None else None
     except (ValueError, RecursionError) as problem:
-        raise ValueError(f"{path} is damaged: {problem}") from None
-    if not isinstance(found, dict) or found.get("key") != name:
-        raise ValueError(f"{path} is damaged: it is not what its name says")
+        raise damaged(name, str(problem)) from None
+    if not isinstance(entry, dict) or entry.get("key") != name:
+        raise damaged(name, "it is not what its name says")
     with suppress(OSError):  # so that what is used is not what is removed first
         os.utime(path)
-    return found
+    return entry
+
+
+def damaged(name: str, reason: str) -> ValueError:
+    """Remove what is kept under a key, and return the error that says so."""
+    path = folder() / f"{name}.json"
+    _remove(path)
+    return ValueError(f"{path} is damaged: {reason}")
+
+
+def _read_regular(path: Path) -> bytes | None:
+    """Return what a file holds; None if it is too large or no file: a pipe would never end, nor would some devices."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        return None
+    with path.open("rb") as stream:
+        data = stream.read(MOST_FILE_BYTES + 1)
+    return data if len(data) <= MOST_FILE_BYTES else None
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a link, a pipe or an empty folder, as far as that can be."""
+    with suppress(OSError):
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def write(name: str, data: dict[str, Any]) -> None:
     """Keep plain data under a key; raises ValueError, saying why, if that cannot be."""
     path = folder() / f"{name}.json"
+    text = json.dumps({"key": name, **data}).encode()
+    if len(text) > MOST_FILE_BYTES:
+        raise ValueError(f"{path} would be larger than {MOST_FILE_BYTES} bytes")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, lambda stream: stream.write(json.dumps({"key": name, **data}).encode()))
+        if path.is_symlink() or not path.is_file():
+            _remove(path)  # never written through
+        write_file(path, lambda stream: stream.write(text))
     except OnnxplaceError as problem:
         raise ValueError(f"{path}: {problem.message}") from None
     except OSError as problem:
         raise ValueError(f"{path} cannot be written: {problem.strerror}") from None
-    for _, old, _ in sorted(_files())[:-MOST_FILES]:
-        with suppress(OSError):  # another process was faster
-            old.unlink()
+    latest = time.time() + AHEAD_SECONDS
+    others = sorted((used <= latest, used, other) for used, other, _ in _files() if other != path)
+    for _, _, old in others[: max(len(others) + 1 - MOST_FILES, 0)]:
+        _remove(old)
 
 
 def _files() -> list[tuple[float, Path, int]]:
     """Return when each file was last used, the file, and its bytes."""
-    found = []
+    files = []
     with suppress(OSError):
         for path in folder().glob("*.json"):
             with suppress(OSError):  # removed meanwhile
-                about = path.stat()
-                found.append((about.st_mtime, path, about.st_size))
-    return found
+                about = path.lstat()
+                files.append((about.st_mtime, path, about.st_size))
+    return files
 
 
 @cache

@@ -14,23 +14,22 @@ Only ids, and the ends of edges, must be there: a number that is missing is zero
 from __future__ import annotations
 
 import difflib
-import gzip
 import math
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
-from onnxplace.errors import InputError
+from onnxplace.errors import InputError, shown
 from onnxplace.facts import Profile, Source
 from onnxplace.files import parse_json, read_bytes
 from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph
 from onnxplace.state import Diagnostic, State
-from onnxplace.target import Device, Link, Target
+from onnxplace.target import Device, Link, Target, require_few
 
 if TYPE_CHECKING:
     import networkx
@@ -39,6 +38,8 @@ DEVICE_MODEL = "cost-graph"
 GZIP = b"\x1f\x8b"
 # Beyond this, sums of bytes leave 64 bits.
 MOST = 10**18
+# Of a file that is decompressed: more than a million nodes.
+MOST_FILE_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,30 @@ def read_cost_graph(path: str | Path) -> CostGraph:
     """Read a cost graph from JSON, gzipped or not; raises InputError naming the file and the bad entry."""
     path = Path(path)
     data = read_bytes(path, "D001")
-    try:
-        data = gzip.decompress(data) if data.startswith(GZIP) else data
-    except (OSError, EOFError, zlib.error):
-        hint = "copy or make it again"
-        raise InputError("D001", "its gzip data is cut off or damaged", where=str(path), hint=hint) from None
+    data = _decompress(data, str(path)) if data.startswith(GZIP) else data
+    if len(data) > MOST_FILE_BYTES:
+        raise InputError("D001", f"it holds more than {MOST_FILE_BYTES} bytes", where=str(path), hint="make it smaller")
     parsed = parse_json(data, "D001", "a cost graph", str(path))
     if not isinstance(parsed, dict):
         raise InputError("D001", "not a cost graph: it holds no object", where=str(path))
     return cost_graph(parsed, path.name.partition(".")[0])
+
+
+def _decompress(data: bytes, where: str) -> bytes:
+    """Return what gzip data holds, up to a byte more than a cost graph may have; raises InputError if it is damaged."""
+    parts, size = [], 0
+    try:
+        while data and size <= MOST_FILE_BYTES:  # one file may be several, one after the other
+            stream = zlib.decompressobj(wbits=31)  # the format of gzip
+            parts.append(stream.decompress(data, MOST_FILE_BYTES + 1 - size))
+            size += len(parts[-1])
+            if not stream.eof and size <= MOST_FILE_BYTES:
+                raise EOFError
+            data = stream.unused_data.lstrip(b"\0")  # as tapes are filled up
+    except (EOFError, zlib.error):
+        hint = "copy or make it again"
+        raise InputError("D001", "its gzip data is cut off or damaged", where=where, hint=hint) from None
+    return b"".join(parts)
 
 
 def cost_graph(data: Mapping[str, Any], name: str = "graph") -> CostGraph:
@@ -169,18 +185,27 @@ def _list(data: Mapping[str, Any], key: str, where: str, optional: bool = False)
 
 
 def _numbers(entries: Sequence[Mapping[str, Any]], key: str, where: str) -> Floats:
-    """Return a column of costs, zero where there is none; raises InputError as `_number` does."""
-    return np.array([_number(entry, key, where) for entry in entries], dtype=np.float64)
+    """Return a column of costs, zero where there is none; raises InputError as `_number` does, and for their sum."""
+    numbers = np.array([_number(entry, key, where) for entry in entries], dtype=np.float64)
+    if float(numbers.sum()) > MOST:
+        message, hint = f"{key} add up to {numbers.sum():.3g}, which is no cost", f"at most {MOST:.0e}, all together"
+        raise InputError("D004", message, where=where, hint=hint)
+    return numbers
 
 
 def _number(entry: Mapping[str, Any], key: str, where: str, missing: float = 0) -> float:
     """Return a number that an entry has; raises InputError naming it for what is negative, too large or no number."""
     value = entry.get(key, missing)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= MOST:
+    if not _is_number(value) or not 0 <= value <= MOST:
         name = entry.get("name", entry.get("id", "?"))
         hint = f"a number from 0 to {MOST:.0e}"
-        raise InputError("D004", f"{key} of {name!r} is {value!r}, which is no cost", where=where, hint=hint)
+        message = f"{key} of {shown(name)} is {shown(value)}, which is no cost"
+        raise InputError("D004", message, where=where, hint=hint)
     return value
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -283,7 +308,8 @@ def _target(data: Mapping[str, Any], where: str) -> tuple[Target, tuple[Hashable
         raise InputError(
             "D006", "the list of devices is empty", where=where, hint="name at least one, or give --devices N"
         )
-    memory = _numbers(entries, "memory_bytes", where)
+    require_few(len(entries), where)
+    memory = [_number(entry, "memory_bytes", where) for entry in entries]
     ids = _ids([entry.get("id", index) for index, entry in enumerate(entries)], "devices", where)
     comm = data.get("comm", {})
     if not isinstance(comm, Mapping):
@@ -309,7 +335,7 @@ def from_networkx(graph: networkx.DiGraph[Any], target: Target) -> State:
         {
             "id": node,
             "name": str(node),
-            "compute_time_us": data.get("seconds", 0.0) * 1e6,
+            "compute_time_us": _microseconds(data.get("seconds", 0.0)),
             "memory_bytes": data.get("weights_bytes", 0),
             "temp_bytes": data.get("workspace_bytes", 0),
             "group": data.get("group"),
@@ -336,6 +362,11 @@ def from_networkx(graph: networkx.DiGraph[Any], target: Target) -> State:
         backward=made.backward,
     )
     return State(target).having(profile)
+
+
+def _microseconds(seconds: Any) -> Any:
+    """Return seconds in microseconds; what is none, or too long, as it is, to be refused with its name."""
+    return float(seconds) * 1e6 if _is_number(seconds) and abs(seconds) <= MOST else seconds
 
 
 __all__ = ["CostGraph", "assembled", "cost_graph", "from_networkx", "read_cost_graph"]

@@ -24,6 +24,10 @@ from typing import ClassVar
 
 # Longer lists of names help nobody.
 MOST_LISTED = 10
+# Longer texts than this say no more of what is wrong in them.
+MOST_SHOWN = 60
+# Of a message, place or hint: a screen full. What users give, and what others say, may be much longer.
+MOST_CHARACTERS = 4096
 # Names that people know from elsewhere; by spelling alone, the nearest to `gpu` would be `cpu`.
 _ELSEWHERE = {"gpu": "cuda"}
 
@@ -39,9 +43,7 @@ class OnnxplaceError(Exception):
 
     def __init__(self, code: str, message: str, *, where: str = "", hint: str = "") -> None:
         self.code = code
-        self.message = message
-        self.where = where
-        self.hint = hint
+        self.message, self.where, self.hint = (_cut(text) for text in (message, where, hint))
         super().__init__(str(self))
 
     def __str__(self) -> str:
@@ -108,6 +110,25 @@ class PluginError(OnnxplaceError):
 def one_line(problem: BaseException) -> str:
     """Return what an error says, in one line."""
     return " ".join(str(problem).split())
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
+
+
+def shown(value: object) -> str:
+    """Return a value as a message shows it: a text in quotes, what is long cut.
+
+    >>> shown("a" * 100)
+    "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa..."
+    """
+    if isinstance(value, str):
+        value = value[: MOST_SHOWN + 1]
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a whole number of thousands of digits, lists in lists
+        text = f"a {type(value).__name__} too large to show"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def counted(number: int, noun: str) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import zlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import ZipInfo
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ from onnxplace.errors import FeedError, InputError, nearest, one_line
 from onnxplace.files import open_input
 
 Array = NDArray[Any]
+# An archive may hold more than this only if it is not packed much smaller than it is.
+MOST_UNPACKED_BYTES, MOST_UNPACKED_RATIO = 1 << 30, 100
 _NPY = b"\x93NUMPY"
 
 _DTYPES = {
@@ -240,6 +242,13 @@ def _drawable(item: Declared) -> np.dtype[Any]:
     return dtype
 
 
+def _require_bounded(members: Sequence[ZipInfo], packed_bytes: int) -> None:
+    """Raise ValueError for an archive made to fill the memory: of a size that no arrays are packed into."""
+    size = sum(member.file_size for member in members)
+    if size > max(MOST_UNPACKED_BYTES, MOST_UNPACKED_RATIO * packed_bytes):
+        raise ValueError(f"its {packed_bytes} bytes expand to {size}")
+
+
 def read_npz(path: str | Path) -> dict[str, Array]:
     """Read arrays by name from an .npz file; raises FeedError naming the file. Nothing in it is executed."""
     hint = "write it with numpy.savez(path, input_name=array)"
@@ -253,6 +262,7 @@ def read_npz(path: str | Path) -> dict[str, Array]:
             else:
                 stream.seek(0)
                 with np.load(stream, allow_pickle=False) as archive:
+                    _require_bounded(archive.zip.infolist(), stream.seek(0, os.SEEK_END))
                     return {name: archive[name] for name in archive.files}
     except InputError as problem:
         raise FeedError("F006", problem.message, where=problem.where, hint=hint) from None
@@ -260,6 +270,8 @@ def read_npz(path: str | Path) -> dict[str, Array]:
         reason = problem.strerror or str(problem)
     except ValueError as problem:
         reason = "it holds objects, not plain arrays" if "allow_pickle" in str(problem) else one_line(problem)
-    except (EOFError, BadZipFile, AttributeError, TypeError, KeyError, NotImplementedError, zlib.error) as problem:
+    except MemoryError:
+        reason = "an array in it is too large for this machine's memory"
+    except Exception as problem:  # noqa: BLE001 - numpy, zipfile and what unpacks raise all kinds of types
         reason = f"it is cut off or damaged ({one_line(problem)})"
     raise FeedError("F006", f"not an .npz file of plain arrays: {reason}", where=str(path), hint=hint)

@@ -28,10 +28,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MAX_SHOWN = 300
 
 
-def shown(path: str | os.PathLike[str]) -> str:
+def path_text(path: str | os.PathLike[str]) -> str:
     r"""Return a path as one readable line: escaped where it is not printable, and not too long.
 
-    >>> shown("a\nb"), shown(b"caf\xe9".decode(errors="surrogateescape"))
+    >>> path_text("a\nb"), path_text(b"caf\xe9".decode(errors="surrogateescape"))
     ('a\\nb', 'caf\\udce9')
     """
     text = "".join(
@@ -58,7 +58,7 @@ def disk_error(problem: OSError, where: str) -> OnnxplaceError:
 def cannot_write(problem: OSError | ValueError | str, path: Path) -> UsageError:
     """Return the error for a place that the user chose and where nothing can be written."""
     reason = (problem.strerror or problem) if isinstance(problem, OSError) else problem
-    return UsageError("U032", f"cannot write there: {reason}", where=shown(path), hint="choose another place")
+    return UsageError("U032", f"cannot write there: {reason}", where=path_text(path), hint="choose another place")
 
 
 def require_name(path: Path) -> None:
@@ -80,11 +80,11 @@ def require_place(path: Path) -> None:
         if about is not None and stat.S_ISDIR(about.st_mode):
             reason = "it is a folder"
         elif not folder.is_dir():
-            reason = f"there is no folder {shown(folder)}"
+            reason = f"there is no folder {path_text(folder)}"
         elif about is not None and not stat.S_ISREG(about.st_mode):  # a device, or a pipe
             return
         elif not os.access(folder, os.W_OK):
-            reason = f"{shown(folder)} cannot be written to"
+            reason = f"{path_text(folder)} cannot be written to"
         else:
             return
     except OSError as problem:
@@ -112,12 +112,12 @@ def write_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
                 fill(stream)
             lease.path.replace(path)
     except OSError as problem:
-        raise disk_error(problem, shown(path)) if is_full(problem) else cannot_write(problem, path) from None
+        raise disk_error(problem, path_text(path)) if is_full(problem) else cannot_write(problem, path) from None
 
 
 def read_json(path: str | Path, code: str, what: str) -> Any:
     """Read a JSON file; raises InputError with `code`, naming the file and `what` it should have been."""
-    return parse_json(read_bytes(path, code), code, what, shown(path))
+    return parse_json(read_bytes(path, code), code, what, path_text(path))
 
 
 def read_text(path: str | Path, code: str, what: str, encoding: str = "utf-8") -> str:
@@ -125,7 +125,7 @@ def read_text(path: str | Path, code: str, what: str, encoding: str = "utf-8") -
     try:
         return read_bytes(path, code).decode(encoding)
     except UnicodeDecodeError:
-        raise InputError(code, f"not {what}: it is a binary file", where=shown(path)) from None
+        raise InputError(code, f"not {what}: it is a binary file", where=path_text(path)) from None
 
 
 def read_bytes(path: str | Path, code: str, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
@@ -141,10 +141,10 @@ def read_bytes(path: str | Path, code: str, max_bytes: int = MAX_TEXT_BYTES) -> 
                 raise _too_large(path, code, max_bytes, f"{about.st_size} bytes")
             data = _read_up_to(stream, max_bytes + 1, is_pipe=stat.S_ISFIFO(about.st_mode))
     except OSError as problem:
-        raise InputError(code, f"it cannot be read: {problem.strerror or problem}", where=shown(path)) from None
+        raise InputError(code, f"it cannot be read: {problem.strerror or problem}", where=path_text(path)) from None
     if data is None:
         hint = "start the program that writes to it first"
-        raise InputError(code, "it is a pipe to which nothing is written", where=shown(path), hint=hint)
+        raise InputError(code, "it is a pipe to which nothing is written", where=path_text(path), hint=hint)
     if len(data) > max_bytes:
         raise _too_large(path, code, max_bytes, "more")
     return data
@@ -158,22 +158,22 @@ def open_input(path: str | Path, code: str, *, pipes: bool = False) -> io.FileIO
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except FileNotFoundError:
-        raise InputError(code, "there is no such file", where=shown(path)) from None
+        raise InputError(code, "there is no such file", where=path_text(path)) from None
     except (OSError, ValueError) as problem:
         if sys.platform == "win32" and os.path.isdir(path):
-            raise InputError(code, "it is a folder, not a file", where=shown(path)) from None
+            raise InputError(code, "it is a folder, not a file", where=path_text(path)) from None
         reason = problem.strerror if isinstance(problem, OSError) else problem
-        raise InputError(code, f"it cannot be read: {reason}", where=shown(path)) from None
+        raise InputError(code, f"it cannot be read: {reason}", where=path_text(path)) from None
     kind = os.fstat(descriptor).st_mode
     if stat.S_ISREG(kind) or (pipes and stat.S_ISFIFO(kind)):
         return io.FileIO(descriptor)
     os.close(descriptor)
     if stat.S_ISDIR(kind):
-        raise InputError(code, "it is a folder, not a file", where=shown(path))
+        raise InputError(code, "it is a folder, not a file", where=path_text(path))
     raise InputError(
         code,
         f"expected a file, got a {'pipe' if stat.S_ISFIFO(kind) else 'device'}",
-        where=shown(path),
+        where=path_text(path),
         hint="write it to a file first, and name that",
     )
 
@@ -249,4 +249,4 @@ def _read_up_to(stream: io.FileIO, count: int, is_pipe: bool) -> bytes | None:
 
 def _too_large(path: str | Path, code: str, max_bytes: int, size: str) -> InputError:
     hint = "is it the file you meant?"
-    return InputError(code, f"expected at most {max_bytes} bytes, got {size}", where=shown(path), hint=hint)
+    return InputError(code, f"expected at most {max_bytes} bytes, got {size}", where=path_text(path), hint=hint)

@@ -72,6 +72,8 @@ class Model:
     """Inputs the user gave to profile with."""
     states: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Input name -> name of the output whose value it takes in the next call."""
+    removed: tuple[str, ...] = ()
+    """Names of the nodes that optimisation removed, in their order."""
 
     def check(self, state: State) -> None:
         """Raise ValueError if a node reads something that nobody makes before it."""

@@ -8,10 +8,11 @@ from functools import lru_cache
 from onnx import NodeProto, TensorProto, helper
 
 from onnxplace._bodies import with_inner
+from onnxplace._refusals import LIBRARY_HINT
 from onnxplace.errors import ExecutionError, ModelError, nearest
 from onnxplace.machine import onnxruntime
 from onnxplace.model import Model
-from onnxplace.sessions import LIBRARY_HINT, open_session, operator_libraries, session_options
+from onnxplace.sessions import open_session, operator_libraries, session_options
 
 
 def require_operators(model: Model) -> None:

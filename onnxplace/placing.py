@@ -19,7 +19,7 @@ from onnxplace.pipeline import Pipeline, Timing
 from onnxplace.placers import BAECHI, FEWER_DEVICES, Objective, choose_placer, require_all_used, unused_devices
 from onnxplace.spec import PassSpec, format_pipeline
 from onnxplace.state import Diagnostic, State
-from onnxplace.target import LinkModel, Target
+from onnxplace.target import LinkModel, Target, require_few
 
 Grouping = Literal["none", "given", "coplace", "given+coplace"]
 Adjustment = Literal["compute", "memory", "majority"]
@@ -140,6 +140,7 @@ def with_devices(graph: CostGraph, count: int | None, memory_bytes: int | None) 
     """Return the cost graph on another number of devices, or with other limits; links are those of its first pair."""
     devices = list(graph.target.devices)
     count = count or len(devices)
+    require_few(count, "--devices")
     memory = [
         memory_bytes if memory_bytes is not None else devices[min(i, len(devices) - 1)].memory_bytes
         for i in range(count)

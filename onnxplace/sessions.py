@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
+from onnxplace._refusals import refusal, written_folder
 from onnxplace.errors import ExecutionError, ModelError, one_line
 from onnxplace.interrupts import run_interruptibly
 from onnxplace.machine import onnxruntime
@@ -98,7 +98,10 @@ def session_options(cores: Sequence[int], level: Level | None = None, entries: M
 
 
 def open_session(model: str | Path | bytes, options: Any, device_id: str = "cpu:0", where: str = "") -> Any:
-    """Open a model on a device; raises ModelError for what ONNX Runtime refuses, ExecutionError if it falls back."""
+    """Open a model on a device.
+
+    Raises ModelError for what ONNX Runtime refuses, ExecutionError if it falls back or has no space to write.
+    """
     kind, _, index = device_id.partition(":")
     providers: list[Any] = ["CPUExecutionProvider"]
     if kind == "cuda":
@@ -107,24 +110,12 @@ def open_session(model: str | Path | bytes, options: Any, device_id: str = "cpu:
     try:
         session = onnxruntime().InferenceSession(source, options, providers=providers)
     except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
-        raise _refusal(problem, where or (str(model) if not isinstance(model, bytes) else "model")) from None
+        place = where or ("model" if isinstance(model, bytes) else str(model))
+        given = model if isinstance(model, bytes) else Path(model)
+        raise refusal(problem, given, written_folder(options), device_id, place) from None
     if kind == "cuda" and session.get_providers()[0] != "CUDAExecutionProvider":
         raise ExecutionError("R003", f"ONNX Runtime silently fell back to the CPU instead of {device_id}", where=where)
     return session
-
-
-LIBRARY_HINT = "give the library that has it: --custom-op-library FILE (custom_op_libraries=[...] in Python)"
-_UNKNOWN_OPERATOR = re.compile(r"(?P<domain>[\w.]+):(?P<name>\w+)\(-?\d+\) is not a registered function/op")
-
-
-def _refusal(problem: Exception, where: str) -> ModelError:
-    text = one_line(problem)
-    text = text.rpartition("[ONNXRuntimeError] : ")[2]
-    if found := _UNKNOWN_OPERATOR.search(text):
-        message = f"ONNX Runtime has no operator {found['name']} in domain {found['domain']!r}"
-        return ModelError("M010", message, where=where, hint=LIBRARY_HINT)
-    hint = "the installed ONNX Runtime cannot run this model; try another version of it, or export with an older opset"
-    return ModelError("M012", f"ONNX Runtime refuses the model: {text}", where=where, hint=hint)
 
 
 def run_whole(session: Any, names: Sequence[str] | None, feeds: Mapping[str, Any], where: str) -> list[Any]:

@@ -7,13 +7,14 @@ quotes with backslash escapes. Printing what was parsed gives the same text back
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
-from onnxplace.errors import UsageError, nearest
+from onnxplace.errors import UsageError, nearest, shown
 from onnxplace.state import Pass
 
 _TOKEN = re.compile(r'\s*(?:(?P<word>[^\s{}=,"]+)|(?P<string>"(?:[^"\\]|\\.)*")|(?P<mark>[{}=,]))')
@@ -125,7 +126,7 @@ def build_pass(kind: type[Pass], options: Mapping[str, str]) -> Pass:
     from pydantic import TypeAdapter, ValidationError
 
     known = {item.name: item for item in fields(kind)}
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     for key, text in options.items():
         if key not in known:
             raise UsageError(
@@ -136,10 +137,13 @@ def build_pass(kind: type[Pass], options: Mapping[str, str]) -> Pass:
         hint = _type_of(kind, key)
         try:
             values[key] = TypeAdapter(hint).validate_python(_from_text(text, hint))
+            not_a_number = isinstance(values[key], float) and math.isnan(values[key])  # which is within every limit
+            reason = "Input should be a number" if not_a_number else ""
         except ValidationError as problem:
-            raise UsageError(
-                "U005", f"option {key!r} cannot be {text!r}: {problem.errors()[0]['msg']}", where=f"pass {kind.name!r}"
-            ) from None
+            reason = problem.errors()[0]["msg"]
+        if reason:
+            message = f"option {key!r} cannot be {shown(text)}: {reason}"
+            raise UsageError("U005", message, where=f"pass {kind.name!r}")
     try:
         return kind(**values)
     except (TypeError, ValueError) as problem:

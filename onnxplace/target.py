@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -14,7 +15,17 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.errors import InputError, TargetError, UsageError, nearest
+from onnxplace.errors import (
+    MOST_LISTED,
+    MOST_SHOWN,
+    InputError,
+    TargetError,
+    UsageError,
+    counted,
+    nearest,
+    one_line,
+    shown,
+)
 from onnxplace.files import read_text
 
 KINDS = ("cpu", "cuda")
@@ -33,6 +44,29 @@ APART_SECONDS = 35e-6
 SEGMENT_SECONDS = 40e-6
 # What a request takes beyond that, on one device; and on several: workers are woken, and wake the caller.
 REQUEST_SECONDS, WAKING_SECONDS = 10e-6, 45e-6
+# Each pair of devices has its links.
+MOST_DEVICES = 256
+# Beyond these, sums of bytes over devices leave 64 bits, and times and rates lose their meaning.
+MOST_MEMORY_BYTES, MOST_CORES, MOST_INDEX = 1 << 60, 1 << 16, 10**6 - 1
+MOST_SECONDS, MOST_LATENCY_SECONDS, MOST_SLOWDOWN = 1e6, 1e12, 1e6
+LEAST_BYTES_PER_SECOND, MOST_BYTES_PER_SECOND = 1e-12, 1e18
+
+
+def _require_number(record: object, name: str, where: str, least: float, most: float, whole: bool = False) -> None:
+    """Raise TargetError unless a field of a record is a number from `least` to `most`."""
+    value = getattr(record, name)
+    number = isinstance(value, (int, np.integer) if whole else (int, float, np.integer, np.floating))
+    if not number or isinstance(value, bool) or not least <= value <= most:
+        hint = f"it must be a {'whole ' if whole else ''}number from {least} to {most}"
+        raise TargetError("T008", f"{name} cannot be {shown(value)}", where=where, hint=hint)
+
+
+def require_few(count: int, where: str) -> None:
+    """Raise TargetError for more devices than onnxplace takes."""
+    if count > MOST_DEVICES:
+        message = f"{counted(count, 'device')}, and there can be {MOST_DEVICES} at most"
+        hint = "each pair of devices has its links: name fewer"
+        raise TargetError("T015", message, where=where, hint=hint)
 
 
 @dataclass(frozen=True)
@@ -56,15 +90,10 @@ class Device:
 
     def __post_init__(self) -> None:
         device_id(self.id, "a device")
-        for what, good in (
-            ("memory_bytes", self.memory_bytes >= 0),
-            ("cores", self.cores >= 1),
-            ("segment_seconds", 0 <= self.segment_seconds < math.inf),
-            ("input_seconds", 0 <= self.input_seconds < math.inf),
-            ("output_seconds", 0 <= self.output_seconds < math.inf),
-        ):
-            if not good:
-                raise TargetError("T008", f"{what} cannot be {getattr(self, what)}", where=self.id)
+        _require_number(self, "memory_bytes", self.id, 0, MOST_MEMORY_BYTES, whole=True)
+        _require_number(self, "cores", self.id, 1, MOST_CORES, whole=True)
+        for name in ("segment_seconds", "input_seconds", "output_seconds"):
+            _require_number(self, name, self.id, 0, MOST_SECONDS)
 
     @property
     def kind(self) -> str:
@@ -92,13 +121,10 @@ class Link:
     """What connects the two: `memory`, `nvlink`, `pcie` (from GPU to GPU), `host` (through its memory); for people."""
 
     def __post_init__(self) -> None:
-        for what, good in (
-            ("latency_seconds", 0 <= self.latency_seconds < math.inf),
-            ("bytes_per_second", self.bytes_per_second > 0),
-        ):
-            if not good:
-                where = f"link {self.source} -> {self.destination}"
-                raise TargetError("T008", f"{what} cannot be {getattr(self, what)}", where=where)
+        where = f"link {self.source} -> {self.destination}"
+        _require_number(self, "latency_seconds", where, 0, MOST_LATENCY_SECONDS)
+        if self.bytes_per_second != math.inf:  # transfers that take no time
+            _require_number(self, "bytes_per_second", where, LEAST_BYTES_PER_SECOND, sys.float_info.max)
 
 
 @dataclass(frozen=True)
@@ -117,14 +143,10 @@ class Shared:
     """What one of them alone reads from memory; 0 where nobody measured it."""
 
     def __post_init__(self) -> None:
-        where = f"shared {', '.join(self.devices)}"
-        for what in ("memory_slowdown", "compute_slowdown"):
-            if not 1 <= getattr(self, what) < math.inf:
-                message = f"{what} cannot be {getattr(self, what)}: it is 1 or more"
-                raise TargetError("T008", message, where=where)
-        if not 0 <= self.memory_bytes_per_second < math.inf:
-            message = f"memory_bytes_per_second cannot be {self.memory_bytes_per_second}"
-            raise TargetError("T008", message, where=where)
+        where = f"shared {', '.join(map(str, self.devices[:MOST_LISTED]))}"
+        for name in ("memory_slowdown", "compute_slowdown"):
+            _require_number(self, name, where, 1, MOST_SLOWDOWN)
+        _require_number(self, "memory_bytes_per_second", where, 0, MOST_BYTES_PER_SECOND)
         if len(set(self.devices)) < max(len(self.devices), 2):
             raise TargetError("T008", "sharing takes two devices or more, each named once", where=where)
 
@@ -144,6 +166,7 @@ class Target:
     def __post_init__(self) -> None:
         if not self.devices:
             raise TargetError("T001", "the list of devices is empty", hint="name at least one, such as cpu:0")
+        require_few(len(self.devices), "target")
         position = {device.id: index for index, device in enumerate(self.devices)}
         if len(position) < len(self.devices):
             raise TargetError(
@@ -233,7 +256,11 @@ def device_id(text: str, where: str) -> str:
     if not (index.isascii() and index.isdecimal()):
         hint = f"write {kind}:0 for the first one"
         raise TargetError("T005", f"device {text!r} has no index", where=where, hint=hint)
-    return f"{kind}:{int(index)}"
+    index = index.lstrip("0") or "0"
+    if len(index) > len(str(MOST_INDEX)):
+        hint = f"the index is at most {MOST_INDEX}"
+        raise TargetError("T005", f"device {shown(text)} has too large an index", where=where, hint=hint)
+    return f"{kind}:{index}"
 
 
 def parse_device_ids(text: str | Sequence[str], where: str = "--devices") -> tuple[str, ...]:
@@ -243,7 +270,9 @@ def parse_device_ids(text: str | Sequence[str], where: str = "--devices") -> tup
     ('cuda:0', 'cpu:1')
     """
     items = text.split(",") if isinstance(text, str) else list(text)
-    ids = tuple(device_id(item.strip(), where) for item in items if item.strip())
+    items = [item.strip() for item in items if item.strip()]
+    require_few(len(items), where)
+    ids = tuple(device_id(item, where) for item in items)
     if not ids:
         raise TargetError("T001", "the list of devices is empty", where=where, hint="try --devices cpu:0,cpu:1")
     if len(set(ids)) < len(ids):
@@ -275,10 +304,15 @@ def parse_bytes(text: str) -> int:
     >>> parse_bytes("1.5KiB")
     1536
     """
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
+    hint = "write it as 16GiB, 500MB or 1048576"
+    short = text if len(text) <= MOST_SHOWN else ""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", short)
     if not match or match[2].lower() not in _UNITS:
-        raise UsageError("U010", f"not an amount of memory: {text!r}", hint="write it as 16GiB, 500MB or 1048576")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+        raise UsageError("U010", f"not an amount of memory: {shown(text)}", hint=hint)
+    amount = float(match[1]) * _UNITS[match[2].lower()]
+    if amount > MOST_MEMORY_BYTES:
+        raise UsageError("U010", f"no device has so much memory: {text!r}", hint=f"{hint}, up to 2**60 bytes")
+    return int(amount)
 
 
 def parse_memory(text: str, device_ids: Iterable[str]) -> dict[str, int]:
@@ -305,8 +339,12 @@ def read_target(path: str | Path) -> Target:
         data = tomllib.loads(read_text(path, "T006", "TOML"))
     except InputError as problem:
         raise TargetError("T006", problem.message, where=problem.where, hint=problem.hint) from None
-    except tomllib.TOMLDecodeError as problem:
-        raise TargetError("T006", f"not TOML: {problem}", where=str(path)) from None
+    except RecursionError:
+        raise TargetError(
+            "T006", "not TOML that describes a target: it is nested too deeply", where=str(path)
+        ) from None
+    except ValueError as problem:  # no TOML, or a number of thousands of digits
+        raise TargetError("T006", f"not TOML: {one_line(problem)}", where=str(path)) from None
     try:
         return _target_from(data)
     except TargetError as problem:
@@ -322,10 +360,10 @@ _ENTRIES = ("devices", "links", "link_model", "shared")
 def _target_from(data: dict[str, object]) -> Target:
     for key in data:
         if key not in _ENTRIES:
-            raise ValueError(f"unknown entry {key!r}; {nearest(key, _ENTRIES)}")
+            raise ValueError(f"unknown entry {shown(key)}; {nearest(key, _ENTRIES)}")
     model = data.get("link_model", "duplex")
     if model not in LINK_MODELS:
-        raise ValueError(f"link_model cannot be {model!r}, only {', '.join(repr(name) for name in LINK_MODELS)}")
+        raise ValueError(f"link_model cannot be {shown(model)}, only {', '.join(repr(name) for name in LINK_MODELS)}")
     shared = _records(data, "shared", Shared)
     return Target(_records(data, "devices", Device), _records(data, "links", Link), model, shared)
 
@@ -340,11 +378,15 @@ def _records(data: Mapping[str, object], key: str, kind: type[R]) -> tuple[R, ..
     entries = data.get(key, [])
     if not isinstance(entries, list):
         raise ValueError(f"{key!r} is no list; write [[{key}]]")
+    if key == "devices":
+        require_few(len(entries), "")
     known = [item.name for item in fields(kind) if item.init]  # type: ignore[arg-type]
     for entry in entries:
-        for name in entry if isinstance(entry, dict) else ():
+        for name, value in entry.items() if isinstance(entry, dict) else ():
             if name not in known:
-                raise ValueError(f"unknown entry {name!r} in {key}; {nearest(name, known)}")
+                raise ValueError(f"unknown entry {shown(name)} in {key}; {nearest(name, known)}")
+            if isinstance(value, bool):  # pydantic would take it for 0 or 1
+                raise ValueError(f"{name} in {key} cannot be {str(value).lower()}")
     try:
         return TypeAdapter(tuple[kind, ...]).validate_python(entries)  # type: ignore[valid-type]
     except ValidationError as problem:

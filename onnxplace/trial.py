@@ -7,14 +7,14 @@ depends on model and machine, so it is measured.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, fields, replace
-from typing import cast
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, cast
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from onnxplace import cost_cache
 from onnxplace.bundle import COSTS, MANIFEST, WHOLE, Bundle, Manifest, TrialRecord
@@ -28,6 +28,7 @@ from onnxplace.replay import simulate_manifest
 from onnxplace.runtime import Event, Runtime, RuntimeSession
 from onnxplace.sessions import operator_libraries
 from onnxplace.state import Diagnostic
+from onnxplace.target import MOST_SECONDS
 from onnxplace.waiting import longest, waits
 
 # Clocks and caches settle in this time, and sessions in these steps.
@@ -237,19 +238,39 @@ def _key(bundle: Bundle, feeds: Mapping[str, Array]) -> str:
     )
 
 
+_Kept = Annotated[float, Field(ge=0, le=MOST_SECONDS, allow_inf_nan=False)]
+
+
+class _KeptTrial(BaseModel):
+    """A trial as it is kept, each number within what it can be."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    step_seconds: _Kept
+    request_seconds: _Kept
+    segment_seconds: dict[str, _Kept]
+    requests: Annotated[int, Field(ge=1, le=10**9)]
+    waiting: Annotated[float, Field(ge=0, le=1)]
+
+
 def _recalled(name: str, bundles: Sequence[Bundle]) -> tuple[Trial, ...] | None:
-    """Return what was kept under a key; None if nothing is, or nothing that makes sense."""
+    """Return what was kept under a key; None if nothing is, or nothing that makes sense, which is removed then."""
     try:
-        kept = (cost_cache.read(name) or {})["trials"]
-        found = tuple(Trial(**{item.name: data[item.name] for item in fields(Trial)}) for data in kept)
-        good = all(_makes_sense(trial, bundle.manifest) for trial, bundle in zip(found, bundles, strict=True))
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        data = cost_cache.read(name)
+    except ValueError:
         return None
-    return found if good else None
+    if data is None:
+        return None
+    try:
+        kept = TypeAdapter(list[_KeptTrial]).validate_python(data.get("trials"))
+    except ValidationError:
+        kept = []
+    if len(kept) == len(bundles) and all(map(_fits, kept, bundles)):
+        return tuple(Trial(**dict(trial)) for trial in kept)
+    cost_cache.damaged(name, "it does not hold these trials")
+    return None
 
 
-def _makes_sense(trial: Trial, manifest: Manifest) -> bool:
-    times = [trial.step_seconds, trial.request_seconds, trial.waiting, *trial.segment_seconds.values()]
-    counted = type(trial.requests) is int and trial.requests > 0
-    timed = {segment.id for segment in manifest.segments} == trial.segment_seconds.keys()
-    return counted and timed and all(0 <= float(seconds) < math.inf for seconds in times)
+def _fits(trial: _KeptTrial, bundle: Bundle) -> bool:
+    """Return whether a trial has a time for each segment of a bundle, and for no other."""
+    return {segment.id for segment in bundle.manifest.segments} == trial.segment_seconds.keys()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.errors import InputError, ModelError
+from onnxplace.errors import InputError, ModelError, shown
 from onnxplace.facts import Profile, Quality, Source
 from onnxplace.files import read_json
 from onnxplace.graph import Floats
@@ -21,16 +20,15 @@ from onnxplace.model import Model, op_graph, static_shapes, value_bytes
 from onnxplace.passes._cost_table import FORMAT, VERSION, entries, read_table, require_version
 from onnxplace.passes._repeats import fingerprints
 from onnxplace.state import Diagnostic
-from onnxplace.target import Target
+from onnxplace.target import MOST_SECONDS, Target
 
 Entry = Mapping[str, Any]
 
-# No amount of bytes is larger, so that sums of them are integers still; no node takes longer, nor a model.
-MOST_BYTES, MOST_SECONDS, MOST_WHOLE_SECONDS = 1 << 50, 1e6, 1e9
+# No amount of bytes is larger, nor all together, so that sums of them are integers still; no model takes longer;
+# no figure of how sure a measurement is means anything beyond.
+MOST_BYTES, MOST_ALL_BYTES, MOST_WHOLE_SECONDS, MOST_FIGURE = 1 << 50, 1 << 60, 1e9, 1e15
 _OF_BYTES = f"it must be a whole number of bytes, from 0 to {MOST_BYTES}"
 _OF_SECONDS = "it must be a number of seconds, not negative"
-# Longer texts than this say no more of what is wrong in them.
-_MOST_SHOWN = 60
 # What a file may say of where a time comes from. It was not measured by this process.
 _SOURCES = {"measured": Source.GIVEN, "given": Source.GIVEN, "estimated": Source.ESTIMATED, "known": Source.KNOWN}
 _FORM = 'it is written like {"unit": 0, "seconds": {"cpu/1": 1e-5}}'
@@ -127,17 +125,11 @@ def _is_amount(value: Any, most: float) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= most
 
 
-def _shown(value: Any) -> str:
-    """Return what a file holds as a message shows it: a text in quotes, what is long cut."""
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
-
-
 def _entry(entry: Any, path: str | Path, name: str) -> Entry:
     """Return a node's entry; raises InputError unless it has the form of one."""
     good = isinstance(entry, dict) and isinstance(entry.get("seconds"), dict)
     if not good or not all(isinstance(entry.get(key, {}), dict) for key in ("source", "spread")):
-        message = f"the entry of node {name!r} makes no sense: {_shown(entry)}"
+        message = f"the entry of node {name!r} makes no sense: {shown(entry)}"
         raise InputError("C014", message, where=str(path), hint=_FORM)
     return entry  # type: ignore[no-any-return]
 
@@ -148,7 +140,7 @@ def _unit(entry: Entry, alone: int, path: str | Path, name: str) -> int:
     whole = unit.is_integer() if isinstance(unit, float) else type(unit) is int
     if not whole:
         hint = "it is a whole number; nodes of one number are one kernel"
-        raise InputError("C014", f"the unit of node {name!r} is {_shown(unit)}", where=str(path), hint=hint)
+        raise InputError("C014", f"the unit of node {name!r} is {shown(unit)}", where=str(path), hint=hint)
     return int(unit)
 
 
@@ -168,7 +160,7 @@ def _seconds(entry: Entry, kind: str, path: str | Path, name: str) -> float:
 def _time(value: Any, what: str, path: str | Path) -> float:
     if not _is_amount(value, MOST_SECONDS):
         hint = f"{_OF_SECONDS}, up to 1e6"
-        raise InputError("C014", f"{what} is {_shown(value)}, not a time", where=str(path), hint=hint)
+        raise InputError("C014", f"{what} is {shown(value)}, not a time", where=str(path), hint=hint)
     return float(value)
 
 
@@ -202,8 +194,8 @@ def _quality(data: Mapping[str, Any], path: str | Path) -> dict[str, Quality]:
     try:
         found = {kind: Quality(**told) for kind, told in data.get("measured", {}).items()}
         figures = [figure for quality in found.values() for figure in vars(quality).values()]
-        if not all(_is_amount(figure, sys.float_info.max) for figure in figures):
-            raise TypeError("a figure is no number, or negative")
+        if not all(_is_amount(figure, MOST_FIGURE) for figure in figures):
+            raise TypeError("a figure is no number, negative or too large")
     except (AttributeError, TypeError) as problem:
         message = f"what it says under 'measured' makes no sense: {problem}"
         raise InputError("C014", message, where=str(path), hint="leave it out, or see docs/costs.md") from None
@@ -215,7 +207,10 @@ def _bytes(data: Mapping[str, Any], key: str, path: str | Path) -> dict[str, int
     amounts = _amounts(data, key, path, MOST_BYTES, _OF_BYTES)
     for name, amount in amounts.items():
         if amount != int(amount):
-            raise InputError("C014", f"{key} of {name!r} is {_shown(amount)}", where=str(path), hint=_OF_BYTES)
+            raise InputError("C014", f"{key} of {shown(name)} is {shown(amount)}", where=str(path), hint=_OF_BYTES)
+    if (total := sum(amounts.values())) > MOST_ALL_BYTES:
+        message, hint = f"{key} add up to {total:.3g}", f"at most {MOST_ALL_BYTES} bytes, all together"
+        raise InputError("C014", message, where=str(path), hint=hint)
     return {name: int(amount) for name, amount in amounts.items()}
 
 
@@ -226,7 +221,7 @@ def _amounts(data: Mapping[str, Any], key: str, path: str | Path, most: float, h
         raise InputError("C014", f"{key} is no table of numbers by name", where=str(path), hint="see docs/costs.md")
     for name, amount in amounts.items():
         if not _is_amount(amount, most):
-            raise InputError("C014", f"{key} of {name!r} is {_shown(amount)}", where=str(path), hint=hint)
+            raise InputError("C014", f"{key} of {shown(name)} is {shown(amount)}", where=str(path), hint=hint)
     return amounts
 
 

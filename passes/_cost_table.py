@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from onnxplace.errors import InputError
+from onnxplace.errors import InputError, shown
 from onnxplace.facts import Profile, Source
 from onnxplace.files import read_text
 from onnxplace.model import Model
@@ -61,7 +61,7 @@ def costs_table(profile: Profile, model: Model) -> str:
 def require_version(found: object, path: str | Path) -> None:
     """Raise InputError unless a cost file has the version that is read."""
     if found != VERSION:
-        raise InputError("C012", f"its version is {found}, this onnxplace reads {VERSION}", where=str(path))
+        raise InputError("C012", f"its version is {shown(found)}, this onnxplace reads {VERSION}", where=str(path))
 
 
 def read_lines(path: str | Path) -> list[str]:
@@ -77,7 +77,7 @@ def read_table(path: str | Path, model: Model) -> dict[str, Any]:
         hint = f"its first line is '# {FORMAT} {VERSION}'; files of other programs that are read: docs/costs.md"
         raise InputError("C011", "not a cost file", where=str(path), hint=hint)
     version = told[0][1].rstrip(",") if len(told[0]) > 1 else ""
-    require_version(int(version) if version.isdecimal() else version or None, path)
+    require_version(_number(version) if version else None, path)
     whole: dict[str, Any] = {}
     measured: dict[str, dict[str, Any]] = {}
     for first, *words in filter(None, told[1:]):
@@ -86,9 +86,7 @@ def read_table(path: str | Path, model: Model) -> dict[str, Any]:
             whole[kind] = _number(figure)
         elif first.startswith(_MEASURED):
             measured.setdefault(kind, {})[first.removeprefix(_MEASURED)] = _number(figure)
-    rows = csv.DictReader(line for line in lines if not line.startswith("#"))
-    if "node" not in (rows.fieldnames or ()):
-        raise InputError("C011", "not a cost file: it has no column 'node'", where=str(path), hint="see docs/costs.md")
+    rows = _rows([line for line in lines if not line.startswith("#")], path)
     outputs = {node.name: node.output for node in model.nodes}
     nodes: dict[str, Any] = {}
     sizes: dict[str, Any] = {}
@@ -102,6 +100,18 @@ def read_table(path: str | Path, model: Model) -> dict[str, Any]:
         made = (row.get("output_bytes") or "").split()
         sizes.update((v, _number(size)) for v, size in zip(outputs.get(name, ()), made) if v and size != "-")
     return {"nodes": nodes, "whole_seconds": whole, "measured": measured, "value_bytes": sizes}
+
+
+def _rows(lines: list[str], path: str | Path) -> list[dict[str, Any]]:
+    """Return the rows of CSV by the names of its columns; raises InputError if there is no column of nodes."""
+    table = csv.DictReader(lines)
+    try:
+        rows = list(table) if "node" in (table.fieldnames or ()) else None
+    except csv.Error as problem:
+        raise InputError("C011", f"not a cost file: {problem}", where=str(path)) from None
+    if rows is None:
+        raise InputError("C011", "not a cost file: it has no column 'node'", where=str(path), hint="see docs/costs.md")
+    return rows
 
 
 def _row_entry(row: Mapping[str, Any]) -> dict[str, Any]:

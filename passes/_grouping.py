@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxplace._matching import match_names
 from onnxplace.costs import device_seconds
-from onnxplace.errors import InputError, TargetError, UsageError
+from onnxplace.errors import MOST_LISTED, InputError, TargetError, UsageError
 from onnxplace.facts import Groups, Profile
 from onnxplace.files import parse_json, read_json
 from onnxplace.graph import Bools, Floats, Ints, OpGraph
@@ -42,7 +42,9 @@ def group_nodes(
     """
     profile, target = state[Profile], state.target
     graph, notes = profile.graph, list[Diagnostic]()
-    pinned = _pins(device_map, graph, target)
+    removed = state[Model].removed if Model in state else ()
+    pinned, said = _pins(device_map, graph, target, removed)
+    notes += said
     keep = keep and Groups in state
     if keep:
         pinned = np.where(pinned >= 0, pinned, state[Groups].pinned[state[Groups].group])
@@ -51,8 +53,7 @@ def group_nodes(
         union.join(first_alike(state[Groups].group), np.arange(len(graph)), "grouped before")
     if Model in state:
         _join_states(union, graph, state[Model], target)
-    for pattern in colocate:
-        _join_matching(union, graph, pattern)
+    notes += _join_matching(union, graph, colocate, removed)
     if Model in state:
         notes += _keep_on_host(union, graph, state[Model], target)
     if given and profile.given is not None:
@@ -160,8 +161,12 @@ def only_readers(
 
 
 def _join_states(union: Union, graph: OpGraph, model: Model, target: Target) -> None:
-    """Join what makes the next value of a state with all that read the last one: it stays on their device."""
+    """Join what makes the next value of a state with all that read the last one: it stays on their device.
+
+    Raises UsageError that lists the states which the device map tears apart.
+    """
     index = {name: value for value, name in enumerate(graph.value_names)}
+    torn = []
     for name, output in model.states.items():
         maker = int(graph.producer[index[model.sources.get(output, output)]])
         readers = graph.readers[index[name]]
@@ -171,12 +176,12 @@ def _join_states(union: Union, graph: OpGraph, model: Model, target: Target) -> 
                 f"node {graph.names[node]!r} to {target.devices[union.pin(node)].id}"
                 for node in (maker, int(readers[refused.argmax()]))
             ]
-            raise UsageError(
-                "S005",
-                f"state {output!r} = {name!r} stays on one device, but the device map pins {' and '.join(places)}",
-                where="--state",
-                hint="pin both to one device, or leave one of them free",
+            torn.append(
+                f"state {output!r} = {name!r} stays on one device, but the device map pins {' and '.join(places)}"
             )
+    if torn:
+        hint = "pin both to one device, or leave one of them free"
+        raise UsageError("S005", _listed(torn, "; "), where="--state", hint=hint)
 
 
 def _keep_on_host(union: Union, graph: OpGraph, model: Model, target: Target) -> list[Diagnostic]:
@@ -212,54 +217,80 @@ def _host_note(device: int, values: Sequence[HostValue], graph: OpGraph, target:
     return Diagnostic("G012", f"{message}; ONNX Runtime computes them on the host, copying to and fro", where, hint)
 
 
-def _join_matching(union: Union, graph: OpGraph, pattern: str) -> None:
-    expression = _compiled(pattern, "--colocate")
-    matching = np.array([node for node, name in enumerate(graph.names) if expression.fullmatch(name)], dtype=np.int32)
-    if not len(matching):
-        raise UsageError(
-            "U020",
-            f"no node's name matches {pattern!r}",
-            where="--colocate",
-            hint=f"names look like {', '.join(repr(name) for name in graph.names[:3])}",
-        )
-    refused = union.join(np.broadcast_to(matching[0], matching.shape), matching, f"--colocate {pattern}")
-    if refused.any():
+def _join_matching(union: Union, graph: OpGraph, patterns: Sequence[str], removed: Sequence[str]) -> list[Diagnostic]:
+    """Join the nodes that each pattern matches; returns a note for those of which optimisation left none."""
+    where, torn, empty = "--colocate", list[str](), list[str]()
+    for pattern, positions in zip(patterns, match_names(patterns, graph.names, where)):
+        matching = np.array(positions, dtype=np.int32)
+        if not len(matching):
+            empty.append(pattern)
+            continue
+        refused = union.join(np.broadcast_to(matching[0], matching.shape), matching, f"--colocate {pattern}")
+        if refused.any():
+            torn.append(f"{pattern!r}, with {graph.names[matching[refused.argmax()]]!r}")
+    gone = _only_removed(empty, removed, where)
+    if missing := [pattern for pattern in empty if pattern not in gone]:
+        listed = _listed(repr(pattern) for pattern in missing)
+        raise UsageError("U020", f"no node's name matches {listed}", where=where, hint=_names_hint(graph))
+    if torn:
         raise UsageError(
             "U021",
-            f"{pattern!r} joins nodes that the device map puts on different devices",
-            where="--colocate",
-            hint=f"one of them is {graph.names[matching[refused.argmax()]]!r}",
+            f"joins nodes that the device map puts on different devices: {_listed(torn, '; ')}",
+            where=where,
+            hint="leave these nodes out of one of the two",
         )
+    return [_removed_note(gone, where)] if gone else []
 
 
-def _compiled(pattern: str, where: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as problem:
-        raise UsageError("U022", f"not a regular expression: {pattern!r}: {problem}", where=where) from None
+def _only_removed(patterns: Sequence[str], removed: Sequence[str], where: str) -> dict[str, str]:
+    """Return, of patterns without a node, those that match one which optimisation removed, and that node."""
+    if not patterns or not removed:
+        return {}
+    matches = match_names(patterns, removed, where)
+    return {pattern: removed[found[0]] for pattern, found in zip(patterns, matches) if found}
 
 
-def _pins(path: str, graph: OpGraph, target: Target) -> Ints:
-    """Return the device each node is pinned to by the user's device map, -1 for none."""
+def _removed_note(gone: Mapping[str, str], where: str) -> Diagnostic:
+    listed = _listed(f"{pattern!r} ({name!r})" for pattern, name in gone.items())
+    message = f"only nodes that optimisation removed match {listed}: no effect"
+    return Diagnostic("U025", message, where=where, hint="leave it out, or name nodes that remain")
+
+
+def _names_hint(graph: OpGraph) -> str:
+    return f"names look like {', '.join(repr(name) for name in graph.names[:3])}"
+
+
+def _listed(items: Iterable[str], separator: str = ", ") -> str:
+    """Return the first of several things in a row, and how many more there are."""
+    entries = list(items)
+    more = len(entries) - MOST_LISTED
+    return separator.join(entries[:MOST_LISTED]) + (f"{separator}and {more} more" if more > 0 else "")
+
+
+def _pins(path: str, graph: OpGraph, target: Target, removed: Sequence[str]) -> tuple[Ints, list[Diagnostic]]:
+    """Return the device each node is pinned to by the user's device map, -1 for none, and what to say of the map.
+
+    The first pattern that matches a node decides.
+    """
     pinned = np.full(len(graph), -1, dtype=np.int32)
     if not path:
-        return pinned
-    rules = [(_compiled(pattern, path), _device(device, target, path)) for pattern, device in _read_map(path).items()]
-    unused = {rule.pattern for rule, _ in rules}
-    for node, name in enumerate(graph.names):
-        for rule, device in rules:
-            if rule.fullmatch(name):
-                pinned[node] = device
-                unused.discard(rule.pattern)
-                break
-    if unused:
-        raise UsageError(
-            "U020",
-            f"no node is left for {', '.join(repr(p) for p in sorted(unused))}",
-            where=path,
-            hint=f"names look like {', '.join(repr(name) for name in graph.names[:3])}; the first match wins",
-        )
-    return pinned
+        return pinned, []
+    rules = _read_map(path)
+    where = "device map" if path.startswith("{") else path
+    devices = [_device(device, target, where) for device in rules.values()]
+    unused, unmatched = [], []
+    for pattern, device, positions in zip(rules, devices, match_names(list(rules), graph.names, where)):
+        free = [node for node in positions if pinned[node] < 0]
+        pinned[free] = device
+        if not free:
+            unused.append(pattern)
+        if not positions:
+            unmatched.append(pattern)
+    gone = _only_removed(unmatched, removed, where)
+    if left := [pattern for pattern in unused if pattern not in gone]:
+        hint = f"{_names_hint(graph)}; the first match wins"
+        raise UsageError("U020", f"no node is left for {_listed(map(repr, left))}", where=where, hint=hint)
+    return pinned, [_removed_note(gone, where)] if gone else []
 
 
 def _device(name: str, target: Target, path: str) -> int:

@@ -4,23 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from onnxplace import cost_cache
 from onnxplace.facts import Quality
 from onnxplace.graph import OpGraph
 from onnxplace.machine import onnxruntime
 from onnxplace.model import Model
+from onnxplace.passes._cost_file import MOST_ALL_BYTES, MOST_BYTES, MOST_FIGURE, MOST_WHOLE_SECONDS
 from onnxplace.passes._measure import Measurement
 from onnxplace.passes._repeats import held_integers
 from onnxplace.sessions import operator_libraries
 from onnxplace.state import Diagnostic
-from onnxplace.target import Device
+from onnxplace.target import MOST_SECONDS, Device
 
-_NUMBERS = ("seconds", "spread")
-_LISTS = (*_NUMBERS, "unit", "ran")
+_LISTS = ("seconds", "spread", "unit", "ran")
+_Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS, allow_inf_nan=False)]
+_Figure = Annotated[int, Field(ge=0, le=MOST_FIGURE)] | Annotated[float, Field(ge=0, le=MOST_FIGURE)]
+
+
+class _Entry(BaseModel):
+    """A measurement as it is kept, each number within what it can be; other fields are passed over."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    seconds: list[_Seconds]
+    spread: list[_Seconds]
+    unit: list[Annotated[int, Field(ge=0)]]
+    ran: list[bool]
+    whole_seconds: Annotated[float, Field(ge=0, le=MOST_WHOLE_SECONDS)] | None
+    value_bytes: dict[str, Annotated[int, Field(ge=0, le=MOST_BYTES)]]
+    quality: dict[str, _Figure] | None
+    notes: list[dict[str, str]]
 
 
 def key(
@@ -57,32 +75,36 @@ def key(
 def recall(name: str, nodes: int) -> tuple[Measurement, list[Diagnostic]] | None:
     """Return what is kept under a key for a model of so many nodes, with what was said then; None if nothing is.
 
-    Raises ValueError, saying what, if it is damaged.
+    Raises ValueError, saying what, if it is damaged; then it is removed.
     """
     data = cost_cache.read(name)
     if data is None:
         return None
     try:
-        arrays = {item: np.array(data[item]) for item in _LISTS}
-        quality, sizes, notes = data["quality"], dict(data["value_bytes"]), data["notes"]
-        found = Measurement(
-            arrays["seconds"].astype(np.float64),
-            arrays["unit"].astype(np.int32),
-            arrays["ran"].astype(bool),
-            np.ones(nodes, dtype=bool),
-            data["whole_seconds"],
-            sizes,
-            arrays["spread"].astype(np.float64),
-            None if quality is None else Quality(**quality),
-        )
-        said = [Diagnostic(**note) for note in notes]
-    except (KeyError, TypeError, ValueError) as problem:
-        raise ValueError(f"{cost_cache.folder() / name}.json is damaged: {problem!r}") from None
-    good = all(array.shape == (nodes,) for array in arrays.values())
-    good = good and all(bool((np.isfinite(arrays[item]) & (arrays[item] >= 0)).all()) for item in _NUMBERS)
-    if not good:
-        raise ValueError(f"{cost_cache.folder() / name}.json is damaged: it does not hold a time per node")
-    return found, said
+        entry = _Entry.model_validate(data)
+        quality = None if entry.quality is None else Quality(**entry.quality)  # type: ignore[arg-type]
+        notes = [Diagnostic(**note) for note in entry.notes]
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise cost_cache.damaged(name, f"{place}: {first['msg']}") from None
+    except TypeError as problem:
+        raise cost_cache.damaged(name, str(problem)) from None
+    if any(len(getattr(entry, item)) != nodes for item in _LISTS) or max(entry.unit, default=0) >= max(nodes, 1):
+        raise cost_cache.damaged(name, "it does not hold a time per node")
+    if sum(entry.value_bytes.values()) > MOST_ALL_BYTES:
+        raise cost_cache.damaged(name, "its values have more bytes than there can be")
+    measurement = Measurement(
+        seconds=np.array(entry.seconds, dtype=np.float64),
+        unit=np.array(entry.unit, dtype=np.int32),
+        ran=np.array(entry.ran, dtype=bool),
+        measured=np.ones(nodes, dtype=bool),
+        whole_seconds=entry.whole_seconds,
+        value_bytes=entry.value_bytes,
+        spread=np.array(entry.spread, dtype=np.float64),
+        quality=quality,
+    )
+    return measurement, notes
 
 
 def keep(name: str, found: Measurement, notes: Sequence[Diagnostic]) -> None:

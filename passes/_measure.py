@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from onnxplace._children import in_child
 from onnxplace._leases import temporary_folder
+from onnxplace._refusals import no_space
 from onnxplace.facts import Quality
 from onnxplace.graph import Floats, Ints
 from onnxplace.model import INLINE_LIMIT_BYTES, Model, WeightFile
@@ -159,8 +160,18 @@ def profile(job: Job) -> tuple[Kernels, Any]:
         session = open_session(job.source, options, job.device_id, job.where)
         (Path(job.folder) / "all.bin").unlink(missing_ok=True)
         runs, _ = _run(session, job, job.patience)
-    events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
-    return _kernels(events, runs), session
+    return _kernels(_events(session.end_profiling(), job.folder), runs), session
+
+
+def _events(path: str, folder: str) -> list[Mapping[str, Any]]:
+    """Return what the profiler wrote; raises ExecutionError if the disk was too small for it."""
+    try:
+        events: list[Mapping[str, Any]] = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        if full := no_space(folder):
+            raise full from None
+        raise
+    return events
 
 
 def _saving(job: Job, level: Any) -> Any:

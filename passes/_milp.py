@@ -17,6 +17,8 @@ from onnxplace.passes._held import held_bytes, reachable
 LEVELS = 6
 # Beyond this, the order on devices is left out: the program has O(N^2) rows for it.
 MOST_ORDERED = 120
+# HiGHS takes seeds of 31 bits.
+MOST_SEED = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -235,8 +237,8 @@ class _Program:
         program.integrality_ = [kinds.kInteger if whole else kinds.kContinuous for whole in rows.whole]
         solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
         left = max(deadline - time.perf_counter(), 0.05)
-        for option, value in (("output_flag", False), ("threads", 1), ("random_seed", seed), ("time_limit", left),
-                              ("mip_rel_gap", gap), ("mip_feasibility_tolerance", 1e-9),
+        for option, value in (("output_flag", False), ("threads", 1), ("random_seed", seed & MOST_SEED),
+                              ("time_limit", left), ("mip_rel_gap", gap), ("mip_feasibility_tolerance", 1e-9),
                               ("primal_feasibility_tolerance", 1e-9)):  # fmt: skip
             solver.setOptionValue(option, value)
         solver.passModel(program)

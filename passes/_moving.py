@@ -10,6 +10,9 @@ from onnxplace.graph import Floats, Ints, Longs, OpGraph
 from onnxplace.jit import kernel
 from onnxplace.passes._ideals import combined
 
+# The generator of compiled loops takes seeds of 32 bits.
+MOST_SEED = (1 << 32) - 1
+
 
 @dataclass(frozen=True)
 class Search:
@@ -41,7 +44,7 @@ class Search:
             device.astype(np.int64), order, stage is not None, before.starts, before.items, after.starts, after.items,
             g.producer, g.value_bytes, g.outputs.starts, g.outputs.items, g.inputs.starts, g.inputs.items,
             g.weights.starts, g.weights.items, g.weight_bytes, self.seconds, self.latency, self.per_byte,
-            self.limit_bytes, self.need_bytes, self.rule, moves, seed,
+            self.limit_bytes, self.need_bytes, self.rule, moves, seed & MOST_SEED,
         )  # fmt: skip
         return found.astype(np.int32), float(value)
 

@@ -13,7 +13,7 @@ from onnx import TypeProto, ValueInfoProto, helper
 from onnxplace._output import require_free, staged
 from onnxplace.bundle import COSTS, MANIFEST, SEGMENTS, WEIGHTS, WHOLE, FileRecord, link_record
 from onnxplace.facts import Emitted, Placement, Profile, Schedule, Segment, Segments
-from onnxplace.files import disk_error, shown
+from onnxplace.files import disk_error, path_text
 from onnxplace.model import Model, WeightFile
 from onnxplace.passes._boundary import boundary_types
 from onnxplace.passes._cost_file import costs_text
@@ -48,7 +48,7 @@ class Emit(Pass):
             try:
                 linked = _write(state, staging.folder, self.pipeline, beside)
             except OSError as problem:
-                raise disk_error(problem, shown(path)) from None
+                raise disk_error(problem, path_text(path)) from None
             staging.place(staging.folder)
         if self.link_weights and not linked:
             message = "there is nothing to link to: the model has no weights file of its own"

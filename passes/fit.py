@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
+from annotated_types import Ge
 
 from onnxplace.costs import Problem, decided, order_by_start, problem
 from onnxplace.errors import InfeasibleError, counted
@@ -40,9 +41,9 @@ class Fit(Pass):
     requires: ClassVar[tuple[type, ...]] = (Profile,)
     provides: ClassVar[tuple[type, ...]] = (Placement, Schedule)
 
-    seconds: float = 5.0
+    seconds: Annotated[float, Ge(0)] = 5.0
     """Time to search for less traffic."""
-    seed: int = 0
+    seed: Annotated[int, Ge(0)] = 0
     """Of the topological orders and the local search."""
 
     def run(self, state: State) -> State:

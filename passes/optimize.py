@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 from annotated_types import Ge
@@ -41,15 +41,23 @@ class Optimize(Pass):
     """Bytes of a weight, and of a result, up to which constants are folded; larger ones would bloat the bundle."""
 
     def run(self, state: State) -> State:
-        model = _with_own_dequantisers(_without_unused(state[Model]))
+        before = state[Model]
+        model = _with_own_dequantisers(_without_unused(before))
         foldable = _foldable(model, self.fold_up_to)
         if not foldable:
-            return state.having(model)
+            return state.having(_naming_removed(model, before))
         try:
-            return state.having(_without_unused(_fold(model, foldable, self.fold_up_to)))
+            folded = _without_unused(_fold(model, foldable, self.fold_up_to))
+            return state.having(_naming_removed(folded, before))
         except OnnxplaceError as problem:
             note = Diagnostic("O001", f"constants were not folded: {problem.message}", where=model.name)
-            return state.having(model).saying(note)
+            return state.having(_naming_removed(model, before)).saying(note)
+
+
+def _naming_removed(model: Model, before: Model) -> Model:
+    """Return the model with the names of the nodes that it had `before` and has no more."""
+    kept = {node.name for node in model.nodes}
+    return replace(model, removed=(*before.removed, *(n.name for n in before.nodes if n.name not in kept)))
 
 
 def _without_unused(model: Model) -> Model:

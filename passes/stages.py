@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
+from annotated_types import Ge
 
 from onnxplace.costs import Problem, decided, problem, shortage
 from onnxplace.errors import InfeasibleError
@@ -41,9 +42,9 @@ class Stages(Pass):
     """Values run from earlier to later stages only; without it, a device may hold any groups."""
     load: Literal["max", "sum"] = "max"
     """A device computes while it transfers (max), or one after the other (sum)."""
-    seconds: float = 10.0
+    seconds: Annotated[float, Ge(0)] = 10.0
     """Time to search; what is found within it depends on the machine only if the note does not say it is optimal."""
-    seed: int = 0
+    seed: Annotated[int, Ge(0)] = 0
     """Of the topological orders and the local search."""
 
     def run(self, state: State) -> State:

@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("what everybody needs and what needs nobody", ("errors", "jit", "state", "waiting", "callbacks", "_docstrings")),
     ("loops over plain arrays", ("kernels",)),
     ("names of what is unfinished, and renames at one stroke", ("_leases", "_renames")),
-    ("files; work in other processes", ("files", "_children")),
+    ("files; work in other processes", ("files", "_children", "_matching")),
     (
         "plain data about graphs, machines, inputs and weights",
         ("graph", "target", "feeds", "_weights", "_bound_kernels"),
@@ -36,8 +36,8 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("machine", "cost_cache", "_bodies", "patience"),
     ),
     (
-        "ONNX models in one shape; what an output comes from; Ctrl-C while ONNX Runtime computes",
-        ("_canonical", "_lineage", "interrupts"),
+        "ONNX models in one shape; what an output comes from; Ctrl-C while ONNX Runtime computes; its refusals",
+        ("_canonical", "_lineage", "interrupts", "_refusals"),
     ),
     (
         "the one way to open ONNX Runtime sessions; simulated time and loads on plain data",
