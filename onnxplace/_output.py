@@ -20,7 +20,7 @@ from onnxplace._leases import OCCUPIED, OLD, Lease, leased, sweep
 from onnxplace._renames import exchange, rename_new
 from onnxplace.bundle import FORMAT, MANIFEST
 from onnxplace.errors import MOST_LISTED, InputError, OnnxplaceError, UsageError
-from onnxplace.files import cannot_write, disk_error, is_full, read_json, path_text, require_name
+from onnxplace.files import cannot_write, disk_error, is_full, path_text, read_json, require_name
 from onnxplace.state import Diagnostic
 
 # What every manifest holds that was written before manifests said their format.

@@ -112,12 +112,14 @@ def open_segment(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) ->
 def _check_interface(bundle: Bundle, record: SegmentRecord, session: Any) -> None:
     """Raise BundleError unless a session takes and gives what the manifest says of its segment."""
     values, inputs = bundle.manifest.values, {item.name: item for item in bundle.manifest.inputs}
-    for what, names, items in (
-        ("inputs", record.inputs, [*session.get_inputs(), *session.get_overridable_initializers()]),
-        ("outputs", record.outputs, session.get_outputs()),
+    defaults = session.get_overridable_initializers()  # some are only to keep ONNX Runtime from folding them
+    for what, names, items, more in (
+        ("inputs", record.inputs, session.get_inputs(), defaults),
+        ("outputs", record.outputs, session.get_outputs(), ()),
     ):
-        declared = {item.name: item for item in items}
-        if not set(names) <= set(declared) or (what == "inputs" and set(names) != set(declared)):
+        declared = {item.name: item for item in (*items, *more)}
+        needed = {item.name for item in items if what == "inputs"}
+        if not needed <= set(names) <= set(declared):
             raise _exchanged(record, f"its {what} are {_listed(declared)}, the manifest says {_listed(names)}")
         for name in names:
             expected = values.get(name) or inputs.get(name)

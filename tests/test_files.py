@@ -157,7 +157,7 @@ def test_files_whose_size_is_not_known_are_read_whole_and_not_beyond_the_limit()
 
 @given(st.text(st.characters(codec=None, categories=None), max_size=2000))
 def test_a_path_is_shown_as_one_readable_line(path):
-    text = files.shown(path)
+    text = files.path_text(path)
     assert text.isprintable()
     assert len(text) < 320
     text.encode()
