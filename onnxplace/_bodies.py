@@ -7,7 +7,7 @@ from pathlib import Path
 
 from onnx import AttributeProto, GraphProto, NodeProto, TensorProto
 
-from onnxplace._weights import tensor_bytes, tensor_size
+from onnxplace._tensors import take_in, tensor_size
 
 # A body's weights beyond this become the model's own: stored once, counted where they are read. Smaller ones may be
 # shapes and axes, which some kernels want to see beside them.
@@ -81,37 +81,50 @@ def settled(
     result = []
     for node in nodes:
         graphs = any(True for _ in subgraphs(node))
-        if graphs or any(a.HasField("t") and a.t.data_location == TensorProto.EXTERNAL for a in node.attribute):
+        if graphs or any(True for _ in _stored_outside(node)):
             copy = NodeProto()
             copy.CopyFrom(node)
             for graph in subgraphs(copy):
                 _lift_weights(graph, copy.name, initializers)
-            _settle(copy, folder, seen)
+            for tensor in tensors_of(copy):
+                take_in(tensor, folder)
+            for graph in subgraphs(copy):
+                _name_inner(graph, seen)
             node = copy
         result.append(node)
     return result
 
 
-def _settle(node: NodeProto, folder: Path | None, seen: set[str]) -> None:
+def tensors_of(node: NodeProto) -> Iterator[TensorProto]:
+    """Yield every tensor that a node holds: in its attributes and subgraphs, the parts of sparse ones included."""
     for attribute in node.attribute:
         if attribute.HasField("t"):
-            _take_in(attribute.t, folder)
+            yield attribute.t
+        yield from attribute.tensors
+        if attribute.HasField("sparse_tensor"):
+            yield from (attribute.sparse_tensor.values, attribute.sparse_tensor.indices)
+        for sparse in attribute.sparse_tensors:
+            yield from (sparse.values, sparse.indices)
     for graph in subgraphs(node):
-        for tensor in graph.initializer:
-            _take_in(tensor, folder)
-        inner = with_unique_names(list(graph.node), seen)
-        del graph.node[:]
-        graph.node.extend(inner)
-        for item in graph.node:
-            _settle(item, folder, seen)
+        yield from graph.initializer
+        for sparse in graph.sparse_initializer:
+            yield from (sparse.values, sparse.indices)
+        for inner in graph.node:
+            yield from tensors_of(inner)
 
 
-def _take_in(tensor: TensorProto, folder: Path | None) -> None:
-    """Put the bytes of external data into the tensor itself."""
-    if tensor.data_location == TensorProto.EXTERNAL:
-        tensor.raw_data = b"".join(tensor_bytes(tensor, folder))
-        tensor.data_location = TensorProto.DEFAULT
-        del tensor.external_data[:]
+def _stored_outside(node: NodeProto) -> Iterator[TensorProto]:
+    return (tensor for tensor in tensors_of(node) if tensor.data_location == TensorProto.EXTERNAL)
+
+
+def _name_inner(graph: GraphProto, seen: set[str]) -> None:
+    """Give the nodes of a subgraph, and those within them, names that are not in `seen`, which they join."""
+    inner = with_unique_names(list(graph.node), seen)
+    del graph.node[:]
+    graph.node.extend(inner)
+    for node in graph.node:
+        for deeper in subgraphs(node):
+            _name_inner(deeper, seen)
 
 
 def _lift_weights(graph: GraphProto, owner: str, initializers: dict[str, TensorProto]) -> None:
@@ -166,4 +179,14 @@ def rename(node: NodeProto, new: Mapping[str, str]) -> None:
                 value.name = visible.get(value.name, value.name)
 
 
-__all__ = ["captured", "is_constant", "reads", "rename", "settled", "subgraphs", "with_inner", "with_unique_names"]
+__all__ = [
+    "captured",
+    "is_constant",
+    "reads",
+    "rename",
+    "settled",
+    "subgraphs",
+    "tensors_of",
+    "with_inner",
+    "with_unique_names",
+]

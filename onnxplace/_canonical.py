@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from onnx import (
     GraphProto,
     ModelProto,
@@ -23,12 +26,15 @@ from onnx import (
 from onnx.inliner import inline_local_functions
 from onnx.shape_inference import infer_shapes
 
-from onnxplace._bodies import reads, settled, with_inner, with_unique_names
-from onnxplace._weights import check_tensor, tensor_size
+from onnxplace._bodies import reads, settled, tensors_of, with_inner, with_unique_names
+from onnxplace._tensors import MAX_RANK, check_tensor, require_shape, take_in, tensor_size
 from onnxplace.errors import ModelError
 
 DENSE_LIMIT_BYTES = 1 << 30
 """Sparse weights beyond this size are refused."""
+MAX_DIMENSION = (1 << 31) - 1
+"""No dimension of a model that runs is larger."""
+_POINTER_BYTES = 8  # numpy keeps a reference for each string
 
 
 @dataclass
@@ -51,36 +57,88 @@ def take_apart(proto: ModelProto, where: str, folder: Path | None) -> Parts:
     graph = proto.graph
     if not graph.output:
         raise ModelError("M018", "the model has no outputs, so there is nothing to compute", where=where)
+    for tensor in (*graph.initializer, *(tensor for node in graph.node for tensor in tensors_of(node))):
+        check_tensor(tensor)
     initializers = {tensor.name: tensor for tensor in graph.initializer}
-    initializers |= {sparse.values.name: dense(sparse, where) for sparse in graph.sparse_initializer}
-    nodes = _lift_constants(graph.node, initializers, where)
+    initializers |= {sparse.values.name: dense(sparse, where, folder) for sparse in graph.sparse_initializer}
+    nodes = _lift_constants(graph.node, initializers, where, folder)
     made = _producers(nodes, initializers, graph, where)
     seen: set[str] = set()
     nodes = with_unique_names(nodes, seen)
     nodes = settled(nodes, initializers, folder, seen)
-    for tensor in initializers.values():
-        check_tensor(tensor)
-    inputs = [v for v in graph.input if v.name not in made and not (v.name in initializers and proto.ir_version < 4)]
+    fed = [v for v in graph.input if v.name not in made and not (v.name in initializers and proto.ir_version < 4)]
+    inputs, outputs = ([_with_possible_shape(value, where) for value in values] for values in (fed, graph.output))
     nodes = _in_order(nodes, made, initializers, inputs, where)
     sources = _return_initializers(graph, nodes, initializers, {v.name for v in inputs}, made, where)
-    return Parts(nodes, initializers, inputs, list(graph.output), sources, _opsets(proto))
+    return Parts(nodes, initializers, inputs, outputs, sources, _opsets(proto))
 
 
-def dense(sparse: SparseTensorProto, where: str) -> TensorProto:
+def _with_possible_shape(value: ValueInfoProto, where: str) -> ValueInfoProto:
+    """Return an input or output without sizes of -1, by which some exporters mean unknown ones.
+
+    Raises ModelError for other sizes that cannot be, and for a rank beyond what arrays have.
+    """
+    dims = value.type.tensor_type.shape.dim
+    place, hint = f"{where}, input or output {value.name!r}", "the model is damaged; export it again"
+    if len(dims) > MAX_RANK:
+        message = f"it is declared with {len(dims)} dimensions, expected at most {MAX_RANK}"
+        raise ModelError("M024", message, where=place, hint=hint)
+    for axis, dim in enumerate(dims):
+        if not -1 <= dim.dim_value <= MAX_DIMENSION:
+            message = f"it is declared with size {dim.dim_value} on axis {axis}, expected 0 to {MAX_DIMENSION}"
+            raise ModelError("M024", message, where=place, hint=hint)
+    if all(dim.dim_value >= 0 for dim in dims):
+        return value
+    result = ValueInfoProto()
+    result.CopyFrom(value)
+    for dim in result.type.tensor_type.shape.dim:
+        if dim.dim_value < 0:
+            dim.ClearField("value")
+    return result
+
+
+def dense(sparse: SparseTensorProto, where: str, folder: Path | None) -> TensorProto:
     """Return a sparse weight as a dense one; raises ModelError if it would be huge or its indices make no sense."""
     result = TensorProto(name=sparse.values.name, data_type=sparse.values.data_type, dims=sparse.dims)
     place = f"{where}, weight {result.name!r}"
-    if tensor_size(result) > DENSE_LIMIT_BYTES:
-        message = f"as a dense weight it would take {tensor_size(result)} bytes"
+    require_shape(result)
+    strings = result.data_type == TensorProto.STRING
+    size = math.prod(result.dims) * _POINTER_BYTES if strings else tensor_size(result)
+    if size > DENSE_LIMIT_BYTES:
+        message = f"as a dense weight it would take {size} bytes"
         raise ModelError("M008", message, where=place, hint="store it dense, as external data")
     try:
-        values, indices = numpy_helper.to_array(sparse.values), numpy_helper.to_array(sparse.indices)
-        array = np.zeros(tuple(sparse.dims), dtype=values.dtype)
-        where_in = np.ravel_multi_index(tuple(indices.T), array.shape) if indices.ndim == 2 else indices
-        array.reshape(-1)[where_in] = values.reshape(-1)
+        values, indices = _array(sparse.values, folder), _array(sparse.indices, folder)
+        array = np.full(tuple(sparse.dims), "" if strings else 0, dtype=values.dtype)
+        array.reshape(-1)[_positions(indices, values.size, array.shape)] = values.reshape(-1)
     except (ValueError, IndexError, TypeError) as problem:
         raise ModelError("M008", f"its sparse form makes no sense: {problem}", where=place) from None
     return numpy_helper.from_array(array, result.name)
+
+
+def _array(tensor: TensorProto, folder: Path | None) -> NDArray[Any]:
+    """Return a tensor's elements, wherever they are; raises ModelError if there are too few or too many."""
+    check_tensor(tensor)
+    copy = TensorProto()
+    copy.CopyFrom(tensor)
+    take_in(copy, folder)
+    return numpy_helper.to_array(copy)
+
+
+def _positions(indices: NDArray[Any], count: int, shape: tuple[int, ...]) -> NDArray[Any]:
+    """Return where the values of a sparse tensor go in the flat dense one; raises ValueError where that is nowhere."""
+    if indices.dtype != np.int64:
+        raise ValueError(f"its indices are {indices.dtype}, expected int64")
+    if indices.ndim not in (1, 2) or len(indices) != count or (indices.ndim == 2 and indices.shape[1] != len(shape)):
+        expected = f"[{count}] or [{count}, {len(shape)}]"
+        raise ValueError(f"its indices have shape {list(indices.shape)}, expected {expected}")
+    if indices.ndim == 2:
+        return np.asarray(np.ravel_multi_index(tuple(indices.T), shape))
+    if count and not 0 <= indices.min() <= indices.max() < math.prod(shape):
+        raise ValueError(
+            f"its indices go from {indices.min()} to {indices.max()}, expected 0 to {math.prod(shape) - 1}"
+        )
+    return indices
 
 
 def _require_no_recursion(proto: ModelProto, where: str) -> None:
@@ -148,21 +206,23 @@ def _opsets(proto: ModelProto) -> list[OperatorSetIdProto]:
     return [helper.make_opsetid(domain, version) for domain, version in versions.items()]
 
 
-def _lift_constants(nodes: Iterable[NodeProto], initializers: dict[str, TensorProto], where: str) -> list[NodeProto]:
+def _lift_constants(
+    nodes: Iterable[NodeProto], initializers: dict[str, TensorProto], where: str, folder: Path | None
+) -> list[NodeProto]:
     """Turn Constant nodes into initializers; return the other nodes."""
     kept = []
     for node in nodes:
         if node.op_type == "Constant" and node.domain in ("", "ai.onnx") and len(node.attribute) == 1:
-            initializers[node.output[0]] = _constant(node, where)
+            initializers[node.output[0]] = _constant(node, where, folder)
         else:
             kept.append(node)
     return kept
 
 
-def _constant(node: NodeProto, where: str) -> TensorProto:
+def _constant(node: NodeProto, where: str, folder: Path | None) -> TensorProto:
     attribute = node.attribute[0]
     if attribute.name == "sparse_value":
-        tensor = dense(attribute.sparse_tensor, f"{where}, node {node.name!r}")
+        tensor = dense(attribute.sparse_tensor, f"{where}, node {node.name!r}", folder)
         tensor.name = node.output[0]
         return tensor
     if attribute.name == "value":

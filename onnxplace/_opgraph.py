@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from onnxplace._weights import tensor_size
+from onnxplace._tensors import tensor_size
 from onnxplace.graph import Csr, OpGraph
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorPr
 
 from onnxplace import _canonical
 from onnxplace._opgraph import op_graph
-from onnxplace._weights import WeightFile, external_range, not_beside, packed_size, tensor_bytes, tensor_size
+from onnxplace._tensors import Fingerprint, external_range, fingerprint, packed_size, tensor_bytes, tensor_size
+from onnxplace._weights import WeightFile, not_beside
 from onnxplace.errors import ModelError, nearest
 from onnxplace.feeds import Array, Declared, bound_shapes, check_feeds, dimension_keys, random_feeds
 
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
 LOWEST_IR, HIGHEST_IR = 8, 13
 INLINE_LIMIT_BYTES = 1 << 30
 
-
-# No dimension of a model that runs is larger.
-MOST = (1 << 31) - 1
 # onnx takes every vector for a shape and follows each of its elements: memory runs out at some million of them.
 LONG_VECTOR = 1 << 18
 
@@ -72,6 +70,8 @@ class Model:
     """Inputs the user gave to profile with."""
     states: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Input name -> name of the output whose value it takes in the next call."""
+    weights_files: Mapping[Path, Fingerprint] = field(default_factory=lambda: MappingProxyType({}))
+    """Files of external data, as they were when the model was read."""
 
     def check(self, state: State) -> None:
         """Raise ValueError if a node reads something that nobody makes before it."""
@@ -203,9 +203,8 @@ def load(source: str | Path | ModelProto) -> Model:
         data = _read(path)
         proto, folder, where, digest = _parse(data, path), path.parent, path.name, hashlib.sha256(data).hexdigest()
     parts = _canonical.take_apart(proto, where, folder)
-    for tensor in parts.initializers.values():
-        if tensor.data_location == TensorProto.EXTERNAL:
-            external_range(tensor, folder)
+    external = [t for t in parts.initializers.values() if t.data_location == TensorProto.EXTERNAL]
+    files = dict.fromkeys(external_range(tensor, folder)[0] for tensor in external)
     return Model(
         name=proto.graph.name or where,
         ir_version=proto.ir_version,
@@ -217,6 +216,7 @@ def load(source: str | Path | ModelProto) -> Model:
         sources=MappingProxyType(parts.sources),
         folder=folder,
         digest=digest,
+        weights_files=MappingProxyType({file: fingerprint(file) for file in files}),
     )
 
 
@@ -247,6 +247,18 @@ def _parse(data: bytes, path: Path) -> ModelProto:
     return proto
 
 
+def require_unchanged(model: Model) -> None:
+    """Raise ModelError if a weights file was written or replaced since the model was read."""
+    for file, before in model.weights_files.items():
+        try:
+            changed = fingerprint(file) != before
+        except OSError:
+            changed = True
+        if changed:
+            hint = "compile again when nothing writes to it"
+            raise ModelError("M025", "this weights file changed while it was compiled", where=str(file), hint=hint)
+
+
 def require_beside(model: Model, bundle: Path) -> None:
     """Raise UsageError if a bundle at `bundle` could not refer to the model's weights files."""
     below = bundle.absolute().parent.resolve()
@@ -271,8 +283,8 @@ def bind(model: Model, dimensions: Mapping[str, int], samples: Mapping[str, Arra
                 where="--shape",
                 hint=nearest(key, known) if known else "all its dimensions are fixed",
             )
-        if not isinstance(size, Integral) or not 0 <= size <= MOST:
-            hint = f"give a whole number from 0 to {MOST}"
+        if not isinstance(size, Integral) or not 0 <= size <= _canonical.MAX_DIMENSION:
+            hint = f"give a whole number from 0 to {_canonical.MAX_DIMENSION}"
             raise ModelError("M022", f"dimension {key!r} cannot be {size!r}", where="--shape", hint=hint)
     if samples:
         samples = check_feeds(samples, [declared(value, model) for value in model.inputs])
@@ -351,6 +363,7 @@ __all__ = [
     "load",
     "op_graph",
     "require_beside",
+    "require_unchanged",
     "shape_entries",
     "static_shapes",
     "tensor_bytes",

@@ -13,7 +13,7 @@ from onnx import TypeProto, ValueInfoProto
 from onnxplace.bundle import COSTS, MANIFEST, SEGMENTS, WEIGHTS, WHOLE, FileRecord, link_record
 from onnxplace.facts import Emitted, Placement, Profile, Schedule, Segment, Segments
 from onnxplace.files import replaced_folder, require_free
-from onnxplace.model import Model, WeightFile
+from onnxplace.model import Model, WeightFile, require_unchanged
 from onnxplace.passes._boundary import boundary_types
 from onnxplace.passes._cost_file import costs_text
 from onnxplace.passes._manifest import manifest_of
@@ -44,6 +44,7 @@ class Emit(Pass):
         beside = path.absolute().parent if self.link_weights else None
         with replaced_folder(path) as folder:
             linked = _write(state, folder, self.pipeline, beside)
+            require_unchanged(state[Model])
         if self.link_weights and not linked:
             message = "there is nothing to link to: the model has no weights file of its own"
             state = state.saying(Diagnostic("N011", message, where=state[Model].name))

@@ -25,6 +25,7 @@ RUNTIMES = {path.stem: path for path in (ROOT / "runtimes").glob("*.py") if path
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("what everybody needs and what needs nobody", ("errors", "jit", "state", "waiting", "_docstrings")),
     ("loops over plain arrays", ("kernels",)),
+    ("tensors as models hold them; dimensions that follow from others", ("_tensors", "_expressions")),
     (
         "plain data about graphs, machines, inputs and weights; files; work in other processes",
         ("graph", "target", "feeds", "_weights", "_bound_kernels", "files", "_children"),
@@ -194,7 +195,7 @@ def test_only_the_door_to_onnx_and_what_works_on_its_protos_import_onnx():
         for name, path in CORE.items()
         if re.search(r"^(import onnx\b|from onnx\b)", path.read_text(), re.MULTILINE)
     }
-    assert users <= {"model", "_canonical", "_bodies", "_weights", "_opgraph", "operators", "testing"}
+    assert users <= {"model", "_canonical", "_bodies", "_tensors", "_weights", "_opgraph", "operators", "testing"}
 
 
 # ---------------------------------------------------------------------------------------------- what stays unloaded
