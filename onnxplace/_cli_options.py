@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,12 +78,16 @@ def _seed(value: int) -> int:
     return value
 
 
+# Far beyond any size; Python refuses to read a number of some thousand digits.
+_MOST_DIGITS = 100
+
+
 def parse_shape(text: str) -> dict[str, int]:
-    """Read `batch=8,seq=128`; raises UsageError."""
+    """Read `batch=8,seq=128`, where a comma in parentheses belongs to a name; raises UsageError."""
     sizes: dict[str, int] = {}
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        key, _, size = item.partition("=")
-        if not key or not size.strip().isdecimal():
+    for item in filter(None, (part.strip() for part in re.split(r",(?![^()]*\))", text))):
+        key, _, size = item.rpartition("=")
+        if not key or not size.strip().isdecimal() or len(size) > _MOST_DIGITS:
             raise UsageError("U011", f"not a dimension: {item!r}", where="--shape", hint="write it as batch=8,seq=128")
         key = key.strip()
         if key in sizes:

@@ -124,7 +124,7 @@ def _exact(term: Term, sizes: Mapping[str, int]) -> Fraction:
     if isinstance(term, Number):
         return Fraction(term.value)
     if isinstance(term, Symbol):
-        return Fraction(sizes[term.name])
+        return Fraction(int(sizes[term.name]))
     operands = [_exact(operand, sizes) for operand in term.operands]
     try:
         value = _OPERATORS[term.name](*operands) if term.name in _OPERATORS else _FUNCTIONS[term.name][0](*operands)
@@ -238,14 +238,14 @@ def complete_sizes(names: Iterable[str], sizes: Mapping[str, int]) -> dict[str, 
         if not unknown:
             _require_equal(name, _evaluated(name, terms[name], result), result)
         elif len(unknown) == 1 and name in result:
-            size = _solved(terms[name], unknown[0], result, result[name])
+            size = _solved(name, terms[name], unknown[0], result)
             if size is not None:
                 result[unknown[0]] = size
                 waiting.extend(readers[unknown[0]])
     return result
 
 
-def without_derived(names: Iterable[str], sizes: Mapping[str, int]) -> dict[str, int]:
+def without_derived(sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the sizes that do not follow from others among them: `past` and `seq`, but not `past + seq`."""
     terms = {name: parse_size(name) for name in sizes}
     return {
@@ -272,18 +272,21 @@ def _listed(term: Term, sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{symbol}={sizes[symbol]}" for symbol in dict.fromkeys(symbols_of(term)))
 
 
-def _solved(term: Term, symbol: str, sizes: Mapping[str, int], value: int) -> int | None:
-    """Return the size of the one unknown symbol with which an expression has this value, if it is linear in it."""
+def _solved(name: str, term: Term, symbol: str, sizes: Mapping[str, int]) -> int | None:
+    """Return the size of the one unknown symbol with which an expression has its value, if it is linear in it."""
     if not _is_linear(term):
         return None
     try:
-        zero, one = (_exact(term, {**sizes, symbol: size}) for size in (0, 1))
-        size = (value - zero) / (one - zero) if one != zero else None
-        if size is None or size.denominator != 1 or evaluate(term, {**sizes, symbol: int(size)}) != value:
-            return None
+        zero, one, two = (_exact(term, {**sizes, symbol: size}) for size in (0, 1, 2))
     except NoSizeError:
         return None
-    return int(size) if size >= 0 else None
+    if one == zero or two - one != one - zero:
+        return None
+    size = (sizes[name] - zero) / (one - zero)
+    if size.denominator != 1 or not 0 <= size <= _MAX_MAGNITUDE:
+        known = ", ".join(f"{key}={sizes[key]}" for key in dict.fromkeys(symbols_of(term)) if key in sizes)
+        raise NoSizeError(f"dimension {name!r} cannot be {sizes[name]}" + (f" with {known}" if known else ""))
+    return int(size)
 
 
 def _is_linear(term: Term) -> bool:

@@ -18,6 +18,7 @@ CHUNK_BYTES = 16 << 20
 MAX_RANK = 64
 # Elements are counted with 64 bits everywhere below us.
 _MAX_ELEMENTS = (1 << 63) - 1
+_LONGEST_SHOWN = 500  # characters of a path in a message
 _DAMAGED = "the model is damaged; export it again"
 _DATA_FIELDS = ("float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
 
@@ -108,20 +109,23 @@ def external_file(tensor: TensorProto, folder: Path | None) -> Path:
         )
     location = {entry.key: entry.value for entry in tensor.external_data}.get("location", "")
     file = folder / location
+    shown = str(file) if len(str(file)) < _LONGEST_SHOWN else f"{str(file)[:_LONGEST_SHOWN]}..."
     try:
         inside = "\0" not in location and bool(location) and file.resolve().is_relative_to(folder.resolve())
         exists = inside and file.is_file()
     except (OSError, RuntimeError, ValueError) as problem:  # a name that is too long, links that go in a circle
-        message = f"its external data file cannot be opened: {one_line(problem)}"
+        message = f"its external data file cannot be opened: {one_line(problem)[:_LONGEST_SHOWN]}"
         raise ModelError("M005", message, where=where, hint=_DAMAGED) from None
     if not inside:
-        raise ModelError("M006", f"external data outside the model's folder: {location!r}", where=where)
+        raise ModelError(
+            "M006", f"external data outside the model's folder: {location[:_LONGEST_SHOWN]!r}", where=where
+        )
     if not exists:
         raise ModelError(
             "M005",
-            f"its external data file is missing: {file}",
+            f"its external data file is missing: {shown}",
             where=where,
-            hint="keep the weights file next to the model",
+            hint="keep the weights file beside the model",
         )
     if not os.access(file, os.R_OK):
         raise ModelError("M005", f"its external data file cannot be read: {file}", where=where, hint="chmod +r")

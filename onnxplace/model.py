@@ -7,7 +7,7 @@ stay in their file, inputs and outputs. Reading maps nothing and copies nothing 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
@@ -24,7 +24,17 @@ from onnxplace._opgraph import op_graph
 from onnxplace._tensors import Fingerprint, external_range, fingerprint, packed_size, tensor_bytes, tensor_size
 from onnxplace._weights import WeightFile, not_beside
 from onnxplace.errors import ModelError, nearest
-from onnxplace.feeds import Array, Declared, bound_shapes, check_feeds, dimension_keys, random_feeds
+from onnxplace.feeds import (
+    Array,
+    Declared,
+    bound_shapes,
+    check_feeds,
+    completed,
+    dimension_keys,
+    random_feeds,
+    sizes_of,
+    symbols_in,
+)
 
 if TYPE_CHECKING:
     from onnxplace.state import State
@@ -32,6 +42,8 @@ if TYPE_CHECKING:
 # ONNX Runtime 1.28 to 1.31 takes IR versions up to 13; 8 is the first that carries everything we write.
 LOWEST_IR, HIGHEST_IR = 8, 13
 INLINE_LIMIT_BYTES = 1 << 30
+# Beyond what any machine holds; sums of such sizes still fit into 64 bits.
+MAX_VALUE_BYTES = 1 << 50
 
 # onnx takes every vector for a shape and follows each of its elements: memory runs out at some million of them.
 LONG_VECTOR = 1 << 18
@@ -272,23 +284,38 @@ def require_beside(model: Model, bundle: Path) -> None:
 def bind(model: Model, dimensions: Mapping[str, int], samples: Mapping[str, Array]) -> Model:
     """Return `model` with values for symbolic dimensions and sample inputs.
 
-    Raises ModelError for a dimension or input the model does not have, and FeedError for samples that do not fit.
+    Sizes that follow from others, or from the samples, join the dimensions. Raises ModelError for a dimension or
+    input the model does not have, and FeedError for samples that do not fit, or sizes that contradict each other.
     """
-    known = {key for value in model.inputs for key, size in dimension_keys(declared(value, model)) if size is None}
+    inputs = [declared(value, model) for value in model.inputs]
+    keys = dict.fromkeys(key for item in inputs for key, size in dimension_keys(item) if size is None)
+    _require_dimensions(keys, dimensions)
+    if samples:
+        samples = check_feeds(samples, inputs)
+        sampled = sizes_of(samples, inputs)
+        for key, size in dimensions.items():
+            if sampled.get(key, size) != size:
+                message = f"dimension {key!r} is {size} here and {sampled[key]} in the inputs"
+                raise ModelError("M022", message, where="--shape", hint="leave it out: the inputs say it")
+        dimensions = {**dimensions, **sampled}
+    sizes = {key: int(size) for key, size in completed(keys, dimensions).items()}
+    return replace(model, dimensions=MappingProxyType(sizes), samples=MappingProxyType(dict(samples)))
+
+
+def _require_dimensions(keys: Iterable[str], dimensions: Mapping[str, int]) -> None:
+    """Raise ModelError for a dimension that is not there, or whose size cannot be."""
+    known = {name for key in keys for name in (key, *symbols_in(key))}
     for key, size in dimensions.items():
         if key not in known:
             raise ModelError(
                 "M022",
                 f"the model has no symbolic dimension {key!r}",
                 where="--shape",
-                hint=nearest(key, known) if known else "all its dimensions are fixed",
+                hint=nearest(key, sorted(known)) if known else "all its dimensions are fixed",
             )
         if not isinstance(size, Integral) or not 0 <= size <= _canonical.MAX_DIMENSION:
             hint = f"give a whole number from 0 to {_canonical.MAX_DIMENSION}"
             raise ModelError("M022", f"dimension {key!r} cannot be {size!r}", where="--shape", hint=hint)
-    if samples:
-        samples = check_feeds(samples, [declared(value, model) for value in model.inputs])
-    return replace(model, dimensions=MappingProxyType(dict(dimensions)), samples=MappingProxyType(dict(samples)))
 
 
 def declared(value: ValueInfoProto, model: Model) -> Declared:
@@ -350,6 +377,9 @@ def value_bytes(model: Model, shapes: Mapping[str, Sequence[int]]) -> dict[str, 
         kind = model.types.get(name)
         if kind is not None and kind.HasField("tensor_type") and kind.tensor_type.elem_type != TensorProto.STRING:
             sizes[name] = packed_size(kind.tensor_type.elem_type, shape)
+            if sizes[name] > MAX_VALUE_BYTES:
+                message = f"of shape {list(shape)} it would take {sizes[name]} bytes"
+                raise ModelError("M024", message, where=f"value {name!r}", hint="give smaller sizes with --shape")
     return sizes
 
 
