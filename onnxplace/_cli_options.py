@@ -167,6 +167,8 @@ def use_of(path: Path, refused_by: str) -> str:
 def _use_of_folder(path: Path, manifest: str) -> str:
     if (path / manifest).is_file():
         return f"it is a bundle, compiled already: `onnxplace run {path}`; to compile again, name its model"
+    if (path / "saved_model.pb").is_file():
+        return f"it is a TensorFlow model: python -m tf2onnx.convert --saved-model {path} --output model.onnx"
     models, bundles = sorted(path.glob("*.onnx")), sorted(found.parent for found in path.glob(f"*/{manifest}"))
     inside = [*models[:1], *bundles[:1]]
     return f"name what is in it: {' or '.join(str(found) for found in inside)}" if inside else ""

@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TypeProto, ValueInfoProto
 
 from onnxplace import _canonical
+from onnxplace._formats import format_hint
 from onnxplace._opgraph import op_graph
 from onnxplace._tensors import Fingerprint, external_range, fingerprint, packed_size, tensor_bytes, tensor_size
 from onnxplace._weights import WeightFile, not_beside
@@ -242,20 +243,20 @@ def _read(path: Path) -> bytes:
 
 
 def _parse(data: bytes, path: Path) -> ModelProto:
-    proto = ModelProto()
+    proto, hint = ModelProto(), format_hint(data, str(path))
     try:
         proto.ParseFromString(data)
     except DecodeError:
-        if data[:1] == b"\x08":  # field 1, ir_version, which every ONNX writer puts first
+        if data[:1] == b"\x08" and not hint:  # field 1, ir_version, which every ONNX writer puts first
             raise ModelError(
                 "M003",
                 f"the ONNX file is truncated or damaged ({len(data)} bytes)",
                 where=str(path),
                 hint="copy or export it again",
             ) from None
-        raise ModelError("M002", "not an ONNX file", where=str(path)) from None
+        raise ModelError("M002", "not an ONNX file", where=str(path), hint=hint) from None
     if not proto.ir_version or not proto.HasField("graph"):
-        raise ModelError("M002", "not an ONNX file: it holds no graph", where=str(path))
+        raise ModelError("M002", "not an ONNX file: it holds no graph", where=str(path), hint=hint)
     return proto
 
 

@@ -25,7 +25,10 @@ RUNTIMES = {path.stem: path for path in (ROOT / "runtimes").glob("*.py") if path
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("what everybody needs and what needs nobody", ("errors", "jit", "state", "waiting", "_docstrings")),
     ("loops over plain arrays", ("kernels",)),
-    ("tensors as models hold them; dimensions that follow from others", ("_tensors", "_expressions")),
+    (
+        "tensors as models hold them; dimensions that follow from others; what is no ONNX",
+        ("_tensors", "_expressions", "_formats"),
+    ),
     (
         "plain data about graphs, machines, inputs and weights; files; work in other processes",
         ("graph", "target", "feeds", "_weights", "_bound_kernels", "files", "_children"),
