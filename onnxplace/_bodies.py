@@ -113,6 +113,36 @@ def tensors_of(node: NodeProto) -> Iterator[TensorProto]:
             yield from tensors_of(inner)
 
 
+def texts_of_node(node: NodeProto) -> Iterator[str]:
+    """Yield every name in a node, those of its tensors and subgraphs included."""
+    yield from (node.name, node.op_type, node.domain, *node.input, *node.output)
+    for attribute in node.attribute:
+        yield from (attribute.name, attribute.ref_attr_name)
+    for tensor in tensors_of(node):
+        yield from _texts_of_tensor(tensor)
+    for graph in subgraphs(node):
+        yield from texts_of_graph(graph)
+        for inner in graph.node:
+            yield from texts_of_node(inner)
+
+
+def texts_of_graph(graph: GraphProto) -> Iterator[str]:
+    """Yield every name in a graph except those in its nodes."""
+    yield graph.name
+    for value in (*graph.input, *graph.output):
+        yield value.name
+        yield from (dim.dim_param for dim in value.type.tensor_type.shape.dim)
+    sparse = (tensor for item in graph.sparse_initializer for tensor in (item.values, item.indices))
+    for tensor in (*graph.initializer, *sparse):
+        yield from _texts_of_tensor(tensor)
+
+
+def _texts_of_tensor(tensor: TensorProto) -> Iterator[str]:
+    yield tensor.name
+    for entry in tensor.external_data:
+        yield from (entry.key, entry.value)
+
+
 def _stored_outside(node: NodeProto) -> Iterator[TensorProto]:
     return (tensor for tensor in tensors_of(node) if tensor.data_location == TensorProto.EXTERNAL)
 
@@ -187,6 +217,8 @@ __all__ = [
     "settled",
     "subgraphs",
     "tensors_of",
+    "texts_of_graph",
+    "texts_of_node",
     "with_inner",
     "with_unique_names",
 ]

@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from onnx import (
     GraphProto,
     ModelProto,
     NodeProto,
     OperatorSetIdProto,
-    SparseTensorProto,
     TensorProto,
     ValueInfoProto,
     defs,
     helper,
-    numpy_helper,
 )
 from onnx.inliner import inline_local_functions
 from onnx.shape_inference import infer_shapes
 
-from onnxplace._bodies import reads, settled, tensors_of, with_inner, with_unique_names
-from onnxplace._tensors import MAX_RANK, check_tensor, require_shape, take_in, tensor_size
+from onnxplace._bodies import reads, settled, tensors_of, texts_of_graph, texts_of_node, with_inner, with_unique_names
+from onnxplace._constants import constant, dense
+from onnxplace._tensors import MAX_RANK, check_tensor, unknown_element
 from onnxplace.errors import ModelError
 
-DENSE_LIMIT_BYTES = 1 << 30
-"""Sparse weights beyond this size are refused."""
 MAX_DIMENSION = (1 << 31) - 1
 """No dimension of a model that runs is larger."""
-_POINTER_BYTES = 8  # numpy keeps a reference for each string
 
 
 @dataclass
@@ -51,6 +43,7 @@ class Parts:
 
 def take_apart(proto: ModelProto, where: str, folder: Path | None) -> Parts:
     """Return the parts of a model; raises ModelError naming the node or value that is wrong."""
+    _require_text(proto, where)
     if proto.functions:
         _require_no_recursion(proto, where)
         proto = _inline_functions(proto, where)
@@ -73,13 +66,29 @@ def take_apart(proto: ModelProto, where: str, folder: Path | None) -> Parts:
     return Parts(nodes, initializers, inputs, outputs, sources, _opsets(proto))
 
 
+def _require_text(proto: ModelProto, where: str) -> None:
+    """Raise ModelError if a name that we read is not text: protobuf hands those out as bytes."""
+    bodies = ((f.node, (f.name, f.domain, *f.input, *f.output)) for f in proto.functions)
+    for nodes, names in ((proto.graph.node, texts_of_graph(proto.graph)), *bodies):
+        for text in (*names, *(text for node in nodes for text in texts_of_node(node))):
+            if not isinstance(text, str):
+                hint = "the file is damaged; copy or export it again"
+                raise ModelError("M003", f"a name in it is not text: {text[:40]!r}", where=where, hint=hint)
+    for entry in proto.opset_import:
+        if not isinstance(entry.domain, str):
+            raise ModelError("M003", f"the name of an opset is not text: {entry.domain[:40]!r}", where=where)
+
+
 def _with_possible_shape(value: ValueInfoProto, where: str) -> ValueInfoProto:
     """Return an input or output without sizes of -1, by which some exporters mean unknown ones.
 
-    Raises ModelError for other sizes that cannot be, and for a rank beyond what arrays have.
+    Raises ModelError for other sizes that cannot be, a rank beyond what arrays have, and a type that ONNX has not.
     """
     dims = value.type.tensor_type.shape.dim
     place, hint = f"{where}, input or output {value.name!r}", "the model is damaged; export it again"
+    if (number := unknown_element(value.type)) is not None:
+        message = f"it is declared with element type {number}, which ONNX does not have"
+        raise ModelError("M024", message, where=place, hint=hint)
     if len(dims) > MAX_RANK:
         message = f"it is declared with {len(dims)} dimensions, expected at most {MAX_RANK}"
         raise ModelError("M024", message, where=place, hint=hint)
@@ -95,50 +104,6 @@ def _with_possible_shape(value: ValueInfoProto, where: str) -> ValueInfoProto:
         if dim.dim_value < 0:
             dim.ClearField("value")
     return result
-
-
-def dense(sparse: SparseTensorProto, where: str, folder: Path | None) -> TensorProto:
-    """Return a sparse weight as a dense one; raises ModelError if it would be huge or its indices make no sense."""
-    result = TensorProto(name=sparse.values.name, data_type=sparse.values.data_type, dims=sparse.dims)
-    place = f"{where}, weight {result.name!r}"
-    require_shape(result)
-    strings = result.data_type == TensorProto.STRING
-    size = math.prod(result.dims) * _POINTER_BYTES if strings else tensor_size(result)
-    if size > DENSE_LIMIT_BYTES:
-        message = f"as a dense weight it would take {size} bytes"
-        raise ModelError("M008", message, where=place, hint="store it dense, as external data")
-    try:
-        values, indices = _array(sparse.values, folder), _array(sparse.indices, folder)
-        array = np.full(tuple(sparse.dims), "" if strings else 0, dtype=values.dtype)
-        array.reshape(-1)[_positions(indices, values.size, array.shape)] = values.reshape(-1)
-    except (ValueError, IndexError, TypeError) as problem:
-        raise ModelError("M008", f"its sparse form makes no sense: {problem}", where=place) from None
-    return numpy_helper.from_array(array, result.name)
-
-
-def _array(tensor: TensorProto, folder: Path | None) -> NDArray[Any]:
-    """Return a tensor's elements, wherever they are; raises ModelError if there are too few or too many."""
-    check_tensor(tensor)
-    copy = TensorProto()
-    copy.CopyFrom(tensor)
-    take_in(copy, folder)
-    return numpy_helper.to_array(copy)
-
-
-def _positions(indices: NDArray[Any], count: int, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Return where the values of a sparse tensor go in the flat dense one; raises ValueError where that is nowhere."""
-    if indices.dtype != np.int64:
-        raise ValueError(f"its indices are {indices.dtype}, expected int64")
-    if indices.ndim not in (1, 2) or len(indices) != count or (indices.ndim == 2 and indices.shape[1] != len(shape)):
-        expected = f"[{count}] or [{count}, {len(shape)}]"
-        raise ValueError(f"its indices have shape {list(indices.shape)}, expected {expected}")
-    if indices.ndim == 2:
-        return np.asarray(np.ravel_multi_index(tuple(indices.T), shape))
-    if count and not 0 <= indices.min() <= indices.max() < math.prod(shape):
-        raise ValueError(
-            f"its indices go from {indices.min()} to {indices.max()}, expected 0 to {math.prod(shape) - 1}"
-        )
-    return indices
 
 
 def _require_no_recursion(proto: ModelProto, where: str) -> None:
@@ -178,7 +143,7 @@ def _since(operator: str, version: int, domain: str) -> int:
     """Return the opset that brought the form an operator has in opset `version`; 0 if it is not known there."""
     try:
         return int(defs.get_schema(operator, version, domain).since_version)
-    except defs.SchemaError:
+    except (defs.SchemaError, TypeError):  # a version that is no 32-bit number is a TypeError
         return 0
 
 
@@ -212,41 +177,12 @@ def _lift_constants(
     """Turn Constant nodes into initializers; return the other nodes."""
     kept = []
     for node in nodes:
-        if node.op_type == "Constant" and node.domain in ("", "ai.onnx") and len(node.attribute) == 1:
-            initializers[node.output[0]] = _constant(node, where, folder)
+        one = len(node.attribute) == 1 and len(node.output) == 1 and node.output[0]
+        if node.op_type == "Constant" and node.domain in ("", "ai.onnx") and one:
+            initializers[node.output[0]] = constant(node, where, folder)
         else:
             kept.append(node)
     return kept
-
-
-def _constant(node: NodeProto, where: str, folder: Path | None) -> TensorProto:
-    attribute = node.attribute[0]
-    if attribute.name == "sparse_value":
-        tensor = dense(attribute.sparse_tensor, f"{where}, node {node.name!r}", folder)
-        tensor.name = node.output[0]
-        return tensor
-    if attribute.name == "value":
-        tensor = TensorProto()
-        tensor.CopyFrom(attribute.t)
-        tensor.name = node.output[0]
-        return tensor
-    value = helper.get_attribute_value(attribute)
-    kinds = {
-        "value_int": TensorProto.INT64,
-        "value_ints": TensorProto.INT64,
-        "value_float": TensorProto.FLOAT,
-        "value_floats": TensorProto.FLOAT,
-        "value_string": TensorProto.STRING,
-        "value_strings": TensorProto.STRING,
-    }
-    if attribute.name not in kinds:
-        raise ModelError(
-            "M008", f"constants given as {attribute.name!r} are not supported", where=f"{where}, node {node.name!r}"
-        )
-    several = attribute.name.endswith("s")
-    return helper.make_tensor(
-        node.output[0], kinds[attribute.name], [len(value)] if several else [], list(value) if several else [value]
-    )
 
 
 def _producers(

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, TypeProto, helper, numpy_helper
 
 from onnxplace.errors import ModelError, one_line
 
@@ -77,6 +77,23 @@ def require_shape(tensor: TensorProto) -> None:
         raise _contradiction(tensor, f"it has {len(tensor.dims)} dimensions, expected at most {MAX_RANK}")
     if any(size < 0 for size in tensor.dims) or math.prod(filter(None, tensor.dims)) > _MAX_ELEMENTS:
         raise _contradiction(tensor, f"its shape {list(tensor.dims)} cannot be")
+
+
+def unknown_element(kind: TypeProto) -> int | None:
+    """Return the number of an element type, anywhere in a type, that ONNX does not have; None if it has all."""
+    which = kind.WhichOneof("value")
+    if which in ("tensor_type", "sparse_tensor_type"):
+        return _unknown(getattr(kind, which).elem_type)
+    if which in ("sequence_type", "optional_type"):
+        return unknown_element(getattr(kind, which).elem_type)
+    if which == "map_type":
+        key = _unknown(kind.map_type.key_type)
+        return unknown_element(kind.map_type.value_type) if key is None else key
+    return None
+
+
+def _unknown(number: int) -> int | None:
+    return None if number in TensorProto.DataType.values() else number
 
 
 def _data_field(tensor: TensorProto, raw: bool) -> tuple[str, int]:

@@ -22,7 +22,15 @@ from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorPr
 from onnxplace import _canonical
 from onnxplace._formats import format_hint
 from onnxplace._opgraph import op_graph
-from onnxplace._tensors import Fingerprint, external_range, fingerprint, packed_size, tensor_bytes, tensor_size
+from onnxplace._tensors import (
+    Fingerprint,
+    external_range,
+    fingerprint,
+    packed_size,
+    tensor_bytes,
+    tensor_size,
+    unknown_element,
+)
 from onnxplace._weights import WeightFile, not_beside
 from onnxplace.errors import ModelError, nearest
 from onnxplace.feeds import (
@@ -376,7 +384,12 @@ def value_bytes(model: Model, shapes: Mapping[str, Sequence[int]]) -> dict[str, 
     sizes = {}
     for name, shape in shapes.items():
         kind = model.types.get(name)
-        if kind is not None and kind.HasField("tensor_type") and kind.tensor_type.elem_type != TensorProto.STRING:
+        if kind is None or not kind.HasField("tensor_type"):
+            continue
+        if (number := unknown_element(kind)) is not None:
+            message = f"its element type would be {number}, which ONNX does not have"
+            raise ModelError("M024", message, where=f"value {name!r}", hint="the model is damaged; export it again")
+        if kind.tensor_type.elem_type not in (TensorProto.STRING, TensorProto.UNDEFINED):
             sizes[name] = packed_size(kind.tensor_type.elem_type, shape)
             if sizes[name] > MAX_VALUE_BYTES:
                 message = f"of shape {list(shape)} it would take {sizes[name]} bytes"

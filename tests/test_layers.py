@@ -34,8 +34,8 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("graph", "target", "feeds", "_weights", "_bound_kernels", "files", "_children"),
     ),
     (
-        "what this machine has, what was measured on it, and how often to measure; graphs inside nodes",
-        ("machine", "cost_cache", "_bodies", "patience"),
+        "what this machine has, what was measured on it, and how often to measure; graphs inside nodes; constants",
+        ("machine", "cost_cache", "_bodies", "_constants", "patience"),
     ),
     ("ONNX models in one shape", ("_canonical",)),
     (
@@ -198,7 +198,17 @@ def test_only_the_door_to_onnx_and_what_works_on_its_protos_import_onnx():
         for name, path in CORE.items()
         if re.search(r"^(import onnx\b|from onnx\b)", path.read_text(), re.MULTILINE)
     }
-    assert users <= {"model", "_canonical", "_bodies", "_tensors", "_weights", "_opgraph", "operators", "testing"}
+    assert users <= {
+        "model",
+        "_canonical",
+        "_bodies",
+        "_constants",
+        "_tensors",
+        "_weights",
+        "_opgraph",
+        "operators",
+        "testing",
+    }
 
 
 # ---------------------------------------------------------------------------------------------- what stays unloaded
