@@ -22,6 +22,7 @@ from onnx.shape_inference import infer_shapes
 
 from onnxplace._bodies import reads, settled, tensors_of, texts_of_graph, texts_of_node, with_inner, with_unique_names
 from onnxplace._constants import constant, dense
+from onnxplace._schemas import require_form
 from onnxplace._tensors import MAX_RANK, check_tensor, unknown_element
 from onnxplace.errors import ModelError
 
@@ -55,6 +56,7 @@ def take_apart(proto: ModelProto, where: str, folder: Path | None) -> Parts:
     initializers = {tensor.name: tensor for tensor in graph.initializer}
     initializers |= {sparse.values.name: dense(sparse, where, folder) for sparse in graph.sparse_initializer}
     nodes = _lift_constants(graph.node, initializers, where, folder)
+    require_form(with_inner(nodes), {entry.domain: entry.version for entry in _opsets(proto)}, where)
     made = _producers(nodes, initializers, graph, where)
     seen: set[str] = set()
     nodes = with_unique_names(nodes, seen)

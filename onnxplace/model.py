@@ -7,13 +7,14 @@ stay in their file, inputs and outputs. Reading maps nothing and copies nothing 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeGuard
 
 import onnx
 from google.protobuf.message import DecodeError
@@ -371,7 +372,12 @@ def static_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     entries = {
         name: shape_entries(kind) for name, kind in replace(model, inputs=tuple(inputs), outputs=outputs).types.items()
     }
-    return {name: shape for name, shape in entries.items() if shape is not None and all(type(d) is int for d in shape)}  # type: ignore[misc]
+    return {name: shape for name, shape in entries.items() if shape is not None and _is_known(shape)}
+
+
+def _is_known(shape: tuple[int | str | None, ...]) -> TypeGuard[tuple[int, ...]]:
+    """Return whether all sizes are known; inference computes sizes below zero where a model cannot run."""
+    return all(isinstance(size, int) and size >= 0 for size in shape)
 
 
 def _unshaped(output: ValueInfoProto) -> ValueInfoProto:
@@ -389,11 +395,13 @@ def value_bytes(model: Model, shapes: Mapping[str, Sequence[int]]) -> dict[str, 
         if (number := unknown_element(kind)) is not None:
             message = f"its element type would be {number}, which ONNX does not have"
             raise ModelError("M024", message, where=f"value {name!r}", hint="the model is damaged; export it again")
-        if kind.tensor_type.elem_type not in (TensorProto.STRING, TensorProto.UNDEFINED):
-            sizes[name] = packed_size(kind.tensor_type.elem_type, shape)
-            if sizes[name] > MAX_VALUE_BYTES:
-                message = f"of shape {list(shape)} it would take {sizes[name]} bytes"
-                raise ModelError("M024", message, where=f"value {name!r}", hint="give smaller sizes with --shape")
+        strings = kind.tensor_type.elem_type in (TensorProto.STRING, TensorProto.UNDEFINED)
+        size = math.prod(shape) if strings else packed_size(kind.tensor_type.elem_type, shape)
+        if size > MAX_VALUE_BYTES:
+            message = f"of shape {list(shape)} it would take {size} bytes or more"
+            raise ModelError("M024", message, where=f"value {name!r}", hint="give smaller sizes with --shape")
+        if not strings:
+            sizes[name] = size
     return sizes
 
 

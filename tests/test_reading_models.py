@@ -15,7 +15,7 @@ import pytest
 from onnx import AttributeProto, ModelProto, NodeProto, SparseTensorProto, TensorProto, helper, numpy_helper, parser
 
 from onnxplace import OnnxplaceError
-from onnxplace.model import load
+from onnxplace.model import load, op_graph
 from onnxplace.passes import emit
 from tests.random_models import reference
 from tests.test_split_property import RandomPlacement, assert_same, compiled_with, run_together
@@ -462,3 +462,111 @@ def test_the_folder_of_a_tensorflow_model_gets_a_way_to_make_onnx_of_it(refused,
 def test_an_onnx_model_is_read_whatever_its_ending(tmp_path, branches_bytes, name):
     (tmp_path / name).write_bytes(branches_bytes)
     assert len(load(tmp_path / name).nodes) == 5
+
+
+# ---------------------------------------------------------------------------------------------- nodes
+
+
+NODES = {
+    "(float[4] x) => (float[4] y) { [odd] y = Reshape() }": "has 0 inputs, expected 2",
+    "(float[4] x) => (float[4] y) { [odd] y = Add(x, x, x) }": "has 3 inputs, expected 2",
+    "(float[4] x) => (float[4] y) { [odd] y, z = Relu(x) }": "has 2 outputs, expected 1",
+    "(float[4] x) => (float[4] y) { [odd] y = Sum() }": "has 0 inputs, expected 1 or more",
+    "(float[4] x) => (float[4] y) { [odd] y = Cast(x) }": "lacks the attribute 'to'",
+    '(float[4] x) => (float[4] y) { [odd] y = Softmax <axis = "one"> (x) }': "has 'axis' of type STRING, expected INT",
+    "(float[4] x, bool c) => (float[4] y) { [odd] y = If(c) }": "lacks the attribute 'else_branch'",
+}
+
+
+@pytest.mark.parametrize(("text", "said"), NODES.items(), ids=NODES.values())
+def test_a_node_that_does_not_fit_its_operator_is_named(refused, text, said):
+    refused(parsed(text), "M026", "'odd'", "of opset 17", said)
+
+
+def test_a_node_of_a_body_that_does_not_fit_its_operator_is_named(refused):
+    refused(parsed(IF.replace("u = Add(x, thin)", "[odd] u = Add(x)")), "M026", "'odd'", "has 1 inputs, expected 2")
+
+
+def test_inputs_that_are_left_out_may_be_listed_at_the_end(tmp_path):
+    model = parsed("(float[4] x) => (float[4] y) { y = Clip(x) }")
+    model.graph.node[0].input.extend(["", ""])
+    assert_same(run_together(compiled_with(model, RandomPlacement(), tmp_path), [{"x": X}]), [[X]])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "value"),
+    [
+        ("value_ints", AttributeProto.INT, {"i": 3}),
+        ("value_floats", AttributeProto.TENSOR, {"t": numpy_helper.from_array(X)}),
+        ("value", AttributeProto.INT, {"i": 3}),
+        ("sparse_value", AttributeProto.TENSOR, {"t": numpy_helper.from_array(X)}),
+        ("value_other", AttributeProto.INT, {"i": 3}),
+    ],
+)
+def test_a_constant_of_another_type_than_its_name_says_is_refused(refused, name, kind, value):
+    model = parsed("(float[4] x) => (float[4] y) { y = Add(x, k) }")
+    node = helper.make_node("Constant", [], ["k"], "odd")
+    node.attribute.append(AttributeProto(name=name, type=kind, **value))
+    model.graph.node.insert(0, node)
+    refused(model, "M008", "'odd'", name)
+
+
+@pytest.mark.parametrize("output", ["", None])
+def test_a_constant_that_nobody_can_read_is_dropped(run_cli, tmp_path, fast_pipeline, output):
+    model = parsed("(float[4] x) => (float[4] y) { y = Relu(x) }")
+    model.graph.node.insert(0, helper.make_node("Constant", [], [] if output is None else [output], value_int=3))
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    ran = run_cli("compile", tmp_path / "m.onnx", "--pipeline", fast_pipeline)
+    assert ran.code == (0 if output == "" else 2), ran.err
+
+
+@pytest.mark.parametrize("old", [b"left_one", b"Relu", b"number_n", b"w_1"])
+def test_names_that_are_no_text_are_refused(refused, tmp_path, old):
+    model = parsed("(float[number_n] x) => (float[number_n] y) { [left_one] z = Relu(x) y = Add(z, w_1) }")
+    model.graph.initializer.append(numpy_helper.from_array(X[:1], "w_1"))
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString().replace(old, old[:-1] + b"\xff"))
+    refused(tmp_path / "m.onnx", "M003", "not text")
+
+
+@pytest.mark.parametrize("kind", [64, -1])
+def test_element_types_that_onnx_does_not_have_are_refused(refused, kind):
+    model = with_input(4)
+    model.graph.input[0].type.tensor_type.elem_type = kind
+    refused(model, "'x'")
+    model = parsed("(float[4] x) => (seq(float[4]) y) { y = SequenceConstruct(x) }")
+    model.graph.output[0].type.sequence_type.elem_type.tensor_type.elem_type = kind
+    refused(model, "M024", "'y'", f"element type {kind}")
+
+
+@pytest.mark.parametrize("kind", [64, -1, 1 << 40])
+def test_a_cast_to_a_type_that_onnx_does_not_have_is_no_defect(run_cli, tmp_path, kind):
+    model = parsed("(float[4] x) => (float[4] y) { z = Cast <to = 1> (x) y = Relu(z) }")
+    model.graph.node[0].attribute[0].i = kind
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    pipeline = "optimize,profile{repeat=1},m-etf,split,emit"
+    ran = run_cli("compile", tmp_path / "m.onnx", "--pipeline", pipeline)
+    assert (ran.code, ran.err[:8]) == (2, "error[M0"), ran.err
+
+
+ODD_RANKS = [
+    "(float[4] x) => (float[4, 4] y) { y = Gemm(x, x) }",
+    "(float x) => (float[4, 4] y) { y = Gemm(x, x) }",
+    "(float x) => (float y) { y = MatMul(x, x) }",
+    "(float[4] x) => (float[4] y) { y = ConvTranspose(x, x) }",
+    "(float[4] x) => (float[4] y) { y, h = GRU <hidden_size = 4> (x, x, x) }",
+    '(float[4] x) => (float[4] y) { y = Einsum <equation = "ij,jk->ik"> (x) }',
+    "(float[4] x) => (float[4] y) { p = Constant <value = int64[2] {-3, -3}> () y = Pad(x, p) }",
+]
+
+
+@pytest.mark.parametrize("text", ODD_RANKS)
+def test_estimating_what_cannot_run_is_no_defect(run_cli, tmp_path, fast_pipeline, text):
+    (tmp_path / "m.onnx").write_bytes(parsed(text).SerializeToString())
+    assert run_cli("compile", tmp_path / "m.onnx", "--pipeline", fast_pipeline).code in (0, 2)
+
+
+def test_an_operator_of_ones_own_that_is_named_like_a_view_is_none():
+    model = parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 17, "own": 1]> g (float[4] x) => (float[4] y) { y = own.Identity(x) }'
+    )
+    assert op_graph(load(model), {}).alias.tolist() == [-1, -1]
