@@ -211,13 +211,16 @@ def bound_shapes(inputs: Sequence[Declared], dimensions: Mapping[str, int]) -> d
 
 
 def _require_room(shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise FeedError if inputs of these shapes could not all be in this machine's memory, with 8 bytes an element."""
+    """Raise FeedError if inputs of these shapes, with 8 bytes an element, would take more than half of all memory.
+
+    They are drawn in one type and converted to another, so that the largest is there twice for a moment.
+    """
     try:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # a system that does not tell
         memory_bytes = _ADDRESSABLE_BYTES
     sizes = {name: 8 * math.prod(shape) for name, shape in shapes.items()}
-    if sum(sizes.values()) > memory_bytes:
+    if 2 * sum(sizes.values()) > memory_bytes:
         name = max(sizes, key=sizes.__getitem__)
         message = f"inputs of these sizes take {sum(sizes.values())} bytes, and this machine has {memory_bytes}"
         hint = "give smaller sizes with --shape, or real inputs with --inputs F.npz"

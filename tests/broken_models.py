@@ -53,13 +53,29 @@ OTHERS = """g (float[2, 4] x, string[2] t) => (seq(float[2, 4]) l, string[2] t2,
     q = QuantizeLinear(x, s, zp)
     dq = DequantizeLinear(q, s, zp)
 }"""
+LAYERS = """g (float[1, 2, 6, 6] x, float[3, 1, 4] r) => (float[1, 3] y, float[3, 1, 1, 4] h, float[3, 4] s) {
+    a = Conv <kernel_shape = [3, 3], pads = [1, 1, 1, 1]> (x, k)
+    b = MaxPool <kernel_shape = [2, 2], strides = [2, 2]> (a)
+    c = ConvTranspose (b, k)
+    d = ReduceMean <keepdims = 1> (c)
+    e = Softmax <axis = -1> (d)
+    f = Flatten(e)
+    y = Gemm <transB = 1> (f, v)
+    h, last = GRU <hidden_size = 4> (r, w, w)
+    q = Einsum <equation = "abc,dec->abe"> (r, w)
+    t = Transpose <perm = [1, 0, 2]> (q)
+    three = Constant <value_ints = [3, 4]> ()
+    flat = Reshape(r, three)
+    z = Scan <num_scan_inputs = 1, body = b (float[4] i) => (float[4] o) { o = Relu(i) }> (flat)
+    u, at = TopK(z, one)
+    s = Cast <to = 1> (u)
+}"""
 
 
 def originals() -> list[ModelProto]:
     """Return valid models that have among them whatever a model can hold."""
-    plain, bodies, functions, others = (
-        parser.parse_model(HEADER + text) for text in (PLAIN, BODIES, FUNCTIONS, OTHERS)
-    )
+    texts = (PLAIN, BODIES, FUNCTIONS, OTHERS, LAYERS)
+    plain, bodies, functions, others, layers = (parser.parse_model(HEADER + text) for text in texts)
     plain.graph.initializer.append(numpy_helper.from_array(np.ones((4, 4), np.float32), "w"))
     plain.graph.initializer.append(helper.make_tensor("big", TensorProto.INT64, [2], [1, 2]))
     plain.graph.initializer.append(external("far", [300]))
@@ -77,7 +93,10 @@ def originals() -> list[ModelProto]:
     others.graph.initializer.append(helper.make_tensor("s", TensorProto.FLOAT, [], [0.5]))
     others.graph.initializer.append(helper.make_tensor("zp", TensorProto.UINT8, [], [3]))
     others.graph.initializer.append(helper.make_tensor("words", TensorProto.STRING, [2], ["a", "b"]))
-    return [plain, bodies, functions, others]
+    for name, shape in (("k", (2, 2, 3, 3)), ("v", (3, 1)), ("w", (1, 12, 4))):
+        layers.graph.initializer.append(numpy_helper.from_array(np.ones(shape, np.float32), name))
+    layers.graph.initializer.append(helper.make_tensor("one", TensorProto.INT64, [1], [4]))
+    return [plain, bodies, functions, others, layers]
 
 
 def external(name: str, dims: Sequence[int]) -> TensorProto:

@@ -55,7 +55,7 @@ def require_answer(data: bytes, folder: Path) -> None:
             raise
 
 
-@pytest.mark.parametrize("model", ORIGINALS, ids=["plain", "bodies", "functions", "others"])
+@pytest.mark.parametrize("model", ORIGINALS, ids=["plain", "bodies", "functions", "others", "layers"])
 def test_the_models_are_valid_before_they_are_damaged(folder: Path, model: ModelProto):
     compile_bytes(model.SerializeToString(), folder)
 
