@@ -95,9 +95,19 @@ def settled(
     return result
 
 
+# Attributes of these types hold neither tensors nor graphs; most nodes have no others.
+_PLAIN = frozenset(
+    (
+        *(AttributeProto.INT, AttributeProto.FLOAT, AttributeProto.STRING),
+        *(AttributeProto.INTS, AttributeProto.FLOATS, AttributeProto.STRINGS),
+    )
+)
+
+
 def tensors_of(node: NodeProto) -> Iterator[TensorProto]:
     """Yield every tensor that a node holds: in its attributes and subgraphs, the parts of sparse ones included."""
-    for attribute in node.attribute:
+    holders = [attribute for attribute in node.attribute if attribute.type not in _PLAIN]
+    for attribute in holders:
         if attribute.HasField("t"):
             yield attribute.t
         yield from attribute.tensors
@@ -105,7 +115,7 @@ def tensors_of(node: NodeProto) -> Iterator[TensorProto]:
             yield from (attribute.sparse_tensor.values, attribute.sparse_tensor.indices)
         for sparse in attribute.sparse_tensors:
             yield from (sparse.values, sparse.indices)
-    for graph in subgraphs(node):
+    for graph in subgraphs(node) if holders else ():
         yield from graph.initializer
         for sparse in graph.sparse_initializer:
             yield from (sparse.values, sparse.indices)
@@ -117,7 +127,7 @@ def texts_of_node(node: NodeProto) -> Iterator[str]:
     """Yield every name in a node, those of its tensors and subgraphs included."""
     yield from (node.name, node.op_type, node.domain, *node.input, *node.output)
     for attribute in node.attribute:
-        yield from (attribute.name, attribute.ref_attr_name)
+        yield attribute.name
     for tensor in tensors_of(node):
         yield from _texts_of_tensor(tensor)
     for graph in subgraphs(node):

@@ -22,6 +22,7 @@ _LONGEST_SHOWN = 500  # characters of a path in a message
 _DAMAGED = "the model is damaged; export it again"
 _DATA_FIELDS = ("float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
 
+_TYPES = frozenset(TensorProto.DataType.values())
 FOUR_BIT = {TensorProto.INT4, TensorProto.UINT4, *(getattr(TensorProto, name, -1) for name in ("FLOAT4E2M1",))}
 TWO_BIT = {getattr(TensorProto, name, -1) for name in ("INT2", "UINT2")}
 
@@ -71,7 +72,7 @@ def check_tensor(tensor: TensorProto) -> None:
 
 def require_shape(tensor: TensorProto) -> None:
     """Raise ModelError naming a tensor whose type is none, or whose shape cannot be."""
-    if tensor.data_type not in TensorProto.DataType.values() or tensor.data_type == TensorProto.UNDEFINED:
+    if tensor.data_type not in _TYPES or tensor.data_type == TensorProto.UNDEFINED:
         raise _contradiction(tensor, f"its type {tensor.data_type} is unknown")
     if len(tensor.dims) > MAX_RANK:
         raise _contradiction(tensor, f"it has {len(tensor.dims)} dimensions, expected at most {MAX_RANK}")
@@ -93,7 +94,7 @@ def unknown_element(kind: TypeProto) -> int | None:
 
 
 def _unknown(number: int) -> int | None:
-    return None if number in TensorProto.DataType.values() else number
+    return None if number in _TYPES else number
 
 
 def _data_field(tensor: TensorProto, raw: bool) -> tuple[str, int]:
