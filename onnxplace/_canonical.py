@@ -24,8 +24,10 @@ from onnxplace._bodies import reads, settled, tensors_of, texts_of_graph, texts_
 from onnxplace._constants import constant, dense
 from onnxplace._schemas import require_form
 from onnxplace._tensors import MAX_RANK, check_tensor, unknown_element
-from onnxplace.errors import ModelError
+from onnxplace.errors import MOST_LISTED, ModelError
 
+MAX_NESTED_CALLS = 100
+"""The inliner of onnx, and this module, follow calls by recursion."""
 MAX_DIMENSION = (1 << 31) - 1
 """No dimension of a model that runs is larger."""
 
@@ -114,6 +116,9 @@ def _require_no_recursion(proto: ModelProto, where: str) -> None:
     done: set[tuple[str, str]] = set()
 
     def visit(key: tuple[str, str], path: tuple[tuple[str, str], ...]) -> None:
+        if len(path) > MAX_NESTED_CALLS and key in bodies:
+            message = f"its local functions call each other more than {MAX_NESTED_CALLS} deep"
+            raise ModelError("M009", message, where=where, hint="export the model without functions")
         if key in path:
             calls = " -> ".join(f"{domain}.{name}" for domain, name in (*path[path.index(key) :], key))
             raise ModelError("M009", f"a local function calls itself: {calls}", where=where, hint="unroll it")
@@ -242,12 +247,15 @@ def _in_order(
 def _cycle(nodes: list[NodeProto], made: dict[str, int], waiting: list[int]) -> str:
     """Describe one cycle among the nodes that never became ready."""
     index = next(i for i, count in enumerate(waiting) if count > 0)
-    seen: list[int] = []
+    seen: dict[int, int] = {}
     while index not in seen:
-        seen.append(index)
+        seen[index] = len(seen)
         index = next(made[name] for name in reads(nodes[index]) if name in made and waiting[made[name]] > 0)
-    loop = [*reversed(seen[seen.index(index) :]), seen[-1]]
-    return " -> ".join(nodes[i].name for i in loop)
+    order = list(seen)
+    names = [nodes[i].name for i in (*reversed(order[seen[index] :]), order[-1])]
+    if len(names) > MOST_LISTED + 1:
+        names[MOST_LISTED:-1] = [f"... ({len(names) - 1 - MOST_LISTED} more)"]
+    return " -> ".join(names)
 
 
 def _return_initializers(

@@ -96,8 +96,8 @@ def check_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[st
     if missing:
         raise FeedError(
             "F002",
-            f"no value for {', '.join(repr(name) for name in missing)}",
-            hint="inputs of this model: " + ", ".join(describe(item) for item in inputs),
+            f"no value for {_listed([repr(name) for name in missing])}",
+            hint=f"inputs of this model: {_listed([describe(item) for item in inputs])}",
         )
     symbols: dict[str, tuple[int, str]] = {}
     return {
@@ -106,6 +106,11 @@ def check_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[st
         else _other(name, value, known[name].dtype)
         for name, value in feeds.items()
     }
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = f", and {len(texts) - MOST_LISTED} more" if len(texts) > MOST_LISTED else ""
+    return ", ".join(texts[:MOST_LISTED]) + more
 
 
 def _other(name: str, value: Any, dtype: str) -> Any:
@@ -244,10 +249,9 @@ def symbols_in(key: str) -> list[str]:
 
 def _unbound(names: Sequence[str]) -> FeedError:
     shown = names[:MOST_LISTED]
-    more = f", and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
-    example = shlex.quote(",".join(f"{name}=1" for name in shown) + ",..." * bool(more))
+    example = shlex.quote(",".join(f"{name}=1" for name in shown) + ",..." * (len(names) > MOST_LISTED))
     hint = f"give them, such as --shape {example}, or real inputs with --inputs F.npz"
-    return FeedError("M020", f"symbolic dimensions without a value: {', '.join(shown)}{more}", hint=hint)
+    return FeedError("M020", f"symbolic dimensions without a value: {_listed(names)}", hint=hint)
 
 
 def sizes_of(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[str, int]:

@@ -14,7 +14,8 @@ import onnx
 import pytest
 from onnx import AttributeProto, ModelProto, NodeProto, SparseTensorProto, TensorProto, helper, numpy_helper, parser
 
-from onnxplace import OnnxplaceError
+from onnxplace import FeedError, OnnxplaceError
+from onnxplace.feeds import Declared, check_feeds
 from onnxplace.model import load, op_graph
 from onnxplace.passes import emit
 from tests.random_models import reference
@@ -570,3 +571,36 @@ def test_an_operator_of_ones_own_that_is_named_like_a_view_is_none():
         '<ir_version: 8, opset_import: ["": 17, "own": 1]> g (float[4] x) => (float[4] y) { y = own.Identity(x) }'
     )
     assert op_graph(load(model), {}).alias.tolist() == [-1, -1]
+
+
+# ---------------------------------------------------------------------------------------------- much of something
+
+
+def test_a_long_cycle_is_cut_short_and_takes_no_time(refused):
+    count = 20_000
+    nodes = [helper.make_node("Neg", [f"v{i}"], [f"v{(i + 1) % count}"], f"n{i}") for i in range(count)]
+    model = parsed("(float[4] x) => (float[4] v0) { y = Relu(x) }")
+    model.graph.node.extend(nodes)
+    refused(model, "M015", "a cycle: n", "... (19990 more)")
+
+
+def test_functions_that_call_each_other_too_deep_are_refused(refused):
+    count = 3000
+    model = parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 17, "own": 1]> g (float[4] x) => (float[4] y) { y = own.f0(x) }'
+    )
+    for index in range(count):
+        called = helper.make_node(f"f{index + 1}", ["a"], ["b"], domain="own")
+        if index == count - 1:
+            called = helper.make_node("Neg", ["a"], ["b"])
+        opsets = [helper.make_opsetid("", 17), helper.make_opsetid("own", 1)]
+        model.functions.append(helper.make_function("own", f"f{index}", ["a"], ["b"], [called], opsets))
+    refused(model, "M009", "100 deep")
+
+
+def test_a_long_list_of_missing_inputs_is_cut_short():
+    inputs = [Declared(f"input_{number}", "tensor(float)", (2,)) for number in range(1000)]
+    with pytest.raises(FeedError) as caught:
+        check_feeds({}, inputs)
+    assert "'input_9', and 990 more" in str(caught.value)
+    assert len(str(caught.value)) < 1000
