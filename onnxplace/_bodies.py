@@ -7,7 +7,7 @@ from pathlib import Path
 
 from onnx import AttributeProto, GraphProto, NodeProto, TensorProto
 
-from onnxplace._weights import tensor_bytes, tensor_size
+from onnxplace._tensors import take_in, tensor_size
 
 # A body's weights beyond this become the model's own: stored once, counted where they are read. Smaller ones may be
 # shapes and axes, which some kernels want to see beside them.
@@ -81,37 +81,90 @@ def settled(
     result = []
     for node in nodes:
         graphs = any(True for _ in subgraphs(node))
-        if graphs or any(a.HasField("t") and a.t.data_location == TensorProto.EXTERNAL for a in node.attribute):
+        if graphs or any(True for _ in _stored_outside(node)):
             copy = NodeProto()
             copy.CopyFrom(node)
             for graph in subgraphs(copy):
                 _lift_weights(graph, copy.name, initializers)
-            _settle(copy, folder, seen)
+            for tensor in tensors_of(copy):
+                take_in(tensor, folder)
+            for graph in subgraphs(copy):
+                _name_inner(graph, seen)
             node = copy
         result.append(node)
     return result
 
 
-def _settle(node: NodeProto, folder: Path | None, seen: set[str]) -> None:
-    for attribute in node.attribute:
+# Attributes of these types hold neither tensors nor graphs; most nodes have no others.
+_PLAIN = frozenset(
+    (
+        *(AttributeProto.INT, AttributeProto.FLOAT, AttributeProto.STRING),
+        *(AttributeProto.INTS, AttributeProto.FLOATS, AttributeProto.STRINGS),
+    )
+)
+
+
+def tensors_of(node: NodeProto) -> Iterator[TensorProto]:
+    """Yield every tensor that a node holds: in its attributes and subgraphs, the parts of sparse ones included."""
+    holders = [attribute for attribute in node.attribute if attribute.type not in _PLAIN]
+    for attribute in holders:
         if attribute.HasField("t"):
-            _take_in(attribute.t, folder)
+            yield attribute.t
+        yield from attribute.tensors
+        if attribute.HasField("sparse_tensor"):
+            yield from (attribute.sparse_tensor.values, attribute.sparse_tensor.indices)
+        for sparse in attribute.sparse_tensors:
+            yield from (sparse.values, sparse.indices)
+    for graph in subgraphs(node) if holders else ():
+        yield from graph.initializer
+        for sparse in graph.sparse_initializer:
+            yield from (sparse.values, sparse.indices)
+        for inner in graph.node:
+            yield from tensors_of(inner)
+
+
+def texts_of_node(node: NodeProto) -> Iterator[str]:
+    """Yield every name in a node, those of its tensors and subgraphs included."""
+    yield from (node.name, node.op_type, node.domain, *node.input, *node.output)
+    for attribute in node.attribute:
+        yield attribute.name
+    for tensor in tensors_of(node):
+        yield from _texts_of_tensor(tensor)
     for graph in subgraphs(node):
-        for tensor in graph.initializer:
-            _take_in(tensor, folder)
-        inner = with_unique_names(list(graph.node), seen)
-        del graph.node[:]
-        graph.node.extend(inner)
-        for item in graph.node:
-            _settle(item, folder, seen)
+        yield from texts_of_graph(graph)
+        for inner in graph.node:
+            yield from texts_of_node(inner)
 
 
-def _take_in(tensor: TensorProto, folder: Path | None) -> None:
-    """Put the bytes of external data into the tensor itself."""
-    if tensor.data_location == TensorProto.EXTERNAL:
-        tensor.raw_data = b"".join(tensor_bytes(tensor, folder))
-        tensor.data_location = TensorProto.DEFAULT
-        del tensor.external_data[:]
+def texts_of_graph(graph: GraphProto) -> Iterator[str]:
+    """Yield every name in a graph except those in its nodes."""
+    yield graph.name
+    for value in (*graph.input, *graph.output):
+        yield value.name
+        yield from (dim.dim_param for dim in value.type.tensor_type.shape.dim)
+    sparse = (tensor for item in graph.sparse_initializer for tensor in (item.values, item.indices))
+    for tensor in (*graph.initializer, *sparse):
+        yield from _texts_of_tensor(tensor)
+
+
+def _texts_of_tensor(tensor: TensorProto) -> Iterator[str]:
+    yield tensor.name
+    for entry in tensor.external_data:
+        yield from (entry.key, entry.value)
+
+
+def _stored_outside(node: NodeProto) -> Iterator[TensorProto]:
+    return (tensor for tensor in tensors_of(node) if tensor.data_location == TensorProto.EXTERNAL)
+
+
+def _name_inner(graph: GraphProto, seen: set[str]) -> None:
+    """Give the nodes of a subgraph, and those within them, names that are not in `seen`, which they join."""
+    inner = with_unique_names(list(graph.node), seen)
+    del graph.node[:]
+    graph.node.extend(inner)
+    for node in graph.node:
+        for deeper in subgraphs(node):
+            _name_inner(deeper, seen)
 
 
 def _lift_weights(graph: GraphProto, owner: str, initializers: dict[str, TensorProto]) -> None:
@@ -168,4 +221,16 @@ def rename(node: NodeProto, new: Mapping[str, str]) -> None:
                 value.name = visible.get(value.name, value.name)
 
 
-__all__ = ["captured", "is_constant", "reads", "rename", "settled", "subgraphs", "with_inner", "with_unique_names"]
+__all__ = [
+    "captured",
+    "is_constant",
+    "reads",
+    "rename",
+    "settled",
+    "subgraphs",
+    "tensors_of",
+    "texts_of_graph",
+    "texts_of_node",
+    "with_inner",
+    "with_unique_names",
+]

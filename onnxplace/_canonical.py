@@ -7,28 +7,28 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from onnx import (
     GraphProto,
     ModelProto,
     NodeProto,
     OperatorSetIdProto,
-    SparseTensorProto,
     TensorProto,
     ValueInfoProto,
     defs,
     helper,
-    numpy_helper,
 )
 from onnx.inliner import inline_local_functions
 from onnx.shape_inference import infer_shapes
 
-from onnxplace._bodies import reads, settled, with_inner, with_unique_names
-from onnxplace._weights import check_tensor, tensor_size
-from onnxplace.errors import ModelError
+from onnxplace._bodies import reads, settled, tensors_of, texts_of_graph, texts_of_node, with_inner, with_unique_names
+from onnxplace._constants import constant, dense
+from onnxplace._expressions import MAX_DIMENSION, MAX_RANK
+from onnxplace._schemas import require_form
+from onnxplace._tensors import check_tensor, unknown_element
+from onnxplace.errors import MOST_LISTED, ModelError
 
-DENSE_LIMIT_BYTES = 1 << 30
-"""Sparse weights beyond this size are refused."""
+MAX_NESTED_CALLS = 100
+"""The inliner of onnx, and this module, follow calls by recursion."""
 
 
 @dataclass
@@ -45,42 +45,68 @@ class Parts:
 
 def take_apart(proto: ModelProto, where: str, folder: Path | None) -> Parts:
     """Return the parts of a model; raises ModelError naming the node or value that is wrong."""
+    _require_text(proto, where)
     if proto.functions:
         _require_no_recursion(proto, where)
         proto = _inline_functions(proto, where)
     graph = proto.graph
     if not graph.output:
         raise ModelError("M018", "the model has no outputs, so there is nothing to compute", where=where)
+    for tensor in (*graph.initializer, *(tensor for node in graph.node for tensor in tensors_of(node))):
+        check_tensor(tensor)
     initializers = {tensor.name: tensor for tensor in graph.initializer}
-    initializers |= {sparse.values.name: dense(sparse, where) for sparse in graph.sparse_initializer}
-    nodes = _lift_constants(graph.node, initializers, where)
+    initializers |= {sparse.values.name: dense(sparse, where, folder) for sparse in graph.sparse_initializer}
+    nodes = _lift_constants(graph.node, initializers, where, folder)
+    require_form(with_inner(nodes), {entry.domain: entry.version for entry in _opsets(proto)}, where)
     made = _producers(nodes, initializers, graph, where)
     seen: set[str] = set()
     nodes = with_unique_names(nodes, seen)
     nodes = settled(nodes, initializers, folder, seen)
-    for tensor in initializers.values():
-        check_tensor(tensor)
-    inputs = [v for v in graph.input if v.name not in made and not (v.name in initializers and proto.ir_version < 4)]
+    fed = [v for v in graph.input if v.name not in made and not (v.name in initializers and proto.ir_version < 4)]
+    inputs, outputs = ([_with_possible_shape(value, where) for value in values] for values in (fed, graph.output))
     nodes = _in_order(nodes, made, initializers, inputs, where)
     sources = _return_initializers(graph, nodes, initializers, {v.name for v in inputs}, made, where)
-    return Parts(nodes, initializers, inputs, list(graph.output), sources, _opsets(proto))
+    return Parts(nodes, initializers, inputs, outputs, sources, _opsets(proto))
 
 
-def dense(sparse: SparseTensorProto, where: str) -> TensorProto:
-    """Return a sparse weight as a dense one; raises ModelError if it would be huge or its indices make no sense."""
-    result = TensorProto(name=sparse.values.name, data_type=sparse.values.data_type, dims=sparse.dims)
-    place = f"{where}, weight {result.name!r}"
-    if tensor_size(result) > DENSE_LIMIT_BYTES:
-        message = f"as a dense weight it would take {tensor_size(result)} bytes"
-        raise ModelError("M008", message, where=place, hint="store it dense, as external data")
-    try:
-        values, indices = numpy_helper.to_array(sparse.values), numpy_helper.to_array(sparse.indices)
-        array = np.zeros(tuple(sparse.dims), dtype=values.dtype)
-        where_in = np.ravel_multi_index(tuple(indices.T), array.shape) if indices.ndim == 2 else indices
-        array.reshape(-1)[where_in] = values.reshape(-1)
-    except (ValueError, IndexError, TypeError) as problem:
-        raise ModelError("M008", f"its sparse form makes no sense: {problem}", where=place) from None
-    return numpy_helper.from_array(array, result.name)
+def _require_text(proto: ModelProto, where: str) -> None:
+    """Raise ModelError if a name that we read is not text: protobuf hands those out as bytes."""
+    bodies = ((f.node, (f.name, f.domain, *f.input, *f.output)) for f in proto.functions)
+    for nodes, names in ((proto.graph.node, texts_of_graph(proto.graph)), *bodies):
+        for text in (*names, *(text for node in nodes for text in texts_of_node(node))):
+            if not isinstance(text, str):
+                hint = "the file is damaged; copy or export it again"
+                raise ModelError("M003", f"a name in it is not text: {text[:40]!r}", where=where, hint=hint)
+    for entry in proto.opset_import:
+        if not isinstance(entry.domain, str):
+            raise ModelError("M003", f"the name of an opset is not text: {entry.domain[:40]!r}", where=where)
+
+
+def _with_possible_shape(value: ValueInfoProto, where: str) -> ValueInfoProto:
+    """Return an input or output without sizes of -1, by which some exporters mean unknown ones.
+
+    Raises ModelError for other sizes that cannot be, a rank beyond what arrays have, and a type that ONNX has not.
+    """
+    dims = value.type.tensor_type.shape.dim
+    place, hint = f"{where}, input or output {value.name!r}", "the model is damaged; export it again"
+    if (number := unknown_element(value.type)) is not None:
+        message = f"it is declared with element type {number}, which ONNX does not have"
+        raise ModelError("M024", message, where=place, hint=hint)
+    if len(dims) > MAX_RANK:
+        message = f"it is declared with {len(dims)} dimensions, expected at most {MAX_RANK}"
+        raise ModelError("M024", message, where=place, hint=hint)
+    for axis, dim in enumerate(dims):
+        if not -1 <= dim.dim_value <= MAX_DIMENSION:
+            message = f"it is declared with size {dim.dim_value} on axis {axis}, expected 0 to {MAX_DIMENSION}"
+            raise ModelError("M024", message, where=place, hint=hint)
+    if all(dim.dim_value >= 0 for dim in dims):
+        return value
+    result = ValueInfoProto()
+    result.CopyFrom(value)
+    for dim in result.type.tensor_type.shape.dim:
+        if dim.dim_value < 0:
+            dim.ClearField("value")
+    return result
 
 
 def _require_no_recursion(proto: ModelProto, where: str) -> None:
@@ -89,6 +115,9 @@ def _require_no_recursion(proto: ModelProto, where: str) -> None:
     done: set[tuple[str, str]] = set()
 
     def visit(key: tuple[str, str], path: tuple[tuple[str, str], ...]) -> None:
+        if len(path) > MAX_NESTED_CALLS and key in bodies:
+            message = f"its local functions call each other more than {MAX_NESTED_CALLS} deep"
+            raise ModelError("M009", message, where=where, hint="export the model without functions")
         if key in path:
             calls = " -> ".join(f"{domain}.{name}" for domain, name in (*path[path.index(key) :], key))
             raise ModelError("M009", f"a local function calls itself: {calls}", where=where, hint="unroll it")
@@ -120,7 +149,7 @@ def _since(operator: str, version: int, domain: str) -> int:
     """Return the opset that brought the form an operator has in opset `version`; 0 if it is not known there."""
     try:
         return int(defs.get_schema(operator, version, domain).since_version)
-    except defs.SchemaError:
+    except (defs.SchemaError, TypeError):  # a version that is no 32-bit number is a TypeError
         return 0
 
 
@@ -148,45 +177,18 @@ def _opsets(proto: ModelProto) -> list[OperatorSetIdProto]:
     return [helper.make_opsetid(domain, version) for domain, version in versions.items()]
 
 
-def _lift_constants(nodes: Iterable[NodeProto], initializers: dict[str, TensorProto], where: str) -> list[NodeProto]:
+def _lift_constants(
+    nodes: Iterable[NodeProto], initializers: dict[str, TensorProto], where: str, folder: Path | None
+) -> list[NodeProto]:
     """Turn Constant nodes into initializers; return the other nodes."""
     kept = []
     for node in nodes:
-        if node.op_type == "Constant" and node.domain in ("", "ai.onnx") and len(node.attribute) == 1:
-            initializers[node.output[0]] = _constant(node, where)
+        one = len(node.attribute) == 1 and len(node.output) == 1 and node.output[0]
+        if node.op_type == "Constant" and node.domain in ("", "ai.onnx") and one:
+            initializers[node.output[0]] = constant(node, where, folder)
         else:
             kept.append(node)
     return kept
-
-
-def _constant(node: NodeProto, where: str) -> TensorProto:
-    attribute = node.attribute[0]
-    if attribute.name == "sparse_value":
-        tensor = dense(attribute.sparse_tensor, f"{where}, node {node.name!r}")
-        tensor.name = node.output[0]
-        return tensor
-    if attribute.name == "value":
-        tensor = TensorProto()
-        tensor.CopyFrom(attribute.t)
-        tensor.name = node.output[0]
-        return tensor
-    value = helper.get_attribute_value(attribute)
-    kinds = {
-        "value_int": TensorProto.INT64,
-        "value_ints": TensorProto.INT64,
-        "value_float": TensorProto.FLOAT,
-        "value_floats": TensorProto.FLOAT,
-        "value_string": TensorProto.STRING,
-        "value_strings": TensorProto.STRING,
-    }
-    if attribute.name not in kinds:
-        raise ModelError(
-            "M008", f"constants given as {attribute.name!r} are not supported", where=f"{where}, node {node.name!r}"
-        )
-    several = attribute.name.endswith("s")
-    return helper.make_tensor(
-        node.output[0], kinds[attribute.name], [len(value)] if several else [], list(value) if several else [value]
-    )
 
 
 def _producers(
@@ -244,12 +246,15 @@ def _in_order(
 def _cycle(nodes: list[NodeProto], made: dict[str, int], waiting: list[int]) -> str:
     """Describe one cycle among the nodes that never became ready."""
     index = next(i for i, count in enumerate(waiting) if count > 0)
-    seen: list[int] = []
+    seen: dict[int, int] = {}
     while index not in seen:
-        seen.append(index)
+        seen[index] = len(seen)
         index = next(made[name] for name in reads(nodes[index]) if name in made and waiting[made[name]] > 0)
-    loop = [*reversed(seen[seen.index(index) :]), seen[-1]]
-    return " -> ".join(nodes[i].name for i in loop)
+    order = list(seen)
+    names = [nodes[i].name for i in (*reversed(order[seen[index] :]), order[-1])]
+    if len(names) > MOST_LISTED + 1:
+        names[MOST_LISTED:-1] = [f"... ({len(names) - 1 - MOST_LISTED} more)"]
+    return " -> ".join(names)
 
 
 def _return_initializers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -81,10 +82,10 @@ def _seed(value: int) -> int:
 
 
 def parse_shape(text: str) -> dict[str, int]:
-    """Read `batch=8,seq=128`; raises UsageError."""
+    """Read `batch=8,seq=128`, where a comma in parentheses belongs to a name; raises UsageError."""
     sizes: dict[str, int] = {}
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        key, _, size = item.partition("=")
+    for item in filter(None, (part.strip() for part in re.split(r",(?![^()]*\))", text))):
+        key, _, size = item.rpartition("=")
         key, size = key.strip(), size.strip()
         if not key or not size.isdecimal() or len(size) > MOST_DIGITS:
             hint = "write it as batch=8,seq=128"
@@ -167,6 +168,8 @@ def use_of(path: Path, refused_by: str) -> str:
 def _use_of_folder(path: Path, manifest: str) -> str:
     if (path / manifest).is_file():
         return f"it is a bundle, compiled already: `onnxplace run {path}`; to compile again, name its model"
+    if (path / "saved_model.pb").is_file():
+        return f"it is a TensorFlow model: python -m tf2onnx.convert --saved-model {path} --output model.onnx"
     models, bundles = sorted(path.glob("*.onnx")), sorted(found.parent for found in path.glob(f"*/{manifest}"))
     inside = [*models[:1], *bundles[:1]]
     return f"name what is in it: {' or '.join(str(found) for found in inside)}" if inside else ""

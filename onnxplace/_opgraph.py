@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from onnxplace._weights import tensor_size
+from onnxplace._tensors import tensor_size
 from onnxplace.graph import Csr, OpGraph
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def _aliases(model: Model, names: list[str], producer: list[int], value_index: M
     for value, node_index in enumerate(producer):
         if node_index >= 0:
             node = model.nodes[node_index]
-            if node.op_type in VIEWS and node.output[0] == names[value]:
+            own = node.domain in ("", "ai.onnx") and node.op_type in VIEWS and node.input
+            if own and node.output[0] == names[value]:
                 aliases[value] = value_index.get(node.input[0], -1)
     return aliases

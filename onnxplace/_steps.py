@@ -10,9 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from onnxplace._expressions import without_derived
 from onnxplace.bundle import Bundle
 from onnxplace.errors import ExecutionError, FeedError, ModelError, nearest
-from onnxplace.feeds import Array, Declared, check_feeds, dimension_keys, random_feeds, read_npz
+from onnxplace.feeds import (
+    Array,
+    Declared,
+    check_feeds,
+    completed,
+    dimension_keys,
+    random_feeds,
+    read_npz,
+    sizes_of,
+    symbols_in,
+)
 
 Feeds = Mapping[str, Array]
 
@@ -37,6 +48,7 @@ class Steps:
         self.first: Feeds = (
             random_feeds(self._inputs, sizes, seed) if given is None else check_feeds(given, self._inputs)
         )
+        sizes_of(self.first, self._inputs)
 
     def learn(self, states: Feeds) -> None:
         """Find out from the states after the first step, by input, which symbols grow."""
@@ -102,12 +114,21 @@ def steps_of(bundle: Bundle, inputs: Path | None, sizes: Mapping[str, int], seed
     """
     remembered = bundle.manifest.dimensions
     ranked = [_ranked(item, remembered) for item in bundle.inputs]
-    known = {key for item in ranked for key, size in dimension_keys(item) if size is None}
+    keys = dict.fromkeys(key for item in ranked for key, size in dimension_keys(item) if size is None)
+    known = sorted({name for key in keys for name in (key, *symbols_in(key))})
     for key in sizes:
         if key not in known:
-            hint = nearest(key, sorted(known)) if known else "all its dimensions are fixed"
+            hint = nearest(key, known) if known else "all its dimensions are fixed"
             raise FeedError("M022", f"the model has no symbolic dimension {key!r}", where="--shape", hint=hint)
-    return Steps(bundle, read_npz(inputs) if inputs else None, {**remembered, **sizes}, seed)
+    # What the bundle was compiled with gives way to these sizes, and to what follows from them.
+    given = completed(keys, sizes)
+    kept = {
+        key: size
+        for key, size in without_derived(remembered).items()
+        if key not in given and not given.keys() & symbols_in(key)
+    }
+    all_sizes = without_derived(completed(keys, {**kept, **sizes}))
+    return Steps(bundle, read_npz(inputs) if inputs else None, all_sizes, seed)
 
 
 def _ranked(item: Declared, sizes: Mapping[str, int]) -> Declared:

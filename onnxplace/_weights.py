@@ -1,124 +1,22 @@
-"""Weights as bytes in files: how large a tensor is, where its bytes are, and a file that holds each of them once."""
+"""Weights on disk: a file that holds equal bytes once."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import zlib
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-import numpy as np
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
 
-from onnxplace.errors import ModelError, UsageError
+from onnxplace._tensors import CHUNK_BYTES, FOUR_BIT, TWO_BIT, external_range, tensor_bytes, tensor_size
+from onnxplace.errors import UsageError
 
-CHUNK_BYTES = 16 << 20
 PAGE_BYTES = 4096
 # Below this a tensor stays inside the ONNX file: shapes and axes must be visible to shape inference there.
 INLINE_BYTES = 1024
-
-_FOUR_BIT = {TensorProto.INT4, TensorProto.UINT4, *(getattr(TensorProto, name, -1) for name in ("FLOAT4E2M1",))}
-_TWO_BIT = {getattr(TensorProto, name, -1) for name in ("INT2", "UINT2")}
-
-
-def tensor_size(tensor: TensorProto) -> int:
-    """Return the bytes a tensor takes in memory; strings count by their characters."""
-    if tensor.data_type == TensorProto.STRING:
-        return sum(len(item) for item in tensor.string_data)
-    return packed_size(tensor.data_type, tensor.dims)
-
-
-def packed_size(data_type: int, dims: Iterable[int]) -> int:
-    """Return the bytes of a tensor of this type, not strings, and shape."""
-    count: int = math.prod(dims)
-    if data_type in _FOUR_BIT:
-        return (count + 1) // 2
-    if data_type in _TWO_BIT:
-        return (count + 3) // 4
-    return count * _width(data_type)
-
-
-@cache
-def _width(data_type: int) -> int:
-    return int(np.dtype(helper.tensor_dtype_to_np_dtype(data_type)).itemsize)
-
-
-def check_tensor(tensor: TensorProto) -> None:
-    """Raise ModelError naming a weight whose type is none, whose shape cannot be, or whose bytes are too few."""
-    where, hint = f"weight {tensor.name!r}", "the model is damaged; export it again"
-    if tensor.data_type not in TensorProto.DataType.values() or tensor.data_type == TensorProto.UNDEFINED:
-        raise ModelError("M019", f"its type {tensor.data_type} is unknown", where=where, hint=hint)
-    if any(size < 0 for size in tensor.dims):
-        raise ModelError("M019", f"its shape {list(tensor.dims)} cannot be", where=where, hint=hint)
-    if tensor.HasField("raw_data") and len(tensor.raw_data) != tensor_size(tensor):
-        have, need = len(tensor.raw_data), tensor_size(tensor)
-        raise ModelError("M019", f"it has {have} bytes of data where {need} are needed", where=where, hint=hint)
-
-
-def external_range(tensor: TensorProto, folder: Path | None) -> tuple[Path, int, int]:
-    """Return (file, offset, length) of a tensor's external data.
-
-    Raises ModelError naming the tensor and the file when the file is missing, too short, or outside the folder.
-    """
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    where = f"weight {tensor.name!r}"
-    if folder is None:
-        raise ModelError(
-            "M005",
-            "external data, but the model was given as an object without a folder",
-            where=where,
-            hint="pass the path of the model file",
-        )
-    location = entries.get("location", "")
-    file = folder / location
-    if "\0" in location or not location or not file.resolve().is_relative_to(folder.resolve()):
-        raise ModelError("M006", f"external data outside the model's folder: {location!r}", where=where)
-    size = tensor_size(tensor)
-    try:
-        offset, length = int(entries.get("offset") or 0), int(entries.get("length") or size)
-    except ValueError:
-        offset, length = -1, size
-    if offset < 0 or length < 0:
-        raise ModelError(
-            "M007",
-            f"its external data has an impossible range: {entries}",
-            where=where,
-            hint="the model is damaged; export it again",
-        )
-    if not file.is_file():
-        raise ModelError(
-            "M005",
-            f"its external data file is missing: {file}",
-            where=where,
-            hint="keep the weights file beside the model",
-        )
-    have = file.stat().st_size
-    if length != size or offset + length > have:
-        raise ModelError(
-            "M007",
-            f"its external data is too short: needs {size} bytes at {offset} of {file}, which has {have}",
-            where=where,
-            hint="the file was cut or belongs to another model; copy it again",
-        )
-    return file, offset, length
-
-
-def tensor_bytes(tensor: TensorProto, folder: Path | None) -> Iterator[bytes]:
-    """Yield a tensor's bytes, little-endian, in pieces; external data is read piece by piece."""
-    if tensor.data_location == TensorProto.EXTERNAL:
-        file, offset, length = external_range(tensor, folder)
-        with file.open("rb") as stream:
-            stream.seek(offset)
-            for start in range(0, length, CHUNK_BYTES):
-                yield stream.read(min(CHUNK_BYTES, length - start))
-    elif tensor.HasField("raw_data"):
-        yield tensor.raw_data
-    else:
-        yield numpy_helper.to_array(tensor).tobytes()
 
 
 class WeightFile:
@@ -165,7 +63,7 @@ class WeightFile:
 
     def _place(self, tensor: TensorProto, folder: Path | None) -> TensorProto:
         external = tensor.data_location == TensorProto.EXTERNAL
-        packed = tensor.data_type in _FOUR_BIT | _TWO_BIT and not external and not tensor.HasField("raw_data")
+        packed = tensor.data_type in FOUR_BIT | TWO_BIT and not external and not tensor.HasField("raw_data")
         size = tensor_size(tensor)
         if tensor.data_type == TensorProto.STRING or packed or (size < INLINE_BYTES and not external):
             return tensor

@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from onnxplace._docstrings import field_docs
+from onnxplace._expressions import MAX_DIMENSION, MAX_RANK
 from onnxplace._leases import moved_aside
 from onnxplace._programs import check_programs
 from onnxplace.errors import BundleError, InputError, TargetError, UsageError
@@ -46,8 +47,6 @@ DAMAGED = "the bundle is damaged; compile the model again"
 UNTRUSTED = "do not trust this bundle; compile the model again"
 # A manifest of 100 000 segments takes some 100 MiB.
 MAX_MANIFEST_BYTES = 256 << 20
-# No tensor of numpy has more axes, and no dimension of a model that runs is larger.
-MAX_RANK, MAX_DIMENSION = 64, (1 << 31) - 1
 
 Seconds = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0, lt=1 << 62)]

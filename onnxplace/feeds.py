@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 import os
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,13 +16,15 @@ from zipfile import ZipInfo
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.errors import FeedError, InputError, nearest, one_line
+from onnxplace._expressions import NoSizeError, complete_sizes, parse_size, symbols_of
+from onnxplace.errors import MOST_LISTED, FeedError, InputError, nearest, one_line
 from onnxplace.files import open_input
 
 Array = NDArray[Any]
 # An archive may hold more than this only if it is not packed much smaller than it is.
 MOST_UNPACKED_BYTES, MOST_UNPACKED_RATIO = 1 << 30, 100
 _NPY = b"\x93NUMPY"
+_ADDRESSABLE_BYTES = 1 << 47
 
 _DTYPES = {
     "tensor(float)": np.float32,
@@ -95,8 +99,8 @@ def check_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[st
     if missing:
         raise FeedError(
             "F002",
-            f"no value for {', '.join(repr(name) for name in missing)}",
-            hint="inputs of this model: " + ", ".join(describe(item) for item in inputs),
+            f"no value for {_listed([repr(name) for name in missing])}",
+            hint=f"inputs of this model: {_listed([describe(item) for item in inputs])}",
         )
     symbols: dict[str, tuple[int, str]] = {}
     return {
@@ -105,6 +109,11 @@ def check_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[st
         else _other(name, value, known[name].dtype)
         for name, value in feeds.items()
     }
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = f", and {len(texts) - MOST_LISTED} more" if len(texts) > MOST_LISTED else ""
+    return ", ".join(texts[:MOST_LISTED]) + more
 
 
 def _other(name: str, value: Any, dtype: str) -> Any:
@@ -178,6 +187,7 @@ def random_feeds(inputs: Sequence[Declared], dimensions: Mapping[str, int], seed
     that have none, and for inputs that cannot be invented.
     """
     shapes = bound_shapes(inputs, dimensions)
+    _require_room(shapes)
     random = np.random.default_rng(seed)
     return {item.name: _random_array(random, item, shapes[item.name]) for item in inputs if item.name in shapes}
 
@@ -185,6 +195,7 @@ def random_feeds(inputs: Sequence[Declared], dimensions: Mapping[str, int], seed
 def zero_feeds(inputs: Sequence[Declared], dimensions: Mapping[str, int]) -> dict[str, Array]:
     """Return zeros, false or empty texts for inputs; sizes and errors as in `random_feeds`."""
     shapes = bound_shapes(inputs, dimensions)
+    _require_room(shapes)
     needed = [item for item in inputs if item.name in shapes]
     return {
         item.name: np.full(shapes[item.name], "", object)
@@ -195,16 +206,75 @@ def zero_feeds(inputs: Sequence[Declared], dimensions: Mapping[str, int]) -> dic
 
 
 def bound_shapes(inputs: Sequence[Declared], dimensions: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each input that must be fed; raises FeedError listing the dimensions that have no value."""
+    """Return the shape of each input that must be fed; raises FeedError listing the dimensions that have no value.
+
+    Dimensions named by an expression, `past + seq`, follow from their symbols.
+    """
     needed = {item.name: dimension_keys(item) for item in inputs if not item.optional}
-    unbound = [key for keys in needed.values() for key, size in keys if size is None and key not in dimensions]
-    if unbound:
-        names = list(dict.fromkeys(unbound))
-        hint = f"give them, such as --shape {','.join(f'{key}=1' for key in names)}, or real inputs with --inputs F.npz"
-        raise FeedError("M020", f"symbolic dimensions without a value: {', '.join(names)}", hint=hint)
-    return {
-        name: tuple(dimensions[key] if size is None else size for key, size in keys) for name, keys in needed.items()
-    }
+    keys = dict.fromkeys(key for keys in needed.values() for key, size in keys if size is None)
+    sizes = completed(keys, dimensions)
+    if unbound := [name for key in keys if key not in sizes for name in symbols_in(key) if name not in sizes]:
+        raise _unbound(list(dict.fromkeys(unbound)))
+    return {name: tuple(sizes[key] if size is None else size for key, size in keys) for name, keys in needed.items()}
+
+
+def _require_room(shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise FeedError if inputs of these shapes, with 8 bytes an element, would take more than half of all memory.
+
+    They are drawn in one type and converted to another, so that the largest is there twice for a moment.
+    """
+    try:
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # a system that does not tell
+        memory_bytes = _ADDRESSABLE_BYTES
+    sizes = {name: 8 * math.prod(shape) for name, shape in shapes.items()}
+    if 2 * sum(sizes.values()) > memory_bytes:
+        name = max(sizes, key=sizes.__getitem__)
+        message = f"inputs of these sizes take {sum(sizes.values())} bytes, and this machine has {memory_bytes}"
+        hint = "give smaller sizes with --shape, or real inputs with --inputs F.npz"
+        raise FeedError("F009", message, where=f"input {name!r} {list(shapes[name])}", hint=hint)
+
+
+def completed(keys: Iterable[str], dimensions: Mapping[str, int]) -> dict[str, int]:
+    """Return `dimensions` with all sizes that follow from them; raises FeedError where they contradict each other."""
+    try:
+        return complete_sizes(keys, dimensions)
+    except NoSizeError as problem:
+        hint = "give the sizes of symbols alone: those of expressions follow from them"
+        raise FeedError("M022", str(problem), where="--shape", hint=hint) from None
+
+
+def symbols_in(key: str) -> list[str]:
+    """Return the names whose sizes decide the size of a dimension: its own, or the symbols of an expression."""
+    term = parse_size(key)
+    return [key] if term is None else list(dict.fromkeys(symbols_of(term)))
+
+
+def _unbound(names: Sequence[str]) -> FeedError:
+    shown = names[:MOST_LISTED]
+    example = shlex.quote(",".join(f"{name}=1" for name in shown) + ",..." * (len(names) > MOST_LISTED))
+    hint = f"give them, such as --shape {example}, or real inputs with --inputs F.npz"
+    return FeedError("M020", f"symbolic dimensions without a value: {_listed(names)}", hint=hint)
+
+
+def sizes_of(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[str, int]:
+    """Return the sizes that arrays give to symbolic dimensions, and those that follow from them.
+
+    Of one symbol with several sizes, of which all but one are 1, it is the other. Raises FeedError if they contradict
+    a dimension that is an expression of others.
+    """
+    sizes: dict[str, int] = {}
+    for item in inputs:
+        if item.name in feeds and item.dtype.startswith("tensor(") and item.shape is not None:
+            for (key, fixed), size in zip(dimension_keys(item), feeds[item.name].shape):
+                if fixed is None and sizes.get(key, 1) == 1:
+                    sizes[key] = size
+    # As with symbols, ones may broadcast.
+    certain = {key: size for key, size in sizes.items() if size != 1 or parse_size(key) is None}
+    try:
+        return {**sizes, **complete_sizes(sizes, certain)}
+    except NoSizeError as problem:
+        raise FeedError("F005", f"the inputs contradict each other: {problem}") from None
 
 
 def dimension_keys(item: Declared) -> list[tuple[str, int | None]]:

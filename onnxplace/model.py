@@ -7,23 +7,45 @@ stay in their file, inputs and outputs. Reading maps nothing and copies nothing 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeGuard
 
 import onnx
 from google.protobuf.message import DecodeError
 from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TypeProto, ValueInfoProto
 
 from onnxplace import _canonical
+from onnxplace._expressions import MAX_DIMENSION
+from onnxplace._formats import format_hint
 from onnxplace._opgraph import op_graph
-from onnxplace._weights import WeightFile, external_range, not_beside, packed_size, tensor_bytes, tensor_size
+from onnxplace._tensors import (
+    Fingerprint,
+    external_range,
+    fingerprint,
+    packed_size,
+    tensor_bytes,
+    tensor_size,
+    unknown_element,
+)
+from onnxplace._weights import WeightFile, not_beside
 from onnxplace.errors import ModelError, nearest
-from onnxplace.feeds import Array, Declared, bound_shapes, check_feeds, dimension_keys, random_feeds
+from onnxplace.feeds import (
+    Array,
+    Declared,
+    bound_shapes,
+    check_feeds,
+    completed,
+    dimension_keys,
+    random_feeds,
+    sizes_of,
+    symbols_in,
+)
 
 if TYPE_CHECKING:
     from onnxplace.state import State
@@ -31,10 +53,9 @@ if TYPE_CHECKING:
 # ONNX Runtime 1.28 to 1.31 takes IR versions up to 13; 8 is the first that carries everything we write.
 LOWEST_IR, HIGHEST_IR = 8, 13
 INLINE_LIMIT_BYTES = 1 << 30
+# Beyond what any machine holds; sums of such sizes still fit into 64 bits.
+MAX_VALUE_BYTES = 1 << 50
 
-
-# No dimension of a model that runs is larger.
-MOST = (1 << 31) - 1
 # onnx takes every vector for a shape and follows each of its elements: memory runs out at some million of them.
 LONG_VECTOR = 1 << 18
 
@@ -74,6 +95,8 @@ class Model:
     """Input name -> name of the output whose value it takes in the next call."""
     removed: tuple[str, ...] = ()
     """Names of the nodes that optimisation removed, in their order."""
+    weights_files: Mapping[Path, Fingerprint] = field(default_factory=lambda: MappingProxyType({}))
+    """Files of external data, as they were when the model was read."""
 
     def check(self, state: State) -> None:
         """Raise ValueError if a node reads something that nobody makes before it."""
@@ -205,9 +228,8 @@ def load(source: str | Path | ModelProto) -> Model:
         data = _read(path)
         proto, folder, where, digest = _parse(data, path), path.parent, path.name, hashlib.sha256(data).hexdigest()
     parts = _canonical.take_apart(proto, where, folder)
-    for tensor in parts.initializers.values():
-        if tensor.data_location == TensorProto.EXTERNAL:
-            external_range(tensor, folder)
+    external = [t for t in parts.initializers.values() if t.data_location == TensorProto.EXTERNAL]
+    files = dict.fromkeys(external_range(tensor, folder)[0] for tensor in external)
     return Model(
         name=proto.graph.name or where,
         ir_version=proto.ir_version,
@@ -219,6 +241,7 @@ def load(source: str | Path | ModelProto) -> Model:
         sources=MappingProxyType(parts.sources),
         folder=folder,
         digest=digest,
+        weights_files=MappingProxyType({file: fingerprint(file) for file in files}),
     )
 
 
@@ -232,21 +255,33 @@ def _read(path: Path) -> bytes:
 
 
 def _parse(data: bytes, path: Path) -> ModelProto:
-    proto = ModelProto()
+    proto, hint = ModelProto(), format_hint(data, str(path))
     try:
         proto.ParseFromString(data)
     except DecodeError:
-        if data[:1] == b"\x08":  # field 1, ir_version, which every ONNX writer puts first
+        if data[:1] == b"\x08" and not hint:  # field 1, ir_version, which every ONNX writer puts first
             raise ModelError(
                 "M003",
                 f"the ONNX file is truncated or damaged ({len(data)} bytes)",
                 where=str(path),
                 hint="copy or export it again",
             ) from None
-        raise ModelError("M002", "not an ONNX file", where=str(path)) from None
+        raise ModelError("M002", "not an ONNX file", where=str(path), hint=hint) from None
     if not proto.ir_version or not proto.HasField("graph"):
-        raise ModelError("M002", "not an ONNX file: it holds no graph", where=str(path))
+        raise ModelError("M002", "not an ONNX file: it holds no graph", where=str(path), hint=hint)
     return proto
+
+
+def require_unchanged(model: Model) -> None:
+    """Raise ModelError if a weights file was written or replaced since the model was read."""
+    for file, before in model.weights_files.items():
+        try:
+            changed = fingerprint(file) != before
+        except OSError:
+            changed = True
+        if changed:
+            hint = "compile again when nothing writes to it"
+            raise ModelError("M025", "this weights file changed while it was compiled", where=str(file), hint=hint)
 
 
 def require_beside(model: Model, bundle: Path) -> None:
@@ -262,23 +297,38 @@ def require_beside(model: Model, bundle: Path) -> None:
 def bind(model: Model, dimensions: Mapping[str, int], samples: Mapping[str, Array]) -> Model:
     """Return `model` with values for symbolic dimensions and sample inputs.
 
-    Raises ModelError for a dimension or input the model does not have, and FeedError for samples that do not fit.
+    Sizes that follow from others, or from the samples, join the dimensions. Raises ModelError for a dimension or
+    input the model does not have, and FeedError for samples that do not fit, or sizes that contradict each other.
     """
-    known = {key for value in model.inputs for key, size in dimension_keys(declared(value, model)) if size is None}
+    inputs = [declared(value, model) for value in model.inputs]
+    keys = dict.fromkeys(key for item in inputs for key, size in dimension_keys(item) if size is None)
+    _require_dimensions(keys, dimensions)
+    if samples:
+        samples = check_feeds(samples, inputs)
+        sampled = sizes_of(samples, inputs)
+        for key, size in dimensions.items():
+            if sampled.get(key, size) != size:
+                message = f"dimension {key!r} is {size} here and {sampled[key]} in the inputs"
+                raise ModelError("M022", message, where="--shape", hint="leave it out: the inputs say it")
+        dimensions = {**dimensions, **sampled}
+    sizes = {key: int(size) for key, size in completed(keys, dimensions).items()}
+    return replace(model, dimensions=MappingProxyType(sizes), samples=MappingProxyType(dict(samples)))
+
+
+def _require_dimensions(keys: Iterable[str], dimensions: Mapping[str, int]) -> None:
+    """Raise ModelError for a dimension that is not there, or whose size cannot be."""
+    known = {name for key in keys for name in (key, *symbols_in(key))}
     for key, size in dimensions.items():
         if key not in known:
             raise ModelError(
                 "M022",
                 f"the model has no symbolic dimension {key!r}",
                 where="--shape",
-                hint=nearest(key, known) if known else "all its dimensions are fixed",
+                hint=nearest(key, sorted(known)) if known else "all its dimensions are fixed",
             )
-        if not isinstance(size, Integral) or not 0 <= size <= MOST:
-            hint = f"give a whole number from 0 to {MOST}"
+        if not isinstance(size, Integral) or not 0 <= size <= MAX_DIMENSION:
+            hint = f"give a whole number from 0 to {MAX_DIMENSION}"
             raise ModelError("M022", f"dimension {key!r} cannot be {size!r}", where="--shape", hint=hint)
-    if samples:
-        samples = check_feeds(samples, [declared(value, model) for value in model.inputs])
-    return replace(model, dimensions=MappingProxyType(dict(dimensions)), samples=MappingProxyType(dict(samples)))
 
 
 def declared(value: ValueInfoProto, model: Model) -> Declared:
@@ -302,10 +352,19 @@ def type_name(kind: TypeProto) -> str:
 
 
 def shape_entries(kind: TypeProto) -> tuple[int | str | None, ...] | None:
-    """Return the dimensions of a tensor type: sizes, symbols, or None; None for no shape at all."""
+    """Return the dimensions of a tensor type: sizes, symbols, or None; None for no shape at all.
+
+    A size that cannot be, as shape inference makes of nodes that cannot run, says nothing.
+    """
     if not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
         return None
-    return tuple(d.dim_value if d.HasField("dim_value") else (d.dim_param or None) for d in kind.tensor_type.shape.dim)
+    sizes = kind.tensor_type.shape.dim
+    return tuple(
+        (size.dim_value if 0 <= size.dim_value <= MAX_DIMENSION else None)
+        if size.HasField("dim_value")
+        else (size.dim_param or None)
+        for size in sizes
+    )
 
 
 def static_shapes(model: Model) -> dict[str, tuple[int, ...]]:
@@ -325,7 +384,12 @@ def static_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     entries = {
         name: shape_entries(kind) for name, kind in replace(model, inputs=tuple(inputs), outputs=outputs).types.items()
     }
-    return {name: shape for name, shape in entries.items() if shape is not None and all(type(d) is int for d in shape)}  # type: ignore[misc]
+    return {name: shape for name, shape in entries.items() if shape is not None and _is_known(shape)}
+
+
+def _is_known(shape: tuple[int | str | None, ...]) -> TypeGuard[tuple[int, ...]]:
+    """Return whether all sizes are known; inference computes sizes below zero where a model cannot run."""
+    return all(isinstance(size, int) and size >= 0 for size in shape)
 
 
 def _unshaped(output: ValueInfoProto) -> ValueInfoProto:
@@ -338,8 +402,18 @@ def value_bytes(model: Model, shapes: Mapping[str, Sequence[int]]) -> dict[str, 
     sizes = {}
     for name, shape in shapes.items():
         kind = model.types.get(name)
-        if kind is not None and kind.HasField("tensor_type") and kind.tensor_type.elem_type != TensorProto.STRING:
-            sizes[name] = packed_size(kind.tensor_type.elem_type, shape)
+        if kind is None or not kind.HasField("tensor_type"):
+            continue
+        if (number := unknown_element(kind)) is not None:
+            message = f"its element type would be {number}, which ONNX does not have"
+            raise ModelError("M024", message, where=f"value {name!r}", hint="the model is damaged; export it again")
+        strings = kind.tensor_type.elem_type in (TensorProto.STRING, TensorProto.UNDEFINED)
+        size = math.prod(shape) if strings else packed_size(kind.tensor_type.elem_type, shape)
+        if size > MAX_VALUE_BYTES:
+            message = f"of shape {list(shape)} it would take {size} bytes or more"
+            raise ModelError("M024", message, where=f"value {name!r}", hint="give smaller sizes with --shape")
+        if not strings:
+            sizes[name] = size
     return sizes
 
 
@@ -353,6 +427,7 @@ __all__ = [
     "load",
     "op_graph",
     "require_beside",
+    "require_unchanged",
     "shape_entries",
     "static_shapes",
     "tensor_bytes",

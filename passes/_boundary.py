@@ -31,7 +31,10 @@ def _ask_onnxruntime(model: Model, names: list[str]) -> dict[str, TypeProto]:
     with temporary_folder() as folder:
         source, entries = stored(model, folder, [ValueInfoProto(name=name) for name in names])
         session = open_session(source, session_options([0], "none", entries), where=model.name)
-        found = {output.name: _parse(output.type, output.shape) for output in session.get_outputs()}
+        wanted = set(names)
+        found = {
+            output.name: _parse(output.type, output.shape) for output in session.get_outputs() if output.name in wanted
+        }
     for name in names:
         if found.get(name) is None:
             raise ModelError(
@@ -40,22 +43,48 @@ def _ask_onnxruntime(model: Model, names: list[str]) -> dict[str, TypeProto]:
                 where=f"value {name!r}",
                 hint="export the model with value_info, or keep its producer and readers together with --colocate",
             )
-    return {name: found[name] for name in names}
+    return {name: kind for name, kind in found.items() if kind is not None}
 
 
-def _parse(text: str, shape: list[int | str | None]) -> TypeProto:
-    """Read ONNX Runtime's spelling of a type: `tensor(float)`, `seq(tensor(int64))`, `optional(...)`."""
-    outer, inner = re.fullmatch(r"(\w+)\((.*)\)", text).groups()  # type: ignore[union-attr]
+_TYPE = re.compile(r"(?P<outer>tensor|sparse_tensor|seq|optional)\((?P<inner>.*)\)|map\((?P<key>\w+),(?P<value>.*)\)")
+
+
+def _parse(text: str, shape: list[int | str | None]) -> TypeProto | None:
+    """Read ONNX Runtime's spelling of a type: `tensor(float)`, `seq(map(int64,tensor(float)))`; None if it is none."""
+    match = _TYPE.fullmatch(text)
+    if match is None:
+        return None
     kind = TypeProto()
-    if outer == "tensor":
-        kind.tensor_type.elem_type = TensorProto.DataType.Value(inner.upper())
-        for size in shape or ():
-            known = {"dim_value": size} if isinstance(size, int) else {"dim_param": size} if size else {}
-            kind.tensor_type.shape.dim.add(**known)
-    elif outer == "seq":
-        kind.sequence_type.elem_type.CopyFrom(_parse(inner, []))
-    elif outer == "optional":
-        kind.optional_type.elem_type.CopyFrom(_parse(inner, []))
-    else:
-        raise ModelError("M016", f"values of type {text} cannot cross between segments", where="split")
+    if match["key"]:
+        value = _parse(match["value"], [])
+        if value is None or _element(match["key"]) is None:
+            return None
+        kind.map_type.key_type = _element(match["key"]) or 0
+        kind.map_type.value_type.CopyFrom(value)
+        return kind
+    if match["outer"].endswith("tensor"):
+        return _parse_tensor(match["inner"], match["outer"] == "sparse_tensor", shape)
+    element = _parse(match["inner"], [])
+    if element is None:
+        return None
+    holder = kind.sequence_type if match["outer"] == "seq" else kind.optional_type
+    holder.elem_type.CopyFrom(element)
     return kind
+
+
+def _parse_tensor(element: str, sparse: bool, shape: list[int | str | None]) -> TypeProto | None:
+    if (number := _element(element)) is None:
+        return None
+    kind = TypeProto()
+    tensor = kind.sparse_tensor_type if sparse else kind.tensor_type
+    tensor.elem_type = number
+    for size in shape or ():
+        known = {"dim_value": size} if isinstance(size, int) else {"dim_param": size} if size else {}
+        tensor.shape.dim.add(**known)
+    return kind
+
+
+def _element(name: str) -> int | None:
+    """Return the number of an element type, `float`; None for a name that ONNX does not have."""
+    names = dict(TensorProto.DataType.items())
+    return names.get(name.upper())

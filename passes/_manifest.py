@@ -28,7 +28,6 @@ from onnxplace.bundle import (
 )
 from onnxplace.costs import alone_seconds, fits_alone
 from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segments
-from onnxplace.feeds import dimension_keys
 from onnxplace.graph import Ints
 from onnxplace.loads import simulated_loads
 from onnxplace.model import Model, declared, shape_entries, type_name
@@ -103,23 +102,17 @@ def manifest_of(
 
 
 def _dimensions(model: Model) -> dict[str, int]:
-    """Return the sizes of symbolic dimensions for the costs: of the sample inputs, else those that were given.
+    """Return the sizes of symbolic dimensions for the costs.
 
     An input whose rank the model leaves open has a dimension per axis of its sample: `input.axis`.
     """
-    sizes: dict[str, int] = {}
-    for value in model.inputs:
-        item = declared(value, model)
-        if value.name not in model.samples or not item.dtype.startswith("tensor("):
-            continue
-        shape = model.samples[value.name].shape
-        keys = (
-            dimension_keys(item) if item.shape is not None else [(f"{item.name}.{n}", None) for n in range(len(shape))]
-        )
-        for (key, fixed), size in zip(keys, shape):
-            if fixed is None and sizes.get(key, 1) == 1:  # ones may broadcast, so that another size says more
-                sizes[key] = size
-    return {**model.dimensions, **sizes}
+    ranked = {
+        f"{value.name}.{axis}": size
+        for value in model.inputs
+        if value.name in model.samples and declared(value, model).shape is None
+        for axis, size in enumerate(getattr(model.samples[value.name], "shape", ()))
+    }
+    return {**model.dimensions, **ranked}
 
 
 def _versions() -> dict[str, str]:

@@ -22,9 +22,8 @@ import numpy as np
 from onnx import TensorProto
 
 from onnxplace._bodies import subgraphs
-from onnxplace._weights import tensor_bytes
 from onnxplace.graph import Ints
-from onnxplace.model import Model
+from onnxplace.model import Model, tensor_bytes
 from onnxplace.passes._binding import DEQUANTIZE, QUANTIZE, is_quantiser
 
 # ONNX Runtime makes equal constants of up to this many elements one, which then has the readers of all of them.

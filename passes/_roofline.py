@@ -100,15 +100,17 @@ class _Roof:
     def _turns(self, node: NodeProto) -> int:
         """Return how often the body of a Loop or Scan runs, as far as constants and shapes tell."""
         attributes = {attribute.name: attribute for attribute in node.attribute}
-        if node.op_type == "Loop":
+        if node.op_type == "Loop" and node.input:
             most = self.constants.get(node.input[0])
-            if most is None or most.data_location == TensorProto.EXTERNAL:
+            if most is None or most.data_location == TensorProto.EXTERNAL or most.data_type != TensorProto.INT64:
                 return TURNS
             turns = int(numpy_helper.to_array(most).max(initial=0))
             return turns if turns <= MOST_TURNS else TURNS
-        if node.op_type == "Scan":
+        if node.op_type == "Scan" and "num_scan_inputs" in attributes:
             scanned = attributes["num_scan_inputs"].i
             axes = attributes["scan_input_axes"].ints if "scan_input_axes" in attributes else [0]
+            if not 0 < scanned <= len(node.input) or not axes:
+                return TURNS
             shape = self.shapes.get(node.input[-scanned], ())
             return int(shape[axes[0]]) if -len(shape) <= axes[0] < len(shape) else TURNS
         return 1

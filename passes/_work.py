@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from onnx import NodeProto, helper
+from onnx import NodeProto
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -75,17 +75,18 @@ def _dense(node: NodeProto, shapes: Shapes, made: float) -> float | None:
     if kind in _MULTIPLYING and first is not None:
         transposed = bool(_int(node, "transA", 0)) and len(first) > 1
         return 2.0 * made * (first or (1,))[-2 if transposed else -1]
-    if kind == "Gemm" and first is not None:
+    if kind == "Gemm" and first is not None and len(first) == 2:
         return 2.0 * made * first[0 if _int(node, "transA", 0) else 1]
     weights = known[_CONVOLVING[kind]] if kind in _CONVOLVING and len(known) > _CONVOLVING[kind] else None
     if weights is not None:
         return 2.0 * made * math.prod(weights[1:])
-    if kind == "ConvTranspose" and first is not None and known[1] is not None:
-        return 2.0 * math.prod(first) * math.prod(known[1][1:])  # each element of the input meets each weight
-    if kind in _RECURRENT and first is not None and known[1] is not None and known[2] is not None:
-        return 2.0 * math.prod(first[:2]) * (math.prod(known[1]) + math.prod(known[2]))
+    second, third = (known[index] if len(known) > index else None for index in (1, 2))
+    if kind == "ConvTranspose" and first is not None and second is not None:
+        return 2.0 * math.prod(first) * math.prod(second[1:])  # each element of the input meets each weight
+    if kind in _RECURRENT and first is not None and second is not None and third is not None:
+        return 2.0 * math.prod(first[:2]) * (math.prod(second) + math.prod(third))
     if kind in _ATTENDING and first is not None:
-        return _attention(node, first, known[1] if len(known) > 1 else None, made)
+        return _attention(node, first, second, made)
     if kind == "Einsum":
         return _einsum(node, known)
     return None
@@ -106,7 +107,7 @@ def _attention(node: NodeProto, query: Sequence[int], second: Sequence[int] | No
 
 def _einsum(node: NodeProto, known: Sequence[Sequence[int] | None]) -> float | None:
     """Return twice the product of the sizes of all indices; None where an ellipsis hides some."""
-    equation = next((a.s.decode() for a in node.attribute if a.name == "equation"), "").replace(" ", "")
+    equation = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "equation"), "").replace(" ", "")
     terms = equation.partition("->")[0].split(",")
     if "." in equation or len(terms) != len(known):
         return None
@@ -124,4 +125,4 @@ def _int(node: NodeProto, name: str, default: int) -> int:
 
 def _ints(node: NodeProto, name: str) -> list[int]:
     found = next((a for a in node.attribute if a.name == name), None)
-    return [] if found is None else list(helper.get_attribute_value(found))
+    return [] if found is None else list(found.ints)

@@ -14,7 +14,7 @@ from onnxplace._output import require_free, staged
 from onnxplace.bundle import COSTS, MANIFEST, SEGMENTS, WEIGHTS, WHOLE, FileRecord, link_record
 from onnxplace.facts import Emitted, Placement, Profile, Schedule, Segment, Segments
 from onnxplace.files import disk_error, path_text
-from onnxplace.model import Model, WeightFile
+from onnxplace.model import Model, WeightFile, require_unchanged
 from onnxplace.passes._boundary import boundary_types
 from onnxplace.passes._cost_file import costs_text
 from onnxplace.passes._manifest import manifest_of
@@ -49,6 +49,7 @@ class Emit(Pass):
                 linked = _write(state, staging.folder, self.pipeline, beside)
             except OSError as problem:
                 raise disk_error(problem, path_text(path)) from None
+            require_unchanged(state[Model])
             staging.place(staging.folder)
         if self.link_weights and not linked:
             message = "there is nothing to link to: the model has no weights file of its own"

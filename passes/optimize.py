@@ -74,7 +74,7 @@ def _without_unused(model: Model) -> Model:
 
 def _with_own_dequantisers(model: Model) -> Model:
     """Return the model with a DequantizeLinear of its own for each node that reads one; bodies read the first."""
-    maker = {node.output[0]: node for node in model.nodes if is_quantiser(node, DEQUANTIZE)}
+    maker = {node.output[0]: node for node in model.nodes if node.output and is_quantiser(node, DEQUANTIZE)}
     if not maker:
         return model
     inner = {name for node in model.nodes for graph in subgraphs(node) for name in captured(graph)}

@@ -257,10 +257,11 @@ def test_a_size_that_is_given_replaces_the_one_that_is_remembered(sampled: Path,
 def test_the_sizes_with_which_costs_were_measured_are_remembered_of_several(tmp_path: Path):
     inputs = {"x": np.ones((1, 5), np.float32), "w": np.ones((7, 5), np.float32)}
     bundle = onnxplace.compile(
-        parser.parse_model(SIZED), tmp_path / "b", devices="cpu:0", inputs=inputs, shape={"n": 4},
-        pipeline=FAST_PIPELINE,
-    )  # fmt: skip
+        parser.parse_model(SIZED), tmp_path / "b", devices="cpu:0", inputs=inputs, pipeline=FAST_PIPELINE
+    )
     assert bundle.manifest.dimensions == {"batch": 1, "width": 5, "n": 7}
+    with pytest.raises(onnxplace.ModelError, match=r"M022.*dimension 'n' is 4 here and 7 in the inputs"):
+        onnxplace.compile(parser.parse_model(SIZED), tmp_path / "c", inputs=inputs, shape={"n": 4})
 
 
 def test_the_rank_of_a_sample_is_remembered_where_the_model_leaves_it_open(tmp_path: Path, run_cli: Cli):
@@ -285,7 +286,7 @@ def test_verify_does_not_advise_verify(bundle: Path, run_cli: Cli, monkeypatch: 
     def fail(self: object, values: object, held: object) -> None:
         raise RuntimeError("a kernel failed")
 
-    monkeypatch.setattr("onnxplace.runtimes.onnxruntime._OpenSegment.run", fail)
+    monkeypatch.setattr("onnxplace.runtimes._segments.OpenSegment.run", fail)
     for command, about in (("verify", "the unsplit model runs with the same inputs"), ("run", "onnxplace verify")):
         ran = run_cli(command, bundle)
         assert ran.code == ExecutionError.exit_code
