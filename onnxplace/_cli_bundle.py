@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 @click.option("--repeat", default=1, show_default=True, type=click.IntRange(1), help="How often to run.")
 @shape_option
 @runtime_option
+@click.option("--timeout", type=float, metavar="SECONDS", help="Give up a run that takes longer, with exit code 4.")
 @click.option(
     "--trace", type=click.Path(path_type=Path), metavar="F.json", help="Write a timeline for Perfetto or Chrome."
 )
@@ -52,6 +53,7 @@ def run(
     shape: str,
     runtime: str,
     trace: Path | None,
+    timeout: float | None,
     seed: int,
     json_: bool,
 ) -> None:
@@ -75,16 +77,16 @@ def run(
     kept = {item.output: item.input for item in opened.manifest.states}
     with InferenceSession(opened, runtime=runtime, trace=trace is not None) as session:
         again = [*kept] if repeat > 1 or trace else []  # to see how states grow
-        result = session.submit(steps.first, again).result()
+        result = session.run_timed(steps.first, again, timeout=timeout)
         if outputs and not result.outputs:
             raise _computes_nothing(runtime, "--outputs")
         steps.learn({name: result.outputs[output] for output, name in kept.items() if output in result.outputs})
         taken = []
         for number in range(1, repeat):
             with steps.explained(number):
-                taken.append(session.submit(steps.feeds(number)).result().seconds)
+                taken.append(session.run_timed(steps.feeds(number), timeout=timeout).seconds)
         if trace:
-            session.run(None, steps.feeds(repeat))
+            session.run(None, steps.feeds(repeat), timeout=timeout)
             write_file(trace, lambda stream: stream.write(json.dumps(session.trace()).encode()))
     found = {name: value for name, value in result.outputs.items() if name not in kept}
     if outputs:

@@ -121,10 +121,24 @@ class InferenceSession:
         costs some 100 us, since all work is done by other threads.
         """
         names = self._names(output_names)
+        result = self._run(names, input_feed, timeout)
+        return [result.outputs.get(name) for name in names]
+
+    def run_timed(
+        self,
+        input_feed: Mapping[str, Any],
+        output_names: Iterable[str] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Result:
+        """Return the outputs by name and the seconds it took, as `submit` does; raises what `run` raises."""
+        return self._run(self._names(output_names), input_feed, timeout)
+
+    def _run(self, names: Sequence[str], input_feed: Mapping[str, Any], timeout: float | None) -> Result:
         feeds, also = self._checked(input_feed, names)
         result = self._session.run(feeds, also, checked_timeout(timeout))
         self._events = result.events  # not the outputs, which are the caller's to free
-        return [result.outputs.get(name) for name in names]
+        return result
 
     def run_async(
         self,

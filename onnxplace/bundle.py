@@ -29,7 +29,7 @@ from onnxplace._leases import moved_aside
 from onnxplace._programs import check_programs
 from onnxplace.errors import BundleError, InputError, TargetError, UsageError
 from onnxplace.feeds import Array, Declared, zero_feeds
-from onnxplace.files import open_input, parse_json
+from onnxplace.files import open_input, parse_json, path_text
 from onnxplace.target import Device, Link, LinkModel, Shared, Target
 
 FORMAT = "onnxplace bundle"
@@ -360,7 +360,7 @@ def _read_manifest(path: Path) -> Manifest:
         hint = "`onnxplace compile MODEL -o DIR` makes one"
         if aside := moved_aside(path):
             hint = f"a compile that was interrupted moved it to {aside}; move it back, or compile again, which does so"
-        raise BundleError("N001", "not a bundle: it has no manifest.json", where=str(path), hint=hint)
+        raise BundleError("N001", "not a bundle: it has no manifest.json", where=path_text(path), hint=hint)
     data = _parse_manifest(path, file)
     version = data.get("schema_version") if isinstance(data, dict) else None
     if not isinstance(version, str) or not _VERSION.fullmatch(version):

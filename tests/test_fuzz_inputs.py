@@ -3,27 +3,24 @@
 `ONNXPLACE_EXAMPLES=3000 pytest tests/test_fuzz_inputs.py` tries more, and others each time.
 """
 
-import copy
 import gzip
 import io
 import json
-import os
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onnxplace import _matching, cost_cache, placing
 from onnxplace._cli_options import parse_shape
 from onnxplace._stateful import bind_states
 from onnxplace.cost_graph import read_cost_graph
-from onnxplace.errors import MOST_CHARACTERS, OnnxplaceError
 from onnxplace.facts import Profile
 from onnxplace.feeds import read_npz
 from onnxplace.model import Model, bind, load
@@ -36,90 +33,10 @@ from onnxplace.pipeline import Pipeline, run_pass
 from onnxplace.state import State
 from onnxplace.target import Device, Link, Shared, Target, parse_device_ids, parse_memory, read_target, target_text
 from tests.conftest import FAST_PIPELINE, branches
+from tests.fuzzing import JUNK, fuzzed, read_or_refused, spliced, texts_of
 from tests.test_damaged_cache import NODES, keep_one, path_of
 from tests.test_foreign_costs import HEAD, OLIVE
 from tests.test_wishes import states_model
-
-EXAMPLES = int(os.environ.get("ONNXPLACE_EXAMPLES", "0"))
-"""How many to try; unless it is set, always the same ones."""
-fuzzed = settings(
-    max_examples=EXAMPLES or 100,
-    derandomize=not EXAMPLES,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-
-
-def read_or_refused(read: Callable[[], object]) -> Any:
-    """Return what is read; None if that is refused as bad input or infeasible, in a text that fits on a screen."""
-    try:
-        return read()
-    except OnnxplaceError as problem:
-        refused = problem
-    assert refused.exit_code in (2, 3), refused
-    assert len(str(refused)) < 4 * MOST_CHARACTERS
-    return None
-
-
-# ---------------------------------------------------------------------------------------------- what is odd
-
-NUMBERS = st.sampled_from(
-    [0, -1, 1, 2**31, 2**63, 2**64, 10**18, 10**400, 1e-320, 1e308, float("inf"), float("nan"), 0.5]
-)
-ODD = st.one_of(
-    NUMBERS, st.none(), st.booleans(), st.text(max_size=8),
-    st.sampled_from(["", "cpu:0", "(a+)+b", "*", "\0", "\ud800", "1" * 5000]),
-    st.sampled_from([[], {}, [[]], [{}], {"a": {}}, {"id": 0}, [0], ["cpu:0", "cpu:0"]]),
-)  # fmt: skip
-JUNK = st.one_of(
-    st.binary(max_size=40), st.sampled_from([b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"\0" * 100, b"1" * 5000])
-)
-
-
-def places(document: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield each container in a document with each of its keys."""
-    keys = document.keys() if isinstance(document, dict) else range(len(document)) if isinstance(document, list) else ()
-    for key in list(keys):
-        yield document, key
-        yield from places(document[key])
-
-
-@st.composite
-def mutated(draw: st.DrawFn, document: Any) -> Any:
-    """Return a document in which some things are odd, gone, or there twice."""
-    document = copy.deepcopy(document)
-    for _ in range(draw(st.integers(1, 3))):
-        known = list(places(document))
-        if not known:
-            break
-        holder, key = known[draw(st.integers(0, len(known) - 1))]
-        change = draw(st.sampled_from(["odd", "odd", "odd", "gone", "twice", "renamed"]))
-        if change == "odd":
-            holder[key] = copy.deepcopy(draw(ODD))
-        elif change == "gone":
-            del holder[key]
-        elif isinstance(holder, list):
-            holder.append(copy.deepcopy(holder[key]))
-        else:
-            holder[draw(st.text(max_size=5))] = copy.deepcopy(holder[key])
-    return document
-
-
-@st.composite
-def spliced(draw: st.DrawFn, data: bytes) -> bytes:
-    """Return bytes of which some are gone, replaced or there twice."""
-    for _ in range(draw(st.integers(1, 4))):
-        begin = draw(st.integers(0, len(data)))
-        end = min(begin + draw(st.integers(0, 12)), len(data))
-        data = data[:begin] + draw(st.one_of(JUNK, st.just(data[begin:end] * 2), st.just(b""))) + data[end:]
-    return data
-
-
-def texts_of(document: Any) -> st.SearchStrategy[bytes]:
-    """Return JSON texts near a document."""
-    text = json.dumps(document)
-    return st.one_of(mutated(document).map(lambda value: json.dumps(value).encode()), spliced(text.encode()), JUNK)
-
 
 # Values as TOML and CSV have them.
 LITERALS = st.sampled_from(

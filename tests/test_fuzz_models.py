@@ -1,11 +1,10 @@
 """Whatever is wrong with a model: it compiles, or it is refused with an error that says what to do."""
 
-import os
 import random
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from onnx import ModelProto
 
@@ -15,18 +14,11 @@ from onnxplace.feeds import dimension_keys, symbols_in
 from onnxplace.model import declared, load
 from onnxplace.target import Device, Target
 from tests.broken_models import altered, damaged, originals
+from tests.fuzzing import fuzzed
 
-EXAMPLES = int(os.environ.get("ONNXPLACE_EXAMPLES", "0"))
-"""How many to try; unless it is set, always the same ones."""
 PIPELINE = "optimize,profile{estimate=true},coplace{join=never},m-topo,split,emit"
 TARGET = Target((Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30)))
 ORIGINALS = originals()
-
-fuzzing = settings(
-    max_examples=EXAMPLES or 100,
-    derandomize=not EXAMPLES,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +52,19 @@ def test_the_models_are_valid_before_they_are_damaged(folder: Path, model: Model
     compile_bytes(model.SerializeToString(), folder)
 
 
-@fuzzing
+@fuzzed
 @given(st.integers(0, len(ORIGINALS) - 1), st.integers(0, 2**32 - 1))
 def test_a_model_with_altered_fields_compiles_or_is_refused(folder: Path, which: int, seed: int):
     require_answer(altered(ORIGINALS[which], random.Random(seed)).SerializeToString(), folder)
 
 
-@fuzzing
+@fuzzed
 @given(st.integers(0, len(ORIGINALS) - 1), st.integers(0, 2**32 - 1))
 def test_a_model_with_altered_bytes_compiles_or_is_refused(folder: Path, which: int, seed: int):
     require_answer(damaged(ORIGINALS[which].SerializeToString(), random.Random(seed)), folder)
 
 
-@fuzzing
+@fuzzed
 @given(st.binary(max_size=200))
 @example(b"\x08\x09\x3a\x00")
 def test_any_bytes_are_refused(folder: Path, data: bytes):
