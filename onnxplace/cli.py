@@ -33,7 +33,7 @@ class Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the name and the command that the first argument stands for, and the other arguments."""
-        if args[0] in self.commands or args[0].startswith("-") or ctx.resilient_parsing:
+        if args[0] in self.commands or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
         raise click.UsageError(f"No such command {args[0]!r}: {nearest(args[0], self.commands)}", ctx)
 

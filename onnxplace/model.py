@@ -28,7 +28,7 @@ from onnxplace.feeds import Array, Declared, bound_shapes, check_feeds, dimensio
 if TYPE_CHECKING:
     from onnxplace.state import State
 
-# ONNX Runtime 1.28 to 1.31 takes IR versions up to 13; 8 is the first that carries everything we write.
+# ONNX Runtime 1.30 and 1.31 take IR versions up to 13; 8 is the first that carries everything we write.
 LOWEST_IR, HIGHEST_IR = 8, 13
 INLINE_LIMIT_BYTES = 1 << 30
 

@@ -47,7 +47,7 @@ INT32, INT64, BOOL, STRING = TensorProto.INT32, TensorProto.INT64, TensorProto.B
 EXACT = {FLOAT: 2**24, DOUBLE: 2**53, FLOAT16: 2**11, INT32: 2**31 - 1, INT64: 2**53, BOOL: 1}
 """The largest magnitude up to which a type holds every whole number."""
 TOP_K_TAKES_NOTHING = tuple(map(int, onnxruntime.__version__.split(".")[:2])) >= (1, 31)
-"""Before, ONNX Runtime ends the whole process (a division by zero) at a TopK of no rows, of any model."""
+"""Before 1.31, ONNX Runtime itself ends the process at a TopK of no rows: it divides by their number."""
 NUMBERS = (FLOAT, INT64, FLOAT16, INT32, DOUBLE)
 SHAPES: tuple[tuple[Dimension, ...], ...] = (
     ("N", 3),
