@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 )
 @click.option("--costs", type=click.Path(path_type=Path), metavar="F", help="Costs measured elsewhere: JSON or CSV.")
 @click.option("--save-costs", type=click.Path(path_type=Path), metavar="F", help="Write the costs there: JSON or CSV.")
-@click.option("--no-cache", "cache", flag_value=False, default=True, help="Measure, whatever was measured before.")
-@click.option("--no-trial", "trial", flag_value=False, default=True, help="Do not run the bundle once it is compiled.")
+@click.option("--no-cache", is_flag=True, help="Measure, whatever was measured before.")
+@click.option("--no-trial", is_flag=True, help="Do not run the bundle once it is compiled.")
 @click.option("--placer", metavar="NAME", help="`onnxplace passes` lists them  [default: auto]")
 @objective_option
 @budget_option
@@ -92,6 +92,8 @@ def compile(  # noqa: A001
     inputs: Path | None,
     pipeline: str | None,
     budget: float | None,
+    no_cache: bool,
+    no_trial: bool,
     **options: Any,
 ) -> None:
     """Profile MODEL (a .onnx file), place it, split it, and write a bundle: a folder that `onnxplace run` takes."""
@@ -110,6 +112,8 @@ def compile(  # noqa: A001
             inputs=read_npz(inputs) if inputs else None,
             pipeline=pipeline,
             budget_seconds=budget,
+            cache=not no_cache,
+            trial=not no_trial,
             observer=observer,
             **options,
         )

@@ -13,6 +13,7 @@ the bundle is in. Nothing in a bundle is executed but ONNX, and no path in it ma
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import re
 from collections.abc import Iterator
@@ -471,6 +472,8 @@ def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of manifest.json, each field with what is written about it."""
     schema = Manifest.model_json_schema()
     parts = {Manifest.__name__: schema, **schema["$defs"]}
+    for plain in (Device, Link, Shared):  # dataclasses: pydantic before 2.13 leaves out what is written about them
+        parts[plain.__name__]["description"] = inspect.getdoc(plain)
     for kind in (Device, Link, Shared, *_records(Record)):
         # pydantic could do this as well, but as soon as the classes are made, which takes 30 ms of each start.
         for name, about in field_docs(kind).items():

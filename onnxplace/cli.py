@@ -20,13 +20,25 @@ from onnxplace._cli_compile import compile as compile_
 from onnxplace._cli_devices import devices
 from onnxplace._cli_options import as_json, print_json, use_of
 from onnxplace._cli_place import place
-from onnxplace.errors import ExecutionError, OnnxplaceError, UsageError
+from onnxplace.errors import ExecutionError, OnnxplaceError, UsageError, nearest
 
 # Errors about a path that is no model, no bundle, no cost graph, and the command that would have taken one.
 MISTAKEN_PATHS = {"M001": "compile", "M002": "compile", "N001": "run", "D001": "place"}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class Commands(click.Group):
+    """The commands; for one that is not there, the nearest, which click itself offers only since version 8.4."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the name and the command that the first argument stands for, and the other arguments."""
+        if args[0] in self.commands or ctx.resilient_parsing:
+            return super().resolve_command(ctx, args)
+        raise click.UsageError(f"No such command {args[0]!r}: {nearest(args[0], self.commands)}", ctx)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="onnxplace")
 def cli() -> None:
     """Split an ONNX model over several devices, and run the parts together.

@@ -50,7 +50,7 @@ from onnxplace.feeds import (
 if TYPE_CHECKING:
     from onnxplace.state import State
 
-# ONNX Runtime 1.28 to 1.31 takes IR versions up to 13; 8 is the first that carries everything we write.
+# ONNX Runtime 1.30 and 1.31 take IR versions up to 13; 8 is the first that carries everything we write.
 LOWEST_IR, HIGHEST_IR = 8, 13
 INLINE_LIMIT_BYTES = 1 << 30
 # Beyond what any machine holds; sums of such sizes still fit into 64 bits.

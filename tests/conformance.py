@@ -95,11 +95,11 @@ def names(kind: str) -> list[str]:
 def case(kind: str, name: str) -> Case | None:
     """Return a case; None if it would have to be downloaded."""
     test = _tests(kind)[name]
-    if kind == "node":
-        data = [([_loaded(item) for item in given], [_loaded(item) for item in made]) for given, made in test.data_sets]
-        return Case(name, kind, test.model, data, test.rtol, test.atol)
     if kind == "light":
         return _light_case(name, test)
+    if test.data_sets is not None:  # made on import; onnx up to 1.22 has all as files
+        data = [([_loaded(item) for item in given], [_loaded(item) for item in made]) for given, made in test.data_sets]
+        return Case(name, kind, test.model, data, test.rtol, test.atol)
     folder = Path(test.model_dir)
     model = onnx.load(folder / "model.onnx")
     data = [

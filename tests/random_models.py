@@ -46,6 +46,8 @@ INT32, INT64, BOOL, STRING = TensorProto.INT32, TensorProto.INT64, TensorProto.B
 
 EXACT = {FLOAT: 2**24, DOUBLE: 2**53, FLOAT16: 2**11, INT32: 2**31 - 1, INT64: 2**53, BOOL: 1}
 """The largest magnitude up to which a type holds every whole number."""
+TOP_K_TAKES_NOTHING = tuple(map(int, onnxruntime.__version__.split(".")[:2])) >= (1, 31)
+"""Before 1.31, ONNX Runtime itself ends the process at a TopK of no rows: it divides by their number."""
 NUMBERS = (FLOAT, INT64, FLOAT16, INT32, DOUBLE)
 SHAPES: tuple[tuple[Dimension, ...], ...] = (
     ("N", 3),
@@ -426,6 +428,8 @@ class Builder:
     def add_top_k(self) -> None:
         value = self.number(FLOAT, INT64, DOUBLE, tame=True)
         if value is None or not value.shape or not isinstance(value.shape[-1], int) or value.shape[-1] < 2:
+            return
+        if not TOP_K_TAKES_NOTHING and not all(isinstance(size, int) and size > 0 for size in value.shape[:-1]):
             return
         shape = (*value.shape[:-1], 2)
         top, where = replace(value, name=self.fresh(), shape=shape), Value(self.fresh(), INT64, shape, UNKNOWN_EXTENT)

@@ -533,6 +533,38 @@ def test_small_amounts_of_memory_are_not_rounded_to_nothing(size, text):
     assert mebibytes(size) == text
 
 
+# ---------------------------------------------------------------------------------------------- any version of click
+
+
+@pytest.mark.parametrize("name", sorted(cli.cli.commands))
+def test_flags_are_declared_so_that_every_click_understands_them_alike(name):
+    """In click 8.3.0 to 8.3.2, `flag_value=False, default=True` is False whether the flag is given or not."""
+    for parameter in cli.cli.commands[name].params:
+        if getattr(parameter, "is_flag", False):
+            assert parameter.flag_value is not False, f"{name} {parameter.opts[0]}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("compil",), "No such command 'compil': did you mean 'compile'?"),
+        (("RUN", "x"), "No such command 'RUN': did you mean 'run'?"),
+        (("frobnicate",), "No such command 'frobnicate': known: compile, run,"),
+        (("--frobnicate",), "--frobnicate"),
+        (("--", "--frobnicate"), "--frobnicate"),
+    ],
+)
+def test_an_unknown_command_gets_the_nearest_one_whatever_click_does(run_cli, arguments, said):
+    ran = run_cli(*arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert said in ran.err
+
+
+def test_completing_an_unknown_command_in_a_shell_is_no_error():
+    with cli.cli.make_context("onnxplace", ["compil"], resilient_parsing=True) as context:
+        assert cli.cli.resolve_command(context, ["compil"]) == (None, None, [])
+
+
 # ---------------------------------------------------------------------------------------------- errors for scripts
 
 
