@@ -39,7 +39,7 @@ from onnxplace.compare import reference, verify
 from onnxplace.feeds import Array
 from onnxplace.machine import cores, local_target
 from onnxplace.pipeline import Pipeline
-from onnxplace.runtimes import onnxruntime
+from onnxplace.runtimes import _segments as segments
 from onnxplace.sessions import open_session, session_options
 from onnxplace.target import Link, Target
 
@@ -226,7 +226,7 @@ def _target(devices: int) -> Target:
 def compared_unoptimised(bundle: Bundle, path: Path, runs: Sequence[Calls]) -> dict[str, float]:
     """Do as `compared` with nothing fused and one core: then only the split could change a bit."""
     plain = partial(session_options, level="none")
-    with mock.patch.object(onnxruntime, "session_options", plain), mock.patch.object(compare, "session_options", plain):
+    with mock.patch.object(segments, "session_options", plain), mock.patch.object(compare, "session_options", plain):
         return compared(bundle, path, runs, cores()[:1])
 
 
