@@ -28,6 +28,7 @@ from onnxplace.interrupts import interruptible, prepare
 from onnxplace.runtime import Event, EventKind, Result
 from onnxplace.runtimes._requests import CancelledError, Request
 from onnxplace.runtimes._segments import OpenSegment, PlacedDevice
+from onnxplace.runtimes._sleepers import Sleepers
 from onnxplace.runtimes._states import States
 from onnxplace.runtimes._values import to_python
 from onnxplace.sessions import pinned
@@ -64,8 +65,8 @@ class Engine:
         self._process = os.getpid()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        """Notified when a request is over or failed: a place, the next one's turn, the end of all."""
+        self._changes = Sleepers()
+        """Woken when a request is over or failed: a place, the next one's turn, the end of all."""
         self._under_way: dict[int, Request] = {}
         self._tokens: dict[str, queue.SimpleQueue[None]] = {device: queue.SimpleQueue() for device in devices}
         """A token makes a worker look what there is to do; one too many does no harm."""
@@ -110,7 +111,11 @@ class Engine:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def request(self, feeds: Mapping[str, Array], also: Collection[str]) -> Request:
-        """Return a request that nobody is at yet."""
+        """Return a request that no device is at yet; raises ExecutionError in a fork of the process of the engine."""
+        if os.getpid() != self._process:  # before anything of ONNX Runtime is touched, whose locks may be held
+            message = f"the session was opened in process {self._process}, and this is a fork of it without its threads"
+            hint = "open a session in each process, or start processes by 'spawn'"
+            raise ExecutionError("X006", message, where=str(self.bundle.path), hint=hint)
         wanted = self._returned_names.union(also) if also else self._returned_names
         return Request(next(self._numbers), feeds, self._devices, wanted)
 
@@ -156,29 +161,30 @@ class Engine:
 
         Raises ExecutionError if the session takes none, TimeoutError if there is no place for it in time.
         """
-        if os.getpid() != self._process:
-            message = f"the session was opened in process {self._process}, and this is a fork of it without its threads"
-            hint = "open a session in each process, or start processes by 'spawn'"
-            raise ExecutionError("X006", message, where=str(self.bundle.path), hint=hint)
+        while (asleep := self._enter(request, callers)) is not None:
+            if not asleep.acquire(timeout=-1 if deadline is None else max(deadline - time.monotonic(), 0)):
+                raise TimeoutError
+        self._wake(request.callers_device)
+        if not self._devices:
+            self._leave(request, "")
+
+    def _enter(self, request: Request, callers: PlacedDevice | None) -> threading.Lock | None:
+        """Put a request in line; return what to wait for if there is no place for it."""
         with self._lock:
-            while len(self._under_way) >= MAX_IN_FLIGHT and not self._closed:
-                if isinstance(threading.current_thread(), _Worker):
-                    break  # a callback, for which the worker would have to wait
-                if not self._changed.wait(None if deadline is None else max(deadline - time.monotonic(), 0)):
-                    raise TimeoutError
             if self._broken is not None:
                 raise self._broken
             if self._closed:
                 raise ExecutionError("X002", "the session is closed", where=str(self.bundle.path))
+            # A callback on a worker does not wait: its worker may be what makes a place.
+            if len(self._under_way) >= MAX_IN_FLIGHT and not isinstance(threading.current_thread(), _Worker):
+                return self._changes.enter()
             if callers is not None and not self._under_way:
                 request.callers_device = callers.id
             # No call between these, so that no interrupt of the main thread comes between them either.
             request.forgets = self._reset
             self._under_way[request.number] = request
             self._reset = False
-        self._wake(request.callers_device)
-        if not self._devices:
-            self._leave(request, "")
+            return None
 
     def _wake(self, but: str = "") -> None:
         """Make workers look what there is to do."""
@@ -203,8 +209,8 @@ class Engine:
 
     def _fail(self, request: Request, failure: BaseException) -> None:
         request.fail(failure)
-        with self._lock:
-            self._changed.notify_all()
+        with self._lock:  # so that nobody is between having looked and being in line
+            self._changes.wake()
 
     def reset_state(self) -> None:
         """Forget states before the next request, and at once if nothing is under way."""
@@ -223,6 +229,8 @@ class Engine:
         self._closed = True
         if os.getpid() != self._process:
             return  # nothing of it works here
+        with self._lock:
+            self._changes.wake()
         self._wake()
         if isinstance(threading.current_thread(), _Worker):
             return  # a callback: workers end by themselves once they are through
@@ -246,29 +254,27 @@ class Engine:
 
     def _wait_for_requests(self, timeout: float | None) -> None:
         """Wait for requests: those that were ended, or are ended here for lack of time, only for a while."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        ended = None
-        with self._lock:
-            while self._under_way:
-                now = time.monotonic()
-                alive = any(request.failure is None for request in self._under_way.values())
-                if ended is None and (not alive or (deadline is not None and now >= deadline)):
-                    ended = now + GRACE_SECONDS
-                    self._end_requests()
-                limit = deadline if ended is None else ended
-                if ended is not None and now >= ended:
+        limit = None if timeout is None else time.monotonic() + timeout
+        ended = False
+        while True:
+            with self._lock:
+                if not self._under_way:
                     return
-                self._changed.wait(None if limit is None else limit - now)
+                alive = any(request.failure is None for request in self._under_way.values())
+                asleep = self._changes.enter()
+            late = limit is not None and time.monotonic() >= limit
+            if ended and late:
+                return
+            if not ended and (late or not alive):
+                ended, limit = True, time.monotonic() + GRACE_SECONDS
+                self.end_requests()
+                continue
+            asleep.acquire(timeout=-1 if limit is None else max(limit - time.monotonic(), 0))
 
     def end_requests(self) -> None:
         """Let all that is under way fail, without waiting for it."""
-        with self._lock:
-            self._end_requests()
-
-    def _end_requests(self) -> None:
-        for request in self._under_way.values():
-            request.fail(ExecutionError("X002", "the session was closed", where=str(self.bundle.path)))
-        self._changed.notify_all()
+        for request in list(self._under_way.values()):
+            self._fail(request, ExecutionError("X002", "the session was closed", where=str(self.bundle.path)))
         self._wake()
 
     def abandon(self) -> None:
@@ -337,9 +343,9 @@ class Engine:
             if last:
                 self._store_states(request)
                 del self._under_way[request.number]
-                self._changed.notify_all()
             more = bool(self._under_way) or self._closed
         if last:
+            self._changes.wake()
             self._hand_out(request)
         if more and (self._closed or request.callers_device):
             self._wake()
@@ -405,16 +411,18 @@ class Engine:
         """
         if not self._states.on:
             return {}
-        with self._lock:  # whichever worker comes first takes them for all
-            while request.failure is None and next(iter(self._under_way.values())) is not request:
-                self._changed.wait()
-            if request.failure is not None:
-                raise CancelledError
-            if request.states is None:
-                if request.forgets:
-                    self._states.clear()
-                request.states = self._states.take(request.feeds)
-            return request.states
+        while True:
+            with self._lock:
+                if request.failure is not None:
+                    raise CancelledError
+                if next(iter(self._under_way.values())) is request:
+                    if request.states is None:  # whichever worker comes first takes them for all
+                        if request.forgets:
+                            self._states.clear()
+                        request.states = self._states.take(request.feeds)
+                    return request.states
+                asleep = self._changes.enter()
+            asleep.acquire()
 
     def _store_states(self, request: Request) -> None:
         """Keep what a request left for the next one, which begins when this one is no longer under way."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
 from onnxplace.callbacks import call_guarded
 from onnxplace.runtime import Result
+from onnxplace.runtimes._sleepers import Sleepers
 
 
 class ResultFuture(Future[Result]):
@@ -24,8 +22,7 @@ class ResultFuture(Future[Result]):
         super().__init__()
         self.set_running_or_notify_cancel()
         self._finished = False
-        self._sleepers: deque[Any] = deque()
-        """A locked lock of each thread that waits."""
+        self._sleepers = Sleepers()
         self._calls: deque[Callable[[Future[Result]], object]] = deque()
 
     def finish(self, result: Result | None, failure: BaseException | None) -> None:
@@ -36,8 +33,7 @@ class ResultFuture(Future[Result]):
             assert result is not None
             self.set_result(result)
         self._finished = True
-        while self._sleepers:
-            self._sleepers.popleft().release()
+        self._sleepers.wake()
         self._call_back()
 
     def result(self, timeout: float | None = None) -> Result:
@@ -71,12 +67,8 @@ class ResultFuture(Future[Result]):
     def _wait(self, timeout: float | None) -> None:
         if self._finished:
             return
-        asleep = threading.Lock()
-        asleep.acquire()
-        self._sleepers.append(asleep)
-        ends = None if timeout is None else time.monotonic() + timeout
-        while not self._finished:  # which may have been set before the lock was in line
-            left = -1 if ends is None else ends - time.monotonic()
-            if ends is not None and left <= 0:
-                raise TimeoutError
-            asleep.acquire(timeout=left)
+        asleep = self._sleepers.enter()
+        if not self._finished:  # which may have been set before we were in line
+            asleep.acquire(timeout=-1 if timeout is None else max(timeout, 0))
+        if not self._finished:
+            raise TimeoutError

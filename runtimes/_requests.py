@@ -12,6 +12,7 @@ from onnxplace.feeds import Array
 from onnxplace.machine import onnxruntime
 from onnxplace.runtime import Event
 from onnxplace.runtimes._futures import ResultFuture
+from onnxplace.runtimes._sleepers import Sleepers
 
 
 class CancelledError(Exception):
@@ -49,31 +50,33 @@ class Request:
         self.failure: BaseException | None = None
         self._lock = threading.Lock()
         self._arrived: dict[str, dict[str, Any]] = {device: {} for device in devices}
-        self._changed = {device: threading.Condition(self._lock) for device in devices}
+        self._sleepers = {device: Sleepers() for device in devices}
 
     def put(self, value_name: str, device: str, value: Any) -> None:
         """Hand a value over to another device."""
         with self._lock:
             self._arrived[device][value_name] = value
-            self._changed[device].notify()
+        self._sleepers[device].wake()
 
     def take(self, value_name: str, device: str) -> Any:
         """Sleep until a value has arrived; raises CancelledError when the request has failed elsewhere."""
-        arrived, changed = self._arrived[device], self._changed[device]
-        with self._lock:
-            while self.failure is None and value_name not in arrived:
-                changed.wait()
-            if self.failure is not None:
-                raise CancelledError
-            return arrived.pop(value_name)
+        arrived, sleepers = self._arrived[device], self._sleepers[device]
+        while True:
+            with self._lock:
+                if self.failure is not None:
+                    raise CancelledError
+                if value_name in arrived:
+                    return arrived.pop(value_name)
+                asleep = sleepers.enter()
+            asleep.acquire()
 
     def fail(self, failure: BaseException) -> None:
         """End the request everywhere; the first failure is the one that is reported."""
         with self._lock:
             self.failure = self.failure or failure
             self.options.terminate = True
-            for changed in self._changed.values():
-                changed.notify_all()
+        for sleepers in self._sleepers.values():
+            sleepers.wake()
 
     def stop(self) -> None:
         """Let what ONNX Runtime computes for this request fail at the next node."""
