@@ -194,6 +194,8 @@ class Soak:
                 break
             except KeyboardInterrupt:
                 self.counts["interrupted"] += 1
+            except ChildProcessError:  # an interrupt came when its end was known already
+                return
         require(status == 0, f"a forked child ended with {status}")
 
     def copy(self) -> None:

@@ -68,7 +68,7 @@ def run(
     from onnxplace.files import require_place, write_file
 
     for path in filter(None, (outputs, trace)):
-        require_place(path)
+        require_place(path, bundle, *([inputs] if inputs else []))
     opened = load(bundle)
     if outputs:
         require_storable(opened.returned)

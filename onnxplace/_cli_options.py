@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.errors import UsageError, shown
+from onnxplace.errors import UsageError, printable, shown
 
 if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
@@ -125,7 +125,7 @@ def say(diagnostics: Sequence[Diagnostic]) -> None:
         place = f"{note.where}: " if note.where else ""
         hint = f"\n  hint: {note.hint}" if note.hint else ""
         with suppress(OSError):  # no reason to throw away what is being done
-            click.echo(f"note[{note.code}] {place}{note.message}{hint}", err=True)
+            click.echo(printable(f"note[{note.code}] {place}{note.message}{hint}"), err=True)
 
 
 def say_too_few_cores(bundle: Bundle, runtime: str = "onnxruntime") -> None:

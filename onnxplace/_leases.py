@@ -8,6 +8,7 @@ when the process ends, however that happens. Where files cannot be locked, nothi
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -182,9 +183,12 @@ def _put_back(path: Path) -> list[Swept]:
     if (name := _journal(path)) is None:
         return []
     old, place = path.with_name(f"{path.name}.{OLD}"), path.with_name(name)
-    if not old.exists():
+    if not _is_own_folder(old):  # nothing was moved, or what is there is none of ours: a lease may come from anybody
         with suppress(OSError):  # the process claimed the place with an empty folder; one that holds anything stays
             place.rmdir()
+        return []
+    # Only where nothing is, or the empty folder with which the process claimed the place: a folder replaces no other.
+    if os.path.lexists(place) and not _is_own_folder(place):
         return []
     try:
         old.rename(place)
@@ -195,14 +199,31 @@ def _put_back(path: Path) -> list[Swept]:
     return [Swept(place, restored=True)]
 
 
+def _is_own_folder(path: Path) -> bool:
+    """Return whether there is a folder, not a link to one, of this user's."""
+    with suppress(OSError):
+        about = path.lstat()
+        return stat.S_ISDIR(about.st_mode) and (sys.platform == "win32" or about.st_uid == os.geteuid())
+    return False
+
+
 def _journal(path: Path) -> str | None:
     """Return the name that the process of a lease was about to move; None if none."""
-    with suppress(OSError, ValueError), path.open("rb") as stream:
+    with suppress(OSError, ValueError), _open_regular(path) as stream:
         data = stream.read(_MAX_JOURNAL_BYTES)
         name = json.loads(data[len(_JOURNAL) :]) if data.startswith(_JOURNAL) else None
         if isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", ".."):
             return name
     return None
+
+
+def _open_regular(path: Path) -> io.FileIO:
+    """Open a file that anybody may have put there; raises OSError for what is no regular file, and never waits."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return io.FileIO(descriptor)
 
 
 def _remove(path: Path, belongings: Iterable[Path]) -> list[Swept]:

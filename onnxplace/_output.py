@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from onnxplace._leases import OCCUPIED, OLD, Lease, leased, sweep
 from onnxplace._renames import exchange, rename_new
-from onnxplace.bundle import FORMAT, MANIFEST
+from onnxplace.bundle import FORMAT, MANIFEST, Manifest
 from onnxplace.errors import MOST_LISTED, InputError, OnnxplaceError, UsageError
 from onnxplace.files import cannot_write, disk_error, is_full, path_text, read_json, require_name
 from onnxplace.state import Diagnostic
@@ -270,6 +272,11 @@ def _own_files(manifest: Path) -> set[str] | None:
         return None
     if data.get("format", FORMAT) != FORMAT or not all(key in data for key in _ALWAYS):
         return None
+    if "format" not in data:  # one of the first, which did not say so: then it has to be one in every detail
+        try:
+            Manifest.model_validate(data)
+        except ValidationError:
+            return None
     return {MANIFEST, *data["files"]}
 
 

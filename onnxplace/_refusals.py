@@ -22,6 +22,15 @@ _UNKNOWN_OPERATOR = re.compile(r"(?P<domain>[\w.]+):(?P<name>\w+)\(-?\d+\) is no
 _NO_KERNEL = re.compile(
     r"Could not find an implementation for (?P<operator>[\w.]+)\((?P<opset>\d+)\) node with name '(?P<node>.*)'"
 )
+# How it says that no version of it would run the model.
+_INVALID = (
+    "This is an invalid model",
+    "Duplicate definition",
+    "Type Error",
+    "ShapeInferenceError",
+    "INVALID_GRAPH",
+    "INVALID_PROTOBUF",
+)
 # Less free space than this, and whatever failed may have failed for that.
 LEAST_FREE_BYTES = 1 << 20
 # A larger model is not searched for types: the search takes several times as much memory.
@@ -45,6 +54,8 @@ def refusal(problem: Exception, model: Path | bytes, folder: str, device_id: str
         place = f"{where}, node {missing['node']!r}" if missing["node"] else where
         return ModelError("M012", message, where=place, hint=hint)
     hint = "the installed ONNX Runtime cannot run this model; try another version of it, or export with an older opset"
+    if any(words in text for words in _INVALID):
+        hint = "the model contradicts itself; onnx.checker.check_model(path, full_check=True) may say more"
     return ModelError("M012", f"ONNX Runtime refuses the model: {text}", where=where, hint=hint)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Unpack, cast
 
@@ -240,11 +241,11 @@ def checked_timeout(timeout: float | None, least: float = 1e-9) -> float | None:
     """Return a timeout in seconds; raises UsageError for what is none."""
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not least <= timeout < MAX_TIMEOUT_SECONDS:
+    if isinstance(timeout, bool) or not isinstance(timeout, Real) or not least <= timeout < MAX_TIMEOUT_SECONDS:
         expected = "more than 0" if least else "0 or more"
         hint = "leave it out to wait as long as it takes"
         raise UsageError("U056", f"expected a timeout in seconds, {expected}, got {timeout!r}", hint=hint)
-    return timeout
+    return float(timeout)
 
 
 def _shown(feeds: Mapping[str, Any]) -> Signature | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 
@@ -17,9 +18,25 @@ def call_guarded(callback: Callable[..., object], *arguments: object) -> None:
     try:
         callback(*arguments)
     except BaseException as problem:  # noqa: BLE001 - also sys.exit(): the thread has others to call
-        threading.excepthook(
-            threading.ExceptHookArgs((type(problem), problem, problem.__traceback__, threading.current_thread()))
-        )
+        try:
+            threading.excepthook(
+                threading.ExceptHookArgs((type(problem), problem, problem.__traceback__, threading.current_thread()))
+            )
+        except BaseException:  # noqa: BLE001 - a hook may fail as well
+            traceback.print_exc()
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread; an interrupt meanwhile is raised as one.
+
+    `Thread.start` waits on a `threading.Condition`, which an interrupt at a bad moment leaves with a RuntimeError.
+    """
+    try:
+        thread.start()
+    except RuntimeError as problem:
+        if isinstance(problem.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        raise
 
 
 class Callbacks:
@@ -41,7 +58,7 @@ class Callbacks:
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="onnxplace callbacks", daemon=True)
-                self._thread.start()
+                start_thread(self._thread)
                 _all.add(self)
             self._announced += 1
 

@@ -21,6 +21,7 @@ from onnxplace._cli_devices import devices
 from onnxplace._cli_options import as_json, print_json, use_of
 from onnxplace._cli_place import place
 from onnxplace.errors import ExecutionError, OnnxplaceError, UsageError, nearest
+from onnxplace.interrupts import ends_runs
 
 # Errors about a path that is no model, no bundle, no cost graph, and the command that would have taken one.
 MISTAKEN_PATHS = {"M001": "compile", "M002": "compile", "N001": "run", "D001": "place"}
@@ -194,9 +195,14 @@ def _abandon(stream: TextIO) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def _terminate(*_: object) -> None:
+    sys.exit(TERMINATED)
+
+
 def entry() -> None:
     """Console script. A request to terminate unwinds like Ctrl-C, so that nothing is left behind."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    signal.signal(signal.SIGTERM, _terminate)
+    ends_runs(_terminate)
     try:
         code = main()
     except Exception as defect:  # noqa: BLE001 - Python's own exit code for it is 1, which means that the answer is no

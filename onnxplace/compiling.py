@@ -13,12 +13,12 @@ from onnxplace._output import prepare, staged
 from onnxplace._settling import settled
 from onnxplace._stateful import Asked, bind_states
 from onnxplace.bundle import Bundle
-from onnxplace.errors import InfeasibleError, UsageError
+from onnxplace.errors import InfeasibleError, ModelError, UsageError
 from onnxplace.facts import Placement, Profile
 from onnxplace.feeds import Array
 from onnxplace.files import require_place
 from onnxplace.machine import cuda_problem, gpus, local_target
-from onnxplace.model import Model, bind, require_beside, tensor_size
+from onnxplace.model import Model, bind, require_beside, require_unchanged, tensor_size
 from onnxplace.model import load as load_model
 from onnxplace.operators import require_operators
 from onnxplace.pipeline import Observer, Pipeline, Timing
@@ -121,7 +121,7 @@ def compile_model(
     path = _default_output(model, steps) if output is None else _given_output(output)
     saved = [Path(file) for step in steps.passes if (file := getattr(step, "save", ""))]
     for file in saved:
-        require_place(file)
+        require_place(file, *([Path(model)] if isinstance(model, (str, Path)) else []))
     swept = prepare(path, force, *(file.parent for file in saved), cost_cache.folder())
     target = target or local_target(devices)
     if max_memory:
@@ -136,7 +136,11 @@ def compile_model(
     with staged(path, force) as staging, custom_operators(custom_op_libraries):
         steps = _emitting_to(staging.folder, steps, link_weights)
         count = len(steps.passes)
-        facts, timings = _run(steps, facts, strict, observer)
+        try:
+            facts, timings = _run(steps, facts, strict, observer)
+        except ModelError:
+            require_unchanged(loaded)  # ONNX Runtime may have met weights that were just being written
+            raise
         done = settled(
             steps,
             facts,

@@ -113,7 +113,20 @@ def one_line(problem: BaseException) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
+    return printable(text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}...")
+
+
+def printable(text: str) -> str:
+    r"""Return a text that a terminal shows as it is: names in files of strangers may hold anything.
+
+    >>> printable("a\x1b[2J")
+    'a\\x1b[2J'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode("ascii") for char in text
+    )
 
 
 def shown(value: object) -> str:

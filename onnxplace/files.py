@@ -71,10 +71,17 @@ def require_name(path: Path) -> None:
         raise cannot_write("expected a name in UTF-8", path) from None
 
 
-def require_place(path: Path) -> None:
-    """Raise UsageError if a file cannot be written there: before the work, not after it."""
+def require_place(path: Path, *inputs: Path) -> None:
+    """Raise UsageError if a file cannot be written there: before the work, not after it.
+
+    `inputs` are files, and bundles, that the same command reads: it does not write over them.
+    """
     require_name(path)
     try:
+        for other in inputs:
+            inside = other.is_dir() and path.resolve().is_relative_to(other.resolve())
+            if inside or (path.exists() and other.exists() and path.samefile(other)):
+                raise cannot_write(f"it is {'in ' if inside else ''}{path_text(other)}, which is read", path)
         about = path.stat() if path.exists() else None
         folder = path.absolute().parent
         if about is not None and stat.S_ISDIR(about.st_mode):

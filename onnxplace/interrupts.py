@@ -18,6 +18,8 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
+from onnxplace.callbacks import start_thread
+
 # How long a first interrupt may take until it is said that a second one ends the process.
 NOTICE_SECONDS = 2.0
 # Handlers that end what is under way. Any other one is somebody's own affair: it may only set a flag.
@@ -44,7 +46,7 @@ class _Watcher:
         """The file descriptor that signals were written to before, and are passed on to."""
         self._stopped: interruptible | None = None
         self._lock = threading.Lock()
-        threading.Thread(target=self._watch, name="onnxplace interrupts", daemon=True).start()
+        start_thread(threading.Thread(target=self._watch, name="onnxplace interrupts", daemon=True))
 
     def drain(self) -> None:
         """Forget signals of a section that is over, so that they do not stop the next one."""
@@ -129,8 +131,10 @@ class interruptible:  # noqa: N801 - used as a function is
                 watcher.drain()
             self._watcher = watcher
             self._before = signal.set_wakeup_fd(watcher.writing, warn_on_full_buffer=False)
-            if self._before != watcher.writing:
-                watcher.before = self._before
+            if self._before == watcher.writing:  # an interrupt kept the last section from taking it back
+                watcher.drain()
+                self._before = watcher.before
+            watcher.before = self._before
             watcher.section = self
         except BaseException:  # an interrupt, just now
             self.__exit__(KeyboardInterrupt, None, None)

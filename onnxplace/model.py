@@ -34,7 +34,7 @@ from onnxplace._tensors import (
     unknown_element,
 )
 from onnxplace._weights import WeightFile, not_beside
-from onnxplace.errors import ModelError, nearest
+from onnxplace.errors import InputError, ModelError, nearest
 from onnxplace.feeds import (
     Array,
     Declared,
@@ -46,6 +46,7 @@ from onnxplace.feeds import (
     sizes_of,
     symbols_in,
 )
+from onnxplace.files import open_input
 
 if TYPE_CHECKING:
     from onnxplace.state import State
@@ -247,11 +248,12 @@ def load(source: str | Path | ModelProto) -> Model:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise ModelError("M001", "there is no such file", where=str(path)) from None
+        with open_input(path, "M001") as stream:
+            return bytes(stream.read() or b"")
+    except InputError as problem:
+        raise ModelError(problem.code, problem.message, where=problem.where, hint=problem.hint) from None
     except OSError as problem:
-        raise ModelError("M001", f"cannot be read: {problem.strerror}", where=str(path)) from None
+        raise ModelError("M001", f"it cannot be read: {problem.strerror}", where=str(path)) from None
 
 
 def _parse(data: bytes, path: Path) -> ModelProto:

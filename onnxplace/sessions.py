@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -10,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onnxplace._refusals import refusal, written_folder
-from onnxplace.errors import ExecutionError, ModelError, one_line
-from onnxplace.interrupts import run_interruptibly
+from onnxplace.errors import ExecutionError, ModelError, OnnxplaceError, one_line
+from onnxplace.interrupts import interruptible, run_interruptibly
 from onnxplace.machine import onnxruntime
 
 Level = Literal["none", "basic", "extended", "all"]
@@ -97,6 +100,51 @@ def session_options(cores: Sequence[int], level: Level | None = None, entries: M
     return options
 
 
+_opening = 0
+_ending = False
+_lock = threading.Lock()
+
+
+def require_interpreter() -> None:
+    """Raise ExecutionError once the interpreter ends."""
+    if _ending:
+        raise ExecutionError("X013", "the interpreter is ending, no session is opened any more")
+
+
+@contextmanager
+def _opened() -> Iterator[None]:
+    """Count a session that is being opened; raises ExecutionError once the interpreter ends."""
+    global _opening
+    with _lock:
+        require_interpreter()
+        _opening += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _opening -= 1
+
+
+@atexit.register
+def end_openings(seconds: float = 10.0) -> None:
+    """Open no more sessions, and wait for those on their way: Python kills threads that come back from C++ after it."""
+    global _ending
+    _ending, ends = True, time.monotonic() + seconds
+    while _opening and time.monotonic() < ends:
+        time.sleep(0.005)
+
+
+def _cancel_loading(options: Any) -> None:
+    if hasattr(options, "set_load_cancellation_flag"):
+        options.set_load_cancellation_flag(True)
+
+
+def is_foreign(problem: Exception) -> bool:
+    """Return whether an exception cannot be ONNX Runtime's: a user's signal handler may raise in the middle of it."""
+    module = type(problem).__module__.partition(".")[0]
+    return isinstance(problem, OSError) or module not in ("builtins", "onnxruntime", "onnxplace")
+
+
 def open_session(model: str | Path | bytes, options: Any, device_id: str = "cpu:0", where: str = "") -> Any:
     """Open a model on a device.
 
@@ -108,8 +156,13 @@ def open_session(model: str | Path | bytes, options: Any, device_id: str = "cpu:
         providers.insert(0, ("CUDAExecutionProvider", {"device_id": index}))
     source = model if isinstance(model, bytes) else str(model)
     try:
-        session = onnxruntime().InferenceSession(source, options, providers=providers)
-    except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
+        with _opened(), interruptible(lambda: _cancel_loading(options)):
+            session = onnxruntime().InferenceSession(source, options, providers=providers)
+    except OnnxplaceError:
+        raise
+    except Exception as problem:
+        if is_foreign(problem):
+            raise
         place = where or ("model" if isinstance(model, bytes) else str(model))
         given = model if isinstance(model, bytes) else Path(model)
         raise refusal(problem, given, written_folder(options), device_id, place) from None
@@ -122,7 +175,9 @@ def run_whole(session: Any, names: Sequence[str] | None, feeds: Mapping[str, Any
     """Run an uncut model; raises ModelError with ONNX Runtime's own words if it cannot run with these inputs."""
     try:
         return list(run_interruptibly(session, names, dict(feeds)))
-    except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
+    except Exception as problem:
+        if is_foreign(problem):
+            raise
         text = one_line(problem)
         hint = "random inputs may not fit this model: give real ones with --inputs F.npz, other sizes with --shape"
         raise ModelError("M017", f"the model cannot be run with these inputs: {text}", where=where, hint=hint) from None

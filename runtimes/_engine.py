@@ -22,6 +22,7 @@ from contextlib import suppress
 from typing import Any
 
 from onnxplace.bundle import Bundle, Step
+from onnxplace.callbacks import start_thread
 from onnxplace.errors import ExecutionError, OnnxplaceError, RunTimeoutError, one_line
 from onnxplace.feeds import Array
 from onnxplace.interrupts import interruptible, prepare
@@ -31,7 +32,7 @@ from onnxplace.runtimes._segments import OpenSegment, PlacedDevice
 from onnxplace.runtimes._sleepers import Sleepers
 from onnxplace.runtimes._states import States
 from onnxplace.runtimes._values import to_python
-from onnxplace.sessions import pinned
+from onnxplace.sessions import end_openings, is_foreign, pinned, require_interpreter
 
 MAX_IN_FLIGHT = 8
 # Requests that were ended get so long to come to the end of a node. What takes longer is left behind.
@@ -100,10 +101,11 @@ class Engine:
     def start(self) -> None:
         """Start the workers; an interrupt on the way ends those that run already."""
         prepare()
+        _engines.add(self)
         try:
+            require_interpreter()  # after which `_close_all` finds this one
             for worker in self._workers:
-                worker.start()
-            _engines.add(self)
+                start_thread(worker)
         except BaseException:
             self.abandon()
             raise
@@ -332,7 +334,7 @@ class Engine:
         except BaseException as failure:
             told = f"{type(failure).__name__}: {failure}"
             self._fail(request, ExecutionError("X001", f"the worker failed: {told}", where=device.id))
-            if not isinstance(failure, Exception):
+            if not isinstance(failure, Exception) or is_foreign(failure):
                 raise
 
     def _leave(self, request: Request, device: str) -> None:
@@ -388,6 +390,8 @@ class Engine:
         except OnnxplaceError:
             raise
         except Exception as problem:
+            if is_foreign(problem):
+                raise
             raise _segment_error(problem, segment.record.id, device.id) from problem
         self._note(request, device, "run", segment.record.id, began)
 
@@ -476,6 +480,7 @@ def _close_all() -> None:
     """End all workers while they can still be ended: Python freezes, or even kills, threads that outlive it."""
     deadline = time.monotonic() + EXIT_SECONDS
     try:
+        end_openings(EXIT_SECONDS)
         for engine in list(_engines):
             engine.close(max(deadline - time.monotonic(), 0))
     except KeyboardInterrupt:

@@ -122,11 +122,11 @@ def _check_interface(bundle: Bundle, record: SegmentRecord, session: Any) -> Non
         if not needed <= set(names) <= set(declared):
             raise _exchanged(record, f"its {what} are {_listed(declared)}, the manifest says {_listed(names)}")
         for name in names:
-            expected = values.get(name) or inputs.get(name)
-            if expected is not None and not _fits(expected.dtype, expected.shape, declared[name]):
-                item = declared[name]
-                message = f"{name!r} is {item.type} {item.shape}, the manifest says {expected.dtype} {expected.shape}"
-                raise _exchanged(record, message)
+            told = [(item.dtype, item.shape) for item in (values.get(name), inputs.get(name)) if item is not None]
+            for dtype, shape in told:
+                if not _fits(dtype, shape, item := declared[name]):
+                    message = f"{name!r} is {item.type} {item.shape}, the manifest says {dtype} {shape}"
+                    raise _exchanged(record, message)
 
 
 def _fits(dtype: str, shape: Sequence[int | str | None] | None, item: Any) -> bool:

@@ -7,7 +7,7 @@ leaves the lock free where it should be held. Here a sleeper holds no lock but i
 from __future__ import annotations
 
 import threading
-from collections import deque
+from contextlib import suppress
 
 
 class Sleepers:
@@ -18,20 +18,19 @@ class Sleepers:
     """
 
     def __init__(self) -> None:
-        self._locks: deque[threading.Lock] = deque()
+        self._locks: dict[threading.Lock, None] = {}
 
     def enter(self) -> threading.Lock:
         """Return a lock that the next `wake` releases."""
         asleep = threading.Lock()
         asleep.acquire()
-        self._locks.append(asleep)
+        self._locks[asleep] = None
         return asleep
 
     def wake(self) -> None:
-        """Let all that entered look again; may be called with or without any lock, by any thread."""
-        while self._locks:
-            try:
-                asleep = self._locks.popleft()
-            except IndexError:  # another thread was faster
-                return
-            asleep.release()
+        """Let all that entered look again; may be called with or without any lock, by any thread, and once more."""
+        for asleep in list(self._locks):
+            # Released before it is forgotten: an interrupt may come in between, and must leave nobody asleep.
+            with suppress(RuntimeError):  # another thread was faster
+                asleep.release()
+            self._locks.pop(asleep, None)

@@ -17,9 +17,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from onnx import parser
 
 import onnxplace
+from onnxplace.bundle import WHOLE
 from onnxplace.runtimes import _engine
+from onnxplace.sessions import open_session, session_options
 from tests.endless import endless_bundle, expected, feeds
 
 ROOT = Path(__file__).parents[1]
@@ -475,3 +478,128 @@ def test_after_one_interrupt_it_is_said_that_a_second_one_helps(bundle):
     assert "Interrupt again to end the process" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
     assert ended(process)[0] == 130
+
+
+# -------------------------------------------------------------------------------- opening, and what users' code raises
+
+# ONNX Runtime folds these products while it opens the model, for longer than anybody waits.
+FOLDING = """
+<ir_version: 8, opset_import: ["" : 17]>
+folding (float[1] x) => (float[1200, 1200] y) {{
+    shape = Constant <value = int64[2] {{1200, 1200}}> ()
+    v0 = ConstantOfShape (shape)
+    {products}
+    y = Add(v400, x)
+}}
+"""
+
+
+@pytest.fixture(scope="module")
+def folding(tmp_path_factory):
+    path = tmp_path_factory.mktemp("folding") / "folding.onnx"
+    products = "\n".join(f"v{index + 1} = MatMul(v{index}, v0)" for index in range(400))
+    path.write_bytes(parser.parse_model(FOLDING.format(products=products)).SerializeToString())
+    return path
+
+
+OPENING = """
+    from onnxplace.sessions import open_session, session_options
+    print("ready", flush=True)
+    try:
+        open_session({path!r}, session_options([0]))
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+def test_an_interrupt_ends_the_opening_of_a_session(bundle, folding):
+    process = start(bundle, OPENING.format(path=str(folding)))
+    interrupt(process, times=2)
+    code, out, _ = ended(process)
+    assert (code, out) in ((0, "interrupted\n"), (130, ""))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+@pytest.mark.parametrize("command", ["run", "verify", "bench"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_commands_end_by_one_signal_wherever_they_compute(tmp_path, command, number):
+    bundle = endless_bundle(tmp_path, spin="cpu:0", last="cpu:0")
+    np.savez(tmp_path / "in.npz", **feeds(None))
+    arguments = [command, str(bundle.path), "--inputs", str(tmp_path / "in.npz")]
+    code = "import sys; from onnxplace.cli import entry; print('ready', flush=True); "
+    code += f"sys.argv[1:] = {arguments!r}; entry()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(2.5)
+    process.send_signal(number)
+    code, _, err = ended(process)
+    assert code == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
+    assert "interrupted" in err
+
+
+def test_the_interpreter_ends_while_daemon_threads_open_sessions(bundle):
+    text = """
+        def work():
+            while True:
+                try:
+                    with onnxplace.InferenceSession(session._bundle) as other:
+                        other.run(None, feeds(2000))
+                except onnxplace.ExecutionError as problem:
+                    assert problem.code in ("X002", "X013"), problem
+                    time.sleep(100)
+        for _ in range(3):
+            threading.Thread(target=work, daemon=True).start()
+        time.sleep(0.5)
+    """
+    assert ended(start(bundle, text)) == (0, "", "")
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")
+@pytest.mark.parametrize("what", ["open", "run"])
+def test_what_a_signal_handler_raises_is_raised_as_it_is(tmp_path, what):
+    bundle = endless_bundle(tmp_path, spin="cpu:0", last="cpu:0")
+
+    class AlarmError(Exception):
+        pass
+
+    def ring(*_):
+        raise AlarmError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    rung = 0
+    try:
+        for _ in range(20):
+            with onnxplace.InferenceSession(bundle) as session:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 0.003)
+                    while True:
+                        if what == "open":
+                            open_session(bundle.file(WHOLE), session_options([0]))
+                        else:
+                            session.run(None, feeds(5000))
+                except AlarmError:
+                    rung += 1
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert rung == 20
+
+
+def test_a_hook_that_fails_costs_no_worker(session, monkeypatch, capsys):
+    def fail(*_):
+        raise ValueError("mine")
+
+    monkeypatch.setattr(threading, "excepthook", fail)
+    for _ in range(3):
+        session.submit(feeds(20_000)).add_done_callback(fail)
+    for rounds in range(5):
+        assert_right(session.run(None, feeds(rounds), timeout=HUNG_SECONDS), rounds)
+    assert "mine" in capsys.readouterr().err
+
+
+def test_a_timeout_may_be_a_number_of_numpy(session):
+    assert_right(session.run(None, feeds(1), timeout=np.float32(20)), 1)

@@ -15,6 +15,7 @@ from onnx import TensorProto, helper
 import onnxplace
 from onnxplace import bundle as bundle_module
 from onnxplace.bundle import MANIFEST, sha256_of
+from tests.conftest import branches
 from tests.endless import endless_bundle, feeds
 from tests.fuzzing import fuzzed, read_or_refused, texts_of
 
@@ -194,6 +195,13 @@ def test_a_segment_of_other_types_or_shapes_is_refused(tmp_path, kind, shape, me
     assert message in raised.value.message
 
 
+def test_an_input_of_another_type_than_its_segment_takes_is_refused(run_cli, bundle_copy):
+    edit(bundle_copy, lambda m: m["inputs"][0].update(dtype="tensor(string)"))
+    ran = run_cli("run", bundle_copy)
+    assert ran.code == 2
+    assert "N012" in ran.err
+
+
 def test_a_large_segment_that_is_damaged_is_called_damaged(run_cli, bundle_copy, monkeypatch):
     """Files too large to be hashed at each opening are hashed when ONNX Runtime refuses them."""
     monkeypatch.setattr(bundle_module, "SMALL_BYTES", 0)
@@ -271,3 +279,26 @@ def test_nothing_of_a_bundle_but_its_own_files_is_opened(bundle_copy, monkeypatc
         edit(copy, lambda m, name=name, record=record: m["files"].update({name: record}))
         with pytest.raises(onnxplace.BundleError, match="N005"):
             onnxplace.load(copy)
+
+
+def test_names_in_a_model_cannot_steer_the_terminal(run_cli, tmp_path):
+    model = branches()
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "a\x1b]0;owned\x07\x1b[2J"
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    ran = run_cli("compile", tmp_path / "m.onnx", "-o", tmp_path / "b")
+    assert ran.code == 2
+    assert "\x1b" not in ran.err
+    assert "\\x1b" in ran.err
+
+
+@needs_files
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_model_that_is_no_file_is_refused(run_cli, tmp_path, kind):
+    if kind == "pipe":
+        os.mkfifo(tmp_path / "m.onnx")
+    else:
+        (tmp_path / "m.onnx").symlink_to("/dev/zero")
+    ran = run_cli("compile", tmp_path / "m.onnx", "-o", tmp_path / "b")
+    assert ran.code == 2
+    assert "M001" in ran.err
+    assert f"expected a file, got a {kind}" in ran.err

@@ -241,3 +241,10 @@ def test_an_error_that_is_no_number_is_null_in_json(tmp_path: Path, run_cli: Cal
     ran = run_cli("verify", bundle.path, "--against", tmp_path / "other.onnx", "--json")
     found = json.loads(ran.out, parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
     assert (ran.code, found["outputs"][0]["max_abs_error"]) == (1, None)
+
+
+def test_whole_numbers_that_differ_say_by_how_much():
+    found = difference("n", np.array([2, 5]), np.array([2, 4]))
+    assert (found.equal, found.max_abs_error, found.max_rel_error) == (False, 1.0, 0.25)
+    large = np.array([1 << 62, (1 << 62) + 1])
+    assert not difference("n", large, large[::-1]).equal

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import onnxplace
@@ -498,3 +499,85 @@ def test_a_link_is_never_swept(place):
         lease.with_name(f"{lease.name}.new").symlink_to("precious")
         _output.sweep_output(place / "b")
     assert (place / "precious").is_dir()
+
+
+# ---------------------------------------------------------------------------- leases that came from somewhere else
+
+
+def planted(place, name):
+    """Put a lease of nobody's there, as it may come out of a stranger's archive; return where it moved things to."""
+    lease = place / f".onnxplace-{'1' * 16}"
+    lease.write_bytes(b"onnxplace moves to " + json.dumps(name).encode())
+    return lease.with_name(f"{lease.name}.old")
+
+
+@pytest.mark.skipif(not LINUX, reason="locks")
+def test_a_planted_lease_replaces_no_file(run_cli, place, model_file):
+    (place / "thesis.txt").write_text("precious")
+    planted(place, "thesis.txt").write_text("evil")
+    assert run_cli("compile", model_file, "--shape", "batch=4", "-o", place / "b", "--no-trial").code == 0
+    assert (place / "thesis.txt").read_text() == "precious"
+
+
+@pytest.mark.skipif(not LINUX, reason="locks")
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_planted_lease_puts_a_folder_only_where_nothing_is(place, kind):
+    (place / "elsewhere").mkdir()
+    if kind == "file":
+        (place / "mine").write_text("precious")
+    else:
+        (place / "mine").symlink_to("elsewhere")
+    planted(place, "mine").mkdir()
+    _leases.sweep(place)
+    assert names(place) == {"model.onnx", "elsewhere", "mine"}
+    assert (place / "mine").is_symlink() == (kind == "link")
+
+
+@pytest.mark.skipif(not LINUX, reason="pipes")
+def test_a_pipe_in_place_of_a_lease_is_not_waited_for(place):
+    os.mkfifo(place / f".onnxplace-{'1' * 16}")
+    (place / f".onnxplace-{'1' * 16}.old").mkdir()
+    with pytest.raises(onnxplace.BundleError, match="N001"):
+        onnxplace.load(place / "nothing")
+    _leases.sweep(place)
+
+
+# --------------------------------------------------------------------------------- what a command reads stays
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "./model.onnx"])
+def test_costs_are_not_saved_over_the_model(run_cli, model_file, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(model_file.parent)
+    before = model_file.read_bytes()
+    ran = run_cli("compile", model_file, "--shape", "batch=4", "-o", tmp_path / "b", "--save-costs", name)
+    assert ran.code == 2
+    assert "U032" in ran.err
+    assert "model.onnx, which is read" in ran.err
+    assert model_file.read_bytes() == before
+
+
+@pytest.mark.parametrize(("option", "name"), [("--outputs", "manifest.json"), ("--trace", "costs.json")])
+def test_results_are_not_written_into_the_bundle(run_cli, bundle_copy, option, name):
+    ran = run_cli("run", bundle_copy, option, bundle_copy / name)
+    assert ran.code == 2
+    assert "which is read" in ran.err
+    assert onnxplace.load(bundle_copy, "all")
+
+
+def test_outputs_are_not_written_over_inputs(run_cli, bundle_copy, tmp_path):
+    np.savez(tmp_path / "in.npz", x=np.zeros((4, 64), np.float32))
+    ran = run_cli("run", bundle_copy, "--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "in.npz")
+    assert ran.code == 2
+    assert np.load(tmp_path / "in.npz")["x"].shape == (4, 64)
+
+
+def test_force_replaces_no_folder_that_only_looks_like_an_old_bundle(run_cli, model_file, tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "index.html").write_text("mine")
+    keys = {"schema_version": "1.1", "pipeline": "", "programs": {}, "segments": [], "files": {"index.html": 1}}
+    (site / "manifest.json").write_text(json.dumps(keys))
+    ran = run_cli("compile", model_file, "--shape", "batch=4", "-o", site, "--force")
+    assert ran.code == 2
+    assert "U031" in ran.err
+    assert (site / "index.html").read_text() == "mine"
