@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -231,8 +232,8 @@ class InferenceSession:
     def __reduce__(self) -> NoReturn:
         raise unpicklable("an InferenceSession")
 
-    def __del__(self) -> None:
-        if hasattr(self, "_callbacks"):
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if hasattr(self, "_callbacks") and not is_finalizing():  # when modules are empty, and all threads have ended
             self._session.abandon()
             self._callbacks.close()
 

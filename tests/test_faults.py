@@ -406,6 +406,14 @@ def test_the_interpreter_ends_with_runs_under_way(bundle, work, seconds):
     assert ("True" in out) == ("run_async" in work), "callbacks of what came to its end are called"
 
 
+def test_a_session_that_outlives_its_modules_touches_nothing(session, monkeypatch):
+    """At the very end of the interpreter, the names in modules are None."""
+    monkeypatch.setattr(_engine, "os", None)
+    session.__del__(lambda: True)
+    monkeypatch.undo()
+    assert_right(session.run(None, feeds(1)), 1)
+
+
 def interrupt(process, times=1, number=signal.SIGINT):
     assert process.stdout.readline() == "ready\n"
     for index in range(times):
