@@ -150,6 +150,7 @@ class Engine:
             return request.future.result(None if deadline is None else max(deadline - time.monotonic(), 0))
         except BaseException as failure:
             if request.future.is_finished:
+                self._wake()  # which an interrupt may have kept `_leave` from
                 raise
             if isinstance(failure, TimeoutError):
                 late = self._late(request, timeout)
@@ -164,6 +165,7 @@ class Engine:
         Raises ExecutionError if the session takes none, TimeoutError if there is no place for it in time.
         """
         while (asleep := self._enter(request, callers)) is not None:
+            self._wake()  # workers that miss a token have it by now: nobody else would give them one
             if not asleep.acquire(timeout=-1 if deadline is None else max(deadline - time.monotonic(), 0)):
                 raise TimeoutError
         self._wake(request.callers_device)
@@ -198,6 +200,13 @@ class Engine:
         """End a request that its caller gives up; workers leave it when they come to the end of a node."""
         if isinstance(failure, (KeyboardInterrupt, SystemExit)):
             failure = ExecutionError("X011", "the caller was interrupted", where=str(self.bundle.path))
+        try:
+            self._give_up(request, failure)
+        except BaseException:  # interrupted once more: all of it may be done twice
+            self._give_up(request, failure)
+            raise
+
+    def _give_up(self, request: Request, failure: BaseException) -> None:
         self._fail(request, failure)
         if request.callers_device:
             self._leave(request, request.callers_device)
