@@ -111,6 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = cli.main(args=arguments, standalone_mode=False)
         return result if isinstance(result, int) else 0
     except OnnxplaceError as problem:
+        if _signals:  # what it raised was swallowed, as in a callback of the compiler of loops, and led to this
+            return _tell_ended(_signals[0], json_)
         return _tell(_with_use(problem), json_)
     except click.ClickException as problem:
         with suppress(OSError):
@@ -120,11 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         told = UsageError("U000", problem.format_message(), where=command, hint=f"{command} --help")
         return _tell(told, json_, shown=True)
     except (KeyboardInterrupt, click.Abort):
-        _tell_interrupted("interrupted", json_)
-        return 130
+        return _tell_ended(signal.SIGINT, json_)
     except SystemExit as leaving:
         if leaving.code == TERMINATED:
-            _tell_interrupted("interrupted (SIGTERM)", json_)
+            return _tell_ended(signal.SIGTERM, json_)
         if sys.stdout is not stdout:  # click does that, and leaves with 1, where whoever read our output has gone
             sys.stdout, sys.stderr = stdout, stderr
             _abandon_stdout()
@@ -163,10 +164,13 @@ def _tell(problem: OnnxplaceError, json_: bool, shown: bool = False) -> int:
     return problem.exit_code
 
 
-def _tell_interrupted(message: str, json_: bool) -> None:
+def _tell_ended(number: int, json_: bool) -> int:
+    """Say that a signal ended the command; return its exit code."""
+    message = "interrupted" if number == signal.SIGINT else "interrupted (SIGTERM)"
     with suppress(OSError):
         click.echo(f"{message}; nothing half-written was left", err=True)
     _tell(ExecutionError("X011", message), json_, shown=True)
+    return 128 + number
 
 
 def _lost_answer(problem: OSError) -> ExecutionError:
@@ -195,22 +199,39 @@ def _abandon(stream: TextIO) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _terminate(*_: object) -> None:
+def _tell_defect(defect: Exception) -> int:
+    """Say that something is our fault, unless a signal is what led to it; return the exit code."""
+    json_ = "--json" in sys.argv[1:]
+    if _signals:
+        return _tell_ended(_signals[0], json_)
+    with suppress(OSError):
+        traceback.print_exc()
+        click.echo("this is a defect of onnxplace, please report it", err=True)
+    told = ExecutionError("X012", f"{type(defect).__name__}: {defect}", hint="this is a defect, please report it")
+    return _tell(told, json_, shown=True)
+
+
+# Signals that came to end the command, in case that what they raise gets lost.
+_signals: list[int] = []
+
+
+def _end(number: int, _: object) -> None:
+    _signals.append(number)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
     sys.exit(TERMINATED)
 
 
 def entry() -> None:
     """Console script. A request to terminate unwinds like Ctrl-C, so that nothing is left behind."""
-    signal.signal(signal.SIGTERM, _terminate)
-    ends_runs(_terminate)
+    ends_runs(_end)
+    signal.signal(signal.SIGTERM, _end)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is to be ignored, as by `nohup`
+        signal.signal(signal.SIGINT, _end)
     try:
         code = main()
     except Exception as defect:  # noqa: BLE001 - Python's own exit code for it is 1, which means that the answer is no
-        with suppress(OSError):
-            traceback.print_exc()
-            click.echo("this is a defect of onnxplace, please report it", err=True)
-        told = ExecutionError("X012", f"{type(defect).__name__}: {defect}", hint="this is a defect, please report it")
-        code = _tell(told, "--json" in sys.argv[1:], shown=True)
+        code = _tell_defect(defect)
     try:
         if sys.stdout is not None:  # it was closed before we began
             sys.stdout.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
@@ -136,6 +137,33 @@ def test_sigterm_says_that_it_interrupted(json_: bool):
     assert ran.returncode == 143
     assert ran.stderr == "interrupted (SIGTERM); nothing half-written was left\n"
     assert json.loads(ran.stdout)["error"]["code"] == "X011" if json_ else ran.stdout == ""
+
+
+SWALLOWED = """
+import os, signal
+from onnxplace import cli
+from onnxplace.errors import BrokenPassError
+def command(**_):
+    try:
+        os.kill(os.getpid(), {number})
+        for _ in range(1000): pass
+    except BaseException:
+        pass
+    raise {failure}
+cli.cli.main = command
+cli.entry()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("failure", ['BrokenPassError("B001", "no compiled object yet")', "ValueError"])
+def test_what_a_signal_led_to_is_told_as_an_interrupt(number: signal.Signals, code: int, failure: str):
+    """What the signal raised may be swallowed, as in a callback of a C library, and something else goes wrong then."""
+    text = SWALLOWED.format(number=int(number), failure=failure)
+    ran = subprocess.run([sys.executable, "-c", text, "x"], capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    assert ran.returncode == code
+    assert ran.stderr.startswith("interrupted")
+    assert "B001" not in ran.stderr
 
 
 def test_ctrl_c_says_what_it_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
