@@ -166,13 +166,7 @@ class InferenceSession:
                 callback(outputs or [], user_data, str(error) if error else "")
 
         callbacks = self._callbacks  # and not this session, which may be forgotten meanwhile
-        callbacks.announce()
-        try:
-            future = self.submit(input_feed, names)
-        except BaseException:
-            callbacks.withdraw()
-            raise
-        future.add_done_callback(lambda future: callbacks.call(lambda: over(future)))
+        self.submit(input_feed, names).add_done_callback(lambda future: callbacks.call(lambda: over(future)))
 
     def submit(self, input_feed: Mapping[str, Any], output_names: Iterable[str] | None = None) -> Future[Result]:
         """Start a run and return a future of its Result; runs that are under way together overlap across devices.

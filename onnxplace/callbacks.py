@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -39,63 +40,62 @@ def start_thread(thread: threading.Thread) -> None:
         raise
 
 
-class Callbacks:
-    """Calls back, one call after the other, from a thread that is started when the first one is announced.
+Calls = queue.SimpleQueue[Callable[[], object] | None]
 
-    What a callback raises goes to `threading.excepthook`, which prints it; the next one is called all the same.
+
+class Callbacks:
+    """Calls back, one call after the other, from a thread that is started for the first one.
+
+    What a callback raises goes to `threading.excepthook`, which prints it; the next one is called all the same. The
+    thread ends when this object is closed, or when nobody is left who could call: it does not refer to it.
     """
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._announced = 0
-        self._called = 0
+        self._calls: Calls = queue.SimpleQueue()
         self._closed = False
+        self._started = False
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def announce(self) -> None:
-        """Expect one more `call`: the thread waits for it, even when it is closed."""
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="onnxplace callbacks", daemon=True)
-                start_thread(self._thread)
-                _all.add(self)
-            self._announced += 1
-
-    def withdraw(self) -> None:
-        """Expect one `call` less: what was to call failed to begin."""
-        self.call(lambda: None)
+        weakref.finalize(self, self._calls.put, None).atexit = False
 
     def call(self, function: Callable[[], object]) -> None:
-        """Let the thread call a function that was announced."""
+        """Let the thread call a function."""
+        if self._closed:  # after the end, each call gets a thread of its own
+            calls: Calls = queue.SimpleQueue()
+            _start(calls)
+            calls.put(function)
+            calls.put(None)
+            return
+        with self._lock:
+            if not self._started:
+                _start(self._calls)
+                self._started = True
         self._calls.put(function)
 
     def close(self) -> None:
-        """Let the thread end after the last call that was announced; waits for nothing."""
+        """Let the thread end after the calls so far; waits for nothing."""
         self._closed = True
         self._calls.put(None)
 
-    def join(self, timeout: float) -> None:
-        """Wait until the thread has ended, at most so many seconds."""
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
 
-    def _work(self) -> None:
-        while not self._closed or self._called < self._announced:
-            function = self._calls.get()
-            if function is None:
-                continue
-            self._called += 1
-            call_guarded(function)
-            del function  # with all that it holds
+def _start(calls: Calls) -> None:
+    thread = threading.Thread(target=_work, args=(calls,), name="onnxplace callbacks", daemon=True)
+    start_thread(thread)
+    _threads[thread] = calls
 
 
-_all: weakref.WeakSet[Callbacks] = weakref.WeakSet()
+def _work(calls: Calls) -> None:
+    while (function := calls.get()) is not None:
+        call_guarded(function)
+        del function  # with all that it holds
+
+
+_threads: weakref.WeakKeyDictionary[threading.Thread, Calls] = weakref.WeakKeyDictionary()
 
 
 @atexit.register
 def _join_all() -> None:
     """Wait for callbacks of what the end of the interpreter let finish."""
-    for callbacks in list(_all):
-        callbacks.close()
-        callbacks.join(EXIT_SECONDS)
+    ends = time.monotonic() + EXIT_SECONDS
+    for thread, calls in list(_threads.items()):
+        calls.put(None)
+        thread.join(max(ends - time.monotonic(), 0))
