@@ -152,12 +152,15 @@ class Engine:
             if request.future.is_finished:
                 self._wake()  # which an interrupt may have kept `_leave` from
                 raise
-            if isinstance(failure, TimeoutError):
-                late = self._late(request, timeout)
-                self._cancel(request, late)
-                raise late from None
-            self._cancel(request, failure)
-            raise
+            reason = failure
+            try:
+                if isinstance(failure, TimeoutError):
+                    reason = self._late(request, timeout)
+            finally:  # an interrupt may come right here
+                self._cancel(request, reason)
+            if reason is failure:
+                raise
+            raise reason from None
 
     def _admit(self, request: Request, callers: PlacedDevice | None, deadline: float | None) -> None:
         """Put a request in line, but for the device of its caller, who takes that on if nothing is under way.
