@@ -123,6 +123,9 @@ class Sessions:
         if last is not None:
             require(code in ENDS_BY[last], f"{what} ended with {code}: {err}")
             return
+        if code == 130 and "interrupted again" in err:  # as promised, where one signal followed another
+            self.counts["second interrupts that ended a process"] += 1
+            return
         require(code == 0 and not SWALLOWED.sub("", err), f"{what} ended with {code}: {err}")
         said = json.loads(out)
         for name, count in said["counts"].items():

@@ -13,6 +13,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
@@ -22,6 +23,8 @@ from onnxplace.callbacks import start_thread
 
 # How long a first interrupt may take until it is said that a second one ends the process.
 NOTICE_SECONDS = 2.0
+# A second one that comes sooner is taken for the first: it may already be on its way.
+PATIENCE_SECONDS = 0.3
 # Handlers that end what is under way. Any other one is somebody's own affair: it may only set a flag.
 _ending: list[object] = [signal.default_int_handler]
 
@@ -45,6 +48,7 @@ class _Watcher:
         self.before = -1
         """The file descriptor that signals were written to before, and are passed on to."""
         self._stopped: interruptible | None = None
+        self._stopped_at = 0.0
         self._lock = threading.Lock()
         start_thread(threading.Thread(target=self._watch, name="onnxplace interrupts", daemon=True))
 
@@ -79,10 +83,12 @@ class _Watcher:
         section = self.section
         if section is None or signal.getsignal(number) not in _ending:
             return
-        if section is self._stopped and section.is_inside():
+        now = time.monotonic()
+        if section is not self._stopped:
+            self._stopped, self._stopped_at = section, now
+            section.stop()
+        elif now - self._stopped_at >= PATIENCE_SECONDS and section.is_inside():
             _end_process(number)
-        self._stopped = section
-        section.stop()
 
 
 def _write(text: str) -> None:
