@@ -224,6 +224,9 @@ def _end(number: int, _: object) -> None:
 
 def entry() -> None:
     """Console script. A request to terminate unwinds like Ctrl-C, so that nothing is left behind."""
+    for name in ("stdout", "stderr"):  # closed by the user (`>&-`), which not every click expects
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
     ends_runs(_end)
     signal.signal(signal.SIGTERM, _end)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is to be ignored, as by `nohup`

@@ -34,7 +34,7 @@ BODIES = """g (float[3, 4] x, bool c, int64 n) => (float[3, 4] y, float[3, 4] z)
         t = Add(s, a)
     }>
 }"""
-FUNCTIONS = """g (float[N, 4] x, float[N, M] p, float["N + M"] q) => (float[N, 4] y) {
+FUNCTIONS = """g (float[N, 4] x, float[N, M] p, float[S] q) => (float[N, 4] y) {
     a = own.twice(x)
     b = own.twice(a)
     y = Relu(b)
@@ -76,6 +76,7 @@ def originals() -> list[ModelProto]:
     """Return valid models that have among them whatever a model can hold."""
     texts = (PLAIN, BODIES, FUNCTIONS, OTHERS, LAYERS)
     plain, bodies, functions, others, layers = (parser.parse_model(HEADER + text) for text in texts)
+    functions.graph.input[2].type.tensor_type.shape.dim[0].dim_param = "N + M"  # which older parsers do not read
     plain.graph.initializer.append(numpy_helper.from_array(np.ones((4, 4), np.float32), "w"))
     plain.graph.initializer.append(helper.make_tensor("big", TensorProto.INT64, [2], [1, 2]))
     plain.graph.initializer.append(external("far", [300]))
