@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         told = UsageError("U000", problem.format_message(), where=command, hint=f"{command} --help")
         return _tell(told, json_, shown=True)
     except (KeyboardInterrupt, click.Abort):
-        return _tell_ended(signal.SIGINT, json_)
+        return _tell_ended(_signals[0] if _signals else signal.SIGINT, json_)
     except SystemExit as leaving:
         if leaving.code == TERMINATED:
             return _tell_ended(signal.SIGTERM, json_)

@@ -86,6 +86,7 @@ class _Watcher:
         now = time.monotonic()
         if section is not self._stopped:
             self._stopped, self._stopped_at = section, now
+            section.was_stopped = True
             section.stop()
         elif now - self._stopped_at >= PATIENCE_SECONDS and section.is_inside():
             _end_process(number)
@@ -126,6 +127,7 @@ class interruptible:  # noqa: N801 - used as a function is
         self._watcher: _Watcher | None = None
         self._before = -1
         self._frame: FrameType | None = None
+        self.was_stopped = False
 
     def __enter__(self) -> None:
         if threading.get_ident() != threading.main_thread().ident:
@@ -155,7 +157,10 @@ class interruptible:  # noqa: N801 - used as a function is
         if kind is not None and not issubclass(kind, Exception):
             watcher.drain()
         self._frame = None
-        watcher.section = None  # last: where an interrupt keeps it from this, the next section drains
+        watcher.section = None  # where an interrupt keeps it from this, the next section drains
+        if self.was_stopped and (kind is None or issubclass(kind, Exception)):
+            # Python's own has been swallowed, as by something that was being freed just then.
+            raise KeyboardInterrupt
 
     def is_inside(self) -> bool:
         """Return whether the main thread is really there: an interrupt may come before `__exit__` can do anything."""
