@@ -264,7 +264,7 @@ class Soak:
             session.close(timeout=1)
         self.sessions.clear()
         gc.collect()
-        ends = time.monotonic() + 5
+        ends = time.monotonic() + 10
         while (left := workers()) and time.monotonic() < ends:
             time.sleep(0.01)
         return {"threads": len(left), "files": len(os.listdir("/proc/self/fd")), "resident_bytes": resident_bytes()}

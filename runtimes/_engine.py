@@ -41,6 +41,8 @@ GRACE_SECONDS = 2.0
 EXIT_SECONDS = 10.0
 # And so long if that is interrupted.
 INTERRUPTED_SECONDS = 0.3
+# Idle workers look this often whether anybody could still have something for them.
+FORGOTTEN_SECONDS = 3.0
 # How ONNX Runtime and C++ say that memory ran out.
 _NO_MEMORY = ("Failed to allocate memory", "bad allocation", "bad_alloc", "BFCArena", "out of memory")
 
@@ -72,6 +74,8 @@ class Engine:
         self._tokens: dict[str, queue.SimpleQueue[None]] = {device: queue.SimpleQueue() for device in devices}
         """A token makes a worker look what there is to do; one too many does no harm."""
         self._closed = False
+        self.owner: weakref.ref[object] | None = None
+        """Who closes or abandons the engine, if somebody does."""
         self._broken: ExecutionError | None = None
         self._learn_values(bundle)
         self._states = States(bundle)
@@ -305,13 +309,21 @@ class Engine:
         try:
             with pinned(device.cores):
                 while not self._is_through(device.id):
-                    tokens.get()
+                    self._sleep(tokens)
                     while (request := self._next(device.id)) is not None:
                         with suppress(BaseException):  # told to the request
                             self._serve(device, request)
                         self._leave(request, device.id)
         except BaseException as cause:  # noqa: BLE001 - what else can end a thread, as an exception set from outside
             self._break(device, cause)
+
+    def _sleep(self, tokens: queue.SimpleQueue[None]) -> None:
+        """Wait for a token; look now and then whether the engine was forgotten, in case that an interrupt hid it."""
+        while True:
+            with suppress(queue.Empty):
+                return tokens.get(timeout=FORGOTTEN_SECONDS)
+            if self.owner is not None and self.owner() is None:
+                self.abandon()
 
     def _next(self, device: str) -> Request | None:
         """Return the first request that needs a device; None if there is none, or if its caller does that part."""

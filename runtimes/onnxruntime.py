@@ -48,7 +48,9 @@ class OnnxRuntimeSession(RuntimeSession):
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        weakref.finalize(self, engine.abandon).atexit = False  # the engines' own hook waits for them
+        engine.owner = weakref.ref(self)
+        self.finalizer = weakref.finalize(self, engine.abandon)
+        self.finalizer.atexit = False  # the engines' own hook waits for them
         engine.start()
 
     def submit(self, feeds: Mapping[str, Array], also: Collection[str] = ()) -> Future[Result]:

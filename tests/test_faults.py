@@ -22,6 +22,7 @@ from onnx import parser
 import onnxplace
 from onnxplace.bundle import WHOLE
 from onnxplace.runtimes import _engine
+from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from onnxplace.sessions import open_session, session_options
 from tests.endless import endless_bundle, expected, feeds
 
@@ -310,6 +311,15 @@ def test_a_forgotten_session_waits_for_nothing(bundle):
     assert not future.done()
     engine.end_requests()
     assert isinstance(future.exception(HUNG_SECONDS), onnxplace.ExecutionError)
+    wait_until(lambda: not own_threads())
+
+
+def test_a_session_whose_finalizer_was_interrupted_ends_its_threads_all_the_same(bundle, monkeypatch):
+    monkeypatch.setattr(_engine, "FORGOTTEN_SECONDS", 0.05)
+    session = OnnxRuntime().open(bundle)
+    session.finalizer.detach()  # as after an interrupt at its first instruction, which Python swallows
+    del session
+    gc.collect()
     wait_until(lambda: not own_threads())
 
 
