@@ -58,6 +58,8 @@ class Soak:
         self.random = random.Random(seed)
         self.endless, self.states = onnxplace.load(endless), onnxplace.load(states)
         self.sessions: list[onnxplace.InferenceSession] = []
+        self.busy: list[onnxplace.InferenceSession] = []
+        """Sessions with runs that never end, if an interrupt came before they were closed."""
         self.counts: collections.Counter[str] = collections.Counter()
         self.told = 0
         """Errors of callbacks that reached `threading.excepthook`, where they belong."""
@@ -133,12 +135,16 @@ class Soak:
         self.require_closed(session)
 
     def close_busy(self) -> None:
+        for session in self.busy:
+            session.close(timeout=0)
         session = onnxplace.InferenceSession(self.endless)
+        self.busy = [session]
         futures = [session.submit(feeds(None)) for _ in range(self.random.randrange(1, 5))]
         session.close(timeout=self.random.choice([0, 0.01]))
         for future in futures:
             require(isinstance(future.exception(HUNG_SECONDS), ExecutionError), "a closed session gave a result")
         self.require_closed(session)
+        self.busy.clear()
 
     def require_closed(self, session: onnxplace.InferenceSession) -> None:
         try:
@@ -260,9 +266,10 @@ class Soak:
 
     def leftovers(self) -> dict[str, int]:
         """Close everything, and return what is there all the same."""
-        for session in self.sessions:
+        for session in (*self.sessions, *self.busy):
             session.close(timeout=1)
         self.sessions.clear()
+        self.busy.clear()
         gc.collect()
         ends = time.monotonic() + 10
         while (left := workers()) and time.monotonic() < ends:

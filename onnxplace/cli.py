@@ -236,15 +236,13 @@ def entry() -> None:
     except Exception as defect:  # noqa: BLE001 - Python's own exit code for it is 1, which means that the answer is no
         code = _tell_defect(defect)
     try:
-        if sys.stdout is not None:  # it was closed before we began
-            sys.stdout.flush()
+        sys.stdout.flush()
     except BrokenPipeError:
         _abandon_stdout()
     except OSError as problem:
         code = _tell(_lost_answer(problem), json_=False)
     try:
-        if sys.stderr is not None:
-            sys.stderr.flush()
+        sys.stderr.flush()
     except OSError:
         _abandon(sys.stderr)
     sys.exit(code)

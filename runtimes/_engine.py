@@ -130,7 +130,11 @@ class Engine:
         try:
             self._admit(request, None, None)
         except BaseException as failure:
-            self._cancel(request, failure)
+            try:
+                self._cancel(request, failure)
+            except BaseException:  # an interrupt, before or while it was done: all of it may be done twice
+                self._cancel(request, failure)
+                raise
             raise
 
     def run(self, request: Request, timeout: float | None) -> Result:
@@ -153,15 +157,11 @@ class Engine:
                 self._leave(request, device.id)
             return request.future.result(None if deadline is None else max(deadline - time.monotonic(), 0))
         except BaseException as failure:
-            if request.future.is_finished:
-                self._wake()  # which an interrupt may have kept `_leave` from
-                raise
-            reason = failure
             try:
-                if isinstance(failure, TimeoutError):
-                    reason = self._late(request, timeout)
-            finally:  # an interrupt may come right here
-                self._cancel(request, reason)
+                reason = self._give_up_run(request, failure, timeout)
+            except BaseException:  # an interrupt, before or while it was done: all of it may be done twice
+                self._cancel(request, failure)
+                raise
             if reason is failure:
                 raise
             raise reason from None
@@ -207,17 +207,19 @@ class Engine:
         """End a request that its caller gives up; workers leave it when they come to the end of a node."""
         if isinstance(failure, (KeyboardInterrupt, SystemExit)):
             failure = ExecutionError("X011", "the caller was interrupted", where=str(self.bundle.path))
-        try:
-            self._give_up(request, failure)
-        except BaseException:  # interrupted once more: all of it may be done twice
-            self._give_up(request, failure)
-            raise
-
-    def _give_up(self, request: Request, failure: BaseException) -> None:
         self._fail(request, failure)
         if request.callers_device:
             self._leave(request, request.callers_device)
         self._wake()
+
+    def _give_up_run(self, request: Request, failure: BaseException, timeout: float | None) -> BaseException:
+        """End the request of a `run` that does not return its result; return what to raise instead."""
+        if request.future.is_finished:
+            self._wake()  # which an interrupt may have kept `_leave` from
+            return failure
+        reason = self._late(request, timeout) if isinstance(failure, TimeoutError) else failure
+        self._cancel(request, reason)
+        return reason
 
     def _late(self, request: Request, timeout: float | None) -> RunTimeoutError:
         admitted = request.number in self._under_way
