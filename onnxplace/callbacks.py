@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import queue
 import threading
@@ -28,16 +29,26 @@ def call_guarded(callback: Callable[..., object], *arguments: object) -> None:
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start a thread; an interrupt meanwhile is raised as one.
+    """Start a thread, whole or not at all, whatever interrupts the main thread meanwhile.
 
-    `Thread.start` waits on a `threading.Condition`, which an interrupt at a bad moment leaves with a RuntimeError.
+    `Thread.start` waits on a `threading.Condition`. An interrupt at a bad moment leaves its lock locked for good,
+    and the thread then hangs before it begins. Signals come to the main thread only, so another one does that waiting.
     """
+    if threading.current_thread() is not threading.main_thread():
+        thread.start()
+        return
+    problems: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    _thread.start_new_thread(_start_and_tell, (thread, problems))
+    if (problem := problems.get()) is not None:
+        raise problem
+
+
+def _start_and_tell(thread: threading.Thread, problems: queue.SimpleQueue[BaseException | None]) -> None:
     try:
         thread.start()
-    except RuntimeError as problem:
-        if isinstance(problem.__context__, KeyboardInterrupt):
-            raise KeyboardInterrupt from None
-        raise
+        problems.put(None)
+    except BaseException as problem:  # noqa: BLE001 - raised where it was asked for
+        problems.put(problem)
 
 
 Calls = queue.SimpleQueue[Callable[[], object] | None]
