@@ -31,9 +31,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import onnxplace
-from onnxplace.callbacks import start_thread
 from onnxplace.errors import ExecutionError, OnnxplaceError
-from tests.endless import expected, feeds
+from onnxplace.utils import start_thread
+from tests.support.endless import expected, feeds
 
 HUNG_SECONDS = 30
 MOST_SESSIONS = 3

@@ -31,13 +31,10 @@ from _tables import progress, table
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from onnxplace.bundle import Bundle
-from onnxplace.machine import local_target
+from onnxplace.machine import local_target, open_session, session_options
 from onnxplace.model import bind, load, op_graph, static_shapes, value_bytes
-from onnxplace.passes._measure import Timer
-from onnxplace.passes._pieces import measure_pieces
-from onnxplace.passes._repeats import node_kinds, pooled
+from onnxplace.passes.profiling import Timer, measure_pieces, node_kinds, pooled
 from onnxplace.pipeline import Pipeline
-from onnxplace.sessions import open_session, session_options
 from onnxplace.state import State
 
 HEADS = 4

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from time import perf_counter
 
-from tests.conformance import KINDS, STATUSES, Outcome, names, outcome
+from tests.support.conformance import KINDS, STATUSES, Outcome, names, outcome
 
 Cases = Sequence[tuple[str, str]]
 

@@ -26,14 +26,13 @@ from types import MappingProxyType
 import numpy as np
 from _tables import Row, over, progress, table
 
-from onnxplace.cost_graph import CostGraph, read_cost_graph
-from onnxplace.costs import problem
+from onnxplace.cost_graph import GENERATORS, CostGraph, read_cost_graph
+from onnxplace.driver import with_devices
 from onnxplace.errors import InfeasibleError, OnnxplaceError
 from onnxplace.facts import Groups, Profile, Schedule
-from onnxplace.generators import GENERATORS
 from onnxplace.graph import Ints
 from onnxplace.pipeline import Pipeline, make_pass, run_pass
-from onnxplace.placing import with_devices
+from onnxplace.problem import problem
 from onnxplace.state import State
 from onnxplace.target import LINK_MODELS, LinkModel
 

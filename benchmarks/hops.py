@@ -22,10 +22,9 @@ import numpy as np
 from onnx import ModelProto, TensorProto, helper
 
 import onnxplace
-from onnxplace.compare import alternate
+from onnxplace.evaluation import alternate
 from onnxplace.feeds import random_feeds
-from onnxplace.machine import cores
-from onnxplace.sessions import open_session, session_options
+from onnxplace.machine import cores, open_session, session_options
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import models

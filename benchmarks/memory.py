@@ -4,7 +4,7 @@
 Each model is compiled for one device (`cpu:0`) and, with each placer, for two (`cpu:0,cpu:1`). Each bundle is opened
 and run in a process of its own, of which Linux says how much it held at most while it opened sessions, and while it ran
 (VmHWM: anonymous memory and pages of files). Errors are of the whole process; `beyond` shows what the bundle took
-beside a process that runs a model of one node, the first row, whose measure RUNTIME_BYTES in onnxplace/machine.py is.
+beside a process that runs a model of one node, the first row, whose measure RUNTIME_BYTES in onnxplace/machine/hardware.py is.
 `--parts`: what each device's part takes in a process of its own, as `onnxplace bench` shows it.
 """
 
@@ -25,9 +25,8 @@ from step_times import SHAPES
 
 import models
 import onnxplace
-from onnxplace._memory import RUNS, Process, process_memory
-from onnxplace._observed import observe
 from onnxplace.bundle import Bundle
+from onnxplace.evaluation import RUNS, Process, observe, process_memory
 from onnxplace.feeds import random_feeds
 from onnxplace.machine import RUNTIME_BYTES
 

@@ -27,15 +27,13 @@ import numpy as np
 from _tables import Row, over, progress, table
 from step_times import SHAPES
 
-from onnxplace.cost_graph import CostGraph, read_cost_graph
+from onnxplace.cost_graph import GENERATORS, CostGraph, read_cost_graph
+from onnxplace.driver import Grouping, place
 from onnxplace.errors import InfeasibleError, OnnxplaceError
 from onnxplace.facts import Profile, Schedule, Segments
-from onnxplace.generators import GENERATORS
 from onnxplace.machine import local_target
 from onnxplace.model import bind, load
-from onnxplace.pipeline import Pipeline
-from onnxplace.placing import Grouping, place
-from onnxplace.spec import format_pipeline, parse_pipeline
+from onnxplace.pipeline import Pipeline, format_pipeline, parse_pipeline
 from onnxplace.state import State
 from onnxplace.target import LINK_MODELS, LinkModel
 

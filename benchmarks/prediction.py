@@ -32,13 +32,12 @@ from step_times import SHAPES
 
 import models
 import onnxplace
-from onnxplace._observed import Traced
 from onnxplace.bundle import Bundle
+from onnxplace.evaluation import Traced
 from onnxplace.feeds import random_feeds
-from onnxplace.machine import local_target
+from onnxplace.machine import local_target, longest, waits
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from onnxplace.target import Target, read_target
-from onnxplace.waiting import longest, waits
 
 DEVICES = ("cpu:0", "cpu:0,cpu:1")
 # Placements whose measured steps differ by less are not told apart.

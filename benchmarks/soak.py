@@ -36,7 +36,7 @@ import onnxplace
 from onnxplace.api import compile_model
 from onnxplace.feeds import random_feeds
 from tests.conftest import FAST_PIPELINE, branches
-from tests.endless import endless_bundle
+from tests.support.endless import endless_bundle
 
 ROOT = Path(__file__).parents[1]
 

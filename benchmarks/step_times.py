@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import onnxplace
-from onnxplace.compare import alternate, reference, verify
+from onnxplace.evaluation import alternate, reference, verify
 from onnxplace.feeds import random_feeds
 from onnxplace.machine import cores
 

@@ -32,15 +32,12 @@ from _tables import progress
 from _zoo_models import EXPORTERS, ZOO, Architecture, export
 
 import onnxplace
-from onnxplace import compare
-from onnxplace._steps import Carrying
 from onnxplace.bundle import Bundle
-from onnxplace.compare import reference, verify
+from onnxplace.evaluation import Carrying, compare, reference, verify
 from onnxplace.feeds import Array
-from onnxplace.machine import cores, local_target
+from onnxplace.machine import cores, local_target, open_session, session_options
 from onnxplace.pipeline import Pipeline
-from onnxplace.runtimes import _segments as segments
-from onnxplace.sessions import open_session, session_options
+from onnxplace.runtimes.execution import segments as segments
 from onnxplace.target import Link, Target
 
 RANDOM = "random"
@@ -206,7 +203,7 @@ def compiled(
     common = {"target": _target(devices), "inputs": feeds, "state": states, "force": True}
     if placer != RANDOM:
         return onnxplace.compile(path, folder, placer=placer, **common)  # type: ignore[arg-type]
-    from tests.test_split_property import RandomPlacement
+    from tests.end_to_end.test_split_property import RandomPlacement
 
     random = np.random.default_rng(0)
     drawn = RandomPlacement(tuple(random.integers(0, devices, 97).tolist()), tuple(random.integers(0, 9, 89).tolist()))

@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from onnxplace._lazy import attach
+from onnxplace._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from onnxplace.api import InferenceSession, compile, load  # noqa: A004
@@ -32,37 +34,6 @@ if TYPE_CHECKING:
     from onnxplace.runtime import Runtime, RuntimeSession
     from onnxplace.state import Diagnostic, Pass, State
     from onnxplace.target import Device, Link, Target
-
-__version__ = "0.1.0"
-
-_HOMES = {
-    "BrokenPassError": "errors",
-    "Bundle": "bundle",
-    "BundleError": "errors",
-    "Device": "target",
-    "Diagnostic": "state",
-    "ExecutionError": "errors",
-    "FeedError": "errors",
-    "InferenceSession": "api",
-    "InfeasibleError": "errors",
-    "InputError": "errors",
-    "Link": "target",
-    "ModelError": "errors",
-    "OnnxplaceError": "errors",
-    "OpGraph": "graph",
-    "Pass": "state",
-    "Pipeline": "pipeline",
-    "PluginError": "errors",
-    "RunTimeoutError": "errors",
-    "Runtime": "runtime",
-    "RuntimeSession": "runtime",
-    "State": "state",
-    "Target": "target",
-    "TargetError": "errors",
-    "UsageError": "errors",
-    "compile": "api",
-    "load": "api",
-}
 
 __all__ = [
     "BrokenPassError",
@@ -93,13 +64,19 @@ __all__ = [
     "load",
 ]
 
-
-def __getattr__(name: str) -> object:
-    """Import public names when they are first used, so that `import onnxplace` stays fast."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'onnxplace' has no attribute {name!r}")
-    return getattr(import_module(f"onnxplace.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, _ = attach(
+    __name__,
+    {
+        "api": "InferenceSession compile load",
+        "bundle": "Bundle",
+        "errors": (
+            "BrokenPassError BundleError ExecutionError FeedError InfeasibleError InputError ModelError "
+            "OnnxplaceError PluginError RunTimeoutError TargetError UsageError"
+        ),
+        "graph": "OpGraph",
+        "pipeline": "Pipeline",
+        "runtime": "Runtime RuntimeSession",
+        "state": "Diagnostic Pass State",
+        "target": "Device Link Target",
+    },
+)

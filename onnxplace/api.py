@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Unpack, cast
 import numpy as np
 
 from onnxplace.bundle import Bundle, Check
-from onnxplace.callbacks import Callbacks
-from onnxplace.compiling import Compiled, CompileOptions, compile_model
+from onnxplace.driver import Compiled, CompileOptions, compile_model
 from onnxplace.errors import UsageError, nearest
 from onnxplace.feeds import Declared, check_feeds
-from onnxplace.registry import find
+from onnxplace.machine import custom_operators
+from onnxplace.pipeline import find
 from onnxplace.runtime import Event, Result, Runtime, closing_timeout, unpicklable
-from onnxplace.sessions import custom_operators
+from onnxplace.utils import Callbacks
 
 if TYPE_CHECKING:
     from onnx import ModelProto

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.graph import Floats, Ints, OpGraph
-from onnxplace.kernels import acyclic
+from onnxplace.graph import Floats, Ints, OpGraph, acyclic
 from onnxplace.model import Model
-from onnxplace.simulate import Simulation
+from onnxplace.simulation import Simulation
 
 if TYPE_CHECKING:
     from onnxplace.state import State

@@ -7,12 +7,11 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from onnxplace.costs import Problem, decided, problem
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule
 from onnxplace.graph import Csr, Floats, Ints, Longs, sum_by
-from onnxplace.passes._group_kernels import choose_devices
-from onnxplace.passes._grouping import group_nodes
+from onnxplace.passes.placement.grouping import choose_devices, group_nodes
+from onnxplace.problem import Problem, decided, problem
 from onnxplace.state import Pass, State
 
 # What part of a group's values to count as if they stayed, raised when the simulated peak exceeds a limit.

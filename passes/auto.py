@@ -7,10 +7,9 @@ from typing import Annotated, ClassVar
 
 from annotated_types import Ge
 
-from onnxplace.costs import problem
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.passes._choose import published_plans, search_and_decide
-from onnxplace.passes._search import Budget
+from onnxplace.passes.placement.search import Budget, published_plans, search_and_decide
+from onnxplace.problem import problem
 from onnxplace.state import Pass, State
 
 

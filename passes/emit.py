@@ -10,17 +10,14 @@ from typing import ClassVar
 
 from onnx import TypeProto, ValueInfoProto, helper
 
-from onnxplace._output import require_free, staged
-from onnxplace.bundle import COSTS, MANIFEST, SEGMENTS, WEIGHTS, WHOLE, FileRecord, link_record
+from onnxplace.bundle import COSTS, MANIFEST, SEGMENTS, WEIGHTS, WHOLE, FileRecord, link_record, require_free, staged
 from onnxplace.facts import Emitted, Placement, Profile, Schedule, Segment, Segments
-from onnxplace.files import disk_error, path_text
-from onnxplace.model import Model, WeightFile, require_unchanged
-from onnxplace.passes._boundary import boundary_types
-from onnxplace.passes._cost_file import costs_text
-from onnxplace.passes._manifest import manifest_of
-from onnxplace.passes._precision import scales_to_hold
+from onnxplace.model import Model, WeightFile, require_unchanged, scales_to_hold
+from onnxplace.passes.cost_files import costs_text
+from onnxplace.passes.segments import boundary_types, manifest_of
 from onnxplace.state import Diagnostic, Pass, State
 from onnxplace.target import Target
+from onnxplace.utils import disk_error, path_text
 
 
 @dataclass(frozen=True)

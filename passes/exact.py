@@ -10,17 +10,23 @@ from typing import Annotated, ClassVar
 import numpy as np
 from annotated_types import Ge, Gt
 
-from onnxplace.bounds import lower_bound_seconds
-from onnxplace.costs import Problem, decided, order_by_start, problem, shortage
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph import Ints
-from onnxplace.passes._choose import Plan, published_plans
-from onnxplace.passes._exact_kernels import Tables
-from onnxplace.passes._exact_search import MOST_DEVICES, MOST_NODES, Found, search, tables
-from onnxplace.passes._levels import levels
-from onnxplace.passes._milp import solve
-from onnxplace.passes._search import Budget, Ground, candidate, explore
-from onnxplace.passes._series import Step, composed, series
+from onnxplace.passes.placement.exact import MOST_DEVICES, MOST_NODES, Found, Tables, search, solve, tables
+from onnxplace.passes.placement.search import (
+    Budget,
+    Ground,
+    Plan,
+    Step,
+    candidate,
+    composed,
+    explore,
+    levels,
+    published_plans,
+    series,
+)
+from onnxplace.problem import Problem, decided, order_by_start, problem, shortage
+from onnxplace.simulation import lower_bound_seconds
 from onnxplace.state import Diagnostic, Pass, State
 
 # States kept per layer at first, and once the solver has had its turn; by how much more each time.

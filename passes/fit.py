@@ -8,18 +8,25 @@ from typing import Annotated, ClassVar
 import numpy as np
 from annotated_types import Ge
 
-from onnxplace.costs import Problem, decided, order_by_start, problem
 from onnxplace.errors import InfeasibleError, counted
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph import Ints, Longs
-from onnxplace.jit import clock
-from onnxplace.loads import crossings
-from onnxplace.passes._cutting import CROSSING_BYTES, cutting, needs, unit_seconds
-from onnxplace.passes._ideals import TRAFFIC
-from onnxplace.passes._moving import Search
-from onnxplace.passes._plan import place
-from onnxplace.passes._splitting import MOVES, RESIDENT, split
+from onnxplace.passes.placement.list_scheduling import place
+from onnxplace.passes.placement.stages import (
+    CROSSING_BYTES,
+    MOVES,
+    RESIDENT,
+    TRAFFIC,
+    Search,
+    cutting,
+    needs,
+    split,
+    unit_seconds,
+)
+from onnxplace.problem import Problem, decided, order_by_start, problem
+from onnxplace.simulation import crossings
 from onnxplace.state import Diagnostic, Pass, State
+from onnxplace.utils import clock
 
 # A device that takes this many times as long as the fastest one is a last resort.
 SLOW = 4.0

@@ -9,7 +9,7 @@ import numpy as np
 
 from onnxplace.facts import Clusters, Groups, Profile
 from onnxplace.graph import Ints, OpGraph
-from onnxplace.passes._contraction import contract, merge_runs
+from onnxplace.passes.placement.grouping import contract, merge_runs
 from onnxplace.state import Pass, State
 
 

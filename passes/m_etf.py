@@ -7,9 +7,9 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from onnxplace.costs import problem
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.passes._plan import place
+from onnxplace.passes.placement.list_scheduling import place
+from onnxplace.problem import problem
 from onnxplace.state import Pass, State
 
 

@@ -7,10 +7,9 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le
 
-from onnxplace.costs import problem
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.passes._favourites import favourite_children, transfer_edges
-from onnxplace.passes._plan import place
+from onnxplace.passes.placement.list_scheduling import favourite_children, place, transfer_edges
+from onnxplace.problem import problem
 from onnxplace.state import Pass, State
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from onnxplace.costs import decided, problem
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.passes._fill import fill
+from onnxplace.passes.placement.list_scheduling import fill
+from onnxplace.problem import decided, problem
 from onnxplace.state import Pass, State
 
 

@@ -9,11 +9,9 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge
 from onnx import NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
-from onnxplace._bodies import captured, subgraphs
 from onnxplace.errors import OnnxplaceError
-from onnxplace.model import Model, tensor_size
-from onnxplace.passes._binding import DEQUANTIZE, is_quantiser
-from onnxplace.sessions import open_session, session_options
+from onnxplace.machine import open_session, session_options
+from onnxplace.model import DEQUANTIZE, Model, captured, is_quantiser, subgraphs, tensor_size
 from onnxplace.state import Diagnostic, Pass, State
 
 # Their results differ from call to call, so they must run.

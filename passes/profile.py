@@ -15,22 +15,31 @@ from numpy.typing import NDArray
 
 from onnxplace.errors import counted
 from onnxplace.facts import Profile, Repeat, Source
-from onnxplace.files import write_file
 from onnxplace.graph import Floats, Ints, OpGraph
-from onnxplace.machine import cores, cuda_problem, gpus
-from onnxplace.model import Model, op_graph, static_shapes, value_bytes
-from onnxplace.passes._binding import with_quantised_units
-from onnxplace.passes._cost_file import costs_text, read_costs
-from onnxplace.passes._cost_table import costs_table
-from onnxplace.passes._foreign_costs import Imported, is_foreign, read_foreign
-from onnxplace.passes._kept import keep, key, recall
-from onnxplace.passes._measure import Feeds, Measurement, Timer
-from onnxplace.passes._pieces import cut, measure_pieces, needed_bytes
-from onnxplace.passes._repeats import fingerprints, node_kinds, pooled, repeats
-from onnxplace.passes._roofline import Peaks, estimate, measured_peaks
-from onnxplace.patience import DOUBT, LEAST_RUNS
+from onnxplace.machine import DOUBT, LEAST_RUNS, cores, cuda_problem, gpus
+from onnxplace.model import Model, op_graph, static_shapes, value_bytes, with_quantised_units
+from onnxplace.passes.cost_files import Imported, costs_table, costs_text, is_foreign, read_costs, read_foreign
+from onnxplace.passes.profiling import (
+    Feeds,
+    Measurement,
+    Peaks,
+    Timer,
+    cut,
+    estimate,
+    fingerprints,
+    keep,
+    key,
+    measure_pieces,
+    measured_peaks,
+    needed_bytes,
+    node_kinds,
+    pooled,
+    recall,
+    repeats,
+)
 from onnxplace.state import Diagnostic, Pass, State
 from onnxplace.target import Device
+from onnxplace.utils import write_file
 
 DOUBTFUL = "C004"
 

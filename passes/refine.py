@@ -8,10 +8,9 @@ from typing import Annotated, ClassVar
 import numpy as np
 from annotated_types import Ge
 
-from onnxplace.costs import Problem, order_by_start, problem
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.passes._choose import Plan, improve_and_decide
-from onnxplace.passes._search import Budget
+from onnxplace.passes.placement.search import Budget, Plan, improve_and_decide
+from onnxplace.problem import Problem, order_by_start, problem
 from onnxplace.state import Pass, State
 
 

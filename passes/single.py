@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from onnxplace.costs import Problem, decided, problem, require_memory
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.simulate import Simulation
+from onnxplace.problem import Problem, decided, problem, require_memory
+from onnxplace.simulation import Simulation
 from onnxplace.state import Pass, State
 
 

@@ -10,9 +10,8 @@ import numpy as np
 
 from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segment, Segments
 from onnxplace.graph import Floats, Ints, Longs, OpGraph
-from onnxplace.passes._limits import within_limits
-from onnxplace.passes._states import crossing, require_together
-from onnxplace.simulate import Simulation
+from onnxplace.passes.segments import crossing, require_together, within_limits
+from onnxplace.simulation import Simulation
 from onnxplace.state import Diagnostic, Pass, State
 from onnxplace.target import Target
 

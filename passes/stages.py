@@ -8,24 +8,33 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from annotated_types import Ge
 
-from onnxplace.costs import Problem, decided, problem, shortage
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph import Ints, Longs
-from onnxplace.jit import clock
-from onnxplace.loads import loads
-from onnxplace.passes._cutting import cutting, needs, unit_seconds
-from onnxplace.passes._ideals import DUPLEX, PARALLEL, SEQUENTIAL, SUM
-from onnxplace.passes._moving import Search
-from onnxplace.passes._splitting import MOVES, RESIDENT, split
+from onnxplace.passes.placement.stages import (
+    DUPLEX,
+    MOVES,
+    PARALLEL,
+    RESIDENT,
+    SEQUENTIAL,
+    SUM,
+    Search,
+    cutting,
+    needs,
+    split,
+    unit_seconds,
+)
+from onnxplace.problem import Problem, decided, problem, shortage
+from onnxplace.simulation import loads
 from onnxplace.state import Diagnostic, Pass, State
+from onnxplace.utils import clock
 
 RESTARTS = 4
 
 
 @dataclass(frozen=True)
 class Stages(Pass):
-    """Minimise the time between two results when many requests are pipelined: the largest load (`onnxplace.loads`).
+    """Minimise the time between two results when many requests are pipelined: the largest load (`onnxplace.simulation.loads`).
 
     Contiguous stages follow one another: values only run forward. They are found by dynamic programming over ideals
     (Tarnawski et al., NeurIPS 2020), and optimal where there are under 50 000 ideals, all links are alike, the time

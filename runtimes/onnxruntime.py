@@ -16,8 +16,7 @@ from onnxplace.bundle import Bundle
 from onnxplace.feeds import Array
 from onnxplace.machine import core_sets, require_cuda
 from onnxplace.runtime import Result, Runtime, RuntimeSession
-from onnxplace.runtimes._engine import Engine
-from onnxplace.runtimes._segments import PlacedDevice, open_segment
+from onnxplace.runtimes.execution import Engine, PlacedDevice, open_segment
 
 
 class OnnxRuntime(Runtime):

@@ -6,12 +6,11 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from typing import ClassVar
 
-from onnxplace.bundle import Bundle
+from onnxplace.bundle import Bundle, simulate_manifest
 from onnxplace.errors import ExecutionError
 from onnxplace.feeds import Array
-from onnxplace.replay import simulate_manifest
 from onnxplace.runtime import Event, Result, Runtime, RuntimeSession
-from onnxplace.simulate import Simulation
+from onnxplace.simulation import Simulation
 
 
 class Simulated(Runtime):

@@ -75,7 +75,7 @@ def own_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pyte
 def good_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let costs and trials of a machine that is busy with other tests be good enough to be kept, and never doubted."""
     monkeypatch.setattr("onnxplace.passes.profile.DOUBT", 1.0)
-    monkeypatch.setattr("onnxplace.trial.DOUBT", 1.0)
+    monkeypatch.setattr("onnxplace.evaluation.trial.DOUBT", 1.0)
 
 
 @pytest.fixture

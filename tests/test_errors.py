@@ -6,11 +6,11 @@ import pickle
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import onnxplace
-from onnxplace import cli, errors
+from onnxplace import errors
+from onnxplace.cli import app
 from onnxplace.errors import OnnxplaceError, nearest
 
 CLASSES = {
@@ -85,8 +85,8 @@ def test_the_command_returns_its_exit_code_and_prints_it_once(name, monkeypatch,
     def refuse(*_: object, **__: object) -> None:
         raise make(CLASSES[name])
 
-    monkeypatch.setattr(cli.cli, "main", refuse)
-    assert cli.main(["passes"]) == CLASSES[name].exit_code
+    monkeypatch.setattr(app.cli, "main", refuse)
+    assert app.main(["passes"]) == CLASSES[name].exit_code
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == f"{make(CLASSES[name])}\n"

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from onnxplace import Bundle, ExecutionError, Pass, Runtime, RuntimeSession, State
-from onnxplace.costs import decided, problem
 from onnxplace.facts import Placement, Profile, Schedule
+from onnxplace.problem import decided, problem
 from onnxplace.runtime import Event, Result
 
 

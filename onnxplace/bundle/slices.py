@@ -1,0 +1,75 @@
+"""Bundles made of a bundle: one that hands out what crosses between devices, and one of a single device's part.
+
+They run like any other bundle, from the same files; nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from onnxplace.bundle.bundle import Bundle, InputRecord, Manifest, OutputRecord
+
+
+def crossings(manifest: Manifest) -> Mapping[tuple[str, str], tuple[str, ...]]:
+    """Return the values that a step hands over, by source and destination, in the order in which they are sent."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for device, program in manifest.programs.items():
+        for step in program:
+            if step.op == "send":
+                found.setdefault((device, step.peer), []).append(step.value)
+    return {ends: tuple(values) for ends, values in found.items()}
+
+
+def recording(bundle: Bundle) -> Bundle:
+    """Return a bundle whose outputs are the values that cross between devices, each under its own name.
+
+    States are no longer stored: their inputs have to be fed. Values that cross stay until the end of a request.
+    """
+    manifest = bundle.manifest
+    sent = {name: device for (device, _), names in crossings(manifest).items() for name in names}
+    programs = {
+        device: tuple(step for step in program if not (step.op == "free" and sent.get(step.value) == device))
+        for device, program in manifest.programs.items()
+    }
+    outputs = tuple(
+        OutputRecord(name=name, dtype=manifest.values[name].dtype, shape=manifest.values[name].shape, value=name)
+        for name in sent
+    )
+    changed = {"programs": programs, "outputs": outputs, "states": ()}
+    return replace(bundle, manifest=manifest.model_copy(update=changed))
+
+
+def alone(bundle: Bundle, device: str) -> Bundle:
+    """Return a bundle of one device's part, which takes what it received as inputs, after those of the model.
+
+    It gives those of the model's outputs that are made there, and sends nothing. States are no longer stored: their
+    inputs have to be fed.
+    """
+    manifest = bundle.manifest
+    program = manifest.programs.get(device, ())
+    segments = tuple(segment for segment in manifest.segments if segment.device == device)
+    own = {segment.id for segment in segments}
+    read = {name for segment in segments for name in segment.inputs}
+    made = {name for segment in segments for name in segment.outputs}
+    received = [step.value for step in program if step.op == "receive"]
+    records = {name: manifest.values[name] for name in manifest.values if name in read | made | set(received)}
+    inputs = [item for item in manifest.inputs if item.name in read]
+    inputs += [InputRecord(name=name, dtype=records[name].dtype, shape=records[name].shape) for name in received]
+    part = {
+        "inputs": tuple(inputs),
+        "outputs": tuple(item for item in manifest.outputs if item.value in made),
+        "states": (),
+        "segments": segments,
+        "values": {
+            name: record.model_copy(
+                update={
+                    "producer": record.producer if name in made else None,
+                    "readers": tuple(reader for reader in record.readers if reader in own),
+                }
+            )
+            for name, record in records.items()
+        },
+        "programs": {device: tuple(step for step in program if step.op in ("run", "free"))},
+    }
+    return replace(bundle, manifest=manifest.model_copy(update=part))

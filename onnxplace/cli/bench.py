@@ -1,0 +1,253 @@
+"""`onnxplace bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from onnxplace.cli.options import (
+    against_option,
+    as_json,
+    inputs_option,
+    parse_shape,
+    print_json,
+    progress,
+    say,
+    say_too_few_cores,
+    seed_option,
+    shape_option,
+    with_operator_libraries,
+)
+from onnxplace.errors import UsageError
+
+if TYPE_CHECKING:
+    from onnxplace.bundle import Bundle
+    from onnxplace.evaluation import Observed, Steps, Times
+    from onnxplace.state import Diagnostic
+
+WARM_UPS = 2
+# Rounds to find out what each device does; more make little difference to medians of parts of a step.
+MOST_TRACED = 20
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@against_option
+@inputs_option
+@shape_option
+@click.option(
+    "--repeat", default=20, show_default=True, type=click.IntRange(1), help="Rounds, after two for warming up."
+)
+@click.option(
+    "--in-flight", default=1, show_default=True, type=click.IntRange(1), metavar="N",
+    help="Also time a result when N requests are under way at a time.",
+)  # fmt: skip
+@click.option("--no-memory", is_flag=True, help="Do not measure memory, which takes a process for each device.")
+@click.option("--max-ratio", type=float, metavar="R", help="Exit 1 if the bundle takes more than R times the model.")
+@seed_option
+@with_operator_libraries
+@as_json
+def bench(
+    bundle: Path,
+    against: Path | None,
+    inputs: Path | None,
+    shape: str,
+    repeat: int,
+    in_flight: int,
+    no_memory: bool,
+    max_ratio: float | None,
+    seed: int,
+    json_: bool,
+) -> None:
+    """Show what was predicted for BUNDLE beside what is measured: steps, devices, links, memory.
+
+    Steps are timed beside one session with all cores and one session on a single device's cores, in turn; all carry
+    states on, the plain sessions as arrays, the way one does it by hand. Then a few steps with the first one's inputs
+    show how long each device is busy, and what crosses; processes of their own, what each device holds at most.
+    """
+    from onnxplace.api import load
+    from onnxplace.evaluation import observe, steps_of
+
+    opened = load(bundle)
+    say_too_few_cores(opened)
+    if in_flight > 1 and opened.manifest.states:
+        raise UsageError(
+            "U013", "requests that hand their states on follow one another", where="--in-flight", hint="leave it out"
+        )
+    steps = steps_of(opened, inputs, parse_shape(shape), seed)
+    with progress(json_, "timing steps") as observer:
+        times = _timed(opened, against, steps, repeat, in_flight)
+        found = observe(opened, steps.first, min(repeat, MOST_TRACED), not no_memory, observer)
+    ratio = times["bundle"].median_seconds / times["model"].median_seconds
+    say([*_other_sizes(opened, steps.first), *found.notes])
+    with suppress(BrokenPipeError):  # the exit code is an answer too
+        if json_:
+            print_json(_bench_json(opened, times, found))
+        else:
+            click.echo(bench_summary(opened, times, found))
+    if max_ratio is not None and ratio > max_ratio:
+        with suppress(OSError):
+            click.echo(f"the bundle takes {ratio:.3f} times the model, more than {max_ratio}", err=True)
+        raise SystemExit(1)
+
+
+def _timed(bundle: Bundle, against: Path | None, steps: Steps, repeat: int, in_flight: int) -> dict[str, Times]:
+    """Return how long the bundle and the plain sessions take; all are closed again then."""
+    from onnxplace.api import InferenceSession
+    from onnxplace.evaluation import Carrying, alternate, reference
+    from onnxplace.machine import cores
+
+    largest = max((device.cores for device in bundle.target.devices if device.kind == "cpu"), default=len(cores()))
+    whole, one = (Carrying(reference(bundle, against, used), bundle) for used in (cores(), cores()[:largest]))
+    if bundle.manifest.states:
+        whole(steps.first)
+        steps.learn(whole.states)
+    feeds = [steps.feeds(number) for number in range(repeat + WARM_UPS)]
+    with InferenceSession(bundle) as session:
+        calls: dict[str, Callable[[Any], object]] = {
+            "bundle": lambda given: session.run(None, given),
+            "model": whole,
+            "one_device": one,
+        }
+        if in_flight > 1:
+            calls["in_flight"] = lambda given: [
+                run.result() for run in [session.submit(given) for _ in range(in_flight)]
+            ]
+        with steps.explained(1):
+            times = alternate({name: _in_turn(call, feeds) for name, call in calls.items()}, repeat, WARM_UPS)
+    if in_flight > 1:
+        times["in_flight"] = times["in_flight"].per(in_flight)
+    return times
+
+
+def _in_turn(call: Callable[[Any], object], feeds: Sequence[Any]) -> Callable[[], object]:
+    """Return a function that calls with the next of `feeds` each time."""
+    left = iter(feeds)
+    return lambda: call(next(left))
+
+
+def _other_sizes(bundle: Bundle, feeds: Mapping[str, Any]) -> list[Diagnostic]:
+    """Say so if inputs have other sizes than those for which the bundle was compiled, as predictions are for these."""
+    from onnxplace.feeds import dimension_keys
+    from onnxplace.state import Diagnostic
+
+    compiled = bundle.manifest.dimensions
+    here = {
+        key: size
+        for item in bundle.inputs
+        if item.shape is not None and item.name in feeds and item.dtype.startswith("tensor(")
+        for (key, fixed), size in zip(dimension_keys(item), feeds[item.name].shape)
+        if fixed is None and compiled.get(key, size) != size
+    }
+    if not here:
+        return []
+    these, those = (", ".join(f"{key}={sizes[key]}" for key in here) for sizes in (here, compiled))
+    message = f"predictions are for {those}, and the inputs have {these}"
+    hint = "compile again with --shape to compare them"
+    return [Diagnostic("F008", message, where=bundle.manifest.model, hint=hint)]
+
+
+def _bench_json(bundle: Bundle, times: Mapping[str, Times], found: Observed) -> dict[str, Any]:
+    predicted, median = bundle.manifest.predicted, times["bundle"].median_seconds
+    return {
+        **{name: vars(item) for name, item in times.items()},
+        "ratio": median / times["model"].median_seconds,
+        "ratio_one_device": median / times["one_device"].median_seconds,
+        "predicted_seconds": predicted.step_seconds,
+        "predicted_interval_seconds": predicted.interval_seconds,
+        "predicted_one_device_seconds": predicted.single_device_seconds,
+        "devices": [asdict(device) for device in found.devices],
+        "links": [asdict(link) for link in found.links],
+        "process": asdict(found.process),
+    }
+
+
+def bench_summary(bundle: Bundle, times: Mapping[str, Times], found: Observed) -> str:
+    """Return measured figures beside predicted ones, on one screen."""
+    blocks = [_step_table(bundle, times), _device_table(found)]
+    return "\n\n".join([*blocks, _link_table(found)] if found.links else blocks)
+
+
+def _step_table(bundle: Bundle, times: Mapping[str, Times]) -> str:
+    """Return a table of steps, with the honest row: one session with all cores."""
+    from onnxplace.report import milliseconds, table
+
+    predicted = bundle.manifest.predicted
+    base = times["model"].median_seconds
+    used = sum(1 for device in bundle.manifest.devices if device.nodes)
+    labels = {
+        "bundle": f"bundle on {used} devices" if used != 1 else "bundle on 1 device",
+        "in_flight": "the same, per result with several in flight",
+        "one_device": "one session, one device's cores",
+        "model": "one session, all cores",
+    }
+    guesses = {
+        "bundle": milliseconds(predicted.step_seconds),
+        "one_device": milliseconds(predicted.single_device_seconds),
+        "in_flight": milliseconds(predicted.interval_seconds),
+    }
+    rows = [
+        (
+            labels[name],
+            milliseconds(times[name].median_seconds),
+            milliseconds(times[name].p90_seconds),
+            guesses.get(name, "-"),
+            f"{times[name].median_seconds / base:.2f}x",
+        )
+        for name in labels
+        if name in times
+    ]
+    return table(("", "median", "p90", "predicted", "/ all cores"), rows)
+
+
+def _device_table(found: Observed) -> str:
+    """Return a table of busy times and memory, with rows for the process of which CPU devices are parts."""
+    from onnxplace.report import milliseconds, table
+
+    process = found.process
+    rows = [
+        (
+            device.id,
+            milliseconds(device.busy_seconds),
+            milliseconds(device.predicted_busy_seconds),
+            _amount(device.peak_bytes),
+            _amount(device.predicted_peak_bytes),
+        )
+        for device in found.devices
+    ]
+    for what, taken, predicted in (
+        ("opening", process.opening_bytes, process.predicted_opening_bytes),
+        ("running", process.running_bytes, process.predicted_running_bytes),
+    ):
+        rows.append((f"process, {what}", "-", "-", _amount(taken), _amount(predicted)))
+    return table(("", "busy", "predicted", "process peak", "predicted"), rows)
+
+
+def _link_table(found: Observed) -> str:
+    """Return a table of what crosses between devices in one step."""
+    from onnxplace.report import milliseconds, table
+
+    rows = [
+        (
+            f"{link.source} -> {link.destination}",
+            str(link.values),
+            _amount(link.bytes),
+            _amount(link.predicted_bytes),
+            milliseconds(link.seconds),
+            milliseconds(link.predicted_seconds),
+        )
+        for link in found.links
+    ]
+    return table(("", "values", "size", "predicted", "time", "predicted"), rows)
+
+
+def _amount(size: int | None) -> str:
+    """Return an amount of memory as people read it, or a dash where it is not known."""
+    from onnxplace.report import mebibytes
+
+    return "-" if size is None else mebibytes(size)

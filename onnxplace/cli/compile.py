@@ -1,0 +1,147 @@
+"""`onnxplace compile`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from onnxplace.cli.options import (
+    as_json,
+    budget_option,
+    inputs_option,
+    objective_option,
+    parse_shape,
+    print_json,
+    progress,
+    say,
+    seed_option,
+    shape_option,
+    tell_of_compiling,
+    with_operator_libraries,
+)
+from onnxplace.errors import ModelError
+
+if TYPE_CHECKING:
+    from onnxplace.api import Compiled
+
+
+@click.command(short_help="Profile, place and split a model; write a bundle.")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where the bundle goes  [default: MODEL, ending in .bundle]",
+)
+@click.option("--devices", metavar="cuda:0,cpu:0", help="Default: every GPU found, else cpu:0,cpu:1.")
+@click.option(
+    "--target",
+    type=click.Path(path_type=Path),
+    metavar="F.toml",
+    help="Devices and links from a file, of a machine that may be elsewhere (docs/target.md).",
+)
+@click.option(
+    "--max-memory",
+    metavar="16GiB",
+    help="What each device may hold; or cuda:0=16GiB,cpu:0=64GiB  [default: what is free, less a tenth]",
+)
+@shape_option
+@inputs_option
+@click.option(
+    "--state",
+    multiple=True,
+    metavar="OUT=IN",
+    help="Keep output OUT on its device as input IN of the next call; 'present.*=past.*' for many; may be repeated.",
+)
+@click.option("--costs", type=click.Path(path_type=Path), metavar="F", help="Costs measured elsewhere: JSON or CSV.")
+@click.option("--save-costs", type=click.Path(path_type=Path), metavar="F", help="Write the costs there: JSON or CSV.")
+@click.option("--no-cache", is_flag=True, help="Measure, whatever was measured before.")
+@click.option("--no-trial", is_flag=True, help="Do not run the bundle once it is compiled.")
+@click.option("--placer", metavar="NAME", help="`onnxplace passes` lists them  [default: auto]")
+@objective_option
+@budget_option
+@click.option(
+    "--pipeline", metavar="TEXT", help="All passes, such as 'optimize,profile{repeat=5},coplace,m-etf,split,emit'."
+)
+@click.option(
+    "--device-map",
+    type=click.Path(path_type=Path),
+    metavar="F.json",
+    help='Your own placement: {"encoder.*": "cpu:0"}.',
+)
+@click.option(
+    "--colocate", multiple=True, metavar="REGEX", help="Nodes whose names match share a device; may be repeated."
+)
+@seed_option
+@click.option("--strict", is_flag=True, help="Fail instead of leaving a requested device unused.")
+@click.option(
+    "--link-weights", is_flag=True, help="Leave the weights in the model's own files, beside which DIR must be."
+)
+@click.option("--force", is_flag=True, help="Replace the bundle if it exists.")
+@with_operator_libraries
+@as_json
+def compile(  # noqa: A001
+    model: Path,
+    json_: bool,
+    target: Path | None,
+    shape: str,
+    inputs: Path | None,
+    pipeline: str | None,
+    budget: float | None,
+    no_cache: bool,
+    no_trial: bool,
+    **options: Any,
+) -> None:
+    """Profile MODEL (a .onnx file), place it, split it, and write a bundle: a folder that `onnxplace run` takes."""
+    from onnxplace.api import compile_model
+    from onnxplace.feeds import read_npz
+    from onnxplace.target import read_target
+
+    if os.path.isdir(model):
+        raise ModelError("M001", "it cannot be read: it is a folder (directory), not a model", where=str(model))
+    tell_of_compiling()
+    with progress(json_, "reading the model") as observer:
+        compiled = compile_model(
+            model,
+            target=read_target(target) if target else None,
+            shape=parse_shape(shape),
+            inputs=read_npz(inputs) if inputs else None,
+            pipeline=pipeline,
+            budget_seconds=budget,
+            cache=not no_cache,
+            trial=not no_trial,
+            observer=observer,
+            **options,
+        )
+    say(compiled.diagnostics)
+    if json_:
+        print_json(_compiled_json(compiled))
+    else:
+        from onnxplace.report import compile_summary
+
+        click.echo(compile_summary(compiled.bundle))
+        if options["save_costs"]:
+            click.echo(f"costs: {options['save_costs']}")
+
+
+def _compiled_json(compiled: Compiled) -> dict[str, Any]:
+    manifest = compiled.bundle.manifest
+    return {
+        "bundle": str(compiled.bundle.path),
+        "model": manifest.model,
+        "placer": manifest.placer,
+        "pipeline": compiled.pipeline,
+        "predicted": manifest.predicted.model_dump(),
+        "trial": manifest.trial.model_dump() if manifest.trial else None,
+        "repeats": [found.model_dump() for found in manifest.repeats],
+        "devices": [device.model_dump() for device in manifest.devices],
+        "segments": len(manifest.segments),
+        "transfers": manifest.transfers,
+        "transfer_bytes": manifest.transfer_bytes,
+        "passes": [{"name": timing.name, "seconds": timing.seconds} for timing in compiled.timings],
+        "diagnostics": [vars(note) for note in compiled.diagnostics],
+    }

@@ -1,0 +1,182 @@
+"""`onnxplace devices`."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from onnxplace.cli.options import as_json, print_json, progress
+from onnxplace.errors import UsageError, counted
+
+if TYPE_CHECKING:
+    from onnxplace.calibration import Calibration, LinkMeasured
+
+
+@click.command()
+@click.option("--devices", metavar="cuda:0,cpu:0", help="Default: every GPU found, else cpu:0,cpu:1.")
+@click.option("--calibrate", is_flag=True, help="Measure links, the cost of calls, and what devices share.")
+@click.option("--sizes", metavar="1,4KiB,64MiB", help="Sizes of the values that cross  [default: 1 B to 256 MiB]")
+@click.option("--seconds", type=float, help="About how long to measure  [default: 30]")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="F.toml", help="Write the target there.")
+@as_json
+def devices(
+    devices: str | None, calibrate: bool, sizes: str | None, seconds: float | None, output: Path | None, json_: bool
+) -> None:
+    """Show what is here and what ONNX Runtime can use of it; write it to a target file, measured if asked to."""
+    from onnxplace.machine import hardware, measurement_cache
+    from onnxplace.report import devices_summary, mebibytes
+    from onnxplace.target import target_text
+    from onnxplace.utils import require_place, write_file
+
+    if (sizes or seconds is not None) and not calibrate:
+        raise UsageError("U014", "--sizes and --seconds say how to measure", hint="add --calibrate")
+    if output:
+        require_place(output)
+    default = hardware.local_target(devices)
+    measured = _calibrated(default, sizes, seconds, json_) if calibrate else None
+    target = measured.target if measured else default.with_all_links()
+    about, kept = hardware.describe(), measurement_cache.contents()
+    if output:
+        text = f"{_heading(about, measurement_cache.processor(), measured is not None)}\n{target_text(target)}"
+        write_file(output, lambda stream: stream.write(text.encode()))
+    if json_:
+        about["cost_cache"] = {"folder": str(kept.folder), "files": kept.files, "bytes": kept.size_bytes}
+        found = {"calibration": _calibration_json(measured)} if measured else {}
+        written = {"output": str(output)} if output else {}
+        print_json({**about, "default": [asdict(device) for device in default.devices], **found, **written})
+        return
+    click.echo(devices_summary(about, default))
+    click.echo(f"kept costs: {counted(kept.files, 'file')}, {mebibytes(kept.size_bytes)}, in {kept.folder}")
+    if measured:
+        click.echo(f"\n{calibration_summary(measured)}")
+        if not output:
+            click.echo("to compile with these figures, write them to a file with -o, and name it as --target", err=True)
+    if output:
+        click.echo(f"target: {output}")
+
+
+def _heading(about: Mapping[str, Any], processor: str, measured: bool) -> str:
+    """Return a target file's first lines, which are comments: what machine it is of, and where its figures are from."""
+    import onnxplace
+
+    name = json.loads(processor).get("model name", "processor unknown") if processor.startswith("{") else processor
+    parts = [name, f"{len(about['host']['cores'])} cores", *[f"{gpu['id']} {gpu['name']}" for gpu in about["gpus"]]]
+    how = "measured by devices --calibrate" if measured else "links and calls by default, not measured"
+    by = f"onnxplace {onnxplace.__version__}, onnxruntime {about['onnxruntime']}"
+    lines = (f"machine: {', '.join(parts)}", f"{how}: {datetime.date.today()}, {by}")
+    return "\n".join(f"# {' '.join(line.split())}" for line in lines)
+
+
+def _calibrated(target: Any, sizes: str | None, seconds: float | None, quiet: bool) -> Calibration:
+    from onnxplace.calibration import SECONDS, SIZES, calibrate
+    from onnxplace.target import parse_bytes
+
+    asked = [parse_bytes(text) for text in sizes.split(",")] if sizes else SIZES
+    with progress(quiet, "measuring") as observer:
+        return calibrate(target, sizes=asked, seconds=SECONDS if seconds is None else seconds, observer=observer)
+
+
+def _calibration_json(measured: Calibration) -> dict[str, Any]:
+    return {
+        "seconds": measured.seconds,
+        "link_model": measured.target.link_model,
+        "links": [_link_json(link) for link in measured.links],
+        "devices": [_calls_json(measured, device) for device in measured.calls],
+        "shared": [
+            {"devices": list(measured.together), **{what: asdict(found) for what, found in vars(slower).items()}}
+            for slower in ([measured.at_once] if measured.at_once else [])
+        ],
+        "notes": list(measured.notes),
+    }
+
+
+def _calls_json(measured: Calibration, device: str) -> dict[str, Any]:
+    """Return what a segment of a device costs, by the names in target files, and what that was made of."""
+    from onnxplace.target import APART_SECONDS
+
+    calls, there = measured.calls[device], measured.target.devices[measured.target.position(device)]
+    return {
+        "id": device,
+        "segment_seconds": there.segment_seconds,
+        "call_seconds": calls.segment_seconds,
+        "assumed_apart_seconds": APART_SECONDS,
+        "input_seconds": there.input_seconds,
+        "output_seconds": there.output_seconds,
+        "copied_seconds": calls.copied_seconds,
+    }
+
+
+def _link_json(measured: LinkMeasured) -> dict[str, Any]:
+    points = [{**asdict(point), "calm_samples": measured.calm_samples[point.bytes]} for point in measured.fit.points]
+    return {
+        **asdict(measured.link),
+        "symmetric": measured.symmetric,
+        "waking_seconds": measured.waking_seconds,
+        "worst_relative_error": measured.fit.worst_error,
+        "points": points,
+    }
+
+
+def calibration_summary(measured: Calibration) -> str:
+    """Return what was measured, on one screen: links with the fit beside each size, calls, devices at once."""
+    from onnxplace.report import table
+    from onnxplace.target import APART_SECONDS
+
+    blocks = [_link_table(link) for link in measured.links if not (link.symmetric and _is_second(link, measured))]
+    calls = [
+        (
+            device.id,
+            *(
+                f"{seconds * 1e6:.1f} us"
+                for seconds in (
+                    device.segment_seconds,
+                    measured.calls[device.id].segment_seconds,
+                    APART_SECONDS,
+                    device.input_seconds,
+                    device.output_seconds,
+                )
+            ),
+        )
+        for device in measured.target.devices
+    ]
+    header = ("each segment", "costs", "its call, measured", "caches and copies, assumed", "each input", "each output")
+    blocks.append(table(header, calls))
+    if measured.at_once:
+        rows = [
+            (what, f"{slower.factor:.2f}x" if slower.seen else "not seen")
+            for what, slower in vars(measured.at_once).items()
+        ]
+        blocks.append(table((f"{', '.join(measured.together)} at once", "slower"), rows))
+    return "\n\n".join([*blocks, *[f"note: {note}" for note in measured.notes]])
+
+
+def _is_second(link: LinkMeasured, measured: Calibration) -> bool:
+    ends = (link.link.destination, link.link.source)
+    return any((m.link.source, m.link.destination) == ends for m in measured.links[: measured.links.index(link)])
+
+
+def _link_table(measured: LinkMeasured) -> str:
+    from onnxplace.report import table
+
+    link, arrow = measured.link, "<->" if measured.symmetric else "->"
+    rows = [
+        (
+            f"{point.bytes}",
+            f"{point.seconds * 1e6:.1f}",
+            f"{(1 + point.relative_error) * point.seconds * 1e6:.1f}",
+            f"{point.relative_error:+.0%}",
+            "outlier" if point.outlier else "",
+        )
+        for point in measured.fit.points
+    ]
+    title = (
+        f"{link.source} {arrow} {link.destination} ({link.via}): {link.latency_seconds * 1e6:.1f} us "
+        f"+ bytes at {link.bytes_per_second / 1e9:.2f} GB/s"
+    )
+    return f"{title}\n{table(('bytes', 'measured us', 'fit us', 'error', ''), rows, left=0)}"

@@ -1,0 +1,176 @@
+"""What several commands take and print."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from onnxplace.errors import UsageError, printable, shown
+
+if TYPE_CHECKING:
+    from onnxplace.bundle import Bundle
+    from onnxplace.state import Diagnostic
+
+# Of the size of a dimension; which sizes a model takes is checked with the model.
+MOST_DIGITS = 18
+
+as_json = click.option("--json", "json_", is_flag=True, help="Print one JSON object on stdout, also for an error.")
+against_option = click.option(
+    "--against", type=click.Path(path_type=Path), metavar="MODEL", help="Default: the bundle's own uncut copy."
+)
+inputs_option = click.option(
+    "--inputs", type=click.Path(path_type=Path), metavar="F.npz", help="Real inputs by name, from numpy.savez."
+)
+runtime_option = click.option(
+    "--runtime", default="onnxruntime", show_default=True, metavar="NAME", help="`onnxplace runtimes` lists them."
+)
+seed_option = click.option(
+    "--seed",
+    default=0,
+    callback=lambda *said: _seed(said[-1]),
+    show_default=True,
+    help="For whatever is drawn at random.",
+)
+objective_option = click.option(
+    "--objective",
+    type=click.Choice(["latency", "throughput", "fit"]),
+    default="latency",
+    show_default=True,
+    help="Least time for one step, most steps a second, or least traffic such that everything fits.",
+)
+budget_option = click.option(
+    "--budget", type=float, metavar="SECONDS", help="How long the placer may search, more than 0  [default: 2]"
+)
+shape_option = click.option("--shape", metavar="batch=8,seq=128", default="", help="Sizes of symbolic dimensions.")
+
+
+def with_operator_libraries(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the option `--custom-op-library`, whose libraries are in use while it runs."""
+
+    @wraps(command)
+    def run(*arguments: Any, custom_op_library: tuple[Path, ...], **options: Any) -> None:
+        if not custom_op_library:
+            command(*arguments, **options)
+            return
+        from onnxplace.machine import custom_operators
+
+        with custom_operators(custom_op_library):
+            command(*arguments, **options)
+
+    option = click.option(
+        "--custom-op-library",
+        multiple=True,
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="A shared library with operators that ONNX Runtime has not; may be repeated.",
+    )
+    return option(run)
+
+
+def _seed(value: int) -> int:
+    if value < 0:
+        raise UsageError("U012", f"a seed cannot be {value}", where="--seed", hint="give 0 or more")
+    return value
+
+
+def parse_shape(text: str) -> dict[str, int]:
+    """Read `batch=8,seq=128`, where a comma in parentheses belongs to a name; raises UsageError."""
+    sizes: dict[str, int] = {}
+    for item in filter(None, (part.strip() for part in re.split(r",(?![^()]*\))", text))):
+        key, _, size = item.rpartition("=")
+        key, size = key.strip(), size.strip()
+        if not key or not size.isdecimal() or len(size) > MOST_DIGITS:
+            hint = "write it as batch=8,seq=128"
+            raise UsageError("U011", f"not a dimension: {shown(item)}", where="--shape", hint=hint)
+        if key in sizes:
+            raise UsageError("U011", f"dimension {key!r} is given twice", where="--shape", hint="give it once")
+        sizes[key] = int(size)
+    return sizes
+
+
+def tell_of_compiling() -> None:
+    """Say on stderr, if that is a terminal, that kernels are being compiled: after an installation it takes a while."""
+    if not sys.stderr.isatty():
+        return
+    from onnxplace.utils import on_compiling
+
+    on_compiling(
+        lambda: click.echo("compiling kernels for this machine; they are kept, so this wait comes only once", err=True)
+    )
+
+
+@contextmanager
+def progress(quiet: bool, first: str) -> Iterator[Callable[[str, int, int], None] | None]:
+    """Show on stderr what is being done, `first` and then what the observer is told, if that is a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(first) as status:
+        yield lambda name, index, count: status.update(f"[{index + 1}/{count}] {name}")
+
+
+def say(diagnostics: Sequence[Diagnostic]) -> None:
+    """Print notes on stderr."""
+    for note in diagnostics:
+        place = f"{note.where}: " if note.where else ""
+        hint = f"\n  hint: {note.hint}" if note.hint else ""
+        with suppress(OSError):  # no reason to throw away what is being done
+            click.echo(printable(f"note[{note.code}] {place}{note.message}{hint}"), err=True)
+
+
+def say_too_few_cores(bundle: Bundle, runtime: str = "onnxruntime") -> None:
+    """Print a note if a bundle is run on a machine that has fewer cores than it was compiled for."""
+    from onnxplace.evaluation import too_few_cores
+
+    if runtime != "simulated" and (note := too_few_cores(bundle.manifest)):
+        say([note])
+
+
+def print_json(data: Mapping[str, Any]) -> None:
+    """Print an answer as JSON on stdout."""
+    click.echo(json.dumps(data, indent=1, default=str))
+
+
+def use_of(path: Path, refused_by: str) -> str:
+    """Return a hint that says which other command takes what is there, as far as its name and place tell; or nothing.
+
+    `refused_by` is the command that does not.
+    """
+    from onnxplace.bundle import MANIFEST
+
+    try:
+        if path.is_dir():
+            return _use_of_folder(path, MANIFEST)
+        if path.name == MANIFEST:
+            return f"name the folder it is in: {path.parent}"
+        if not path.is_file():
+            return ""
+    except (OSError, ValueError):
+        return ""
+    if path.suffix == ".onnx" and refused_by != "compile":
+        return f"it is a model: `onnxplace compile {path}` makes a bundle of it"
+    if path.suffix in (".npz", ".npy"):
+        return "arrays are for --inputs"
+    if path.name.endswith((".json", ".json.gz")) and refused_by != "place":
+        return f"if it is a cost graph: `onnxplace place {path}`"
+    return ""
+
+
+def _use_of_folder(path: Path, manifest: str) -> str:
+    if (path / manifest).is_file():
+        return f"it is a bundle, compiled already: `onnxplace run {path}`; to compile again, name its model"
+    if (path / "saved_model.pb").is_file():
+        return f"it is a TensorFlow model: python -m tf2onnx.convert --saved-model {path} --output model.onnx"
+    models, bundles = sorted(path.glob("*.onnx")), sorted(found.parent for found in path.glob(f"*/{manifest}"))
+    inside = [*models[:1], *bundles[:1]]
+    return f"name what is in it: {' or '.join(str(found) for found in inside)}" if inside else ""

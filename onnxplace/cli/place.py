@@ -1,0 +1,83 @@
+"""`onnxplace place`: cost graphs without ONNX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from onnxplace.cli.options import as_json, budget_option, objective_option, print_json, say, tell_of_compiling
+from onnxplace.errors import UsageError
+
+
+@click.command(short_help="Place a cost graph; no ONNX needed.")
+@click.argument("graph", type=click.Path(path_type=Path))
+@click.option("--placer", metavar="NAME", help="`onnxplace passes` lists them  [default: auto]")
+@objective_option
+@budget_option
+@click.option("--seed", type=click.IntRange(0), metavar="N", help="For placers that search.")
+@click.option("--devices", type=click.IntRange(1), metavar="N", help="How many; default: as many as the graph names.")
+@click.option("--max-memory", metavar="16GiB", help="Per device; default: what the graph says.")
+@click.option("--links", type=click.Choice(["duplex", "parallel", "sequential"]), default="duplex", show_default=True)
+@click.option(
+    "--groups",
+    type=click.Choice(["none", "given", "coplace", "given+coplace"]),
+    help="Nodes that must share a device: the graph's own, those with a single reader (Baechi), both, or none  "
+    "[default: given; for m-topo, m-etf, m-sct given+coplace, as published]",
+)
+@click.option("--fuse/--no-fuse", default=None, help="Contract groups before placing  [default: if they are coplaced]")
+@click.option("--forward-only", is_flag=True, help="Backward nodes follow the forward node they belong to.")
+@click.option(
+    "--post-adjust",
+    type=click.Choice(["compute", "memory", "majority"]),
+    help="Place without groups, then move each to the device with most of its seconds, bytes or nodes.",
+)
+@click.option(
+    "--placement",
+    type=click.Path(path_type=Path),
+    metavar="F.json",
+    help="Place nothing, score this: {node id: device id}, or what --json printed.",
+)
+@click.option("--strict", is_flag=True, help="Fail instead of leaving a device unused.")
+@as_json
+def place(
+    graph: Path, devices: int | None, max_memory: str | None, links: Any, placement: Path | None, budget: float | None,
+    strict: bool, json_: bool, **options: Any
+) -> None:  # fmt: skip
+    """Place the cost graph GRAPH (JSON, or .json.gz; docs/cost-graphs.md); no ONNX needed.
+
+    Prints how long a step takes and what each device holds; --json also prints the device of each node.
+    """
+    from onnxplace.cost_graph import read_cost_graph
+    from onnxplace.driver import placer
+    from onnxplace.report import placed_summary
+    from onnxplace.target import parse_bytes
+
+    if placement:
+        _require_scoring_only(["budget", *options])
+    tell_of_compiling()
+    memory = parse_bytes(max_memory) if max_memory else None
+    asked = placer.with_devices(read_cost_graph(graph), devices, memory)
+    if placement:
+        found = placer.evaluate(asked, placer.read_placement(placement), links=links, strict=strict)
+    else:
+        found = placer.place(asked, links=links, budget_seconds=budget, strict=strict, **options)
+    say(found.diagnostics)
+    if json_:
+        entries = {**vars(found), "peak_bytes": found.peak_bytes.tolist(), "placement": dict(found.placement)}
+        lists = {"passes": [vars(t) for t in found.passes], "diagnostics": [vars(note) for note in found.diagnostics]}
+        print_json({**entries, **lists})
+    else:
+        click.echo(placed_summary(found, asked))
+
+
+def _require_scoring_only(options: Iterable[str]) -> None:
+    """Raise UsageError for options that say how to place, where a placement is given."""
+    source = click.get_current_context().get_parameter_source
+    given = [name for name in options if source(name) is ParameterSource.COMMANDLINE]
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UsageError("U052", f"--placement is scored as it is: it excludes {names}", hint="leave one of them out")

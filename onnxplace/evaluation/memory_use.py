@@ -1,0 +1,246 @@
+"""What a bundle takes of this machine's memory, beside what was predicted.
+
+CPU devices are threads of one process, so each device's part is measured alone: a fresh process runs that device's
+program and nothing else, on the values that it receives, and Linux says how much it held at most (VmHWM: anonymous
+memory and resident pages of files). The whole bundle is measured the same way, and GPUs by their own counters.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from onnxplace.api import load
+from onnxplace.bundle import Bundle, alone
+from onnxplace.errors import OnnxplaceError
+from onnxplace.machine import custom_operators, gpus, one_node_model, open_session, operator_libraries, session_options
+from onnxplace.pipeline import Observer, find
+from onnxplace.runtime import Runtime
+from onnxplace.state import Diagnostic
+from onnxplace.utils import disk_error, in_child, temporary_folder
+
+# What a run leaves in the arena grows for the first few.
+RUNS = 4
+GPU_POLL_SECONDS = 0.002
+_CLEAR = Path("/proc/self/clear_refs")
+_LIBRARY = re.compile(r"\.so(\.|$)")
+
+
+@dataclass(frozen=True)
+class Process:
+    """What a process held that opened a bundle and ran it."""
+
+    opening_bytes: int
+    """At most while it opened sessions."""
+    running_bytes: int
+    """At most while it ran steps."""
+    own_bytes: int
+    """Of the latter, what was not there before, less code of libraries that was needed for the first time."""
+    gpu_bytes: Mapping[str, int]
+    """Per GPU, the most in use beyond what was in use before."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a bundle takes, as far as it could be measured."""
+
+    process: Process | None = None
+    device_bytes: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[Diagnostic, ...] = ()
+    """What could not be measured, and why."""
+
+
+@dataclass(frozen=True)
+class Stored(Mapping[str, Any]):
+    """Values by name, arrays in files: each is mapped when it is asked for, and takes memory while it is used."""
+
+    files: Mapping[str, Path]
+    others: Mapping[str, Any]
+
+    @staticmethod
+    def write(values: Mapping[str, Any], folder: Path) -> Stored:
+        """Write the arrays among these values into a folder; raises ExecutionError or UsageError if it is full."""
+        files, others = {}, {}
+        try:
+            for index, (name, value) in enumerate(values.items()):
+                if isinstance(value, np.ndarray) and value.dtype.kind in "fiubc" and value.nbytes:
+                    files[name] = folder / f"{index}.npy"
+                    np.save(files[name], value)
+                else:
+                    others[name] = value
+        except OSError as problem:
+            raise disk_error(problem, str(folder)) from None
+        return Stored(files, others)
+
+    def only(self, names: Collection[str]) -> Stored:
+        """Return those of these names that are there."""
+        files, others = ({k: v for k, v in part.items() if k in names} for part in (self.files, self.others))
+        return Stored(files, others)
+
+    def __getitem__(self, name: str) -> Any:
+        return np.asarray(np.load(self.files[name], mmap_mode="c")) if name in self.files else self.others[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (*self.files, *self.others)
+
+    def __len__(self) -> int:
+        return len(self.files) + len(self.others)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A bundle to open and run in a process of its own."""
+
+    bundle: Path
+    feeds: Stored
+    device: str = ""
+    """The device whose part is run; empty for all of the bundle."""
+    runs: int = RUNS
+    libraries: tuple[str, ...] = field(default_factory=operator_libraries)
+    """Of custom operators."""
+
+
+def measurable() -> bool:
+    """Return whether this system tells the most that a process held: Linux does."""
+    return _CLEAR.exists()
+
+
+def process_memory(bundle: Bundle, feeds: Mapping[str, Any], runs: int = RUNS) -> Process:
+    """Open a bundle and run it in a fresh process; raises OnnxplaceError if that fails."""
+    with temporary_folder() as folder:
+        return _in_child(Job(bundle.path, Stored.write(feeds, folder), runs=runs))
+
+
+def memory(bundle: Bundle, values: Mapping[str, Any], observer: Observer | None = None) -> Memory:
+    """Measure the process, and the part of each device that computes; nothing where `measurable` is false.
+
+    `values` are the feeds, and what crosses between devices (`recording`): a device without what it receives is left
+    out. What fails is noted, and left out.
+    """
+    if not measurable():
+        return Memory()
+    used = [device for device, program in bundle.manifest.programs.items() if any(s.op == "run" for s in program)]
+    parts = {device: alone(bundle, device) for device in used if device.startswith("cpu:") and len(used) > 1}
+    notes: list[Diagnostic] = []
+    found: dict[str, Process] = {}
+    with temporary_folder() as folder:
+        try:
+            stored = Stored.write(values, folder)
+        except OnnxplaceError as problem:
+            return Memory(notes=(_note(problem, ""),))
+        jobs = {"": Job(bundle.path, stored.only([item.name for item in bundle.inputs]))}
+        for device, part in parts.items():
+            needed = [item.name for item in part.inputs]
+            if all(item.name in stored or item.optional for item in part.inputs):
+                jobs[device] = Job(bundle.path, stored.only(needed), device)
+        for index, (device, job) in enumerate(jobs.items()):
+            if observer:
+                observer(f"memory of {device or 'the process'}", index, len(jobs))
+            try:
+                found[device] = _in_child(job)
+            except OnnxplaceError as problem:
+                notes.append(_note(problem, device))
+    whole = found.pop("", None)
+    taken = {device: process.own_bytes for device, process in found.items()}
+    if whole:
+        taken |= {device: whole.own_bytes for device in used if len(used) == 1 and device.startswith("cpu:")}
+        taken |= whole.gpu_bytes
+    return Memory(whole, taken, tuple(notes))
+
+
+def _note(problem: OnnxplaceError, device: str) -> Diagnostic:
+    what = f"the memory of {device or 'the process'} was not measured"
+    return Diagnostic(problem.code, f"{what}: {problem.message}", where=problem.where, hint=problem.hint)
+
+
+def _in_child(job: Job) -> Process:
+    return in_child(measure, job, "measuring memory", job.device or str(job.bundle))
+
+
+def measure(job: Job) -> Process:
+    """Open and run a bundle in this process, which should have done nothing before."""
+    bundle = load(job.bundle)
+    if job.device:
+        bundle = alone(bundle, job.device)
+    # A caller holds what the whole is fed; what a part was sent is freed by its program.
+    feeds = job.feeds if job.device else dict(job.feeds)
+    runtime = cast("type[Runtime]", find("runtimes", "onnxruntime"))()
+    gpu_ids = [device.id for device in bundle.target.devices if device.kind == "cuda"]
+    with custom_operators(job.libraries), _watched(gpu_ids) as gpu_bytes:
+        open_session(one_node_model(), session_options(()))  # what the first one takes belongs to no bundle
+        before, code = _held("VmRSS"), _code_bytes()
+        _forget()
+        with runtime.open(bundle) as session:
+            opening = _held("VmHWM")
+            _forget()
+            for _ in range(job.runs):
+                session.reset_state()
+                session.run(feeds)
+            running = _held("VmHWM")
+    return Process(opening, running, max(running - before - (_code_bytes() - code), 0), gpu_bytes)
+
+
+def _held(which: str) -> int:
+    """Return the bytes that this process holds (VmRSS), or held at most since `_forget` (VmHWM)."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return int(next(line for line in lines if line.startswith(f"{which}:")).split()[1]) << 10
+
+
+def _forget() -> None:
+    """Begin anew with the most that this process held."""
+    _CLEAR.write_text("5", encoding="ascii")
+
+
+def _code_bytes() -> int:
+    """Return the bytes of libraries, code and data, that this process holds."""
+    total, counts = 0, False
+    with open("/proc/self/smaps", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            first, *rest = line.split(maxsplit=5)
+            if not first.endswith(":"):
+                counts = len(rest) == 5 and bool(_LIBRARY.search(rest[4].strip()))
+            elif counts and first == "Rss:":
+                total += int(rest[0]) << 10
+    return total
+
+
+@contextmanager
+def _watched(devices: Collection[str]) -> Iterator[dict[str, int]]:
+    """Note the most that each of these GPUs has in use, beyond what it has now, until the block ends.
+
+    Nothing without nvidia-ml-py. What ONNX Runtime takes of a GPU before it has a model is in it.
+    """
+    most: dict[str, int] = {}
+    before = _in_use(devices) if devices else {}
+    if not before:
+        yield most
+        return
+    over = threading.Event()
+
+    def look() -> None:
+        while True:
+            for device, size in _in_use(devices).items():
+                most[device] = max(most.get(device, 0), size - before[device])
+            if over.wait(GPU_POLL_SECONDS):
+                return
+
+    watcher = threading.Thread(target=look, name="onnxplace memory", daemon=True)
+    watcher.start()
+    try:
+        yield most
+    finally:
+        over.set()
+        watcher.join()
+
+
+def _in_use(devices: Collection[str]) -> dict[str, int]:
+    """Return the bytes in use on each of these GPUs that the driver lists."""
+    found = {f"cuda:{gpu.index}": gpu.memory_bytes - gpu.free_bytes for gpu in gpus()}
+    return {device: size for device, size in found.items() if device in devices}

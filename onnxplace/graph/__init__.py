@@ -1,0 +1,31 @@
+"""Graphs of nodes and values on plain arrays, without ONNX."""
+
+from typing import TYPE_CHECKING
+
+from onnxplace._lazy import attach
+
+if TYPE_CHECKING:
+    from onnxplace.graph.kernels import (
+        acyclic as acyclic,
+        cluster_edges as cluster_edges,
+        device_peaks as device_peaks,
+        execute as execute,
+        live_spans as live_spans,
+    )
+    from onnxplace.graph.op_graph import (
+        Bools as Bools,
+        Csr as Csr,
+        Floats as Floats,
+        Ints as Ints,
+        Longs as Longs,
+        OpGraph as OpGraph,
+        sum_by as sum_by,
+    )
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "kernels": "acyclic cluster_edges device_peaks execute live_spans",
+        "op_graph": "Bools Csr Floats Ints Longs OpGraph sum_by",
+    },
+)

@@ -1,0 +1,276 @@
+"""The operator graph as flat arrays: what placers, the simulator and the splitter work on.
+
+Nodes, values and weights are dense integers. A *value* has one producer (or none: it is fed from outside) and any
+number of readers; a *weight* has no producer and is stored on each device that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import networkx
+
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Csr:
+    """Lists of integers, one after the other: list `i` is `items[starts[i]:starts[i + 1]]`."""
+
+    starts: Longs
+    items: Ints
+
+    def __getitem__(self, index: int) -> Ints:
+        return self.items[self.starts[index] : self.starts[index + 1]]
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @cached_property
+    def rows(self) -> Ints:
+        """Return, for each item, the index of its list."""
+        return np.repeat(np.arange(len(self), dtype=np.int32), np.diff(self.starts))
+
+    @staticmethod
+    def of(lists: Iterable[Sequence[int]]) -> Csr:
+        """Pack lists into one.
+
+        >>> Csr.of([[1, 2], [], [3]])[2].tolist()
+        [3]
+        """
+        kept = [np.asarray(row, dtype=np.int32) for row in lists]
+        starts = np.zeros(len(kept) + 1, dtype=np.int64)
+        np.cumsum([len(row) for row in kept], out=starts[1:])
+        return Csr(starts, np.concatenate(kept) if kept else np.zeros(0, dtype=np.int32))
+
+    @staticmethod
+    def grouped(keys: Ints, items: Ints, count: int) -> Csr:
+        """Collect `items` (0 and up) by their `keys` into `count` lists, in order and without repeats within a list.
+
+        Linear in all three. Raises ValueError for a key that is none of them.
+        """
+        from onnxplace.graph.kernels import group_items
+
+        if len(keys) and not 0 <= keys.min() <= keys.max() < count:
+            raise ValueError(f"keys from {keys.min()} to {keys.max()} for {count} lists")
+        keys, items = np.ascontiguousarray(keys, dtype=np.int32), np.ascontiguousarray(items, dtype=np.int32)
+        return Csr(*group_items(keys, items, count, int(items.max(initial=-1)) + 1))
+
+
+def sum_by(keys: Ints, amounts: Floats | Longs, count: int) -> Floats:
+    """Return, per key below `count`, the sum of its amounts."""
+    return np.bincount(keys, amounts, count).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class OpGraph:
+    """A directed acyclic graph of operators, their values and their weights. Never altered."""
+
+    names: tuple[str, ...]
+    """Unique name of each node."""
+    ops: tuple[str, ...]
+    """Operator type of each node."""
+    value_names: tuple[str, ...]
+    value_bytes: Longs
+    producer: Ints
+    """Producing node of each value, -1 where it is fed from outside."""
+    is_output: Bools
+    """Values the caller gets back; they live to the end."""
+    alias: Ints
+    """The value whose memory this one shares when both are on one device (a view), else -1.
+
+    A view has a higher index than what it looks at, and its producer reads that value.
+    """
+    inputs: Csr
+    """Values each node reads, each once."""
+    weight_names: tuple[str, ...]
+    weight_bytes: Longs
+    weights: Csr
+    """Weights each node reads, each once."""
+    workspace_bytes: Longs
+    """Memory each node needs only while it runs; of a contracted node, its internal peak."""
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @cached_property
+    def outputs(self) -> Csr:
+        """Return the values each node produces."""
+        made = np.flatnonzero(self.producer >= 0).astype(np.int32)
+        return Csr.grouped(self.producer[made], made, len(self))
+
+    @cached_property
+    def readers(self) -> Csr:
+        """Return the nodes that read each value."""
+        return Csr.grouped(self.inputs.items, self.inputs.rows, len(self.value_names))
+
+    @cached_property
+    def predecessors(self) -> Csr:
+        """Return the nodes whose values each node reads, each once."""
+        producers = self.producer[self.inputs.items]
+        inner = producers >= 0
+        return Csr.grouped(self.inputs.rows[inner], producers[inner], len(self))
+
+    @cached_property
+    def successors(self) -> Csr:
+        """Return the nodes that read a value of each node, each once."""
+        before = self.predecessors
+        return Csr.grouped(before.items, before.rows, len(self))
+
+    @cached_property
+    def order(self) -> Ints:
+        """Return the nodes in topological order, lower index first; raises ValueError naming a node on a cycle."""
+        from onnxplace.graph.kernels import topological_order
+
+        order: Ints = topological_order(
+            self.predecessors.starts, self.predecessors.items, self.successors.starts, self.successors.items
+        )
+        if len(order) < len(self):
+            stuck = np.setdiff1d(np.arange(len(self)), order)
+            raise ValueError(f"the graph has a cycle through {', '.join(self._cycle(stuck))}")
+        return order
+
+    @cached_property
+    def positions(self) -> Longs:
+        """Return the position of each node in `order`."""
+        positions = np.empty(len(self), dtype=np.int64)
+        positions[self.order] = np.arange(len(self))
+        return positions
+
+    def _cycle(self, stuck: NDArray[np.int64]) -> list[str]:
+        """Walk back from a node that never became ready until one repeats; return the names on that loop."""
+        among, node, seen = set(stuck.tolist()), int(stuck[0]), list[int]()
+        while node not in seen:
+            seen.append(node)
+            node = next(int(p) for p in self.predecessors[node] if int(p) in among)
+        return [self.names[n] for n in reversed(seen[seen.index(node) :])]
+
+    @cached_property
+    def total_weight_bytes(self) -> int:
+        """Return the bytes of all weights that some node reads, each once."""
+        return int(self.weight_bytes[np.unique(self.weights.items)].sum())
+
+    def contract(self, cluster: Ints) -> OpGraph:
+        """Return the graph in which the nodes of each cluster are one node.
+
+        `cluster` holds a dense cluster id per node. Values read only inside their cluster vanish from the graph;
+        the memory they need while the cluster runs stays, as part of its workspace. The result may have cycles if
+        the clusters were not convex; its `order` says so.
+        """
+        if not len(self):
+            return self
+        count = int(cluster.max()) + 1
+        inner = self._inner_values(cluster)
+        kept = np.flatnonzero(~inner).astype(np.int32)
+        renumbered = np.full(len(self.value_names), -1, dtype=np.int32)
+        renumbered[kept] = np.arange(len(kept), dtype=np.int32)
+        reads = cluster[self.inputs.rows]
+        own = self.producer[self.inputs.items]
+        crossing = (own < 0) | (cluster[np.maximum(own, 0)] != reads)
+        producer = self.producer[kept]
+        alias = self._kept_alias(inner)[kept]
+        first = np.full(count, -1, dtype=np.int64)
+        first[cluster[::-1]] = np.arange(len(cluster))[::-1]
+        heads = list(zip(first.tolist(), np.bincount(cluster, minlength=count).tolist()))
+        return OpGraph(
+            names=tuple(self.names[f] if size == 1 else f"{self.names[f]}(+{size - 1})" for f, size in heads),
+            ops=tuple(self.ops[f] if size == 1 else "fused" for f, size in heads),
+            value_names=tuple(self.value_names[v] for v in kept.tolist()),
+            value_bytes=self.value_bytes[kept],
+            producer=np.where(producer >= 0, cluster[np.maximum(producer, 0)], -1).astype(np.int32),
+            is_output=self.is_output[kept],
+            alias=np.where(alias >= 0, renumbered[np.maximum(alias, 0)], -1).astype(np.int32),
+            inputs=Csr.grouped(reads[crossing].astype(np.int32), renumbered[self.inputs.items[crossing]], count),
+            weight_names=self.weight_names,
+            weight_bytes=self.weight_bytes,
+            weights=Csr.grouped(cluster[self.weights.rows].astype(np.int32), self.weights.items, count),
+            workspace_bytes=self._inner_peak(cluster, inner, count),
+        )
+
+    def _inner_values(self, cluster: Ints) -> Bools:
+        """Return which values are made in a cluster, read nowhere else, and not given back to the caller."""
+        own = cluster[np.maximum(self.producer, 0)]
+        leaves = self.is_output | (self.producer < 0)
+        reads = self.readers
+        leaves[reads.rows[cluster[reads.items] != own[reads.rows]]] = True
+        return ~leaves
+
+    def _kept_alias(self, inner: Bools) -> Ints:
+        """Return, per value, the value that owns or lends its memory once inner values have vanished, or -1.
+
+        Of several views of one vanished value, the first becomes the owner.
+        """
+        alias, heirs = np.full(len(inner), -1, dtype=np.int32), dict[int, int]()
+        for value in np.flatnonzero((self.alias >= 0) & ~inner).tolist():
+            vanished, looked_at = -1, int(self.alias[value])
+            while looked_at >= 0 and inner[looked_at]:
+                vanished, looked_at = looked_at, int(self.alias[looked_at])
+            if looked_at < 0:
+                looked_at = heirs.setdefault(vanished, value)
+            alias[value] = looked_at if looked_at != value else -1
+        return alias
+
+    def _inner_peak(self, cluster: Ints, inner: Bools, count: int) -> Longs:
+        """Return the most memory that inner values and workspaces of each cluster need at one time."""
+        from onnxplace.graph.kernels import inner_peak
+
+        roots = self.alias_roots
+        # A buffer that leaves as a view is counted there, not inside.
+        stays = inner.copy()
+        stays[roots[~inner]] = False
+        peak: Longs = inner_peak(
+            self.order,
+            cluster,
+            count,
+            stays,
+            roots,
+            self.value_bytes,
+            self.outputs.starts,
+            self.outputs.items,
+            self.inputs.starts,
+            self.inputs.items,
+            self.workspace_bytes,
+        )
+        return peak
+
+    @cached_property
+    def alias_roots(self) -> Ints:
+        """Return, for each value, the value that owns its memory (itself unless it is a view)."""
+        roots = np.arange(len(self.value_names), dtype=np.int32)
+        for value in np.flatnonzero(self.alias >= 0):
+            root = int(value)
+            while self.alias[root] >= 0:
+                root = int(self.alias[root])
+            roots[value] = root
+        return roots
+
+    def to_networkx(self) -> networkx.DiGraph[int]:
+        """Return a networkx digraph: node data `name`, `op`, `weights_bytes`; edge data `values`, `bytes`."""
+        import networkx
+
+        result: networkx.DiGraph[int] = networkx.DiGraph()
+        for node, (name, op) in enumerate(zip(self.names, self.ops)):
+            weights = self.weights[node]
+            result.add_node(node, name=name, op=op, weights_bytes=int(self.weight_bytes[weights].sum()))
+        for node in range(len(self)):
+            for value in self.inputs[node]:
+                source = int(self.producer[value])
+                if source >= 0:
+                    edge = result.get_edge_data(source, node, {"values": [], "bytes": 0})
+                    result.add_edge(
+                        source,
+                        node,
+                        values=[*edge["values"], self.value_names[value]],
+                        bytes=edge["bytes"] + int(self.value_bytes[value]),
+                    )
+        return result

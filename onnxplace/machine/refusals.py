@@ -1,0 +1,131 @@
+"""What it means that ONNX Runtime refuses a model: an unknown operator, a missing kernel, a full disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onnxplace.errors import ModelError, OnnxplaceError, one_line
+from onnxplace.utils import disk_error
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto, NodeProto
+
+LIBRARY_HINT = "give the library that has it: --custom-op-library FILE (custom_op_libraries=[...] in Python)"
+_UNKNOWN_OPERATOR = re.compile(r"(?P<domain>[\w.]+):(?P<name>\w+)\(-?\d+\) is not a registered function/op")
+_NO_KERNEL = re.compile(
+    r"Could not find an implementation for (?P<operator>[\w.]+)\((?P<opset>\d+)\) node with name '(?P<node>.*)'"
+)
+# How it says that no version of it would run the model.
+_INVALID = (
+    "This is an invalid model",
+    "Duplicate definition",
+    "Type Error",
+    "ShapeInferenceError",
+    "INVALID_GRAPH",
+    "INVALID_PROTOBUF",
+)
+# Less free space than this, and whatever failed may have failed for that.
+LEAST_FREE_BYTES = 1 << 20
+# A larger model is not searched for types: the search takes several times as much memory.
+MOST_SEARCHED_BYTES = 1 << 28
+
+
+def refusal(problem: Exception, model: Path | bytes, folder: str, device_id: str, where: str) -> OnnxplaceError:
+    """Return the error for what ONNX Runtime says of a model; `folder` is where the session writes, "" for nowhere."""
+    if folder and (full := no_space(folder, len(model) if isinstance(model, bytes) else 0)):
+        return full
+    text = one_line(problem).rpartition("[ONNXRuntimeError] : ")[2]
+    if unknown := _UNKNOWN_OPERATOR.search(text):
+        message = f"ONNX Runtime has no operator {unknown['name']} in domain {unknown['domain']!r}"
+        return ModelError("M010", message, where=where, hint=LIBRARY_HINT)
+    if missing := _NO_KERNEL.search(text):
+        types = _input_types(model, missing["node"], missing["operator"])
+        kind = "CPU" if device_id.startswith("cpu:") else "GPU"
+        operator = f"{missing['operator']} (opset {missing['opset']})"
+        message = f"ONNX Runtime has no kernel of {operator} for {types or 'the types it has here'} on a {kind}"
+        hint = "convert this node to float32 or float16, with a Cast before and after it, or put it on another device"
+        place = f"{where}, node {missing['node']!r}" if missing["node"] else where
+        return ModelError("M012", message, where=place, hint=hint)
+    hint = "the installed ONNX Runtime cannot run this model; try another version of it, or export with an older opset"
+    if any(words in text for words in _INVALID):
+        hint = "the model contradicts itself; onnx.checker.check_model(path, full_check=True) may say more"
+    return ModelError("M012", f"ONNX Runtime refuses the model: {text}", where=where, hint=hint)
+
+
+def no_space(folder: str, needed_bytes: int = 0) -> OnnxplaceError | None:
+    """Return the error for a disk that is full, found by writing to a folder; None if there is space."""
+    try:
+        if shutil.disk_usage(folder).free < needed_bytes:
+            return disk_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)
+        with tempfile.TemporaryFile(dir=folder) as stream:
+            stream.write(bytes(LEAST_FREE_BYTES))
+            stream.flush()
+    except OSError as problem:
+        return disk_error(problem, folder)
+    return None
+
+
+def _input_types(model: Path | bytes, name: str, operator: str) -> str:
+    """Return the types of the inputs of a node, such as `bfloat16`; "" where they cannot be found."""
+    try:
+        proto = _read(model)
+        if proto is None:
+            return ""
+        from onnx import shape_inference
+
+        graphs = list(_graphs(shape_inference.infer_shapes(proto).graph))
+        node = _only_node([node for graph in graphs for node in graph.node if node.op_type == operator], name)
+        known = {kind: text for graph in graphs for kind, text in _tensor_types(graph)}
+        return ", ".join(dict.fromkeys(known[item] for item in node.input if item in known)) if node else ""
+    except Exception:  # noqa: BLE001 - a better message is a service here; whatever is wrong with the model is told
+        return ""
+
+
+def _read(model: Path | bytes) -> ModelProto | None:
+    import onnx
+
+    size = len(model) if isinstance(model, bytes) else model.stat().st_size
+    if size > MOST_SEARCHED_BYTES:
+        return None
+    if isinstance(model, bytes):
+        return onnx.load_model_from_string(model)
+    return onnx.load(model, load_external_data=False)
+
+
+def _only_node(nodes: list[NodeProto], name: str) -> NodeProto | None:
+    """Return the node of a name; or the only one, which may have none."""
+    named = [node for node in nodes if node.name == name]
+    return named[0] if len(named) == 1 else nodes[0] if len(nodes) == 1 else None
+
+
+def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
+    from onnxplace.model import subgraphs
+
+    yield graph
+    for node in graph.node:
+        for inner in subgraphs(node):
+            yield from _graphs(inner)
+
+
+def _tensor_types(graph: GraphProto) -> Iterator[tuple[str, str]]:
+    """Yield the values of a graph that are tensors, with the type of their elements."""
+    from onnx import TensorProto
+
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        if value.type.HasField("tensor_type"):
+            yield value.name, TensorProto.DataType.Name(value.type.tensor_type.elem_type).lower()
+    for tensor in graph.initializer:
+        yield tensor.name, TensorProto.DataType.Name(tensor.data_type).lower()
+
+
+def written_folder(options: Any) -> str:
+    """Return the folder that a session with these options writes to; "" for none."""
+    path = options.optimized_model_filepath or (options.profile_file_prefix if options.enable_profiling else "")
+    return str(Path(path).parent) if path else ""

@@ -1,0 +1,216 @@
+"""The contract of runtimes, on small models over two CPU devices; `onnxplace.testing` hands it out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxplace.bundle import Bundle
+from onnxplace.errors import ExecutionError, FeedError
+from onnxplace.feeds import Array
+from onnxplace.pipeline import make_pass, spec_of
+from onnxplace.runtime import Result, Runtime, RuntimeSession
+from onnxplace.target import Device, Target
+from onnxplace.utils import temporary_folder
+
+# A runtime that takes longer than this for something that takes milliseconds is taken to hang.
+PATIENCE_SECONDS = 60.0
+
+_MODEL = """
+<ir_version: 8, opset_import: ["" : 17]>
+contract (float[4,4] x, int64[2] rows) => (float[2,4] y, float[4,4] z) {
+    product = MatMul(x, weight)
+    picked = Gather(product, rows)
+    mixed = MatMul(picked, weight)
+    y = Relu(mixed)
+    z = Neg(product)
+}
+"""
+_DEVICE_MAP = '{"product|y": "cpu:0", ".*": "cpu:1"}'
+_STATE_MODEL = """
+<ir_version: 8, opset_import: ["" : 17]>
+states (float[4] x, int64[1] row, float[4] total) => (float[4] y, float[1] picked, float[4] total_next) {
+    total_next = Add(total, x)
+    opposite = Neg(total_next)
+    picked = Gather(x, row)
+    y = Relu(opposite)
+}
+"""
+_STATE_DEVICE_MAP = '{"opposite": "cpu:1", ".*": "cpu:0"}'
+_WEIGHT: NDArray[np.float32] = np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)
+
+
+def require(condition: bool, message: str) -> None:
+    """Assert, even under `python -O`."""
+    if not condition:
+        raise AssertionError(message)
+
+
+def check_runtime(runtime_class: Callable[[], Runtime], *, computes: bool = True) -> None:
+    """Raise AssertionError unless a runtime does what runtimes promise, on a small model over two CPU devices.
+
+    Requests give the right outputs, also when many are under way; a request that fails or is cancelled does not
+    spoil the next; closing waits for what is under way, may be repeated, ends all threads, and what is submitted
+    later raises ExecutionError; nothing hangs. A runtime that `keeps_state` passes states on in the order of
+    submission, until they are reset or a request fails. `computes=False` is for a runtime that returns no outputs.
+
+    >>> from onnxplace.pipeline import find
+    >>> check_runtime(find("runtimes", "simulated"), computes=False)
+    """
+    with temporary_folder() as folder:
+        bundle = _small_bundle(folder, _MODEL, _DEVICE_MAP)
+        checks = [_check_requests, _check_close]
+        for check in [*checks, _check_failure, _check_cancelled] if computes else checks:
+            _in_time(lambda check=check: check(runtime_class(), bundle, computes), check.__name__)  # type: ignore[misc]
+        if computes and runtime_class().keeps_state:
+            stateful = _small_bundle(folder, _STATE_MODEL, _STATE_DEVICE_MAP, ("total_next=total",))
+            _in_time(lambda: _check_states(runtime_class(), stateful), _check_states.__name__)
+
+
+def _small_bundle(folder: Path, text: str, device_map: str, state: Sequence[str] = ()) -> Bundle:
+    """Compile a model that goes back and forth between two CPU devices, with estimated costs."""
+    from onnx import numpy_helper, parser
+
+    from onnxplace.api import compile_model
+
+    model = parser.parse_model(text)
+    if not state:
+        model.graph.initializer.append(numpy_helper.from_array(_WEIGHT, "weight"))
+    for node in model.graph.node:
+        node.name = node.output[0]
+    (folder / "map.json").write_text(device_map, encoding="utf-8")
+    coplace = replace(make_pass("coplace"), join="never", device_map=str(folder / "map.json"))  # type: ignore[call-arg]
+    passes = f"profile{{estimate=true}},{spec_of(coplace)},fuse,m-etf,split,emit"
+    target = Target((Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30)))
+    path = folder / f"{model.graph.name}.bundle"
+    return compile_model(model, path, target=target, pipeline=passes, state=state).bundle
+
+
+def _in_time(check: Callable[[], None], name: str) -> None:
+    """Run a check in a thread that may be given up, so that a runtime that hangs fails instead of hanging us."""
+    problems: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            check()
+        except BaseException as problem:  # noqa: BLE001 - handed to the caller below
+            problems.append(problem)
+
+    thread = threading.Thread(target=run, name=f"onnxplace {name}", daemon=True)
+    thread.start()
+    thread.join(PATIENCE_SECONDS)
+    require(not thread.is_alive(), f"{name[1:]}: still not done after {PATIENCE_SECONDS:.0f} seconds")
+    for problem in problems:
+        raise problem
+
+
+def _feeds(number: int) -> dict[str, Array]:
+    x = np.arange(16, dtype=np.float32).reshape(4, 4) / 8 - number
+    return {"x": x, "rows": np.array([number % 4, 3 - number % 4], dtype=np.int64)}
+
+
+def _failing_feeds() -> dict[str, Array]:
+    return {**_feeds(0), "rows": np.array([0, 1 << 40], dtype=np.int64)}
+
+
+def _check_result(result: Result, number: int, computes: bool) -> None:
+    require(result.seconds >= 0, f"request {number}: it took {result.seconds} seconds")
+    if not computes:
+        return
+    feeds = _feeds(number)
+    product = feeds["x"] @ _WEIGHT
+    expected = {"y": np.maximum(product[feeds["rows"]] @ _WEIGHT, 0), "z": -product}
+    require(set(result.outputs) == set(expected), f"request {number}: its outputs are {sorted(result.outputs)}")
+    for name, want in expected.items():
+        close = np.allclose(result.outputs[name], want, rtol=1e-4, atol=1e-5)
+        require(close, f"request {number}: output {name!r} is {result.outputs[name]}, not {want}")
+
+
+def _check_request(session: RuntimeSession, number: int, computes: bool) -> None:
+    _check_result(session.submit(_feeds(number)).result(PATIENCE_SECONDS), number, computes)
+
+
+def _check_requests(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
+    """Check one request, then more of them at once than a runtime keeps under way, then the timeline."""
+    with runtime.open(bundle, trace=True) as session:
+        _check_request(session, 0, computes)
+        under_way = [session.submit(_feeds(number)) for number in range(20)]
+        for number, future in enumerate(under_way):
+            _check_result(future.result(PATIENCE_SECONDS), number, computes)
+        events = session.submit(_feeds(0)).result(PATIENCE_SECONDS).events
+    known = {device.id for device in bundle.target.devices}
+    require({event.device for event in events} == known, f"the timeline shows {events}, not both devices of {known}")
+    for event in events:
+        require(0 <= event.start_seconds <= event.finish_seconds, f"{event} ends before it starts")
+
+
+def _check_close(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
+    before = set(threading.enumerate())
+    with runtime.open(bundle) as session:
+        under_way = [session.submit(_feeds(number)) for number in range(3)]
+        session.close()
+        for number, future in enumerate(under_way):
+            require(future.done(), "close did not wait for a request that was under way")
+            _check_result(future.result(), number, computes)
+        session.close()
+    left = sorted(thread.name for thread in set(threading.enumerate()) - before)
+    require(not left, f"threads are left after close: {', '.join(left)}")
+    try:
+        session.submit(_feeds(0)).result(PATIENCE_SECONDS)
+    except ExecutionError:
+        return
+    raise AssertionError("a closed session took a request")
+
+
+def _check_failure(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
+    with runtime.open(bundle) as session:
+        before, failing, after = (session.submit(f) for f in (_feeds(1), _failing_feeds(), _feeds(2)))
+        problem = failing.exception(PATIENCE_SECONDS)
+        require(isinstance(problem, ExecutionError), f"a part that failed raised {problem!r}, no ExecutionError")
+        _check_result(before.result(PATIENCE_SECONDS), 1, computes)
+        _check_result(after.result(PATIENCE_SECONDS), 2, computes)
+        _check_request(session, 3, computes)
+
+
+def _check_cancelled(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
+    with runtime.open(bundle) as session:
+        for future in [session.submit(_feeds(number)) for number in range(6)]:
+            future.cancel()
+        _check_request(session, 4, computes)
+
+
+def _check_states(runtime: Runtime, bundle: Bundle) -> None:
+    """Check that each request takes over what the one before left, until a reset or a failure."""
+    feeds: dict[str, Array] = {"x": np.ones(4, dtype=np.float32), "row": np.zeros(1, dtype=np.int64)}
+    begin = {**feeds, "total": np.full(4, -100, dtype=np.float32)}
+    with runtime.open(bundle) as session:
+        under_way = [session.submit(begin if number == 0 else feeds) for number in range(20)]
+        for number, future in enumerate(under_way):
+            _check_total(future.result(PATIENCE_SECONDS), number + 1, {"y", "picked"})
+        last = session.submit(feeds, ["total_next"]).result(PATIENCE_SECONDS)
+        _check_total(last, 21, {"y", "picked", "total_next"})
+        session.reset_state()
+        _check_no_state(session.submit(feeds), "a reset")
+        _check_total(session.submit(begin).result(PATIENCE_SECONDS), 1, {"y", "picked"})
+        failing, after = session.submit({**feeds, "row": np.array([1 << 40])}), session.submit(feeds)
+        problem = failing.exception(PATIENCE_SECONDS)
+        require(isinstance(problem, ExecutionError), f"a part that failed raised {problem!r}, no ExecutionError")
+        _check_no_state(after, "a failure")
+        _check_total(session.submit(begin).result(PATIENCE_SECONDS), 1, {"y", "picked"})
+
+
+def _check_total(result: Result, requests: int, names: Collection[str]) -> None:
+    require(set(result.outputs) == set(names), f"request {requests}: its outputs are {sorted(result.outputs)}")
+    want = 100 - requests
+    require(bool((result.outputs["y"] == want).all()), f"request {requests}: {result.outputs['y']}, not {want}")
+
+
+def _check_no_state(future: Future[Result], after: str) -> None:
+    problem = future.exception(PATIENCE_SECONDS)
+    require(isinstance(problem, FeedError), f"after {after}, a state that was not fed gave {problem!r}, no FeedError")

@@ -1,0 +1,1 @@
+"""Helpers of the placers, one folder for each way to place."""

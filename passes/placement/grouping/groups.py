@@ -1,0 +1,309 @@
+"""Which nodes must or should share a device: what `coplace` decides before a placer runs, and `adjust` after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxplace.errors import MOST_LISTED, InputError, TargetError, UsageError
+from onnxplace.facts import Groups, Profile
+from onnxplace.graph import Bools, Floats, Ints, OpGraph
+from onnxplace.model import HostValue, Model, find_host_values
+from onnxplace.passes.placement.grouping.group_kernels import find, first_readers, join, number_sets, owners
+from onnxplace.problem import device_seconds
+from onnxplace.state import Diagnostic, State
+from onnxplace.target import Target
+from onnxplace.utils import match_names, parse_json, read_json
+
+Join = Literal["worth", "always", "never"]
+Backward = Literal["free", "follow"]
+# The reason of groups around a value that a model hands to its next call.
+STATE = "state"
+
+
+def group_nodes(
+    state: State,
+    *,
+    join: Join,
+    given: bool,
+    backward: Backward,
+    colocate: tuple[str, ...],
+    device_map: str,
+    keep: bool = False,
+) -> tuple[Groups, tuple[Diagnostic, ...]]:
+    """Return the groups by the options of `coplace`, and what the user should know about them.
+
+    `keep`: groups that the state has stay together with their pins, unless the device map says otherwise.
+    """
+    profile, target = state[Profile], state.target
+    graph, notes = profile.graph, list[Diagnostic]()
+    removed = state[Model].removed if Model in state else ()
+    pinned, said = _pins(device_map, graph, target, removed)
+    notes += said
+    keep = keep and Groups in state
+    if keep:
+        pinned = np.where(pinned >= 0, pinned, state[Groups].pinned[state[Groups].group])
+    union = Union(pinned)
+    if keep:
+        union.join(first_alike(state[Groups].group), np.arange(len(graph)), "grouped before")
+    if Model in state:
+        _join_states(union, graph, state[Model], target)
+    notes += _join_matching(union, graph, colocate, removed)
+    if Model in state:
+        notes += _keep_on_host(union, graph, state[Model], target)
+    if given and profile.given is not None:
+        colored = np.flatnonzero(profile.given >= 0)
+        union.join(colored[first_alike(profile.given[colored])], colored, "the graph's own group")
+    torn = union.join(first_alike(profile.unit), np.arange(len(graph)), "one kernel")
+    if torn.any():
+        where = graph.names[int(torn.argmax())]
+        notes.append(Diagnostic("G010", "the device map splits what ONNX Runtime would run as one kernel", where))
+    owner = np.full(len(graph), -1, dtype=np.int32)
+    if backward == "follow":
+        owner = forward_owners(profile)
+        if not (owner >= 0).any():
+            notes.append(Diagnostic("G011", "no backward node follows a forward node: the graph marks none that can"))
+    follows = owner >= 0
+    union.join(owner[follows], np.flatnonzero(follows), "its forward node")
+    if join != "never" and len(target.devices) > 1:
+        seconds = device_seconds(profile, target)
+        union.join(*only_readers(graph, seconds, target, ~follows, join == "always"), "its only reader")
+    return union.groups(), tuple(notes)
+
+
+def forward_owners(profile: Profile) -> Ints:
+    """Return the forward node that each backward node belongs to, -1 for none and for forward nodes.
+
+    `Coplace` states the rule. Near-linear.
+    """
+    graph = profile.graph
+    if profile.backward is None or not profile.backward.any():
+        return np.full(len(graph), -1, dtype=np.int32)
+    color = np.full(len(graph), -1, dtype=np.int32)
+    if profile.given is not None:
+        colored = np.flatnonzero(profile.given >= 0)
+        color[colored] = first_alike(profile.given[colored])
+    found: Ints = owners(
+        graph.order, profile.backward, color, graph.producer, graph.outputs.starts, graph.outputs.items,
+        graph.inputs.starts, graph.inputs.items, graph.readers.starts, graph.readers.items,
+    )  # fmt: skip
+    return found
+
+
+class Union:
+    """Disjoint sets of nodes that refuse to join nodes pinned to different devices."""
+
+    def __init__(self, pinned: Ints) -> None:
+        self._parent = np.arange(len(pinned), dtype=np.int32)
+        self._pinned = pinned
+        self._reason = np.zeros(len(pinned), dtype=np.int32)
+        self._labels = [""]
+
+    def join(self, first: NDArray[np.integer], second: NDArray[np.integer], reason: str) -> Bools:
+        """Join nodes pair by pair; returns which pairs are pinned apart. Earlier reasons count more than later ones."""
+        self._labels.append(reason)
+        first, second = first.astype(np.int32), second.astype(np.int32)
+        refused: Bools = join(self._parent, self._pinned, self._reason, first, second, len(self._labels) - 1)
+        return refused
+
+    def pin_to(self, node: int, device: int) -> None:
+        """Pin the set of a node to a device."""
+        self._pinned[find(self._parent, node)] = device
+
+    def pin(self, node: int) -> int:
+        """Return the device that the set of a node is pinned to, -1 for none."""
+        return int(self._pinned[find(self._parent, node)])
+
+    def groups(self) -> Groups:
+        group, count = number_sets(self._parent)
+        roots = np.flatnonzero(self._parent == np.arange(len(group)))
+        assert len(roots) == count
+        reasons = tuple(self._labels[code] for code in self._reason[roots].tolist())
+        return Groups(group, self._pinned[roots], reasons)
+
+
+def first_alike(keys: Ints) -> NDArray[np.int64]:
+    """Return, for each position, the first one with the same key (0 or more)."""
+    if len(keys) and int(keys.max()) > 4 * len(keys):
+        keys = np.unique(keys, return_inverse=True)[1].astype(np.int32)
+    first = np.zeros(int(keys.max(initial=-1)) + 1, dtype=np.int64)
+    first[keys[::-1]] = np.arange(len(keys))[::-1]
+    return first[keys]
+
+
+def only_readers(
+    graph: OpGraph, seconds: Floats, target: Target, counts: Bools, always: bool
+) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
+    """Return the nodes that do well to join a reader, because it is the only one, and those readers.
+
+    `seconds` is [device, node]. A node joins if sending its values would take longer than computing it, or `always`;
+    nodes that do not count neither join nor read. A constant that costs nothing has no reason to be alone: it joins
+    the first of its readers.
+    """
+    latency, per_byte = target.link_arrays()
+    apart = ~np.eye(len(latency), dtype=bool)
+    lowest, highest, sent, sent_bytes = first_readers(
+        graph.producer, graph.value_bytes, graph.inputs.starts, graph.inputs.items, counts
+    )
+    own = seconds.min(axis=0)
+    transfer = sent * latency[apart].min() + sent_bytes * per_byte[apart].min()
+    single = (lowest == highest) & (np.True_ if always else own <= transfer)
+    reads = graph.inputs.rows[graph.producer[graph.inputs.items] >= 0]
+    constant = own == 0.0
+    constant[reads] = False
+    joins = np.flatnonzero((lowest >= 0) & counts & (single | (constant & (lowest != highest))))
+    return joins, lowest[joins]
+
+
+def _join_states(union: Union, graph: OpGraph, model: Model, target: Target) -> None:
+    """Join what makes the next value of a state with all that read the last one: it stays on their device.
+
+    Raises UsageError that lists the states which the device map tears apart.
+    """
+    index = {name: value for value, name in enumerate(graph.value_names)}
+    torn = []
+    for name, output in model.states.items():
+        maker = int(graph.producer[index[model.sources.get(output, output)]])
+        readers = graph.readers[index[name]]
+        refused = union.join(np.full_like(readers, maker), readers, STATE)
+        if refused.any():
+            places = [
+                f"node {graph.names[node]!r} to {target.devices[union.pin(node)].id}"
+                for node in (maker, int(readers[refused.argmax()]))
+            ]
+            torn.append(
+                f"state {output!r} = {name!r} stays on one device, but the device map pins {' and '.join(places)}"
+            )
+    if torn:
+        hint = "pin both to one device, or leave one of them free"
+        raise UsageError("S005", _listed(torn, "; "), where="--state", hint=hint)
+
+
+def _keep_on_host(union: Union, graph: OpGraph, model: Model, target: Target) -> list[Diagnostic]:
+    """Join what makes and reads a value that a GPU cannot hold, and pin it to a host device, if there is one.
+
+    On CPU devices alone nothing is done: they hand such values over as they are.
+    """
+    if all(device.kind == "cpu" for device in target.devices):
+        return []
+    found = list(find_host_values(model))
+    for value in found:
+        union.join(np.full_like(value.nodes, value.nodes[0]), value.nodes, "values that only a host can hold")
+    host = next((index for index, device in enumerate(target.devices) if device.kind == "cpu"), -1)
+    places: dict[int, list[HostValue]] = {}
+    for value in found:
+        if union.pin(int(value.nodes[0])) < 0 and host >= 0:
+            union.pin_to(int(value.nodes[0]), host)
+        places.setdefault(union.pin(int(value.nodes[0])), []).append(value)
+    return [_host_note(device, values, graph, target) for device, values in places.items()]
+
+
+def _host_note(device: int, values: Sequence[HostValue], graph: OpGraph, target: Target) -> Diagnostic:
+    """Say which nodes stay together, and why."""
+    nodes = sorted({node for value in values for node in value.nodes.tolist()})
+    kinds = " and ".join(dict.fromkeys(value.kind for value in values))
+    message = (
+        f"{len(nodes)} nodes, such as {graph.names[nodes[0]]!r}, stay together: "
+        f"a GPU cannot hold the values of type {kinds} that they share, such as {values[0].name!r}"
+    )
+    if device >= 0 and target.devices[device].kind == "cpu":
+        return Diagnostic("G012", message, where=target.devices[device].id)
+    where, hint = target.devices[device].id if device >= 0 else "", "add a host device, such as cpu:0"
+    return Diagnostic("G012", f"{message}; ONNX Runtime computes them on the host, copying to and fro", where, hint)
+
+
+def _join_matching(union: Union, graph: OpGraph, patterns: Sequence[str], removed: Sequence[str]) -> list[Diagnostic]:
+    """Join the nodes that each pattern matches; returns a note for those of which optimisation left none."""
+    where, torn, empty = "--colocate", list[str](), list[str]()
+    for pattern, positions in zip(patterns, match_names(patterns, graph.names, where)):
+        matching = np.array(positions, dtype=np.int32)
+        if not len(matching):
+            empty.append(pattern)
+            continue
+        refused = union.join(np.broadcast_to(matching[0], matching.shape), matching, f"--colocate {pattern}")
+        if refused.any():
+            torn.append(f"{pattern!r}, with {graph.names[matching[refused.argmax()]]!r}")
+    gone = _only_removed(empty, removed, where)
+    if missing := [pattern for pattern in empty if pattern not in gone]:
+        listed = _listed(repr(pattern) for pattern in missing)
+        raise UsageError("U020", f"no node's name matches {listed}", where=where, hint=_names_hint(graph))
+    if torn:
+        raise UsageError(
+            "U021",
+            f"joins nodes that the device map puts on different devices: {_listed(torn, '; ')}",
+            where=where,
+            hint="leave these nodes out of one of the two",
+        )
+    return [_removed_note(gone, where)] if gone else []
+
+
+def _only_removed(patterns: Sequence[str], removed: Sequence[str], where: str) -> dict[str, str]:
+    """Return, of patterns without a node, those that match one which optimisation removed, and that node."""
+    if not patterns or not removed:
+        return {}
+    matches = match_names(patterns, removed, where)
+    return {pattern: removed[found[0]] for pattern, found in zip(patterns, matches) if found}
+
+
+def _removed_note(gone: Mapping[str, str], where: str) -> Diagnostic:
+    listed = _listed(f"{pattern!r} ({name!r})" for pattern, name in gone.items())
+    message = f"only nodes that optimisation removed match {listed}: no effect"
+    return Diagnostic("U025", message, where=where, hint="leave it out, or name nodes that remain")
+
+
+def _names_hint(graph: OpGraph) -> str:
+    return f"names look like {', '.join(repr(name) for name in graph.names[:3])}"
+
+
+def _listed(items: Iterable[str], separator: str = ", ") -> str:
+    """Return the first of several things in a row, and how many more there are."""
+    entries = list(items)
+    more = len(entries) - MOST_LISTED
+    return separator.join(entries[:MOST_LISTED]) + (f"{separator}and {more} more" if more > 0 else "")
+
+
+def _pins(path: str, graph: OpGraph, target: Target, removed: Sequence[str]) -> tuple[Ints, list[Diagnostic]]:
+    """Return the device each node is pinned to by the user's device map, -1 for none, and what to say of the map.
+
+    The first pattern that matches a node decides.
+    """
+    pinned = np.full(len(graph), -1, dtype=np.int32)
+    if not path:
+        return pinned, []
+    rules = _read_map(path)
+    where = "device map" if path.startswith("{") else path
+    devices = [_device(device, target, where) for device in rules.values()]
+    unused, unmatched = [], []
+    for pattern, device, positions in zip(rules, devices, match_names(list(rules), graph.names, where)):
+        free = [node for node in positions if pinned[node] < 0]
+        pinned[free] = device
+        if not free:
+            unused.append(pattern)
+        if not positions:
+            unmatched.append(pattern)
+    gone = _only_removed(unmatched, removed, where)
+    if left := [pattern for pattern in unused if pattern not in gone]:
+        hint = f"{_names_hint(graph)}; the first match wins"
+        raise UsageError("U020", f"no node is left for {_listed(map(repr, left))}", where=where, hint=hint)
+    return pinned, [_removed_note(gone, where)] if gone else []
+
+
+def _device(name: str, target: Target, path: str) -> int:
+    try:
+        return target.position(name)
+    except TargetError as problem:
+        raise TargetError(problem.code, problem.message, where=path, hint=problem.hint) from None
+
+
+def _read_map(path: str) -> Mapping[str, str]:
+    """Read a device map: from a file, or from the JSON text itself."""
+    if path.startswith("{"):
+        data, path = parse_json(path, "U023", "a device map", "device map"), "device map"
+    else:
+        data = read_json(path, "U023", "a device map")
+    if not isinstance(data, dict) or not all(isinstance(device, str) for device in data.values()):
+        raise InputError("U023", "not a device map", where=path, hint='write it like {"encoder.*": "cuda:0"}')
+    return data

@@ -1,0 +1,345 @@
+"""Simulate a placement, letting each device run first what most of the remaining step waits for.
+
+The same model of time as the simulator (DESIGN section 4), as one call on arrays that are allocated once: the
+search calls it thousands of times a second.
+"""
+
+# Compiled loops get their types from numba.
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from onnxplace.graph import Floats, Ints, Longs, OpGraph
+from onnxplace.target import LINK_MODELS, Target
+from onnxplace.utils import kernel, part
+
+# Why a node could not start before it did: nothing, a node before it on its device, an input made here, or elsewhere.
+NOTHING, AHEAD, FROM_HERE, FROM_THERE = range(4)
+
+
+class Wiring(NamedTuple):
+    """What the kernels need to know about a graph, its costs and its links."""
+
+    order: Ints
+    """Topological."""
+    producer: Ints
+    value_bytes: Longs
+    in_starts: Longs
+    ins: Ints
+    out_starts: Longs
+    outs: Ints
+    read_starts: Longs
+    readers: Ints
+    seconds: Floats
+    """[device, node]."""
+    latency: Floats
+    """[source, destination], seconds."""
+    per_byte: Floats
+    call_seconds: Floats
+    """Per device: what a cut before or after a node costs."""
+    link_model: int
+
+
+class Scratch(NamedTuple):
+    """Arrays that one simulation writes; of node length unless said otherwise."""
+
+    bottom: Floats
+    """Length of the longest path from the start of a node to the end, cut edges with their transfers."""
+    key: Floats
+    """Urgency."""
+    start: Floats
+    finish: Floats
+    available: Floats
+    waiting: Ints
+    blame: Ints
+    """The node whose end decided when this one could start: made its last input, or ran before it; else -1."""
+    blame_kind: Ints
+    """`NOTHING`, `AHEAD`, `FROM_HERE` or `FROM_THERE`."""
+    last_input: Ints
+    ready_heap: Ints
+    """[device, node]."""
+    future_heap: Ints
+    """[device, node]."""
+
+
+def wiring(graph: OpGraph, seconds: Floats, target: Target) -> Wiring:
+    """Return the arrays of a graph on a target."""
+    latency, per_byte = target.link_arrays()
+    inputs, outputs, readers = graph.inputs, graph.outputs, graph.readers
+    return Wiring(
+        graph.order, graph.producer, graph.value_bytes, inputs.starts, inputs.items, outputs.starts, outputs.items,
+        readers.starts, readers.items, np.ascontiguousarray(seconds), latency, per_byte,
+        np.array([device.segment_seconds for device in target.devices]), LINK_MODELS.index(target.link_model),
+    )  # fmt: skip
+
+
+def scratch(nodes: int, devices: int) -> Scratch:
+    """Return arrays for simulations of a graph of so many nodes."""
+
+    def floats() -> Floats:
+        return np.zeros(nodes)
+
+    def ints() -> Ints:
+        return np.zeros(nodes, dtype=np.int32)
+
+    return Scratch(floats(), floats(), floats(), floats(), floats(), ints(), ints(), ints(), ints(),
+                   np.zeros((devices, nodes), dtype=np.int32), np.zeros((devices, nodes), dtype=np.int32))  # fmt: skip
+
+
+def run_order(graph: OpGraph, s: Scratch) -> Ints:
+    """Return the nodes in the order in which a simulation ran them.
+
+    Of those that start together on one device, those that take no time went first.
+    """
+    return np.lexsort((graph.positions, s.finish, s.start)).astype(np.int32)
+
+
+@part
+def bottom_levels(w, device, bottom):
+    """Fill `bottom` for a placement; returns the largest, which no schedule of that placement can beat."""
+    longest = 0.0
+    for position in range(len(w.order) - 1, -1, -1):
+        node = w.order[position]
+        home = device[node]
+        below = 0.0
+        calls = 0.0
+        for k in range(w.out_starts[node], w.out_starts[node + 1]):
+            value = w.outs[k]
+            for j in range(w.read_starts[value], w.read_starts[value + 1]):
+                reader = w.readers[j]
+                there = device[reader]
+                path = bottom[reader]
+                if there != home:
+                    path += w.latency[home, there] + w.value_bytes[value] * w.per_byte[home, there]
+                    calls = w.call_seconds[home]
+                below = max(below, path)
+        bottom[node] = below + calls + w.seconds[home, node]
+        longest = max(longest, bottom[node])
+    return longest
+
+
+@part
+def _push(heap, size, node, key):
+    """Add a node to a heap whose top has the largest key; ties go to the lower index."""
+    child = size
+    while child > 0:
+        parent = (child - 1) // 2
+        other = heap[parent]
+        if key[other] > key[node] or (key[other] == key[node] and other < node):
+            break
+        heap[child] = other
+        child = parent
+    heap[child] = node
+
+
+@part
+def _pop(heap, size, key):
+    """Remove the top of a heap of `size` nodes; the heap is one shorter afterwards."""
+    top = heap[0]
+    node = heap[size - 1]
+    size -= 1
+    parent = 0
+    while True:
+        child = 2 * parent + 1
+        if child >= size:
+            break
+        if child + 1 < size:
+            left, right = heap[child], heap[child + 1]
+            if key[right] > key[left] or (key[right] == key[left] and right < left):
+                child += 1
+        other = heap[child]
+        if key[node] > key[other] or (key[node] == key[other] and node < other):
+            break
+        heap[parent] = other
+        parent = child
+    heap[parent] = node
+    return top
+
+
+@part
+def _push_soonest(heap, size, node, when):
+    child = size
+    while child > 0:
+        parent = (child - 1) // 2
+        other = heap[parent]
+        if when[other] < when[node] or (when[other] == when[node] and other < node):
+            break
+        heap[child] = other
+        child = parent
+    heap[child] = node
+
+
+@part
+def _pop_soonest(heap, size, when):
+    top = heap[0]
+    node = heap[size - 1]
+    size -= 1
+    parent = 0
+    while True:
+        child = 2 * parent + 1
+        if child >= size:
+            break
+        if child + 1 < size:
+            left, right = heap[child], heap[child + 1]
+            if when[right] < when[left] or (when[right] == when[left] and right < left):
+                child += 1
+        other = heap[child]
+        if when[node] < when[other] or (when[node] == when[other] and node < other):
+            break
+        heap[parent] = other
+        parent = child
+    heap[parent] = node
+    return top
+
+
+@kernel
+def decode(w, device, bias, lean, limit, s):
+    """Run a placement; returns its makespan, and the time that transfers take in total.
+
+    Each free device runs the ready node of largest urgency: `lean` times its bottom level, plus its bias. Gives up,
+    returning infinity, as soon as the makespan is certain to exceed `limit`. Fills `s`.
+    """
+    count = len(w.order)
+    devices = len(w.latency)
+    longest = bottom_levels(w, device, s.bottom)
+    if longest > limit:
+        return np.inf, 0.0
+    free = np.zeros(devices)
+    running = np.full(devices, -1, np.int32)
+    ends = np.full(devices, np.inf)
+    wake = np.full(devices, np.inf)
+    last = np.full(devices, -1, np.int32)
+    ready_size = np.zeros(devices, np.int64)
+    future_size = np.zeros(devices, np.int64)
+    sending = np.zeros(devices)
+    receiving = np.zeros(devices)
+    arrival = np.zeros(devices)
+    stamp = np.full(devices, -1, np.int64)
+    traffic = 0.0
+    makespan = 0.0
+    for node in range(count):
+        s.key[node] = lean * s.bottom[node] + bias[node]
+        s.waiting[node] = 0
+        s.available[node] = 0.0
+        s.last_input[node] = -1
+        for k in range(w.in_starts[node], w.in_starts[node + 1]):
+            if w.producer[w.ins[k]] >= 0:
+                s.waiting[node] += 1
+    for position in range(count):
+        node = w.order[position]
+        if s.waiting[node] == 0:
+            d = device[node]
+            _push(s.ready_heap[d], ready_size[d], node, s.key)
+            ready_size[d] += 1
+    now = 0.0
+    while True:
+        for d in range(devices):
+            if running[d] >= 0:
+                continue
+            while future_size[d] > 0 and s.available[s.future_heap[d, 0]] <= now:
+                node = _pop_soonest(s.future_heap[d], future_size[d], s.available)
+                future_size[d] -= 1
+                _push(s.ready_heap[d], ready_size[d], node, s.key)
+                ready_size[d] += 1
+            if ready_size[d] > 0:
+                node = _pop(s.ready_heap[d], ready_size[d], s.key)
+                ready_size[d] -= 1
+                began = max(free[d], s.available[node])
+                if began + s.bottom[node] > limit:
+                    return np.inf, 0.0
+                took = w.seconds[d, node]
+                if w.call_seconds[d] > 0.0:
+                    took += _calls(w, device, node, d)
+                s.start[node] = began
+                s.finish[node] = began + took
+                if free[d] > s.available[node] or (free[d] == s.available[node] and s.last_input[node] < 0):
+                    s.blame[node] = last[d]
+                    s.blame_kind[node] = AHEAD if last[d] >= 0 else NOTHING
+                else:
+                    s.blame[node] = s.last_input[node]
+                    s.blame_kind[node] = NOTHING
+                    if s.blame[node] >= 0:
+                        s.blame_kind[node] = FROM_HERE if device[s.blame[node]] == d else FROM_THERE
+                running[d] = node
+                ends[d] = s.finish[node]
+                wake[d] = np.inf
+                last[d] = node
+            elif future_size[d] > 0:
+                wake[d] = s.available[s.future_heap[d, 0]]
+        now = np.inf
+        for d in range(devices):
+            now = min(now, min(ends[d], wake[d]))
+        if now == np.inf:
+            break
+        while True:
+            home = -1
+            for d in range(devices):
+                if ends[d] == now and (home < 0 or running[d] < running[home]):
+                    home = d
+            if home < 0:
+                break
+            node = running[home]
+            running[home] = -1
+            ends[home] = np.inf
+            free[home] = now
+            makespan = now
+            for k in range(w.out_starts[node], w.out_starts[node + 1]):
+                value = w.outs[k]
+                for j in range(w.read_starts[value], w.read_starts[value + 1]):
+                    reader = w.readers[j]
+                    there = device[reader]
+                    when = now
+                    if there != home:
+                        if stamp[there] != value:
+                            stamp[there] = value
+                            begin = now
+                            if w.link_model == 0:
+                                begin = max(now, max(sending[home], receiving[there]))
+                            elif w.link_model == 2:
+                                begin = max(
+                                    now, max(max(sending[home], receiving[home]), max(sending[there], receiving[there]))
+                                )
+                            lasts = w.latency[home, there] + w.value_bytes[value] * w.per_byte[home, there]
+                            traffic += lasts
+                            sending[home] = begin + lasts
+                            receiving[there] = begin + lasts
+                            arrival[there] = begin + lasts
+                        when = arrival[there]
+                    if when >= s.available[reader]:
+                        s.available[reader] = when
+                        s.last_input[reader] = node
+                    s.waiting[reader] -= 1
+                    if s.waiting[reader] == 0:
+                        if s.available[reader] <= now:
+                            _push(s.ready_heap[there], ready_size[there], reader, s.key)
+                            ready_size[there] += 1
+                        else:
+                            _push_soonest(s.future_heap[there], future_size[there], reader, s.available)
+                            future_size[there] += 1
+                            if running[there] < 0:
+                                wake[there] = min(wake[there], s.available[reader])
+        for d in range(devices):
+            if wake[d] <= now:
+                wake[d] = np.inf
+    return makespan, traffic
+
+
+@part
+def _calls(w, device, node, d):
+    """Seconds for the cuts that a node makes: one before it if it reads what was sent, one after if it sends."""
+    calls = 0.0
+    for k in range(w.in_starts[node], w.in_starts[node + 1]):
+        maker = w.producer[w.ins[k]]
+        if maker >= 0 and device[maker] != d:
+            calls = w.call_seconds[d]
+            break
+    for k in range(w.out_starts[node], w.out_starts[node + 1]):
+        value = w.outs[k]
+        for j in range(w.read_starts[value], w.read_starts[value + 1]):
+            if device[w.readers[j]] != d:
+                return calls + w.call_seconds[d]
+    return calls

@@ -1,0 +1,288 @@
+"""Measure a model with ONNX Runtime: what each kernel takes, and how sure that is.
+
+One session runs the model as it will be run, first with the profiler, then without it: the times of the kernels are
+corrected such that they add up to a run without.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from onnxplace.facts import Quality
+from onnxplace.graph import Floats, Ints
+from onnxplace.machine import (
+    BUSY,
+    Patience,
+    Runs,
+    custom_operators,
+    no_space,
+    open_session,
+    operator_libraries,
+    pinned,
+    run_whole,
+    session_options,
+)
+from onnxplace.model import INLINE_LIMIT_BYTES, Model, WeightFile
+from onnxplace.passes.profiling.kernel_attribution import attribute, without_overhead
+from onnxplace.utils import in_child, temporary_folder
+
+Feeds = Mapping[str, NDArray[Any]]
+WARM_UPS = 2
+# Most events that a profile may hold (640 bytes each on disk), though not fewer than those of three runs.
+MOST_EVENTS = 60_000
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one device class needs for the model."""
+
+    seconds: Floats
+    """Per node, scaled so that they add up to an unprofiled run of the whole model."""
+    unit: Ints
+    """Dense id per node: nodes of one kernel."""
+    ran: NDArray[np.bool_]
+    """Per node: False if ONNX Runtime folded it away."""
+    measured: NDArray[np.bool_]
+    """Per node: False if it could not be run, so that nothing is known of it."""
+    whole_seconds: float | None
+    """Of one unprofiled run; None if the model never ran as a whole."""
+    value_bytes: Mapping[str, int]
+    """Bytes of the values that survived fusion, by name."""
+    spread: Floats
+    """Per node, half the distance between the quartiles of its times, in seconds."""
+    quality: Quality | None
+    """None if the model never ran as a whole."""
+
+
+def measure(
+    model: Model, feeds: Feeds, device_id: str, cores: Sequence[int], repeat: int, seconds: float
+) -> Measurement:
+    """Measure a model as a `Timer` does."""
+    return Timer(device_id, tuple(cores), repeat, seconds).measure(model, feeds)[0]
+
+
+@dataclass(frozen=True)
+class Timer:
+    """How to measure: the device, and when it is enough."""
+
+    device_id: str
+    cores: tuple[int, ...]
+    repeat: int
+    """Most runs."""
+    seconds: float
+    """About how long to go on, with the profiler and again without it, though not fewer than three runs."""
+    tolerance: float = 0.02
+    """Enough is when the standard error of the median run is below this share of it."""
+
+    def measure(self, model: Model, feeds: Feeds) -> tuple[Measurement, list[Any]]:
+        """Run the whole model, profiled and unprofiled; returns also what it gave back the last time.
+
+        On a GPU the profiled runs happen in a child process whose launches wait for their kernels: ONNX Runtime's
+        times would be those of the launches otherwise. The unprofiled runs, to whose time all is scaled, are
+        ordinary ones.
+        """
+        with temporary_folder() as folder, pinned(self.cores):
+            source, entries = stored(model, folder)
+            most = max(MOST_EVENTS // max(len(model.nodes), 1), 3)
+            patience = Patience(min(self.repeat, most), self.seconds, self.tolerance)
+            job = Job(source, entries, self.device_id, self.cores, dict(feeds), patience, str(folder), model.name)
+            if self.device_id.startswith("cpu:"):
+                kernels, session = profile(job)
+            else:
+                kernels = profile_blocking(job)
+                session = open_session(source, session_options(self.cores, "all", entries), self.device_id, model.name)
+            runs, made = _run(session, job, Patience(self.repeat, self.seconds, self.tolerance))
+            del session
+            fused, ran = (
+                onnx.load(folder / f"{level}.onnx", load_external_data=False) for level in ("extended", "all")
+            )
+        return _measurement(model, fused, ran, kernels, runs), made
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a profiling run needs; can be sent to another process."""
+
+    source: bytes | Path
+    entries: Mapping[str, str]
+    device_id: str
+    cores: tuple[int, ...]
+    feeds: Feeds
+    patience: Patience
+    folder: str
+    """Receives the graphs after fusion and after all optimisations, as extended.onnx and all.onnx."""
+    where: str
+    libraries: tuple[str, ...] = field(default_factory=operator_libraries)
+    """Of custom operators."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What the profiler saw of each kernel, by its name."""
+
+    seconds: Mapping[str, float]
+    spread: Mapping[str, float]
+    """Half the distance between the quartiles, in seconds."""
+    output_bytes: Mapping[str, Sequence[int]]
+    """-1 for what is no plain tensor."""
+
+
+def profile_blocking(job: Job) -> Kernels:
+    """Profile in a fresh process in which each CUDA launch waits until its kernel is done."""
+    return in_child(_kernels_of, job, "profiling", job.device_id, CUDA_LAUNCH_BLOCKING="1")
+
+
+def _kernels_of(job: Job) -> Kernels:
+    return profile(job)[0]
+
+
+def stored(model: Model, folder: Path, more: Sequence[onnx.ValueInfoProto] = ()) -> tuple[bytes | Path, dict[str, str]]:
+    """Return what a session opens, and the options it needs; `more` values are outputs too.
+
+    Weights beyond 1 GiB go through a file in `folder`.
+    """
+    if model.inline_bytes <= INLINE_LIMIT_BYTES:
+        return model.whole_proto(more=more).SerializeToString(), model.session_entries
+    with WeightFile(folder / "weights.bin", "weights.bin") as weights:
+        (folder / "whole.onnx").write_bytes(model.whole_proto(weights, more).SerializeToString())
+    return folder / "whole.onnx", {}
+
+
+def profile(job: Job) -> tuple[Kernels, Any]:
+    """Run with the profiler on; returns what it saw, and the session, in which it is off from then on."""
+    with custom_operators(job.libraries), pinned(job.cores):
+        open_session(job.source, _saving(job, "extended"), job.device_id, job.where)
+        (Path(job.folder) / "extended.bin").unlink(missing_ok=True)  # weights; only the graph is wanted
+        options = _saving(job, "all")
+        options.enable_profiling = True
+        options.profile_file_prefix = str(Path(job.folder) / "profile")
+        session = open_session(job.source, options, job.device_id, job.where)
+        (Path(job.folder) / "all.bin").unlink(missing_ok=True)
+        runs, _ = _run(session, job, job.patience)
+    return _kernels(_events(session.end_profiling(), job.folder), runs), session
+
+
+def _events(path: str, folder: str) -> list[Mapping[str, Any]]:
+    """Return what the profiler wrote; raises ExecutionError if the disk was too small for it."""
+    try:
+        events: list[Mapping[str, Any]] = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        if full := no_space(folder):
+            raise full from None
+        raise
+    return events
+
+
+def _saving(job: Job, level: Any) -> Any:
+    """Return options for a session that saves the graph as it is at a level of optimisation."""
+    saved = {
+        **job.entries,
+        "session.optimized_model_external_initializers_file_name": f"{level}.bin",
+        "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
+    }
+    options = session_options(job.cores, level, saved)
+    options.optimized_model_filepath = str(Path(job.folder) / f"{level}.onnx")
+    return options
+
+
+def _run(session: Any, job: Job, patience: Patience) -> tuple[Runs, list[Any]]:
+    """Run after warming up until it is enough; returns the times, and what the last run gave back."""
+    call = partial(run_whole, session, None, job.feeds, job.where)
+    for _ in range(WARM_UPS):
+        call()
+    return patience.run(call, pool=len(job.cores) > 1)
+
+
+_SUFFIX = "_kernel_time"
+
+
+def _kernels(events: Sequence[Mapping[str, Any]], runs: Runs) -> Kernels:
+    """Return what the profiler saw in the calm ones of these runs, which are the last that it saw.
+
+    Times are whole microseconds, so the mean of the middle half says more than the median; in runs that waited for a
+    core, the mean of the smaller half does.
+    """
+    begins = np.sort([event["ts"] for event in events if event["name"] == "model_run"])[-len(runs.passed) :]
+    counted = set(runs.calm.tolist())
+    taken: dict[str, list[int]] = {}
+    sizes: dict[str, list[int]] = {}
+    for event in events:
+        if event.get("cat") != "Node" or not event["name"].endswith(_SUFFIX):
+            continue
+        name = event["name"].removesuffix(_SUFFIX)
+        if int(np.searchsorted(begins, event["ts"], "right")) - 1 in counted:
+            taken.setdefault(name, []).append(event["dur"])
+            sizes[name] = [_bytes_of(shape) for shape in event["args"].get("output_type_shape", [])]
+    middle = slice(0, 0.5) if runs.waiting > BUSY else slice(0.25, 0.75)
+    ordered = {name: np.sort(durations) * 1e-6 for name, durations in taken.items()}
+    seconds = {name: float(_part(times, middle.start, middle.stop).mean()) for name, times in ordered.items()}
+    spread = {name: float(np.subtract(*np.quantile(times, (0.75, 0.25)))) / 2 for name, times in ordered.items()}
+    return Kernels(seconds, spread, sizes)
+
+
+def _part(times: Floats, start: float, stop: float) -> Floats:
+    """Return the times between two quantiles, one at least."""
+    first = int(start * len(times))
+    return times[first : max(int(np.ceil(stop * len(times))), first + 1)]
+
+
+_WIDTHS = {
+    "float": 4,
+    "double": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+
+def _bytes_of(shape: Mapping[str, Sequence[int]]) -> int:
+    """Return the bytes of a tensor as the profiler describes it: `{"float": [1, 64]}`; -1 if it is no plain tensor."""
+    for kind, dims in shape.items():
+        if kind in _WIDTHS:
+            return int(np.prod(dims, dtype=np.int64)) * _WIDTHS[kind]
+    return -1
+
+
+def _measurement(
+    model: Model, fused: onnx.ModelProto, ran: onnx.ModelProto, kernels: Kernels, runs: Runs
+) -> Measurement:
+    """Give each node of the model its share of the kernel that does its work."""
+    found = attribute(model, fused, ran)
+    names = [kernel.name for kernel in ran.graph.node]
+    raw = np.array([kernels.seconds.get(name, 0.0) for name in names])
+    raw[found.kernel < 0] = 0.0
+    seconds, overhead = without_overhead(raw, runs.seconds)
+    scale = float(seconds.sum()) / max(float(raw.sum()), 1e-12)
+    spread = np.array([kernels.spread.get(name, 0.0) for name in names]) * scale
+    sizes = {
+        value: size
+        for kernel in ran.graph.node
+        for value, size in zip(kernel.output, kernels.output_bytes.get(kernel.name, ()))
+        if size >= 0
+    }
+    quality = Quality(
+        len(runs.own), runs.spread, runs.uncertainty, runs.waiting, len(names), float(raw.sum()), overhead
+    )
+    done = np.ones(len(model.nodes), dtype=bool)
+    return Measurement(
+        found.per_node(seconds), found.unit, found.ran, done, runs.seconds, sizes, found.per_node(spread), quality
+    )

@@ -1,0 +1,17 @@
+"""Running a bundle's segments on threads of this process."""
+
+from typing import TYPE_CHECKING
+
+from onnxplace._lazy import attach
+
+if TYPE_CHECKING:
+    from onnxplace.runtimes.execution.engine import Engine as Engine
+    from onnxplace.runtimes.execution.segments import PlacedDevice as PlacedDevice, open_segment as open_segment
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "engine": "Engine",
+        "segments": "PlacedDevice open_segment",
+    },
+)

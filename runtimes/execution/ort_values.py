@@ -1,0 +1,196 @@
+"""Values between numpy and ONNX Runtime, also those that numpy or the usual calls cannot express."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from onnxplace.feeds import Array
+from onnxplace.machine import onnxruntime
+
+# Several elements to a byte.
+_PACKED = ("tensor(int4", "tensor(uint4", "tensor(float4", "tensor(int2", "tensor(uint2")
+_PACKED_DTYPES = ("int4", "uint4", "float4_e2m1fn", "int2", "uint2")
+# What ONNX Runtime takes and gives as numpy arrays without a copy.
+_NATIVE = frozenset(
+    f"tensor({name})"
+    for name in (
+        *("float", "double", "float16", "bool"),
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+    )
+)
+_NATIVE_KINDS = "fiub"
+
+
+def is_native(declared: str) -> bool:
+    """Return whether numpy has this type, so that such values need no other form on a CPU."""
+    return declared in _NATIVE
+
+
+def is_array(value: Any) -> bool:
+    """Return whether a value is an array of a type that numpy has."""
+    return isinstance(value, np.ndarray) and value.dtype.isbuiltin == 1 and value.dtype.kind in _NATIVE_KINDS
+
+
+def to_value(array: Any, declared: str = "") -> Any:
+    """Return an array, or a list of arrays, as an OrtValue on the CPU; it shares an array's memory where possible.
+
+    `declared` is the type the model gives it, which an empty list needs. None stays None: an absent optional.
+    """
+    if array is None:
+        return None
+    if isinstance(array, list):
+        return _sequence(array) if array else _empty_sequence(declared)
+    if array.dtype.kind in "OUS":
+        return _strings(array)
+    if array.dtype.name in _PACKED_DTYPES:
+        return _packed(array)
+    contiguous = np.ascontiguousarray(array).reshape(array.shape)
+    if array.dtype.kind == "V" or array.dtype.name.startswith(("bfloat", "float8")):
+        from onnx import helper
+
+        bits = contiguous.view(np.uint16 if array.dtype.itemsize == 2 else np.uint8)
+        kind = helper.np_dtype_to_tensor_dtype(array.dtype)
+        return onnxruntime().OrtValue.ortvalue_from_numpy_with_onnx_type(bits, kind)
+    return onnxruntime().OrtValue.ortvalue_from_numpy(contiguous)
+
+
+def to_python(value: Any) -> Any:
+    """Return an OrtValue as numpy; sequences as lists of arrays, an absent optional as None."""
+    if is_absent(value):
+        return None
+    if isinstance(value, (np.ndarray, list, dict)):
+        return value
+    return _array(value) if value.is_tensor() else _list(value)
+
+
+def as_value(value: Any) -> Any:
+    """Return a value as an OrtValue, where it can be one, also if it came through Python."""
+    tensors = isinstance(value, list) and value and all(isinstance(item, np.ndarray) for item in value)
+    return to_value(value) if tensors or isinstance(value, np.ndarray) else value
+
+
+def is_absent(value: Any) -> bool:
+    """Return whether a value is an optional that holds nothing."""
+    return value is None or (not isinstance(value, (np.ndarray, list, dict)) and not value.has_value())
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a tensor whose bytes can be copied."""
+    return (
+        not isinstance(value, (np.ndarray, list, dict))
+        and not is_absent(value)
+        and value.is_tensor()
+        and not value.data_type().startswith(("tensor(string", *_PACKED))
+    )
+
+
+def _array(value: Any) -> Array:
+    if not value.data_type().startswith((*_PACKED, "tensor(bfloat", "tensor(float8")):
+        return np.asarray(value.numpy())
+    from onnx import TensorProto, numpy_helper
+
+    size = value.tensor_size_in_bytes()
+    data = ctypes.string_at(value.data_ptr(), size) if size else b""
+    return numpy_helper.to_array(TensorProto(data_type=value.element_type(), dims=value.shape(), raw_data=data))
+
+
+def _packed(array: Array) -> Any:
+    """Return elements that numpy keeps a byte each as an OrtValue, which keeps several to a byte."""
+    from onnx import numpy_helper
+
+    tensor = numpy_helper.from_array(array)
+    value = onnxruntime().OrtValue.ortvalue_from_shape_and_type(list(array.shape), tensor.data_type)
+    ctypes.memmove(value.data_ptr(), tensor.raw_data, len(tensor.raw_data))
+    return value
+
+
+def _sequence(arrays: list[Any]) -> Any:
+    """Return arrays as one OrtValue: ONNX Runtime makes sequences only as the output of a model."""
+    from onnx import TensorProto, helper
+
+    kind = helper.np_dtype_to_tensor_dtype(np.asarray(arrays[0]).dtype)
+    names = [f"item{index}" for index in range(len(arrays))]
+    inputs = [helper.make_tensor_value_info(name, kind, None) for name in names]
+    output = helper.make_tensor_sequence_value_info("items", kind or TensorProto.FLOAT, None)
+    graph = helper.make_graph([helper.make_node("SequenceConstruct", names, ["items"])], "sequence", inputs, [output])
+    feeds = {name: to_value(np.asarray(array)) for name, array in zip(names, arrays)}
+    return _session(graph).run_with_ort_values(["items"], feeds)[0]
+
+
+def _empty_sequence(declared: str) -> Any:
+    """Return a sequence of nothing of the declared type, `seq(tensor(float))`."""
+    from onnx import helper
+
+    element = declared.rpartition("tensor(")[2].partition(")")[0]
+    kind = _element_kind(element)
+    output = helper.make_tensor_sequence_value_info("items", kind, None)
+    graph = helper.make_graph([helper.make_node("SequenceEmpty", [], ["items"], dtype=kind)], "empty", [], [output])
+    return _session(graph).run_with_ort_values(["items"], {})[0]
+
+
+def _element_kind(element: str) -> int:
+    """Return ONNX's number of an element type as ONNX Runtime spells it."""
+    from onnx import TensorProto
+
+    return TensorProto.STRING if element == "string" else TensorProto.DataType.Value(element.upper())
+
+
+def _strings(array: Array) -> Any:
+    """Return strings as an OrtValue: ONNX Runtime makes those only as the output of a model."""
+    from onnx import TensorProto, helper
+
+    texts = [item if isinstance(item, bytes) else str(item).encode() for item in array.ravel().tolist()]
+    tensor = TensorProto(name="text", data_type=TensorProto.STRING, dims=array.shape, string_data=texts)
+    output = helper.make_tensor_value_info("out", TensorProto.STRING, array.shape)
+    graph = helper.make_graph([helper.make_node("Identity", ["text"], ["out"])], "strings", [], [output], [tensor])
+    return _session(graph).run_with_ort_values(["out"], {})[0]
+
+
+def _list(value: Any) -> list[Array]:
+    """Return a sequence of tensors as a list: ONNX Runtime hands elements out only through a model."""
+    element = value.data_type().removeprefix("seq(tensor(").removesuffix("))")
+    session = _sequence_reader(element)
+    count = int(session.run_with_ort_values(["count"], {"items": value, "index": to_value(np.array(0))})[0].numpy())
+    reader = _element_reader(element)
+    return [
+        _array(reader.run_with_ort_values(["item"], {"items": value, "index": to_value(np.array(i))})[0])
+        for i in range(count)
+    ]
+
+
+@lru_cache(maxsize=64)
+def _sequence_reader(element: str) -> Any:
+    """Return a session that counts a sequence of tensors."""
+    return _session(_reader_graph(element, "SequenceLength", ["items"], "count"))
+
+
+@lru_cache(maxsize=64)
+def _element_reader(element: str) -> Any:
+    """Return a session that takes one element out of a sequence of tensors."""
+    return _session(_reader_graph(element, "SequenceAt", ["items", "index"], "item"))
+
+
+def _reader_graph(element: str, operator: str, inputs: list[str], output: str) -> Any:
+    from onnx import TensorProto, helper
+
+    kind = _element_kind(element)
+    items = helper.make_tensor_sequence_value_info("items", kind, None)
+    index = helper.make_tensor_value_info("index", TensorProto.INT64, [])
+    result = helper.make_tensor_value_info(output, TensorProto.INT64 if output == "count" else kind, None)
+    unused = [] if "index" in inputs else [helper.make_node("Identity", ["index"], ["index_unused"])]
+    return helper.make_graph(
+        [helper.make_node(operator, inputs, [output]), *unused], "reader", [items, index], [result]
+    )
+
+
+def _session(graph: Any) -> Any:
+    from onnx import helper
+
+    from onnxplace.machine import open_session, session_options
+
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return open_session(model.SerializeToString(), session_options([0], "none"))

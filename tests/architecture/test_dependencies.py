@@ -1,0 +1,160 @@
+"""What pyproject.toml requires is what is imported, and every bound is one that `.ci/lowest` runs the tests with."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
+# Modules that are not named as the package that holds them.
+PACKAGES = {"google": "protobuf", "pynvml": "nvidia-ml-py"}
+# What each folder may import: the extras that its readers have, beside what everybody has.
+FOLDERS = {
+    "onnxplace": ("cpu", "gpu"),
+    "passes": ("cpu", "gpu"),
+    "runtimes": ("cpu", "gpu"),
+    "examples": ("cpu", "gpu"),
+    "benchmarks": ("cpu", "gpu", "dev", "zoo"),
+    "tests": ("cpu", "gpu", "dev"),
+    ".ci": ("cpu", "dev"),
+}
+# Whoever hands over or wants a networkx graph has networkx; it is not needed otherwise.
+OPTIONAL = {("onnxplace/cost_graph/cost_graphs.py", "networkx"), ("onnxplace/graph/op_graph.py", "networkx")}
+
+
+def package_names(extras: tuple[str, ...]) -> set[str]:
+    """Return the packages that the project and some of its extras require."""
+    texts = [*PROJECT["dependencies"], *(text for extra in extras for text in EXTRAS[extra])]
+    return {canonicalize_name(Requirement(text).name) for text in texts}
+
+
+def python_files(folder: str) -> list[Path]:
+    """Return the Python files of a folder; `onnxplace` holds links to the folders of passes and runtimes."""
+    linked = {path for path in (ROOT / folder).iterdir() if path.is_symlink()}
+    return [path for path in sorted((ROOT / folder).rglob("*.py")) if linked.isdisjoint(path.parents)]
+
+
+def imported_modules(source: str) -> set[str]:
+    """Return the top names of all that a source imports, in functions and for type checking too."""
+    modules = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules.add(node.module or "")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("pytest.importorskip", "import_module"):
+            modules |= {item.value for item in node.args[:1] if isinstance(item, ast.Constant)}
+    return {module.partition(".")[0] for module in modules}
+
+
+def third_party(path: Path) -> set[str]:
+    """Return the packages that a file of ours imports, as they are called by pip."""
+    own = {"onnxplace", "passes", "runtimes", "tests", "benchmarks", *(file.stem for file in path.parent.glob("*.py"))}
+    own |= {file.stem for file in (ROOT / "examples").glob("*.py")}  # pytest and mypy have it on their path
+    modules = imported_modules(path.read_text(encoding="utf-8")) - own - sys.stdlib_module_names
+    return {canonicalize_name(PACKAGES.get(module, module)) for module in modules}
+
+
+@pytest.fixture(scope="module")
+def lowest() -> ModuleType:
+    """`.ci/lowest.py` as a module."""
+    spec = spec_from_file_location("lowest", ROOT / ".ci" / "lowest.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---------------------------------------------------------------------------------------------- what is declared
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_package_that_is_imported_is_declared(folder):
+    declared = package_names(FOLDERS[folder])
+    files = python_files(folder)
+    assert files
+    missing = {(path.relative_to(ROOT).as_posix(), name) for path in files for name in third_party(path) - declared}
+    assert missing - OPTIONAL == set()
+
+
+def test_every_dependency_is_imported_and_so_is_every_exception():
+    paths = [path for folder in ("onnxplace", "passes", "runtimes") for path in python_files(folder)]
+    imported = {(path.relative_to(ROOT).as_posix(), name) for path in paths for name in third_party(path)}
+    assert package_names(()) <= {name for _, name in imported}
+    assert imported >= OPTIONAL
+
+
+def test_the_walk_through_a_source_sees_every_kind_of_import():
+    source = (
+        "import a, b.c as d\nfrom e.f import g\nfrom . import h\n"
+        "if TYPE_CHECKING:\n    import i\n"
+        "def f():\n    try:\n        from j import k\n    except ImportError:\n        pass\n"
+        "l = pytest.importorskip('m.n')\no = import_module(name)\np = import_module('q')\n"
+    )
+    assert imported_modules(source) == {"a", "b", "e", "i", "j", "m", "q"}
+
+
+@pytest.mark.parametrize("extra", [None, "cpu", "gpu", "zoo"])
+def test_every_dependency_has_a_lower_bound(lowest, extra):
+    for text in PROJECT["dependencies"] if extra is None else EXTRAS[extra]:
+        assert Version(lowest.lower_bound(Requirement(text))) > Version("0")
+
+
+def test_both_onnx_runtimes_have_the_same_lower_bound(lowest):
+    bounds = {lowest.lower_bound(Requirement(text)) for extra in ("cpu", "gpu") for text in EXTRAS[extra]}
+    assert len(bounds) == 1
+
+
+# ---------------------------------------------------------------------------------------------- what `.ci/lowest` runs
+
+PYPROJECT = """
+[project]
+dependencies = [
+    "one>=1.2",
+    "two[extra]>=2,<4,!=2.5",
+    "old-windows>=3; sys_platform == 'os2'",
+    "here>=4; python_version >= '3.11'",
+]
+[project.optional-dependencies]
+cpu = ["five>=5.0.1"]
+dev = ["six>=6"]
+"""
+
+
+def test_constraints_are_the_lower_bounds_of_what_this_machine_needs(lowest, tmp_path):
+    path = tmp_path / "pyproject.toml"
+    path.write_text(PYPROJECT)
+    requirements = lowest.read_requirements(path)
+    assert list(lowest.constraints(requirements)) == ["one==1.2", "two==2", "here==4", "five==5.0.1"]
+    assert list(lowest.constraints(lowest.read_requirements(path, ["dev"])))[-1] == "six==6"
+
+
+@pytest.mark.parametrize("text", ["one", "one<2", "one>1", "one>=1,>=2"])
+def test_a_dependency_without_one_lower_bound_is_named(lowest, text):
+    with pytest.raises(ValueError, match=r"one.*expected one lower bound"):
+        lowest.lower_bound(Requirement(text))
+
+
+def test_the_script_prints_a_line_for_each_dependency():
+    command = [sys.executable, ROOT / ".ci" / "lowest.py"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert {canonicalize_name(line.partition("==")[0]) for line in lines} == package_names(("cpu",))
+    assert all(re.fullmatch(r"[A-Za-z_-]+==\d+(\.\d+)*", line) for line in lines)
+
+
+def test_the_table_in_the_documentation_has_the_bounds_of_the_project(lowest):
+    text = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([A-Za-z_-]+) \| ([\d.]+) \|", text, re.MULTILINE)
+    requirements = lowest.read_requirements(ROOT / "pyproject.toml")
+    assert sorted(rows) == sorted((item.name, lowest.lower_bound(item)) for item in requirements)

@@ -1,0 +1,149 @@
+"""Bundles made of a bundle: what crosses handed out, and one device's part alone, compute what the whole computes."""
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from onnx import parser
+
+import onnxplace
+from onnxplace.bundle import Bundle, alone, crossings, recording
+from onnxplace.bundle.program_check import check_programs
+from onnxplace.pipeline import find
+from tests.end_to_end.test_split_property import RandomPlacement, assert_same, compiled_with, placements
+from tests.support.random_models import RandomModel, random_models, reference
+
+# Both towers read what the other one made, twice over.
+TOWERS = """
+<ir_version: 8, opset_import: ["" : 17]>
+towers (float[n] x, float[n] total) => (float[n] y, float[n] total_next) {
+    [left] a = Relu(x)
+    [right] b = Neg(total)
+    [left_too] c = Add(a, b)
+    [right_too] d = Mul(a, b)
+    [both] y = Add(c, d)
+    [next] total_next = Add(d, total)
+}
+"""
+MAP = '{"left.*|both": "cpu:0", ".*": "cpu:1"}'
+FEEDS = {"x": np.array([1, -2, 3], "f4"), "total": np.array([4, 5, 6], "f4")}
+
+
+def run(bundle: Bundle, feeds: dict) -> dict:
+    """Return the outputs of a bundle, states included, by the runtime alone."""
+    with find("runtimes", "onnxruntime")().open(bundle) as session:
+        return dict(session.run(feeds, [item.output for item in bundle.manifest.states]).outputs)
+
+
+def fed(bundle: Bundle, values: dict) -> dict:
+    """Return those of the values that a bundle takes."""
+    return {item.name: values[item.name] for item in bundle.inputs if item.name in values}
+
+
+def used(bundle: Bundle) -> list[str]:
+    return [device for device, program in bundle.manifest.programs.items() if program]
+
+
+@pytest.fixture(scope="module")
+def towers(tmp_path_factory) -> Bundle:
+    folder = tmp_path_factory.mktemp("towers")
+    (folder / "map.json").write_text(MAP)
+    onnx.save(parser.parse_model(TOWERS), folder / "m.onnx")
+    steps = f"optimize,profile{{estimate=true}},coplace{{join=never,device_map={folder / 'map.json'}}},m-etf,split,emit"
+    return onnxplace.compile(
+        folder / "m.onnx", folder / "bundle", devices="cpu:0,cpu:1,cpu:2", shape={"n": 3}, pipeline=steps,
+        state=["total_next=total"],
+    )  # fmt: skip
+
+
+def test_what_crosses_is_listed_by_source_and_destination(towers):
+    assert crossings(towers.manifest) == {("cpu:0", "cpu:1"): ("a",), ("cpu:1", "cpu:0"): ("b", "d")}
+
+
+def test_a_recording_gives_what_crosses_and_stores_no_states(towers):
+    bundle = recording(towers)
+    assert bundle.manifest.states == ()
+    found = run(bundle, FEEDS)
+    x, total = FEEDS.values()
+    for name, value in (("a", np.maximum(x, 0)), ("b", -total), ("d", np.maximum(x, 0) * -total)):
+        np.testing.assert_array_equal(found.pop(name), value)
+    assert found == {}
+
+
+def test_a_part_takes_what_it_reads_and_gives_the_outputs_made_there(towers):
+    first, second, third = (alone(towers, device) for device in ("cpu:0", "cpu:1", "cpu:2"))
+    assert [item.name for item in first.inputs] == ["x", "b", "d"]
+    assert [item.name for item in first.outputs] == ["y"]
+    assert [item.name for item in second.inputs] == ["total", "a"]
+    assert [item.name for item in second.outputs] == ["total_next"]
+    assert (third.inputs, third.outputs, third.manifest.segments) == ([], [], ())
+    steps = [step for part in (first, second) for program in part.manifest.programs.values() for step in program]
+    assert {step.op for step in steps} == {"run", "free"}
+    assert first.manifest.values["b"].producer is None
+
+
+def test_the_bundle_itself_stays_what_it_was(towers):
+    before = towers.manifest.model_dump_json()
+    recording(towers)
+    alone(towers, "cpu:0")
+    assert towers.manifest.model_dump_json() == before
+
+
+def test_parts_of_a_bundle_with_states_compute_what_its_first_step_does(towers):
+    values = FEEDS | run(recording(towers), FEEDS)
+    found = {}
+    for device in used(towers):
+        part = alone(towers, device)
+        found |= run(part, fed(part, values))
+    expected = run(towers, FEEDS)
+    for name in ("y", "total_next"):
+        np.testing.assert_array_equal(found[name], expected[name])
+
+
+def test_parts_free_what_is_read_no_more(towers):
+    """All that the towers hold at the end is what they return: on paper, a value that is freed twice is not there."""
+    for device in used(towers):
+        part = alone(recording(towers), device)
+        check_programs(part.manifest, Path("m"))
+        freed = [step.value for step in part.manifest.programs[device] if step.op == "free"]
+        assert len(freed) == len(set(freed))
+    without = replace(
+        towers, manifest=alone(towers, "cpu:1").manifest.model_copy(update={"inputs": towers.manifest.inputs})
+    )
+    with pytest.raises(onnxplace.errors.BundleError, match="'a'"):
+        check_programs(without.manifest, Path("m"))
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+@given(random_models(), placements())
+def test_parts_compute_what_the_whole_computes(model: RandomModel, placement: RandomPlacement) -> None:
+    try:
+        reference(model.proto, model.feeds)
+    except Exception:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
+        assume(False)
+    with tempfile.TemporaryDirectory() as name:
+        bundle = compiled_with(model.proto, placement, Path(name), dimensions=model.dimensions)
+        record = recording(bundle)
+        check_programs(record.manifest, Path(name))
+        for feeds in model.feeds:
+            crossed, expected = run(record, feeds), run(bundle, feeds)
+            assert set(crossed) == {value for values in crossings(bundle.manifest).values() for value in values}
+            found: dict = {}
+            for device in used(bundle):
+                for whole in (bundle, record):  # what it returns, and what it would send
+                    part = alone(whole, device)
+                    check_programs(part.manifest, Path(name))
+                    found |= run(part, fed(part, {**feeds, **crossed}))
+            made = {output for segment in bundle.manifest.segments for output in segment.outputs}
+            wanted = {item.name: expected[item.name] for item in bundle.manifest.outputs if item.value in made}
+            for output, value in {**wanted, **crossed}.items():
+                assert_same(found[output], value)

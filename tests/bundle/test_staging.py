@@ -1,0 +1,584 @@
+"""Where bundles go: nothing of the user's is ever lost, and there is a whole bundle or none, whatever happens."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import onnxplace
+from onnxplace.bundle import staging
+from onnxplace.errors import BundleError, ExecutionError, UsageError
+from onnxplace.passes import emit
+from onnxplace.utils import leases, renames as renames_module
+
+SHAPE = {"batch": 4}
+DEVICES = "cpu:0,cpu:1"
+LINUX = sys.platform.startswith("linux")
+
+
+@pytest.fixture(autouse=True)
+def scratch(monkeypatch, tmp_path_factory):
+    """A folder for temporary files, so that no test sweeps what another one needs."""
+    folder = tmp_path_factory.mktemp("scratch")
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    return folder
+
+
+@pytest.fixture(params=["atomic", "steps"])
+def renames(request, monkeypatch):
+    """With the renames of Linux, and as on systems without them."""
+    if request.param == "steps":
+        monkeypatch.setattr(renames_module, "_renameat2", lambda *_: False)
+    elif not LINUX:
+        pytest.skip("the renames are those of Linux")
+    return request.param
+
+
+@pytest.fixture
+def place(model_file):
+    """The folder of the model, where bundles go."""
+    return model_file.parent
+
+
+@pytest.fixture
+def compiling(model_file, fast_pipeline):
+    def run(output, **options):
+        pipeline = options.pop("pipeline", fast_pipeline)
+        return onnxplace.compile(model_file, output, devices=DEVICES, shape=SHAPE, pipeline=pipeline, **options)
+
+    return run
+
+
+@pytest.fixture
+def meanwhile(monkeypatch):
+    """Let something happen while a bundle is being written."""
+    actual = emit._write
+
+    def during(happen):
+        def write(*arguments):
+            happen()
+            return actual(*arguments)
+
+        monkeypatch.setattr(emit, "_write", write)
+
+    return during
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+# ---------------------------------------------------------------------------------------------- what came meanwhile
+
+
+def user_folder(path):
+    path.mkdir()
+    (path / "thesis.tex").write_text("years of work")
+
+
+COMES = {
+    "folder": user_folder,
+    "empty folder": Path.mkdir,
+    "file": lambda path: path.write_text("dear"),
+    "link": lambda path: path.symlink_to("nowhere"),
+}
+
+
+@pytest.mark.parametrize("kind", COMES)
+@pytest.mark.parametrize("output", ["b", "x" * 250])
+def test_what_came_to_the_place_meanwhile_stays(compiling, place, meanwhile, renames, kind, output):
+    meanwhile(lambda: COMES[kind](place / output))
+    with pytest.raises(UsageError, match="it exists already") as refused:
+        compiling(place / output)
+    assert refused.value.code == "U030"
+    assert refused.value.where.endswith(output[-100:])
+    assert names(place) == {"model.onnx", output}
+    if kind == "folder":
+        assert (place / output / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_force_does_not_replace_what_came_meanwhile_either(compiling, place, meanwhile, renames, kind):
+    meanwhile(lambda: COMES[kind](place / "b"))
+    with pytest.raises(UsageError) as refused:
+        compiling(place / "b", force=True)
+    assert refused.value.code == "U031"
+    assert names(place) == {"model.onnx", "b"}
+
+
+def test_a_file_that_the_user_puts_into_the_bundle_at_the_last_moment_stays(
+    compiling, place, bundle_copy, renames, monkeypatch
+):
+    actual, seen = staging._require_only_bundle, []
+
+    def checked(folder, path):
+        actual(folder, path)
+        seen.append(folder)
+        if len(seen) == 3:  # before any work, as the bundle is put in place, and what was there at that moment
+            pytest.fail("was not looked at again")
+        if len(seen) == 2:
+            (folder / "notes.txt").write_text("mine")
+
+    monkeypatch.setattr(staging, "_require_only_bundle", checked)
+    with pytest.raises(UsageError, match=r"notes\.txt") as refused:
+        compiling(bundle_copy, force=True)
+    assert refused.value.code == "U031"
+    assert (bundle_copy / "notes.txt").read_text() == "mine"
+    assert onnxplace.load(bundle_copy, "all")
+    assert names(place) == {"model.onnx", "bundle"}
+
+
+def test_a_bundle_that_goes_away_meanwhile_need_not_be_replaced(compiling, place, bundle_copy, meanwhile, renames):
+    meanwhile(lambda: shutil.rmtree(bundle_copy, ignore_errors=True))
+    compiling(bundle_copy, force=True)
+    assert onnxplace.load(bundle_copy, "all")
+    assert names(place) == {"model.onnx", "bundle"}
+
+
+# ---------------------------------------------------------------------------------------------- what force replaces
+
+
+def web_app(path):
+    path.mkdir()
+    (path / "manifest.json").write_text(json.dumps({"name": "shop", "icons": [], "files": {}}))
+    (path / "index.html").write_text("<html>")
+
+
+def bundle_with(name):
+    def add(path):
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text("mine")
+
+    return add
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda path: (shutil.rmtree(path), web_app(path)), "not a bundle"),
+        (lambda path: (path / "manifest.json").write_text("{}"), "not a bundle"),
+        (lambda path: (path / "manifest.json").write_text("{nope"), "not a bundle"),
+        (lambda path: (path / "manifest.json").unlink(), "not a bundle"),
+        (bundle_with("notes.txt"), "not of the bundle: notes.txt"),
+        (bundle_with("segments/.hidden"), "not of the bundle: segments/.hidden"),
+        (bundle_with("data/feeds.npz"), "not of the bundle: data, data/feeds.npz"),
+        (lambda path: (path / "empty").mkdir(), "not of the bundle: empty"),
+        (lambda path: (path / "link").symlink_to("nowhere"), "not of the bundle: link"),
+    ],
+    ids=["web app", "no format", "no JSON", "no manifest", "file", "hidden", "folder", "empty folder", "link"],
+)
+def test_force_replaces_nothing_of_the_users(compiling, place, bundle_copy, change, said):
+    change(bundle_copy)
+    before = {path: path.read_bytes() for path in bundle_copy.rglob("*") if path.is_file()}
+    with pytest.raises(UsageError, match=said) as refused:
+        compiling(bundle_copy, force=True)
+    assert refused.value.code == "U031"
+    assert refused.value.hint
+    assert {path: path.read_bytes() for path in bundle_copy.rglob("*") if path.is_file()} == before
+    assert names(place) == {"model.onnx", "bundle"}
+
+
+def edit(bundle, change):
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    change(manifest)
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: edit(path, lambda manifest: manifest.pop("format")),
+        lambda path: edit(path, lambda manifest: manifest.update(schema_version="7.3")),
+        lambda path: (path / "segments" / "weights.bin").unlink(),
+        lambda path: (path / "costs.json").write_text("{}"),
+    ],
+    ids=["older", "newer", "missing file", "edited file"],
+)
+def test_force_replaces_every_bundle_of_ours(compiling, place, bundle_copy, renames, change):
+    change(bundle_copy)
+    compiling(bundle_copy, force=True)
+    assert onnxplace.load(bundle_copy, "all").manifest.format == "onnxplace bundle"
+    assert names(place) == {"model.onnx", "bundle"}
+
+
+def test_a_bundle_without_a_format_is_read_and_one_of_another_format_is_not(bundle_copy):
+    edit(bundle_copy, lambda manifest: manifest.pop("format"))
+    assert onnxplace.load(bundle_copy, "all")
+    edit(bundle_copy, lambda manifest: manifest.update(format="something else"))
+    with pytest.raises(BundleError, match="'format'"):
+        onnxplace.load(bundle_copy)
+
+
+# ---------------------------------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(
+    ("output", "code"),
+    [
+        ("/", "U031"),
+        (".", "U031"),
+        ("..", "U031"),
+        ("missing/..", "U031"),
+        ("", "U032"),
+        ("x" * 300, "U032"),
+        ("a\0b", "U032"),
+        ("a\0/b", "U032"),
+        (b"b", "U032"),
+        (5, "U032"),
+        (os.fsdecode(b"caf\xe9"), "U032"),
+        ("model.onnx/b", "U032"),
+        ("/dev/null/b", "U032"),
+        ("/proc/b", "U032"),
+    ],
+)
+@pytest.mark.parametrize("force", [False, True])
+def test_places_where_no_bundle_can_be_are_refused_in_a_line(compiling, place, monkeypatch, output, code, force):
+    monkeypatch.chdir(place)
+    with pytest.raises(UsageError) as refused:
+        compiling(output, force=force)
+    assert refused.value.code == code
+    assert refused.value.where.isprintable()
+    assert names(place) == {"model.onnx"}
+
+
+@pytest.mark.parametrize("output", ["/", "..", "", os.fsdecode(b"caf\xe9"), "a\nb", "x" * 300])
+def test_the_command_says_so_too(run_cli, place, monkeypatch, output):
+    monkeypatch.chdir(place)
+    if "\n" in output:
+        (place / output).mkdir()
+    ran = run_cli("compile", "model.onnx", "--shape", "batch=4", "-o", output)
+    assert (ran.code, ran.out) == (2, "")
+    assert [line[:8] for line in ran.err.splitlines()] == ["error[U0", "  hint: "]
+
+
+@pytest.mark.parametrize("output", ["x" * 255, "a\nb", "b/", "-", "~", "caf\u00e9 \U0001f600", "new/er/b"])
+def test_unusual_names_are_good(run_cli, place, fast_pipeline, monkeypatch, output):
+    monkeypatch.chdir(place)
+    ran = run_cli("compile", "model.onnx", "--shape", "batch=4", "-o", output, "--pipeline", fast_pipeline)
+    assert ran.code == 0, ran.err
+    assert run_cli("verify", output).code == 0
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\nb/c", os.fsdecode(b"caf\xe9"), "."])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("compile", "model.onnx", "--shape", "batch=4", "--save-costs"),
+        ("run", "bundle", "--outputs"),
+        ("run", "bundle", "--trace"),
+        ("devices", "-o"),
+    ],
+    ids=lambda command: command[0] + command[-1],
+)
+def test_files_that_cannot_be_written_are_refused_before_any_work(
+    run_cli, place, bundle_copy, monkeypatch, command, name
+):
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(onnxplace.api, "load", lambda *_: pytest.fail("worked"))
+    monkeypatch.setattr("onnxplace.driver.compiler.load_model", lambda *_: pytest.fail("worked"))
+    ran = run_cli(*command, name)
+    assert (ran.code, ran.out) == (2, "")
+    assert [line[:11] for line in ran.err.splitlines()] == ["error[U032]", "  hint: cho"]
+    assert names(place) == {"model.onnx", "bundle"}
+
+
+# ---------------------------------------------------------------------------------------------- no room
+
+
+@pytest.fixture
+def mounted(tmp_path_factory):
+    """Mount small file systems that live in memory."""
+    points = []
+
+    def mount(options):
+        point = tmp_path_factory.mktemp("disk")
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", point], capture_output=True)
+        if done.returncode:
+            pytest.skip("file systems cannot be mounted here")
+        points.append(point)
+        return point
+
+    if not LINUX or os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("file systems cannot be mounted here")
+    yield mount
+    for point in points:
+        subprocess.run(["umount", point], check=True)
+
+
+def test_a_disk_that_gets_full_at_any_moment_leaves_a_whole_bundle_or_nothing(compiling, place, mounted):
+    compiling(place / "whole")
+    needed = sum(-(-path.stat().st_size // 4096) * 4 for path in (place / "whole").rglob("*") if path.is_file())
+    seen = []
+    for size in (*range(4, needed - 8, 24), *range(needed - 8, needed + 24, 4)):  # in KiB; closely where it is decided
+        disk = mounted(f"size={size}k")
+        failed = None
+        try:
+            compiling(disk / "b")
+        except ExecutionError as problem:
+            failed = problem
+        seen.append(failed is None)
+        assert names(disk) == ({"b"} if failed is None else set())
+        if failed is None:
+            assert onnxplace.load(disk / "b", "all")
+        else:
+            assert failed.code == "E001"
+            assert failed.where.startswith(str(disk / "b"))
+    assert seen == sorted(seen)
+    assert set(seen) == {False, True}
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_disk_that_nothing_can_be_written_to_is_named_before_any_work(compiling, mounted, monkeypatch, force):
+    disk = mounted("ro")
+    monkeypatch.setattr("onnxplace.driver.compiler.load_model", lambda *_: pytest.fail("worked"))
+    with pytest.raises(UsageError, match="cannot be written to") as refused:
+        compiling(disk / "b", force=force)
+    assert refused.value.code == "U032"
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_no_room_for_the_manifest_after_the_trial_leaves_what_was_there(
+    compiling, place, bundle_copy, monkeypatch, force
+):
+    def full(*_):
+        raise ExecutionError("E001", "no space left", where=str(place / ".hidden" / "manifest.json"))
+
+    monkeypatch.setattr("onnxplace.driver.finishing.replace_manifest", full)
+    before = {path: path.read_bytes() for path in bundle_copy.rglob("*") if path.is_file()}
+    with pytest.raises(ExecutionError, match="no space left"):
+        compiling(bundle_copy if force else place / "b", force=force)
+    assert names(place) == {"model.onnx", "bundle"}
+    assert {path: path.read_bytes() for path in bundle_copy.rglob("*") if path.is_file()} == before
+
+
+def test_errors_and_notes_never_name_the_unfinished_bundle(compiling, place, monkeypatch):
+    def fail(bundle, manifest):
+        raise ExecutionError("X001", f"no {bundle.path}/x", where=str(bundle.path / "y"), hint=f"look at {bundle.path}")
+
+    monkeypatch.setattr("onnxplace.driver.finishing.replace_manifest", fail)
+    with pytest.raises(ExecutionError) as failed:
+        compiling(place / "b")
+    path = place / "b"
+    told = failed.value.message, failed.value.where, failed.value.hint
+    assert told == (f"no {path}/x", f"{path}/y", f"look at {path}")
+
+
+# ---------------------------------------------------------------------------------------------- interrupted
+
+
+def interrupted(folder, bundle, how, what, renames):
+    """Run the script of that name in a process of its own; returns what it printed."""
+    shutil.copytree(bundle, folder / "old")
+    manifest = json.loads((folder / "old" / "manifest.json").read_text())
+    (folder / "old" / "manifest.json").write_text(json.dumps({**manifest, "placer": "single"}))
+    (folder / "tmp").mkdir()
+    script = Path(__file__).parents[1] / "support" / "interrupted_compiles.py"
+    variables = {**os.environ, "TMPDIR": str(folder / "tmp")}
+    command = [sys.executable, "-W", "ignore", script, folder, how, what, renames]
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+FORKS = pytest.mark.skipif(not LINUX, reason="processes are forked, and killed")
+
+
+@FORKS
+@pytest.mark.slow  # some 30 compiles
+@pytest.mark.parametrize("how", ["kill", "raise"])
+@pytest.mark.parametrize("renames", ["atomic", "steps"])
+@pytest.mark.parametrize("what", ["fresh", "force"])
+def test_a_compile_that_ends_at_any_moment_leaves_the_old_bundle_the_new_one_or_none(
+    place, compiled, how, what, renames
+):
+    result = interrupted(place, compiled, how, what, renames)
+    assert result.pop("moments") > 15
+    assert set(result) == {"m-etf", "single" if what == "force" else "none"}
+
+
+@FORKS
+@pytest.mark.parametrize("renames", ["atomic", "steps"])
+def test_of_several_compiles_to_one_place_exactly_one_succeeds(place, compiled, renames):
+    assert interrupted(place, compiled, "race", "fresh", renames) == ["0", "30", "30", "30"]
+
+
+@FORKS
+@pytest.mark.parametrize("renames", ["atomic", "steps"])
+def test_several_compiles_that_replace_one_bundle_all_succeed(place, compiled, renames):
+    assert interrupted(place, compiled, "race", "force", renames) == ["0"] * 4
+    assert onnxplace.load(place / "b", "all").manifest.placer == "m-etf"
+
+
+def abandoned(folder, digits="0", journal=None):
+    """Leave a lease like a process that was killed."""
+    lease = folder / f".onnxplace-{digits * 16}"
+    lease.write_bytes(b"" if journal is None else leases._JOURNAL + json.dumps(journal).encode())
+    return lease
+
+
+@pytest.mark.skipif(not LINUX, reason="locks")
+def test_what_killed_processes_left_is_swept_and_said(run_cli, model_file, place, scratch, fast_pipeline):
+    for folder in (place, scratch):
+        lease = abandoned(folder)
+        lease.with_name(f"{lease.name}.new").mkdir()
+        (lease.with_name(f"{lease.name}.new") / "weights.bin").write_bytes(b"half")
+    mine = {".onnxplace-notes", ".onnxplace-0123456789abcdef.new", ".onnxplace-0123456789ABCDEF", ".b.tmp"}
+    for name in mine:
+        (place / name).write_text("mine")
+    options = ("--shape", "batch=4", "--pipeline", fast_pipeline, "--json")
+    ran = run_cli("compile", model_file, "-o", place / "b", *options)
+    assert ran.code == 0
+    assert names(place) == {"model.onnx", "b"} | mine
+    assert names(scratch) == set()
+    notes = [note for note in json.loads(ran.out)["diagnostics"] if note["code"] == "U034"]
+    assert [note["where"] for note in notes] == [str(place), str(scratch)]
+    assert f".onnxplace-{'0' * 16}.new" in notes[0]["message"]
+    assert "U034" not in (place / "b" / "manifest.json").read_text()
+
+
+@pytest.mark.skipif(not LINUX, reason="locks")
+def test_what_a_living_process_holds_is_not_swept(place):
+    with leases.leased(place) as lease:
+        lease.beside("new").mkdir()
+        assert staging.sweep_output(place / "b") == []
+        assert lease.beside("new").is_dir()
+    assert names(place) == {"model.onnx"}
+
+
+@pytest.mark.skipif(not LINUX, reason="locks")
+def test_nothing_is_swept_where_files_cannot_be_locked(place, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    abandoned(place)
+    monkeypatch.setattr(leases, "_lock", refuse)
+    assert staging.sweep_output(place / "b") == []
+    with leases.leased(place) as lease:
+        assert lease.path.exists()
+    assert len(names(place)) == 2
+
+
+@pytest.mark.skipif(not LINUX, reason="locks")
+def test_a_bundle_that_was_moved_aside_is_told_of_and_put_back(run_cli, place, bundle_copy, model_file):
+    old = abandoned(place, journal="bundle").with_name(f".onnxplace-{'0' * 16}.old")
+    bundle_copy.rename(old)
+    ran = run_cli("run", bundle_copy)
+    assert ran.code == 2
+    assert "N001" in ran.err
+    assert old.name in ran.err
+    ran = run_cli("compile", model_file, "--shape", "batch=4", "-o", bundle_copy)
+    assert ran.code == 2
+    assert "U030" in ran.err
+    assert "put back" in ran.err
+    assert onnxplace.load(bundle_copy, "all")
+    assert names(place) == {"model.onnx", "bundle"}
+
+
+@pytest.mark.skipif(not LINUX, reason="locks")
+@pytest.mark.parametrize("journal", ["../precious", "/precious", "..", "", 3, None, ["b"]])
+def test_a_lease_cannot_make_the_sweep_touch_other_folders(place, journal):
+    (place / "inner").mkdir()
+    (place / "precious").mkdir()
+    abandoned(place / "inner", journal=journal)
+    leases.sweep(place / "inner")
+    assert names(place) == {"model.onnx", "inner", "precious"}
+    assert names(place / "inner") == set()
+
+
+def test_a_link_is_never_swept(place):
+    (place / "precious").mkdir()
+    (place / f".onnxplace-{'1' * 16}").symlink_to("precious")
+    assert staging.sweep_output(place / "b") == []
+    if LINUX:
+        lease = abandoned(place)
+        lease.with_name(f"{lease.name}.new").symlink_to("precious")
+        staging.sweep_output(place / "b")
+    assert (place / "precious").is_dir()
+
+
+# ---------------------------------------------------------------------------- leases that came from somewhere else
+
+
+def planted(place, name):
+    """Put a lease of nobody's there, as it may come out of a stranger's archive; return where it moved things to."""
+    lease = place / f".onnxplace-{'1' * 16}"
+    lease.write_bytes(b"onnxplace moves to " + json.dumps(name).encode())
+    return lease.with_name(f"{lease.name}.old")
+
+
+@pytest.mark.skipif(not LINUX, reason="locks")
+def test_a_planted_lease_replaces_no_file(run_cli, place, model_file):
+    (place / "thesis.txt").write_text("precious")
+    planted(place, "thesis.txt").write_text("evil")
+    assert run_cli("compile", model_file, "--shape", "batch=4", "-o", place / "b", "--no-trial").code == 0
+    assert (place / "thesis.txt").read_text() == "precious"
+
+
+@pytest.mark.skipif(not LINUX, reason="locks")
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_planted_lease_puts_a_folder_only_where_nothing_is(place, kind):
+    (place / "elsewhere").mkdir()
+    if kind == "file":
+        (place / "mine").write_text("precious")
+    else:
+        (place / "mine").symlink_to("elsewhere")
+    planted(place, "mine").mkdir()
+    leases.sweep(place)
+    assert names(place) == {"model.onnx", "elsewhere", "mine"}
+    assert (place / "mine").is_symlink() == (kind == "link")
+
+
+@pytest.mark.skipif(not LINUX, reason="pipes")
+def test_a_pipe_in_place_of_a_lease_is_not_waited_for(place):
+    os.mkfifo(place / f".onnxplace-{'1' * 16}")
+    (place / f".onnxplace-{'1' * 16}.old").mkdir()
+    with pytest.raises(onnxplace.BundleError, match="N001"):
+        onnxplace.load(place / "nothing")
+    leases.sweep(place)
+
+
+# --------------------------------------------------------------------------------- what a command reads stays
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "./model.onnx"])
+def test_costs_are_not_saved_over_the_model(run_cli, model_file, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(model_file.parent)
+    before = model_file.read_bytes()
+    ran = run_cli("compile", model_file, "--shape", "batch=4", "-o", tmp_path / "b", "--save-costs", name)
+    assert ran.code == 2
+    assert "U032" in ran.err
+    assert "model.onnx, which is read" in ran.err
+    assert model_file.read_bytes() == before
+
+
+@pytest.mark.parametrize(("option", "name"), [("--outputs", "manifest.json"), ("--trace", "costs.json")])
+def test_results_are_not_written_into_the_bundle(run_cli, bundle_copy, option, name):
+    ran = run_cli("run", bundle_copy, option, bundle_copy / name)
+    assert ran.code == 2
+    assert "which is read" in ran.err
+    assert onnxplace.load(bundle_copy, "all")
+
+
+def test_outputs_are_not_written_over_inputs(run_cli, bundle_copy, tmp_path):
+    np.savez(tmp_path / "in.npz", x=np.zeros((4, 64), np.float32))
+    ran = run_cli("run", bundle_copy, "--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "in.npz")
+    assert ran.code == 2
+    assert np.load(tmp_path / "in.npz")["x"].shape == (4, 64)
+
+
+def test_force_replaces_no_folder_that_only_looks_like_an_old_bundle(run_cli, model_file, tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "index.html").write_text("mine")
+    keys = {"schema_version": "1.1", "pipeline": "", "programs": {}, "segments": [], "files": {"index.html": 1}}
+    (site / "manifest.json").write_text(json.dumps(keys))
+    ran = run_cli("compile", model_file, "--shape", "batch=4", "-o", site, "--force")
+    assert ran.code == 2
+    assert "U031" in ran.err
+    assert (site / "index.html").read_text() == "mine"

@@ -1,0 +1,334 @@
+"""Answers that cannot be printed, interrupts, names that a file cannot hold, and sizes that a bundle remembers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import HealthCheck, example, given, settings, strategies as st
+from onnx import TensorProto, helper, parser
+
+import onnxplace
+from onnxplace.cli import app
+from onnxplace.errors import ExecutionError, FeedError
+from onnxplace.feeds import Declared, require_storable, write_npz
+from tests.conftest import FAST_PIPELINE, Ran, branches
+from tests.end_to_end.test_split_property import RandomPlacement, compiled_with
+
+PYTHON = (sys.executable, "-c", "from onnxplace.cli import entry; entry()")
+FULL = Path("/dev/full")
+TIMEOUT_SECONDS = 120
+Cli = Callable[..., Ran]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("answers") / "bundle"
+    onnxplace.compile(branches(), out, devices="cpu:0,cpu:1", shape={"batch": 4}, pipeline=FAST_PIPELINE, trial=False)
+    return out
+
+
+@pytest.fixture(scope="module")
+def other(bundle: Path) -> Path:
+    """Return a model that computes something else."""
+    path = bundle.with_name("other.onnx")
+    path.write_bytes(branches(seed=1).SerializeToString())
+    return path
+
+
+# ------------------------------------------------------------------------------------------- output that has no place
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize(
+    "arguments",
+    [("verify", "BUNDLE", "--json"), ("verify", "BUNDLE"), ("passes", "--json"), ("verify", "none", "--json")],
+    ids=" ".join,
+)
+def test_an_answer_that_cannot_be_written_is_a_failure(bundle: Path, arguments: tuple[str, ...], unbuffered: str):
+    command = [*PYTHON, *(str(bundle) if part == "BUNDLE" else part for part in arguments)]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with FULL.open("w") as full:
+        ran = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, timeout=TIMEOUT_SECONDS
+        )
+    assert ran.returncode == 4
+    assert ran.stderr.count("error[E001] standard output: no space left") == 1
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_an_error_that_cannot_be_written_keeps_its_exit_code(unbuffered: str):
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with FULL.open("w") as full:
+        ran = subprocess.run(
+            [*PYTHON, "verify", "none"], stdout=subprocess.PIPE, stderr=full, env=environment, timeout=TIMEOUT_SECONDS
+        )
+    assert ran.returncode == 2
+
+
+@pytest.mark.parametrize(("differs", "code"), [(False, 0), (True, 1)])
+@pytest.mark.parametrize("options", [(), ("--json",)], ids=["text", "json"])
+def test_the_exit_code_of_verify_does_not_depend_on_who_reads(
+    bundle: Path, other: Path, differs: bool, code: int, options: tuple[str, ...]
+):
+    against = ("--against", str(other)) if differs else ()
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as gone:
+        ran = subprocess.run(
+            [*PYTHON, "verify", str(bundle), *against, *options], stdout=gone, stderr=subprocess.PIPE, text=True,
+            timeout=TIMEOUT_SECONDS,
+        )  # fmt: skip
+    assert (ran.returncode, ran.stderr) == (code, "")
+
+
+@pytest.mark.parametrize("arguments", [("passes",), ("passes", "--json"), ("--help",), ("--version",)], ids=" ".join)
+def test_a_reader_that_has_gone_is_no_answer_of_no(arguments: tuple[str, ...]):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as gone:
+        ran = subprocess.run([*PYTHON, *arguments], stdout=gone, stderr=subprocess.PIPE, timeout=TIMEOUT_SECONDS)
+    assert (ran.returncode, ran.stderr) == (0, b"")
+
+
+def test_a_closed_stdout_is_no_defect(bundle: Path):
+    ran = subprocess.run(
+        ["/bin/sh", "-c", 'exec "$@" >&-', "sh", *PYTHON, "verify", str(bundle)],
+        stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_SECONDS,
+    )  # fmt: skip
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+# ---------------------------------------------------------------------------------------------------------- SIGTERM
+
+
+TERMINATED_WHILE_AT_IT = """
+import os, signal, time
+from onnxplace import cli
+def command(**_):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+app.cli.main = command
+app.entry()
+"""
+
+
+@pytest.mark.parametrize("json_", [False, True], ids=["text", "json"])
+def test_sigterm_says_that_it_interrupted(json_: bool):
+    command = [sys.executable, "-c", TERMINATED_WHILE_AT_IT, "passes", *(["--json"] if json_ else [])]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    assert ran.returncode == 143
+    assert ran.stderr == "interrupted (SIGTERM); nothing half-written was left\n"
+    assert json.loads(ran.stdout)["error"]["code"] == "X011" if json_ else ran.stdout == ""
+
+
+SWALLOWED = """
+import os, signal
+from onnxplace import cli
+from onnxplace.errors import BrokenPassError
+def command(**_):
+    try:
+        os.kill(os.getpid(), {number})
+        for _ in range(1000): pass
+    except BaseException:
+        pass
+    raise {failure}
+app.cli.main = command
+app.entry()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("failure", ['BrokenPassError("B001", "no compiled object yet")', "ValueError"])
+def test_what_a_signal_led_to_is_told_as_an_interrupt(number: signal.Signals, code: int, failure: str):
+    """What the signal raised may be swallowed, as in a callback of a C library, and something else goes wrong then."""
+    text = SWALLOWED.format(number=int(number), failure=failure)
+    ran = subprocess.run([sys.executable, "-c", text, "x"], capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    assert ran.returncode == code
+    assert ran.stderr.startswith("interrupted")
+    assert "B001" not in ran.stderr
+
+
+def test_ctrl_c_says_what_it_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def interrupted(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(app.cli, "main", interrupted)
+    assert app.main(["passes"]) == 130
+    assert capsys.readouterr().err == "interrupted; nothing half-written was left\n"
+
+
+# ------------------------------------------------------------------------------------------------------- outputs.npz
+
+
+def tensors(*names: str, lists: tuple[str, ...] = ()) -> list[Declared]:
+    return [Declared(n, "seq(tensor(float))" if n in lists else "tensor(float)", None) for n in names]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "about"),
+    [
+        (tensors("a\0b"), "NUL"),
+        (tensors("n" * 65536), "65536 bytes"),
+        (tensors("é" * 40000), "80000 bytes"),
+        (tensors("a", "a.npy"), "'a'"),
+        (tensors("a/b", "a\\b"), "'a/b'"),
+        (tensors("x", "x.0", lists=("x",)), "'x'"),
+        (tensors("x.7", "x", lists=("x",)), "'x'"),
+        (tensors("x.0.npy", "x", lists=("x",)), "'x'"),
+    ],
+    ids=["NUL", "long", "long in UTF-8", "suffix", "slashes", "element", "element first", "element with suffix"],
+)
+def test_names_that_a_file_of_outputs_cannot_hold_are_refused(outputs: list[Declared], about: str):
+    with pytest.raises(FeedError, match="F010") as raised:
+        require_storable(outputs)
+    assert about in str(raised.value)
+    assert len(str(raised.value)) < 500
+
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
+    ["a", "a.npy", "a.0", "a.0.npy", "../a", "/a", "a/", "a\\b", "a/b", ".", "..", "", "ä", "a\0", "a\n", "x" * 65531]
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(NAMES, min_size=1, max_size=5, unique=True), st.data())
+@example(["x", "x.0"], None)
+def test_what_is_not_refused_is_read_back_by_every_name(names: list[str], data: st.DataObject | None):
+    lists = tuple(name for name in names if data is not None and data.draw(st.booleans()))
+    try:
+        require_storable(tensors(*names, lists=lists))
+    except FeedError:
+        return
+    arrays = {name: np.full(2, number, np.float32) for number, name in enumerate(names)}
+    outputs = {name: [array, array + 0.5] if name in lists else array for name, array in arrays.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        write_npz(Path(folder) / "out.npz", outputs)
+        with np.load(Path(folder) / "out.npz") as archive:
+            for name, array in arrays.items():
+                if name in lists:
+                    np.testing.assert_array_equal(archive[f"{name}.0"], array)
+                    np.testing.assert_array_equal(archive[f"{name}.1"], array + 0.5)
+                else:
+                    np.testing.assert_array_equal(archive[name], array)
+            assert len(archive.files) == len(names) + len(lists)
+
+
+def test_names_are_refused_before_anything_is_run(tmp_path: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch):
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in ("x", "y", "y.npy")]
+    nodes = [helper.make_node("Neg", ["x"], ["y"]), helper.make_node("Abs", ["y"], ["y.npy"])]
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:])
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    bundle = compiled_with(proto, RandomPlacement((0, 1)), tmp_path)
+    assert run_cli("run", bundle.path).code == 0
+    monkeypatch.setattr("onnxplace.api.InferenceSession", None)  # a session would fail
+    ran = run_cli("run", bundle.path, "--outputs", tmp_path / "out.npz")
+    assert ran.code == 2
+    assert ran.err.startswith("error[F010] output 'y.npy'")
+    assert not (tmp_path / "out.npz").exists()
+
+
+# -------------------------------------------------------------------------------------------------- remembered sizes
+
+SIZED = """<ir_version: 10, opset_import: ["": 21]>
+g (float[batch, width] x, float[n, width] w) => (float[batch, n] y) {
+    t = Transpose(w)
+    p = MatMul(x, t)
+    y = Tanh(p)
+}"""
+
+
+@pytest.fixture
+def sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Cli) -> Path:
+    monkeypatch.chdir(tmp_path)
+    onnx.save(parser.parse_model(SIZED), "m.onnx")
+    np.savez("in.npz", x=np.ones((3, 5), np.float32), w=np.ones((7, 5), np.float32))
+    out = tmp_path / "bundle"
+    ran = run_cli(
+        "compile", "m.onnx", "-o", out, "--devices", "cpu:0,cpu:1", "--inputs", "in.npz", "--pipeline", FAST_PIPELINE
+    )
+    assert ran.code == 0, ran.err
+    return out
+
+
+@pytest.mark.parametrize("command", [("run",), ("verify",), ("bench", "--no-memory", "--repeat", "1")], ids=" ".join)
+def test_a_bundle_compiled_with_inputs_remembers_their_sizes(sampled: Path, run_cli: Cli, command: tuple[str, ...]):
+    assert onnxplace.load(sampled).manifest.dimensions == {"batch": 3, "width": 5, "n": 7}
+    ran = run_cli(command[0], sampled, *command[1:])
+    assert ran.code == 0, ran.err
+    assert run_cli(command[0], sampled, *command[1:], "--shape", "n=2").code == 0
+
+
+def test_a_size_that_is_given_replaces_the_one_that_is_remembered(sampled: Path, run_cli: Cli):
+    for options, shape in (((), [3, 7]), (("--shape", "n=2"), [3, 2])):
+        found = json.loads(run_cli("run", sampled, "--json", *options).out)
+        assert found["outputs"]["y"]["shape"] == shape
+
+
+def test_the_sizes_with_which_costs_were_measured_are_remembered_of_several(tmp_path: Path):
+    inputs = {"x": np.ones((1, 5), np.float32), "w": np.ones((7, 5), np.float32)}
+    bundle = onnxplace.compile(
+        parser.parse_model(SIZED), tmp_path / "b", devices="cpu:0", inputs=inputs, pipeline=FAST_PIPELINE
+    )
+    assert bundle.manifest.dimensions == {"batch": 1, "width": 5, "n": 7}
+    with pytest.raises(onnxplace.ModelError, match=r"M022.*dimension 'n' is 4 here and 7 in the inputs"):
+        onnxplace.compile(parser.parse_model(SIZED), tmp_path / "c", inputs=inputs, shape={"n": 4})
+
+
+def test_the_rank_of_a_sample_is_remembered_where_the_model_leaves_it_open(tmp_path: Path, run_cli: Cli):
+    text = '<ir_version: 10, opset_import: ["": 21]> g (float x) => (float y) { a = Neg(x) y = Tanh(a) }'
+    proto = parser.parse_model(text)
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.ClearField("shape")
+    inputs = {"x": np.ones((2, 3), np.float32)}
+    out = tmp_path / "b"
+    bundle = onnxplace.compile(proto, out, devices="cpu:0,cpu:1", inputs=inputs, pipeline=FAST_PIPELINE)
+    assert bundle.manifest.dimensions == {"x.0": 2, "x.1": 3}
+    assert run_cli("verify", out).code == 0
+    assert "[2, 9]" in run_cli("run", out, "--shape", "x.1=9").out
+    np.savez(tmp_path / "in.npz", x=np.ones(4, np.float32))
+    assert "[4]" in run_cli("run", out, "--inputs", tmp_path / "in.npz").out
+
+
+# ------------------------------------------------------------------------------------------------------------ advice
+
+
+def test_verify_does_not_advise_verify(bundle: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch):
+    def fail(self: object, values: object, held: object) -> None:
+        raise RuntimeError("a kernel failed")
+
+    monkeypatch.setattr("onnxplace.runtimes.execution.segments.OpenSegment.run", fail)
+    for command, about in (("verify", "the unsplit model runs with the same inputs"), ("run", "onnxplace verify")):
+        ran = run_cli(command, bundle)
+        assert ran.code == ExecutionError.exit_code
+        assert "error[X001]" in ran.err
+        hint = ran.err.partition("hint:")[2]
+        assert about in hint
+        assert ("onnxplace verify" in hint) == (command == "run")
+
+
+def test_verify_names_the_file_of_inputs_with_which_the_unsplit_model_fails(tmp_path: Path, run_cli: Cli):
+    head = '<ir_version: 10, opset_import: ["": 21]> g (float[4] x, int64[2] i) => (float[2] y) '
+    bundle = compiled_with(
+        parser.parse_model(head + "{ a = Neg(x) y = Gather(a, i) }"), RandomPlacement((0, 1)), tmp_path
+    )
+    np.savez(tmp_path / "in.npz", x=np.ones(4, np.float32), i=np.array([0, 9]))
+    ran = run_cli("verify", bundle.path, "--inputs", tmp_path / "in.npz")
+    assert ran.code == 2
+    assert ran.err.startswith("error[M017]")
+    assert f"check the inputs in {tmp_path / 'in.npz'}" in ran.err

@@ -1,0 +1,212 @@
+"""`onnxplace bench`: predictions beside measurements, on every kind of bundle, and what it says of what it cannot."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, parser
+
+import onnxplace
+from onnxplace.evaluation import memory_use
+from onnxplace.evaluation.memory_use import measurable
+from tests.conftest import FAST_PIPELINE
+from tests.runtimes.test_carried_state import APART, START, STATES, feeds, sums
+
+pytestmark = pytest.mark.usefixtures("no_gpus")
+only_linux = pytest.mark.skipif(not measurable(), reason="only Linux tells the most a process held")
+
+QUICK = ("--repeat", "2", "--no-memory")
+DEVICE_KEYS = {"id", "predicted_busy_seconds", "busy_seconds", "predicted_peak_bytes", "peak_bytes"}
+LINK_KEYS = {
+    *("source", "destination", "values", "predicted_bytes", "bytes", "predicted_seconds", "seconds"),
+}
+PROCESS_KEYS = {"predicted_opening_bytes", "opening_bytes", "predicted_running_bytes", "running_bytes"}
+
+
+def bench(run_cli, *arguments) -> dict:
+    """Return what the command prints as JSON."""
+    ran = run_cli("bench", *arguments, "--json")
+    assert ran.code == 0, ran.err
+    return json.loads(ran.out)
+
+
+def parsed(text: str) -> onnx.ModelProto:
+    return parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}')
+
+
+def compiled_from(model: Path | onnx.ModelProto, folder: Path, device_map: dict[str, str], **options) -> Path:
+    """Compile a model on two devices, as a device map says; nothing is measured."""
+    (folder / "map.json").write_text(json.dumps(device_map))
+    steps = f"optimize,profile{{estimate=true}},coplace{{join=never,device_map={folder / 'map.json'}}},m-etf,split,emit"
+    return onnxplace.compile(model, folder / "bundle", devices="cpu:0,cpu:1", pipeline=steps, **options).path
+
+
+@only_linux
+def test_everything_predicted_is_shown_beside_what_was_measured(run_cli, compiled):
+    found, manifest = bench(run_cli, compiled, "--repeat", "3"), onnxplace.load(compiled).manifest
+    for device, said in zip(found["devices"], manifest.devices):
+        assert set(device) == DEVICE_KEYS
+        assert (device["id"], device["predicted_busy_seconds"]) == (said.id, said.compute_seconds)
+        assert device["predicted_peak_bytes"] == said.process_bytes > 0
+        assert 0 < device["busy_seconds"] < 1
+        assert 0 <= device["peak_bytes"] < 100 << 20, "nothing, if a model this small fits into what was there"
+        assert device["busy_seconds"] != said.compute_seconds
+        assert device["peak_bytes"] != said.process_bytes
+    assert len(found["devices"]) == 2
+    assert all({link["source"], link["destination"]} == {"cpu:0", "cpu:1"} for link in found["links"])
+    assert sum(link["values"] for link in found["links"]) == manifest.transfers > 0
+    assert sum(link["predicted_bytes"] for link in found["links"]) == manifest.transfer_bytes
+    for link in found["links"]:
+        assert set(link) == LINK_KEYS
+        assert link["bytes"] == link["predicted_bytes"]
+        assert 0 < link["seconds"] != link["predicted_seconds"] > 0
+    process = found["process"]
+    assert set(process) == PROCESS_KEYS
+    assert process["predicted_running_bytes"] == manifest.predicted.running_bytes
+    assert process["predicted_opening_bytes"] == manifest.predicted.opening_bytes
+    assert 50 << 20 < process["opening_bytes"] < 1 << 30
+    assert 50 << 20 < process["running_bytes"] < 1 << 30
+
+
+@only_linux
+def test_the_text_has_a_row_for_each_device_link_and_the_process(run_cli, compiled):
+    ran = run_cli("bench", compiled, "--repeat", "2")
+    assert (ran.code, ran.err) == (0, "")
+    steps, devices, links = (block.splitlines() for block in ran.out.strip("\n").split("\n\n"))
+    assert steps[0].split() == ["median", "p90", "predicted", "/", "all", "cores"]
+    assert devices[0].split() == ["busy", "predicted", "process", "peak", "predicted"]
+    assert [line.split("  ")[0] for line in devices[1:]] == ["cpu:0", "cpu:1", "process, opening", "process, running"]
+    for line in devices[1:3]:
+        assert re.fullmatch(r"cpu:\d( +[\d.e+-]+ ms){2}( +[\d.]+ ([KM]i)?B){2}", line), line
+    for line in devices[3:]:
+        assert re.fullmatch(r"process, \w+ +- +-( +[\d.]+ MiB){2}", line), line
+    assert links[0].split() == ["values", "size", "predicted", "time", "predicted"]
+    manifest = onnxplace.load(compiled).manifest
+    sent = {f"{device} -> {s.peer}" for device, program in manifest.programs.items() for s in program if s.op == "send"}
+    assert {line.split("  ")[0] for line in links[1:]} == sent
+
+
+def test_memory_is_left_out_when_asked_and_elsewhere(run_cli, compiled, monkeypatch, tmp_path):
+    def refuses(*_):
+        raise AssertionError("no process is to be started")
+
+    monkeypatch.setattr(memory_use, "_in_child", refuses)
+    found = bench(run_cli, compiled, *QUICK)
+    monkeypatch.setattr(memory_use, "_CLEAR", tmp_path / "nowhere")
+    for seen in (found, bench(run_cli, compiled, "--repeat", "1")):
+        assert [device["peak_bytes"] for device in seen["devices"]] == [None, None]
+        assert (seen["process"]["running_bytes"], seen["process"]["opening_bytes"]) == (None, None)
+        assert seen["process"]["predicted_running_bytes"] > 0
+    rows = [row for row in run_cli("bench", compiled, *QUICK).out.splitlines() if row.startswith(("cpu", "process"))]
+    assert all(re.search(r" -  +[\d.]+ [KM]iB$", row) for row in rows if "->" not in row)
+
+
+@only_linux
+def test_memory_that_cannot_be_measured_is_a_note(run_cli, compiled, monkeypatch):
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    ran = run_cli("bench", compiled, "--repeat", "1")
+    assert ran.code == 0
+    assert ran.err.count("note[X004]") == 3
+    said = "the memory of cpu:1 was not measured: measuring memory failed in a process of its own: exit code 1"
+    assert f"note[X004] cpu:1: {said}" in ran.err
+    assert "Traceback" not in ran.err
+    assert "process, running" in ran.out
+
+
+def test_one_device_has_no_links(run_cli, model_file, tmp_path):
+    bundle = onnxplace.compile(model_file, tmp_path / "b", devices="cpu:0", shape={"batch": 4}, placer="single").path
+    found = bench(run_cli, bundle, *QUICK)
+    assert found["links"] == []
+    assert len(found["devices"]) == 1
+    assert "values" not in run_cli("bench", bundle, *QUICK).out
+
+
+def test_a_device_without_work_is_a_row_of_zeros(run_cli, tmp_path):
+    bundle = compiled_from(parsed("g (float[4] x) => (float[4] y) { [n] y = Relu(x) }"), tmp_path, {".*": "cpu:1"})
+    idle, busy = bench(run_cli, bundle, "--repeat", "1")["devices"]
+    assert (idle["busy_seconds"], idle["predicted_busy_seconds"], idle["peak_bytes"]) == (0, 0, None)
+    assert busy["busy_seconds"] > 0
+    assert (busy["peak_bytes"] is not None) == measurable()
+
+
+def test_a_model_without_inputs_is_benched(run_cli, tmp_path):
+    text = """g () => (float[3] y) <float[3] w = {1.0, 2.0, 3.0}> {
+        [draw] a = RandomUniformLike(w)
+        [neg] y = Neg(a)
+    }"""
+    bundle = compiled_from(parsed(text), tmp_path, {"draw": "cpu:0", "neg": "cpu:1"})
+    found = bench(run_cli, bundle, "--repeat", "1")
+    assert [link["bytes"] for link in found["links"]] == [12]
+    assert all(device["busy_seconds"] > 0 for device in found["devices"])
+
+
+def test_sequences_and_optionals_may_cross(run_cli, tmp_path):
+    text = """g (float[4] x, float[2] z) => (float[4] y, bool there) {
+        [make] items = SequenceConstruct(x, z)
+        [first] i = Constant<value = int64[1] {0}>()
+        [index] at = Squeeze(i)
+        [take] y = SequenceAt(items, at)
+        [maybe] held = Optional(x)
+        [has] there = OptionalHasElement(held)
+    }"""
+    bundle = compiled_from(parsed(text), tmp_path, {"make|maybe": "cpu:0", ".*": "cpu:1"})
+    manifest = onnxplace.load(bundle).manifest
+    sent = [step.value for program in manifest.programs.values() for step in program if step.op == "send"]
+    kinds = [manifest.values[name].dtype for name in sent]
+    assert "seq(tensor(float))" in kinds
+    ran = run_cli("bench", bundle, "--repeat", "1", "--json")
+    assert (ran.code, ran.err) == (0, "")
+    found = json.loads(ran.out)
+    sizes = {"seq(tensor(float))": 24, "optional(tensor(float))": 16}
+    assert sum(link["bytes"] for link in found["links"]) == sum(sizes[kind] for kind in kinds)
+    if measurable():
+        assert all(device["peak_bytes"] is not None for device in found["devices"])
+
+
+def test_an_input_that_is_handed_out_is_no_work(run_cli, tmp_path):
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [4])
+    opset = helper.make_opsetid("", 17)
+    model = helper.make_model(helper.make_graph([], "g", [x], [x]), opset_imports=[opset], ir_version=8)
+    bundle = onnxplace.compile(model, tmp_path / "b", devices="cpu:0,cpu:1", pipeline=FAST_PIPELINE).path
+    assert onnxplace.load(bundle).manifest.segments == ()
+    found = bench(run_cli, bundle, "--repeat", "1")
+    assert found["links"] == []
+    assert [device["busy_seconds"] for device in found["devices"]] == [0, 0]
+    assert (found["process"]["running_bytes"] is not None) == measurable()
+
+
+def test_states_are_fed_to_each_traced_step(run_cli, tmp_path):
+    bundle = compiled_from(sums(), tmp_path, APART, state=STATES, shape={"n": 2, "m": 3})
+    np.savez(tmp_path / "in.npz", **feeds(1, **START))
+    ran = run_cli("bench", bundle, "--repeat", "2", "--inputs", tmp_path / "in.npz", "--json")
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out)
+    assert all(device["busy_seconds"] > 0 for device in found["devices"])
+    assert "note[F008]" in ran.err
+    assert "predictions are for m=3, and the inputs have m=0" in ran.err
+    refused = run_cli("bench", bundle, "--in-flight", "2")
+    assert (refused.code, "U013" in refused.err) == (2, True)
+
+
+def test_other_sizes_than_the_compiled_ones_are_said_and_measured(run_cli, compiled):
+    ran = run_cli("bench", compiled, *QUICK, "--shape", "batch=8", "--json")
+    assert ran.code == 0
+    assert "note[F008] branches: predictions are for batch=4, and the inputs have batch=8" in ran.err
+    for link in json.loads(ran.out)["links"]:
+        assert link["bytes"] == 2 * link["predicted_bytes"]
+    assert run_cli("bench", compiled, *QUICK, "--shape", "batch=4").err == ""
+
+
+@only_linux
+def test_weights_outside_the_bundle_are_found_by_each_process(run_cli, tmp_path, branches_bytes):
+    model = onnx.load_model_from_string(branches_bytes)
+    onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.bin", size_threshold=0)
+    bundle = compiled_from(
+        tmp_path / "m.onnx", tmp_path, {"left|relu": "cpu:0", ".*": "cpu:1"}, shape={"batch": 4}, link_weights=True
+    )
+    assert onnxplace.load(bundle).manifest.linked
+    found = bench(run_cli, bundle, "--repeat", "1")
+    assert all(device["peak_bytes"] is not None for device in found["devices"])

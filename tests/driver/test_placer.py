@@ -1,0 +1,139 @@
+"""Which placer is taken, what it may be told, and what is said when it finds nothing."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from onnxplace.cost_graph import GENERATORS, cost_graph
+from onnxplace.driver import evaluate, place, with_devices
+from onnxplace.errors import InfeasibleError, UsageError
+from onnxplace.pipeline import Pipeline, choose_placer
+from onnxplace.utils import jit
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(("objective", "name"), [("latency", "auto"), ("throughput", "stages"), ("fit", "fit")])
+def test_an_objective_stands_for_a_placer(objective, name):
+    assert choose_placer(None, objective).name == name
+
+
+def test_options_come_from_the_text_the_budget_and_the_seed():
+    assert str(choose_placer("auto{proposals=9}", seconds=0.5, seed=3)) == "auto{proposals=9,seconds=0.5,seed=3}"
+    assert str(choose_placer("m-sct{threshold=0.5}", seed=3)) == "m-sct{threshold=0.5}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("m-etf", "fit"), "U046", ["--placer and --objective", "'fit'"]),
+        (("m-etf", "latency", 3.0), "U047", ["'m-etf' does not search", "--budget", "auto"]),
+        ((None, "latency", 0.0), "U053", ["--budget", "0 seconds", "more than 0", "auto{seconds=0,proposals=N}"]),
+        ((None, "throughput", -1.0), "U053", ["-1 seconds"]),
+        ((None, "fit", float("nan")), "U053", ["nan seconds"]),
+        (("split",), "U043", ["'split' is not a placer"]),
+        (("refine",), "U043", ["'refine' is not a placer"]),
+        (("atuo",), "U001", ["atuo", "auto"]),
+        (("auto{sconds=1}",), "U004", ["sconds", "seconds"]),
+    ],
+)
+def test_what_contradicts_itself_is_said(arguments, code, words):
+    with pytest.raises(UsageError) as raised:
+        choose_placer(*arguments)
+    assert raised.value.code == code
+    assert all(word in str(raised.value) for word in words)
+
+
+def cramped(weight=6 * GIB):
+    """Return two chains of two nodes whose heavy ends only fit on different devices."""
+    nodes = [
+        {"id": i, "name": f"n{i}", "compute_time_us": 10, "memory_bytes": weight if i in (1, 3) else 0}
+        for i in range(4)
+    ]
+    edges = [{"src": 0, "dst": 1, "bytes": 8}, {"src": 2, "dst": 3, "bytes": 8}]
+    devices = [{"id": d, "memory_bytes": 8 * GIB} for d in range(2)]
+    return cost_graph({"nodes": nodes, "edges": edges, "devices": devices})
+
+
+def test_a_placer_that_finds_nothing_names_one_that_does():
+    with pytest.raises(InfeasibleError) as raised:
+        place(cramped(), "single")
+    assert raised.value.code == "P001"
+    assert "placer m-etf fits, with a step of" in raised.value.hint
+
+
+def test_a_placer_that_found_no_split_does_not_say_that_there_is_none():
+    nodes = [{"id": i, "compute_time_us": 10, "memory_bytes": 5 * GIB} for i in range(3)]
+    devices = [{"id": d, "memory_bytes": 8 * GIB} for d in range(2)]
+    with pytest.raises(InfeasibleError, match="this placer found no split that fits") as raised:
+        place(cost_graph({"nodes": nodes, "devices": devices}), "m-etf")
+    assert raised.value.code == "P002"
+
+
+def test_where_nothing_fits_no_other_placer_is_named():
+    with pytest.raises(InfeasibleError) as raised:
+        place(cramped(9 * GIB), "auto{seconds=0,proposals=50}")
+    assert "fits, with" not in str(raised.value)
+    assert "lacks" in str(raised.value)
+
+
+def test_the_time_to_place_is_without_compiling_kernels(monkeypatch):
+    now, run = [100.0], Pipeline.run
+
+    def compile_and_run(self, state):
+        jit._compiling.on_start(None)
+        now[0] += 17
+        jit._compiling.on_end(None)
+        now[0] += 2
+        return run(self, state)
+
+    monkeypatch.setattr(jit, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(jit._compiling, "seconds", jit._compiling.seconds)
+    monkeypatch.setattr(Pipeline, "run", compile_and_run)
+    graph = with_devices(cramped(), None, 16 * GIB)
+    assert place(graph, "single").seconds == pytest.approx(2)
+    assert evaluate(graph, dict.fromkeys("0123", 0)).seconds == pytest.approx(2)
+
+
+@pytest.mark.parametrize("rule", ["compute", "memory", "majority"])
+def test_post_adjust_keeps_groups_together(rule):
+    graph = GENERATORS["recurrent"](120, 0)
+    found = place(graph, "m-etf", groups="given", post_adjust=rule)
+    home = {}
+    for node, group in zip(graph.ids, graph.profile.given.tolist()):
+        if group >= 0:
+            assert home.setdefault(group, found.placement[str(node)]) == found.placement[str(node)]
+
+
+def test_forward_only_puts_backward_nodes_where_their_forward_node_is():
+    nodes = [{"id": i, "compute_time_us": 100, "is_backward": i > 1} for i in range(4)]
+    edges = [{"src": s, "dst": d, "bytes": 8} for s, d in ((0, 3), (1, 2))]
+    devices = [{"id": d, "memory_bytes": GIB} for d in range(2)]
+    graph = cost_graph({"nodes": nodes, "edges": edges, "devices": devices})
+    found = place(graph, "m-etf", groups="none", forward_only=True)
+    assert found.placement["0"] == found.placement["3"] != found.placement["1"] == found.placement["2"]
+
+
+def test_the_command_searches_as_long_as_it_is_told_and_says_what_it_tried(run_cli, tmp_path):
+    nodes = [{"id": i, "compute_time_us": 100} for i in range(4)]
+    devices = [{"id": d, "memory_bytes": GIB} for d in range(2)]
+    (tmp_path / "g.json").write_text(json.dumps({"nodes": nodes, "edges": [], "devices": devices}))
+    ran = run_cli("place", tmp_path / "g.json", "--budget", "0.1", "--seed", "1", "--json")
+    said = json.loads(ran.out)
+    assert ran.code == 0
+    assert said["placer"] == "auto"
+    assert said["makespan_seconds"] == pytest.approx(200e-6)
+    assert [note["code"] for note in said["diagnostics"]] == ["P040"]
+    assert "note[P040]" in ran.err
+    for command in ("place", "compile"):
+        ran = run_cli(command, tmp_path / "g.json", "--budget", "0")
+        assert (ran.code, ran.err.startswith("error[U053] --budget: cannot search for 0 seconds")) == (2, True)
+    ran = run_cli("place", tmp_path / "g.json", "--objective", "throughput", "--placer", "m-etf")
+    assert ran.code == 2
+    assert "U046" in ran.err
+
+
+def test_a_graph_that_needs_two_devices_gets_no_more_with_the_objective_fit():
+    found = place(with_devices(cramped(), 4, 8 * GIB), objective="fit")
+    assert len(set(found.placement.values())) == 2

@@ -1,0 +1,103 @@
+"""bfloat16, float8 and types of four and two bits: fed, carried across cuts, returned and compared."""
+
+import os
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from onnx import ModelProto, parser
+
+import onnxplace
+from onnxplace.errors import FeedError
+from onnxplace.evaluation.compare import difference
+from onnxplace.feeds import Declared, check_feeds, random_feeds
+from onnxplace.feeds.feeds import numpy_type
+from tests.conftest import Ran
+from tests.end_to_end.test_split_property import RandomPlacement, compiled_with, run_together
+
+FLOATS = ("bfloat16", "float8e4m3fn", "float8e5m2")
+INTEGERS = ("int4", "uint4", "int2", "uint2")
+
+
+def carried(element: str) -> ModelProto:
+    """Return a model of float `y`, the values of `x`, and of `x` itself as computed on the other device."""
+    return parser.parse_model(
+        f"""<ir_version: 13, opset_import: ["": 25]>
+        graph ({element}[3, 3] x) => (float[3, 3] y, {element}[3, 3] z) {{
+            a = Cast<to = 1>(x)
+            b = Neg(a)
+            c = Neg(b)
+            z = CastLike(c, x)
+            y = Cast<to = 1>(z)
+        }}"""
+    )
+
+
+def sample(element: str) -> np.ndarray:
+    """Return nine values, an odd number, that each of the types can hold."""
+    dtype = numpy_type(f"tensor({element})")
+    assert dtype is not None
+    low, high = {"int4": (-8, 8), "uint4": (0, 16), "int2": (-2, 2), "uint2": (0, 4)}.get(element, (-4, 5))
+    return np.resize(np.arange(low, high), (3, 3)).astype(dtype)
+
+
+@pytest.mark.parametrize("element", FLOATS + INTEGERS)
+def test_values_of_few_bits_may_be_fed_and_returned(tmp_path: Path, element: str):
+    x = sample(element)
+    bundle = compiled_with(carried(element), RandomPlacement((0, 1)), tmp_path)
+    ((y, z),) = run_together(bundle, [{"x": x}])
+    np.testing.assert_array_equal(y, x.astype(np.float32))
+    assert z.dtype == x.dtype
+    np.testing.assert_array_equal(z, x)
+
+
+@pytest.mark.parametrize("element", FLOATS + INTEGERS)
+def test_values_of_few_bits_may_be_invented(element: str):
+    found = random_feeds([Declared("x", f"tensor({element})", (64,))], {})["x"]
+    assert found.dtype == numpy_type(f"tensor({element})")
+    assert len({float(item) for item in found}) > 1
+
+
+def test_values_of_few_bits_may_come_from_files(tmp_path: Path, run_cli: Callable[..., Ran]):
+    (tmp_path / "m.onnx").write_bytes(carried("bfloat16").SerializeToString())
+    np.savez(tmp_path / "x.npz", x=sample("bfloat16"))
+    steps = "optimize,profile{estimate=true},m-etf,split,emit"
+    bundle = tmp_path / "bundle"
+    onnxplace.compile(tmp_path / "m.onnx", bundle, devices="cpu:0,cpu:1", pipeline=steps)
+    ran = run_cli("run", bundle, "--inputs", tmp_path / "x.npz", "--outputs", tmp_path / "y.npz")
+    assert ran.code == 0, ran.err
+    with np.load(tmp_path / "y.npz") as outputs:
+        np.testing.assert_array_equal(outputs["y"], sample("bfloat16").astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("element", "given"), [("int4", np.int8), ("bfloat16", np.float32), ("bfloat16", np.float16), ("int2", np.uint8)]
+)
+def test_another_type_is_refused_with_the_right_one(element: str, given: type):
+    with pytest.raises(FeedError, match=element):
+        check_feeds({"x": np.zeros((3, 3), given)}, [Declared("x", f"tensor({element})", (3, 3))])
+
+
+def test_floats_of_few_bits_are_compared_with_their_tolerance():
+    want = np.array([1.0, np.nan, np.inf, 64.0])
+    for dtype, near, far in (
+        (ml_dtypes.bfloat16, 1.5, 16),
+        (ml_dtypes.float8_e5m2, 10, 32),
+        (ml_dtypes.bfloat16, 0, 8),
+    ):
+        one = want.astype(dtype)
+        assert difference("y", np.add(want, [0, 0, 0, near]).astype(dtype), one).equal
+        assert not difference("y", np.add(want, [0, 0, 0, far]).astype(dtype), one).equal
+        assert not difference("y", (want * [1, 0, 1, 1]).astype(np.float32), one).equal
+        assert not difference("y", np.nan_to_num(want, posinf=np.inf).astype(dtype), one).equal
+
+
+def test_integers_of_few_bits_are_compared_exactly():
+    one = np.array([1, -2, 3], ml_dtypes.int4)
+    assert difference("y", one.copy(), one).equal
+    assert not difference("y", np.array([1, -2, 2], ml_dtypes.int4), one).equal

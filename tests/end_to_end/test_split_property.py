@@ -1,0 +1,156 @@
+"""A model that was cut, whichever way, computes what the model computes: random models, random placements."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import TimeoutError as OutOfTime
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar
+from unittest import mock
+
+import numpy as np
+from hypothesis import HealthCheck, assume, given, note, settings, strategies as st
+from onnx import ModelProto, printer
+
+import onnxplace
+import onnxplace.runtimes.execution.segments as runtime
+from onnxplace.api import compile_model
+from onnxplace.bundle import WHOLE, Bundle
+from onnxplace.facts import Placement, Profile, Schedule
+from onnxplace.machine import session_options
+from onnxplace.machine.sessions import Level
+from onnxplace.passes.coplace import Coplace
+from onnxplace.passes.emit import Emit
+from onnxplace.passes.fuse import Fuse
+from onnxplace.passes.optimize import Optimize
+from onnxplace.passes.profile import ProfileCosts
+from onnxplace.passes.split import Split
+from onnxplace.pipeline import Pipeline
+from onnxplace.problem import decided, problem
+from onnxplace.state import Pass, State
+from onnxplace.target import Device, Target
+from tests.support.random_models import Feeds, RandomModel, random_models, reference, run_plain
+
+EXAMPLES = int(os.environ.get("ONNXPLACE_EXAMPLES", "0"))
+"""How many to try; unless it is set, always the same ones."""
+DEVICES = 4
+HUNG_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class RandomPlacement(Pass):
+    """Place and order nodes as two lists say, begun anew whenever they are used up."""
+
+    name: ClassVar[str] = "random-placement"
+    requires: ClassVar[tuple[type, ...]] = (Profile,)
+    provides: ClassVar[tuple[type, ...]] = (Placement, Schedule)
+
+    devices: tuple[int, ...] = (0,)
+    """Device of each group of nodes, in the model's order: (0, 1) changes the device at every node without groups."""
+    delays: tuple[int, ...] = (0,)
+    """How long after the last of its inputs each node is planned to start; these make the order."""
+
+    def run(self, state: State) -> State:
+        asked = problem(state)
+        graph = asked.graph
+        device = np.resize(np.array(self.devices, dtype=np.int32), len(graph))[asked.group]
+        start = np.resize(np.array(self.delays, dtype=np.float64), len(graph))
+        for node in graph.order:
+            start[node] += start[graph.predecessors[node]].max(initial=0.0)
+        return decided(state, asked, device, start, self.name)
+
+
+def placements() -> st.SearchStrategy[RandomPlacement]:
+    devices = st.one_of(
+        st.sampled_from(((0,), (0, 1), (0, 1, 2), (0, 0, 1, 1))),
+        st.lists(st.integers(0, DEVICES - 1), min_size=1, max_size=16).map(tuple),
+    )
+    delays = st.lists(st.integers(0, 9), min_size=1, max_size=16).map(tuple)
+    return st.builds(RandomPlacement, devices, delays)
+
+
+def compiled_with(
+    proto: ModelProto | Path,
+    placement: RandomPlacement,
+    folder: Path,
+    *,
+    optimized: bool = True,
+    fused: bool = False,
+    dimensions: Mapping[str, int] = MappingProxyType({}),
+) -> Bundle:
+    """Return the bundle of a model that was placed so on CPU devices, with estimated costs."""
+    before, after = [Optimize()] if optimized else [], [Coplace(), Fuse()] if fused else []
+    steps = (*before, ProfileCosts(estimate=True), *after, placement, Split(), Emit())
+    devices = tuple(Device(f"cpu:{index}", 1 << 30) for index in range(max(placement.devices) + 1))
+    compiled = compile_model(
+        proto, folder / "bundle", target=Target(devices), shape=dimensions, pipeline=Pipeline(steps)
+    )
+    return compiled.bundle
+
+
+def run_together(bundle: Bundle, feeds: Sequence[Feeds], level: Level = "all") -> list[list[Any]]:
+    """Return the outputs for each of several feeds whose requests are under way at the same time."""
+    with mock.patch.object(runtime, "session_options", partial(session_options, level=level)):
+        session = onnxplace.InferenceSession(bundle)
+    futures = [session.submit(fed) for fed in feeds]
+    try:
+        results = [future.result(timeout=HUNG_SECONDS) for future in futures]
+    except OutOfTime:
+        session.close(timeout=0)
+        raise
+    session.close()
+    return [[result.outputs[item.name] for item in session.get_outputs()] for result in results]
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Raise AssertionError unless both are equal to the bit: types, shapes, elements, NaN included."""
+    if isinstance(expected, list):
+        assert isinstance(actual, list)
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected):
+            assert_same(one, other)
+    elif isinstance(expected, np.ndarray):
+        assert isinstance(actual, np.ndarray)
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+        np.testing.assert_array_equal(actual, expected)
+    else:
+        assert actual == expected
+
+
+# Segments run as users run them, at level "all", or at "none"; the model is never optimised. Either way the bits must
+# be equal, because tests/support/random_models.py draws no operation that rounds, so that no fusion can change a result.
+@settings(
+    max_examples=EXAMPLES or 1000,
+    deadline=None,
+    derandomize=not EXAMPLES,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+@given(random_models(), placements(), st.booleans(), st.booleans(), st.sampled_from(("all", "none")))
+def test_a_bundle_computes_what_its_model_computes_wherever_it_is_cut(
+    model: RandomModel, placement: RandomPlacement, optimized: bool, fused: bool, level: Level
+) -> None:
+    try:
+        expected = reference(model.proto, model.feeds)
+        reference(model.proto, (), level)
+    except Exception:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
+        assume(False)
+    note(printer.to_text(model.proto))
+    with tempfile.TemporaryDirectory() as name:
+        bundle = compiled_with(
+            model.proto,
+            placement,
+            Path(name),
+            optimized=optimized,
+            fused=fused,
+            dimensions=model.dimensions,
+        )
+        assert_same(run_plain(bundle.file(WHOLE), model.feeds), expected)
+        assert_same(run_together(bundle, model.feeds, level), expected)

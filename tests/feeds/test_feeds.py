@@ -1,0 +1,192 @@
+"""Inputs are held against what the model declares, and drawn where there are none."""
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from onnxplace.errors import FeedError
+from onnxplace.feeds import Declared, check_feeds, describe, dimension_keys, random_feeds, read_npz
+
+NUMERIC = {
+    "tensor(float)": "f4",
+    "tensor(double)": "f8",
+    "tensor(float16)": "f2",
+    "tensor(int8)": "i1",
+    "tensor(int32)": "i4",
+    "tensor(int64)": "i8",
+    "tensor(uint8)": "u1",
+    "tensor(bool)": "?",
+    "tensor(complex64)": "c8",
+}
+dimensions = st.one_of(st.integers(0, 4), st.sampled_from(["batch", "seq", "width"]), st.none())
+shapes = st.lists(dimensions, max_size=3).map(tuple)
+declarations = st.lists(
+    st.builds(Declared, st.sampled_from("abcdef"), st.sampled_from(list(NUMERIC)), shapes, st.booleans()),
+    max_size=4,
+    unique_by=lambda item: item.name,
+)
+
+
+def sizes_for(inputs: list[Declared], sizes: dict[str, int]) -> dict[str, int]:
+    """Return a size for each dimension without one: by symbol, else 2."""
+    return {key: sizes.get(key, 2) for item in inputs for key, size in dimension_keys(item) if size is None}
+
+
+# ---------------------------------------------------------------------------------------------- drawn
+
+
+@given(declarations, st.integers(0, 5), st.integers(0, 2**32))
+def test_drawn_inputs_fit_what_is_declared(inputs, batch, seed):
+    feeds = random_feeds(inputs, sizes_for(inputs, {"batch": batch}), seed)
+    assert set(check_feeds(feeds, inputs)) == {item.name for item in inputs if not item.optional}
+    for item in inputs:
+        if not item.optional:
+            assert feeds[item.name].dtype == np.dtype(NUMERIC[item.dtype])
+            for size, entry in zip(feeds[item.name].shape, item.shape):
+                assert size == (batch if entry == "batch" else entry if isinstance(entry, int) else 2)
+
+
+@given(declarations, st.integers(0, 2**32))
+def test_drawing_is_deterministic_under_a_seed(inputs, seed):
+    first, second = (random_feeds(inputs, sizes_for(inputs, {}), seed) for _ in range(2))
+    assert list(first) == list(second)
+    for name in first:
+        assert first[name].tobytes() == second[name].tobytes()
+
+
+def test_another_seed_draws_other_inputs():
+    inputs = [Declared("x", "tensor(float)", (64,))]
+    assert not np.array_equal(random_feeds(inputs, {}, 1)["x"], random_feeds(inputs, {}, 2)["x"])
+
+
+def test_whole_numbers_are_drawn_as_valid_indices():
+    drawn = random_feeds([Declared("i", "tensor(int64)", (1000,))], {})["i"]
+    assert set(drawn.tolist()) == {0, 1}
+
+
+def test_strings_are_drawn_as_objects():
+    drawn = random_feeds([Declared("s", "tensor(string)", (2,))], {})["s"]
+    assert drawn.tolist() == ["a", "a"]
+    check_feeds({"s": drawn}, [Declared("s", "tensor(string)", (2,))])
+
+
+def test_all_unbound_dimensions_are_listed_once_with_an_example():
+    inputs = [
+        Declared("x", "tensor(float)", ("batch", "seq", 4)),
+        Declared("m", "tensor(bool)", ("batch", None)),
+        Declared("late", "tensor(float)", ("other",), optional=True),
+    ]
+    with pytest.raises(FeedError) as caught:
+        random_feeds(inputs, {"seq": 3})
+    assert caught.value.message == "symbolic dimensions without a value: batch, m.1"
+    assert "--shape batch=1,m.1=1" in caught.value.hint
+    assert random_feeds(inputs, {"seq": 3, "batch": 1, "m.1": 1})["m"].shape == (1, 1)
+
+
+@pytest.mark.parametrize("dtype", ["seq(tensor(float))", "tensor(float8e8m0)", "optional(tensor(float))"])
+def test_what_cannot_be_drawn_is_named(dtype):
+    with pytest.raises(FeedError) as caught:
+        random_feeds([Declared("x", dtype, ())], {})
+    for words in ("'x'", dtype, "--inputs"):
+        assert words in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------- given
+
+PAIR = [Declared("left", "tensor(float)", ("n", 2)), Declared("right", "tensor(float)", ("n",))]
+GOOD = {"left": np.zeros((3, 2), "f4"), "right": np.zeros(3, "f4")}
+
+
+def refused(feeds: dict[str, object], *said: str) -> None:
+    with pytest.raises(FeedError) as caught:
+        check_feeds(feeds, PAIR)
+    for words in said:
+        assert words in str(caught.value)
+
+
+def test_feeds_that_fit_are_returned_as_arrays():
+    assert {name: array.shape for name, array in check_feeds(GOOD, PAIR).items()} == {"left": (3, 2), "right": (3,)}
+
+
+def test_a_feed_is_not_copied():
+    assert np.shares_memory(check_feeds(GOOD, PAIR)["left"], GOOD["left"])
+
+
+def test_an_unknown_name_gets_the_nearest():
+    refused({**GOOD, "rigth": GOOD["right"]}, "'rigth'", "did you mean 'right'?")
+
+
+def test_all_missing_inputs_are_named_with_what_the_model_takes():
+    refused({}, "'left', 'right'", "left tensor(float) [n, 2]", "right tensor(float) [n]")
+
+
+def test_an_optional_input_may_be_missing():
+    optional = [PAIR[0], Declared("right", "tensor(float)", ("n",), optional=True)]
+    assert list(check_feeds({"left": GOOD["left"]}, optional)) == ["left"]
+
+
+@pytest.mark.parametrize("dtype", ["f8", "f2", "i4", "?", ">f4"])
+def test_a_wrong_type_is_named_with_the_conversion(dtype):
+    refused({**GOOD, "left": GOOD["left"].astype(dtype)}, "'left'", str(np.dtype(dtype)), ".astype('float32')")
+
+
+def test_numbers_for_strings_are_refused():
+    with pytest.raises(FeedError, match="strings"):
+        check_feeds({"s": np.zeros(2)}, [Declared("s", "tensor(string)", (2,))])
+    check_feeds({"s": ["a", "b"]}, [Declared("s", "tensor(string)", (2,))])
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 2, 1)])
+def test_a_wrong_rank_is_named_with_both_shapes(shape):
+    refused({**GOOD, "left": np.zeros(shape, "f4")}, "'left'", str(list(shape)), "[n, 2]")
+
+
+def test_a_wrong_size_is_named_with_its_axis():
+    refused({**GOOD, "left": np.zeros((3, 5), "f4")}, "'left'", "[3, 5]", "[n, 2]", "axis 1 must be 2")
+
+
+def test_one_symbol_is_one_size_in_all_inputs():
+    refused({**GOOD, "right": np.zeros(4, "f4")}, "'n'", "'right'", "4", "3 in left[0]")
+
+
+def test_what_has_no_declared_shape_may_have_any():
+    anything = [Declared("x", "tensor(float)", None), Declared("y", "tensor(float)", (None,))]
+    for shape in ((), (1, 2, 3)):
+        check_feeds({"x": np.zeros(shape, "f4"), "y": np.zeros(7, "f4")}, anything)
+
+
+def test_a_ragged_list_is_refused_by_name():
+    refused({**GOOD, "right": [[1.0], [2.0, 3.0]]}, "'right'")
+
+
+def test_an_input_is_described_as_people_write_it():
+    assert describe(Declared("x", "tensor(int64)", ("batch", None, 3))) == "x tensor(int64) [batch, ?, 3]"
+    assert describe(Declared("x", "tensor(int64)", None)) == "x tensor(int64) ?"
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+@given(
+    st.dictionaries(st.sampled_from(["x", "y/z", "a b", "file"]), st.sampled_from(list(NUMERIC.values())), max_size=3)
+)
+def test_what_numpy_saved_is_read_back(tmp_path_factory, kinds):
+    path = tmp_path_factory.getbasetemp() / "feeds.npz"
+    arrays = {name: np.ones((2, 3), kind) for name, kind in kinds.items()}
+    with path.open("wb") as stream:
+        np.savez(stream, **{name: array for name, array in arrays.items() if name != "file"})
+    found = read_npz(path)
+    assert list(found) == [name for name in arrays if name != "file"]
+    for name, array in found.items():
+        assert array.dtype == arrays[name].dtype
+        assert np.array_equal(array, arrays[name])
+
+
+def test_pickled_objects_are_never_loaded(tmp_path):
+    class Bomb:
+        def __reduce__(self) -> tuple[object, ...]:
+            return pytest.fail, ("it was executed",)
+
+    np.savez(tmp_path / "bomb.npz", x=np.array([Bomb()], dtype=object))
+    with pytest.raises(FeedError, match=r"bomb\.npz"):
+        read_npz(tmp_path / "bomb.npz")

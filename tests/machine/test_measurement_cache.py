@@ -1,0 +1,203 @@
+"""The cache of costs: found again, shared by processes, never in the way."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onnxplace.facts import Profile, Source
+from onnxplace.machine import local_target, measurement_cache
+from onnxplace.model import Model, bind, load
+from onnxplace.passes.profiling import Timer
+from onnxplace.pipeline import Pipeline
+from onnxplace.state import State
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def measurements(monkeypatch) -> list[Model]:
+    """Return the list of what is measured from now on."""
+    seen: list[Model] = []
+    actual = Timer.measure
+    monkeypatch.setattr(Timer, "measure", lambda self, part, feeds: seen.append(part) or actual(self, part, feeds))
+    return seen
+
+
+def profiled(branches: bytes | Path, options: str = "", batch: int = 4, devices: str = "cpu:0") -> State:
+    model = bind(load(branches), {"batch": batch}, {})
+    text = f"optimize,profile{{repeat=3,seconds=0{options}}}"
+    return Pipeline.parse(text).run(State(local_target(devices)).having(model))[0]
+
+
+def files() -> list[Path]:
+    return sorted(measurement_cache.folder().glob("*"))
+
+
+def test_what_was_measured_is_not_measured_again(model_file, measurements):
+    first, second = profiled(model_file)[Profile], profiled(model_file)[Profile]
+    assert len(measurements) == 1
+    for kind in first.seconds:
+        assert (first.seconds[kind] == second.seconds[kind]).all()
+        assert (first.sources[kind] == second.sources[kind]).all()
+    assert (first.unit == second.unit).all()
+    assert (first.graph.value_bytes == second.graph.value_bytes).all()
+    assert first.whole_seconds == second.whole_seconds
+
+
+def test_what_was_measured_on_a_busy_machine_is_said_so_and_not_kept(model_file, measurements, monkeypatch):
+    actual = Timer.measure
+
+    def measure(self, part, feeds):
+        found, made = actual(self, part, feeds)
+        return replace(found, quality=replace(found.quality, waiting=0.2)), made
+
+    monkeypatch.setattr(Timer, "measure", measure)
+    monkeypatch.setattr("onnxplace.passes.profile.DOUBT", 0.05)
+    for _ in range(2):
+        (note,) = [note for note in profiled(model_file).diagnostics if note.code == "C004"]
+        assert "runs waited 20% of their time for a core" in note.message
+        assert "not kept" in note.hint
+    assert len(measurements) == 2
+
+
+@pytest.mark.parametrize("other", [{"batch": 8}, {"options": ",seed=1"}, {"options": ",tolerance=0.5"}], ids=str)
+def test_what_may_cost_something_else_is_measured(model_file, measurements, other):
+    profiled(model_file)
+    profiled(model_file, **other)
+    assert len(measurements) == 2
+
+
+def test_another_processor_or_version_of_onnxruntime_is_measured(model_file, measurements, monkeypatch):
+    profiled(model_file)
+    monkeypatch.setattr(measurement_cache, "processor", lambda: "another")
+    profiled(model_file)
+    assert len(measurements) == 2
+    monkeypatch.setattr(measurement_cache, "VERSION", 99)
+    profiled(model_file)
+    assert len(measurements) == 3
+
+
+def test_without_the_cache_nothing_is_read_or_written(model_file, measurements):
+    profiled(model_file, ",cache=false")
+    assert files() == []
+    profiled(model_file)
+    profiled(model_file, ",cache=false")
+    assert len(measurements) == 3
+    assert len(files()) == 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: "{",
+        lambda data: "[]",
+        lambda data: json.dumps({**data, "key": "other"}),
+        lambda data: json.dumps({**data, "seconds": data["seconds"][1:]}),
+        lambda data: json.dumps({**data, "seconds": [-1.0] * len(data["seconds"])}),
+        lambda data: json.dumps({**data, "seconds": [float("nan")] * len(data["seconds"])}),
+        lambda data: json.dumps({**data, "seconds": ["x"] * len(data["seconds"])}),
+        lambda data: json.dumps({**data, "quality": {"other": 1}}),
+        lambda data: json.dumps({name: value for name, value in data.items() if name != "unit"}),
+    ],
+)
+def test_a_damaged_file_is_said_measured_anew_and_replaced(model_file, measurements, damage):
+    profiled(model_file)
+    (path,) = files()
+    path.write_text(damage(json.loads(path.read_text())))
+    state = profiled(model_file)
+    assert [note.code for note in state.diagnostics] == ["C006"]
+    assert path.name in state.diagnostics[0].message
+    (sources,) = state[Profile].sources.values()
+    assert set(sources.tolist()) <= {Source.MEASURED, Source.KNOWN}
+    assert not profiled(model_file).diagnostics
+    assert len(measurements) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_said_and_hurts_nothing(model_file, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ONNXPLACE_CACHE_DIR", str(tmp_path / "file"))
+    state = profiled(model_file)
+    assert {note.code for note in state.diagnostics} == {"C006"}
+    assert "not kept" in state.diagnostics[-1].message
+    assert state[Profile].whole_seconds
+
+
+def test_the_oldest_files_go_first(monkeypatch):
+    monkeypatch.setattr(measurement_cache, "MOST_FILES", 2)
+    for number, name in enumerate(("a", "b", "c")):
+        measurement_cache.write(name, {"number": number})
+        os.utime(measurement_cache.folder() / f"{name}.json", (number, number))
+    measurement_cache.write("d", {})
+    assert [path.stem for path in files()] == ["c", "d"]
+    assert measurement_cache.read("a") is None
+    assert measurement_cache.read("c") == {"key": "c", "number": 2}
+    assert measurement_cache.contents().files == 2
+
+
+def test_processes_that_write_at_once_leave_a_whole_file():
+    script = "from onnxplace.machine import measurement_cache\nfor n in range(50): measurement_cache.write('same', {'list': [n] * 5000})"
+    running = [subprocess.Popen([sys.executable, "-c", script], cwd=ROOT) for _ in range(3)]
+    while any(process.poll() is None for process in running):
+        found = measurement_cache.read("same")  # raises if it is damaged
+        assert found is None or len(set(found["list"])) == 1
+    assert [process.wait() for process in running] == [0, 0, 0]
+    assert len(files()) == 1
+
+
+@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="these have folders of their own")
+def test_the_folder_is_where_the_system_wants_it(monkeypatch, tmp_path):
+    monkeypatch.delenv("ONNXPLACE_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert measurement_cache.folder() == tmp_path / "onnxplace" / "costs"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert measurement_cache.folder() == tmp_path / ".cache" / "onnxplace" / "costs"
+
+
+def test_parts_of_a_key_are_not_run_together():
+    assert measurement_cache.key(["ab", "c"]) != measurement_cache.key(["a", "bc"])
+    assert measurement_cache.key(["ab", "c"]) == measurement_cache.key([b"ab", b"c"])
+
+
+def test_the_command_measures_once_unless_told_otherwise(run_cli, model_file, measurements):
+    options = ("compile", model_file, "--shape", "batch=4", "--devices", "cpu:0,cpu:1", "--placer", "single", "--force")
+    for more, count in (((), 1), ((), 1), (("--no-cache",), 2)):
+        ran = run_cli(*options, *more)
+        assert ran.code == 0, ran.err
+        assert len(measurements) == count
+
+
+LONG = ["a" * 3000, "b" * 3000]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (np.array(LONG, dtype=object), np.array([LONG[0] + "x", LONG[1]], dtype=object)),
+        (np.array(["a"] * 2000, dtype=object), np.array(["a"] * 999 + ["b"] * 1001, dtype=object)),
+        ([np.zeros(5000), np.ones(5000)], [np.zeros(5000), np.arange(5000)]),
+        (np.zeros((2, 3)), np.zeros((3, 2))),
+        (np.full(3, 1.0), np.full(3, 1.0 + 1e-12)),
+    ],
+    ids=["text", "texts", "list", "shape", "digits"],
+)
+def test_all_of_an_input_counts_in_a_key(one, other):
+    assert measurement_cache.described(one) == measurement_cache.described(copy.deepcopy(one))
+    assert measurement_cache.described(one) != measurement_cache.described(other)
+
+
+def test_a_library_that_was_built_anew_is_another_one(tmp_path):
+    path = tmp_path / "library.so"
+    path.write_bytes(b"one")
+    first = measurement_cache.file_described(str(path))
+    path.write_bytes(b"other")
+    assert measurement_cache.file_described(str(path)) != first
+    path.unlink()
+    assert measurement_cache.file_described(str(path)) == str(path)

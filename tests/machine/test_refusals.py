@@ -1,0 +1,125 @@
+"""What ONNX Runtime refuses: the operator and type that it has no kernel for, and a disk that is full."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import TensorProto, helper, parser
+
+from onnxplace.errors import ExecutionError, ModelError
+from onnxplace.machine import no_space, open_session, refusals, session_options
+from onnxplace.machine.refusals import refusal
+
+ROOT = Path(__file__).parents[2]
+HEADER = '<ir_version: 8, opset_import: ["": 17]>'
+PLAIN = f"{HEADER} g (bfloat16[2,2] x) => (bfloat16[2,2] y) {{ [first] a = Add(x, x) [second] y = MatMul(a, a) }}"
+NAMELESS = f"{HEADER} g (bfloat16[2] x) => (bfloat16[2] y) {{ y = Add(x, x) }}"
+TWO_NAMELESS = f"{HEADER} g (bfloat16[2] x) => (bfloat16[2] y) {{ a = Add(x, x) y = Add(a, x) }}"
+INSIDE = f"""{HEADER} g (bool[] c, bfloat16[2] x) => (bfloat16[2] y) {{
+    [outer] y = If(c) <then_branch = a () => (bfloat16[2] z) {{ [inner] z = Add(x, x) }},
+                       else_branch = b () => (bfloat16[2] w) {{ [other] w = Identity(x) }}> }}"""
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "types"),
+    [
+        (PLAIN, "part, node 'first'", "bfloat16"),
+        (NAMELESS, "part", "bfloat16"),
+        (TWO_NAMELESS, "part", "the types it has here"),
+        (INSIDE, "part, node 'inner'", "bfloat16"),
+    ],
+    ids=["plain", "nameless", "two nameless", "inside"],
+)
+def test_a_missing_kernel_is_told_by_operator_and_type(text, where, types):
+    with pytest.raises(ModelError) as caught:
+        open_session(parser.parse_model(text).SerializeToString(), session_options([0]), where="part")
+    problem = caught.value
+    assert (problem.code, problem.where) == ("M012", where)
+    assert problem.message == f"ONNX Runtime has no kernel of Add (opset 14) for {types} on a CPU"
+    assert "float32" in problem.hint
+    assert "opset" not in problem.hint
+
+
+def test_a_model_in_a_file_is_told_about_in_the_same_way(tmp_path):
+    onnx.save(parser.parse_model(PLAIN), tmp_path / "m.onnx")
+    with pytest.raises(ModelError, match="no kernel of Add \\(opset 14\\) for bfloat16"):
+        open_session(tmp_path / "m.onnx", session_options([0]))
+
+
+@pytest.mark.parametrize("model", [b"junk", b"", Path("nowhere.onnx")], ids=["junk", "empty", "no file"])
+def test_whatever_the_model_is_the_missing_kernel_is_told(model):
+    problem = RuntimeError("[ONNXRuntimeError] : 9 : Could not find an implementation for Add(14) node with name 'x'")
+    told = refusal(problem, model, "", "cuda:0", "here")
+    assert told.message == "ONNX Runtime has no kernel of Add (opset 14) for the types it has here on a GPU"
+
+
+def test_large_models_are_not_searched_for_types(monkeypatch):
+    monkeypatch.setattr(refusals, "MOST_SEARCHED_BYTES", 10)
+    with pytest.raises(ModelError, match="the types it has here"):
+        open_session(parser.parse_model(PLAIN).SerializeToString(), session_options([0]))
+
+
+def test_the_command_tells_of_a_missing_kernel(run_cli, tmp_path):
+    onnx.save(parser.parse_model(PLAIN), tmp_path / "m.onnx")
+    ran = run_cli("compile", tmp_path / "m.onnx", "--devices", "cpu:0,cpu:1")
+    assert ran.code == 2
+    assert "error[M012] g, node 'first': ONNX Runtime has no kernel of Add (opset 14) for bfloat16 on a CPU" in ran.err
+    assert "older opset" not in ran.err
+
+
+# ---------------------------------------------------------------------------------------------- no space
+
+
+def chain(count: int, width: int) -> onnx.ModelProto:
+    """Return a model of small nodes in a row, the first of which adds a weight of `width` numbers."""
+    nodes = [helper.make_node("Add", ["x", "w"], ["v0"], name="add")]
+    nodes += [helper.make_node("Tanh", [f"v{n}"], [f"v{n + 1}"], name=f"n{n}") for n in range(count)]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [width]) for name in ("x", f"v{count}")]
+    weight = helper.make_tensor("w", TensorProto.FLOAT, [width], [1.0] * width)
+    graph = helper.make_graph(nodes, "chain", ends[:1], ends[1:], [weight])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+SMALL_FILES = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+from onnxplace.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limits of a process there")
+@pytest.mark.parametrize(("count", "width"), [(2, 100_000), (60, 10)], ids=["weights", "profile"])
+def test_too_little_space_for_temporary_files_is_told_as_such(tmp_path, count, width):
+    """Slow: it is another process, as the limit cannot be raised again."""
+    onnx.save(chain(count, width), tmp_path / "m.onnx")
+    command = [sys.executable, "-c", SMALL_FILES, "compile", "m.onnx", "--devices", "cpu:0", "--no-trial"]
+    # Without the cache, whose files would be too large as well.
+    done = subprocess.run(
+        [*command, "--no-cache"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 4, done.stderr
+    assert "error[E001]" in done.stderr
+    assert "no space left" in done.stderr
+    assert "TMPDIR" in done.stderr
+
+
+def test_space_is_found_where_there_is_some_and_missed_where_there_is_none(tmp_path):
+    assert no_space(str(tmp_path)) is None
+    missing = no_space(str(tmp_path), 1 << 60)
+    assert isinstance(missing, ExecutionError)
+    assert (missing.code, missing.where) == ("E001", str(tmp_path))
+
+
+def test_a_refusal_where_nothing_is_written_is_not_about_space(tmp_path):
+    problem = RuntimeError("[ONNXRuntimeError] : 1 : FAIL : odd")
+    assert refusal(problem, b"", "", "cpu:0", "here").code == "M012"
+    assert refusal(problem, b"", str(tmp_path), "cpu:0", "here").code == "M012"
+    assert refusal(problem, b"", str(tmp_path / "nowhere"), "cpu:0", "here").code == "E002"

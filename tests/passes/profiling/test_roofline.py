@@ -1,0 +1,125 @@
+"""Estimates: work counted as the operators are defined, bytes as they pass, times against peaks."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+from onnx import helper, parser
+
+from onnxplace.facts import Profile, Source
+from onnxplace.model import bind, load, static_shapes
+from onnxplace.passes.profiling import PEAKS, Peaks, bytes_moved, estimate, measured_peaks, operations
+from onnxplace.pipeline import Pipeline
+from onnxplace.state import State
+from onnxplace.target import Device, Target
+
+SHAPES = {
+    "x": (2, 3, 8, 8), "w": (6, 3, 5, 5), "y": (2, 6, 4, 4), "t": (3, 4, 5, 5), "up": (2, 4, 17, 17),
+    "a": (2, 5, 7), "b": (2, 7, 11), "ab": (2, 5, 11), "m": (5, 7), "n": (7, 11), "mn": (5, 11), "mt": (7, 5),
+    "v": (7,), "s": (), "seq": (9, 2, 5), "W": (1, 16, 5), "R": (1, 16, 4), "out": (9, 1, 2, 4),
+    "q": (2, 6, 8), "k": (2, 10, 8), "qkv": (8, 24), "p": (2, 3, 4, 4), "r": (2, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "output", "attributes", "count"),
+    [
+        ("MatMul", "a b", "ab", {}, 2 * 2 * 5 * 11 * 7),
+        ("MatMul", "m v", "v", {}, 2 * 7 * 7),
+        ("MatMul", "v v", "s", {}, 2 * 7),
+        ("FusedMatMul", "mt n", "mn", {"transA": 1}, 2 * 5 * 11 * 7),
+        ("Gemm", "m n", "mn", {}, 2 * 5 * 11 * 7),
+        ("Gemm", "mt n", "mn", {"transA": 1}, 2 * 5 * 11 * 7),
+        ("Conv", "x w", "y", {}, 2 * (2 * 6 * 4 * 4) * 3 * 5 * 5),
+        ("QLinearConv", "x s s w s s s s", "y", {}, 2 * (2 * 6 * 4 * 4) * 3 * 5 * 5),
+        ("ConvTranspose", "x t", "up", {}, 2 * (2 * 3 * 8 * 8) * 4 * 5 * 5),
+        ("LSTM", "seq W R", "out", {}, 2 * 9 * 2 * (16 * 5 + 16 * 4)),
+        ("Einsum", "a b", "ab", {"equation": "bij,bjk->bik"}, 2 * 2 * 5 * 7 * 11),
+        ("Einsum", "a b", "ab", {"equation": "...ij,...jk->...ik"}, 2 * 5 * 11),
+        ("MultiHeadAttention", "q k k", "q", {}, 4 * 2 * 6 * 8 * 10),
+        ("MaxPool", "x", "p", {"kernel_shape": [2, 2]}, 2 * 3 * 4 * 4 * 4),
+        ("ReduceMean", "x", "r", {}, 2 * 3 * 8 * 8),
+        ("GlobalAveragePool", "x", "r", {}, 2 * 3 * 8 * 8),
+        ("Relu", "x", "x", {}, 2 * 3 * 8 * 8),
+        ("Softmax", "m", "m", {}, 20 * 35),
+        ("LayerNormalization", "m v", "m", {}, 10 * 35),
+        ("Mystery", "x", "m", {}, 35),
+        ("TopK", "v", "v", {}, 7 * math.log2(7)),
+    ],
+)
+def test_operations_are_those_of_the_definition(op, inputs, output, attributes, count):
+    assert operations(helper.make_node(op, inputs.split(), [output], **attributes), SHAPES) == pytest.approx(count)
+
+
+def test_attention_with_its_projections_counts_them():
+    node = helper.make_node("Attention", ["q", "qkv"], ["q"], domain="com.microsoft", num_heads=2)
+    assert operations(node, SHAPES) == 2 * 2 * 6 * 8 * 24 + 4 * 2 * 6 * 8 * 6
+
+
+@pytest.mark.parametrize(
+    "op", ["MatMul", "Conv", "ConvTranspose", "LSTM", "Einsum", "Gemm", "Attention", "MaxPool", "Add"]
+)
+@given(known=st.sets(st.sampled_from(["i0", "i1", "i2", "o"])), rank=st.integers(0, 5))
+def test_unknown_or_odd_shapes_are_never_an_error(op, known, rank):
+    node = helper.make_node(op, ["i0", "i1", "i2"], ["o"])
+    shapes = {name: (2,) * max(rank, 2 if op == "Gemm" else 0) for name in known}
+    assert operations(node, shapes) >= 0
+
+
+def test_views_move_nothing_and_a_look_up_moves_what_it_finds():
+    sizes = {"table": 1000_000, "ids": 80, "found": 400, "x": 64, "y": 64}
+    assert bytes_moved(helper.make_node("Reshape", ["x", "ids"], ["y"]), ("x", "ids"), sizes) == 0
+    assert bytes_moved(helper.make_node("Gather", ["table", "ids"], ["found"]), ("table", "ids"), sizes) == 880
+    assert bytes_moved(helper.make_node("Add", ["x", "x"], ["y"]), ("x",), sizes) == 128
+
+
+TEXT = """<ir_version: 8, opset_import: ["": 17]>
+g (float[256, 256] x, float[256, 256] w) => (float[256, 256] y) { [mul] a = MatMul(x, w)  [relu] y = Relu(a) }"""
+
+
+def test_a_time_is_that_of_the_slower_of_computing_and_moving():
+    model = load(parser.parse_model(TEXT))
+    shapes = static_shapes(model)
+    found = estimate(model, shapes, "cpu/1", Peaks(1e9, 1e30, 1.0))
+    assert found.tolist() == pytest.approx([2 * 256**3 / 1e9 + 1, 256**2 / 1e9 + 1])
+    found = estimate(model, shapes, "cpu/4", Peaks(1e30, 1e6, 0.0))
+    assert found.tolist() == pytest.approx([3 * 256**2 * 4 / 1e6, 2 * 256**2 * 4 / 1e6])
+    four, one = (estimate(model, shapes, f"cpu/{count}", Peaks(1e9, 1e30, 0.0)) for count in (4, 1))
+    assert (4 * four).tolist() == pytest.approx(one.tolist())
+
+
+def test_the_processor_here_has_peaks_within_reason():
+    found = measured_peaks(0)
+    assert 1e8 < found.operations_per_second < 1e13
+    assert 1e8 < found.bytes_per_second < 1e13
+
+
+def test_what_was_asked_to_be_estimated_is_always_the_same_and_marked(monkeypatch):
+    monkeypatch.setattr("onnxplace.passes.profile.measured_peaks", lambda core: pytest.fail("nothing may be run"))
+    model = load(parser.parse_model(TEXT))
+    state = State(Target((Device("cpu:0", 1 << 30),))).having(model)
+    profiles = [Pipeline.parse("profile{estimate=true}").run(state)[0][Profile] for _ in range(2)]
+    assert (profiles[0].seconds["cpu/1"] == profiles[1].seconds["cpu/1"]).all()
+    assert set(profiles[0].sources["cpu/1"].tolist()) == {Source.ESTIMATED}
+
+
+def test_a_cpu_that_cannot_be_measured_is_estimated_from_the_cores_here(monkeypatch):
+    monkeypatch.setattr("onnxplace.passes.profile.measured_peaks", lambda core: Peaks(1e9, 1e30, 0.0))
+    model = load(parser.parse_model(TEXT))
+    state = State(Target((Device("cpu:0", 1 << 30, cores=1000), Device("cuda:0", 1 << 30, model="none")))).having(model)
+    state, _ = Pipeline.parse("profile").run(state)
+    assert state[Profile].seconds["cpu/1000"].tolist() == pytest.approx([2 * 256**3 / 1e12, 256**2 / 1e12])
+    assumed = PEAKS["cuda"]
+    expected = max(256**3 * 2 / assumed.operations_per_second, 3 * 256**2 * 4 / assumed.bytes_per_second)
+    assert state[Profile].seconds["cuda/none"][0] == pytest.approx(expected + assumed.kernel_seconds)
+    assert [note.code for note in state.diagnostics] == ["C001", "C001"]
+    assert "measured here" in state.diagnostics[0].message
+    assert "assumed" in state.diagnostics[1].message
+
+
+def test_a_recorded_estimate_is_finite_for_dynamic_shapes():
+    text = TEXT.replace("256, 256] x", "n, 256] x").replace("float[256, 256] y", "float[n, 256] y")
+    model = bind(load(parser.parse_model(text)), {"n": 3}, {})
+    assert np.isfinite(estimate(model, static_shapes(model), "cpu/1")).all()
+    assert np.isfinite(estimate(model, {}, "cpu/1")).all()

@@ -1,0 +1,354 @@
+"""The pipeline checks the order before any work, and holds each pass to its word; shown with passes that do no more."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from onnxplace.errors import BrokenPassError, InfeasibleError, OnnxplaceError, PluginError, UsageError
+from onnxplace.facts import Emitted
+from onnxplace.model import Model
+from onnxplace.pipeline import Pipeline, make_pass, run_pass
+from onnxplace.pipeline.pipeline import stale_after
+from onnxplace.state import Diagnostic, Fact, Pass, State
+from onnxplace.target import Device, Target
+from onnxplace.utils import jit
+
+TARGET = Target((Device("cpu:0", 1000), Device("cpu:1", 1000)))
+EMPTY = State(TARGET)
+
+
+@dataclass(frozen=True)
+class Soil:
+    """The first fact; wrong below zero, and its own check fails beyond 100."""
+
+    derived_from: ClassVar[tuple[type, ...]] = ()
+    value: int = 0
+
+    def check(self, state: State) -> None:
+        if self.value < 0:
+            raise ValueError(f"{self.value} is below zero")
+        if self.value > 100:
+            raise IndexError("out of the list")
+
+
+@dataclass(frozen=True)
+class Plant(Soil):
+    derived_from: ClassVar[tuple[type, ...]] = (Soil,)
+
+
+@dataclass(frozen=True)
+class Fruit(Soil):
+    derived_from: ClassVar[tuple[type, ...]] = (Plant,)
+
+
+@dataclass(frozen=True)
+class Stone(Soil):
+    """Depends on nothing."""
+
+    derived_from: ClassVar[tuple[type, ...]] = ()
+
+
+Kinds = tuple[type, ...]
+
+
+def dummy(
+    run: Callable[[State], object],
+    *,
+    name: str = "dummy",
+    requires: Kinds = (),
+    provides: Kinds = (),
+    preserves: Kinds = (),
+) -> Pass:
+    """Return a pass that does what `run` does and declares what it is told to declare."""
+    members = {
+        "name": name,
+        "requires": requires,
+        "provides": provides,
+        "preserves": preserves,
+        "run": lambda self, state: run(state),
+    }
+    return type("Dummy", (Pass,), members)()
+
+
+def giving(*facts: Fact, name: str = "giving", requires: Kinds = (), preserves: Kinds = ()) -> Pass:
+    """Return an honest pass that provides these facts."""
+    kinds = tuple(type(fact) for fact in facts)
+    return dummy(lambda s: s.having(*facts), name=name, requires=requires, provides=kinds, preserves=preserves)
+
+
+def never(state: State) -> State:
+    pytest.fail("this pass must not run")
+
+
+# ---------------------------------------------------------------------------------------------- order
+
+
+def test_passes_run_in_order_and_hand_their_facts_on():
+    grow = dummy(lambda s: s.having(Plant(s[Soil].value + 1)), requires=(Soil,), provides=(Plant,))
+    state, timings = Pipeline((giving(Soil(3)), grow)).run(EMPTY)
+    assert (state[Soil], state[Plant]) == (Soil(3), Plant(4))
+    assert [timing.name for timing in timings] == ["giving", "dummy"]
+    assert all(timing.seconds >= 0 for timing in timings)
+
+
+def test_the_time_of_a_pass_is_without_compiling_the_kernels_that_it_uses_first(monkeypatch):
+    now = [100.0]
+
+    def compile_and_work(state: State) -> State:
+        jit._compiling.on_start(None)
+        now[0] += 17
+        jit._compiling.on_end(None)
+        now[0] += 2
+        return state
+
+    monkeypatch.setattr(jit, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(jit._compiling, "seconds", jit._compiling.seconds)
+    assert [timing.seconds for timing in Pipeline((dummy(compile_and_work),)).run(EMPTY)[1]] == [pytest.approx(2)]
+
+
+def test_a_wrong_order_is_refused_before_any_work():
+    steps = Pipeline((dummy(never, provides=(Soil,)), dummy(never, name="picky", requires=(Fruit,))))
+    with pytest.raises(UsageError) as caught:
+        steps.run(EMPTY)
+    assert caught.value.message == "pass 'picky' needs Fruit, which nothing before it provides"
+
+
+def test_what_is_provided_only_later_does_not_count():
+    steps = Pipeline((dummy(never, name="early", requires=(Soil,)), giving(Soil())))
+    with pytest.raises(UsageError, match="'early' needs Soil"):
+        steps.run(EMPTY)
+
+
+def test_what_a_pass_between_makes_stale_does_not_count():
+    steps = Pipeline((giving(Soil()), giving(Plant()), giving(Soil(1)), dummy(never, name="late", requires=(Plant,))))
+    with pytest.raises(UsageError, match="'late' needs Plant"):
+        steps.run(EMPTY)
+
+
+def test_what_the_state_holds_counts():
+    steps = Pipeline((dummy(lambda s: s, requires=(Soil,)),))
+    assert steps.run(EMPTY.having(Soil()))[0][Soil] == Soil()
+
+
+def test_the_hint_names_the_built_in_passes_that_would_provide_it():
+    with pytest.raises(UsageError) as caught:
+        Pipeline.parse("split").require(())
+    assert caught.value.hint == "put profile before it"
+    with pytest.raises(UsageError) as caught:
+        Pipeline((dummy(never, requires=(Fruit,)),)).run(EMPTY)
+    assert caught.value.hint == "a plugin must provide Fruit"
+
+
+def test_an_empty_pipeline_changes_nothing():
+    assert Pipeline(()).run(EMPTY) == (EMPTY, ())
+
+
+# ---------------------------------------------------------------------------------------------- broken passes
+
+
+def breaks(step: Pass, state: State = EMPTY) -> BrokenPassError:
+    with pytest.raises(BrokenPassError) as caught:
+        Pipeline((step,)).run(state)
+    assert caught.value.where == f"pass {step.name!r}"
+    assert caught.value.exit_code == 4
+    return caught.value
+
+
+def test_a_pass_that_replaces_facts_of_its_input_is_caught():
+    def meddle(state: State) -> State:
+        object.__setattr__(state, "facts", {Soil: Soil(9)})
+        return state
+
+    assert breaks(dummy(meddle, requires=(Soil,)), EMPTY.having(Soil(1))).code == "B002"
+
+
+def test_a_pass_that_removes_facts_from_its_input_is_caught():
+    def meddle(state: State) -> State:
+        object.__setattr__(state, "facts", {})
+        return state
+
+    assert breaks(dummy(meddle), EMPTY.having(Soil(1))).code == "B002"
+
+
+def test_a_pass_that_does_not_provide_what_it_declares_is_caught():
+    found = breaks(dummy(lambda s: s.having(Soil()), provides=(Soil, Plant)))
+    assert (found.code, found.message) == ("B003", "it did not provide Plant")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda s: s.having(Stone(2)), lambda s: s.having(Plant()), lambda s: s.without(Stone)],
+    ids=["replaced", "added", "dropped"],
+)
+def test_a_pass_that_changes_what_it_does_not_declare_is_caught(change):
+    step = dummy(lambda s: change(s.having(Soil())), provides=(Soil,))
+    found = breaks(step, EMPTY.having(Stone(1)))
+    assert found.code == "B004"
+    assert "without saying so" in found.message
+
+
+def test_a_pass_whose_fact_is_wrong_is_caught_with_what_is_wrong():
+    found = breaks(giving(Soil(-3)))
+    assert (found.code, found.message) == ("B005", "its Soil is wrong: -3 is below zero")
+
+
+def test_a_pass_that_fails_is_caught_with_its_own_words():
+    def fail(state: State) -> State:
+        return {}["nothing"]
+
+    found = breaks(dummy(fail))
+    assert (found.code, found.message) == ("B001", "KeyError: 'nothing'")
+    assert "report" in found.hint
+    assert isinstance(found.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("fault", [UsageError, InfeasibleError, PluginError])
+def test_what_a_pass_says_on_purpose_goes_through(fault):
+    def refuse(state: State) -> State:
+        raise fault("X001", "on purpose")
+
+    with pytest.raises(fault, match="on purpose"):
+        Pipeline((dummy(refuse),)).run(EMPTY)
+
+
+@pytest.mark.parametrize("fault", [KeyboardInterrupt, MemoryError, OSError])
+def test_what_is_no_fault_of_the_pass_goes_through(fault):
+    def suffer(state: State) -> State:
+        raise fault
+
+    with pytest.raises(fault):
+        Pipeline((dummy(suffer),)).run(EMPTY)
+
+
+def test_nothing_after_a_broken_pass_runs():
+    with pytest.raises(BrokenPassError):
+        Pipeline((giving(Soil(-1)), dummy(never))).run(EMPTY)
+
+
+@pytest.mark.parametrize("result", [None, 42])
+def test_a_pass_that_returns_no_state_is_caught(result):
+    breaks(dummy(lambda s: result, provides=(Soil,)))
+
+
+def test_a_fact_so_wrong_that_its_check_fails_is_caught():
+    assert breaks(giving(Soil(101))).code == "B005"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: replace(s, target=Target((Device("cpu:7", 1),))),
+        lambda s: replace(s, diagnostics=()),
+    ],
+    ids=["target", "diagnostics"],
+)
+def test_a_pass_that_changes_the_target_or_drops_diagnostics_is_caught(change):
+    breaks(dummy(change), EMPTY.saying(Diagnostic("X001", "remember")))
+
+
+@dataclass(frozen=True)
+class Heap:
+    """A fact that holds an array, as most do."""
+
+    derived_from: ClassVar[tuple[type, ...]] = ()
+    grains: np.ndarray
+
+    def check(self, state: State) -> None:
+        """Any heap will do."""
+
+
+def test_a_pass_that_replaces_an_array_of_its_input_by_a_copy_is_caught():
+    def meddle(state: State) -> State:
+        object.__setattr__(state, "facts", {Heap: Heap(state[Heap].grains.copy())})
+        return state
+
+    assert breaks(dummy(meddle), EMPTY.having(Heap(np.zeros(3)))).code == "B002"
+
+
+# ---------------------------------------------------------------------------------------------- stale facts
+
+GROWN = EMPTY.having(Soil(1), Plant(1), Fruit(1), Stone(1))
+
+
+def test_facts_derived_from_what_changed_are_dropped_however_far():
+    state, _ = Pipeline((giving(Soil(2)),)).run(GROWN)
+    assert set(state.facts) == {Soil, Stone}
+    state, _ = Pipeline((giving(Plant(2)),)).run(GROWN)
+    assert set(state.facts) == {Soil, Plant, Stone}
+
+
+def test_facts_that_a_pass_provides_together_stay():
+    state, _ = Pipeline((giving(Soil(2), Plant(2)),)).run(GROWN)
+    assert set(state.facts) == {Soil, Plant, Stone}
+
+
+def test_what_a_pass_preserves_stays():
+    state, _ = Pipeline((giving(Soil(2), preserves=(Plant, Fruit)),)).run(GROWN)
+    assert state.facts == GROWN.having(Soil(2)).facts
+    state, _ = Pipeline((giving(Soil(2), preserves=(Fruit,)),)).run(GROWN)
+    assert set(state.facts) == {Soil, Fruit, Stone}
+
+
+def test_preserved_facts_count_for_the_order():
+    steps = (giving(Soil(2), preserves=(Plant,)), dummy(lambda s: s, requires=(Plant,)))
+    assert Pipeline(steps).run(GROWN)[0][Plant] == Plant(1)
+
+
+def test_a_pass_that_only_looks_drops_nothing():
+    assert Pipeline((dummy(lambda s: s, requires=(Soil,)),)).run(GROWN)[0] == GROWN
+
+
+def test_stale_facts_are_told_without_running_anything():
+    assert stale_after(giving(Soil()), [Soil, Plant, Fruit, Stone]) == {Plant, Fruit}
+    assert stale_after(giving(Soil()), [Soil, Stone]) == set()
+
+
+def test_diagnostics_of_all_passes_are_kept_in_order():
+    notes = [Diagnostic("X001", "one"), Diagnostic("X002", "two")]
+    steps = tuple(dummy(lambda s, note=note: s.saying(note)) for note in notes)
+    assert Pipeline(steps).run(EMPTY)[0].diagnostics == tuple(notes)
+
+
+# ---------------------------------------------------------------------------------------------- the rest
+
+
+def test_the_observer_is_told_of_each_pass_before_it_runs():
+    told: list[tuple[str, int, int]] = []
+    ran: list[int] = []
+
+    def look(state: State) -> State:
+        ran.append(len(told))
+        return state
+
+    steps = tuple(dummy(look, name=name) for name in ("one", "two", "three"))
+    Pipeline(steps).run(EMPTY, lambda *message: told.append(message))
+    assert told == [("one", 0, 3), ("two", 1, 3), ("three", 2, 3)]
+    assert ran == [1, 2, 3]
+
+
+def test_a_single_pass_is_held_to_what_it_requires_as_well():
+    with pytest.raises(UsageError, match="'picky' needs Soil"):
+        run_pass(dummy(never, name="picky", requires=(Soil,)), EMPTY)
+
+
+def test_a_pass_is_made_by_name_with_options_as_text():
+    assert str(Pipeline((make_pass("profile", {"repeat": "5"}),))) == "profile{repeat=5}"
+    with pytest.raises(UsageError, match="did you mean 'profile'"):
+        make_pass("profil")
+
+
+def test_every_default_pipeline_is_in_order():
+    for placer in ("single", "m-topo", "m-etf"):
+        for middle in ("coplace,fuse,", "coplace,", ""):
+            steps = Pipeline.parse(f"optimize,profile,{middle}{placer},split,emit")
+            steps.require((Model,))
+            assert Emitted in steps.passes[-1].provides
+
+
+def test_errors_of_a_pipeline_are_errors_of_onnxplace():
+    with pytest.raises(OnnxplaceError):
+        Pipeline.parse("optimize,")

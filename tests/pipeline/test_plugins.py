@@ -1,0 +1,283 @@
+"""Plugins are listed without being imported, work like what is built in, and hurt nobody when they are broken.
+
+A distribution is installed by hand: its modules and a `.dist-info` folder in a folder of their own, which a process of
+its own has on its path. The one that works is made of the files in examples/plugin.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from onnxplace.testing import check_pass, check_runtime
+from tests.conftest import FAST_PIPELINE, Ran
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
+MODULE = "onnxplace_round_robin"
+DISTRIBUTION = "onnxplace-round-robin"
+
+# Several commands in one process, because each process takes a second.
+DRIVER = """
+import contextlib, io, json, sys
+from onnxplace.cli import main
+ran = []
+for arguments in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(arguments)
+    ran.append({"code": code, "out": out.getvalue(), "err": err.getvalue()})
+print(json.dumps({"ran": ran, "modules": sorted(sys.modules)}))
+"""
+
+
+Entries = Mapping[str, Mapping[str, str]]
+
+
+def install(site: Path, name: str, entries: Entries, modules: Mapping[str, str]) -> None:
+    """Install a distribution by hand: entry points by group, modules by name."""
+    information = site / f"{name.replace('-', '_')}-1.0.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    lines = [
+        f"[{group}]\n" + "".join(f"{key} = {path}\n" for key, path in found.items()) for group, found in entries.items()
+    ]
+    (information / "entry_points.txt").write_text("\n".join(lines))
+    for module, text in modules.items():
+        (site / f"{module}.py").write_text(text)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder with the example plugin installed in it."""
+    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
+    assert project["name"] == DISTRIBUTION
+    folder = tmp_path / "site"
+    install(folder, project["name"], project["entry-points"], {})
+    shutil.copy(EXAMPLE / f"{MODULE}.py", folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Session:
+    """What several commands in one process did, and which modules were loaded at its end."""
+
+    ran: tuple[Ran, ...]
+    modules: frozenset[str]
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Callable[..., Session]:
+    """Run commands with plugins on the path; a traceback fails the test."""
+
+    def run(site: Path, *lines: list[str]) -> Session:
+        done = subprocess.run(
+            [sys.executable, "-c", DRIVER],
+            input=json.dumps(lines),
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(site)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        return Session(tuple(Ran(**item) for item in found["ran"]), frozenset(found["modules"]))
+
+    return run
+
+
+# ---------------------------------------------------------------------------------------------- one that works
+
+
+def test_a_plugin_is_listed_with_its_distribution_and_not_imported(site, commands):
+    found = commands(site, ["passes", "--json"], ["runtimes", "--json"], ["passes"], ["runtimes"])
+    assert [ran.code for ran in found.ran] == [0, 0, 0, 0]
+    for ran, kind, name in zip(found.ran, ("passes", "runtimes"), ("round-robin", "one-thread")):
+        (entry,) = [entry for entry in json.loads(ran.out)[kind] if entry["name"] == name]
+        assert entry["distribution"] == DISTRIBUTION
+        assert DISTRIBUTION in entry["summary"]
+    assert re.search(rf"^round-robin +plugin from {DISTRIBUTION}$", found.ran[2].out, re.MULTILINE)
+    assert "one-thread" in found.ran[3].out
+    assert MODULE not in found.modules
+
+
+def test_a_plugin_compiles_and_runs_like_what_is_built_in(site, commands, model_file):
+    pipeline = FAST_PIPELINE.replace("m-etf", "round-robin{first=1}")
+    shape = ["--shape", "batch=4"]
+    placer, other, verified, runtime, shown, misspelt = commands(
+        site,
+        ["compile", "model.onnx", *shape, "--placer", "round-robin", "--json"],
+        ["compile", "model.onnx", *shape, "--pipeline", pipeline, "-o", "other.bundle", "--json", "--strict"],
+        ["verify", "other.bundle", "--runtime", "one-thread", "--json"],
+        ["run", "other.bundle", "--runtime", "one-thread", "--json", "--trace", "trace.json"],
+        ["passes", "round-robin"],
+        ["passes", "round-robbin"],
+    ).ran
+    assert [placer.code, other.code, verified.code, runtime.code, shown.code] == [0] * 5
+    assert "round-robin" in json.loads(placer.out)["pipeline"].split(",")
+    assert json.loads(other.out)["placer"] == "round-robin"
+    assert [device["nodes"] for device in json.loads(other.out)["devices"]] == [2, 3]
+    assert json.loads(verified.out)["equal"] is True
+    assert json.loads(runtime.out)["runtime"] == "one-thread"
+    assert "Deal groups" in shown.out
+    assert "first" in shown.out
+    assert misspelt.code == 2
+    assert "did you mean 'round-robin'?" in misspelt.err
+
+
+def test_the_command_itself_finds_a_plugin(site, model_file, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "onnxplace", "compile", "model.onnx", "--shape", "batch=4", "--placer", "round-robin"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "placer round-robin" in done.stdout
+
+
+@pytest.fixture
+def example(site: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(site)
+    yield import_module(MODULE)
+    del sys.modules[MODULE]
+
+
+def test_the_example_keeps_the_contract_of_passes(example):
+    check_pass(example.RoundRobin)
+
+
+def test_the_example_keeps_the_contract_of_runtimes(example):
+    check_runtime(example.OneThread)
+
+
+# ---------------------------------------------------------------------------------------------- broken ones
+
+BROKEN = {
+    "onnxplace.passes": {
+        "fails": "failing:Anything",
+        "gone": "not_there:Anything",
+        "lacks": "harmless:Missing",
+        "function": "harmless:function",
+        "stranger": "harmless:Stranger",
+        "half": "harmless:Half",
+        "m-etf": "failing:Evil",
+    },
+    "onnxplace.runtimes": {"fails": "failing:Anything", "stranger": "harmless:Stranger", "simulated": "failing:Evil"},
+}
+MODULES = {
+    "failing": "raise RuntimeError('the moon is in the wrong phase')",
+    "exiting": "raise SystemExit(3)",
+    "harmless": """
+from onnxplace import Pass
+
+
+def function():
+    pass
+
+
+class Stranger:
+    pass
+
+
+class Half(Pass):
+    name = "half"
+""",
+}
+
+
+@pytest.fixture
+def broken_site(tmp_path: Path) -> Path:
+    folder = tmp_path / "broken"
+    install(folder, "acme-plugins", BROKEN, MODULES)
+    return folder
+
+
+def test_broken_plugins_hurt_nobody_who_does_not_ask_for_them(broken_site, commands, model_file):
+    found = commands(
+        broken_site,
+        ["passes"],
+        ["runtimes"],
+        ["compile", "model.onnx", "--shape", "batch=4", "--pipeline", FAST_PIPELINE],
+        ["run", "model.bundle"],
+    )
+    assert [ran.code for ran in found.ran] == [0, 0, 0, 0]
+    for name in BROKEN["onnxplace.passes"]:
+        assert name in found.ran[0].out
+    assert not {"failing", "harmless"} & found.modules
+
+
+def test_a_broken_plugin_fails_when_it_is_asked_for_and_is_named_with_its_distribution(
+    broken_site, commands, model_file, compiled
+):
+    placers = ("fails", "gone", "lacks", "function", "stranger")
+    found = commands(
+        broken_site,
+        *[["compile", "model.onnx", "--shape", "batch=4", "--placer", name] for name in placers],
+        ["passes", "fails"],
+        ["run", str(compiled), "--runtime", "fails"],
+    ).ran
+    assert [ran.code for ran in found] == [4] * 7
+    said = ("wrong phase", "not_there", "Missing", "not a class", "not a Pass", "wrong phase", "wrong phase")
+    for ran, name, words in zip(found, (*placers, "fails", "fails"), said):
+        assert ran.out == ""
+        assert words in ran.err
+        assert repr(name) in ran.err
+        if name != "stranger":
+            assert "acme-plugins" in ran.err
+    assert {path.name for path in model_file.parent.iterdir()} == {"model.onnx", "broken"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(
+            ["passes", "stranger"],
+        ),
+        pytest.param(
+            ["compile", "model.onnx", "--placer", "stranger"],
+        ),
+        pytest.param(
+            ["compile", "model.onnx", "--placer", "half"],
+        ),
+        pytest.param(
+            ["run", "BUNDLE", "--runtime", "stranger"],
+        ),
+    ],
+    ids=" ".join,
+)
+def test_a_plugin_that_is_half_done_is_refused_with_its_distribution(broken_site, commands, model_file, compiled, line):
+    (ran,) = commands(broken_site, [str(compiled) if part == "BUNDLE" else part for part in line]).ran
+    assert ran.code == 4
+    assert "acme-plugins" in ran.err
+
+
+def test_a_plugin_that_exits_when_it_is_imported_is_named(tmp_path, commands, model_file):
+    install(tmp_path / "site", "acme-plugins", {"onnxplace.passes": {"exits": "exiting:Anything"}}, MODULES)
+    (ran,) = commands(tmp_path / "site", ["compile", "model.onnx", "--shape", "batch=4", "--placer", "exits"]).ran
+    assert ran.code == 4
+    assert "acme-plugins" in ran.err
+
+
+def test_a_plugin_cannot_take_the_name_of_what_is_built_in(broken_site, commands, model_file):
+    found = commands(
+        broken_site,
+        ["passes", "--json"],
+        ["compile", "model.onnx", "--shape", "batch=4", "--placer", "m-etf"],
+        ["run", "model.bundle", "--runtime", "simulated"],
+    )
+    assert [ran.code for ran in found.ran] == [0, 0, 0]
+    (entry,) = [entry for entry in json.loads(found.ran[0].out)["passes"] if entry["name"] == "m-etf"]
+    assert (entry["path"], entry["distribution"]) == ("onnxplace.passes.m_etf:MEtf", "")
+    assert "failing" not in found.modules

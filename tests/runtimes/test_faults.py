@@ -1,0 +1,631 @@
+"""What goes wrong while a bundle runs: timeouts, interrupts, callbacks that fail, dead workers, forks, the end."""
+
+import copy
+import ctypes
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from onnx import parser
+
+import onnxplace
+from onnxplace.bundle import WHOLE
+from onnxplace.machine import open_session, session_options
+from onnxplace.runtimes.execution import engine as engine_module
+from onnxplace.runtimes.onnxruntime import OnnxRuntime
+from tests.support.endless import endless_bundle, expected, feeds
+
+ROOT = Path(__file__).parents[2]
+# Far more than anything here takes: what is not over by then hangs.
+HUNG_SECONDS = 20
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return endless_bundle(tmp_path_factory.mktemp("endless"))
+
+
+@pytest.fixture
+def session(bundle):
+    with onnxplace.InferenceSession(bundle) as session:
+        yield session
+        session.close(timeout=0)
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What was handed to `threading.excepthook`, which prints it for users."""
+    errors = []
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: errors.append(arguments.exc_value))
+    return errors
+
+
+def assert_right(outputs, rounds):
+    for output, want in zip(outputs, expected(rounds), strict=True):
+        np.testing.assert_array_equal(output, want)
+
+
+def wait_until(condition):
+    ends = time.monotonic() + HUNG_SECONDS
+    while not condition():
+        assert time.monotonic() < ends, "it hangs"
+        time.sleep(0.005)
+
+
+def own_threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("onnxplace c")]
+
+
+# ------------------------------------------------------------------------------------------------------- timeouts
+
+
+def test_a_run_that_takes_too_long_is_given_up_and_says_where_it_was(session):
+    with pytest.raises(onnxplace.RunTimeoutError) as raised:
+        session.run(None, feeds(None), timeout=0.2)
+    problem = raised.value
+    assert (problem.code, problem.exit_code) == ("X007", 4)
+    assert "cpu:1 runs segment cpu1-000" in problem.message
+    assert "cpu:0 waits for value 'spun' of cpu:1" in problem.message
+    assert isinstance(problem, TimeoutError), "as Python's own"
+    assert_right(session.run(None, feeds(3), timeout=HUNG_SECONDS), 3)
+    assert_right(session.run(None, feeds(4)), 4)
+
+
+def test_the_time_in_line_counts_too(session):
+    for _ in range(engine_module.MAX_IN_FLIGHT):
+        session.submit(feeds(None))
+    with pytest.raises(onnxplace.RunTimeoutError, match="8 requests before it are under way"):
+        session.run(None, feeds(1), timeout=0.1)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "1", True])
+def test_what_is_no_timeout_is_refused(session, timeout):
+    with pytest.raises(onnxplace.UsageError, match=r"U056.*expected a timeout in seconds"):
+        session.run(None, feeds(1), timeout=timeout)
+
+
+def test_a_bounded_close_ends_what_is_under_way(bundle):
+    session = onnxplace.InferenceSession(bundle)
+    futures = [session.submit(feeds(None)) for _ in range(3)]
+    session.close(timeout=0.1)
+    for future in futures:
+        with pytest.raises(onnxplace.ExecutionError, match="the session was closed"):
+            future.result(HUNG_SECONDS)
+    assert not own_threads()
+    with pytest.raises(onnxplace.ExecutionError, match="X002"):
+        session.run(None, feeds(1))
+
+
+def leave_block(bundle, kind, fed):
+    """Return the future of a run that was under way when an exception left the block of its session."""
+    try:
+        with onnxplace.InferenceSession(bundle) as session:
+            future = session.submit(fed)
+            raise kind
+    except kind:
+        return future
+
+
+def test_leaving_a_block_by_an_interrupt_does_not_wait_for_what_is_under_way(bundle):
+    future = leave_block(bundle, KeyboardInterrupt, feeds(None))
+    assert isinstance(future.exception(HUNG_SECONDS), onnxplace.ExecutionError)
+    assert not own_threads()
+
+
+def test_leaving_a_block_by_an_error_waits_for_what_is_under_way(bundle):
+    assert_right([leave_block(bundle, ZeroDivisionError, feeds(3)).result(0).outputs[name] for name in "yz"], 3)
+
+
+def test_a_worker_that_does_not_come_back_is_left_behind_and_named(bundle, monkeypatch):
+    monkeypatch.setattr(engine_module, "GRACE_SECONDS", 0.1)
+    come_back, at_it = threading.Event(), []
+    session = onnxplace.InferenceSession(bundle)
+    engine = session._session.engine
+    monkeypatch.setattr(
+        engine, "run_segment", lambda *arguments: (at_it.append(arguments), come_back.wait(HUNG_SECONDS))
+    )
+    session.submit(feeds(1))
+    wait_until(lambda: len(at_it) == 2)
+    with pytest.warns(RuntimeWarning, match=r"cpu:0, cpu:1 did not come back .*its thread is left behind"):
+        session.close(timeout=0)
+    come_back.set()
+    wait_until(lambda: not own_threads())
+
+
+# ------------------------------------------------------------------------------------------------------ callbacks
+
+
+@pytest.mark.parametrize("failure", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_a_callback_of_a_future_that_ends_its_thread_does_not_end_the_worker(session, told, failure):
+    def fail(future):
+        raise failure
+
+    future, heard = session.submit(feeds(20_000)), []
+    future.add_done_callback(fail)
+    future.add_done_callback(lambda future: heard.append(future.result()))
+    assert_right([future.result(HUNG_SECONDS).outputs[name] for name in "yz"], 20_000)
+    for rounds in range(1, 9):
+        assert_right(session.run(None, feeds(rounds), timeout=HUNG_SECONDS), rounds)
+    assert told == [failure]
+    assert len(heard) == 1, "the other callback is called all the same"
+
+
+def test_what_a_callback_of_run_async_raises_is_told_and_the_next_one_is_called(session, told):
+    done, failure = threading.Event(), ValueError("mine")
+
+    def fail(outputs, error):
+        raise failure
+
+    session.run_async(None, feeds(1), fail)
+    session.run_async(None, feeds(1), lambda outputs, error: done.set())
+    assert done.wait(HUNG_SECONDS)
+    assert told == [failure]
+
+
+def test_run_async_that_cannot_begin_raises_and_leaves_no_thread_behind(bundle):
+    with onnxplace.InferenceSession(bundle) as session, pytest.raises(onnxplace.FeedError):
+        session.run_async(None, {}, lambda outputs, error: None)
+    wait_until(lambda: not own_threads())
+
+
+def test_a_callback_on_a_worker_may_submit_and_close_but_not_run(bundle):
+    session, raised, again, done = onnxplace.InferenceSession(bundle), [], [], threading.Event()
+
+    def call(future):
+        try:
+            session.run(None, feeds(1))
+        except onnxplace.ExecutionError as problem:
+            raised.append(problem)
+        again.append(session.submit(feeds(2)))
+        session.close()
+        done.set()
+
+    session.submit(feeds(20_000)).add_done_callback(call)
+    assert done.wait(HUNG_SECONDS)
+    assert raised[0].code == "X009"
+    assert_right([again[0].result(HUNG_SECONDS).outputs[name] for name in "yz"], 2)
+    session.close()
+    assert not own_threads()
+
+
+def test_a_callback_on_a_worker_may_submit_when_all_places_are_taken(session):
+    heard, done = [], threading.Event()
+
+    def call(future):
+        heard.append(session.submit(feeds(1)))
+        done.set()
+
+    futures = [session.submit(feeds(20_000)) for _ in range(engine_module.MAX_IN_FLIGHT)]
+    futures[0].add_done_callback(call)
+    more = [session.submit(feeds(10)) for _ in range(20)]
+    assert done.wait(HUNG_SECONDS)
+    for future in [*futures, *more, *heard]:
+        assert future.result(HUNG_SECONDS).outputs
+
+
+# -------------------------------------------------------------------------------------------------- dead workers
+
+
+def raise_in(thread, kind):
+    """Make a thread raise at its next instruction of Python."""
+    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(kind)) == 1
+
+
+def test_a_dead_worker_is_named_and_nobody_waits_for_it(session):
+    worker = next(thread for thread in threading.enumerate() if thread.name == "onnxplace cpu:1")
+    raise_in(worker, SystemExit)
+    first = session.submit(feeds(1))  # wakes it
+    with pytest.raises(onnxplace.ExecutionError, match=r"X005.*cpu:1: its worker died: SystemExit"):
+        first.result(HUNG_SECONDS)
+    with pytest.raises(onnxplace.ExecutionError, match="open a new session"):
+        session.run(None, feeds(1))
+    session.close()
+    assert not own_threads()
+
+
+def test_memory_that_runs_out_in_a_segment_is_told_as_that(session, monkeypatch):
+    def run_out(*arguments):
+        raise MemoryError
+
+    for segment in session._session.engine._segments.values():
+        monkeypatch.setattr(segment, "run", run_out)
+    with pytest.raises(onnxplace.ExecutionError) as raised:
+        session.run(None, feeds(1))
+    assert raised.value.code == "X010"
+    assert "ran out of memory" in raised.value.message
+    assert raised.value.hint
+    assert isinstance(raised.value.__cause__, MemoryError)
+
+
+def test_a_failure_without_words_is_told_by_its_type(session, monkeypatch):
+    def fail(*arguments):
+        raise RuntimeError
+
+    for segment in session._session.engine._segments.values():
+        monkeypatch.setattr(segment, "run", fail)
+    with pytest.raises(onnxplace.ExecutionError, match=r"segment cpu[01]-000 failed: RuntimeError"):
+        session.run(None, feeds(1))
+
+
+# ------------------------------------------------------------------------------------- copies, forks, forgotten
+
+
+@pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_session_cannot_be_copied_and_says_what_to_do(session, duplicate):
+    for held in (session, session._session):
+        with pytest.raises(onnxplace.UsageError, match=r"U055.*cannot be copied or pickled(.|\n)*pickle the bundle"):
+            duplicate(held)
+
+
+def test_a_bundle_can_be_pickled(bundle):
+    again = pickle.loads(pickle.dumps(bundle))
+    assert again == bundle
+    with onnxplace.InferenceSession(again) as session:
+        assert_right(session.run(None, feeds(1)), 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_is_told_that_it_has_no_threads_and_ends(session):
+    assert_right(session.run(None, feeds(1)), 1)
+    under_way = session.submit(feeds(None))
+
+    def child():
+        for call in (lambda: session.run(None, feeds(1)), lambda: session.submit(feeds(1))):
+            with pytest.raises(onnxplace.ExecutionError, match="X006"):
+                call()
+        session.close()
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(HUNG_SECONDS)
+    code = process.exitcode
+    process.kill()
+    assert code == 0
+    assert not under_way.done()
+    session.close(timeout=0)
+
+
+def test_names_of_outputs_may_come_from_a_generator(session):
+    (output,) = session.run((name for name in ["z"]), feeds(1))
+    np.testing.assert_array_equal(output, expected(1)[1])
+
+
+def test_a_forgotten_session_waits_for_nothing(bundle):
+    session = onnxplace.InferenceSession(bundle)
+    future = session.submit(feeds(None))
+    engine = session._session.engine
+    del session
+    gc.collect()
+    assert not future.done()
+    engine.end_requests()
+    assert isinstance(future.exception(HUNG_SECONDS), onnxplace.ExecutionError)
+    wait_until(lambda: not own_threads())
+
+
+def test_a_session_whose_finalizer_was_interrupted_ends_its_threads_all_the_same(bundle, monkeypatch):
+    monkeypatch.setattr(engine_module, "FORGOTTEN_SECONDS", 0.05)
+    session = OnnxRuntime().open(bundle)
+    session.finalizer.detach()  # as after an interrupt at its first instruction, which Python swallows
+    del session
+    gc.collect()
+    wait_until(lambda: not own_threads())
+
+
+def test_an_opening_that_is_interrupted_leaves_no_thread(bundle, monkeypatch):
+    started, start = [], threading.Thread.start
+
+    def interrupted(thread):
+        if started and thread.name.startswith("onnxplace"):
+            raise KeyboardInterrupt
+        started.append(thread.name)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        onnxplace.InferenceSession(bundle)
+    assert started
+    wait_until(lambda: not own_threads())
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")
+# An interrupt that comes while Python frees something is not raised but printed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_moment_of_a_run_leaves_a_session_that_works(bundle):
+    assert threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    interrupts = 0
+    try:
+        with onnxplace.InferenceSession(bundle) as session:
+            for microseconds in range(1, 600):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, microseconds * 1e-6)
+                    for _ in range(50):
+                        session.run(None, feeds(3))
+                except KeyboardInterrupt:
+                    interrupts += 1
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                assert_right(session.run(None, feeds(2), timeout=HUNG_SECONDS), 2)
+            with ThreadPoolExecutor(4) as pool:
+                for outputs in pool.map(lambda rounds: session.run(None, feeds(rounds)), [5] * 20):
+                    assert_right(outputs, 5)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupts > 300
+    assert not own_threads()
+
+
+# ----------------------------------------------------------------------------------- as processes: Ctrl-C and exits
+
+PRELUDE = """
+import os, sys, threading, time
+sys.path.insert(0, {root!r})
+import onnxplace
+from tests.support.endless import endless_bundle, feeds
+session = onnxplace.InferenceSession(onnxplace.load({bundle!r}))
+session.run(None, feeds(2))
+def run_quietly():
+    try:
+        session.run(None, feeds(None))
+    except onnxplace.ExecutionError:
+        pass
+"""
+
+
+def start(bundle, text):
+    prelude = PRELUDE.format(root=str(ROOT), bundle=str(bundle.path))
+    code = prelude + textwrap.dedent(text)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=bundle.path.parent
+    )
+
+
+def ended(process):
+    try:
+        out, err = process.communicate(timeout=HUNG_SECONDS)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize(
+    ("work", "seconds"),
+    [
+        ("futures = [session.submit(feeds(100_000)) for _ in range(3)]", 10.0),
+        ("futures = [session.submit(feeds(None)) for _ in range(3)]", 0.3),
+        ("session.run_async(None, feeds(100_000), lambda outputs, error: print(outputs is not None))", 10.0),
+        ("threading.Thread(target=run_quietly, daemon=True).start(); time.sleep(0.2)", 0.3),
+        ("bundle = session._bundle; del session; onnxplace.InferenceSession(bundle).submit(feeds(None))", 0.3),
+    ],
+)
+def test_the_interpreter_ends_with_runs_under_way(bundle, work, seconds):
+    patch = f"from onnxplace.runtimes.execution import engine; engine.EXIT_SECONDS = {seconds}"
+    code, out, err = ended(start(bundle, f"{patch}\n{work}\nprint('end')"))
+    assert (code, err) == (0, "")
+    assert out in ("end\n", "end\nTrue\n", "True\nend\n")
+    assert ("True" in out) == ("run_async" in work), "callbacks of what came to its end are called"
+
+
+def test_a_session_that_outlives_its_modules_touches_nothing(session, monkeypatch):
+    """At the very end of the interpreter, the names in modules are None."""
+    monkeypatch.setattr(engine_module, "os", None)
+    session.__del__(lambda: True)
+    monkeypatch.undo()
+    assert_right(session.run(None, feeds(1)), 1)
+
+
+def interrupt(process, times=1, number=signal.SIGINT):
+    assert process.stdout.readline() == "ready\n"
+    for index in range(times):
+        time.sleep(0.5 if index else 0.2)
+        process.send_signal(number)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+@pytest.mark.parametrize("callers", ["cpu:0", "cpu:1"])
+def test_one_interrupt_ends_a_run_wherever_it_is(tmp_path, callers):
+    bundle = endless_bundle(tmp_path, spin=callers, last="cpu:0" if callers == "cpu:1" else "cpu:1")
+    text = """
+        print("ready", flush=True)
+        try:
+            with session:
+                session.run(None, feeds(None))
+        except KeyboardInterrupt:
+            print("interrupted")
+    """
+    process = start(bundle, text)
+    interrupt(process)
+    assert ended(process) == (0, "interrupted\n", "")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+def test_an_interrupted_session_goes_on(bundle):
+    text = """
+        print("ready", flush=True)
+        try:
+            session.run(None, feeds(None))
+        except KeyboardInterrupt:
+            print(session.run(None, feeds(2))[0].tolist())
+    """
+    process = start(bundle, text)
+    interrupt(process)
+    assert ended(process) == (0, "[-0.0, -1.0, -2.0, -3.0]\n", "")
+
+
+# Stands in for a node that never ends, and cannot be told to: a lock that its own thread holds, without Python's.
+HANGING = """
+    import ctypes
+    from onnxplace.runtimes.execution import engine
+    engine.GRACE_SECONDS = 0.3
+    library, lock = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+    def hang(*arguments):
+        while True:
+            library.pthread_mutex_lock(lock)
+    for segment in session._session.engine._segments.values():
+        segment.run = hang
+    print("ready", flush=True)
+    with session:
+        {work}
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library of Linux")
+@pytest.mark.parametrize("work", ["session.run(None, feeds(2))", "session.submit(feeds(2)).result()"])
+def test_a_second_interrupt_ends_a_process_whose_node_hangs(bundle, work):
+    process = start(bundle, HANGING.format(work=work))
+    interrupt(process, times=2)
+    code, _, err = ended(process)
+    assert code in (130, -signal.SIGINT)
+    assert "terminate called" not in err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library of Linux")
+def test_after_one_interrupt_it_is_said_that_a_second_one_helps(bundle):
+    process = start(bundle, HANGING.format(work="session.run(None, feeds(2))"))
+    interrupt(process)
+    assert "Interrupt again to end the process" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    assert ended(process)[0] == 130
+
+
+# -------------------------------------------------------------------------------- opening, and what users' code raises
+
+# ONNX Runtime folds these products while it opens the model, for longer than anybody waits.
+FOLDING = """
+<ir_version: 8, opset_import: ["" : 17]>
+folding (float[1] x) => (float[1200, 1200] y) {{
+    shape = Constant <value = int64[2] {{1200, 1200}}> ()
+    v0 = ConstantOfShape (shape)
+    {products}
+    y = Add(v400, x)
+}}
+"""
+
+
+@pytest.fixture(scope="module")
+def folding(tmp_path_factory):
+    path = tmp_path_factory.mktemp("folding") / "folding.onnx"
+    products = "\n".join(f"v{index + 1} = MatMul(v{index}, v0)" for index in range(400))
+    path.write_bytes(parser.parse_model(FOLDING.format(products=products)).SerializeToString())
+    return path
+
+
+OPENING = """
+    from onnxplace.machine import open_session, session_options
+    print("ready", flush=True)
+    try:
+        open_session({path!r}, session_options([0]))
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+def test_an_interrupt_ends_the_opening_of_a_session(bundle, folding):
+    process = start(bundle, OPENING.format(path=str(folding)))
+    interrupt(process, times=2)
+    code, out, _ = ended(process)
+    assert (code, out) in ((0, "interrupted\n"), (130, ""))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+@pytest.mark.parametrize("command", ["run", "verify", "bench"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_commands_end_by_one_signal_wherever_they_compute(tmp_path, command, number):
+    bundle = endless_bundle(tmp_path, spin="cpu:0", last="cpu:0")
+    np.savez(tmp_path / "in.npz", **feeds(None))
+    arguments = [command, str(bundle.path), "--inputs", str(tmp_path / "in.npz")]
+    code = "import sys; from onnxplace.cli import entry; print('ready', flush=True); "
+    code += f"sys.argv[1:] = {arguments!r}; entry()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(2.5)
+    process.send_signal(number)
+    code, _, err = ended(process)
+    assert code == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
+    assert "interrupted" in err
+
+
+def test_the_interpreter_ends_while_daemon_threads_open_sessions(bundle):
+    text = """
+        def work():
+            while True:
+                try:
+                    with onnxplace.InferenceSession(session._bundle) as other:
+                        other.run(None, feeds(2000))
+                except onnxplace.ExecutionError as problem:
+                    assert problem.code in ("X002", "X013"), problem
+                    time.sleep(100)
+        for _ in range(3):
+            threading.Thread(target=work, daemon=True).start()
+        time.sleep(0.5)
+    """
+    assert ended(start(bundle, text)) == (0, "", "")
+
+
+class AlarmError(Exception):
+    """What a user's signal handler raises."""
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")
+def test_what_a_signal_handler_raises_while_a_session_opens_is_raised_as_it_is(bundle):
+    def ring(*_):
+        raise AlarmError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    rung = 0
+    try:
+        for _ in range(10):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.003)
+                while True:
+                    open_session(bundle.file(WHOLE), session_options([0]))
+            except AlarmError:
+                rung += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert rung == 10
+
+
+def test_what_a_signal_handler_raises_in_a_run_is_raised_as_it_is(session, monkeypatch):
+    def ring(*_):
+        raise AlarmError
+
+    engine = session._session.engine
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._segments["cpu1-000"], "run", ring)  # which the caller's own thread runs
+        with pytest.raises(AlarmError):
+            session.run(None, feeds(1))
+    assert_right(session.run(None, feeds(2), timeout=HUNG_SECONDS), 2)
+
+
+def test_a_hook_that_fails_costs_no_worker(session, monkeypatch, capsys):
+    def fail(*_):
+        raise ValueError("mine")
+
+    monkeypatch.setattr(threading, "excepthook", fail)
+    for _ in range(3):
+        session.submit(feeds(20_000)).add_done_callback(fail)
+    for rounds in range(5):
+        assert_right(session.run(None, feeds(rounds), timeout=HUNG_SECONDS), rounds)
+    assert "mine" in capsys.readouterr().err
+
+
+def test_a_timeout_may_be_a_number_of_numpy(session):
+    assert_right(session.run(None, feeds(1), timeout=np.float32(20)), 1)

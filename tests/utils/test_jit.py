@@ -1,0 +1,86 @@
+"""What is kept of compiled kernels, and when it no longer holds."""
+
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from onnxplace.utils import clock, on_compiling
+
+CALLER = """
+from onnxplace.utils import kernel
+from kept_parts import one_more
+
+@kernel
+def run(x):
+    return one_more(x)
+"""
+PART = """
+from onnxplace.utils import part
+
+@part
+def one_more(x):
+    return x + {step}
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "kept_caller.py").write_text(CALLER)
+    (tmp_path / "kept_parts.py").write_text(PART.format(step=1))
+    return tmp_path
+
+
+def fresh(folder: Path) -> ModuleType:
+    """Import the modules anew, as another process would."""
+    modules = []
+    for name in ("kept_parts", "kept_caller"):
+        path = folder / f"{name}.py"
+        modules.append(ModuleType(name))
+        sys.modules[name] = modules[-1]
+        exec(compile(path.read_text(), path, "exec"), modules[-1].__dict__)
+    for module in modules:
+        del sys.modules[module.__name__]
+    return modules[-1]
+
+
+def compilations(folder: Path) -> tuple[int, bool]:
+    """Return what the kernel returns for 1, and whether it had to be compiled."""
+    seen: list[bool] = []
+    on_compiling(lambda: seen.append(True))
+    return fresh(folder).run(1), bool(seen)
+
+
+def test_a_kernel_is_compiled_once_and_again_when_one_that_it_calls_has_changed(folder):
+    assert compilations(folder) == (2, True)
+    assert compilations(folder) == (2, False)
+    (folder / "kept_parts.py").write_text(PART.format(step=41))
+    assert compilations(folder) == (42, True)
+
+
+def test_what_cannot_be_read_any_more_is_made_anew(folder):
+    assert compilations(folder) == (2, True)
+    kept = list(Path(fresh(folder).run.stats.cache_path).glob("kept_caller.run*.nbi"))
+    assert len(kept) == 1
+    begin = kept[0].read_bytes()
+    kept[0].write_bytes(begin[: len(begin) // 2])
+    assert compilations(folder) == (2, True)
+    assert compilations(folder) == (2, False)
+
+
+def test_the_clock_of_searches_stands_still_while_kernels_are_compiled(folder):
+    began, clock_began = time.perf_counter(), clock()
+    assert compilations(folder) == (2, True)
+    assert clock() - clock_began < time.perf_counter() - began
+
+
+def test_a_kernel_that_cannot_be_kept_runs_all_the_same(folder, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", full)
+    assert compilations(folder) == (2, True)
+    assert compilations(folder) == (2, True)

@@ -1,0 +1,130 @@
+"""Patterns that users write: as regular expressions say, and in bounded time whatever they say."""
+
+import re
+import sys
+
+import pytest
+from hypothesis import given, strategies as st
+
+from onnxplace.errors import UsageError
+from onnxplace.utils import match_names, name_patterns, star_fits
+from tests.conftest import branches
+
+NAMES = ["encoder/0/MatMul", "encoder/1/MatMul", "decoder.0.attn", "a+b", "a" * 40, ""]
+CATASTROPHIC = [
+    "(a+)+b",
+    "(a|aa)+b",
+    "(a*)*b",
+    "(?x)(a+) + b",
+    "(a+)(?#comment)+b",
+    ".*" * 20 + "b",
+    "a?" * 40 + "a" * 40 + "b",
+    "(a|a)" * 40 + "b",
+    r"(a+)+\1b",
+    "((a{1,20}){1,20}){1,20}b",
+]
+
+
+@pytest.mark.parametrize(
+    "pattern", ["encoder.*", "a+b", r"a\+b", "decoder.0.attn", "", ".*", "(?i)ENCODER.*", "[de].*"]
+)
+def test_ordinary_patterns_are_matched_in_this_process(pattern, monkeypatch):
+    monkeypatch.setattr(name_patterns, "_match_in_child", None)
+    (found,) = match_names([pattern], NAMES, "here")
+    assert found == [i for i, name in enumerate(NAMES) if re.fullmatch(pattern, name)]
+
+
+def test_a_pattern_that_may_take_long_matches_as_any_other():
+    patterns = ["(encoder|decoder)+.*", "x", "((a+)b?)*", "(?!decoder)(.*)(/.*)+"]
+    expected = [[i for i, name in enumerate(NAMES) if re.fullmatch(pattern, name)] for pattern in patterns]
+    assert match_names(patterns, NAMES, "here") == expected
+
+
+@pytest.mark.parametrize("pattern", CATASTROPHIC)
+def test_patterns_that_could_take_forever_are_not_matched_in_this_process(pattern):
+    assert not name_patterns._is_quick(pattern, NAMES)
+
+
+def test_a_pattern_that_takes_too_long_is_named(monkeypatch):
+    monkeypatch.setattr(name_patterns, "MAX_SECONDS", 0.5)
+    with pytest.raises(UsageError) as caught:
+        match_names(["(encoder/?)+.*", "(a+)+b"], NAMES, "map.json")
+    assert caught.value.code == "U024"
+    assert "'(a+)+b'" in caught.value.message
+    assert caught.value.where == "map.json"
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(", "a{99999999999}", "(" * 20_000 + ")" * 20_000, "[z-a]", "*", "\\", "(?P<n>a)(?P<n>b)", "(?<=a+)b"]
+)
+def test_what_is_no_regular_expression_is_said_shortly(pattern):
+    with pytest.raises(UsageError) as caught:
+        match_names([pattern], NAMES, "here")
+    assert caught.value.code == "U022"
+    assert len(caught.value.message) < 500
+
+
+def test_what_python_may_read_otherwise_one_day_is_no_warning():
+    assert match_names(["[[a]+b"], ["a+b", "[b"], "here") == [[1]]  # warnings are errors here
+
+
+def test_a_program_that_python_is_embedded_in_matches_by_itself(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "")
+    assert match_names(["(a|b)+"], ["ab", "c"], "here") == [[0]]
+
+
+@pytest.mark.parametrize("way", ["map", "colocate"])
+def test_a_command_with_such_a_pattern_ends(run_cli, tmp_path, monkeypatch, way):
+    monkeypatch.setattr(name_patterns, "MAX_SECONDS", 0.5)
+    model = branches()
+    model.graph.node[0].name = "a" * 60
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    (tmp_path / "map.json").write_text('{"relu": "cpu:1", "(a+)+b": "cpu:0"}')
+    options = ("--device-map", tmp_path / "map.json") if way == "map" else ("--colocate", "(a+)+b")
+    ran = run_cli("compile", tmp_path / "model.onnx", "-o", tmp_path / "b", "--devices", "cpu:0,cpu:1",
+                  "--shape", "batch=4", "--no-trial", *options)  # fmt: skip
+    assert ran.code == 2
+    where = tmp_path / "map.json" if way == "map" else "--colocate"
+    assert f"error[U024] {where}: matching '(a+)+b' takes more than 0.5 s" in ran.err
+
+
+# ---------------------------------------------------------------------------------------------- states
+
+
+def by_expression(left: str, right: str, first: str, second: str) -> bool:
+    """Return what `star_fits` must: by a regular expression that refers back, whatever that takes."""
+
+    def expression(text: str, backwards: bool) -> str:
+        parts = [re.escape(part) for part in text.split("*")]
+        stars = [rf"(?:\{number})" if backwards else "([^\0]*)" for number in range(1, len(parts))]
+        return "".join(part + star for part, star in zip(parts, [*stars, ""]))
+
+    both = re.compile(f"{expression(left, False)}\0{expression(right, True)}", re.DOTALL)
+    return both.fullmatch(f"{first}\0{second}") is not None
+
+
+TEXTS = st.text("ab.", max_size=6)
+
+
+@given(
+    parts=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=4),
+    stars=st.lists(TEXTS, min_size=3, max_size=3),
+    first=TEXTS,
+    second=TEXTS,
+)
+def test_stars_stand_for_the_same_text_on_both_sides(parts, stars, first, second):
+    left, right = ("*".join(column) for column in zip(*parts))
+    filled = ["".join(p + s for p, s in zip(column, [*stars[: len(parts) - 1], ""])) for column in zip(*parts)]
+    for one, other in [(first, second), (filled[0], second), tuple(filled)]:
+        found = star_fits(left, right, one, other)
+        assert (found is not None) == by_expression(left, right, one, other)
+        if found is not None:
+            for text, column in zip((one, other), zip(*parts)):
+                assert text == "".join(p + s for p, s in zip(column, [*found, ""]))
+
+
+def test_many_stars_and_long_names_take_no_time():
+    name = "a" * 2000
+    assert star_fits("*a" * 60 + "b", "*a" * 60 + "b", name, name) is None
+    assert star_fits("*a" * 60, "*a" * 60, name, name) is not None
