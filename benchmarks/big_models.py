@@ -296,7 +296,7 @@ def large(gigabytes: float, folder: Path) -> None:
 
 def child(asked: dict[str, Any]) -> None:
     """Compile in this process; print a JSON list with what each pass took and read."""
-    from onnxplace.api import compile_model
+    from onnxplace.driver import compile_model
 
     watch = Watch()
 

@@ -4,7 +4,8 @@
 Each model is compiled for one device (`cpu:0`) and, with each placer, for two (`cpu:0,cpu:1`). Each bundle is opened
 and run in a process of its own, of which Linux says how much it held at most while it opened sessions, and while it ran
 (VmHWM: anonymous memory and pages of files). Errors are of the whole process; `beyond` shows what the bundle took
-beside a process that runs a model of one node, the first row, whose measure RUNTIME_BYTES in onnxplace/machine/hardware.py is.
+beside a process that runs a model of one node, the first row: RUNTIME_BYTES in
+onnxplace/machine/hardware.py comes from it.
 `--parts`: what each device's part takes in a process of its own, as `onnxplace bench` shows it.
 """
 

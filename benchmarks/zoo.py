@@ -37,7 +37,7 @@ from onnxplace.evaluation import Carrying, compare, reference, verify
 from onnxplace.feeds import Array
 from onnxplace.machine import cores, local_target, open_session, session_options
 from onnxplace.pipeline import Pipeline
-from onnxplace.runtimes.execution import segments as segments
+from onnxplace.runtimes.execution import segments
 from onnxplace.target import Link, Target
 
 RANDOM = "random"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from onnxplace.errors import (
         BrokenPassError,
         BundleError,
+        Diagnostic,
         ExecutionError,
         FeedError,
         InfeasibleError,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from onnxplace.graph import OpGraph
     from onnxplace.pipeline import Pipeline
     from onnxplace.runtime import Runtime, RuntimeSession
-    from onnxplace.state import Diagnostic, Pass, State
+    from onnxplace.state import Pass, State
     from onnxplace.target import Device, Link, Target
 
 __all__ = [
@@ -70,13 +71,13 @@ __getattr__, __dir__, _ = attach(
         "api": "InferenceSession compile load",
         "bundle": "Bundle",
         "errors": (
-            "BrokenPassError BundleError ExecutionError FeedError InfeasibleError InputError ModelError "
+            "BrokenPassError BundleError Diagnostic ExecutionError FeedError InfeasibleError InputError ModelError "
             "OnnxplaceError PluginError RunTimeoutError TargetError UsageError"
         ),
         "graph": "OpGraph",
         "pipeline": "Pipeline",
         "runtime": "Runtime RuntimeSession",
-        "state": "Diagnostic Pass State",
+        "state": "Pass State",
         "target": "Device Link Target",
     },
 )

@@ -16,16 +16,19 @@ def attach(
 
     Args:
         package: the full name of the package.
-        modules: the names that each of its modules offers, separated by spaces. No module may be called as one of
-            these names is: Python sets a module as an attribute of its package when it is imported.
+        modules: the names that each of its modules offers, separated by spaces; no names, to offer the module itself.
+            No module may be called as one of these names is: Python sets a module as an attribute of its package when
+            it is imported.
     """
-    homes = {name: f"{package}.{module}" for module, names in modules.items() for name in names.split()}
+    whole = {module for module, names in modules.items() if not names}
+    homes = {name: f"{package}.{module}" for module, names in modules.items() for name in names.split() or [module]}
     names = sorted(homes)
 
     def get(name: str) -> object:
         # Nothing is stored in the package, so that tests can replace a name where it is defined.
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(homes[name]), name)
+        module = import_module(homes[name])
+        return module if name in whole else getattr(module, name)
 
     return get, lambda: names, names

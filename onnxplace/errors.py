@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import ClassVar
 
 # Longer lists of names help nobody.
@@ -190,3 +191,13 @@ def _closest(name: str, names: list[str]) -> str | None:
 
 def _plain(name: object) -> str:
     return str(name).strip().lower().replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """Something the user should know although nothing failed."""
+
+    code: str
+    message: str
+    where: str = ""
+    hint: str = ""

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, runtime_checkable
 
+from onnxplace.errors import Diagnostic
+
 if TYPE_CHECKING:
     from onnxplace.target import Target
 
@@ -24,16 +26,6 @@ class Fact(Protocol):
 
 
 F = TypeVar("F", bound=Fact)
-
-
-@dataclass(frozen=True)
-class Diagnostic:
-    """Something the user should know although nothing failed."""
-
-    code: str
-    message: str
-    where: str = ""
-    hint: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ from typing import ClassVar
 from onnx import TypeProto, ValueInfoProto, helper
 
 from onnxplace.bundle import COSTS, MANIFEST, SEGMENTS, WEIGHTS, WHOLE, FileRecord, link_record, require_free, staged
+from onnxplace.errors import Diagnostic
 from onnxplace.facts import Emitted, Placement, Profile, Schedule, Segment, Segments
 from onnxplace.model import Model, WeightFile, require_unchanged, scales_to_hold
 from onnxplace.passes.cost_files import costs_text
 from onnxplace.passes.segments import boundary_types, manifest_of
-from onnxplace.state import Diagnostic, Pass, State
+from onnxplace.state import Pass, State
 from onnxplace.target import Target
 from onnxplace.utils import disk_error, path_text
 

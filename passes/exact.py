@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 from annotated_types import Ge, Gt
 
+from onnxplace.errors import Diagnostic
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph import Ints
 from onnxplace.passes.placement.exact import MOST_DEVICES, MOST_NODES, Found, Tables, search, solve, tables
@@ -27,7 +28,7 @@ from onnxplace.passes.placement.search import (
 )
 from onnxplace.problem import Problem, decided, order_by_start, problem, shortage
 from onnxplace.simulation import lower_bound_seconds
-from onnxplace.state import Diagnostic, Pass, State
+from onnxplace.state import Pass, State
 
 # States kept per layer at first, and once the solver has had its turn; by how much more each time.
 WIDTH, WIDE, WIDER = 300, 7500, 5

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 from annotated_types import Ge
 
-from onnxplace.errors import InfeasibleError, counted
+from onnxplace.errors import Diagnostic, InfeasibleError, counted
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph import Ints, Longs
 from onnxplace.passes.placement.list_scheduling import place
@@ -25,7 +25,7 @@ from onnxplace.passes.placement.stages import (
 )
 from onnxplace.problem import Problem, decided, order_by_start, problem
 from onnxplace.simulation import crossings
-from onnxplace.state import Diagnostic, Pass, State
+from onnxplace.state import Pass, State
 from onnxplace.utils import clock
 
 # A device that takes this many times as long as the fastest one is a last resort.

@@ -9,10 +9,10 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge
 from onnx import NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
-from onnxplace.errors import OnnxplaceError
+from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.machine import open_session, session_options
 from onnxplace.model import DEQUANTIZE, Model, captured, is_quantiser, subgraphs, tensor_size
-from onnxplace.state import Diagnostic, Pass, State
+from onnxplace.state import Pass, State
 
 # Their results differ from call to call, so they must run.
 _RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"}

@@ -13,7 +13,7 @@ import numpy as np
 from annotated_types import Ge
 from numpy.typing import NDArray
 
-from onnxplace.errors import counted
+from onnxplace.errors import Diagnostic, counted
 from onnxplace.facts import Profile, Repeat, Source
 from onnxplace.graph import Floats, Ints, OpGraph
 from onnxplace.machine import DOUBT, LEAST_RUNS, cores, cuda_problem, gpus
@@ -37,7 +37,7 @@ from onnxplace.passes.profiling import (
     recall,
     repeats,
 )
-from onnxplace.state import Diagnostic, Pass, State
+from onnxplace.state import Pass, State
 from onnxplace.target import Device
 from onnxplace.utils import write_file
 

@@ -8,11 +8,12 @@ from typing import ClassVar
 
 import numpy as np
 
+from onnxplace.errors import Diagnostic
 from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segment, Segments
 from onnxplace.graph import Floats, Ints, Longs, OpGraph
 from onnxplace.passes.segments import crossing, require_together, within_limits
 from onnxplace.simulation import Simulation
-from onnxplace.state import Diagnostic, Pass, State
+from onnxplace.state import Pass, State
 from onnxplace.target import Target
 
 

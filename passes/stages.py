@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from annotated_types import Ge
 
-from onnxplace.errors import InfeasibleError
+from onnxplace.errors import Diagnostic, InfeasibleError
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph import Ints, Longs
 from onnxplace.passes.placement.stages import (
@@ -26,7 +26,7 @@ from onnxplace.passes.placement.stages import (
 )
 from onnxplace.problem import Problem, decided, problem, shortage
 from onnxplace.simulation import loads
-from onnxplace.state import Diagnostic, Pass, State
+from onnxplace.state import Pass, State
 from onnxplace.utils import clock
 
 RESTARTS = 4
@@ -34,7 +34,8 @@ RESTARTS = 4
 
 @dataclass(frozen=True)
 class Stages(Pass):
-    """Minimise the time between two results when many requests are pipelined: the largest load (`onnxplace.simulation.loads`).
+    """Minimise the time between two results when many requests are pipelined: the largest load
+    (`onnxplace.simulation.loads`).
 
     Contiguous stages follow one another: values only run forward. They are found by dynamic programming over ideals
     (Tarnawski et al., NeurIPS 2020), and optimal where there are under 50 000 ideals, all links are alike, the time

@@ -114,7 +114,7 @@ def model_file(tmp_path: Path, branches_bytes: bytes) -> Path:
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory, branches_bytes: bytes) -> Path:
     """A bundle for two devices, made once: read it, copy it, do not alter it."""
-    from onnxplace.api import compile_model
+    from onnxplace.driver import compile_model
 
     folder = tmp_path_factory.mktemp("compiled")
     (folder / "model.onnx").write_bytes(branches_bytes)

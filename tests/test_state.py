@@ -5,7 +5,8 @@ from typing import ClassVar
 
 import pytest
 
-from onnxplace.state import Diagnostic, Fact, Pass, State
+from onnxplace.errors import Diagnostic
+from onnxplace.state import Fact, Pass, State
 from onnxplace.target import Device, Target
 
 TARGET = Target((Device("cpu:0", 1),))

@@ -8,12 +8,15 @@ if TYPE_CHECKING:
     from onnxplace.bundle.bundle import (
         COSTS as COSTS,
         MANIFEST as MANIFEST,
-        SCHEMA_VERSION as SCHEMA_VERSION,
         SEGMENTS as SEGMENTS,
         WEIGHTS as WEIGHTS,
         WHOLE as WHOLE,
         Bundle as Bundle,
         Check as Check,
+        link_record as link_record,
+    )
+    from onnxplace.bundle.manifest import (
+        SCHEMA_VERSION as SCHEMA_VERSION,
         DeviceRecord as DeviceRecord,
         DiagnosticRecord as DiagnosticRecord,
         FileRecord as FileRecord,
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
         TrialRecord as TrialRecord,
         ValueRecord as ValueRecord,
         json_schema as json_schema,
-        link_record as link_record,
     )
     from onnxplace.bundle.simulate_bundle import simulate_manifest as simulate_manifest
     from onnxplace.bundle.slices import alone as alone, crossings as crossings, recording as recording
@@ -43,10 +45,10 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "bundle": (
-            "Bundle COSTS Check DeviceRecord DiagnosticRecord FileRecord InputRecord MANIFEST Manifest "
-            "OutputRecord Predicted RepeatRecord SCHEMA_VERSION SEGMENTS SegmentRecord StateRecord Step "
-            "TargetRecord TrialRecord ValueRecord WEIGHTS WHOLE json_schema link_record"
+        "bundle": "Bundle COSTS Check MANIFEST SEGMENTS WEIGHTS WHOLE link_record",
+        "manifest": (
+            "DeviceRecord DiagnosticRecord FileRecord InputRecord Manifest OutputRecord Predicted RepeatRecord "
+            "SCHEMA_VERSION SegmentRecord StateRecord Step TargetRecord TrialRecord ValueRecord json_schema"
         ),
         "simulate_bundle": "simulate_manifest",
         "slices": "alone crossings recording",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from onnxplace.errors import BundleError
 
 if TYPE_CHECKING:
-    from onnxplace.bundle.bundle import Manifest, SegmentRecord, Step
+    from onnxplace.bundle.manifest import Manifest, SegmentRecord, Step
 
 
 def check_programs(manifest: Manifest, where: Path) -> None:

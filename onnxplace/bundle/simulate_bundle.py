@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.bundle.bundle import Manifest
+from onnxplace.bundle.manifest import Manifest
 from onnxplace.graph import Csr, OpGraph
 from onnxplace.simulation import Simulation, simulate
 

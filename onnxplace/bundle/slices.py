@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from onnxplace.bundle.bundle import Bundle, InputRecord, Manifest, OutputRecord
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.bundle.manifest import InputRecord, Manifest, OutputRecord
 
 
 def crossings(manifest: Manifest) -> Mapping[tuple[str, str], tuple[str, ...]]:

@@ -18,9 +18,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from onnxplace.bundle.bundle import FORMAT, MANIFEST, Manifest
-from onnxplace.errors import MOST_LISTED, InputError, OnnxplaceError, UsageError
-from onnxplace.state import Diagnostic
+from onnxplace.bundle.bundle import FORMAT, MANIFEST
+from onnxplace.bundle.manifest import Manifest
+from onnxplace.errors import MOST_LISTED, Diagnostic, InputError, OnnxplaceError, UsageError
 from onnxplace.utils import (
     OCCUPIED,
     OLD,

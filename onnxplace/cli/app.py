@@ -86,8 +86,9 @@ def runtimes(name: str | None, json_: bool) -> None:
 
 
 def _list_entries(kind: Any, name: str | None, json_: bool) -> None:
+    from onnxplace.cli.pass_help import pass_help
     from onnxplace.pipeline import entries, find
-    from onnxplace.report import pass_help, table
+    from onnxplace.report import table
 
     if name:
         found = find(kind, name)

@@ -27,8 +27,8 @@ from onnxplace.errors import UsageError
 
 if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
+    from onnxplace.errors import Diagnostic
     from onnxplace.evaluation import Observed, Steps, Times
-    from onnxplace.state import Diagnostic
 
 WARM_UPS = 2
 # Rounds to find out what each device does; more make little difference to medians of parts of a step.
@@ -133,8 +133,8 @@ def _in_turn(call: Callable[[Any], object], feeds: Sequence[Any]) -> Callable[[]
 
 def _other_sizes(bundle: Bundle, feeds: Mapping[str, Any]) -> list[Diagnostic]:
     """Say so if inputs have other sizes than those for which the bundle was compiled, as predictions are for these."""
+    from onnxplace.errors import Diagnostic
     from onnxplace.feeds import dimension_keys
-    from onnxplace.state import Diagnostic
 
     compiled = bundle.manifest.dimensions
     here = {

@@ -25,7 +25,7 @@ from onnxplace.cli.options import (
 from onnxplace.errors import ModelError
 
 if TYPE_CHECKING:
-    from onnxplace.api import Compiled
+    from onnxplace.driver import Compiled
 
 
 @click.command(short_help="Profile, place and split a model; write a bundle.")
@@ -97,7 +97,7 @@ def compile(  # noqa: A001
     **options: Any,
 ) -> None:
     """Profile MODEL (a .onnx file), place it, split it, and write a bundle: a folder that `onnxplace run` takes."""
-    from onnxplace.api import compile_model
+    from onnxplace.driver import compile_model
     from onnxplace.feeds import read_npz
     from onnxplace.target import read_target
 

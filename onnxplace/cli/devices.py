@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from onnxplace.report import mebibytes, table
+
+if TYPE_CHECKING:
+    from onnxplace.target import Target
+
 import datetime
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -29,8 +36,9 @@ def devices(
     devices: str | None, calibrate: bool, sizes: str | None, seconds: float | None, output: Path | None, json_: bool
 ) -> None:
     """Show what is here and what ONNX Runtime can use of it; write it to a target file, measured if asked to."""
-    from onnxplace.machine import hardware, measurement_cache
-    from onnxplace.report import devices_summary, mebibytes
+    from onnxplace.cli.devices import devices_summary
+    from onnxplace.machine import describe, local_target, measurement_cache
+    from onnxplace.report import mebibytes
     from onnxplace.target import target_text
     from onnxplace.utils import require_place, write_file
 
@@ -38,10 +46,10 @@ def devices(
         raise UsageError("U014", "--sizes and --seconds say how to measure", hint="add --calibrate")
     if output:
         require_place(output)
-    default = hardware.local_target(devices)
+    default = local_target(devices)
     measured = _calibrated(default, sizes, seconds, json_) if calibrate else None
     target = measured.target if measured else default.with_all_links()
-    about, kept = hardware.describe(), measurement_cache.contents()
+    about, kept = describe(), measurement_cache.contents()
     if output:
         text = f"{_heading(about, measurement_cache.processor(), measured is not None)}\n{target_text(target)}"
         write_file(output, lambda stream: stream.write(text.encode()))
@@ -180,3 +188,21 @@ def _link_table(measured: LinkMeasured) -> str:
         f"+ bytes at {link.bytes_per_second / 1e9:.2f} GB/s"
     )
     return f"{title}\n{table(('bytes', 'measured us', 'fit us', 'error', ''), rows, left=0)}"
+
+
+def devices_summary(about: Mapping[str, Any], target: Target) -> str:
+    """Return what `machine.describe` found, and the devices that are used by default."""
+    host = about["host"]
+    lines = [
+        f"host: {len(host['cores'])} cores, {mebibytes(host['available_memory_bytes'])} available; "
+        f"onnxruntime {about['onnxruntime']}"
+    ]
+    for gpu in about["gpus"]:
+        problem = f"; NOT usable: {gpu['problem']}" if gpu["problem"] else ""
+        lines.append(f"{gpu['id']}: {gpu['name']}, {mebibytes(gpu['free_bytes'])} free{problem}")
+    if not about["gpus"]:
+        lines.append("no NVIDIA GPU found")
+    rows = [(d.id, str(d.cores), mebibytes(d.memory_bytes), d.cost_class) for d in target.devices]
+    return "\n".join(
+        [*lines, "", "used unless --devices says otherwise:", table(("device", "cores", "memory", "cost class"), rows)]
+    )

@@ -17,7 +17,7 @@ from onnxplace.errors import UsageError, printable, shown
 
 if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
-    from onnxplace.state import Diagnostic
+    from onnxplace.errors import Diagnostic
 
 # Of the size of a dimension; which sizes a model takes is checked with the model.
 MOST_DIGITS = 18

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from onnxplace.errors import counted
+from onnxplace.report import mebibytes, milliseconds, table
+
+if TYPE_CHECKING:
+    from onnxplace.cost_graph import CostGraph
+    from onnxplace.driver import Placed
+
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -51,20 +61,20 @@ def place(
 
     Prints how long a step takes and what each device holds; --json also prints the device of each node.
     """
+    from onnxplace.cli.place import placed_summary
     from onnxplace.cost_graph import read_cost_graph
-    from onnxplace.driver import placer
-    from onnxplace.report import placed_summary
+    from onnxplace.driver import evaluate, place as place_graph, read_placement, with_devices
     from onnxplace.target import parse_bytes
 
     if placement:
         _require_scoring_only(["budget", *options])
     tell_of_compiling()
     memory = parse_bytes(max_memory) if max_memory else None
-    asked = placer.with_devices(read_cost_graph(graph), devices, memory)
+    asked = with_devices(read_cost_graph(graph), devices, memory)
     if placement:
-        found = placer.evaluate(asked, placer.read_placement(placement), links=links, strict=strict)
+        found = evaluate(asked, read_placement(placement), links=links, strict=strict)
     else:
-        found = placer.place(asked, links=links, budget_seconds=budget, strict=strict, **options)
+        found = place_graph(asked, links=links, budget_seconds=budget, strict=strict, **options)
     say(found.diagnostics)
     if json_:
         entries = {**vars(found), "peak_bytes": found.peak_bytes.tolist(), "placement": dict(found.placement)}
@@ -81,3 +91,22 @@ def _require_scoring_only(options: Iterable[str]) -> None:
     if given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise UsageError("U052", f"--placement is scored as it is: it excludes {names}", hint="leave one of them out")
+
+
+def placed_summary(found: Placed, graph: CostGraph) -> str:
+    """Return how a placement of a cost graph does, on one screen."""
+    counts = Counter(found.placement.values())
+    rows = [
+        (str(name), str(counts[name]), mebibytes(int(peak)), mebibytes(device.memory_bytes))
+        for name, peak, device in zip(graph.device_ids, found.peak_bytes, graph.target.devices)
+    ]
+    gap = found.makespan_seconds / found.lower_bound_seconds - 1 if found.lower_bound_seconds else 0.0
+    return "\n".join(
+        [
+            f"{graph.name}: {counted(len(graph.ids), 'node')}, placer {found.placer}, "
+            f"{milliseconds(found.seconds)} to place",
+            table(("device", "nodes", "peak", "limit"), rows),
+            f"step {milliseconds(found.makespan_seconds)}, {gap:.1%} above a bound of "
+            f"{milliseconds(found.lower_bound_seconds)}" + ("" if found.feasible else "; DOES NOT FIT"),
+        ]
+    )

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
-from onnxplace.errors import InputError, shown
+from onnxplace.errors import Diagnostic, InputError, shown
 from onnxplace.facts import Profile, Source
 from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph
-from onnxplace.state import Diagnostic, State
+from onnxplace.state import State
 from onnxplace.target import Device, Link, Target, require_few
 from onnxplace.utils import parse_json, read_bytes
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         Placed as Placed,
         evaluate as evaluate,
         place as place,
+        read_placement as read_placement,
         with_devices as with_devices,
     )
 
@@ -22,6 +23,6 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "compiler": "CompileOptions Compiled compile_model",
-        "placer": "Grouping Placed evaluate place with_devices",
+        "placer": "Grouping Placed evaluate place read_placement with_devices",
     },
 )

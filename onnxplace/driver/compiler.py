@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from onnxplace.bundle import Bundle, prepare, staged
 from onnxplace.driver.finishing import settled
-from onnxplace.errors import InfeasibleError, ModelError, UsageError
+from onnxplace.errors import Diagnostic, InfeasibleError, ModelError, UsageError
 from onnxplace.facts import Placement, Profile
 from onnxplace.feeds import Array
 from onnxplace.machine import cuda_problem, custom_operators, gpus, local_target, measurement_cache
@@ -39,7 +39,7 @@ from onnxplace.pipeline import (
     tuple_text,
     unused_devices,
 )
-from onnxplace.state import Diagnostic, State
+from onnxplace.state import State
 from onnxplace.target import Target, parse_memory
 from onnxplace.utils import require_place
 

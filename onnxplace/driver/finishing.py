@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from onnxplace.bundle import Bundle, DiagnosticRecord, Manifest, Staging
-from onnxplace.errors import OnnxplaceError
+from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.evaluation import Trial, doubtful, replace_manifest, tried, try_out, untried
 from onnxplace.facts import Emitted, Placement, Profile, Source
 from onnxplace.model import Model
@@ -27,7 +27,7 @@ from onnxplace.pipeline import (
 )
 from onnxplace.problem import alone_seconds, fits_alone
 from onnxplace.report import milliseconds
-from onnxplace.state import Diagnostic, State
+from onnxplace.state import State
 from onnxplace.target import REQUEST_SECONDS
 
 # Steps that differ by less are not told apart.

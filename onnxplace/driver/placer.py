@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from onnxplace.cost_graph import CostGraph
-from onnxplace.errors import InputError, counted, nearest
+from onnxplace.errors import Diagnostic, InputError, counted, nearest
 from onnxplace.facts import Groups, Placement, Schedule
 from onnxplace.graph import Longs
 from onnxplace.pipeline import (
@@ -25,7 +25,7 @@ from onnxplace.pipeline import (
     require_all_used,
     unused_devices,
 )
-from onnxplace.state import Diagnostic, State
+from onnxplace.state import State
 from onnxplace.target import LinkModel, Target, require_few
 from onnxplace.utils import clock, read_json
 

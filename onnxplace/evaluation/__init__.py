@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "compare": ("OutputDifference Times alternate output_lineages reference rounds_to_few_values verify"),
+        "compare": "OutputDifference Times alternate output_lineages reference rounds_to_few_values verify",
         "device_usage": "Observed Traced observe",
         "memory_use": "Process RUNS process_memory",
         "step_inputs": "Carrying Steps steps_of",

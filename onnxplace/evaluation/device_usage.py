@@ -9,13 +9,12 @@ from typing import Any, cast
 import numpy as np
 
 from onnxplace.bundle import Bundle, DeviceRecord, SegmentRecord, crossings, recording
-from onnxplace.errors import OnnxplaceError
+from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.evaluation.memory_use import Memory, memory
 from onnxplace.evaluation.trial import seconds_by_segment
 from onnxplace.machine import available_memory_bytes
 from onnxplace.pipeline import Observer, find
 from onnxplace.runtime import Event, EventKind, Runtime
-from onnxplace.state import Diagnostic
 
 WARM_UPS = 2
 

@@ -17,13 +17,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from onnxplace.api import load
 from onnxplace.bundle import Bundle, alone
-from onnxplace.errors import OnnxplaceError
+from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.machine import custom_operators, gpus, one_node_model, open_session, operator_libraries, session_options
 from onnxplace.pipeline import Observer, find
 from onnxplace.runtime import Runtime
-from onnxplace.state import Diagnostic
 from onnxplace.utils import disk_error, in_child, temporary_folder
 
 # What a run leaves in the arena grows for the first few.
@@ -166,7 +164,7 @@ def _in_child(job: Job) -> Process:
 
 def measure(job: Job) -> Process:
     """Open and run a bundle in this process, which should have done nothing before."""
-    bundle = load(job.bundle)
+    bundle = Bundle.open(job.bundle)
     if job.device:
         bundle = alone(bundle, job.device)
     # A caller holds what the whole is fed; what a part was sent is freed by its program.

@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from onnxplace.bundle import COSTS, MANIFEST, WHOLE, Bundle, Manifest, TrialRecord, simulate_manifest
+from onnxplace.errors import Diagnostic
 from onnxplace.feeds import Array
 from onnxplace.machine import (
     DOUBT,
@@ -35,7 +36,6 @@ from onnxplace.machine import (
 from onnxplace.pipeline import find
 from onnxplace.runtime import Event, Runtime, RuntimeSession
 from onnxplace.simulation import simulated_loads
-from onnxplace.state import Diagnostic
 from onnxplace.target import MOST_SECONDS
 from onnxplace.utils import write_file
 

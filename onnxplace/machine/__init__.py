@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         core_sets as core_sets,
         cores as cores,
         cuda_problem as cuda_problem,
+        describe as describe,
         gpus as gpus,
         link_via as link_via,
         local_target as local_target,
@@ -47,9 +48,10 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "measurement_cache": "",
         "hardware": (
-            "Gpu RUNTIME_BYTES available_memory_bytes core_sets cores cuda_problem gpus link_via local_target "
-            "one_node_model onnxruntime require_cuda"
+            "Gpu RUNTIME_BYTES available_memory_bytes core_sets cores cuda_problem describe gpus link_via "
+            "local_target one_node_model onnxruntime require_cuda"
         ),
         "interrupts": "ends_runs interruptible prepare",
         "refusals": "LIBRARY_HINT no_space",

@@ -106,12 +106,11 @@ def _only_node(nodes: list[NodeProto], name: str) -> NodeProto | None:
 
 
 def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
-    from onnxplace.model import subgraphs
-
     yield graph
     for node in graph.node:
-        for inner in subgraphs(node):
-            yield from _graphs(inner)
+        for attribute in node.attribute:
+            for inner in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else ())):
+                yield from _graphs(inner)
 
 
 def _tensor_types(graph: GraphProto) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from onnxplace.model.lineage import Lineage as Lineage, lineages as lineages, quantises as quantises
     from onnxplace.model.lowering import op_graph as op_graph
     from onnxplace.model.model import (
-        INLINE_LIMIT_BYTES as INLINE_LIMIT_BYTES,
         Model as Model,
         bind as bind,
         declared as declared,
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     )
     from onnxplace.model.nested_graphs import captured as captured, subgraphs as subgraphs
     from onnxplace.model.precision import scales_to_hold as scales_to_hold
+    from onnxplace.model.session_model import stored as stored
     from onnxplace.model.supported_operators import (
         custom_operators_of as custom_operators_of,
         require_operators as require_operators,
@@ -45,11 +45,12 @@ __getattr__, __dir__, __all__ = attach(
         "lineage": "Lineage lineages quantises",
         "lowering": "op_graph",
         "model": (
-            "INLINE_LIMIT_BYTES Model bind declared load require_beside require_unchanged shape_entries "
-            "static_shapes type_name value_bytes"
+            "Model bind declared load require_beside require_unchanged shape_entries static_shapes type_name "
+            "value_bytes"
         ),
         "nested_graphs": "captured subgraphs",
         "precision": "scales_to_hold",
+        "session_model": "stored",
         "supported_operators": "custom_operators_of require_operators",
         "tensors": "tensor_size",
         "weights": "WeightFile",

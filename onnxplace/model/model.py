@@ -33,18 +33,10 @@ from onnxplace.feeds import (
     sizes_of,
     symbols_in,
 )
-from onnxplace.model import canonicalize
+from onnxplace.model.canonicalize import take_apart, without_data
 from onnxplace.model.formats import format_hint
-from onnxplace.model.lowering import op_graph
-from onnxplace.model.tensors import (
-    Fingerprint,
-    external_range,
-    fingerprint,
-    packed_size,
-    tensor_bytes,
-    tensor_size,
-    unknown_element,
-)
+from onnxplace.model.nested_graphs import reads
+from onnxplace.model.tensors import Fingerprint, external_range, fingerprint, packed_size, tensor_size, unknown_element
 from onnxplace.model.weights import WeightFile, not_beside
 from onnxplace.utils import open_input
 
@@ -103,7 +95,7 @@ class Model:
         """Raise ValueError if a node reads something that nobody makes before it."""
         known = {value.name for value in self.inputs} | set(self.initializers)
         for node in self.nodes:
-            for name in canonicalize.reads(node):
+            for name in reads(node):
                 if name not in known:
                     raise ValueError(f"node {node.name!r} reads {name!r} before anybody makes it")
             known.update(node.output)
@@ -115,7 +107,7 @@ class Model:
     @cached_property
     def reads(self) -> tuple[tuple[str, ...], ...]:
         """Return, for each node, the names it reads, those captured by its subgraphs included, each once."""
-        return tuple(tuple(dict.fromkeys(canonicalize.reads(node))) for node in self.nodes)
+        return tuple(tuple(dict.fromkeys(reads(node))) for node in self.nodes)
 
     @cached_property
     def types(self) -> dict[str, TypeProto]:
@@ -134,7 +126,7 @@ class Model:
     def _skeleton(self) -> ModelProto:
         """Return the model without the bytes of large weights: small enough to hand to shape inference."""
         weights = [
-            canonicalize.without_data(t) if tensor_size(t) > 1024 else t
+            without_data(t) if tensor_size(t) > 1024 else t
             for t in self.initializers.values()
             if t.name not in self.input_names
         ]
@@ -228,7 +220,7 @@ def load(source: str | Path | ModelProto) -> Model:
         path = Path(source)
         data = _read(path)
         proto, folder, where, digest = _parse(data, path), path.parent, path.name, hashlib.sha256(data).hexdigest()
-    parts = canonicalize.take_apart(proto, where, folder)
+    parts = take_apart(proto, where, folder)
     external = [t for t in parts.initializers.values() if t.data_location == TensorProto.EXTERNAL]
     files = dict.fromkeys(external_range(tensor, folder)[0] for tensor in external)
     return Model(
@@ -417,23 +409,3 @@ def value_bytes(model: Model, shapes: Mapping[str, Sequence[int]]) -> dict[str, 
         if not strings:
             sizes[name] = size
     return sizes
-
-
-__all__ = [
-    "INLINE_LIMIT_BYTES",
-    "Declared",
-    "Model",
-    "WeightFile",
-    "bind",
-    "declared",
-    "load",
-    "op_graph",
-    "require_beside",
-    "require_unchanged",
-    "shape_entries",
-    "static_shapes",
-    "tensor_bytes",
-    "tensor_size",
-    "type_name",
-    "value_bytes",
-]

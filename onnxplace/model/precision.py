@@ -23,8 +23,9 @@ from onnx import TensorProto
 
 from onnxplace.graph import Ints
 from onnxplace.model.host_values import DEQUANTIZE, QUANTIZE, is_quantiser
-from onnxplace.model.model import Model, tensor_bytes
+from onnxplace.model.model import Model
 from onnxplace.model.nested_graphs import subgraphs
+from onnxplace.model.tensors import tensor_bytes
 
 # ONNX Runtime makes equal constants of up to this many elements one, which then has the readers of all of them.
 MAX_MERGED_ELEMENTS = 8

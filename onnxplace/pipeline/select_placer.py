@@ -7,12 +7,12 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Literal
 
-from onnxplace.errors import InfeasibleError, UsageError, nearest
+from onnxplace.errors import Diagnostic, InfeasibleError, UsageError, nearest
 from onnxplace.facts import Placement
 from onnxplace.pipeline.pipeline import make_pass
 from onnxplace.pipeline.registry import entries
 from onnxplace.pipeline.text_form import PassSpec, parse_pipeline
-from onnxplace.state import Diagnostic, Pass, State
+from onnxplace.state import Pass, State
 
 Objective = Literal["latency", "throughput", "fit"]
 OBJECTIVES: Mapping[Objective, str] = MappingProxyType({"latency": "auto", "throughput": "stages", "fit": "fit"})

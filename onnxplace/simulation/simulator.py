@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph, device_peaks, execute, live_spans, sum_by
+from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph, sum_by
+from onnxplace.simulation.kernels import device_peaks, execute, live_spans
 from onnxplace.target import LINK_MODELS, Target
 
 

@@ -77,7 +77,7 @@ def _small_bundle(folder: Path, text: str, device_map: str, state: Sequence[str]
     """Compile a model that goes back and forth between two CPU devices, with estimated costs."""
     from onnx import numpy_helper, parser
 
-    from onnxplace.api import compile_model
+    from onnxplace.driver import compile_model
 
     model = parser.parse_model(text)
     if not state:

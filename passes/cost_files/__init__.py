@@ -5,14 +5,7 @@ from typing import TYPE_CHECKING
 from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
-    from onnxplace.passes.cost_files.cost_file import (
-        MOST_ALL_BYTES as MOST_ALL_BYTES,
-        MOST_BYTES as MOST_BYTES,
-        MOST_FIGURE as MOST_FIGURE,
-        MOST_WHOLE_SECONDS as MOST_WHOLE_SECONDS,
-        costs_text as costs_text,
-        read_costs as read_costs,
-    )
+    from onnxplace.passes.cost_files.cost_file import costs_text as costs_text, read_costs as read_costs
     from onnxplace.passes.cost_files.csv_table import costs_table as costs_table
     from onnxplace.passes.cost_files.foreign import (
         Imported as Imported,
@@ -23,7 +16,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "cost_file": ("MOST_ALL_BYTES MOST_BYTES MOST_FIGURE MOST_WHOLE_SECONDS costs_text read_costs"),
+        "cost_file": "costs_text read_costs",
         "csv_table": "costs_table",
         "foreign": "Imported is_foreign read_foreign",
     },

@@ -12,21 +12,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.errors import InputError, ModelError, shown
+from onnxplace.errors import Diagnostic, InputError, ModelError, shown
 from onnxplace.facts import Profile, Quality, Source
 from onnxplace.graph import Floats
 from onnxplace.model import Model, op_graph, static_shapes, value_bytes
 from onnxplace.passes.cost_files.csv_table import FORMAT, VERSION, entries, read_table, require_version
-from onnxplace.passes.profiling import fingerprints
-from onnxplace.state import Diagnostic
+from onnxplace.passes.profiling import MOST_ALL_BYTES, MOST_BYTES, MOST_FIGURE, MOST_WHOLE_SECONDS, fingerprints
 from onnxplace.target import MOST_SECONDS, Target
 from onnxplace.utils import read_json
 
 Entry = Mapping[str, Any]
 
-# No amount of bytes is larger, nor all together, so that sums of them are integers still; no model takes longer;
-# no figure of how sure a measurement is means anything beyond.
-MOST_BYTES, MOST_ALL_BYTES, MOST_WHOLE_SECONDS, MOST_FIGURE = 1 << 50, 1 << 60, 1e9, 1e15
 _OF_BYTES = f"it must be a whole number of bytes, from 0 to {MOST_BYTES}"
 _OF_SECONDS = "it must be a number of seconds, not negative"
 # What a file may say of where a time comes from. It was not measured by this process.

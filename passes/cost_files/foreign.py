@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onnxplace.errors import InputError, ModelError, counted
+from onnxplace.errors import Diagnostic, InputError, ModelError, counted
 from onnxplace.graph import Longs
 from onnxplace.model import Model
 from onnxplace.passes.cost_files.csv_table import read_lines
 from onnxplace.passes.cost_files.olive import Figures, ModuleWork, module_work
 from onnxplace.passes.cost_files.ort_node_memory import NodeBytes, matched_nodes, unknown_sizes, workspaces
-from onnxplace.state import Diagnostic
 
 NODE_HEADER = ("#name", "input_sizes", "initializers_sizes", "total_dynamic_sizes", "total_temp_allocations")
 MODULE_HEADER = ("module", "num_params", "num_bytes")

@@ -12,6 +12,12 @@ if TYPE_CHECKING:
         needed_bytes as needed_bytes,
     )
     from onnxplace.passes.profiling.node_work import bytes_moved as bytes_moved, operations as operations
+    from onnxplace.passes.profiling.plausible import (
+        MOST_ALL_BYTES as MOST_ALL_BYTES,
+        MOST_BYTES as MOST_BYTES,
+        MOST_FIGURE as MOST_FIGURE,
+        MOST_WHOLE_SECONDS as MOST_WHOLE_SECONDS,
+    )
     from onnxplace.passes.profiling.repeated_layers import (
         fingerprints as fingerprints,
         node_kinds as node_kinds,
@@ -24,12 +30,7 @@ if TYPE_CHECKING:
         estimate as estimate,
         measured_peaks as measured_peaks,
     )
-    from onnxplace.passes.profiling.timer import (
-        Feeds as Feeds,
-        Measurement as Measurement,
-        Timer as Timer,
-        stored as stored,
-    )
+    from onnxplace.passes.profiling.timer import Feeds as Feeds, Measurement as Measurement, Timer as Timer
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
@@ -37,8 +38,9 @@ __getattr__, __dir__, __all__ = attach(
         "cached_measurements": "keep key recall",
         "chunks": "cut measure_pieces needed_bytes",
         "node_work": "bytes_moved operations",
+        "plausible": "MOST_ALL_BYTES MOST_BYTES MOST_FIGURE MOST_WHOLE_SECONDS",
         "repeated_layers": "fingerprints node_kinds pooled repeats",
         "roofline": "PEAKS Peaks estimate measured_peaks",
-        "timer": "Feeds Measurement Timer stored",
+        "timer": "Feeds Measurement Timer",
     },
 )

@@ -9,14 +9,14 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from onnxplace.errors import Diagnostic
 from onnxplace.facts import Quality
 from onnxplace.graph import OpGraph
 from onnxplace.machine import measurement_cache, onnxruntime, operator_libraries
 from onnxplace.model import Model
-from onnxplace.passes.cost_files import MOST_ALL_BYTES, MOST_BYTES, MOST_FIGURE, MOST_WHOLE_SECONDS
+from onnxplace.passes.profiling.plausible import MOST_ALL_BYTES, MOST_BYTES, MOST_FIGURE, MOST_WHOLE_SECONDS
 from onnxplace.passes.profiling.repeated_layers import held_integers
 from onnxplace.passes.profiling.timer import Measurement
-from onnxplace.state import Diagnostic
 from onnxplace.target import MOST_SECONDS, Device
 
 _LISTS = ("seconds", "spread", "unit", "ran")

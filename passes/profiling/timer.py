@@ -31,7 +31,7 @@ from onnxplace.machine import (
     run_whole,
     session_options,
 )
-from onnxplace.model import INLINE_LIMIT_BYTES, Model, WeightFile
+from onnxplace.model import Model, stored
 from onnxplace.passes.profiling.kernel_attribution import attribute, without_overhead
 from onnxplace.utils import in_child, temporary_folder
 
@@ -143,18 +143,6 @@ def profile_blocking(job: Job) -> Kernels:
 
 def _kernels_of(job: Job) -> Kernels:
     return profile(job)[0]
-
-
-def stored(model: Model, folder: Path, more: Sequence[onnx.ValueInfoProto] = ()) -> tuple[bytes | Path, dict[str, str]]:
-    """Return what a session opens, and the options it needs; `more` values are outputs too.
-
-    Weights beyond 1 GiB go through a file in `folder`.
-    """
-    if model.inline_bytes <= INLINE_LIMIT_BYTES:
-        return model.whole_proto(more=more).SerializeToString(), model.session_entries
-    with WeightFile(folder / "weights.bin", "weights.bin") as weights:
-        (folder / "whole.onnx").write_bytes(model.whole_proto(weights, more).SerializeToString())
-    return folder / "whole.onnx", {}
 
 
 def profile(job: Job) -> tuple[Kernels, Any]:

@@ -9,8 +9,7 @@ from onnx import TensorProto, TypeProto, ValueInfoProto
 
 from onnxplace.errors import ModelError
 from onnxplace.machine import open_session, session_options
-from onnxplace.model import Model
-from onnxplace.passes.profiling import stored
+from onnxplace.model import Model, stored
 from onnxplace.utils import temporary_folder
 
 

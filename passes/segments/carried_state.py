@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from onnxplace.errors import UsageError
+from onnxplace.errors import Diagnostic, UsageError
 from onnxplace.facts import Placement, Profile, Segments
 from onnxplace.model import Model
-from onnxplace.state import Diagnostic, State
+from onnxplace.state import State
 
 
 def require_together(state: State) -> None:

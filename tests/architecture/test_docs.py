@@ -7,7 +7,7 @@ from pathlib import Path
 from onnxplace.bundle import json_schema
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [path for folder in ("onnxplace", "passes", "runtimes") for path in (ROOT / folder).glob("*.py")]
+SOURCES = [path for folder in ("onnxplace", "passes", "runtimes") for path in (ROOT / folder).rglob("*.py")]
 
 
 def test_every_code_in_the_source_is_in_the_list_of_errors_and_the_other_way_round():

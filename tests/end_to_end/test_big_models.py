@@ -11,8 +11,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
 import onnxplace
-from onnxplace.api import compile_model
 from onnxplace.bundle import Bundle
+from onnxplace.driver import compile_model
 from onnxplace.errors import BundleError, UsageError
 from onnxplace.facts import Profile, Source
 from onnxplace.machine import local_target

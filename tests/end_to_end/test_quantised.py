@@ -14,8 +14,8 @@ import onnxruntime
 import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from onnxplace.api import compile_model
 from onnxplace.bundle import WHOLE, Bundle
+from onnxplace.driver import compile_model
 from onnxplace.evaluation import compare, rounds_to_few_values
 from onnxplace.machine import sessions
 from onnxplace.model import load, with_quantised_units

@@ -22,8 +22,8 @@ from onnx import ModelProto, printer
 
 import onnxplace
 import onnxplace.runtimes.execution.segments as runtime
-from onnxplace.api import compile_model
 from onnxplace.bundle import WHOLE, Bundle
+from onnxplace.driver import compile_model
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.machine import session_options
 from onnxplace.machine.sessions import Level
@@ -126,7 +126,7 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 
 # Segments run as users run them, at level "all", or at "none"; the model is never optimised. Either way the bits must
-# be equal, because tests/support/random_models.py draws no operation that rounds, so that no fusion can change a result.
+# be equal, because tests/support/random_models.py draws no operation that rounds: no fusion can change a result.
 @settings(
     max_examples=EXAMPLES or 1000,
     deadline=None,

@@ -9,8 +9,8 @@ from hypothesis import given, strategies as st
 from onnx import numpy_helper
 
 import onnxplace
-from onnxplace.api import compile_model
 from onnxplace.bundle import simulate_manifest
+from onnxplace.driver import compile_model
 from onnxplace.errors import ExecutionError
 from onnxplace.evaluation import trial
 from onnxplace.facts import Placement

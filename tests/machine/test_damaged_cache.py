@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 import onnxplace
+from onnxplace.errors import Diagnostic
 from onnxplace.evaluation import trial
 from onnxplace.facts import Profile, Quality
 from onnxplace.machine import local_target, measurement_cache
 from onnxplace.model import bind, load
 from onnxplace.passes.profiling import Measurement, keep, recall
 from onnxplace.pipeline import Pipeline
-from onnxplace.state import Diagnostic, State
+from onnxplace.state import State
 
 NODES = 3
 QUALITY = Quality(17, 0.1, 0.01, 0.0, 3, 1e-3, 1e-6)

@@ -142,7 +142,8 @@ def test_the_oldest_files_go_first(monkeypatch):
 
 
 def test_processes_that_write_at_once_leave_a_whole_file():
-    script = "from onnxplace.machine import measurement_cache\nfor n in range(50): measurement_cache.write('same', {'list': [n] * 5000})"
+    script = "from onnxplace.machine import measurement_cache\n"
+    script += "for n in range(50): measurement_cache.write('same', {'list': [n] * 5000})"
     running = [subprocess.Popen([sys.executable, "-c", script], cwd=ROOT) for _ in range(3)]
     while any(process.poll() is None for process in running):
         found = measurement_cache.read("same")  # raises if it is damaged

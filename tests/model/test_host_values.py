@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from onnx import parser
 
-from onnxplace.api import Compiled, compile_model
+from onnxplace.driver import Compiled, compile_model
 from onnxplace.target import Device, Target
 
 GPUS = (Device("cuda:0", 1 << 30, model="G"), Device("cuda:1", 1 << 30, model="G"))

@@ -283,7 +283,7 @@ def test_functions_within_functions_with_bodies_and_other_opsets_are_cut(tmp_pat
 
 
 def test_a_device_map_cannot_place_what_is_inside_a_body(tmp_path: Path):
-    from onnxplace.api import compile_model
+    from onnxplace.driver import compile_model
 
     model = parsed(
         """graph (float[2, 3] x) => (float[2, 3] y) <int64 m = {3}> {

@@ -8,12 +8,12 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from onnxplace.errors import BrokenPassError, InfeasibleError, OnnxplaceError, PluginError, UsageError
+from onnxplace.errors import BrokenPassError, Diagnostic, InfeasibleError, OnnxplaceError, PluginError, UsageError
 from onnxplace.facts import Emitted
 from onnxplace.model import Model
 from onnxplace.pipeline import Pipeline, make_pass, run_pass
 from onnxplace.pipeline.pipeline import stale_after
-from onnxplace.state import Diagnostic, Fact, Pass, State
+from onnxplace.state import Fact, Pass, State
 from onnxplace.target import Device, Target
 from onnxplace.utils import jit
 

@@ -22,7 +22,7 @@ import onnxplace
 import onnxplace.runtimes.execution.engine as engine_module
 import onnxplace.runtimes.execution.segments as segments_module
 from decoder import decoder, generate
-from onnxplace.api import compile_model
+from onnxplace.driver import compile_model
 from onnxplace.errors import ExecutionError, FeedError, ModelError, UsageError
 from onnxplace.evaluation import Steps
 from onnxplace.facts import Groups, Placement, Profile, Schedule

@@ -29,7 +29,7 @@ from onnx.backend.test.loader import load_model_tests
 from onnx.backend.test.runner import Runner
 
 import onnxplace
-from onnxplace.api import compile_model
+from onnxplace.driver import compile_model
 from onnxplace.model.model import HIGHEST_IR
 from onnxplace.model.nested_graphs import rename
 from onnxplace.runtimes.execution.ort_values import to_python, to_value

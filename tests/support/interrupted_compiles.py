@@ -16,8 +16,8 @@ from collections import Counter
 from pathlib import Path
 
 import onnxplace
-from onnxplace.api import compile_model
 from onnxplace.bundle.staging import sweep_output
+from onnxplace.driver import compile_model
 from onnxplace.errors import UsageError
 from onnxplace.utils import renames
 

@@ -96,7 +96,8 @@ def killed(process, *arguments, **options):
     os.kill(os.getpid(), signal.SIGKILL)
 
 subprocesses.subprocess.Popen.communicate = killed
-subprocesses.in_child(__import__("tests.utils.test_subprocesses", fromlist=["linger"]).linger, sys.argv[1], "lingering", "here")
+from tests.utils.test_subprocesses import linger
+subprocesses.in_child(linger, sys.argv[1], "lingering", "here")
 """
 
 

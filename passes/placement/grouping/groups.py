@@ -8,13 +8,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.errors import MOST_LISTED, InputError, TargetError, UsageError
+from onnxplace.errors import MOST_LISTED, Diagnostic, InputError, TargetError, UsageError
 from onnxplace.facts import Groups, Profile
 from onnxplace.graph import Bools, Floats, Ints, OpGraph
 from onnxplace.model import HostValue, Model, find_host_values
 from onnxplace.passes.placement.grouping.group_kernels import find, first_readers, join, number_sets, owners
 from onnxplace.problem import device_seconds
-from onnxplace.state import Diagnostic, State
+from onnxplace.state import State
 from onnxplace.target import Target
 from onnxplace.utils import match_names, parse_json, read_json
 

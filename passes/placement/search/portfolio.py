@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from onnxplace.errors import InfeasibleError
+from onnxplace.errors import Diagnostic, InfeasibleError
 from onnxplace.facts import Schedule
 from onnxplace.graph import Floats, Ints
 from onnxplace.passes.placement.list_scheduling import best_plan, favourite_children, fill, transfer_edges
@@ -26,7 +26,7 @@ from onnxplace.passes.placement.search.search import (
 from onnxplace.passes.placement.search.series_blocks import Row, Step, composed, series
 from onnxplace.problem import Problem, carried_out, decided, lacking, order_by_start, shortage
 from onnxplace.simulation import lower_bound_seconds
-from onnxplace.state import Diagnostic, State
+from onnxplace.state import State
 
 # The linear program of m-SCT takes 0.3 s at 3 000 nodes and seven at 20 000.
 SCT_NODES = 3_000

@@ -13,9 +13,8 @@ from onnx import parser
 import models
 from onnxplace.facts import Groups, Profile, Source
 from onnxplace.machine import Patience, Runs, local_target, longest, repeated_runs, waits
-from onnxplace.model import load
+from onnxplace.model import load, stored
 from onnxplace.passes.profile import _unknown_sizes
-from onnxplace.passes.profiling import stored
 from onnxplace.passes.profiling.kernel_attribution import Attributed, attribute, without_overhead
 from onnxplace.passes.profiling.timer import Job, _kernels, measure, profile, profile_blocking
 from onnxplace.pipeline import Pipeline

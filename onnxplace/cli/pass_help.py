@@ -1,0 +1,47 @@
+"""Help on passes and runtimes, from their docstrings and fields."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
+
+from onnxplace.utils import field_docs
+
+# How pydantic and annotated_types call bounds, and how people do.
+_LIMITS = {"Ge": "at least", "Gt": "more than", "Le": "at most", "Lt": "less than"}
+
+
+def pass_help(kind: type) -> tuple[str, dict[str, Any]]:
+    """Return what a pass or runtime does and its options, as text and as data."""
+    options = []
+    if is_dataclass(kind):
+        about_fields = field_docs(kind)
+        options = [
+            {
+                "name": item.name,
+                "type": _type_text(item.type),
+                "default": None if item.default is MISSING else item.default,
+                "about": about_fields.get(item.name, ""),
+            }
+            for item in fields(kind)
+        ]
+    about = inspect.cleandoc(kind.__doc__ or "")
+    lines = [
+        f"  {option['name']}={option['default']!r}  ({option['type']})\n      {option['about']}" for option in options
+    ]
+    return about + "\n\n" + ("\n".join(["options:", *lines]) if lines else "no options"), {
+        "about": about,
+        "options": options,
+    }
+
+
+def _type_text(annotation: object) -> str:
+    """Return the type of an option as people read it: `float, at least 0` for `Annotated[float, Ge(0)]`."""
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    found = re.fullmatch(r"(?:typing\.)?Annotated\[([^\[\],]+), (.*)\]", text)
+    if not found:
+        return text
+    limits = re.findall(r"\b(Ge|Gt|Le|Lt)\((?:\w+=)?([^()]*)\)", found[2])
+    return ", ".join([found[1], *(f"{_LIMITS[name]} {value}" for name, value in limits)])
