@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from onnxplace._version import __version__
 from onnxplace.cli.options import as_json, print_json, progress
 from onnxplace.errors import UsageError, counted
 
@@ -76,7 +77,7 @@ def _heading(about: Mapping[str, Any], processor: str, measured: bool) -> str:
     name = json.loads(processor).get("model name", "processor unknown") if processor.startswith("{") else processor
     parts = [name, f"{len(about['host']['cores'])} cores", *[f"{gpu['id']} {gpu['name']}" for gpu in about["gpus"]]]
     how = "measured by devices --calibrate" if measured else "links and calls by default, not measured"
-    by = f"onnxplace {onnxplace.__version__}, onnxruntime {about['onnxruntime']}"
+    by = f"onnxplace {__version__}, onnxruntime {about['onnxruntime']}"
     lines = (f"machine: {', '.join(parts)}", f"{how}: {datetime.date.today()}, {by}")
     return "\n".join(f"# {' '.join(line.split())}" for line in lines)
 
