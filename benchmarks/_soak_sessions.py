@@ -61,6 +61,8 @@ class Soak:
         self.busy: list[onnxplace.InferenceSession] = []
         """Sessions with runs that never end, if an interrupt came before they were closed."""
         self.counts: collections.Counter[str] = collections.Counter()
+        self.before: dict[str, int] | None = None
+        """What was open after the first actions."""
         self.told = 0
         """Errors of callbacks that reached `threading.excepthook`, where they belong."""
         threading.excepthook = self.hear
@@ -272,6 +274,14 @@ class Soak:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
+    def go_on(self, ends: float) -> None:
+        """Act until it is time to end, at least until there is something to compare the end with."""
+        while time.monotonic() < ends or self.before is None:
+            faulthandler.dump_traceback_later(HUNG_SECONDS, exit=True)
+            self.act()
+            if self.before is None and sum(self.counts.values()) >= 100:
+                self.before = self.leftovers()
+
     def leftovers(self) -> dict[str, int]:
         """Close everything, and return what is there all the same."""
         for session in (*self.sessions, *self.busy):
@@ -301,14 +311,11 @@ def main(endless: str, states: str, seconds: str, seed: str) -> None:
     soak = Soak(endless, states, int(seed))
     soak.run()  # an interrupt in the middle of importing ONNX Runtime would leave it half imported, for good
     ends = time.monotonic() + float(seconds)
-    before: dict[str, int] | None = None
     print("ready", flush=True)
-    while time.monotonic() < ends or before is None:
+    while True:
         try:
-            faulthandler.dump_traceback_later(HUNG_SECONDS, exit=True)
-            soak.act()
-            if before is None and sum(soak.counts.values()) >= 100:
-                before = soak.leftovers()
+            soak.go_on(ends)
+            break
         except KeyboardInterrupt:  # from outside, between two actions
             soak.counts["interrupted"] += 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -317,7 +324,9 @@ def main(endless: str, states: str, seconds: str, seed: str) -> None:
     session = onnxplace.InferenceSession(soak.endless)  # the interpreter ends with runs under way
     under_way: list[Future[Any]] = [session.submit(feeds(20_000)) for _ in range(soak.random.randrange(4))]
     print(
-        json.dumps({"counts": soak.counts, "told": soak.told, "before": before, "after": after, "last": len(under_way)})
+        json.dumps(
+            {"counts": soak.counts, "told": soak.told, "before": soak.before, "after": after, "last": len(under_way)}
+        )
     )
 
 
