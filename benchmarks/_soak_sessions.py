@@ -36,7 +36,7 @@ from onnxplace.utils import start_thread
 from tests.support.endless import expected, feeds
 
 HUNG_SECONDS = 30
-MOST_SESSIONS = 3
+MAX_SESSIONS = 3
 
 
 def require(condition: object, message: str) -> None:
@@ -75,7 +75,7 @@ class Soak:
 
     def session(self) -> onnxplace.InferenceSession:
         """Return one of the open sessions, or a new one."""
-        if not self.sessions or (len(self.sessions) < MOST_SESSIONS and self.random.random() < 0.1):
+        if not self.sessions or (len(self.sessions) < MAX_SESSIONS and self.random.random() < 0.1):
             self.sessions.append(onnxplace.InferenceSession(self.endless, trace=self.random.random() < 0.2))
         return self.random.choice(self.sessions)
 

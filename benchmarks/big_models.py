@@ -33,7 +33,7 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from onnxplace.bundle import Bundle
 from onnxplace.machine import local_target, open_session, session_options
 from onnxplace.model import bind, load, op_graph, static_shapes, value_bytes
-from onnxplace.passes.profiling import Timer, measure_pieces, node_kinds, pooled
+from onnxplace.passes.profiling import MeasurementOptions, measure_chunks, node_kinds, pool_by_kind
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
 
@@ -210,18 +210,20 @@ def pooling() -> None:
     """
     model = bind(load(transformer(8, 256, 64, tiny)), {"batch": 1}, {})
     kinds = node_kinds(model, static_shapes(model))
-    reference = Timer("cpu:0", (0,), 60, 30.0).measure(model, model.feeds())[0]
+    reference = MeasurementOptions("cpu:0", (0,), 60, 30.0).measure(model, model.feeds())[0]
     graph = op_graph(model, value_bytes(model, static_shapes(model)))
     layers = [range(first, min(first + 39, len(graph))) for first in range(0, len(graph), 39)]
-    alone = measure_pieces(model, graph, kinds, layers, model.feeds(), Timer("cpu:0", (0,), 9, 30.0)).seconds.sum()
+    alone = measure_chunks(
+        model, graph, kinds, layers, model.feeds(), MeasurementOptions("cpu:0", (0,), 9, 30.0)
+    ).seconds.sum()
     print(f"\nlayer by layer {alone * 1e3:.1f} ms, in one session {1e3 * (reference.whole_seconds or 0):.1f} ms")
     want = np.bincount(reference.unit, reference.seconds)
     counted = want > want.sum() / 1000
     print("\n| runs | error of a kernel, measured | of equal kernels' median |\n|---|---|---|")
     for runs in (3, 3, 9, 9, 60):
-        found = Timer("cpu:0", (0,), runs, 30.0).measure(model, model.feeds())[0]
+        found = MeasurementOptions("cpu:0", (0,), runs, 30.0).measure(model, model.feeds())[0]
         errors = []
-        for seconds in (found.seconds, pooled(found.seconds, found.unit, found.ran, kinds)):
+        for seconds in (found.seconds, pool_by_kind(found.seconds, found.unit, found.ran, kinds)):
             got = np.bincount(reference.unit, seconds * (want.sum() / seconds.sum()))
             errors.append(float(np.median(np.abs(got / np.where(counted, want, 1.0) - 1)[counted])))
         print(f"| {runs} | {errors[0]:.1%} | {errors[1]:.1%} |")

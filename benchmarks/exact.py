@@ -32,12 +32,12 @@ from onnxplace.errors import InfeasibleError, OnnxplaceError
 from onnxplace.facts import Groups, Profile, Schedule
 from onnxplace.graph import Ints
 from onnxplace.pipeline import Pipeline, make_pass, run_pass
-from onnxplace.problem import problem
+from onnxplace.problem import placement_problem
 from onnxplace.state import State
 from onnxplace.target import LINK_MODELS, LinkModel
 
 SIZES, DEVICES = (10, 20, 30), (2, 3)
-MOST_GROUPS, MOST_NODES = 30, 62
+MAX_GROUPS, MAX_NODES = 30, 62
 # Nodes of a graph that is fused, and nodes per group of one that is not.
 LARGE, PER_GROUP = 120, 1.2
 FASTER = 20
@@ -82,8 +82,8 @@ def free(group: Ints) -> Groups:
 def fused(graph: CostGraph) -> State | None:
     """Return the fused graph as a graph of its own, so that bounds are its; None if that has too many groups."""
     for text in FUSERS:
-        asked = problem(Pipeline.parse(text).run(graph.state())[0])
-        if len(asked.pinned) <= MOST_GROUPS and (len(asked.graph) <= MOST_NODES or text == FUSERS[-1]):
+        asked = placement_problem(Pipeline.parse(text).run(graph.state())[0])
+        if len(asked.pinned) <= MAX_GROUPS and (len(asked.graph) <= MAX_NODES or text == FUSERS[-1]):
             names = [device.cost_class for device in asked.target.devices]
             sources = {name: np.zeros(len(asked.graph), dtype=np.uint8) for name in names}
             single = np.arange(len(asked.graph), dtype=np.int32)
@@ -113,7 +113,7 @@ def stored(folder: Path, devices: Sequence[int], links: LinkModel) -> Iterator[C
         for count in devices:
             whole = fused(on(graph, count, links, 1))
             if whole is None:
-                progress(f"{graph.name}: more than {MOST_GROUPS} groups")
+                progress(f"{graph.name}: more than {MAX_GROUPS} groups")
                 break
             yield Case(graph.name, whole, links, "given")
 
@@ -143,7 +143,7 @@ def on(graph: CostGraph, devices: int, links: LinkModel, faster: int) -> CostGra
 def roomy_and_tight(case: Case) -> Iterator[Case]:
     """Yield the case, and again with as little memory as m-ETF can do with, to a tenth of what one device needs."""
     yield case
-    asked, tight = problem(case.state), None
+    asked, tight = placement_problem(case.state), None
     alone = asked.simulate(np.zeros(len(asked.graph), dtype=np.int32), asked.graph.order).peak_bytes[0]
     for tenths in range(9, 0, -1):
         limits = {device.id: int(alone * tenths / 10) for device in case.state.target.devices}

@@ -22,9 +22,9 @@ import numpy as np
 from onnx import ModelProto, TensorProto, helper
 
 import onnxplace
-from onnxplace.evaluation import alternate
+from onnxplace.evaluation import time_in_turns
 from onnxplace.feeds import random_feeds
-from onnxplace.machine import cores, open_session, session_options
+from onnxplace.machine import available_cores, open_session, session_options
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import models
@@ -60,7 +60,7 @@ def calls() -> None:
         pipeline = f'optimize,profile{{estimate=true}},coplace{{device_map="{folder / "half.json"}"}},m-topo,split,emit'
         one = onnxplace.compile(model, folder / "one", devices="cpu:0", shape=shape, placer="single")
         two = onnxplace.compile(model, folder / "two", devices="cpu:0,cpu:1", shape=shape, pipeline=pipeline)
-        whole = open_session(one.file(one.manifest.segments[0].file), session_options(cores()))
+        whole = open_session(one.file(one.manifest.segments[0].file), session_options(available_cores()))
         feeds, names = random_feeds(one.inputs, one.manifest.dimensions), [item.name for item in whole.get_outputs()]
         with onnxplace.InferenceSession(one) as a, onnxplace.InferenceSession(two) as b:
             plain = partial(whole.run, names, feeds)
@@ -102,7 +102,7 @@ def main() -> None:
             two = compiled(elements, Path(folder), "two", ["cpu:0", "cpu:1"])
             feeds = {"v0": np.ones(elements, np.float32)}
             with onnxplace.InferenceSession(one) as a, onnxplace.InferenceSession(two) as b:
-                times = alternate({"one": partial(a.run, None, feeds), "two": partial(b.run, None, feeds)}, 30)
+                times = time_in_turns({"one": partial(a.run, None, feeds), "two": partial(b.run, None, feeds)}, 30)
         whole, apart = times["one"].median_seconds * 1e6, times["two"].median_seconds * 1e6
         print(f"| {elements * 4} | {whole:.0f} | {apart:.0f} | {(apart - whole) / (NODES - 1):.0f} |", flush=True)
 

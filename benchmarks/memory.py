@@ -27,7 +27,7 @@ from step_times import SHAPES
 import models
 import onnxplace
 from onnxplace.bundle import Bundle
-from onnxplace.evaluation import RUNS, Process, observe, process_memory
+from onnxplace.evaluation import MEMORY_RUNS, ProcessMemory, measure_process_memory, measure_usage
 from onnxplace.feeds import random_feeds
 from onnxplace.machine import RUNTIME_BYTES
 
@@ -47,7 +47,7 @@ class Case:
     model: str
     placer: str
     bundle: Bundle
-    taken: Process
+    taken: ProcessMemory
 
     @property
     def error(self) -> float:
@@ -65,7 +65,7 @@ def parts(name: str, case: Case) -> tuple[list[list[str]], list[float]]:
     """Return what each device's part takes, as rows of a table, and the errors of the predictions."""
     feeds = random_feeds(case.bundle.inputs, case.bundle.manifest.dimensions)
     rows, errors = [], []
-    for use in observe(case.bundle, feeds, 1, True).devices:
+    for use in measure_usage(case.bundle, feeds, 1, True).devices:
         if use.peak_bytes and use.predicted_peak_bytes:
             errors.append(use.predicted_peak_bytes / use.peak_bytes - 1)
             sizes = [f"{size / 2**20:.1f}" for size in (use.predicted_peak_bytes, use.peak_bytes)]
@@ -93,9 +93,9 @@ def one_node(folder: Path) -> Case:
     return Case("(one node)", "single", bundle, measure(bundle, 1))
 
 
-def measure(bundle: Bundle, runs: int) -> Process:
+def measure(bundle: Bundle, runs: int) -> ProcessMemory:
     """Open and run a bundle in a new process."""
-    return process_memory(bundle, random_feeds(bundle.inputs, bundle.manifest.dimensions), runs)
+    return measure_process_memory(bundle, random_feeds(bundle.inputs, bundle.manifest.dimensions), runs)
 
 
 def row(case: Case) -> list[str]:
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--models", help="default: all examples")
     parser.add_argument("--placers", default="m-etf,m-topo")
     parser.add_argument("--parts", action="store_true", help="each device's part too")
-    parser.add_argument("--runs", type=int, default=RUNS)
+    parser.add_argument("--runs", type=int, default=MEMORY_RUNS)
     chosen = parser.parse_args()
     print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}", flush=True)
     found: list[Case] = []

@@ -28,7 +28,7 @@ from _tables import Row, over, progress, table
 from step_times import SHAPES
 
 from onnxplace.cost_graph import GENERATORS, CostGraph, read_cost_graph
-from onnxplace.driver import Grouping, place
+from onnxplace.driver import Grouping, place_cost_graph
 from onnxplace.errors import InfeasibleError, OnnxplaceError
 from onnxplace.facts import Profile, Schedule, Segments
 from onnxplace.machine import local_target
@@ -80,7 +80,7 @@ def placed(graph: CostGraph, placer: str, groups: Grouping, links: LinkModel) ->
     try:
         while not taken or (len(taken) < REPEAT and sum(taken) < QUICK_SECONDS):
             fresh = replace(graph, profile=forgetful(graph.profile))
-            found = place(fresh, placer, links=links, groups=groups, fuse=GROUPINGS[groups][0])
+            found = place_cost_graph(fresh, placer, links=links, groups=groups, fuse=GROUPINGS[groups][0])
             taken.append(found.seconds)
     except InfeasibleError as refused:
         return {**head, "step_seconds": f"infeasible ({refused.code})"}

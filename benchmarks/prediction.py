@@ -33,9 +33,9 @@ from step_times import SHAPES
 import models
 import onnxplace
 from onnxplace.bundle import Bundle
-from onnxplace.evaluation import Traced
+from onnxplace.evaluation import TracedRequests
 from onnxplace.feeds import random_feeds
-from onnxplace.machine import local_target, longest, waits
+from onnxplace.machine import local_target, longest_wait, read_run_delays
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from onnxplace.target import Target, read_target
 
@@ -62,7 +62,7 @@ class Case:
     """Per step, seconds without what the worker that waited longest waited."""
     waited: list[float] = field(default_factory=list)
     """Per step, that wait as a share."""
-    traced: Traced = field(default_factory=Traced)
+    traced: TracedRequests = field(default_factory=TracedRequests)
 
     @property
     def predicted(self) -> float:
@@ -127,9 +127,9 @@ def measure(found: Sequence[Case], seconds: float) -> None:
                     session.run(feeds)
                     steps += 1
                 # To look what threads waited takes longer than a small step, and its caches: once for all that count.
-                before, results = waits(pool=True), [session.run(feeds) for _ in range(COUNTED)]
+                before, results = read_run_delays(pool=True), [session.run(feeds) for _ in range(COUNTED)]
                 spent = sum(result.seconds for result in results)
-                share = min(longest(before, waits(pool=True)) / spent, 1.0)
+                share = min(longest_wait(before, read_run_delays(pool=True)) / spent, 1.0)
                 for result in results:
                     case.taken.append(result.seconds * (1 - share))
                     case.waited.append(share)

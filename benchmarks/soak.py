@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[1]
 
 HUNG_SECONDS = 90
 # What a process may grow by while it does the same again and again.
-MOST_GROWTH_BYTES = 96 << 20
+MAX_GROWTH_BYTES = 96 << 20
 # How a process may end that a signal came to: Python itself may not be up yet, or be gone already.
 ENDS_BY = {
     signal.SIGINT: {0, 1, 130, -signal.SIGINT},
@@ -134,7 +134,7 @@ class Sessions:
         require(after["threads"] == 0, f"{what} leaks {after['threads']} threads")
         require(after["files"] <= before["files"] + 2, f"{what} leaks files: {before['files']}, then {after['files']}")
         grown = after["resident_bytes"] - before["resident_bytes"]
-        require(grown < MOST_GROWTH_BYTES, f"{what} grows by {grown} bytes")
+        require(grown < MAX_GROWTH_BYTES, f"{what} grows by {grown} bytes")
         self.counts["processes with sessions, through to their end"] += 1
 
 

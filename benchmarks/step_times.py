@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 
 import onnxplace
-from onnxplace.evaluation import alternate, reference, verify
+from onnxplace.evaluation import compare_outputs, open_reference, time_in_turns
 from onnxplace.feeds import random_feeds
-from onnxplace.machine import cores
+from onnxplace.machine import available_cores
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import models
@@ -39,12 +39,15 @@ def row(name: str, placer: str, devices: str, repeat: int, folder: Path) -> list
     shape = SHAPES.get(name)
     bundle = onnxplace.compile(path, folder / "bundle", devices=devices, shape=shape, placer=placer, force=True)
     feeds = random_feeds(bundle.inputs, bundle.manifest.dimensions)
-    whole, one = reference(bundle, path, cores()), reference(bundle, path, cores()[: bundle.target.devices[0].cores])
+    whole, one = (
+        open_reference(bundle, path, available_cores()),
+        open_reference(bundle, path, available_cores()[: bundle.target.devices[0].cores]),
+    )
     with onnxplace.InferenceSession(bundle) as session:
         names = [item.name for item in bundle.outputs]
-        found = verify(lambda f: session.submit(f).result().outputs, whole, feeds, names)
+        found = compare_outputs(lambda f: session.submit(f).result().outputs, whole, feeds, names)
         calls = {"bundle": lambda: session.run(None, feeds), "one": lambda: one(feeds), "all": lambda: whole(feeds)}
-        times = {key: item.median_seconds for key, item in alternate(calls, repeat).items()}
+        times = {key: item.median_seconds for key, item in time_in_turns(calls, repeat).items()}
     assert all(item.equal for item in found), found
     predicted = bundle.manifest.predicted.step_seconds
     return [

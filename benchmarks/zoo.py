@@ -33,9 +33,9 @@ from _zoo_models import EXPORTERS, ZOO, Architecture, export
 
 import onnxplace
 from onnxplace.bundle import Bundle
-from onnxplace.evaluation import Carrying, compare, reference, verify
+from onnxplace.evaluation import StateCarrier, compare, compare_outputs, open_reference
 from onnxplace.feeds import Array
-from onnxplace.machine import cores, local_target, open_session, session_options
+from onnxplace.machine import available_cores, local_target, open_session, session_options
 from onnxplace.pipeline import Pipeline
 from onnxplace.runtimes.execution import segments
 from onnxplace.target import Link, Target
@@ -156,7 +156,7 @@ def calls(architecture: Architecture, number: int, count: int = 3) -> Iterator[d
 def plainly(path: Path, runs: Sequence[Calls]) -> str:
     """Return why the model is no use as a reference, in ONNX Runtime's words; empty if it is."""
     try:
-        session = open_session(path, session_options(cores()), where=str(path))
+        session = open_session(path, session_options(available_cores()), where=str(path))
         outputs = [session.run(None, dict(run[0])) for run in runs]
     except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
         return _words(problem)
@@ -224,7 +224,7 @@ def compared_unoptimised(bundle: Bundle, path: Path, runs: Sequence[Calls]) -> d
     """Do as `compared` with nothing fused and one core: then only the split could change a bit."""
     plain = partial(session_options, level="none")
     with mock.patch.object(segments, "session_options", plain), mock.patch.object(compare, "session_options", plain):
-        return compared(bundle, path, runs, cores()[:1])
+        return compared(bundle, path, runs, available_cores()[:1])
 
 
 def compared(bundle: Bundle, path: Path, runs: Sequence[Calls], used: Sequence[int] | None = None) -> dict[str, float]:
@@ -234,10 +234,10 @@ def compared(bundle: Bundle, path: Path, runs: Sequence[Calls], used: Sequence[i
     """
     names = [item.name for item in bundle.outputs]
     errors = dict.fromkeys(names, 0.0)
-    want = Carrying(reference(bundle, path, used or cores()), bundle)
+    want = StateCarrier(open_reference(bundle, path, used or available_cores()), bundle)
     with onnxplace.InferenceSession(bundle) as session:
         for feeds in (feeds for run in runs for feeds in run):
-            for item in verify(lambda fed: session.submit(fed, names).result().outputs, want, feeds, names):
+            for item in compare_outputs(lambda fed: session.submit(fed, names).result().outputs, want, feeds, names):
                 errors[item.name] = max(errors[item.name], item.max_rel_error if item.equal else float("inf"))
     return errors
 

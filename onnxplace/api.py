@@ -16,8 +16,8 @@ from onnxplace.bundle import Bundle, Check
 from onnxplace.driver import Compiled, CompileOptions, compile_model
 from onnxplace.errors import UsageError, nearest
 from onnxplace.feeds import Declared, check_feeds
-from onnxplace.machine import custom_operators
-from onnxplace.pipeline import find
+from onnxplace.machine import use_custom_operators
+from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event, Result, Runtime, closing_timeout, unpicklable
 from onnxplace.utils import Callbacks
 
@@ -90,7 +90,7 @@ class InferenceSession:
         custom_op_libraries: Sequence[str | Path] = (),
     ) -> None:
         self._bundle = bundle if isinstance(bundle, Bundle) else load(bundle)
-        kind = cast("type[Runtime]", find("runtimes", runtime))
+        kind = cast("type[Runtime]", find_plugin("runtimes", runtime))
         if self._bundle.manifest.states and not kind.keeps_state:
             hint = "use --runtime onnxruntime, or compile without --state"
             raise UsageError("S008", f"runtime {runtime!r} keeps no states", where=str(self._bundle.path), hint=hint)
@@ -98,7 +98,7 @@ class InferenceSession:
         self._known = [item.name for item in self._bundle.outputs]
         self._returned = [item.name for item in self._bundle.returned]
         self._kept = {item.output for item in self._bundle.manifest.states}
-        with custom_operators(custom_op_libraries):
+        with use_custom_operators(custom_op_libraries):
             self._session = kind().open(self._bundle, trace=trace)
         self._events: tuple[Event, ...] = ()
         self._accepted: Signature | None = None

@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 # Longer lists of names help nobody.
-MOST_LISTED = 10
+MAX_LISTED = 10
 # Longer texts than this say no more of what is wrong in them.
-MOST_SHOWN = 60
+MAX_SHOWN = 60
 # Of a message, place or hint: a screen full. What users give, and what others say, may be much longer.
-MOST_CHARACTERS = 4096
+MAX_CHARACTERS = 4096
 # Names that people know from elsewhere; by spelling alone, the nearest to `gpu` would be `cpu`.
 _ELSEWHERE = {"gpu": "cuda"}
 
@@ -114,7 +114,7 @@ def one_line(problem: BaseException) -> str:
 
 
 def _cut(text: str) -> str:
-    return printable(text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}...")
+    return printable(text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}...")
 
 
 def printable(text: str) -> str:
@@ -137,12 +137,12 @@ def shown(value: object) -> str:
     "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa..."
     """
     if isinstance(value, str):
-        value = value[: MOST_SHOWN + 1]
+        value = value[: MAX_SHOWN + 1]
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # a whole number of thousands of digits, lists in lists
         text = f"a {type(value).__name__} too large to show"
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def counted(number: int, noun: str) -> str:
@@ -161,8 +161,8 @@ def listed(names: Iterable[str]) -> str:
     "'noise', 'mask'"
     """
     quoted = [repr(name) for name in names]
-    more = f", and {len(quoted) - MOST_LISTED} more" if len(quoted) > MOST_LISTED else ""
-    return ", ".join(quoted[:MOST_LISTED]) + more
+    more = f", and {len(quoted) - MAX_LISTED} more" if len(quoted) > MAX_LISTED else ""
+    return ", ".join(quoted[:MAX_LISTED]) + more
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -174,8 +174,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     names = list(known)
     if close := _closest(name, names):
         return f"did you mean '{close}'?"
-    more = f", and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
-    return "known: " + ", ".join(names[:MOST_LISTED]) + more
+    more = f", and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return "known: " + ", ".join(names[:MAX_LISTED]) + more
 
 
 def _closest(name: str, names: list[str]) -> str | None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.graph import Floats, Ints, OpGraph, acyclic
+from onnxplace.graph import Floats, Ints, OpGraph, is_acyclic
 from onnxplace.model import Model
 from onnxplace.simulation import Simulation
 
@@ -171,7 +171,7 @@ class Clusters:
         _require(bool((representative[self.cluster] == group).all()), "a cluster spans two groups")
         graph = state[Profile].graph
         edges = graph.producer, graph.inputs.starts, graph.inputs.items
-        _require(acyclic(self.cluster, len(representative), *edges), "clusters form a cycle")
+        _require(is_acyclic(self.cluster, len(representative), *edges), "clusters form a cycle")
 
 
 @dataclass(frozen=True)

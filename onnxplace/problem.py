@@ -15,7 +15,7 @@ from onnxplace.target import Target
 
 
 @dataclass(frozen=True)
-class Problem:
+class PlacementProblem:
     """A placement problem: which device for each node of `graph`, in which order."""
 
     graph: OpGraph
@@ -36,7 +36,7 @@ class Problem:
         """Return the simulated step of a placement of this graph."""
         return simulate(self.graph, self.seconds, self.target, device, order)
 
-    def contracted(self, cluster: Ints) -> Problem:
+    def contracted(self, cluster: Ints) -> PlacementProblem:
         """Return this problem with each cluster as one node; a dense id per node, each cluster within one group."""
         count = int(cluster.max(initial=-1)) + 1
         group = np.zeros(count, dtype=np.int32)
@@ -57,16 +57,16 @@ class Problem:
         return excess
 
 
-def alone_seconds(profile: Profile, target: Target) -> Floats:
+def single_device_seconds(profile: Profile, target: Target) -> Floats:
     """Return, per device, the seconds of a step that it computes alone, in one segment."""
     calls = np.array([device.segment_seconds for device in target.devices])
     alone: Floats = device_seconds(profile, target).sum(axis=1) + calls
     return alone
 
 
-def fits_alone(state: State) -> Bools:
+def fits_single_device(state: State) -> Bools:
     """Return, per device, whether it could hold the whole model."""
-    asked = problem(state)
+    asked = placement_problem(state)
     fits: Bools = asked.alone_bytes() <= asked.limit_bytes
     return fits
 
@@ -76,7 +76,7 @@ def device_seconds(profile: Profile, target: Target) -> Floats:
     return np.stack([profile.seconds[device.cost_class] for device in target.devices])
 
 
-def problem(state: State) -> Problem:
+def placement_problem(state: State) -> PlacementProblem:
     """Gather what a placer needs from the facts at hand; without Groups and Clusters each node is on its own."""
     profile = state[Profile]
     graph, seconds = profile.graph, device_seconds(profile, state.target)
@@ -86,11 +86,15 @@ def problem(state: State) -> Problem:
     if Groups in state:
         group, pinned = state[Groups].group, state[Groups].pinned
     if Clusters not in state:
-        return Problem(graph, seconds, state.target, limits, group, pinned, single)
-    return Problem(graph, seconds, state.target, limits, group, pinned, single).contracted(state[Clusters].cluster)
+        return PlacementProblem(graph, seconds, state.target, limits, group, pinned, single)
+    return PlacementProblem(graph, seconds, state.target, limits, group, pinned, single).contracted(
+        state[Clusters].cluster
+    )
 
 
-def carried_out(state: State, asked: Problem, device: Ints, start_seconds: Floats) -> tuple[Ints, Ints, Simulation]:
+def simulate_plan(
+    state: State, asked: PlacementProblem, device: Ints, start_seconds: Floats
+) -> tuple[Ints, Ints, Simulation]:
     """Return the device of each node of the profile's graph, their order, and the simulated step, of a decision.
 
     `device` and `start_seconds` (planned start, for the order) are per node of the problem's graph.
@@ -101,15 +105,15 @@ def carried_out(state: State, asked: Problem, device: Ints, start_seconds: Float
     return fine_device, order, simulate(graph, seconds, state.target, fine_device, order)
 
 
-def decided(
-    state: State, asked: Problem, device: Ints, start_seconds: Floats, placer: str, bound_seconds: float = 0.0
+def commit_placement(
+    state: State, asked: PlacementProblem, device: Ints, start_seconds: Floats, placer: str, bound_seconds: float = 0.0
 ) -> State:
-    """Return `state` with the Placement and Schedule that a placer decided on, as `carried_out` has them.
+    """Return `state` with the Placement and Schedule that a placer decided on, as `simulate_plan` has them.
 
     `bound_seconds` is what the placer proved for the profile's graph: the better bound is kept. Raises
     InfeasibleError, naming what is missing on which device, if the simulated peak exceeds a limit.
     """
-    fine_device, order, simulation = carried_out(state, asked, device, start_seconds)
+    fine_device, order, simulation = simulate_plan(state, asked, device, start_seconds)
     require_memory(state.target, simulation.peak_bytes, placer)
     profile = state[Profile]
     groups = (state[Groups].group, state[Groups].pinned) if Groups in state else (None, None)
@@ -119,31 +123,31 @@ def decided(
     return state.having(Placement(fine_device, placer), Schedule(order, simulation, bound))
 
 
-def schedule_order(graph: OpGraph, asked: Problem, start_seconds: Floats) -> Ints:
+def schedule_order(graph: OpGraph, asked: PlacementProblem, start_seconds: Floats) -> Ints:
     """Return a topological order of all nodes that follows the planned starts of the (contracted) nodes.
 
     Members of one contracted node stay together, in topological order.
     """
     coarse_rank = np.empty(len(asked.graph), dtype=np.int64)
-    coarse_rank[order_by_start(asked.graph, start_seconds)] = np.arange(len(asked.graph))
+    coarse_rank[sort_by_start(asked.graph, start_seconds)] = np.arange(len(asked.graph))
     return np.lexsort((graph.positions, coarse_rank[asked.members])).astype(np.int32)
 
 
-def order_by_start(graph: OpGraph, start_seconds: Floats) -> Ints:
+def sort_by_start(graph: OpGraph, start_seconds: Floats) -> Ints:
     """Return the nodes by planned start, those of one instant in topological order."""
     return np.lexsort((graph.positions, start_seconds)).astype(np.int32)
 
 
 def require_memory(target: Target, peak_bytes: Longs, placer: str) -> None:
     """Raise InfeasibleError if some device would need more than its limit, saying how much is missing where."""
-    short = lacking(target, peak_bytes)
+    short = describe_shortage(target, peak_bytes)
     if short:
         raise InfeasibleError(
             "P001", short, where=placer, hint="add devices, raise --max-memory, or try another --placer"
         )
 
 
-def shortage(asked: Problem, placer: str, peak_bytes: Longs | None = None) -> InfeasibleError:
+def out_of_memory_error(asked: PlacementProblem, placer: str, peak_bytes: Longs | None = None) -> InfeasibleError:
     """Return the error for a model that cannot be spread over the devices: how much is missing where.
 
     `peak_bytes` is what the placer's best attempt needs on each device; without one, each device is held against the
@@ -151,7 +155,7 @@ def shortage(asked: Problem, placer: str, peak_bytes: Longs | None = None) -> In
     """
     if peak_bytes is None:
         peak_bytes = asked.alone_bytes()
-    short = lacking(asked.target, peak_bytes)
+    short = describe_shortage(asked.target, peak_bytes)
     room = "there is room on " + ", ".join(f"{d.id} ({d.memory_bytes} bytes)" for d in asked.target.devices)
     needs, have = asked.graph.total_weight_bytes, int(asked.limit_bytes.sum())
     together = (
@@ -167,7 +171,7 @@ def shortage(asked: Problem, placer: str, peak_bytes: Longs | None = None) -> In
     )
 
 
-def lacking(target: Target, peak_bytes: Longs) -> str:
+def describe_shortage(target: Target, peak_bytes: Longs) -> str:
     """Say which device lacks how many bytes; empty if none does."""
     return "; ".join(
         f"{device.id} lacks {int(peak) - device.memory_bytes} bytes (needs {int(peak)}, may use {device.memory_bytes})"
@@ -176,7 +180,7 @@ def lacking(target: Target, peak_bytes: Longs) -> str:
     )
 
 
-def _largest_group(asked: Problem) -> str:
+def _largest_group(asked: PlacementProblem) -> str:
     """Describe the group of nodes with the most weights, which is what is hardest to place."""
     if not len(asked.group):
         return "there are no nodes"

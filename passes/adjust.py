@@ -11,7 +11,7 @@ from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule
 from onnxplace.graph import Csr, Floats, Ints, Longs, sum_by
 from onnxplace.passes.placement.grouping import choose_devices, group_nodes
-from onnxplace.problem import Problem, decided, problem
+from onnxplace.problem import PlacementProblem, commit_placement, placement_problem
 from onnxplace.state import Pass, State
 
 # What part of a group's values to count as if they stayed, raised when the simulated peak exceeds a limit.
@@ -61,12 +61,12 @@ class Adjust(Pass):
         )
         before, start_seconds = state[Placement].device, state[Schedule].simulation.start_seconds
         regrouped = state.without(Clusters).having(groups)  # clusters lie in the groups that were
-        asked = problem(regrouped)
+        asked = placement_problem(regrouped)
         ranking = np.argsort(-self._drawn(asked, before), axis=1, kind="stable").astype(np.int32)
         moved = self._moved(regrouped, asked, ranking, start_seconds)
         return state.having(groups, moved[Placement], moved[Schedule]).saying(*notes)
 
-    def _drawn(self, asked: Problem, device: Ints) -> Floats:
+    def _drawn(self, asked: PlacementProblem, device: Ints) -> Floats:
         """Return how much draws each group to each device: [group, device]."""
         graph, groups, devices = asked.graph, len(asked.pinned), len(asked.target.devices)
         place = (asked.group.astype(np.int64) * devices + device).astype(np.int32)
@@ -80,7 +80,7 @@ class Adjust(Pass):
             drawn += sum_by(held.rows, graph.weight_bytes[held.items], groups * devices)
         return drawn.reshape(groups, devices)
 
-    def _moved(self, state: State, asked: Problem, ranking: Ints, start_seconds: Floats) -> State:
+    def _moved(self, state: State, asked: PlacementProblem, ranking: Ints, start_seconds: Floats) -> State:
         """Return the state with each group on the first device of its ranking that has room for it."""
         graph, groups = asked.graph, len(asked.pinned)
         weights = Csr.grouped(asked.group[graph.weights.rows], graph.weights.items, groups)
@@ -97,12 +97,12 @@ class Adjust(Pass):
             if homeless >= 0:
                 break
             try:
-                return decided(state, asked, home[asked.group], start_seconds, self.name)
+                return commit_placement(state, asked, home[asked.group], start_seconds, self.name)
             except InfeasibleError as problem:
                 refused = refused or problem
         raise refused or self._homeless(asked, homeless, int(held[homeless]), int(step[homeless]))
 
-    def _homeless(self, asked: Problem, group: int, weights_bytes: int, step_bytes: int) -> InfeasibleError:
+    def _homeless(self, asked: PlacementProblem, group: int, weights_bytes: int, step_bytes: int) -> InfeasibleError:
         """Return the error for a group that no device has room for, beside those that went before it."""
         name = asked.graph.names[int(np.argmax(asked.group == group))]
         devices, pin = asked.target.devices, int(asked.pinned[group])
@@ -117,7 +117,7 @@ class Adjust(Pass):
         )
 
 
-def _largest_step(asked: Problem) -> Longs:
+def _largest_step(asked: PlacementProblem) -> Longs:
     """Return, per group, the most bytes that one of its nodes surely needs beside weights: outputs and workspace."""
     graph = asked.graph
     made = np.flatnonzero((graph.producer >= 0) & (graph.alias < 0))

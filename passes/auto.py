@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge
 
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.passes.placement.search import Budget, published_plans, search_and_decide
-from onnxplace.problem import problem
+from onnxplace.passes.placement.search import Budget, published_plans, search_and_commit
+from onnxplace.problem import placement_problem
 from onnxplace.state import Pass, State
 
 
@@ -34,6 +34,6 @@ class Auto(Pass):
     """What the moves are drawn with."""
 
     def run(self, state: State) -> State:
-        asked = problem(state)
+        asked = placement_problem(state)
         budget = Budget(self.seconds, self.proposals)
-        return search_and_decide(state, asked, published_plans(asked), self.name, budget, self.seed)
+        return search_and_commit(state, asked, published_plans(asked), self.name, budget, self.seed)

@@ -10,12 +10,22 @@ from typing import ClassVar
 
 from onnx import TypeProto, ValueInfoProto, helper
 
-from onnxplace.bundle import COSTS, MANIFEST, SEGMENTS, WEIGHTS, WHOLE, FileRecord, link_record, require_free, staged
+from onnxplace.bundle import (
+    COSTS_FILE,
+    MANIFEST_FILE,
+    SEGMENTS_FOLDER,
+    WEIGHTS_FILE,
+    WHOLE_MODEL_FILE,
+    FileRecord,
+    describe_linked_file,
+    require_output_free,
+    stage_output,
+)
 from onnxplace.errors import Diagnostic
 from onnxplace.facts import Emitted, Placement, Profile, Schedule, Segment, Segments
-from onnxplace.model import Model, WeightFile, require_unchanged, scales_to_hold
-from onnxplace.passes.cost_files import costs_text
-from onnxplace.passes.segments import boundary_types, manifest_of
+from onnxplace.model import Model, WeightFile, find_scales_to_protect, require_unchanged
+from onnxplace.passes.cost_files import format_costs
+from onnxplace.passes.segments import build_manifest, infer_boundary_types
 from onnxplace.state import Pass, State
 from onnxplace.target import Target
 from onnxplace.utils import disk_error, path_text
@@ -40,9 +50,9 @@ class Emit(Pass):
 
     def run(self, state: State) -> State:
         path = Path(self.path)
-        require_free(path, self.force)
+        require_output_free(path, self.force)
         beside = path.absolute().parent if self.link_weights else None
-        with staged(path, self.force) as staging:
+        with stage_output(path, self.force) as staging:
             try:
                 linked = _write(state, staging.folder, self.pipeline, beside)
             except OSError as problem:
@@ -58,26 +68,26 @@ class Emit(Pass):
 def _write(state: State, folder: Path, pipeline: str, beside: Path | None) -> bool:
     """Fill the folder of the bundle; returns whether it refers to weights files in `beside`."""
     folder.mkdir()
-    (folder / SEGMENTS).mkdir()
+    (folder / SEGMENTS_FOLDER).mkdir()
     ids = _segment_ids(state[Segments].segments, state.target)
-    types = boundary_types(state[Model], {n for s in state[Segments].segments for n in (*s.inputs, *s.outputs)})
+    types = infer_boundary_types(state[Model], {n for s in state[Segments].segments for n in (*s.inputs, *s.outputs)})
     files = {}
 
     def write(name: str, data: bytes) -> None:
         (folder / name).write_bytes(data)
         files[name] = FileRecord(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
 
-    with WeightFile(folder / SEGMENTS / WEIGHTS, WEIGHTS, beside) as weights:
-        held = scales_to_hold(state[Model], [segment.nodes for segment in state[Segments].segments])
+    with WeightFile(folder / SEGMENTS_FOLDER / WEIGHTS_FILE, WEIGHTS_FILE, beside) as weights:
+        held = find_scales_to_protect(state[Model], [segment.nodes for segment in state[Segments].segments])
         for segment, name, scales in zip(state[Segments].segments, ids, held):
-            write(f"{SEGMENTS}/{name}.onnx", _segment_bytes(state[Model], segment, name, weights, types, scales))
-        write(WHOLE, state[Model].whole_proto(weights).SerializeToString())
-    files[f"{SEGMENTS}/{WEIGHTS}"] = FileRecord(sha256=weights.digest, bytes=weights.bytes_written)
-    write(COSTS, costs_text(state[Profile]).encode())
-    manifest = manifest_of(state, ids, types, dict(sorted(files.items())), pipeline)
-    linked = {location: link_record(file) for location, file in sorted(weights.linked.items())}
+            write(f"{SEGMENTS_FOLDER}/{name}.onnx", _segment_bytes(state[Model], segment, name, weights, types, scales))
+        write(WHOLE_MODEL_FILE, state[Model].whole_proto(weights).SerializeToString())
+    files[f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"] = FileRecord(sha256=weights.digest, bytes=weights.bytes_written)
+    write(COSTS_FILE, format_costs(state[Profile]).encode())
+    manifest = build_manifest(state, ids, types, dict(sorted(files.items())), pipeline)
+    linked = {location: describe_linked_file(file) for location, file in sorted(weights.linked.items())}
     text = manifest.model_copy(update={"linked": linked}).model_dump_json(indent=1)
-    (folder / MANIFEST).write_text(text, encoding="utf-8")
+    (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
     return bool(linked)
 
 

@@ -13,20 +13,28 @@ from annotated_types import Ge, Gt
 from onnxplace.errors import Diagnostic
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph import Ints
-from onnxplace.passes.placement.exact import MOST_DEVICES, MOST_NODES, Found, Tables, search, solve, tables
-from onnxplace.passes.placement.search import (
-    Budget,
-    Ground,
-    Plan,
-    Step,
-    candidate,
-    composed,
-    explore,
-    levels,
-    published_plans,
-    series,
+from onnxplace.passes.placement.exact import (
+    MAX_DEVICES,
+    MAX_NODES,
+    ProblemTables,
+    SearchResult,
+    branch_and_bound_search,
+    build_tables,
+    solve_milp,
 )
-from onnxplace.problem import Problem, decided, order_by_start, problem, shortage
+from onnxplace.passes.placement.search import (
+    BlockPlan,
+    Budget,
+    Plan,
+    SearchSpace,
+    coarsen,
+    compose_blocks,
+    decompose_series,
+    evaluate_candidate,
+    explore,
+    published_plans,
+)
+from onnxplace.problem import PlacementProblem, commit_placement, out_of_memory_error, placement_problem, sort_by_start
 from onnxplace.simulation import lower_bound_seconds
 from onnxplace.state import Pass, State
 
@@ -39,7 +47,7 @@ SHARE, SOLVED_FROM, SOLVED_UNTIL = 0.1, 0.3, 0.6
 # What a block is searched for once more if another has put one of its groups elsewhere.
 AGAIN_SECONDS = 0.1
 # Beyond this, a program takes longer to build than it is worth.
-MOST_SOLVED = 400
+MAX_SOLVED = 400
 # Relative difference of what is equal but for rounding.
 EQUAL = 1e-9
 
@@ -77,15 +85,15 @@ class Exact(Pass):
     """For the search that begins, and for the solver."""
 
     def run(self, state: State) -> State:
-        asked = problem(state)
-        few = len(asked.target.devices) <= MOST_DEVICES
-        searched = 0 < len(asked.graph) <= MOST_NODES and few
+        asked = placement_problem(state)
+        few = len(asked.target.devices) <= MAX_DEVICES
+        searched = 0 < len(asked.graph) <= MAX_NODES and few
         best, plans = _begun(asked, self.gap)
-        blocks = _Blocks(best, self.seed) if few and len(asked.graph) > MOST_NODES and not best.proven else None
+        blocks = _Blocks(best, self.seed) if few and len(asked.graph) > MAX_NODES and not best.proven else None
         for one in [best] if searched else blocks.forks[:1] if blocks else []:
             if not one.proven:
                 # One state per layer: kernels never used before are compiled, which is not to count as time.
-                _seek(one, tables(one.asked), 1, np.inf)
+                _seek(one, build_tables(one.asked), 1, np.inf)
         began = time.perf_counter()
         deadline = began + self.seconds
         if searched and not best.proven:
@@ -93,26 +101,26 @@ class Exact(Pass):
         if blocks:
             blocks.search(deadline - SHARE * self.seconds)
         if not best.proven:
-            left, rest = deadline - time.perf_counter(), 0.5 if len(asked.graph) <= MOST_SOLVED else 1.0
+            left, rest = deadline - time.perf_counter(), 0.5 if len(asked.graph) <= MAX_SOLVED else 1.0
             _improve(best, plans, SHARE * self.seconds if searched else max(left * rest, 0.05), self.seed)
         if searched and not best.proven:
             _search(best, WIDER * WIDTH, began + SOLVED_FROM * self.seconds)
-        if 0 < len(asked.graph) <= MOST_SOLVED and not best.proven:
+        if 0 < len(asked.graph) <= MAX_SOLVED and not best.proven:
             _solve(best, began + SOLVED_UNTIL * self.seconds if searched else deadline, self.seed)
         if searched and not best.proven:
             _search(best, WIDE, deadline)
         if not np.isfinite(best.makespan):
-            raise shortage(asked, self.name)
+            raise out_of_memory_error(asked, self.name)
         step = asked.simulate(best.device, best.order)
         bound = best.bound if len(asked.graph) == len(asked.members) else 0.0
-        done = decided(state, asked, best.device, step.start_seconds, self.name, bound)
+        done = commit_placement(state, asked, best.device, step.start_seconds, self.name, bound)
         return done.saying(Diagnostic("P021", best.verdict(), where=self.name))
 
 
 class _Best:
     """The best step so far, and the best bound."""
 
-    def __init__(self, asked: Problem, gap: float) -> None:
+    def __init__(self, asked: PlacementProblem, gap: float) -> None:
         self.asked, self.gap = asked, gap
         self.makespan = np.inf
         self.device = self.order = np.zeros(0, dtype=np.int32)
@@ -124,7 +132,7 @@ class _Best:
         if step.makespan_seconds < self.makespan and not self.asked.excess_bytes(step).any():
             self.makespan, self.device, self.order = step.makespan_seconds, device, order
 
-    def take(self, found: Found) -> None:
+    def take(self, found: SearchResult) -> None:
         """Take the result of a search."""
         if found.makespan_seconds < self.makespan:
             self.makespan, self.device, self.order = found.makespan_seconds, found.device, found.order
@@ -153,7 +161,7 @@ class _Best:
         return f"optimal within {self.left * 100:.2g} %: {times}" if self.left else f"optimal: {times}"
 
 
-def _begun(asked: Problem, gap: float) -> tuple[_Best, list[Plan]]:
+def _begun(asked: PlacementProblem, gap: float) -> tuple[_Best, list[Plan]]:
     """Return the best of what the other placers find, and all that they find."""
     best, plans = _Best(asked, gap), published_plans(asked)
     for plan in plans:
@@ -166,7 +174,7 @@ class _Blocks:
 
     def __init__(self, whole: _Best, seed: int) -> None:
         self.whole, self.seed = whole, seed
-        self.row = series(whole.asked, MOST_NODES)
+        self.row = decompose_series(whole.asked, MAX_NODES)
         # Half of the gap is left for what groups and transfers between the blocks cost.
         self.best = [_begun(part, whole.gap / 2)[0] for part in self.row.problems]
         self.forks = [self.best[index] for index in self.row.forks]
@@ -181,9 +189,9 @@ class _Blocks:
                 _search(best, WIDTH, now + part)
         self.whole.raise_bound(sum(self.best[index].bound for index in self.row.which))
         steps = [(best.device, best.order) for best in self.best]
-        self.whole.offer(*composed(self.whole.asked, self.row, steps, self._again))
+        self.whole.offer(*compose_blocks(self.whole.asked, self.row, steps, self._again))
 
-    def _again(self, part: Problem) -> Step:
+    def _again(self, part: PlacementProblem) -> BlockPlan:
         best, _ = _begun(part, 0.0)
         _improve(best, [], AGAIN_SECONDS, self.seed)
         return best.device, best.order
@@ -191,13 +199,13 @@ class _Blocks:
 
 def _improve(best: _Best, plans: Sequence[Plan], seconds: float, seed: int) -> None:
     """Look for a better step as `auto` does, from the best one, from plans and from scratch."""
-    ground = Ground(best.asked)
-    begin = [candidate(ground, plan.name, plan.device, plan.order) for plan in plans]
+    ground = SearchSpace(best.asked)
+    begin = [evaluate_candidate(ground, plan.name, plan.device, plan.order) for plan in plans]
     if np.isfinite(best.makespan):
-        begin.append(candidate(ground, "exact", best.device, best.order))
+        begin.append(evaluate_candidate(ground, "exact", best.device, best.order))
     goal = best.bound * (1 + EQUAL)
     try:
-        found = explore(levels(best.asked), [one for one in begin if one], Budget(seconds, 0), seed, goal).best
+        found = explore(coarsen(best.asked), [one for one in begin if one], Budget(seconds, 0), seed, goal).best
     except LookupError:
         return
     best.offer(found.device, found.order)
@@ -205,7 +213,7 @@ def _improve(best: _Best, plans: Sequence[Plan], seconds: float, seed: int) -> N
 
 def _search(best: _Best, width: int, until: float, widest: int = WIDEST) -> None:
     """Search wider and wider; count channels that several devices use once leaving them out proves too little."""
-    known = tables(best.asked)
+    known = build_tables(best.asked)
     # Two devices with a channel each way: what arrives comes from one device only, in the order it was sent.
     shared = not known.free_links and (known.devices > 2 or known.one_channel)
     proofs = [known, known._replace(receives=True, delays=True)][: 1 + shared]
@@ -222,7 +230,7 @@ def _search(best: _Best, width: int, until: float, widest: int = WIDEST) -> None
         width *= WIDER
 
 
-def _prove(best: _Best, known: Tables, width: int, until: float) -> bool:
+def _prove(best: _Best, known: ProblemTables, width: int, until: float) -> bool:
     """Return whether a search of this width leaves nothing out; if it does, prove as much of the bound as it can."""
     found = _run(best, known, width, until, best.gap)
     best.take(found)
@@ -234,19 +242,19 @@ def _prove(best: _Best, known: Tables, width: int, until: float) -> bool:
     return found.complete
 
 
-def _run(best: _Best, known: Tables, width: int, until: float, aim: float) -> Found:
+def _run(best: _Best, known: ProblemTables, width: int, until: float, aim: float) -> SearchResult:
     """Search for what is shorter than the best step by the part `aim`, or prove that there is nothing."""
-    return search(best.asked, known, best.makespan, max(aim * 0.999, EQUAL / 10), width, until)
+    return branch_and_bound_search(best.asked, known, best.makespan, max(aim * 0.999, EQUAL / 10), width, until)
 
 
-def _seek(best: _Best, known: Tables, width: int, until: float) -> bool:
+def _seek(best: _Best, known: ProblemTables, width: int, until: float) -> bool:
     """Search where the bound holds for a part of the steps only; return whether nothing was left out."""
     found = _run(best, known, width, until, best.gap)
     best.take(replace(found, bound_seconds=0.0))
     return found.complete
 
 
-def _tight(asked: Problem) -> bool:
+def _tight(asked: PlacementProblem) -> bool:
     """Return whether some device could be asked for more than it has."""
     graph = asked.graph
     most = graph.total_weight_bytes + int(graph.value_bytes.sum() + graph.workspace_bytes.sum())
@@ -263,9 +271,9 @@ def _solve(best: _Best, deadline: float, seed: int) -> None:
         upper = float(asked.seconds.max(axis=0).sum() + sent * len(latency))
     if upper <= 0:
         return
-    solved = solve(asked, upper, best.gap, deadline, seed)
+    solved = solve_milp(asked, upper, best.gap, deadline, seed)
     if solved.device is not None and solved.start_seconds is not None:
-        order = order_by_start(asked.graph, solved.start_seconds)
+        order = sort_by_start(asked.graph, solved.start_seconds)
         try:
             best.offer(solved.device, order)
         except ValueError:  # starts that are equal but for rounding, in an order that cannot run

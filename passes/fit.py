@@ -11,22 +11,22 @@ from annotated_types import Ge
 from onnxplace.errors import Diagnostic, InfeasibleError, counted
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph import Ints, Longs
-from onnxplace.passes.placement.list_scheduling import place
+from onnxplace.passes.placement.list_scheduling import place_by_list_schedule
 from onnxplace.passes.placement.stages import (
     CROSSING_BYTES,
-    MOVES,
-    RESIDENT,
+    MAX_MOVES,
+    RESIDENT_SHARES,
     TRAFFIC,
-    Search,
-    cutting,
-    needs,
-    split,
+    LocalSearch,
+    least_held_bytes,
+    prepare_cuts,
+    split_into_stages,
     unit_seconds,
 )
-from onnxplace.problem import Problem, decided, order_by_start, problem
-from onnxplace.simulation import crossings
+from onnxplace.problem import PlacementProblem, commit_placement, placement_problem, sort_by_start
+from onnxplace.simulation import list_transfers
 from onnxplace.state import Pass, State
-from onnxplace.utils import clock
+from onnxplace.utils import budget_clock
 
 # A device that takes this many times as long as the fastest one is a last resort.
 SLOW = 4.0
@@ -54,8 +54,8 @@ class Fit(Pass):
     """Of the topological orders and the local search."""
 
     def run(self, state: State) -> State:
-        asked = problem(state)
-        deadline = clock() + self.seconds
+        asked = placement_problem(state)
+        deadline = budget_clock() + self.seconds
         tiers = _tiers(asked)
         for count in range(1, len(tiers) + 1):
             fast = [device for tier in tiers[: count - 1] for device in tier]
@@ -63,10 +63,12 @@ class Fit(Pass):
             if found is not None:
                 return found.saying(self._note(found))
         nobody = np.full(len(asked.graph), -1, dtype=np.int32)
-        after = place(state, asked, nobody, self.name, False)
+        after = place_by_list_schedule(state, asked, nobody, self.name, False)
         return after.saying(self._note(after))
 
-    def _spread(self, state: State, asked: Problem, fast: list[int], slow: list[int], deadline: float) -> State | None:
+    def _spread(
+        self, state: State, asked: PlacementProblem, fast: list[int], slow: list[int], deadline: float
+    ) -> State | None:
         """Return a placement on `fast` devices, which do not hold everything, and as little as possible on `slow`."""
         for used in range(1, len(slow) + 1):
             chosen = fast + slow[:used]
@@ -88,7 +90,7 @@ class Fit(Pass):
         return None
 
     def _within(
-        self, state: State, asked: Problem, chosen: list[int], limit: Longs, deadline: float, alone: bool
+        self, state: State, asked: PlacementProblem, chosen: list[int], limit: Longs, deadline: float, alone: bool
     ) -> State | None:
         """Return a placement on the `chosen` devices within these limits, None if none was found."""
         pins = {int(pin) for pin in asked.pinned if pin >= 0}
@@ -102,9 +104,13 @@ class Fit(Pass):
         if len(devices) == 1 or not len(asked.graph) or asked.graph.total_weight_bytes > limit[devices].sum():
             return None
         allowed = limit
-        for attempt, resident in enumerate(RESIDENT):
-            cut = cutting(asked, TRAFFIC, limit, tuple(devices), resident)
-            whole = split(cut, asked, deadline, self.seed) if np.isfinite(cut.seconds.min(axis=0)).all() else None
+        for attempt, resident in enumerate(RESIDENT_SHARES):
+            cut = prepare_cuts(asked, TRAFFIC, limit, tuple(devices), resident)
+            whole = (
+                split_into_stages(cut, asked, deadline, self.seed)
+                if np.isfinite(cut.seconds.min(axis=0)).all()
+                else None
+            )
             if whole is None:
                 return None
             start = whole.device[cut.node]
@@ -116,37 +122,37 @@ class Fit(Pass):
                 limit = _tightened(asked, limit, allowed, start, attempt)
         return None
 
-    def _moved(self, asked: Problem, start: Ints, limit: Longs, deadline: float) -> Ints:
+    def _moved(self, asked: PlacementProblem, start: Ints, limit: Longs, deadline: float) -> Ints:
         """Move groups between devices to lower the traffic; stages need not stay contiguous."""
         graph, seconds = asked.graph.contract(asked.group), unit_seconds(asked, asked.group)
         seconds = np.where(np.isfinite(seconds), 0.0, np.inf)
         seconds[limit <= 0] = np.inf
         latency, per_byte = asked.target.link_arrays()
         latency, per_byte = np.full_like(latency, CROSSING_BYTES), np.ones_like(per_byte)
-        moving = Search(graph, seconds, latency, per_byte, limit, needs(asked, asked.group), TRAFFIC)
+        moving = LocalSearch(graph, seconds, latency, per_byte, limit, least_held_bytes(asked, asked.group), TRAFFIC)
         home = np.zeros(len(graph), dtype=np.int32)
         home[asked.group] = start
         best, least = home, np.inf
         for restart in range(RESTARTS):
-            if restart and clock() > deadline:
+            if restart and budget_clock() > deadline:
                 break
-            found, traffic = moving.improve(home, None, min(MOVES, 200 * len(graph)), self.seed + restart)
+            found, traffic = moving.improve(home, None, min(MAX_MOVES, 200 * len(graph)), self.seed + restart)
             if traffic < least:
                 best, least = found, traffic
         return best[asked.group]
 
-    def _tried(self, state: State, asked: Problem, device: Ints, limit: Longs) -> State | None:
+    def _tried(self, state: State, asked: PlacementProblem, device: Ints, limit: Longs) -> State | None:
         """Return the state with this placement, None if it does not fit the limits."""
         simulation = asked.simulate(device, asked.graph.order)
         try:
-            after = decided(state, asked, device, simulation.start_seconds, self.name)
+            after = commit_placement(state, asked, device, simulation.start_seconds, self.name)
         except InfeasibleError:
             return None
         return after if (after[Schedule].simulation.peak_bytes <= limit).all() else None
 
     def _note(self, state: State) -> Diagnostic:
         device, graph = state[Placement].device, state[Profile].graph
-        value, _, _ = crossings(graph, device, len(state.target.devices))
+        value, _, _ = list_transfers(graph, device, len(state.target.devices))
         used = ", ".join(state.target.devices[index].id for index in np.unique(device))
         values, size = counted(len(value), "value"), counted(int(graph.value_bytes[value].sum()), "byte")
         crossing = (
@@ -155,7 +161,7 @@ class Fit(Pass):
         return Diagnostic("P031", f"fits on {used or 'nothing, being empty'}; {crossing}", where=self.name)
 
 
-def _tiers(asked: Problem) -> list[list[int]]:
+def _tiers(asked: PlacementProblem) -> list[list[int]]:
     """Group devices by speed, fastest first; within a tier by time for everything, then by memory, roomiest first."""
     total = asked.seconds.sum(axis=1)
     ranked = sorted(range(len(total)), key=lambda d: (total[d], -asked.limit_bytes[d], d))
@@ -168,16 +174,16 @@ def _tiers(asked: Problem) -> list[list[int]]:
     return tiers
 
 
-def _all_bytes(asked: Problem) -> int:
+def _all_bytes(asked: PlacementProblem) -> int:
     """Return the most that any device can hold of this model."""
     graph = asked.graph
     return int(graph.total_weight_bytes + graph.value_bytes.sum() + graph.workspace_bytes.sum())
 
 
-def _tightened(asked: Problem, limit: Longs, allowed: Longs, device: Ints, attempt: int) -> Longs:
+def _tightened(asked: PlacementProblem, limit: Longs, allowed: Longs, device: Ints, attempt: int) -> Longs:
     """Return smaller limits for the devices that this placement overfills."""
     start = asked.simulate(device, asked.graph.order).start_seconds
-    peak = asked.simulate(device, order_by_start(asked.graph, start)).peak_bytes
+    peak = asked.simulate(device, sort_by_start(asked.graph, start)).peak_bytes
     excess = np.maximum(peak - allowed, 0)
     less = np.where(excess > 0, np.maximum((attempt + 1) * excess, allowed // 64), 0)
     tightened: Longs = np.maximum(limit - less, 0).astype(np.int64)

@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.passes.placement.list_scheduling import place
-from onnxplace.problem import problem
+from onnxplace.passes.placement.list_scheduling import place_by_list_schedule
+from onnxplace.problem import placement_problem
 from onnxplace.state import Pass, State
 
 
@@ -30,6 +30,6 @@ class MEtf(Pass):
     """What a group reserves where it goes: its weights, or also the largest output and workspace of a member."""
 
     def run(self, state: State) -> State:
-        asked = problem(state)
+        asked = placement_problem(state)
         nobody = np.full(len(asked.graph), -1, dtype=np.int32)
-        return place(state, asked, nobody, self.name, self.reserve == "peak")
+        return place_by_list_schedule(state, asked, nobody, self.name, self.reserve == "peak")

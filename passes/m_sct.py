@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Le
 
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.passes.placement.list_scheduling import favourite_children, place, transfer_edges
-from onnxplace.problem import problem
+from onnxplace.passes.placement.list_scheduling import favourite_children, place_by_list_schedule, transfer_edges
+from onnxplace.problem import placement_problem
 from onnxplace.state import Pass, State
 
 
@@ -32,6 +32,6 @@ class MSct(Pass):
     """What a group reserves where it goes: its weights, or also the largest output and workspace of a member."""
 
     def run(self, state: State) -> State:
-        asked = problem(state)
+        asked = placement_problem(state)
         favourite = favourite_children(asked.seconds.min(axis=0), transfer_edges(asked), self.threshold)
-        return place(state, asked, favourite, self.name, self.reserve == "peak")
+        return place_by_list_schedule(state, asked, favourite, self.name, self.reserve == "peak")

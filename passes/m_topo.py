@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.passes.placement.list_scheduling import fill
-from onnxplace.problem import decided, problem
+from onnxplace.passes.placement.list_scheduling import fill_devices
+from onnxplace.problem import commit_placement, placement_problem
 from onnxplace.state import Pass, State
 
 
@@ -26,7 +26,7 @@ class MTopo(Pass):
     provides: ClassVar[tuple[type, ...]] = (Placement, Schedule)
 
     def run(self, state: State) -> State:
-        asked = problem(state)
-        device = fill(asked, self.name)
+        asked = placement_problem(state)
+        device = fill_devices(asked, self.name)
         order = asked.graph.order
-        return decided(state, asked, device, asked.simulate(device, order).start_seconds, self.name)
+        return commit_placement(state, asked, device, asked.simulate(device, order).start_seconds, self.name)

@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge
 
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.passes.placement.search import Budget, search_and_decide
-from onnxplace.problem import problem
+from onnxplace.passes.placement.search import Budget, search_and_commit
+from onnxplace.problem import placement_problem
 from onnxplace.state import Pass, State
 
 
@@ -37,4 +37,4 @@ class Multilevel(Pass):
 
     def run(self, state: State) -> State:
         budget = Budget(self.seconds, self.proposals)
-        return search_and_decide(state, problem(state), [], self.name, budget, self.seed)
+        return search_and_commit(state, placement_problem(state), [], self.name, budget, self.seed)

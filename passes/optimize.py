@@ -11,7 +11,7 @@ from onnx import NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
 from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.machine import open_session, session_options
-from onnxplace.model import DEQUANTIZE, Model, captured, is_quantiser, subgraphs, tensor_size
+from onnxplace.model import DEQUANTIZE, Model, captured_names, is_quantization_node, subgraphs, tensor_size
 from onnxplace.state import Pass, State
 
 # Their results differ from call to call, so they must run.
@@ -72,10 +72,10 @@ def _without_unused(model: Model) -> Model:
 
 def _with_own_dequantisers(model: Model) -> Model:
     """Return the model with a DequantizeLinear of its own for each node that reads one; bodies read the first."""
-    maker = {node.output[0]: node for node in model.nodes if node.output and is_quantiser(node, DEQUANTIZE)}
+    maker = {node.output[0]: node for node in model.nodes if node.output and is_quantization_node(node, DEQUANTIZE)}
     if not maker:
         return model
-    inner = {name for node in model.nodes for graph in subgraphs(node) for name in captured(graph)}
+    inner = {name for node in model.nodes for graph in subgraphs(node) for name in captured_names(graph)}
     taken = {name for node in model.nodes for name in (node.name, *node.output)} | set(model.initializers)
     taken |= model.input_names
     shared = inner | {model.sources.get(output.name, output.name) for output in model.outputs}

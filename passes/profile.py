@@ -16,26 +16,33 @@ from numpy.typing import NDArray
 from onnxplace.errors import Diagnostic, counted
 from onnxplace.facts import Profile, Repeat, Source
 from onnxplace.graph import Floats, Ints, OpGraph
-from onnxplace.machine import DOUBT, LEAST_RUNS, cores, cuda_problem, gpus
-from onnxplace.model import Model, op_graph, static_shapes, value_bytes, with_quantised_units
-from onnxplace.passes.cost_files import Imported, costs_table, costs_text, is_foreign, read_costs, read_foreign
+from onnxplace.machine import DOUBTFUL_WAITING_SHARE, MIN_RUNS, available_cores, cuda_problem, list_gpus
+from onnxplace.model import Model, join_quantised_units, op_graph, static_shapes, value_bytes
+from onnxplace.passes.cost_files import (
+    ImportedCosts,
+    format_costs,
+    format_costs_csv,
+    is_foreign_file,
+    read_costs,
+    read_foreign,
+)
 from onnxplace.passes.profiling import (
     Feeds,
     Measurement,
-    Peaks,
-    Timer,
-    cut,
-    estimate,
+    MeasurementOptions,
+    PeakRates,
+    cut_into_chunks,
+    estimate_seconds,
+    find_repeats,
     fingerprints,
-    keep,
-    key,
-    measure_pieces,
-    measured_peaks,
-    needed_bytes,
+    measure_chunks,
+    measure_peaks,
+    measurement_key,
     node_kinds,
-    pooled,
-    recall,
-    repeats,
+    pool_by_kind,
+    recall_measurement,
+    session_bytes,
+    store_measurement,
 )
 from onnxplace.state import Pass, State
 from onnxplace.target import Device
@@ -58,7 +65,7 @@ class _Asked:
     @staticmethod
     def of(model: Model, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]) -> _Asked:
         graph, kinds = op_graph(model, sizes), node_kinds(model, shapes)
-        return _Asked(model, shapes, graph, kinds, fingerprints(model, shapes), repeats(kinds, graph))
+        return _Asked(model, shapes, graph, kinds, fingerprints(model, shapes), find_repeats(kinds, graph))
 
 
 @dataclass(frozen=True)
@@ -97,12 +104,12 @@ class ProfileCosts(Pass):
     def run(self, state: State) -> State:
         model = state[Model]
         model.input_shapes()  # fails here, before any work, if a dimension has no value
-        if self.costs and not is_foreign(self.costs):
+        if self.costs and not is_foreign_file(self.costs):
             given, warnings = read_costs(self.costs, model, state.target)
             return self._saved(state.having(_in_units(given, model)).saying(*warnings))
         shapes = static_shapes(model)
         sizes = value_bytes(model, {**shapes, **model.input_shapes()})
-        told = read_foreign(self.costs, model, shapes, sizes) if self.costs else Imported()
+        told = read_foreign(self.costs, model, shapes, sizes) if self.costs else ImportedCosts()
         asked = _Asked.of(model, shapes, sizes)
         limits: dict[str, int] = {}
         for device in state.target.devices:
@@ -122,7 +129,7 @@ class ProfileCosts(Pass):
         for found in measured.values():
             sizes = {**found.value_bytes, **sizes}
         doubtful = [d for d in state.target.devices if d.cost_class not in measured or not _all(measured[d.cost_class])]
-        peaks = measured_peaks(cores()[0]) if any(self._calibrates(device) for device in doubtful) else None
+        peaks = measure_peaks(available_cores()[0]) if any(self._calibrates(device) for device in doubtful) else None
         profile = _in_units(_profile(asked, state, sizes, measured, peaks, told), model)
         return self._saved(state.having(profile).saying(*notes, *_unknown_sizes(model, sizes, profile.unit)))
 
@@ -135,12 +142,12 @@ class ProfileCosts(Pass):
         feeds = asked.model.feeds(self.seed)
         if not self.cache:
             return self._measure(asked, device, limit_bytes, feeds)
-        whole = needed_bytes(asked.graph) <= limit_bytes
+        whole = session_bytes(asked.graph) <= limit_bytes
         how = (self.repeat, self.seconds, self.tolerance, None if whole else limit_bytes)
-        name = key(asked.model, asked.graph, asked.prints, device, feeds, how)
+        name = measurement_key(asked.model, asked.graph, asked.prints, device, feeds, how)
         notes = []
         try:
-            kept = recall(name, len(asked.graph))
+            kept = recall_measurement(name, len(asked.graph))
             if kept is not None:
                 return kept
         except ValueError as problem:
@@ -148,7 +155,7 @@ class ProfileCosts(Pass):
         found, said = self._measure(asked, device, limit_bytes, feeds)
         try:
             if all(note.code != DOUBTFUL for note in said):
-                keep(name, found, said)
+                store_measurement(name, found, said)
         except ValueError as problem:
             notes.append(Diagnostic("C006", f"costs are not kept: {problem}", where=device.cost_class))
         return found, said + notes
@@ -157,13 +164,15 @@ class ProfileCosts(Pass):
         self, asked: _Asked, device: Device, limit_bytes: int, feeds: Feeds
     ) -> tuple[Measurement, list[Diagnostic]]:
         """Measure on one device, whole if that fits there, else in pieces that do."""
-        timer = Timer(device.id, cores()[: device.cores], self.repeat, self.seconds, self.tolerance)
-        if needed_bytes(asked.graph) <= limit_bytes:
+        timer = MeasurementOptions(
+            device.id, available_cores()[: device.cores], self.repeat, self.seconds, self.tolerance
+        )
+        if session_bytes(asked.graph) <= limit_bytes:
             found = timer.measure(asked.model, feeds)[0]
-            pools = replace(found, seconds=pooled(found.seconds, found.unit, found.ran, asked.kinds))
+            pools = replace(found, seconds=pool_by_kind(found.seconds, found.unit, found.ran, asked.kinds))
             return pools, _doubts(found, device, self.tolerance)
-        pieces = cut(asked.graph, asked.repeats, limit_bytes)
-        found = measure_pieces(asked.model, asked.graph, asked.kinds, pieces, feeds, timer)
+        pieces = cut_into_chunks(asked.graph, asked.repeats, limit_bytes)
+        found = measure_chunks(asked.model, asked.graph, asked.kinds, pieces, feeds, timer)
         message = f"the model needs more than the {limit_bytes} bytes of a device: measured in {len(pieces)} pieces"
         if left := int((~found.measured).sum()):
             message += f"; {left} of {len(asked.graph)} nodes could not be run so, and are estimated"
@@ -173,7 +182,7 @@ class ProfileCosts(Pass):
         """Write the profile as a cost file, if that was asked for."""
         if self.save:
             profile = state[Profile]
-            text = costs_table(profile, state[Model]) if self.save.endswith(".csv") else costs_text(profile)
+            text = format_costs_csv(profile, state[Model]) if self.save.endswith(".csv") else format_costs(profile)
             write_file(Path(self.save), lambda stream: stream.write(text.encode()))
         return state
 
@@ -184,8 +193,8 @@ def _doubts(found: Measurement, device: Device, tolerance: float) -> list[Diagno
     if quality is None:
         return []
     # Few runs were asked for, or long ones leave no time for more: they need not be stable.
-    unsure = quality.uncertainty - 2 * tolerance if quality.runs > LEAST_RUNS else 0.0
-    if max(quality.waiting, unsure) <= DOUBT:
+    unsure = quality.uncertainty - 2 * tolerance if quality.runs > MIN_RUNS else 0.0
+    if max(quality.waiting, unsure) <= DOUBTFUL_WAITING_SHARE:
         return []
     message = (
         f"costs are less sure than usual: runs waited {quality.waiting:.0%} of their time for a core, which was taken "
@@ -197,18 +206,18 @@ def _doubts(found: Measurement, device: Device, tolerance: float) -> list[Diagno
 
 def _in_units(profile: Profile, model: Model) -> Profile:
     """Return the profile with each operator and its quantisers as one unit, also where they were not run as one."""
-    return replace(profile, unit=with_quantised_units(model, profile.unit))
+    return replace(profile, unit=join_quantised_units(model, profile.unit))
 
 
 def _cannot_measure(device: Device) -> str | None:
     """Say why a device's class cannot be measured here, or None."""
     if device.kind == "cuda":
-        here = next((gpu.name for gpu in gpus() if gpu.index == device.index), None)
+        here = next((gpu.name for gpu in list_gpus() if gpu.index == device.index), None)
         if device.model and here is not None and device.model != here:
             return f"{device.id} here is a {here}"
         return cuda_problem(device.index)
-    if device.cores > len(cores()):
-        return f"it has {device.cores} cores, this machine {len(cores())}"
+    if device.cores > len(available_cores()):
+        return f"it has {device.cores} cores, this machine {len(available_cores())}"
     return None
 
 
@@ -244,8 +253,8 @@ def _profile(
     state: State,
     sizes: Mapping[str, int],
     measured: Mapping[str, Measurement],
-    cpu_peaks: Peaks | None,
-    told: Imported,
+    cpu_peaks: PeakRates | None,
+    told: ImportedCosts,
 ) -> Profile:
     count = len(asked.model.nodes)
     seconds: dict[str, Floats] = {}
@@ -256,7 +265,7 @@ def _profile(
         seconds[cost_class] = np.zeros(count) if found is None else found.seconds
         if not done.all():
             peaks = cpu_peaks if device.kind == "cpu" else None
-            guess = estimate(asked.model, asked.shapes, cost_class, peaks)
+            guess = estimate_seconds(asked.model, asked.shapes, cost_class, peaks)
             if told.work is not None:
                 guess[told.work.nodes] = told.work.seconds(device, peaks)
             seconds[cost_class] = np.where(done, seconds[cost_class], guess)

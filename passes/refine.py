@@ -9,8 +9,8 @@ import numpy as np
 from annotated_types import Ge
 
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.passes.placement.search import Budget, Plan, improve_and_decide
-from onnxplace.problem import Problem, order_by_start, problem
+from onnxplace.passes.placement.search import Budget, Plan, improve_and_commit
+from onnxplace.problem import PlacementProblem, placement_problem, sort_by_start
 from onnxplace.state import Pass, State
 
 
@@ -34,12 +34,12 @@ class Refine(Pass):
     """What the moves are drawn with."""
 
     def run(self, state: State) -> State:
-        asked = problem(state)
+        asked = placement_problem(state)
         budget = Budget(self.seconds, self.proposals)
-        return improve_and_decide(state, asked, present_plan(state, asked), budget, self.seed)
+        return improve_and_commit(state, asked, present_plan(state, asked), budget, self.seed)
 
 
-def present_plan(state: State, asked: Problem) -> Plan:
+def present_plan(state: State, asked: PlacementProblem) -> Plan:
     """Return the placement of a state as a plan for the (contracted) problem."""
     placement, schedule = state[Placement], state[Schedule]
     count = len(asked.graph)
@@ -49,4 +49,4 @@ def present_plan(state: State, asked: Problem) -> Plan:
     rank[schedule.order] = np.arange(len(rank))
     first = np.full(count, np.inf)
     np.minimum.at(first, asked.members, rank)
-    return Plan(placement.placer, device, order_by_start(asked.graph, first))
+    return Plan(placement.placer, device, sort_by_start(asked.graph, first))

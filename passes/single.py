@@ -9,7 +9,7 @@ import numpy as np
 
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.problem import Problem, decided, problem, require_memory
+from onnxplace.problem import PlacementProblem, commit_placement, placement_problem, require_memory
 from onnxplace.simulation import Simulation
 from onnxplace.state import Pass, State
 
@@ -23,7 +23,7 @@ class Single(Pass):
     provides: ClassVar[tuple[type, ...]] = (Placement, Schedule)
 
     def run(self, state: State) -> State:
-        asked = problem(state)
+        asked = placement_problem(state)
         pins = sorted({int(pin) for pin in asked.pinned if pin >= 0})
         if len(pins) > 1:
             names = " and ".join(state.target.devices[pin].id for pin in pins)
@@ -41,8 +41,8 @@ class Single(Pass):
             require_memory(state.target, least, self.name)
         best = min(fitting, key=lambda index: (simulated[index].makespan_seconds, index))
         device = np.full(len(asked.graph), best, dtype=np.int32)
-        return decided(state, asked, device, simulated[best].start_seconds, self.name)
+        return commit_placement(state, asked, device, simulated[best].start_seconds, self.name)
 
 
-def _on_one(asked: Problem, index: int) -> Simulation:
+def _on_one(asked: PlacementProblem, index: int) -> Simulation:
     return asked.simulate(np.full(len(asked.graph), index, dtype=np.int32), asked.graph.order)

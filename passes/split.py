@@ -11,7 +11,7 @@ import numpy as np
 from onnxplace.errors import Diagnostic
 from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segment, Segments
 from onnxplace.graph import Floats, Ints, Longs, OpGraph
-from onnxplace.passes.segments import crossing, require_together, within_limits
+from onnxplace.passes.segments import cut_within_limits, report_crossing_states, require_states_together
 from onnxplace.simulation import Simulation
 from onnxplace.state import Pass, State
 from onnxplace.target import Target
@@ -32,11 +32,11 @@ class Split(Pass):
     provides: ClassVar[tuple[type, ...]] = (Segments,)
 
     def run(self, state: State) -> State:
-        require_together(state)
+        require_states_together(state)
         graph, target = state[Profile].graph, state.target
         device = state[Placement].device
         nodes = cut(graph, device, state[Schedule], state[Profile].unit)
-        pieces = within_limits(state, nodes)
+        pieces = cut_within_limits(state, nodes)
         segments = tuple(
             _segment(graph, int(there), np.sort(part), pieces.segment_of)
             for part, there in zip(pieces.nodes, pieces.device)
@@ -45,7 +45,7 @@ class Split(Pass):
         done = state.having(Segments(segments, programs, pieces.simulation))
         if len(segments) > len(nodes):
             done = done.saying(_cut_further(len(nodes), len(segments)))
-        return done.saying(*crossing(done))
+        return done.saying(*report_crossing_states(done))
 
 
 def _cut_further(before: int, after: int) -> Diagnostic:

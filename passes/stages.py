@@ -13,21 +13,21 @@ from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph import Ints, Longs
 from onnxplace.passes.placement.stages import (
     DUPLEX,
-    MOVES,
+    MAX_MOVES,
     PARALLEL,
-    RESIDENT,
+    RESIDENT_SHARES,
     SEQUENTIAL,
     SUM,
-    Search,
-    cutting,
-    needs,
-    split,
+    LocalSearch,
+    least_held_bytes,
+    prepare_cuts,
+    split_into_stages,
     unit_seconds,
 )
-from onnxplace.problem import Problem, decided, problem, shortage
-from onnxplace.simulation import loads
+from onnxplace.problem import PlacementProblem, commit_placement, out_of_memory_error, placement_problem
+from onnxplace.simulation import steady_state_loads
 from onnxplace.state import Pass, State
-from onnxplace.utils import clock
+from onnxplace.utils import budget_clock
 
 RESTARTS = 4
 
@@ -58,33 +58,33 @@ class Stages(Pass):
     """Of the topological orders and the local search."""
 
     def run(self, state: State) -> State:
-        asked = problem(state)
+        asked = placement_problem(state)
         if not len(asked.graph):
             nowhere = np.zeros(0, dtype=np.int32)
-            return decided(state, asked, nowhere, np.zeros(0), self.name)
-        deadline = clock() + self.seconds
+            return commit_placement(state, asked, nowhere, np.zeros(0), self.name)
+        deadline = budget_clock() + self.seconds
         best = self._contiguous(state, asked, deadline)
         if not self.contiguous:
             best = self._free(state, asked, best, deadline)
         if best is None:
-            raise shortage(asked, self.name)
+            raise out_of_memory_error(asked, self.name)
         return best.state.saying(self._note(asked, best))
 
-    def _rule(self, asked: Problem) -> int:
+    def _rule(self, asked: PlacementProblem) -> int:
         if self.load == "sum":
             return SUM
         return {"duplex": DUPLEX, "sequential": SEQUENTIAL, "parallel": PARALLEL}[asked.target.link_model]
 
-    def _interval(self, asked: Problem, device: Ints) -> float:
-        return loads(asked.graph, asked.seconds, asked.target, device, self.load).interval_seconds
+    def _interval(self, asked: PlacementProblem, device: Ints) -> float:
+        return steady_state_loads(asked.graph, asked.seconds, asked.target, device, self.load).interval_seconds
 
-    def _contiguous(self, state: State, asked: Problem, deadline: float) -> _Answer | None:
+    def _contiguous(self, state: State, asked: PlacementProblem, deadline: float) -> _Answer | None:
         """Return the best contiguous split that fits: as planned, planned with tighter limits, or one device."""
         limit, devices = asked.limit_bytes, len(asked.target.devices)
         best: _Answer | None = None
-        for attempt, resident in enumerate(RESIDENT):
-            cut = cutting(asked, self._rule(asked), limit, tuple(range(devices)), resident)
-            found = split(cut, asked, deadline, self.seed)
+        for attempt, resident in enumerate(RESIDENT_SHARES):
+            cut = prepare_cuts(asked, self._rule(asked), limit, tuple(range(devices)), resident)
+            found = split_into_stages(cut, asked, deadline, self.seed)
             if found is None:
                 break
             device = found.device[cut.node]
@@ -103,17 +103,17 @@ class Stages(Pass):
                 return better
         return best
 
-    def _tried(self, state: State, asked: Problem, device: Ints, bound: float) -> _Answer | None:
+    def _tried(self, state: State, asked: PlacementProblem, device: Ints, bound: float) -> _Answer | None:
         """Return the answer that is this placement, None if it does not fit."""
         device = device.astype(np.int32)
         start = asked.simulate(device, asked.graph.order).start_seconds
         try:
-            after = decided(state, asked, device, start, self.name)
+            after = commit_placement(state, asked, device, start, self.name)
         except InfeasibleError:
             return None
         return _Answer(after, device, self._interval(asked, device), bound)
 
-    def _free(self, state: State, asked: Problem, best: _Answer | None, deadline: float) -> _Answer | None:
+    def _free(self, state: State, asked: PlacementProblem, best: _Answer | None, deadline: float) -> _Answer | None:
         """Move groups wherever that lowers the largest load; the contiguous answer is where this begins."""
         graph = asked.graph.contract(asked.group)
         seconds = unit_seconds(asked, asked.group)
@@ -123,10 +123,12 @@ class Stages(Pass):
             home[asked.group] = best.device
         limit = asked.limit_bytes
         for restart in range(RESTARTS):
-            if restart and clock() > deadline:
+            if restart and budget_clock() > deadline:
                 break
-            moving = Search(graph, seconds, latency, per_byte, limit, needs(asked, asked.group), self._rule(asked))
-            found, _ = moving.improve(home, None, min(MOVES, 200 * len(graph)), self.seed + restart)
+            moving = LocalSearch(
+                graph, seconds, latency, per_byte, limit, least_held_bytes(asked, asked.group), self._rule(asked)
+            )
+            found, _ = moving.improve(home, None, min(MAX_MOVES, 200 * len(graph)), self.seed + restart)
             if best is not None and self._interval(asked, found[asked.group]) >= best.interval_seconds:
                 continue
             better = self._tried(state, asked, found[asked.group], 0.0)
@@ -136,8 +138,8 @@ class Stages(Pass):
                 best, home = better, found
         return None if best is None else _Answer(best.state, best.device, best.interval_seconds, 0.0)
 
-    def _note(self, asked: Problem, best: _Answer) -> Diagnostic:
-        found = loads(asked.graph, asked.seconds, asked.target, best.device, self.load)
+    def _note(self, asked: PlacementProblem, best: _Answer) -> Diagnostic:
+        found = steady_state_loads(asked.graph, asked.seconds, asked.target, best.device, self.load)
         index, what = found.largest
         kind = "contiguous" if self.contiguous else "not necessarily contiguous"
         if best.bound_seconds >= best.interval_seconds * (1 - 1e-9):
@@ -164,7 +166,7 @@ class _Answer:
     """No contiguous split that fits has a smaller interval."""
 
 
-def _tightened(asked: Problem, limit: Longs, device: Ints, attempt: int) -> Longs:
+def _tightened(asked: PlacementProblem, limit: Longs, device: Ints, attempt: int) -> Longs:
     """Return smaller limits for the devices that this placement overfills."""
     excess = asked.excess_bytes(asked.simulate(device.astype(np.int32), asked.graph.order))
     less = np.where(excess > 0, np.maximum((attempt + 1) * excess, asked.limit_bytes // 64), 0)

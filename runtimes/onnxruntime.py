@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from onnxplace.bundle import Bundle
 from onnxplace.feeds import Array
-from onnxplace.machine import core_sets, require_cuda
+from onnxplace.machine import assign_cores, require_cuda
 from onnxplace.runtime import Result, Runtime, RuntimeSession
 from onnxplace.runtimes.execution import Engine, PlacedDevice, open_segment
 
@@ -34,7 +34,7 @@ class OnnxRuntime(Runtime):
             if device.kind == "cuda":
                 require_cuda(device.id, instead)
         cpus = [device for device in bundle.target.devices if device.kind == "cpu"]
-        cores = dict(zip([device.id for device in cpus], core_sets([device.cores for device in cpus])))
+        cores = dict(zip([device.id for device in cpus], assign_cores([device.cores for device in cpus])))
         devices = {device.id: PlacedDevice(device.id, cores.get(device.id, ())) for device in used}
         segments = {
             segment.id: open_segment(bundle, segment, devices[segment.device]) for segment in bundle.manifest.segments

@@ -13,7 +13,7 @@ import numpy as np
 
 from onnxplace import Bundle, ExecutionError, Pass, Runtime, RuntimeSession, State
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.problem import decided, problem
+from onnxplace.problem import commit_placement, placement_problem
 from onnxplace.runtime import Event, Result
 
 
@@ -29,7 +29,7 @@ class RoundRobin(Pass):
     """The device that gets the first group."""
 
     def run(self, state: State) -> State:
-        asked = problem(state)
+        asked = placement_problem(state)
         home, turn = asked.pinned.copy(), self.first
         for group in asked.group[asked.graph.order].tolist():
             if home[group] < 0:
@@ -37,7 +37,7 @@ class RoundRobin(Pass):
                 turn += 1
         device = home[asked.group].astype(np.int32)
         order = asked.graph.order
-        return decided(state, asked, device, asked.simulate(device, order).start_seconds, self.name)
+        return commit_placement(state, asked, device, asked.simulate(device, order).start_seconds, self.name)
 
 
 class OneThread(Runtime):

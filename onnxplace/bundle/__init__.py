@@ -6,14 +6,14 @@ from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
     from onnxplace.bundle.bundle import (
-        COSTS as COSTS,
-        MANIFEST as MANIFEST,
-        SEGMENTS as SEGMENTS,
-        WEIGHTS as WEIGHTS,
-        WHOLE as WHOLE,
+        COSTS_FILE as COSTS_FILE,
+        MANIFEST_FILE as MANIFEST_FILE,
+        SEGMENTS_FOLDER as SEGMENTS_FOLDER,
+        WEIGHTS_FILE as WEIGHTS_FILE,
+        WHOLE_MODEL_FILE as WHOLE_MODEL_FILE,
         Bundle as Bundle,
         Check as Check,
-        link_record as link_record,
+        describe_linked_file as describe_linked_file,
     )
     from onnxplace.bundle.manifest import (
         SCHEMA_VERSION as SCHEMA_VERSION,
@@ -34,24 +34,30 @@ if TYPE_CHECKING:
         json_schema as json_schema,
     )
     from onnxplace.bundle.simulate_bundle import simulate_manifest as simulate_manifest
-    from onnxplace.bundle.slices import alone as alone, crossings as crossings, recording as recording
+    from onnxplace.bundle.slices import (
+        extract_device_part as extract_device_part,
+        list_crossing_values as list_crossing_values,
+        record_crossing_values as record_crossing_values,
+    )
     from onnxplace.bundle.staging import (
         Staging as Staging,
-        prepare as prepare,
-        require_free as require_free,
-        staged as staged,
+        prepare_output as prepare_output,
+        require_output_free as require_output_free,
+        stage_output as stage_output,
     )
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "bundle": "Bundle COSTS Check MANIFEST SEGMENTS WEIGHTS WHOLE link_record",
+        "bundle": (
+            "Bundle COSTS_FILE Check MANIFEST_FILE SEGMENTS_FOLDER WEIGHTS_FILE WHOLE_MODEL_FILE describe_linked_file"
+        ),
         "manifest": (
             "DeviceRecord DiagnosticRecord FileRecord InputRecord Manifest OutputRecord Predicted RepeatRecord "
             "SCHEMA_VERSION SegmentRecord StateRecord Step TargetRecord TrialRecord ValueRecord json_schema"
         ),
         "simulate_bundle": "simulate_manifest",
-        "slices": "alone crossings recording",
-        "staging": "Staging prepare require_free staged",
+        "slices": "extract_device_part list_crossing_values record_crossing_values",
+        "staging": "Staging prepare_output require_output_free stage_output",
     },
 )

@@ -27,14 +27,14 @@ from onnxplace.bundle.program_check import check_programs
 from onnxplace.errors import BundleError, InputError, TargetError, UsageError
 from onnxplace.feeds import Array, Declared, zero_feeds
 from onnxplace.target import Target
-from onnxplace.utils import moved_aside, open_input, parse_json, path_text
+from onnxplace.utils import find_moved_aside, open_input, parse_json, path_text
 
 FORMAT = "onnxplace bundle"
-MANIFEST = "manifest.json"
-COSTS = "costs.json"
-SEGMENTS = "segments"
-WHOLE = f"{SEGMENTS}/whole.onnx"
-WEIGHTS = "weights.bin"
+MANIFEST_FILE = "manifest.json"
+COSTS_FILE = "costs.json"
+SEGMENTS_FOLDER = "segments"
+WHOLE_MODEL_FILE = f"{SEGMENTS_FOLDER}/whole.onnx"
+WEIGHTS_FILE = "weights.bin"
 # Files up to this size are hashed whenever a bundle is opened; larger ones when all hashes are asked for.
 SMALL_BYTES = 16 << 20
 
@@ -67,13 +67,13 @@ class Bundle:
         except OSError as problem:
             message = f"a file that the manifest names cannot be read: {problem.strerror}"
             raise BundleError("N002", message, where=str(problem.filename or path), hint=DAMAGED) from None
-        weights = f"{SEGMENTS}/{WEIGHTS}"
-        for name in (WHOLE, weights, *(segment.file for segment in manifest.segments)):
+        weights = f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"
+        for name in (WHOLE_MODEL_FILE, weights, *(segment.file for segment in manifest.segments)):
             if name not in manifest.files:
                 raise BundleError(
-                    "N006", f"{name!r} is not among the files of the manifest", where=str(path / MANIFEST)
+                    "N006", f"{name!r} is not among the files of the manifest", where=str(path / MANIFEST_FILE)
                 )
-        check_programs(manifest, path / MANIFEST)
+        check_programs(manifest, path / MANIFEST_FILE)
         return bundle
 
     def file(self, name: str) -> Path:
@@ -95,7 +95,7 @@ class Bundle:
             raise BundleError(
                 "N005",
                 f"it names a file outside {what}: {name!r}",
-                where=str(self.path / MANIFEST),
+                where=str(self.path / MANIFEST_FILE),
                 hint=UNTRUSTED,
             )
         return (self.path if folder == self._root else folder) / name
@@ -147,10 +147,10 @@ class Bundle:
 
 
 def _read_manifest(path: Path) -> Manifest:
-    file = path / MANIFEST
+    file = path / MANIFEST_FILE
     if not os.path.lexists(file):
         hint = "`onnxplace compile MODEL -o DIR` makes one"
-        if aside := moved_aside(path):
+        if aside := find_moved_aside(path):
             hint = f"a compile that was interrupted moved it to {aside}; move it back, or compile again, which does so"
         raise BundleError("N001", "not a bundle: it has no manifest.json", where=path_text(path), hint=hint)
     data = _parse_manifest(path, file)
@@ -242,7 +242,7 @@ def _check_link(file: Path, link: LinkRecord, check: Check) -> None:
         raise BundleError("N009", message, where=str(file), hint=hint)
 
 
-def link_record(file: Path) -> LinkRecord:
+def describe_linked_file(file: Path) -> LinkRecord:
     """Describe a weights file as it is now; reads it once."""
     about = file.stat()
     return LinkRecord(sha256=sha256_of(file), bytes=about.st_size, mtime_ns=about.st_mtime_ns)

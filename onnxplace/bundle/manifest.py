@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from onnxplace.feeds import MAX_DIMENSION, MAX_RANK
 from onnxplace.target import Device, Link, LinkModel, Shared, Target
-from onnxplace.utils import field_docs
+from onnxplace.utils import read_field_docs
 
 SCHEMA_VERSION = "1.1"
 
@@ -234,7 +234,7 @@ def json_schema() -> dict[str, Any]:
         parts[plain.__name__]["description"] = inspect.getdoc(plain)
     for kind in (Device, Link, Shared, *_records(Record)):
         # pydantic could do this as well, but as soon as the classes are made, which takes 30 ms of each start.
-        for name, about in field_docs(kind).items():
+        for name, about in read_field_docs(kind).items():
             if name in parts.get(kind.__name__, {}).get("properties", {}):
                 parts[kind.__name__]["properties"][name]["description"] = about
     return schema

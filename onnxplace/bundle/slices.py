@@ -12,7 +12,7 @@ from onnxplace.bundle.bundle import Bundle
 from onnxplace.bundle.manifest import InputRecord, Manifest, OutputRecord
 
 
-def crossings(manifest: Manifest) -> Mapping[tuple[str, str], tuple[str, ...]]:
+def list_crossing_values(manifest: Manifest) -> Mapping[tuple[str, str], tuple[str, ...]]:
     """Return the values that a step hands over, by source and destination, in the order in which they are sent."""
     found: dict[tuple[str, str], list[str]] = {}
     for device, program in manifest.programs.items():
@@ -22,13 +22,13 @@ def crossings(manifest: Manifest) -> Mapping[tuple[str, str], tuple[str, ...]]:
     return {ends: tuple(values) for ends, values in found.items()}
 
 
-def recording(bundle: Bundle) -> Bundle:
+def record_crossing_values(bundle: Bundle) -> Bundle:
     """Return a bundle whose outputs are the values that cross between devices, each under its own name.
 
     States are no longer stored: their inputs have to be fed. Values that cross stay until the end of a request.
     """
     manifest = bundle.manifest
-    sent = {name: device for (device, _), names in crossings(manifest).items() for name in names}
+    sent = {name: device for (device, _), names in list_crossing_values(manifest).items() for name in names}
     programs = {
         device: tuple(step for step in program if not (step.op == "free" and sent.get(step.value) == device))
         for device, program in manifest.programs.items()
@@ -41,7 +41,7 @@ def recording(bundle: Bundle) -> Bundle:
     return replace(bundle, manifest=manifest.model_copy(update=changed))
 
 
-def alone(bundle: Bundle, device: str) -> Bundle:
+def extract_device_part(bundle: Bundle, device: str) -> Bundle:
     """Return a bundle of one device's part, which takes what it received as inputs, after those of the model.
 
     It gives those of the model's outputs that are made there, and sends nothing. States are no longer stored: their

@@ -18,23 +18,23 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from onnxplace.bundle.bundle import FORMAT, MANIFEST
+from onnxplace.bundle.bundle import FORMAT, MANIFEST_FILE
 from onnxplace.bundle.manifest import Manifest
-from onnxplace.errors import MOST_LISTED, Diagnostic, InputError, OnnxplaceError, UsageError
+from onnxplace.errors import MAX_LISTED, Diagnostic, InputError, OnnxplaceError, UsageError
 from onnxplace.utils import (
-    OCCUPIED,
-    OLD,
+    OCCUPIED_ERRORS,
+    OLD_SUFFIX,
     Lease,
-    cannot_write,
+    cannot_write_error,
     disk_error,
-    exchange,
+    exchange_names,
+    hold_lease,
     is_full,
-    leased,
     path_text,
     read_json,
     rename_new,
     require_name,
-    sweep,
+    sweep_leftovers,
 )
 
 # What every manifest holds that was written before manifests said their format.
@@ -76,10 +76,10 @@ class Staging:
                     return
         except OSError as problem:
             raise disk_error(problem, path_text(self.path)) from None
-        raise cannot_write("other programs keep replacing it", self.path)
+        raise cannot_write_error("other programs keep replacing it", self.path)
 
 
-def require_free(path: Path, force: bool) -> None:
+def require_output_free(path: Path, force: bool) -> None:
     """Raise UsageError unless nothing is at `path`, or with `force` a bundle without files of the user's."""
     require_name(path)
     try:
@@ -92,22 +92,22 @@ def require_free(path: Path, force: bool) -> None:
         parent = next(folder for folder in path.absolute().parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             reason = "is no folder" if not parent.is_dir() else "cannot be written to"
-            raise cannot_write(f"{path_text(parent)} {reason}", path)
+            raise cannot_write_error(f"{path_text(parent)} {reason}", path)
         if path.exists():
             if not force:
                 raise _occupied(path)
             with suppress(FileNotFoundError):  # gone by now
                 _require_replaceable(path, path)
     except (OSError, ValueError) as problem:
-        raise cannot_write(problem, path) from None
+        raise cannot_write_error(problem, path) from None
 
 
-def prepare(path: Path, force: bool, *more: Path) -> list[Diagnostic]:
-    """Sweep where a bundle goes, and the folders `more`; then do what `require_free` does. Returns notes."""
+def prepare_output(path: Path, force: bool, *more: Path) -> list[Diagnostic]:
+    """Sweep where a bundle goes, and the folders `more`; then do what `require_output_free` does. Returns notes."""
     require_name(path)
     notes = sweep_output(path, *more)
     try:
-        require_free(path, force)
+        require_output_free(path, force)
     except UsageError as problem:
         if any(note.code == "U035" and note.where == path_text(path.absolute()) for note in notes):
             message = f"{problem.message}: an interrupted compile had moved it, and it was put back"
@@ -117,7 +117,7 @@ def prepare(path: Path, force: bool, *more: Path) -> list[Diagnostic]:
 
 
 @contextmanager
-def staged(path: Path, force: bool) -> Iterator[Staging]:
+def stage_output(path: Path, force: bool) -> Iterator[Staging]:
     """Hold a place beside `path` for a bundle, which the caller puts in place once it is complete.
 
     Whatever goes wrong before that, nothing new is left behind, and what was at `path` stays. Errors that are about
@@ -143,7 +143,7 @@ def sweep_output(path: Path, *more: Path) -> list[Diagnostic]:
     folders = dict.fromkeys(folder.absolute() for folder in (path.parent, *more, Path(tempfile.gettempdir())))
     notes = []
     for folder in folders:
-        swept = sweep(folder)
+        swept = sweep_leftovers(folder)
         notes += [
             Diagnostic(
                 "U035", "an interrupted compile had moved this bundle; it was put back", where=path_text(item.path)
@@ -152,8 +152,8 @@ def sweep_output(path: Path, *more: Path) -> list[Diagnostic]:
             if item.restored
         ]
         if names := [item.path.name for item in swept if not item.restored]:
-            more_names = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
-            message = f"what an interrupted process had left was removed: {', '.join(names[:MOST_LISTED])}{more_names}"
+            more_names = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+            message = f"what an interrupted process had left was removed: {', '.join(names[:MAX_LISTED])}{more_names}"
             notes.append(Diagnostic("U034", message, where=path_text(folder)))
     return notes
 
@@ -165,12 +165,14 @@ def _leased_beside(path: Path) -> Iterator[Lease]:
         for attempt in range(_ATTEMPTS):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                lease = stack.enter_context(leased(path.parent))
+                lease = stack.enter_context(hold_lease(path.parent))
                 break
             except OSError as problem:
                 # Another compile may have failed, and removed the folder that both had to make.
                 if not isinstance(problem, FileNotFoundError) or attempt == _ATTEMPTS - 1:
-                    failure = disk_error(problem, path_text(path)) if is_full(problem) else cannot_write(problem, path)
+                    failure = (
+                        disk_error(problem, path_text(path)) if is_full(problem) else cannot_write_error(problem, path)
+                    )
                     raise failure from None
         yield lease
 
@@ -187,14 +189,14 @@ def _placed(lease: Lease, folder: Path, path: Path, force: bool) -> bool:
         raise _occupied(path)
     try:
         _require_replaceable(path, path)
-        if not exchange(folder, path):
+        if not exchange_names(folder, path):
             return _replace_in_two_steps(lease, folder, path)
     except FileNotFoundError:
         return False
     try:
         _require_replaceable(folder, path)  # what was there at the stroke, which may be another than was looked at
     except UsageError:
-        exchange(folder, path)
+        exchange_names(folder, path)
         raise
     return True
 
@@ -207,7 +209,7 @@ def _put(lease: Lease, folder: Path, path: Path) -> bool:
         _claim(lease, path)
         folder.rename(path)  # which replaces a folder as long as it is empty
     except OSError as problem:
-        if problem.errno in OCCUPIED:
+        if problem.errno in OCCUPIED_ERRORS:
             return False
         raise
     return True
@@ -215,7 +217,7 @@ def _put(lease: Lease, folder: Path, path: Path) -> bool:
 
 def _claim(lease: Lease, path: Path) -> None:
     """Make an empty folder where nothing is; raises FileExistsError."""
-    moved = lease.beside(OLD).exists()  # then the lease says already which name it is about
+    moved = lease.beside(OLD_SUFFIX).exists()  # then the lease says already which name it is about
     if not moved:
         lease.note_move(path.name)
     try:
@@ -228,7 +230,7 @@ def _claim(lease: Lease, path: Path) -> None:
 
 def _replace_in_two_steps(lease: Lease, folder: Path, path: Path) -> bool:
     """Move away what is at `path`, then put a folder there; the end of the lease puts back what is missing then."""
-    old = lease.beside(OLD)
+    old = lease.beside(OLD_SUFFIX)
     shutil.rmtree(old, ignore_errors=True)  # of an attempt before this one
     lease.note_move(path.name)
     path.rename(old)
@@ -255,7 +257,7 @@ def _require_replaceable(folder: Path, path: Path) -> None:
         except UsageError:
             if os.path.samestat(before, os.lstat(folder)):
                 raise
-    raise cannot_write("other programs keep replacing it", path)
+    raise cannot_write_error("other programs keep replacing it", path)
 
 
 def _require_only_bundle(folder: Path, path: Path) -> None:
@@ -264,12 +266,12 @@ def _require_only_bundle(folder: Path, path: Path) -> None:
     entries = {item.relative_to(folder).as_posix() for item in folder.rglob("*")}
     if not entries:
         return
-    if (own := _own_files(folder / MANIFEST)) is None:
+    if (own := _own_files(folder / MANIFEST_FILE)) is None:
         raise _irreplaceable(path, "it is not a bundle", "choose another -o")
     own |= {parent.as_posix() for name in own for parent in Path(name).parents}
     if foreign := sorted(entries - own):
-        names = ", ".join(path_text(name) for name in foreign[:MOST_LISTED])
-        more = f" and {len(foreign) - MOST_LISTED} more" if len(foreign) > MOST_LISTED else ""
+        names = ", ".join(path_text(name) for name in foreign[:MAX_LISTED])
+        more = f" and {len(foreign) - MAX_LISTED} more" if len(foreign) > MAX_LISTED else ""
         hint = "move them elsewhere, or choose another -o"
         raise _irreplaceable(path, f"it holds what is not of the bundle: {names}{more}", hint)
 
@@ -289,7 +291,7 @@ def _own_files(manifest: Path) -> set[str] | None:
             Manifest.model_validate(data)
         except ValidationError:
             return None
-    return {MANIFEST, *data["files"]}
+    return {MANIFEST_FILE, *data["files"]}
 
 
 def _irreplaceable(path: Path, why: str, hint: str) -> UsageError:

@@ -6,16 +6,16 @@ from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
     from onnxplace.calibration.calibrator import (
-        SECONDS as SECONDS,
-        SIZES as SIZES,
+        DEFAULT_SECONDS as DEFAULT_SECONDS,
+        TRANSFER_SIZES_BYTES as TRANSFER_SIZES_BYTES,
         Calibration as Calibration,
-        LinkMeasured as LinkMeasured,
+        LinkMeasurement as LinkMeasurement,
         calibrate as calibrate,
     )
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "calibrator": "Calibration LinkMeasured SECONDS SIZES calibrate",
+        "calibrator": "Calibration DEFAULT_SECONDS LinkMeasurement TRANSFER_SIZES_BYTES calibrate",
     },
 )

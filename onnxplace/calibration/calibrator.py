@@ -15,13 +15,13 @@ from onnxplace.calibration.link_fit import LinkFit, fit_link
 from onnxplace.calibration.microbenchmarks import AtOnce, Calls, Hops, at_once, calls, hops, undisturbed
 from onnxplace.calibration.samples import ENOUGH, Samples, take_turns
 from onnxplace.errors import UsageError
-from onnxplace.machine import available_memory_bytes, link_via, require_cuda
-from onnxplace.target import APART_SECONDS, Device, Link, LinkModel, Shared, Target
+from onnxplace.machine import available_memory_bytes, link_technology, require_cuda
+from onnxplace.target import SEGMENT_OVERHEAD_SECONDS, Device, Link, LinkModel, Shared, Target
 from onnxplace.utils import temporary_folder
 
-SIZES = tuple(4**power for power in range(15))
+TRANSFER_SIZES_BYTES = tuple(4**power for power in range(15))
 """Bytes of the values that cross, 1 B to 256 MiB: were some closer than others, the fit would be of those."""
-SECONDS = 30.0
+DEFAULT_SECONDS = 30.0
 Observer = Callable[[str, int, int], None]
 """Is told what is measured next, its number, and of how many."""
 
@@ -39,7 +39,7 @@ NO_SLOWDOWN = 1.05
 
 
 @dataclass(frozen=True)
-class LinkMeasured:
+class LinkMeasurement:
     """One direction between two devices."""
 
     link: Link
@@ -57,7 +57,7 @@ class Calibration:
     """What was measured, and the target that says so."""
 
     target: Target
-    links: tuple[LinkMeasured, ...]
+    links: tuple[LinkMeasurement, ...]
     calls: Mapping[str, Calls]
     """By device."""
     together: tuple[str, ...]
@@ -71,7 +71,11 @@ class Calibration:
 
 
 def calibrate(
-    target: Target, *, sizes: Sequence[int] = SIZES, seconds: float = SECONDS, observer: Observer | None = None
+    target: Target,
+    *,
+    sizes: Sequence[int] = TRANSFER_SIZES_BYTES,
+    seconds: float = DEFAULT_SECONDS,
+    observer: Observer | None = None,
 ) -> Calibration:
     """Measure the devices of a target, all of which must be here, in about so many seconds.
 
@@ -141,7 +145,7 @@ def _possible(sizes: Sequence[int]) -> tuple[int, ...]:
 
 def _links(
     found: Mapping[tuple[str, str], Hops], pair: tuple[Device, Device], called: Mapping[str, Calls]
-) -> list[LinkMeasured]:
+) -> list[LinkMeasurement]:
     """Fit both directions, as one if they are alike."""
     (a, b), ways = pair, [(pair[0].id, pair[1].id), (pair[1].id, pair[0].id)]
     waking = [_waking(found[way], called[way[1]]) for way in ways]
@@ -151,9 +155,9 @@ def _links(
     if same:
         together = {size: _joined(samples[0][size], samples[1][size]) for size in samples[0]}
         samples, fits = [together] * 2, [_fit(together, sum(waking) / 2)] * 2
-    via = link_via(a.id, b.id)
+    via = link_technology(a.id, b.id)
     return [
-        LinkMeasured(
+        LinkMeasurement(
             Link(*way, fit.latency_seconds, fit.bytes_per_second, via),
             fit,
             {size: taken.calm for size, taken in by_size.items()},
@@ -195,13 +199,13 @@ def _shared(cpus: tuple[str, ...], slower: AtOnce | None) -> tuple[Shared, ...]:
 
 
 def _measured(
-    target: Target, links: Sequence[LinkMeasured], called: Mapping[str, Calls], slower: AtOnce | None
+    target: Target, links: Sequence[LinkMeasurement], called: Mapping[str, Calls], slower: AtOnce | None
 ) -> Target:
     """Return the target with what was measured in the place of constants."""
     devices = tuple(
         replace(
             device,
-            segment_seconds=called[device.id].segment_seconds + APART_SECONDS,
+            segment_seconds=called[device.id].segment_seconds + SEGMENT_OVERHEAD_SECONDS,
             input_seconds=called[device.id].input_seconds,
             output_seconds=called[device.id].output_seconds,
         )
@@ -212,7 +216,7 @@ def _measured(
     return Target(devices, tuple(measured.link for measured in links), model, _shared(_cpus(target), slower))
 
 
-def _notes(links: Sequence[LinkMeasured], slower: AtOnce | None) -> tuple[str, ...]:
+def _notes(links: Sequence[LinkMeasurement], slower: AtOnce | None) -> tuple[str, ...]:
     """Say where the machine was too busy to tell, and what the fit does not cover."""
     notes = []
     busy = [size for link in links for size, calm in link.calm_samples.items() if calm < ENOUGH]

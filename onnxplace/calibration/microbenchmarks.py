@@ -14,7 +14,7 @@ import numpy as np
 from onnxplace.calibration.probe_bundles import Probe, probe_bundle
 from onnxplace.calibration.samples import CALM, ENOUGH, Ran, Samples, run_once
 from onnxplace.feeds import Array
-from onnxplace.pipeline import find
+from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event, EventKind, Runtime, RuntimeSession
 from onnxplace.target import Target
 
@@ -48,7 +48,7 @@ class Timed(Generic[T]):
 
 def _open(stack: ExitStack, folder: Path, target: Target, probes: Sequence[Probe]) -> RuntimeSession:
     """Open probes with the runtime that runs bundles by default, traced, until the stack is left."""
-    runtime = cast("type[Runtime]", find("runtimes", "onnxruntime"))()
+    runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
     folder.mkdir(parents=True)
     return stack.enter_context(runtime.open(probe_bundle(folder, target, probes), trace=True))
 

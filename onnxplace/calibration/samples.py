@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from onnxplace.feeds import Array
-from onnxplace.machine import waits
+from onnxplace.machine import read_run_delays
 from onnxplace.runtime import Event, RuntimeSession
 
 # A sample in which threads waited for a core for more than this share of its time says little.
@@ -77,7 +77,7 @@ def waited_seconds() -> float:
     The calling thread is left out: what it waits for after the others are done is none of their time.
     """
     me = str(threading.get_native_id())
-    return sum(nanoseconds for task, nanoseconds in waits(pool=True).items() if task != me) * 1e-9
+    return sum(nanoseconds for task, nanoseconds in read_run_delays(pool=True).items() if task != me) * 1e-9
 
 
 def take_turns(tasks: Sequence[Callable[[], object]], seconds: float, least: int) -> None:

@@ -21,7 +21,7 @@ from onnxplace.cli.options import as_json, print_json, use_of
 from onnxplace.cli.place import place
 from onnxplace.cli.run import run, verify
 from onnxplace.errors import ExecutionError, OnnxplaceError, UsageError, nearest
-from onnxplace.machine import ends_runs
+from onnxplace.machine import stop_runs_on
 
 # Errors about a path that is no model, no bundle, no cost graph, and the command that would have taken one.
 MISTAKEN_PATHS = {"M001": "compile", "M002": "compile", "N001": "run", "D001": "place"}
@@ -87,18 +87,18 @@ def runtimes(name: str | None, json_: bool) -> None:
 
 def _list_entries(kind: Any, name: str | None, json_: bool) -> None:
     from onnxplace.cli.pass_help import pass_help
-    from onnxplace.pipeline import entries, find
-    from onnxplace.report import table
+    from onnxplace.pipeline import find_plugin, list_entries
+    from onnxplace.report import format_table
 
     if name:
-        found = find(kind, name)
+        found = find_plugin(kind, name)
         click.echo(json.dumps({"name": name, **pass_help(found)[1]}) if json_ else pass_help(found)[0])
         return
-    known = entries(kind)
+    known = list_entries(kind)
     if json_:
         print_json({kind: [vars_of(entry) for entry in known.values()]})
     else:
-        click.echo(table(("name", ""), [(entry.name, entry.summary) for entry in known.values()], left=2))
+        click.echo(format_table(("name", ""), [(entry.name, entry.summary) for entry in known.values()], left=2))
 
 
 TERMINATED = 143
@@ -228,7 +228,7 @@ def entry() -> None:
     for name in ("stdout", "stderr"):  # closed by the user (`>&-`), which not every click expects
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
-    ends_runs(_end)
+    stop_runs_on(_end)
     signal.signal(signal.SIGTERM, _end)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is to be ignored, as by `nohup`
         signal.signal(signal.SIGINT, _end)

@@ -28,11 +28,11 @@ from onnxplace.errors import UsageError
 if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
     from onnxplace.errors import Diagnostic
-    from onnxplace.evaluation import Observed, Steps, Times
+    from onnxplace.evaluation import DeviceUsage, StepInputs, Timings
 
 WARM_UPS = 2
 # Rounds to find out what each device does; more make little difference to medians of parts of a step.
-MOST_TRACED = 20
+MAX_TRACED = 20
 
 
 @click.command()
@@ -71,7 +71,7 @@ def bench(
     show how long each device is busy, and what crosses; processes of their own, what each device holds at most.
     """
     from onnxplace.api import load
-    from onnxplace.evaluation import observe, steps_of
+    from onnxplace.evaluation import choose_step_inputs, measure_usage
 
     opened = load(bundle)
     say_too_few_cores(opened)
@@ -79,10 +79,10 @@ def bench(
         raise UsageError(
             "U013", "requests that hand their states on follow one another", where="--in-flight", hint="leave it out"
         )
-    steps = steps_of(opened, inputs, parse_shape(shape), seed)
+    steps = choose_step_inputs(opened, inputs, parse_shape(shape), seed)
     with progress(json_, "timing steps") as observer:
         times = _timed(opened, against, steps, repeat, in_flight)
-        found = observe(opened, steps.first, min(repeat, MOST_TRACED), not no_memory, observer)
+        found = measure_usage(opened, steps.first, min(repeat, MAX_TRACED), not no_memory, observer)
     ratio = times["bundle"].median_seconds / times["model"].median_seconds
     say([*_other_sizes(opened, steps.first), *found.notes])
     with suppress(BrokenPipeError):  # the exit code is an answer too
@@ -96,14 +96,19 @@ def bench(
         raise SystemExit(1)
 
 
-def _timed(bundle: Bundle, against: Path | None, steps: Steps, repeat: int, in_flight: int) -> dict[str, Times]:
+def _timed(bundle: Bundle, against: Path | None, steps: StepInputs, repeat: int, in_flight: int) -> dict[str, Timings]:
     """Return how long the bundle and the plain sessions take; all are closed again then."""
     from onnxplace.api import InferenceSession
-    from onnxplace.evaluation import Carrying, alternate, reference
-    from onnxplace.machine import cores
+    from onnxplace.evaluation import StateCarrier, open_reference, time_in_turns
+    from onnxplace.machine import available_cores
 
-    largest = max((device.cores for device in bundle.target.devices if device.kind == "cpu"), default=len(cores()))
-    whole, one = (Carrying(reference(bundle, against, used), bundle) for used in (cores(), cores()[:largest]))
+    largest = max(
+        (device.cores for device in bundle.target.devices if device.kind == "cpu"), default=len(available_cores())
+    )
+    whole, one = (
+        StateCarrier(open_reference(bundle, against, used), bundle)
+        for used in (available_cores(), available_cores()[:largest])
+    )
     if bundle.manifest.states:
         whole(steps.first)
         steps.learn(whole.states)
@@ -119,7 +124,7 @@ def _timed(bundle: Bundle, against: Path | None, steps: Steps, repeat: int, in_f
                 run.result() for run in [session.submit(given) for _ in range(in_flight)]
             ]
         with steps.explained(1):
-            times = alternate({name: _in_turn(call, feeds) for name, call in calls.items()}, repeat, WARM_UPS)
+            times = time_in_turns({name: _in_turn(call, feeds) for name, call in calls.items()}, repeat, WARM_UPS)
     if in_flight > 1:
         times["in_flight"] = times["in_flight"].per(in_flight)
     return times
@@ -152,7 +157,7 @@ def _other_sizes(bundle: Bundle, feeds: Mapping[str, Any]) -> list[Diagnostic]:
     return [Diagnostic("F008", message, where=bundle.manifest.model, hint=hint)]
 
 
-def _bench_json(bundle: Bundle, times: Mapping[str, Times], found: Observed) -> dict[str, Any]:
+def _bench_json(bundle: Bundle, times: Mapping[str, Timings], found: DeviceUsage) -> dict[str, Any]:
     predicted, median = bundle.manifest.predicted, times["bundle"].median_seconds
     return {
         **{name: vars(item) for name, item in times.items()},
@@ -167,15 +172,15 @@ def _bench_json(bundle: Bundle, times: Mapping[str, Times], found: Observed) -> 
     }
 
 
-def bench_summary(bundle: Bundle, times: Mapping[str, Times], found: Observed) -> str:
+def bench_summary(bundle: Bundle, times: Mapping[str, Timings], found: DeviceUsage) -> str:
     """Return measured figures beside predicted ones, on one screen."""
     blocks = [_step_table(bundle, times), _device_table(found)]
     return "\n\n".join([*blocks, _link_table(found)] if found.links else blocks)
 
 
-def _step_table(bundle: Bundle, times: Mapping[str, Times]) -> str:
+def _step_table(bundle: Bundle, times: Mapping[str, Timings]) -> str:
     """Return a table of steps, with the honest row: one session with all cores."""
-    from onnxplace.report import milliseconds, table
+    from onnxplace.report import format_milliseconds, format_table
 
     predicted = bundle.manifest.predicted
     base = times["model"].median_seconds
@@ -187,34 +192,34 @@ def _step_table(bundle: Bundle, times: Mapping[str, Times]) -> str:
         "model": "one session, all cores",
     }
     guesses = {
-        "bundle": milliseconds(predicted.step_seconds),
-        "one_device": milliseconds(predicted.single_device_seconds),
-        "in_flight": milliseconds(predicted.interval_seconds),
+        "bundle": format_milliseconds(predicted.step_seconds),
+        "one_device": format_milliseconds(predicted.single_device_seconds),
+        "in_flight": format_milliseconds(predicted.interval_seconds),
     }
     rows = [
         (
             labels[name],
-            milliseconds(times[name].median_seconds),
-            milliseconds(times[name].p90_seconds),
+            format_milliseconds(times[name].median_seconds),
+            format_milliseconds(times[name].p90_seconds),
             guesses.get(name, "-"),
             f"{times[name].median_seconds / base:.2f}x",
         )
         for name in labels
         if name in times
     ]
-    return table(("", "median", "p90", "predicted", "/ all cores"), rows)
+    return format_table(("", "median", "p90", "predicted", "/ all cores"), rows)
 
 
-def _device_table(found: Observed) -> str:
+def _device_table(found: DeviceUsage) -> str:
     """Return a table of busy times and memory, with rows for the process of which CPU devices are parts."""
-    from onnxplace.report import milliseconds, table
+    from onnxplace.report import format_milliseconds, format_table
 
     process = found.process
     rows = [
         (
             device.id,
-            milliseconds(device.busy_seconds),
-            milliseconds(device.predicted_busy_seconds),
+            format_milliseconds(device.busy_seconds),
+            format_milliseconds(device.predicted_busy_seconds),
             _amount(device.peak_bytes),
             _amount(device.predicted_peak_bytes),
         )
@@ -225,12 +230,12 @@ def _device_table(found: Observed) -> str:
         ("running", process.running_bytes, process.predicted_running_bytes),
     ):
         rows.append((f"process, {what}", "-", "-", _amount(taken), _amount(predicted)))
-    return table(("", "busy", "predicted", "process peak", "predicted"), rows)
+    return format_table(("", "busy", "predicted", "process peak", "predicted"), rows)
 
 
-def _link_table(found: Observed) -> str:
+def _link_table(found: DeviceUsage) -> str:
     """Return a table of what crosses between devices in one step."""
-    from onnxplace.report import milliseconds, table
+    from onnxplace.report import format_milliseconds, format_table
 
     rows = [
         (
@@ -238,16 +243,16 @@ def _link_table(found: Observed) -> str:
             str(link.values),
             _amount(link.bytes),
             _amount(link.predicted_bytes),
-            milliseconds(link.seconds),
-            milliseconds(link.predicted_seconds),
+            format_milliseconds(link.seconds),
+            format_milliseconds(link.predicted_seconds),
         )
         for link in found.links
     ]
-    return table(("", "values", "size", "predicted", "time", "predicted"), rows)
+    return format_table(("", "values", "size", "predicted", "time", "predicted"), rows)
 
 
 def _amount(size: int | None) -> str:
     """Return an amount of memory as people read it, or a dash where it is not known."""
-    from onnxplace.report import mebibytes
+    from onnxplace.report import format_bytes
 
-    return "-" if size is None else mebibytes(size)
+    return "-" if size is None else format_bytes(size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from onnxplace.report import mebibytes, table
+from onnxplace.report import format_bytes, format_table
 
 if TYPE_CHECKING:
     from onnxplace.target import Target
@@ -23,7 +23,7 @@ from onnxplace.cli.options import as_json, print_json, progress
 from onnxplace.errors import UsageError, counted
 
 if TYPE_CHECKING:
-    from onnxplace.calibration import Calibration, LinkMeasured
+    from onnxplace.calibration import Calibration, LinkMeasurement
 
 
 @click.command()
@@ -38,9 +38,9 @@ def devices(
 ) -> None:
     """Show what is here and what ONNX Runtime can use of it; write it to a target file, measured if asked to."""
     from onnxplace.cli.devices import devices_summary
-    from onnxplace.machine import describe, local_target, measurement_cache
-    from onnxplace.report import mebibytes
-    from onnxplace.target import target_text
+    from onnxplace.machine import describe_machine, local_target, measurement_cache
+    from onnxplace.report import format_bytes
+    from onnxplace.target import format_target
     from onnxplace.utils import require_place, write_file
 
     if (sizes or seconds is not None) and not calibrate:
@@ -50,9 +50,9 @@ def devices(
     default = local_target(devices)
     measured = _calibrated(default, sizes, seconds, json_) if calibrate else None
     target = measured.target if measured else default.with_all_links()
-    about, kept = describe(), measurement_cache.contents()
+    about, kept = describe_machine(), measurement_cache.contents()
     if output:
-        text = f"{_heading(about, measurement_cache.processor(), measured is not None)}\n{target_text(target)}"
+        text = f"{_heading(about, measurement_cache.processor(), measured is not None)}\n{format_target(target)}"
         write_file(output, lambda stream: stream.write(text.encode()))
     if json_:
         about["cost_cache"] = {"folder": str(kept.folder), "files": kept.files, "bytes": kept.size_bytes}
@@ -61,7 +61,7 @@ def devices(
         print_json({**about, "default": [asdict(device) for device in default.devices], **found, **written})
         return
     click.echo(devices_summary(about, default))
-    click.echo(f"kept costs: {counted(kept.files, 'file')}, {mebibytes(kept.size_bytes)}, in {kept.folder}")
+    click.echo(f"kept costs: {counted(kept.files, 'file')}, {format_bytes(kept.size_bytes)}, in {kept.folder}")
     if measured:
         click.echo(f"\n{calibration_summary(measured)}")
         if not output:
@@ -72,8 +72,6 @@ def devices(
 
 def _heading(about: Mapping[str, Any], processor: str, measured: bool) -> str:
     """Return a target file's first lines, which are comments: what machine it is of, and where its figures are from."""
-    import onnxplace
-
     name = json.loads(processor).get("model name", "processor unknown") if processor.startswith("{") else processor
     parts = [name, f"{len(about['host']['cores'])} cores", *[f"{gpu['id']} {gpu['name']}" for gpu in about["gpus"]]]
     how = "measured by devices --calibrate" if measured else "links and calls by default, not measured"
@@ -83,12 +81,14 @@ def _heading(about: Mapping[str, Any], processor: str, measured: bool) -> str:
 
 
 def _calibrated(target: Any, sizes: str | None, seconds: float | None, quiet: bool) -> Calibration:
-    from onnxplace.calibration import SECONDS, SIZES, calibrate
+    from onnxplace.calibration import DEFAULT_SECONDS, TRANSFER_SIZES_BYTES, calibrate
     from onnxplace.target import parse_bytes
 
-    asked = [parse_bytes(text) for text in sizes.split(",")] if sizes else SIZES
+    asked = [parse_bytes(text) for text in sizes.split(",")] if sizes else TRANSFER_SIZES_BYTES
     with progress(quiet, "measuring") as observer:
-        return calibrate(target, sizes=asked, seconds=SECONDS if seconds is None else seconds, observer=observer)
+        return calibrate(
+            target, sizes=asked, seconds=DEFAULT_SECONDS if seconds is None else seconds, observer=observer
+        )
 
 
 def _calibration_json(measured: Calibration) -> dict[str, Any]:
@@ -107,21 +107,21 @@ def _calibration_json(measured: Calibration) -> dict[str, Any]:
 
 def _calls_json(measured: Calibration, device: str) -> dict[str, Any]:
     """Return what a segment of a device costs, by the names in target files, and what that was made of."""
-    from onnxplace.target import APART_SECONDS
+    from onnxplace.target import SEGMENT_OVERHEAD_SECONDS
 
     calls, there = measured.calls[device], measured.target.devices[measured.target.position(device)]
     return {
         "id": device,
         "segment_seconds": there.segment_seconds,
         "call_seconds": calls.segment_seconds,
-        "assumed_apart_seconds": APART_SECONDS,
+        "assumed_apart_seconds": SEGMENT_OVERHEAD_SECONDS,
         "input_seconds": there.input_seconds,
         "output_seconds": there.output_seconds,
         "copied_seconds": calls.copied_seconds,
     }
 
 
-def _link_json(measured: LinkMeasured) -> dict[str, Any]:
+def _link_json(measured: LinkMeasurement) -> dict[str, Any]:
     points = [{**asdict(point), "calm_samples": measured.calm_samples[point.bytes]} for point in measured.fit.points]
     return {
         **asdict(measured.link),
@@ -134,8 +134,8 @@ def _link_json(measured: LinkMeasured) -> dict[str, Any]:
 
 def calibration_summary(measured: Calibration) -> str:
     """Return what was measured, on one screen: links with the fit beside each size, calls, devices at once."""
-    from onnxplace.report import table
-    from onnxplace.target import APART_SECONDS
+    from onnxplace.report import format_table
+    from onnxplace.target import SEGMENT_OVERHEAD_SECONDS
 
     blocks = [_link_table(link) for link in measured.links if not (link.symmetric and _is_second(link, measured))]
     calls = [
@@ -146,7 +146,7 @@ def calibration_summary(measured: Calibration) -> str:
                 for seconds in (
                     device.segment_seconds,
                     measured.calls[device.id].segment_seconds,
-                    APART_SECONDS,
+                    SEGMENT_OVERHEAD_SECONDS,
                     device.input_seconds,
                     device.output_seconds,
                 )
@@ -155,23 +155,23 @@ def calibration_summary(measured: Calibration) -> str:
         for device in measured.target.devices
     ]
     header = ("each segment", "costs", "its call, measured", "caches and copies, assumed", "each input", "each output")
-    blocks.append(table(header, calls))
+    blocks.append(format_table(header, calls))
     if measured.at_once:
         rows = [
             (what, f"{slower.factor:.2f}x" if slower.seen else "not seen")
             for what, slower in vars(measured.at_once).items()
         ]
-        blocks.append(table((f"{', '.join(measured.together)} at once", "slower"), rows))
+        blocks.append(format_table((f"{', '.join(measured.together)} at once", "slower"), rows))
     return "\n\n".join([*blocks, *[f"note: {note}" for note in measured.notes]])
 
 
-def _is_second(link: LinkMeasured, measured: Calibration) -> bool:
+def _is_second(link: LinkMeasurement, measured: Calibration) -> bool:
     ends = (link.link.destination, link.link.source)
     return any((m.link.source, m.link.destination) == ends for m in measured.links[: measured.links.index(link)])
 
 
-def _link_table(measured: LinkMeasured) -> str:
-    from onnxplace.report import table
+def _link_table(measured: LinkMeasurement) -> str:
+    from onnxplace.report import format_table
 
     link, arrow = measured.link, "<->" if measured.symmetric else "->"
     rows = [
@@ -188,22 +188,27 @@ def _link_table(measured: LinkMeasured) -> str:
         f"{link.source} {arrow} {link.destination} ({link.via}): {link.latency_seconds * 1e6:.1f} us "
         f"+ bytes at {link.bytes_per_second / 1e9:.2f} GB/s"
     )
-    return f"{title}\n{table(('bytes', 'measured us', 'fit us', 'error', ''), rows, left=0)}"
+    return f"{title}\n{format_table(('bytes', 'measured us', 'fit us', 'error', ''), rows, left=0)}"
 
 
 def devices_summary(about: Mapping[str, Any], target: Target) -> str:
     """Return what `machine.describe` found, and the devices that are used by default."""
     host = about["host"]
     lines = [
-        f"host: {len(host['cores'])} cores, {mebibytes(host['available_memory_bytes'])} available; "
+        f"host: {len(host['cores'])} cores, {format_bytes(host['available_memory_bytes'])} available; "
         f"onnxruntime {about['onnxruntime']}"
     ]
     for gpu in about["gpus"]:
         problem = f"; NOT usable: {gpu['problem']}" if gpu["problem"] else ""
-        lines.append(f"{gpu['id']}: {gpu['name']}, {mebibytes(gpu['free_bytes'])} free{problem}")
+        lines.append(f"{gpu['id']}: {gpu['name']}, {format_bytes(gpu['free_bytes'])} free{problem}")
     if not about["gpus"]:
         lines.append("no NVIDIA GPU found")
-    rows = [(d.id, str(d.cores), mebibytes(d.memory_bytes), d.cost_class) for d in target.devices]
+    rows = [(d.id, str(d.cores), format_bytes(d.memory_bytes), d.cost_class) for d in target.devices]
     return "\n".join(
-        [*lines, "", "used unless --devices says otherwise:", table(("device", "cores", "memory", "cost class"), rows)]
+        [
+            *lines,
+            "",
+            "used unless --devices says otherwise:",
+            format_table(("device", "cores", "memory", "cost class"), rows),
+        ]
     )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from onnxplace.errors import Diagnostic
 
 # Of the size of a dimension; which sizes a model takes is checked with the model.
-MOST_DIGITS = 18
+MAX_DIGITS = 18
 
 as_json = click.option("--json", "json_", is_flag=True, help="Print one JSON object on stdout, also for an error.")
 against_option = click.option(
@@ -60,9 +60,9 @@ def with_operator_libraries(command: Callable[..., None]) -> Callable[..., None]
         if not custom_op_library:
             command(*arguments, **options)
             return
-        from onnxplace.machine import custom_operators
+        from onnxplace.machine import use_custom_operators
 
-        with custom_operators(custom_op_library):
+        with use_custom_operators(custom_op_library):
             command(*arguments, **options)
 
     option = click.option(
@@ -87,7 +87,7 @@ def parse_shape(text: str) -> dict[str, int]:
     for item in filter(None, (part.strip() for part in re.split(r",(?![^()]*\))", text))):
         key, _, size = item.rpartition("=")
         key, size = key.strip(), size.strip()
-        if not key or not size.isdecimal() or len(size) > MOST_DIGITS:
+        if not key or not size.isdecimal() or len(size) > MAX_DIGITS:
             hint = "write it as batch=8,seq=128"
             raise UsageError("U011", f"not a dimension: {shown(item)}", where="--shape", hint=hint)
         if key in sizes:
@@ -130,9 +130,9 @@ def say(diagnostics: Sequence[Diagnostic]) -> None:
 
 def say_too_few_cores(bundle: Bundle, runtime: str = "onnxruntime") -> None:
     """Print a note if a bundle is run on a machine that has fewer cores than it was compiled for."""
-    from onnxplace.evaluation import too_few_cores
+    from onnxplace.evaluation import find_core_shortage
 
-    if runtime != "simulated" and (note := too_few_cores(bundle.manifest)):
+    if runtime != "simulated" and (note := find_core_shortage(bundle.manifest)):
         say([note])
 
 
@@ -146,12 +146,12 @@ def use_of(path: Path, refused_by: str) -> str:
 
     `refused_by` is the command that does not.
     """
-    from onnxplace.bundle import MANIFEST
+    from onnxplace.bundle import MANIFEST_FILE
 
     try:
         if path.is_dir():
-            return _use_of_folder(path, MANIFEST)
-        if path.name == MANIFEST:
+            return _use_of_folder(path, MANIFEST_FILE)
+        if path.name == MANIFEST_FILE:
             return f"name the folder it is in: {path.parent}"
         if not path.is_file():
             return ""

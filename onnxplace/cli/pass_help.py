@@ -7,7 +7,7 @@ import re
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from onnxplace.utils import field_docs
+from onnxplace.utils import read_field_docs
 
 # How pydantic and annotated_types call bounds, and how people do.
 _LIMITS = {"Ge": "at least", "Gt": "more than", "Le": "at most", "Lt": "less than"}
@@ -17,7 +17,7 @@ def pass_help(kind: type) -> tuple[str, dict[str, Any]]:
     """Return what a pass or runtime does and its options, as text and as data."""
     options = []
     if is_dataclass(kind):
-        about_fields = field_docs(kind)
+        about_fields = read_field_docs(kind)
         options = [
             {
                 "name": item.name,

@@ -6,11 +6,11 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from onnxplace.errors import counted
-from onnxplace.report import mebibytes, milliseconds, table
+from onnxplace.report import format_bytes, format_milliseconds, format_table
 
 if TYPE_CHECKING:
     from onnxplace.cost_graph import CostGraph
-    from onnxplace.driver import Placed
+    from onnxplace.driver import PlacementResult
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -63,7 +63,7 @@ def place(
     """
     from onnxplace.cli.place import placed_summary
     from onnxplace.cost_graph import read_cost_graph
-    from onnxplace.driver import evaluate, place as place_graph, read_placement, with_devices
+    from onnxplace.driver import evaluate_placement, place_cost_graph as place_graph, read_placement, with_devices
     from onnxplace.target import parse_bytes
 
     if placement:
@@ -72,7 +72,7 @@ def place(
     memory = parse_bytes(max_memory) if max_memory else None
     asked = with_devices(read_cost_graph(graph), devices, memory)
     if placement:
-        found = evaluate(asked, read_placement(placement), links=links, strict=strict)
+        found = evaluate_placement(asked, read_placement(placement), links=links, strict=strict)
     else:
         found = place_graph(asked, links=links, budget_seconds=budget, strict=strict, **options)
     say(found.diagnostics)
@@ -93,20 +93,20 @@ def _require_scoring_only(options: Iterable[str]) -> None:
         raise UsageError("U052", f"--placement is scored as it is: it excludes {names}", hint="leave one of them out")
 
 
-def placed_summary(found: Placed, graph: CostGraph) -> str:
+def placed_summary(found: PlacementResult, graph: CostGraph) -> str:
     """Return how a placement of a cost graph does, on one screen."""
     counts = Counter(found.placement.values())
     rows = [
-        (str(name), str(counts[name]), mebibytes(int(peak)), mebibytes(device.memory_bytes))
+        (str(name), str(counts[name]), format_bytes(int(peak)), format_bytes(device.memory_bytes))
         for name, peak, device in zip(graph.device_ids, found.peak_bytes, graph.target.devices)
     ]
     gap = found.makespan_seconds / found.lower_bound_seconds - 1 if found.lower_bound_seconds else 0.0
     return "\n".join(
         [
             f"{graph.name}: {counted(len(graph.ids), 'node')}, placer {found.placer}, "
-            f"{milliseconds(found.seconds)} to place",
-            table(("device", "nodes", "peak", "limit"), rows),
-            f"step {milliseconds(found.makespan_seconds)}, {gap:.1%} above a bound of "
-            f"{milliseconds(found.lower_bound_seconds)}" + ("" if found.feasible else "; DOES NOT FIT"),
+            f"{format_milliseconds(found.seconds)} to place",
+            format_table(("device", "nodes", "peak", "limit"), rows),
+            f"step {format_milliseconds(found.makespan_seconds)}, {gap:.1%} above a bound of "
+            f"{format_milliseconds(found.lower_bound_seconds)}" + ("" if found.feasible else "; DOES NOT FIT"),
         ]
     )

@@ -27,7 +27,7 @@ from onnxplace.errors import ExecutionError, ModelError, UsageError, listed
 
 if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
-    from onnxplace.evaluation import OutputDifference, Steps
+    from onnxplace.evaluation import OutputDifference, StepInputs
 
 
 @click.command()
@@ -62,7 +62,7 @@ def run(
     import numpy as np
 
     from onnxplace.api import InferenceSession, load
-    from onnxplace.evaluation import steps_of
+    from onnxplace.evaluation import choose_step_inputs
     from onnxplace.feeds import require_storable, write_npz
     from onnxplace.utils import require_place, write_file
 
@@ -72,7 +72,7 @@ def run(
     if outputs:
         require_storable(opened.returned)
     say_too_few_cores(opened, runtime)
-    steps = steps_of(opened, inputs, parse_shape(shape), seed)
+    steps = choose_step_inputs(opened, inputs, parse_shape(shape), seed)
     kept = {item.output: item.input for item in opened.manifest.states}
     with InferenceSession(opened, runtime=runtime, trace=trace is not None) as session:
         again = [*kept] if repeat > 1 or trace else []  # to see how states grow
@@ -101,12 +101,12 @@ def run(
     if json_:
         print_json({"bundle": str(bundle), "runtime": runtime, "seconds": seconds, "runs": repeat, "outputs": summary})
     else:
-        from onnxplace.report import milliseconds
+        from onnxplace.report import format_milliseconds
 
         for name, about in summary.items():
             click.echo(f"{name}  {about['dtype']} {about['shape']}")
         click.echo(
-            f"{'predicted' if runtime == 'simulated' else 'took'} {milliseconds(seconds)}"
+            f"{'predicted' if runtime == 'simulated' else 'took'} {format_milliseconds(seconds)}"
             + (f" (median of {repeat - 1} after the first)" if repeat > 1 else _first_run(runtime))
         )
 
@@ -138,20 +138,22 @@ def verify(
     Outputs that depend on random numbers are named; of these, only type, shape and finiteness must agree.
     """
     from onnxplace.api import load
-    from onnxplace.evaluation import rounds_to_few_values, steps_of
-    from onnxplace.machine import cores, unoptimised
+    from onnxplace.evaluation import choose_step_inputs, rounds_to_few_values
+    from onnxplace.machine import available_cores, without_optimisations
 
     opened = load(bundle, "all")
     count = steps or (3 if opened.manifest.states else 1)
 
     def compared(used: Sequence[int]) -> list[list[OutputDifference]]:
         with _advised(inputs):
-            return _compared(opened, against, runtime, steps_of(opened, inputs, parse_shape(shape), seed), count, used)
+            return _compared(
+                opened, against, runtime, choose_step_inputs(opened, inputs, parse_shape(shape), seed), count, used
+            )
 
-    found, rounding = compared(cores()), False
+    found, rounding = compared(available_cores()), False
     if not _all_equal(found) and rounds_to_few_values(opened):
-        with unoptimised():
-            again = compared(cores()[:1])
+        with without_optimisations():
+            again = compared(available_cores()[:1])
         if _all_equal(again):
             found, rounding = again, True
     equal = _all_equal(found)
@@ -184,15 +186,15 @@ def _advised(inputs: Path | None) -> Iterator[None]:
 
 
 def _compared(
-    bundle: Bundle, against: Path | None, runtime: str, steps: Steps, count: int, used: Sequence[int]
+    bundle: Bundle, against: Path | None, runtime: str, steps: StepInputs, count: int, used: Sequence[int]
 ) -> list[list[OutputDifference]]:
     """Return the differences of each output in each step; the unsplit model computes on the cores `used`."""
     from onnxplace.api import InferenceSession
-    from onnxplace.evaluation import Carrying, output_lineages, reference, verify as compare
+    from onnxplace.evaluation import StateCarrier, compare_outputs as compare, lineages_of_bundle, open_reference
 
     names = [item.name for item in bundle.outputs]
-    origins = output_lineages(bundle)
-    want = Carrying(reference(bundle, against, used), bundle)
+    origins = lineages_of_bundle(bundle)
+    want = StateCarrier(open_reference(bundle, against, used), bundle)
     found: list[list[OutputDifference]] = []
     with InferenceSession(bundle, runtime=runtime) as session:
 

@@ -28,7 +28,7 @@ from onnxplace.errors import Diagnostic, InputError, shown
 from onnxplace.facts import Profile, Source
 from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph
 from onnxplace.state import State
-from onnxplace.target import Device, Link, Target, require_few
+from onnxplace.target import Device, Link, Target, require_device_limit
 from onnxplace.utils import parse_json, read_bytes
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ GZIP = b"\x1f\x8b"
 # Beyond this, sums of bytes leave 64 bits.
 MOST = 10**18
 # Of a file that is decompressed: more than a million nodes.
-MOST_FILE_BYTES = 1 << 28
+MAX_FILE_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -71,23 +71,23 @@ def read_cost_graph(path: str | Path) -> CostGraph:
     path = Path(path)
     data = read_bytes(path, "D001")
     data = _decompress(data, str(path)) if data.startswith(GZIP) else data
-    if len(data) > MOST_FILE_BYTES:
-        raise InputError("D001", f"it holds more than {MOST_FILE_BYTES} bytes", where=str(path), hint="make it smaller")
+    if len(data) > MAX_FILE_BYTES:
+        raise InputError("D001", f"it holds more than {MAX_FILE_BYTES} bytes", where=str(path), hint="make it smaller")
     parsed = parse_json(data, "D001", "a cost graph", str(path))
     if not isinstance(parsed, dict):
         raise InputError("D001", "not a cost graph: it holds no object", where=str(path))
-    return cost_graph(parsed, path.name.partition(".")[0])
+    return parse_cost_graph(parsed, path.name.partition(".")[0])
 
 
 def _decompress(data: bytes, where: str) -> bytes:
     """Return what gzip data holds, up to a byte more than a cost graph may have; raises InputError if it is damaged."""
     parts, size = [], 0
     try:
-        while data and size <= MOST_FILE_BYTES:  # one file may be several, one after the other
+        while data and size <= MAX_FILE_BYTES:  # one file may be several, one after the other
             stream = zlib.decompressobj(wbits=31)  # the format of gzip
-            parts.append(stream.decompress(data, MOST_FILE_BYTES + 1 - size))
+            parts.append(stream.decompress(data, MAX_FILE_BYTES + 1 - size))
             size += len(parts[-1])
-            if not stream.eof and size <= MOST_FILE_BYTES:
+            if not stream.eof and size <= MAX_FILE_BYTES:
                 raise EOFError
             data = stream.unused_data.lstrip(b"\0")  # as tapes are filled up
     except (EOFError, zlib.error):
@@ -96,7 +96,7 @@ def _decompress(data: bytes, where: str) -> bytes:
     return b"".join(parts)
 
 
-def cost_graph(data: Mapping[str, Any], name: str = "graph") -> CostGraph:
+def parse_cost_graph(data: Mapping[str, Any], name: str = "graph") -> CostGraph:
     """Return the cost graph that `data` describes in the form of its JSON file.
 
     Raises InputError for duplicate ids, edges to nodes that are not there, costs that are negative or not numbers,
@@ -308,7 +308,7 @@ def _target(data: Mapping[str, Any], where: str) -> tuple[Target, tuple[Hashable
         raise InputError(
             "D006", "the list of devices is empty", where=where, hint="name at least one, or give --devices N"
         )
-    require_few(len(entries), where)
+    require_device_limit(len(entries), where)
     memory = [_number(entry, "memory_bytes", where) for entry in entries]
     ids = _ids([entry.get("id", index) for index, entry in enumerate(entries)], "devices", where)
     comm = data.get("comm", {})
@@ -347,7 +347,7 @@ def from_networkx(graph: networkx.DiGraph[Any], target: Target) -> State:
         {"src": a, "dst": b, "bytes": data.get("bytes", 0), "tensor": data.get("tensor")}
         for a, b, data in graph.edges(data=True)
     ]
-    made = cost_graph(
+    made = parse_cost_graph(
         {"nodes": nodes, "edges": edges, "devices": [{"id": 0, "memory_bytes": 0}]}, "networkx graph"
     ).profile
     seconds = next(iter(made.seconds.values()))
@@ -367,6 +367,3 @@ def from_networkx(graph: networkx.DiGraph[Any], target: Target) -> State:
 def _microseconds(seconds: Any) -> Any:
     """Return seconds in microseconds; what is none, or too long, as it is, to be refused with its name."""
     return float(seconds) * 1e6 if _is_number(seconds) and abs(seconds) <= MOST else seconds
-
-
-__all__ = ["CostGraph", "assembled", "cost_graph", "from_networkx", "read_cost_graph"]

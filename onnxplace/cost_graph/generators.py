@@ -302,6 +302,3 @@ def _whole(sizes: Floats) -> Longs:
     sizes = np.minimum(sizes, LARGEST_BYTES)
     scaled: Longs = np.rint(sizes * min(1.0, TOTAL_BYTES / max(float(sizes.sum()), 1.0))).astype(np.int64)
     return scaled
-
-
-__all__ = ["GENERATORS", "chains", "layered", "recurrent", "tf_like", "two_tower", "wide"]

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     )
     from onnxplace.driver.placer import (
         Grouping as Grouping,
-        Placed as Placed,
-        evaluate as evaluate,
-        place as place,
+        PlacementResult as PlacementResult,
+        evaluate_placement as evaluate_placement,
+        place_cost_graph as place_cost_graph,
         read_placement as read_placement,
         with_devices as with_devices,
     )
@@ -23,6 +23,6 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "compiler": "CompileOptions Compiled compile_model",
-        "placer": "Grouping Placed evaluate place read_placement with_devices",
+        "placer": "Grouping PlacementResult evaluate_placement place_cost_graph read_placement with_devices",
     },
 )

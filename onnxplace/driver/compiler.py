@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from onnxplace.bundle import Bundle, prepare, staged
+from onnxplace.bundle import Bundle, prepare_output, stage_output
 from onnxplace.driver.finishing import settled
 from onnxplace.errors import Diagnostic, InfeasibleError, ModelError, UsageError
 from onnxplace.facts import Placement, Profile
 from onnxplace.feeds import Array
-from onnxplace.machine import cuda_problem, custom_operators, gpus, local_target, measurement_cache
+from onnxplace.machine import cuda_problem, list_gpus, local_target, measurement_cache, use_custom_operators
 from onnxplace.model import (
-    Asked,
     Model,
+    StateRequest,
     bind,
     bind_states,
     load as load_model,
@@ -35,9 +35,9 @@ from onnxplace.pipeline import (
     Timing,
     choose_placer,
     format_pipeline,
-    require_all_used,
-    tuple_text,
-    unused_devices,
+    format_tuple,
+    report_idle_devices,
+    require_all_devices_used,
 )
 from onnxplace.state import State
 from onnxplace.target import Target, parse_memory
@@ -65,7 +65,7 @@ class CompileOptions(TypedDict, total=False):
     max_memory: str | None
     shape: Mapping[str, int] | None
     inputs: Mapping[str, Array] | None
-    state: Asked
+    state: StateRequest
     costs: str | Path | None
     save_costs: str | Path | None
     cache: bool
@@ -93,7 +93,7 @@ def compile_model(
     max_memory: str | int | None = None,
     shape: Mapping[str, int] | None = None,
     inputs: Mapping[str, Array] | None = None,
-    state: Asked = (),
+    state: StateRequest = (),
     costs: str | Path | None = None,
     save_costs: str | Path | None = None,
     cache: bool = True,
@@ -137,18 +137,18 @@ def compile_model(
     saved = [Path(file) for step in steps.passes if (file := getattr(step, "save", ""))]
     for file in saved:
         require_place(file, *([Path(model)] if isinstance(model, (str, Path)) else []))
-    swept = prepare(path, force, *(file.parent for file in saved), measurement_cache.folder())
+    swept = prepare_output(path, force, *(file.parent for file in saved), measurement_cache.folder())
     target = target or local_target(devices)
     if max_memory:
         target = target.limiting(parse_memory(str(max_memory), [device.id for device in target.devices]))
     loaded = bind_states(bind(load_model(model), shape or {}, inputs or {}), state)
-    with custom_operators(custom_op_libraries):
+    with use_custom_operators(custom_op_libraries):
         require_operators(loaded)
     facts = State(target).having(loaded).saying(*_unused_gpus(target, devices), *_assumed_links(target))
     if link_weights or getattr(steps.passes[-1], "link_weights", False):
         require_beside(loaded, path)
         link_weights = True
-    with staged(path, force) as staging, custom_operators(custom_op_libraries):
+    with stage_output(path, force) as staging, use_custom_operators(custom_op_libraries):
         steps = _emitting_to(staging.folder, steps, link_weights)
         count = len(steps.passes)
         try:
@@ -247,7 +247,7 @@ def _default_pipeline(
     join = {} if placer.name in BAECHI else {"join": "never"}
     coplace = join | {
         key: value
-        for key, value in (("colocate", tuple_text(colocate) if colocate else ""), ("device_map", device_map))
+        for key, value in (("colocate", format_tuple(colocate) if colocate else ""), ("device_map", device_map))
         if value
     }
     specs = [
@@ -275,9 +275,9 @@ def _run(steps: Pipeline, state: State, strict: bool, observer: Observer | None)
     state, first = part(state, 0, measures)
     _require_room(state)
     state, second = part(state, measures, count - 1)
-    unused = unused_devices(state)
+    unused = report_idle_devices(state)
     if strict:
-        require_all_used(unused)
+        require_all_devices_used(unused)
     state, third = part(state.saying(*unused), count - 1, count)
     return state, first + second + third
 
@@ -325,5 +325,5 @@ def _unused_gpus(target: Target, devices: object) -> list[Diagnostic]:
             where=f"cuda:{gpu.index}",
             hint="pip uninstall -y onnxruntime; pip install 'onnxplace[gpu]'",
         )
-        for gpu in gpus()
+        for gpu in list_gpus()
     ]

@@ -12,7 +12,7 @@ import numpy as np
 
 from onnxplace.bundle import Bundle, DiagnosticRecord, Manifest, Staging
 from onnxplace.errors import Diagnostic, OnnxplaceError
-from onnxplace.evaluation import Trial, doubtful, replace_manifest, tried, try_out, untried
+from onnxplace.evaluation import Trial, apply_trial, find_trial_obstacle, is_doubtful, replace_manifest, run_trials
 from onnxplace.facts import Emitted, Placement, Profile, Source
 from onnxplace.model import Model
 from onnxplace.pipeline import (
@@ -23,10 +23,10 @@ from onnxplace.pipeline import (
     format_pipeline,
     make_pass,
     parse_pipeline,
-    unused_devices,
+    report_idle_devices,
 )
-from onnxplace.problem import alone_seconds, fits_alone
-from onnxplace.report import milliseconds
+from onnxplace.problem import fits_single_device, single_device_seconds
+from onnxplace.report import format_milliseconds
 from onnxplace.state import State
 from onnxplace.target import REQUEST_SECONDS
 
@@ -72,7 +72,7 @@ def settled(
     else:
         state = state.saying(*why_not)
     bundle = Bundle.open(state[Emitted].path)
-    manifest = bundle.manifest if found is None else tried(bundle.manifest, found)
+    manifest = bundle.manifest if found is None else apply_trial(bundle.manifest, found)
     state = state.saying(*_slower_than_one(state, manifest.predicted.step_seconds), *_beyond_limits(manifest))
     state = replace(state, diagnostics=tuple(dict.fromkeys(state.diagnostics)))  # emitting twice says things twice
     state = replace(state, diagnostics=tuple(_about_result(note, staging) for note in state.diagnostics))
@@ -110,14 +110,14 @@ def _tried(state: State, feeds: Mapping[str, Any], cache: bool) -> tuple[Trial |
     """Return how a bundle did; None, and why among the notes, if it could not be run."""
     bundle = Bundle.open(state[Emitted].path)
     try:
-        if problem := untried(bundle):
+        if problem := find_trial_obstacle(bundle):
             return None, state.saying(problem)
-        (found,) = try_out([bundle], feeds, cached=cache)
+        (found,) = run_trials([bundle], feeds, cached=cache)
     except OnnxplaceError as problem:
         message = f"the bundle fails when it is run: {problem.message}"
         hint = "onnxplace verify tells whether the uncut model does, too"
         return None, state.saying(Diagnostic("C021", message, where=problem.where, hint=hint))
-    if not doubtful(found):
+    if not is_doubtful(found):
         return found, state
     message = f"the trial is less sure than usual: steps waited {found.waiting:.0%} of their time for a core"
     hint = "compile again when the machine is idle; times like these are not kept"
@@ -136,17 +136,20 @@ def _the_better(
     try:
         alone, _ = Pipeline(_alone(steps, at, aside).passes[at:]).run(state)
         both = [Bundle.open(state[Emitted].path), Bundle.open(aside)]
-        if untried(*both):
+        if find_trial_obstacle(*both):
             return steps, state, found
-        several, one = try_out(both, feeds, cached=cache)
-        if doubtful(several) or doubtful(one) or one.step_seconds > CLEARLY * several.step_seconds:
+        several, one = run_trials(both, feeds, cached=cache)
+        if is_doubtful(several) or is_doubtful(one) or one.step_seconds > CLEARLY * several.step_seconds:
             return steps, state, several
     except (OnnxplaceError, OSError):  # pinned to two devices, say
         return steps, state, found
     home = state.target.devices[int(alone[Placement].device[0])].id
-    took = f"a step took {milliseconds(several.step_seconds)}, and on {home} alone {milliseconds(one.step_seconds)}"
+    took = (
+        f"a step took {format_milliseconds(several.step_seconds)}, "
+        f"and on {home} alone {format_milliseconds(one.step_seconds)}"
+    )
     note = Diagnostic("P042", f"in a trial, {took}: kept {home}", where=state[Placement].placer)
-    return _alone(steps, at, aside), alone.saying(note, *unused_devices(alone)), one
+    return _alone(steps, at, aside), alone.saying(note, *report_idle_devices(alone)), one
 
 
 def _alone(steps: Pipeline, at: int, path: Path) -> Pipeline:
@@ -162,7 +165,9 @@ def _alone_sooner(state: State, step_seconds: float) -> tuple[int, float] | None
     """Return the device on which the model fits and is expected to take the least, and how long, if that is less."""
     if len(set(state[Placement].device.tolist())) < 2:
         return None
-    seconds = np.where(fits_alone(state), alone_seconds(state[Profile], state.target) + REQUEST_SECONDS, np.inf)
+    seconds = np.where(
+        fits_single_device(state), single_device_seconds(state[Profile], state.target) + REQUEST_SECONDS, np.inf
+    )
     best = int(seconds.argmin())
     return (best, float(seconds[best])) if seconds[best] < step_seconds else None
 
@@ -172,7 +177,8 @@ def _slower_than_one(state: State, step_seconds: float) -> list[Diagnostic]:
     aims = (OBJECTIVES["throughput"], OBJECTIVES["fit"])  # they do not aim at the time of one step
     if state[Placement].placer in aims or (found := _alone_sooner(state, CLEARLY * step_seconds)) is None:
         return []
-    message = f"one device is expected to be faster: {milliseconds(found[1])} a step, this {milliseconds(step_seconds)}"
+    expected = f"{format_milliseconds(found[1])} a step, this {format_milliseconds(step_seconds)}"
+    message = f"one device is expected to be faster: {expected}"
     return [Diagnostic("P011", message, where=state.target.devices[found[0]].id, hint="try --placer single")]
 
 

@@ -15,19 +15,19 @@ from onnxplace.facts import Groups, Placement, Schedule
 from onnxplace.graph import Longs
 from onnxplace.pipeline import (
     BAECHI,
-    FEWER_DEVICES,
+    USE_FEWER_DEVICES,
     Objective,
     PassSpec,
     Pipeline,
     Timing,
     choose_placer,
     format_pipeline,
-    require_all_used,
-    unused_devices,
+    report_idle_devices,
+    require_all_devices_used,
 )
 from onnxplace.state import State
-from onnxplace.target import LinkModel, Target, require_few
-from onnxplace.utils import clock, read_json
+from onnxplace.target import LinkModel, Target, require_device_limit
+from onnxplace.utils import budget_clock, read_json
 
 Grouping = Literal["none", "given", "coplace", "given+coplace"]
 Adjustment = Literal["compute", "memory", "majority"]
@@ -43,7 +43,7 @@ ENOUGH_BYTES = 1 << 60
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacementResult:
     """A placement of a cost graph, and how good it is."""
 
     placer: str
@@ -60,7 +60,7 @@ class Placed:
     diagnostics: tuple[Diagnostic, ...] = ()
 
 
-def place(
+def place_cost_graph(
     graph: CostGraph,
     placer: str | None = None,
     *,
@@ -73,7 +73,7 @@ def place(
     budget_seconds: float | None = None,
     seed: int | None = None,
     strict: bool = False,
-) -> Placed:
+) -> PlacementResult:
     """Place a cost graph; raises InfeasibleError if nothing fits, UsageError for what contradicts itself.
 
     `placer` may carry options: `m-sct{threshold=0.5}`; default: the one for the `objective`. `groups` defaults to the
@@ -93,17 +93,18 @@ def place(
         steps = [PassSpec("coplace", options), *([PassSpec("fuse")] if contract else []), spec]
     pipeline = Pipeline.parse(format_pipeline(steps))
     state = replace(graph, target=replace(graph.target, link_model=links)).state()
-    began = clock()
+    began = budget_clock()
     state, timings = pipeline.run(state)
-    return _placed(graph, state, clock() - began, timings, spec.name, strict)
+    return _placed(graph, state, budget_clock() - began, timings, spec.name, strict)
 
 
-def evaluate(
+def evaluate_placement(
     graph: CostGraph, placement: Mapping[str, Hashable], *, links: LinkModel = "duplex", strict: bool = False
-) -> Placed:
+) -> PlacementResult:
     """Score a given placement, node id -> device id; it need not fit. Each device runs its nodes earliest first.
 
-    Raises InputError for nodes that are missing or unknown, and for unknown devices; `strict` as for `place`.
+    Raises InputError for nodes that are missing or unknown, and for unknown devices; `strict` as for
+    `place_cost_graph`.
     """
     index = {str(device): position for position, device in enumerate(graph.device_ids)}
     nodes = {str(node) for node in graph.ids}
@@ -125,22 +126,28 @@ def evaluate(
     roomy = graph.target.limiting({device.id: ENOUGH_BYTES for device in graph.target.devices})
     state = replace(graph, target=replace(roomy, link_model=links)).state()
     state = state.having(Groups(single, pinned, ("",) * len(pinned)))
-    began = clock()
+    began = budget_clock()
     state, timings = Pipeline.parse("m-etf").run(state)
     state = state.having(replace(state[Placement], placer="given"))
-    return _placed(graph, state, clock() - began, timings, "given", strict)
+    return _placed(graph, state, budget_clock() - began, timings, "given", strict)
 
 
 def _placed(
     graph: CostGraph, state: State, seconds: float, timings: tuple[Timing, ...], placer: str, strict: bool
-) -> Placed:
-    unused = unused_devices(state, graph.device_ids)
+) -> PlacementResult:
+    unused = report_idle_devices(state, graph.device_ids)
     if strict:
-        require_all_used(unused, FEWER_DEVICES)
+        require_all_devices_used(unused, USE_FEWER_DEVICES)
     schedule = state[Schedule]
     peaks = schedule.simulation.peak_bytes
     fits = all(int(peak) <= device.memory_bytes for peak, device in zip(peaks, graph.target.devices))
-    return Placed(placer, schedule.simulation.makespan_seconds, schedule.lower_bound_seconds, fits, peaks, seconds,
+    return PlacementResult(
+        placer,
+        schedule.simulation.makespan_seconds,
+        schedule.lower_bound_seconds,
+        fits,
+        peaks,
+        seconds,
                   graph.device_of(state[Placement].device), timings, (*state.diagnostics, *unused))  # fmt: skip
 
 
@@ -148,7 +155,7 @@ def with_devices(graph: CostGraph, count: int | None, memory_bytes: int | None) 
     """Return the cost graph on another number of devices, or with other limits; links are those of its first pair."""
     devices = list(graph.target.devices)
     count = count or len(devices)
-    require_few(count, "--devices")
+    require_device_limit(count, "--devices")
     memory = [
         memory_bytes if memory_bytes is not None else devices[min(i, len(devices) - 1)].memory_bytes
         for i in range(count)
@@ -168,6 +175,3 @@ def read_placement(path: str | Path) -> dict[str, Hashable]:
     if not isinstance(table, dict) or not all(isinstance(device, (str, int)) for device in table.values()):
         raise InputError("D007", "not a placement", where=str(path), hint='write it like {"node id": 0}')
     return table
-
-
-__all__ = ["GROUPINGS", "Grouping", "Placed", "evaluate", "place", "read_placement", "with_devices"]

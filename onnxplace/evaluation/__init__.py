@@ -7,33 +7,48 @@ from onnxplace._lazy import attach
 if TYPE_CHECKING:
     from onnxplace.evaluation.compare import (
         OutputDifference as OutputDifference,
-        Times as Times,
-        alternate as alternate,
-        output_lineages as output_lineages,
-        reference as reference,
+        Timings as Timings,
+        compare_outputs as compare_outputs,
+        lineages_of_bundle as lineages_of_bundle,
+        open_reference as open_reference,
         rounds_to_few_values as rounds_to_few_values,
-        verify as verify,
+        time_in_turns as time_in_turns,
     )
-    from onnxplace.evaluation.device_usage import Observed as Observed, Traced as Traced, observe as observe
-    from onnxplace.evaluation.memory_use import RUNS as RUNS, Process as Process, process_memory as process_memory
-    from onnxplace.evaluation.step_inputs import Carrying as Carrying, Steps as Steps, steps_of as steps_of
+    from onnxplace.evaluation.device_usage import (
+        DeviceUsage as DeviceUsage,
+        TracedRequests as TracedRequests,
+        measure_usage as measure_usage,
+    )
+    from onnxplace.evaluation.memory_use import (
+        MEMORY_RUNS as MEMORY_RUNS,
+        ProcessMemory as ProcessMemory,
+        measure_process_memory as measure_process_memory,
+    )
+    from onnxplace.evaluation.step_inputs import (
+        StateCarrier as StateCarrier,
+        StepInputs as StepInputs,
+        choose_step_inputs as choose_step_inputs,
+    )
     from onnxplace.evaluation.trial import (
         Trial as Trial,
-        doubtful as doubtful,
+        apply_trial as apply_trial,
+        find_core_shortage as find_core_shortage,
+        find_trial_obstacle as find_trial_obstacle,
+        is_doubtful as is_doubtful,
         replace_manifest as replace_manifest,
-        too_few_cores as too_few_cores,
-        tried as tried,
-        try_out as try_out,
-        untried as untried,
+        run_trials as run_trials,
     )
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "compare": "OutputDifference Times alternate output_lineages reference rounds_to_few_values verify",
-        "device_usage": "Observed Traced observe",
-        "memory_use": "Process RUNS process_memory",
-        "step_inputs": "Carrying Steps steps_of",
-        "trial": "Trial doubtful replace_manifest too_few_cores tried try_out untried",
+        "compare": (
+            "OutputDifference Timings compare_outputs lineages_of_bundle open_reference rounds_to_few_values "
+            "time_in_turns"
+        ),
+        "device_usage": "DeviceUsage TracedRequests measure_usage",
+        "memory_use": "MEMORY_RUNS ProcessMemory measure_process_memory",
+        "step_inputs": "StateCarrier StepInputs choose_step_inputs",
+        "trial": ("Trial apply_trial find_core_shortage find_trial_obstacle is_doubtful replace_manifest run_trials"),
     },
 )

@@ -1,4 +1,4 @@
-"""Does a bundle compute what the model computes, and how fast: `verify` and `bench`."""
+"""Does a bundle compute what the model computes, and how fast: `compare_outputs` and `bench`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onnxplace.bundle import WHOLE, Bundle
+from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle
 from onnxplace.errors import ModelError
-from onnxplace.feeds import Array, describe
-from onnxplace.machine import open_session, pinned, run_whole, session_options
-from onnxplace.model import Lineage, lineages, quantises
+from onnxplace.feeds import Array, describe_input
+from onnxplace.machine import open_session, pin_thread, run_whole_model, session_options
+from onnxplace.model import Lineage, is_quantising, output_lineages
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -126,42 +126,42 @@ def _is_alike(got: Any, want: Any, any_shape: bool) -> bool:
     return str(want.real.dtype) not in TOLERANCE or bool(np.isfinite(got).all() or not np.isfinite(want).all())
 
 
-def reference(
+def open_reference(
     bundle: Bundle, against: str | Path | None, all_cores: Sequence[int]
 ) -> Callable[[Mapping[str, Array]], dict[str, Any]]:
     """Return a function that runs the unsplit model: the bundle's own copy of it, or the file `against`."""
-    model = Path(against) if against else bundle.file(WHOLE)
+    model = Path(against) if against else bundle.file(WHOLE_MODEL_FILE)
     if not os.path.isfile(model):
         what = "it is a folder, not a model" if os.path.isdir(model) else "there is no such file"
         raise ModelError("M001", what, where=str(model))
     entries = {} if against else bundle.session_entries
-    with pinned(all_cores):
+    with pin_thread(all_cores):
         session = open_session(model, session_options(all_cores, entries=entries), where=str(model))
     names = [output.name for output in session.get_outputs()]
     _require_same_interface(bundle, session, str(model))
 
     def run(feeds: Mapping[str, Array]) -> dict[str, Any]:
-        with pinned(all_cores):
-            return dict(zip(names, run_whole(session, names, feeds, str(model))))
+        with pin_thread(all_cores):
+            return dict(zip(names, run_whole_model(session, names, feeds, str(model))))
 
     return run
 
 
 def rounds_to_few_values(bundle: Bundle) -> bool:
     """Return whether the model quantises, so that the last bit of a float can become a whole step of an output."""
-    return quantises(_whole(bundle))
+    return is_quantising(_whole(bundle))
 
 
-def output_lineages(bundle: Bundle) -> dict[str, Lineage]:
+def lineages_of_bundle(bundle: Bundle) -> dict[str, Lineage]:
     """Return what each output of the model comes from, by name."""
-    return lineages(_whole(bundle), {item.input: item.output for item in bundle.manifest.states})
+    return output_lineages(_whole(bundle), {item.input: item.output for item in bundle.manifest.states})
 
 
 def _whole(bundle: Bundle) -> ModelProto:
     """Return the bundle's copy of the model, without its weights."""
     import onnx
 
-    return onnx.load(bundle.file(WHOLE), load_external_data=False)
+    return onnx.load(bundle.file(WHOLE_MODEL_FILE), load_external_data=False)
 
 
 def _require_same_interface(bundle: Bundle, session: Any, where: str) -> None:
@@ -187,11 +187,11 @@ def _require_same_interface(bundle: Bundle, session: Any, where: str) -> None:
         ):
             theirs_text = f"{theirs[name].type} {theirs[name].shape}"
             raise ModelError(
-                "M030", f"its input {name!r} is {theirs_text}, not {describe(item)}", where=where, hint=hint
+                "M030", f"its input {name!r} is {theirs_text}, not {describe_input(item)}", where=where, hint=hint
             )
 
 
-def verify(
+def compare_outputs(
     run: Callable[[Mapping[str, Array]], Mapping[str, Any]],
     want: Callable[[Mapping[str, Array]], Mapping[str, Any]],
     feeds: Mapping[str, Array],
@@ -207,23 +207,23 @@ def verify(
     return [difference(name, got[name], expected[name], (origins or {}).get(name)) for name in names]
 
 
-TURN_SECONDS, LEAST_TURNS = 0.02, 3
+TURN_SECONDS, MIN_TURNS = 0.02, 3
 
 
 @dataclass(frozen=True)
-class Times:
+class Timings:
     """How long something took, over several runs."""
 
     median_seconds: float
     p90_seconds: float
     runs: int
 
-    def per(self, count: int) -> Times:
+    def per(self, count: int) -> Timings:
         """Return the time of each of `count` things that were timed as one."""
-        return Times(self.median_seconds / count, self.p90_seconds / count, self.runs)
+        return Timings(self.median_seconds / count, self.p90_seconds / count, self.runs)
 
 
-def alternate(calls: Mapping[str, Callable[[], object]], repeat: int, warm_ups: int = 2) -> dict[str, Times]:
+def time_in_turns(calls: Mapping[str, Callable[[], object]], repeat: int, warm_ups: int = 2) -> dict[str, Timings]:
     """Time several calls `repeat` times each, in turn, so that a machine that changes speed changes it for all.
 
     A turn is one call, or as many short ones as make `TURN_SECONDS`, though a third of all at most: caches then hold
@@ -241,8 +241,8 @@ def alternate(calls: Mapping[str, Callable[[], object]], repeat: int, warm_ups: 
     for _ in range(warm_ups):
         turn(1)
     slowest = max((times[-1] for times in taken.values() if times), default=TURN_SECONDS)
-    most = max(min(repeat // LEAST_TURNS, round(TURN_SECONDS / max(slowest, 1e-9))), 1)
+    most = max(min(repeat // MIN_TURNS, round(TURN_SECONDS / max(slowest, 1e-9))), 1)
     for done in range(0, repeat, most):
         turn(min(most, repeat - done))
     counted = {name: times[warm_ups:] for name, times in taken.items()}
-    return {name: Times(float(np.median(t)), float(np.quantile(t, 0.9)), len(t)) for name, t in counted.items()}
+    return {name: Timings(float(np.median(t)), float(np.quantile(t, 0.9)), len(t)) for name, t in counted.items()}

@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from onnxplace.bundle import Bundle, DeviceRecord, SegmentRecord, crossings, recording
+from onnxplace.bundle import Bundle, DeviceRecord, SegmentRecord, list_crossing_values, record_crossing_values
 from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.evaluation.memory_use import Memory, memory
 from onnxplace.evaluation.trial import seconds_by_segment
 from onnxplace.machine import available_memory_bytes
-from onnxplace.pipeline import Observer, find
+from onnxplace.pipeline import Observer, find_plugin
 from onnxplace.runtime import Event, EventKind, Runtime
 
 WARM_UPS = 2
@@ -57,7 +57,7 @@ class ProcessUse:
 
 
 @dataclass(frozen=True)
-class Observed:
+class DeviceUsage:
     """What a step did and took."""
 
     devices: tuple[DeviceUse, ...]
@@ -67,7 +67,7 @@ class Observed:
     """What could not be measured, and why."""
 
 
-class Traced:
+class TracedRequests:
     """Requests that were traced, one after the other."""
 
     def __init__(self) -> None:
@@ -105,20 +105,20 @@ class Traced:
         return float(np.median(there[:, 1] - np.maximum(made[:, 1], asked[:, 0])))
 
 
-def observe(
+def measure_usage(
     bundle: Bundle, feeds: Mapping[str, Any], rounds: int, with_memory: bool, observer: Observer | None = None
-) -> Observed:
+) -> DeviceUsage:
     """Run a bundle so many times, each with the same feeds, and find out what it does and takes.
 
     Feeds include what states begin with. What cannot be measured is noted.
     """
-    runtime = cast("type[Runtime]", find("runtimes", "onnxruntime"))()
+    runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
     if observer:
         observer("tracing", 0, 1 + with_memory)
     traced = _traced(runtime, bundle, feeds, rounds)
     crossed, notes = _crossed(runtime, bundle, feeds)
     found = memory(bundle, {**feeds, **(crossed or {})}, observer) if with_memory else Memory()
-    return Observed(
+    return DeviceUsage(
         _device_uses(bundle, traced, found),
         _link_uses(bundle, traced, crossed),
         _process_use(bundle, found),
@@ -126,8 +126,8 @@ def observe(
     )
 
 
-def _traced(runtime: Runtime, bundle: Bundle, feeds: Mapping[str, Any], rounds: int) -> Traced:
-    found = Traced()
+def _traced(runtime: Runtime, bundle: Bundle, feeds: Mapping[str, Any], rounds: int) -> TracedRequests:
+    found = TracedRequests()
     with runtime.open(bundle, trace=True) as session:
         for number in range(WARM_UPS + rounds):
             session.reset_state()  # states that are not fed would go on growing
@@ -142,7 +142,7 @@ def _crossed(
 ) -> tuple[Mapping[str, Any] | None, tuple[Diagnostic, ...]]:
     """Return the values that cross between devices; None, and why, if keeping them all is more than there is room."""
     manifest = bundle.manifest
-    crossing = {name for names in crossings(manifest).values() for name in names}
+    crossing = {name for names in list_crossing_values(manifest).values() for name in names}
     if not crossing:
         return {}, ()
     needs = manifest.predicted.running_bytes + sum(manifest.values[name].bytes for name in crossing)
@@ -150,14 +150,14 @@ def _crossed(
         message = f"what crosses was not recorded: that would take {needs} bytes of memory, and {free} are free"
         return None, (Diagnostic("C020", message, where=manifest.model),)
     try:
-        with runtime.open(recording(bundle)) as session:
+        with runtime.open(record_crossing_values(bundle)) as session:
             return session.run(feeds).outputs, ()
     except OnnxplaceError as problem:
         message = f"what crosses between devices was not recorded: {problem.message}"
         return None, (Diagnostic(problem.code, message, where=problem.where, hint=problem.hint),)
 
 
-def _device_uses(bundle: Bundle, traced: Traced, taken: Memory) -> tuple[DeviceUse, ...]:
+def _device_uses(bundle: Bundle, traced: TracedRequests, taken: Memory) -> tuple[DeviceUse, ...]:
     return tuple(
         DeviceUse(
             device.id,
@@ -177,11 +177,11 @@ def _predicted_bytes(device: DeviceRecord) -> int | None:
     return device.process_bytes or (0 if not device.nodes else None)
 
 
-def _link_uses(bundle: Bundle, traced: Traced, crossed: Mapping[str, Any] | None) -> tuple[LinkUse, ...]:
+def _link_uses(bundle: Bundle, traced: TracedRequests, crossed: Mapping[str, Any] | None) -> tuple[LinkUse, ...]:
     manifest, target = bundle.manifest, bundle.target
     latency, per_byte = target.link_arrays()
     found = []
-    for (source, destination), names in crossings(manifest).items():
+    for (source, destination), names in list_crossing_values(manifest).items():
         ends = target.position(source), target.position(destination)
         sizes = [manifest.values[name].bytes for name in names]
         found.append(

@@ -17,22 +17,29 @@ from typing import Any, cast
 
 import numpy as np
 
-from onnxplace.bundle import Bundle, alone
+from onnxplace.bundle import Bundle, extract_device_part
 from onnxplace.errors import Diagnostic, OnnxplaceError
-from onnxplace.machine import custom_operators, gpus, one_node_model, open_session, operator_libraries, session_options
-from onnxplace.pipeline import Observer, find
+from onnxplace.machine import (
+    list_gpus,
+    one_node_model,
+    open_session,
+    operator_libraries,
+    session_options,
+    use_custom_operators,
+)
+from onnxplace.pipeline import Observer, find_plugin
 from onnxplace.runtime import Runtime
-from onnxplace.utils import disk_error, in_child, temporary_folder
+from onnxplace.utils import disk_error, run_in_child, temporary_folder
 
 # What a run leaves in the arena grows for the first few.
-RUNS = 4
+MEMORY_RUNS = 4
 GPU_POLL_SECONDS = 0.002
 _CLEAR = Path("/proc/self/clear_refs")
 _LIBRARY = re.compile(r"\.so(\.|$)")
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessMemory:
     """What a process held that opened a bundle and ran it."""
 
     opening_bytes: int
@@ -49,7 +56,7 @@ class Process:
 class Memory:
     """What a bundle takes, as far as it could be measured."""
 
-    process: Process | None = None
+    process: ProcessMemory | None = None
     device_bytes: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[Diagnostic, ...] = ()
     """What could not be measured, and why."""
@@ -100,7 +107,7 @@ class Job:
     feeds: Stored
     device: str = ""
     """The device whose part is run; empty for all of the bundle."""
-    runs: int = RUNS
+    runs: int = MEMORY_RUNS
     libraries: tuple[str, ...] = field(default_factory=operator_libraries)
     """Of custom operators."""
 
@@ -110,7 +117,7 @@ def measurable() -> bool:
     return _CLEAR.exists()
 
 
-def process_memory(bundle: Bundle, feeds: Mapping[str, Any], runs: int = RUNS) -> Process:
+def measure_process_memory(bundle: Bundle, feeds: Mapping[str, Any], runs: int = MEMORY_RUNS) -> ProcessMemory:
     """Open a bundle and run it in a fresh process; raises OnnxplaceError if that fails."""
     with temporary_folder() as folder:
         return _in_child(Job(bundle.path, Stored.write(feeds, folder), runs=runs))
@@ -125,9 +132,11 @@ def memory(bundle: Bundle, values: Mapping[str, Any], observer: Observer | None 
     if not measurable():
         return Memory()
     used = [device for device, program in bundle.manifest.programs.items() if any(s.op == "run" for s in program)]
-    parts = {device: alone(bundle, device) for device in used if device.startswith("cpu:") and len(used) > 1}
+    parts = {
+        device: extract_device_part(bundle, device) for device in used if device.startswith("cpu:") and len(used) > 1
+    }
     notes: list[Diagnostic] = []
-    found: dict[str, Process] = {}
+    found: dict[str, ProcessMemory] = {}
     with temporary_folder() as folder:
         try:
             stored = Stored.write(values, folder)
@@ -158,20 +167,20 @@ def _note(problem: OnnxplaceError, device: str) -> Diagnostic:
     return Diagnostic(problem.code, f"{what}: {problem.message}", where=problem.where, hint=problem.hint)
 
 
-def _in_child(job: Job) -> Process:
-    return in_child(measure, job, "measuring memory", job.device or str(job.bundle))
+def _in_child(job: Job) -> ProcessMemory:
+    return run_in_child(measure, job, "measuring memory", job.device or str(job.bundle))
 
 
-def measure(job: Job) -> Process:
+def measure(job: Job) -> ProcessMemory:
     """Open and run a bundle in this process, which should have done nothing before."""
     bundle = Bundle.open(job.bundle)
     if job.device:
-        bundle = alone(bundle, job.device)
+        bundle = extract_device_part(bundle, job.device)
     # A caller holds what the whole is fed; what a part was sent is freed by its program.
     feeds = job.feeds if job.device else dict(job.feeds)
-    runtime = cast("type[Runtime]", find("runtimes", "onnxruntime"))()
+    runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
     gpu_ids = [device.id for device in bundle.target.devices if device.kind == "cuda"]
-    with custom_operators(job.libraries), _watched(gpu_ids) as gpu_bytes:
+    with use_custom_operators(job.libraries), _watched(gpu_ids) as gpu_bytes:
         open_session(one_node_model(), session_options(()))  # what the first one takes belongs to no bundle
         before, code = _held("VmRSS"), _code_bytes()
         _forget()
@@ -182,7 +191,7 @@ def measure(job: Job) -> Process:
                 session.reset_state()
                 session.run(feeds)
             running = _held("VmHWM")
-    return Process(opening, running, max(running - before - (_code_bytes() - code), 0), gpu_bytes)
+    return ProcessMemory(opening, running, max(running - before - (_code_bytes() - code), 0), gpu_bytes)
 
 
 def _held(which: str) -> int:
@@ -240,5 +249,5 @@ def _watched(devices: Collection[str]) -> Iterator[dict[str, int]]:
 
 def _in_use(devices: Collection[str]) -> dict[str, int]:
     """Return the bytes in use on each of these GPUs that the driver lists."""
-    found = {f"cuda:{gpu.index}": gpu.memory_bytes - gpu.free_bytes for gpu in gpus()}
+    found = {f"cuda:{gpu.index}": gpu.memory_bytes - gpu.free_bytes for gpu in list_gpus()}
     return {device: size for device, size in found.items() if device in devices}

@@ -16,19 +16,19 @@ from onnxplace.feeds import (
     Array,
     Declared,
     check_feeds,
-    completed,
+    complete_dimensions,
     dimension_keys,
+    dimensions_of_feeds,
     random_feeds,
     read_npz,
-    sizes_of,
-    symbols_in,
+    symbols_of_dimension,
     without_derived,
 )
 
 Feeds = Mapping[str, Array]
 
 
-class Steps:
+class StepInputs:
     """The inputs of each step: states in the first one only, later ones take over what the step before left.
 
     Where a state grows with each step, as a cache of past tokens does, inputs that are drawn grow with it if their
@@ -48,7 +48,7 @@ class Steps:
         self.first: Feeds = (
             random_feeds(self._inputs, sizes, seed) if given is None else check_feeds(given, self._inputs)
         )
-        sizes_of(self.first, self._inputs)
+        dimensions_of_feeds(self.first, self._inputs)
 
     def learn(self, states: Feeds) -> None:
         """Find out from the states after the first step, by input, which symbols grow."""
@@ -107,7 +107,7 @@ class Steps:
         return sum(found) if found else self._output_growth.get(key, 0)
 
 
-def steps_of(bundle: Bundle, inputs: Path | None, sizes: Mapping[str, int], seed: int) -> Steps:
+def choose_step_inputs(bundle: Bundle, inputs: Path | None, sizes: Mapping[str, int], seed: int) -> StepInputs:
     """Return the inputs in a file, else random ones of the shapes the bundle was compiled with, or of these `sizes`.
 
     Raises FeedError for a dimension that the model does not have.
@@ -115,20 +115,20 @@ def steps_of(bundle: Bundle, inputs: Path | None, sizes: Mapping[str, int], seed
     remembered = bundle.manifest.dimensions
     ranked = [_ranked(item, remembered) for item in bundle.inputs]
     keys = dict.fromkeys(key for item in ranked for key, size in dimension_keys(item) if size is None)
-    known = sorted({name for key in keys for name in (key, *symbols_in(key))})
+    known = sorted({name for key in keys for name in (key, *symbols_of_dimension(key))})
     for key in sizes:
         if key not in known:
             hint = nearest(key, known) if known else "all its dimensions are fixed"
             raise FeedError("M022", f"the model has no symbolic dimension {key!r}", where="--shape", hint=hint)
     # What the bundle was compiled with gives way to these sizes, and to what follows from them.
-    given = completed(keys, sizes)
+    given = complete_dimensions(keys, sizes)
     kept = {
         key: size
         for key, size in without_derived(remembered).items()
-        if key not in given and not given.keys() & symbols_in(key)
+        if key not in given and not given.keys() & symbols_of_dimension(key)
     }
-    all_sizes = without_derived(completed(keys, {**kept, **sizes}))
-    return Steps(bundle, read_npz(inputs) if inputs else None, all_sizes, seed)
+    all_sizes = without_derived(complete_dimensions(keys, {**kept, **sizes}))
+    return StepInputs(bundle, read_npz(inputs) if inputs else None, all_sizes, seed)
 
 
 def _ranked(item: Declared, sizes: Mapping[str, int]) -> Declared:
@@ -139,7 +139,7 @@ def _ranked(item: Declared, sizes: Mapping[str, int]) -> Declared:
     return replace(item, shape=tuple(keys) or None)
 
 
-class Carrying:
+class StateCarrier:
     """Call a function that runs the whole model, handing the states that it gives back to the next call."""
 
     def __init__(self, run: Callable[[Feeds], Mapping[str, Any]], bundle: Bundle) -> None:

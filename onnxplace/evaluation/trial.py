@@ -16,34 +16,42 @@ from typing import Annotated, cast
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from onnxplace.bundle import COSTS, MANIFEST, WHOLE, Bundle, Manifest, TrialRecord, simulate_manifest
+from onnxplace.bundle import (
+    COSTS_FILE,
+    MANIFEST_FILE,
+    WHOLE_MODEL_FILE,
+    Bundle,
+    Manifest,
+    TrialRecord,
+    simulate_manifest,
+)
 from onnxplace.errors import Diagnostic
 from onnxplace.feeds import Array
 from onnxplace.machine import (
-    DOUBT,
-    MOST_WAITED,
-    Patience,
+    DOUBTFUL_WAITING_SHARE,
+    MAX_CREDIBLE_WAITING_SHARE,
+    RepeatPolicy,
     Runs,
+    available_cores,
     available_memory_bytes,
-    cores,
     cuda_problem,
-    longest,
+    import_onnxruntime,
+    longest_wait,
     measurement_cache,
-    onnxruntime,
     operator_libraries,
-    waits,
+    read_run_delays,
 )
-from onnxplace.pipeline import find
+from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event, Runtime, RuntimeSession
-from onnxplace.simulation import simulated_loads
-from onnxplace.target import MOST_SECONDS
+from onnxplace.simulation import loads_of_simulation
+from onnxplace.target import MAX_SECONDS
 from onnxplace.utils import write_file
 
 # Clocks and caches settle in this time, and sessions in these steps.
 WARM_UP_SECONDS, WARM_UPS = 0.03, 2
 # Until the standard error of the median step is below this share, though not before so many steps; at most these many
 # steps, or seconds.
-ENOUGH = Patience(repeat=2000, seconds=1.0, tolerance=0.02, least=9)
+ENOUGH = RepeatPolicy(repeat=2000, seconds=1.0, tolerance=0.02, least=9)
 BURST_SECONDS = 0.01
 
 
@@ -62,10 +70,10 @@ class Trial:
     """Share of the time of these requests that a thread waited for a core."""
 
 
-def untried(*bundles: Bundle) -> Diagnostic | None:
+def find_trial_obstacle(*bundles: Bundle) -> Diagnostic | None:
     """Say why bundles cannot be run here, at the same time, as they are meant to be, or None."""
     for manifest in (bundle.manifest for bundle in bundles):
-        if problem := _no_gpu(manifest) or too_few_cores(manifest):
+        if problem := _no_gpu(manifest) or find_core_shortage(manifest):
             return replace(problem, code="C020", message=f"the bundle was not tried out: {problem.message}")
     taken = [bundle.manifest.predicted for bundle in bundles]
     needs, free = sum(max(p.running_bytes, p.opening_bytes) for p in taken), available_memory_bytes()
@@ -75,9 +83,9 @@ def untried(*bundles: Bundle) -> Diagnostic | None:
     return Diagnostic("C020", message, where=bundles[0].manifest.model)
 
 
-def too_few_cores(manifest: Manifest) -> Diagnostic | None:
+def find_core_shortage(manifest: Manifest) -> Diagnostic | None:
     """Say so if a bundle's CPU devices have more cores than this machine, so that they share some; else None."""
-    asked, there = sum(d.cores for d in manifest.target.devices if d.kind == "cpu"), len(cores())
+    asked, there = sum(d.cores for d in manifest.target.devices if d.kind == "cpu"), len(available_cores())
     if asked <= there:
         return None
     message = f"its CPU devices have {asked} cores, this machine {there}: they get in each other's way"
@@ -91,7 +99,7 @@ def _no_gpu(manifest: Manifest) -> Diagnostic | None:
     return None
 
 
-def try_out(bundles: Sequence[Bundle], feeds: Mapping[str, Array], *, cached: bool = True) -> tuple[Trial, ...]:
+def run_trials(bundles: Sequence[Bundle], feeds: Mapping[str, Array], *, cached: bool = True) -> tuple[Trial, ...]:
     """Run bundles for about a second each, though three steps at least, in turns, so that they can be compared.
 
     What was measured before, for equal segments and feeds, is used again. Raises ExecutionError if a part fails,
@@ -100,7 +108,7 @@ def try_out(bundles: Sequence[Bundle], feeds: Mapping[str, Array], *, cached: bo
     name = measurement_cache.key(["trial", *(_key(bundle, feeds) for bundle in bundles)])
     if cached and (kept := _recalled(name, bundles)):
         return kept
-    runtime = cast("type[Runtime]", find("runtimes", "onnxruntime"))()
+    runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
     with ExitStack() as stack:
         sampled = [_Sampled(stack.enter_context(runtime.open(bundle, trace=True)), feeds) for bundle in bundles]
         for one in sampled:
@@ -109,18 +117,18 @@ def try_out(bundles: Sequence[Bundle], feeds: Mapping[str, Array], *, cached: bo
             for one in sampled:
                 one.burst()
     found = tuple(one.trial() for one in sampled)
-    if cached and not any(map(doubtful, found)):
+    if cached and not any(map(is_doubtful, found)):
         with suppress(ValueError):  # a full disk, say: then it is measured again
             measurement_cache.write(name, {"trials": [asdict(trial) for trial in found]})
     return found
 
 
-def doubtful(trial: Trial) -> bool:
+def is_doubtful(trial: Trial) -> bool:
     """Return whether other work on the machine may have made the steps of a trial longer."""
-    return trial.waiting > DOUBT
+    return trial.waiting > DOUBTFUL_WAITING_SHARE
 
 
-def tried(manifest: Manifest, trial: Trial) -> Manifest:
+def apply_trial(manifest: Manifest, trial: Trial) -> Manifest:
     """Return a manifest that predicts from the segments' times of a trial.
 
     What the costs of nodes say of a bound, and of one device, stays where what was seen does not contradict it.
@@ -140,7 +148,7 @@ def tried(manifest: Manifest, trial: Trial) -> Manifest:
             "step_seconds": step_seconds,
             "lower_bound_seconds": min(manifest.predicted.lower_bound_seconds, step_seconds),
             "single_device_seconds": single_seconds,
-            "interval_seconds": simulated_loads(simulation, manifest.target.target()).interval_seconds,
+            "interval_seconds": loads_of_simulation(simulation, manifest.target.target()).interval_seconds,
             "request_seconds": trial.request_seconds,
         }
     )
@@ -157,7 +165,7 @@ def tried(manifest: Manifest, trial: Trial) -> Manifest:
 def replace_manifest(bundle: Bundle, manifest: Manifest) -> Bundle:
     """Put another manifest into a bundle, in place of its own at one stroke."""
     text = manifest.model_dump_json(indent=1)
-    write_file(bundle.path / MANIFEST, lambda stream: stream.write(text.encode()))
+    write_file(bundle.path / MANIFEST_FILE, lambda stream: stream.write(text.encode()))
     return Bundle(bundle.path, manifest)
 
 
@@ -180,11 +188,11 @@ class _Sampled:
 
     def burst(self) -> None:
         """Make steps for a moment. To look what threads waited takes longer than a small step, and its caches."""
-        before, began, first = waits(pool=True), time.perf_counter(), len(self._steps)
+        before, began, first = read_run_delays(pool=True), time.perf_counter(), len(self._steps)
         while len(self._steps) == first or time.perf_counter() - began < BURST_SECONDS:
             self._step()
-        share = longest(before, waits(pool=True)) / (time.perf_counter() - began)
-        self._waited += [min(share, MOST_WAITED)] * (len(self._steps) - first)
+        share = longest_wait(before, read_run_delays(pool=True)) / (time.perf_counter() - began)
+        self._waited += [min(share, MAX_CREDIBLE_WAITING_SHARE)] * (len(self._steps) - first)
 
     @property
     def enough(self) -> bool:
@@ -233,10 +241,10 @@ def seconds_by_segment(events: Sequence[Event]) -> dict[str, float]:
 def _key(bundle: Bundle, feeds: Mapping[str, Array]) -> str:
     """Return the key of a trial: what runs where, on which machine, on which inputs."""
     manifest = bundle.manifest
-    apart = {name: record for name, record in manifest.files.items() if name not in (COSTS, WHOLE)}
+    apart = {name: record for name, record in manifest.files.items() if name not in (COSTS_FILE, WHOLE_MODEL_FILE)}
     return measurement_cache.key(
         [
-            *(measurement_cache.processor(), onnxruntime().__version__),
+            *(measurement_cache.processor(), import_onnxruntime().__version__),
             *map(measurement_cache.file_described, operator_libraries()),
             *(f"{device.id} {device.cores} {device.model}" for device in manifest.target.devices),
             manifest.model_dump_json(include={"programs", "states"}),
@@ -246,7 +254,7 @@ def _key(bundle: Bundle, feeds: Mapping[str, Array]) -> str:
     )
 
 
-_Kept = Annotated[float, Field(ge=0, le=MOST_SECONDS, allow_inf_nan=False)]
+_Kept = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
 
 
 class _KeptTrial(BaseModel):

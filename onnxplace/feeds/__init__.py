@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from onnxplace.feeds.feeds import (
         Array as Array,
         Declared as Declared,
-        bound_shapes as bound_shapes,
         check_feeds as check_feeds,
         check_shape as check_shape,
-        completed as completed,
-        describe as describe,
+        complete_dimensions as complete_dimensions,
+        describe_input as describe_input,
         dimension_keys as dimension_keys,
+        dimensions_of_feeds as dimensions_of_feeds,
         random_feeds as random_feeds,
         read_npz as read_npz,
-        sizes_of as sizes_of,
-        symbols_in as symbols_in,
+        resolve_shapes as resolve_shapes,
+        symbols_of_dimension as symbols_of_dimension,
         zero_feeds as zero_feeds,
     )
     from onnxplace.feeds.npz import require_storable as require_storable, write_npz as write_npz
@@ -32,8 +32,8 @@ __getattr__, __dir__, __all__ = attach(
     {
         "expressions": "MAX_DIMENSION MAX_RANK without_derived",
         "feeds": (
-            "Array Declared bound_shapes check_feeds check_shape completed describe dimension_keys random_feeds "
-            "read_npz sizes_of symbols_in zero_feeds"
+            "Array Declared check_feeds check_shape complete_dimensions describe_input dimension_keys "
+            "dimensions_of_feeds random_feeds read_npz resolve_shapes symbols_of_dimension zero_feeds"
         ),
         "npz": "require_storable write_npz",
     },

@@ -294,15 +294,3 @@ def _solved(name: str, term: Term, symbol: str, sizes: Mapping[str, int]) -> int
 def _is_linear(term: Term) -> bool:
     """Return whether an expression has only operators with which it may be linear; `evaluate` tells the rest."""
     return not isinstance(term, Operation) or (term.name in _LINEAR and all(map(_is_linear, term.operands)))
-
-
-__all__ = [
-    "MAX_DEPTH",
-    "MAX_LENGTH",
-    "NoSizeError",
-    "complete_sizes",
-    "evaluate",
-    "parse_size",
-    "symbols_of",
-    "without_derived",
-]

@@ -16,13 +16,13 @@ from zipfile import ZipInfo
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.errors import MOST_LISTED, FeedError, InputError, nearest, one_line
+from onnxplace.errors import MAX_LISTED, FeedError, InputError, nearest, one_line
 from onnxplace.feeds.expressions import NoSizeError, complete_sizes, parse_size, symbols_of
 from onnxplace.utils import open_input
 
 Array = NDArray[Any]
 # An archive may hold more than this only if it is not packed much smaller than it is.
-MOST_UNPACKED_BYTES, MOST_UNPACKED_RATIO = 1 << 30, 100
+MAX_UNPACKED_BYTES, MAX_UNPACKED_RATIO = 1 << 30, 100
 _NPY = b"\x93NUMPY"
 _ADDRESSABLE_BYTES = 1 << 47
 
@@ -100,7 +100,7 @@ def check_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[st
         raise FeedError(
             "F002",
             f"no value for {_listed([repr(name) for name in missing])}",
-            hint=f"inputs of this model: {_listed([describe(item) for item in inputs])}",
+            hint=f"inputs of this model: {_listed([describe_input(item) for item in inputs])}",
         )
     symbols: dict[str, tuple[int, str]] = {}
     return {
@@ -112,8 +112,8 @@ def check_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[st
 
 
 def _listed(texts: Sequence[str]) -> str:
-    more = f", and {len(texts) - MOST_LISTED} more" if len(texts) > MOST_LISTED else ""
-    return ", ".join(texts[:MOST_LISTED]) + more
+    more = f", and {len(texts) - MAX_LISTED} more" if len(texts) > MAX_LISTED else ""
+    return ", ".join(texts[:MAX_LISTED]) + more
 
 
 def _other(name: str, value: Any, dtype: str) -> Any:
@@ -135,7 +135,7 @@ def _array(name: str, value: Any) -> Array:
         raise FeedError("F003", f"not an array: {problem}", where=f"input {name!r}") from None
 
 
-def describe(item: Declared) -> str:
+def describe_input(item: Declared) -> str:
     """Return an input as people write it: `tokens tensor(int64) [batch, seq]`."""
     shape = "?" if item.shape is None else "[" + ", ".join("?" if d is None else str(d) for d in item.shape) + "]"
     return f"{item.name} {item.dtype} {shape}"
@@ -166,12 +166,12 @@ def check_shape(shape: tuple[int, ...], item: Declared, symbols: dict[str, tuple
     if item.shape is None:
         return
     if len(shape) != len(item.shape):
-        raise FeedError("F004", f"its shape is {list(shape)}, the model takes {describe(item)}", where=where)
+        raise FeedError("F004", f"its shape is {list(shape)}, the model takes {describe_input(item)}", where=where)
     for axis, (size, entry) in enumerate(zip(shape, item.shape)):
         if isinstance(entry, int) and size != entry:
             raise FeedError(
                 "F004",
-                f"its shape is {list(shape)}, the model takes {describe(item)}: axis {axis} must be {entry}",
+                f"its shape is {list(shape)}, the model takes {describe_input(item)}: axis {axis} must be {entry}",
                 where=where,
             )
         if isinstance(entry, str):
@@ -186,7 +186,7 @@ def random_feeds(inputs: Sequence[Declared], dimensions: Mapping[str, int], seed
     `dimensions` gives sizes to symbolic dimensions, by symbol or as `input.axis`. Raises FeedError listing those
     that have none, and for inputs that cannot be invented.
     """
-    shapes = bound_shapes(inputs, dimensions)
+    shapes = resolve_shapes(inputs, dimensions)
     _require_room(shapes)
     random = np.random.default_rng(seed)
     return {item.name: _random_array(random, item, shapes[item.name]) for item in inputs if item.name in shapes}
@@ -194,7 +194,7 @@ def random_feeds(inputs: Sequence[Declared], dimensions: Mapping[str, int], seed
 
 def zero_feeds(inputs: Sequence[Declared], dimensions: Mapping[str, int]) -> dict[str, Array]:
     """Return zeros, false or empty texts for inputs; sizes and errors as in `random_feeds`."""
-    shapes = bound_shapes(inputs, dimensions)
+    shapes = resolve_shapes(inputs, dimensions)
     _require_room(shapes)
     needed = [item for item in inputs if item.name in shapes]
     return {
@@ -205,15 +205,15 @@ def zero_feeds(inputs: Sequence[Declared], dimensions: Mapping[str, int]) -> dic
     }
 
 
-def bound_shapes(inputs: Sequence[Declared], dimensions: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+def resolve_shapes(inputs: Sequence[Declared], dimensions: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     """Return the shape of each input that must be fed; raises FeedError listing the dimensions that have no value.
 
     Dimensions named by an expression, `past + seq`, follow from their symbols.
     """
     needed = {item.name: dimension_keys(item) for item in inputs if not item.optional}
     keys = dict.fromkeys(key for keys in needed.values() for key, size in keys if size is None)
-    sizes = completed(keys, dimensions)
-    if unbound := [name for key in keys if key not in sizes for name in symbols_in(key) if name not in sizes]:
+    sizes = complete_dimensions(keys, dimensions)
+    if unbound := [name for key in keys if key not in sizes for name in symbols_of_dimension(key) if name not in sizes]:
         raise _unbound(list(dict.fromkeys(unbound)))
     return {name: tuple(sizes[key] if size is None else size for key, size in keys) for name, keys in needed.items()}
 
@@ -235,7 +235,7 @@ def _require_room(shapes: Mapping[str, tuple[int, ...]]) -> None:
         raise FeedError("F009", message, where=f"input {name!r} {list(shapes[name])}", hint=hint)
 
 
-def completed(keys: Iterable[str], dimensions: Mapping[str, int]) -> dict[str, int]:
+def complete_dimensions(keys: Iterable[str], dimensions: Mapping[str, int]) -> dict[str, int]:
     """Return `dimensions` with all sizes that follow from them; raises FeedError where they contradict each other."""
     try:
         return complete_sizes(keys, dimensions)
@@ -244,20 +244,20 @@ def completed(keys: Iterable[str], dimensions: Mapping[str, int]) -> dict[str, i
         raise FeedError("M022", str(problem), where="--shape", hint=hint) from None
 
 
-def symbols_in(key: str) -> list[str]:
+def symbols_of_dimension(key: str) -> list[str]:
     """Return the names whose sizes decide the size of a dimension: its own, or the symbols of an expression."""
     term = parse_size(key)
     return [key] if term is None else list(dict.fromkeys(symbols_of(term)))
 
 
 def _unbound(names: Sequence[str]) -> FeedError:
-    shown = names[:MOST_LISTED]
-    example = shlex.quote(",".join(f"{name}=1" for name in shown) + ",..." * (len(names) > MOST_LISTED))
+    shown = names[:MAX_LISTED]
+    example = shlex.quote(",".join(f"{name}=1" for name in shown) + ",..." * (len(names) > MAX_LISTED))
     hint = f"give them, such as --shape {example}, or real inputs with --inputs F.npz"
     return FeedError("M020", f"symbolic dimensions without a value: {_listed(names)}", hint=hint)
 
 
-def sizes_of(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[str, int]:
+def dimensions_of_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[str, int]:
     """Return the sizes that arrays give to symbolic dimensions, and those that follow from them.
 
     Of one symbol with several sizes, of which all but one are 1, it is the other. Raises FeedError if they contradict
@@ -315,7 +315,7 @@ def _drawable(item: Declared) -> np.dtype[Any]:
 def _require_bounded(members: Sequence[ZipInfo], packed_bytes: int) -> None:
     """Raise ValueError for an archive made to fill the memory: of a size that no arrays are packed into."""
     size = sum(member.file_size for member in members)
-    if size > max(MOST_UNPACKED_BYTES, MOST_UNPACKED_RATIO * packed_bytes):
+    if size > max(MAX_UNPACKED_BYTES, MAX_UNPACKED_RATIO * packed_bytes):
         raise ValueError(f"its {packed_bytes} bytes expand to {size}")
 
 

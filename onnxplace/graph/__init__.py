@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
-    from onnxplace.graph.kernels import acyclic as acyclic, cluster_edges as cluster_edges
+    from onnxplace.graph.kernels import cluster_edges as cluster_edges, is_acyclic as is_acyclic
     from onnxplace.graph.op_graph import (
         Bools as Bools,
         Csr as Csr,
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "kernels": "acyclic cluster_edges",
+        "kernels": "cluster_edges is_acyclic",
         "op_graph": "Bools Csr Floats Ints Longs OpGraph sum_by",
     },
 )

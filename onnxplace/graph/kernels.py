@@ -13,10 +13,10 @@ import heapq
 
 import numpy as np
 
-from onnxplace.utils import kernel, part
+from onnxplace.utils import compiled_loop, compiled_part
 
 
-@kernel
+@compiled_loop
 def group_items(keys, items, count, item_count):
     """Collect `items` (below `item_count`) into one list per key, in order and each once; returns starts and items."""
     ends = np.zeros(count + 1, np.int64)
@@ -43,7 +43,7 @@ def group_items(keys, items, count, item_count):
     return starts, kept[:done].copy()
 
 
-@kernel
+@compiled_loop
 def topological_order(pred_starts, preds, succ_starts, succs):
     """Kahn's algorithm with a heap: the ready node of lowest index first. Short if there is a cycle."""
     count = len(pred_starts) - 1
@@ -66,7 +66,7 @@ def topological_order(pred_starts, preds, succ_starts, succs):
     return order[:done]
 
 
-@kernel
+@compiled_loop
 def inner_peak(
     order,
     cluster,
@@ -104,7 +104,7 @@ def inner_peak(
     return peak
 
 
-@part
+@compiled_part
 def cluster_edges(cluster, count, producer, in_starts, ins):
     """How many edges lead into each of `count` clusters, and those that lead out: starts and readers, with repeats."""
     waiting = np.zeros(count, np.int64)
@@ -128,8 +128,8 @@ def cluster_edges(cluster, count, producer, in_starts, ins):
     return waiting, starts, readers
 
 
-@kernel
-def acyclic(cluster, count, producer, in_starts, ins):
+@compiled_loop
+def is_acyclic(cluster, count, producer, in_starts, ins):
     """Whether the graph of clusters, each one node, has no cycle."""
     waiting, starts, readers = cluster_edges(cluster, count, producer, in_starts, ins)
     ready = np.empty(count, np.int64)

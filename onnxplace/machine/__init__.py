@@ -9,40 +9,44 @@ if TYPE_CHECKING:
     from onnxplace.machine.hardware import (
         RUNTIME_BYTES as RUNTIME_BYTES,
         Gpu as Gpu,
+        assign_cores as assign_cores,
+        available_cores as available_cores,
         available_memory_bytes as available_memory_bytes,
-        core_sets as core_sets,
-        cores as cores,
         cuda_problem as cuda_problem,
-        describe as describe,
-        gpus as gpus,
-        link_via as link_via,
+        describe_machine as describe_machine,
+        import_onnxruntime as import_onnxruntime,
+        link_technology as link_technology,
+        list_gpus as list_gpus,
         local_target as local_target,
         one_node_model as one_node_model,
-        onnxruntime as onnxruntime,
         require_cuda as require_cuda,
     )
-    from onnxplace.machine.interrupts import ends_runs as ends_runs, interruptible as interruptible, prepare as prepare
-    from onnxplace.machine.refusals import LIBRARY_HINT as LIBRARY_HINT, no_space as no_space
+    from onnxplace.machine.interrupts import (
+        interruptible as interruptible,
+        prepare_interrupts as prepare_interrupts,
+        stop_runs_on as stop_runs_on,
+    )
+    from onnxplace.machine.refusals import LIBRARY_HINT as LIBRARY_HINT, find_disk_full as find_disk_full
     from onnxplace.machine.repeated_runs import (
-        BUSY as BUSY,
-        DOUBT as DOUBT,
-        LEAST_RUNS as LEAST_RUNS,
-        MOST_WAITED as MOST_WAITED,
-        Patience as Patience,
+        BUSY_WAITING_SHARE as BUSY_WAITING_SHARE,
+        DOUBTFUL_WAITING_SHARE as DOUBTFUL_WAITING_SHARE,
+        MAX_CREDIBLE_WAITING_SHARE as MAX_CREDIBLE_WAITING_SHARE,
+        MIN_RUNS as MIN_RUNS,
+        RepeatPolicy as RepeatPolicy,
         Runs as Runs,
     )
-    from onnxplace.machine.run_delay import longest as longest, waits as waits
+    from onnxplace.machine.run_delay import longest_wait as longest_wait, read_run_delays as read_run_delays
     from onnxplace.machine.sessions import (
-        custom_operators as custom_operators,
         end_openings as end_openings,
-        is_foreign as is_foreign,
+        is_foreign_error as is_foreign_error,
         open_session as open_session,
         operator_libraries as operator_libraries,
-        pinned as pinned,
+        pin_thread as pin_thread,
         require_interpreter as require_interpreter,
-        run_whole as run_whole,
+        run_whole_model as run_whole_model,
         session_options as session_options,
-        unoptimised as unoptimised,
+        use_custom_operators as use_custom_operators,
+        without_optimisations as without_optimisations,
     )
 
 __getattr__, __dir__, __all__ = attach(
@@ -50,16 +54,18 @@ __getattr__, __dir__, __all__ = attach(
     {
         "measurement_cache": "",
         "hardware": (
-            "Gpu RUNTIME_BYTES available_memory_bytes core_sets cores cuda_problem describe gpus link_via "
-            "local_target one_node_model onnxruntime require_cuda"
+            "Gpu RUNTIME_BYTES assign_cores available_cores available_memory_bytes cuda_problem describe_machine "
+            "import_onnxruntime link_technology list_gpus local_target one_node_model require_cuda"
         ),
-        "interrupts": "ends_runs interruptible prepare",
-        "refusals": "LIBRARY_HINT no_space",
-        "repeated_runs": "BUSY DOUBT LEAST_RUNS MOST_WAITED Patience Runs",
-        "run_delay": "longest waits",
+        "interrupts": "interruptible prepare_interrupts stop_runs_on",
+        "refusals": "LIBRARY_HINT find_disk_full",
+        "repeated_runs": (
+            "BUSY_WAITING_SHARE DOUBTFUL_WAITING_SHARE MAX_CREDIBLE_WAITING_SHARE MIN_RUNS RepeatPolicy Runs"
+        ),
+        "run_delay": "longest_wait read_run_delays",
         "sessions": (
-            "custom_operators end_openings is_foreign open_session operator_libraries pinned require_interpreter "
-            "run_whole session_options unoptimised"
+            "end_openings is_foreign_error open_session operator_libraries pin_thread require_interpreter "
+            "run_whole_model session_options use_custom_operators without_optimisations"
         ),
     },
 )

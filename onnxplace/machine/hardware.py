@@ -24,7 +24,7 @@ INSTALL_HINT = "pip install 'onnxplace[cpu]' (or 'onnxplace[gpu]' on a machine w
 
 
 @lru_cache(maxsize=1)
-def onnxruntime() -> Any:
+def import_onnxruntime() -> Any:
     """Import ONNX Runtime once, with telemetry off unless the user has set it; raises ExecutionError if broken."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     installed = [name for name in ("onnxruntime", "onnxruntime-gpu") if _is_installed(name)]
@@ -65,7 +65,7 @@ class Gpu:
     free_bytes: int
 
 
-def gpus() -> tuple[Gpu, ...]:
+def list_gpus() -> tuple[Gpu, ...]:
     """List the NVIDIA GPUs that the driver shows; empty without a driver or without nvidia-ml-py."""
     try:
         import pynvml
@@ -81,7 +81,7 @@ def gpus() -> tuple[Gpu, ...]:
     return tuple(found)
 
 
-def link_via(source: str, destination: str) -> str:
+def link_technology(source: str, destination: str) -> str:
     """Return what connects two devices of this machine: `memory`, `nvlink`, `pcie` or `host`.
 
     Two GPUs with peer access are connected by NVLink or PCIe; whatever else there is with a GPU goes through the
@@ -110,7 +110,7 @@ def _peer_link(first: int, second: int) -> str:
     return "host"
 
 
-def cores() -> tuple[int, ...]:
+def available_cores() -> tuple[int, ...]:
     """Return the processor cores this process may use, in order; a thread that pinned itself sees them all."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(os.getpid())))
@@ -130,13 +130,13 @@ def available_memory_bytes() -> int:
 
 def core_shares(count: int) -> list[int]:
     """Return how many of this machine's cores each of `count` CPU devices gets; at least one each."""
-    share, extra = divmod(len(cores()), count)
+    share, extra = divmod(len(available_cores()), count)
     return [max(share + (index < extra), 1) for index in range(count)]
 
 
-def core_sets(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+def assign_cores(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     """Give CPU devices cores of their own, as many as each wants; they share cores only when there are too few."""
-    have = cores()
+    have = available_cores()
     sets, start = [], 0
     for size in sizes:
         sets.append(tuple(have[(start + offset) % len(have)] for offset in range(min(size, len(have)))))
@@ -150,7 +150,7 @@ def local_target(devices: str | Sequence[str] | None = None) -> Target:
     Raises TargetError for a GPU that is not here or that ONNX Runtime cannot use. Memory limits are what is free
     now, less a headroom of 10 %; CPU devices share the host's memory equally, less what a process takes by itself.
     """
-    found = gpus()
+    found = list_gpus()
     ids = parse_device_ids(devices) if devices else default_device_ids(found)
     cpu_count = sum(device_id.startswith("cpu:") for device_id in ids)
     shares = iter(core_shares(cpu_count) if cpu_count else [])
@@ -208,7 +208,7 @@ def cuda_problem(index: int) -> str | None:
 
     Opens a one-node session: the list of available providers names what was compiled in, not what works.
     """
-    runtime = onnxruntime()
+    runtime = import_onnxruntime()
     if "CUDAExecutionProvider" not in runtime.get_available_providers():
         return f"the installed onnxruntime {runtime.__version__} has no CUDA provider"
     options = runtime.SessionOptions()
@@ -231,7 +231,7 @@ def one_node_model() -> bytes:
     return bytes(parser.parse_model(text).SerializeToString())
 
 
-def describe() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """Return what is here as plain data: host, GPUs with what keeps ONNX Runtime from using them, its version."""
     found = [
         {
@@ -241,10 +241,10 @@ def describe() -> dict[str, Any]:
             "free_bytes": gpu.free_bytes,
             "problem": cuda_problem(gpu.index),
         }
-        for gpu in gpus()
+        for gpu in list_gpus()
     ]
     return {
-        "host": {"cores": list(cores()), "available_memory_bytes": available_memory_bytes()},
+        "host": {"cores": list(available_cores()), "available_memory_bytes": available_memory_bytes()},
         "gpus": found,
-        "onnxruntime": onnxruntime().__version__,
+        "onnxruntime": import_onnxruntime().__version__,
     }

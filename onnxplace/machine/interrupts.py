@@ -29,7 +29,7 @@ PATIENCE_SECONDS = 0.3
 _ending: list[object] = [signal.default_int_handler]
 
 
-def ends_runs(handler: Callable[..., object]) -> None:
+def stop_runs_on(handler: Callable[..., object]) -> None:
     """Let signals with this handler, which has to raise, stop what the main thread computes."""
     if handler not in _ending:
         _ending.append(handler)
@@ -108,7 +108,7 @@ def _end_process(number: int) -> None:
 _watcher: _Watcher | None = None
 
 
-def prepare() -> _Watcher:
+def prepare_interrupts() -> _Watcher:
     """Start what `interruptible` needs, so that it need not be done when time counts."""
     global _watcher
     if _watcher is None or _watcher.process != os.getpid():
@@ -132,7 +132,7 @@ class interruptible:  # noqa: N801 - used as a function is
     def __enter__(self) -> None:
         if threading.get_ident() != threading.main_thread().ident:
             return
-        watcher = prepare()
+        watcher = prepare_interrupts()
         self._frame = sys._getframe(1)
         try:
             if watcher.section is not None:
@@ -174,8 +174,8 @@ class interruptible:  # noqa: N801 - used as a function is
 
 def run_interruptibly(session: Any, names: Any, feeds: Any) -> Any:
     """Return what an ONNX Runtime session computes; Ctrl-C ends it at the next node, and raises as usual."""
-    from onnxplace.machine.hardware import onnxruntime
+    from onnxplace.machine.hardware import import_onnxruntime
 
-    options = onnxruntime().RunOptions()
+    options = import_onnxruntime().RunOptions()
     with interruptible(lambda: setattr(options, "terminate", True)):
         return session.run(names, feeds, options)

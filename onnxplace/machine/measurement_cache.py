@@ -30,9 +30,9 @@ from onnxplace.utils import write_file
 
 # Counts in every key, as our version does: raise it when what is measured, or how it is kept, changes.
 VERSION = 1
-MOST_FILES = 256
+MAX_FILES = 256
 # Of one file: more than a million nodes.
-MOST_FILE_BYTES = 1 << 27
+MAX_FILE_BYTES = 1 << 27
 # A file dated later than this in the future was not used last, but by a clock that was wrong.
 AHEAD_SECONDS = 60.0
 
@@ -137,8 +137,8 @@ def _read_regular(path: Path) -> bytes | None:
     if not stat.S_ISREG(path.stat().st_mode):
         return None
     with path.open("rb") as stream:
-        data = stream.read(MOST_FILE_BYTES + 1)
-    return data if len(data) <= MOST_FILE_BYTES else None
+        data = stream.read(MAX_FILE_BYTES + 1)
+    return data if len(data) <= MAX_FILE_BYTES else None
 
 
 def _remove(path: Path) -> None:
@@ -151,8 +151,8 @@ def write(name: str, data: dict[str, Any]) -> None:
     """Keep plain data under a key; raises ValueError, saying why, if that cannot be."""
     path = folder() / f"{name}.json"
     text = json.dumps({"key": name, **data}).encode()
-    if len(text) > MOST_FILE_BYTES:
-        raise ValueError(f"{path} would be larger than {MOST_FILE_BYTES} bytes")
+    if len(text) > MAX_FILE_BYTES:
+        raise ValueError(f"{path} would be larger than {MAX_FILE_BYTES} bytes")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_symlink() or not path.is_file():
@@ -164,7 +164,7 @@ def write(name: str, data: dict[str, Any]) -> None:
         raise ValueError(f"{path} cannot be written: {problem.strerror}") from None
     latest = time.time() + AHEAD_SECONDS
     others = sorted((used <= latest, used, other) for used, other, _ in _files() if other != path)
-    for _, _, old in others[: max(len(others) + 1 - MOST_FILES, 0)]:
+    for _, _, old in others[: max(len(others) + 1 - MAX_FILES, 0)]:
         _remove(old)
 
 

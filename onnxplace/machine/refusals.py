@@ -32,14 +32,14 @@ _INVALID = (
     "INVALID_PROTOBUF",
 )
 # Less free space than this, and whatever failed may have failed for that.
-LEAST_FREE_BYTES = 1 << 20
+MIN_FREE_BYTES = 1 << 20
 # A larger model is not searched for types: the search takes several times as much memory.
-MOST_SEARCHED_BYTES = 1 << 28
+MAX_SEARCHED_BYTES = 1 << 28
 
 
-def refusal(problem: Exception, model: Path | bytes, folder: str, device_id: str, where: str) -> OnnxplaceError:
+def explain_refusal(problem: Exception, model: Path | bytes, folder: str, device_id: str, where: str) -> OnnxplaceError:
     """Return the error for what ONNX Runtime says of a model; `folder` is where the session writes, "" for nowhere."""
-    if folder and (full := no_space(folder, len(model) if isinstance(model, bytes) else 0)):
+    if folder and (full := find_disk_full(folder, len(model) if isinstance(model, bytes) else 0)):
         return full
     text = one_line(problem).rpartition("[ONNXRuntimeError] : ")[2]
     if unknown := _UNKNOWN_OPERATOR.search(text):
@@ -59,13 +59,13 @@ def refusal(problem: Exception, model: Path | bytes, folder: str, device_id: str
     return ModelError("M012", f"ONNX Runtime refuses the model: {text}", where=where, hint=hint)
 
 
-def no_space(folder: str, needed_bytes: int = 0) -> OnnxplaceError | None:
+def find_disk_full(folder: str, needed_bytes: int = 0) -> OnnxplaceError | None:
     """Return the error for a disk that is full, found by writing to a folder; None if there is space."""
     try:
         if shutil.disk_usage(folder).free < needed_bytes:
             return disk_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)
         with tempfile.TemporaryFile(dir=folder) as stream:
-            stream.write(bytes(LEAST_FREE_BYTES))
+            stream.write(bytes(MIN_FREE_BYTES))
             stream.flush()
     except OSError as problem:
         return disk_error(problem, folder)
@@ -92,7 +92,7 @@ def _read(model: Path | bytes) -> ModelProto | None:
     import onnx
 
     size = len(model) if isinstance(model, bytes) else model.stat().st_size
-    if size > MOST_SEARCHED_BYTES:
+    if size > MAX_SEARCHED_BYTES:
         return None
     if isinstance(model, bytes):
         return onnx.load_model_from_string(model)

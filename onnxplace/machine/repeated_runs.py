@@ -14,22 +14,22 @@ from typing import TypeVar
 import numpy as np
 
 from onnxplace.graph import Floats, Longs
-from onnxplace.machine.run_delay import longest, waits
+from onnxplace.machine.run_delay import longest_wait, read_run_delays
 
 T = TypeVar("T")
 
 # A run that waited for less than this share of its time was not disturbed.
-CALM = 0.01
-LEAST_RUNS = 3
+MAX_WAITING_SHARE = 0.01
+MIN_RUNS = 3
 # Where even the calm runs waited for more of their time than this, or their median is less sure, measures are doubted.
-DOUBT = 0.05
+DOUBTFUL_WAITING_SHARE = 0.05
 # More of a run than this was not waited: the system counts a wait when it ends, wherever it began.
-MOST_WAITED = 0.9
+MAX_CREDIBLE_WAITING_SHARE = 0.9
 # Where even the calm runs waited for more than this, parts of a run have to be told from many.
-BUSY = 0.02
+BUSY_WAITING_SHARE = 0.02
 BUSY_RUNS = 15
 # Clocks and caches settle in this time; what looks stable before need not be.
-LEAST_SECONDS = 0.25
+MIN_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Runs:
         """Return the runs to go by: all that were not disturbed, or the calmer half if these are fewer."""
         shares = self.waited / np.maximum(self.passed, 1e-9)
         calmest = np.argsort(shares, kind="stable")
-        least = min(LEAST_RUNS, len(shares))
-        undisturbed = int((shares <= CALM).sum())
-        count = undisturbed if undisturbed >= LEAST_RUNS else max(len(shares) // 2, least)
+        least = min(MIN_RUNS, len(shares))
+        undisturbed = int((shares <= MAX_WAITING_SHARE).sum())
+        count = undisturbed if undisturbed >= MIN_RUNS else max(len(shares) // 2, least)
         return np.sort(calmest[:count]).astype(np.int64)
 
     @property
@@ -79,7 +79,7 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Patience:
+class RepeatPolicy:
     """How often to run: until stable, though within these bounds."""
 
     repeat: int
@@ -88,7 +88,7 @@ class Patience:
     """Stop after this long, though not before three runs."""
     tolerance: float
     """Stable is what has a standard error below this share."""
-    least: int = LEAST_RUNS
+    least: int = MIN_RUNS
     """Nothing is stable before so many runs."""
 
     def run(self, call: Callable[[], T], pool: bool) -> tuple[Runs, T]:
@@ -99,10 +99,10 @@ class Patience:
         passed: list[float] = []
         waited: list[float] = []
         while True:
-            before, began = waits(pool), time.perf_counter()
+            before, began = read_run_delays(pool), time.perf_counter()
             made = call()
             passed.append(time.perf_counter() - began)
-            waited.append(min(longest(before, waits(pool)), MOST_WAITED * passed[-1]))
+            waited.append(min(longest_wait(before, read_run_delays(pool)), MAX_CREDIBLE_WAITING_SHARE * passed[-1]))
             # Looked at now and then only: it takes longer than a small model runs.
             count = len(passed)
             if count < self.repeat and count % max(count // 8, 1):
@@ -114,10 +114,10 @@ class Patience:
     def enough(self, runs: Runs) -> bool:
         """Return whether these runs will do."""
         count, spent = len(runs.passed), float(runs.passed.sum())
-        if count < min(LEAST_RUNS, self.repeat):
+        if count < min(MIN_RUNS, self.repeat):
             return False
         if count >= self.repeat or spent >= self.seconds:
             return True
-        if spent < LEAST_SECONDS or count < self.least:
+        if spent < MIN_SECONDS or count < self.least:
             return False
-        return runs.uncertainty <= self.tolerance and (runs.waiting <= BUSY or count >= BUSY_RUNS)
+        return runs.uncertainty <= self.tolerance and (runs.waiting <= BUSY_WAITING_SHARE or count >= BUSY_RUNS)

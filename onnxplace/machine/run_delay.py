@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def waits(pool: bool) -> dict[str, int]:
+def read_run_delays(pool: bool) -> dict[str, int]:
     """Return the nanoseconds that this thread, or each one of the process, has been without a core so far."""
     if not pool:
         found = _waited("/proc/thread-self/schedstat")
@@ -17,7 +17,7 @@ def waits(pool: bool) -> dict[str, int]:
     return {task: nanoseconds for task, nanoseconds in tasks.items() if nanoseconds is not None}
 
 
-def longest(before: dict[str, int], after: dict[str, int]) -> float:
+def longest_wait(before: dict[str, int], after: dict[str, int]) -> float:
     """Return the seconds of the thread that waited longest: the others waited for it."""
     return max((after[task] - before.get(task, 0) for task in after), default=0) * 1e-9
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onnxplace.errors import ExecutionError, ModelError, OnnxplaceError, one_line
-from onnxplace.machine.hardware import onnxruntime
+from onnxplace.machine.hardware import import_onnxruntime
 from onnxplace.machine.interrupts import interruptible, run_interruptibly
-from onnxplace.machine.refusals import refusal, written_folder
+from onnxplace.machine.refusals import explain_refusal, written_folder
 
 Level = Literal["none", "basic", "extended", "all"]
 _LEVELS = {
@@ -32,7 +32,7 @@ _libraries: ContextVar[tuple[str, ...]] = ContextVar("custom operator libraries"
 
 
 @contextmanager
-def custom_operators(libraries: Sequence[str | Path]) -> Iterator[None]:
+def use_custom_operators(libraries: Sequence[str | Path]) -> Iterator[None]:
     """Load the kernels of these shared libraries into every session whose options this thread makes inside.
 
     Raises ModelError for a library that is not there or that ONNX Runtime cannot load.
@@ -41,7 +41,7 @@ def custom_operators(libraries: Sequence[str | Path]) -> Iterator[None]:
     for path in paths:
         if not os.path.isfile(path):
             raise ModelError("M023", "there is no such library of operators", where=path)
-        _register(onnxruntime().SessionOptions(), path)
+        _register(import_onnxruntime().SessionOptions(), path)
     token = _libraries.set(tuple(dict.fromkeys((*_libraries.get(), *paths))))
     try:
         yield
@@ -53,7 +53,7 @@ _level: ContextVar[Level] = ContextVar("optimisation of sessions", default="all"
 
 
 @contextmanager
-def unoptimised() -> Iterator[None]:
+def without_optimisations() -> Iterator[None]:
     """Open sessions with ONNX Runtime's optimisations off, where this thread makes their options inside."""
     token = _level.set("none")
     try:
@@ -77,11 +77,11 @@ def _register(options: Any, path: str) -> None:
 
 
 def session_options(cores: Sequence[int], level: Level | None = None, entries: Mapping[str, str] | None = None) -> Any:
-    """Return options for a session that computes on `cores` only; the calling thread pins itself (`pinned`).
+    """Return options for a session that computes on `cores` only; the calling thread pins itself (`pin_thread`).
 
-    Without a `level` everything is optimised, but within `unoptimised`.
+    Without a `level` everything is optimised, but within `without_optimisations`.
     """
-    runtime = onnxruntime()
+    runtime = import_onnxruntime()
     options = runtime.SessionOptions()
     options.log_severity_level = 4  # its failures reach us as exceptions; no second telling on stderr
     options.graph_optimization_level = getattr(runtime.GraphOptimizationLevel, _LEVELS[level or _level.get()])
@@ -139,7 +139,7 @@ def _cancel_loading(options: Any) -> None:
         options.set_load_cancellation_flag(True)
 
 
-def is_foreign(problem: Exception) -> bool:
+def is_foreign_error(problem: Exception) -> bool:
     """Return whether an exception cannot be ONNX Runtime's: a user's signal handler may raise in the middle of it."""
     module = type(problem).__module__.partition(".")[0]
     return isinstance(problem, OSError) or module not in ("builtins", "onnxruntime", "onnxplace")
@@ -157,26 +157,26 @@ def open_session(model: str | Path | bytes, options: Any, device_id: str = "cpu:
     source = model if isinstance(model, bytes) else str(model)
     try:
         with _opened(), interruptible(lambda: _cancel_loading(options)):
-            session = onnxruntime().InferenceSession(source, options, providers=providers)
+            session = import_onnxruntime().InferenceSession(source, options, providers=providers)
     except OnnxplaceError:
         raise
     except Exception as problem:
-        if is_foreign(problem):
+        if is_foreign_error(problem):
             raise
         place = where or ("model" if isinstance(model, bytes) else str(model))
         given = model if isinstance(model, bytes) else Path(model)
-        raise refusal(problem, given, written_folder(options), device_id, place) from None
+        raise explain_refusal(problem, given, written_folder(options), device_id, place) from None
     if kind == "cuda" and session.get_providers()[0] != "CUDAExecutionProvider":
         raise ExecutionError("R003", f"ONNX Runtime silently fell back to the CPU instead of {device_id}", where=where)
     return session
 
 
-def run_whole(session: Any, names: Sequence[str] | None, feeds: Mapping[str, Any], where: str) -> list[Any]:
+def run_whole_model(session: Any, names: Sequence[str] | None, feeds: Mapping[str, Any], where: str) -> list[Any]:
     """Run an uncut model; raises ModelError with ONNX Runtime's own words if it cannot run with these inputs."""
     try:
         return list(run_interruptibly(session, names, dict(feeds)))
     except Exception as problem:
-        if is_foreign(problem):
+        if is_foreign_error(problem):
             raise
         text = one_line(problem)
         hint = "random inputs may not fit this model: give real ones with --inputs F.npz, other sizes with --shape"
@@ -184,7 +184,7 @@ def run_whole(session: Any, names: Sequence[str] | None, feeds: Mapping[str, Any
 
 
 @contextmanager
-def pinned(cores: Sequence[int]) -> Iterator[None]:
+def pin_thread(cores: Sequence[int]) -> Iterator[None]:
     """Keep the calling thread on the first of `cores` while inside."""
     if not cores or not hasattr(os, "sched_setaffinity"):
         yield

@@ -5,20 +5,24 @@ from typing import TYPE_CHECKING
 from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
-    from onnxplace.model.carried_state import Asked as Asked, bind_states as bind_states
+    from onnxplace.model.carried_state import StateRequest as StateRequest, bind_states as bind_states
     from onnxplace.model.host_values import (
         DEQUANTIZE as DEQUANTIZE,
         HostValue as HostValue,
         find_host_values as find_host_values,
-        is_quantiser as is_quantiser,
-        with_quantised_units as with_quantised_units,
+        is_quantization_node as is_quantization_node,
+        join_quantised_units as join_quantised_units,
     )
-    from onnxplace.model.lineage import Lineage as Lineage, lineages as lineages, quantises as quantises
+    from onnxplace.model.lineage import (
+        Lineage as Lineage,
+        is_quantising as is_quantising,
+        output_lineages as output_lineages,
+    )
     from onnxplace.model.lowering import op_graph as op_graph
     from onnxplace.model.model import (
         Model as Model,
         bind as bind,
-        declared as declared,
+        declaration_of as declaration_of,
         load as load,
         require_beside as require_beside,
         require_unchanged as require_unchanged,
@@ -27,11 +31,11 @@ if TYPE_CHECKING:
         type_name as type_name,
         value_bytes as value_bytes,
     )
-    from onnxplace.model.nested_graphs import captured as captured, subgraphs as subgraphs
-    from onnxplace.model.precision import scales_to_hold as scales_to_hold
-    from onnxplace.model.session_model import stored as stored
+    from onnxplace.model.nested_graphs import captured_names as captured_names, subgraphs as subgraphs
+    from onnxplace.model.precision import find_scales_to_protect as find_scales_to_protect
+    from onnxplace.model.session_model import store_for_session as store_for_session
     from onnxplace.model.supported_operators import (
-        custom_operators_of as custom_operators_of,
+        list_custom_operators as list_custom_operators,
         require_operators as require_operators,
     )
     from onnxplace.model.tensors import tensor_size as tensor_size
@@ -40,18 +44,18 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "carried_state": "Asked bind_states",
-        "host_values": "DEQUANTIZE HostValue find_host_values is_quantiser with_quantised_units",
-        "lineage": "Lineage lineages quantises",
+        "carried_state": "StateRequest bind_states",
+        "host_values": "DEQUANTIZE HostValue find_host_values is_quantization_node join_quantised_units",
+        "lineage": "Lineage is_quantising output_lineages",
         "lowering": "op_graph",
         "model": (
-            "Model bind declared load require_beside require_unchanged shape_entries static_shapes type_name "
-            "value_bytes"
+            "Model bind declaration_of load require_beside require_unchanged shape_entries static_shapes "
+            "type_name value_bytes"
         ),
-        "nested_graphs": "captured subgraphs",
-        "precision": "scales_to_hold",
-        "session_model": "stored",
-        "supported_operators": "custom_operators_of require_operators",
+        "nested_graphs": "captured_names subgraphs",
+        "precision": "find_scales_to_protect",
+        "session_model": "store_for_session",
+        "supported_operators": "list_custom_operators require_operators",
         "tensors": "tensor_size",
         "weights": "WeightFile",
     },

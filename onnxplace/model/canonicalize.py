@@ -20,11 +20,11 @@ from onnx import (
 from onnx.inliner import inline_local_functions
 from onnx.shape_inference import infer_shapes
 
-from onnxplace.errors import MOST_LISTED, ModelError
+from onnxplace.errors import MAX_LISTED, ModelError
 from onnxplace.feeds import MAX_DIMENSION, MAX_RANK
 from onnxplace.model.constants import constant, dense
 from onnxplace.model.nested_graphs import (
-    reads,
+    names_read,
     settled,
     tensors_of,
     texts_of_graph,
@@ -226,7 +226,7 @@ def _in_order(
     readers: list[list[int]] = [[] for _ in nodes]
     waiting = [0] * len(nodes)
     for index, node in enumerate(nodes):
-        for name in set(reads(node)):
+        for name in set(names_read(node)):
             if name in made:
                 readers[made[name]].append(index)
                 waiting[index] += 1
@@ -257,11 +257,11 @@ def _cycle(nodes: list[NodeProto], made: dict[str, int], waiting: list[int]) -> 
     seen: dict[int, int] = {}
     while index not in seen:
         seen[index] = len(seen)
-        index = next(made[name] for name in reads(nodes[index]) if name in made and waiting[made[name]] > 0)
+        index = next(made[name] for name in names_read(nodes[index]) if name in made and waiting[made[name]] > 0)
     order = list(seen)
     names = [nodes[i].name for i in (*reversed(order[seen[index] :]), order[-1])]
-    if len(names) > MOST_LISTED + 1:
-        names[MOST_LISTED:-1] = [f"... ({len(names) - 1 - MOST_LISTED} more)"]
+    if len(names) > MAX_LISTED + 1:
+        names[MAX_LISTED:-1] = [f"... ({len(names) - 1 - MAX_LISTED} more)"]
     return " -> ".join(names)
 
 
@@ -311,6 +311,3 @@ def without_data(tensor: TensorProto) -> TensorProto:
     )
     result.external_data.add(key="location", value="elsewhere")
     return result
-
-
-__all__ = ["Parts", "reads", "take_apart", "without_data"]

@@ -7,19 +7,19 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from onnxplace.errors import ModelError, UsageError, nearest
-from onnxplace.feeds import Declared, describe
-from onnxplace.model.model import Model, declared, shape_entries, type_name
-from onnxplace.utils import star_fits
+from onnxplace.feeds import Declared, describe_input
+from onnxplace.model.model import Model, declaration_of, shape_entries, type_name
+from onnxplace.utils import match_stars
 
 WHERE = "--state"
 
 Shape = tuple[int | str | None, ...] | None
 
-Asked = Mapping[str, str] | Sequence[str]
+StateRequest = Mapping[str, str] | Sequence[str]
 """Output -> input, or texts `OUT=IN`; a `*` stands for the same text on both sides."""
 
 
-def bind_states(model: Model, asked: Asked) -> Model:
+def bind_states(model: Model, asked: StateRequest) -> Model:
     """Return `model` with outputs bound to inputs of its next call.
 
     Raises UsageError for a pair that is written wrong, names what the model does not have, or binds an input twice;
@@ -35,7 +35,7 @@ def bind_states(model: Model, asked: Asked) -> Model:
     return replace(model, states=MappingProxyType(found))
 
 
-def _pairs(asked: Asked) -> list[tuple[str, str]]:
+def _pairs(asked: StateRequest) -> list[tuple[str, str]]:
     if isinstance(asked, Mapping):
         pairs = list(asked.items())
     else:
@@ -56,7 +56,7 @@ def _matches(left: str, right: str, model: Model) -> Iterator[tuple[str, str]]:
     """Yield the outputs and inputs that a pair names; raises UsageError where there is none."""
     outputs = [value.name for value in model.outputs]
     inputs = [value.name for value in model.inputs]
-    matching = [name for name in outputs if star_fits(left, left, name, name) is not None]
+    matching = [name for name in outputs if match_stars(left, left, name, name) is not None]
     if not matching:
         what = f"no output matches {left!r}" if "*" in left else f"the model has no output {left!r}"
         raise UsageError("S002", what, where=WHERE, hint=nearest(left, outputs))
@@ -64,9 +64,9 @@ def _matches(left: str, right: str, model: Model) -> Iterator[tuple[str, str]]:
     candidates = [name for name in inputs if name.startswith(parts[0]) and name.endswith(parts[-1])]
     for output in matching:
         # A name with several * may be cut in several ways: the input says which one is meant.
-        fitting = [name for name in candidates if star_fits(left, right, output, name) is not None]
+        fitting = [name for name in candidates if match_stars(left, right, output, name) is not None]
         if not fitting:
-            name = _filled(right, star_fits(left, left, output, output) or ())
+            name = _filled(right, match_stars(left, left, output, output) or ())
             message = f"the model has no input {name!r} for output {output!r}"
             raise UsageError("S002", message, where=WHERE, hint=nearest(name, inputs))
         yield from ((output, name) for name in fitting)
@@ -83,7 +83,7 @@ def _require_fit(model: Model, output: str, name: str) -> None:
     if source in model.input_names:
         hint = "feed it again with each call"
         raise ModelError("S003", f"output {output!r} hands an input back: nothing computes it", where=where, hint=hint)
-    wanted = declared(next(value for value in model.inputs if value.name == name), model)
+    wanted = declaration_of(next(value for value in model.inputs if value.name == name), model)
     if not wanted.dtype.startswith("tensor("):
         raise ModelError("S003", f"input {name!r} is {wanted.dtype}: only tensors can be states", where=where)
     kind = next(value.type for value in model.outputs if value.name == output)
@@ -93,7 +93,7 @@ def _require_fit(model: Model, output: str, name: str) -> None:
         return
     given = Declared(output, type_name(kind), shape_entries(kind))
     if given.dtype != wanted.dtype or not _same_shape(given.shape, wanted.shape):
-        message = f"the output is {describe(given)}, the input takes {describe(wanted)}"
+        message = f"the output is {describe_input(given)}, the input takes {describe_input(wanted)}"
         raise ModelError("S003", message, where=where, hint="bind values of one type and shape")
 
 

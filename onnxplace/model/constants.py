@@ -97,6 +97,3 @@ def constant(node: NodeProto, where: str, folder: Path | None) -> TensorProto:
         tensor = helper.make_tensor("", kind, [len(value)] if several else [], list(value) if several else [value])
     tensor.name = node.output[0]
     return tensor
-
-
-__all__ = ["constant", "dense"]

@@ -76,6 +76,3 @@ def _by_content(data: bytes) -> str:
     if data[8:10] == b'{"' and 0 < int.from_bytes(data[:8], "little") <= len(data):
         return _WEIGHTS  # the format of safetensors: the length of a header in JSON, and the header
     return next((hint for offset, mark, hint in _BY_CONTENT if data.startswith(mark, offset)), "")
-
-
-__all__ = ["format_hint"]

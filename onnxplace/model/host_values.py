@@ -16,7 +16,7 @@ QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 _DOMAINS = ("", "ai.onnx", "com.microsoft")
 
 
-def with_quantised_units(model: Model, unit: Ints) -> Ints:
+def join_quantised_units(model: Model, unit: Ints) -> Ints:
     """Return dense units, joined where an operator computes between DequantizeLinear and QuantizeLinear nodes.
 
     ONNX Runtime makes one kernel of `DequantizeLinear -> operator -> QuantizeLinear` if it sees all of it. An
@@ -44,12 +44,14 @@ def with_quantised_units(model: Model, unit: Ints) -> Ints:
 
 def _one_unit(maker: NodeProto, reader: NodeProto) -> bool:
     """Return whether a node that reads what another one makes is of its quantised unit."""
-    if is_quantiser(reader, DEQUANTIZE):
+    if is_quantization_node(reader, DEQUANTIZE):
         return False
-    return is_quantiser(maker, DEQUANTIZE) or (is_quantiser(reader, QUANTIZE) and not is_quantiser(maker, QUANTIZE))
+    return is_quantization_node(maker, DEQUANTIZE) or (
+        is_quantization_node(reader, QUANTIZE) and not is_quantization_node(maker, QUANTIZE)
+    )
 
 
-def is_quantiser(node: NodeProto, op_type: str) -> bool:
+def is_quantization_node(node: NodeProto, op_type: str) -> bool:
     """Return whether a node is a QuantizeLinear, or a DequantizeLinear, as asked."""
     return node.op_type == op_type and node.domain in _DOMAINS
 

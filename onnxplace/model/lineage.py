@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from onnxplace.model.nested_graphs import is_constant, reads, subgraphs, with_inner
+from onnxplace.model.nested_graphs import is_constant, names_read, subgraphs, with_inner
 
 _RANDOM = {
     *("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"),
@@ -47,7 +47,7 @@ class Lineage:
         )
 
 
-def lineages(model: ModelProto, states: Mapping[str, str]) -> dict[str, Lineage]:
+def output_lineages(model: ModelProto, states: Mapping[str, str]) -> dict[str, Lineage]:
     """Return the lineage of each output of a model with its nodes in topological order.
 
     `states` says for an input which output of the step before becomes it. Weights need not be loaded.
@@ -62,7 +62,7 @@ def lineages(model: ModelProto, states: Mapping[str, str]) -> dict[str, Lineage]
         origins = of_next_step
 
 
-def quantises(model: ModelProto) -> bool:
+def is_quantising(model: ModelProto) -> bool:
     """Return whether a node rounds to few values, so that the last bit of a float can become a whole step."""
     nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
     return any(_QUANTISING.search(node.op_type) or _is_cast_to_few_bits(node) for node in with_inner(nodes))
@@ -104,7 +104,7 @@ class _Tracer:
 
     def _made_by(self, node: NodeProto, known: Mapping[str, Lineage]) -> Lineage | None:
         """Return what the outputs of a node come from, None if they are constant."""
-        given = {name: known[name] for name in reads(node) if name in known}
+        given = {name: known[name] for name in names_read(node) if name in known}
         drawing = frozenset(self._drawing(node))
         if not given and not drawing:
             return None

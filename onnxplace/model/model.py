@@ -25,17 +25,17 @@ from onnxplace.feeds import (
     MAX_DIMENSION,
     Array,
     Declared,
-    bound_shapes,
     check_feeds,
-    completed,
+    complete_dimensions,
     dimension_keys,
+    dimensions_of_feeds,
     random_feeds,
-    sizes_of,
-    symbols_in,
+    resolve_shapes,
+    symbols_of_dimension,
 )
 from onnxplace.model.canonicalize import take_apart, without_data
 from onnxplace.model.formats import format_hint
-from onnxplace.model.nested_graphs import reads
+from onnxplace.model.nested_graphs import names_read
 from onnxplace.model.tensors import Fingerprint, external_range, fingerprint, packed_size, tensor_size, unknown_element
 from onnxplace.model.weights import WeightFile, not_beside
 from onnxplace.utils import open_input
@@ -95,7 +95,7 @@ class Model:
         """Raise ValueError if a node reads something that nobody makes before it."""
         known = {value.name for value in self.inputs} | set(self.initializers)
         for node in self.nodes:
-            for name in reads(node):
+            for name in names_read(node):
                 if name not in known:
                     raise ValueError(f"node {node.name!r} reads {name!r} before anybody makes it")
             known.update(node.output)
@@ -107,7 +107,7 @@ class Model:
     @cached_property
     def reads(self) -> tuple[tuple[str, ...], ...]:
         """Return, for each node, the names it reads, those captured by its subgraphs included, each once."""
-        return tuple(tuple(dict.fromkeys(reads(node))) for node in self.nodes)
+        return tuple(tuple(dict.fromkeys(names_read(node))) for node in self.nodes)
 
     @cached_property
     def types(self) -> dict[str, TypeProto]:
@@ -195,13 +195,13 @@ class Model:
 
         Raises FeedError listing the symbolic dimensions that have no value, and for inputs that cannot be invented.
         """
-        drawn = [declared(value, self) for value in self.inputs if value.name not in self.samples]
+        drawn = [declaration_of(value, self) for value in self.inputs if value.name not in self.samples]
         return {**random_feeds(drawn, self.dimensions, seed), **self.samples}
 
     def input_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each input that is a tensor; raises FeedError listing dimensions that have no value."""
-        tensors = [declared(value, self) for value in self.inputs if value.name not in self.samples]
-        sizes = bound_shapes([item for item in tensors if item.dtype.startswith("tensor(")], self.dimensions)
+        tensors = [declaration_of(value, self) for value in self.inputs if value.name not in self.samples]
+        sizes = resolve_shapes([item for item in tensors if item.dtype.startswith("tensor(")], self.dimensions)
         return {**sizes, **{name: array.shape for name, array in self.samples.items() if not isinstance(array, list)}}
 
 
@@ -294,24 +294,24 @@ def bind(model: Model, dimensions: Mapping[str, int], samples: Mapping[str, Arra
     Sizes that follow from others, or from the samples, join the dimensions. Raises ModelError for a dimension or
     input the model does not have, and FeedError for samples that do not fit, or sizes that contradict each other.
     """
-    inputs = [declared(value, model) for value in model.inputs]
+    inputs = [declaration_of(value, model) for value in model.inputs]
     keys = dict.fromkeys(key for item in inputs for key, size in dimension_keys(item) if size is None)
     _require_dimensions(keys, dimensions)
     if samples:
         samples = check_feeds(samples, inputs)
-        sampled = sizes_of(samples, inputs)
+        sampled = dimensions_of_feeds(samples, inputs)
         for key, size in dimensions.items():
             if sampled.get(key, size) != size:
                 message = f"dimension {key!r} is {size} here and {sampled[key]} in the inputs"
                 raise ModelError("M022", message, where="--shape", hint="leave it out: the inputs say it")
         dimensions = {**dimensions, **sampled}
-    sizes = {key: int(size) for key, size in completed(keys, dimensions).items()}
+    sizes = {key: int(size) for key, size in complete_dimensions(keys, dimensions).items()}
     return replace(model, dimensions=MappingProxyType(sizes), samples=MappingProxyType(dict(samples)))
 
 
 def _require_dimensions(keys: Iterable[str], dimensions: Mapping[str, int]) -> None:
     """Raise ModelError for a dimension that is not there, or whose size cannot be."""
-    known = {name for key in keys for name in (key, *symbols_in(key))}
+    known = {name for key in keys for name in (key, *symbols_of_dimension(key))}
     for key, size in dimensions.items():
         if key not in known:
             raise ModelError(
@@ -325,7 +325,7 @@ def _require_dimensions(keys: Iterable[str], dimensions: Mapping[str, int]) -> N
             raise ModelError("M022", f"dimension {key!r} cannot be {size!r}", where="--shape", hint=hint)
 
 
-def declared(value: ValueInfoProto, model: Model) -> Declared:
+def declaration_of(value: ValueInfoProto, model: Model) -> Declared:
     """Describe an input or output of `model`."""
     return Declared(value.name, type_name(value.type), shape_entries(value.type), model.overridable(value.name))
 

@@ -31,19 +31,19 @@ def with_inner(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
             yield from with_inner(graph.node)
 
 
-def reads(node: NodeProto) -> Iterator[str]:
+def names_read(node: NodeProto) -> Iterator[str]:
     """Yield the names a node reads, including what its subgraphs capture from outside; may repeat."""
     yield from filter(None, node.input)
     for graph in subgraphs(node):
-        yield from captured(graph)
+        yield from captured_names(graph)
 
 
-def captured(graph: GraphProto) -> Iterator[str]:
+def captured_names(graph: GraphProto) -> Iterator[str]:
     """Yield the names a subgraph reads from outside of it."""
     own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
     own |= {tensor.values.name for tensor in graph.sparse_initializer}
     for node in graph.node:
-        yield from (name for name in reads(node) if name not in own)
+        yield from (name for name in names_read(node) if name not in own)
         own.update(node.output)
     yield from (value.name for value in graph.output if value.name not in own)
 
@@ -219,18 +219,3 @@ def rename(node: NodeProto, new: Mapping[str, str]) -> None:
                 rename(inner, visible)
             for value in graph.output:
                 value.name = visible.get(value.name, value.name)
-
-
-__all__ = [
-    "captured",
-    "is_constant",
-    "reads",
-    "rename",
-    "settled",
-    "subgraphs",
-    "tensors_of",
-    "texts_of_graph",
-    "texts_of_node",
-    "with_inner",
-    "with_unique_names",
-]

@@ -22,7 +22,7 @@ import numpy as np
 from onnx import TensorProto
 
 from onnxplace.graph import Ints
-from onnxplace.model.host_values import DEQUANTIZE, QUANTIZE, is_quantiser
+from onnxplace.model.host_values import DEQUANTIZE, QUANTIZE, is_quantization_node
 from onnxplace.model.model import Model
 from onnxplace.model.nested_graphs import subgraphs
 from onnxplace.model.tensors import tensor_bytes
@@ -37,7 +37,7 @@ _REMOVABLE = ("Identity", "Cast")
 _CLIPPING = ("Relu", "Clip")
 
 
-def scales_to_hold(model: Model, segments: Sequence[Ints]) -> list[frozenset[str]]:
+def find_scales_to_protect(model: Model, segments: Sequence[Ints]) -> list[frozenset[str]]:
     """Return, for each segment, the scales that must not be constants there.
 
     `segments` holds the positions of each segment's nodes; each node is in one of them.
@@ -59,7 +59,7 @@ def scales_to_hold(model: Model, segments: Sequence[Ints]) -> list[frozenset[str
 def _dequantises_weight(model: Model, index: int) -> bool:
     """Return whether a node dequantises a constant by a constant scale."""
     node = model.nodes[index]
-    return is_quantiser(node, DEQUANTIZE) and all(_is_constant(model, name) for name in node.input[:2])
+    return is_quantization_node(node, DEQUANTIZE) and all(_is_constant(model, name) for name in node.input[:2])
 
 
 def _is_constant(model: Model, name: str) -> bool:
@@ -102,10 +102,10 @@ class _Surroundings:
         """Yield the dequantiser of a product's first factor, and the quantisers of its result."""
         node = self._nodes[product]
         maker = self._producer.get(node.input[0])
-        if maker is not None and is_quantiser(self._nodes[maker], DEQUANTIZE):
+        if maker is not None and is_quantization_node(self._nodes[maker], DEQUANTIZE):
             yield maker
         for reader, _ in self._after(node.output[0], _CLIPPING):
-            if is_quantiser(self._nodes[reader], QUANTIZE):
+            if is_quantization_node(self._nodes[reader], QUANTIZE):
                 yield reader
 
     def _after(self, value: str, passing: Sequence[str]) -> Iterator[tuple[int, str]]:
@@ -122,7 +122,11 @@ def _folded(model: Model) -> Iterator[int]:
     """Yield the nodes that ONNX Runtime computes once, when it opens the model: they do not count as readers."""
     constant: set[str] = set()
     for index, (node, reads) in enumerate(zip(model.nodes, model.reads)):
-        kept = is_quantiser(node, QUANTIZE) or is_quantiser(node, DEQUANTIZE) or any(True for _ in subgraphs(node))
+        kept = (
+            is_quantization_node(node, QUANTIZE)
+            or is_quantization_node(node, DEQUANTIZE)
+            or any(True for _ in subgraphs(node))
+        )
         if not kept and reads and all(name in constant or _is_constant(model, name) for name in reads):
             constant.update(filter(None, node.output))
             yield index

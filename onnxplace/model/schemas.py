@@ -86,6 +86,3 @@ _MANY = 1 << 20
 def _type(number: int) -> str:
     """Return the name of a type of attributes."""
     return str(AttributeProto.AttributeType.Name(number)) if number in AttributeProto.AttributeType.values() else "?"
-
-
-__all__ = ["require_form"]

@@ -11,7 +11,9 @@ from onnxplace.model.model import INLINE_LIMIT_BYTES, Model
 from onnxplace.model.weights import WeightFile
 
 
-def stored(model: Model, folder: Path, more: Sequence[onnx.ValueInfoProto] = ()) -> tuple[bytes | Path, dict[str, str]]:
+def store_for_session(
+    model: Model, folder: Path, more: Sequence[onnx.ValueInfoProto] = ()
+) -> tuple[bytes | Path, dict[str, str]]:
     """Return what a session opens, and the options it needs; `more` values are outputs too.
 
     Weights beyond 1 GiB go through a file in `folder`.

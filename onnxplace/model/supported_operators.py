@@ -8,7 +8,7 @@ from functools import lru_cache
 from onnx import NodeProto, TensorProto, helper
 
 from onnxplace.errors import ExecutionError, ModelError, nearest
-from onnxplace.machine import LIBRARY_HINT, onnxruntime, open_session, operator_libraries, session_options
+from onnxplace.machine import LIBRARY_HINT, import_onnxruntime, open_session, operator_libraries, session_options
 from onnxplace.model.model import Model
 from onnxplace.model.nested_graphs import with_inner
 
@@ -40,7 +40,7 @@ def require_operators(model: Model) -> None:
             )
 
 
-def custom_operators_of(model: Model) -> tuple[str, ...]:
+def list_custom_operators(model: Model) -> tuple[str, ...]:
     """Return the operators, as `domain.Name`, that a model needs a library for; none where nobody can tell."""
     try:
         known = _known_operators()
@@ -65,7 +65,7 @@ def _unknown(domain: str, node: NodeProto, known: Mapping[str, Mapping[str, int]
 @lru_cache(maxsize=1)
 def _known_operators() -> Mapping[str, Mapping[str, int]]:
     """Return, per domain, each operator and the first opset that has it."""
-    onnxruntime()
+    import_onnxruntime()
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
     known: dict[str, dict[str, int]] = {}
@@ -87,7 +87,7 @@ def _require_opsets(model: Model) -> None:
     except ModelError:
         raise ModelError(
             "M011",
-            f"opset {opsets[0].version} is newer than onnxruntime {onnxruntime().__version__} takes",
+            f"opset {opsets[0].version} is newer than onnxruntime {import_onnxruntime().__version__} takes",
             where=model.name,
             hint="export the model with an older opset, or update onnxruntime",
         ) from None

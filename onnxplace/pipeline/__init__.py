@@ -12,31 +12,33 @@ if TYPE_CHECKING:
         make_pass as make_pass,
         run_pass as run_pass,
     )
-    from onnxplace.pipeline.registry import entries as entries, find as find
+    from onnxplace.pipeline.registry import find_plugin as find_plugin, list_entries as list_entries
     from onnxplace.pipeline.select_placer import (
         BAECHI as BAECHI,
-        FEWER_DEVICES as FEWER_DEVICES,
         OBJECTIVES as OBJECTIVES,
+        USE_FEWER_DEVICES as USE_FEWER_DEVICES,
         Objective as Objective,
         choose_placer as choose_placer,
-        require_all_used as require_all_used,
-        unused_devices as unused_devices,
+        report_idle_devices as report_idle_devices,
+        require_all_devices_used as require_all_devices_used,
     )
     from onnxplace.pipeline.text_form import (
         PassSpec as PassSpec,
         build_pass as build_pass,
         format_pipeline as format_pipeline,
+        format_tuple as format_tuple,
         parse_pipeline as parse_pipeline,
         spec_of as spec_of,
-        tuple_text as tuple_text,
     )
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "pipeline": "Observer Pipeline Timing make_pass run_pass",
-        "registry": "entries find",
-        "select_placer": ("BAECHI FEWER_DEVICES OBJECTIVES Objective choose_placer require_all_used unused_devices"),
-        "text_form": "PassSpec build_pass format_pipeline parse_pipeline spec_of tuple_text",
+        "registry": "find_plugin list_entries",
+        "select_placer": (
+            "BAECHI OBJECTIVES Objective USE_FEWER_DEVICES choose_placer report_idle_devices require_all_devices_used"
+        ),
+        "text_form": "PassSpec build_pass format_pipeline format_tuple parse_pipeline spec_of",
     },
 )

@@ -8,10 +8,10 @@ from types import MappingProxyType
 
 from onnxplace.errors import BrokenPassError, InfeasibleError, OnnxplaceError, UsageError
 from onnxplace.facts import Placement, Schedule
-from onnxplace.pipeline.registry import find
+from onnxplace.pipeline.registry import find_plugin
 from onnxplace.pipeline.text_form import build_pass, format_pipeline, parse_pipeline, spec_of
 from onnxplace.state import Fact, Pass, State
-from onnxplace.utils import clock
+from onnxplace.utils import budget_clock
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ class Pipeline:
         for index, step in enumerate(self.passes):
             if observer:
                 observer(step.name, index, len(self.passes))
-            began = clock()
+            began = budget_clock()
             try:
                 state = run_pass(step, state)
             except InfeasibleError as problem:
                 raise _naming_another(problem, step, state) from None
-            timings.append(Timing(step.name, clock() - began))
+            timings.append(Timing(step.name, budget_clock() - began))
         return state, tuple(timings)
 
 
 def make_pass(name: str, options: Mapping[str, str] = MappingProxyType({})) -> Pass:
     """Return a pass by name, with options as text by key."""
-    kind: type[Pass] = find("passes", name)
+    kind: type[Pass] = find_plugin("passes", name)
     return build_pass(kind, options)
 
 
@@ -162,5 +162,7 @@ def _hold_to_word(step: Pass, state: State, before: dict[type, Fact], after: Sta
 def _providers_hint(kind: type) -> str:
     from onnxplace.pipeline.registry import BUILTIN
 
-    names: Sequence[str] = [name for name in BUILTIN["passes"] if kind in getattr(find("passes", name), "provides", ())]
+    names: Sequence[str] = [
+        name for name in BUILTIN["passes"] if kind in getattr(find_plugin("passes", name), "provides", ())
+    ]
     return f"put {' or '.join(names)} before it" if names else f"a plugin must provide {kind.__name__}"

@@ -88,7 +88,7 @@ class Entry:
 
 
 @cache
-def entries(kind: Kind) -> Mapping[str, Entry]:
+def list_entries(kind: Kind) -> Mapping[str, Entry]:
     """Return everything known by name, built-in first; imports none of it."""
     table = {name: Entry(name, path, summary) for name, (path, summary) in BUILTIN[kind].items()}
     for point in metadata.entry_points(group=f"onnxplace.{kind}"):
@@ -98,9 +98,9 @@ def entries(kind: Kind) -> Mapping[str, Entry]:
     return MappingProxyType(table)
 
 
-def find(kind: Kind, name: str) -> type:
+def find_plugin(kind: Kind, name: str) -> type:
     """Import and return the class behind a name; raises UsageError or PluginError."""
-    known = entries(kind)
+    known = list_entries(kind)
     if name not in known:
         what = "pass" if kind == "passes" else "runtime"
         raise UsageError(

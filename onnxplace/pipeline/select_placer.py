@@ -10,14 +10,14 @@ from typing import Literal
 from onnxplace.errors import Diagnostic, InfeasibleError, UsageError, nearest
 from onnxplace.facts import Placement
 from onnxplace.pipeline.pipeline import make_pass
-from onnxplace.pipeline.registry import entries
+from onnxplace.pipeline.registry import list_entries
 from onnxplace.pipeline.text_form import PassSpec, parse_pipeline
 from onnxplace.state import Pass, State
 
 Objective = Literal["latency", "throughput", "fit"]
 OBJECTIVES: Mapping[Objective, str] = MappingProxyType({"latency": "auto", "throughput": "stages", "fit": "fit"})
 """The placer for each: least time for one step, most steps per second, least traffic such that everything fits."""
-FEWER_DEVICES = "ask for fewer with --devices N"
+USE_FEWER_DEVICES = "ask for fewer with --devices N"
 """How to do without a device of a cost graph."""
 BAECHI = ("m-topo", "m-etf", "m-sct")
 """The placers of Baechi (SoCC 2020), which join nodes to their only readers before they place."""
@@ -63,7 +63,7 @@ def choose_placer(
 
 def _made(spec: PassSpec) -> Pass:
     """Return the pass; raises UsageError, with a placer that may have been meant, unless it places from nothing."""
-    known = entries("passes")
+    known = list_entries("passes")
     # Whether a plugin is a placer is not known before it is loaded.
     placers = [name for name, entry in known.items() if entry.distribution or entry.summary.startswith("placer:")]
     hint = f"{nearest(spec.name, placers)} (`onnxplace passes` lists them)"
@@ -79,7 +79,7 @@ def _made(spec: PassSpec) -> Pass:
     return made
 
 
-def unused_devices(state: State, names: Sequence[object] = ()) -> list[Diagnostic]:
+def report_idle_devices(state: State, names: Sequence[object] = ()) -> list[Diagnostic]:
     """Return a note for each device that gets no work; none if `fit` placed it, since few devices is what that is for.
 
     `names` are what a cost graph calls the devices, if that is what was placed.
@@ -93,14 +93,14 @@ def unused_devices(state: State, names: Sequence[object] = ()) -> list[Diagnosti
             f"this device{f', {names[index]!r} in the graph,' if names else ''} was asked for and gets no work from "
             f"placer {state[Placement].placer!r}",
             where=device.id,
-            hint=f"try another --placer, or {FEWER_DEVICES if names else 'leave it out'}",
+            hint=f"try another --placer, or {USE_FEWER_DEVICES if names else 'leave it out'}",
         )
         for index, device in enumerate(state.target.devices)
         if index not in used
     ]
 
 
-def require_all_used(unused: Sequence[Diagnostic], remedy: str = "leave it out") -> None:
+def require_all_devices_used(unused: Sequence[Diagnostic], remedy: str = "leave it out") -> None:
     """Raise InfeasibleError if there is a device without work (`--strict`); `remedy` says how to do without it."""
     if unused:
         hint = f"{remedy}, try another --placer, or leave --strict out"

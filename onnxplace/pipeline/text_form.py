@@ -161,7 +161,7 @@ def _type_of(kind: type[Pass], key: str) -> Any:
     return get_type_hints(kind, include_extras=True)[key]
 
 
-def tuple_text(items: Iterable[str]) -> str:
+def format_tuple(items: Iterable[str]) -> str:
     """Return a list as the text of an option: words between semicolons, or JSON where that would be ambiguous.
 
     >>> tuple_text(["enc.*", "dec.*"]), tuple_text(["a;b"])
@@ -202,7 +202,7 @@ def spec_of(step: Pass) -> PassSpec:
 
 def _text(value: object) -> str:
     if isinstance(value, tuple):
-        return tuple_text(str(item) for item in value)
+        return format_tuple(str(item) for item in value)
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return str(value)

@@ -7,16 +7,16 @@ from onnxplace._lazy import attach
 if TYPE_CHECKING:
     from onnxplace.report.text import (
         compile_summary as compile_summary,
-        mebibytes as mebibytes,
-        milliseconds as milliseconds,
-        table as table,
+        format_bytes as format_bytes,
+        format_milliseconds as format_milliseconds,
+        format_table as format_table,
     )
     from onnxplace.report.trace import chrome_trace as chrome_trace
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "text": "compile_summary mebibytes milliseconds table",
+        "text": "compile_summary format_bytes format_milliseconds format_table",
         "trace": "chrome_trace",
     },
 )

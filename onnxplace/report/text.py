@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from onnxplace.bundle import Bundle, Manifest, Predicted, RepeatRecord
 
 
-def milliseconds(seconds: float) -> str:
+def format_milliseconds(seconds: float) -> str:
     """Return a time as people read it: three digits, in ms."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
 
 
-def mebibytes(size: int) -> str:
+def format_bytes(size: int) -> str:
     """Return an amount of memory as people read it."""
     if size < 2**10:
         return f"{size} B"
@@ -25,7 +25,7 @@ def mebibytes(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
     """Lay out rows in columns; the first `left` columns are aligned left, the others right."""
     lines = [list(header), *[list(row) for row in rows]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
@@ -45,20 +45,20 @@ def compile_summary(bundle: Bundle) -> str:
         (
             device.id,
             str(device.nodes),
-            milliseconds(device.compute_seconds),
-            mebibytes(device.weights_bytes),
-            mebibytes(device.peak_bytes),
-            mebibytes(device.limit_bytes),
+            format_milliseconds(device.compute_seconds),
+            format_bytes(device.weights_bytes),
+            format_bytes(device.peak_bytes),
+            format_bytes(device.limit_bytes),
         )
         for device in manifest.devices
     ]
-    predicted, sent = manifest.predicted, mebibytes(manifest.transfer_bytes)
+    predicted, sent = manifest.predicted, format_bytes(manifest.transfer_bytes)
     nodes = counted(sum(device.nodes for device in manifest.devices), "node")
     return "\n".join(
         [
             f"{manifest.model}: {nodes}, placer {manifest.placer}",
             *_repeats_line(manifest.repeats),
-            table(("device", "nodes", "compute", "weights", "peak", "limit"), rows),
+            format_table(("device", "nodes", "compute", "weights", "peak", "limit"), rows),
             f"segments: {len(manifest.segments)}, transfers: {manifest.transfers} ({sent})",
             *_step_lines(manifest),
             *_process_line(predicted),
@@ -72,14 +72,14 @@ def _step_lines(manifest: Manifest) -> list[str]:
     from onnxplace.pipeline import OBJECTIVES  # with all that placing needs, which other texts do without
 
     predicted, trial = manifest.predicted, manifest.trial
-    step, best = milliseconds(predicted.step_seconds), milliseconds(predicted.single_device_seconds)
-    bound = milliseconds(predicted.lower_bound_seconds)
+    step, best = format_milliseconds(predicted.step_seconds), format_milliseconds(predicted.single_device_seconds)
+    bound = format_milliseconds(predicted.lower_bound_seconds)
     room = "" if predicted.single_device_fits else ", where it does not fit"
     lines = [f"predicted step {step}; best single device {best}{room}; nothing beats {bound}"]
     if manifest.placer == OBJECTIVES["throughput"]:
-        lines.append(f"with requests in flight, a result every {milliseconds(predicted.interval_seconds)}")
+        lines.append(f"with requests in flight, a result every {format_milliseconds(predicted.interval_seconds)}")
     if trial is not None:
-        took, planned = milliseconds(trial.step_seconds), milliseconds(trial.planned_seconds)
+        took, planned = format_milliseconds(trial.step_seconds), format_milliseconds(trial.planned_seconds)
         lines.append(f"predicted from a trial, whose steps took {took}; planned by the costs of nodes: {planned}")
     return lines
 
@@ -88,7 +88,7 @@ def _process_line(predicted: Predicted) -> list[str]:
     """Return a line about the memory of the process, if that was predicted."""
     if not predicted.running_bytes:
         return []
-    running, opening = mebibytes(predicted.running_bytes), mebibytes(predicted.opening_bytes)
+    running, opening = format_bytes(predicted.running_bytes), format_bytes(predicted.opening_bytes)
     return [f"a process that runs it takes {running}, and at most {opening} while it opens sessions"]
 
 

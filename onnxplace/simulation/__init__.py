@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
-    from onnxplace.simulation.contention import contended as contended
+    from onnxplace.simulation.contention import simulate_with_contention as simulate_with_contention
     from onnxplace.simulation.lower_bounds import (
+        heads_and_tails as heads_and_tails,
         lower_bound_seconds as lower_bound_seconds,
         node_bytes as node_bytes,
-        reach as reach,
     )
     from onnxplace.simulation.simulator import (
         Simulation as Simulation,
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
         simulate as simulate,
     )
     from onnxplace.simulation.steady_state import (
-        crossings as crossings,
-        loads as loads,
-        simulated_loads as simulated_loads,
+        list_transfers as list_transfers,
+        loads_of_simulation as loads_of_simulation,
+        steady_state_loads as steady_state_loads,
     )
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "contention": "contended",
-        "lower_bounds": "lower_bound_seconds node_bytes reach",
+        "contention": "simulate_with_contention",
+        "lower_bounds": "heads_and_tails lower_bound_seconds node_bytes",
         "simulator": "Simulation device_weights simulate",
-        "steady_state": "crossings loads simulated_loads",
+        "steady_state": "list_transfers loads_of_simulation steady_state_loads",
     },
 )

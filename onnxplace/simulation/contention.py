@@ -13,7 +13,7 @@ from onnxplace.target import Shared, Target
 SETTLED, ROUNDS = 1e-4, 50
 
 
-def contended(graph: OpGraph, seconds: Floats, target: Target, device: Ints, order: Ints) -> Simulation:
+def simulate_with_contention(graph: OpGraph, seconds: Floats, target: Target, device: Ints, order: Ints) -> Simulation:
     """Simulate a step as `simulate` does, with what devices in `target.shared` do to each other.
 
     `seconds` [device, node] is what each node takes alone. While k others that share with its device are busy, a node

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.utils import kernel
+from onnxplace.utils import compiled_loop
 
 
-@kernel
+@compiled_loop
 def execute(
     order,
     device,
@@ -140,7 +140,7 @@ def execute(
     )
 
 
-@kernel
+@compiled_loop
 def live_spans(
     device,
     start,
@@ -218,7 +218,7 @@ def live_spans(
     return birth, death, birth_rank, death_rank, root
 
 
-@kernel
+@compiled_loop
 def device_peaks(events, where, change, device_count):
     """Most bytes alive at one time on each device, taking the changes in the order of `events`."""
     live = np.zeros(device_count, np.int64)

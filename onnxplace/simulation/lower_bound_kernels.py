@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.utils import kernel, part
+from onnxplace.utils import compiled_loop, compiled_part
 
 
-@part
+@compiled_part
 def _descending(keys, count, ranked):
     """Write the indices of the first `count` keys to `ranked`, largest key first, ties by index; a heap sort.
 
@@ -35,13 +35,13 @@ def _descending(keys, count, ranked):
         ranked[slot] = moved
 
 
-@part
+@compiled_part
 def _after(keys, one, other):
     """Whether `one` comes after `other` in descending order."""
     return keys[one] < keys[other] or (keys[one] == keys[other] and one > other)
 
 
-@part
+@compiled_part
 def _star(count, work, beyond, far, alone, queues, remote, by_remote, by_beyond, rank):
     """Least time from when a node is done to when the last of its `count` neighbours, and what lies beyond, is done.
 
@@ -91,7 +91,7 @@ def _star(count, work, beyond, far, alone, queues, remote, by_remote, by_beyond,
     return longest
 
 
-@kernel
+@compiled_loop
 def tails_of(order, producer, out_starts, outs, in_starts, ins, read_starts, readers, least, send, queues):
     """Seconds from the end of each node to the end of the step, at least."""
     count = len(order)
@@ -125,7 +125,7 @@ def tails_of(order, producer, out_starts, outs, in_starts, ins, read_starts, rea
     return tail
 
 
-@kernel
+@compiled_loop
 def heads_of(order, producer, out_starts, outs, in_starts, ins, read_starts, readers, least, send, queues):
     """Seconds before the start of each node, at least."""
     count = len(order)
@@ -157,7 +157,7 @@ def heads_of(order, producer, out_starts, outs, in_starts, ins, read_starts, rea
     return head
 
 
-@kernel
+@compiled_loop
 def best_threshold(by_tail, levels, head, tail, work, devices):
     """Largest head level + work / devices + tail over the nodes with at least that head and at least that tail."""
     best = 0.0
@@ -171,7 +171,7 @@ def best_threshold(by_tail, levels, head, tail, work, devices):
     return best
 
 
-@kernel
+@compiled_loop
 def connected(producer, in_starts, ins):
     """Whether all nodes hang together by values that one of them makes and another reads."""
     count = len(in_starts) - 1

@@ -40,7 +40,7 @@ class Reach:
         return float((self.head + self.least + self.tail).max(initial=0.0))
 
 
-def reach(graph: OpGraph, seconds: Floats, target: Target | None = None) -> Reach:
+def heads_and_tails(graph: OpGraph, seconds: Floats, target: Target | None = None) -> Reach:
     """Return heads and tails: longest paths, tightened where a node has several successors (or predecessors).
 
     Those either follow one after the other on the node's device, or wait for a transfer, for which they queue where
@@ -71,7 +71,7 @@ def lower_bound_seconds(
 ) -> float:
     """Return a time no placement can beat: the largest of several bounds, each cheap. O((N + E) log N).
 
-    - the longest way through one node (`reach`);
+    - the longest way through one node (`heads_and_tails`);
     - heads, work and tails: what starts after `a` and has `b` to come must share all devices in between; what is
       `pinned` to one device (device per group, -1 where free; `group` per node), or in one group, must share that one;
     - all work, spread over devices of different speed as well as a fractional placement can;
@@ -81,7 +81,7 @@ def lower_bound_seconds(
     """
     if not len(graph):
         return 0.0
-    around = reach(graph, seconds, target)
+    around = heads_and_tails(graph, seconds, target)
     bound = max(around.longest_seconds, _shared(around.least, around, len(seconds)))
     if (seconds != seconds[0]).any():
         bound = max(bound, _spread(seconds))

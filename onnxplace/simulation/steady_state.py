@@ -64,11 +64,11 @@ class Loads:
         return int(by_resource[what].argmax()), what
 
 
-def loads(graph: OpGraph, seconds: Floats, target: Target, device: Ints, count: Count = "max") -> Loads:
+def steady_state_loads(graph: OpGraph, seconds: Floats, target: Target, device: Ints, count: Count = "max") -> Loads:
     """Return the steady-state loads of a placement: `seconds` is [device, node], `device` per node. O(N + E)."""
     devices = len(target.devices)
     own_seconds = seconds[device, np.arange(len(graph))]
-    value, source, destination = crossings(graph, device, devices)
+    value, source, destination = list_transfers(graph, device, devices)
     latency, per_byte = target.link_arrays()
     took = latency[source, destination] + graph.value_bytes[value] * per_byte[source, destination]
     return Loads(
@@ -80,7 +80,7 @@ def loads(graph: OpGraph, seconds: Floats, target: Target, device: Ints, count: 
     )
 
 
-def simulated_loads(simulation: Simulation, target: Target) -> Loads:
+def loads_of_simulation(simulation: Simulation, target: Target) -> Loads:
     """Return the steady-state loads of a step that was simulated: what it computes and sends, if it repeats."""
     devices, sent = len(target.devices), simulation.transfers
     took = sent.finish_seconds - sent.start_seconds
@@ -93,7 +93,7 @@ def simulated_loads(simulation: Simulation, target: Target) -> Loads:
     )
 
 
-def crossings(graph: OpGraph, device: Ints, device_count: int) -> tuple[Ints, Ints, Ints]:
+def list_transfers(graph: OpGraph, device: Ints, device_count: int) -> tuple[Ints, Ints, Ints]:
     """Return what crosses between devices as parallel arrays: value, source, destination; each pair of them once."""
     value, reader = graph.readers.rows, graph.readers.items
     made = graph.producer[value] >= 0

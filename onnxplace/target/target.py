@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.errors import (
-    MOST_LISTED,
-    MOST_SHOWN,
+    MAX_LISTED,
+    MAX_SHOWN,
     InputError,
     TargetError,
     UsageError,
@@ -40,16 +40,16 @@ CUDA_LATENCY_SECONDS = 20e-6
 CUDA_BYTES_PER_SECOND = 12e9
 # Nodes in segments of their own take longer than in one session, which shares copies of weights, layouts and caches:
 # about this much per segment (docs/measurements.md). A call takes the rest, as `devices --calibrate` measures it.
-APART_SECONDS = 35e-6
+SEGMENT_OVERHEAD_SECONDS = 35e-6
 SEGMENT_SECONDS = 40e-6
 # What a request takes beyond that, on one device; and on several: workers are woken, and wake the caller.
 REQUEST_SECONDS, WAKING_SECONDS = 10e-6, 45e-6
 # Each pair of devices has its links.
-MOST_DEVICES = 256
+MAX_DEVICES = 256
 # Beyond these, sums of bytes over devices leave 64 bits, and times and rates lose their meaning.
-MOST_MEMORY_BYTES, MOST_CORES, MOST_INDEX = 1 << 60, 1 << 16, 10**6 - 1
-MOST_SECONDS, MOST_LATENCY_SECONDS, MOST_SLOWDOWN = 1e6, 1e12, 1e6
-LEAST_BYTES_PER_SECOND, MOST_BYTES_PER_SECOND = 1e-12, 1e18
+MAX_MEMORY_BYTES, MAX_CORES, MAX_INDEX = 1 << 60, 1 << 16, 10**6 - 1
+MAX_SECONDS, MAX_LATENCY_SECONDS, MAX_SLOWDOWN = 1e6, 1e12, 1e6
+MIN_BYTES_PER_SECOND, MAX_BYTES_PER_SECOND = 1e-12, 1e18
 
 
 def _require_number(record: object, name: str, where: str, least: float, most: float, whole: bool = False) -> None:
@@ -61,10 +61,10 @@ def _require_number(record: object, name: str, where: str, least: float, most: f
         raise TargetError("T008", f"{name} cannot be {shown(value)}", where=where, hint=hint)
 
 
-def require_few(count: int, where: str) -> None:
+def require_device_limit(count: int, where: str) -> None:
     """Raise TargetError for more devices than onnxplace takes."""
-    if count > MOST_DEVICES:
-        message = f"{counted(count, 'device')}, and there can be {MOST_DEVICES} at most"
+    if count > MAX_DEVICES:
+        message = f"{counted(count, 'device')}, and there can be {MAX_DEVICES} at most"
         hint = "each pair of devices has its links: name fewer"
         raise TargetError("T015", message, where=where, hint=hint)
 
@@ -90,10 +90,10 @@ class Device:
 
     def __post_init__(self) -> None:
         device_id(self.id, "a device")
-        _require_number(self, "memory_bytes", self.id, 0, MOST_MEMORY_BYTES, whole=True)
-        _require_number(self, "cores", self.id, 1, MOST_CORES, whole=True)
+        _require_number(self, "memory_bytes", self.id, 0, MAX_MEMORY_BYTES, whole=True)
+        _require_number(self, "cores", self.id, 1, MAX_CORES, whole=True)
         for name in ("segment_seconds", "input_seconds", "output_seconds"):
-            _require_number(self, name, self.id, 0, MOST_SECONDS)
+            _require_number(self, name, self.id, 0, MAX_SECONDS)
 
     @property
     def kind(self) -> str:
@@ -122,9 +122,9 @@ class Link:
 
     def __post_init__(self) -> None:
         where = f"link {self.source} -> {self.destination}"
-        _require_number(self, "latency_seconds", where, 0, MOST_LATENCY_SECONDS)
+        _require_number(self, "latency_seconds", where, 0, MAX_LATENCY_SECONDS)
         if self.bytes_per_second != math.inf:  # transfers that take no time
-            _require_number(self, "bytes_per_second", where, LEAST_BYTES_PER_SECOND, sys.float_info.max)
+            _require_number(self, "bytes_per_second", where, MIN_BYTES_PER_SECOND, sys.float_info.max)
 
 
 @dataclass(frozen=True)
@@ -143,10 +143,10 @@ class Shared:
     """What one of them alone reads from memory; 0 where nobody measured it."""
 
     def __post_init__(self) -> None:
-        where = f"shared {', '.join(map(str, self.devices[:MOST_LISTED]))}"
+        where = f"shared {', '.join(map(str, self.devices[:MAX_LISTED]))}"
         for name in ("memory_slowdown", "compute_slowdown"):
-            _require_number(self, name, where, 1, MOST_SLOWDOWN)
-        _require_number(self, "memory_bytes_per_second", where, 0, MOST_BYTES_PER_SECOND)
+            _require_number(self, name, where, 1, MAX_SLOWDOWN)
+        _require_number(self, "memory_bytes_per_second", where, 0, MAX_BYTES_PER_SECOND)
         if len(set(self.devices)) < max(len(self.devices), 2):
             raise TargetError("T008", "sharing takes two devices or more, each named once", where=where)
 
@@ -166,7 +166,7 @@ class Target:
     def __post_init__(self) -> None:
         if not self.devices:
             raise TargetError("T001", "the list of devices is empty", hint="name at least one, such as cpu:0")
-        require_few(len(self.devices), "target")
+        require_device_limit(len(self.devices), "target")
         position = {device.id: index for index, device in enumerate(self.devices)}
         if len(position) < len(self.devices):
             raise TargetError(
@@ -257,8 +257,8 @@ def device_id(text: str, where: str) -> str:
         hint = f"write {kind}:0 for the first one"
         raise TargetError("T005", f"device {text!r} has no index", where=where, hint=hint)
     index = index.lstrip("0") or "0"
-    if len(index) > len(str(MOST_INDEX)):
-        hint = f"the index is at most {MOST_INDEX}"
+    if len(index) > len(str(MAX_INDEX)):
+        hint = f"the index is at most {MAX_INDEX}"
         raise TargetError("T005", f"device {shown(text)} has too large an index", where=where, hint=hint)
     return f"{kind}:{index}"
 
@@ -271,7 +271,7 @@ def parse_device_ids(text: str | Sequence[str], where: str = "--devices") -> tup
     """
     items = text.split(",") if isinstance(text, str) else list(text)
     items = [item.strip() for item in items if item.strip()]
-    require_few(len(items), where)
+    require_device_limit(len(items), where)
     ids = tuple(device_id(item, where) for item in items)
     if not ids:
         raise TargetError("T001", "the list of devices is empty", where=where, hint="try --devices cpu:0,cpu:1")
@@ -305,12 +305,12 @@ def parse_bytes(text: str) -> int:
     1536
     """
     hint = "write it as 16GiB, 500MB or 1048576"
-    short = text if len(text) <= MOST_SHOWN else ""
+    short = text if len(text) <= MAX_SHOWN else ""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", short)
     if not match or match[2].lower() not in _UNITS:
         raise UsageError("U010", f"not an amount of memory: {shown(text)}", hint=hint)
     amount = float(match[1]) * _UNITS[match[2].lower()]
-    if amount > MOST_MEMORY_BYTES:
+    if amount > MAX_MEMORY_BYTES:
         raise UsageError("U010", f"no device has so much memory: {text!r}", hint=f"{hint}, up to 2**60 bytes")
     return int(amount)
 
@@ -379,7 +379,7 @@ def _records(data: Mapping[str, object], key: str, kind: type[R]) -> tuple[R, ..
     if not isinstance(entries, list):
         raise ValueError(f"{key!r} is no list; write [[{key}]]")
     if key == "devices":
-        require_few(len(entries), "")
+        require_device_limit(len(entries), "")
     known = [item.name for item in fields(kind) if item.init]  # type: ignore[arg-type]
     for entry in entries:
         for name, value in entry.items() if isinstance(entry, dict) else ():
@@ -394,7 +394,7 @@ def _records(data: Mapping[str, object], key: str, kind: type[R]) -> tuple[R, ..
         raise ValueError(f"{'.'.join(str(part) for part in (key, *first['loc']))}: {first['msg']}") from None
 
 
-def target_text(target: Target) -> str:
+def format_target(target: Target) -> str:
     """Return the text of a target file that `read_target` reads back equal."""
     lines = [f'link_model = "{target.link_model}"', ""]
     tables: tuple[tuple[str, tuple[Device | Link | Shared, ...]], ...] = (

@@ -28,7 +28,7 @@ from onnxplace.pipeline import build_pass, make_pass as named_pass, parse_pipeli
 from onnxplace.simulation import lower_bound_seconds, simulate
 from onnxplace.state import Pass, State
 from onnxplace.target import LINK_MODELS, Device, Link, LinkModel, Target
-from onnxplace.testing.runtime_contract import check_runtime, require
+from onnxplace.testing.runtime_contract import require
 
 # All random times are whole multiples of this, and so are their sums: exact in floating point, whatever the order.
 TICK_SECONDS = 2.0**-20
@@ -291,14 +291,3 @@ def _differing(one: Mapping[str, object], other: Mapping[str, object]) -> str:
     """Name the first few paths in which two descriptions differ; empty if there are none."""
     paths = [path for path in {**one, **other} if path not in one or path not in other or one[path] != other[path]]
     return ", ".join(path.lstrip(".") or "the kind of answer" for path in paths[:3])
-
-
-__all__ = [
-    "AMPLE_BYTES",
-    "TICK_SECONDS",
-    "check_pass",
-    "check_runtime",
-    "random_graph",
-    "random_state",
-    "random_target",
-]

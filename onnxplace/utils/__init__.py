@@ -1,4 +1,4 @@
-"""What every other part may need: files, leases, compiled loops, other processes, guarded callbacks."""
+"""What every other compiled_part may need: files, leases, compiled loops, other processes, guarded callbacks."""
 
 from typing import TYPE_CHECKING
 
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
         call_guarded as call_guarded,
         start_thread as start_thread,
     )
-    from onnxplace.utils.docstrings import field_docs as field_docs
+    from onnxplace.utils.docstrings import read_field_docs as read_field_docs
     from onnxplace.utils.files import (
-        cannot_write as cannot_write,
+        cannot_write_error as cannot_write_error,
         disk_error as disk_error,
         is_full as is_full,
         open_input as open_input,
@@ -25,33 +25,38 @@ if TYPE_CHECKING:
         require_place as require_place,
         write_file as write_file,
     )
-    from onnxplace.utils.jit import clock as clock, kernel as kernel, on_compiling as on_compiling, part as part
+    from onnxplace.utils.jit import (
+        budget_clock as budget_clock,
+        compiled_loop as compiled_loop,
+        compiled_part as compiled_part,
+        on_compiling as on_compiling,
+    )
     from onnxplace.utils.leases import (
-        OCCUPIED as OCCUPIED,
-        OLD as OLD,
+        OCCUPIED_ERRORS as OCCUPIED_ERRORS,
+        OLD_SUFFIX as OLD_SUFFIX,
         Lease as Lease,
-        leased as leased,
-        moved_aside as moved_aside,
-        sweep as sweep,
+        find_moved_aside as find_moved_aside,
+        hold_lease as hold_lease,
+        sweep_leftovers as sweep_leftovers,
         temporary_folder as temporary_folder,
     )
-    from onnxplace.utils.name_patterns import match_names as match_names, star_fits as star_fits
-    from onnxplace.utils.renames import exchange as exchange, rename_new as rename_new
-    from onnxplace.utils.subprocesses import in_child as in_child
+    from onnxplace.utils.name_patterns import match_names as match_names, match_stars as match_stars
+    from onnxplace.utils.renames import exchange_names as exchange_names, rename_new as rename_new
+    from onnxplace.utils.subprocesses import run_in_child as run_in_child
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "callbacks": "Callbacks call_guarded start_thread",
-        "docstrings": "field_docs",
+        "docstrings": "read_field_docs",
         "files": (
-            "cannot_write disk_error is_full open_input parse_json path_text read_bytes read_json read_text "
+            "cannot_write_error disk_error is_full open_input parse_json path_text read_bytes read_json read_text "
             "require_name require_place write_file"
         ),
-        "jit": "clock kernel on_compiling part",
-        "leases": "Lease OCCUPIED OLD leased moved_aside sweep temporary_folder",
-        "name_patterns": "match_names star_fits",
-        "renames": "exchange rename_new",
-        "subprocesses": "in_child",
+        "jit": "budget_clock compiled_loop compiled_part on_compiling",
+        "leases": ("Lease OCCUPIED_ERRORS OLD_SUFFIX find_moved_aside hold_lease sweep_leftovers temporary_folder"),
+        "name_patterns": "match_names match_stars",
+        "renames": "exchange_names rename_new",
+        "subprocesses": "run_in_child",
     },
 )

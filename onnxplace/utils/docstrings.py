@@ -8,7 +8,7 @@ import textwrap
 from itertools import pairwise
 
 
-def field_docs(kind: type) -> dict[str, str]:
+def read_field_docs(kind: type) -> dict[str, str]:
     """Return the string that follows each field of a class or of those it derives from; reads their source."""
     found: dict[str, str] = {}
     for each in reversed(kind.__mro__):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from onnxplace.errors import ExecutionError, InputError, OnnxplaceError, UsageError
-from onnxplace.utils.leases import leased
+from onnxplace.utils.leases import hold_lease
 
 # A cost file of a million nodes has about as much. Models, weights and arrays are read by other means.
 MAX_TEXT_BYTES = 256 << 20
@@ -55,7 +55,7 @@ def disk_error(problem: OSError, where: str) -> OnnxplaceError:
     )
 
 
-def cannot_write(problem: OSError | ValueError | str, path: Path) -> UsageError:
+def cannot_write_error(problem: OSError | ValueError | str, path: Path) -> UsageError:
     """Return the error for a place that the user chose and where nothing can be written."""
     reason = (problem.strerror or problem) if isinstance(problem, OSError) else problem
     return UsageError("U032", f"cannot write there: {reason}", where=path_text(path), hint="choose another place")
@@ -64,11 +64,11 @@ def cannot_write(problem: OSError | ValueError | str, path: Path) -> UsageError:
 def require_name(path: Path) -> None:
     """Raise UsageError unless a path can be written to a manifest and handed to ONNX Runtime."""
     if "\0" in os.fspath(path):
-        raise cannot_write("embedded null byte", path)
+        raise cannot_write_error("embedded null byte", path)
     try:
         os.fspath(path).encode()
     except UnicodeEncodeError:
-        raise cannot_write("expected a name in UTF-8", path) from None
+        raise cannot_write_error("expected a name in UTF-8", path) from None
 
 
 def require_place(path: Path, *inputs: Path) -> None:
@@ -81,7 +81,7 @@ def require_place(path: Path, *inputs: Path) -> None:
         for other in inputs:
             inside = other.is_dir() and path.resolve().is_relative_to(other.resolve())
             if inside or (path.exists() and other.exists() and path.samefile(other)):
-                raise cannot_write(f"it is {'in ' if inside else ''}{path_text(other)}, which is read", path)
+                raise cannot_write_error(f"it is {'in ' if inside else ''}{path_text(other)}, which is read", path)
         about = path.stat() if path.exists() else None
         folder = path.absolute().parent
         if about is not None and stat.S_ISDIR(about.st_mode):
@@ -95,8 +95,8 @@ def require_place(path: Path, *inputs: Path) -> None:
         else:
             return
     except OSError as problem:
-        raise cannot_write(problem, path) from None
-    raise cannot_write(reason, path)
+        raise cannot_write_error(problem, path) from None
+    raise cannot_write_error(reason, path)
 
 
 def write_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
@@ -112,14 +112,14 @@ def write_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
                 _fill(stream, fill)
             return
     except OSError as problem:
-        raise cannot_write(problem, path) from None
+        raise cannot_write_error(problem, path) from None
     try:
-        with leased(path.parent) as lease:
+        with hold_lease(path.parent) as lease:
             with lease.path.open("wb") as stream:
                 fill(stream)
             lease.path.replace(path)
     except OSError as problem:
-        raise disk_error(problem, path_text(path)) if is_full(problem) else cannot_write(problem, path) from None
+        raise disk_error(problem, path_text(path)) if is_full(problem) else cannot_write_error(problem, path) from None
 
 
 def read_json(path: str | Path, code: str, what: str) -> Any:

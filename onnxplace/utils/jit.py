@@ -13,7 +13,7 @@ from numba.core.caching import FunctionCache
 from numba.core.event import Event, Listener, register
 
 
-def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_loop(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile `function` on first use and keep the machine code on disk, where there is a place for it."""
     compiled: Any = numba.njit(nogil=True)(function)
     with suppress(RuntimeError):  # neither the package's folder nor the user's cache can be written
@@ -24,7 +24,7 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 # For kernels that only kernels call, with which they are kept: without wrappers for Python, and without files of
 # their own, they compile in half the time.
 _BARE: dict[str, Any] = {"nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-part = numba.njit(**_BARE)
+compiled_part = numba.njit(**_BARE)
 
 
 class _Cache(FunctionCache):
@@ -90,7 +90,7 @@ _compiling = _Compiling()
 register("numba:compile", _compiling)  # type: ignore[no-untyped-call]
 
 
-def clock() -> float:
+def budget_clock() -> float:
     """Return the seconds of a clock that stands still while kernels are compiled, for budgets and times of passes."""
     return time.perf_counter() - _compiling.seconds
 

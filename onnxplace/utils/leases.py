@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NAME = re.compile(r"\.onnxplace-[0-9a-f]{16}")
-OLD = "old"
+OLD_SUFFIX = "old"
 # How systems say that a folder cannot be renamed to where something is; an empty folder is replaced.
-OCCUPIED = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+OCCUPIED_ERRORS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 # What the lease of a folder says while that folder is moved in several steps; the name follows, as JSON.
 _JOURNAL = b"onnxplace moves to "
 # Names are longer nowhere, even with each character escaped.
@@ -72,7 +72,7 @@ class Swept:
 
 
 @contextmanager
-def leased(folder: Path) -> Iterator[Lease]:
+def hold_lease(folder: Path) -> Iterator[Lease]:
     """Hold a lease in a folder; whatever has its name at the end is removed. Raises OSError."""
     lease = _create(folder)
     try:
@@ -91,11 +91,11 @@ def leased(folder: Path) -> Iterator[Lease]:
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
     """Give a folder for temporary files, which is removed at the end. Raises OSError."""
-    with leased(Path(tempfile.gettempdir())) as lease, lease.temporary_folder() as name:
+    with hold_lease(Path(tempfile.gettempdir())) as lease, lease.temporary_folder() as name:
         yield Path(name)
 
 
-def sweep(folder: Path) -> list[Swept]:
+def sweep_leftovers(folder: Path) -> list[Swept]:
     """Remove what processes that ended left in a folder; a folder that one of them had moved aside is put back."""
     swept: list[Swept] = []
     with suppress(OSError):
@@ -107,11 +107,11 @@ def sweep(folder: Path) -> list[Swept]:
     return swept
 
 
-def moved_aside(path: Path) -> Path | None:
+def find_moved_aside(path: Path) -> Path | None:
     """Return where the folder is that belongs at `path`, if a process was ended while it was moved."""
     with suppress(OSError), os.scandir(path.parent) as entries:
         for entry in entries:
-            old = path.with_name(f"{entry.name}.{OLD}")
+            old = path.with_name(f"{entry.name}.{OLD_SUFFIX}")
             if NAME.fullmatch(entry.name) and old.is_dir() and _journal(Path(entry.path)) == path.name:
                 return old
     return None
@@ -182,7 +182,7 @@ def _put_back(path: Path) -> list[Swept]:
     """Put back the folder that the process of a lease had moved aside, unless another is in its place."""
     if (name := _journal(path)) is None:
         return []
-    old, place = path.with_name(f"{path.name}.{OLD}"), path.with_name(name)
+    old, place = path.with_name(f"{path.name}.{OLD_SUFFIX}"), path.with_name(name)
     if not _is_own_folder(old):  # nothing was moved, or what is there is none of ours: a lease may come from anybody
         with suppress(OSError):  # the process claimed the place with an empty folder; one that holds anything stays
             place.rmdir()
@@ -193,7 +193,7 @@ def _put_back(path: Path) -> list[Swept]:
     try:
         old.rename(place)
     except OSError as problem:
-        if problem.errno in OCCUPIED:  # by the new one
+        if problem.errno in OCCUPIED_ERRORS:  # by the new one
             return []
         raise
     return [Swept(place, restored=True)]

@@ -111,7 +111,7 @@ def _match_in_child(patterns: Sequence[str], names: Sequence[str], where: str) -
     return dict(zip(patterns, done))
 
 
-def star_fits(left: str, right: str, first: str, second: str) -> list[str] | None:
+def match_stars(left: str, right: str, first: str, second: str) -> list[str] | None:
     """Return what the stars of two patterns stand for in two texts, the same in both; None if they do not fit.
 
     Linear in the length of the text, times stars and the length of what is between them.

@@ -27,7 +27,7 @@ def rename_new(source: Path, destination: Path) -> bool:
     return _renameat2(source, destination, RENAME_NOREPLACE)
 
 
-def exchange(first: Path, second: Path) -> bool:
+def exchange_names(first: Path, second: Path) -> bool:
     """Let two names change places at one stroke; raises FileNotFoundError if one of them is missing.
 
     Returns False, with nothing changed, where the system has no such call.

@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import TypeVar
 
 from onnxplace.errors import ExecutionError, OnnxplaceError
-from onnxplace.utils.leases import leased
+from onnxplace.utils.leases import hold_lease
 
 Job = TypeVar("Job")
 Answer = TypeVar("Answer")
 
 
-def in_child(work: Callable[[Job], Answer], job: Job, what: str, where: str, **environment: str) -> Answer:
+def run_in_child(work: Callable[[Job], Answer], job: Job, what: str, where: str, **environment: str) -> Answer:
     """Return `work(job)` as computed in a fresh process; `work` is a function of a module, and `job` can be pickled.
 
     Raises whatever OnnxplaceError `work` raises; else, where the process fails, ExecutionError at `where`, saying that
     `what` failed and what the process said last.
     """
-    with leased(Path(tempfile.gettempdir())) as lease, lease.temporary_folder() as folder:
+    with hold_lease(Path(tempfile.gettempdir())) as lease, lease.temporary_folder() as folder:
         asked, answer_at = Path(folder) / "job", Path(folder) / "answer"
         asked.write_bytes(pickle.dumps((work, job)))
         # -P: files in the current folder are no modules of ours.

@@ -17,20 +17,20 @@ from onnxplace.facts import Profile, Quality, Source
 from onnxplace.graph import Floats
 from onnxplace.model import Model, op_graph, static_shapes, value_bytes
 from onnxplace.passes.cost_files.csv_table import FORMAT, VERSION, entries, read_table, require_version
-from onnxplace.passes.profiling import MOST_ALL_BYTES, MOST_BYTES, MOST_FIGURE, MOST_WHOLE_SECONDS, fingerprints
-from onnxplace.target import MOST_SECONDS, Target
+from onnxplace.passes.profiling import MAX_ALL_BYTES, MAX_BYTES, MAX_FIGURE, MAX_WHOLE_SECONDS, fingerprints
+from onnxplace.target import MAX_SECONDS, Target
 from onnxplace.utils import read_json
 
 Entry = Mapping[str, Any]
 
-_OF_BYTES = f"it must be a whole number of bytes, from 0 to {MOST_BYTES}"
+_OF_BYTES = f"it must be a whole number of bytes, from 0 to {MAX_BYTES}"
 _OF_SECONDS = "it must be a number of seconds, not negative"
 # What a file may say of where a time comes from. It was not measured by this process.
 _SOURCES = {"measured": Source.GIVEN, "given": Source.GIVEN, "estimated": Source.ESTIMATED, "known": Source.KNOWN}
 _FORM = 'it is written like {"unit": 0, "seconds": {"cpu/1": 1e-5}}'
 
 
-def costs_text(profile: Profile) -> str:
+def format_costs(profile: Profile) -> str:
     """Return a profile in the form of a cost file: JSON, one line per node."""
     graph = profile.graph
     lines = ",\n".join(
@@ -71,7 +71,7 @@ def read_costs(path: str | Path, model: Model, target: Target) -> tuple[Profile,
         MappingProxyType(seconds),
         MappingProxyType(sources),
         unit.astype(np.int32),
-        MappingProxyType(_amounts(data, "whole_seconds", path, MOST_WHOLE_SECONDS, f"{_OF_SECONDS}, up to 1e9")),
+        MappingProxyType(_amounts(data, "whole_seconds", path, MAX_WHOLE_SECONDS, f"{_OF_SECONDS}, up to 1e9")),
         spread=MappingProxyType({kind: around for kind, around in spread.items() if around is not None}),
         quality=MappingProxyType(_quality(data, path)),
         prints=prints,
@@ -154,7 +154,7 @@ def _seconds(entry: Entry, kind: str, path: str | Path, name: str) -> float:
 
 
 def _time(value: Any, what: str, path: str | Path) -> float:
-    if not _is_amount(value, MOST_SECONDS):
+    if not _is_amount(value, MAX_SECONDS):
         hint = f"{_OF_SECONDS}, up to 1e6"
         raise InputError("C014", f"{what} is {shown(value)}, not a time", where=str(path), hint=hint)
     return float(value)
@@ -190,7 +190,7 @@ def _quality(data: Mapping[str, Any], path: str | Path) -> dict[str, Quality]:
     try:
         found = {kind: Quality(**told) for kind, told in data.get("measured", {}).items()}
         figures = [figure for quality in found.values() for figure in vars(quality).values()]
-        if not all(_is_amount(figure, MOST_FIGURE) for figure in figures):
+        if not all(_is_amount(figure, MAX_FIGURE) for figure in figures):
             raise TypeError("a figure is no number, negative or too large")
     except (AttributeError, TypeError) as problem:
         message = f"what it says under 'measured' makes no sense: {problem}"
@@ -200,12 +200,12 @@ def _quality(data: Mapping[str, Any], path: str | Path) -> dict[str, Quality]:
 
 def _bytes(data: Mapping[str, Any], key: str, path: str | Path) -> dict[str, int]:
     """Return a table of bytes by name; raises InputError naming the entry that is no whole number of them."""
-    amounts = _amounts(data, key, path, MOST_BYTES, _OF_BYTES)
+    amounts = _amounts(data, key, path, MAX_BYTES, _OF_BYTES)
     for name, amount in amounts.items():
         if amount != int(amount):
             raise InputError("C014", f"{key} of {shown(name)} is {shown(amount)}", where=str(path), hint=_OF_BYTES)
-    if (total := sum(amounts.values())) > MOST_ALL_BYTES:
-        message, hint = f"{key} add up to {total:.3g}", f"at most {MOST_ALL_BYTES} bytes, all together"
+    if (total := sum(amounts.values())) > MAX_ALL_BYTES:
+        message, hint = f"{key} add up to {total:.3g}", f"at most {MAX_ALL_BYTES} bytes, all together"
         raise InputError("C014", message, where=str(path), hint=hint)
     return {name: int(amount) for name, amount in amounts.items()}
 

@@ -38,7 +38,7 @@ def entries(profile: Profile) -> Iterator[dict[str, Any]]:
         yield entry
 
 
-def costs_table(profile: Profile, model: Model) -> str:
+def format_costs_csv(profile: Profile, model: Model) -> str:
     """Return a profile as CSV: a row per node; sizes are those of its outputs, in order, and `-` if unknown."""
     kinds = list(profile.seconds)
     sizes = dict(zip(profile.graph.value_names, profile.graph.value_bytes.tolist()))

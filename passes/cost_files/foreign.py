@@ -27,7 +27,7 @@ MOST = 1 << 50
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedCosts:
     """What a cost file of another program tells of a model."""
 
     workspace_bytes: Longs | None = None
@@ -41,7 +41,7 @@ class Imported:
     notes: tuple[Diagnostic, ...] = ()
 
 
-def is_foreign(path: str | Path) -> bool:
+def is_foreign_file(path: str | Path) -> bool:
     """Return whether a file begins as one of another program does; False if it cannot be read, or only once."""
     if not os.path.isfile(path):  # a pipe, say
         return False
@@ -59,7 +59,7 @@ def _first_cell(line: str) -> str:
 
 def read_foreign(
     path: str | Path, model: Model, shapes: Mapping[str, Sequence[int]], sizes: Mapping[str, int]
-) -> Imported:
+) -> ImportedCosts:
     """Read what a file of another program says of a model whose shapes and sizes of values are known so far.
 
     Raises InputError naming the line that is wrong, ModelError if nothing in it is in the model.
@@ -70,7 +70,9 @@ def read_foreign(
     return _module_work(_module_rows(lines, path), path, model, shapes, sizes)
 
 
-def _node_memory(rows: Mapping[str, NodeBytes], path: str | Path, model: Model, sizes: Mapping[str, int]) -> Imported:
+def _node_memory(
+    rows: Mapping[str, NodeBytes], path: str | Path, model: Model, sizes: Mapping[str, int]
+) -> ImportedCosts:
     nodes = matched_nodes(rows, model)
     _require_some(nodes, rows, "node", path)
     workspace, found = workspaces(rows, nodes, len(model.nodes)), unknown_sizes(rows, nodes, model, sizes)
@@ -88,7 +90,7 @@ def _node_memory(rows: Mapping[str, NodeBytes], path: str | Path, model: Model, 
             f"their workspace is at most {largest} bytes"
         )
         notes.append(Diagnostic("C008", message, where=str(path)))
-    return Imported(workspace, found, notes=tuple(notes))
+    return ImportedCosts(workspace, found, notes=tuple(notes))
 
 
 def _module_work(
@@ -97,7 +99,7 @@ def _module_work(
     model: Model,
     shapes: Mapping[str, Sequence[int]],
     sizes: Mapping[str, int],
-) -> Imported:
+) -> ImportedCosts:
     work = module_work(rows, model, shapes, sizes)
     _require_some(work.modules, rows, "module", path)
     message = (
@@ -105,7 +107,7 @@ def _module_work(
         "file: their times are estimated from its operations and bytes, those of the other nodes from the model's"
     )
     note = Diagnostic("C007", message, where=str(path))
-    return Imported(work=work, instead="the cost file holds work, no times", notes=(note,))
+    return ImportedCosts(work=work, instead="the cost file holds work, no times", notes=(note,))
 
 
 def _require_some(found: Sized, rows: Mapping[str, object], what: str, path: str | Path) -> None:

@@ -17,7 +17,7 @@ from onnx import NodeProto
 
 from onnxplace.graph import Floats, Ints
 from onnxplace.model import Model, subgraphs, tensor_size
-from onnxplace.passes.profiling import PEAKS, Peaks, bytes_moved, operations
+from onnxplace.passes.profiling import TYPICAL_PEAKS, PeakRates, bytes_moved, operations
 from onnxplace.target import Device
 
 Shapes = Mapping[str, Sequence[int]]
@@ -48,9 +48,9 @@ class ModuleWork:
     moved_bytes: Floats
     """Per node in `nodes`: activations by the model, parameters by the file."""
 
-    def seconds(self, device: Device, peaks: Peaks | None) -> Floats:
+    def seconds(self, device: Device, peaks: PeakRates | None) -> Floats:
         """Return the time of each of `nodes` on a device (a roofline); `peaks` are of one core, assumed if None."""
-        best = peaks or PEAKS[device.kind]
+        best = peaks or TYPICAL_PEAKS[device.kind]
         rate = best.operations_per_second * (device.cores if device.kind == "cpu" else 1)
         return np.maximum(self.operations / rate, self.moved_bytes / best.bytes_per_second) + best.kernel_seconds
 

@@ -5,42 +5,50 @@ from typing import TYPE_CHECKING
 from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
-    from onnxplace.passes.profiling.cached_measurements import keep as keep, key as key, recall as recall
+    from onnxplace.passes.profiling.cached_measurements import (
+        measurement_key as measurement_key,
+        recall_measurement as recall_measurement,
+        store_measurement as store_measurement,
+    )
     from onnxplace.passes.profiling.chunks import (
-        cut as cut,
-        measure_pieces as measure_pieces,
-        needed_bytes as needed_bytes,
+        cut_into_chunks as cut_into_chunks,
+        measure_chunks as measure_chunks,
+        session_bytes as session_bytes,
     )
     from onnxplace.passes.profiling.node_work import bytes_moved as bytes_moved, operations as operations
     from onnxplace.passes.profiling.plausible import (
-        MOST_ALL_BYTES as MOST_ALL_BYTES,
-        MOST_BYTES as MOST_BYTES,
-        MOST_FIGURE as MOST_FIGURE,
-        MOST_WHOLE_SECONDS as MOST_WHOLE_SECONDS,
+        MAX_ALL_BYTES as MAX_ALL_BYTES,
+        MAX_BYTES as MAX_BYTES,
+        MAX_FIGURE as MAX_FIGURE,
+        MAX_WHOLE_SECONDS as MAX_WHOLE_SECONDS,
     )
     from onnxplace.passes.profiling.repeated_layers import (
+        find_repeats as find_repeats,
         fingerprints as fingerprints,
         node_kinds as node_kinds,
-        pooled as pooled,
-        repeats as repeats,
+        pool_by_kind as pool_by_kind,
     )
     from onnxplace.passes.profiling.roofline import (
-        PEAKS as PEAKS,
-        Peaks as Peaks,
-        estimate as estimate,
-        measured_peaks as measured_peaks,
+        TYPICAL_PEAKS as TYPICAL_PEAKS,
+        PeakRates as PeakRates,
+        estimate_seconds as estimate_seconds,
+        measure_peaks as measure_peaks,
     )
-    from onnxplace.passes.profiling.timer import Feeds as Feeds, Measurement as Measurement, Timer as Timer
+    from onnxplace.passes.profiling.timer import (
+        Feeds as Feeds,
+        Measurement as Measurement,
+        MeasurementOptions as MeasurementOptions,
+    )
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "cached_measurements": "keep key recall",
-        "chunks": "cut measure_pieces needed_bytes",
+        "cached_measurements": "measurement_key recall_measurement store_measurement",
+        "chunks": "cut_into_chunks measure_chunks session_bytes",
         "node_work": "bytes_moved operations",
-        "plausible": "MOST_ALL_BYTES MOST_BYTES MOST_FIGURE MOST_WHOLE_SECONDS",
-        "repeated_layers": "fingerprints node_kinds pooled repeats",
-        "roofline": "PEAKS Peaks estimate measured_peaks",
-        "timer": "Feeds Measurement Timer",
+        "plausible": "MAX_ALL_BYTES MAX_BYTES MAX_FIGURE MAX_WHOLE_SECONDS",
+        "repeated_layers": "find_repeats fingerprints node_kinds pool_by_kind",
+        "roofline": "PeakRates TYPICAL_PEAKS estimate_seconds measure_peaks",
+        "timer": "Feeds Measurement MeasurementOptions",
     },
 )

@@ -12,16 +12,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from onnxplace.errors import Diagnostic
 from onnxplace.facts import Quality
 from onnxplace.graph import OpGraph
-from onnxplace.machine import measurement_cache, onnxruntime, operator_libraries
+from onnxplace.machine import import_onnxruntime, measurement_cache, operator_libraries
 from onnxplace.model import Model
-from onnxplace.passes.profiling.plausible import MOST_ALL_BYTES, MOST_BYTES, MOST_FIGURE, MOST_WHOLE_SECONDS
+from onnxplace.passes.profiling.plausible import MAX_ALL_BYTES, MAX_BYTES, MAX_FIGURE, MAX_WHOLE_SECONDS
 from onnxplace.passes.profiling.repeated_layers import held_integers
 from onnxplace.passes.profiling.timer import Measurement
-from onnxplace.target import MOST_SECONDS, Device
+from onnxplace.target import MAX_SECONDS, Device
 
 _LISTS = ("seconds", "spread", "unit", "ran")
-_Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS, allow_inf_nan=False)]
-_Figure = Annotated[int, Field(ge=0, le=MOST_FIGURE)] | Annotated[float, Field(ge=0, le=MOST_FIGURE)]
+_Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
+_Figure = Annotated[int, Field(ge=0, le=MAX_FIGURE)] | Annotated[float, Field(ge=0, le=MAX_FIGURE)]
 
 
 class _Entry(BaseModel):
@@ -33,13 +33,13 @@ class _Entry(BaseModel):
     spread: list[_Seconds]
     unit: list[Annotated[int, Field(ge=0)]]
     ran: list[bool]
-    whole_seconds: Annotated[float, Field(ge=0, le=MOST_WHOLE_SECONDS)] | None
-    value_bytes: dict[str, Annotated[int, Field(ge=0, le=MOST_BYTES)]]
+    whole_seconds: Annotated[float, Field(ge=0, le=MAX_WHOLE_SECONDS)] | None
+    value_bytes: dict[str, Annotated[int, Field(ge=0, le=MAX_BYTES)]]
     quality: dict[str, _Figure] | None
     notes: list[dict[str, str]]
 
 
-def key(
+def measurement_key(
     model: Model,
     graph: OpGraph,
     prints: Sequence[str],
@@ -55,7 +55,7 @@ def key(
     held = (held_integers(tensor) for tensor in model.initializers.values())
     return measurement_cache.key(
         [
-            *(device.cost_class, hardware, onnxruntime().__version__),
+            *(device.cost_class, hardware, import_onnxruntime().__version__),
             *map(repr, how),
             *prints,
             *held,
@@ -70,7 +70,7 @@ def key(
     )
 
 
-def recall(name: str, nodes: int) -> tuple[Measurement, list[Diagnostic]] | None:
+def recall_measurement(name: str, nodes: int) -> tuple[Measurement, list[Diagnostic]] | None:
     """Return what is kept under a key for a model of so many nodes, with what was said then; None if nothing is.
 
     Raises ValueError, saying what, if it is damaged; then it is removed.
@@ -90,7 +90,7 @@ def recall(name: str, nodes: int) -> tuple[Measurement, list[Diagnostic]] | None
         raise measurement_cache.damaged(name, str(problem)) from None
     if any(len(getattr(entry, item)) != nodes for item in _LISTS) or max(entry.unit, default=0) >= max(nodes, 1):
         raise measurement_cache.damaged(name, "it does not hold a time per node")
-    if sum(entry.value_bytes.values()) > MOST_ALL_BYTES:
+    if sum(entry.value_bytes.values()) > MAX_ALL_BYTES:
         raise measurement_cache.damaged(name, "its values have more bytes than there can be")
     measurement = Measurement(
         seconds=np.array(entry.seconds, dtype=np.float64),
@@ -105,7 +105,7 @@ def recall(name: str, nodes: int) -> tuple[Measurement, list[Diagnostic]] | None
     return measurement, notes
 
 
-def keep(name: str, found: Measurement, notes: Sequence[Diagnostic]) -> None:
+def store_measurement(name: str, found: Measurement, notes: Sequence[Diagnostic]) -> None:
     """Keep a measurement of all nodes under a key; raises ValueError, saying why, if that cannot be."""
     if not found.measured.all():
         return

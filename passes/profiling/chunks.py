@@ -16,7 +16,7 @@ from onnxplace.facts import Repeat
 from onnxplace.graph import Csr, Ints, OpGraph
 from onnxplace.model import Model
 from onnxplace.passes.profiling.repeated_layers import wiring
-from onnxplace.passes.profiling.timer import Measurement, Timer
+from onnxplace.passes.profiling.timer import Measurement, MeasurementOptions
 
 Values = dict[str, Any]
 
@@ -24,7 +24,7 @@ Values = dict[str, Any]
 BEYOND_CACHES_BYTES = 256 << 20
 
 
-def needed_bytes(graph: OpGraph) -> int:
+def session_bytes(graph: OpGraph) -> int:
     """Return the memory that one session of the whole model needs: weights, inputs, and values at their peak."""
     if not len(graph):
         return 0
@@ -33,7 +33,7 @@ def needed_bytes(graph: OpGraph) -> int:
     return graph.total_weight_bytes + int(peak.max()) + int(graph.value_bytes[kept].sum())
 
 
-def cut(graph: OpGraph, repeats: Iterable[Repeat], limit_bytes: int) -> list[range]:
+def cut_into_chunks(graph: OpGraph, repeats: Iterable[Repeat], limit_bytes: int) -> list[range]:
     """Return consecutive stretches of nodes whose weights and values, all held at once, are within the limit.
 
     Repeated layers, as many as hold enough to be measured fairly, are stretches of their own; so is a node that does
@@ -90,13 +90,13 @@ class _Found:
     """What it made, by position of the node in the piece and of the output at the node."""
 
 
-def measure_pieces(
+def measure_chunks(
     model: Model,
     graph: OpGraph,
     kinds: Ints,
     pieces: Sequence[range],
     feeds: Mapping[str, Any],
-    timer: Timer,
+    timer: MeasurementOptions,
 ) -> Measurement:
     """Measure piece by piece, each fed with what those before it made.
 
@@ -163,7 +163,7 @@ def _leaving(model: Model, graph: OpGraph, piece: range) -> dict[str, tuple[int,
 
 
 def _run(
-    model: Model, piece: range, names: Mapping[str, tuple[int, int]], values: Values, timer: Timer
+    model: Model, piece: range, names: Mapping[str, tuple[int, int]], values: Values, timer: MeasurementOptions
 ) -> _Found | None:
     """Measure a piece; None if it cannot be run with what there is."""
     nodes = model.nodes[piece.start : piece.stop]

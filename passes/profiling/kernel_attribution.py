@@ -23,9 +23,9 @@ from onnxplace.model import Model
 _TOKEN, _BLOCKED = re.compile(r"_token_\d+$"), re.compile(r"_nchwc$")
 _LAYOUT = ("ReorderInput", "ReorderOutput", "Transpose")
 # More than the profiler adds to the time of a kernel (2.5 us measured); what exceeds it is something else.
-MOST_OVERHEAD_SECONDS = 5e-6
+MAX_OVERHEAD_SECONDS = 5e-6
 # A kernel keeps this share of its time at least when overhead is taken off.
-LEAST_SHARE = 0.1
+MIN_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -167,11 +167,11 @@ def without_overhead(seconds: Floats, whole_seconds: float) -> tuple[Floats, flo
     excess = float(seconds.sum()) - whole_seconds
     added = 0.0
     if excess > 0:
-        low, high = 0.0, MOST_OVERHEAD_SECONDS
+        low, high = 0.0, MAX_OVERHEAD_SECONDS
         for _ in range(50):
             added = (low + high) / 2
-            much = float(np.minimum(added, (1 - LEAST_SHARE) * seconds).sum()) > excess
+            much = float(np.minimum(added, (1 - MIN_SHARE) * seconds).sum()) > excess
             low, high = (low, added) if much else (added, high)
-    left = seconds - np.minimum(added, (1 - LEAST_SHARE) * seconds)
+    left = seconds - np.minimum(added, (1 - MIN_SHARE) * seconds)
     total = float(left.sum())
     return (left * (whole_seconds / total) if total > 0 else left), added

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 # Sums of such amounts are still 64-bit integers.
-MOST_BYTES = 1 << 50
-MOST_ALL_BYTES = 1 << 60
-MOST_WHOLE_SECONDS = 1e9
+MAX_BYTES = 1 << 50
+MAX_ALL_BYTES = 1 << 60
+MAX_WHOLE_SECONDS = 1e9
 # Figures of how sure a measurement is: iterations, runs, spread.
-MOST_FIGURE = 1e15
+MAX_FIGURE = 1e15

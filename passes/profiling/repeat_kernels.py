@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.utils import kernel, part
+from onnxplace.utils import compiled_loop, compiled_part
 
 
-@part
+@compiled_part
 def common_after(names, i, j):
     """Return how many items are equal from `i` and from `j` on."""
     length, same = names.shape[1], 0
@@ -25,7 +25,7 @@ def common_after(names, i, j):
     return same
 
 
-@part
+@compiled_part
 def common_before(names, i, j):
     """Return how many items are equal before `i` and before `j`."""
     same = 0
@@ -36,7 +36,7 @@ def common_before(names, i, j):
     return same
 
 
-@kernel
+@compiled_loop
 def runs(names):
     """Return start, end and smallest period of every maximal repetition of at least twice its period.
 

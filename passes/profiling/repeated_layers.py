@@ -20,7 +20,7 @@ Shapes = Mapping[str, Sequence[int]]
 AXES_OF = ("Reduce", "CumSum", "DFT")
 TOLD_APART_BYTES = 256
 # Fewer nodes than this, in all but the first of equal layers, are no structure worth speaking of.
-LEAST_NODES = 8
+MIN_NODES = 8
 
 
 def node_kinds(model: Model, shapes: Shapes) -> Ints:
@@ -123,7 +123,7 @@ def _body(graph: GraphProto, known: dict[str, int]) -> Hashable:
     return inputs, weights, tuple(nodes), tuple(number(v.name) for v in graph.output)
 
 
-def repeats(kinds: Ints, graph: OpGraph) -> tuple[Repeat, ...]:
+def find_repeats(kinds: Ints, graph: OpGraph) -> tuple[Repeat, ...]:
     """Return stretches of nodes, in the model's order, that are equal layers one after the other; none overlap.
 
     Layers are equal if their nodes are of equal kinds and read each other in the same way. Of several ways to see a
@@ -139,7 +139,7 @@ def repeats(kinds: Ints, graph: OpGraph) -> tuple[Repeat, ...]:
     saved = (ends - starts) // periods * periods - periods
     for index in np.lexsort((starts, periods, -saved)).tolist():
         start, end, period = int(starts[index]), int(ends[index]), int(periods[index])
-        if saved[index] < LEAST_NODES or taken[start:end].any():
+        if saved[index] < MIN_NODES or taken[start:end].any():
             continue
         for repeat in _wired(graph, start, end, period, crossing):
             found.append(repeat)
@@ -182,7 +182,7 @@ def _wired(graph: OpGraph, start: int, end: int, period: int, crossing: Longs) -
     found, begin = [], 0
     for layer in range(1, count + 1):
         if layer == count or layers[layer] != layers[begin]:
-            if (layer - begin - 1) * period >= LEAST_NODES:
+            if (layer - begin - 1) * period >= MIN_NODES:
                 found.append(Repeat(start + begin * period, period, layer - begin))
             begin = layer
     return found
@@ -194,7 +194,7 @@ def wiring(graph: OpGraph, first: int, period: int) -> bytes:
     return np.maximum(graph.producer[items] - first, -1).tobytes()
 
 
-def pooled(seconds: Floats, unit: Ints, ran: Bools, kinds: Ints) -> Floats:
+def pool_by_kind(seconds: Floats, unit: Ints, ran: Bools, kinds: Ints) -> Floats:
     """Return the seconds with each kernel at the median of all kernels that do the same, scaled to the same sum.
 
     `unit` tells which nodes are one kernel, `ran` which were run at all; kernels of nodes of equal kinds, in order, do

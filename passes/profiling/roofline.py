@@ -13,13 +13,13 @@ import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto, numpy_helper, parser
 
 from onnxplace.graph import Floats
-from onnxplace.machine import Patience, open_session, pinned, session_options
+from onnxplace.machine import RepeatPolicy, open_session, pin_thread, session_options
 from onnxplace.model import Model, subgraphs, tensor_size, value_bytes
 from onnxplace.passes.profiling.node_work import bytes_moved, operations
 
 
 @dataclass(frozen=True)
-class Peaks:
+class PeakRates:
     """What a device does at its best; per core for CPUs."""
 
     operations_per_second: float
@@ -29,31 +29,35 @@ class Peaks:
 
 
 # Deliberately round: these order placements, they do not predict step times.
-PEAKS = {"cpu": Peaks(40e9, 8e9, 2e-6), "cuda": Peaks(15e12, 800e9, 5e-6)}
+TYPICAL_PEAKS = {"cpu": PeakRates(40e9, 8e9, 2e-6), "cuda": PeakRates(15e12, 800e9, 5e-6)}
 # Of the calibration: a product of square matrices, and a copy beyond all caches.
 SIDE, COPY_BYTES, TRIES = 512, 64 << 20, 5
 
 # Turns of a Loop or Scan whose number nothing tells.
 TURNS = 8
 # A Loop that may turn more often is one that ends by its condition.
-MOST_TURNS = 1_000_000
+MAX_TURNS = 1_000_000
 
 
-def measured_peaks(core: int) -> Peaks:
+def measure_peaks(core: int) -> PeakRates:
     """Return what one core of this machine does: the best of a few products with ONNX Runtime, and of a few copies."""
     text = f"""<ir_version: 8, opset_import: ["": 17]>
     peak (float[{SIDE}, {SIDE}] a, float[{SIDE}, {SIDE}] b) => (float[{SIDE}, {SIDE}] c) {{ c = MatMul(a, b) }}"""
     matrix = np.ones((SIDE, SIDE), dtype=np.float32)
     source, copy = np.ones(COPY_BYTES, dtype=np.uint8), np.empty(COPY_BYTES, dtype=np.uint8)
-    with pinned((core,)):
+    with pin_thread((core,)):
         session = open_session(parser.parse_model(text).SerializeToString(), session_options((core,)))
-        product = Patience(TRIES, 0.0, 0.0).run(lambda: session.run(None, {"a": matrix, "b": matrix}), pool=False)[0]
-        copied = Patience(TRIES, 0.0, 0.0).run(lambda: np.copyto(copy, source), pool=False)[0]
+        product = RepeatPolicy(TRIES, 0.0, 0.0).run(lambda: session.run(None, {"a": matrix, "b": matrix}), pool=False)[
+            0
+        ]
+        copied = RepeatPolicy(TRIES, 0.0, 0.0).run(lambda: np.copyto(copy, source), pool=False)[0]
     operations, passed = 2.0 * SIDE**3, 2.0 * COPY_BYTES
-    return Peaks(operations / product.own.min(), passed / copied.own.min(), PEAKS["cpu"].kernel_seconds)
+    return PeakRates(operations / product.own.min(), passed / copied.own.min(), TYPICAL_PEAKS["cpu"].kernel_seconds)
 
 
-def estimate(model: Model, shapes: Mapping[str, Sequence[int]], cost_class: str, peaks: Peaks | None = None) -> Floats:
+def estimate_seconds(
+    model: Model, shapes: Mapping[str, Sequence[int]], cost_class: str, peaks: PeakRates | None = None
+) -> Floats:
     """Return seconds per node on a class of device; an unknown shape counts as one element.
 
     `peaks` are those of one core, or of the GPU; without, they are assumed.
@@ -73,13 +77,13 @@ class _Roof:
     def __init__(
         self,
         cost_class: str,
-        peaks: Peaks | None,
+        peaks: PeakRates | None,
         sizes: Mapping[str, int],
         shapes: Mapping[str, Sequence[int]],
         constants: Mapping[str, TensorProto],
     ) -> None:
         kind, _, detail = cost_class.partition("/")
-        peaks = peaks or PEAKS.get(kind, PEAKS["cpu"])
+        peaks = peaks or TYPICAL_PEAKS.get(kind, TYPICAL_PEAKS["cpu"])
         self.bandwidth, self.launch = peaks.bytes_per_second, peaks.kernel_seconds
         self.operations = peaks.operations_per_second * (int(detail) if kind == "cpu" and detail.isdecimal() else 1)
         self.sizes, self.shapes, self.constants = sizes, shapes, constants
@@ -103,7 +107,7 @@ class _Roof:
             if most is None or most.data_location == TensorProto.EXTERNAL or most.data_type != TensorProto.INT64:
                 return TURNS
             turns = int(numpy_helper.to_array(most).max(initial=0))
-            return turns if turns <= MOST_TURNS else TURNS
+            return turns if turns <= MAX_TURNS else TURNS
         if node.op_type == "Scan" and "num_scan_inputs" in attributes:
             scanned = attributes["num_scan_inputs"].i
             axes = attributes["scan_input_axes"].ints if "scan_input_axes" in attributes else [0]

@@ -20,25 +20,25 @@ from numpy.typing import NDArray
 from onnxplace.facts import Quality
 from onnxplace.graph import Floats, Ints
 from onnxplace.machine import (
-    BUSY,
-    Patience,
+    BUSY_WAITING_SHARE,
+    RepeatPolicy,
     Runs,
-    custom_operators,
-    no_space,
+    find_disk_full,
     open_session,
     operator_libraries,
-    pinned,
-    run_whole,
+    pin_thread,
+    run_whole_model,
     session_options,
+    use_custom_operators,
 )
-from onnxplace.model import Model, stored
+from onnxplace.model import Model, store_for_session
 from onnxplace.passes.profiling.kernel_attribution import attribute, without_overhead
-from onnxplace.utils import in_child, temporary_folder
+from onnxplace.utils import run_in_child, temporary_folder
 
 Feeds = Mapping[str, NDArray[Any]]
 WARM_UPS = 2
 # Most events that a profile may hold (640 bytes each on disk), though not fewer than those of three runs.
-MOST_EVENTS = 60_000
+MAX_EVENTS = 60_000
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class Measurement:
 def measure(
     model: Model, feeds: Feeds, device_id: str, cores: Sequence[int], repeat: int, seconds: float
 ) -> Measurement:
-    """Measure a model as a `Timer` does."""
-    return Timer(device_id, tuple(cores), repeat, seconds).measure(model, feeds)[0]
+    """Measure a model as a `MeasurementOptions` does."""
+    return MeasurementOptions(device_id, tuple(cores), repeat, seconds).measure(model, feeds)[0]
 
 
 @dataclass(frozen=True)
-class Timer:
+class MeasurementOptions:
     """How to measure: the device, and when it is enough."""
 
     device_id: str
@@ -90,17 +90,17 @@ class Timer:
         times would be those of the launches otherwise. The unprofiled runs, to whose time all is scaled, are
         ordinary ones.
         """
-        with temporary_folder() as folder, pinned(self.cores):
-            source, entries = stored(model, folder)
-            most = max(MOST_EVENTS // max(len(model.nodes), 1), 3)
-            patience = Patience(min(self.repeat, most), self.seconds, self.tolerance)
+        with temporary_folder() as folder, pin_thread(self.cores):
+            source, entries = store_for_session(model, folder)
+            most = max(MAX_EVENTS // max(len(model.nodes), 1), 3)
+            patience = RepeatPolicy(min(self.repeat, most), self.seconds, self.tolerance)
             job = Job(source, entries, self.device_id, self.cores, dict(feeds), patience, str(folder), model.name)
             if self.device_id.startswith("cpu:"):
                 kernels, session = profile(job)
             else:
                 kernels = profile_blocking(job)
                 session = open_session(source, session_options(self.cores, "all", entries), self.device_id, model.name)
-            runs, made = _run(session, job, Patience(self.repeat, self.seconds, self.tolerance))
+            runs, made = _run(session, job, RepeatPolicy(self.repeat, self.seconds, self.tolerance))
             del session
             fused, ran = (
                 onnx.load(folder / f"{level}.onnx", load_external_data=False) for level in ("extended", "all")
@@ -117,7 +117,7 @@ class Job:
     device_id: str
     cores: tuple[int, ...]
     feeds: Feeds
-    patience: Patience
+    patience: RepeatPolicy
     folder: str
     """Receives the graphs after fusion and after all optimisations, as extended.onnx and all.onnx."""
     where: str
@@ -138,7 +138,7 @@ class Kernels:
 
 def profile_blocking(job: Job) -> Kernels:
     """Profile in a fresh process in which each CUDA launch waits until its kernel is done."""
-    return in_child(_kernels_of, job, "profiling", job.device_id, CUDA_LAUNCH_BLOCKING="1")
+    return run_in_child(_kernels_of, job, "profiling", job.device_id, CUDA_LAUNCH_BLOCKING="1")
 
 
 def _kernels_of(job: Job) -> Kernels:
@@ -147,7 +147,7 @@ def _kernels_of(job: Job) -> Kernels:
 
 def profile(job: Job) -> tuple[Kernels, Any]:
     """Run with the profiler on; returns what it saw, and the session, in which it is off from then on."""
-    with custom_operators(job.libraries), pinned(job.cores):
+    with use_custom_operators(job.libraries), pin_thread(job.cores):
         open_session(job.source, _saving(job, "extended"), job.device_id, job.where)
         (Path(job.folder) / "extended.bin").unlink(missing_ok=True)  # weights; only the graph is wanted
         options = _saving(job, "all")
@@ -164,7 +164,7 @@ def _events(path: str, folder: str) -> list[Mapping[str, Any]]:
     try:
         events: list[Mapping[str, Any]] = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        if full := no_space(folder):
+        if full := find_disk_full(folder):
             raise full from None
         raise
     return events
@@ -182,9 +182,9 @@ def _saving(job: Job, level: Any) -> Any:
     return options
 
 
-def _run(session: Any, job: Job, patience: Patience) -> tuple[Runs, list[Any]]:
+def _run(session: Any, job: Job, patience: RepeatPolicy) -> tuple[Runs, list[Any]]:
     """Run after warming up until it is enough; returns the times, and what the last run gave back."""
-    call = partial(run_whole, session, None, job.feeds, job.where)
+    call = partial(run_whole_model, session, None, job.feeds, job.where)
     for _ in range(WARM_UPS):
         call()
     return patience.run(call, pool=len(job.cores) > 1)
@@ -210,7 +210,7 @@ def _kernels(events: Sequence[Mapping[str, Any]], runs: Runs) -> Kernels:
         if int(np.searchsorted(begins, event["ts"], "right")) - 1 in counted:
             taken.setdefault(name, []).append(event["dur"])
             sizes[name] = [_bytes_of(shape) for shape in event["args"].get("output_type_shape", [])]
-    middle = slice(0, 0.5) if runs.waiting > BUSY else slice(0.25, 0.75)
+    middle = slice(0, 0.5) if runs.waiting > BUSY_WAITING_SHARE else slice(0.25, 0.75)
     ordered = {name: np.sort(durations) * 1e-6 for name, durations in taken.items()}
     seconds = {name: float(_part(times, middle.start, middle.stop).mean()) for name, times in ordered.items()}
     spread = {name: float(np.subtract(*np.quantile(times, (0.75, 0.25)))) / 2 for name, times in ordered.items()}

@@ -5,17 +5,20 @@ from typing import TYPE_CHECKING
 from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
-    from onnxplace.passes.segments.boundary import boundary_types as boundary_types
-    from onnxplace.passes.segments.carried_state import crossing as crossing, require_together as require_together
-    from onnxplace.passes.segments.fill_manifest import manifest_of as manifest_of
-    from onnxplace.passes.segments.memory_limits import within_limits as within_limits
+    from onnxplace.passes.segments.boundary import infer_boundary_types as infer_boundary_types
+    from onnxplace.passes.segments.carried_state import (
+        report_crossing_states as report_crossing_states,
+        require_states_together as require_states_together,
+    )
+    from onnxplace.passes.segments.fill_manifest import build_manifest as build_manifest
+    from onnxplace.passes.segments.memory_limits import cut_within_limits as cut_within_limits
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "boundary": "boundary_types",
-        "carried_state": "crossing require_together",
-        "fill_manifest": "manifest_of",
-        "memory_limits": "within_limits",
+        "boundary": "infer_boundary_types",
+        "carried_state": "report_crossing_states require_states_together",
+        "fill_manifest": "build_manifest",
+        "memory_limits": "cut_within_limits",
     },
 )

@@ -9,11 +9,11 @@ from onnx import TensorProto, TypeProto, ValueInfoProto
 
 from onnxplace.errors import ModelError
 from onnxplace.machine import open_session, session_options
-from onnxplace.model import Model, stored
+from onnxplace.model import Model, store_for_session
 from onnxplace.utils import temporary_folder
 
 
-def boundary_types(model: Model, names: Iterable[str]) -> dict[str, TypeProto]:
+def infer_boundary_types(model: Model, names: Iterable[str]) -> dict[str, TypeProto]:
     """Return the type of each value, from shape inference or ONNX Runtime; raises ModelError if neither knows."""
     known = model.types
     types = {name: known[name] for name in names if name in known and _is_complete(known[name])}
@@ -28,7 +28,7 @@ def _is_complete(kind: TypeProto) -> bool:
 def _ask_onnxruntime(model: Model, names: list[str]) -> dict[str, TypeProto]:
     """Open the whole model with these values as outputs and read the types it finds for them."""
     with temporary_folder() as folder:
-        source, entries = stored(model, folder, [ValueInfoProto(name=name) for name in names])
+        source, entries = store_for_session(model, folder, [ValueInfoProto(name=name) for name in names])
         session = open_session(source, session_options([0], "none", entries), where=model.name)
         wanted = set(names)
         found = {

@@ -8,7 +8,7 @@ from onnxplace.model import Model
 from onnxplace.state import State
 
 
-def require_together(state: State) -> None:
+def require_states_together(state: State) -> None:
     """Raise UsageError if a state would have to move between devices from one call to the next."""
     if Model not in state:
         return
@@ -27,7 +27,7 @@ def require_together(state: State) -> None:
             )
 
 
-def crossing(state: State) -> tuple[Diagnostic, ...]:
+def report_crossing_states(state: State) -> tuple[Diagnostic, ...]:
     """Return a note for each state that another device reads while it is made: it stays, and a copy crosses."""
     if Model not in state:
         return ()

@@ -11,7 +11,7 @@ from onnx import TypeProto
 
 from onnxplace.bundle import (
     SCHEMA_VERSION,
-    SEGMENTS,
+    SEGMENTS_FOLDER,
     DeviceRecord,
     DiagnosticRecord,
     FileRecord,
@@ -28,15 +28,15 @@ from onnxplace.bundle import (
 )
 from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segments
 from onnxplace.graph import Ints
-from onnxplace.model import Model, custom_operators_of, declared, shape_entries, type_name
+from onnxplace.model import Model, declaration_of, list_custom_operators, shape_entries, type_name
 from onnxplace.passes.segments.process_footprint import Footprint, footprint
-from onnxplace.problem import alone_seconds, fits_alone
-from onnxplace.simulation import device_weights, simulated_loads
+from onnxplace.problem import fits_single_device, single_device_seconds
+from onnxplace.simulation import device_weights, loads_of_simulation
 from onnxplace.state import State
 from onnxplace.target import REQUEST_SECONDS, WAKING_SECONDS, Target
 
 
-def manifest_of(
+def build_manifest(
     state: State, ids: Sequence[str], types: dict[str, TypeProto], files: dict[str, FileRecord], pipeline: str
 ) -> Manifest:
     """Return the manifest of a state that has been split; `ids` names its segments, `files` what was written."""
@@ -59,7 +59,7 @@ def manifest_of(
             link_model=target.link_model,
             shared=target.shared,
         ),
-        inputs=tuple(InputRecord(**asdict(declared(value, model))) for value in model.inputs),
+        inputs=tuple(InputRecord(**asdict(declaration_of(value, model))) for value in model.inputs),
         outputs=tuple(
             OutputRecord(
                 name=value.name,
@@ -78,10 +78,10 @@ def manifest_of(
         },
         predicted=Predicted(
             step_seconds=simulation.makespan_seconds + request_seconds,
-            single_device_seconds=float(alone_seconds(state[Profile], target).min()) + REQUEST_SECONDS,
-            single_device_fits=bool(fits_alone(state).any()),
+            single_device_seconds=float(single_device_seconds(state[Profile], target).min()) + REQUEST_SECONDS,
+            single_device_fits=bool(fits_single_device(state).any()),
             lower_bound_seconds=state[Schedule].lower_bound_seconds,
-            interval_seconds=simulated_loads(simulation, target).interval_seconds,
+            interval_seconds=loads_of_simulation(simulation, target).interval_seconds,
             running_bytes=taken.running_bytes,
             opening_bytes=taken.opening_bytes,
             request_seconds=request_seconds,
@@ -95,7 +95,7 @@ def manifest_of(
             RepeatRecord(count=found.count, nodes=found.nodes, first=state[Profile].graph.names[found.start])
             for found in state[Profile].repeats
         ),
-        custom_operators=custom_operators_of(model),
+        custom_operators=list_custom_operators(model),
     )
 
 
@@ -107,7 +107,7 @@ def _dimensions(model: Model) -> dict[str, int]:
     ranked = {
         f"{value.name}.{axis}": size
         for value in model.inputs
-        if value.name in model.samples and declared(value, model).shape is None
+        if value.name in model.samples and declaration_of(value, model).shape is None
         for axis, size in enumerate(getattr(model.samples[value.name], "shape", ()))
     }
     return {**model.dimensions, **ranked}
@@ -132,7 +132,7 @@ def _segment_records(state: State, ids: Sequence[str]) -> tuple[SegmentRecord, .
     return tuple(
         SegmentRecord(
             id=name,
-            file=f"{SEGMENTS}/{name}.onnx",
+            file=f"{SEGMENTS_FOLDER}/{name}.onnx",
             device=state.target.devices[segment.device].id,
             nodes=len(segment.nodes),
             inputs=segment.inputs,

@@ -14,8 +14,8 @@ import numpy as np
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph import Bools, Ints, Longs, OpGraph, sum_by
-from onnxplace.problem import device_seconds, lacking
-from onnxplace.simulation import Simulation, contended
+from onnxplace.problem import describe_shortage, device_seconds
+from onnxplace.simulation import Simulation, simulate_with_contention
 from onnxplace.state import State
 from onnxplace.target import Target
 
@@ -59,10 +59,12 @@ def simulated(state: State, nodes: Sequence[Ints]) -> Pieces:
     )
     placed = np.array([device[piece[0]] for piece in nodes], dtype=np.int32)
     order = np.arange(len(nodes), dtype=np.int32)
-    return Pieces(tuple(nodes), segment_of, coarse, placed, contended(coarse, seconds, target, placed, order))
+    return Pieces(
+        tuple(nodes), segment_of, coarse, placed, simulate_with_contention(coarse, seconds, target, placed, order)
+    )
 
 
-def within_limits(state: State, nodes: Sequence[Ints]) -> Pieces:
+def cut_within_limits(state: State, nodes: Sequence[Ints]) -> Pieces:
     """Return segments of which no device holds more than its limit: the given ones, where needed in several pieces.
 
     A segment that runs while its device holds too much is filled anew, node after node, as far as the memory allows;
@@ -132,7 +134,8 @@ def _too_much(target: Target, pieces: Pieces, peaks: Longs, there: int) -> Infea
     name = pieces.graph.names[int(held.nodes[held.bytes_each().argmax()])] if len(held.nodes) else ""
     return InfeasibleError(
         "P005",
-        f"{lacking(target, peaks)}; most while {target.devices[there].id} runs node {name!r}, each node a segment",
+        f"{describe_shortage(target, peaks)}; most while {target.devices[there].id} runs node {name!r}, "
+        "each node a segment",
         where="split",
         hint="add devices, raise --max-memory, or try another --placer",
     )

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 
-from onnxplace.machine import onnxruntime
+from onnxplace.machine import import_onnxruntime
 
 # A trim takes some 8 ms of CPU after such a session; smaller ones leave little behind.
 WORTH_BYTES = 1 << 20
@@ -31,7 +31,7 @@ def shared_memory(kind: str) -> Mapping[str, str]:
 
 @cache
 def _register() -> None:
-    runtime = onnxruntime()
+    runtime = import_onnxruntime()
     place = runtime.OrtMemoryInfo("Cpu", runtime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, runtime.OrtMemType.DEFAULT)
     runtime.create_and_register_allocator(place, runtime.OrtArenaCfg({}))
 

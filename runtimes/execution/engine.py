@@ -24,7 +24,14 @@ from typing import Any
 from onnxplace.bundle import Bundle, Step
 from onnxplace.errors import ExecutionError, OnnxplaceError, RunTimeoutError, one_line
 from onnxplace.feeds import Array
-from onnxplace.machine import end_openings, interruptible, is_foreign, pinned, prepare, require_interpreter
+from onnxplace.machine import (
+    end_openings,
+    interruptible,
+    is_foreign_error,
+    pin_thread,
+    prepare_interrupts,
+    require_interpreter,
+)
 from onnxplace.runtime import Event, EventKind, Result
 from onnxplace.runtimes.execution.carried_state import States
 from onnxplace.runtimes.execution.ort_values import to_python
@@ -103,7 +110,7 @@ class Engine:
 
     def start(self) -> None:
         """Start the workers; an interrupt on the way ends those that run already."""
-        prepare()
+        prepare_interrupts()
         _engines.add(self)
         try:
             require_interpreter()  # after which `_close_all` finds this one
@@ -308,7 +315,7 @@ class Engine:
         """Follow the device's program, request after request, until the engine is closed."""
         tokens = self._tokens[device.id]
         try:
-            with pinned(device.cores):
+            with pin_thread(device.cores):
                 while not self._is_through(device.id):
                     self._sleep(tokens)
                     while (request := self._next(device.id)) is not None:
@@ -359,7 +366,7 @@ class Engine:
         except BaseException as failure:
             told = f"{type(failure).__name__}: {failure}"
             self._fail(request, ExecutionError("X001", f"the worker failed: {told}", where=device.id))
-            if not isinstance(failure, Exception) or is_foreign(failure):
+            if not isinstance(failure, Exception) or is_foreign_error(failure):
                 raise
 
     def _leave(self, request: Request, device: str) -> None:
@@ -415,7 +422,7 @@ class Engine:
         except OnnxplaceError:
             raise
         except Exception as problem:
-            if is_foreign(problem):
+            if is_foreign_error(problem):
                 raise
             raise _segment_error(problem, segment.record.id, device.id) from problem
         self._note(request, device, "run", segment.record.id, began)

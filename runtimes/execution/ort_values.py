@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from onnxplace.feeds import Array
-from onnxplace.machine import onnxruntime
+from onnxplace.machine import import_onnxruntime
 
 # Several elements to a byte.
 _PACKED = ("tensor(int4", "tensor(uint4", "tensor(float4", "tensor(int2", "tensor(uint2")
@@ -54,8 +54,8 @@ def to_value(array: Any, declared: str = "") -> Any:
 
         bits = contiguous.view(np.uint16 if array.dtype.itemsize == 2 else np.uint8)
         kind = helper.np_dtype_to_tensor_dtype(array.dtype)
-        return onnxruntime().OrtValue.ortvalue_from_numpy_with_onnx_type(bits, kind)
-    return onnxruntime().OrtValue.ortvalue_from_numpy(contiguous)
+        return import_onnxruntime().OrtValue.ortvalue_from_numpy_with_onnx_type(bits, kind)
+    return import_onnxruntime().OrtValue.ortvalue_from_numpy(contiguous)
 
 
 def to_python(value: Any) -> Any:
@@ -103,7 +103,7 @@ def _packed(array: Array) -> Any:
     from onnx import numpy_helper
 
     tensor = numpy_helper.from_array(array)
-    value = onnxruntime().OrtValue.ortvalue_from_shape_and_type(list(array.shape), tensor.data_type)
+    value = import_onnxruntime().OrtValue.ortvalue_from_shape_and_type(list(array.shape), tensor.data_type)
     ctypes.memmove(value.data_ptr(), tensor.raw_data, len(tensor.raw_data))
     return value
 

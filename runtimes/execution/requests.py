@@ -9,7 +9,7 @@ from typing import Any
 
 from onnxplace.bundle import Step
 from onnxplace.feeds import Array
-from onnxplace.machine import onnxruntime
+from onnxplace.machine import import_onnxruntime
 from onnxplace.runtime import Event
 from onnxplace.runtimes.execution.futures import ResultFuture
 from onnxplace.runtimes.execution.sleepers import Sleepers
@@ -38,7 +38,7 @@ class Request:
         """What it takes over from the request before, by state input; None until it has its turn."""
         self.next_states: dict[str, Any] = {}
         """What it leaves to the next one, by state input."""
-        self.options = onnxruntime().RunOptions()
+        self.options = import_onnxruntime().RunOptions()
         """Of all its runs: `terminate` ends them at the next node."""
         self.future = ResultFuture()
         self.began = time.perf_counter()

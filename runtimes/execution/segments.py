@@ -10,7 +10,7 @@ import numpy as np
 from onnxplace.bundle import Bundle, SegmentRecord
 from onnxplace.errors import BundleError, ModelError
 from onnxplace.feeds import Array
-from onnxplace.machine import onnxruntime, open_session, pinned, session_options
+from onnxplace.machine import import_onnxruntime, open_session, pin_thread, session_options
 from onnxplace.runtimes.execution.arena import give_back, shared_memory
 from onnxplace.runtimes.execution.ort_values import (
     as_value,
@@ -39,7 +39,7 @@ class PlacedDevice:
         if self.kind == "cpu":
             copied = np.array(to_python(value))
             return copied if is_array(copied) else to_value(copied)
-        return onnxruntime().OrtValue.ortvalue_from_numpy(as_value(value).numpy(), self.kind, self.index)
+        return import_onnxruntime().OrtValue.ortvalue_from_numpy(as_value(value).numpy(), self.kind, self.index)
 
     def feed(self, array: Array, declared: str) -> Any:
         """Return an input on this device; on a CPU it shares the caller's memory for the time of the request."""
@@ -103,7 +103,7 @@ def open_segment(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) ->
     Raises BundleError if its file is not what the compiler wrote, or another one than the manifest describes, and
     ModelError if ONNX Runtime refuses it all the same.
     """
-    with pinned(device.cores):
+    with pin_thread(device.cores):
         options = session_options(device.cores, entries={**bundle.session_entries, **shared_memory(device.kind)})
         options.enable_mem_pattern = device.kind != "cpu"  # it takes the memory of a run once more, in one piece
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import onnxplace
-from onnxplace.pipeline import find
+from onnxplace.pipeline import find_plugin
 from onnxplace.pipeline.registry import BUILTIN
 from onnxplace.runtime import Runtime
 from onnxplace.state import Pass
@@ -118,7 +118,7 @@ def test_every_file_of_passes_and_runtimes_is_in_the_registry():
 
 @pytest.mark.parametrize("name", BUILTIN["passes"])
 def test_a_pass_is_a_frozen_dataclass_named_as_its_file_and_its_entry(name):
-    kind = find("passes", name)
+    kind = find_plugin("passes", name)
     module, _, attribute = BUILTIN["passes"][name][0].partition(":")
     assert issubclass(kind, Pass)
     assert is_dataclass(kind)
@@ -131,7 +131,7 @@ def test_a_pass_is_a_frozen_dataclass_named_as_its_file_and_its_entry(name):
 
 @pytest.mark.parametrize("name", BUILTIN["passes"])
 def test_a_pass_is_the_one_public_class_of_its_file(name):
-    kind = find("passes", name)
+    kind = find_plugin("passes", name)
     module = inspect.getmodule(kind)
     own = [item for item in vars(module).values() if inspect.isclass(item) and item.__module__ == module.__name__]
     assert [item.__name__ for item in own if not item.__name__.startswith("_")] == [kind.__name__]
@@ -139,7 +139,7 @@ def test_a_pass_is_the_one_public_class_of_its_file(name):
 
 @pytest.mark.parametrize("name", BUILTIN["passes"])
 def test_a_pass_and_each_of_its_options_are_documented_and_optional(name):
-    kind = find("passes", name)
+    kind = find_plugin("passes", name)
     assert kind.__doc__
     assert not kind.__doc__.startswith(f"{kind.__name__}(")  # what dataclass writes when there is none
     step = kind()
@@ -162,7 +162,7 @@ def documented_fields(source: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", BUILTIN["passes"])
 def test_a_pass_declares_facts(name):
-    kind = find("passes", name)
+    kind = find_plugin("passes", name)
     assert kind.provides
     for fact in (*kind.requires, *kind.provides, *kind.preserves):
         assert isinstance(fact.derived_from, tuple)
@@ -171,7 +171,7 @@ def test_a_pass_declares_facts(name):
 
 @pytest.mark.parametrize("name", BUILTIN["runtimes"])
 def test_a_runtime_is_named_as_its_file_and_its_entry(name):
-    kind = find("runtimes", name)
+    kind = find_plugin("runtimes", name)
     assert issubclass(kind, Runtime)
     assert kind.name == name
     assert kind.summary

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from onnx import TensorProto, helper
 
 import onnxplace
-from onnxplace.bundle import MANIFEST, bundle as bundle_module
+from onnxplace.bundle import MANIFEST_FILE, bundle as bundle_module
 from onnxplace.bundle.bundle import sha256_of
 from tests.conftest import branches
 from tests.support.endless import endless_bundle, feeds
@@ -22,9 +22,9 @@ needs_files = pytest.mark.skipif(sys.platform == "win32", reason="no such files"
 
 
 def edit(folder, change):
-    data = json.loads((folder / MANIFEST).read_text())
+    data = json.loads((folder / MANIFEST_FILE).read_text())
     change(data)
-    (folder / MANIFEST).write_text(json.dumps(data))
+    (folder / MANIFEST_FILE).write_text(json.dumps(data))
 
 
 def assert_refused(run_cli, folder, *said):
@@ -43,29 +43,29 @@ def assert_refused(run_cli, folder, *said):
 @needs_files
 @pytest.mark.parametrize("target", ["/dev/zero", "/dev/stdin", "/etc/hostname"])
 def test_a_manifest_that_is_a_link_out_of_the_bundle_is_refused(run_cli, bundle_copy, target):
-    (bundle_copy / MANIFEST).unlink()
-    (bundle_copy / MANIFEST).symlink_to(target)
+    (bundle_copy / MANIFEST_FILE).unlink()
+    (bundle_copy / MANIFEST_FILE).symlink_to(target)
     assert_refused(run_cli, bundle_copy, "N005", "it is a link out of the bundle")
 
 
 @needs_files
 def test_a_manifest_that_is_a_pipe_is_refused_at_once(run_cli, bundle_copy):
-    (bundle_copy / MANIFEST).unlink()
-    os.mkfifo(bundle_copy / MANIFEST)
+    (bundle_copy / MANIFEST_FILE).unlink()
+    os.mkfifo(bundle_copy / MANIFEST_FILE)
     assert_refused(run_cli, bundle_copy, "N002", "expected a file, got a pipe")
 
 
 @needs_files
 def test_a_manifest_that_links_to_itself_is_refused(run_cli, bundle_copy):
-    (bundle_copy / MANIFEST).unlink()
-    (bundle_copy / MANIFEST).symlink_to(MANIFEST)
+    (bundle_copy / MANIFEST_FILE).unlink()
+    (bundle_copy / MANIFEST_FILE).symlink_to(MANIFEST_FILE)
     assert_refused(run_cli, bundle_copy, "N002", "link")
 
 
 @needs_files
 def test_a_manifest_that_links_to_a_file_of_the_bundle_is_read(bundle_copy):
-    (bundle_copy / MANIFEST).rename(bundle_copy / "other.json")
-    (bundle_copy / MANIFEST).symlink_to("other.json")
+    (bundle_copy / MANIFEST_FILE).rename(bundle_copy / "other.json")
+    (bundle_copy / MANIFEST_FILE).symlink_to("other.json")
     assert onnxplace.load(bundle_copy)
 
 
@@ -81,13 +81,13 @@ def test_a_manifest_that_is_too_large_is_not_read(run_cli, bundle_copy, monkeypa
 
 
 def test_a_manifest_of_gigabytes_is_not_read(run_cli, bundle_copy):
-    os.truncate(bundle_copy / MANIFEST, 1 << 40)  # takes no space
+    os.truncate(bundle_copy / MANIFEST_FILE, 1 << 40)  # takes no space
     assert_refused(run_cli, bundle_copy, "N002", f"it has {1 << 40}")
 
 
 def test_a_manifest_with_a_key_twice_is_refused(run_cli, bundle_copy):
-    text = (bundle_copy / MANIFEST).read_text()
-    (bundle_copy / MANIFEST).write_text(text.replace('{\n "', '{\n "model": "another",\n "', 1))
+    text = (bundle_copy / MANIFEST_FILE).read_text()
+    (bundle_copy / MANIFEST_FILE).write_text(text.replace('{\n "', '{\n "model": "another",\n "', 1))
     assert_refused(run_cli, bundle_copy, "N002", "'model' is given twice")
 
 
@@ -221,14 +221,14 @@ def test_a_large_segment_that_is_damaged_is_called_damaged(run_cli, bundle_copy,
 def small(tmp_path_factory):
     """A bundle to alter, and the text of its manifest."""
     bundle = endless_bundle(tmp_path_factory.mktemp("fuzz"))
-    return bundle.path, json.loads((bundle.path / MANIFEST).read_text())
+    return bundle.path, json.loads((bundle.path / MANIFEST_FILE).read_text())
 
 
 @fuzzed
 @given(st.data())
 def test_any_other_manifest_is_a_bundle_that_runs_or_is_refused(small, data):
     path, manifest = small
-    (path / MANIFEST).write_bytes(data.draw(texts_of(manifest)))
+    (path / MANIFEST_FILE).write_bytes(data.draw(texts_of(manifest)))
     if (bundle := read_or_refused(lambda: onnxplace.load(path))) is None:
         return
     read_or_refused(lambda: bundle.zero_states())

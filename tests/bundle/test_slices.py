@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from onnx import parser
 
 import onnxplace
-from onnxplace.bundle import Bundle, alone, crossings, recording
+from onnxplace.bundle import Bundle, extract_device_part, list_crossing_values, record_crossing_values
 from onnxplace.bundle.program_check import check_programs
-from onnxplace.pipeline import find
+from onnxplace.pipeline import find_plugin
 from tests.end_to_end.test_split_property import RandomPlacement, assert_same, compiled_with, placements
 from tests.support.random_models import RandomModel, random_models, reference
 
@@ -35,7 +35,7 @@ FEEDS = {"x": np.array([1, -2, 3], "f4"), "total": np.array([4, 5, 6], "f4")}
 
 def run(bundle: Bundle, feeds: dict) -> dict:
     """Return the outputs of a bundle, states included, by the runtime alone."""
-    with find("runtimes", "onnxruntime")().open(bundle) as session:
+    with find_plugin("runtimes", "onnxruntime")().open(bundle) as session:
         return dict(session.run(feeds, [item.output for item in bundle.manifest.states]).outputs)
 
 
@@ -61,11 +61,11 @@ def towers(tmp_path_factory) -> Bundle:
 
 
 def test_what_crosses_is_listed_by_source_and_destination(towers):
-    assert crossings(towers.manifest) == {("cpu:0", "cpu:1"): ("a",), ("cpu:1", "cpu:0"): ("b", "d")}
+    assert list_crossing_values(towers.manifest) == {("cpu:0", "cpu:1"): ("a",), ("cpu:1", "cpu:0"): ("b", "d")}
 
 
 def test_a_recording_gives_what_crosses_and_stores_no_states(towers):
-    bundle = recording(towers)
+    bundle = record_crossing_values(towers)
     assert bundle.manifest.states == ()
     found = run(bundle, FEEDS)
     x, total = FEEDS.values()
@@ -75,7 +75,7 @@ def test_a_recording_gives_what_crosses_and_stores_no_states(towers):
 
 
 def test_a_part_takes_what_it_reads_and_gives_the_outputs_made_there(towers):
-    first, second, third = (alone(towers, device) for device in ("cpu:0", "cpu:1", "cpu:2"))
+    first, second, third = (extract_device_part(towers, device) for device in ("cpu:0", "cpu:1", "cpu:2"))
     assert [item.name for item in first.inputs] == ["x", "b", "d"]
     assert [item.name for item in first.outputs] == ["y"]
     assert [item.name for item in second.inputs] == ["total", "a"]
@@ -88,16 +88,16 @@ def test_a_part_takes_what_it_reads_and_gives_the_outputs_made_there(towers):
 
 def test_the_bundle_itself_stays_what_it_was(towers):
     before = towers.manifest.model_dump_json()
-    recording(towers)
-    alone(towers, "cpu:0")
+    record_crossing_values(towers)
+    extract_device_part(towers, "cpu:0")
     assert towers.manifest.model_dump_json() == before
 
 
 def test_parts_of_a_bundle_with_states_compute_what_its_first_step_does(towers):
-    values = FEEDS | run(recording(towers), FEEDS)
+    values = FEEDS | run(record_crossing_values(towers), FEEDS)
     found = {}
     for device in used(towers):
-        part = alone(towers, device)
+        part = extract_device_part(towers, device)
         found |= run(part, fed(part, values))
     expected = run(towers, FEEDS)
     for name in ("y", "total_next"):
@@ -107,12 +107,13 @@ def test_parts_of_a_bundle_with_states_compute_what_its_first_step_does(towers):
 def test_parts_free_what_is_read_no_more(towers):
     """All that the towers hold at the end is what they return: on paper, a value that is freed twice is not there."""
     for device in used(towers):
-        part = alone(recording(towers), device)
+        part = extract_device_part(record_crossing_values(towers), device)
         check_programs(part.manifest, Path("m"))
         freed = [step.value for step in part.manifest.programs[device] if step.op == "free"]
         assert len(freed) == len(set(freed))
     without = replace(
-        towers, manifest=alone(towers, "cpu:1").manifest.model_copy(update={"inputs": towers.manifest.inputs})
+        towers,
+        manifest=extract_device_part(towers, "cpu:1").manifest.model_copy(update={"inputs": towers.manifest.inputs}),
     )
     with pytest.raises(onnxplace.errors.BundleError, match="'a'"):
         check_programs(without.manifest, Path("m"))
@@ -132,15 +133,17 @@ def test_parts_compute_what_the_whole_computes(model: RandomModel, placement: Ra
         assume(False)
     with tempfile.TemporaryDirectory() as name:
         bundle = compiled_with(model.proto, placement, Path(name), dimensions=model.dimensions)
-        record = recording(bundle)
+        record = record_crossing_values(bundle)
         check_programs(record.manifest, Path(name))
         for feeds in model.feeds:
             crossed, expected = run(record, feeds), run(bundle, feeds)
-            assert set(crossed) == {value for values in crossings(bundle.manifest).values() for value in values}
+            assert set(crossed) == {
+                value for values in list_crossing_values(bundle.manifest).values() for value in values
+            }
             found: dict = {}
             for device in used(bundle):
                 for whole in (bundle, record):  # what it returns, and what it would send
-                    part = alone(whole, device)
+                    part = extract_device_part(whole, device)
                     check_programs(part.manifest, Path(name))
                     found |= run(part, fed(part, {**feeds, **crossed}))
             made = {output for segment in bundle.manifest.segments for output in segment.outputs}

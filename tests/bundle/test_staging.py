@@ -444,7 +444,7 @@ def test_what_killed_processes_left_is_swept_and_said(run_cli, model_file, place
 
 @pytest.mark.skipif(not LINUX, reason="locks")
 def test_what_a_living_process_holds_is_not_swept(place):
-    with leases.leased(place) as lease:
+    with leases.hold_lease(place) as lease:
         lease.beside("new").mkdir()
         assert staging.sweep_output(place / "b") == []
         assert lease.beside("new").is_dir()
@@ -459,7 +459,7 @@ def test_nothing_is_swept_where_files_cannot_be_locked(place, monkeypatch):
     abandoned(place)
     monkeypatch.setattr(leases, "_lock", refuse)
     assert staging.sweep_output(place / "b") == []
-    with leases.leased(place) as lease:
+    with leases.hold_lease(place) as lease:
         assert lease.path.exists()
     assert len(names(place)) == 2
 
@@ -486,7 +486,7 @@ def test_a_lease_cannot_make_the_sweep_touch_other_folders(place, journal):
     (place / "inner").mkdir()
     (place / "precious").mkdir()
     abandoned(place / "inner", journal=journal)
-    leases.sweep(place / "inner")
+    leases.sweep_leftovers(place / "inner")
     assert names(place) == {"model.onnx", "inner", "precious"}
     assert names(place / "inner") == set()
 
@@ -529,7 +529,7 @@ def test_a_planted_lease_puts_a_folder_only_where_nothing_is(place, kind):
     else:
         (place / "mine").symlink_to("elsewhere")
     planted(place, "mine").mkdir()
-    leases.sweep(place)
+    leases.sweep_leftovers(place)
     assert names(place) == {"model.onnx", "elsewhere", "mine"}
     assert (place / "mine").is_symlink() == (kind == "link")
 
@@ -540,7 +540,7 @@ def test_a_pipe_in_place_of_a_lease_is_not_waited_for(place):
     (place / f".onnxplace-{'1' * 16}.old").mkdir()
     with pytest.raises(onnxplace.BundleError, match="N001"):
         onnxplace.load(place / "nothing")
-    leases.sweep(place)
+    leases.sweep_leftovers(place)
 
 
 # --------------------------------------------------------------------------------- what a command reads stays

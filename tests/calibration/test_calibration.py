@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given, strategies as st
 
 from onnxplace.bundle.program_check import check_programs
-from onnxplace.calibration import SIZES, calibrate, calibrator
+from onnxplace.calibration import TRANSFER_SIZES_BYTES, calibrate, calibrator
 from onnxplace.calibration.calibrator import _links, _measured, _notes, _possible, _shared
 from onnxplace.calibration.link_fit import UNBOUNDED_BYTES_PER_SECOND, fit_link
 from onnxplace.calibration.microbenchmarks import AtOnce, Calls, Hops, Slowdown, _crossing, undisturbed
 from onnxplace.calibration.probe_bundles import Probe, probe_bundle
 from onnxplace.calibration.samples import Ran, Samples, run_once, take_turns, waited_seconds
 from onnxplace.errors import TargetError, UsageError
-from onnxplace.machine import link_via
-from onnxplace.pipeline import find
+from onnxplace.machine import link_technology
+from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event, Result, RuntimeSession
-from onnxplace.target import APART_SECONDS, Device, Link, Shared, Target, read_target, target_text
+from onnxplace.target import SEGMENT_OVERHEAD_SECONDS, Device, Link, Shared, Target, format_target, read_target
 from onnxplace.target.target import SEGMENT_SECONDS
 
 TWO = Target((Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30)))
@@ -38,12 +38,12 @@ bandwidths = st.floats(1e9, 5e9)
 
 
 def times(latency: float, bandwidth: float) -> np.ndarray:
-    return latency + np.array(SIZES) / bandwidth
+    return latency + np.array(TRANSFER_SIZES_BYTES) / bandwidth
 
 
 @given(st.floats(1e-7, 1e-3), st.floats(1e8, 1e11))
 def test_a_fit_finds_the_line_that_times_lie_on(latency, bandwidth):
-    found = fit_link(SIZES, times(latency, bandwidth))
+    found = fit_link(TRANSFER_SIZES_BYTES, times(latency, bandwidth))
     assert found.latency_seconds == pytest.approx(latency, rel=1e-6)
     assert found.bytes_per_second == pytest.approx(bandwidth, rel=1e-6)
     assert found.worst_error < 1e-6
@@ -52,28 +52,33 @@ def test_a_fit_finds_the_line_that_times_lie_on(latency, bandwidth):
 
 @given(latencies, bandwidths, st.randoms(use_true_random=False))
 def test_a_fit_of_noisy_times_is_off_by_no_more_than_the_noise(latency, bandwidth, random):
-    noise = np.array([random.uniform(0.95, 1.05) for _ in SIZES])
-    found = fit_link(SIZES, times(latency, bandwidth) * noise)
+    noise = np.array([random.uniform(0.95, 1.05) for _ in TRANSFER_SIZES_BYTES])
+    found = fit_link(TRANSFER_SIZES_BYTES, times(latency, bandwidth) * noise)
     assert found.latency_seconds == pytest.approx(latency, rel=0.1)
     assert found.bytes_per_second == pytest.approx(bandwidth, rel=0.1)
 
 
-@given(latencies, bandwidths, st.sets(st.integers(0, len(SIZES) - 1), min_size=1, max_size=3), st.floats(6, 30))
+@given(
+    latencies,
+    bandwidths,
+    st.sets(st.integers(0, len(TRANSFER_SIZES_BYTES) - 1), min_size=1, max_size=3),
+    st.floats(6, 30),
+)
 def test_outliers_are_named_and_do_not_move_the_fit(latency, bandwidth, wrong, factor):
     measured = times(latency, bandwidth)
     measured[list(wrong)] *= factor
-    found = fit_link(SIZES, measured)
+    found = fit_link(TRANSFER_SIZES_BYTES, measured)
     assert {index for index, point in enumerate(found.points) if point.outlier} == wrong
     assert found.latency_seconds == pytest.approx(latency, rel=1e-6)
     assert found.bytes_per_second == pytest.approx(bandwidth, rel=1e-6)
     assert found.worst_error < 1e-6
 
 
-@given(latencies, bandwidths, st.integers(0, len(SIZES) - 1), st.floats(1.5, 4))
+@given(latencies, bandwidths, st.integers(0, len(TRANSFER_SIZES_BYTES) - 1), st.floats(1.5, 4))
 def test_a_point_that_is_off_moves_the_fit_a_little_and_stays_in_it(latency, bandwidth, wrong, factor):
     measured = times(latency, bandwidth)
     measured[wrong] *= factor
-    found = fit_link(SIZES, measured)
+    found = fit_link(TRANSFER_SIZES_BYTES, measured)
     assert not any(point.outlier for point in found.points)
     assert found.latency_seconds == pytest.approx(latency, rel=0.15)
     assert found.bytes_per_second == pytest.approx(bandwidth, rel=0.15)
@@ -82,9 +87,9 @@ def test_a_point_that_is_off_moves_the_fit_a_little_and_stays_in_it(latency, ban
 @given(latencies, bandwidths, st.randoms(use_true_random=False))
 def test_a_fit_moves_no_more_than_its_points(latency, bandwidth, random):
     """Also where no line fits: half of the bandwidth beyond 16 MiB."""
-    bent = times(latency, bandwidth) + np.maximum(np.array(SIZES) - (1 << 24), 0) / bandwidth
-    other = bent * np.array([random.uniform(0.95, 1.05) for _ in SIZES])
-    one, two = fit_link(SIZES, bent), fit_link(SIZES, other)
+    bent = times(latency, bandwidth) + np.maximum(np.array(TRANSFER_SIZES_BYTES) - (1 << 24), 0) / bandwidth
+    other = bent * np.array([random.uniform(0.95, 1.05) for _ in TRANSFER_SIZES_BYTES])
+    one, two = fit_link(TRANSFER_SIZES_BYTES, bent), fit_link(TRANSFER_SIZES_BYTES, other)
     assert two.bytes_per_second == pytest.approx(one.bytes_per_second, rel=0.15)
     assert two.latency_seconds == pytest.approx(one.latency_seconds, rel=0.15)
 
@@ -189,7 +194,7 @@ def test_probes_pass_values_between_devices_as_any_bundle_does(tmp_path):
     probes = [Probe(f"cpu:{i % 2}", f"v{i + 1} = Identity(v{i})", (f"v{i}",), (f"v{i + 1}",)) for i in range(4)]
     bundle = probe_bundle(tmp_path, TWO, probes)
     check_programs(bundle.manifest, tmp_path)
-    with find("runtimes", "onnxruntime")().open(bundle, trace=True) as session:
+    with find_plugin("runtimes", "onnxruntime")().open(bundle, trace=True) as session:
         ran = run_once(session, {"v0": np.ones(3, np.uint8)})
     assert [event.name for event in ran.events if event.kind == "run"] == ["0", "1", "2", "3"]
     assert {event.name for event in ran.events if event.kind == "copy"} == {"v1", "v2", "v3"}
@@ -245,15 +250,17 @@ def test_calls_and_devices_at_once_are_measured_beside_every_pair(monkeypatch):
 
 
 def test_sizes_are_as_far_apart_as_each_other_so_that_none_counts_twice():
-    assert (SIZES[0], SIZES[-1]) == (1, 256 << 20)
-    assert {after / before for before, after in pairwise(SIZES)} == {4.0}
+    assert (TRANSFER_SIZES_BYTES[0], TRANSFER_SIZES_BYTES[-1]) == (1, 256 << 20)
+    assert {after / before for before, after in pairwise(TRANSFER_SIZES_BYTES)} == {4.0}
 
 
 # ---------------------------------------------------------------------------------------------- what follows
 
 
 def hops(latency: float, bandwidth: float) -> Hops:
-    found = Hops({size: Samples([time] * 3, [0.0] * 3) for size, time in zip(SIZES, times(latency, bandwidth))})
+    found = Hops(
+        {size: Samples([time] * 3, [0.0] * 3) for size, time in zip(TRANSFER_SIZES_BYTES, times(latency, bandwidth))}
+    )
     found.woken.add([3e-5] * 3, 0.0)
     return found
 
@@ -324,7 +331,7 @@ def test_a_target_with_all_that_is_measured_survives_its_file(tmp_path):
     devices = tuple(Device(f"cpu:{i}", 10, 2, "", 4e-6, 1.25e-6, 2.5e-6) for i in range(2))
     links = (Link("cpu:0", "cpu:1", 7e-5, 1e10, "memory"),)
     target = Target(devices, links, "sequential", (Shared(("cpu:0", "cpu:1"), 1.4, 1.01, 2.3e10),))
-    (tmp_path / "t.toml").write_text(target_text(target), encoding="utf-8")
+    (tmp_path / "t.toml").write_text(format_target(target), encoding="utf-8")
     assert read_target(tmp_path / "t.toml") == target
 
 
@@ -342,7 +349,7 @@ def test_a_target_with_all_that_is_measured_survives_its_file(tmp_path):
 )
 def test_sharing_that_cannot_be_is_refused_with_the_file(tmp_path, entry, said):
     path = tmp_path / "t.toml"
-    path.write_text(f"{target_text(TWO)}\n[[shared]]\n{entry}\n", encoding="utf-8")
+    path.write_text(f"{format_target(TWO)}\n[[shared]]\n{entry}\n", encoding="utf-8")
     with pytest.raises(TargetError, match=r"t\.toml") as caught:
         read_target(path)
     assert said in str(caught.value)
@@ -372,16 +379,16 @@ def driver(monkeypatch):
 @pytest.mark.parametrize(("good", "via"), [((0, 2), "nvlink"), ((0,), "pcie"), ((), "host")])
 def test_nvlink_pcie_and_the_way_through_the_host_are_told_apart(driver, good, via):
     driver(*good)
-    assert link_via("cuda:0", "cuda:1") == via
-    assert link_via("cuda:0", "cpu:0") == "host"
-    assert link_via("cpu:0", "cpu:1") == "memory"
+    assert link_technology("cuda:0", "cuda:1") == via
+    assert link_technology("cuda:0", "cpu:0") == "host"
+    assert link_technology("cpu:0", "cpu:1") == "memory"
 
 
 def test_a_driver_that_cannot_tell_leaves_the_way_through_the_host(driver, monkeypatch):
     driver()
-    assert link_via("cuda:0", "cuda:5") == "host"
+    assert link_technology("cuda:0", "cuda:5") == "host"
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert link_via("cuda:0", "cuda:1") == "host"
+    assert link_technology("cuda:0", "cuda:1") == "host"
 
 
 # ---------------------------------------------------------------------------------------------- the command
@@ -499,5 +506,5 @@ def test_one_device_has_no_links_and_shares_nothing(run_cli, here):
     assert ran.code == 0, ran.err
     found = json.loads(ran.out)["calibration"]
     assert (found["links"], found["shared"]) == ([], [])
-    expected = found["devices"][0]["call_seconds"] + APART_SECONDS
+    expected = found["devices"][0]["call_seconds"] + SEGMENT_OVERHEAD_SECONDS
     assert read_target("one.toml").devices[0].segment_seconds == pytest.approx(expected)

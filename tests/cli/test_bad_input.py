@@ -1152,7 +1152,9 @@ def test_verifying_what_computes_nothing_is_refused(refused, bundle_copy):
 
 
 def test_limits_that_cannot_hold_the_weights_are_refused_before_anything_is_measured(refused, model_file, monkeypatch):
-    monkeypatch.setattr("onnxplace.passes.profiling.timer.Timer.measure", lambda *_: pytest.fail("no need to measure"))
+    monkeypatch.setattr(
+        "onnxplace.passes.profiling.timer.MeasurementOptions.measure", lambda *_: pytest.fail("no need to measure")
+    )
     said = refused(3, ("--max-memory",), "compile", model_file, *SHAPE, "--max-memory", "cpu:0=1000,cpu:1=2000")
     assert "cpu:0 (1000 bytes), cpu:1 (2000 bytes); all together lack 29768 bytes for the weights alone" in said
     assert "a number without GiB or MiB is in bytes" in said

@@ -13,8 +13,8 @@ import pytest
 
 import onnxplace
 from onnxplace.cli import app, main
-from onnxplace.machine import onnxruntime
-from onnxplace.report import mebibytes
+from onnxplace.machine import import_onnxruntime
+from onnxplace.report import format_bytes
 from tests.conftest import FAST_PIPELINE, Ran, branches
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
@@ -44,7 +44,7 @@ def node_names(bundle: onnxplace.Bundle) -> dict[str, set[str]]:
 
 
 def whole(feeds: dict[str, np.ndarray]) -> np.ndarray:
-    session = onnxruntime().InferenceSession(branches().SerializeToString(), providers=["CPUExecutionProvider"])
+    session = import_onnxruntime().InferenceSession(branches().SerializeToString(), providers=["CPUExecutionProvider"])
     return session.run(None, feeds)[0]
 
 
@@ -529,7 +529,7 @@ def test_a_reader_that_goes_away_ends_the_examples_without_a_traceback():
     ],
 )
 def test_small_amounts_of_memory_are_not_rounded_to_nothing(size, text):
-    assert mebibytes(size) == text
+    assert format_bytes(size) == text
 
 
 # ---------------------------------------------------------------------------------------------- any version of click

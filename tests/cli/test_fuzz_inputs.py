@@ -24,12 +24,12 @@ from onnxplace.feeds import read_npz
 from onnxplace.machine import measurement_cache
 from onnxplace.model import Model, bind, bind_states, load
 from onnxplace.passes.coplace import Coplace
-from onnxplace.passes.cost_files import costs_table, costs_text
+from onnxplace.passes.cost_files import format_costs, format_costs_csv
 from onnxplace.passes.profile import ProfileCosts
-from onnxplace.passes.profiling import keep, recall
+from onnxplace.passes.profiling import recall_measurement, store_measurement
 from onnxplace.pipeline import Pipeline, run_pass
 from onnxplace.state import State
-from onnxplace.target import Device, Link, Shared, Target, parse_device_ids, parse_memory, read_target, target_text
+from onnxplace.target import Device, Link, Shared, Target, format_target, parse_device_ids, parse_memory, read_target
 from onnxplace.utils import name_patterns
 from tests.cli.test_wishes import states_model
 from tests.conftest import FAST_PIPELINE, branches
@@ -123,7 +123,7 @@ def short_of_time(monkeypatch) -> None:
 
 
 @fuzzed
-@given(data=st.one_of(lines_near(target_text(TARGET), " = "), spliced(target_text(TARGET).encode()), JUNK))
+@given(data=st.one_of(lines_near(format_target(TARGET), " = "), spliced(format_target(TARGET).encode()), JUNK))
 def test_target_files(file, data):
     target = read_or_refused(lambda: read_target(file(data, "target.toml")))
     if target is not None:
@@ -151,11 +151,11 @@ def test_patterns(pattern):
 
 
 def cost_document() -> Any:
-    return json.loads(costs_text(profiled()[Profile]))
+    return json.loads(format_costs(profiled()[Profile]))
 
 
 def cost_table() -> str:
-    return costs_table(profiled()[Profile], profiled()[Model])
+    return format_costs_csv(profiled()[Profile], profiled()[Model])
 
 
 NODE_STATISTICS = HEAD + "left_123,1,2,3,4\nright_5,1,2,3,4\nrelu_7,1,0,256,4\n"
@@ -191,7 +191,7 @@ def test_cost_graphs(file, data, packed):
     path = file(gzip.compress(data) if packed else data, "graph.json.gz")
     graph = read_or_refused(lambda: read_cost_graph(path))
     if graph is not None:
-        placed = read_or_refused(lambda: placer.place(graph, "m-etf"))
+        placed = read_or_refused(lambda: placer.place_cost_graph(graph, "m-etf"))
         assert placed is None or 0 <= placed.makespan_seconds < float("inf")
 
 
@@ -206,7 +206,7 @@ def test_damaged_gzip_files(file, data):
 def test_placements(file, data):
     graph = read_cost_graph(file(json.dumps(GRAPH).encode(), "graph.json"))
     path = file(data, "placement.json")
-    read_or_refused(lambda: placer.evaluate(graph, placer.read_placement(path)))
+    read_or_refused(lambda: placer.evaluate_placement(graph, placer.read_placement(path)))
 
 
 def archive(method: int = zipfile.ZIP_STORED) -> bytes:
@@ -262,14 +262,14 @@ def test_entries_of_the_cost_cache(data):
     near = data.draw(texts_of(keep_one()))
     path_of("one").write_bytes(near)
     try:
-        found = recall("one", NODES)
+        found = recall_measurement("one", NODES)
     except ValueError:
         assert not path_of("one").exists()
         return
     measurement, _ = found
     assert all(np.isfinite(array).all() for array in (measurement.seconds, measurement.spread))
     assert measurement.unit.max() < NODES
-    keep("two", measurement, [])
+    store_measurement("two", measurement, [])
 
 
 def test_the_cache_of_this_test_is_its_own():

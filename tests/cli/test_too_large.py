@@ -8,7 +8,7 @@ import networkx
 import numpy as np
 import pytest
 
-from onnxplace.cost_graph import cost_graph, from_networkx, read_cost_graph
+from onnxplace.cost_graph import from_networkx, parse_cost_graph, read_cost_graph
 from onnxplace.cost_graph.cost_graphs import MOST
 from onnxplace.driver import with_devices
 from onnxplace.errors import FeedError, InputError, TargetError, UsageError
@@ -16,7 +16,7 @@ from onnxplace.facts import Profile
 from onnxplace.feeds import read_npz
 from onnxplace.pipeline import Pipeline
 from onnxplace.target import Device, Link, Shared, Target, parse_device_ids, read_target
-from onnxplace.target.target import MOST_DEVICES
+from onnxplace.target.target import MAX_DEVICES
 from tests.cli.test_fuzz_inputs import HEADERS, with_header
 from tests.machine.test_damaged_cache import QUALITY
 
@@ -120,15 +120,15 @@ def test_more_devices_than_there_can_be_are_refused_wherever_they_are_named(run_
     ):
         ran = run_cli(*command)
         assert (ran.code, ran.out, ran.err.partition("]")[0]) == (2, "", "error[T015")
-        assert f"3000 devices, and there can be {MOST_DEVICES} at most" in ran.err
+        assert f"3000 devices, and there can be {MAX_DEVICES} at most" in ran.err
 
 
 def test_as_many_devices_as_there_can_be_are_taken():
-    devices = [{"id": index, "memory_bytes": 9} for index in range(MOST_DEVICES)]
-    graph = cost_graph({"nodes": [{"id": 0, "compute_time_us": 1}], "devices": devices})
-    assert len(with_devices(graph, MOST_DEVICES, 5).target.devices) == MOST_DEVICES
+    devices = [{"id": index, "memory_bytes": 9} for index in range(MAX_DEVICES)]
+    graph = parse_cost_graph({"nodes": [{"id": 0, "compute_time_us": 1}], "devices": devices})
+    assert len(with_devices(graph, MAX_DEVICES, 5).target.devices) == MAX_DEVICES
     with pytest.raises(TargetError, match="T015"):
-        Target(tuple(Device(f"cpu:{index}", 1) for index in range(MOST_DEVICES + 1)))
+        Target(tuple(Device(f"cpu:{index}", 1) for index in range(MAX_DEVICES + 1)))
 
 
 # ---------------------------------------------------------------------------------------------- cost graphs
@@ -138,16 +138,16 @@ def test_as_many_devices_as_there_can_be_are_taken():
 def test_costs_of_a_graph_that_add_up_to_too_much_are_refused(key):
     nodes = [{"id": index, "compute_time_us": 1, key: MOST // 2} for index in range(3)]
     with pytest.raises(InputError, match=f"{key} add up to 1.5e") as caught:
-        cost_graph({"nodes": nodes, "devices": [{"id": 0}]})
+        parse_cost_graph({"nodes": nodes, "devices": [{"id": 0}]})
     assert caught.value.code == "D004"
     nodes = [{"id": index, "compute_time_us": 1} for index in range(21)]
     edges = [{"src": index, "dst": index + 1, "bytes": MOST // 2} for index in range(20)]
     with pytest.raises(InputError, match=r"bytes add up to 1e\+19"):
-        cost_graph({"nodes": nodes, "edges": edges, "devices": [{"id": 0}]})
+        parse_cost_graph({"nodes": nodes, "edges": edges, "devices": [{"id": 0}]})
 
 
 def test_a_gzipped_graph_that_expands_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("onnxplace.cost_graph.cost_graphs.MOST_FILE_BYTES", 1 << 20)
+    monkeypatch.setattr("onnxplace.cost_graph.cost_graphs.MAX_FILE_BYTES", 1 << 20)
     path = tmp_path / "bomb.json.gz"
     for data in (gzip.compress(b" " * (50 << 20)), gzip.compress(b" " * (1 << 19)) * 50, b" " * (2 << 20)):
         path.write_bytes(data)
@@ -211,7 +211,7 @@ def test_times_and_seeds_that_are_none_are_refused(option):
 
 
 def test_an_archive_that_expands_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("onnxplace.feeds.feeds.MOST_UNPACKED_BYTES", 1 << 20)
+    monkeypatch.setattr("onnxplace.feeds.feeds.MAX_UNPACKED_BYTES", 1 << 20)
     np.savez_compressed(tmp_path / "bomb.npz", x=np.zeros(1 << 20, dtype=np.float32))
     with pytest.raises(FeedError, match=r"its \d+ bytes expand to 4194") as caught:
         read_npz(tmp_path / "bomb.npz")

@@ -6,7 +6,7 @@ import onnx
 import pytest
 from onnx import parser
 
-from onnxplace.errors import MOST_LISTED
+from onnxplace.errors import MAX_LISTED
 from onnxplace.model import load
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
@@ -110,13 +110,13 @@ def states_model(count: int) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
-@pytest.mark.parametrize("count", [2, MOST_LISTED + 3])
+@pytest.mark.parametrize("count", [2, MAX_LISTED + 3])
 def test_all_states_that_a_device_map_tears_apart_are_told(compile_with, tmp_path, count):
     onnx.save(states_model(count), tmp_path / "states.onnx")
     device_map = {"read_.*": "cpu:0", "make_.*": "cpu:1"}
     ran = compile_with(tmp_path / "states.onnx", "--state", "*_next=*", device_map=device_map)
     assert ran.code == 2
-    assert ran.err.count("stays on one device") == min(count, MOST_LISTED)
+    assert ran.err.count("stays on one device") == min(count, MAX_LISTED)
     assert "state 's0_next' = 's0'" in ran.err
     assert "state 's1_next' = 's1'" in ran.err
-    assert ("and 3 more" in ran.err) == (count > MOST_LISTED)
+    assert ("and 3 more" in ran.err) == (count > MAX_LISTED)

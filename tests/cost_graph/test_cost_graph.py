@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from onnxplace import InfeasibleError, InputError
-from onnxplace.cost_graph import cost_graph, from_networkx, read_cost_graph
-from onnxplace.driver import evaluate, place, with_devices
+from onnxplace.cost_graph import from_networkx, parse_cost_graph, read_cost_graph
+from onnxplace.driver import evaluate_placement, place_cost_graph, with_devices
 from onnxplace.facts import Placement, Profile
 from onnxplace.pipeline import Pipeline
 from onnxplace.target import Device, Target
@@ -36,21 +36,21 @@ def fork(**changes):
 
 
 def test_edges_with_one_source_and_one_tensor_are_one_value():
-    graph = cost_graph(fork()).profile.graph
+    graph = parse_cost_graph(fork()).profile.graph
     assert graph.value_names == ("t", "u", "v", "n3:unread")
     assert graph.readers[0].tolist() == [1, 2]
 
 
 def test_several_tensors_may_share_an_edge_and_unread_output_counts_with_its_node():
     edges = [{"src": 0, "dst": 1, "bytes": 9, "tensors": [{"name": "x", "bytes": 4}, {"name": "y", "bytes": 5}]}]
-    graph = cost_graph(fork(edges=edges)).profile.graph
+    graph = parse_cost_graph(fork(edges=edges)).profile.graph
     sizes = dict(zip(graph.value_names, graph.value_bytes.tolist()))
     assert sizes == {"x": 4, "y": 5, "n0:unread": 1, "n1:unread": 10, "n2:unread": 10, "n3:unread": 10}
 
 
 @pytest.mark.parametrize("placer", ["m-etf", "m-sct"])
 def test_two_heavy_branches_go_to_two_devices(placer):
-    found = place(cost_graph(fork()), placer, groups="none")
+    found = place_cost_graph(parse_cost_graph(fork()), placer, groups="none")
     assert found.placement["1"] != found.placement["2"]
     # 1, a transfer of 10.01, 100, and the join beside the later branch, where the other result has long arrived
     assert found.makespan_seconds == pytest.approx(112.01e-6)
@@ -62,30 +62,30 @@ def test_groups_of_the_graph_stay_together_and_can_be_ignored():
     data = fork()
     for node in data["nodes"]:
         node["group"] = "all" if node["id"] in (1, 2) else None
-    together = place(cost_graph(data), groups="given").placement
+    together = place_cost_graph(parse_cost_graph(data), groups="given").placement
     assert together["1"] == together["2"]
-    apart = place(cost_graph(data), groups="none").placement
+    apart = place_cost_graph(parse_cost_graph(data), groups="none").placement
     assert apart["1"] != apart["2"]
 
 
 def test_a_placement_is_scored_as_it_is_whether_it_fits_or_not():
-    graph = with_devices(cost_graph(fork()), None, 250)
-    found = evaluate(graph, dict.fromkeys("0123", "a"))
+    graph = with_devices(parse_cost_graph(fork()), None, 250)
+    found = evaluate_placement(graph, dict.fromkeys("0123", "a"))
     assert found.makespan_seconds == pytest.approx(202e-6)
     assert not found.feasible
     assert found.peak_bytes.tolist() == [430, 0]
 
 
 def test_scoring_what_was_placed_gives_the_same_step():
-    graph = cost_graph(fork())
-    found = place(graph, groups="none")
-    assert evaluate(graph, found.placement).makespan_seconds == pytest.approx(found.makespan_seconds)
+    graph = parse_cost_graph(fork())
+    found = place_cost_graph(graph, groups="none")
+    assert evaluate_placement(graph, found.placement).makespan_seconds == pytest.approx(found.makespan_seconds)
 
 
 @pytest.mark.parametrize("placer", ["single", "m-topo", "m-etf", "m-sct"])
 def test_a_graph_that_fits_nowhere_is_infeasible_and_the_message_says_what_is_missing(placer):
     with pytest.raises(InfeasibleError, match=r"cuda:0 lacks \d+ bytes"):
-        place(with_devices(cost_graph(fork()), 1, 250), placer, groups="none")
+        place_cost_graph(with_devices(parse_cost_graph(fork()), 1, 250), placer, groups="none")
 
 
 def test_topo_order_breaks_ties_whatever_the_order_in_the_file():
@@ -93,7 +93,7 @@ def test_topo_order_breaks_ties_whatever_the_order_in_the_file():
     for node in data["nodes"]:
         node["topo_order"] = node["id"]
     shuffled = {**data, "nodes": [data["nodes"][i] for i in (2, 0, 3, 1)]}
-    assert place(cost_graph(data)).placement == place(cost_graph(shuffled)).placement
+    assert place_cost_graph(parse_cost_graph(data)).placement == place_cost_graph(parse_cost_graph(shuffled)).placement
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_topo_order_breaks_ties_whatever_the_order_in_the_file():
 )
 def test_a_graph_that_makes_no_sense_is_refused_by_name(changes, words):
     with pytest.raises(InputError, match=words) as refused:
-        cost_graph(fork(**changes))
+        parse_cost_graph(fork(**changes))
     assert refused.value.exit_code == 2
 
 
@@ -156,17 +156,20 @@ def test_a_gzipped_file_is_known_by_its_content(tmp_path):
 
 
 def test_nodes_without_a_compute_time_are_counted_and_one_is_named():
-    assert cost_graph(fork()).notes == ()
+    assert parse_cost_graph(fork()).notes == ()
     data = fork()
     data["nodes"][2]["compute_us"] = data["nodes"][2].pop("compute_time_us")
     del data["nodes"][3]["compute_time_us"]
-    (note,) = cost_graph(data).notes
+    (note,) = parse_cost_graph(data).notes
     assert (note.code, note.where) == ("D010", "fork")
     assert "2 of 4 nodes" in note.message
     assert "'n2'" in note.message
     assert "'compute_us'" in note.hint
-    assert note in place(cost_graph(data), "m-etf").diagnostics
-    assert note in evaluate(with_devices(cost_graph(data), 2, None), dict.fromkeys("0123", "a")).diagnostics
+    assert note in place_cost_graph(parse_cost_graph(data), "m-etf").diagnostics
+    assert (
+        note
+        in evaluate_placement(with_devices(parse_cost_graph(data), 2, None), dict.fromkeys("0123", "a")).diagnostics
+    )
 
 
 def test_the_command_places_and_scores_and_prints_one_object(run_cli, tmp_path):
@@ -226,7 +229,7 @@ def training_step(layers: int) -> dict[str, object]:
 
 @pytest.mark.parametrize("placer", ["m-etf", "m-sct"])
 def test_a_device_keeps_room_for_the_backward_nodes_of_the_groups_it_has_taken_on(placer: str):
-    found = place(cost_graph(training_step(12)), placer, groups="given")
+    found = place_cost_graph(parse_cost_graph(training_step(12)), placer, groups="given")
     assert found.feasible
     assert len(set(found.placement.values())) > 1
 
@@ -260,8 +263,8 @@ def test_options_that_say_how_to_place_do_not_go_with_a_placement(run_cli, tmp_p
 
 def test_a_placement_that_search_did_not_improve_is_not_called_improved():
     data = fork(edges=[{"src": i, "dst": i + 1, "bytes": 10**6} for i in range(3)])
-    graph = with_devices(cost_graph(data), None, 10**9)
-    (note,) = [note for note in place(graph, budget_seconds=0.1).diagnostics if note.code == "P040"]
+    graph = with_devices(parse_cost_graph(data), None, 10**9)
+    (note,) = [note for note in place_cost_graph(graph, budget_seconds=0.1).diagnostics if note.code == "P040"]
     kept = note.message.partition(";")[0]
     assert kept.startswith("kept cuda:0:")
     assert "improved" not in kept

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from onnxplace.cost_graph import GENERATORS
 from onnxplace.cost_graph.generators import MACHINE, TOTAL_BYTES, chains, layered, recurrent, wide
-from onnxplace.driver import place
+from onnxplace.driver import place_cost_graph
 from onnxplace.facts import Source
 from onnxplace.graph import Csr, OpGraph
 
@@ -101,7 +101,7 @@ def test_the_machine_is_four_devices_and_the_link_of_the_published_measurements(
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("groups", ["none", "given+coplace"])
 def test_every_placer_places_every_family(family, placer, groups):
-    found = place(GENERATORS[family](300, 0), placer, groups=groups)
+    found = place_cost_graph(GENERATORS[family](300, 0), placer, groups=groups)
     assert found.feasible
     assert found.makespan_seconds >= found.lower_bound_seconds > 0
 

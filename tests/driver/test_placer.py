@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from onnxplace.cost_graph import GENERATORS, cost_graph
-from onnxplace.driver import evaluate, place, with_devices
+from onnxplace.cost_graph import GENERATORS, parse_cost_graph
+from onnxplace.driver import evaluate_placement, place_cost_graph, with_devices
 from onnxplace.errors import InfeasibleError, UsageError
 from onnxplace.pipeline import Pipeline, choose_placer
 from onnxplace.utils import jit
@@ -53,12 +53,12 @@ def cramped(weight=6 * GIB):
     ]
     edges = [{"src": 0, "dst": 1, "bytes": 8}, {"src": 2, "dst": 3, "bytes": 8}]
     devices = [{"id": d, "memory_bytes": 8 * GIB} for d in range(2)]
-    return cost_graph({"nodes": nodes, "edges": edges, "devices": devices})
+    return parse_cost_graph({"nodes": nodes, "edges": edges, "devices": devices})
 
 
 def test_a_placer_that_finds_nothing_names_one_that_does():
     with pytest.raises(InfeasibleError) as raised:
-        place(cramped(), "single")
+        place_cost_graph(cramped(), "single")
     assert raised.value.code == "P001"
     assert "placer m-etf fits, with a step of" in raised.value.hint
 
@@ -67,13 +67,13 @@ def test_a_placer_that_found_no_split_does_not_say_that_there_is_none():
     nodes = [{"id": i, "compute_time_us": 10, "memory_bytes": 5 * GIB} for i in range(3)]
     devices = [{"id": d, "memory_bytes": 8 * GIB} for d in range(2)]
     with pytest.raises(InfeasibleError, match="this placer found no split that fits") as raised:
-        place(cost_graph({"nodes": nodes, "devices": devices}), "m-etf")
+        place_cost_graph(parse_cost_graph({"nodes": nodes, "devices": devices}), "m-etf")
     assert raised.value.code == "P002"
 
 
 def test_where_nothing_fits_no_other_placer_is_named():
     with pytest.raises(InfeasibleError) as raised:
-        place(cramped(9 * GIB), "auto{seconds=0,proposals=50}")
+        place_cost_graph(cramped(9 * GIB), "auto{seconds=0,proposals=50}")
     assert "fits, with" not in str(raised.value)
     assert "lacks" in str(raised.value)
 
@@ -92,14 +92,14 @@ def test_the_time_to_place_is_without_compiling_kernels(monkeypatch):
     monkeypatch.setattr(jit._compiling, "seconds", jit._compiling.seconds)
     monkeypatch.setattr(Pipeline, "run", compile_and_run)
     graph = with_devices(cramped(), None, 16 * GIB)
-    assert place(graph, "single").seconds == pytest.approx(2)
-    assert evaluate(graph, dict.fromkeys("0123", 0)).seconds == pytest.approx(2)
+    assert place_cost_graph(graph, "single").seconds == pytest.approx(2)
+    assert evaluate_placement(graph, dict.fromkeys("0123", 0)).seconds == pytest.approx(2)
 
 
 @pytest.mark.parametrize("rule", ["compute", "memory", "majority"])
 def test_post_adjust_keeps_groups_together(rule):
     graph = GENERATORS["recurrent"](120, 0)
-    found = place(graph, "m-etf", groups="given", post_adjust=rule)
+    found = place_cost_graph(graph, "m-etf", groups="given", post_adjust=rule)
     home = {}
     for node, group in zip(graph.ids, graph.profile.given.tolist()):
         if group >= 0:
@@ -110,8 +110,8 @@ def test_forward_only_puts_backward_nodes_where_their_forward_node_is():
     nodes = [{"id": i, "compute_time_us": 100, "is_backward": i > 1} for i in range(4)]
     edges = [{"src": s, "dst": d, "bytes": 8} for s, d in ((0, 3), (1, 2))]
     devices = [{"id": d, "memory_bytes": GIB} for d in range(2)]
-    graph = cost_graph({"nodes": nodes, "edges": edges, "devices": devices})
-    found = place(graph, "m-etf", groups="none", forward_only=True)
+    graph = parse_cost_graph({"nodes": nodes, "edges": edges, "devices": devices})
+    found = place_cost_graph(graph, "m-etf", groups="none", forward_only=True)
     assert found.placement["0"] == found.placement["3"] != found.placement["1"] == found.placement["2"]
 
 
@@ -135,5 +135,5 @@ def test_the_command_searches_as_long_as_it_is_told_and_says_what_it_tried(run_c
 
 
 def test_a_graph_that_needs_two_devices_gets_no_more_with_the_objective_fit():
-    found = place(with_devices(cramped(), 4, 8 * GIB), objective="fit")
+    found = place_cost_graph(with_devices(cramped(), 4, 8 * GIB), objective="fit")
     assert len(set(found.placement.values())) == 2

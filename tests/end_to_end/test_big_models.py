@@ -17,7 +17,7 @@ from onnxplace.errors import BundleError, UsageError
 from onnxplace.facts import Profile, Source
 from onnxplace.machine import local_target
 from onnxplace.model import WeightFile, bind, load, op_graph, static_shapes, value_bytes, weights as weights_module
-from onnxplace.passes.profiling import Timer, chunks, node_kinds, repeats
+from onnxplace.passes.profiling import MeasurementOptions, chunks, find_repeats, node_kinds
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
 
@@ -287,14 +287,14 @@ def test_a_manifest_that_links_to_a_file_outside_the_folder_is_refused(linked, n
 def structure(model):
     shapes = {**static_shapes(model), **model.input_shapes()}
     graph, kinds = op_graph(model, value_bytes(model, shapes)), node_kinds(model, shapes)
-    return graph, kinds, repeats(kinds, graph)
+    return graph, kinds, find_repeats(kinds, graph)
 
 
 @pytest.mark.parametrize("limit", [1, 5_000, 10_000, 100_000, 1 << 40])
 def test_pieces_cover_all_nodes_and_keep_within_the_limit(limit):
     model = bind(load(chain(12)), {"batch": 4}, {})
     graph, _, found = structure(model)
-    pieces = chunks.cut(graph, found, limit)
+    pieces = chunks.cut_into_chunks(graph, found, limit)
     assert [node for piece in pieces for node in piece] == list(range(len(graph)))
     for piece in pieces:
         assert len(piece) == 1 or held(graph, piece) <= limit
@@ -310,11 +310,13 @@ def test_equal_pieces_are_run_once_and_cost_the_same(monkeypatch):
     model = bind(load(chain(12)), {"batch": 4}, {})
     graph, kinds, found = structure(model)
     runs = []
-    actual = Timer.measure
-    monkeypatch.setattr(Timer, "measure", lambda self, part, feeds: runs.append(part) or actual(self, part, feeds))
-    pieces = chunks.cut(graph, found, 7_000)
-    timer = Timer("cpu:0", (0,), 3, 0.0)
-    measured = chunks.measure_pieces(model, graph, kinds, pieces, model.feeds(), timer)
+    actual = MeasurementOptions.measure
+    monkeypatch.setattr(
+        MeasurementOptions, "measure", lambda self, part, feeds: runs.append(part) or actual(self, part, feeds)
+    )
+    pieces = chunks.cut_into_chunks(graph, found, 7_000)
+    timer = MeasurementOptions("cpu:0", (0,), 3, 0.0)
+    measured = chunks.measure_chunks(model, graph, kinds, pieces, model.feeds(), timer)
     assert len(pieces) == 12
     assert len(runs) == 1
     assert measured.measured.all()
@@ -338,15 +340,15 @@ def test_pieces_are_fed_with_what_those_before_them_made(monkeypatch):
     model = load(parser.parse_model(text))
     graph, kinds, _ = structure(model)
     seen = {}
-    actual = Timer.measure
+    actual = MeasurementOptions.measure
 
     def spy(self, part, feeds):
         seen[part.nodes[0].name] = dict(feeds)
         return actual(self, part, feeds)
 
-    monkeypatch.setattr(Timer, "measure", spy)
+    monkeypatch.setattr(MeasurementOptions, "measure", spy)
     pieces = [range(i, i + 1) for i in range(len(graph))]
-    found = chunks.measure_pieces(model, graph, kinds, pieces, model.feeds(), Timer("cpu:0", (0,), 3, 0.0))
+    found = chunks.measure_chunks(model, graph, kinds, pieces, model.feeds(), MeasurementOptions("cpu:0", (0,), 3, 0.0))
     assert found.measured.all()
     assert seen["d"]["i"].tolist() == [0]
     assert np.array_equal(seen["d"]["z"], 2 * seen["c"]["x"])

@@ -13,9 +13,9 @@ import pytest
 from onnx import ModelProto, parser
 
 import onnxplace
-from onnxplace.bundle import MANIFEST
+from onnxplace.bundle import MANIFEST_FILE
 from onnxplace.errors import ModelError
-from onnxplace.machine import custom_operators, operator_libraries, session_options
+from onnxplace.machine import operator_libraries, session_options, use_custom_operators
 from tests.conftest import Ran
 
 X = np.array([[1, -2, 3], [-4, 5, -6]], dtype=np.float32)
@@ -143,11 +143,11 @@ def test_a_bundle_without_its_library_asks_for_it(run_cli: Callable[..., Ran], t
 
 
 def test_a_library_is_loaded_once_however_often_it_is_named(library: str):
-    with custom_operators([library, library]), custom_operators([library]):
+    with use_custom_operators([library, library]), use_custom_operators([library]):
         assert len(operator_libraries()) == 1
         session_options([0])
     assert operator_libraries() == ()
 
 
 def test_a_bundle_of_standard_operators_needs_no_library(compiled: Path):
-    assert json.loads((compiled / MANIFEST).read_text())["custom_operators"] == []
+    assert json.loads((compiled / MANIFEST_FILE).read_text())["custom_operators"] == []

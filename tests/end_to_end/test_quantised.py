@@ -14,11 +14,11 @@ import onnxruntime
 import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from onnxplace.bundle import WHOLE, Bundle
+from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle
 from onnxplace.driver import compile_model
 from onnxplace.evaluation import compare, rounds_to_few_values
 from onnxplace.machine import sessions
-from onnxplace.model import load, with_quantised_units
+from onnxplace.model import join_quantised_units, load
 from onnxplace.passes.coplace import Coplace
 from onnxplace.passes.emit import Emit
 from onnxplace.passes.fuse import Fuse
@@ -127,7 +127,7 @@ def test_every_quantised_unit_lies_in_one_segment(tmp_path: Path, placer: Random
     made = [op for s in bundle.manifest.segments for op in kernels(bundle.file(s.file), tmp_path)]
     assert made.count("QLinearConv") == 9
     assert made.count("QLinearAdd") == 3
-    for file in (bundle.file(WHOLE), quantised().SerializeToString()):
+    for file in (bundle.file(WHOLE_MODEL_FILE), quantised().SerializeToString()):
         expected = run_plain(file, [feeds()], "all")[0]
         np.testing.assert_array_equal(run_together(bundle, [feeds()])[0], expected)
 
@@ -142,7 +142,7 @@ def test_what_crosses_between_devices_is_quantised(tmp_path: Path):
 
 def test_each_reader_has_its_own_dequantizer_once_optimised(tmp_path: Path):
     bundle = compiled(tmp_path, "m-etf")
-    nodes = nodes_of(bundle.file(WHOLE))
+    nodes = nodes_of(bundle.file(WHOLE_MODEL_FILE))
     for maker in (node for node in nodes if node.op_type == "DequantizeLinear"):
         assert sum(maker.output[0] in node.input for node in nodes) <= 1
     names = [node.name for node in nodes]
@@ -151,7 +151,7 @@ def test_each_reader_has_its_own_dequantizer_once_optimised(tmp_path: Path):
 
 def test_the_model_may_be_cut_between_quantiser_and_dequantiser():
     model = load(quantised(1))
-    unit = with_quantised_units(model, np.arange(len(model.nodes), dtype=np.int32))
+    unit = join_quantised_units(model, np.arange(len(model.nodes), dtype=np.int32))
     of = {node.name: unit[index] for index, node in enumerate(model.nodes)}
     assert of["a0_Q"] == of["a0"] == of["a0_WDQ"]
     assert of["a0_DQ"] == of["b0"] != of["a0"]
@@ -183,14 +183,14 @@ def test_a_dequantizer_that_a_body_captures_or_the_caller_reads_is_left_to_them(
     for got, want in zip(run_together(bundle, given), run_plain(model.SerializeToString(), given)):
         for one, other in zip(got, want):
             np.testing.assert_array_equal(one, other)
-    assert [node.op_type for node in nodes_of(bundle.file(WHOLE))].count("DequantizeLinear") == 5
+    assert [node.op_type for node in nodes_of(bundle.file(WHOLE_MODEL_FILE))].count("DequantizeLinear") == 5
 
 
 @pytest.mark.parametrize(("quantises", "code"), [(True, 0), (False, 1)])
 def test_a_quantised_model_that_differs_is_compared_again_unoptimised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli, quantises: bool, code: int
 ):
-    levels, honest = [], compare.verify
+    levels, honest = [], compare.compare_outputs
 
     def differing_if_optimised(*given):
         levels.append(sessions.session_options([0]).graph_optimization_level)
@@ -198,7 +198,7 @@ def test_a_quantised_model_that_differs_is_compared_again_unoptimised(
         return [replace(item, equal=item.equal and not optimised) for item in honest(*given)]
 
     bundle = compiled(tmp_path, RandomPlacement((0, 1)))
-    monkeypatch.setattr(compare, "verify", differing_if_optimised)
+    monkeypatch.setattr(compare, "compare_outputs", differing_if_optimised)
     monkeypatch.setattr(compare, "rounds_to_few_values", lambda bundle: quantises and rounds_to_few_values(bundle))
     ran = run_cli("verify", bundle.path, "--json")
     said = json.loads(ran.out)

@@ -17,7 +17,7 @@ import pytest
 from onnx import ModelProto, TensorProto, external_data_helper, helper, numpy_helper, parser
 
 import onnxplace
-from onnxplace.bundle import WEIGHTS, WHOLE, Bundle
+from onnxplace.bundle import WEIGHTS_FILE, WHOLE_MODEL_FILE, Bundle
 from onnxplace.model import load
 from tests.end_to_end.test_split_property import RandomPlacement, assert_same, compiled_with, run_together
 from tests.support.random_models import Feeds, reference, run_plain
@@ -46,7 +46,7 @@ def check(tmp_path: Path) -> Check:
             folder = tmp_path / str(choice)
             bundle = compiled_with(proto, ALTERNATING, folder, optimized=choice, dimensions=dimensions)
             assert_same(run_together(bundle, feeds), expected)
-            assert_same(run_plain(bundle.file(WHOLE), feeds), expected)
+            assert_same(run_plain(bundle.file(WHOLE_MODEL_FILE), feeds), expected)
             bundles.append(bundle)
         return bundles
 
@@ -255,7 +255,7 @@ def test_a_large_weight_that_both_devices_read_is_stored_once(check: Check):
     )
     model.graph.initializer.append(weight(np.arange(384, dtype=np.float32).reshape(3, 128), "w"))
     for bundle in check(model, {"x": X}):
-        assert (bundle.path / "segments" / WEIGHTS).stat().st_size == 384 * 4
+        assert (bundle.path / "segments" / WEIGHTS_FILE).stat().st_size == 384 * 4
 
 
 def test_a_weight_may_be_an_output(check: Check):
@@ -359,7 +359,7 @@ def test_folding_writes_no_large_weights(check: Check):
         }""",
         {"x": X[0, :1]},
     ):
-        assert (bundle.path / "segments" / WEIGHTS).stat().st_size < 65536
+        assert (bundle.path / "segments" / WEIGHTS_FILE).stat().st_size < 65536
 
 
 def test_constants_that_were_folded_may_be_outputs_and_read_on_both_devices(check: Check):

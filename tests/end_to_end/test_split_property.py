@@ -22,7 +22,7 @@ from onnx import ModelProto, printer
 
 import onnxplace
 import onnxplace.runtimes.execution.segments as runtime
-from onnxplace.bundle import WHOLE, Bundle
+from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle
 from onnxplace.driver import compile_model
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.machine import session_options
@@ -34,7 +34,7 @@ from onnxplace.passes.optimize import Optimize
 from onnxplace.passes.profile import ProfileCosts
 from onnxplace.passes.split import Split
 from onnxplace.pipeline import Pipeline
-from onnxplace.problem import decided, problem
+from onnxplace.problem import commit_placement, placement_problem
 from onnxplace.state import Pass, State
 from onnxplace.target import Device, Target
 from tests.support.random_models import Feeds, RandomModel, random_models, reference, run_plain
@@ -59,13 +59,13 @@ class RandomPlacement(Pass):
     """How long after the last of its inputs each node is planned to start; these make the order."""
 
     def run(self, state: State) -> State:
-        asked = problem(state)
+        asked = placement_problem(state)
         graph = asked.graph
         device = np.resize(np.array(self.devices, dtype=np.int32), len(graph))[asked.group]
         start = np.resize(np.array(self.delays, dtype=np.float64), len(graph))
         for node in graph.order:
             start[node] += start[graph.predecessors[node]].max(initial=0.0)
-        return decided(state, asked, device, start, self.name)
+        return commit_placement(state, asked, device, start, self.name)
 
 
 def placements() -> st.SearchStrategy[RandomPlacement]:
@@ -152,5 +152,5 @@ def test_a_bundle_computes_what_its_model_computes_wherever_it_is_cut(
             fused=fused,
             dimensions=model.dimensions,
         )
-        assert_same(run_plain(bundle.file(WHOLE), model.feeds), expected)
+        assert_same(run_plain(bundle.file(WHOLE_MODEL_FILE), model.feeds), expected)
         assert_same(run_together(bundle, model.feeds, level), expected)

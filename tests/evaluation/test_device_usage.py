@@ -11,14 +11,14 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, save
 
 import onnxplace
-from onnxplace.bundle import recording
+from onnxplace.bundle import record_crossing_values
 from onnxplace.errors import ExecutionError
-from onnxplace.evaluation import Traced, device_usage, memory_use, observe
+from onnxplace.evaluation import TracedRequests, device_usage, measure_usage, memory_use
 from onnxplace.evaluation.device_usage import value_bytes
 from onnxplace.evaluation.memory_use import Memory, Stored, measurable, memory
 from onnxplace.feeds import random_feeds
 from onnxplace.machine import Gpu
-from onnxplace.pipeline import find
+from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event
 
 MIB = 1 << 20
@@ -41,7 +41,7 @@ def request(begin: float, run: float, copy: float) -> tuple[Event, ...]:
 
 
 def test_a_device_is_busy_while_it_neither_waits_nor_copies():
-    traced = Traced()
+    traced = TracedRequests()
     for run in (10.0, 2.0, 3.0):
         traced.add(request(1.0, run, 0.25))
     first, *others = (SimpleNamespace(id=name) for name in ("A-0", "B-0", "B-1"))
@@ -51,7 +51,7 @@ def test_a_device_is_busy_while_it_neither_waits_nor_copies():
 
 
 def test_copies_and_transfers_are_told_apart():
-    traced = Traced()
+    traced = TracedRequests()
     for copy in (0.25, 9.0, 0.25):
         traced.add(request(1.0, 2.0, copy))
     assert (traced.copying("B"), traced.copying("A")) == (0.25, 0.0)
@@ -59,7 +59,7 @@ def test_copies_and_transfers_are_told_apart():
 
 
 def test_a_value_that_was_made_long_ago_takes_its_copy_only():
-    traced = Traced()
+    traced = TracedRequests()
     late = [Event("B", "wait", "x", 8.0, 8.0), Event("B", "copy", "x", 8.0, 8.5), Event("B", "run", "B-0", 8.5, 9.0)]
     traced.add((*request(1.0, 2.0, 0.25)[1:2], *late))
     assert traced.transfer("x", "A-0", "A", "B") == 0.5
@@ -108,7 +108,7 @@ def feeds_of(bundle, **sizes):
 
 
 def test_measured_figures_are_those_of_the_inputs_and_not_of_the_compiler(bundle):
-    few, many = (observe(bundle, feeds_of(bundle, n=n), 3, with_memory=False) for n in (2, 512))
+    few, many = (measure_usage(bundle, feeds_of(bundle, n=n), 3, with_memory=False) for n in (2, 512))
     (small,), (large,) = few.links, many.links
     assert (small.source, small.destination, small.values) == ("cpu:0", "cpu:1", 1)
     assert (small.bytes, small.predicted_bytes) == (2 * 4096, 2 * 4096)
@@ -123,7 +123,7 @@ def test_measured_figures_are_those_of_the_inputs_and_not_of_the_compiler(bundle
 
 
 def test_a_device_without_work_is_idle(bundle):
-    (idle,) = observe(bundle, feeds_of(bundle), 1, with_memory=False).devices[2:]
+    (idle,) = measure_usage(bundle, feeds_of(bundle), 1, with_memory=False).devices[2:]
     assert (idle.id, idle.busy_seconds, idle.predicted_busy_seconds, idle.predicted_peak_bytes) == ("cpu:2", 0, 0, 0)
 
 
@@ -131,10 +131,10 @@ def test_what_cannot_be_recorded_is_noted_and_the_rest_is_there(bundle, monkeypa
     def fails(bundle):
         raise ExecutionError("X010", "no room", where="cpu:1", hint="buy some")
 
-    monkeypatch.setattr(device_usage, "recording", fails)
+    monkeypatch.setattr(device_usage, "record_crossing_values", fails)
     seen: list[dict] = []
     monkeypatch.setattr(device_usage, "memory", lambda bundle, values, observer: seen.append(values) or Memory())
-    found = observe(bundle, feeds_of(bundle), 1, with_memory=True)
+    found = measure_usage(bundle, feeds_of(bundle), 1, with_memory=True)
     (note,) = found.notes
     assert (note.code, note.where, note.hint) == ("X010", "cpu:1", "buy some")
     assert note.message == "what crosses between devices was not recorded: no room"
@@ -147,7 +147,7 @@ def test_bundles_from_before_do_not_predict_the_part_of_a_device(bundle):
     devices = tuple(device.model_copy(update={"process_bytes": 0}) for device in bundle.manifest.devices)
     predicted = bundle.manifest.predicted.model_copy(update={"running_bytes": 0, "opening_bytes": 0})
     manifest = bundle.manifest.model_copy(update={"devices": devices, "predicted": predicted})
-    found = observe(replace(bundle, manifest=manifest), feeds_of(bundle), 1, with_memory=False)
+    found = measure_usage(replace(bundle, manifest=manifest), feeds_of(bundle), 1, with_memory=False)
     assert [device.predicted_peak_bytes for device in found.devices] == [None, None, 0]
     assert found.process.predicted_running_bytes is None
 
@@ -159,7 +159,7 @@ def test_bundles_from_before_do_not_predict_the_part_of_a_device(bundle):
 def values(bundle) -> dict:
     """Feeds for 1024 rows, and what crosses with them: 4 MiB each."""
     feeds = feeds_of(bundle, n=1024)
-    with find("runtimes", "onnxruntime")().open(recording(bundle)) as session:
+    with find_plugin("runtimes", "onnxruntime")().open(record_crossing_values(bundle)) as session:
         return {**feeds, **session.run(feeds).outputs}
 
 
@@ -256,7 +256,7 @@ def test_gpus_are_watched_for_the_most_in_use(monkeypatch):
             over.set()
         return (Gpu(0, "fake", 1000, 1000 - now), Gpu(1, "other", 1000, 0))
 
-    monkeypatch.setattr(memory_use, "gpus", gpus)
+    monkeypatch.setattr(memory_use, "list_gpus", gpus)
     monkeypatch.setattr(memory_use, "GPU_POLL_SECONDS", 0)
     with memory_use._watched(["cuda:0"]) as most:
         assert over.wait(30)
@@ -265,7 +265,7 @@ def test_gpus_are_watched_for_the_most_in_use(monkeypatch):
 
 @pytest.mark.parametrize("asked", [[], ["cuda:0"]])
 def test_without_gpus_nothing_is_watched(monkeypatch, asked):
-    monkeypatch.setattr(memory_use, "gpus", lambda: () if asked else pytest.fail("nobody asked for it"))
+    monkeypatch.setattr(memory_use, "list_gpus", lambda: () if asked else pytest.fail("nobody asked for it"))
     with memory_use._watched(asked) as most:
         pass
     assert most == {}
@@ -273,6 +273,6 @@ def test_without_gpus_nothing_is_watched(monkeypatch, asked):
 
 def test_what_crosses_is_not_recorded_where_memory_lacks(bundle, monkeypatch):
     monkeypatch.setattr(device_usage, "available_memory_bytes", lambda: 1000)
-    found, notes = device_usage._crossed(find("runtimes", "onnxruntime")(), bundle, {})
+    found, notes = device_usage._crossed(find_plugin("runtimes", "onnxruntime")(), bundle, {})
     assert found is None
     assert "and 1000 are free" in notes[0].message

@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper, save
 
 import onnxplace
 from onnxplace.bundle import Manifest
-from onnxplace.evaluation import process_memory
+from onnxplace.evaluation import measure_process_memory
 from onnxplace.evaluation.memory_use import measurable
 from onnxplace.facts import Segment
 from onnxplace.feeds import random_feeds
@@ -158,7 +158,7 @@ def test_bundles_from_before_have_no_such_prediction(large):
 
 @pytest.mark.skipif(not measurable(), reason="only Linux tells the most a process held")
 def test_a_process_takes_about_what_is_predicted(large):
-    found = process_memory(large, random_feeds(large.inputs, {}), runs=3)
+    found = measure_process_memory(large, random_feeds(large.inputs, {}), runs=3)
     predicted = large.manifest.predicted
     assert found.running_bytes > 96 * MIB
     assert predicted.running_bytes / 1.5 <= found.running_bytes <= predicted.running_bytes * 1.5
@@ -180,5 +180,5 @@ def test_what_rewriting_convolutions_took_is_given_back(tmp_path):
     graph = helper.make_graph(nodes, "convolutions", *ends, weights)
     save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "m.onnx")
     bundle = onnxplace.compile(tmp_path / "m.onnx", tmp_path / "bundle", devices="cpu:0", placer="single")
-    found = process_memory(bundle, random_feeds(bundle.inputs, {}), runs=3)
+    found = measure_process_memory(bundle, random_feeds(bundle.inputs, {}), runs=3)
     assert found.running_bytes < found.opening_bytes - 18 * MIB

@@ -93,8 +93,8 @@ def test_another_placement_is_tried_out_again(model_file, tmp_path, opened):
 
 def test_a_trial_on_a_busy_machine_is_said_so_and_not_kept(model_file, tmp_path, monkeypatch, opened):
     waited = iter(range(0, 10**15, 10**12))  # each burst, a thread waits 1000 s: as much of it as can be
-    monkeypatch.setattr(trial, "waits", lambda pool: {"": next(waited)})
-    monkeypatch.setattr(trial, "DOUBT", 0.05)
+    monkeypatch.setattr(trial, "read_run_delays", lambda pool: {"": next(waited)})
+    monkeypatch.setattr(trial, "DOUBTFUL_WAITING_SHARE", 0.05)
     for name in "ab":
         result = compile_model(model_file, tmp_path / name, **TWO)
         messages = [note.message for note in result.diagnostics if note.code == "C004"]
@@ -169,7 +169,7 @@ def test_after_a_trial_bounds_do_not_contradict_it(model_file, tmp_path):
 
 def untried(bundle, **changes):
     target = bundle.manifest.target.model_copy(update=changes)
-    return trial.untried(replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target})))
+    return trial.find_trial_obstacle(replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target})))
 
 
 def test_a_bundle_whose_devices_are_not_here_is_not_tried_out(compiled_branches):
@@ -215,7 +215,7 @@ def test_a_trial_that_fails_leaves_the_bundle_and_says_so(model_file, tmp_path, 
     def fail(*_, **__):
         raise ExecutionError("X001", "segment cpu0-000 failed: out of order", where="cpu:0")
 
-    monkeypatch.setattr("onnxplace.driver.finishing.try_out", fail)
+    monkeypatch.setattr("onnxplace.driver.finishing.run_trials", fail)
     ran = run_cli("compile", model_file, "-o", tmp_path / "b", "--devices", "cpu:0,cpu:1", "--shape", "batch=4")
     assert ran.code == 0
     assert "note[C021] cpu:0: the bundle fails when it is run: segment cpu0-000 failed: out of order" in ran.err
@@ -227,7 +227,7 @@ def test_an_interrupt_during_the_trial_leaves_nothing(model_file, tmp_path, monk
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("onnxplace.driver.finishing.try_out", interrupt)
+    monkeypatch.setattr("onnxplace.driver.finishing.run_trials", interrupt)
     with pytest.raises(KeyboardInterrupt):
         compiled(model_file, tmp_path / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
@@ -282,9 +282,9 @@ def pretend(monkeypatch, seconds_by_devices):
             for bundle in bundles
         )
 
-    monkeypatch.setattr("onnxplace.driver.finishing.try_out", result)
+    monkeypatch.setattr("onnxplace.driver.finishing.run_trials", result)
     monkeypatch.setattr("onnxplace.driver.finishing._not_measured", lambda state: None)
-    monkeypatch.setattr("onnxplace.driver.finishing.alone_seconds", lambda profile, target: np.array([0.02, 0.02]))
+    monkeypatch.setattr("onnxplace.driver.finishing.single_device_seconds", lambda profile, target: np.array([0.02, 0.02]))
 
 
 def devices_of(bundle):

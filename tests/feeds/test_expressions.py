@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, parser
 import onnxplace
 from onnxplace.cli.options import parse_shape
 from onnxplace.errors import FeedError, ModelError, UsageError
-from onnxplace.feeds import Declared, random_feeds, sizes_of, without_derived
+from onnxplace.feeds import Declared, dimensions_of_feeds, random_feeds, without_derived
 from onnxplace.feeds.expressions import (
     MAX_DEPTH,
     MAX_LENGTH,
@@ -222,12 +222,12 @@ def test_a_name_with_spaces_is_quoted_in_the_hint():
 
 def test_sizes_of_real_inputs_are_solved_and_checked():
     feeds = {"tokens": np.zeros((2, 3)), "past": np.zeros((2, 5, 4)), "mask": np.zeros((2, 8))}
-    assert sizes_of(feeds, INPUTS) == {"batch": 2, "seq": 3, "past": 5, "past + seq": 8}
-    assert sizes_of({**feeds, "mask": np.zeros((2, 1))}, INPUTS)["past + seq"] == 8  # ones may broadcast
+    assert dimensions_of_feeds(feeds, INPUTS) == {"batch": 2, "seq": 3, "past": 5, "past + seq": 8}
+    assert dimensions_of_feeds({**feeds, "mask": np.zeros((2, 1))}, INPUTS)["past + seq"] == 8  # ones may broadcast
     del feeds["past"]
-    assert sizes_of(feeds, INPUTS)["past"] == 5
+    assert dimensions_of_feeds(feeds, INPUTS)["past"] == 5
     with pytest.raises(FeedError, match=r"F005.*'past \+ seq' is 9, and 8 by past=5, seq=3"):
-        sizes_of({**feeds, "past": np.zeros((2, 5, 4)), "mask": np.zeros((2, 9))}, INPUTS)
+        dimensions_of_feeds({**feeds, "past": np.zeros((2, 5, 4)), "mask": np.zeros((2, 9))}, INPUTS)
 
 
 def test_a_comma_in_parentheses_belongs_to_the_name():
@@ -363,7 +363,7 @@ def test_the_python_face_takes_symbols_and_numpy_numbers(decoder):
 @given(st.integers(1, 5), st.integers(0, 9), st.integers(0, 9))
 def test_sizes_drawn_and_sizes_read_back_agree(batch, past, seq):
     known = {"batch": batch, "past": past, "seq": seq}
-    found = sizes_of(random_feeds(INPUTS, known), INPUTS)
+    found = dimensions_of_feeds(random_feeds(INPUTS, known), INPUTS)
     assert {**found, **known} == {**known, "past + seq": past + seq}
 
 

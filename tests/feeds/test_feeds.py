@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from onnxplace.errors import FeedError
-from onnxplace.feeds import Declared, check_feeds, describe, dimension_keys, random_feeds, read_npz
+from onnxplace.feeds import Declared, check_feeds, describe_input, dimension_keys, random_feeds, read_npz
 
 NUMERIC = {
     "tensor(float)": "f4",
@@ -160,8 +160,8 @@ def test_a_ragged_list_is_refused_by_name():
 
 
 def test_an_input_is_described_as_people_write_it():
-    assert describe(Declared("x", "tensor(int64)", ("batch", None, 3))) == "x tensor(int64) [batch, ?, 3]"
-    assert describe(Declared("x", "tensor(int64)", None)) == "x tensor(int64) ?"
+    assert describe_input(Declared("x", "tensor(int64)", ("batch", None, 3))) == "x tensor(int64) [batch, ?, 3]"
+    assert describe_input(Declared("x", "tensor(int64)", None)) == "x tensor(int64) ?"
 
 
 # ---------------------------------------------------------------------------------------------- files

@@ -15,7 +15,7 @@ from onnxplace.evaluation import trial
 from onnxplace.facts import Profile, Quality
 from onnxplace.machine import local_target, measurement_cache
 from onnxplace.model import bind, load
-from onnxplace.passes.profiling import Measurement, keep, recall
+from onnxplace.passes.profiling import Measurement, recall_measurement, store_measurement
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
 
@@ -40,19 +40,19 @@ def keep_one(name: str = "one") -> dict:
         spread=np.zeros(NODES),
         quality=QUALITY,
     )
-    keep(name, measurement, [Diagnostic("C004", "busy")])
+    store_measurement(name, measurement, [Diagnostic("C004", "busy")])
     return json.loads(path_of(name).read_text())
 
 
 def test_what_is_kept_is_recalled_as_it_was():
     keep_one()
-    measurement, notes = recall("one", NODES)
+    measurement, notes = recall_measurement("one", NODES)
     assert measurement.seconds.tolist() == [1e-3, 0.0, 2e-3]
     assert (measurement.unit.dtype, measurement.ran.tolist()) == (np.int32, [True, False, True])
     assert measurement.quality == QUALITY
     assert type(measurement.quality.runs) is int
     assert notes == [Diagnostic("C004", "busy")]
-    assert recall("other", NODES) is None
+    assert recall_measurement("other", NODES) is None
 
 
 ODD = (None, True, "1", -1, 1e308, 2**63, 10**400, float("nan"), float("inf"), [], {}, [[1]], [1, 2, 3, 4])
@@ -74,7 +74,7 @@ def test_an_entry_with_an_odd_field_is_damaged_and_removed(field):
                 continue
             path_of("one").write_text(json.dumps({**good, field: value}))
             with pytest.raises(ValueError, match="is damaged") as caught:
-                recall("one", NODES)
+                recall_measurement("one", NODES)
             assert "one.json" in str(caught.value)
             assert not path_of("one").exists(), (field, value)
 
@@ -92,7 +92,7 @@ def test_values_of_more_bytes_than_there_can_be_are_damage():
     good = keep_one()
     path_of("one").write_text(json.dumps({**good, "value_bytes": {str(n): 1 << 50 for n in range(5000)}}))
     with pytest.raises(ValueError, match="more bytes"):
-        recall("one", NODES)
+        recall_measurement("one", NODES)
 
 
 DAMAGES = {
@@ -116,10 +116,10 @@ def test_whatever_is_in_the_place_of_an_entry_is_replaced(damage):
     keep_one()
     damage(path_of("one"))
     with pytest.raises(ValueError, match=r"one\.json"):
-        recall("one", NODES)
+        recall_measurement("one", NODES)
     assert not path_of("one").exists()
     keep_one()
-    assert recall("one", NODES) is not None
+    assert recall_measurement("one", NODES) is not None
     assert not path_of("one").is_symlink()
 
 
@@ -129,7 +129,7 @@ def test_an_entry_is_written_whatever_is_in_its_place(damage):
     keep_one()
     damage(path_of("one"))
     keep_one()
-    assert recall("one", NODES) is not None
+    assert recall_measurement("one", NODES) is not None
     assert Path("/dev/zero").is_char_device()
 
 
@@ -137,7 +137,7 @@ def test_a_folder_with_something_in_it_stays_and_hurts_nothing():
     path_of("one").mkdir(parents=True)
     (path_of("one") / "mine").write_text("")
     with pytest.raises(ValueError, match="damaged"):
-        recall("one", NODES)
+        recall_measurement("one", NODES)
     with pytest.raises(ValueError, match=r"one\.json"):
         keep_one()
     assert (path_of("one") / "mine").exists()
@@ -168,7 +168,7 @@ def tried(compiled):
     """A bundle, feeds, and the path of its kept trial."""
     bundle = onnxplace.load(compiled)
     feeds = {"x": np.ones((4, 64), dtype=np.float32)}
-    trial.try_out([bundle], feeds)
+    trial.run_trials([bundle], feeds)
     (path,) = measurement_cache.folder().glob("*.json")
     return bundle, feeds, path
 
@@ -188,7 +188,7 @@ def test_a_damaged_trial_counts_as_absent_and_is_removed(tried):
         path.write_text(json.dumps(damaged))
         assert trial._recalled(name, [bundle]) is None
         assert not path.exists()
-    (again,) = trial.try_out([bundle], feeds)
+    (again,) = trial.run_trials([bundle], feeds)
     assert 0 < again.step_seconds < 10
     assert path.exists()
 
@@ -197,7 +197,7 @@ def test_a_damaged_trial_counts_as_absent_and_is_removed(tried):
 
 
 def test_entries_dated_in_the_future_do_not_drive_out_new_ones(monkeypatch):
-    monkeypatch.setattr(measurement_cache, "MOST_FILES", 3)
+    monkeypatch.setattr(measurement_cache, "MAX_FILES", 3)
     for name in ("a", "b", "c"):
         measurement_cache.write(name, {})
     ahead = time.time() + 1e8
@@ -210,13 +210,13 @@ def test_entries_dated_in_the_future_do_not_drive_out_new_ones(monkeypatch):
 
 
 def test_what_was_just_written_stays_even_if_the_clock_is_wrong(monkeypatch):
-    monkeypatch.setattr(measurement_cache, "MOST_FILES", 1)
+    monkeypatch.setattr(measurement_cache, "MAX_FILES", 1)
     for name in ("a", "b", "c"):
         measurement_cache.write(name, {})
         assert [path.stem for path in measurement_cache.folder().glob("*.json")] == [name]
 
 
 def test_what_is_too_large_is_not_kept(monkeypatch):
-    monkeypatch.setattr(measurement_cache, "MOST_FILE_BYTES", 100)
+    monkeypatch.setattr(measurement_cache, "MAX_FILE_BYTES", 100)
     with pytest.raises(ValueError, match="larger than 100 bytes"):
         measurement_cache.write("one", {"text": "a" * 100})

@@ -14,7 +14,7 @@ import pytest
 from onnxplace.facts import Profile, Source
 from onnxplace.machine import local_target, measurement_cache
 from onnxplace.model import Model, bind, load
-from onnxplace.passes.profiling import Timer
+from onnxplace.passes.profiling import MeasurementOptions
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
 
@@ -25,8 +25,10 @@ ROOT = Path(__file__).parents[2]
 def measurements(monkeypatch) -> list[Model]:
     """Return the list of what is measured from now on."""
     seen: list[Model] = []
-    actual = Timer.measure
-    monkeypatch.setattr(Timer, "measure", lambda self, part, feeds: seen.append(part) or actual(self, part, feeds))
+    actual = MeasurementOptions.measure
+    monkeypatch.setattr(
+        MeasurementOptions, "measure", lambda self, part, feeds: seen.append(part) or actual(self, part, feeds)
+    )
     return seen
 
 
@@ -52,14 +54,14 @@ def test_what_was_measured_is_not_measured_again(model_file, measurements):
 
 
 def test_what_was_measured_on_a_busy_machine_is_said_so_and_not_kept(model_file, measurements, monkeypatch):
-    actual = Timer.measure
+    actual = MeasurementOptions.measure
 
     def measure(self, part, feeds):
         found, made = actual(self, part, feeds)
         return replace(found, quality=replace(found.quality, waiting=0.2)), made
 
-    monkeypatch.setattr(Timer, "measure", measure)
-    monkeypatch.setattr("onnxplace.passes.profile.DOUBT", 0.05)
+    monkeypatch.setattr(MeasurementOptions, "measure", measure)
+    monkeypatch.setattr("onnxplace.passes.profile.DOUBTFUL_WAITING_SHARE", 0.05)
     for _ in range(2):
         (note,) = [note for note in profiled(model_file).diagnostics if note.code == "C004"]
         assert "runs waited 20% of their time for a core" in note.message
@@ -130,7 +132,7 @@ def test_a_cache_that_cannot_be_written_is_said_and_hurts_nothing(model_file, tm
 
 
 def test_the_oldest_files_go_first(monkeypatch):
-    monkeypatch.setattr(measurement_cache, "MOST_FILES", 2)
+    monkeypatch.setattr(measurement_cache, "MAX_FILES", 2)
     for number, name in enumerate(("a", "b", "c")):
         measurement_cache.write(name, {"number": number})
         os.utime(measurement_cache.folder() / f"{name}.json", (number, number))

@@ -10,8 +10,8 @@ import pytest
 from onnx import TensorProto, helper, parser
 
 from onnxplace.errors import ExecutionError, ModelError
-from onnxplace.machine import no_space, open_session, refusals, session_options
-from onnxplace.machine.refusals import refusal
+from onnxplace.machine import find_disk_full, open_session, refusals, session_options
+from onnxplace.machine.refusals import explain_refusal
 
 ROOT = Path(__file__).parents[2]
 HEADER = '<ir_version: 8, opset_import: ["": 17]>'
@@ -52,12 +52,12 @@ def test_a_model_in_a_file_is_told_about_in_the_same_way(tmp_path):
 @pytest.mark.parametrize("model", [b"junk", b"", Path("nowhere.onnx")], ids=["junk", "empty", "no file"])
 def test_whatever_the_model_is_the_missing_kernel_is_told(model):
     problem = RuntimeError("[ONNXRuntimeError] : 9 : Could not find an implementation for Add(14) node with name 'x'")
-    told = refusal(problem, model, "", "cuda:0", "here")
+    told = explain_refusal(problem, model, "", "cuda:0", "here")
     assert told.message == "ONNX Runtime has no kernel of Add (opset 14) for the types it has here on a GPU"
 
 
 def test_large_models_are_not_searched_for_types(monkeypatch):
-    monkeypatch.setattr(refusals, "MOST_SEARCHED_BYTES", 10)
+    monkeypatch.setattr(refusals, "MAX_SEARCHED_BYTES", 10)
     with pytest.raises(ModelError, match="the types it has here"):
         open_session(parser.parse_model(PLAIN).SerializeToString(), session_options([0]))
 
@@ -112,14 +112,14 @@ def test_too_little_space_for_temporary_files_is_told_as_such(tmp_path, count, w
 
 
 def test_space_is_found_where_there_is_some_and_missed_where_there_is_none(tmp_path):
-    assert no_space(str(tmp_path)) is None
-    missing = no_space(str(tmp_path), 1 << 60)
+    assert find_disk_full(str(tmp_path)) is None
+    missing = find_disk_full(str(tmp_path), 1 << 60)
     assert isinstance(missing, ExecutionError)
     assert (missing.code, missing.where) == ("E001", str(tmp_path))
 
 
 def test_a_refusal_where_nothing_is_written_is_not_about_space(tmp_path):
     problem = RuntimeError("[ONNXRuntimeError] : 1 : FAIL : odd")
-    assert refusal(problem, b"", "", "cpu:0", "here").code == "M012"
-    assert refusal(problem, b"", str(tmp_path), "cpu:0", "here").code == "M012"
-    assert refusal(problem, b"", str(tmp_path / "nowhere"), "cpu:0", "here").code == "E002"
+    assert explain_refusal(problem, b"", "", "cpu:0", "here").code == "M012"
+    assert explain_refusal(problem, b"", str(tmp_path), "cpu:0", "here").code == "M012"
+    assert explain_refusal(problem, b"", str(tmp_path / "nowhere"), "cpu:0", "here").code == "E002"

@@ -9,8 +9,8 @@ from onnx import ModelProto
 
 import onnxplace
 from onnxplace import OnnxplaceError
-from onnxplace.feeds import dimension_keys, symbols_in
-from onnxplace.model import declared, load
+from onnxplace.feeds import dimension_keys, symbols_of_dimension
+from onnxplace.model import declaration_of, load
 from onnxplace.target import Device, Target
 from tests.support.broken_models import altered, damaged, originals
 from tests.support.fuzzing import fuzzed
@@ -32,8 +32,8 @@ def compile_bytes(data: bytes, folder: Path) -> None:
     path = folder / "m.onnx"
     path.write_bytes(data)
     model = load(path)
-    keys = {key for value in model.inputs for key, size in dimension_keys(declared(value, model)) if size is None}
-    sizes = {name: 2 for key in keys for name in symbols_in(key)}
+    keys = {key for value in model.inputs for key, size in dimension_keys(declaration_of(value, model)) if size is None}
+    sizes = {name: 2 for key in keys for name in symbols_of_dimension(key)}
     onnxplace.compile(path, folder / "bundle", target=TARGET, shape=sizes, pipeline=PIPELINE, trial=False, force=True)
 
 

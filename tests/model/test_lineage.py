@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from onnx import ModelProto, numpy_helper, parser
 
-from onnxplace.evaluation import OutputDifference
+from onnxplace.evaluation import OutputDifference, lineages_of_bundle
 from onnxplace.evaluation.compare import difference
-from onnxplace.model import Lineage, lineages, quantises
+from onnxplace.model import Lineage, is_quantising
 from tests.conftest import Ran
 from tests.end_to_end.test_split_property import RandomPlacement, compiled_with
 
@@ -28,7 +28,7 @@ def model(text: str) -> ModelProto:
 
 
 def traced(text: str, states: Mapping[str, str] | None = None) -> dict[str, Lineage]:
-    return lineages(model(text), states or {})
+    return lineages_of_bundle(model(text), states or {})
 
 
 # ------------------------------------------------------------------------------------------------------------ types
@@ -137,9 +137,9 @@ def test_a_model_that_computes_in_float16_and_returns_float32_is_called_equal(
 )
 def test_models_that_round_to_few_values_are_known_by_their_nodes(node: str, rounds: bool):
     text = f"(float[4] x, float s, uint8[4] w) => (float[4] y) {{ {node} }}"
-    assert quantises(model(text)) is rounds
+    assert is_quantising(model(text)) is rounds
     inside = f"(float[4] x, float s, uint8[4] w, bool c) => (float[4] z) {{ z = If(c) <then_branch = t () => (y) {{ {node} }}, else_branch = f () => (u) {{ u = Neg(x) }}> }}"  # noqa: E501 - one line is easier to read here
-    assert quantises(model(inside)) is rounds
+    assert is_quantising(model(inside)) is rounds
 
 
 # --------------------------------------------------------------------------------------------------- random numbers

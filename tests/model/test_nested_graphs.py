@@ -13,10 +13,10 @@ import pytest
 from onnx import ModelProto, TensorProto, external_data_helper, helper, numpy_helper, parser
 
 from onnxplace.errors import ModelError, UsageError
-from onnxplace.model import Model, captured, load
+from onnxplace.model import Model, captured_names, load
 from onnxplace.model.nested_graphs import rename
-from onnxplace.passes.profiling import estimate
-from onnxplace.passes.profiling.roofline import MOST_TURNS
+from onnxplace.passes.profiling import estimate_seconds
+from onnxplace.passes.profiling.roofline import MAX_TURNS
 from tests.end_to_end.test_split_property import RandomPlacement, assert_same, compiled_with, run_together
 from tests.support.random_models import Feeds, reference
 
@@ -131,7 +131,7 @@ def test_weights_of_nested_bodies_keep_to_the_names_in_sight(tmp_path: Path):
     outer = branch(model, "If", "then_branch")
     outer.initializer.append(numpy_helper.from_array(LARGE, "w"))
     inner = next(a.g for n in outer.node if n.op_type == "Loop" for a in n.attribute)
-    assert list(captured(inner)) == ["w"]
+    assert list(captured_names(inner)) == ["w"]
     check(model, tmp_path, *IF_FEEDS)
 
 
@@ -145,8 +145,8 @@ def test_renaming_passes_over_what_a_body_makes_itself():
         }"""
     )
     rename(model.graph.node[0], {"p": "P", "q": "Q"})
-    assert list(captured(branch(model, "If", "then_branch"))) == ["P", "Q"]
-    assert list(captured(branch(model, "If", "else_branch"))) == ["P"]
+    assert list(captured_names(branch(model, "If", "then_branch"))) == ["P", "Q"]
+    assert list(captured_names(branch(model, "If", "else_branch"))) == ["P"]
 
 
 def test_nodes_inside_bodies_are_told_from_those_outside_by_name():
@@ -183,7 +183,7 @@ def loop(turns: int) -> Model:
 
 
 def seconds(model: Model) -> float:
-    return float(estimate(model, {}, "cpu/1").sum())
+    return float(estimate_seconds(model, {}, "cpu/1").sum())
 
 
 def test_a_loop_costs_its_body_as_often_as_it_turns():
@@ -193,7 +193,7 @@ def test_a_loop_costs_its_body_as_often_as_it_turns():
 
 
 def test_a_loop_that_only_its_condition_ends_has_a_modest_cost():
-    assert seconds(loop(2**62)) < seconds(loop(MOST_TURNS))
+    assert seconds(loop(2**62)) < seconds(loop(MAX_TURNS))
 
 
 def test_an_if_costs_its_dearer_branch_with_the_weights_it_captures():
@@ -225,7 +225,7 @@ def test_a_scan_costs_its_body_for_each_slice():
                 }}"""
             )
         )
-        return float(estimate(model, {"x": (count, 3)}, "cpu/1").sum())
+        return float(estimate_seconds(model, {"x": (count, 3)}, "cpu/1").sum())
 
     assert cost(60) - cost(40) == pytest.approx(cost(40) - cost(20))
     assert cost(40) > 1.5 * cost(20)

@@ -19,8 +19,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from onnxplace.bundle import WHOLE, Bundle
-from onnxplace.model import load, scales_to_hold
+from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle
+from onnxplace.model import find_scales_to_protect, load
 from tests.end_to_end.test_split_property import RandomPlacement, compiled_with, placements, run_together
 from tests.support.random_models import run_plain
 
@@ -149,8 +149,8 @@ def test_a_weight_of_one_product_becomes_the_same_kernel_wherever_the_model_is_c
         chain.product(chain.dequantised("int4", name, name, "block", f"factor_{name}"))
     bundle = compiled_with(chain.proto(), RandomPlacement((0, 0, 0, 1, 1, 1)), tmp_path)
     assert len(bundle.manifest.segments) > 1
-    assert fused_in_segments(bundle) == fused(bundle.file(WHOLE)) == {f"product{n}" for n in range(1, 5)}
-    expected = run_plain(bundle.file(WHOLE), [feeds()], "all")[0][0]
+    assert fused_in_segments(bundle) == fused(bundle.file(WHOLE_MODEL_FILE)) == {f"product{n}" for n in range(1, 5)}
+    expected = run_plain(bundle.file(WHOLE_MODEL_FILE), [feeds()], "all")[0][0]
     np.testing.assert_array_equal(run_together(bundle, [feeds()])[0][0], expected)
 
 
@@ -177,7 +177,7 @@ def test_what_is_fused_in_a_segment_is_fused_in_the_whole_model(
 ):
     with tempfile.TemporaryDirectory() as folder:
         bundle = compiled_with(chain.proto(), placement, Path(folder), optimized=optimized)
-        whole, pieces = fused(bundle.file(WHOLE)), fused_in_segments(bundle)
+        whole, pieces = fused(bundle.file(WHOLE_MODEL_FILE)), fused_in_segments(bundle)
         assert whole == fused(chain.proto().SerializeToString())
         assert pieces <= whole
         for segment in bundle.manifest.segments:
@@ -231,8 +231,10 @@ def test_the_scale_is_no_constant_where_what_keeps_it_from_being_fused_is_elsewh
     pieces = [np.array(nodes, dtype=np.int32) for nodes in segments]
     together = [np.arange(len(model.nodes), dtype=np.int32)]
     home = next(number for number, nodes in enumerate(segments) if any(model.nodes[n].input[0] == "w" for n in nodes))
-    assert scales_to_hold(model, pieces) == [frozenset("s") if n == home else frozenset() for n in range(len(pieces))]
-    assert scales_to_hold(model, together) == [frozenset()]
+    assert find_scales_to_protect(model, pieces) == [
+        frozenset("s") if n == home else frozenset() for n in range(len(pieces))
+    ]
+    assert find_scales_to_protect(model, together) == [frozenset()]
 
 
 def test_what_onnxruntime_computes_when_it_opens_a_model_does_not_count_as_a_reader():
@@ -249,7 +251,7 @@ def test_what_onnxruntime_computes_when_it_opens_a_model_does_not_count_as_a_rea
     proto.graph.initializer.append(numpy_helper.from_array(np.ones((SIZE, SIZE), np.int8), "w"))
     assert fused(proto.SerializeToString()) == {"p"}
     pieces = [np.array([0, 1], dtype=np.int32), np.array([2, 3, 4], dtype=np.int32)]
-    assert scales_to_hold(load(proto), pieces) == [frozenset(), frozenset()]
+    assert find_scales_to_protect(load(proto), pieces) == [frozenset(), frozenset()]
 
 
 def test_a_dequantised_weight_of_a_body_stays_where_onnxruntime_can_fuse_it(tmp_path: Path):

@@ -24,12 +24,12 @@ import onnxplace.runtimes.execution.segments as segments_module
 from decoder import decoder, generate
 from onnxplace.driver import compile_model
 from onnxplace.errors import ExecutionError, FeedError, ModelError, UsageError
-from onnxplace.evaluation import Steps
+from onnxplace.evaluation import StepInputs
 from onnxplace.facts import Groups, Placement, Profile, Schedule
 from onnxplace.feeds import Declared
 from onnxplace.model import bind, bind_states, load as load_model
 from onnxplace.pipeline import Pipeline, make_pass
-from onnxplace.problem import decided, problem
+from onnxplace.problem import commit_placement, placement_problem
 from onnxplace.runtimes.execution.carried_state import States
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from onnxplace.state import Pass, State
@@ -250,10 +250,10 @@ class Scatter(Pass):
     provides: ClassVar[tuple[type, ...]] = (Placement, Schedule)
 
     def run(self, state: State) -> State:
-        asked = problem(state)
+        asked = placement_problem(state)
         device = (np.arange(len(asked.graph)) % 2).astype(np.int32)
         order = asked.graph.order
-        return decided(state, asked, device, asked.simulate(device, order).start_seconds, self.name)
+        return commit_placement(state, asked, device, asked.simulate(device, order).start_seconds, self.name)
 
 
 def test_a_placement_that_tears_a_state_apart_is_refused(tmp_path):
@@ -646,7 +646,7 @@ class Cached:
 
 
 def test_drawn_inputs_grow_with_the_state_that_they_name():
-    steps = Steps(Cached, None, {"batch": 2, "seq": 3, "past": 5, "past + seq": 8}, seed=1)
+    steps = StepInputs(Cached, None, {"batch": 2, "seq": 3, "past": 5, "past + seq": 8}, seed=1)
     assert set(steps.first) == {"tokens", "mask", "past.0"}
     steps.learn({"past.0": np.zeros((2, 8, 4), "f4")})
     shapes = [{name: array.shape for name, array in steps.feeds(number).items()} for number in (1, 2)]
@@ -667,7 +667,7 @@ SIZED = {"batch": 2, "seq": 3, "past": 5, "past + seq": 8, "total": 8, "odd": 8}
 
 
 def test_drawn_inputs_grow_with_what_the_output_calls_the_state():
-    steps = Steps(OwnName, None, SIZED, seed=1)
+    steps = StepInputs(OwnName, None, SIZED, seed=1)
     steps.learn({"past.0": np.zeros((2, 8, 4), "f4")})
     assert [steps.feeds(number)["own"].shape for number in (1, 2)] == [(11,), (14,)]
     assert steps.feeds(2)["odd"].shape == (8,)
@@ -676,8 +676,8 @@ def test_drawn_inputs_grow_with_what_the_output_calls_the_state():
 
 @pytest.mark.parametrize("given_by_file", [False, True])
 def test_a_later_step_that_fails_names_the_inputs_that_did_not_grow(given_by_file):
-    drawn = Steps(OwnName, None, SIZED, seed=1)
-    steps = Steps(OwnName, drawn.first, SIZED, seed=1) if given_by_file else drawn
+    drawn = StepInputs(OwnName, None, SIZED, seed=1)
+    steps = StepInputs(OwnName, drawn.first, SIZED, seed=1) if given_by_file else drawn
     steps.learn({"past.0": np.zeros((2, 8, 4), "f4")})
     problem = ExecutionError("X001", "5 by 6", where="cpu:0", hint="verify")
     for number, said in ((0, "verify"), (1, "--steps 1")):
@@ -691,7 +691,7 @@ def test_a_later_step_that_fails_names_the_inputs_that_did_not_grow(given_by_fil
 
 def test_inputs_that_are_given_stay_as_they_are():
     given_feeds = {"tokens": np.ones((1, 1), "i8"), "mask": np.ones((1, 3), "i8"), "past.0": np.ones((1, 2, 4), "f4")}
-    steps = Steps(Cached, given_feeds, {"batch": 9}, seed=0)
+    steps = StepInputs(Cached, given_feeds, {"batch": 9}, seed=0)
     steps.learn({"past.0": np.zeros((1, 3, 4), "f4")})
     assert set(steps.feeds(1)) == {"tokens", "mask"}
     assert steps.feeds(2)["mask"] is given_feeds["mask"]

@@ -20,7 +20,7 @@ import pytest
 from onnx import parser
 
 import onnxplace
-from onnxplace.bundle import WHOLE
+from onnxplace.bundle import WHOLE_MODEL_FILE
 from onnxplace.machine import open_session, session_options
 from onnxplace.runtimes.execution import engine as engine_module
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
@@ -593,7 +593,7 @@ def test_what_a_signal_handler_raises_while_a_session_opens_is_raised_as_it_is(b
             try:
                 signal.setitimer(signal.ITIMER_REAL, 0.003)
                 while True:
-                    open_session(bundle.file(WHOLE), session_options([0]))
+                    open_session(bundle.file(WHOLE_MODEL_FILE), session_options([0]))
             except AlarmError:
                 rung += 1
             finally:

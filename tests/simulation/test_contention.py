@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from onnxplace.cost_graph import cost_graph
-from onnxplace.simulation import contended, simulate
+from onnxplace.cost_graph import parse_cost_graph
+from onnxplace.simulation import simulate, simulate_with_contention
 from onnxplace.simulation.contention import memory_share
 from onnxplace.target import Device, Link, Shared, Target
 
@@ -31,14 +31,14 @@ def graph(seconds: list[float], edges: list[tuple[int, int]] = (), weights: list
         "devices": [{"id": 0, "memory_bytes": 1 << 40}],
         "comm": {"coef_us_per_byte": 0, "intercept_us": 0},
     }
-    return cost_graph(data).profile.graph
+    return parse_cost_graph(data).profile.graph
 
 
 def step(seconds, device, target, edges=(), weights=None):
     found = graph(seconds, list(edges), weights)
     costs = np.tile(np.array(seconds, dtype=np.float64), (len(target.devices), 1))
     placed = np.array(device, dtype=np.int32)
-    return contended(found, costs, target, placed, np.arange(len(seconds), dtype=np.int32))
+    return simulate_with_contention(found, costs, target, placed, np.arange(len(seconds), dtype=np.int32))
 
 
 def test_two_devices_busy_all_the_time_take_the_whole_slowdown():

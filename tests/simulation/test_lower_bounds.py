@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from onnxplace.graph import Csr
-from onnxplace.simulation import lower_bound_seconds, node_bytes, reach, simulate
+from onnxplace.simulation import heads_and_tails, lower_bound_seconds, node_bytes, simulate
 from onnxplace.target import LINK_MODELS
 from onnxplace.testing import TICK_SECONDS, random_graph, random_target
 from tests.simulation.test_simulate import random_order
@@ -128,7 +128,7 @@ def test_a_graph_without_nodes_takes_no_time():
 
 
 def test_heads_and_tails_leave_the_node_itself_out():
-    around = reach(graph_of({"a": [], "b": ["a"], "c": ["b"]}), np.array([[1.0, 2.0, 4.0]]), even_target(1))
+    around = heads_and_tails(graph_of({"a": [], "b": ["a"], "c": ["b"]}), np.array([[1.0, 2.0, 4.0]]), even_target(1))
     assert around.head.tolist() == [0, 1, 3]
     assert around.tail.tolist() == [6, 4, 0]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from onnxplace.simulation import crossings, loads
+from onnxplace.simulation import list_transfers, steady_state_loads
 from onnxplace.target import LINK_MODELS
 from onnxplace.testing import random_graph, random_target
 from tests.support.reference_simulator import even_target, graph_of
@@ -23,11 +23,11 @@ SECONDS = np.array([[2.0, 4.0, 5.0, 1.0]] * 3)
 
 
 def test_a_value_is_sent_once_to_each_device_that_reads_it():
-    found = loads(fork(), SECONDS, even_target(3, latency=0.5), np.array([0, 1, 2, 1], dtype=np.int32))
+    found = steady_state_loads(fork(), SECONDS, even_target(3, latency=0.5), np.array([0, 1, 2, 1], dtype=np.int32))
     assert found.compute_seconds.tolist() == [2, 5, 5]
     assert found.sent_seconds.tolist() == [7, 0, 1.5]
     assert found.received_seconds.tolist() == [0, 5, 3.5]
-    together = loads(fork(), SECONDS, even_target(3, latency=0.5), np.array([0, 1, 1, 1], dtype=np.int32))
+    together = steady_state_loads(fork(), SECONDS, even_target(3, latency=0.5), np.array([0, 1, 1, 1], dtype=np.int32))
     assert together.sent_seconds.tolist() == [3.5, 0, 0]
 
 
@@ -44,16 +44,16 @@ def test_a_value_is_sent_once_to_each_device_that_reads_it():
 )
 def test_the_interval_is_the_largest_load(link_model, count, interval, largest):
     target = even_target(3, latency=0.5, link_model=link_model)
-    found = loads(fork(), SECONDS, target, np.array([0, 1, 2, 1], dtype=np.int32), count)
+    found = steady_state_loads(fork(), SECONDS, target, np.array([0, 1, 2, 1], dtype=np.int32), count)
     assert found.interval_seconds == interval
     assert found.largest == largest
 
 
 def test_fed_values_are_everywhere_and_an_empty_graph_loads_nothing():
     graph = graph_of({"a": ["x"], "b": ["x"]}, fed=["x"])
-    found = loads(graph, np.ones((2, 2)), even_target(2), np.array([0, 1], dtype=np.int32))
+    found = steady_state_loads(graph, np.ones((2, 2)), even_target(2), np.array([0, 1], dtype=np.int32))
     assert found.sent_seconds.tolist() == found.received_seconds.tolist() == [0, 0]
-    empty = loads(graph_of({}), np.ones((2, 0)), even_target(2), np.zeros(0, dtype=np.int32))
+    empty = steady_state_loads(graph_of({}), np.ones((2, 0)), even_target(2), np.zeros(0, dtype=np.int32))
     assert empty.interval_seconds == 0
 
 
@@ -95,8 +95,8 @@ def test_loads_agree_with_counting_by_hand(seed, nodes, devices, link_model, cou
     random = np.random.default_rng(seed)
     seconds = random.integers(0, 100, (devices, nodes)) * 2.0**-20
     device = random.integers(0, devices, nodes).astype(np.int32)
-    found = loads(graph, seconds, target, device, count)
+    found = steady_state_loads(graph, seconds, target, device, count)
     assert found.interval_seconds == pytest.approx(by_hand(graph, seconds, target, device.tolist(), count))
-    value, source, destination = crossings(graph, device, devices)
+    value, source, destination = list_transfers(graph, device, devices)
     assert len(set(zip(value.tolist(), destination.tolist()))) == len(value)
     assert (source != destination).all()

@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings, strategies as st
 
-from onnxplace.errors import MOST_CHARACTERS, OnnxplaceError
+from onnxplace.errors import MAX_CHARACTERS, OnnxplaceError
 
 EXAMPLES = int(os.environ.get("ONNXPLACE_EXAMPLES", "0"))
 """How many to try; unless it is set, always the same ones."""
@@ -29,7 +29,7 @@ def read_or_refused(read: Callable[[], object]) -> Any:
     except OnnxplaceError as problem:
         refused = problem
     assert refused.exit_code in (2, 3), refused
-    assert len(str(refused)) < 4 * MOST_CHARACTERS
+    assert len(str(refused)) < 4 * MAX_CHARACTERS
     return None
 
 

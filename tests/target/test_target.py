@@ -14,11 +14,11 @@ from onnxplace.target import (
     Link,
     Target,
     default_link,
+    format_target,
     parse_bytes,
     parse_device_ids,
     parse_memory,
     read_target,
-    target_text,
 )
 
 device_ids = st.builds("{}:{}".format, st.sampled_from(KINDS), st.integers(0, 99))
@@ -219,7 +219,7 @@ def test_links_are_the_given_ones_and_defaults_elsewhere(target):
 @given(targets())
 def test_a_written_target_means_the_same_when_it_is_read(tmp_path_factory, target):
     path = tmp_path_factory.getbasetemp() / "target.toml"
-    path.write_text(target_text(target), encoding="utf-8")
+    path.write_text(format_target(target), encoding="utf-8")
     again = read_target(path)
     assert again.devices == target.devices
     assert again.link_model == target.link_model
@@ -229,14 +229,14 @@ def test_a_written_target_means_the_same_when_it_is_read(tmp_path_factory, targe
 
 def test_a_written_target_is_read_back_equal_as_its_documentation_says(tmp_path):
     target = Target((Device("cpu:0", 1), Device("cpu:1", 1)))
-    (tmp_path / "target.toml").write_text(target_text(target), encoding="utf-8")
+    (tmp_path / "target.toml").write_text(format_target(target), encoding="utf-8")
     assert read_target(tmp_path / "target.toml") == target
 
 
 @pytest.mark.parametrize("name", ['24" display card', "C:\\gpu", "two\nlines"])
 def test_any_name_of_hardware_survives_the_file(tmp_path, name):
     target = Target((Device("cuda:0", 1, model=name),))
-    (tmp_path / "target.toml").write_text(target_text(target), encoding="utf-8")
+    (tmp_path / "target.toml").write_text(format_target(target), encoding="utf-8")
     assert read_target(tmp_path / "target.toml").devices == target.devices
 
 

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from onnxplace.utils import clock, on_compiling
+from onnxplace.utils import budget_clock, on_compiling
 
 CALLER = """
 from onnxplace.utils import kernel
@@ -72,9 +72,9 @@ def test_what_cannot_be_read_any_more_is_made_anew(folder):
 
 
 def test_the_clock_of_searches_stands_still_while_kernels_are_compiled(folder):
-    began, clock_began = time.perf_counter(), clock()
+    began, clock_began = time.perf_counter(), budget_clock()
     assert compilations(folder) == (2, True)
-    assert clock() - clock_began < time.perf_counter() - began
+    assert budget_clock() - clock_began < time.perf_counter() - began
 
 
 def test_a_kernel_that_cannot_be_kept_runs_all_the_same(folder, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from onnxplace.errors import UsageError
-from onnxplace.utils import match_names, name_patterns, star_fits
+from onnxplace.utils import match_names, match_stars, name_patterns
 from tests.conftest import branches
 
 NAMES = ["encoder/0/MatMul", "encoder/1/MatMul", "decoder.0.attn", "a+b", "a" * 40, ""]
@@ -93,7 +93,7 @@ def test_a_command_with_such_a_pattern_ends(run_cli, tmp_path, monkeypatch, way)
 
 
 def by_expression(left: str, right: str, first: str, second: str) -> bool:
-    """Return what `star_fits` must: by a regular expression that refers back, whatever that takes."""
+    """Return what `match_stars` must: by a regular expression that refers back, whatever that takes."""
 
     def expression(text: str, backwards: bool) -> str:
         parts = [re.escape(part) for part in text.split("*")]
@@ -117,7 +117,7 @@ def test_stars_stand_for_the_same_text_on_both_sides(parts, stars, first, second
     left, right = ("*".join(column) for column in zip(*parts))
     filled = ["".join(p + s for p, s in zip(column, [*stars[: len(parts) - 1], ""])) for column in zip(*parts)]
     for one, other in [(first, second), (filled[0], second), tuple(filled)]:
-        found = star_fits(left, right, one, other)
+        found = match_stars(left, right, one, other)
         assert (found is not None) == by_expression(left, right, one, other)
         if found is not None:
             for text, column in zip((one, other), zip(*parts)):
@@ -126,5 +126,5 @@ def test_stars_stand_for_the_same_text_on_both_sides(parts, stars, first, second
 
 def test_many_stars_and_long_names_take_no_time():
     name = "a" * 2000
-    assert star_fits("*a" * 60 + "b", "*a" * 60 + "b", name, name) is None
-    assert star_fits("*a" * 60, "*a" * 60, name, name) is not None
+    assert match_stars("*a" * 60 + "b", "*a" * 60 + "b", name, name) is None
+    assert match_stars("*a" * 60, "*a" * 60, name, name) is not None

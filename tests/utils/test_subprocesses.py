@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from onnxplace.errors import ExecutionError, FeedError
-from onnxplace.utils import in_child, sweep
+from onnxplace.utils import run_in_child, sweep_leftovers
 
 
 def double(job: int) -> tuple[int, int]:
@@ -34,38 +34,38 @@ def variable(name: str) -> str | None:
 
 
 def test_work_is_done_in_another_process():
-    found, process = in_child(double, 21, "doubling", "here")
+    found, process = run_in_child(double, 21, "doubling", "here")
     assert found == 42
     assert process != os.getpid()
 
 
 def test_the_other_process_gets_the_environment_asked_for():
-    assert in_child(variable, "ONNXPLACE_TEST", "asking", "here", ONNXPLACE_TEST="7") == "7"
+    assert run_in_child(variable, "ONNXPLACE_TEST", "asking", "here", ONNXPLACE_TEST="7") == "7"
     assert "ONNXPLACE_TEST" not in os.environ
 
 
 def test_what_is_refused_there_is_refused_here():
     with pytest.raises(FeedError) as caught:
-        in_child(refuse, "no such input", "asking", "here")
+        run_in_child(refuse, "no such input", "asking", "here")
     assert (caught.value.code, caught.value.where, caught.value.hint) == ("F001", "there", "try\nagain")
 
 
 def test_what_breaks_down_there_is_told_in_a_line():
     with pytest.raises(ExecutionError, match=r"^error\[X004\] here: asking failed in a process of its own: ") as caught:
-        in_child(break_down, "out of tune", "asking", "here")
+        run_in_child(break_down, "out of tune", "asking", "here")
     assert str(caught.value).endswith("ValueError: out of tune")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_a_process_that_is_killed_is_told_by_its_signal():
     with pytest.raises(ExecutionError, match="ended by signal 9, as when memory runs out"):
-        in_child(die, 9, "asking", "here")
+        run_in_child(die, 9, "asking", "here")
 
 
 def test_files_of_the_current_folder_are_no_modules_of_the_child(tmp_path, monkeypatch):
     (tmp_path / "random.py").write_text("raise SystemExit('run by accident')")
     monkeypatch.chdir(tmp_path)
-    assert in_child(double, 21, "doubling", "here")[0] == 42
+    assert run_in_child(double, 21, "doubling", "here")[0] == 42
 
 
 def mutter(_: int) -> str:
@@ -78,12 +78,12 @@ def leave(_: int) -> None:
 
 
 def test_what_a_child_says_may_be_any_bytes():
-    assert in_child(mutter, 0, "muttering", "here") == "done"
+    assert run_in_child(mutter, 0, "muttering", "here") == "done"
 
 
 def test_a_child_that_leaves_without_an_answer_has_failed():
     with pytest.raises(ExecutionError, match="leaving failed in a process of its own"):
-        in_child(leave, 0, "leaving", "here")
+        run_in_child(leave, 0, "leaving", "here")
 
 
 KILLED = """
@@ -97,7 +97,7 @@ def killed(process, *arguments, **options):
 
 subprocesses.subprocess.Popen.communicate = killed
 from tests.utils.test_subprocesses import linger
-subprocesses.in_child(linger, sys.argv[1], "lingering", "here")
+subprocesses.run_in_child(linger, sys.argv[1], "lingering", "here")
 """
 
 
@@ -115,10 +115,10 @@ def test_what_a_killed_process_left_stays_as_long_as_its_child_works(tmp_path):
     root = Path(__file__).parents[2]
     ended = subprocess.run(command, env={**os.environ, "TMPDIR": str(folder)}, cwd=root, timeout=60)
     assert ended.returncode == -signal.SIGKILL
-    assert sweep(folder) == []
+    assert sweep_leftovers(folder) == []
     assert len(list(folder.iterdir())) == 2
     end.touch()
     patience = time.monotonic() + 30
-    while not sweep(folder) and time.monotonic() < patience:
+    while not sweep_leftovers(folder) and time.monotonic() < patience:
         time.sleep(0.01)
     assert list(folder.iterdir()) == []

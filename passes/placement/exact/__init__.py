@@ -6,20 +6,20 @@ from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
     from onnxplace.passes.placement.exact.branch_and_bound import (
-        MOST_DEVICES as MOST_DEVICES,
-        MOST_NODES as MOST_NODES,
-        Found as Found,
-        search as search,
-        tables as tables,
+        MAX_DEVICES as MAX_DEVICES,
+        MAX_NODES as MAX_NODES,
+        SearchResult as SearchResult,
+        branch_and_bound_search as branch_and_bound_search,
+        build_tables as build_tables,
     )
-    from onnxplace.passes.placement.exact.branch_kernels import Tables as Tables
-    from onnxplace.passes.placement.exact.milp import solve as solve
+    from onnxplace.passes.placement.exact.branch_kernels import ProblemTables as ProblemTables
+    from onnxplace.passes.placement.exact.milp import solve_milp as solve_milp
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "branch_and_bound": "Found MOST_DEVICES MOST_NODES search tables",
-        "branch_kernels": "Tables",
-        "milp": "solve",
+        "branch_and_bound": "MAX_DEVICES MAX_NODES SearchResult branch_and_bound_search build_tables",
+        "branch_kernels": "ProblemTables",
+        "milp": "solve_milp",
     },
 )

@@ -10,14 +10,22 @@ from itertools import permutations
 import numpy as np
 
 from onnxplace.graph import Bools, Csr, Floats, Ints, Longs
-from onnxplace.passes.placement.exact.branch_kernels import NEVER, Tables, distances, expand, far_tails, level, select
+from onnxplace.passes.placement.exact.branch_kernels import (
+    NEVER,
+    ProblemTables,
+    distances,
+    expand,
+    far_tails,
+    level,
+    select,
+)
 from onnxplace.passes.placement.exact.residency import held_bytes, reachable
-from onnxplace.passes.placement.search import alike
-from onnxplace.problem import Problem
-from onnxplace.simulation import node_bytes, reach
+from onnxplace.passes.placement.search import interchangeable_devices
+from onnxplace.problem import PlacementProblem
+from onnxplace.simulation import heads_and_tails, node_bytes
 
 # Sets of nodes are the bits of one integer; tuples of destinations are listed.
-MOST_NODES, MOST_DEVICES = 62, 4
+MAX_NODES, MAX_DEVICES = 62, 4
 # States expanded between two looks at the clock.
 STRIDE = 500
 # How much the guide counts against the bound when states are ranked.
@@ -29,7 +37,7 @@ TRIED, TRIED_FIRST = 16, 500
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search found out."""
 
     bound_seconds: float
@@ -42,8 +50,8 @@ class Found:
     """Nothing was left out for want of room or time."""
 
 
-def tables(asked: Problem) -> Tables:
-    """Return the tables of a problem of at most MOST_NODES nodes and MOST_DEVICES devices."""
+def build_tables(asked: PlacementProblem) -> ProblemTables:
+    """Return the tables of a problem of at most MAX_NODES nodes and MAX_DEVICES devices."""
     graph, devices = asked.graph, len(asked.target.devices)
     inner = np.flatnonzero((graph.producer >= 0) & (np.diff(graph.readers.starts) > 0))
     number = np.full(len(graph.value_names), -1, dtype=np.int32)
@@ -66,13 +74,13 @@ def tables(asked: Problem) -> Tables:
     np.maximum.at(largest, asked.group, needed)
     allowed = held[:, None] + largest[:, None] <= asked.limit_bytes[None]
     allowed &= (asked.pinned[:, None] < 0) | (asked.pinned[:, None] == np.arange(devices))
-    around, crossing = reach(graph, asked.seconds, asked.target), _crossing(asked, send, inner)
+    around, crossing = heads_and_tails(graph, asked.seconds, asked.target), _crossing(asked, send, inner)
     after = graph.successors
     tail: Floats = far_tails(graph.order, after.starts, after.items, crossing, around.least, around.tail)
-    like = alike(asked)
+    like = interchangeable_devices(asked)
     shuffles = [p for p in permutations(range(devices)) if all(like[p[d]] == like[d] for d in range(devices))]
     choices = [[*p, *[-1] * (devices - k)] for k in range(devices) for p in permutations(range(devices), k)]
-    return Tables(
+    return ProblemTables(
         devices, asked.group.astype(np.int32), group_mask, held, needed, graph.value_bytes[inner].astype(np.float64),
         asked.limit_bytes.astype(np.float64), allowed, like, asked.seconds, asked.seconds.min(axis=0), send,
         graph.order, np.argsort(-tail, kind="stable").astype(np.int32), tail, ins.starts, ins.items, outs.starts,
@@ -90,7 +98,7 @@ def _masks(lists: Csr, bits: Longs) -> Longs:
     return masks
 
 
-def _own_weights(asked: Problem) -> Floats:
+def _own_weights(asked: PlacementProblem) -> Floats:
     """Return, per group, the bytes of weights that it alone reads."""
     weights, count = asked.graph.weights, len(asked.graph.weight_names)
     readers = Csr.grouped(weights.items, asked.group[weights.rows].astype(np.int32), count)
@@ -99,7 +107,7 @@ def _own_weights(asked: Problem) -> Floats:
     return np.bincount(first, asked.graph.weight_bytes[own], len(asked.pinned)).astype(np.float64)
 
 
-def _crossing(asked: Problem, send: Floats, inner: Longs) -> Floats:
+def _crossing(asked: PlacementProblem, send: Floats, inner: Longs) -> Floats:
     """Return, per edge of `successors`, the least time of a transfer; never where both ends share a device.
 
     `send` is [inner value, source, destination].
@@ -116,7 +124,9 @@ def _crossing(asked: Problem, send: Floats, inner: Longs) -> Floats:
     return crossing
 
 
-def _joins(asked: Problem, crossing: Floats, least: Floats, tail: Floats) -> tuple[Ints, Longs, Ints, Floats, Floats]:
+def _joins(
+    asked: PlacementProblem, crossing: Floats, least: Floats, tail: Floats
+) -> tuple[Ints, Longs, Ints, Floats, Floats]:
     """Return the joins that bound the step best, what comes before each, and how far from it."""
     graph, after = asked.graph, asked.graph.successors
     distance, remote = distances(graph.order, after.starts, after.items, crossing, least)
@@ -134,7 +144,9 @@ def _joins(asked: Problem, crossing: Floats, least: Floats, tail: Floats) -> tup
     return joins, listed.starts, listed.items, distance[listed.items, ends], remote[listed.items, ends]
 
 
-def search(asked: Problem, known: Tables, upper_seconds: float, gap: float, width: int, deadline: float) -> Found:
+def branch_and_bound_search(
+    asked: PlacementProblem, known: ProblemTables, upper_seconds: float, gap: float, width: int, deadline: float
+) -> SearchResult:
     """Search for a step that is shorter than `upper_seconds` by the part `gap`, keeping `width` states per layer.
 
     Layer k holds states after k actions. `deadline` is a time of `time.perf_counter`.
@@ -142,7 +154,7 @@ def search(asked: Problem, known: Tables, upper_seconds: float, gap: float, widt
     layer = _first_layer(known)
     history: list[tuple[Ints, Ints]] = []
     nobody = np.zeros(0, dtype=np.int32)
-    found = Found(upper_seconds, np.inf, nobody, nobody, True)
+    found = SearchResult(upper_seconds, np.inf, nobody, nobody, True)
     while len(layer.masks):
         threshold = min(upper_seconds, found.makespan_seconds) * (1 - gap)
         children = _Children(4096)
@@ -151,7 +163,8 @@ def search(asked: Problem, known: Tables, upper_seconds: float, gap: float, widt
             cut = min(cut, children.add(layer, begin, threshold, known))
             if time.perf_counter() > deadline:
                 open_bound = min(cut, float(layer.bounds.min()))
-                return Found(min(found.bound_seconds, open_bound), found.makespan_seconds, found.device, found.order,
+                return SearchResult(
+                    min(found.bound_seconds, open_bound), found.makespan_seconds, found.device, found.order,
                              False)  # fmt: skip
         layer, parents, actions, dropped = _next_layer(layer, children, width, known)
         history.append((parents, actions))
@@ -165,7 +178,9 @@ def search(asked: Problem, known: Tables, upper_seconds: float, gap: float, widt
             found = _better(asked, found, history, ranked[:most])
             layer = layer.where(~done)
             history[-1] = (parents[~done], actions[~done])
-        found = Found(bound, found.makespan_seconds, found.device, found.order, found.complete and dropped >= NEVER)
+        found = SearchResult(
+            bound, found.makespan_seconds, found.device, found.order, found.complete and dropped >= NEVER
+        )
     return found
 
 
@@ -180,7 +195,7 @@ class _Layer:
         return _Layer(self.reals[kept], self.ints[kept], self.masks[kept], self.bounds[kept])
 
 
-def _first_layer(known: Tables) -> _Layer:
+def _first_layer(known: ProblemTables) -> _Layer:
     devices, groups, values = known.devices, len(known.group_mask), len(known.read_mask)
     reals = np.zeros((1, 1 + 4 * devices + values * devices))
     reals[:, 1 + 4 * devices :] = NEVER
@@ -199,7 +214,7 @@ class _Children:
         self.guides = np.empty(room)
         self.filled = 0
 
-    def add(self, layer: _Layer, begin: int, threshold: float, known: Tables) -> float:
+    def add(self, layer: _Layer, begin: int, threshold: float, known: ProblemTables) -> float:
         """Add the children of STRIDE states; returns the least bound of those that were cut off."""
         end, cut = min(begin + STRIDE, len(layer.masks)), NEVER
         while begin < end:
@@ -216,7 +231,9 @@ class _Children:
         return cut
 
 
-def _next_layer(layer: _Layer, children: _Children, width: int, known: Tables) -> tuple[_Layer, Ints, Ints, float]:
+def _next_layer(
+    layer: _Layer, children: _Children, width: int, known: ProblemTables
+) -> tuple[_Layer, Ints, Ints, float]:
     """Return the best children that none dominates, their parents and actions, and the least bound of those dropped."""
     bounds = children.bounds[: children.filled]
     room = min(width, len(bounds))
@@ -233,13 +250,15 @@ def _next_layer(layer: _Layer, children: _Children, width: int, known: Tables) -
     return made, children.parents[chosen], children.actions[chosen], dropped
 
 
-def _better(asked: Problem, found: Found, history: list[tuple[Ints, Ints]], candidates: Longs) -> Found:
+def _better(
+    asked: PlacementProblem, found: SearchResult, history: list[tuple[Ints, Ints]], candidates: Longs
+) -> SearchResult:
     """Simulate complete states; keep the best that fits."""
     for index in candidates.tolist():
         device, order = _replay(history, index, len(asked.graph), len(asked.target.devices))
         step = asked.simulate(device, order)
         if step.makespan_seconds < found.makespan_seconds and not asked.excess_bytes(step).any():
-            found = Found(found.bound_seconds, step.makespan_seconds, device, order, found.complete)
+            found = SearchResult(found.bound_seconds, step.makespan_seconds, device, order, found.complete)
     return found
 
 

@@ -22,14 +22,14 @@ from typing import NamedTuple
 import numpy as np
 
 from onnxplace.graph import Bools, Floats, Ints, Longs
-from onnxplace.utils import kernel, part
+from onnxplace.utils import compiled_loop, compiled_part
 
 NEVER = 1e300
 # How many states with the same nodes started and the same values in the same places are compared with a new one.
 COMPARED = 256
 
 
-class Tables(NamedTuple):
+class ProblemTables(NamedTuple):
     """A problem as the kernels read it; nodes, values (those that nodes make and read), groups, devices by index."""
 
     devices: int
@@ -85,7 +85,7 @@ class Tables(NamedTuple):
     """Keep states that others dominate: they may need less memory."""
 
 
-@part
+@compiled_part
 def _ones(bits):
     """Count the bits that are set."""
     number = 0
@@ -95,7 +95,7 @@ def _ones(bits):
     return number
 
 
-@part
+@compiled_part
 def _may_go(value, there, mask, group_device, p):
     """Whether some reader of the value may still be started on this device."""
     for k in range(p.read_starts[value], p.read_starts[value + 1]):
@@ -107,7 +107,7 @@ def _may_go(value, there, mask, group_device, p):
     return False
 
 
-@part
+@compiled_part
 def _is_next(there, touched, p):
     """Whether a device is in use, or the first unused one of those that are alike."""
     if (touched >> there) & 1:
@@ -118,7 +118,7 @@ def _is_next(there, touched, p):
     return unused == 0
 
 
-@part
+@compiled_part
 def _advance(reals, ints, mask, home, p):
     """Skip values of the node on `home` that nobody elsewhere may read; free the device when none is left."""
     devices, groups = p.devices, len(p.group_mask)
@@ -135,7 +135,7 @@ def _advance(reals, ints, mask, home, p):
     ints[groups + devices + home] = 0
 
 
-@part
+@compiled_part
 def _in_the_way(reals, home, there, p):
     """Whether a node that finishes late may have let others go first: some channel was used since it could finish."""
     devices = p.devices
@@ -149,7 +149,7 @@ def _in_the_way(reals, home, there, p):
     return reals[1 + devices + home] > reals[1 + home]
 
 
-@kernel
+@compiled_loop
 def apply(reals, ints, mask, action, p):
     """Carry out an action on a state in place; returns the new set of started nodes, -1 if it is not allowed."""
     devices, groups, count = p.devices, len(p.group_mask), len(p.group)
@@ -241,7 +241,7 @@ def apply(reals, ints, mask, action, p):
     return mask
 
 
-@part
+@compiled_part
 def _preemptive(count, jobs, release, work, tail, left):
     """Jackson's schedule of jobs on one machine: the latest end plus tail, a bound and the best with preemption."""
     for i in range(count):
@@ -269,7 +269,7 @@ def _preemptive(count, jobs, release, work, tail, left):
     return latest
 
 
-@kernel
+@compiled_loop
 def far_tails(order, succ_starts, successors, send, work, known):
     """Tails that count all descendants: each follows on the node's device or has a transfer on its way.
 
@@ -305,7 +305,7 @@ def far_tails(order, succ_starts, successors, send, work, known):
     return tail
 
 
-@kernel
+@compiled_loop
 def distances(order, succ_starts, successors, send, work):
     """Least times from the end of a node to the start of a later one, and if those are on different devices.
 
@@ -329,7 +329,7 @@ def distances(order, succ_starts, successors, send, work):
     return distance, remote
 
 
-@kernel
+@compiled_loop
 def level(opening, skip, own, later, total):
     """When devices could have done `total` seconds of work: one from `own` on, the others `later` than `opening`.
 
@@ -352,7 +352,7 @@ def level(opening, skip, own, later, total):
         reached = (opened + total) / number
 
 
-@part
+@compiled_part
 def _joined(mask, opening, first, early, p):
     """A bound from each join: what comes before it is done on its device, or elsewhere and sent there."""
     best = 0.0
@@ -382,7 +382,7 @@ def _joined(mask, opening, first, early, p):
     return best
 
 
-@kernel
+@compiled_loop
 def bound(reals, ints, mask, p, early, there_at):
     """A time that no completion of this state beats; `early` [N, D] and `there_at` [V, D] are scratch.
 
@@ -476,7 +476,7 @@ def bound(reals, ints, mask, p, early, there_at):
     return best, way + (wasted + total) / used + promise
 
 
-@kernel
+@compiled_loop
 def expand(reals, ints, masks, least_so_far, begin, end, threshold, p, parents, actions, bounds, guides, filled):
     """Generate the children of states `begin` to `end`; returns how many there are now, and the least bound cut off.
 
@@ -527,7 +527,7 @@ def expand(reals, ints, masks, least_so_far, begin, end, threshold, p, parents, 
     return filled, cut, state
 
 
-@part
+@compiled_part
 def _no_worse(reals, ints, mine, other, shuffle, devices, groups):
     """Whether state `mine`, its devices renamed by `shuffle`, can do all that `other` can, and no later."""
     now, then = reals[mine, 0], reals[other, 0]
@@ -563,7 +563,7 @@ def _no_worse(reals, ints, mine, other, shuffle, devices, groups):
     return True
 
 
-@part
+@compiled_part
 def _signature(real, whole, mask, p):
     """A hash of what is started, what waits to be sent, and what is where; the same if alike devices are renamed."""
     devices, groups = p.devices, len(p.group_mask)
@@ -581,7 +581,7 @@ def _signature(real, whole, mask, p):
     return key * np.uint64(0x9E3779B97F4A7C15)
 
 
-@kernel
+@compiled_loop
 def select(ranked, parents, actions, reals, ints, masks, p, new_reals, new_ints, new_masks, chosen):
     """Build the children in `ranked` order, leaving out those that another dominates, until the output is full.
 

@@ -10,15 +10,15 @@ import numpy as np
 
 from onnxplace.graph import Csr, Floats, Ints
 from onnxplace.passes.placement.exact.residency import held_bytes, reachable
-from onnxplace.problem import Problem
-from onnxplace.simulation import node_bytes, reach
+from onnxplace.problem import PlacementProblem
+from onnxplace.simulation import heads_and_tails, node_bytes
 
 # Thresholds of heads and of tails for which the work between them is held against each device.
 LEVELS = 6
 # Beyond this, the order on devices is left out: the program has O(N^2) rows for it.
-MOST_ORDERED = 120
+MAX_ORDERED = 120
 # HiGHS takes seeds of 31 bits.
-MOST_SEED = (1 << 31) - 1
+MAX_SEED = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class _Rows:
         self.upper.append(upper)
 
 
-def solve(asked: Problem, upper_seconds: float, gap: float, deadline: float, seed: int) -> Solved:
+def solve_milp(asked: PlacementProblem, upper_seconds: float, gap: float, deadline: float, seed: int) -> Solved:
     """Solve the program until `gap` or the time `deadline` (of `time.perf_counter`) is reached.
 
     Columns: the device of each group (binary), the start of each node, for pairs of nodes that could run in either
@@ -75,9 +75,9 @@ def solve(asked: Problem, upper_seconds: float, gap: float, deadline: float, see
 
 
 class _Program:
-    def __init__(self, asked: Problem, upper_seconds: float) -> None:
+    def __init__(self, asked: PlacementProblem, upper_seconds: float) -> None:
         self.asked, self.graph, self.devices = asked, asked.graph, len(asked.target.devices)
-        self.around = reach(asked.graph, asked.seconds, asked.target)
+        self.around = heads_and_tails(asked.graph, asked.seconds, asked.target)
         self.before = reachable(self.graph.order, self.graph.predecessors)
         self.scale = upper_seconds
         self.rows = _Rows()
@@ -93,7 +93,7 @@ class _Program:
         self._transfers()
         self._capacity()
         self._memory()
-        if len(self.graph) <= MOST_ORDERED:
+        if len(self.graph) <= MAX_ORDERED:
             self._order(earliest, latest)
 
     def _home(self, group: int, device: int) -> int:
@@ -237,7 +237,7 @@ class _Program:
         program.integrality_ = [kinds.kInteger if whole else kinds.kContinuous for whole in rows.whole]
         solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
         left = max(deadline - time.perf_counter(), 0.05)
-        for option, value in (("output_flag", False), ("threads", 1), ("random_seed", seed & MOST_SEED),
+        for option, value in (("output_flag", False), ("threads", 1), ("random_seed", seed & MAX_SEED),
                               ("time_limit", left), ("mip_rel_gap", gap), ("mip_feasibility_tolerance", 1e-9),
                               ("primal_feasibility_tolerance", 1e-9)):  # fmt: skip
             solver.setOptionValue(option, value)
@@ -252,6 +252,3 @@ class _Program:
             return Solved(self.scale if infeasible else bound, None, None, infeasible)
         device = solution[self.home].argmax(axis=1)[self.asked.group].astype(np.int32)
         return Solved(bound, device, solution[self.start] * self.scale, infeasible)
-
-
-__all__ = ["Solved", "solve"]

@@ -8,16 +8,16 @@ if TYPE_CHECKING:
     from onnxplace.passes.placement.grouping.contraction_kernels import contract as contract, merge_runs as merge_runs
     from onnxplace.passes.placement.grouping.group_kernels import (
         choose_devices as choose_devices,
-        join_light as join_light,
+        join_light_groups as join_light_groups,
         number_sets as number_sets,
     )
-    from onnxplace.passes.placement.grouping.groups import first_alike as first_alike, group_nodes as group_nodes
+    from onnxplace.passes.placement.grouping.groups import first_equal as first_equal, group_nodes as group_nodes
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "contraction_kernels": "contract merge_runs",
-        "group_kernels": "choose_devices join_light number_sets",
-        "groups": "first_alike group_nodes",
+        "group_kernels": "choose_devices join_light_groups number_sets",
+        "groups": "first_equal group_nodes",
     },
 )

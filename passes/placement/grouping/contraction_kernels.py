@@ -11,10 +11,10 @@ import numpy as np
 
 from onnxplace.graph import cluster_edges
 from onnxplace.passes.placement.grouping.group_kernels import find, number_sets
-from onnxplace.utils import kernel, part
+from onnxplace.utils import compiled_loop, compiled_part
 
 
-@part
+@compiled_part
 def _only_neighbour(node, parent, ends, head, tail, following, size):
     """The one cluster that all edges of `node` on one side lead to, else -1; `ends` is the other end of each edge.
 
@@ -44,7 +44,7 @@ def _only_neighbour(node, parent, ends, head, tail, following, size):
     return other
 
 
-@part
+@compiled_part
 def _append(kept, gone, head, tail, following, size):
     """Append the edges of `gone` to those of `kept`."""
     if head[gone] < 0:
@@ -57,7 +57,7 @@ def _append(kept, gone, head, tail, following, size):
     size[kept] += size[gone]
 
 
-@part
+@compiled_part
 def _push(stack, count, waiting, node):
     """Put `node` on the stack unless it is there; returns the new height."""
     if waiting[node]:
@@ -67,7 +67,7 @@ def _push(stack, count, waiting, node):
     return count + 1
 
 
-@kernel
+@compiled_loop
 def contract(group, cluster, producer, in_starts, ins):
     """Merge clusters u and v of one group while v is all that follows u, or u all that precedes v; O(E log E).
 
@@ -166,7 +166,7 @@ def contract(group, cluster, producer, in_starts, ins):
     return number_sets(parent)[0]
 
 
-@kernel
+@compiled_loop
 def merge_runs(group, cluster, producer, in_starts, ins):
     """Merge clusters of one group that are linked and can run one after the other; O(E + N log N).
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.utils import kernel
+from onnxplace.utils import compiled_loop
 
 
-@kernel
+@compiled_loop
 def find(parent, node):
     """Root of the set of `node`; halves the path on the way."""
     while parent[node] != node:
@@ -19,7 +19,7 @@ def find(parent, node):
     return node
 
 
-@kernel
+@compiled_loop
 def join(parent, pinned, reason, first, second, code):
     """Join `first[i]` and `second[i]`, in that order, unless they are pinned to different devices.
 
@@ -46,8 +46,8 @@ def join(parent, pinned, reason, first, second, code):
     return refused
 
 
-@kernel
-def join_light(parent, pinned, load, first, second, most):
+@compiled_loop
+def join_light_groups(parent, pinned, load, first, second, most):
     """Join `first[i]` and `second[i]`, in that order, unless they are pinned apart or together heavier than `most`.
 
     The root of a set holds its load and its pin.
@@ -64,7 +64,7 @@ def join_light(parent, pinned, load, first, second, most):
         pinned[low] = max(pinned[low], pinned[high])
 
 
-@kernel
+@compiled_loop
 def number_sets(parent):
     """Dense number per node of its set, by first node, and how many sets there are."""
     numbers = np.full(len(parent), -1, np.int32)
@@ -79,7 +79,7 @@ def number_sets(parent):
     return numbered, count
 
 
-@kernel
+@compiled_loop
 def first_readers(producer, value_bytes, in_starts, ins, counts):
     """Who reads each node's values, of the readers that count.
 
@@ -109,7 +109,7 @@ def first_readers(producer, value_bytes, in_starts, ins, counts):
     return lowest, highest, sent, sent_bytes
 
 
-@kernel
+@compiled_loop
 def owners(order, backward, color, producer, out_starts, outs, in_starts, ins, read_starts, readers):
     """The forward node that each backward node belongs to, -1 for none and for forward nodes.
 
@@ -164,7 +164,7 @@ def owners(order, backward, color, producer, out_starts, outs, in_starts, ins, r
     return owner
 
 
-@kernel
+@compiled_loop
 def choose_devices(sequence, choices, pinned, weight_starts, weights, weight_bytes, staying_bytes, step_bytes, limit):
     """Give each group, in `sequence`, the first of its `choices` (or its pin) that has room for it.
 

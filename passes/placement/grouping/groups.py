@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.errors import MOST_LISTED, Diagnostic, InputError, TargetError, UsageError
+from onnxplace.errors import MAX_LISTED, Diagnostic, InputError, TargetError, UsageError
 from onnxplace.facts import Groups, Profile
 from onnxplace.graph import Bools, Floats, Ints, OpGraph
 from onnxplace.model import HostValue, Model, find_host_values
@@ -48,7 +48,7 @@ def group_nodes(
         pinned = np.where(pinned >= 0, pinned, state[Groups].pinned[state[Groups].group])
     union = Union(pinned)
     if keep:
-        union.join(first_alike(state[Groups].group), np.arange(len(graph)), "grouped before")
+        union.join(first_equal(state[Groups].group), np.arange(len(graph)), "grouped before")
     if Model in state:
         _join_states(union, graph, state[Model], target)
     notes += _join_matching(union, graph, colocate, removed)
@@ -56,8 +56,8 @@ def group_nodes(
         notes += _keep_on_host(union, graph, state[Model], target)
     if given and profile.given is not None:
         colored = np.flatnonzero(profile.given >= 0)
-        union.join(colored[first_alike(profile.given[colored])], colored, "the graph's own group")
-    torn = union.join(first_alike(profile.unit), np.arange(len(graph)), "one kernel")
+        union.join(colored[first_equal(profile.given[colored])], colored, "the graph's own group")
+    torn = union.join(first_equal(profile.unit), np.arange(len(graph)), "one kernel")
     if torn.any():
         where = graph.names[int(torn.argmax())]
         notes.append(Diagnostic("G010", "the device map splits what ONNX Runtime would run as one kernel", where))
@@ -85,7 +85,7 @@ def forward_owners(profile: Profile) -> Ints:
     color = np.full(len(graph), -1, dtype=np.int32)
     if profile.given is not None:
         colored = np.flatnonzero(profile.given >= 0)
-        color[colored] = first_alike(profile.given[colored])
+        color[colored] = first_equal(profile.given[colored])
     found: Ints = owners(
         graph.order, profile.backward, color, graph.producer, graph.outputs.starts, graph.outputs.items,
         graph.inputs.starts, graph.inputs.items, graph.readers.starts, graph.readers.items,
@@ -125,7 +125,7 @@ class Union:
         return Groups(group, self._pinned[roots], reasons)
 
 
-def first_alike(keys: Ints) -> NDArray[np.int64]:
+def first_equal(keys: Ints) -> NDArray[np.int64]:
     """Return, for each position, the first one with the same key (0 or more)."""
     if len(keys) and int(keys.max()) > 4 * len(keys):
         keys = np.unique(keys, return_inverse=True)[1].astype(np.int32)
@@ -261,8 +261,8 @@ def _names_hint(graph: OpGraph) -> str:
 def _listed(items: Iterable[str], separator: str = ", ") -> str:
     """Return the first of several things in a row, and how many more there are."""
     entries = list(items)
-    more = len(entries) - MOST_LISTED
-    return separator.join(entries[:MOST_LISTED]) + (f"{separator}and {more} more" if more > 0 else "")
+    more = len(entries) - MAX_LISTED
+    return separator.join(entries[:MAX_LISTED]) + (f"{separator}and {more} more" if more > 0 else "")
 
 
 def _pins(path: str, graph: OpGraph, target: Target, removed: Sequence[str]) -> tuple[Ints, list[Diagnostic]]:

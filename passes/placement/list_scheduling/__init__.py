@@ -9,18 +9,18 @@ if TYPE_CHECKING:
         favourite_children as favourite_children,
         transfer_edges as transfer_edges,
     )
-    from onnxplace.passes.placement.list_scheduling.filling import fill as fill
+    from onnxplace.passes.placement.list_scheduling.filling import fill_devices as fill_devices
     from onnxplace.passes.placement.list_scheduling.planner import (
-        best_plan as best_plan,
-        place as place,
-        plans as plans,
+        find_best_plan as find_best_plan,
+        generate_plans as generate_plans,
+        place_by_list_schedule as place_by_list_schedule,
     )
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "favourites": "favourite_children transfer_edges",
-        "filling": "fill",
-        "planner": "best_plan place plans",
+        "filling": "fill_devices",
+        "planner": "find_best_plan generate_plans place_by_list_schedule",
     },
 )

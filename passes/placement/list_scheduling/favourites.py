@@ -14,7 +14,7 @@ import numpy as np
 
 from onnxplace.errors import ExecutionError
 from onnxplace.graph import Floats, Ints, sum_by
-from onnxplace.problem import Problem
+from onnxplace.problem import PlacementProblem
 
 # How far from 0 or 1 the solver's values may be.
 TOLERANCE = 1e-6
@@ -29,7 +29,7 @@ class Edges:
     seconds: Floats
 
 
-def transfer_edges(asked: Problem) -> Edges:
+def transfer_edges(asked: PlacementProblem) -> Edges:
     """Return the edges between nodes with what sending all their values takes over the mean link of the target."""
     graph = asked.graph
     latency, per_byte = asked.target.link_arrays()

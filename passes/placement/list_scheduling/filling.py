@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from onnxplace.graph import Bools, Csr, Ints, Longs, sum_by
-from onnxplace.problem import Problem, shortage
+from onnxplace.problem import PlacementProblem, out_of_memory_error
 from onnxplace.simulation import device_weights
 
 
-def group_bytes(asked: Problem) -> Longs:
+def group_bytes(asked: PlacementProblem) -> Longs:
     """Return, per group, the bytes of weights, each once, of outputs and of workspaces together."""
     graph = asked.graph
     count = len(asked.pinned)
@@ -21,14 +21,14 @@ def group_bytes(asked: Problem) -> Longs:
     return device_weights(graph, asked.group, count) + (outputs + workspaces).astype(np.int64)
 
 
-def _opening_bytes(asked: Problem) -> Longs:
+def _opening_bytes(asked: PlacementProblem) -> Longs:
     """Return, per group, what has to be free for it to go somewhere: its weights and its largest workspace."""
     largest = np.zeros(len(asked.pinned), dtype=np.int64)
     np.maximum.at(largest, asked.group, asked.graph.workspace_bytes)
     return device_weights(asked.graph, asked.group, len(asked.pinned)) + largest
 
 
-def fill(asked: Problem, placer: str = "m-topo") -> Ints:
+def fill_devices(asked: PlacementProblem, placer: str = "m-topo") -> Ints:
     """Return the device of each node; raises InfeasibleError in the name of `placer` when the last device is full.
 
     Nodes are taken in topological order; see the pass `m-topo` for the rule.
@@ -53,7 +53,7 @@ def fill(asked: Problem, placer: str = "m-topo") -> Ints:
             within_limit = held_bytes + more <= asked.limit_bytes
             fits = _fitting(range(current, devices), (used + opening[group] < cap) | (used == 0), within_limit)
             if fits is None:
-                raise shortage(asked, placer)
+                raise out_of_memory_error(asked, placer)
             home[group] = current = fits
             used[current] += need[group]
             held_bytes[current] += more[current]

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.utils import part
+from onnxplace.utils import compiled_part
 
 
-@part
+@compiled_part
 def put(q, rank, key, queues):
     """Enter the node at position `rank` into heap `q`, or give it another key there."""
     slot = np.int64(queues.slot[q, rank]) - 1
@@ -32,7 +32,7 @@ def put(q, rank, key, queues):
     sink(q, rank, slot, queues)
 
 
-@part
+@compiled_part
 def sink(q, rank, slot, queues):
     """Move a node down in its heap from `slot` to where it belongs."""
     key = queues.key[q, rank]
@@ -56,7 +56,7 @@ def sink(q, rank, slot, queues):
     queues.slot[q, rank] = slot + 1
 
 
-@part
+@compiled_part
 def take(q, queues):
     """Remove and return the first position of heap `q`."""
     first = np.int64(queues.heap[q, 0])
@@ -67,7 +67,7 @@ def take(q, queues):
     return first
 
 
-@part
+@compiled_part
 def settle(g, d, work):
     """Make `d` the home of group `g` and reserve there what it needs."""
     work.groups[g].home = d
@@ -79,13 +79,13 @@ def settle(g, d, work):
             work.devices[d].used += work.weight_bytes[weight]
 
 
-@part
+@compiled_part
 def crossing(value, source, d, work):
     """Ticks that sending a value takes."""
     return np.int64(np.rint(work.latency[source, d] + work.values[value].bytes * work.per_byte[source, d]))
 
 
-@part
+@compiled_part
 def input_ready(node, d, work):
     """When all inputs of `node` can be on device `d`, sending what is not there yet one after the other."""
     earliest = np.int64(0)
@@ -109,7 +109,7 @@ def input_ready(node, d, work):
     return earliest
 
 
-@part
+@compiled_part
 def need_bytes(node, d, work):
     """Bytes that running `node` on device `d` would add there now; the weights of its whole group if it decides."""
     need = work.nodes[node].workspace
@@ -131,7 +131,7 @@ def need_bytes(node, d, work):
     return need
 
 
-@part
+@compiled_part
 def room_left(node, d, work):
     """Bytes that `node` may still take on device `d`: less if it would bring a group of several nodes with it."""
     g = work.nodes[node].group
@@ -139,14 +139,14 @@ def room_left(node, d, work):
     return (work.devices[d].admit if opens else work.devices[d].limit) - work.devices[d].used
 
 
-@part
+@compiled_part
 def may_run(node, d, work):
     """Whether `node` is still to be placed and its group does not keep it from `d`."""
     home = work.groups[work.nodes[node].group].home
     return work.nodes[node].device < 0 and (home < 0 or home == d)
 
 
-@part
+@compiled_part
 def fetch(node, d, work, queues):
     """Book the transfers that bring the inputs of `node` to device `d`, which other nodes may then start sooner on."""
     devices = len(work.devices)
@@ -182,7 +182,7 @@ def fetch(node, d, work, queues):
                     put(late, rank, 0, queues)  # to be looked at again when it comes up
 
 
-@part
+@compiled_part
 def let_go(node, work, queues):
     """Free what `node` was the last to read; nodes that did not fit before are looked at again."""
     devices = len(work.devices)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph
-from onnxplace.problem import Problem
+from onnxplace.problem import PlacementProblem
 from onnxplace.target import LINK_MODELS
 
 # Ticks that any plan ends within; sums of two such fit into 64 bits.
@@ -115,7 +115,7 @@ class Queues(NamedTuple):
     """Nodes in the order in which their last predecessor was placed."""
 
 
-def nothing_placed(asked: Problem, limit: Longs, extra: Longs, share: float) -> tuple[Work, float]:
+def nothing_placed(asked: PlacementProblem, limit: Longs, extra: Longs, share: float) -> tuple[Work, float]:
     """Return the empty plan for a problem under these limits (bytes per device), and the seconds of a tick.
 
     `extra` is what each group reserves beside its weights; of the device's own limit, groups of several nodes are
@@ -157,7 +157,7 @@ def nothing_placed(asked: Problem, limit: Longs, extra: Longs, share: float) -> 
     ), tick
 
 
-def _fill_nodes(nodes: NDArray[Any], asked: Problem) -> None:
+def _fill_nodes(nodes: NDArray[Any], asked: PlacementProblem) -> None:
     graph = asked.graph
     made = graph.inputs.rows[graph.producer[graph.inputs.items] >= 0]
     nodes["workspace"], nodes["position"], nodes["in_order"] = graph.workspace_bytes, graph.positions, graph.order
@@ -174,7 +174,7 @@ def _fill_values(values: NDArray[Any], graph: OpGraph) -> None:
     values["producer"], values["root"] = graph.producer, graph.alias_roots
 
 
-def _tick_seconds(asked: Problem, latency: Floats, per_byte: Floats) -> float:
+def _tick_seconds(asked: PlacementProblem, latency: Floats, per_byte: Floats) -> float:
     """Return a picosecond, or the least power of ten of it in which all work and all transfers can be counted."""
     graph, devices = asked.graph, len(latency)
     transfers = len(graph.value_bytes) * latency.max() + graph.value_bytes.sum() * per_byte.max()

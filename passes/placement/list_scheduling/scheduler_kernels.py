@@ -24,12 +24,12 @@ from onnxplace.passes.placement.list_scheduling.queue_kernels import (
     settle,
     take,
 )
-from onnxplace.utils import kernel, part
+from onnxplace.utils import compiled_loop, compiled_part
 
 NEVER = 1 << 62
 
 
-@kernel
+@compiled_loop
 def list_schedule(work, queues, favourite):
     """Place nodes one by one: of all ready nodes and devices, the pair that can start first.
 
@@ -81,7 +81,7 @@ def list_schedule(work, queues, favourite):
         let_go(node, work, queues)
 
 
-@part
+@compiled_part
 def enter(node, work, queues, guided):
     """Let a node whose predecessors are all placed wait for each device it may run on."""
     devices = len(work.devices)
@@ -96,7 +96,7 @@ def enter(node, work, queues, guided):
         put(3 * devices + (home if home >= 0 else devices), rank, worst, queues)
 
 
-@part
+@compiled_part
 def bind(node, d, work, queues):
     """Let the waiting nodes of the group of `node`, which has just been bound to device `d`, be late there only."""
     devices = len(work.devices)
@@ -107,7 +107,7 @@ def bind(node, d, work, queues):
             put(3 * devices + d, work.nodes[member].position, input_ready(member, d, work), queues)
 
 
-@part
+@compiled_part
 def make(node, d, ready, work, queues):
     """Count what `node` makes on device `d`, and note the nodes that it was the last to be waited for by."""
     g = work.nodes[node].group
@@ -128,7 +128,7 @@ def make(node, d, ready, work, queues):
     return ready
 
 
-@part
+@compiled_part
 def choose(clock, last, favourite, work, queues):
     """The node to place next, its device and its start; node -1 if none fits anywhere."""
     best_node, best_device, best_start = -1, -1, NEVER
@@ -147,7 +147,7 @@ def choose(clock, last, favourite, work, queues):
     return best_node, best_device, best_start
 
 
-@part
+@compiled_part
 def earliest(d, clock, work, queues):
     """The node that could start first on device `d`, and when; -1 if none fits. Those that do not are set aside."""
     free = max(work.devices[d].free, clock)
@@ -176,7 +176,7 @@ def earliest(d, clock, work, queues):
         put(blocked, rank, need, queues)
 
 
-@part
+@compiled_part
 def awake(d, child, node, when, clock, work, queues):
     """What device `d` runs next, and when, if `child` is the favourite of what it ran last; `node` is m-ETF's choice.
 
@@ -208,7 +208,7 @@ def awake(d, child, node, when, clock, work, queues):
     return found, start
 
 
-@part
+@compiled_part
 def most_urgent(which, busy, work, queues):
     """The node that is first to be late, and when that is: no device could start it later than then; -1 for none.
 
@@ -240,7 +240,7 @@ def most_urgent(which, busy, work, queues):
         put(later, rank, worst, queues)
 
 
-@part
+@compiled_part
 def unblock(work, queues):
     """Let the nodes wait again that fit by now: weights placed since may have made room. False if there are none."""
     devices, found = len(work.devices), False

@@ -5,32 +5,32 @@ from typing import TYPE_CHECKING
 from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
-    from onnxplace.passes.placement.search.coarsening import levels as levels
+    from onnxplace.passes.placement.search.coarsening import coarsen as coarsen
     from onnxplace.passes.placement.search.portfolio import (
         Plan as Plan,
-        improve_and_decide as improve_and_decide,
+        improve_and_commit as improve_and_commit,
         published_plans as published_plans,
-        search_and_decide as search_and_decide,
+        search_and_commit as search_and_commit,
     )
     from onnxplace.passes.placement.search.search import (
         Budget as Budget,
-        Ground as Ground,
-        candidate as candidate,
+        SearchSpace as SearchSpace,
+        evaluate_candidate as evaluate_candidate,
         explore as explore,
     )
     from onnxplace.passes.placement.search.series_blocks import (
-        Step as Step,
-        alike as alike,
-        composed as composed,
-        series as series,
+        BlockPlan as BlockPlan,
+        compose_blocks as compose_blocks,
+        decompose_series as decompose_series,
+        interchangeable_devices as interchangeable_devices,
     )
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "coarsening": "levels",
-        "portfolio": "Plan improve_and_decide published_plans search_and_decide",
-        "search": "Budget Ground candidate explore",
-        "series_blocks": "Step alike composed series",
+        "coarsening": "coarsen",
+        "portfolio": "Plan improve_and_commit published_plans search_and_commit",
+        "search": "Budget SearchSpace evaluate_candidate explore",
+        "series_blocks": "BlockPlan compose_blocks decompose_series interchangeable_devices",
     },
 )

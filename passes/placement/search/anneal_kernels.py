@@ -15,8 +15,8 @@ import numpy as np
 
 from onnxplace.graph import Csr, Floats, Ints, Longs
 from onnxplace.passes.placement.search.decode_kernels import AHEAD, FROM_THERE, decode
-from onnxplace.problem import Problem
-from onnxplace.utils import kernel, part
+from onnxplace.problem import PlacementProblem
+from onnxplace.utils import compiled_loop, compiled_part
 
 
 class Atoms(NamedTuple):
@@ -68,7 +68,7 @@ LOYAL = 0.85
 TRAFFIC_WEIGHT = 0.01
 
 
-def atoms(asked: Problem) -> Atoms:
+def atoms(asked: PlacementProblem) -> Atoms:
     """Return what moves as a whole in a problem."""
     graph, group, count = asked.graph, asked.group.astype(np.int32), len(asked.pinned)
     members = Csr.grouped(group, np.arange(len(graph), dtype=np.int32), count)
@@ -102,7 +102,7 @@ def walk(device: Ints, bias: Floats, count: int, seed: int) -> Walk:
     )  # fmt: skip
 
 
-@part
+@compiled_part
 def _uniform(rng):
     """Draw from [0, 1): xorshift64 (Marsaglia 2003)."""
     x = np.uint64(rng[0])
@@ -113,17 +113,17 @@ def _uniform(rng):
     return np.float64(x >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
-@part
+@compiled_part
 def _below(rng, count):
     return min(np.int64(_uniform(rng) * count), count - 1)
 
 
-@part
+@compiled_part
 def _home(a, k, atom):
     return k.device[a.members[a.member_starts[atom]]]
 
 
-@part
+@compiled_part
 def _grow(a, k, seed, largest):
     """Collect a region around an atom; returns its size and a device that it borders on, or -1."""
     origin = _home(a, k, seed)
@@ -161,7 +161,7 @@ def _grow(a, k, seed, largest):
     return size, border
 
 
-@kernel
+@compiled_loop
 def propose(w, a, k):
     """Alter the walk's placement, or the urgency of a node; `undo` takes it back."""
     devices = len(w.latency)
@@ -206,7 +206,7 @@ def propose(w, a, k):
     k.counts[REGION] = size
 
 
-@kernel
+@compiled_loop
 def undo(a, k):
     """Take the last proposal back."""
     if k.counts[BIASED] >= 0:
@@ -217,7 +217,7 @@ def undo(a, k):
             k.device[a.members[m]] = k.before[r]
 
 
-@kernel
+@compiled_loop
 def take(s, k):
     """Go on from the last proposal, which `s` holds the simulation of; returns whether it is the best so far."""
     k.counts[TAKEN] += 1
@@ -240,7 +240,7 @@ def take(s, k):
     return False
 
 
-@kernel
+@compiled_loop
 def anneal(w, s, a, k, lean, proposals, hot, progress, step, ask, best_device, best_bias):
     """Try so many proposals, taking those that pass at the temperature of the moment; the best goes to `best_*`.
 

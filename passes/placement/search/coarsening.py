@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from onnxplace.graph import Ints
-from onnxplace.passes.placement.grouping import contract, first_alike, join_light, number_sets
-from onnxplace.problem import Problem
+from onnxplace.passes.placement.grouping import contract, first_equal, join_light_groups, number_sets
+from onnxplace.problem import PlacementProblem
 
 # How much of an even share of all work a node may hold on each coarser level.
 SHARES = (0.01, 0.03, 0.1, 0.3)
@@ -20,12 +20,12 @@ SHRINKS = 0.9
 class Level:
     """A problem, and how it came from the finer one."""
 
-    problem: Problem
+    problem: PlacementProblem
     cluster: Ints
     """The node here of each node of the finer level."""
 
 
-def levels(asked: Problem) -> list[Level]:
+def coarsen(asked: PlacementProblem) -> list[Level]:
     """Return the problem itself and its coarser versions, the coarsest last."""
     found = [Level(asked, np.arange(len(asked.graph), dtype=np.int32))]
     if len(asked.target.devices) < 2:
@@ -38,7 +38,7 @@ def levels(asked: Problem) -> list[Level]:
     return found
 
 
-def _coarser(fine: Problem, most_seconds: float) -> Level:
+def _coarser(fine: PlacementProblem, most_seconds: float) -> Level:
     """Join what the longest transfers connect, as long as a group has no more work than that; contract what it can.
 
     The heaviest edges go first, as in Kruskal's algorithm and in multilevel graph partitioning. All readers of a value
@@ -48,14 +48,14 @@ def _coarser(fine: Problem, most_seconds: float) -> Level:
     graph, count = fine.graph, len(fine.graph)
     pin = fine.pinned[fine.group].astype(np.int32)
     parent, load, every = np.arange(count, dtype=np.int32), fine.seconds.min(axis=0), np.arange(count, dtype=np.int32)
-    join_light(parent, pin, load, first_alike(fine.group).astype(np.int32), every, np.inf)
+    join_light_groups(parent, pin, load, first_equal(fine.group).astype(np.int32), every, np.inf)
     inner = graph.producer[graph.inputs.items] >= 0
     value, reader = graph.inputs.items[inner], graph.inputs.rows[inner]
     latency, per_byte = fine.target.link_arrays()
     apart = ~np.eye(len(latency), dtype=bool)
     transfer = latency[apart].mean() + graph.value_bytes[value] * per_byte[apart].mean()
     heaviest = np.lexsort((reader, value, -transfer / np.bincount(value)[value]))
-    join_light(parent, pin, load, graph.producer[value[heaviest]], reader[heaviest], most_seconds)
+    join_light_groups(parent, pin, load, graph.producer[value[heaviest]], reader[heaviest], most_seconds)
     group, groups = number_sets(parent)
     cluster = contract(group, every, graph.producer, graph.inputs.starts, graph.inputs.items)
     pinned = np.full(groups, -1, dtype=np.int32)

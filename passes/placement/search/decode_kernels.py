@@ -15,7 +15,7 @@ import numpy as np
 
 from onnxplace.graph import Floats, Ints, Longs, OpGraph
 from onnxplace.target import LINK_MODELS, Target
-from onnxplace.utils import kernel, part
+from onnxplace.utils import compiled_loop, compiled_part
 
 # Why a node could not start before it did: nothing, a node before it on its device, an input made here, or elsewhere.
 NOTHING, AHEAD, FROM_HERE, FROM_THERE = range(4)
@@ -98,7 +98,7 @@ def run_order(graph: OpGraph, s: Scratch) -> Ints:
     return np.lexsort((graph.positions, s.finish, s.start)).astype(np.int32)
 
 
-@part
+@compiled_part
 def bottom_levels(w, device, bottom):
     """Fill `bottom` for a placement; returns the largest, which no schedule of that placement can beat."""
     longest = 0.0
@@ -122,7 +122,7 @@ def bottom_levels(w, device, bottom):
     return longest
 
 
-@part
+@compiled_part
 def _push(heap, size, node, key):
     """Add a node to a heap whose top has the largest key; ties go to the lower index."""
     child = size
@@ -136,7 +136,7 @@ def _push(heap, size, node, key):
     heap[child] = node
 
 
-@part
+@compiled_part
 def _pop(heap, size, key):
     """Remove the top of a heap of `size` nodes; the heap is one shorter afterwards."""
     top = heap[0]
@@ -160,7 +160,7 @@ def _pop(heap, size, key):
     return top
 
 
-@part
+@compiled_part
 def _push_soonest(heap, size, node, when):
     child = size
     while child > 0:
@@ -173,7 +173,7 @@ def _push_soonest(heap, size, node, when):
     heap[child] = node
 
 
-@part
+@compiled_part
 def _pop_soonest(heap, size, when):
     top = heap[0]
     node = heap[size - 1]
@@ -196,7 +196,7 @@ def _pop_soonest(heap, size, when):
     return top
 
 
-@kernel
+@compiled_loop
 def decode(w, device, bias, lean, limit, s):
     """Run a placement; returns its makespan, and the time that transfers take in total.
 
@@ -328,7 +328,7 @@ def decode(w, device, bias, lean, limit, s):
     return makespan, traffic
 
 
-@part
+@compiled_part
 def _calls(w, device, node, d):
     """Seconds for the cuts that a node makes: one before it if it reads what was sent, one after if it sends."""
     calls = 0.0

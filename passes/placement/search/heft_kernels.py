@@ -12,11 +12,11 @@ import numpy as np
 
 from onnxplace.graph import Csr, Floats, Ints
 from onnxplace.passes.placement.search.decode_kernels import Wiring
-from onnxplace.problem import Problem
-from onnxplace.utils import kernel, part
+from onnxplace.problem import PlacementProblem
+from onnxplace.utils import compiled_loop, compiled_part
 
 
-def critical_path_plan(asked: Problem, w: Wiring, weight: float) -> tuple[Ints, Floats]:
+def critical_path_plan(asked: PlacementProblem, w: Wiring, weight: float) -> tuple[Ints, Floats]:
     """Return device and planned start of each node; device -1 for those left when weights fill every device.
 
     `weight` is what part of a transfer counts in bottom levels: 0 as if all were local, 1 as if all were remote.
@@ -32,7 +32,7 @@ def critical_path_plan(asked: Problem, w: Wiring, weight: float) -> tuple[Ints, 
     return device, start
 
 
-@kernel
+@compiled_loop
 def mean_levels(w, seconds, weight):
     """Bottom level of each node, its edges counting with `weight` times a transfer over the mean link."""
     devices = len(w.latency)
@@ -55,7 +55,7 @@ def mean_levels(w, seconds, weight):
     return level
 
 
-@kernel
+@compiled_loop
 def earliest_finish(w, order, group, pinned, limit, weight_starts, weights, weight_bytes):
     """Put each node, in `order`, where it finishes first; the first node of a group decides for all of it."""
     devices = len(w.latency)
@@ -103,7 +103,7 @@ def earliest_finish(w, order, group, pinned, limit, weight_starts, weights, weig
     return device, start
 
 
-@part
+@compiled_part
 def _hold(d, g, held, room, weight_starts, weights, weight_bytes):
     for k in range(weight_starts[g], weight_starts[g + 1]):
         if not held[d, weights[k]]:
@@ -111,7 +111,7 @@ def _hold(d, g, held, room, weight_starts, weights, weight_bytes):
             room[d] -= weight_bytes[weights[k]]
 
 
-@part
+@compiled_part
 def _arrive(w, node, d, device, finish, arrival, sending, receiving, book):
     """When all inputs of `node` can be on device `d`; with `book`, the transfers for that are made."""
     latest = 0.0

@@ -11,12 +11,12 @@ from functools import cached_property
 import numpy as np
 
 from onnxplace.graph import Floats, Ints
-from onnxplace.passes.placement.list_scheduling import plans as list_plans
+from onnxplace.passes.placement.list_scheduling import generate_plans as list_plans
 from onnxplace.passes.placement.search.anneal_kernels import BEST, TRIED, Atoms, anneal, atoms, take, undo, walk
 from onnxplace.passes.placement.search.coarsening import Level
 from onnxplace.passes.placement.search.decode_kernels import Wiring, decode, run_order, scratch, wiring
 from onnxplace.passes.placement.search.heft_kernels import critical_path_plan
-from onnxplace.problem import Problem, order_by_start
+from onnxplace.problem import PlacementProblem, sort_by_start
 
 # The temperature that a search begins with, as a part of the step.
 HOT = 4e-4
@@ -30,10 +30,10 @@ SLICE_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
-class Ground:
+class SearchSpace:
     """A problem with what searches of it share."""
 
-    problem: Problem
+    problem: PlacementProblem
 
     @cached_property
     def wiring(self) -> Wiring:
@@ -91,7 +91,7 @@ class Budget:
         return Budget(self.seconds * share, int(np.ceil(self.proposals * share)))
 
 
-def candidate(ground: Ground, name: str, device: Ints, order: Ints) -> Candidate | None:
+def evaluate_candidate(ground: SearchSpace, name: str, device: Ints, order: Ints) -> Candidate | None:
     """Return a placement as a candidate, its nodes by bottom level or in the order given, whichever is better.
 
     None if it does not fit.
@@ -103,20 +103,20 @@ def candidate(ground: Ground, name: str, device: Ints, order: Ints) -> Candidate
     return min(fitting, key=lambda option: option.seconds, default=None)
 
 
-def by_urgency(ground: Ground, name: str, device: Ints, bias: Floats, lean: float) -> Candidate:
+def by_urgency(ground: SearchSpace, name: str, device: Ints, bias: Floats, lean: float) -> Candidate:
     """Return a placement whose nodes run by urgency."""
     s = scratch(len(device), len(ground.problem.target.devices))
     seconds, _ = decode(ground.wiring, device.astype(np.int32), bias, lean, np.inf, s)
     return Candidate(name, device.astype(np.int32), bias, lean, run_order(ground.problem.graph, s), float(seconds))
 
 
-def project(ground: Ground, found: Candidate, coarse: Ground, cluster: Ints) -> Candidate | None:
+def project(ground: SearchSpace, found: Candidate, coarse: SearchSpace, cluster: Ints) -> Candidate | None:
     """Return a candidate of the finer problem from one of a coarser one; None if it does not fit there."""
     rank = np.empty(len(coarse.problem.graph))
     rank[found.order] = np.arange(len(rank))
     inherited = by_urgency(ground, found.name, found.device[cluster], found.bias[cluster], found.lean)
     order = np.lexsort((ground.problem.graph.positions, rank[cluster])).astype(np.int32)
-    planned = candidate(ground, found.name, found.device[cluster], order)
+    planned = evaluate_candidate(ground, found.name, found.device[cluster], order)
     options = [planned] if planned else []
     if ground.fits(inherited.device, inherited.order):
         options.append(inherited)
@@ -124,7 +124,7 @@ def project(ground: Ground, found: Candidate, coarse: Ground, cluster: Ints) -> 
 
 
 def improve(
-    ground: Ground, begin: Candidate, budget: Budget, seed: int, hot: float = HOT, goal: float = 0.0
+    ground: SearchSpace, begin: Candidate, budget: Budget, seed: int, hot: float = HOT, goal: float = 0.0
 ) -> tuple[Candidate, int]:
     """Anneal from a candidate; returns the best one met, at least as good, and how many proposals were tried.
 
@@ -178,7 +178,7 @@ def explore(ladder: Sequence[Level], begin: Sequence[Candidate], budget: Budget,
     one starts from the best candidate where there are not two; then two more go on from the best of all. `goal`:
     seconds not to be beaten. Raises LookupError if no candidate fits.
     """
-    grounds = [Ground(level.problem) for level in ladder]
+    grounds = [SearchSpace(level.problem) for level in ladder]
     coarse = [_best_plan(ground) for ground in grounds]
     starts = [*begin, *(_descend(ladder, grounds, level, found, None) for level, found in enumerate(coarse) if found)]
     fitting = [found for found in starts if found is not None]
@@ -204,7 +204,7 @@ def explore(ladder: Sequence[Level], begin: Sequence[Candidate], budget: Budget,
     return Explored(best, proposals)
 
 
-def polish(ground: Ground, begin: Candidate, budget: Budget, seed: int, goal: float) -> Explored:
+def polish(ground: SearchSpace, begin: Candidate, budget: Budget, seed: int, goal: float) -> Explored:
     """Search from a candidate, two searches at a time, the second pair from the best of the first."""
     _compile(ground, begin)
     first, second = (budget.part(share) for share in ROUNDS)
@@ -213,7 +213,9 @@ def polish(ground: Ground, begin: Candidate, budget: Budget, seed: int, goal: fl
     return Explored(best, tried + more)
 
 
-def _two(ground: Ground, begin: Candidate, budget: Budget, seed: int, hot: float, goal: float) -> tuple[Candidate, int]:
+def _two(
+    ground: SearchSpace, begin: Candidate, budget: Budget, seed: int, hot: float, goal: float
+) -> tuple[Candidate, int]:
     """Search twice from one candidate, at two temperatures at a time; returns the better result."""
     results = _in_parallel([
         lambda: improve(ground, begin, budget, seed, hot, goal),
@@ -222,23 +224,23 @@ def _two(ground: Ground, begin: Candidate, budget: Budget, seed: int, hot: float
     return min((found for found, _ in results), key=lambda found: found.seconds), sum(tried for _, tried in results)
 
 
-def _best_plan(ground: Ground) -> Candidate | None:
+def _best_plan(ground: SearchSpace) -> Candidate | None:
     """Return the best placement of a problem that takes no search: list schedules, and one device after the other."""
     asked = ground.problem
     plans = [critical_path_plan(asked, ground.wiring, weight) for weight in (0.0, 0.5, 1.0)]
     plans += [next(list_plans(asked, np.full(len(asked.graph), -1, dtype=np.int32), False), plans[0])]
-    placed = [(device, order_by_start(asked.graph, start)) for device, start in plans if device.min(initial=0) >= 0]
+    placed = [(device, sort_by_start(asked.graph, start)) for device, start in plans if device.min(initial=0) >= 0]
     placed += [(on_one(asked, device), asked.graph.order) for device in distinct_devices(asked)]
-    found = (candidate(ground, MULTILEVEL, device, order) for device, order in placed)
+    found = (evaluate_candidate(ground, MULTILEVEL, device, order) for device, order in placed)
     return min((option for option in found if option), key=lambda option: option.seconds, default=None)
 
 
-def on_one(asked: Problem, device: int) -> Ints:
+def on_one(asked: PlacementProblem, device: int) -> Ints:
     """Return the placement with every free group on one device."""
     return np.where(asked.pinned >= 0, asked.pinned, device)[asked.group].astype(np.int32)
 
 
-def distinct_devices(asked: Problem) -> list[int]:
+def distinct_devices(asked: PlacementProblem) -> list[int]:
     """Return the devices but those that are just like an earlier one, which a pin would tell apart."""
     if (asked.pinned >= 0).any():
         return list(range(len(asked.target.devices)))
@@ -249,7 +251,7 @@ def distinct_devices(asked: Problem) -> list[int]:
 
 
 def _descend(
-    ladder: Sequence[Level], grounds: Sequence[Ground], level: int, found: Candidate | None, then: Improve | None
+    ladder: Sequence[Level], grounds: Sequence[SearchSpace], level: int, found: Candidate | None, then: Improve | None
 ) -> Candidate | None:
     """Carry a candidate of a coarse level down to the problem itself, improving it by `then` on each level below."""
     while level > 0 and found is not None:
@@ -262,7 +264,7 @@ def _descend(
 
 def _search_down(
     ladder: Sequence[Level],
-    grounds: Sequence[Ground],
+    grounds: Sequence[SearchSpace],
     top: int,
     begin: Candidate,
     budget: Budget,
@@ -282,7 +284,7 @@ def _search_down(
     return (found or begin, tried[0]) if found else (replace(begin, seconds=np.inf), tried[0])
 
 
-def _compile(ground: Ground, begin: Candidate) -> None:
+def _compile(ground: SearchSpace, begin: Candidate) -> None:
     """Have the kernels compiled before the clock runs."""
     improve(ground, begin, Budget(0, 1), 0)
 

@@ -9,13 +9,13 @@ from itertools import pairwise
 import numpy as np
 
 from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph
-from onnxplace.problem import Problem, order_by_start
+from onnxplace.problem import PlacementProblem, sort_by_start
 
 # More than a block needs.
 ENOUGH_BYTES = 1 << 60
 
 
-Step = tuple[Ints, Ints]
+BlockPlan = tuple[Ints, Ints]
 """The device of each node, and the order of the nodes."""
 
 
@@ -34,11 +34,11 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Row:
+class BlockChain:
     """Blocks in the order they run, and the problems that they are by themselves."""
 
     blocks: tuple[Block, ...]
-    problems: tuple[Problem, ...]
+    problems: tuple[PlacementProblem, ...]
     """Each once, however many blocks are equal."""
     which: tuple[int, ...]
     """Of each block, the index of its problem."""
@@ -50,7 +50,7 @@ class Row:
         return sorted(found, key=lambda index: (len(self.problems[index].graph), index))
 
 
-def series(asked: Problem, most: int) -> Row:
+def decompose_series(asked: PlacementProblem, most: int) -> BlockChain:
     """Return blocks of at most `most` nodes, unless they are chains: no step is shorter than what they take in sum.
 
     The path that takes longest without transfers is cut into pieces. A node beside it can only run between the last
@@ -60,17 +60,17 @@ def series(asked: Problem, most: int) -> Row:
     """
     blocks = _blocks(asked, most)
     known = dict[tuple[bytes, ...], int]()
-    problems, which = list[Problem](), list[int]()
+    problems, which = list[PlacementProblem](), list[int]()
     for block in blocks:
         part = alone(asked, block)
         arrays = (part.seconds, part.group, part.pinned, part.graph.producer, part.graph.value_bytes,
                   part.graph.inputs.starts, part.graph.inputs.items)  # fmt: skip
         which.append(known.setdefault(tuple(array.tobytes() for array in arrays), len(problems)))
         problems += [part][: which[-1] == len(problems)]
-    return Row(tuple(blocks), tuple(problems), tuple(which))
+    return BlockChain(tuple(blocks), tuple(problems), tuple(which))
 
 
-def _blocks(asked: Problem, most: int) -> list[Block]:
+def _blocks(asked: PlacementProblem, most: int) -> list[Block]:
     graph, least = asked.graph, asked.seconds.min(axis=0)
     if not len(graph):
         return []
@@ -94,7 +94,7 @@ def _blocks(asked: Problem, most: int) -> list[Block]:
     return blocks
 
 
-def alone(asked: Problem, block: Block) -> Problem:
+def alone(asked: PlacementProblem, block: Block) -> PlacementProblem:
     """Return the problem of a block by itself, groups and pins kept, memory ample; any step of the whole contains it.
 
     The node it enters by has no time of its own. Equal blocks give equal problems, but for names.
@@ -109,16 +109,18 @@ def alone(asked: Problem, block: Block) -> Problem:
     target = asked.target.limiting({device.id: ENOUGH_BYTES for device in asked.target.devices})
     limits = np.full(len(target.devices), ENOUGH_BYTES, dtype=np.int64)
     members = np.arange(len(nodes), dtype=np.int32)
-    return Problem(_within(asked.graph, nodes), seconds, target, limits, group, pinned, members)
+    return PlacementProblem(_within(asked.graph, nodes), seconds, target, limits, group, pinned, members)
 
 
-def composed(asked: Problem, row: Row, steps: Sequence[Step], again: Callable[[Problem], Step]) -> tuple[Ints, Ints]:
+def compose_blocks(
+    asked: PlacementProblem, row: BlockChain, steps: Sequence[BlockPlan], again: Callable[[PlacementProblem], BlockPlan]
+) -> tuple[Ints, Ints]:
     """Return device and order of all nodes: the blocks one after the other, each begun where the last one ended.
 
     `steps` holds a step per problem of the row. Where an earlier block has put a group elsewhere, the block is solved
     `again` with that pinned. What is in no block joins what reads it, or else what it reads.
     """
-    graph, home, like = asked.graph, asked.pinned.copy(), alike(asked)
+    graph, home, like = asked.graph, asked.pinned.copy(), interchangeable_devices(asked)
     rank = np.full(len(graph), np.inf)
     begin = 0
     for block, index in zip(row.blocks, row.which):
@@ -139,7 +141,7 @@ def composed(asked: Problem, row: Row, steps: Sequence[Step], again: Callable[[P
     for node in graph.order.tolist():
         _follow(node, graph.predecessors[node], asked.group, home)
         rank[node] = max(rank[node], rank[graph.predecessors[node]].max(initial=-np.inf))
-    return np.maximum(home, 0)[asked.group].astype(np.int32), order_by_start(graph, rank)
+    return np.maximum(home, 0)[asked.group].astype(np.int32), sort_by_start(graph, rank)
 
 
 def _follow(node: int, others: Ints, group: Ints, home: Ints) -> None:
@@ -148,7 +150,7 @@ def _follow(node: int, others: Ints, group: Ints, home: Ints) -> None:
         home[group[node]] = home[group[others]].max(initial=-1)
 
 
-def alike(asked: Problem) -> Ints:
+def interchangeable_devices(asked: PlacementProblem) -> Ints:
     """Return, per device, the first one that it can be exchanged with."""
     latency, per_byte = asked.target.link_arrays()
     count = len(latency)
@@ -248,6 +250,3 @@ def _within(graph: OpGraph, nodes: Ints) -> OpGraph:
         weights=nothing,
         workspace_bytes=np.zeros(len(nodes), dtype=np.int64),
     )
-
-
-__all__ = ["Block", "Row", "alike", "alone", "composed", "series"]

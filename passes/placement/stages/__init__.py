@@ -5,7 +5,11 @@ from typing import TYPE_CHECKING
 from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
-    from onnxplace.passes.placement.stages.contiguous_split import MOVES as MOVES, RESIDENT as RESIDENT, split as split
+    from onnxplace.passes.placement.stages.contiguous_split import (
+        MAX_MOVES as MAX_MOVES,
+        RESIDENT_SHARES as RESIDENT_SHARES,
+        split_into_stages as split_into_stages,
+    )
     from onnxplace.passes.placement.stages.ideal_kernels import (
         DUPLEX as DUPLEX,
         PARALLEL as PARALLEL,
@@ -13,20 +17,20 @@ if TYPE_CHECKING:
         SUM as SUM,
         TRAFFIC as TRAFFIC,
     )
-    from onnxplace.passes.placement.stages.local_search_kernels import Search as Search
+    from onnxplace.passes.placement.stages.local_search_kernels import LocalSearch as LocalSearch
     from onnxplace.passes.placement.stages.stage_dp import (
         CROSSING_BYTES as CROSSING_BYTES,
-        cutting as cutting,
-        needs as needs,
+        least_held_bytes as least_held_bytes,
+        prepare_cuts as prepare_cuts,
         unit_seconds as unit_seconds,
     )
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "contiguous_split": "MOVES RESIDENT split",
+        "contiguous_split": "MAX_MOVES RESIDENT_SHARES split_into_stages",
         "ideal_kernels": "DUPLEX PARALLEL SEQUENTIAL SUM TRAFFIC",
-        "local_search_kernels": "Search",
-        "stage_dp": "CROSSING_BYTES cutting needs unit_seconds",
+        "local_search_kernels": "LocalSearch",
+        "stage_dp": "CROSSING_BYTES least_held_bytes prepare_cuts unit_seconds",
     },
 )

@@ -9,7 +9,7 @@ import numpy as np
 from onnxplace.graph import Ints, Longs
 from onnxplace.passes.placement.stages.ideal_kernels import new_scratch, stages_below
 from onnxplace.passes.placement.stages.stage_dp import Cutting, Lattice, Table, assigned
-from onnxplace.utils import clock
+from onnxplace.utils import budget_clock
 
 Stage = tuple[int, int, int]
 """The ideal before, the ideal after, and the kind of device."""
@@ -44,7 +44,7 @@ class _Search:
         """Return stages for the nodes of `ideal` on the set of devices `left`, the last one first; None if none fit."""
         if ideal == 0:
             return []
-        self.late = self.late or clock() > self.deadline
+        self.late = self.late or budget_clock() > self.deadline
         key = (ideal, left, times.tobytes())
         if self.late or key in self.failed:
             return None

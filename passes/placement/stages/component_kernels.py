@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from onnxplace.graph import Csr, Ints, OpGraph
-from onnxplace.utils import kernel
+from onnxplace.utils import compiled_loop
 
 
 def inseparable(graph: OpGraph, group: Ints) -> Ints:
@@ -29,7 +29,7 @@ def inseparable(graph: OpGraph, group: Ints) -> Ints:
     return rank[dense]
 
 
-@kernel
+@compiled_loop
 def strong_components(starts, successors):
     """Tarjan's algorithm (SIAM J. Comput. 1972) without recursion: the component of each node."""
     count = len(starts) - 1

@@ -9,7 +9,7 @@ import numpy as np
 from onnxplace.graph import Floats, Ints
 from onnxplace.passes.placement.stages.bounded_split import exact_split
 from onnxplace.passes.placement.stages.ideal_kernels import SUM, TRAFFIC
-from onnxplace.passes.placement.stages.local_search_kernels import Search
+from onnxplace.passes.placement.stages.local_search_kernels import LocalSearch
 from onnxplace.passes.placement.stages.order_kernels import orders
 from onnxplace.passes.placement.stages.stage_dp import (
     CROSSING_BYTES,
@@ -21,19 +21,19 @@ from onnxplace.passes.placement.stages.stage_dp import (
     tabulate,
     traced,
 )
-from onnxplace.problem import Problem
-from onnxplace.simulation import crossings, loads
-from onnxplace.utils import clock
+from onnxplace.problem import PlacementProblem
+from onnxplace.simulation import list_transfers, steady_state_loads
+from onnxplace.utils import budget_clock
 
 # From this many ideals on, the dynamic program over all of them is not tried.
 IDEALS = 50_000
 # Steps of the dynamic program over one order: positions where it may be cut, times nodes.
 STEPS = 20_000_000
 ORDERS = 6
-MOVES = 200_000
+MAX_MOVES = 200_000
 # What share of all outputs to count as staying where they are made, one try after the other, when the simulated peak
 # exceeds what the split had counted; at the end with tighter limits too.
-RESIDENT = (0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0)
+RESIDENT_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0)
 # More than any load, and finite.
 HUGE = 1e30
 
@@ -50,7 +50,7 @@ class Split:
     """No contiguous split within the limits has less; equal to `value` where that is proven to be the optimum."""
 
 
-def device_costs(cut: Cutting, asked: Problem) -> Floats:
+def device_costs(cut: Cutting, asked: PlacementProblem) -> Floats:
     """Return the seconds of each node of a cutting on each device of the target; infinite on those left out."""
     seconds = np.full((len(asked.target.devices), len(cut.graph)), np.inf)
     for kind, row in zip(cut.kinds, cut.seconds):
@@ -58,15 +58,17 @@ def device_costs(cut: Cutting, asked: Problem) -> Floats:
     return seconds
 
 
-def value_of(cut: Cutting, asked: Problem, seconds: Floats, device: Ints) -> float:
+def value_of(cut: Cutting, asked: PlacementProblem, seconds: Floats, device: Ints) -> float:
     """Return the largest load of a placement of the cutting's graph, or its traffic."""
     if cut.rule == TRAFFIC:
-        value, _, _ = crossings(cut.graph, device, len(seconds))
+        value, _, _ = list_transfers(cut.graph, device, len(seconds))
         return float((cut.graph.value_bytes[value] + CROSSING_BYTES).sum())
-    return loads(cut.graph, seconds, asked.target, device, "sum" if cut.rule == SUM else "max").interval_seconds
+    return steady_state_loads(
+        cut.graph, seconds, asked.target, device, "sum" if cut.rule == SUM else "max"
+    ).interval_seconds
 
 
-def split(cut: Cutting, asked: Problem, deadline: float, seed: int) -> Split | None:
+def split_into_stages(cut: Cutting, asked: PlacementProblem, deadline: float, seed: int) -> Split | None:
     """Return the best contiguous split that the time allows, None if none was found within the limits."""
     good = _of_orders(cut, asked, deadline, seed)
     lattice = all_ideals(cut.graph, IDEALS) if cut.exhaustive else None
@@ -75,13 +77,13 @@ def split(cut: Cutting, asked: Problem, deadline: float, seed: int) -> Split | N
     return _best(cut, asked, lattice, good, deadline)
 
 
-def _of_orders(cut: Cutting, asked: Problem, deadline: float, seed: int) -> Split | None:
+def _of_orders(cut: Cutting, asked: PlacementProblem, deadline: float, seed: int) -> Split | None:
     """Cut several topological orders as well as each can be, then move nodes between stages."""
     nodes, seconds = len(cut.graph), device_costs(cut, asked)
     lattice = chain(nodes, max(64, STEPS // nodes))
     best: Split | None = None
     for number, order in enumerate(orders(cut.graph, ORDERS, seed)):
-        if number and clock() > deadline:
+        if number and budget_clock() > deadline:
             break
         shuffled = cut.reordered(order)
         table = tabulate(
@@ -92,7 +94,7 @@ def _of_orders(cut: Cutting, asked: Problem, deadline: float, seed: int) -> Spli
             continue
         device, stage = np.empty_like(found), _stage_order(found, len(seconds))
         device[order] = found
-        device, _ = _search(cut, asked, seconds).improve(device, stage, min(MOVES, 200 * nodes), seed + number)
+        device, _ = _search(cut, asked, seconds).improve(device, stage, min(MAX_MOVES, 200 * nodes), seed + number)
         value = value_of(cut, asked, seconds, device)
         if best is None or value < best.value:
             best = Split(device, value, 0.0)
@@ -108,7 +110,7 @@ def _stage_order(device: Ints, devices: int) -> Ints:
     return stage
 
 
-def _search(cut: Cutting, asked: Problem, seconds: Floats) -> Search:
+def _search(cut: Cutting, asked: PlacementProblem, seconds: Floats) -> LocalSearch:
     """Return the local search for the loads (or the traffic) of a cutting."""
     limit = np.zeros(len(seconds), dtype=np.int64)
     for kind, amount in zip(cut.kinds, cut.limit_bytes):
@@ -116,10 +118,10 @@ def _search(cut: Cutting, asked: Problem, seconds: Floats) -> Search:
     latency, per_byte = asked.target.link_arrays()
     if cut.rule == TRAFFIC:
         latency, per_byte = np.full_like(latency, CROSSING_BYTES), np.ones_like(per_byte)
-    return Search(cut.graph, seconds, latency, per_byte, limit, cut.need_bytes, cut.rule)
+    return LocalSearch(cut.graph, seconds, latency, per_byte, limit, cut.need_bytes, cut.rule)
 
 
-def _best(cut: Cutting, asked: Problem, lattice: Lattice, good: Split | None, deadline: float) -> Split | None:
+def _best(cut: Cutting, asked: PlacementProblem, lattice: Lattice, good: Split | None, deadline: float) -> Split | None:
     """Search all contiguous splits, first those little above a lower bound, which are few; then others."""
     floor = _floor(cut)
     top = HUGE if good is None else good.value * (1 - 1e-9)
@@ -151,7 +153,7 @@ def _bounded(good: Split | None, bound: float) -> Split | None:
 
 
 def _verified(
-    cut: Cutting, asked: Problem, lattice: Lattice, table: Table, good: Split | None, deadline: float
+    cut: Cutting, asked: PlacementProblem, lattice: Lattice, table: Table, good: Split | None, deadline: float
 ) -> Split | None:
     """Take the table's best split by its true loads; where they are above the table's, search for what is between.
 
@@ -170,7 +172,9 @@ def _verified(
     return _between(cut, asked, lattice, good, table.least, deadline)
 
 
-def _between(cut: Cutting, asked: Problem, lattice: Lattice, good: Split, least: float, deadline: float) -> Split:
+def _between(
+    cut: Cutting, asked: PlacementProblem, lattice: Lattice, good: Split, least: float, deadline: float
+) -> Split:
     """Close the gap between the true loads of `good` and the lower bound `least`, if the time allows."""
     seconds = device_costs(cut, asked)
     while good.value > least * (1 + 1e-9):

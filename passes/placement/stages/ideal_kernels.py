@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.utils import kernel
+from onnxplace.utils import compiled_loop
 
 DUPLEX, SEQUENTIAL, PARALLEL, SUM, TRAFFIC = range(5)
 """How the load of a stage follows from its compute, sends and receives; see `combined`."""
 
 
-@kernel
+@compiled_loop
 def enumerate_ideals(pred_starts, succ_starts, succs, limit):
     """Return parent, last node, and per ideal the nodes that can be added with the ideals they lead to.
 
@@ -111,7 +111,7 @@ def enumerate_ideals(pred_starts, succ_starts, succs, limit):
     return parent[:count], last[:count], starts[: count + 1], add[:edges], leads[:edges]
 
 
-@kernel
+@compiled_loop
 def removals(starts, add, leads):
     """Turn `(node that can be added, ideal)` lists into `(node that can be removed, ideal)` lists, nodes ascending."""
     count = len(starts) - 1
@@ -137,7 +137,7 @@ def removals(starts, add, leads):
     return down_starts, down_node, down_ideal
 
 
-@kernel
+@compiled_loop
 def combined(rule, compute, sent, received):
     """Load of a stage under one of the rules at the top of this file."""
     if rule == 0:
@@ -151,7 +151,7 @@ def combined(rule, compute, sent, received):
     return received
 
 
-@kernel
+@compiled_loop
 def stages_below(
     ideal,
     lattice,
@@ -251,7 +251,7 @@ def stages_below(
     return count
 
 
-@kernel
+@compiled_loop
 def new_scratch(nodes, values, weights, classes):
     """Working memory of `stages_below`."""
     return (
@@ -267,7 +267,7 @@ def new_scratch(nodes, values, weights, classes):
     )
 
 
-@kernel
+@compiled_loop
 def cross(x, sign, unread, graph):
     """Count node `x` in (1) or out (-1) of an ideal in `unread`: per value made inside, its readers outside."""
     producer, out_starts, outs, in_starts, ins, read_starts = graph
@@ -279,7 +279,7 @@ def cross(x, sign, unread, graph):
         unread[value] = read_starts[value + 1] - read_starts[value] if sign > 0 else 0
 
 
-@kernel
+@compiled_loop
 def walk(ideal, depth, path, parent, last, unread, graph):
     """Move along the tree of ideals, from the end of `path` to `ideal`, keeping `unread`; return the new depth."""
     missing = 0
@@ -300,7 +300,7 @@ def walk(ideal, depth, path, parent, last, unread, graph):
     return depth + missing
 
 
-@kernel
+@compiled_loop
 def windows(parent, last, cut, walked, rule, bound, fastest, send, receive, used, possible):
     """Mark in `possible[ideal, set]` where a split that costs less than `bound` may pass through.
 
@@ -336,7 +336,7 @@ def windows(parent, last, cut, walked, rule, bound, fastest, send, receive, used
                 possible[ideal, s] = max(work[ideal], out) <= room and max(whole - work[ideal], inward) <= rest
 
 
-@kernel
+@compiled_loop
 def sweep(
     first,
     end,

@@ -11,14 +11,14 @@ import numpy as np
 
 from onnxplace.graph import Floats, Ints, Longs, OpGraph
 from onnxplace.passes.placement.stages.ideal_kernels import combined
-from onnxplace.utils import kernel
+from onnxplace.utils import compiled_loop
 
 # The generator of compiled loops takes seeds of 32 bits.
-MOST_SEED = (1 << 32) - 1
+MAX_SEED = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
-class Search:
+class LocalSearch:
     """What may be moved, and what it costs where."""
 
     graph: OpGraph
@@ -47,12 +47,12 @@ class Search:
             device.astype(np.int64), order, stage is not None, before.starts, before.items, after.starts, after.items,
             g.producer, g.value_bytes, g.outputs.starts, g.outputs.items, g.inputs.starts, g.inputs.items,
             g.weights.starts, g.weights.items, g.weight_bytes, self.seconds, self.latency, self.per_byte,
-            self.limit_bytes, self.need_bytes, self.rule, moves, seed & MOST_SEED,
+            self.limit_bytes, self.need_bytes, self.rule, moves, seed & MAX_SEED,
         )  # fmt: skip
         return found.astype(np.int32), float(value)
 
 
-@kernel
+@compiled_loop
 def shift(node, a, b, device, state, graph, costs):
     """Move `node` from device `a` to `b`, keeping loads, weights and reader counts up to date."""
     compute, sent, received, bytes_held, reads, holds = state
@@ -99,7 +99,7 @@ def shift(node, a, b, device, state, graph, costs):
     device[node] = b
 
 
-@kernel
+@compiled_loop
 def judged(state, rule, scale):
     """Return the largest load (or the traffic), and a smooth stand-in for it that also counts what is below."""
     compute, sent, received = state[0], state[1], state[2]
@@ -122,7 +122,7 @@ def judged(state, rule, scale):
     return worst, energy
 
 
-@kernel
+@compiled_loop
 def allowed(node, b, device, state, stage, ordered, pred_starts, preds, succ_starts, succs, costs, graph, limits):
     """Whether `node` may go to device `b`: pins, memory, and the order of stages."""
     limit, need = limits
@@ -145,7 +145,7 @@ def allowed(node, b, device, state, stage, ordered, pred_starts, preds, succ_sta
     return True
 
 
-@kernel
+@compiled_loop
 def anneal(
     device, stage, ordered, pred_starts, preds, succ_starts, succs,
     producer, value_bytes, out_starts, outs, in_starts, ins, weight_starts, weights, weight_bytes,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from onnxplace.graph import Ints, OpGraph
-from onnxplace.utils import kernel
+from onnxplace.utils import compiled_loop
 
 
 def orders(graph: OpGraph, count: int, seed: int) -> Iterator[Ints]:
@@ -26,7 +26,7 @@ def orders(graph: OpGraph, count: int, seed: int) -> Iterator[Ints]:
         yield ordered(before.starts, after.starts, after.items, priority, depth_first)
 
 
-@kernel
+@compiled_loop
 def ordered(pred_starts, succ_starts, succs, priority, depth_first):
     """Kahn's algorithm: of the ready nodes, the one ready last (depth first), else the one of lowest priority."""
     count = len(pred_starts) - 1

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph, sum_by
 from onnxplace.passes.placement.stages.component_kernels import inseparable
 from onnxplace.passes.placement.stages.ideal_kernels import TRAFFIC, enumerate_ideals, removals, sweep, windows
-from onnxplace.problem import Problem
-from onnxplace.utils import clock
+from onnxplace.problem import PlacementProblem
+from onnxplace.utils import budget_clock
 
 # What a crossing counts besides its bytes, so that of splits with equal traffic the one with fewer values wins.
 CROSSING_BYTES = 2.0**-16
@@ -123,7 +123,9 @@ def _permuted(lists: Csr, order: Ints) -> Csr:
     return Csr(starts, lists.items[np.repeat(lists.starts[order], sizes) + within])
 
 
-def cutting(asked: Problem, rule: int, limit_bytes: Longs, devices: tuple[int, ...], resident: float = 0.0) -> Cutting:
+def prepare_cuts(
+    asked: PlacementProblem, rule: int, limit_bytes: Longs, devices: tuple[int, ...], resident: float = 0.0
+) -> Cutting:
     """Return what is to be cut, for some of the devices of a problem, with these limits (per device of the target).
 
     A share `resident` of all outputs is counted as if it stayed, as weights do; with none, too little is counted.
@@ -150,7 +152,7 @@ def cutting(asked: Problem, rule: int, limit_bytes: Longs, devices: tuple[int, .
         send,
         receive,
         limit[first],
-        needs(asked, unit),
+        least_held_bytes(asked, unit),
         rule,
         alike or rule == TRAFFIC,
     ).reordered(graph.order)
@@ -175,7 +177,7 @@ def _with_resident(graph: OpGraph, fine: OpGraph, unit: Ints, share: float) -> O
     )
 
 
-def unit_seconds(asked: Problem, unit: Ints) -> Floats:
+def unit_seconds(asked: PlacementProblem, unit: Ints) -> Floats:
     """Return the seconds of each unit on each device, infinite where a pin keeps it off: [device, unit]."""
     count = int(unit.max(initial=-1)) + 1
     seconds = np.stack([sum_by(unit, row, count) for row in asked.seconds])
@@ -186,7 +188,7 @@ def unit_seconds(asked: Problem, unit: Ints) -> Floats:
     return seconds
 
 
-def needs(asked: Problem, unit: Ints) -> Longs:
+def least_held_bytes(asked: PlacementProblem, unit: Ints) -> Longs:
     """Return, per unit, what its device holds besides weights at some moment, however it runs: a lower bound.
 
     A node holds its workspace and its outputs at one time; of a contracted one, only its largest output is sure.
@@ -323,7 +325,7 @@ def tabulate(cut: Cutting, lattice: Lattice, bound: float, deadline: float) -> T
     origin = np.zeros((len(lattice), sets), dtype=np.int32)
     by = np.zeros((len(lattice), sets), dtype=np.int8)
     for first in range(0, len(lattice), CHUNK):
-        if clock() > deadline:
+        if budget_clock() > deadline:
             return Table(best, origin, by, False)
         sweep(
             first, min(first + CHUNK, len(lattice)), lattice.parent, lattice.last, lattice.arrays, cut.arrays, walked,

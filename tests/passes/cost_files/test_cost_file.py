@@ -15,7 +15,7 @@ from onnxplace.errors import InputError, ModelError
 from onnxplace.facts import Profile, Quality, Source
 from onnxplace.machine import local_target
 from onnxplace.model import Model, bind, load, static_shapes
-from onnxplace.passes.cost_files import costs_table, costs_text, read_costs
+from onnxplace.passes.cost_files import format_costs, format_costs_csv, read_costs
 from onnxplace.passes.profiling import fingerprints
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
@@ -42,7 +42,7 @@ def profiled(model: Model, options: str = "estimate=true", target: Target = GPU)
 
 def written(folder: Path, ending: str, model: Model, profile: Profile) -> Path:
     path = folder / f"costs{ending}"
-    path.write_text(costs_table(profile, model) if ending == ".csv" else costs_text(profile))
+    path.write_text(format_costs_csv(profile, model) if ending == ".csv" else format_costs(profile))
     return path
 
 

@@ -17,7 +17,7 @@ from onnxplace.facts import Profile, Source
 from onnxplace.machine import local_target
 from onnxplace.model import Model, bind, load
 from onnxplace.passes.cost_files.ort_node_memory import node_hash
-from onnxplace.passes.profiling import PEAKS, operations
+from onnxplace.passes.profiling import TYPICAL_PEAKS, operations
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
 from onnxplace.target import Device, Target
@@ -193,7 +193,7 @@ def test_modules_of_olive_give_times_to_their_nodes(tmp_path):
     assert codes(state) == ["C007", "C001"]
     assert "5 of 7 nodes are in 4 of the 5 modules in the file" in state.diagnostics[0].message
     assert "asked to estimate" in state.diagnostics[1].message
-    peaks = PEAKS["cpu"]
+    peaks = TYPICAL_PEAKS["cpu"]
     positions = 2 * 5
     # Weights as the file has them, shared out as the model's are; activations as the model has them.
     work = {
@@ -213,13 +213,17 @@ def test_modules_of_olive_give_times_to_their_nodes(tmp_path):
 def test_a_look_up_moves_what_it_finds_not_the_whole_table(tmp_path):
     path, model = tmp_path / "cost.csv", layered()
     path.write_text("module,num_params,num_bytes\nmodel.embed_tokens,1e9,1e9\n")
-    assert seconds(profiled(model, path))[0] < 1e9 / PEAKS["cpu"].bytes_per_second
+    assert seconds(profiled(model, path))[0] < 1e9 / TYPICAL_PEAKS["cpu"].bytes_per_second
 
 
 def large(text: str, path: Path) -> np.ndarray:
     """Return the operations of the nodes of the layers, by times that only operations decide."""
     path.write_text("module,num_params,num_bytes,num_flops\n" + text)
-    return (seconds(profiled(layered(), path)) - PEAKS["cpu"].kernel_seconds) * PEAKS["cpu"].operations_per_second / 10
+    return (
+        (seconds(profiled(layered(), path)) - TYPICAL_PEAKS["cpu"].kernel_seconds)
+        * TYPICAL_PEAKS["cpu"].operations_per_second
+        / 10
+    )
 
 
 def test_the_innermost_module_wins_and_nothing_counts_twice(tmp_path):
@@ -240,7 +244,7 @@ def test_modules_without_operations_are_counted_in_the_model(tmp_path):
     path.write_text("module,num_params,num_bytes,num_flops\nmodel.layers.0.mlp.down,1,1e6,0\n")
     done = operations(model.nodes[5], {"m": (2, 5, 16), "d": (2, 5, 16), "down": (16, 16)})
     found = seconds(profiled(model, path))[5]
-    peaks = PEAKS["cpu"]
+    peaks = TYPICAL_PEAKS["cpu"]
     moved = 2 * 10 * 16 * 4 + 1e6
     assert found == pytest.approx(max(done / peaks.operations_per_second, moved / peaks.bytes_per_second) + 2e-6)
 
@@ -255,7 +259,7 @@ def test_modules_are_found_where_the_exporter_wrote_them_down(tmp_path):
     proto.graph.node[1].metadata_props.add(key="pkg.torch.onnx.name_scopes", value=scopes)
     state = profiled(bind(load(proto), {"batch": 2, "seq": 5}, {}), path)
     assert "1 of 7 nodes are in 1 of the 2 modules" in state.diagnostics[0].message
-    assert seconds(state)[1] == pytest.approx(1e10 / PEAKS["cpu"].operations_per_second, rel=1e-3)
+    assert seconds(state)[1] == pytest.approx(1e10 / TYPICAL_PEAKS["cpu"].operations_per_second, rel=1e-3)
 
 
 def test_times_scale_with_cores_and_kinds_of_devices(tmp_path):
@@ -264,8 +268,8 @@ def test_times_scale_with_cores_and_kinds_of_devices(tmp_path):
     target = Target((Device("cpu:0", 1 << 30, cores=4), Device("cuda:0", 1 << 30, model="NVIDIA H100")))
     state = profiled(layered(), path, target=target)
     found = {kind: array[5] for kind, array in state[Profile].seconds.items()}
-    assert found["cpu/4"] == pytest.approx(1e13 / (4 * PEAKS["cpu"].operations_per_second))
-    assert found["cuda/NVIDIA H100"] == pytest.approx(1e13 / PEAKS["cuda"].operations_per_second, rel=1e-4)
+    assert found["cpu/4"] == pytest.approx(1e13 / (4 * TYPICAL_PEAKS["cpu"].operations_per_second))
+    assert found["cuda/NVIDIA H100"] == pytest.approx(1e13 / TYPICAL_PEAKS["cuda"].operations_per_second, rel=1e-4)
 
 
 BAD = [

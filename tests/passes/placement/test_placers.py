@@ -13,7 +13,7 @@ from onnxplace.errors import InfeasibleError, UsageError
 from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule, Source
 from onnxplace.graph import OpGraph
 from onnxplace.pipeline import Pipeline, make_pass, run_pass
-from onnxplace.problem import decided, problem
+from onnxplace.problem import commit_placement, placement_problem
 from onnxplace.state import Pass, State
 from onnxplace.target import Device, Target
 from onnxplace.testing import check_pass, random_state
@@ -157,12 +157,14 @@ class OnOne(Pass):
     provides: ClassVar[tuple[type, ...]] = (Placement, Schedule)
 
     def run(self, state):
-        asked = problem(state)
+        asked = placement_problem(state)
         pins = sorted(set(asked.pinned.tolist()) - {-1}) or [0]
         if len(pins) > 1:
             raise InfeasibleError("X", "pinned apart")
         device = np.full(len(asked.graph), pins[0], dtype=np.int32)
-        return decided(state, asked, device, asked.simulate(device, asked.graph.order).start_seconds, self.name)
+        return commit_placement(
+            state, asked, device, asked.simulate(device, asked.graph.order).start_seconds, self.name
+        )
 
 
 @dataclass(frozen=True)
@@ -515,7 +517,7 @@ def test_fusing_leaves_no_edge_within_a_group_that_is_an_only_way_in_or_out(stat
 @given(states((Profile, Groups)))
 def test_fusing_keeps_time_and_weights(state):
     after = run_pass(make_pass("fuse"), state)
-    fine, coarse = problem(state), problem(after)
+    fine, coarse = placement_problem(state), placement_problem(after)
     assert coarse.seconds.sum(axis=1).tolist() == fine.seconds.sum(axis=1).tolist()
     assert coarse.graph.total_weight_bytes == fine.graph.total_weight_bytes
     assert sorted(set(coarse.members.tolist())) == list(range(len(coarse.graph)))

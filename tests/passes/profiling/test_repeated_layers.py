@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper, parser
 from onnxplace.facts import Profile, Repeat
 from onnxplace.machine import local_target
 from onnxplace.model import bind, load, op_graph, static_shapes, value_bytes
-from onnxplace.passes.profiling import node_kinds, pooled, repeats
+from onnxplace.passes.profiling import find_repeats, node_kinds, pool_by_kind
 from onnxplace.passes.profiling.repeat_kernels import runs
 from onnxplace.passes.profiling.repeated_layers import _block_names
 from onnxplace.pipeline import Pipeline
@@ -162,21 +162,21 @@ def test_subgraphs_count_by_structure_whatever_their_values_are_called():
 @pytest.mark.parametrize("prologue", [1, 3])
 def test_layers_are_found_with_their_borders_where_least_crosses(prologue):
     graph, kinds = structure(blocks(5, prologue=prologue), batch=2)
-    (found,) = repeats(kinds, graph)
+    (found,) = find_repeats(kinds, graph)
     assert found == Repeat(prologue, 6, 5)
     assert graph.names[found.start] == "layer0"
 
 
 def test_a_layer_that_is_wired_otherwise_ends_the_stretch():
     graph, kinds = structure(blocks(9, skip_at=4), batch=2)
-    found = repeats(kinds, graph)
+    found = find_repeats(kinds, graph)
     assert [(item.nodes, item.count) for item in found] == [(6, 4), (6, 4)]
     assert found[1].start == found[0].stop + 6
 
 
 def test_few_nodes_are_no_structure():
     graph, kinds = structure(blocks(2), batch=2)
-    assert repeats(kinds, graph) == ()
+    assert find_repeats(kinds, graph) == ()
 
 
 @given(st.lists(st.integers(0, 2), min_size=2, max_size=60))
@@ -187,7 +187,7 @@ def test_stretches_do_not_overlap_and_layers_are_equal(items):
     proto = helper.make_model(helper.make_graph(nodes, "g", ends[:1], ends[1:]), ir_version=8)
     graph, kinds = structure(proto)
     stop = 0
-    for found in repeats(kinds, graph):
+    for found in find_repeats(kinds, graph):
         assert found.start >= stop
         stop = found.stop
         layers = kinds[found.start : stop].reshape(found.count, found.nodes)
@@ -202,13 +202,13 @@ def test_equal_kernels_share_the_median_and_the_sum_stays():
     kinds = np.array([0, 1, 0, 1, 0, 1, 2, 1], dtype=np.int32)
     unit = np.array([0, 0, 1, 1, 2, 2, 3, 4], dtype=np.int32)
     seconds = np.array([1, 1, 2, 2, 9, 9, 5, 7], dtype=np.float64)
-    found = pooled(seconds, unit, np.ones(8, dtype=bool), kinds)
+    found = pool_by_kind(seconds, unit, np.ones(8, dtype=bool), kinds)
     assert found.sum() == pytest.approx(seconds.sum())
     assert found / found[0] == pytest.approx([1, 1, 1, 1, 1, 1, 2.5, 3.5])
 
 
 def test_what_was_folded_away_stays_free():
-    found = pooled(np.array([0.0, 4.0, 2.0]), np.arange(3, dtype=np.int32), np.array([False, True, True]),
+    found = pool_by_kind(np.array([0.0, 4.0, 2.0]), np.arange(3, dtype=np.int32), np.array([False, True, True]),
                    np.zeros(3, dtype=np.int32))  # fmt: skip
     assert found == pytest.approx([0, 3, 3])
 

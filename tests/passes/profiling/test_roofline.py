@@ -9,7 +9,14 @@ from onnx import helper, parser
 
 from onnxplace.facts import Profile, Source
 from onnxplace.model import bind, load, static_shapes
-from onnxplace.passes.profiling import PEAKS, Peaks, bytes_moved, estimate, measured_peaks, operations
+from onnxplace.passes.profiling import (
+    TYPICAL_PEAKS,
+    PeakRates,
+    bytes_moved,
+    estimate_seconds,
+    measure_peaks,
+    operations,
+)
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
 from onnxplace.target import Device, Target
@@ -81,22 +88,22 @@ g (float[256, 256] x, float[256, 256] w) => (float[256, 256] y) { [mul] a = MatM
 def test_a_time_is_that_of_the_slower_of_computing_and_moving():
     model = load(parser.parse_model(TEXT))
     shapes = static_shapes(model)
-    found = estimate(model, shapes, "cpu/1", Peaks(1e9, 1e30, 1.0))
+    found = estimate_seconds(model, shapes, "cpu/1", PeakRates(1e9, 1e30, 1.0))
     assert found.tolist() == pytest.approx([2 * 256**3 / 1e9 + 1, 256**2 / 1e9 + 1])
-    found = estimate(model, shapes, "cpu/4", Peaks(1e30, 1e6, 0.0))
+    found = estimate_seconds(model, shapes, "cpu/4", PeakRates(1e30, 1e6, 0.0))
     assert found.tolist() == pytest.approx([3 * 256**2 * 4 / 1e6, 2 * 256**2 * 4 / 1e6])
-    four, one = (estimate(model, shapes, f"cpu/{count}", Peaks(1e9, 1e30, 0.0)) for count in (4, 1))
+    four, one = (estimate_seconds(model, shapes, f"cpu/{count}", PeakRates(1e9, 1e30, 0.0)) for count in (4, 1))
     assert (4 * four).tolist() == pytest.approx(one.tolist())
 
 
 def test_the_processor_here_has_peaks_within_reason():
-    found = measured_peaks(0)
+    found = measure_peaks(0)
     assert 1e8 < found.operations_per_second < 1e13
     assert 1e8 < found.bytes_per_second < 1e13
 
 
 def test_what_was_asked_to_be_estimated_is_always_the_same_and_marked(monkeypatch):
-    monkeypatch.setattr("onnxplace.passes.profile.measured_peaks", lambda core: pytest.fail("nothing may be run"))
+    monkeypatch.setattr("onnxplace.passes.profile.measure_peaks", lambda core: pytest.fail("nothing may be run"))
     model = load(parser.parse_model(TEXT))
     state = State(Target((Device("cpu:0", 1 << 30),))).having(model)
     profiles = [Pipeline.parse("profile{estimate=true}").run(state)[0][Profile] for _ in range(2)]
@@ -105,12 +112,12 @@ def test_what_was_asked_to_be_estimated_is_always_the_same_and_marked(monkeypatc
 
 
 def test_a_cpu_that_cannot_be_measured_is_estimated_from_the_cores_here(monkeypatch):
-    monkeypatch.setattr("onnxplace.passes.profile.measured_peaks", lambda core: Peaks(1e9, 1e30, 0.0))
+    monkeypatch.setattr("onnxplace.passes.profile.measure_peaks", lambda core: PeakRates(1e9, 1e30, 0.0))
     model = load(parser.parse_model(TEXT))
     state = State(Target((Device("cpu:0", 1 << 30, cores=1000), Device("cuda:0", 1 << 30, model="none")))).having(model)
     state, _ = Pipeline.parse("profile").run(state)
     assert state[Profile].seconds["cpu/1000"].tolist() == pytest.approx([2 * 256**3 / 1e12, 256**2 / 1e12])
-    assumed = PEAKS["cuda"]
+    assumed = TYPICAL_PEAKS["cuda"]
     expected = max(256**3 * 2 / assumed.operations_per_second, 3 * 256**2 * 4 / assumed.bytes_per_second)
     assert state[Profile].seconds["cuda/none"][0] == pytest.approx(expected + assumed.kernel_seconds)
     assert [note.code for note in state.diagnostics] == ["C001", "C001"]
@@ -121,5 +128,5 @@ def test_a_cpu_that_cannot_be_measured_is_estimated_from_the_cores_here(monkeypa
 def test_a_recorded_estimate_is_finite_for_dynamic_shapes():
     text = TEXT.replace("256, 256] x", "n, 256] x").replace("float[256, 256] y", "float[n, 256] y")
     model = bind(load(parser.parse_model(text)), {"n": 3}, {})
-    assert np.isfinite(estimate(model, static_shapes(model), "cpu/1")).all()
-    assert np.isfinite(estimate(model, {}, "cpu/1")).all()
+    assert np.isfinite(estimate_seconds(model, static_shapes(model), "cpu/1")).all()
+    assert np.isfinite(estimate_seconds(model, {}, "cpu/1")).all()

@@ -12,8 +12,8 @@ from onnx import parser
 
 import models
 from onnxplace.facts import Groups, Profile, Source
-from onnxplace.machine import Patience, Runs, local_target, longest, repeated_runs, waits
-from onnxplace.model import load, stored
+from onnxplace.machine import RepeatPolicy, Runs, local_target, longest_wait, read_run_delays, repeated_runs
+from onnxplace.model import load, store_for_session
 from onnxplace.passes.profile import _unknown_sizes
 from onnxplace.passes.profiling.kernel_attribution import Attributed, attribute, without_overhead
 from onnxplace.passes.profiling.timer import Job, _kernels, measure, profile, profile_blocking
@@ -47,8 +47,8 @@ def test_what_onnxruntime_fuses_is_one_unit_and_stays_together(model):
 
 
 def job_for(model, folder: Path) -> Job:
-    source, entries = stored(model, folder)
-    return Job(source, entries, "cpu:0", (0,), model.feeds(), Patience(3, 0.1, 0.02), str(folder), "model")
+    source, entries = store_for_session(model, folder)
+    return Job(source, entries, "cpu:0", (0,), model.feeds(), RepeatPolicy(3, 0.1, 0.02), str(folder), "model")
 
 
 def test_the_child_process_measures_the_same_kernels(model, tmp_path):
@@ -114,7 +114,7 @@ class Clock:
     def __init__(self, monkeypatch, taken, waited=()):
         self.now, self.taken, self.waited, self.total, self.calls = 0.0, list(taken), list(waited), 0, 0
         monkeypatch.setattr(repeated_runs.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(repeated_runs, "waits", lambda pool: {"": self.total})
+        monkeypatch.setattr(repeated_runs, "read_run_delays", lambda pool: {"": self.total})
 
     def __call__(self):
         self.now += self.taken[min(self.calls, len(self.taken) - 1)]
@@ -124,12 +124,12 @@ class Clock:
 
 
 def test_runs_that_are_equal_are_soon_enough(monkeypatch):
-    found, last = Patience(100, 60.0, 0.02).run(Clock(monkeypatch, [0.1]), pool=False)
+    found, last = RepeatPolicy(100, 60.0, 0.02).run(Clock(monkeypatch, [0.1]), pool=False)
     assert len(found.passed) == last == 3
 
 
 def test_runs_that_differ_are_repeated_until_the_median_is_known(monkeypatch):
-    found, _ = Patience(1000, 600.0, 0.02).run(Clock(monkeypatch, [0.1, 0.12, 0.14] * 1000), pool=False)
+    found, _ = RepeatPolicy(1000, 600.0, 0.02).run(Clock(monkeypatch, [0.1, 0.12, 0.14] * 1000), pool=False)
     assert 10 < len(found.passed) < 1000
     assert found.uncertainty <= 0.02
 
@@ -137,30 +137,30 @@ def test_runs_that_differ_are_repeated_until_the_median_is_known(monkeypatch):
 @pytest.mark.parametrize(("repeat", "seconds", "count"), [(7, 60.0, 7), (1, 60.0, 1), (1000, 1.0, 10), (1000, 0.0, 3)])
 def test_repeating_ends_at_either_bound(monkeypatch, repeat, seconds, count):
     clock = Clock(monkeypatch, [0.05, 0.15] * 500)
-    assert len(Patience(repeat, seconds, 0.0).run(clock, pool=False)[0].passed) == count
+    assert len(RepeatPolicy(repeat, seconds, 0.0).run(clock, pool=False)[0].passed) == count
 
 
 def test_a_wait_that_began_before_the_run_leaves_some_of_it(monkeypatch):
-    found, _ = Patience(5, 60.0, 0.02).run(Clock(monkeypatch, [0.2], [0.7]), pool=False)
+    found, _ = RepeatPolicy(5, 60.0, 0.02).run(Clock(monkeypatch, [0.2], [0.7]), pool=False)
     assert found.own.min() > 0
     assert found.seconds == pytest.approx(0.02)
 
 
 def test_on_a_busy_machine_more_runs_are_made(monkeypatch):
-    found, _ = Patience(1000, 60.0, 0.02).run(Clock(monkeypatch, [0.2], [0.1]), pool=False)
+    found, _ = RepeatPolicy(1000, 60.0, 0.02).run(Clock(monkeypatch, [0.2], [0.1]), pool=False)
     assert len(found.passed) == 15
     assert found.seconds == pytest.approx(0.1)
 
 
 def test_a_run_of_several_threads_waited_as_long_as_the_one_that_waited_longest():
-    assert longest({"1": 10, "2": 5}, {"1": 20, "2": 2_000_000_005, "3": 7}) == pytest.approx(2.0)
-    assert longest({}, {}) == 0.0
+    assert longest_wait({"1": 10, "2": 5}, {"1": 20, "2": 2_000_000_005, "3": 7}) == pytest.approx(2.0)
+    assert longest_wait({}, {}) == 0.0
 
 
 @pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="only Linux tells")
 def test_linux_tells_of_this_thread_and_of_all():
-    assert set(waits(pool=False)) == {""}
-    assert len(waits(pool=True)) >= 1
+    assert set(read_run_delays(pool=False)) == {""}
+    assert len(read_run_delays(pool=True)) >= 1
 
 
 # ---------------------------------------------------------------------------------------------- kernels to nodes

@@ -6,7 +6,7 @@ from onnx import ModelProto, NodeProto, TensorProto, TypeProto, helper
 
 from onnxplace import OnnxplaceError
 from onnxplace.model import load, type_name
-from onnxplace.passes.segments import boundary_types
+from onnxplace.passes.segments import infer_boundary_types
 from onnxplace.passes.segments.boundary import _parse
 from tests.end_to_end.test_split_property import RandomPlacement, assert_same, compiled_with, run_together
 from tests.support.random_models import reference
@@ -118,7 +118,7 @@ def test_a_classifier_is_compiled_run_and_verified_by_the_commands(run_cli, tmp_
 def test_only_the_types_of_what_crosses_are_read(monkeypatch):
     model = load(classifier(linear("int64"), "int64"))
     monkeypatch.setattr("onnxplace.passes.segments.boundary._is_complete", lambda _: False)
-    assert set(boundary_types(model, ["scores"])) == {"scores"}
+    assert set(infer_boundary_types(model, ["scores"])) == {"scores"}
 
 
 @pytest.mark.parametrize(
@@ -146,4 +146,4 @@ def test_a_value_whose_type_is_unknown_at_a_cut_is_named(monkeypatch):
     monkeypatch.setattr("onnxplace.passes.segments.boundary._is_complete", lambda _: False)
     monkeypatch.setattr("onnxplace.passes.segments.boundary._parse", lambda *_: None)
     with pytest.raises(OnnxplaceError, match=r"M016.*'scores'"):
-        boundary_types(model, ["scores"])
+        infer_boundary_types(model, ["scores"])

@@ -11,11 +11,11 @@ from onnx import TensorProto, helper, save
 import onnxplace
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Placement, Profile, Schedule, Segments
-from onnxplace.passes.segments import within_limits
+from onnxplace.passes.segments import cut_within_limits
 from onnxplace.passes.segments.memory_limits import simulated
 from onnxplace.passes.split import Split, cut
 from onnxplace.pipeline import run_pass
-from onnxplace.problem import decided, problem
+from onnxplace.problem import commit_placement, placement_problem
 from onnxplace.state import State
 from onnxplace.target import Target
 from onnxplace.testing import random_state
@@ -28,7 +28,7 @@ AMPLE = 1 << 50
 def placed(state: State, device: list[int] | np.ndarray, start: list[float] | np.ndarray) -> State:
     """Return a state with a placement, ordered by the planned starts."""
     device, start = np.array(device, dtype=np.int32), np.array(start, dtype=np.float64)
-    return decided(state, problem(state), device, start, "by hand")
+    return commit_placement(state, placement_problem(state), device, start, "by hand")
 
 
 def limited(state: State, limits: list[int] | np.ndarray) -> State:
@@ -121,13 +121,13 @@ def device_orders(state: State, nodes) -> list[list[int]]:
 @given(decisions(overhead=0.0))
 def test_what_fits_node_by_node_fits_in_segments_too(decision):
     state, pieces = decision
-    found = within_limits(state, pieces)
+    found = cut_within_limits(state, pieces)
     limits = [device.memory_bytes for device in state.target.devices]
     assert (found.simulation.peak_bytes <= limits).all()
     given = {node: index for index, piece in enumerate(pieces) for node in piece.tolist()}
     assert all(len({given[node] for node in piece.tolist()}) == 1 for piece in found.nodes)
     assert device_orders(state, found.nodes) == device_orders(state, pieces)
-    again = within_limits(state, pieces)
+    again = cut_within_limits(state, pieces)
     assert [piece.tolist() for piece in again.nodes] == [piece.tolist() for piece in found.nodes]
     if (simulated(state, pieces).simulation.peak_bytes <= limits).all():
         assert len(found.nodes) == len(pieces)
@@ -139,7 +139,7 @@ def test_segments_fit_or_are_refused_where_each_call_takes_time(decision):
     state, pieces = decision
     limits = np.array([device.memory_bytes for device in state.target.devices])
     try:
-        found = within_limits(state, pieces)
+        found = cut_within_limits(state, pieces)
     except InfeasibleError as refusal:
         said = str(refusal)
     else:

@@ -9,11 +9,11 @@ from hypothesis import given, settings, strategies as st
 
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Groups, Placement, Profile, Schedule
-from onnxplace.passes.placement.exact import search, solve, tables
+from onnxplace.passes.placement.exact import branch_and_bound_search, build_tables, solve_milp
 from onnxplace.passes.placement.exact.branch_kernels import level
 from onnxplace.passes.placement.exact.residency import held_bytes, reachable
 from onnxplace.pipeline import make_pass, run_pass
-from onnxplace.problem import problem
+from onnxplace.problem import placement_problem
 from onnxplace.simulation import lower_bound_seconds
 from onnxplace.target import LINK_MODELS
 from onnxplace.testing import check_pass, random_state
@@ -73,7 +73,7 @@ def gap_said(state):
 @cases
 @given(tiny_states())
 def test_the_result_is_the_best_of_all_steps(state):
-    best = brute_force(problem(state))
+    best = brute_force(placement_problem(state))
     done = run_pass(make_pass("exact", {"gap": "0", "seconds": "20"}), state)
     schedule = done[Schedule]
     assert schedule.lower_bound_seconds <= best * (1 + 1e-9)
@@ -88,7 +88,7 @@ def test_the_result_is_the_best_of_all_steps(state):
 @cases
 @given(tiny_states(tight=True))
 def test_memory_holds_and_bounds_hold_where_it_is_tight(state):
-    best = brute_force(problem(state))
+    best = brute_force(placement_problem(state))
     exact = make_pass("exact", {"gap": "0", "seconds": "5"})
     if not np.isfinite(best):
         with pytest.raises(InfeasibleError):
@@ -102,11 +102,11 @@ def test_memory_holds_and_bounds_hold_where_it_is_tight(state):
 @cases
 @given(tiny_states())
 def test_bounds_of_the_search_hold_at_any_width(state):
-    asked = problem(state)
-    best, known = brute_force(asked), tables(asked)
+    asked = placement_problem(state)
+    best, known = brute_force(asked), build_tables(asked)
     for width in (1, 3, 1000):
         for variant in (known, known._replace(receives=True, delays=True)):
-            found = search(asked, variant, np.inf, 1e-9, width, np.inf)
+            found = branch_and_bound_search(asked, variant, np.inf, 1e-9, width, np.inf)
             assert found.bound_seconds <= best * (1 + 1e-9)
             assert found.makespan_seconds >= best * (1 - 1e-9)
 
@@ -114,9 +114,9 @@ def test_bounds_of_the_search_hold_at_any_width(state):
 @settings(deadline=None, derandomize=True, max_examples=15)
 @given(tiny_states())
 def test_bounds_of_the_program_hold(state):
-    asked = problem(state)
+    asked = placement_problem(state)
     best = brute_force(asked)
-    solved = solve(asked, best * 1.5 + 1e-9, 0.0, np.inf, 0)
+    solved = solve_milp(asked, best * 1.5 + 1e-9, 0.0, np.inf, 0)
     assert not solved.infeasible
     assert solved.bound_seconds <= best * (1 + 1e-9)
     assert (asked.pinned[asked.group] < 0)[solved.device != asked.pinned[asked.group]].all()
@@ -161,8 +161,8 @@ def test_chains_that_end_in_one_node_are_bounded_by_what_they_must_send():
     state = state_of(
         graph_of({**chains, "end": list("abcd")}, sizes=dict.fromkeys("abcd", 2)), [2] * 4 + [1], even_target()
     )
-    asked = problem(state)
-    found = search(asked, tables(asked), np.inf, 1e-9, 1, np.inf)
+    asked = placement_problem(state)
+    found = branch_and_bound_search(asked, build_tables(asked), np.inf, 1e-9, 1, np.inf)
     assert lower_bound_seconds(asked.graph, asked.seconds, asked.target) < found.bound_seconds <= brute_force(asked)
 
 
@@ -197,10 +197,10 @@ def test_a_contracted_graph_keeps_the_bound_of_its_nodes():
 
 
 def test_devices_that_are_alike_are_found():
-    asked = problem(fork(3))
-    assert tables(asked).alike.tolist() == [0, 0, 0]
+    asked = placement_problem(fork(3))
+    assert build_tables(asked).alike.tolist() == [0, 0, 0]
     pinned = replace(asked, pinned=np.array([1, -1, -1, -1], dtype=np.int32))
-    assert tables(pinned).alike.tolist() == [0, 1, 0]
+    assert build_tables(pinned).alike.tolist() == [0, 1, 0]
 
 
 def test_the_same_input_gives_the_same_answer():

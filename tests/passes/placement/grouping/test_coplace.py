@@ -13,7 +13,7 @@ from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule, Source
 from onnxplace.graph import Csr, OpGraph
 from onnxplace.pipeline import Pipeline, make_pass, run_pass
-from onnxplace.problem import device_seconds, problem
+from onnxplace.problem import device_seconds, placement_problem
 from onnxplace.state import State
 from onnxplace.testing import check_pass, random_state
 from tests.support.reference_simulator import even_target, graph_of
@@ -292,7 +292,7 @@ def test_backward_nodes_share_a_group_with_a_forward_node_wherever_one_can_be_re
 def test_what_follows_is_counted_in_time_memory_and_schedule(state):
     text = "coplace{join=always,backward=follow},fuse"
     after, _ = Pipeline.parse(text).run(state)
-    fine, coarse = problem(state), problem(after)
+    fine, coarse = placement_problem(state), placement_problem(after)
     assert coarse.seconds.sum(axis=1).tolist() == fine.seconds.sum(axis=1).tolist()
     assert coarse.graph.total_weight_bytes == fine.graph.total_weight_bytes
     placed = run_pass(make_pass("m-etf"), after)

@@ -9,7 +9,7 @@ from onnxplace.facts import Clusters, Groups, Profile
 from onnxplace.graph import Csr, OpGraph
 from onnxplace.passes.fuse import contracted
 from onnxplace.pipeline import make_pass, run_pass
-from onnxplace.problem import problem
+from onnxplace.problem import placement_problem
 from onnxplace.testing import check_pass, random_state
 from tests.support.reference_simulator import graph_of
 
@@ -75,7 +75,7 @@ def test_as_much_is_contracted_as_one_edge_at_a_time_and_no_cycle_is_made(seed, 
 def test_memory_and_time_of_what_is_contracted_are_kept(seed, nodes):
     state = random_state(seed, nodes, facts=(Profile, Groups))
     after = run_pass(make_pass("fuse"), state)
-    fine, coarse = problem(state), problem(after)
+    fine, coarse = placement_problem(state), placement_problem(after)
     assert coarse.seconds.sum(axis=1).tolist() == fine.seconds.sum(axis=1).tolist()
     assert int(coarse.graph.workspace_bytes.max(initial=0)) >= int(fine.graph.workspace_bytes.max(initial=0))
     assert coarse.graph.total_weight_bytes == fine.graph.total_weight_bytes

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from onnxplace.cost_graph import cost_graph
+from onnxplace.cost_graph import parse_cost_graph
 from onnxplace.errors import InfeasibleError
-from onnxplace.passes.placement.list_scheduling import best_plan, fill
+from onnxplace.passes.placement.list_scheduling import fill_devices, find_best_plan
 from onnxplace.passes.placement.list_scheduling.planner import plan
-from onnxplace.problem import Problem, order_by_start, problem
+from onnxplace.problem import PlacementProblem, placement_problem, sort_by_start
 from onnxplace.state import State
 
 
@@ -25,15 +25,15 @@ def asked(nodes, edges, devices=2, memory=1 << 40, links="duplex", latency=10):
         "devices": [{"id": i, "memory_bytes": memory} for i in range(devices)],
         "comm": {"coef_us_per_byte": 0.0, "intercept_us": latency},
     }
-    made = cost_graph(data)
-    return problem(State(replace(made.target, link_model=links)).having(made.profile))
+    made = parse_cost_graph(data)
+    return placement_problem(State(replace(made.target, link_model=links)).having(made.profile))
 
 
-def nobody(made: Problem):
+def nobody(made: PlacementProblem):
     return np.full(len(made.graph), -1, dtype=np.int32)
 
 
-def planned(made: Problem, favourite=None):
+def planned(made: PlacementProblem, favourite=None):
     device, start = plan(made, made.limit_bytes, nobody(made) if favourite is None else favourite, False)
     return device.tolist(), (start * 1e6).round(6).tolist()
 
@@ -118,11 +118,11 @@ def test_what_fits_on_one_device_is_never_refused(seed, memory, guided):
         for d in range(len(made.target.devices))
     ]
     try:
-        device, start = best_plan(made, favourite)
+        device, start = find_best_plan(made, favourite)
     except InfeasibleError:
         assert min(alone) > memory
     else:
-        simulated = made.simulate(device, order_by_start(made.graph, start))
+        simulated = made.simulate(device, sort_by_start(made.graph, start))
         assert not made.excess_bytes(simulated).any()
 
 
@@ -130,8 +130,8 @@ def test_a_limit_is_held_to_the_byte():
     # a's and b's values wait for the last node: 130 bytes at its end, and one byte less is refused with a reason.
     made = asked({"a": (1, 60), "b": (1, 60), "end": (1, 10)}, [("a", "end"), ("b", "end")], devices=1, memory=129)
     with pytest.raises(InfeasibleError, match="P002"):
-        best_plan(made, nobody(made))
-    device, _ = best_plan(replace(made, limit_bytes=np.array([130])), nobody(made))
+        find_best_plan(made, nobody(made))
+    device, _ = find_best_plan(replace(made, limit_bytes=np.array([130])), nobody(made))
     assert device.tolist() == [0, 0, 0]
 
 
@@ -151,14 +151,14 @@ def test_a_pinned_node_keeps_its_device_in_every_plan_that_is_tried():
     made = random_problem(3, 1 << 40)
     pinned = nobody(made)
     pinned[0] = len(made.target.devices) - 1
-    device, _ = best_plan(replace(made, pinned=pinned), nobody(made))
+    device, _ = find_best_plan(replace(made, pinned=pinned), nobody(made))
     assert device[0] == pinned[0]
 
 
 def test_filling_looks_at_weights_and_workspace_before_and_counts_outputs_afterwards():
     # Each node outputs 10 bytes; the mark is an equal share of 60 and the largest, 30 + 10, reached by the fourth.
     made = asked(dict.fromkeys("abcdef", (1, 10)), [], devices=2)
-    assert fill(made).tolist() == [0, 0, 0, 0, 1, 1]
+    assert fill_devices(made).tolist() == [0, 0, 0, 0, 1, 1]
     with_workspace = replace(made, graph=replace(made.graph, workspace_bytes=np.array([0, 0, 0, 20, 0, 0])))
     # 80 // 2 + 30 = 70: the fourth needs 20 free beforehand, and the sixth node finds exactly 70 used.
-    assert fill(with_workspace).tolist() == [0, 0, 0, 0, 0, 1]
+    assert fill_devices(with_workspace).tolist() == [0, 0, 0, 0, 0, 1]

@@ -10,14 +10,14 @@ from hypothesis import given, settings, strategies as st
 from onnxplace.cost_graph import GENERATORS
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Groups, Placement, Profile, Schedule
-from onnxplace.passes.placement.search import Budget, Ground, candidate, levels
+from onnxplace.passes.placement.search import Budget, SearchSpace, coarsen, evaluate_candidate
 from onnxplace.passes.placement.search.anneal_kernels import BIASED, CHAIN, REGION, atoms, propose, take, undo, walk
 from onnxplace.passes.placement.search.coarsening import SHARES
 from onnxplace.passes.placement.search.decode_kernels import decode, run_order, scratch, wiring
 from onnxplace.passes.placement.search.heft_kernels import critical_path_plan
 from onnxplace.passes.placement.search.search import by_urgency, improve, on_one, project
 from onnxplace.pipeline import Pipeline, make_pass, run_pass
-from onnxplace.problem import problem
+from onnxplace.problem import placement_problem
 from onnxplace.target import LINK_MODELS, Device, Target
 from onnxplace.testing import check_pass, random_state
 from tests.passes.placement.test_placers import state_of
@@ -38,7 +38,7 @@ def problems(draw, facts=(Profile,), tight=False):
         link_model=draw(st.sampled_from(LINK_MODELS)),
         devices=tuple(replace(device, segment_seconds=0.0) for device in state.target.devices),
     )
-    return problem(replace(state, target=target))
+    return placement_problem(replace(state, target=target))
 
 
 def placed_at_random(asked, random):
@@ -81,7 +81,7 @@ def test_a_simulation_gives_up_exactly_when_the_limit_is_exceeded(asked, seed, s
 def test_more_urgent_nodes_run_first():
     # One source, then a long and a short branch on the same device.
     graph = graph_of({"a": [], "short": ["a"], "long": ["a"]})
-    asked = problem(state_of(graph, [1.0, 1.0, 5.0], even_target(1)))
+    asked = placement_problem(state_of(graph, [1.0, 1.0, 5.0], even_target(1)))
     _, s = scored(asked, np.zeros(3, dtype=np.int32), np.zeros(3))
     assert s.start.tolist() == [0.0, 6.0, 1.0]
     _, s = scored(asked, np.zeros(3, dtype=np.int32), np.array([0.0, 100.0, 0.0]))
@@ -93,7 +93,7 @@ def test_a_cut_costs_a_call_on_both_sides():
     target = even_target(2)
     calls = tuple(replace(device, segment_seconds=0.5) for device in target.devices)
     none = tuple(replace(device, segment_seconds=0.0) for device in target.devices)
-    free, dear = (problem(state_of(graph, [1.0, 1.0], replace(target, devices=d))) for d in (none, calls))
+    free, dear = (placement_problem(state_of(graph, [1.0, 1.0], replace(target, devices=d))) for d in (none, calls))
     apart = np.array([0, 1], dtype=np.int32)
     assert scored(dear, apart, np.zeros(2))[0][0] == scored(free, apart, np.zeros(2))[0][0] + 1.0
     assert scored(dear, 0 * apart, np.zeros(2))[0][0] == 2.0
@@ -133,7 +133,7 @@ def test_moves_keep_groups_and_pins_and_can_be_taken_back(asked, seed):
 @thorough
 @given(problems(facts=(Profile, Groups)), seeds)
 def test_a_search_is_never_worse_than_its_beginning_and_repeats_itself(asked, seed):
-    ground = Ground(asked)
+    ground = SearchSpace(asked)
     device = placed_at_random(asked, np.random.default_rng(seed))
     begin = by_urgency(ground, "random", device, np.zeros(len(device)), 1.0)
     if not ground.fits(begin.device, begin.order):
@@ -150,7 +150,7 @@ def test_a_search_is_never_worse_than_its_beginning_and_repeats_itself(asked, se
 @thorough
 @given(problems(facts=(Profile, Groups)), seeds)
 def test_coarser_levels_keep_groups_and_come_down_again(asked, seed):
-    ladder = levels(asked)
+    ladder = coarsen(asked)
     for fine, coarse in pairwise(ladder):
         assert len(coarse.problem.pinned) < len(fine.problem.pinned)
         assert len(coarse.problem.graph) <= len(fine.problem.graph)
@@ -162,8 +162,8 @@ def test_coarser_levels_keep_groups_and_come_down_again(asked, seed):
             assert len(set(down[fine.problem.group == group].tolist())) <= 1
         pin = fine.problem.pinned[fine.problem.group]
         assert ((pin < 0) | (pin == down)).all()
-        grounds = Ground(fine.problem), Ground(coarse.problem)
-        found = candidate(grounds[1], "random", device, coarse.problem.graph.order)
+        grounds = SearchSpace(fine.problem), SearchSpace(coarse.problem)
+        found = evaluate_candidate(grounds[1], "random", device, coarse.problem.graph.order)
         if found and (projected := project(grounds[0], found, grounds[1], coarse.cluster)):
             assert projected.device.tolist() == down.tolist()
 
@@ -173,8 +173,10 @@ def test_a_value_with_one_reader_is_joined_before_one_with_many():
     fans = {f"r{index:02}": ["wide"] for index in range(16)}
     reads = {"wide": [], **fans, "narrow": [], "end": ["narrow"]}
     sizes = {"wide": 1000, "narrow": 900} | dict.fromkeys((*fans, "end"), 1)
-    asked = problem(state_of(graph_of(reads, sizes=sizes), [1.0] * len(reads), even_target(2, memory_bytes=1 << 40)))
-    first = levels(asked)[1]
+    asked = placement_problem(
+        state_of(graph_of(reads, sizes=sizes), [1.0] * len(reads), even_target(2, memory_bytes=1 << 40))
+    )
+    first = coarsen(asked)[1]
     names = list(reads)
     assert (
         first.problem.group[first.cluster[names.index("narrow")]]
@@ -187,8 +189,8 @@ def test_the_largest_values_are_joined_first_and_no_node_gets_too_much_work():
     # Twenty chains of twenty nodes; the value in the middle of each is small, the others are large.
     reads = {f"{c}.{n}": [f"{c}.{n - 1}"] if n else [] for c in range(20) for n in range(20)}
     sizes = {name: 1 if name.endswith(".9") else 1000 for name in reads}
-    asked = problem(state_of(graph_of(reads, sizes=sizes), [1.0] * 400, even_target(2)))
-    ladder = levels(asked)
+    asked = placement_problem(state_of(graph_of(reads, sizes=sizes), [1.0] * 400, even_target(2)))
+    ladder = coarsen(asked)
     assert [len(level.problem.graph) for level in ladder] == sorted(
         (len(level.problem.graph) for level in ladder), reverse=True
     )
@@ -219,7 +221,7 @@ def test_list_schedules_by_bottom_level_keep_groups_and_pins_and_run_inputs_firs
 def test_a_chain_stays_where_it_runs_fastest():
     graph = graph_of({"a": [], "b": ["a"], "c": ["b"]})
     target = Target((Device("cpu:0", 1 << 40), Device("cuda:0", 1 << 40)))
-    asked = problem(state_of(graph, [[5.0] * 3, [1.0] * 3], target))
+    asked = placement_problem(state_of(graph, [[5.0] * 3, [1.0] * 3], target))
     device, start = critical_path_plan(asked, wiring(asked.graph, asked.seconds, target), 1.0)
     assert device.tolist() == [1, 1, 1]
     assert start.tolist() == [0.0, 1.0, 2.0]
@@ -228,10 +230,10 @@ def test_a_chain_stays_where_it_runs_fastest():
 def test_weights_that_fill_a_device_send_the_rest_to_the_next():
     graph = graph_of({"a": [], "b": []}, weights={"a": ["v"], "b": ["w"]}, sizes={"v": 60, "w": 60})
     target = even_target(2, memory_bytes=100)
-    asked = problem(state_of(graph, [1.0, 1.0], target))
+    asked = placement_problem(state_of(graph, [1.0, 1.0], target))
     device, _ = critical_path_plan(asked, wiring(asked.graph, asked.seconds, target), 1.0)
     assert sorted(device.tolist()) == [0, 1]
-    full = problem(state_of(graph, [1.0, 1.0], even_target(1, memory_bytes=100)))
+    full = placement_problem(state_of(graph, [1.0, 1.0], even_target(1, memory_bytes=100)))
     device, _ = critical_path_plan(full, wiring(full.graph, full.seconds, full.target), 1.0)
     assert sorted(device.tolist()) == [-1, 0]
 
@@ -333,7 +335,7 @@ def test_on_unlike_devices_auto_is_never_worse_than_the_best_device_that_fits(se
         replace(profile, seconds=seconds, sources=sources, whole_seconds={}), state[Groups]
     )
     simulation = run_pass(make_pass("auto", {**FEW, "proposals": "50"}), state)[Schedule].simulation
-    asked = problem(state)
+    asked = placement_problem(state)
     assert not asked.excess_bytes(simulation).any()
     for device in range(devices):
         alone = asked.simulate(on_one(asked, device), asked.graph.order)
@@ -349,5 +351,5 @@ def test_where_everything_is_pinned_there_is_nothing_to_search():
 
 def test_one_device_for_the_rest_of_a_pinned_graph():
     graph = graph_of({"a": [], "b": ["a"], "c": ["a"]})
-    asked = problem(state_of(graph, [1.0] * 3, even_target(2), groups=[0, 1, 2], pins=[-1, 1, -1]))
+    asked = placement_problem(state_of(graph, [1.0] * 3, even_target(2), groups=[0, 1, 2], pins=[-1, 1, -1]))
     assert on_one(asked, 0).tolist() == [0, 1, 0]

@@ -10,8 +10,8 @@ from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule
 from onnxplace.passes.fit import Fit
 from onnxplace.pipeline import make_pass, run_pass
-from onnxplace.problem import problem
-from onnxplace.simulation import crossings
+from onnxplace.problem import placement_problem
+from onnxplace.simulation import list_transfers
 from onnxplace.target import Device, Target
 from onnxplace.testing import check_pass, random_state
 from tests.passes.placement.test_placers import state_of
@@ -23,13 +23,13 @@ seeds = st.integers(0, 2**32 - 1)
 
 def traffic(graph, device, devices):
     """Return bytes and number of the values that cross."""
-    value, _, _ = crossings(graph, np.array(device, dtype=np.int32), devices)
+    value, _, _ = list_transfers(graph, np.array(device, dtype=np.int32), devices)
     return int(graph.value_bytes[value].sum()), len(value)
 
 
 def by_brute_force(state):
     """Return the least traffic of all placements that fit."""
-    asked, devices = problem(state), len(state.target.devices)
+    asked, devices = placement_problem(state), len(state.target.devices)
     found = []
     for home in product(range(devices), repeat=len(asked.pinned)):
         device = np.array(home, dtype=np.int32)[asked.group]

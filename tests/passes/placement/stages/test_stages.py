@@ -13,8 +13,8 @@ from onnxplace.passes.placement.stages.component_kernels import inseparable
 from onnxplace.passes.placement.stages.stage_dp import all_ideals, chain
 from onnxplace.passes.stages import Stages
 from onnxplace.pipeline import Pipeline, run_pass
-from onnxplace.problem import problem
-from onnxplace.simulation import loads
+from onnxplace.problem import placement_problem
+from onnxplace.simulation import steady_state_loads
 from onnxplace.target import LINK_MODELS, Device, Link, Target
 from onnxplace.testing import check_pass, random_graph, random_state
 from tests.passes.placement.test_placers import state_of
@@ -31,8 +31,10 @@ def numbered(seed, nodes):
 
 
 def interval(state, device, count):
-    asked = problem(state)
-    return loads(asked.graph, asked.seconds, state.target, np.array(device, dtype=np.int32), count).interval_seconds
+    asked = placement_problem(state)
+    return steady_state_loads(
+        asked.graph, asked.seconds, state.target, np.array(device, dtype=np.int32), count
+    ).interval_seconds
 
 
 def contiguous(graph, device, devices):
@@ -54,13 +56,15 @@ def contiguous(graph, device, devices):
 
 def by_brute_force(state, count, *, split=True):
     """Return the smallest interval of all placements that keep groups and pins, contiguous ones only if `split`."""
-    asked, devices = problem(state), len(state.target.devices)
+    asked, devices = placement_problem(state), len(state.target.devices)
     choices = [[pin] if pin >= 0 else range(devices) for pin in asked.pinned.tolist()]
     best = float("inf")
     for home in product(*choices):
         device = np.array(home, dtype=np.int32)[asked.group]
         if not split or contiguous(asked.graph, device.tolist(), devices):
-            best = min(best, loads(asked.graph, asked.seconds, state.target, device, count).interval_seconds)
+            best = min(
+                best, steady_state_loads(asked.graph, asked.seconds, state.target, device, count).interval_seconds
+            )
     return best
 
 
@@ -150,7 +154,7 @@ def test_contiguous_stages_are_the_optimum_of_brute_force_where_links_are_alike(
     device, message = answered(state, load=count)
     assert "contiguous, optimal" in message
     assert contiguous(state[Profile].graph, device, devices)
-    asked = problem(state)
+    asked = placement_problem(state)
     coarse = np.zeros(len(asked.graph), dtype=np.int32)
     coarse[asked.members] = device
     assert interval(state, coarse, count) == pytest.approx(by_brute_force(state, count), rel=1e-9)
