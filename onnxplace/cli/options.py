@@ -161,7 +161,7 @@ def use_of(path: Path, refused_by: str) -> str:
         return f"it is a model: `onnxplace compile {path}` makes a bundle of it"
     if path.suffix in (".npz", ".npy"):
         return "arrays are for --inputs"
-    if path.name.endswith((".json", ".json.gz")) and refused_by != "place":
+    if path.name.endswith((".json", ".json.gz", ".graphml", ".gexf")) and refused_by != "place":
         return f"if it is a cost graph: `onnxplace place {path}`"
     return ""
 

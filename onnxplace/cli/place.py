@@ -25,6 +25,18 @@ from onnxplace.errors import UsageError
 
 @click.command(short_help="Place a cost graph; no ONNX needed.")
 @click.argument("graph", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="F.graphml",
+    help="Write the placed graph as GraphML or GEXF (F.gexf), with the device, start and finish of each node.",
+)
+@click.option(
+    "--graph-format",
+    type=click.Choice(["json", "graphml", "gexf"]),
+    help="Of GRAPH  [default: what its name ends in; json]",
+)
 @click.option("--placer", metavar="NAME", help="`onnxplace passes` lists them  [default: auto]")
 @objective_option
 @budget_option
@@ -54,34 +66,49 @@ from onnxplace.errors import UsageError
 @click.option("--strict", is_flag=True, help="Fail instead of leaving a device unused.")
 @as_json
 def place(
-    graph: Path, devices: int | None, max_memory: str | None, links: Any, placement: Path | None, budget: float | None,
-    strict: bool, json_: bool, **options: Any
+    graph: Path, output: Path | None, graph_format: Any, devices: int | None, max_memory: str | None, links: Any,
+    placement: Path | None, budget: float | None, strict: bool, json_: bool, **options: Any
 ) -> None:  # fmt: skip
-    """Place the cost graph GRAPH (JSON, or .json.gz; docs/cost-graphs.md); no ONNX needed.
+    """Place the cost graph GRAPH (JSON, .graphml, .gexf, or one of them with .gz; docs/cost-graphs.md); no ONNX needed.
 
     Prints how long a step takes and what each device holds; --json also prints the device of each node.
     """
-    from onnxplace.cli.place import placed_summary
-    from onnxplace.cost_graph import read_cost_graph
-    from onnxplace.driver import evaluate_placement, place_cost_graph as place_graph, read_placement, with_devices
+    from onnxplace.cost_graph import read_cost_graph, write_cost_graph
+    from onnxplace.driver import evaluate_placement, place_cost_graph, read_placement, with_devices
     from onnxplace.target import parse_bytes
 
     if placement:
         _require_scoring_only(["budget", *options])
+    if output:
+        _require_output(output, graph, placement)
     tell_of_compiling()
     memory = parse_bytes(max_memory) if max_memory else None
-    asked = with_devices(read_cost_graph(graph), devices, memory)
+    problem = with_devices(read_cost_graph(graph, graph_format, devices), devices, memory)
     if placement:
-        found = evaluate_placement(asked, read_placement(placement), links=links, strict=strict)
+        found = evaluate_placement(problem, read_placement(placement), links=links, strict=strict)
     else:
-        found = place_graph(asked, links=links, budget_seconds=budget, strict=strict, **options)
+        found = place_cost_graph(problem, links=links, budget_seconds=budget, strict=strict, **options)
+    if output:
+        write_cost_graph(output, problem, found)
     say(found.diagnostics)
     if json_:
         entries = {**vars(found), "peak_bytes": found.peak_bytes.tolist(), "placement": dict(found.placement)}
+        del entries["start_seconds"], entries["finish_seconds"]
         lists = {"passes": [vars(t) for t in found.passes], "diagnostics": [vars(note) for note in found.diagnostics]}
-        print_json({**entries, **lists})
+        print_json({**entries, **lists, **({"output": str(output)} if output else {})})
     else:
-        click.echo(placed_summary(found, asked))
+        click.echo(placed_summary(found, problem))
+        if output:
+            click.echo(f"written to {output}")
+
+
+def _require_output(output: Path, graph: Path, placement: Path | None) -> None:
+    """Raise UsageError, before any work, if the placed graph cannot be written there."""
+    from onnxplace.cost_graph import require_writable
+    from onnxplace.utils import require_place
+
+    require_writable(output)
+    require_place(output, graph, *([placement] if placement else []))
 
 
 def _require_scoring_only(options: Iterable[str]) -> None:

@@ -10,13 +10,18 @@ if TYPE_CHECKING:
         from_networkx as from_networkx,
         parse_cost_graph as parse_cost_graph,
         read_cost_graph as read_cost_graph,
+        write_cost_graph as write_cost_graph,
     )
     from onnxplace.cost_graph.generators import GENERATORS as GENERATORS
+    from onnxplace.cost_graph.graph_files import require_writable as require_writable
+    from onnxplace.cost_graph.networkx_graphs import to_networkx as to_networkx
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "cost_graphs": "CostGraph from_networkx parse_cost_graph read_cost_graph",
+        "cost_graphs": "CostGraph from_networkx parse_cost_graph read_cost_graph write_cost_graph",
         "generators": "GENERATORS",
+        "graph_files": "require_writable",
+        "networkx_graphs": "to_networkx",
     },
 )

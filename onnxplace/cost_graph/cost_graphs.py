@@ -24,6 +24,9 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
+from onnxplace.cost_graph.graph_attributes import attributed, describe, exact_profile
+from onnxplace.cost_graph.graph_files import GraphFormat, format_of, read_graph, write_graph
+from onnxplace.cost_graph.networkx_graphs import to_networkx
 from onnxplace.errors import Diagnostic, InputError, shown
 from onnxplace.facts import Profile, Source
 from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph
@@ -33,6 +36,9 @@ from onnxplace.utils import parse_json, read_bytes
 
 if TYPE_CHECKING:
     import networkx
+
+    from onnxplace.cost_graph.graph_xml import AttributedGraph
+    from onnxplace.cost_graph.networkx_graphs import PlacedGraph
 
 DEVICE_MODEL = "cost-graph"
 GZIP = b"\x1f\x8b"
@@ -66,17 +72,39 @@ class CostGraph:
         return {str(node): self.device_ids[index] for node, index in zip(self.ids, device.tolist())}
 
 
-def read_cost_graph(path: str | Path) -> CostGraph:
-    """Read a cost graph from JSON, gzipped or not; raises InputError naming the file and the bad entry."""
+def read_cost_graph(
+    path: str | Path, graph_format: GraphFormat | None = None, device_count: int | None = None
+) -> CostGraph:
+    """Read a cost graph from JSON, GraphML or GEXF, gzipped or not; raises InputError naming the file and the entry.
+
+    `graph_format` defaults to what the file's ending says, or JSON. A file of GraphML or GEXF that names no devices
+    gets `device_count` without memory.
+    """
     path = Path(path)
+    kind, where = graph_format or format_of(path), str(path)
     data = read_bytes(path, "D001")
-    data = _decompress(data, str(path)) if data.startswith(GZIP) else data
+    data = _decompress(data, where) if data.startswith(GZIP) else data
     if len(data) > MAX_FILE_BYTES:
-        raise InputError("D001", f"it holds more than {MAX_FILE_BYTES} bytes", where=str(path), hint="make it smaller")
-    parsed = parse_json(data, "D001", "a cost graph", str(path))
+        raise InputError("D001", f"it holds more than {MAX_FILE_BYTES} bytes", where=where, hint="make it smaller")
+    name = path.name.partition(".")[0]
+    if kind != "json":
+        return _of_attributes(read_graph(data, kind, where), name, where, device_count=device_count)
+    if data.lstrip().startswith(b"<"):
+        hint = "say what it is with --graph-format graphml or gexf, or let its name end so"
+        raise InputError("D001", "not a cost graph: expected JSON, found XML", where=where, hint=hint)
+    parsed = parse_json(data, "D001", "a cost graph", where)
     if not isinstance(parsed, dict):
-        raise InputError("D001", "not a cost graph: it holds no object", where=str(path))
-    return parse_cost_graph(parsed, path.name.partition(".")[0])
+        raise InputError("D001", "not a cost graph: it holds no object", where=where)
+    return parse_cost_graph(parsed, name)
+
+
+def write_cost_graph(path: str | Path, graph: CostGraph | State, placed: PlacedGraph | None = None) -> None:
+    """Write a cost graph, or a state with a Profile, as GraphML or GEXF, by the ending of the file's name.
+
+    `placed` is what `onnxplace.placing.place` returned for it: nodes get their device, its colour, start and finish.
+    Raises InputError for names that XML cannot hold, UsageError for another ending or place.
+    """
+    write_graph(Path(path), to_networkx(graph, placed))
 
 
 def _decompress(data: bytes, where: str) -> bytes:
@@ -324,46 +352,38 @@ def _target(data: Mapping[str, Any], where: str) -> tuple[Target, tuple[Hashable
     return Target(devices, links), ids, link
 
 
-def from_networkx(graph: networkx.DiGraph[Any], target: Target) -> State:
-    """Return the state for placing a networkx digraph on `target`.
+def from_networkx(graph: networkx.DiGraph[Any], target: Target | None = None) -> CostGraph:
+    """Return the cost graph of a networkx digraph: on `target`, or on the devices that its attributes name.
 
-    Node data: `seconds`, and optionally `weights_bytes`, `workspace_bytes`, `group`, `backward`; edge data:
-    `bytes`, and optionally `tensor` (edges from one node with one tensor carry the same value). The order
-    of nodes breaks ties.
+    Nodes have `seconds`, and optionally `weights_bytes`, `workspace_bytes`, `output_bytes`, `group`, `backward`; edges
+    have `bytes`, and optionally `tensor` (edges from one node with one tensor carry the same value). The order of nodes
+    breaks ties. What `to_networkx` made of a cost graph becomes the same one.
+
+    Raises:
+        InputError: the graph is undirected, has a cycle or no devices, or an attribute cannot be.
+
+    >>> import networkx
+    >>> digraph = networkx.DiGraph(devices=[{"id": "a", "memory_bytes": 100}, {"id": "b", "memory_bytes": 100}])
+    >>> digraph.add_node("x", seconds=0.5, weights_bytes=8)
+    >>> graph = from_networkx(digraph)
+    >>> graph.ids, graph.device_ids
+    (('x',), ('a', 'b'))
     """
-    nodes = [
-        {
-            "id": node,
-            "name": str(node),
-            "compute_time_us": _microseconds(data.get("seconds", 0.0)),
-            "memory_bytes": data.get("weights_bytes", 0),
-            "temp_bytes": data.get("workspace_bytes", 0),
-            "group": data.get("group"),
-            "is_backward": data.get("backward", False),
-        }
-        for node, data in graph.nodes(data=True)
-    ]
-    edges = [
-        {"src": a, "dst": b, "bytes": data.get("bytes", 0), "tensor": data.get("tensor")}
-        for a, b, data in graph.edges(data=True)
-    ]
-    made = parse_cost_graph(
-        {"nodes": nodes, "edges": edges, "devices": [{"id": 0, "memory_bytes": 0}]}, "networkx graph"
-    ).profile
-    seconds = next(iter(made.seconds.values()))
-    classes = {device.cost_class for device in target.devices}
-    source = np.full(len(seconds), Source.GIVEN, dtype=np.uint8)
-    profile = Profile(
-        made.graph,
-        MappingProxyType(dict.fromkeys(classes, seconds)),
-        MappingProxyType(dict.fromkeys(classes, source)),
-        made.unit,
-        given=made.given,
-        backward=made.backward,
-    )
-    return State(target).having(profile)
+    return _of_attributes(attributed(graph), "networkx graph", "networkx graph", target)
 
 
-def _microseconds(seconds: Any) -> Any:
-    """Return seconds in microseconds; what is none, or too long, as it is, to be refused with its name."""
-    return float(seconds) * 1e6 if _is_number(seconds) and abs(seconds) <= MOST else seconds
+def _of_attributes(
+    graph: AttributedGraph, name: str, where: str, target: Target | None = None, device_count: int | None = None
+) -> CostGraph:
+    """Return the cost graph of a graph with attributes; times and links are those given, to the last bit."""
+    description = describe(graph, where, len(target.devices) if target else device_count)
+    made = parse_cost_graph(description.document, name)
+    link, device_ids = made.link, made.device_ids
+    if target is None:
+        link = replace(link, latency_seconds=description.latency_seconds, bytes_per_second=description.bytes_per_second)
+        links = tuple(replace(link, source=pair.source, destination=pair.destination) for pair in made.target.links)
+        target = replace(made.target, links=links)
+    else:
+        device_ids = tuple(device.id for device in target.devices)
+    profile = exact_profile(made.profile, description, target)
+    return replace(made, profile=profile, target=target, device_ids=device_ids, link=link, notes=description.notes)

@@ -12,7 +12,7 @@ import numpy as np
 from onnxplace.cost_graph import CostGraph
 from onnxplace.errors import Diagnostic, InputError, counted, nearest
 from onnxplace.facts import Groups, Placement, Schedule
-from onnxplace.graph import Longs
+from onnxplace.graph import Floats, Longs
 from onnxplace.pipeline import (
     BAECHI,
     USE_FEWER_DEVICES,
@@ -40,24 +40,6 @@ _COPLACE: Mapping[Grouping, Mapping[str, str]] = {
 }
 # More than any machine has, so that a placement can be scored whatever it needs.
 ENOUGH_BYTES = 1 << 60
-
-
-@dataclass(frozen=True)
-class PlacementResult:
-    """A placement of a cost graph, and how good it is."""
-
-    placer: str
-    makespan_seconds: float
-    lower_bound_seconds: float
-    feasible: bool
-    peak_bytes: Longs
-    """Per device."""
-    seconds: float
-    """What placing took, from cost graph to schedule, without compiling the kernels that were used first."""
-    placement: Mapping[str, Hashable]
-    """Node id -> device id, as the cost graph names them."""
-    passes: tuple[Timing, ...]
-    diagnostics: tuple[Diagnostic, ...] = ()
 
 
 def place_cost_graph(
@@ -142,13 +124,18 @@ def _placed(
     peaks = schedule.simulation.peak_bytes
     fits = all(int(peak) <= device.memory_bytes for peak, device in zip(peaks, graph.target.devices))
     return PlacementResult(
-        placer,
-        schedule.simulation.makespan_seconds,
-        schedule.lower_bound_seconds,
-        fits,
-        peaks,
-        seconds,
-                  graph.device_of(state[Placement].device), timings, (*state.diagnostics, *unused))  # fmt: skip
+        placer=placer,
+        makespan_seconds=schedule.simulation.makespan_seconds,
+        lower_bound_seconds=schedule.lower_bound_seconds,
+        feasible=fits,
+        peak_bytes=peaks,
+        seconds=seconds,
+        placement=graph.device_of(state[Placement].device),
+        start_seconds=schedule.simulation.start_seconds,
+        finish_seconds=schedule.simulation.finish_seconds,
+        passes=timings,
+        diagnostics=(*state.diagnostics, *unused),
+    )
 
 
 def with_devices(graph: CostGraph, count: int | None, memory_bytes: int | None) -> CostGraph:
@@ -175,3 +162,24 @@ def read_placement(path: str | Path) -> dict[str, Hashable]:
     if not isinstance(table, dict) or not all(isinstance(device, (str, int)) for device in table.values()):
         raise InputError("D007", "not a placement", where=str(path), hint='write it like {"node id": 0}')
     return table
+
+
+@dataclass(frozen=True)
+class PlacementResult:
+    """A placement of a cost graph, and how good it is."""
+
+    placer: str
+    makespan_seconds: float
+    lower_bound_seconds: float
+    feasible: bool
+    peak_bytes: Longs
+    """Per device."""
+    seconds: float
+    """What placing took, from cost graph to schedule, without compiling the kernels that were used first."""
+    placement: Mapping[str, Hashable]
+    """Node id -> device id, as the cost graph names them."""
+    start_seconds: Floats
+    """Per node of the cost graph, in its order."""
+    finish_seconds: Floats
+    passes: tuple[Timing, ...]
+    diagnostics: tuple[Diagnostic, ...] = ()

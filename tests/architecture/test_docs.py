@@ -1,10 +1,13 @@
 """What docs/ says is what the code does."""
 
+import ast
 import json
 import re
 from pathlib import Path
 
 from onnxplace.bundle import json_schema
+from onnxplace.cost_graph import read_cost_graph
+from onnxplace.cost_graph.graph_attributes import KNOWN
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [path for folder in ("onnxplace", "passes", "runtimes") for path in (ROOT / folder).rglob("*.py")]
@@ -51,6 +54,20 @@ def test_the_cost_graph_in_the_documentation_can_be_placed(run_cli, tmp_path, mo
     ran = run_cli("place", "g.json", "--placer", "m-etf", "--json")
     assert ran.code == 0, ran.err
     assert set(json.loads(ran.out)["placement"]) == {"0", "1"}
+
+
+def test_the_digraph_in_the_documentation_is_placed_and_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(blocks("cost-graphs.md", "python")[0], "docs/cost-graphs.md", "exec"), {"__name__": "documented"})
+    assert set(ast.literal_eval(capsys.readouterr().out)) == {"encode", "text", "image"}
+    assert read_cost_graph("placed.gexf").device_ids == ("left", "right")
+
+
+def test_the_attributes_in_the_documentation_are_those_that_are_read():
+    page = (ROOT / "docs/cost-graphs.md").read_text(encoding="utf-8").partition("## networkx")[2]
+    rows = re.findall(r"^\| (?:a node|an edge|the graph)? ?\| (`.*?) \|", page, re.MULTILINE)
+    documented = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert documented | {"id_type"} == KNOWN
 
 
 def test_the_way_to_costs_in_python_in_the_documentation_leads_there(tmp_path, monkeypatch, model_file, capsys):

@@ -119,7 +119,7 @@ def test_a_closed_stdout_is_no_defect(bundle: Path):
 
 TERMINATED_WHILE_AT_IT = """
 import os, signal, time
-from onnxplace import cli
+from onnxplace.cli import app
 def command(**_):
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)

@@ -121,6 +121,8 @@ def test_each_kind_of_path_is_sent_to_the_command_that_takes_it(refused, model_f
     refused(2, ("folder", "it is a bundle"), "place", bundle_copy)
     refused(2, ("not a cost graph", f"onnxplace compile {model_file}"), "place", model_file)
     refused(2, ("cost graph", "onnxplace place graph.json"), "compile", "graph.json")
+    (tmp_path / "graph.gexf").write_text("<gexf/>")
+    refused(2, ("cost graph", "onnxplace place graph.gexf"), "compile", "graph.gexf")
     (tmp_path / "empty.onnx").touch()
     assert "onnxplace place" not in refused(2, ("not a cost graph",), "place", "graph.json")
     assert "onnxplace compile" not in refused(2, ("not an ONNX file",), "compile", "empty.onnx")
@@ -925,11 +927,11 @@ def test_a_full_disk_is_said_and_leaves_nothing_whichever_file_meets_it(
     refused(4, ("model.bundle", "no space left", "another -o"), "compile", model_file, *SHAPE, *options)
 
 
-@pytest.mark.parametrize("method", ["write_text", "exchange"])
+@pytest.mark.parametrize("method", ["write_text", "exchange_names"])
 def test_a_full_disk_leaves_the_bundle_that_force_would_have_replaced(
     refused, model_file, bundle_copy, fast_pipeline, monkeypatch, method
 ):
-    monkeypatch.setattr(staging if method == "exchange" else Path, method, full_disk)
+    monkeypatch.setattr(staging if method == "exchange_names" else Path, method, full_disk)
     options = ("-o", bundle_copy, "--pipeline", fast_pipeline, "--force")
     refused(4, ("no space left",), "compile", model_file, *SHAPE, *options)
 

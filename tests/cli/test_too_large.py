@@ -12,7 +12,6 @@ from onnxplace.cost_graph import from_networkx, parse_cost_graph, read_cost_grap
 from onnxplace.cost_graph.cost_graphs import MOST
 from onnxplace.driver import with_devices
 from onnxplace.errors import FeedError, InputError, TargetError, UsageError
-from onnxplace.facts import Profile
 from onnxplace.feeds import read_npz
 from onnxplace.pipeline import Pipeline
 from onnxplace.target import Device, Link, Shared, Target, parse_device_ids, read_target
@@ -170,14 +169,14 @@ def test_a_gzipped_graph_may_be_in_parts_and_filled_up(tmp_path):
 def test_a_networkx_graph_with_an_absurd_time_is_refused_by_name(seconds):
     graph = networkx.DiGraph()
     graph.add_node("odd", seconds=seconds)
-    with pytest.raises(InputError, match="compute_time_us of 'odd'"):
+    with pytest.raises(InputError, match="seconds of node 'odd'"):
         from_networkx(graph, Target((Device("cpu:0", 9),)))
 
 
 def test_a_networkx_graph_may_hold_numbers_of_numpy():
     graph = networkx.DiGraph()
     graph.add_node("a", seconds=np.float32(0.5), weights_bytes=np.int64(7))
-    profile = from_networkx(graph, Target((Device("cpu:0", 9),)))[Profile]
+    profile = from_networkx(graph, Target((Device("cpu:0", 9),))).profile
     assert profile.seconds["cpu/1"].tolist() == [0.5]
     assert profile.graph.weight_bytes.tolist() == [7]
 

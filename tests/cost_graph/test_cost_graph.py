@@ -199,7 +199,7 @@ def test_a_networkx_graph_goes_in_and_comes_out():
         given.add_node(name, seconds=seconds, weights_bytes=8)
     given.add_edge("x", "y", bytes=4, tensor="t")
     given.add_edge("x", "z", bytes=4, tensor="t")
-    state = from_networkx(given, Target((Device("cpu:0", 100), Device("cpu:1", 100))))
+    state = from_networkx(given, Target((Device("cpu:0", 100), Device("cpu:1", 100)))).state()
     state, _ = Pipeline.parse("m-etf").run(state)
     assert sorted(np.bincount(state[Placement].device).tolist()) == [1, 2]
     out = state[Profile].graph.to_networkx()

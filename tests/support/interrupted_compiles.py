@@ -146,9 +146,9 @@ def prepare(folder: Path, force: bool) -> None:
 
 
 def main() -> None:
-    folder, (how, what, renames) = Path(sys.argv[1]), sys.argv[2:]
+    folder, (how, what, kind_of_renames) = Path(sys.argv[1]), sys.argv[2:]
     compiled(folder, force=True)  # so that the children need not load what this one has
-    if renames == "steps":
+    if kind_of_renames == "steps":
         renames._renameat2 = lambda *_: False
     prepare(folder, what == "force")
     result = race(folder, what == "force") if how == "race" else interrupt(folder, what == "force", how == "kill")

@@ -1,0 +1,273 @@
+"""A graph with attributes, of networkx or of a file, in the form of a JSON cost graph; checked."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import sys
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from onnxplace.cost_graph.graph_xml import AttributedGraph
+from onnxplace.errors import Diagnostic, InputError, shown
+from onnxplace.facts import Profile, Source
+from onnxplace.graph import Csr, Floats, OpGraph
+from onnxplace.target import Target
+from onnxplace.utils import parse_json
+
+if TYPE_CHECKING:
+    import networkx
+
+NODE_NUMBERS = ("weights_bytes", "workspace_bytes", "output_bytes", "topo_order")
+KNOWN = frozenset({
+    *("name", "label", "op", "seconds", *NODE_NUMBERS, "weights", "group", "backward", "id_type"),
+    *("bytes", "tensor", "order"),
+    *("devices", "latency_seconds", "bytes_per_second"),
+})  # fmt: skip
+# As in JSON, where times are in microseconds.
+MAX_SECONDS, MAX_NUMBER = 1e12, 10**18
+MIN_BYTES_PER_SECOND = 1e-12
+
+
+@dataclass(frozen=True)
+class Description:
+    """A graph with attributes in the form of a JSON cost graph, and what that form cannot hold."""
+
+    document: dict[str, Any]
+    """Without times."""
+    seconds: Floats
+    class_seconds: Mapping[str, Floats]
+    """Cost class -> seconds per node, where nodes give them."""
+    weights: Sequence[Mapping[str, int] | None]
+    """Per node, bytes by name; None if it has only weights of its own."""
+    latency_seconds: float
+    bytes_per_second: float
+    notes: tuple[Diagnostic, ...]
+
+
+def attributed(graph: networkx.DiGraph[Any]) -> AttributedGraph:
+    """Return what a networkx digraph holds; raises InputError for one that is not directed, and for anything else."""
+    if not hasattr(graph, "is_directed"):
+        message = f"expected a networkx.DiGraph or MultiDiGraph, got {type(graph).__name__}"
+        raise InputError("D008", message, where="from_networkx")
+    if not graph.is_directed():
+        hint = "make a DiGraph whose edges lead from the node that makes a value to the one that reads it"
+        raise InputError("D008", "expected directed edges, found an undirected graph", where="from_networkx", hint=hint)
+    return AttributedGraph(list(graph.nodes(data=True)), list(graph.edges(data=True)), graph.graph)
+
+
+def describe(graph: AttributedGraph, where: str, device_count: int | None = None) -> Description:
+    """Return the description of the cost graph that a graph with attributes stands for.
+
+    `device_count`: of how many devices without memory the machine is made, if the graph names none. Raises InputError
+    for attributes that cannot be, and for a graph without devices.
+    """
+    nodes = sorted(graph.nodes, key=lambda node: _number(node[1], "topo_order", where, node[0]))
+    edges = sorted(graph.edges, key=lambda edge: _number(edge[2], "order", where, *edge[:2]))
+    seconds = np.array([_number(data, "seconds", where, node) for node, data in nodes], dtype=float)
+    if float(seconds.sum()) > MAX_SECONDS:
+        message = f"seconds add up to {seconds.sum():.3g}, expected at most {MAX_SECONDS:.0e}"
+        raise InputError("D004", message, where=where)
+    weights = [_weight_table(data, where, node) for node, data in nodes]
+    _require_same_sizes(weights, where)
+    document = {
+        "name": str(graph.attributes.get("name") or ""),
+        "nodes": [_json_node(node, data, table, where) for (node, data), table in zip(nodes, weights)],
+        "edges": [_json_edge(*edge, where=where) for edge in edges],
+        "devices": _devices(graph.attributes, where, device_count),
+    }
+    latency = _number(graph.attributes, "latency_seconds", where)
+    notes = (*_missing(nodes, "seconds", "node", where), *_missing(edges, "bytes", "edge", where))
+    classes = _class_seconds(nodes, seconds, where)
+    return Description(
+        document=document,
+        seconds=seconds,
+        class_seconds=classes,
+        weights=weights,
+        latency_seconds=float(latency),
+        bytes_per_second=_bandwidth(graph.attributes, where),
+        notes=notes,
+    )
+
+
+def exact_profile(profile: Profile, description: Description, target: Target) -> Profile:
+    """Return the profile of a description's document with the times, and the shared weights, that it left out."""
+    classes = dict.fromkeys(device.cost_class for device in target.devices)
+    seconds = {kind: description.class_seconds.get(kind, description.seconds) for kind in classes}
+    given = np.full(len(profile.graph), Source.GIVEN, dtype=np.uint8)
+    return replace(
+        profile,
+        graph=_share_weights(profile.graph, description.weights),
+        seconds=MappingProxyType(seconds),
+        sources=MappingProxyType(dict.fromkeys(classes, given)),
+    )
+
+
+def _share_weights(graph: OpGraph, tables: Sequence[Mapping[str, int] | None]) -> OpGraph:
+    """Return the graph with weights by name, so that nodes may read the same; a node without a table keeps its own."""
+    if not any(tables):
+        return graph
+    index: dict[Hashable, int] = {}
+    names: list[str] = []
+    sizes: list[int] = []
+    lists: list[list[int]] = []
+    for node, table in enumerate(tables):
+        own = {("own", graph.weight_names[w]): int(graph.weight_bytes[w]) for w in graph.weights[node].tolist()}
+        entries: Mapping[Any, int] = own if table is None else table
+        for key, size in entries.items():
+            if key not in index:
+                index[key] = len(names)
+                names.append(key if isinstance(key, str) else key[1])
+                sizes.append(size)
+        lists.append([index[key] for key in entries])
+    return replace(
+        graph, weight_names=tuple(names), weight_bytes=np.array(sizes, dtype=np.int64), weights=Csr.of(lists)
+    )
+
+
+def _json_node(
+    node: Hashable, data: Mapping[str, Any], weights: Mapping[str, int] | None, where: str
+) -> dict[str, Any]:
+    """Return a node as a JSON cost graph has it; raises InputError for what its attributes cannot be."""
+    persistent, temporary, output = (_number(data, key, where, node) for key in NODE_NUMBERS[:3])
+    if weights is not None:
+        total = sum(weights.values())
+        if persistent != total and "weights_bytes" in data:
+            message = (
+                f"weights_bytes of {_label(node)} is {shown(persistent)}, expected {total}, as its weights add up to"
+            )
+            raise InputError("D004", message, where=where, hint="correct one of them, or leave weights_bytes out")
+        persistent = total
+    backward = data.get("backward", False)
+    if not isinstance(backward, (bool, np.bool_)) and (isinstance(backward, str) or backward not in (0, 1)):
+        message = f"backward of {_label(node)} is {shown(backward)}, expected true or false"
+        raise InputError("D008", message, where=where)
+    name = next((data[key] for key in ("name", "label") if data.get(key) is not None), node)
+    return {
+        "id": node,
+        "name": str(name),
+        "op": str(data.get("op") or ""),
+        "compute_time_us": 0,
+        "memory_bytes": persistent,
+        "temp_bytes": temporary,
+        "output_bytes": output,
+        # Tables of Gephi have an empty text where there is nothing.
+        "group": None if _is_empty(data.get("group")) else data["group"],
+        "is_backward": bool(backward),
+    }
+
+
+def _json_edge(source: Hashable, destination: Hashable, data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return an edge as a JSON cost graph has it."""
+    size = _number(data, "bytes", where, source, destination)
+    tensor = None if _is_empty(data.get("tensor")) else data["tensor"]
+    return {"src": source, "dst": destination, "bytes": size, "tensor": tensor}
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or (isinstance(value, str) and not value)
+
+
+def _label(*item: Hashable) -> str:
+    """Return how messages call a node (its id), an edge (its ends) or the graph (neither)."""
+    if not item:
+        return "the graph"
+    return f"{'node' if len(item) == 1 else 'edge'} {' -> '.join(map(shown, item))}"
+
+
+def _number(data: Mapping[str, Any], key: str, where: str, *item: Hashable) -> float:
+    """Return a number of a node, an edge or the graph, 0 if it is missing; raises InputError naming it."""
+    value = data.get(key, 0)
+    most = MAX_SECONDS if key.partition(":")[0].endswith("seconds") else MAX_NUMBER
+    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not number or not 0 <= value <= most:
+        message = f"{key} of {_label(*item)} is {shown(value)}, expected a number from 0 to {most:.0e}"
+        hint = f"declare {key} as a number (double or long), not as a text" if isinstance(value, str) else ""
+        raise InputError("D004", message, where=where, hint=hint)
+    return value  # type: ignore[no-any-return]
+
+
+def _bandwidth(attributes: Mapping[str, Any], where: str) -> float:
+    """Return the bytes that a link carries in a second, infinity if the graph does not say."""
+    value = attributes.get("bytes_per_second", math.inf)
+    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not number or not (value == math.inf or MIN_BYTES_PER_SECOND <= value <= sys.float_info.max):
+        message = f"bytes_per_second of the graph is {shown(value)}, expected a number above 0"
+        raise InputError("D004", message, where=where, hint="leave it out if transfers take no time per byte")
+    return float(value)
+
+
+def _devices(attributes: Mapping[str, Any], where: str, device_count: int | None) -> list[dict[str, Any]]:
+    """Return the devices as a JSON cost graph has them; raises InputError if there are none."""
+    example = '[{"id": 0, "memory_bytes": 8000000000}]'
+    devices = attributes.get("devices")
+    if isinstance(devices, str):
+        devices = parse_json(devices, "D006", f"a list of devices such as {example}", where)
+    if devices is None and device_count is not None:
+        return [{"id": index, "memory_bytes": 0} for index in range(device_count)]
+    if not devices:
+        hint = f"give --devices N and --max-memory SIZE, or the graph an attribute devices such as {example}"
+        raise InputError("D006", "expected a graph that names devices, found none", where=where, hint=hint)
+    if not isinstance(devices, (list, tuple)) or not all(isinstance(device, Mapping) for device in devices):
+        message = f"the graph's devices are {shown(devices)}, expected a list such as {example}"
+        raise InputError("D006", message, where=where)
+    return [{key: device[key] for key in ("id", "memory_bytes") if key in device} for device in devices]
+
+
+def _weight_table(data: Mapping[str, Any], where: str, node: Hashable) -> dict[str, int] | None:
+    """Return the weights of a node by name, None if it does not give them so; raises InputError."""
+    table = data.get("weights")
+    if _is_empty(table):
+        return None
+    if isinstance(table, str):
+        table = parse_json(table, "D004", f"the weights of {_label(node)}, by name", where)
+    if not isinstance(table, Mapping) or not all(_is_size(key, size) for key, size in table.items()):
+        message = f"weights of {_label(node)} are {shown(table)}, expected bytes by name"
+        raise InputError("D004", message, where=where, hint='write them like {"kernel": 4096}')
+    return {name: int(size) for name, size in table.items()}
+
+
+def _is_size(name: object, size: object) -> bool:
+    whole = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
+    return isinstance(name, str) and whole and 0 <= size <= MAX_NUMBER  # type: ignore[operator]
+
+
+def _require_same_sizes(tables: Sequence[Mapping[str, int] | None], where: str) -> None:
+    """Raise InputError if one weight has two sizes."""
+    sizes: dict[str, int] = {}
+    for table in tables:
+        for name, size in (table or {}).items():
+            if sizes.setdefault(name, size) != size:
+                message = f"weight {shown(name)} has {size} bytes at one node and {sizes[name]} at another"
+                raise InputError("D004", message, where=where, hint="give it one size, or two names")
+
+
+def _class_seconds(
+    nodes: Sequence[tuple[Hashable, Mapping[str, Any]]], seconds: Floats, where: str
+) -> dict[str, Floats]:
+    """Return the times that nodes give for classes of devices, `seconds:cpu/1`; others take `seconds` there."""
+    keys = dict.fromkeys(key for _, data in nodes for key in data if str(key).startswith("seconds:"))
+    classes = {}
+    for key in keys:
+        column = [_number(data, key, where, node) if key in data else math.nan for node, data in nodes]
+        classes[key.partition(":")[2]] = np.where(np.isnan(column), seconds, np.array(column, dtype=float))
+    return classes
+
+
+def _missing(items: Sequence[tuple[Any, ...]], key: str, what: str, where: str) -> tuple[Diagnostic, ...]:
+    """Return a note if nodes or edges lack a cost, which counts as zero."""
+    without = [item for item in items if key not in item[-1]]
+    if not without:
+        return ()
+    close = difflib.get_close_matches(key, [str(name) for name in without[0][-1]], n=1, cutoff=0.5)
+    hint = f"it has {close[0]!r}; call it {key}" if close else f"give every {what} {key}, 0 where there are none"
+    label = _label(*without[0][:-1])
+    message = f"{len(without)} of {len(items)} {what}s have no {key}, such as {label}: that counts as zero"
+    return (Diagnostic("D010", message, where=where, hint=hint),)
+
+
+__all__ = ["KNOWN", "Description", "attributed", "describe", "exact_profile"]

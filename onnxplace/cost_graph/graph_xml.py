@@ -1,0 +1,260 @@
+"""Read graphs from XML in one pass and within limits: what GraphML and GEXF share.
+
+networkx reads both too, but merges nodes that are there twice, makes up nodes that edges misspell, expands entities and
+names no line (docs/decisions/0007-graph-files.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+from xml.parsers import expat
+
+from onnxplace.errors import InputError, shown
+
+# An element is a tag that is opened; a node has about eight. Together they bound time: about a minute.
+MAX_ELEMENTS = 1 << 24
+# Nodes and edges together: they bound memory, which is about 2 GiB.
+MAX_ITEMS = 1 << 21
+# yEd nests its drawings about ten deep.
+MAX_DEPTH = 64
+
+_WHOLE = frozenset({"int", "integer", "long", "short", "byte", "biginteger"})
+_REAL = frozenset({"float", "double", "bigdecimal"})
+_TRUTH = MappingProxyType({"true": True, "1": True, "false": False, "0": False})
+
+
+@dataclass(frozen=True)
+class AttributedGraph:
+    """A directed graph with attributes, as networkx or a file has it."""
+
+    nodes: Sequence[tuple[Hashable, Mapping[str, Any]]]
+    edges: Sequence[tuple[Hashable, Hashable, Mapping[str, Any]]]
+    attributes: Mapping[str, Any]
+    """Of the graph as a whole."""
+
+
+@dataclass(frozen=True)
+class Handlers:
+    """What happens at an element, by its path from the root, such as `gexf/graph/nodes`."""
+
+    starts: dict[str, Callable[[dict[str, str]], None]] = field(default_factory=dict)
+    """What to do with its XML attributes where it begins."""
+    ends: dict[str, Callable[[str], None]] = field(default_factory=dict)
+    """What to do with its text where it ends."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """What messages call an element that cost graphs do not have."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """An attribute that a file declares."""
+
+    name: str
+    type: str
+    scope: str
+    """`node`, `edge`, `graph` or `all`."""
+
+
+@dataclass
+class Item:
+    """The node, the edge or the graph that is being read."""
+
+    scope: str
+    label: str
+    """How messages call it."""
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+class GraphReader:
+    """What both formats share: elements by their path, attributes by their type, and the limits."""
+
+    root = ""
+    directed_by = ""
+    """The XML attribute of the graph that says whether its edges have a direction."""
+
+    def __init__(self, known: frozenset[str], where: str) -> None:
+        self.known, self.where = known, where
+        self.nodes: dict[str, dict[str, Any]] = {}
+        self.edges: list[tuple[str, str, dict[str, Any]]] = []
+        self.columns: dict[tuple[str, str], Column] = {}
+        """By class (GEXF) and id."""
+        self.defaults: dict[tuple[str, str], tuple[Column, str]] = {}
+        """By scope and name; few, since only of known attributes."""
+        self.graph = Item("graph", "the graph")
+        self.item = self.graph
+        self.directed = False
+        self.has_graph = False
+        self.paths: list[str] = []
+        self.elements = 0
+        self.text: list[str] | None = None
+        self.unresolved: list[tuple[str, int]] = []
+        self.at = self.handlers()
+        paths = (*self.at.starts, *self.at.ends)
+        self.inner = {path[:end] for path in paths for end, char in enumerate(path) if char == "/"}
+        self.parser = expat.ParserCreate(namespace_separator=" ")
+        self.parser.buffer_text = True
+        self.parser.StartElementHandler = self._start
+        self.parser.EndElementHandler = self._end
+        self.parser.CharacterDataHandler = self._characters
+        self.parser.StartDoctypeDeclHandler = self._refuse_doctype
+
+    def handlers(self) -> Handlers:
+        """Return what this format has to do at its elements."""
+        raise NotImplementedError
+
+    def read(self, data: bytes) -> AttributedGraph:
+        """Return the graph that the file holds."""
+        try:
+            self.parser.Parse(data, True)
+        except expat.ExpatError as problem:
+            reason = f"expected XML, found at column {problem.offset + 1}: {expat.ErrorString(problem.code)}"
+            raise self.error("D001", reason, "export it again", line=problem.lineno) from None
+        except (LookupError, ValueError) as problem:
+            raise self.error("D001", f"its encoding cannot be read: {problem}", "save it as UTF-8") from None
+        if not self.has_graph:
+            raise InputError("D001", f"expected a <graph> in <{self.root}>, found none", where=self.where)
+        for end, line in self.unresolved:
+            self.require_node(end, line)
+        return AttributedGraph(list(self.nodes.items()), self.edges, self.graph.data)
+
+    def error(self, code: str, message: str, hint: str = "", line: int | None = None) -> InputError:
+        """Return the error for what is wrong in a line, or where the parser is."""
+        line = self.parser.CurrentLineNumber if line is None else line
+        return InputError(code, message, where=f"{self.where}, line {line}", hint=hint)
+
+    def _refuse_doctype(self, *_: object) -> None:
+        hint = "remove the line <!DOCTYPE ...>: entities can make a small file take all memory"
+        raise self.error("D001", "expected XML without a document type, found <!DOCTYPE>", hint)
+
+    # ------------------------------------------------------------------------------------------ elements
+
+    def _start(self, tag: str, attributes: dict[str, str]) -> None:
+        self.elements += 1
+        if self.elements > MAX_ELEMENTS or len(self.paths) == MAX_DEPTH:
+            deep = len(self.paths) == MAX_DEPTH
+            limit = f"{MAX_DEPTH} elements in one another" if deep else f"{MAX_ELEMENTS} elements"
+            raise self.error("D001", f"expected at most {limit}, found more", "make the file smaller")
+        name = tag.rpartition(" ")[2]
+        if not self.paths and name != self.root:
+            hint = "say what it is with --graph-format json, graphml or gexf"
+            raise self.error("D001", f"expected <{self.root}>, found <{name[:60]}>", hint)
+        parent = self.paths[-1] if self.paths else ""
+        # Below what is unknown, and so without children of interest, paths do not grow.
+        path = name if not self.paths else f"{parent}/{name}" if parent in self.inner else ""
+        self.paths.append(path)
+        if path in self.at.refused:
+            raise self.error(
+                "D001", f"expected a plain graph, found {self.at.refused[path]}", "flatten the graph first"
+            )
+        if path in self.at.starts:
+            self.at.starts[path](attributes)
+        if path in self.at.ends:
+            self.text = []
+
+    def _end(self, tag: str) -> None:
+        path = self.paths.pop()
+        if path in self.at.ends:
+            self.at.ends[path]("".join(self.text or ()))
+        self.text = None
+
+    def _characters(self, text: str) -> None:
+        if self.text is not None:
+            self.text.append(text)
+
+    # ------------------------------------------------------------------------------------------ what both have
+
+    def start_graph(self, attributes: dict[str, str]) -> None:
+        """Begin the graph, of which a file has one."""
+        if self.has_graph:
+            raise self.error("D001", "expected one graph, found another", "write each graph to a file of its own")
+        self.has_graph = True
+        self.directed = attributes.get(self.directed_by) == "directed"
+
+    def start_node(self, attributes: dict[str, str]) -> None:
+        """Begin a node."""
+        node_id = attributes.get("id")
+        if node_id is None:
+            raise self.error("D002", "expected a node with an id, found one without", 'give each node its own "id"')
+        if node_id in self.nodes:
+            raise self.error("D002", f"two nodes have the id {shown(node_id)}", 'give each node its own "id"')
+        self._count()
+        self.item = Item("node", f"node {shown(node_id)}")
+        self.nodes[node_id] = self.item.data
+
+    def start_edge(self, attributes: dict[str, str], directed: bool) -> None:
+        """Begin an edge; its ends may come later."""
+        source, destination = attributes.get("source"), attributes.get("target")
+        if source is None or destination is None:
+            raise self.error("D003", "expected an edge with source and target, found one without")
+        label = f"edge {shown(source)} -> {shown(destination)}"
+        if not directed:
+            hint = f'say {self.directed_by}="directed" if each edge leads from its source to its target'
+            raise self.error("D008", f"expected directed edges, found {label} without a direction", hint)
+        self._count()
+        line = self.parser.CurrentLineNumber
+        self.unresolved += [(end, line) for end in (source, destination) if end not in self.nodes]
+        self.item = Item("edge", label)
+        self.edges.append((source, destination, self.item.data))
+
+    def require_node(self, node_id: str, line: int) -> None:
+        """Raise InputError unless there is such a node."""
+        if node_id not in self.nodes:
+            message = f"an edge names node {shown(node_id)}, which is not there"
+            raise self.error("D003", message, "declare the node, or correct the edge", line=line)
+
+    def end_item(self, _: str) -> None:
+        """Give the node or edge that ends the attributes that it does not have, and go back to the graph."""
+        for (scope, name), (column, text) in self.defaults.items():
+            if scope in (self.item.scope, "all") and name not in self.item.data:
+                self.item.data[name] = self.cast(column, text)
+        self.item = self.graph
+
+    def declare(self, section: str, key: str | None, column: Column) -> None:
+        """Note an attribute that the file declares."""
+        if key is None or (section, key) in self.columns:
+            found = "one without" if key is None else f"a second one with the id {shown(key)}"
+            raise self.error("D001", f"expected an attribute with its own id, found {found}", "export the file again")
+        self.columns[section, key] = column
+
+    def set_default(self, column: Column | None, text: str) -> None:
+        """Note what an attribute is where it is not given."""
+        if column is not None and column.name in self.known:
+            self.defaults[column.scope, column.name] = column, text
+
+    def store(self, column: Column, text: str) -> None:
+        """Give the node, edge or graph that is being read an attribute."""
+        if column.name in self.item.data and column.name != "label":  # which Gephi has in two places
+            message = f"{column.name} of {self.item.label} is given twice"
+            raise self.error("D008", message, "give it once")
+        self.item.data[column.name] = self.cast(column, text)
+
+    def cast(self, column: Column, text: str) -> Any:
+        """Return an attribute as its type has it; raises InputError."""
+        if column.name not in self.known:
+            return text
+        kind = column.type.lower()
+        try:
+            if "_" not in text:  # which Python allows in numbers
+                if kind in _WHOLE:
+                    return int(text)
+                if kind in _REAL:
+                    return float(text)
+                if kind == "boolean":
+                    return _TRUTH[text.strip().lower()]
+            elif kind in _WHOLE | _REAL | {"boolean"}:
+                raise ValueError
+        except (ValueError, KeyError):
+            message = f"{column.name} of {self.item.label} is {shown(text)}, expected a value of type {shown(kind)}"
+            raise self.error("D004", message, "correct the value, or the type that the file declares") from None
+        return text
+
+    def _count(self) -> None:
+        if len(self.nodes) + len(self.edges) >= MAX_ITEMS:
+            message = f"expected at most {MAX_ITEMS} nodes and edges, found more"
+            raise self.error("D001", message, "make the graph smaller")
+
+
+__all__ = ["AttributedGraph", "Column", "GraphReader", "Handlers"]

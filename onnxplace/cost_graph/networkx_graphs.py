@@ -1,0 +1,243 @@
+"""Cost graphs, profiles and placements as networkx digraphs; docs/cost-graphs.md lists their attributes."""
+
+from __future__ import annotations
+
+import colorsys
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from onnxplace.errors import InputError, shown
+from onnxplace.facts import Groups, Placement, Profile, Schedule
+from onnxplace.graph import Floats, Ints, OpGraph, sum_by
+from onnxplace.state import State
+from onnxplace.target import Device
+
+if TYPE_CHECKING:
+    import networkx
+
+    from onnxplace.cost_graph.cost_graphs import CostGraph
+
+# The golden section of a circle: hues of devices that follow one another are far apart.
+_HUE_STEP = 0.618034
+
+
+@dataclass(frozen=True)
+class _Placing:
+    """Where and when each node runs."""
+
+    device: Ints
+    """Index into the devices."""
+    start_seconds: Floats
+    finish_seconds: Floats
+
+
+class PlacedGraph(Protocol):
+    """A placement of a cost graph with its times, as `onnxplace.driver.place_cost_graph` returns it."""
+
+    @property
+    def placer(self) -> str: ...
+    @property
+    def makespan_seconds(self) -> float: ...
+    @property
+    def lower_bound_seconds(self) -> float: ...
+    @property
+    def placement(self) -> Mapping[str, Hashable]:
+        """Return the device id of each node id."""
+        ...
+
+    @property
+    def start_seconds(self) -> Floats:
+        """Return when each node starts, in the order of the cost graph."""
+        ...
+
+    @property
+    def finish_seconds(self) -> Floats: ...
+
+
+def to_networkx(graph: CostGraph | State, placed: PlacedGraph | None = None) -> networkx.MultiDiGraph[Any]:
+    """Return a cost graph, or the profile of a model, as a networkx digraph; with its placement, where there is one.
+
+    A node of a cost graph keeps its id, a node of a model has its name. Edges are parallel where several values go from
+    one node to another. The docs list the attributes of nodes, edges and the graph. `from_networkx` turns what was a
+    cost graph back into the same one.
+
+    Args:
+        graph: a cost graph, or a state with a Profile (and a Placement and a Schedule, if it is placed).
+        placed: what `onnxplace.placing.place` returned for this cost graph.
+
+    Raises:
+        InputError: `placed` is of another graph.
+
+    >>> from onnxplace.cost_graph import cost_graph
+    >>> nodes = [{"id": "a", "compute_time_us": 2e6}, {"id": "b", "compute_time_us": 0}]
+    >>> edges = [{"src": "a", "dst": "b", "bytes": 64}]
+    >>> digraph = to_networkx(cost_graph({"nodes": nodes, "edges": edges, "devices": [{"id": 0}]}))
+    >>> digraph.nodes["a"]["seconds"], digraph["a"]["b"][0]["bytes"]
+    (2.0, 64)
+    """
+    import networkx
+
+    profile = graph[Profile] if isinstance(graph, State) else graph.profile
+    devices = graph.target.devices
+    if isinstance(graph, State):
+        ids: Sequence[Hashable] = profile.graph.names
+        device_ids: Sequence[Hashable] = [device.id for device in devices]
+        placing, attributes = _placing_of_state(graph), _machine(device_ids, devices)
+    else:
+        ids, device_ids = graph.ids, graph.device_ids
+        placing = None if placed is None else _placing_of(graph, placed)
+        attributes = _graph_attributes(graph, placed)
+    columns = _columns(profile, devices, placing) | _placed_columns(placing, device_ids)
+    if isinstance(graph, State):
+        columns |= _wishes(graph)
+    result: networkx.MultiDiGraph[Any] = networkx.MultiDiGraph(**attributes)
+    for index, node_id in enumerate(ids):
+        result.add_node(node_id, **{key: column[index] for key, column in columns.items() if column[index] is not None})
+    result.add_edges_from(_edges(profile.graph, ids))
+    return result
+
+
+def _graph_attributes(graph: CostGraph, placed: PlacedGraph | None) -> dict[str, Any]:
+    """Return the name of a cost graph, its machine, and how good its placement is."""
+    attributes = {"name": graph.name, **_machine(graph.device_ids, graph.target.devices)}
+    attributes["latency_seconds"] = float(graph.link.latency_seconds)
+    if math.isfinite(graph.link.bytes_per_second):
+        attributes["bytes_per_second"] = float(graph.link.bytes_per_second)
+    if placed is not None:
+        attributes["placer"] = placed.placer
+        attributes["makespan_seconds"] = float(placed.makespan_seconds)
+        attributes["lower_bound_seconds"] = float(placed.lower_bound_seconds)
+    return attributes
+
+
+def _machine(device_ids: Sequence[Hashable], devices: Sequence[Device]) -> dict[str, Any]:
+    entries = [{"id": name, "memory_bytes": device.memory_bytes} for name, device in zip(device_ids, devices)]
+    return {"devices": entries}
+
+
+def _placing_of(graph: CostGraph, placed: PlacedGraph) -> _Placing:
+    """Return the placement of a cost graph by device index; raises InputError if it is another graph's."""
+    index = {device: position for position, device in enumerate(graph.device_ids)}
+    try:
+        device = [index[placed.placement[str(node)]] for node in graph.ids]
+    except KeyError as problem:
+        hint = "give the cost graph that was placed, after with_devices"
+        message = f"expected a placement of this graph, found none of {shown(problem.args[0])}"
+        raise InputError("D007", message, where=graph.name, hint=hint) from None
+    return _Placing(np.array(device, dtype=np.int32), placed.start_seconds, placed.finish_seconds)
+
+
+def _placing_of_state(state: State) -> _Placing | None:
+    if Placement not in state or Schedule not in state:
+        return None
+    simulation = state[Schedule].simulation
+    return _Placing(state[Placement].device, simulation.start_seconds, simulation.finish_seconds)
+
+
+def _columns(profile: Profile, devices: Sequence[Device], placing: _Placing | None) -> dict[str, Sequence[Any]]:
+    """Return what nodes cost: attribute -> one entry per node, None where a node does not have it."""
+    graph, count = profile.graph, len(profile.graph)
+    weights = sum_by(graph.weights.rows, graph.weight_bytes[graph.weights.items], count).astype(np.int64)
+    columns: dict[str, Sequence[Any]] = {
+        "name": graph.names,
+        "op": [op or None for op in graph.ops],
+        **_seconds(profile, devices, placing),
+        "weights_bytes": weights.tolist(),
+        "workspace_bytes": graph.workspace_bytes.tolist(),
+        "output_bytes": _output_bytes(graph),
+        "weights": _weights(graph),
+    }
+    if profile.given is not None:
+        columns["group"] = [group if group >= 0 else None for group in profile.given.tolist()]
+    if profile.backward is not None and profile.backward.any():
+        columns["backward"] = profile.backward.tolist()
+    return columns
+
+
+def _seconds(profile: Profile, devices: Sequence[Device], placing: _Placing | None) -> dict[str, Sequence[Any]]:
+    """Return the time of each node where it is, or on the first device; where classes differ, of each class too."""
+    classes = list(dict.fromkeys(device.cost_class for device in devices))
+    table = np.array([profile.seconds[name] for name in classes]).reshape(len(classes), -1)
+    row = np.array([classes.index(device.cost_class) for device in devices])
+    own = row[placing.device] if placing is not None else np.full(table.shape[1], row[0])
+    columns: dict[str, Sequence[Any]] = {"seconds": table[own, np.arange(table.shape[1])].tolist()}
+    if (table != table[0]).any():
+        columns |= {f"seconds:{name}": seconds.tolist() for name, seconds in zip(classes, table)}
+    return columns
+
+
+def _output_bytes(graph: OpGraph) -> list[int | None]:
+    """Return, per node, the bytes of all its outputs; None if its edges carry all of them."""
+    is_unread = (graph.producer >= 0) & (graph.value_bytes > 0)
+    is_unread[graph.inputs.items] = False
+    producers = set(graph.producer[is_unread].tolist())
+    outputs = graph.outputs
+    return [int(graph.value_bytes[outputs[n]].sum()) if n in producers else None for n in range(len(graph))]
+
+
+def _weights(graph: OpGraph) -> list[dict[str, int] | None]:
+    """Return, per node, the bytes of its weights by name; None if it has one at most, of its own and with its name."""
+    readers = np.bincount(graph.weights.items, minlength=len(graph.weight_names))
+    result: list[dict[str, int] | None] = []
+    for node, name in enumerate(graph.names):
+        weights = graph.weights[node].tolist()
+        own = [graph.weight_names[w] == name and readers[w] == 1 and graph.weight_bytes[w] > 0 for w in weights]
+        plain = not weights or own == [True]
+        result.append(None if plain else {graph.weight_names[w]: int(graph.weight_bytes[w]) for w in weights})
+    return result
+
+
+def _placed_columns(placing: _Placing | None, device_ids: Sequence[Hashable]) -> dict[str, Sequence[Any]]:
+    """Return where and when nodes run, and a colour for each device."""
+    if placing is None:
+        return {}
+    device = placing.device.tolist()
+    colors = [_color(index) for index in range(len(device_ids))]
+    return {
+        "device": [device_ids[index] for index in device],
+        "start_seconds": placing.start_seconds.tolist(),
+        "finish_seconds": placing.finish_seconds.tolist(),
+        "color": [colors[index] for index in device],
+    }
+
+
+def _wishes(state: State) -> dict[str, Sequence[Any]]:
+    """Return the groups of nodes that must share a device, and the devices that users asked for."""
+    if Groups not in state:
+        return {}
+    groups, names = state[Groups], [device.id for device in state.target.devices]
+    sizes = np.bincount(groups.group, minlength=len(groups.pinned))
+    return {
+        "group": [group if sizes[group] > 1 else None for group in groups.group.tolist()],
+        "pinned": [names[pin] if pin >= 0 else None for pin in groups.pinned[groups.group].tolist()],
+    }
+
+
+def _edges(graph: OpGraph, ids: Sequence[Hashable]) -> Iterable[tuple[Hashable, Hashable, int, dict[str, Any]]]:
+    """Yield an edge for each value that a node reads from another, in an order that numbers values as they are.
+
+    A node's inputs stay in their order: an edge waits for the last value that stands before it.
+    """
+    rows, values, count = graph.inputs.rows.astype(np.int64), graph.inputs.items, len(graph.value_names)
+    latest = np.maximum.accumulate(rows * count + values) - rows * count
+    order = 0
+    for edge in np.argsort(latest, kind="stable").tolist():
+        value = int(values[edge])
+        source = int(graph.producer[value])
+        if source >= 0:
+            data = {"bytes": int(graph.value_bytes[value]), "tensor": graph.value_names[value], "order": order}
+            yield ids[source], ids[int(rows[edge])], order, data
+            order += 1
+
+
+def _color(index: int) -> str:
+    """Return the colour of a device, `#rrggbb`."""
+    channels = colorsys.hsv_to_rgb(index * _HUE_STEP % 1, 0.55, 0.9)
+    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
+
+
+__all__ = ["to_networkx"]
