@@ -139,7 +139,7 @@ def test_sigterm_says_that_it_interrupted(json_: bool):
 
 SWALLOWED = """
 import os, signal
-from onnxplace import cli
+from onnxplace.cli import app
 from onnxplace.errors import BrokenPassError
 def command(**_):
     try:
