@@ -103,7 +103,7 @@ def compile(  # noqa: A001
 
     if os.path.isdir(model):
         raise ModelError("M001", "it cannot be read: it is a folder (directory), not a model", where=str(model))
-    tell_of_compiling()
+    tell_of_compiling(json_)
     with progress(json_, "reading the model") as observer:
         compiled = compile_model(
             model,

@@ -96,14 +96,14 @@ def parse_shape(text: str) -> dict[str, int]:
     return sizes
 
 
-def tell_of_compiling() -> None:
-    """Say on stderr, if that is a terminal, that kernels are being compiled: after an installation it takes a while."""
-    if not sys.stderr.isatty():
+def tell_of_compiling(quiet: bool) -> None:
+    """Say on stderr, if that is a terminal, that loops are being compiled: after an installation it takes a while."""
+    if quiet or not sys.stderr.isatty():
         return
     from onnxplace.utils import on_compiling
 
     on_compiling(
-        lambda: click.echo("compiling kernels for this machine; they are kept, so this wait comes only once", err=True)
+        lambda: click.echo("compiling loops for this machine, once: they are kept for later commands", err=True)
     )
 
 

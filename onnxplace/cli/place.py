@@ -81,7 +81,7 @@ def place(
         _require_scoring_only(["budget", *options])
     if output:
         _require_output(output, graph, placement)
-    tell_of_compiling()
+    tell_of_compiling(json_)
     memory = parse_bytes(max_memory) if max_memory else None
     problem = with_devices(read_cost_graph(graph, graph_format, devices), devices, memory)
     if placement:

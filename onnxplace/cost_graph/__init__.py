@@ -6,21 +6,22 @@ from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
     from onnxplace.cost_graph.cost_graphs import (
-        CostGraph as CostGraph,
         from_networkx as from_networkx,
         parse_cost_graph as parse_cost_graph,
         read_cost_graph as read_cost_graph,
         write_cost_graph as write_cost_graph,
     )
-    from onnxplace.cost_graph.generators import GENERATORS as GENERATORS
+    from onnxplace.cost_graph.data import CostGraph as CostGraph
+    from onnxplace.cost_graph.generators import GENERATORS as GENERATORS, tf_like as tf_like
     from onnxplace.cost_graph.graph_files import require_writable as require_writable
     from onnxplace.cost_graph.networkx_graphs import to_networkx as to_networkx
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "cost_graphs": "CostGraph from_networkx parse_cost_graph read_cost_graph write_cost_graph",
-        "generators": "GENERATORS",
+        "cost_graphs": "from_networkx parse_cost_graph read_cost_graph write_cost_graph",
+        "data": "CostGraph",
+        "generators": "GENERATORS tf_like",
         "graph_files": "require_writable",
         "networkx_graphs": "to_networkx",
     },

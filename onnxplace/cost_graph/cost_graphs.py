@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
+from onnxplace.cost_graph.data import CostGraph
 from onnxplace.cost_graph.graph_attributes import attributed, describe, exact_profile
 from onnxplace.cost_graph.graph_files import GraphFormat, format_of, read_graph, write_graph
 from onnxplace.cost_graph.networkx_graphs import to_networkx
@@ -46,30 +47,6 @@ GZIP = b"\x1f\x8b"
 MOST = 10**18
 # Of a file that is decompressed: more than a million nodes.
 MAX_FILE_BYTES = 1 << 28
-
-
-@dataclass(frozen=True)
-class CostGraph:
-    """A graph with its costs, as it was given: nodes are in the order in which ties are broken."""
-
-    name: str
-    ids: tuple[Hashable, ...]
-    """The id of each node in its file."""
-    device_ids: tuple[Hashable, ...]
-    profile: Profile
-    target: Target
-    link: Link
-    """What connects each pair of its devices; the names of its ends mean nothing."""
-    notes: tuple[Diagnostic, ...] = ()
-    """What looks like an oversight."""
-
-    def state(self) -> State:
-        """Return the state that a pipeline of coplace, fuse and a placer starts from."""
-        return State(self.target).having(self.profile).saying(*self.notes)
-
-    def device_of(self, device: Ints) -> dict[str, Hashable]:
-        """Return a placement as people write it: device id by node id."""
-        return {str(node): self.device_ids[index] for node, index in zip(self.ids, device.tolist())}
 
 
 def read_cost_graph(

@@ -17,7 +17,8 @@ from typing import Literal
 
 import numpy as np
 
-from onnxplace.cost_graph.cost_graphs import CostGraph, assembled
+from onnxplace.cost_graph.cost_graphs import assembled
+from onnxplace.cost_graph.data import CostGraph
 from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph
 
 MACHINE = MappingProxyType(

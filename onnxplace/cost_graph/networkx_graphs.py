@@ -19,7 +19,7 @@ from onnxplace.target import Device
 if TYPE_CHECKING:
     import networkx
 
-    from onnxplace.cost_graph.cost_graphs import CostGraph
+    from onnxplace.cost_graph.data import CostGraph
 
 # The golden section of a circle: hues of devices that follow one another are far apart.
 _HUE_STEP = 0.618034

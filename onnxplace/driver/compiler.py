@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from onnxplace.bundle import Bundle, prepare_output, stage_output
 from onnxplace.driver.finishing import settled
+from onnxplace.driver.first_use import compile_loops
 from onnxplace.errors import Diagnostic, InfeasibleError, ModelError, UsageError
 from onnxplace.facts import Placement, Profile
 from onnxplace.feeds import Array
@@ -274,6 +275,7 @@ def _run(steps: Pipeline, state: State, strict: bool, observer: Observer | None)
 
     state, first = part(state, 0, measures)
     _require_room(state)
+    compile_loops(step.name for step in steps.passes)
     state, second = part(state, measures, count - 1)
     unused = report_idle_devices(state)
     if strict:

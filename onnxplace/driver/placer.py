@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from onnxplace.cost_graph import CostGraph
+from onnxplace.driver.first_use import compile_loops
 from onnxplace.errors import Diagnostic, InputError, counted, nearest
 from onnxplace.facts import Groups, Placement, Schedule
 from onnxplace.graph import Floats, Longs
@@ -75,6 +76,7 @@ def place_cost_graph(
         steps = [PassSpec("coplace", options), *([PassSpec("fuse")] if contract else []), spec]
     pipeline = Pipeline.parse(format_pipeline(steps))
     state = replace(graph, target=replace(graph.target, link_model=links)).state()
+    compile_loops(step.name for step in steps)
     began = budget_clock()
     state, timings = pipeline.run(state)
     return _placed(graph, state, budget_clock() - began, timings, spec.name, strict)

@@ -9,28 +9,26 @@ everywhere, so that results do not depend on anything but the input.
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 
-from onnxplace.utils import compiled_loop, compiled_part
+from onnxplace.utils import compiled_loop, compiled_part, in_place
 
 
-@compiled_loop
-def group_items(keys, items, count, item_count):
-    """Collect `items` (below `item_count`) into one list per key, in order and each once; returns starts and items."""
-    ends = np.zeros(count + 1, np.int64)
+@in_place
+def group_items(keys, items, ends, seen_by, starts, kept):
+    """Collect `items` into `kept`, one list per key, in order and each once; returns how many there are.
+
+    `starts` and `ends` begin as zeros, one more than there are keys; `seen_by`, per item, as -1.
+    """
+    count = len(starts) - 1
     for k in range(len(keys)):
         ends[keys[k]] += 1
     total = 0
     for key in range(count):
         total, ends[key] = total + ends[key], total
-    kept = np.empty(len(items), np.int32)
     for k in range(len(keys)):
         kept[ends[keys[k]]] = items[k]
         ends[keys[k]] += 1
-    starts = np.zeros(count + 1, np.int64)
-    seen_by = np.full(item_count, -1, np.int64)
     done, begin = 0, 0
     for key in range(count):
         for k in range(begin, ends[key]):
@@ -40,37 +38,66 @@ def group_items(keys, items, count, item_count):
                 done += 1
         begin = ends[key]
         starts[key + 1] = done
-    return starts, kept[:done].copy()
+    return done
 
 
-@compiled_loop
-def topological_order(pred_starts, preds, succ_starts, succs):
-    """Kahn's algorithm with a heap: the ready node of lowest index first. Short if there is a cycle."""
-    count = len(pred_starts) - 1
-    waiting = np.empty(count, np.int64)
-    heap = [np.int64(0) for _ in range(0)]
-    for node in range(count):
-        waiting[node] = pred_starts[node + 1] - pred_starts[node]
+@compiled_part
+def push_least(heap, size, item):
+    """Add an item to a heap of `size` items whose top is the least."""
+    slot = size
+    while slot > 0:
+        above = (slot - 1) // 2
+        if heap[above] <= item:
+            break
+        heap[slot] = heap[above]
+        slot = above
+    heap[slot] = item
+
+
+@compiled_part
+def pop_least(heap, size):
+    """Remove and return the least of a heap of `size` items, which is one shorter afterwards."""
+    least, item, slot = heap[0], heap[size - 1], 0
+    while 2 * slot + 1 < size - 1:
+        below = 2 * slot + 1
+        if below + 1 < size - 1 and heap[below + 1] < heap[below]:
+            below += 1
+        if item <= heap[below]:
+            break
+        heap[slot] = heap[below]
+        slot = below
+    heap[slot] = item
+    return least
+
+
+@in_place
+def topological_order(waiting, succ_starts, succs, heap, order):
+    """Kahn's algorithm with a heap: the ready node of lowest index first. Returns how many; fewer if there is a cycle.
+
+    `waiting` is the number of predecessors of each node.
+    """
+    height, done = 0, 0
+    for node in range(len(waiting)):
         if waiting[node] == 0:
-            heap.append(np.int64(node))  # ascending, which is a heap already
-    order = np.empty(count, np.int32)
-    done = 0
-    while len(heap) > 0:
-        node = heapq.heappop(heap)
+            heap[height] = node  # ascending, which is a heap already
+            height += 1
+    while height > 0:
+        node = pop_least(heap, height)
+        height -= 1
         order[done] = node
         done += 1
         for k in range(succ_starts[node], succ_starts[node + 1]):
             waiting[succs[k]] -= 1
             if waiting[succs[k]] == 0:
-                heapq.heappush(heap, np.int64(succs[k]))
-    return order[:done]
+                push_least(heap, height, succs[k])
+                height += 1
+    return done
 
 
-@compiled_loop
+@in_place
 def inner_peak(
     order,
     cluster,
-    count,
     inner,
     roots,
     value_bytes,
@@ -79,13 +106,16 @@ def inner_peak(
     in_starts,
     ins,
     workspace,
+    left,
+    live,
+    peak,
 ):
-    """Most bytes of inner values plus workspace alive at one time in each cluster, running it in `order`."""
-    left = np.zeros(len(value_bytes), np.int64)
+    """Find the most bytes of inner values plus workspace alive at one time in each cluster, running it in `order`.
+
+    `left` (per value), `live` and `peak` (per cluster) begin as zeros; `peak` is the result.
+    """
     for k in range(len(ins)):
         left[roots[ins[k]]] += 1
-    live = np.zeros(count, np.int64)
-    peak = np.zeros(count, np.int64)
     for position in range(len(order)):
         node = order[position]
         home = cluster[node]
@@ -101,10 +131,9 @@ def inner_peak(
         for k in range(out_starts[node], out_starts[node + 1]):
             if inner[outs[k]] and roots[outs[k]] == outs[k] and left[outs[k]] == 0:
                 live[home] -= value_bytes[outs[k]]
-    return peak
 
 
-@compiled_part
+@compiled_loop
 def cluster_edges(cluster, count, producer, in_starts, ins):
     """How many edges lead into each of `count` clusters, and those that lead out: starts and readers, with repeats."""
     waiting = np.zeros(count, np.int64)

@@ -64,7 +64,10 @@ class Csr:
         if len(keys) and not 0 <= keys.min() <= keys.max() < count:
             raise ValueError(f"keys from {keys.min()} to {keys.max()} for {count} lists")
         keys, items = np.ascontiguousarray(keys, dtype=np.int32), np.ascontiguousarray(items, dtype=np.int32)
-        return Csr(*group_items(keys, items, count, int(items.max(initial=-1)) + 1))
+        seen_by = np.full(int(items.max(initial=-1)) + 1, -1, dtype=np.int64)
+        starts, kept = np.zeros(count + 1, dtype=np.int64), np.empty(len(items), dtype=np.int32)
+        done = group_items(keys, items, np.zeros(count + 1, dtype=np.int64), seen_by, starts, kept)
+        return Csr(starts, kept[:done].copy())
 
 
 def sum_by(keys: Ints, amounts: Floats | Longs, count: int) -> Floats:
@@ -132,11 +135,11 @@ class OpGraph:
         """Return the nodes in topological order, lower index first; raises ValueError naming a node on a cycle."""
         from onnxplace.graph.kernels import topological_order
 
-        order: Ints = topological_order(
-            self.predecessors.starts, self.predecessors.items, self.successors.starts, self.successors.items
-        )
-        if len(order) < len(self):
-            stuck = np.setdiff1d(np.arange(len(self)), order)
+        waiting, after = np.diff(self.predecessors.starts), self.successors
+        heap, order = np.empty((2, len(self)), dtype=np.int32)
+        done = topological_order(waiting, after.starts, after.items, heap, order)
+        if done < len(self):
+            stuck = np.setdiff1d(np.arange(len(self)), order[:done])
             raise ValueError(f"the graph has a cycle through {', '.join(self._cycle(stuck))}")
         return order
 
@@ -228,10 +231,10 @@ class OpGraph:
         # A buffer that leaves as a view is counted there, not inside.
         stays = inner.copy()
         stays[roots[~inner]] = False
-        peak: Longs = inner_peak(
+        left, live, peak = (np.zeros(length, dtype=np.int64) for length in (len(inner), count, count))
+        inner_peak(
             self.order,
             cluster,
-            count,
             stays,
             roots,
             self.value_bytes,
@@ -240,6 +243,9 @@ class OpGraph:
             self.inputs.starts,
             self.inputs.items,
             self.workspace_bytes,
+            left,
+            live,
+            peak,
         )
         return peak
 

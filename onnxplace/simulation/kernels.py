@@ -7,89 +7,72 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.utils import compiled_loop
+from onnxplace.utils import in_place
+
+# What `execute` knows about a device.
+DEVICE = np.dtype(
+    [
+        ("head", np.int64),  # where it is in its queue
+        ("running", np.int64),  # node, or -1
+        ("stamp", np.int64),  # the value that was last sent to it, or -1
+        ("touched", np.int64),  # 1 if it may be able to start a node
+        ("free", np.float64),  # seconds
+        ("sending", np.float64),
+        ("receiving", np.float64),
+        ("arrival", np.float64),  # when it has the value `stamp`
+    ],
+    align=True,
+)
 
 
-@compiled_loop
+@in_place
 def execute(
-    order,
+    queue_starts,
+    queue,
     device,
     seconds,
-    device_count,
     producer,
     value_bytes,
     out_starts,
     outs,
-    in_starts,
-    ins,
     read_starts,
     readers,
     latency,
     per_byte,
     link_model,
+    waiting,
+    available,
+    devices,
+    start,
+    finish,
+    sent_nodes,
+    sent_times,
 ):
     """Run a placement in simulated time, event by event (DESIGN section 4).
 
-    Each device computes its nodes in the sequence of `order`, one at a time. When a node finishes, its values are
+    Each device computes its nodes in the sequence of its `queue`, one at a time. When a node finishes, its values are
     sent to every other device that reads them, once each. `link_model` 0: each device has one outgoing and one
     incoming channel; 1: no contention; 2: one channel per device for both directions. Transfers are booked when
     they become ready, in that order, so none delays one that was ready before it.
 
-    Returns start, finish (seconds per node; -1 where the order deadlocks) and the transfers as parallel arrays:
-    value, source, destination, ready, start, finish.
+    `waiting` holds how many inputs of each node are made, `available` zeros, `devices` records of `DEVICE`. Fills
+    start and finish (seconds per node, -1 before; they stay where the order deadlocks), and of each transfer
+    `sent_nodes` (value, source, destination) and `sent_times` (ready, start, finish). Returns how many transfers.
     """
-    count = len(order)
-    queue_starts = np.zeros(device_count + 1, np.int64)
-    for node in range(count):
-        queue_starts[device[node] + 1] += 1
-    for d in range(device_count):
-        queue_starts[d + 1] += queue_starts[d]
-    head = queue_starts[:-1].copy()
-    queue = np.empty(count, np.int64)
-    for position in range(count):
-        d = device[order[position]]
-        queue[head[d]] = order[position]
-        head[d] += 1
-    head = queue_starts[:-1].copy()
-
-    waiting = np.zeros(count, np.int64)
-    for node in range(count):
-        for k in range(in_starts[node], in_starts[node + 1]):
-            waiting[node] += producer[ins[k]] >= 0
-    available = np.zeros(count, np.float64)
-    start = np.full(count, -1.0)
-    finish = np.full(count, -1.0)
-    free = np.zeros(device_count, np.float64)
-    sending = np.zeros(device_count, np.float64)
-    receiving = np.zeros(device_count, np.float64)
-    arrival = np.zeros(device_count, np.float64)
-    stamp = np.full(device_count, -1, np.int64)
-    sent = 0
-    for value in range(len(producer)):
-        for j in range(read_starts[value], read_starts[value + 1]):
-            there = device[readers[j]]
-            if producer[value] >= 0 and there != device[producer[value]] and stamp[there] != value:
-                stamp[there] = value
-                sent += 1
-    sent_value, sent_source, sent_destination = np.empty((3, sent), np.int32)
-    sent_ready, sent_start, sent_finish = np.empty((3, sent), np.float64)
-    stamp[:] = -1
-    sent = 0
-    running = np.full(device_count, -1, np.int64)
-    touched = np.ones(device_count, np.bool_)
+    device_count, sent = len(devices), 0
     while True:
         for d in range(device_count):
-            if touched[d] and running[d] < 0 and head[d] < queue_starts[d + 1]:
-                first = queue[head[d]]
+            if devices[d].touched > 0 and devices[d].running < 0 and devices[d].head < queue_starts[d + 1]:
+                first = queue[devices[d].head]
                 if waiting[first] == 0:
-                    head[d] += 1
-                    running[d] = first
-                    start[first] = max(free[d], available[first])
+                    devices[d].head += 1
+                    devices[d].running = first
+                    start[first] = max(devices[d].free, available[first])
                     finish[first] = start[first] + seconds[first]
-            touched[d] = False
+            devices[d].touched = 0
         node = -1  # which is done next; of several, the one of least index
         for d in range(device_count):
-            other = running[d]
+            other = devices[d].running
             if other >= 0 and (
                 node < 0 or finish[other] < finish[node] or (finish[other] == finish[node] and other < node)
             ):
@@ -97,9 +80,9 @@ def execute(
         if node < 0:
             break
         now, home = finish[node], device[node]
-        running[home] = -1
-        free[home] = now
-        touched[home] = True
+        devices[home].running = -1
+        devices[home].free = now
+        devices[home].touched = 1
         for k in range(out_starts[node], out_starts[node + 1]):
             value = outs[k]
             for j in range(read_starts[value], read_starts[value + 1]):
@@ -107,40 +90,34 @@ def execute(
                 there = device[reader]
                 when = now
                 if there != home:
-                    if stamp[there] != value:
-                        stamp[there] = value
+                    if devices[there].stamp != value:
+                        devices[there].stamp = value
                         begin = now
                         if link_model == 0:
-                            begin = max(now, max(sending[home], receiving[there]))
+                            begin = max(now, max(devices[home].sending, devices[there].receiving))
                         elif link_model == 2:
                             begin = max(
-                                now, max(max(sending[home], receiving[home]), max(sending[there], receiving[there]))
+                                now,
+                                max(
+                                    max(devices[home].sending, devices[home].receiving),
+                                    max(devices[there].sending, devices[there].receiving),
+                                ),
                             )
                         end = begin + latency[home, there] + value_bytes[value] * per_byte[home, there]
-                        sending[home] = end
-                        receiving[there] = end
-                        arrival[there] = end
-                        sent_value[sent], sent_source[sent], sent_destination[sent] = value, home, there
-                        sent_ready[sent], sent_start[sent], sent_finish[sent] = now, begin, end
+                        devices[home].sending = end
+                        devices[there].receiving = end
+                        devices[there].arrival = end
+                        sent_nodes[0, sent], sent_nodes[1, sent], sent_nodes[2, sent] = value, home, there
+                        sent_times[0, sent], sent_times[1, sent], sent_times[2, sent] = now, begin, end
                         sent += 1
-                    when = arrival[there]
+                    when = devices[there].arrival
                 available[reader] = max(available[reader], when)
                 waiting[reader] -= 1
-                touched[there] = True
-    kept = slice(0, sent)  # all, unless the order deadlocks
-    return (
-        start,
-        finish,
-        sent_value[kept],
-        sent_source[kept],
-        sent_destination[kept],
-        sent_ready[kept],
-        sent_start[kept],
-        sent_finish[kept],
-    )
+                devices[there].touched = 1
+    return sent
 
 
-@compiled_loop
+@in_place
 def live_spans(
     device,
     start,
@@ -156,19 +133,19 @@ def live_spans(
     copy_begin,
     copy_end,
     end_of_step,
+    birth,
+    death,
+    birth_rank,
+    death_rank,
+    root,
 ):
     """When each buffer is born and dies. Buffer `v` is value `v` where it is made; buffer `V + c` is copy `c`.
 
-    A view shares the buffer of the value it looks at, where both are on one device. Returns birth, death (seconds)
-    and, to order events at one instant, a position in the schedule for each.
+    A view shares the buffer of the value it looks at, where both are on one device. Fills birth, death (seconds;
+    infinity and -1 before) and, to order events at one instant, a position in the schedule for each (0 and -1 before).
+    `root` is the buffer whose memory each one shares, itself before.
     """
     values = len(producer)
-    total = values + len(copy_device)
-    birth = np.full(total, np.inf)
-    death = np.full(total, -1.0)
-    birth_rank = np.zeros(total, np.int64)
-    death_rank = np.full(total, -1, np.int64)
-    root = np.arange(total)
     for value in range(values):
         made = producer[value]
         home = device[made] if made >= 0 else -1
@@ -215,16 +192,12 @@ def live_spans(
             ):
                 death[buffer] = death[value]
                 death_rank[buffer] = death_rank[value]
-    return birth, death, birth_rank, death_rank, root
 
 
-@compiled_loop
-def device_peaks(events, where, change, device_count):
-    """Most bytes alive at one time on each device, taking the changes in the order of `events`."""
-    live = np.zeros(device_count, np.int64)
-    peak = np.zeros(device_count, np.int64)
+@in_place
+def device_peaks(events, where, change, live, peak):
+    """Find the most bytes alive at one time on each device, taking the changes in the order of `events`."""
     for k in range(len(events)):
         d = where[events[k]]
         live[d] += change[events[k]]
         peak[d] = max(peak[d], live[d])
-    return peak

@@ -5,9 +5,40 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import NamedTuple
 
-from onnxplace.utils import compiled_loop, compiled_part
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxplace.utils import compiled_loop, compiled_part, in_place
+
+Floats = NDArray[np.float64]
+Longs = NDArray[np.int64]
+
+
+class Near(NamedTuple):
+    """Scratch: the neighbours of a node, the first few of each array, which has the length of the nodes."""
+
+    place: Longs
+    """Of each node of the graph, its index as a neighbour; else -1."""
+    node_of: Longs
+    work: Floats
+    beyond: Floats
+    """Seconds that lie beyond a neighbour."""
+    far: Floats
+    """What a neighbour on another device waits for what it reads."""
+    alone: Floats
+    remote: Floats
+    by_remote: Longs
+    by_beyond: Longs
+    rank: Longs
+
+
+def new_near(nodes: int) -> Near:
+    """Return scratch for a graph of so many nodes."""
+    place, node_of, by_remote, by_beyond, rank = np.full((5, nodes), -1, dtype=np.int64)
+    work, beyond, far, alone, remote = np.zeros((5, nodes))
+    return Near(place, node_of, work, beyond, far, alone, remote, by_remote, by_beyond, rank)
 
 
 @compiled_part
@@ -42,15 +73,16 @@ def _after(keys, one, other):
 
 
 @compiled_part
-def _star(count, work, beyond, far, alone, queues, remote, by_remote, by_beyond, rank):
+def _star(count, alone, queues, near):
     """Least time from when a node is done to when the last of its `count` neighbours, and what lies beyond, is done.
 
     Neighbours on the node's device run one after the other; the others wait `far` seconds for what they read. With
     the longest ways first, the first few must be on the device for the rest to be no later. Where channels are shared
     (`queues`), `alone` is what a neighbour's own transfers take of the node's channel: each neighbour takes time on
-    the device or on the channel, and the longer of the two is at least any weighted mean of them. The last four
-    arguments are scratch.
+    the device or on the channel, and the longer of the two is at least any weighted mean of them.
     """
+    work, beyond, far, remote, rank = near.work, near.beyond, near.far, near.remote, near.rank
+    by_remote, by_beyond = near.by_remote, near.by_beyond
     longest = 0.0
     for i in range(count):
         longest = max(longest, work[i] + beyond[i])
@@ -91,17 +123,11 @@ def _star(count, work, beyond, far, alone, queues, remote, by_remote, by_beyond,
     return longest
 
 
-@compiled_loop
-def tails_of(order, producer, out_starts, outs, in_starts, ins, read_starts, readers, least, send, queues):
-    """Seconds from the end of each node to the end of the step, at least."""
-    count = len(order)
-    tail = np.zeros(count)
-    place = np.full(count, -1, np.int64)
-    node_of = np.empty(count, np.int64)
-    remote, by_remote, by_beyond = np.empty(count), np.empty(count, np.int64), np.empty(count, np.int64)
-    rank = np.empty(count, np.int64)
-    work, beyond, far, alone = np.empty(count), np.empty(count), np.empty(count), np.empty(count)
-    for position in range(count - 1, -1, -1):
+@in_place
+def tails_of(order, out_starts, outs, read_starts, readers, least, send, queues, near, tail):
+    """Fill `tail`: seconds from the end of each node to the end of the step, at least."""
+    place, node_of, work, beyond, far, alone = near.place, near.node_of, near.work, near.beyond, near.far, near.alone
+    for position in range(len(order) - 1, -1, -1):
         node = order[position]
         found = np.int64(0)
         for k in range(out_starts[node], out_starts[node + 1]):
@@ -119,23 +145,16 @@ def tails_of(order, producer, out_starts, outs, in_starts, ins, read_starts, rea
                 far[at] = far[at] + send[value] if queues else max(far[at], send[value])
                 if single:
                     alone[at] += send[value]
-        tail[node] = _star(found, work, beyond, far, alone, queues, remote, by_remote, by_beyond, rank)
+        tail[node] = _star(found, alone, queues, near)
         for i in range(found):
             place[node_of[i]] = -1
-    return tail
 
 
-@compiled_loop
-def heads_of(order, producer, out_starts, outs, in_starts, ins, read_starts, readers, least, send, queues):
-    """Seconds before the start of each node, at least."""
-    count = len(order)
-    head = np.zeros(count)
-    place = np.full(count, -1, np.int64)
-    node_of = np.empty(count, np.int64)
-    remote, by_remote, by_beyond = np.empty(count), np.empty(count, np.int64), np.empty(count, np.int64)
-    rank = np.empty(count, np.int64)
-    work, beyond, far = np.empty(count), np.empty(count), np.empty(count)
-    for position in range(count):
+@in_place
+def heads_of(order, producer, in_starts, ins, least, send, queues, near, head):
+    """Fill `head`: seconds before the start of each node, at least."""
+    place, node_of, work, beyond, far = near.place, near.node_of, near.work, near.beyond, near.far
+    for position in range(len(order)):
         node = order[position]
         found = np.int64(0)
         for k in range(in_starts[node], in_starts[node + 1]):
@@ -151,13 +170,12 @@ def heads_of(order, producer, out_starts, outs, in_starts, ins, read_starts, rea
                 work[at], beyond[at], far[at] = least[source], head[source], 0.0
                 found += 1
             far[at] = far[at] + send[value] if queues else max(far[at], send[value])
-        head[node] = _star(found, work, beyond, far, far, queues, remote, by_remote, by_beyond, rank)
+        head[node] = _star(found, far, queues, near)
         for i in range(found):
             place[node_of[i]] = -1
-    return head
 
 
-@compiled_loop
+@in_place
 def best_threshold(by_tail, levels, head, tail, work, devices):
     """Largest head level + work / devices + tail over the nodes with at least that head and at least that tail."""
     best = 0.0

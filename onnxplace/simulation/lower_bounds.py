@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxplace.graph import Bools, Floats, Ints, Longs, OpGraph, sum_by
-from onnxplace.simulation.lower_bound_kernels import best_threshold, connected, heads_of, tails_of
+from onnxplace.simulation.lower_bound_kernels import best_threshold, connected, heads_of, new_near, tails_of
 from onnxplace.target import Target
 
 # How many head lengths are combined with every tail length.
@@ -57,9 +57,12 @@ def heads_and_tails(graph: OpGraph, seconds: Floats, target: Target | None = Non
         send = np.min([fixed + graph.value_bytes * each for fixed, each in pairs], axis=0)
     elif target is not None:
         send = np.full(len(graph.value_names), np.inf)
-    shape = (graph.order, graph.producer, graph.outputs.starts, graph.outputs.items, graph.inputs.starts,
-             graph.inputs.items, graph.readers.starts, graph.readers.items)  # fmt: skip
-    return Reach(heads_of(*shape, least, send, queues), tails_of(*shape, least, send, queues), least, send)
+    outputs, inputs, readers = graph.outputs, graph.inputs, graph.readers
+    scratch, (head, tail) = new_near(len(graph)), np.zeros((2, len(graph)))
+    heads_of(graph.order, graph.producer, inputs.starts, inputs.items, least, send, queues, scratch, head)
+    tails_of(graph.order, outputs.starts, outputs.items, readers.starts, readers.items, least, send, queues, scratch,
+             tail)  # fmt: skip
+    return Reach(head, tail, least, send)
 
 
 def lower_bound_seconds(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph, sum_by
-from onnxplace.simulation.kernels import device_peaks, execute, live_spans
+from onnxplace.simulation.kernels import DEVICE, device_peaks, execute, live_spans
 from onnxplace.target import LINK_MODELS, Target
 
 
@@ -55,35 +55,55 @@ def simulate(graph: OpGraph, seconds: Floats, target: Target, device: Ints, orde
     """
     device, order = device.astype(np.int32, copy=False), order.astype(np.int32, copy=False)
     own_seconds = seconds[device, np.arange(len(graph))]
-    latency, per_byte = target.link_arrays()
-    outputs, inputs, readers = graph.outputs, graph.inputs, graph.readers
-    start, finish, *sent = execute(
-        order,
-        device,
-        own_seconds,
-        len(target.devices),
-        graph.producer,
-        graph.value_bytes,
-        outputs.starts,
-        outputs.items,
-        inputs.starts,
-        inputs.items,
-        readers.starts,
-        readers.items,
-        latency,
-        per_byte,
-        LINK_MODELS.index(target.link_model),
-    )
+    start, finish, transfers = _execute(graph, own_seconds, target, device, order)
     if len(finish) and finish.min() < 0:
         stuck = graph.names[int(order[np.argmax(finish[order] < 0)])]
         raise ValueError(f"the order cannot be run: {stuck!r} waits for a node that is behind it")
-    transfers = Transfers(*sent)
     end = float(max(finish.max(initial=0.0), transfers.finish_seconds.max(initial=0.0)))
     weights = device_weights(graph, device, len(target.devices))
     dynamic = _peak_of_values(graph, device, order, start, finish, transfers, end, len(target.devices))
     return Simulation(
         start, finish, transfers, end, sum_by(device, own_seconds, len(target.devices)), weights, weights + dynamic
     )
+
+
+def _execute(
+    graph: OpGraph, own_seconds: Floats, target: Target, device: Ints, order: Ints
+) -> tuple[Floats, Floats, Transfers]:
+    """Return when nodes start and finish, -1 for those that cannot run in this order, and what is sent."""
+    latency, per_byte = target.link_arrays()
+    outputs, inputs, readers = graph.outputs, graph.inputs, graph.readers
+    home = device[order]
+    queue_starts = np.concatenate([[0], np.cumsum(np.bincount(home, minlength=len(target.devices)))])
+    devices = np.zeros(len(target.devices), DEVICE)
+    devices["head"], devices["running"], devices["stamp"], devices["touched"] = queue_starts[:-1], -1, -1, 1
+    waiting = np.bincount(inputs.rows[graph.producer[inputs.items] >= 0], minlength=len(graph))
+    start, finish, available = np.full(len(graph), -1.0), np.full(len(graph), -1.0), np.zeros(len(graph))
+    most = len(readers.items)  # each reader gets a value once
+    sent_nodes, sent_times = np.empty((3, most), dtype=np.int32), np.empty((3, most))
+    sent = execute(
+        queue_starts,
+        order[np.argsort(home, kind="stable")],
+        device,
+        own_seconds,
+        graph.producer,
+        graph.value_bytes,
+        outputs.starts,
+        outputs.items,
+        readers.starts,
+        readers.items,
+        latency,
+        per_byte,
+        LINK_MODELS.index(target.link_model),
+        waiting,
+        available,
+        devices,
+        start,
+        finish,
+        sent_nodes,
+        sent_times,
+    )
+    return start, finish, Transfers(*sent_nodes[:, :sent].copy(), *sent_times[:, :sent].copy())
 
 
 def device_weights(graph: OpGraph, device: Ints, device_count: int) -> Longs:
@@ -107,7 +127,10 @@ def _peak_of_values(
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
     copies = _copies(graph, device, transfers)
-    birth, death, birth_rank, death_rank, root = live_spans(
+    buffers = len(graph.producer) + len(copies.device)
+    birth, death, root = np.full(buffers, np.inf), np.full(buffers, -1.0), np.arange(buffers)
+    birth_rank, death_rank = np.zeros(buffers, dtype=np.int64), np.full(buffers, -1, dtype=np.int64)
+    live_spans(
         device,
         start,
         finish,
@@ -122,6 +145,11 @@ def _peak_of_values(
         copies.begin,
         copies.end,
         end,
+        birth,
+        death,
+        birth_rank,
+        death_rank,
+        root,
     )
     owned = np.flatnonzero((root == np.arange(len(root))) & np.isfinite(birth))
     home = np.concatenate([device[graph.producer], copies.device]) if len(device) else copies.device
@@ -132,7 +160,8 @@ def _peak_of_values(
     at = np.concatenate([birth_rank[owned], death_rank[owned], 2 * rank[work], 2 * rank[work] + 1])
     change = np.concatenate([size[owned], -size[owned], graph.workspace_bytes[work], -graph.workspace_bytes[work]])
     # At one instant and rank there are only births or only deaths.
-    peaks: Longs = device_peaks(np.lexsort((at, when)), where, change, device_count)
+    live, peaks = np.zeros((2, device_count), dtype=np.int64)
+    device_peaks(np.lexsort((at, when)), where, change, live, peaks)
     return peaks
 
 

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from onnxplace.utils.jit import (
         budget_clock as budget_clock,
         compiled_loop as compiled_loop,
+        compiled_loops as compiled_loops,
         compiled_part as compiled_part,
+        in_place as in_place,
         on_compiling as on_compiling,
     )
     from onnxplace.utils.leases import (
@@ -53,7 +55,7 @@ __getattr__, __dir__, __all__ = attach(
             "cannot_write_error disk_error is_full open_input parse_json path_text read_bytes read_json read_text "
             "require_name require_place write_file"
         ),
-        "jit": "budget_clock compiled_loop compiled_part on_compiling",
+        "jit": "budget_clock compiled_loop compiled_loops compiled_part in_place on_compiling",
         "leases": ("Lease OCCUPIED_ERRORS OLD_SUFFIX find_moved_aside hold_lease sweep_leftovers temporary_folder"),
         "name_patterns": "match_names match_stars",
         "renames": "exchange_names rename_new",

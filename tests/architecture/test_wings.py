@@ -36,8 +36,8 @@ MAY_IMPORT = {
     "passes.placement.grouping": "errors facts graph model problem state target utils",
     "passes.placement.list_scheduling": "errors graph problem simulation state target utils",
     "passes.placement.search": (
-        "errors facts graph passes.placement.grouping passes.placement.list_scheduling problem simulation state target "
-        "utils"
+        "cost_graph errors facts graph passes.placement.grouping passes.placement.list_scheduling passes.profiling "
+        "problem simulation state target utils"
     ),
     "passes.placement.exact": "graph passes.placement.search problem simulation utils",
     "passes.placement.stages": "graph problem simulation utils",

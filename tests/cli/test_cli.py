@@ -489,7 +489,7 @@ def test_a_reader_that_goes_away_is_no_failure(monkeypatch):
     assert main(["passes", "--json"]) in (0, 141)
 
 
-def test_that_kernels_are_compiled_is_said_once_on_a_terminal(
+def test_that_loops_are_compiled_is_said_once_on_a_terminal_and_never_with_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import numba
@@ -498,15 +498,17 @@ def test_that_kernels_are_compiled_is_said_once_on_a_terminal(
     from onnxplace.utils import on_compiling
 
     on_compiling(lambda: None)
-    tell_of_compiling()
+    tell_of_compiling(False)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert numba.njit(lambda x: x + 3)(1) == 4
+    tell_of_compiling(True)  # as with --json
+    assert numba.njit(lambda x: x + 4)(1) == 5
     assert capsys.readouterr().err == ""
-    tell_of_compiling()
+    tell_of_compiling(False)
     assert capsys.readouterr().err == ""
     for add in (1, 2):
         assert numba.njit(lambda x, add=add: x + add)(1) == 1 + add
-    assert capsys.readouterr().err.count("compiling kernels") == 1
+    assert capsys.readouterr().err.count("compiling loops for this machine") == 1
 
 
 def test_a_reader_that_goes_away_ends_the_examples_without_a_traceback():

@@ -10,17 +10,17 @@ import pytest
 from onnxplace.utils import budget_clock, on_compiling
 
 CALLER = """
-from onnxplace.utils import kernel
+from onnxplace.utils import compiled_loop
 from kept_parts import one_more
 
-@kernel
+@compiled_loop
 def run(x):
     return one_more(x)
 """
 PART = """
-from onnxplace.utils import part
+from onnxplace.utils import compiled_part
 
-@part
+@compiled_part
 def one_more(x):
     return x + {step}
 """

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from onnxplace.graph import Bools, Floats, Ints, Longs
-from onnxplace.utils import compiled_loop, compiled_part
+from onnxplace.utils import compiled_loop, compiled_part, in_place
 
 NEVER = 1e300
 # How many states with the same nodes started and the same values in the same places are compared with a new one.
@@ -149,7 +149,7 @@ def _in_the_way(reals, home, there, p):
     return reals[1 + devices + home] > reals[1 + home]
 
 
-@compiled_loop
+@in_place
 def apply(reals, ints, mask, action, p):
     """Carry out an action on a state in place; returns the new set of started nodes, -1 if it is not allowed."""
     devices, groups, count = p.devices, len(p.group_mask), len(p.group)
@@ -329,7 +329,7 @@ def distances(order, succ_starts, successors, send, work):
     return distance, remote
 
 
-@compiled_loop
+@in_place
 def level(opening, skip, own, later, total):
     """When devices could have done `total` seconds of work: one from `own` on, the others `later` than `opening`.
 

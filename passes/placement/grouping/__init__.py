@@ -11,13 +11,18 @@ if TYPE_CHECKING:
         join_light_groups as join_light_groups,
         number_sets as number_sets,
     )
-    from onnxplace.passes.placement.grouping.groups import first_equal as first_equal, group_nodes as group_nodes
+    from onnxplace.passes.placement.grouping.groups import (
+        Union as Union,
+        first_equal as first_equal,
+        group_nodes as group_nodes,
+        only_readers as only_readers,
+    )
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "contraction_kernels": "contract merge_runs",
         "group_kernels": "choose_devices join_light_groups number_sets",
-        "groups": "first_equal group_nodes",
+        "groups": "Union first_equal group_nodes only_readers",
     },
 )

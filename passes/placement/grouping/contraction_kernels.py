@@ -148,12 +148,12 @@ def contract(group, cluster, producer, in_starts, ins):
         fewer = node if in_size[node] < in_size[other] else other
         edge = in_head[fewer]
         while edge >= 0:
-            out_count = _push(out_stack, out_count, out_waits, find(parent, source[edge]))
+            out_count = _push(out_stack, out_count, out_waits, np.int64(find(parent, source[edge])))
             edge = before[edge]
         fewer = node if out_size[node] < out_size[other] else other
         edge = out_head[fewer]
         while edge >= 0:
-            in_count = _push(in_stack, in_count, in_waits, find(parent, target[edge]))
+            in_count = _push(in_stack, in_count, in_waits, np.int64(find(parent, target[edge])))
             edge = after[edge]
         kept, gone = node, other
         if in_size[gone] + out_size[gone] > in_size[kept] + out_size[kept]:

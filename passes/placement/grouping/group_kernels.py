@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.utils import compiled_loop
+from onnxplace.utils import compiled_loop, in_place
 
 
-@compiled_loop
+@in_place
 def find(parent, node):
     """Root of the set of `node`; halves the path on the way."""
     while parent[node] != node:
@@ -28,7 +28,7 @@ def join(parent, pinned, reason, first, second, code):
     """
     refused = np.zeros(len(first), np.bool_)
     for k in range(len(first)):
-        a, b = find(parent, first[k]), find(parent, second[k])
+        a, b = find(parent, np.int64(first[k])), find(parent, np.int64(second[k]))
         if a == b:
             continue
         if pinned[a] >= 0 and pinned[b] >= 0 and pinned[a] != pinned[b]:
@@ -46,14 +46,14 @@ def join(parent, pinned, reason, first, second, code):
     return refused
 
 
-@compiled_loop
+@in_place
 def join_light_groups(parent, pinned, load, first, second, most):
     """Join `first[i]` and `second[i]`, in that order, unless they are pinned apart or together heavier than `most`.
 
     The root of a set holds its load and its pin.
     """
     for k in range(len(first)):
-        a, b = find(parent, first[k]), find(parent, second[k])
+        a, b = find(parent, np.int64(first[k])), find(parent, np.int64(second[k]))
         if a == b or load[a] + load[b] > most:
             continue
         if pinned[a] >= 0 and pinned[b] >= 0 and pinned[a] != pinned[b]:

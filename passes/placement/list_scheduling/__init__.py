@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         find_best_plan as find_best_plan,
         generate_plans as generate_plans,
         place_by_list_schedule as place_by_list_schedule,
+        plan as plan,
     )
 
 __getattr__, __dir__, __all__ = attach(
@@ -21,6 +22,6 @@ __getattr__, __dir__, __all__ = attach(
     {
         "favourites": "favourite_children transfer_edges",
         "filling": "fill_devices",
-        "planner": "find_best_plan generate_plans place_by_list_schedule",
+        "planner": "find_best_plan generate_plans place_by_list_schedule plan",
     },
 )

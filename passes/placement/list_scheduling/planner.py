@@ -107,8 +107,9 @@ def plan(
     work, tick_seconds = nothing_placed(asked, limit, extra, share)
     guided = bool((favourite >= 0).any())
     queues = empty_queues(len(asked.graph), len(limit), guided)
-    list_schedule(work, queues, favourite if guided else favourite[:0])
     nodes = work.nodes[:-1]
+    nodes["favourite"] = favourite
+    list_schedule(work, queues)
     return nodes["device"].copy(), nodes["start"] * tick_seconds
 
 

@@ -1,6 +1,7 @@
 """The list scheduler's small kernels: heaps, when inputs can be there, what fits, and what placing a node changes.
 
-They are compiled into `list_schedule`, which is what is kept on disk.
+They are compiled into `list_schedule`, which is what is kept on disk. Arguments are never literals, nor of several
+types: numba compiles once more for each.
 """
 
 # Compiled loops get their types from numba.
@@ -63,7 +64,7 @@ def take(q, queues):
     queues.slot[q, first] = 0
     queues.size[q] -= 1
     if queues.size[q] > 0:
-        sink(q, np.int64(queues.heap[q, queues.size[q]]), 0, queues)
+        sink(q, np.int64(queues.heap[q, queues.size[q]]), np.int64(0), queues)
     return first
 
 
@@ -179,7 +180,7 @@ def fetch(node, d, work, queues):
                 home = work.groups[work.nodes[reader].group].home
                 late = 3 * devices + (home if home >= 0 else devices)
                 if queues.slot[late, rank] > 0:
-                    put(late, rank, 0, queues)  # to be looked at again when it comes up
+                    put(late, rank, np.int64(0), queues)  # to be looked at again when it comes up
 
 
 @compiled_part
@@ -202,5 +203,5 @@ def let_go(node, work, queues):
                             and work.devices[d].used + queues.key[blocked, queues.heap[blocked, 0]]
                             <= work.devices[d].limit
                         ):
-                            put(d, take(blocked, queues), 0, queues)
+                            put(d, take(blocked, queues), np.int64(0), queues)
             value = work.values[value].root if work.values[value].root != value else -1

@@ -28,6 +28,7 @@ NODE = np.dtype(
         ("position", np.int64),  # in topological order
         ("in_order", np.int64),  # not of this node: which node is at this position
         ("group", np.int64),
+        ("favourite", np.int64),  # favourite child (m-SCT), or -1
         ("device", np.int64),  # -1 until it is placed
         ("waiting", np.int64),  # inputs that are still to be made
         ("start", np.int64),
@@ -65,6 +66,7 @@ DEVICE = np.dtype(
         ("free", np.int64),  # when it has computed what it was given
         ("sending", np.int64),  # when its outgoing channel is free
         ("receiving", np.int64),
+        ("last", np.int64),  # what it was given last; -1 before that
     ],
     align=True,
 )
@@ -139,7 +141,7 @@ def nothing_placed(asked: PlacementProblem, limit: Longs, extra: Longs, share: f
     _fill_values(values[:-1], graph)
     for name, column in (("extra", extra), ("left", size), ("pinned", asked.pinned), ("home", -1)):
         groups[name][:-1] = column
-    device["limit"] = limit
+    device["limit"], device["last"] = limit, -1
     device["admit"] = np.minimum(limit, (asked.limit_bytes * share).astype(np.int64))
     return Work(
         nodes,
@@ -161,7 +163,7 @@ def _fill_nodes(nodes: NDArray[Any], asked: PlacementProblem) -> None:
     graph = asked.graph
     made = graph.inputs.rows[graph.producer[graph.inputs.items] >= 0]
     nodes["workspace"], nodes["position"], nodes["in_order"] = graph.workspace_bytes, graph.positions, graph.order
-    nodes["group"], nodes["device"] = asked.group, -1
+    nodes["group"], nodes["favourite"], nodes["device"] = asked.group, -1, -1
     nodes["waiting"] = np.bincount(made, minlength=len(graph))
 
 

@@ -24,13 +24,13 @@ from onnxplace.passes.placement.list_scheduling.queue_kernels import (
     settle,
     take,
 )
-from onnxplace.utils import compiled_loop, compiled_part
+from onnxplace.utils import compiled_part, in_place
 
 NEVER = 1 << 62
 
 
-@compiled_loop
-def list_schedule(work, queues, favourite):
+@in_place
+def list_schedule(work, queues):
     """Place nodes one by one: of all ready nodes and devices, the pair that can start first.
 
     Ties go to the node that is first in topological order, then to the first device. With favourite children (m-SCT),
@@ -43,11 +43,9 @@ def list_schedule(work, queues, favourite):
     group is only taken on while the device stays within `admit`, so that there is room for its later nodes.
 
     The plan is left in `work.nodes`; the device of a node is -1 if nothing fitted any more. Times are ticks.
-    `favourite` is the favourite child of each node or -1; empty for m-ETF.
     """
     count, devices = len(work.nodes) - 1, len(work.devices)
-    guided = len(favourite) > 0
-    last = np.full(devices, -1, np.int64)
+    guided = len(queues.size) > 3 * devices  # some nodes have favourite children
     for g in range(len(work.groups) - 1):
         if work.groups[g].pinned >= 0:
             settle(g, work.groups[g].pinned, work)
@@ -61,13 +59,13 @@ def list_schedule(work, queues, favourite):
         while entered < ready:
             enter(np.int64(queues.fresh[entered]), work, queues, guided)
             entered += 1
-        node, d, when = choose(clock, last, favourite, work, queues)
+        node, d, when = choose(clock, work, queues)
         if node < 0 and unblock(work, queues):
-            node, d, when = choose(clock, last, favourite, work, queues)
+            node, d, when = choose(clock, work, queues)
         if node < 0:
             break
         clock = when
-        last[d] = node
+        work.devices[d].last = node
         if work.groups[work.nodes[node].group].home < 0:
             settle(work.nodes[node].group, d, work)
             if guided:
@@ -129,15 +127,15 @@ def make(node, d, ready, work, queues):
 
 
 @compiled_part
-def choose(clock, last, favourite, work, queues):
+def choose(clock, work, queues):
     """The node to place next, its device and its start; node -1 if none fits anywhere."""
     best_node, best_device, best_start = -1, -1, NEVER
-    for d in range(len(last)):
+    for d in range(len(work.devices)):
         if work.devices[d].free > best_start:
             continue
         node, when = earliest(d, clock, work, queues)
-        if len(favourite) > 0 and last[d] >= 0:
-            child = np.int64(favourite[last[d]])
+        if work.devices[d].last >= 0:
+            child = work.nodes[work.devices[d].last].favourite
             if child >= 0 and work.nodes[child].waiting == 0 and may_run(child, d, work):
                 node, when = awake(d, child, node, when, clock, work, queues)
         if node >= 0 and (
@@ -155,7 +153,7 @@ def earliest(d, clock, work, queues):
     while True:
         while queues.size[later] > 0 and queues.key[later, queues.heap[later, 0]] <= free:
             rank = take(later, queues)
-            put(now, rank, 0, queues)
+            put(now, rank, np.int64(0), queues)
         q = now if queues.size[now] > 0 else later
         if queues.size[q] == 0:
             return -1, NEVER
@@ -220,7 +218,7 @@ def most_urgent(which, busy, work, queues):
     while True:
         while queues.size[later] > 0 and queues.key[later, queues.heap[later, 0]] <= busy:
             rank = take(later, queues)
-            put(now, rank, 0, queues)
+            put(now, rank, np.int64(0), queues)
         q = now if queues.size[now] > 0 else later
         if queues.size[q] == 0:
             return -1, NEVER

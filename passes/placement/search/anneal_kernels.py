@@ -16,7 +16,7 @@ import numpy as np
 from onnxplace.graph import Csr, Floats, Ints, Longs
 from onnxplace.passes.placement.search.decode_kernels import AHEAD, FROM_THERE, decode
 from onnxplace.problem import PlacementProblem
-from onnxplace.utils import compiled_loop, compiled_part
+from onnxplace.utils import compiled_part, in_place
 
 
 class Atoms(NamedTuple):
@@ -161,7 +161,7 @@ def _grow(a, k, seed, largest):
     return size, border
 
 
-@compiled_loop
+@in_place
 def propose(w, a, k):
     """Alter the walk's placement, or the urgency of a node; `undo` takes it back."""
     devices = len(w.latency)
@@ -206,7 +206,7 @@ def propose(w, a, k):
     k.counts[REGION] = size
 
 
-@compiled_loop
+@in_place
 def undo(a, k):
     """Take the last proposal back."""
     if k.counts[BIASED] >= 0:
@@ -217,7 +217,7 @@ def undo(a, k):
             k.device[a.members[m]] = k.before[r]
 
 
-@compiled_loop
+@in_place
 def take(s, k):
     """Go on from the last proposal, which `s` holds the simulation of; returns whether it is the best so far."""
     k.counts[TAKEN] += 1
@@ -240,7 +240,7 @@ def take(s, k):
     return False
 
 
-@compiled_loop
+@in_place
 def anneal(w, s, a, k, lean, proposals, hot, progress, step, ask, best_device, best_bias):
     """Try so many proposals, taking those that pass at the temperature of the moment; the best goes to `best_*`.
 

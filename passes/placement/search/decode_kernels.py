@@ -9,13 +9,14 @@ search calls it thousands of times a second.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from onnxplace.graph import Floats, Ints, Longs, OpGraph
 from onnxplace.target import LINK_MODELS, Target
-from onnxplace.utils import compiled_loop, compiled_part
+from onnxplace.utils import compiled_part, in_place
 
 # Why a node could not start before it did: nothing, a node before it on its device, an input made here, or elsewhere.
 NOTHING, AHEAD, FROM_HERE, FROM_THERE = range(4)
@@ -44,6 +45,25 @@ class Wiring(NamedTuple):
     link_model: int
 
 
+# What a simulation knows about a device. The search simulates thousands of times a second: these are made once for all.
+DEVICE = np.dtype(
+    [
+        ("free", np.float64),
+        ("ends", np.float64),  # when what it runs is done; infinity if it runs nothing
+        ("wake", np.float64),  # when the next node could start; infinity while one runs
+        ("sending", np.float64),
+        ("receiving", np.float64),
+        ("arrival", np.float64),  # when it has the value `stamp`
+        ("running", np.int64),  # node, or -1
+        ("last", np.int64),
+        ("ready", np.int64),  # nodes in its heaps
+        ("future", np.int64),
+        ("stamp", np.int64),  # the value that was last sent to it, or -1
+    ],
+    align=True,
+)
+
+
 class Scratch(NamedTuple):
     """Arrays that one simulation writes; of node length unless said otherwise."""
 
@@ -64,6 +84,8 @@ class Scratch(NamedTuple):
     """[device, node]."""
     future_heap: Ints
     """[device, node]."""
+    devices: NDArray[Any]
+    """Records of `DEVICE`."""
 
 
 def wiring(graph: OpGraph, seconds: Floats, target: Target) -> Wiring:
@@ -87,7 +109,8 @@ def scratch(nodes: int, devices: int) -> Scratch:
         return np.zeros(nodes, dtype=np.int32)
 
     return Scratch(floats(), floats(), floats(), floats(), floats(), ints(), ints(), ints(), ints(),
-                   np.zeros((devices, nodes), dtype=np.int32), np.zeros((devices, nodes), dtype=np.int32))  # fmt: skip
+                   np.zeros((devices, nodes), dtype=np.int32), np.zeros((devices, nodes), dtype=np.int32),
+                   np.zeros(devices, DEVICE))  # fmt: skip
 
 
 def run_order(graph: OpGraph, s: Scratch) -> Ints:
@@ -196,7 +219,7 @@ def _pop_soonest(heap, size, when):
     return top
 
 
-@compiled_loop
+@in_place
 def decode(w, device, bias, lean, limit, s):
     """Run a placement; returns its makespan, and the time that transfers take in total.
 
@@ -208,17 +231,12 @@ def decode(w, device, bias, lean, limit, s):
     longest = bottom_levels(w, device, s.bottom)
     if longest > limit:
         return np.inf, 0.0
-    free = np.zeros(devices)
-    running = np.full(devices, -1, np.int32)
-    ends = np.full(devices, np.inf)
-    wake = np.full(devices, np.inf)
-    last = np.full(devices, -1, np.int32)
-    ready_size = np.zeros(devices, np.int64)
-    future_size = np.zeros(devices, np.int64)
-    sending = np.zeros(devices)
-    receiving = np.zeros(devices)
-    arrival = np.zeros(devices)
-    stamp = np.full(devices, -1, np.int64)
+    for d in range(devices):
+        it = s.devices[d]
+        it.free, it.sending, it.receiving = 0.0, 0.0, 0.0
+        it.ends, it.wake = np.inf, np.inf
+        it.running, it.last, it.stamp = -1, -1, -1
+        it.ready, it.future = 0, 0
     traffic = 0.0
     makespan = 0.0
     for node in range(count):
@@ -233,22 +251,22 @@ def decode(w, device, bias, lean, limit, s):
         node = w.order[position]
         if s.waiting[node] == 0:
             d = device[node]
-            _push(s.ready_heap[d], ready_size[d], node, s.key)
-            ready_size[d] += 1
+            _push(s.ready_heap[d], s.devices[d].ready, node, s.key)
+            s.devices[d].ready += 1
     now = 0.0
     while True:
         for d in range(devices):
-            if running[d] >= 0:
+            if s.devices[d].running >= 0:
                 continue
-            while future_size[d] > 0 and s.available[s.future_heap[d, 0]] <= now:
-                node = _pop_soonest(s.future_heap[d], future_size[d], s.available)
-                future_size[d] -= 1
-                _push(s.ready_heap[d], ready_size[d], node, s.key)
-                ready_size[d] += 1
-            if ready_size[d] > 0:
-                node = _pop(s.ready_heap[d], ready_size[d], s.key)
-                ready_size[d] -= 1
-                began = max(free[d], s.available[node])
+            while s.devices[d].future > 0 and s.available[s.future_heap[d, 0]] <= now:
+                node = _pop_soonest(s.future_heap[d], s.devices[d].future, s.available)
+                s.devices[d].future -= 1
+                _push(s.ready_heap[d], s.devices[d].ready, node, s.key)
+                s.devices[d].ready += 1
+            if s.devices[d].ready > 0:
+                node = _pop(s.ready_heap[d], s.devices[d].ready, s.key)
+                s.devices[d].ready -= 1
+                began = max(s.devices[d].free, s.available[node])
                 if began + s.bottom[node] > limit:
                     return np.inf, 0.0
                 took = w.seconds[d, node]
@@ -256,36 +274,38 @@ def decode(w, device, bias, lean, limit, s):
                     took += _calls(w, device, node, d)
                 s.start[node] = began
                 s.finish[node] = began + took
-                if free[d] > s.available[node] or (free[d] == s.available[node] and s.last_input[node] < 0):
-                    s.blame[node] = last[d]
-                    s.blame_kind[node] = AHEAD if last[d] >= 0 else NOTHING
+                if s.devices[d].free > s.available[node] or (
+                    s.devices[d].free == s.available[node] and s.last_input[node] < 0
+                ):
+                    s.blame[node] = s.devices[d].last
+                    s.blame_kind[node] = AHEAD if s.devices[d].last >= 0 else NOTHING
                 else:
                     s.blame[node] = s.last_input[node]
                     s.blame_kind[node] = NOTHING
                     if s.blame[node] >= 0:
                         s.blame_kind[node] = FROM_HERE if device[s.blame[node]] == d else FROM_THERE
-                running[d] = node
-                ends[d] = s.finish[node]
-                wake[d] = np.inf
-                last[d] = node
-            elif future_size[d] > 0:
-                wake[d] = s.available[s.future_heap[d, 0]]
+                s.devices[d].running = node
+                s.devices[d].ends = s.finish[node]
+                s.devices[d].wake = np.inf
+                s.devices[d].last = node
+            elif s.devices[d].future > 0:
+                s.devices[d].wake = s.available[s.future_heap[d, 0]]
         now = np.inf
         for d in range(devices):
-            now = min(now, min(ends[d], wake[d]))
+            now = min(now, min(s.devices[d].ends, s.devices[d].wake))
         if now == np.inf:
             break
         while True:
             home = -1
             for d in range(devices):
-                if ends[d] == now and (home < 0 or running[d] < running[home]):
+                if s.devices[d].ends == now and (home < 0 or s.devices[d].running < s.devices[home].running):
                     home = d
             if home < 0:
                 break
-            node = running[home]
-            running[home] = -1
-            ends[home] = np.inf
-            free[home] = now
+            node = s.devices[home].running
+            s.devices[home].running = -1
+            s.devices[home].ends = np.inf
+            s.devices[home].free = now
             makespan = now
             for k in range(w.out_starts[node], w.out_starts[node + 1]):
                 value = w.outs[k]
@@ -294,37 +314,41 @@ def decode(w, device, bias, lean, limit, s):
                     there = device[reader]
                     when = now
                     if there != home:
-                        if stamp[there] != value:
-                            stamp[there] = value
+                        if s.devices[there].stamp != value:
+                            s.devices[there].stamp = value
                             begin = now
                             if w.link_model == 0:
-                                begin = max(now, max(sending[home], receiving[there]))
+                                begin = max(now, max(s.devices[home].sending, s.devices[there].receiving))
                             elif w.link_model == 2:
                                 begin = max(
-                                    now, max(max(sending[home], receiving[home]), max(sending[there], receiving[there]))
+                                    now,
+                                    max(
+                                        max(s.devices[home].sending, s.devices[home].receiving),
+                                        max(s.devices[there].sending, s.devices[there].receiving),
+                                    ),
                                 )
                             lasts = w.latency[home, there] + w.value_bytes[value] * w.per_byte[home, there]
                             traffic += lasts
-                            sending[home] = begin + lasts
-                            receiving[there] = begin + lasts
-                            arrival[there] = begin + lasts
-                        when = arrival[there]
+                            s.devices[home].sending = begin + lasts
+                            s.devices[there].receiving = begin + lasts
+                            s.devices[there].arrival = begin + lasts
+                        when = s.devices[there].arrival
                     if when >= s.available[reader]:
                         s.available[reader] = when
                         s.last_input[reader] = node
                     s.waiting[reader] -= 1
                     if s.waiting[reader] == 0:
                         if s.available[reader] <= now:
-                            _push(s.ready_heap[there], ready_size[there], reader, s.key)
-                            ready_size[there] += 1
+                            _push(s.ready_heap[there], s.devices[there].ready, reader, s.key)
+                            s.devices[there].ready += 1
                         else:
-                            _push_soonest(s.future_heap[there], future_size[there], reader, s.available)
-                            future_size[there] += 1
-                            if running[there] < 0:
-                                wake[there] = min(wake[there], s.available[reader])
+                            _push_soonest(s.future_heap[there], s.devices[there].future, reader, s.available)
+                            s.devices[there].future += 1
+                            if s.devices[there].running < 0:
+                                s.devices[there].wake = min(s.devices[there].wake, s.available[reader])
         for d in range(devices):
-            if wake[d] <= now:
-                wake[d] = np.inf
+            if s.devices[d].wake <= now:
+                s.devices[d].wake = np.inf
     return makespan, traffic
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.utils import compiled_loop
+from onnxplace.utils import compiled_loop, in_place
 
 DUPLEX, SEQUENTIAL, PARALLEL, SUM, TRAFFIC = range(5)
 """How the load of a stage follows from its compute, sends and receives; see `combined`."""
@@ -137,7 +137,7 @@ def removals(starts, add, leads):
     return down_starts, down_node, down_ideal
 
 
-@compiled_loop
+@in_place
 def combined(rule, compute, sent, received):
     """Load of a stage under one of the rules at the top of this file."""
     if rule == 0:
@@ -151,7 +151,7 @@ def combined(rule, compute, sent, received):
     return received
 
 
-@compiled_loop
+@in_place
 def stages_below(
     ideal,
     lattice,
@@ -267,7 +267,7 @@ def new_scratch(nodes, values, weights, classes):
     )
 
 
-@compiled_loop
+@in_place
 def cross(x, sign, unread, graph):
     """Count node `x` in (1) or out (-1) of an ideal in `unread`: per value made inside, its readers outside."""
     producer, out_starts, outs, in_starts, ins, read_starts = graph
@@ -279,7 +279,7 @@ def cross(x, sign, unread, graph):
         unread[value] = read_starts[value + 1] - read_starts[value] if sign > 0 else 0
 
 
-@compiled_loop
+@in_place
 def walk(ideal, depth, path, parent, last, unread, graph):
     """Move along the tree of ideals, from the end of `path` to `ideal`, keeping `unread`; return the new depth."""
     missing = 0

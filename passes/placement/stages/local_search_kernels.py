@@ -11,7 +11,7 @@ import numpy as np
 
 from onnxplace.graph import Floats, Ints, Longs, OpGraph
 from onnxplace.passes.placement.stages.ideal_kernels import combined
-from onnxplace.utils import compiled_loop
+from onnxplace.utils import compiled_loop, in_place
 
 # The generator of compiled loops takes seeds of 32 bits.
 MAX_SEED = (1 << 32) - 1
@@ -52,7 +52,7 @@ class LocalSearch:
         return found.astype(np.int32), float(value)
 
 
-@compiled_loop
+@in_place
 def shift(node, a, b, device, state, graph, costs):
     """Move `node` from device `a` to `b`, keeping loads, weights and reader counts up to date."""
     compute, sent, received, bytes_held, reads, holds = state
@@ -99,7 +99,7 @@ def shift(node, a, b, device, state, graph, costs):
     device[node] = b
 
 
-@compiled_loop
+@in_place
 def judged(state, rule, scale):
     """Return the largest load (or the traffic), and a smooth stand-in for it that also counts what is below."""
     compute, sent, received = state[0], state[1], state[2]
@@ -122,7 +122,7 @@ def judged(state, rule, scale):
     return worst, energy
 
 
-@compiled_loop
+@in_place
 def allowed(node, b, device, state, stage, ordered, pred_starts, preds, succ_starts, succs, costs, graph, limits):
     """Whether `node` may go to device `b`: pins, memory, and the order of stages."""
     limit, need = limits

@@ -62,12 +62,12 @@ def test_the_child_process_starts_from_a_script_without_a_guard(tmp_path):
     script.write_text(
         "from pathlib import Path\n"
         "import models\n"
-        "from onnxplace.model import load\n"
-        "from onnxplace.passes.profiling.timer import Job, profile_blocking, stored\n"
-        "from onnxplace.machine import Patience\n"
+        "from onnxplace.model import load, store_for_session\n"
+        "from onnxplace.passes.profiling.timer import Job, profile_blocking\n"
+        "from onnxplace.machine import RepeatPolicy\n"
         "model = load(models.build('squeezenet'))\n"
-        "source, entries = stored(model, Path('.'))\n"
-        "job = Job(source, entries, 'cpu:0', (0,), model.feeds(), Patience(3, 0.1, 0.02), '.', 'model')\n"
+        "source, entries = store_for_session(model, Path('.'))\n"
+        "job = Job(source, entries, 'cpu:0', (0,), model.feeds(), RepeatPolicy(3, 0.1, 0.02), '.', 'model')\n"
         "print(len(profile_blocking(job).seconds))\n"
     )
     path = os.pathsep.join(filter(None, sys.path))

@@ -8,8 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from onnxplace.cost_graph import parse_cost_graph
 from onnxplace.errors import InfeasibleError
-from onnxplace.passes.placement.list_scheduling import fill_devices, find_best_plan
-from onnxplace.passes.placement.list_scheduling.planner import plan
+from onnxplace.passes.placement.list_scheduling import fill_devices, find_best_plan, plan
 from onnxplace.problem import PlacementProblem, placement_problem, sort_by_start
 from onnxplace.state import State
 

@@ -1,0 +1,36 @@
+"""A cost graph in memory: the graph, its costs, its devices, and the ids of its file."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from onnxplace.errors import Diagnostic
+from onnxplace.facts import Profile
+from onnxplace.graph import Ints
+from onnxplace.state import State
+from onnxplace.target import Link, Target
+
+
+@dataclass(frozen=True)
+class CostGraph:
+    """A graph with its costs, as it was given: nodes are in the order in which ties are broken."""
+
+    name: str
+    ids: tuple[Hashable, ...]
+    """The id of each node in its file."""
+    device_ids: tuple[Hashable, ...]
+    profile: Profile
+    target: Target
+    link: Link
+    """What connects each pair of its devices; the names of its ends mean nothing."""
+    notes: tuple[Diagnostic, ...] = ()
+    """What looks like an oversight."""
+
+    def state(self) -> State:
+        """Return the state that a pipeline of coplace, fuse and a placer starts from."""
+        return State(self.target).having(self.profile).saying(*self.notes)
+
+    def device_of(self, device: Ints) -> dict[str, Hashable]:
+        """Return a placement as people write it: device id by node id."""
+        return {str(node): self.device_ids[index] for node, index in zip(self.ids, device.tolist())}
