@@ -284,7 +284,9 @@ def pretend(monkeypatch, seconds_by_devices):
 
     monkeypatch.setattr("onnxplace.driver.finishing.run_trials", result)
     monkeypatch.setattr("onnxplace.driver.finishing._not_measured", lambda state: None)
-    monkeypatch.setattr("onnxplace.driver.finishing.single_device_seconds", lambda profile, target: np.array([0.02, 0.02]))
+    monkeypatch.setattr(
+        "onnxplace.driver.finishing.single_device_seconds", lambda profile, target: np.array([0.02, 0.02])
+    )
 
 
 def devices_of(bundle):
