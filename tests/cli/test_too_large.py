@@ -211,7 +211,7 @@ def test_times_and_seeds_that_are_none_are_refused(option):
 
 
 def test_an_archive_that_expands_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("onnxplace.feeds.feeds.MAX_UNPACKED_BYTES", 1 << 20)
+    monkeypatch.setattr("onnxplace.feeds.npz.MAX_UNPACKED_BYTES", 1 << 20)
     np.savez_compressed(tmp_path / "bomb.npz", x=np.zeros(1 << 20, dtype=np.float32))
     with pytest.raises(FeedError, match=r"its \d+ bytes expand to 4194") as caught:
         read_npz(tmp_path / "bomb.npz")
