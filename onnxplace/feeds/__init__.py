@@ -1,4 +1,4 @@
-"""Inputs of a model: declared types and sizes, checks, random values, .npz files."""
+"""Inputs of a model: declared types and sizes, checks, generated values, .npz files."""
 
 from typing import TYPE_CHECKING
 

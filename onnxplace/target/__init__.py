@@ -1,4 +1,4 @@
-"""Devices and links: what a placement is made for, and its text forms."""
+"""Devices and links, for which placements are computed, and their text forms."""
 
 from typing import TYPE_CHECKING
 
