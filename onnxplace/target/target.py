@@ -102,7 +102,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Shared:
-    """Devices that slow each other down, because they share memory bandwidth, caches or power.
+    """Devices that share a resource, such as memory bandwidth, and slow each other down.
 
     Each factor holds while one other device is busy all the time. With n of them, the part above 1 is n times as large.
     """

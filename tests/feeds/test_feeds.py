@@ -27,8 +27,8 @@ declarations = st.lists(
 )
 
 
-def complete_sizes(inputs: list[Declared], sizes: dict[str, int]) -> dict[str, int]:
-    """Return a size for each dimension without one: by symbol, else 2."""
+def choose_sizes(inputs: list[Declared], sizes: dict[str, int]) -> dict[str, int]:
+    """Return a size for each symbolic dimension: from `sizes`, else 2."""
     return {key: sizes.get(key, 2) for item in inputs for key, size in dimension_keys(item) if size is None}
 
 
@@ -37,7 +37,7 @@ def complete_sizes(inputs: list[Declared], sizes: dict[str, int]) -> dict[str, i
 
 @given(declarations, st.integers(0, 5), st.integers(0, 2**32))
 def test_random_feeds_fit_the_declared_inputs(inputs, batch, seed):
-    feeds = random_feeds(inputs, complete_sizes(inputs, {"batch": batch}), seed)
+    feeds = random_feeds(inputs, choose_sizes(inputs, {"batch": batch}), seed)
     assert set(check_feeds(feeds, inputs)) == {item.name for item in inputs if not item.optional}
     for item in inputs:
         if not item.optional:
@@ -48,7 +48,7 @@ def test_random_feeds_fit_the_declared_inputs(inputs, batch, seed):
 
 @given(declarations, st.integers(0, 2**32))
 def test_random_feeds_are_deterministic_under_a_seed(inputs, seed):
-    first, second = (random_feeds(inputs, complete_sizes(inputs, {}), seed) for _ in range(2))
+    first, second = (random_feeds(inputs, choose_sizes(inputs, {}), seed) for _ in range(2))
     assert list(first) == list(second)
     for name in first:
         assert first[name].tobytes() == second[name].tobytes()
@@ -60,14 +60,14 @@ def test_another_seed_gives_other_feeds():
 
 
 def test_random_integers_are_valid_indices():
-    drawn = random_feeds([Declared("i", "tensor(int64)", (1000,))], {})["i"]
-    assert set(drawn.tolist()) == {0, 1}
+    array = random_feeds([Declared("i", "tensor(int64)", (1000,))], {})["i"]
+    assert set(array.tolist()) == {0, 1}
 
 
 def test_generated_strings_are_objects():
-    drawn = random_feeds([Declared("s", "tensor(string)", (2,))], {})["s"]
-    assert drawn.tolist() == ["a", "a"]
-    check_feeds({"s": drawn}, [Declared("s", "tensor(string)", (2,))])
+    array = random_feeds([Declared("s", "tensor(string)", (2,))], {})["s"]
+    assert array.tolist() == ["a", "a"]
+    check_feeds({"s": array}, [Declared("s", "tensor(string)", (2,))])
 
 
 def test_all_unbound_dimensions_are_listed_once_with_an_example():

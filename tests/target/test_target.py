@@ -34,7 +34,14 @@ hardware_names = st.text(
 def targets(draw, names=hardware_names) -> Target:
     ids = draw(id_lists)
     devices = [
-        Device(name, draw(st.integers(0, 2**50)), draw(st.integers(1, 256)), draw(names), draw(seconds)) for name in ids
+        Device(
+            id=name,
+            memory_bytes=draw(st.integers(0, 2**50)),
+            cores=draw(st.integers(1, 256)),
+            model=draw(names),
+            segment_seconds=draw(seconds),
+        )
+        for name in ids
     ]
     pairs = [(a, b) for a in ids for b in ids if a != b]
     chosen = draw(st.lists(st.sampled_from(pairs), unique=True, max_size=6)) if pairs else []

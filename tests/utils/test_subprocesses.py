@@ -51,9 +51,8 @@ def test_an_error_of_the_child_is_raised_in_the_caller():
 
 
 def test_an_unexpected_exception_of_the_child_is_reported_in_one_line():
-    with pytest.raises(
-        ExecutionError, match=r"^error\[X004\] cpu:0: reading failed in a process of its own: "
-    ) as caught:
+    message = r"^error\[X004\] cpu:0: reading failed in a process of its own: "
+    with pytest.raises(ExecutionError, match=message) as caught:
         run_in_child(raise_value_error, "out of tune", "reading", "cpu:0")
     assert str(caught.value).endswith("ValueError: out of tune")
 
