@@ -15,6 +15,10 @@ def attach(
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` for a package.
 
+    >>> get, _, names = attach("json", {"decoder": "JSONDecoder", "encoder": ""})
+    >>> names, get("JSONDecoder").__name__
+    (['JSONDecoder', 'encoder'], 'JSONDecoder')
+
     Args:
         package: the full name of the package.
         modules: the public names of each module, separated by spaces; an empty text makes the module itself public.

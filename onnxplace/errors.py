@@ -190,13 +190,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def _find_nearest(name: str, names: list[str]) -> str | None:
     """Return the known name that was probably meant: of similar spelling, or the only one with this beginning."""
-    wanted = _normalize(name)
-    kind, colon, index = wanted.partition(":")
+    normalized = _normalize(name)
+    kind, colon, index = normalized.partition(":")
     known = {_normalize(candidate): candidate for candidate in reversed(names)}
     if kind in _ALIASES:
         return known.get(_ALIASES[kind] + colon + index)
-    completions = [candidate for candidate in known if kind and candidate.startswith(wanted)]
-    matches = completions if len(completions) == 1 else difflib.get_close_matches(wanted, known, n=1, cutoff=0.6)
+    completions = [candidate for candidate in known if kind and candidate.startswith(normalized)]
+    matches = completions if len(completions) == 1 else difflib.get_close_matches(normalized, known, n=1, cutoff=0.6)
     return known[matches[0]] if matches else None
 
 

@@ -103,7 +103,11 @@ def closing_timeout(kind: type[BaseException] | None) -> float | None:
 
 
 def unpicklable(what: str) -> UsageError:
-    """Return the error for an object with threads and devices, which cannot be copied."""
+    """Return the error for an object with threads and devices, which cannot be copied.
+
+    >>> unpicklable("a session").message
+    'a session cannot be copied or pickled'
+    """
     hint = "pickle the bundle, and open a session in each process"
     return UsageError("U055", f"{what} cannot be copied or pickled", hint=hint)
 

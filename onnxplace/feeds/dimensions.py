@@ -30,7 +30,11 @@ def resolve_shapes(inputs: Sequence[Declared], dimensions: Mapping[str, int]) ->
 
 
 def complete_dimensions(keys: Iterable[str], dimensions: Mapping[str, int]) -> dict[str, int]:
-    """Return `dimensions` and all sizes that follow from them; raises FeedError for contradictions."""
+    """Return `dimensions` and all sizes that follow from them; raises FeedError for contradictions.
+
+    >>> complete_dimensions(["past + seq"], {"past": 5, "seq": 1})
+    {'past': 5, 'seq': 1, 'past + seq': 6}
+    """
     try:
         return complete_sizes(keys, dimensions)
     except NoSizeError as problem:
@@ -60,6 +64,10 @@ def dimensions_of_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) ->
 
     Where a symbol has several sizes, 1 gives way to the other size, as it may be broadcast. Raises FeedError if the
     sizes contradict a dimension that is an expression.
+
+    >>> import numpy as np
+    >>> dimensions_of_feeds({"x": np.zeros((2, 4))}, [Declared("x", "tensor(double)", ("batch", 4))])
+    {'batch': 2}
     """
     sizes: dict[str, int] = {}
     for item in inputs:
@@ -76,7 +84,11 @@ def dimensions_of_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) ->
 
 
 def dimension_keys(item: Declared) -> list[tuple[str, int | None]]:
-    """Return each dimension as (key by which users give its size, size if known)."""
+    """Return each dimension as (key by which users give its size, size if known).
+
+    >>> dimension_keys(Declared("x", "tensor(float)", ("batch", None, 4)))
+    [('batch', None), ('x.1', None), ('x.2', 4)]
+    """
     if not item.dtype.startswith("tensor("):
         return []
     if item.shape is None:

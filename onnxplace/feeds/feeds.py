@@ -83,6 +83,9 @@ def check_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[st
     """Return the feeds as arrays, checked against the declared inputs.
 
     Raises FeedError for a wrong name, type, rank or size, and for missing inputs.
+
+    >>> check_feeds({"x": [True, False]}, [Declared("x", "tensor(bool)", ("n",))])
+    {'x': array([ True, False])}
     """
     if not isinstance(feeds, Mapping):
         raise FeedError("F007", f"expected a mapping from input names to arrays, got {shown(feeds)}")

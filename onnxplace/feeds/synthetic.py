@@ -35,7 +35,11 @@ def random_feeds(inputs: Sequence[Declared], dimensions: Mapping[str, int], seed
 
 
 def zero_feeds(inputs: Sequence[Declared], dimensions: Mapping[str, int]) -> dict[str, Array]:
-    """Return zeros, false or empty strings for inputs; sizes and errors as in `random_feeds`."""
+    """Return zeros, false or empty strings for inputs; sizes and errors as in `random_feeds`.
+
+    >>> zero_feeds([Declared("x", "tensor(bool)", ("n",))], {"n": 2})
+    {'x': array([False, False])}
+    """
     shapes = resolve_shapes(inputs, dimensions)
     _require_room(shapes)
     return {item.name: _zero_array(item, shapes[item.name]) for item in inputs if item.name in shapes}

@@ -194,7 +194,11 @@ class Target:
         return latency, per_byte
 
     def limiting(self, limits: Mapping[str, int]) -> Target:
-        """Return this target with other memory limits (bytes by device id)."""
+        """Return this target with other memory limits (bytes by device id).
+
+        >>> Target((Device("cpu:0", 1024),)).limiting({"cpu:0": 512}).devices[0].memory_bytes
+        512
+        """
         for device_id in limits:
             self.position(device_id)
         devices = (replace(device, memory_bytes=limits.get(device.id, device.memory_bytes)) for device in self.devices)
@@ -202,7 +206,11 @@ class Target:
 
 
 def default_link(source: Device, destination: Device) -> Link:
-    """Return the link that is assumed between two devices without measurements."""
+    """Return the link that is assumed between two devices without measurements.
+
+    >>> default_link(Device("cpu:0", 1024), Device("cpu:1", 1024)).bytes_per_second
+    10000000000.0
+    """
     if source.kind == destination.kind == "cpu":
         return Link(source.id, destination.id, CPU_LATENCY_SECONDS, CPU_BYTES_PER_SECOND)
     return Link(source.id, destination.id, CUDA_LATENCY_SECONDS, CUDA_BYTES_PER_SECOND)
