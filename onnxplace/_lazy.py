@@ -1,6 +1,7 @@
-"""Packages whose public names are imported when they are first used.
+"""Packages whose public names are imported on first use.
 
-The command line and `import onnxplace` stay fast that way: a package lists what it offers, and loads none of it.
+A package lists its public names and loads none of their modules, so that `import onnxplace` and the command line stay
+fast.
 """
 
 from __future__ import annotations
@@ -14,21 +15,24 @@ def attach(
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` for a package.
 
+    >>> get, _, names = attach("json", {"decoder": "JSONDecoder", "encoder": ""})
+    >>> names, get("JSONDecoder").__name__
+    (['JSONDecoder', 'encoder'], 'JSONDecoder')
+
     Args:
         package: the full name of the package.
-        modules: the names that each of its modules offers, separated by spaces; no names, to offer the module itself.
-            No module may be called as one of these names is: Python sets a module as an attribute of its package when
-            it is imported.
+        modules: the public names of each module, separated by spaces; an empty text makes the module itself public.
+            No module may have one of these names: on import, Python sets a module as an attribute of its package.
     """
-    whole = {module for module, names in modules.items() if not names}
-    homes = {name: f"{package}.{module}" for module, names in modules.items() for name in names.split() or [module]}
-    names = sorted(homes)
+    public_modules = {module for module, names in modules.items() if not names}
+    origins = {name: f"{package}.{module}" for module, names in modules.items() for name in names.split() or [module]}
+    names = sorted(origins)
 
     def get(name: str) -> object:
-        # Nothing is stored in the package, so that tests can replace a name where it is defined.
-        if name not in homes:
+        # Nothing is cached in the package, so that tests can replace a name where it is defined.
+        if name not in origins:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = import_module(homes[name])
-        return module if name in whole else getattr(module, name)
+        module = import_module(origins[name])
+        return module if name in public_modules else getattr(module, name)
 
     return get, lambda: names, names

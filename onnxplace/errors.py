@@ -1,4 +1,4 @@
-"""What can go wrong, as one tree.
+"""The errors of onnxplace, as one tree.
 
     OnnxplaceError
     |-- InputError            exit 2: the user's model, bundle, feeds, options or files
@@ -13,7 +13,7 @@
     |-- BrokenPassError       exit 4: a pass that does not keep its own declaration
     `-- PluginError           exit 4: a plugin that cannot be loaded
 
-Every error names a code, the place, what is wrong there, and what to try.
+Every error has a code, a place, a message that says what is wrong, and mostly a hint that says what to try.
 """
 
 from __future__ import annotations
@@ -23,28 +23,31 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-# Longer lists of names help nobody.
+# Names in one list; longer lists are too long to read.
 MAX_LISTED = 10
-# Longer texts than this say no more of what is wrong in them.
+# Characters of one value in a message: enough to recognize the value.
 MAX_SHOWN = 60
-# Of a message, place or hint: a screen full. What users give, and what others say, may be much longer.
+# Characters of a message, place or hint: about a screen. Names, and errors of other programs, may be much longer.
 MAX_CHARACTERS = 4096
-# Names that people know from elsewhere; by spelling alone, the nearest to `gpu` would be `cpu`.
-_ELSEWHERE = {"gpu": "cuda"}
+# Names that people know from other programs; by spelling alone, the nearest to `gpu` would be `cpu`.
+_ALIASES = {"gpu": "cuda"}
 
 
 class OnnxplaceError(Exception):
-    """Anything onnxplace raises on purpose.
+    """The base of all errors that onnxplace raises on purpose.
 
-    `code` is stable and documented in docs/errors.md, `where` names the node, value, file or device, `hint`
-    says what to try; `exit_code` is what the command line returns.
+    `code` is stable and documented in docs/errors.md. `where` names the node, value, file or device, and `hint` says
+    what to try. The command line returns `exit_code`.
+
+    >>> str(OnnxplaceError("X001", "it is broken", where="node 'left'"))
+    "error[X001] node 'left': it is broken"
     """
 
     exit_code: ClassVar[int] = 4
 
     def __init__(self, code: str, message: str, *, where: str = "", hint: str = "") -> None:
         self.code = code
-        self.message, self.where, self.hint = (_cut(text) for text in (message, where, hint))
+        self.message, self.where, self.hint = (_shorten(text) for text in (message, where, hint))
         super().__init__(str(self))
 
     def __str__(self) -> str:
@@ -61,7 +64,7 @@ def _rebuild(kind: type[OnnxplaceError], code: str, message: str, where: str, hi
 
 
 class InputError(OnnxplaceError):
-    """Something the user gave is wrong."""
+    """An error in the user's input."""
 
     exit_code = 2
 
@@ -97,7 +100,7 @@ class ExecutionError(OnnxplaceError):
 
 
 class RunTimeoutError(ExecutionError, TimeoutError):
-    """A run that gave no result in the time it was given."""
+    """A run without a result within its time limit."""
 
 
 class BrokenPassError(OnnxplaceError):
@@ -105,20 +108,26 @@ class BrokenPassError(OnnxplaceError):
 
 
 class PluginError(OnnxplaceError):
-    """A plugin that cannot be loaded; names the distribution it came from."""
+    """A plugin that cannot be loaded; names its distribution."""
 
 
 def one_line(problem: BaseException) -> str:
-    """Return what an error says, in one line."""
+    r"""Return the message of an error in one line.
+
+    >>> one_line(ValueError("first\nsecond"))
+    'first second'
+    """
     return " ".join(str(problem).split())
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     return printable(text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}...")
 
 
 def printable(text: str) -> str:
-    r"""Return a text that a terminal shows as it is: names in files of strangers may hold anything.
+    r"""Return a text with unprintable characters escaped, except for line ends.
+
+    Names in files from strangers may hold control sequences, which a terminal would obey.
 
     >>> printable("a\x1b[2J")
     'a\\x1b[2J'
@@ -131,7 +140,7 @@ def printable(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value as a message shows it: a text in quotes, what is long cut.
+    """Return a value as it appears in messages: shortened, and a text in quotes.
 
     >>> shown("a" * 100)
     "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa..."
@@ -146,7 +155,7 @@ def shown(value: object) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return how many of something there are.
+    """Return a number with its noun, in singular or plural.
 
     >>> counted(0, "value"), counted(1, "value")
     ('0 values', '1 value')
@@ -154,48 +163,51 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def listed(names: Iterable[str]) -> str:
-    """Return names as people list them, at most ten of them.
+def listed(names: Iterable[str], *, quoted: bool = True) -> str:
+    """Return names separated by commas, at most ten.
 
     >>> listed(["noise", "mask"])
     "'noise', 'mask'"
     """
-    quoted = [repr(name) for name in names]
-    more = f", and {len(quoted) - MAX_LISTED} more" if len(quoted) > MAX_LISTED else ""
-    return ", ".join(quoted[:MAX_LISTED]) + more
+    texts = [repr(name) if quoted else name for name in names]
+    more = f", and {len(texts) - MAX_LISTED} more" if len(texts) > MAX_LISTED else ""
+    return ", ".join(texts[:MAX_LISTED]) + more
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint that offers the nearest known name, or lists them; case and `_` for `-` count for nothing.
+    """Return a hint that offers the nearest known name, or lists all.
+
+    Case does not matter, nor does `_` for `-`.
 
     >>> nearest("m_eft", ["single", "m-etf"]), nearest("gpu:0", ["cpu:0", "cuda:0"])
     ("did you mean 'm-etf'?", "did you mean 'cuda:0'?")
     """
     names = list(known)
-    if close := _closest(name, names):
+    if close := _find_nearest(name, names):
         return f"did you mean '{close}'?"
-    more = f", and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return "known: " + ", ".join(names[:MAX_LISTED]) + more
+    return f"known: {listed(names, quoted=False)}"
 
 
-def _closest(name: str, names: list[str]) -> str | None:
-    """Return the known name that was probably meant: spelt alike, or the only one that begins so."""
-    kind, colon, rest = _plain(name).partition(":")
-    plain = {_plain(each): each for each in reversed(names)}
-    if kind in _ELSEWHERE:
-        return plain.get(_ELSEWHERE[kind] + colon + rest)
-    begun = [each for each in plain if kind and each.startswith(_plain(name))]
-    close = begun if len(begun) == 1 else difflib.get_close_matches(_plain(name), plain, n=1, cutoff=0.6)
-    return plain[close[0]] if close else None
+def _find_nearest(name: str, names: list[str]) -> str | None:
+    """Return the known name that was probably meant: of similar spelling, or the only one with this beginning."""
+    normalized = _normalize(name)
+    kind, colon, index = normalized.partition(":")
+    known = {_normalize(candidate): candidate for candidate in reversed(names)}
+    if kind in _ALIASES:
+        return known.get(_ALIASES[kind] + colon + index)
+    completions = [candidate for candidate in known if kind and candidate.startswith(normalized)]
+    matches = completions if len(completions) == 1 else difflib.get_close_matches(normalized, known, n=1, cutoff=0.6)
+    return known[matches[0]] if matches else None
 
 
-def _plain(name: object) -> str:
+def _normalize(name: object) -> str:
+    """Return a name in lower case, with `-` for `_`."""
     return str(name).strip().lower().replace("_", "-")
 
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """Something the user should know although nothing failed."""
+    """A note for the user: nothing failed."""
 
     code: str
     message: str

@@ -1,9 +1,9 @@
-"""What passes find out: frozen records with their invariants as code.
+"""Facts, the results of passes: frozen records with their invariants as code.
 
     Model -> Profile -> Groups -> Clusters
                      -> Placement -> Schedule -> Segments -> Emitted
 
-An arrow reads "becomes stale with": a new Profile drops Groups, Placement and all that hangs on them.
+An arrow means "makes stale": a new Profile drops Groups, Placement and all that derives from them.
 """
 
 from __future__ import annotations
@@ -27,38 +27,40 @@ if TYPE_CHECKING:
 
 
 def _require(condition: bool, message: str) -> None:
+    """Raise ValueError unless a condition holds."""
     if not condition:
         raise ValueError(message)
 
 
 def _require_memory(state: State, simulation: Simulation) -> None:
+    """Raise ValueError if a simulated peak exceeds the memory of its device."""
     for device, peak in zip(state.target.devices, simulation.peak_bytes):
         _require(int(peak) <= device.memory_bytes, f"{device.id} needs {int(peak)} bytes of {device.memory_bytes}")
 
 
 class Source(IntEnum):
-    """Where the time of a node comes from."""
+    """The origin of a node's time."""
 
     MEASURED = 0
-    """Run on this machine by ONNX Runtime."""
+    """Measured on this machine with ONNX Runtime."""
     GIVEN = 1
-    """From the user's cost file, which has it from a measurement or from the user."""
+    """Given by a cost file, as measured or written by the user."""
     ESTIMATED = 2
-    """A roofline guess: floating-point operations and bytes against peaks; also one that a cost file holds."""
+    """Estimated by a roofline model, from operations and bytes; cost files may hold such times, too."""
     KNOWN = 3
-    """Costs nothing at run time: constants, folded and removed nodes."""
+    """Known to be zero: constants, folded and removed nodes."""
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """Equal layers, one after the other in the model's order."""
+    """Equal consecutive layers, in the model's order."""
 
     start: int
     """Position of the first node."""
     nodes: int
-    """Per layer."""
+    """Number of nodes per layer."""
     count: int
-    """How many layers."""
+    """Number of layers."""
 
     @property
     def stop(self) -> int:
@@ -68,36 +70,37 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Quality:
-    """How sure a measurement of a whole model is."""
+    """The reliability of a measurement of a whole model."""
 
     runs: int
-    """Without the profiler, that counted."""
+    """Runs without the profiler that were used."""
     spread: float
-    """Half of them are within this share of the median."""
+    """Half of the runs are within this share of the median."""
     uncertainty: float
     """Standard error of the median, as a share of it."""
     waiting: float
-    """Share of the time in which these runs waited for a core; it was taken off."""
+    """Share of the time in which these runs waited for a core; it was subtracted."""
     kernels: int
+    """Number of kernels that the profiler measured."""
     kernel_seconds: float
-    """What their times added up to as the profiler had them."""
+    """Sum of their times, as the profiler reported them."""
     overhead_seconds: float
-    """What the profiler added to each kernel; it was taken off."""
+    """Time that the profiler added to each kernel; it was subtracted."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The operator graph with what each node costs on each class of device."""
+    """The operator graph with the cost of each node on each class of device."""
 
     derived_from: ClassVar[tuple[type, ...]] = (Model,)
 
     graph: OpGraph
     seconds: Mapping[str, Floats]
-    """Cost class (`Device.cost_class`) -> seconds per node."""
+    """Cost class (`Device.cost_class`) -> seconds, per node."""
     sources: Mapping[str, NDArray[np.uint8]]
-    """Cost class -> `Source` per node."""
+    """Cost class -> `Source`, per node."""
     unit: Ints
-    """Dense id per node; nodes of one unit were measured as one kernel and stay together."""
+    """Dense id per node; nodes with one id were measured as one kernel and stay together."""
     whole_seconds: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     """Cost class -> median time of the whole model in one session; measured classes only."""
     given: Ints | None = None
@@ -105,32 +108,34 @@ class Profile:
     backward: NDArray[np.bool_] | None = None
     """Per node: part of the backward pass of a training step."""
     repeats: tuple[Repeat, ...] = ()
-    """Equal layers of the model, where it was looked at; whoever measured, measured them as one."""
+    """Equal layers of the model, which were measured as one; empty if they were not searched for."""
     spread: Mapping[str, Floats] = field(default_factory=lambda: MappingProxyType({}))
-    """Cost class -> per node, half the distance between the quartiles of its times, in seconds; measured ones only."""
+    """Cost class -> half the interquartile range of the times, in seconds, per node; measured classes only."""
     quality: Mapping[str, Quality] = field(default_factory=lambda: MappingProxyType({}))
-    """Cost class -> how sure its measurement is; measured as a whole only."""
+    """Cost class -> reliability of its measurement; only for classes measured on the whole model."""
     prints: tuple[str, ...] = ()
-    """Per node, what it does, by which it is known in other models and in cost files; none where nobody looked."""
+    """Fingerprint per node, which identifies it in cost files and other models; empty if not computed."""
 
     def check(self, state: State) -> None:
         """Raise ValueError unless every device's class has a finite cost for every node."""
+        count = len(self.graph)
         for device in state.target.devices:
             _require(device.cost_class in self.seconds, f"no costs for {device.id} (class {device.cost_class})")
         for name, seconds in self.seconds.items():
-            _require(len(seconds) == len(self.graph), f"{name}: {len(seconds)} costs for {len(self.graph)} nodes")
-            bad = np.flatnonzero(~(np.isfinite(seconds) & (seconds >= 0)))
-            _require(len(bad) == 0, f"{name}: node {self.graph.names[bad[0]] if len(bad) else ''!r} has no valid cost")
+            _require(len(seconds) == count, f"{name}: expected {count} costs, one per node, got {len(seconds)}")
+            invalid = np.flatnonzero(~(np.isfinite(seconds) & (seconds >= 0)))
+            node = self.graph.names[invalid[0]] if len(invalid) else ""
+            _require(len(invalid) == 0, f"{name}: expected a finite, non-negative cost for node {node!r}")
         for name, spread in self.spread.items():
-            sound = len(spread) == len(self.graph) and bool((np.isfinite(spread) & (spread >= 0)).all())
-            _require(sound, f"{name}: a spread per node, not negative")
-        _require(len(self.unit) == len(self.graph), "a unit per node")
-        _require(len(self.prints) in (0, len(self.graph)), "a fingerprint per node")
+            is_valid = len(spread) == count and bool((np.isfinite(spread) & (spread >= 0)).all())
+            _require(is_valid, f"{name}: expected a finite, non-negative spread per node")
+        _require(len(self.unit) == count, f"expected {count} units, one per node, got {len(self.unit)}")
+        _require(len(self.prints) in (0, count), f"expected {count} fingerprints or none, got {len(self.prints)}")
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Nodes that must share a device, and those the user has put on one."""
+    """Nodes that must share a device, and groups that are pinned to one."""
 
     derived_from: ClassVar[tuple[type, ...]] = (Profile,)
 
@@ -139,18 +144,16 @@ class Groups:
     pinned: Ints
     """Device index per group, -1 where the placer is free."""
     reasons: tuple[str, ...]
-    """Per group, why its nodes belong together; empty for a single node."""
+    """Per group, the reason why its nodes belong together; an empty text for a single node."""
 
     def check(self, state: State) -> None:
         """Raise ValueError unless groups cover the nodes and pins name devices."""
-        _require(len(self.group) == len(state[Profile].graph), "a group per node")
+        nodes, groups = len(state[Profile].graph), int(self.group.max(initial=-1)) + 1
+        _require(len(self.group) == nodes, f"expected {nodes} groups, one per node, got {len(self.group)}")
         _require(bool((np.bincount(self.group, minlength=len(self.pinned)) > 0).all()), "group ids are not dense")
-        _require(
-            len(self.pinned) == len(self.reasons) == int(self.group.max(initial=-1)) + 1, "a pin and a reason per group"
-        )
-        _require(
-            bool((self.pinned < len(state.target.devices)).all()), "a group is pinned to a device that is not there"
-        )
+        _require(len(self.pinned) == len(self.reasons) == groups, "expected a pin and a reason per group")
+        devices = len(state.target.devices)
+        _require(bool((self.pinned < devices).all()), "a group is pinned to a device that does not exist")
 
 
 @dataclass(frozen=True)
@@ -165,13 +168,15 @@ class Clusters:
     def check(self, state: State) -> None:
         """Raise ValueError unless clusters respect groups and their graph is acyclic."""
         group = state[Groups].group
-        _require(len(self.cluster) == len(group), "a cluster per node")
-        representative = np.zeros(int(self.cluster.max(initial=-1)) + 1, dtype=np.int64)
-        representative[self.cluster] = group
-        _require(bool((representative[self.cluster] == group).all()), "a cluster spans two groups")
+        _require(
+            len(self.cluster) == len(group), f"expected {len(group)} clusters, one per node, got {len(self.cluster)}"
+        )
+        cluster_group = np.zeros(int(self.cluster.max(initial=-1)) + 1, dtype=np.int64)
+        cluster_group[self.cluster] = group
+        _require(bool((cluster_group[self.cluster] == group).all()), "a cluster spans two groups")
         graph = state[Profile].graph
         edges = graph.producer, graph.inputs.starts, graph.inputs.items
-        _require(is_acyclic(self.cluster, len(representative), *edges), "clusters form a cycle")
+        _require(is_acyclic(self.cluster, len(cluster_group), *edges), "clusters form a cycle")
 
 
 @dataclass(frozen=True)
@@ -183,21 +188,21 @@ class Placement:
     device: Ints
     """Index into the target's devices, per node of the profile's graph."""
     placer: str
-    """Name of the pass that decided."""
+    """Name of the pass that made the placement."""
 
     def check(self, state: State) -> None:
         """Raise ValueError unless every node has a device, groups stay together and pins hold."""
         graph = state[Profile].graph
-        _require(len(self.device) == len(graph), "a device per node")
+        _require(len(self.device) == len(graph), f"expected {len(graph)} devices, one per node, got {len(self.device)}")
         _require(bool(((self.device >= 0) & (self.device < len(state.target.devices))).all()), "a node is on no device")
         if Groups in state:
             groups = state[Groups]
-            first = np.zeros(len(groups.pinned), dtype=np.int64)
-            first[groups.group] = self.device
-            torn = np.flatnonzero(first[groups.group] != self.device)
-            _require(len(torn) == 0, f"the group of {graph.names[torn[0]] if len(torn) else ''!r} is torn apart")
-            moved = (groups.pinned >= 0) & (groups.pinned != first)
-            _require(not bool(moved.any()), "a pinned group is elsewhere")
+            group_device = np.zeros(len(groups.pinned), dtype=np.int64)
+            group_device[groups.group] = self.device
+            split = np.flatnonzero(group_device[groups.group] != self.device)
+            _require(len(split) == 0, f"the group of {graph.names[split[0]] if len(split) else ''!r} is split")
+            misplaced = (groups.pinned >= 0) & (groups.pinned != group_device)
+            _require(not bool(misplaced.any()), "a pinned group is on another device")
 
 
 @dataclass(frozen=True)
@@ -209,32 +214,34 @@ class Schedule:
     order: Ints
     """Every node once, topological; each device runs its nodes in this order."""
     simulation: Simulation
-    """Of the whole graph, node by node: segments and their overhead not counted."""
+    """The step node by node, without the overhead of segments."""
     lower_bound_seconds: float
+    """No placement has a shorter makespan."""
 
     def check(self, state: State) -> None:
         """Raise ValueError unless the order is topological and every device keeps within its memory."""
         graph = state[Profile].graph
         rank = np.full(len(graph), -1, dtype=np.int64)
         rank[self.order] = np.arange(len(self.order))
-        _require(len(self.order) == len(graph) and bool((rank >= 0).all()), "every node once")
-        before = graph.predecessors
-        late = np.flatnonzero(rank[before.items] > rank[before.rows])
-        _require(len(late) == 0, f"node {graph.names[before.rows[late[0]]] if len(late) else ''!r} is before its input")
+        _require(len(self.order) == len(graph) and bool((rank >= 0).all()), "expected every node once")
+        inputs = graph.predecessors
+        early = np.flatnonzero(rank[inputs.items] > rank[inputs.rows])
+        node = graph.names[inputs.rows[early[0]]] if len(early) else ""
+        _require(len(early) == 0, f"node {node!r} is before its input")
         _require_memory(state, self.simulation)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A convex piece of the model that one device runs in one call."""
+    """A convex subgraph of the model, which one device runs in one call."""
 
     device: int
     nodes: Ints
-    """In the model's order."""
+    """Node ids, in the model's order."""
     inputs: tuple[str, ...]
-    """Values it reads from outside of it."""
+    """Values that it reads from outside."""
     outputs: tuple[str, ...]
-    """Values that others, or the caller, read."""
+    """Values that other segments, or the caller, read."""
 
 
 @dataclass(frozen=True)
@@ -246,36 +253,37 @@ class Instruction:
 
     op: Literal["run", "send", "receive", "free"]
     segment: int = -1
+    """Index of the segment to run."""
     value: str = ""
+    """Name of the value to send, receive or free."""
     peer: int = -1
+    """Index of the other device of a transfer."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """The model in pieces, and each device's program over them."""
+    """The model as segments, and each device's program."""
 
     derived_from: ClassVar[tuple[type, ...]] = (Schedule,)
 
     segments: tuple[Segment, ...]
-    """In an order in which they could run one after the other."""
+    """In topological order."""
     programs: tuple[tuple[Instruction, ...], ...]
-    """Per device of the target."""
+    """Program of each device of the target."""
     simulation: Simulation
-    """The predicted step, segment by segment, overhead of calls included; nodes are segments."""
+    """The predicted step with the overhead of segments; its nodes are segments."""
 
     def check(self, state: State) -> None:
         """Raise ValueError unless segments partition the nodes, receives have sends, and devices keep their limits."""
-        covered = np.concatenate([s.nodes for s in self.segments]) if self.segments else np.zeros(0, dtype=np.int32)
-        _require(
-            sorted(covered.tolist()) == list(range(len(state[Profile].graph))), "segments must partition the nodes"
-        )
-        placed = state[Placement].device
+        covered = sorted(int(node) for segment in self.segments for node in segment.nodes)
+        _require(covered == list(range(len(state[Profile].graph))), "segments must partition the nodes")
+        placement = state[Placement].device
         for segment in self.segments:
-            _require(bool((placed[segment.nodes] == segment.device).all()), "a segment runs a node of another device")
-        sends = {(i.value, d, i.peer) for d, program in enumerate(self.programs) for i in program if i.op == "send"}
-        receives = {
-            (i.value, i.peer, d) for d, program in enumerate(self.programs) for i in program if i.op == "receive"
-        }
+            on_device = bool((placement[segment.nodes] == segment.device).all())
+            _require(on_device, "a segment runs a node of another device")
+        steps = [(device, step) for device, program in enumerate(self.programs) for step in program]
+        sends = {(step.value, device, step.peer) for device, step in steps if step.op == "send"}
+        receives = {(step.value, step.peer, device) for device, step in steps if step.op == "receive"}
         _require(sends == receives, f"unmatched transfers: {sorted(sends ^ receives)[:3]}")
         _require_memory(state, self.simulation)
 

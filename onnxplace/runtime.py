@@ -1,4 +1,4 @@
-"""What a runtime is: something that opens a bundle and runs feeds through it."""
+"""The interface of runtimes, which open bundles and run them with feeds."""
 
 from __future__ import annotations
 
@@ -17,49 +17,53 @@ EventKind = Literal["run", "copy", "wait"]
 
 @dataclass(frozen=True)
 class Event:
-    """Something that took time on a device, for the timeline."""
+    """An activity of a device, for the timeline."""
 
     device: str
     kind: EventKind
     name: str
     """The segment that ran, or the value that was copied or waited for."""
     start_seconds: float
-    """Since the request was submitted."""
+    """Time since the request was submitted."""
     finish_seconds: float
     request: int = 0
+    """Number of the request in its session."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one request gave."""
+    """The result of one request."""
 
     outputs: Mapping[str, Any]
-    """By the model's output names: numpy arrays, or ONNX Runtime's lists and maps for what is no tensor.
+    """By the model's output names: numpy arrays, or ONNX Runtime's lists and maps for outputs that are not tensors.
 
-    Without states, unless they were asked for.
+    Outputs of carried states are left out unless the request names them.
     """
     events: tuple[Event, ...]
-    """What each device did, if the session was opened to trace; else empty."""
+    """Activities of all devices; empty unless the session was opened with `trace`."""
     seconds: float
-    """From submission to the last output."""
+    """Time from submission to the last output."""
 
 
 class RuntimeSession(ABC):
-    """An open bundle. Closing it, also by leaving a `with` block, ends all threads it started."""
+    """An open bundle; closing it ends all its threads.
+
+    Leaving a `with` block closes it, too.
+    """
 
     @abstractmethod
     def submit(self, feeds: Mapping[str, Array], also: Collection[str] = ()) -> Future[Result]:
-        """Start a request with feeds that were checked; several may be under way, each with its own values.
+        """Start a request with checked feeds; several requests may run at the same time.
 
-        Its result has every output but states, and of these those named in `also`. Requests that pass states on run
-        one after the other, in the order of submission. The future raises ExecutionError naming segment and device
-        if a part fails, FeedError if a state is neither fed nor stored.
+        Its result has every output except carried states, and those states that `also` names. Requests that carry
+        states run one after the other, in the order of submission. The future raises ExecutionError, naming segment
+        and device, if a segment fails, and FeedError if a state is neither fed nor stored.
         """
 
     def run(self, feeds: Mapping[str, Array], also: Collection[str] = (), timeout: float | None = None) -> Result:
-        """Return what `submit` promises; a runtime may do a part of the work in the thread of its caller.
+        """Return the result of a request; a runtime may work in the caller's thread.
 
-        Raises RunTimeoutError, and gives the request up, if there is no result within `timeout` seconds.
+        Raises RunTimeoutError, and abandons the request, if there is no result within `timeout` seconds.
         """
         future = self.submit(feeds, also)
         try:
@@ -70,14 +74,14 @@ class RuntimeSession(ABC):
         raise RunTimeoutError("X007", f"no result within {timeout} s", hint="allow more time")
 
     def reset_state(self) -> None:  # noqa: B027 - most bundles have no states
-        """Forget states before the next request that is submitted; those under way still pass theirs on."""
+        """Forget carried states before the next request; requests that already run still carry theirs."""
 
     @abstractmethod
     def close(self, timeout: float | None = None) -> None:
-        """Stop; waits for what is under way, at most `timeout` seconds, and then ends it. May be called twice."""
+        """Wait for running requests, at most `timeout` seconds, then end them. May be called twice."""
 
     def abandon(self) -> None:  # noqa: B027 - a runtime without threads has nothing to do
-        """Stop without waiting for anything: the session was forgotten, and a finalizer may run anywhere."""
+        """Stop without waiting: the session was garbage-collected, and a finalizer may run in any thread."""
 
     def __reduce__(self) -> NoReturn:
         raise unpicklable("a session")
@@ -90,24 +94,38 @@ class RuntimeSession(ABC):
 
 
 def closing_timeout(kind: type[BaseException] | None) -> float | None:
-    """Return how long a `with` block that is left by this exception waits for what is under way: not if interrupted."""
+    """Return the timeout of a `with` block left by this exception: no waiting after an interrupt.
+
+    >>> closing_timeout(None), closing_timeout(KeyboardInterrupt)
+    (None, 0.0)
+    """
     return None if kind is None or issubclass(kind, Exception) else 0.0
 
 
 def unpicklable(what: str) -> UsageError:
-    """Return the error for something that holds threads and devices, which no copy could have."""
+    """Return the error for an object with threads and devices, which cannot be copied.
+
+    >>> unpicklable("a session").message
+    'a session cannot be copied or pickled'
+    """
     hint = "pickle the bundle, and open a session in each process"
     return UsageError("U055", f"{what} cannot be copied or pickled", hint=hint)
 
 
 class Runtime(ABC):
-    """A way to run bundles. Subclasses are stateless; the registry makes one by name."""
+    """A way to run bundles; subclasses are stateless, and the registry creates them by name."""
 
     name: ClassVar[str]
     summary: ClassVar[str] = ""
+    """One line for lists of runtimes."""
     keeps_state: ClassVar[bool] = False
-    """Whether it stores states between requests; bundles with states are refused otherwise."""
+    """Whether it carries states between requests; others refuse bundles with states."""
 
     @abstractmethod
     def open(self, bundle: Bundle, *, trace: bool = False) -> RuntimeSession:
-        """Open a bundle; raises TargetError for a device that is not here, ModelError for a segment that is refused."""
+        """Open a bundle.
+
+        Raises:
+            TargetError: for a device that this machine does not have.
+            ModelError: for a segment that ONNX Runtime refuses.
+        """

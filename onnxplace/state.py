@@ -1,4 +1,4 @@
-"""The two ideas: a State flows through the pipeline, a Pass maps State to State."""
+"""The two central ideas: a State flows through the pipeline, and a Pass maps State to State."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Fact(Protocol):
-    """Something a pass found out; a frozen record with invariants."""
+    """A result of a pass: a frozen record with invariants."""
 
     derived_from: ClassVar[tuple[type, ...]]
-    """Facts this one becomes stale with: when one of them is provided anew, this one is dropped."""
+    """Facts that make this one stale: when one of them is provided again, this one is dropped."""
 
     def check(self, state: State) -> None:
         """Raise ValueError, naming the place, if an invariant is broken."""
@@ -30,7 +30,12 @@ F = TypeVar("F", bound=Fact)
 
 @dataclass(frozen=True)
 class State:
-    """What is known so far: the devices, and facts by their class. Never altered, only replaced."""
+    """The state of a compilation: devices, and facts by class; replaced, never altered.
+
+    >>> from onnxplace.target import Device, Target
+    >>> State(Target((Device("cpu:0", 1024),))).saying(Diagnostic("X001", "hello")).diagnostics[0].message
+    'hello'
+    """
 
     target: Target
     facts: Mapping[type, Fact] = field(default_factory=lambda: MappingProxyType({}))
@@ -45,17 +50,17 @@ class State:
         return kind in self.facts
 
     def having(self, *facts: Fact) -> State:
-        """Return this state with `facts` added or replaced."""
+        """Return this state with these facts added or replaced."""
         merged = {**self.facts, **{type(fact): fact for fact in facts}}
         return replace(self, facts=MappingProxyType(merged))
 
     def without(self, *kinds: type) -> State:
         """Return this state without the facts of these classes."""
-        left = {kind: fact for kind, fact in self.facts.items() if kind not in kinds}
-        return replace(self, facts=MappingProxyType(left))
+        facts = {kind: fact for kind, fact in self.facts.items() if kind not in kinds}
+        return replace(self, facts=MappingProxyType(facts))
 
     def saying(self, *diagnostics: Diagnostic) -> State:
-        """Return this state with `diagnostics` appended."""
+        """Return this state with these diagnostics appended."""
         return replace(self, diagnostics=self.diagnostics + diagnostics)
 
 
@@ -65,8 +70,11 @@ class Pass(ABC):
 
     name: ClassVar[str]
     requires: ClassVar[tuple[type, ...]] = ()
+    """Facts that must be there before the pass runs."""
     provides: ClassVar[tuple[type, ...]] = ()
+    """Facts that the pass adds or replaces."""
     preserves: ClassVar[tuple[type, ...]] = ()
+    """Facts that stay valid although one that they derive from is replaced."""
 
     @abstractmethod
     def run(self, state: State) -> State:

@@ -1,4 +1,4 @@
-"""The tree of errors is as it is drawn, and every error can travel between processes."""
+"""The tree of errors matches its drawing, and every error can be copied and pickled."""
 
 import copy
 import inspect
@@ -18,12 +18,12 @@ CLASSES = {
     for name, kind in vars(errors).items()
     if inspect.isclass(kind) and issubclass(kind, Exception) and kind.__module__ == errors.__name__
 }
-EVERY_CLASS = pytest.mark.parametrize("name", CLASSES)
+FOR_EVERY_CLASS = pytest.mark.parametrize("name", CLASSES)
 
 
-def drawn() -> dict[str, tuple[str, int | None]]:
-    """Read the tree at the top of errors.py: name -> (parent, exit code, which is the parent's unless one is said)."""
-    found: dict[str, tuple[str, int | None]] = {}
+def read_drawing() -> dict[str, tuple[str, int | None]]:
+    """Read the tree at the top of errors.py: name -> (parent, exit code, inherited where none is written)."""
+    tree: dict[str, tuple[str, int | None]] = {}
     path: list[str] = []
     for line in errors.__doc__.splitlines():
         match = re.fullmatch(
@@ -33,67 +33,67 @@ def drawn() -> dict[str, tuple[str, int | None]]:
             depth = len(match["indent"]) // 4 + ("-- " in line)
             path = [*path[:depth], match["name"]]
             parent = path[-2] if depth else "Exception"
-            code = int(match["code"]) if match["code"] else found.get(parent, ("", None))[1]
-            found[match["name"]] = (parent, code)
-    return found
+            code = int(match["code"]) if match["code"] else tree.get(parent, ("", None))[1]
+            tree[match["name"]] = (parent, code)
+    return tree
 
 
-def test_every_class_is_in_the_drawing_and_the_other_way_round():
-    assert set(drawn()) == set(CLASSES)
+def test_the_drawing_shows_exactly_the_error_classes():
+    assert set(read_drawing()) == set(CLASSES)
     assert len(CLASSES) > 8
 
 
-@EVERY_CLASS
+@FOR_EVERY_CLASS
 def test_the_drawing_shows_its_parent(name):
-    assert CLASSES[name].__bases__[0].__name__ == drawn()[name][0]
+    assert CLASSES[name].__bases__[0].__name__ == read_drawing()[name][0]
 
 
-@EVERY_CLASS
+@FOR_EVERY_CLASS
 def test_the_drawing_shows_its_exit_code(name):
-    expected = drawn()[name][1]
-    if expected is not None:  # the root says none: it is 4
+    expected = read_drawing()[name][1]
+    if expected is not None:  # the root has none in the drawing: it is 4
         assert CLASSES[name].exit_code == expected
     assert CLASSES[name].exit_code in (2, 3, 4)
 
 
-def make(kind: type[OnnxplaceError]) -> OnnxplaceError:
-    return kind("X001", "it is broken", where="node 'left'", hint="mend it")
+def make_error(kind: type[OnnxplaceError]) -> OnnxplaceError:
+    return kind("X001", "it is broken", where="node 'left'", hint="repair it")
 
 
-@EVERY_CLASS
-def test_it_says_code_place_problem_and_hint(name):
-    assert str(make(CLASSES[name])) == "error[X001] node 'left': it is broken\n  hint: mend it"
+@FOR_EVERY_CLASS
+def test_the_text_has_code_place_message_and_hint(name):
+    assert str(make_error(CLASSES[name])) == "error[X001] node 'left': it is broken\n  hint: repair it"
 
 
 def test_place_and_hint_may_be_missing():
     assert str(OnnxplaceError("X001", "it is broken")) == "error[X001] it is broken"
-    assert str(OnnxplaceError("X001", "it is broken", where="here")) == "error[X001] here: it is broken"
+    assert str(OnnxplaceError("X001", "it is broken", where="left")) == "error[X001] left: it is broken"
 
 
-@EVERY_CLASS
-@pytest.mark.parametrize("travel", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
-def test_it_survives_a_journey(name, travel):
-    error = make(CLASSES[name])
-    arrived = travel(error)
-    assert type(arrived) is type(error)
-    assert vars(arrived) == vars(error)
-    assert str(arrived) == str(error)
+@FOR_EVERY_CLASS
+@pytest.mark.parametrize("transfer", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_a_copied_or_pickled_error_is_equal(name, transfer):
+    error = make_error(CLASSES[name])
+    copied = transfer(error)
+    assert type(copied) is type(error)
+    assert vars(copied) == vars(error)
+    assert str(copied) == str(error)
 
 
-@EVERY_CLASS
-def test_the_command_returns_its_exit_code_and_prints_it_once(name, monkeypatch, capsys):
+@FOR_EVERY_CLASS
+def test_the_command_line_returns_its_exit_code_and_prints_it_once(name, monkeypatch, capsys):
     def refuse(*_: object, **__: object) -> None:
-        raise make(CLASSES[name])
+        raise make_error(CLASSES[name])
 
     monkeypatch.setattr(app.cli, "main", refuse)
     assert app.main(["passes"]) == CLASSES[name].exit_code
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == f"{make(CLASSES[name])}\n"
+    assert captured.err == f"{make_error(CLASSES[name])}\n"
 
 
-@EVERY_CLASS
-def test_it_is_public_and_documented(name):
+@FOR_EVERY_CLASS
+def test_every_class_is_public_and_documented(name):
     assert getattr(onnxplace, name) is CLASSES[name]
     assert CLASSES[name].__doc__
 
@@ -119,7 +119,7 @@ def test_all_names_are_listed_when_none_is_near():
 
 
 @given(st.sampled_from(["optimize", "profile", "coplace"]), st.data())
-def test_one_wrong_letter_is_forgiven(name, data):
+def test_one_wrong_letter_is_corrected(name, data):
     position = data.draw(st.integers(0, len(name) - 1))
-    misspelt = name[:position] + data.draw(st.sampled_from("abcxyz")) + name[position + 1 :]
-    assert nearest(misspelt, ["optimize", "profile", "coplace"]) == f"did you mean '{name}'?"
+    misspelled = name[:position] + data.draw(st.sampled_from("abcxyz")) + name[position + 1 :]
+    assert nearest(misspelled, ["optimize", "profile", "coplace"]) == f"did you mean '{name}'?"

@@ -18,7 +18,7 @@ class Color:
     name: str = "red"
 
     def check(self, state: State) -> None:
-        """Any color will do."""
+        """Any color is valid."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Shade(Color):
     derived_from: ClassVar[tuple[type, ...]] = (Color,)
 
 
-def test_having_adds_and_replaces_without_touching_the_old_state():
+def test_having_adds_and_replaces_facts_in_a_new_state():
     empty = State(TARGET)
     red = empty.having(Color("red"))
     blue = red.having(Color("blue"), Shade("dark"))
@@ -34,13 +34,13 @@ def test_having_adds_and_replaces_without_touching_the_old_state():
     assert (red[Color].name, blue[Color].name, blue[Shade].name) == ("red", "blue", "dark")
 
 
-def test_facts_are_found_by_their_own_class_and_not_by_that_of_a_parent():
+def test_facts_are_looked_up_by_their_own_class_only():
     state = State(TARGET).having(Shade())
     assert Shade in state
     assert Color not in state
 
 
-def test_without_drops_facts_and_passes_over_those_that_are_not_there():
+def test_without_drops_facts_and_ignores_missing_ones():
     state = State(TARGET).having(Color(), Shade())
     assert set(state.without(Color).facts) == {Shade}
     assert set(State(TARGET).without(Color).facts) == set()
@@ -54,14 +54,14 @@ def test_saying_appends_in_order():
     assert state.diagnostics == (first,)
 
 
-def test_each_step_keeps_the_rest():
+def test_each_method_keeps_everything_else():
     note = Diagnostic("X001", "one")
     state = State(TARGET).saying(note).having(Color()).without(Color)
     assert state == State(TARGET, diagnostics=(note,))
     assert state.target is TARGET
 
 
-def test_a_fact_that_is_not_there_is_a_key_error():
+def test_a_missing_fact_raises_key_error():
     with pytest.raises(KeyError):
         State(TARGET)[Color]
 
@@ -74,14 +74,14 @@ def test_a_state_cannot_be_altered():
         state.facts[Color] = Color("blue")  # type: ignore[index]
 
 
-def test_the_dictionary_a_state_was_made_from_is_no_way_in():
-    given = {Color: Color()}
-    state = State(TARGET, given).having()
-    given.clear()
+def test_changing_the_original_dictionary_does_not_change_the_state():
+    facts = {Color: Color()}
+    state = State(TARGET, facts).having()
+    facts.clear()
     assert Color in state
 
 
-def test_what_has_check_and_derived_from_is_a_fact():
+def test_any_class_with_check_and_derived_from_is_a_fact():
     assert isinstance(Color(), Fact)
     assert not isinstance(object(), Fact)
 
@@ -109,11 +109,11 @@ def test_a_pass_is_frozen():
         Paint().tone = "green"  # type: ignore[misc]
 
 
-def test_a_pass_declares_nothing_unless_it_says_so():
+def test_a_pass_declares_nothing_by_default():
     assert (Paint.requires, Paint.preserves) == ((), ())
 
 
-def test_a_pass_without_run_cannot_be_made():
+def test_a_pass_without_run_cannot_be_created():
     class Lazy(Pass):
         name = "lazy"
 

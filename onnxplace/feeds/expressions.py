@@ -1,7 +1,7 @@
 """Sizes that follow from other sizes: dimensions that exporters name `past + seq`, `2*batch` or `floor(s0/2)`.
 
-Such a name is an integer expression of symbols. It is parsed here, never executed: a recursive descent with limits on
-length and depth, and exact arithmetic with a limit on magnitude.
+Such a name is an integer expression of symbols. It is parsed by recursive descent, with limits on length and depth.
+It is evaluated by exact arithmetic with a limit on magnitude, and never executed.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-# No tensor of numpy has more axes, and no dimension of a model that runs is larger.
+# No array of numpy has more axes, and no dimension of a model that runs is larger.
 MAX_RANK, MAX_DIMENSION = 64, (1 << 31) - 1
-# Longer names than exporters write, and more parentheses, are names and nothing else.
+# Exporters write shorter expressions with fewer nested parentheses; anything else is only a name.
 MAX_LENGTH = 256
 MAX_DEPTH = 32
-# Sizes are counted with 64 bits; beyond that there is nothing to compute.
+# Sizes have 64 bits; larger results are refused, and so are exponents that surely lead to them.
 _MAX_MAGNITUDE = 1 << 63
 _MAX_EXPONENT = 64
 
@@ -28,7 +28,7 @@ _TOKEN = re.compile(r"\s*(?:(?P<number>\d+)|(?P<name>[^\W\d][\w.]*(?:-[\w.]+)*)|
 
 
 class NoSizeError(ValueError):
-    """Sizes that contradict each other, or an expression that is no size for them; says which, without a place."""
+    """Contradictory sizes, or an expression that gives no size; the message does not name a place."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Symbol:
-    """A name whose size is given from outside."""
+    """A name whose size the user gives."""
 
     name: str
 
@@ -56,9 +56,10 @@ class Operation:
 Term = Number | Symbol | Operation
 
 
-def _power(base: Fraction, exponent: Fraction) -> Fraction:
+def _raise_to_power(base: Fraction, exponent: Fraction) -> Fraction:
+    """Return a power; raises NoSizeError unless the exponent is a small whole number."""
     if exponent.denominator != 1 or not 0 <= exponent <= _MAX_EXPONENT:
-        raise NoSizeError(f"an exponent of {exponent}")
+        raise NoSizeError(f"expected an exponent from 0 to {_MAX_EXPONENT}, got {exponent}")
     return base ** int(exponent)
 
 
@@ -69,9 +70,9 @@ _OPERATORS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
     "/": lambda a, b: a / b,
     "//": lambda a, b: Fraction(a // b),
     "%": lambda a, b: a % b,
-    "**": _power,
+    "**": _raise_to_power,
 }
-# Lower-case name -> (function, operands it takes; 0 for one or more). As sympy, torch and ONNX Runtime write them.
+# Lower-case name -> (function, number of operands; 0 for one or more), as sympy, torch and ONNX Runtime write them.
 _FUNCTIONS: dict[str, tuple[Callable[..., Fraction], int]] = {
     "floor": (lambda a: Fraction(math.floor(a)), 1),
     "ceil": (lambda a: Fraction(math.ceil(a)), 1),
@@ -86,12 +87,13 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Fraction], int]] = {
     "floortoint": (lambda a: Fraction(math.floor(a)), 1),
     "ceiltoint": (lambda a: Fraction(math.ceil(a)), 1),
 }
-_LINEAR = frozenset("+-*/")
+# Operators that an expression may have and still be linear in one symbol.
+_LINEAR_OPERATORS = frozenset("+-*/")
 
 
 @lru_cache(maxsize=4096)
 def parse_size(text: str) -> Operation | None:
-    """Return the expression that the name of a dimension is; None for a name that is only a name.
+    """Return the name of a dimension as an expression; None if it is only a name.
 
     >>> parse_size("batch"), sorted(symbols_of(parse_size("past + 2*seq")))
     (None, ['past', 'seq'])
@@ -106,7 +108,7 @@ def parse_size(text: str) -> Operation | None:
 
 
 def symbols_of(term: Term) -> Iterator[str]:
-    """Yield the symbols of an expression from left to right; may repeat."""
+    """Yield the symbols of an expression from left to right, with repetitions."""
     if isinstance(term, Symbol):
         yield term.name
     elif isinstance(term, Operation):
@@ -115,21 +117,27 @@ def symbols_of(term: Term) -> Iterator[str]:
 
 
 def evaluate(term: Term, sizes: Mapping[str, int]) -> int:
-    """Return the size that an expression has where all its symbols have one; raises NoSizeError if it is none."""
-    value = _exact(term, sizes)
+    """Return the size that an expression gives; raises NoSizeError for a negative or fractional one.
+
+    >>> evaluate(parse_size("floor(seq/2) + 1"), {"seq": 7})
+    4
+    """
+    value = _evaluate_exactly(term, sizes)
     if value.denominator != 1 or value < 0:
         raise NoSizeError(f"it would be {float(value):g}")
     return int(value)
 
 
-def _exact(term: Term, sizes: Mapping[str, int]) -> Fraction:
+def _evaluate_exactly(term: Term, sizes: Mapping[str, int]) -> Fraction:
+    """Return the value of an expression; raises NoSizeError for a division by zero and a value that is too large."""
     if isinstance(term, Number):
         return Fraction(term.value)
     if isinstance(term, Symbol):
         return Fraction(int(sizes[term.name]))
-    operands = [_exact(operand, sizes) for operand in term.operands]
+    operands = [_evaluate_exactly(operand, sizes) for operand in term.operands]
     try:
-        value = _OPERATORS[term.name](*operands) if term.name in _OPERATORS else _FUNCTIONS[term.name][0](*operands)
+        function = _OPERATORS[term.name] if term.name in _OPERATORS else _FUNCTIONS[term.name][0]
+        value = function(*operands)
     except ZeroDivisionError:
         raise NoSizeError("it divides by zero") from None
     if abs(value) > _MAX_MAGNITUDE:
@@ -138,7 +146,7 @@ def _exact(term: Term, sizes: Mapping[str, int]) -> Fraction:
 
 
 class _NotAnExpressionError(Exception):
-    """The text is a name that means nothing to us."""
+    """The text is only a name."""
 
 
 class _Parser:
@@ -160,45 +168,45 @@ class _Parser:
 
     def parse(self) -> Term:
         self._tokens.reverse()
-        term = self._sum()
+        term = self._parse_sum()
         if self._tokens:
             raise _NotAnExpressionError
         return term
 
-    def _next_sign(self, signs: Sequence[str]) -> str:
-        """Return the next token and go on if it is one of these signs, else the empty string."""
+    def _take_sign(self, signs: Sequence[str]) -> str:
+        """Consume and return the next token if it is one of these signs; else return an empty text."""
         if self._tokens and self._tokens[-1][0] == "sign" and self._tokens[-1][1] in signs:
             return self._tokens.pop()[1]
         return ""
 
-    def _sum(self) -> Term:
+    def _parse_sum(self) -> Term:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise _NotAnExpressionError
-        term = self._product()
-        while sign := self._next_sign(("+", "-")):
-            term = Operation(sign, (term, self._product()))
+        term = self._parse_product()
+        while sign := self._take_sign(("+", "-")):
+            term = Operation(sign, (term, self._parse_product()))
         self._depth -= 1
         return term
 
-    def _product(self) -> Term:
-        term = self._signed()
-        while sign := self._next_sign(("*", "/", "//", "%")):
-            term = Operation(sign, (term, self._signed()))
+    def _parse_product(self) -> Term:
+        term = self._parse_signed()
+        while sign := self._take_sign(("*", "/", "//", "%")):
+            term = Operation(sign, (term, self._parse_signed()))
         return term
 
-    def _signed(self) -> Term:
+    def _parse_signed(self) -> Term:
         signs = 0
-        while sign := self._next_sign(("+", "-")):
+        while sign := self._take_sign(("+", "-")):
             signs += sign == "-"
-        term = self._atom()
-        if self._next_sign(("**",)):
-            term = Operation("**", (term, self._atom()))
+        term = self._parse_atom()
+        if self._take_sign(("**",)):
+            term = Operation("**", (term, self._parse_atom()))
         return Operation("-", (Number(0), term)) if signs % 2 else term
 
-    def _atom(self) -> Term:
-        if self._next_sign(("(",)):
-            return self._closed(self._sum())
+    def _parse_atom(self) -> Term:
+        if self._take_sign(("(",)):
+            return self._close(self._parse_sum())
         if not self._tokens:
             raise _NotAnExpressionError
         kind, text = self._tokens.pop()
@@ -206,49 +214,57 @@ class _Parser:
             return Number(int(text))
         if kind != "name":
             raise _NotAnExpressionError
-        return self._call(text.lower()) if self._next_sign(("(",)) else Symbol(text)
+        return self._parse_call(text.lower()) if self._take_sign(("(",)) else Symbol(text)
 
-    def _closed(self, term: Term) -> Term:
-        if not self._next_sign((")",)):
+    def _close(self, term: Term) -> Term:
+        """Consume a closing parenthesis, and return the term before it."""
+        if not self._take_sign((")",)):
             raise _NotAnExpressionError
         return term
 
-    def _call(self, name: str) -> Term:
-        operands = [self._sum()]
-        while self._next_sign((",",)):
-            operands.append(self._sum())
+    def _parse_call(self, name: str) -> Term:
+        operands = [self._parse_sum()]
+        while self._take_sign((",",)):
+            operands.append(self._parse_sum())
         if name not in _FUNCTIONS or _FUNCTIONS[name][1] not in (0, len(operands)):
             raise _NotAnExpressionError
-        return self._closed(Operation(name, tuple(operands)))
+        return self._close(Operation(name, tuple(operands)))
 
 
 def complete_sizes(names: Iterable[str], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return `sizes` with all that follow from them for dimensions of these names.
+    """Return `sizes` and all sizes of dimensions with these names that follow from them.
 
     `past + seq` follows from `past` and `seq`; `past` follows from the other two. Raises NoSizeError naming a
-    dimension whose sizes contradict each other. Takes time in proportion to the length of all names.
+    dimension whose sizes contradict each other. Linear in the length of all names.
+
+    >>> complete_sizes(["past + seq"], {"past": 5, "seq": 1})["past + seq"]
+    6
     """
     terms = {name: term for name in dict.fromkeys((*names, *sizes)) if (term := parse_size(name)) is not None}
-    readers: dict[str, list[str]] = {}
+    names_by_symbol: dict[str, list[str]] = {}
     for name, term in terms.items():
         for symbol in dict.fromkeys(symbols_of(term)):
-            readers.setdefault(symbol, []).append(name)
+            names_by_symbol.setdefault(symbol, []).append(name)
     result, waiting = dict(sizes), deque(terms)
     while waiting:
         name = waiting.popleft()
         unknown = [symbol for symbol in dict.fromkeys(symbols_of(terms[name])) if symbol not in result]
         if not unknown:
-            _require_equal(name, _evaluated(name, terms[name], result), result)
+            _store_size(name, _evaluate_named(name, terms[name], result), result)
         elif len(unknown) == 1 and name in result:
-            size = _solved(name, terms[name], unknown[0], result)
+            size = _solve(name, terms[name], unknown[0], result)
             if size is not None:
                 result[unknown[0]] = size
-                waiting.extend(readers[unknown[0]])
+                waiting.extend(names_by_symbol[unknown[0]])
     return result
 
 
 def without_derived(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes that do not follow from others among them: `past` and `seq`, but not `past + seq`."""
+    """Return the sizes that do not follow from the others.
+
+    >>> without_derived({"past": 5, "seq": 1, "past + seq": 6})
+    {'past': 5, 'seq': 1}
+    """
     terms = {name: parse_size(name) for name in sizes}
     return {
         name: size
@@ -257,40 +273,45 @@ def without_derived(sizes: Mapping[str, int]) -> dict[str, int]:
     }
 
 
-def _evaluated(name: str, term: Term, sizes: Mapping[str, int]) -> int:
+def _evaluate_named(name: str, term: Term, sizes: Mapping[str, int]) -> int:
+    """Return the size that an expression gives; raises NoSizeError naming the dimension."""
     try:
         return evaluate(term, sizes)
     except NoSizeError as problem:
-        raise NoSizeError(f"dimension {name!r} cannot be computed from {_listed(term, sizes)}: {problem}") from None
+        raise NoSizeError(
+            f"dimension {name!r} cannot be computed from {_format_sizes(term, sizes)}: {problem}"
+        ) from None
 
 
-def _require_equal(name: str, size: int, sizes: dict[str, int]) -> None:
+def _store_size(name: str, size: int, sizes: dict[str, int]) -> None:
+    """Store a computed size; raises NoSizeError if the dimension has another one."""
     if sizes.setdefault(name, size) != size:
-        symbols = _listed(parse_size(name) or Symbol(name), sizes)
+        symbols = _format_sizes(parse_size(name) or Symbol(name), sizes)
         raise NoSizeError(f"dimension {name!r} is {sizes[name]}, and {size} by {symbols}")
 
 
-def _listed(term: Term, sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{symbol}={sizes[symbol]}" for symbol in dict.fromkeys(symbols_of(term)))
+def _format_sizes(term: Term, sizes: Mapping[str, int]) -> str:
+    """Return the known sizes of an expression's symbols as a text: `past=5, seq=1`."""
+    return ", ".join(f"{symbol}={sizes[symbol]}" for symbol in dict.fromkeys(symbols_of(term)) if symbol in sizes)
 
 
-def _solved(name: str, term: Term, symbol: str, sizes: Mapping[str, int]) -> int | None:
-    """Return the size of the one unknown symbol with which an expression has its value, if it is linear in it."""
+def _solve(name: str, term: Term, symbol: str, sizes: Mapping[str, int]) -> int | None:
+    """Return the size of the one unknown symbol of an expression; None if it is not linear in it."""
     if not _is_linear(term):
         return None
     try:
-        zero, one, two = (_exact(term, {**sizes, symbol: size}) for size in (0, 1, 2))
+        zero, one, two = (_evaluate_exactly(term, {**sizes, symbol: size}) for size in (0, 1, 2))
     except NoSizeError:
         return None
-    if one == zero or two - one != one - zero:
+    if one == zero or two - one != one - zero:  # constant, or not linear
         return None
     size = (sizes[name] - zero) / (one - zero)
     if size.denominator != 1 or not 0 <= size <= _MAX_MAGNITUDE:
-        known = ", ".join(f"{key}={sizes[key]}" for key in dict.fromkeys(symbols_of(term)) if key in sizes)
+        known = _format_sizes(term, sizes)
         raise NoSizeError(f"dimension {name!r} cannot be {sizes[name]}" + (f" with {known}" if known else ""))
     return int(size)
 
 
 def _is_linear(term: Term) -> bool:
-    """Return whether an expression has only operators with which it may be linear; `evaluate` tells the rest."""
-    return not isinstance(term, Operation) or (term.name in _LINEAR and all(map(_is_linear, term.operands)))
+    """Return whether an expression has only operators that linear ones have: a necessary condition."""
+    return not isinstance(term, Operation) or (term.name in _LINEAR_OPERATORS and all(map(_is_linear, term.operands)))

@@ -1,7 +1,9 @@
-"""Outputs as an .npz file: the names that it can hold, and how it is written."""
+"""Arrays in .npz files: read inputs, write outputs, and check that a file can hold their names."""
 
 from __future__ import annotations
 
+import io
+import os
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,82 +12,133 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from onnxplace.errors import FeedError
-from onnxplace.feeds.feeds import Declared
-from onnxplace.utils import write_file
+from onnxplace.errors import FeedError, InputError, one_line
+from onnxplace.feeds.feeds import Array, Declared
+from onnxplace.utils import open_input, write_file
 
-# What a zip file has room for in its header, and what numpy appends to each name.
+# The header of a zip file has 16 bits for the length of a name.
 MAX_NAME_BYTES = (1 << 16) - 1
+# The number of a list's element, in decimal digits, and the dot before it.
+_NUMBER_BYTES = 20
+# numpy appends it to each name.
 SUFFIX = ".npy"
+# A larger archive is read only if it is not packed much smaller than it is: arrays are never packed that well.
+MAX_UNPACKED_BYTES, MAX_UNPACKED_RATIO = 1 << 30, 100
+# The first bytes of a .npy file, which holds a single array, and of a zip file.
+_NPY_MAGIC, _ZIP_MAGIC = b"\x93NUMPY", b"PK"
 _HINT = "rename it in the model, or fetch it in Python: onnxplace.InferenceSession(bundle).run(None, feeds)"
 
 
 def require_storable(outputs: Sequence[Declared]) -> None:
-    """Raise FeedError if a file cannot hold these outputs such that `numpy.load` gives each back by its name."""
+    """Raise FeedError unless `numpy.load` can return each of these outputs by its name."""
     owner: dict[str, str] = {}
     for item in outputs:
         where = f"output {item.name[:80]!r}"
         if "\0" in item.name:
             raise FeedError("F010", "a zip file cannot hold a name with NUL in it", where=where, hint=_HINT)
-        if (size := len(f"{item.name}{SUFFIX}".encode())) > MAX_NAME_BYTES - _part_bytes(item):
-            message = f"its name has {size - len(SUFFIX)} bytes, more than a zip file has room for"
+        max_bytes = MAX_NAME_BYTES - len(SUFFIX) - (_NUMBER_BYTES if _is_list(item) else 0)
+        if (size := len(item.name.encode())) > max_bytes:
+            message = f"expected a name of at most {max_bytes} bytes, got {size} bytes"
             raise FeedError("F010", message, where=where, hint=_HINT)
-        for name in _claimed(item):
+        for name in _archive_names(item):
             if (first := owner.setdefault(name, item.name)) != item.name:
-                raise _clash(item.name, first)
-    for listed in filter(_is_list, outputs):
+                raise _name_conflict_error(item.name, first)
+    for sequence in filter(_is_list, outputs):
         for item in outputs:
-            if _is_part(item.name, listed.name):
-                raise _clash(item.name, listed.name)
+            if _is_element_name(item.name, sequence.name):
+                raise _name_conflict_error(item.name, sequence.name)
 
 
-def _claimed(item: Declared) -> Iterator[str]:
-    """Yield the names under which `numpy.load` finds an output, as zip files on all systems spell them."""
+def _archive_names(item: Declared) -> Iterator[str]:
+    """Yield the names by which `numpy.load` finds an output, with the separators of zip files."""
     name = item.name.replace("\\", "/")
     yield name
     yield f"{name}{SUFFIX}"
 
 
 def _is_list(item: Declared) -> bool:
-    """Return whether an output may be a list, whose elements are stored as `name.0`, `name.1`."""
+    """Return whether an output may be a list, with elements stored as `name.0`, `name.1`."""
     return not item.dtype.startswith("tensor(")
 
 
-def _part_bytes(item: Declared) -> int:
-    """Return the bytes to keep free for the number of an element."""
-    return 20 if _is_list(item) else 0
+def _is_element_name(name: str, list_name: str) -> bool:
+    """Return whether an element of a list output could be stored under this name.
 
-
-def _is_part(name: str, of: str) -> bool:
-    """Return whether an element of the list `of` could be stored under this name.
-
-    >>> _is_part("x.0", "x"), _is_part("x.y", "x")
+    >>> _is_element_name("x.0", "x"), _is_element_name("x.y", "x")
     (True, False)
     """
-    prefix, name = of.replace("\\", "/") + ".", name.replace("\\", "/")
+    prefix, name = list_name.replace("\\", "/") + ".", name.replace("\\", "/")
     return name.startswith(prefix) and re.fullmatch(rf"\d+({re.escape(SUFFIX)})?", name[len(prefix) :]) is not None
 
 
-def _clash(name: str, other: str) -> FeedError:
-    message = f"in an .npz file its name, or that of its elements, is the same as that of output {other[:80]!r}"
+def _name_conflict_error(name: str, other: str) -> FeedError:
+    """Return the error for two outputs whose names conflict in the file."""
+    message = f"in an .npz file, it or its elements would have the same name as output {other[:80]!r}"
     return FeedError("F010", message, where=f"output {name[:80]!r}", hint=_HINT)
 
 
 def write_npz(path: Path, outputs: Mapping[str, Any]) -> None:
-    """Write outputs by name, whatever the names are; sequences as one array per element, `name.0`, `name.1`.
+    """Write outputs by name; a sequence becomes one array per element, `name.0`, `name.1`.
 
-    An empty sequence and an optional that holds nothing leave no trace. Raises UsageError if it cannot be written.
+    The names may have any characters. Empty sequences and empty optionals are left out. Raises UsageError if the file
+    cannot be written.
     """
     arrays: dict[str, Any] = {}
     for name, value in outputs.items():
-        parts = {f"{name}.{i}": part for i, part in enumerate(value)} if isinstance(value, list) else {name: value}
-        arrays |= {key: np.asarray(part) for key, part in parts.items() if part is not None}
+        is_list = isinstance(value, list)
+        elements = {f"{name}.{i}": element for i, element in enumerate(value)} if is_list else {name: value}
+        arrays |= {key: np.asarray(element) for key, element in elements.items() if element is not None}
 
     def fill(stream: BinaryIO) -> None:
         with zipfile.ZipFile(stream, "w") as archive:
             for key, array in arrays.items():
-                text = array.astype(str) if array.dtype == object else array
+                plain = array.astype(str) if array.dtype == object else array
                 with archive.open(f"{key}{SUFFIX}", "w", force_zip64=True) as member:
-                    np.lib.format.write_array(member, text, allow_pickle=False)
+                    np.lib.format.write_array(member, plain, allow_pickle=False)
 
     write_file(path, fill)
+
+
+def read_npz(path: str | Path) -> dict[str, Array]:
+    """Read arrays by name from an .npz file; raises FeedError naming the file.
+
+    Nothing in the file is executed: arrays of objects are refused.
+
+    >>> read_npz("inputs.npz")["tokens"].shape  # doctest: +SKIP
+    (1, 128)
+    """
+    hint = "write it with numpy.savez(path, input_name=array)"
+    try:
+        with io.BufferedReader(open_input(path, "F006")) as stream:
+            return _read_arrays(stream)
+    except InputError as problem:
+        raise FeedError("F006", problem.message, where=problem.where, hint=hint) from None
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+    except ValueError as problem:
+        reason = "it holds objects, not plain arrays" if "allow_pickle" in str(problem) else one_line(problem)
+    except MemoryError:
+        reason = "an array in it is too large for this machine's memory"
+    except Exception as problem:  # noqa: BLE001 - numpy, zipfile and decompressors raise errors of many types
+        reason = f"it is cut off or damaged ({one_line(problem)})"
+    raise FeedError("F006", f"not an .npz file of plain arrays: {reason}", where=str(path), hint=hint)
+
+
+def _read_arrays(stream: BinaryIO) -> dict[str, Array]:
+    """Read the arrays of an archive; raises ValueError for another kind of file."""
+    magic = stream.read(len(_NPY_MAGIC))
+    if magic == _NPY_MAGIC:
+        raise ValueError("it is one array without a name (.npy)")
+    if not magic.startswith(_ZIP_MAGIC):
+        raise ValueError("it is another kind of file" if magic else "it is empty")
+    stream.seek(0)
+    with np.load(stream, allow_pickle=False) as archive:
+        _require_bounded(archive.zip.infolist(), stream.seek(0, os.SEEK_END))
+        return {name: archive[name] for name in archive.files}
+
+
+def _require_bounded(members: Sequence[zipfile.ZipInfo], packed_bytes: int) -> None:
+    """Raise ValueError for an archive that was made to fill the memory: no arrays are packed that small."""
+    size = sum(member.file_size for member in members)
+    if size > max(MAX_UNPACKED_BYTES, MAX_UNPACKED_RATIO * packed_bytes):
+        raise ValueError(f"its {packed_bytes} bytes expand to {size}")

@@ -1,14 +1,19 @@
-"""Devices and links: what a placement is made for, and its text forms."""
+"""Devices and links, for which placements are computed, and their text forms."""
 
 from typing import TYPE_CHECKING
 
 from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
-    from onnxplace.target.target import (
+    from onnxplace.target.limits import MAX_SECONDS as MAX_SECONDS, require_device_limit as require_device_limit
+    from onnxplace.target.parsing import (
         KINDS as KINDS,
+        parse_bytes as parse_bytes,
+        parse_device_ids as parse_device_ids,
+        parse_memory as parse_memory,
+    )
+    from onnxplace.target.target import (
         LINK_MODELS as LINK_MODELS,
-        MAX_SECONDS as MAX_SECONDS,
         REQUEST_SECONDS as REQUEST_SECONDS,
         SEGMENT_OVERHEAD_SECONDS as SEGMENT_OVERHEAD_SECONDS,
         WAKING_SECONDS as WAKING_SECONDS,
@@ -18,21 +23,18 @@ if TYPE_CHECKING:
         Shared as Shared,
         Target as Target,
         default_link as default_link,
-        format_target as format_target,
-        parse_bytes as parse_bytes,
-        parse_device_ids as parse_device_ids,
-        parse_memory as parse_memory,
-        read_target as read_target,
-        require_device_limit as require_device_limit,
     )
+    from onnxplace.target.target_file import format_target as format_target, read_target as read_target
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "limits": "MAX_SECONDS require_device_limit",
+        "parsing": "KINDS parse_bytes parse_device_ids parse_memory",
         "target": (
-            "Device KINDS LINK_MODELS Link LinkModel MAX_SECONDS REQUEST_SECONDS SEGMENT_OVERHEAD_SECONDS Shared "
-            "Target WAKING_SECONDS default_link format_target parse_bytes parse_device_ids parse_memory "
-            "read_target require_device_limit"
+            "Device LINK_MODELS Link LinkModel REQUEST_SECONDS SEGMENT_OVERHEAD_SECONDS Shared Target "
+            "WAKING_SECONDS default_link"
         ),
+        "target_file": "format_target read_target",
     },
 )

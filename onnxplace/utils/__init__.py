@@ -1,4 +1,4 @@
-"""What every other compiled_part may need: files, leases, compiled loops, other processes, guarded callbacks."""
+"""Helpers for all other wings: files, leases, compiled loops, processes, callbacks, name patterns."""
 
 from typing import TYPE_CHECKING
 

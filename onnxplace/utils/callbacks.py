@@ -1,4 +1,4 @@
-"""A thread for users' callbacks, which may take their time, use the session that calls them, or fail."""
+"""A thread for users' callbacks, which may take long, use the session that calls them, or fail."""
 
 from __future__ import annotations
 
@@ -11,54 +11,56 @@ import traceback
 import weakref
 from collections.abc import Callable
 
-# At the end of the interpreter, so long for callbacks that are still to come.
+# At its end, the interpreter waits this long for pending callbacks.
 EXIT_SECONDS = 10.0
 
 
 def call_guarded(callback: Callable[..., object], *arguments: object) -> None:
-    """Call a user's callback; what it raises goes to `threading.excepthook`, which prints it, and no further."""
+    """Call a user's callback; `threading.excepthook` gets, and prints, any exception."""
     try:
         callback(*arguments)
-    except BaseException as problem:  # noqa: BLE001 - also sys.exit(): the thread has others to call
+    except BaseException as problem:  # noqa: BLE001 - also SystemExit: the thread has more calls to make
         try:
             threading.excepthook(
                 threading.ExceptHookArgs((type(problem), problem, problem.__traceback__, threading.current_thread()))
             )
-        except BaseException:  # noqa: BLE001 - a hook may fail as well
+        except BaseException:  # noqa: BLE001 - a user's hook may fail, too
             traceback.print_exc()
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start a thread, whole or not at all, whatever interrupts the main thread meanwhile.
+    """Start a thread safely, even if a signal interrupts the main thread.
 
-    `Thread.start` waits on a `threading.Condition`. An interrupt at a bad moment leaves its lock locked for good,
-    and the thread then hangs before it begins. Signals come to the main thread only, so another one does that waiting.
+    `Thread.start` waits on a `threading.Condition`. An interrupt at a bad moment leaves its lock locked forever, and
+    the new thread hangs before it begins. Only the main thread handles signals, so another thread does the waiting.
     """
     if threading.current_thread() is not threading.main_thread():
         thread.start()
         return
     problems: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-    _thread.start_new_thread(_start_and_tell, (thread, problems))
+    _thread.start_new_thread(_start_and_report, (thread, problems))
     if (problem := problems.get()) is not None:
         raise problem
 
 
-def _start_and_tell(thread: threading.Thread, problems: queue.SimpleQueue[BaseException | None]) -> None:
+def _start_and_report(thread: threading.Thread, problems: queue.SimpleQueue[BaseException | None]) -> None:
+    """Start a thread; put the exception, or None, into `problems`."""
     try:
         thread.start()
         problems.put(None)
-    except BaseException as problem:  # noqa: BLE001 - raised where it was asked for
+    except BaseException as problem:  # noqa: BLE001 - raised again in the main thread
         problems.put(problem)
 
 
+# Functions to call; None ends the thread.
 Calls = queue.SimpleQueue[Callable[[], object] | None]
 
 
 class Callbacks:
-    """Calls back, one call after the other, from a thread that is started for the first one.
+    """A queue of callbacks, called one after the other by a thread.
 
-    What a callback raises goes to `threading.excepthook`, which prints it; the next one is called all the same. The
-    thread ends when this object is closed, or when nobody is left who could call: it does not refer to it.
+    The first call starts the thread. `threading.excepthook` gets, and prints, the exception of a callback; later calls
+    are made nevertheless. The thread ends when this object is closed or garbage-collected: it does not refer to it.
     """
 
     def __init__(self) -> None:
@@ -69,44 +71,47 @@ class Callbacks:
         weakref.finalize(self, self._calls.put, None).atexit = False
 
     def call(self, function: Callable[[], object]) -> None:
-        """Let the thread call a function."""
-        if self._closed:  # after the end, each call gets a thread of its own
+        """Let the thread call a function; returns at once."""
+        if self._closed:  # each late call gets a thread of its own
             calls: Calls = queue.SimpleQueue()
-            _start(calls)
+            _start_worker(calls)
             calls.put(function)
             calls.put(None)
             return
         with self._lock:
             if not self._started:
-                _start(self._calls)
+                _start_worker(self._calls)
                 self._started = True
         self._calls.put(function)
 
     def close(self) -> None:
-        """Let the thread end after the calls so far; waits for nothing."""
+        """Let the thread end after the calls so far, without waiting for it."""
         self._closed = True
         self._calls.put(None)
 
 
-def _start(calls: Calls) -> None:
-    thread = threading.Thread(target=_work, args=(calls,), name="onnxplace callbacks", daemon=True)
+def _start_worker(calls: Calls) -> None:
+    """Start a thread that makes these calls."""
+    thread = threading.Thread(target=_make_calls, args=(calls,), name="onnxplace callbacks", daemon=True)
     start_thread(thread)
     _threads[thread] = calls
 
 
-def _work(calls: Calls) -> None:
+def _make_calls(calls: Calls) -> None:
+    """Call functions until there is a None."""
     while (function := calls.get()) is not None:
         call_guarded(function)
-        del function  # with all that it holds
+        del function  # and all objects that it refers to
 
 
+# Threads that may have pending calls.
 _threads: weakref.WeakKeyDictionary[threading.Thread, Calls] = weakref.WeakKeyDictionary()
 
 
 @atexit.register
 def _join_all() -> None:
-    """Wait for callbacks of what the end of the interpreter let finish."""
-    ends = time.monotonic() + EXIT_SECONDS
+    """Wait for callbacks that are pending at the end of the interpreter."""
+    deadline = time.monotonic() + EXIT_SECONDS
     for thread, calls in list(_threads.items()):
         calls.put(None)
-        thread.join(max(ends - time.monotonic(), 0))
+        thread.join(max(deadline - time.monotonic(), 0))

@@ -1,4 +1,4 @@
-"""What is written about the fields of a class, which Python itself does not keep."""
+"""The documentation strings of fields, which Python does not keep at run time."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from itertools import pairwise
 
 
 def read_field_docs(kind: type) -> dict[str, str]:
-    """Return the string that follows each field of a class or of those it derives from; reads their source."""
-    found: dict[str, str] = {}
-    for each in reversed(kind.__mro__):
-        found |= _own_docs(each)
-    return found
+    """Return the string that follows each field of a class, inherited fields included.
+
+    Reads the source of the class and its bases.
+    """
+    docs: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        docs |= _read_own_docs(base)
+    return docs
 
 
-def _own_docs(kind: type) -> dict[str, str]:
-    """Return the string that follows each field in the body of a class; nothing where there is no source."""
+def _read_own_docs(kind: type) -> dict[str, str]:
+    """Return the string that follows each field in the body of a class; empty without source."""
     try:
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     except (OSError, TypeError, SyntaxError, ValueError):
         return {}
-    members = body.body if isinstance(body, ast.ClassDef) else []
+    members = definition.body if isinstance(definition, ast.ClassDef) else []
     return {
         field.target.id: inspect.cleandoc(text.value.value)
         for field, text in pairwise(members)

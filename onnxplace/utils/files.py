@@ -1,4 +1,4 @@
-"""Write files whole or not at all; read the small files that users give, with errors that name the file."""
+"""Write files atomically; read the small files that users name, with errors that name the file."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ import stat
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from onnxplace.errors import ExecutionError, InputError, OnnxplaceError, UsageError
 from onnxplace.utils.leases import hold_lease
 
-# A cost file of a million nodes has about as much. Models, weights and arrays are read by other means.
+# About the size of a cost file with a million nodes. Models, weights and arrays have readers of their own.
 MAX_TEXT_BYTES = 256 << 20
-# How long to wait for a program to open the other end of a pipe. Once one has, it may take as long as it likes.
+# How long to wait for a program to open the other end of a pipe. Once it is open, the program may take any time.
 PIPE_SECONDS = 2.0
-_PIECE_BYTES = 1 << 20
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Bytes of one read.
+_READ_BYTES = 1 << 20
+# Errors for a full disk, a quota, and a limit on the size of files.
+_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Longer paths are shown without their middle.
-_MAX_SHOWN = 300
+_MAX_PATH_CHARACTERS = 300
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
-    r"""Return a path as one readable line: escaped where it is not printable, and not too long.
+    r"""Return a path as one readable line: escaped where unprintable, and shortened.
 
     >>> path_text("a\nb"), path_text(b"caf\xe9".decode(errors="surrogateescape"))
     ('a\\nb', 'caf\\udce9')
@@ -37,32 +39,35 @@ def path_text(path: str | os.PathLike[str]) -> str:
     text = "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in os.fspath(path)
     )
-    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN // 2]}...{text[-_MAX_SHOWN // 2 :]}"
-
-
-def is_full(problem: OSError) -> bool:
-    """Return whether a file system has no room, or a limit of the user's or the process's was reached."""
-    return problem.errno in _FULL
-
-
-def disk_error(problem: OSError, where: str) -> OnnxplaceError:
-    """Return the error for a file system that refuses: exit 4, with advice where it is full."""
-    if is_full(problem):
-        hint = "free some space, or choose another -o (for temporary files, another TMPDIR)"
-        return ExecutionError("E001", "no space left", where=where, hint=hint)
-    return ExecutionError(
-        "E002", f"cannot be written: {problem.strerror or problem}", where=where, hint="check the place"
+    return (
+        text
+        if len(text) <= _MAX_PATH_CHARACTERS
+        else f"{text[: _MAX_PATH_CHARACTERS // 2]}...{text[-_MAX_PATH_CHARACTERS // 2 :]}"
     )
 
 
+def is_full(problem: OSError) -> bool:
+    """Return whether an error means that a disk is full, or that a quota or limit is reached."""
+    return problem.errno in _FULL_ERRORS
+
+
+def disk_error(problem: OSError, where: str) -> OnnxplaceError:
+    """Return the error for a file system that refuses to write: exit 4, with advice for a full one."""
+    if is_full(problem):
+        hint = "free some space, or choose another -o (for temporary files, another TMPDIR)"
+        return ExecutionError("E001", "no space left", where=where, hint=hint)
+    message = f"cannot be written: {problem.strerror or problem}"
+    return ExecutionError("E002", message, where=where, hint="check the folder and its permissions")
+
+
 def cannot_write_error(problem: OSError | ValueError | str, path: Path) -> UsageError:
-    """Return the error for a place that the user chose and where nothing can be written."""
+    """Return the error for a path that the user chose and that cannot be written."""
     reason = (problem.strerror or problem) if isinstance(problem, OSError) else problem
     return UsageError("U032", f"cannot write there: {reason}", where=path_text(path), hint="choose another place")
 
 
 def require_name(path: Path) -> None:
-    """Raise UsageError unless a path can be written to a manifest and handed to ONNX Runtime."""
+    """Raise UsageError unless manifests and ONNX Runtime can take a path: UTF-8, without NUL."""
     if "\0" in os.fspath(path):
         raise cannot_write_error("embedded null byte", path)
     try:
@@ -72,44 +77,48 @@ def require_name(path: Path) -> None:
 
 
 def require_place(path: Path, *inputs: Path) -> None:
-    """Raise UsageError if a file cannot be written there: before the work, not after it.
+    """Raise UsageError if a file cannot be written, before any work is done.
 
-    `inputs` are files, and bundles, that the same command reads: it does not write over them.
+    `inputs` are files and bundles that the same command reads, and must not overwrite.
     """
     require_name(path)
     try:
-        for other in inputs:
-            inside = other.is_dir() and path.resolve().is_relative_to(other.resolve())
-            if inside or (path.exists() and other.exists() and path.samefile(other)):
-                raise cannot_write_error(f"it is {'in ' if inside else ''}{path_text(other)}, which is read", path)
-        about = path.stat() if path.exists() else None
-        folder = path.absolute().parent
-        if about is not None and stat.S_ISDIR(about.st_mode):
-            reason = "it is a folder"
-        elif not folder.is_dir():
-            reason = f"there is no folder {path_text(folder)}"
-        elif about is not None and not stat.S_ISREG(about.st_mode):  # a device, or a pipe
-            return
-        elif not os.access(folder, os.W_OK):
-            reason = f"{path_text(folder)} cannot be written to"
-        else:
-            return
+        reason = _find_obstacle(path, inputs)
     except OSError as problem:
         raise cannot_write_error(problem, path) from None
-    raise cannot_write_error(reason, path)
+    if reason:
+        raise cannot_write_error(reason, path)
+
+
+def _find_obstacle(path: Path, inputs: Sequence[Path]) -> str:
+    """Return why a file cannot be written; empty if it can. Raises OSError."""
+    for source in inputs:
+        inside = source.is_dir() and path.resolve().is_relative_to(source.resolve())
+        if inside or (path.exists() and source.exists() and path.samefile(source)):
+            return f"it is {'in ' if inside else ''}{path_text(source)}, which is read"
+    mode = path.stat().st_mode if path.exists() else None
+    folder = path.absolute().parent
+    if mode is not None and stat.S_ISDIR(mode):
+        return "it is a folder"
+    if not folder.is_dir():
+        return f"there is no folder {path_text(folder)}"
+    is_replaced = mode is None or stat.S_ISREG(mode)  # devices and pipes are written to in place
+    if is_replaced and not os.access(folder, os.W_OK):
+        return f"{path_text(folder)} cannot be written to"
+    return ""
 
 
 def write_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
-    """Write a file through a temporary one beside it; raises UsageError or ExecutionError naming it.
+    """Write a file through a temporary one in its folder; raises UsageError or ExecutionError.
 
-    A link is followed; what is no regular file (a device, a pipe) is written to, never replaced.
+    A link is followed. A device or a pipe is written to, never replaced.
     """
     try:
         require_name(path)
         path = path.resolve() if path.is_symlink() else path
         if path.exists() and not path.is_file():
             with _open_existing(path) as stream:
-                _fill(stream, fill)
+                _fill_buffered(stream, fill)
             return
     except OSError as problem:
         raise cannot_write_error(problem, path) from None
@@ -123,12 +132,12 @@ def write_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
 
 
 def read_json(path: str | Path, code: str, what: str) -> Any:
-    """Read a JSON file; raises InputError with `code`, naming the file and `what` it should have been."""
+    """Read a JSON file; raises InputError with `code`, naming the file and the expected kind `what`."""
     return parse_json(read_bytes(path, code), code, what, path_text(path))
 
 
 def read_text(path: str | Path, code: str, what: str, encoding: str = "utf-8") -> str:
-    """Read a text; raises InputError with `code`, naming the file and `what` it should have been."""
+    """Read a text file; raises InputError with `code`, naming the file and the expected kind `what`."""
     try:
         return read_bytes(path, code).decode(encoding)
     except UnicodeDecodeError:
@@ -136,31 +145,31 @@ def read_text(path: str | Path, code: str, what: str, encoding: str = "utf-8") -
 
 
 def read_bytes(path: str | Path, code: str, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Read a file, or what comes through a pipe, whole; raises InputError with `code`, naming it.
+    """Read a whole file or pipe; raises InputError with `code`, naming it.
 
-    Waits for a program that has the other end of a pipe open. What is neither file nor pipe, or more than
-    `max_bytes`, is refused.
+    Waits for a program that has the other end of a pipe open. Refuses anything other than a file or a pipe, and more
+    than `max_bytes`.
     """
     try:
         with open_input(path, code, pipes=True) as stream:
-            about = os.fstat(stream.fileno())
-            if about.st_size > max_bytes:
-                raise _too_large(path, code, max_bytes, f"{about.st_size} bytes")
-            data = _read_up_to(stream, max_bytes + 1, is_pipe=stat.S_ISFIFO(about.st_mode))
+            status = os.fstat(stream.fileno())
+            if status.st_size > max_bytes:
+                raise _too_large_error(path, code, max_bytes, f"{status.st_size} bytes")
+            data = _read_up_to(stream, max_bytes + 1, is_pipe=stat.S_ISFIFO(status.st_mode))
     except OSError as problem:
         raise InputError(code, f"it cannot be read: {problem.strerror or problem}", where=path_text(path)) from None
     if data is None:
         hint = "start the program that writes to it first"
         raise InputError(code, "it is a pipe to which nothing is written", where=path_text(path), hint=hint)
     if len(data) > max_bytes:
-        raise _too_large(path, code, max_bytes, "more")
+        raise _too_large_error(path, code, max_bytes, "more")
     return data
 
 
 def open_input(path: str | Path, code: str, *, pipes: bool = False) -> io.FileIO:
-    """Open a file that the user named, without waiting; raises InputError with `code` for what is no file.
+    """Open a file that the user named, without waiting; raises InputError with `code`.
 
-    A pipe is opened with `pipes` only, and does not block then.
+    Pipes are opened only with `pipes`; reading them does not block.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -171,28 +180,34 @@ def open_input(path: str | Path, code: str, *, pipes: bool = False) -> io.FileIO
             raise InputError(code, "it is a folder, not a file", where=path_text(path)) from None
         reason = problem.strerror if isinstance(problem, OSError) else problem
         raise InputError(code, f"it cannot be read: {reason}", where=path_text(path)) from None
-    kind = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(kind) or (pipes and stat.S_ISFIFO(kind)):
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode) or (pipes and stat.S_ISFIFO(mode)):
         return io.FileIO(descriptor)
     os.close(descriptor)
-    if stat.S_ISDIR(kind):
+    if stat.S_ISDIR(mode):
         raise InputError(code, "it is a folder, not a file", where=path_text(path))
     raise InputError(
         code,
-        f"expected a file, got a {'pipe' if stat.S_ISFIFO(kind) else 'device'}",
+        f"expected a file, got a {'pipe' if stat.S_ISFIFO(mode) else 'device'}",
         where=path_text(path),
-        hint="write it to a file first, and name that",
+        hint="write its content to a file, and name that",
     )
 
 
 def parse_json(data: bytes | str, code: str, what: str, where: str) -> Any:
-    """Return what JSON text says; raises InputError with `code`, also where one object has a key twice."""
+    """Return JSON text as Python values; raises InputError with `code`, also for repeated keys.
+
+    >>> parse_json('{"a": 1}', "D001", "a cost graph", "graph.json")
+    {'a': 1}
+    """
     try:
-        return json.loads(data, object_pairs_hook=_once)
+        return json.loads(data, object_pairs_hook=_build_object)
     except UnicodeDecodeError:
         reason = "it is a binary file"
     except json.JSONDecodeError as problem:
-        reason = f"no JSON at line {problem.lineno}, column {problem.colno}: {problem.msg}" if data else "it is empty"
+        reason = (
+            f"invalid JSON at line {problem.lineno}, column {problem.colno}: {problem.msg}" if data else "it is empty"
+        )
     except ValueError as problem:
         reason = str(problem)
     except RecursionError:
@@ -200,32 +215,32 @@ def parse_json(data: bytes | str, code: str, what: str, where: str) -> Any:
     raise InputError(code, f"not {what}: {reason}", where=where)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; raises ValueError for a key that it has twice, of which Python would drop one."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        inside = next((f" in the object whose {key} is {found[key]!r}" for key in ("id", "name") if key in found), "")
-        raise ValueError(f"{twice!r} is given twice{inside}")
-    return found
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; raises ValueError for a repeated key, whose first value Python would drop."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        repeated = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        names = (f" in the object whose {key} is {entries[key]!r}" for key in ("id", "name") if key in entries)
+        raise ValueError(f"{repeated!r} is given twice{next(names, '')}")
+    return entries
 
 
-def _fill(stream: BinaryIO, fill: Callable[[BinaryIO], object]) -> None:
-    """Fill a stream that may not be able to seek."""
+def _fill_buffered(stream: BinaryIO, fill: Callable[[BinaryIO], object]) -> None:
+    """Fill a stream that cannot seek, such as a pipe."""
     buffer = io.BytesIO()
     fill(buffer)
     stream.write(buffer.getvalue())
 
 
 def _open_existing(path: Path) -> BinaryIO:
-    """Open a device or a pipe to write to; raises OSError, also if nothing reads from a pipe."""
-    patience = time.monotonic() + PIPE_SECONDS
+    """Open a device or a pipe for writing; raises OSError, also if no program reads the pipe."""
+    deadline = time.monotonic() + PIPE_SECONDS
     while True:
         try:
             descriptor = os.open(path, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
             break
         except OSError as problem:
-            if problem.errno != errno.ENXIO or time.monotonic() > patience:
+            if problem.errno != errno.ENXIO or time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
     os.set_blocking(descriptor, True)
@@ -233,27 +248,28 @@ def _open_existing(path: Path) -> BinaryIO:
 
 
 def _read_up_to(stream: io.FileIO, count: int, is_pipe: bool) -> bytes | None:
-    """Read a file or a pipe, which does not block, to its end or so many bytes; None if nothing writes to the pipe."""
-    data, connected, patience = bytearray(), not is_pipe, time.monotonic() + PIPE_SECONDS
+    """Read a file or a non-blocking pipe, at most `count` bytes; None if no program writes to the pipe."""
+    data, connected, deadline = bytearray(), not is_pipe, time.monotonic() + PIPE_SECONDS
     while len(data) < count:
-        piece = stream.read(min(_PIECE_BYTES, count - len(data)))
-        if piece:
-            data += piece
+        block = stream.read(min(_READ_BYTES, count - len(data)))
+        if block:
+            data += block
             connected = True
-        elif piece is None:  # a program has the other end open, and has not written yet
+        elif block is None:  # a program has the other end open, and has not written yet
             connected = True
-            waiting = select.poll()
-            waiting.register(stream, select.POLLIN)
-            waiting.poll()
+            poll = select.poll()
+            poll.register(stream, select.POLLIN)
+            poll.poll()
         elif connected:
             break
-        elif time.monotonic() > patience:
+        elif time.monotonic() > deadline:
             return None
         else:
             time.sleep(0.01)
     return bytes(data)
 
 
-def _too_large(path: str | Path, code: str, max_bytes: int, size: str) -> InputError:
+def _too_large_error(path: str | Path, code: str, max_bytes: int, size: str) -> InputError:
+    """Return the error for a file or pipe with more than `max_bytes`."""
     hint = "is it the file you meant?"
     return InputError(code, f"expected at most {max_bytes} bytes, got {size}", where=path_text(path), hint=hint)

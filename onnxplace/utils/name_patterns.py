@@ -1,7 +1,7 @@
-"""Match names with patterns that users write, in bounded time whatever the pattern.
+"""Match names with users' patterns, in bounded time for every pattern.
 
-A regular expression may try exponentially many ways to match one name, as `(a+)+b` does, and Python cannot stop it. So
-a pattern that might is matched in a process of its own, which can be ended; ordinary ones are matched here.
+A regular expression may try exponentially many ways to match one name, as `(a+)+b` does, and Python cannot interrupt
+it. Such patterns are matched in a child process, which can be killed; ordinary ones are matched in this process.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from collections.abc import Sequence
 from onnxplace.errors import UsageError
 
 MAX_SECONDS = 10.0
-"""For all patterns of one call that are matched in a process of their own, its start included."""
+"""Time limit for the child process, which matches all slow patterns of one call."""
 MAX_STEPS = 10_000_000
-"""A pattern that surely takes fewer steps is matched in this process: well under a second."""
+"""Patterns with fewer steps are matched in this process; they take well under a second."""
+# Characters with a meaning in regular expressions; other texts match only themselves.
 _SPECIAL = frozenset("\\.^$*+?{}[]|()")
-# Each of these may be tried for every length of what it repeats, each of the others for one alternative more.
+# Each repetition multiplies the attempts by the length of the name, each choice by two.
 _REPEATS, _CHOICES = re.compile(r"[*+{]"), re.compile(r"[?|]")
-# A group that is repeated; or blanks and comments anywhere, even between the two (flag x).
+# A repeated group, for which no such estimate holds; flag x allows blanks between a group and its repetition.
 _NESTED = re.compile(r"\)[*+{]|\(\?[a-zA-Z]*x")
-# Reads {"patterns", "names"}; writes a line per pattern: the positions of the names that it matches.
+# Reads {"patterns", "names"} as JSON; writes a line per pattern: the positions of the names that it matches.
 _CHILD = """
 import json, re, sys, warnings
 warnings.simplefilter("ignore")
@@ -35,31 +36,36 @@ for pattern in map(re.compile, job["patterns"]):
 
 
 def match_names(patterns: Sequence[str], names: Sequence[str], where: str) -> list[list[int]]:
-    """Return, for each regular expression, the positions of the names that it matches whole.
+    """Return, per regular expression, the positions of the names that it matches completely.
 
-    Raises UsageError at `where` for a pattern that is no regular expression (U022), or that takes too long (U024).
+    Raises UsageError at `where` for an invalid pattern (U022), and for one that takes too long (U024).
+
+    >>> match_names(["enc.*", "dec"], ["enc0", "enc1", "dec"], "--colocate")
+    [[0, 1], [2]]
     """
     expressions = {pattern: _compile(pattern, where) for pattern in patterns}
     slow = [pattern for pattern in expressions if not _is_quick(pattern, names)]
-    matches = _match_in_child(slow, names, where) if slow and _can_start() else {}
+    matches = _match_in_child(slow, names, where) if slow and _can_start_python() else {}
     positions: dict[str, list[int]] = {}
     for position, name in enumerate(names):
         positions.setdefault(name, []).append(position)
     for pattern, expression in expressions.items():
         if pattern not in matches:
-            plain = _SPECIAL.isdisjoint(pattern)
-            matches[pattern] = positions.get(pattern, []) if plain else _matching(expression, names)
+            is_plain = _SPECIAL.isdisjoint(pattern)
+            matches[pattern] = positions.get(pattern, []) if is_plain else _match_here(expression, names)
     return [matches[pattern] for pattern in patterns]
 
 
-def _matching(expression: re.Pattern[str], names: Sequence[str]) -> list[int]:
+def _match_here(expression: re.Pattern[str], names: Sequence[str]) -> list[int]:
+    """Return the positions of the names that an expression matches."""
     return [position for position, name in enumerate(names) if expression.fullmatch(name)]
 
 
 def _compile(pattern: str, where: str) -> re.Pattern[str]:
+    """Return a compiled pattern; raises UsageError for an invalid one."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what Python may read otherwise one day
+            warnings.simplefilter("ignore")  # about syntax whose meaning may change in later versions of Python
             return re.compile(pattern)
     except re.error as problem:
         reason = str(problem)
@@ -67,36 +73,36 @@ def _compile(pattern: str, where: str) -> re.Pattern[str]:
         reason = "it repeats something too often"
     except RecursionError:
         reason = "it is nested too deeply"
-    shown = repr(pattern) if len(pattern) <= 200 else f"{pattern[:200]!r}..."
-    raise UsageError("U022", f"not a regular expression: {shown}: {reason}", where=where)
+    text = repr(pattern) if len(pattern) <= 200 else f"{pattern[:200]!r}..."
+    raise UsageError("U022", f"not a regular expression: {text}: {reason}", where=where)
 
 
 def _is_quick(pattern: str, names: Sequence[str]) -> bool:
-    """Return whether matching surely takes few steps: an estimate from above, by the characters of the pattern."""
+    """Return whether an upper bound on the steps, estimated from the pattern's characters, is small."""
     if _NESTED.search(pattern):
         return False
     repeats, choices = len(_REPEATS.findall(pattern)), len(_CHOICES.findall(pattern))
-    if repeats + choices > 64:  # far beyond any limit, and so would be the numbers
+    if repeats + choices > 64:  # far beyond any limit; the numbers below would be huge
         return False
     return bool(sum((len(name) + 1) ** repeats for name in names) << choices <= MAX_STEPS)
 
 
-def _can_start() -> bool:
-    """Return whether `sys.executable` is Python; in a program that embeds or freezes it, it is not."""
+def _can_start_python() -> bool:
+    """Return whether `sys.executable` is Python: not in programs that embed or freeze it."""
     return bool(sys.executable) and not getattr(sys, "frozen", False)
 
 
 def _match_in_child(patterns: Sequence[str], names: Sequence[str], where: str) -> dict[str, list[int]]:
-    """Return the positions of what each pattern matches; raises UsageError naming the pattern that takes too long."""
+    """Return the positions that each pattern matches; raises UsageError naming a pattern that takes too long."""
     job = json.dumps({"patterns": patterns, "names": list(names)})
-    # Isolated and without packages, it starts in some 20 ms.
+    # In isolated mode and without site packages, Python starts in about 20 ms.
     command = [sys.executable, "-I", "-S", "-c", _CHILD]
-    ended = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
-        output = ended.communicate(job.encode(), timeout=MAX_SECONDS)[0]
+        output = child.communicate(job.encode(), timeout=MAX_SECONDS)[0]
     except BaseException as problem:
-        ended.kill()
-        output = ended.communicate()[0]
+        child.kill()
+        output = child.communicate()[0]
         if not isinstance(problem, subprocess.TimeoutExpired):
             raise
     lines = output.decode().splitlines(keepends=True)
@@ -106,46 +112,53 @@ def _match_in_child(patterns: Sequence[str], names: Sequence[str], where: str) -
             "U024",
             f"matching {patterns[len(done)]!r} takes more than {MAX_SECONDS:g} s",
             where=where,
-            hint="it can match in too many ways: repeat nothing that holds a repeat, such as (a+)+, and use fewer .*",
+            hint="it can match in too many ways: avoid nested repetitions such as (a+)+, and use fewer .*",
         )
     return dict(zip(patterns, done))
 
 
 def match_stars(left: str, right: str, first: str, second: str) -> list[str] | None:
-    """Return what the stars of two patterns stand for in two texts, the same in both; None if they do not fit.
+    """Return the texts of the stars in two patterns, equal in both; None without a match.
 
-    Linear in the length of the text, times stars and the length of what is between them.
+    `left` matches `first`, and `right` matches `second`. Linear in the length of the text, times the number of stars
+    and the length of the parts between them.
 
-    >>> star_fits("present.*", "past.*", "present.0.key", "past.0.key")
+    >>> match_stars("present.*", "past.*", "present.0.key", "past.0.key")
     ['0.key']
     """
-    lefts, rights = left.split("*"), right.split("*")
-    if not first.startswith(lefts[0]) or not second.startswith(rights[0]):
+    left_parts, right_parts = left.split("*"), right.split("*")
+    if not first.startswith(left_parts[0]) or not second.startswith(right_parts[0]):
         return None
-    # `ends` holds where, in `first`, the texts so far may end; in `second`, that is `shift` further.
-    ends, shift, before = {len(lefts[0])}, len(rights[0]) - len(lefts[0]), []
-    for one, other in zip(lefts[1:], rights[1:]):
+    # `ends` holds all positions in `first` where the parts so far may end. In `second`, each is `shift` further.
+    ends, shift, before = {len(left_parts[0])}, len(right_parts[0]) - len(left_parts[0]), []
+    for left_part, right_part in zip(left_parts[1:], right_parts[1:]):
         before.append(ends)
-        starts = _reach(ends, first, second, shift)
-        ends = {at + len(one) for at in starts if first.startswith(one, at) and second.startswith(other, at + shift)}
-        shift += len(other) - len(one)
+        ends = {
+            start + len(left_part)
+            for start in _find_star_ends(ends, first, second, shift)
+            if first.startswith(left_part, start) and second.startswith(right_part, start + shift)
+        }
+        shift += len(right_part) - len(left_part)
     if len(first) not in ends or len(first) + shift != len(second):
         return None
-    return _stars(lefts, before, first)
+    return _extract_stars(left_parts, before, first)
 
 
-def _reach(starts: set[int], first: str, second: str, shift: int) -> list[int]:
-    """Return where a star may end that begins at one of `starts` in `first`, and `shift` further in `second`."""
-    reached, alive = [], False
-    for at in range(min(starts, default=len(first) + 1), len(first) + 1):
-        alive = at in starts or (alive and first[at - 1 : at] == second[at - 1 + shift : at + shift])
-        if alive:
-            reached.append(at)
-    return reached
+def _find_star_ends(starts: set[int], first: str, second: str, shift: int) -> list[int]:
+    """Return all ends of a star that begins at one of `starts` in `first`, and `shift` further in `second`."""
+    ends, is_equal = [], False
+    for end in range(min(starts, default=len(first) + 1), len(first) + 1):
+        is_equal = end in starts or (is_equal and first[end - 1 : end] == second[end - 1 + shift : end + shift])
+        if is_equal:
+            ends.append(end)
+    return ends
 
 
-def _stars(parts: Sequence[str], before: Sequence[set[int]], text: str) -> list[str]:
-    """Return what each star stands for, the last ones as little as can be."""
+def _extract_stars(parts: Sequence[str], before: Sequence[set[int]], text: str) -> list[str]:
+    """Return the text of each star; the last ones are as short as possible.
+
+    `before` holds, per star, the positions where it may begin.
+    """
     stars, end = [], len(text)
     for part, starts in zip(reversed(parts[1:]), reversed(before)):
         end -= len(part)

@@ -1,4 +1,4 @@
-"""Work in a fresh process, which imports nothing of its caller's, so that it can be done from any script."""
+"""Run work in a fresh process, which does not import its caller's script."""
 
 from __future__ import annotations
 
@@ -19,48 +19,59 @@ Answer = TypeVar("Answer")
 
 
 def run_in_child(work: Callable[[Job], Answer], job: Job, what: str, where: str, **environment: str) -> Answer:
-    """Return `work(job)` as computed in a fresh process; `work` is a function of a module, and `job` can be pickled.
+    """Return `work(job)`, computed in a fresh process.
 
-    Raises whatever OnnxplaceError `work` raises; else, where the process fails, ExecutionError at `where`, saying that
-    `what` failed and what the process said last.
+    Args:
+        work: a function at the top level of a module.
+        job: its argument, which must be picklable, as must be its result.
+        what: names the work in errors.
+        where: the place in errors.
+        environment: additional environment variables of the process.
+
+    Raises:
+        OnnxplaceError: as `work` raises it.
+        ExecutionError: if the process fails otherwise; its message ends with the last line that the process wrote.
     """
     with hold_lease(Path(tempfile.gettempdir())) as lease, lease.temporary_folder() as folder:
-        asked, answer_at = Path(folder) / "job", Path(folder) / "answer"
-        asked.write_bytes(pickle.dumps((work, job)))
-        # -P: files in the current folder are no modules of ours.
-        command = [sys.executable, "-P", "-c", f"from {__name__} import answer; answer()", str(asked), str(answer_at)]
+        job_path, answer_path = Path(folder) / "job", Path(folder) / "answer"
+        job_path.write_bytes(pickle.dumps((work, job)))
+        # -P: files in the current folder do not hide modules.
+        script = f"from {__name__} import run_job; run_job()"
+        command = [sys.executable, "-P", "-c", script, str(job_path), str(answer_path)]
         paths = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         variables = {**os.environ, **environment, "PYTHONPATH": paths}
-        ended = subprocess.run(
+        process = subprocess.run(
             command,
             env=variables,
             capture_output=True,
             encoding="utf-8",
             errors="replace",
-            pass_fds=lease.descriptors,  # so that the folder stays while the child works, even if we are killed
+            pass_fds=lease.descriptors,  # the folder stays while the child works, even if this process is killed
         )
-        if ended.returncode or not answer_at.exists():
-            raise ExecutionError("X004", f"{what} failed in a process of its own: {_last_words(ended)}", where=where)
-        found: Answer | OnnxplaceError = pickle.loads(answer_at.read_bytes())
-    if isinstance(found, OnnxplaceError):
-        raise found
-    return found
+        if process.returncode or not answer_path.exists():
+            message = f"{what} failed in a process of its own: {_describe_failure(process)}"
+            raise ExecutionError("X004", message, where=where)
+        answer: Answer | OnnxplaceError = pickle.loads(answer_path.read_bytes())
+    if isinstance(answer, OnnxplaceError):
+        raise answer
+    return answer
 
 
-def answer() -> None:
-    """Do, in the child, the job in the file that the command line names first; answer into the second."""
-    asked, answer_at = (Path(name) for name in sys.argv[1:3])
-    work, job = pickle.loads(asked.read_bytes())
+def run_job() -> None:
+    """Run, in the child, the job in the first file that the command line names; write the answer to the second."""
+    job_path, answer_path = (Path(name) for name in sys.argv[1:3])
+    work, job = pickle.loads(job_path.read_bytes())
     try:
-        found = work(job)
+        answer = work(job)
     except OnnxplaceError as problem:
-        found = problem
-    answer_at.write_bytes(pickle.dumps(found))
+        answer = problem
+    answer_path.write_bytes(pickle.dumps(answer))
 
 
-def _last_words(ended: subprocess.CompletedProcess[str]) -> str:
-    """Return the last line that a process that failed wrote, or how it ended."""
-    said = [line for line in ended.stderr.splitlines() if line.strip()]
-    if ended.returncode < 0:
-        return f"ended by signal {-ended.returncode}" + (", as when memory runs out" if ended.returncode == -9 else "")
-    return said[-1].strip() if said else f"exit code {ended.returncode}"
+def _describe_failure(process: subprocess.CompletedProcess[str]) -> str:
+    """Return the last line that a failed process wrote, or how it ended."""
+    lines = [line for line in process.stderr.splitlines() if line.strip()]
+    if process.returncode < 0:
+        cause = ", as when memory runs out" if process.returncode == -9 else ""
+        return f"ended by signal {-process.returncode}{cause}"
+    return lines[-1].strip() if lines else f"exit code {process.returncode}"

@@ -1,4 +1,4 @@
-"""What pyproject.toml requires is what is imported, and every bound is one that `.ci/lowest` runs the tests with."""
+"""pyproject.toml requires the packages that are imported, with the bounds that `.ci/lowest` tests."""
 
 import ast
 import re
@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 
-# Modules that are not named as the package that holds them.
+# Modules whose package has another name.
 PACKAGES = {"google": "protobuf", "pynvml": "nvidia-ml-py"}
-# What each folder may import: the extras that its readers have, beside what everybody has.
+# The extras that each folder may import from, besides the dependencies of the project.
 FOLDERS = {
     "onnxplace": ("cpu", "gpu"),
     "passes": ("cpu", "gpu"),
@@ -32,20 +32,20 @@ FOLDERS = {
 }
 
 
-def package_names(extras: tuple[str, ...]) -> set[str]:
+def required_packages(extras: tuple[str, ...]) -> set[str]:
     """Return the packages that the project and some of its extras require."""
     texts = [*PROJECT["dependencies"], *(text for extra in extras for text in EXTRAS[extra])]
     return {canonicalize_name(Requirement(text).name) for text in texts}
 
 
-def python_files(folder: str) -> list[Path]:
+def list_python_files(folder: str) -> list[Path]:
     """Return the Python files of a folder; `onnxplace` holds links to the folders of passes and runtimes."""
     linked = {path for path in (ROOT / folder).iterdir() if path.is_symlink()}
     return [path for path in sorted((ROOT / folder).rglob("*.py")) if linked.isdisjoint(path.parents)]
 
 
-def imported_modules(source: str) -> set[str]:
-    """Return the top names of all that a source imports, in functions and for type checking too."""
+def read_imported_packages(source: str) -> set[str]:
+    """Return the top-level packages that a source imports, also in functions and for type checking."""
     modules = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -57,11 +57,11 @@ def imported_modules(source: str) -> set[str]:
     return {module.partition(".")[0] for module in modules}
 
 
-def third_party(path: Path) -> set[str]:
-    """Return the packages that a file of ours imports, as they are called by pip."""
+def list_packages(path: Path) -> set[str]:
+    """Return the third-party packages that a file imports, by their names in pip."""
     own = {"onnxplace", "passes", "runtimes", "tests", "benchmarks", *(file.stem for file in path.parent.glob("*.py"))}
     own |= {file.stem for file in (ROOT / "examples").glob("*.py")}  # pytest and mypy have it on their path
-    modules = imported_modules(path.read_text(encoding="utf-8")) - own - sys.stdlib_module_names
+    modules = read_imported_packages(path.read_text(encoding="utf-8")) - own - sys.stdlib_module_names
     return {canonicalize_name(PACKAGES.get(module, module)) for module in modules}
 
 
@@ -74,31 +74,31 @@ def lowest() -> ModuleType:
     return module
 
 
-# ---------------------------------------------------------------------------------------------- what is declared
+# ---------------------------------------------------------------------------------------------- declared dependencies
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_every_package_that_is_imported_is_declared(folder):
-    declared = package_names(FOLDERS[folder])
-    files = python_files(folder)
+def test_every_imported_package_is_declared(folder):
+    declared = required_packages(FOLDERS[folder])
+    files = list_python_files(folder)
     assert files
-    missing = {(path.relative_to(ROOT).as_posix(), name) for path in files for name in third_party(path) - declared}
+    missing = {(path.relative_to(ROOT).as_posix(), name) for path in files for name in list_packages(path) - declared}
     assert missing == set()
 
 
 def test_every_dependency_is_imported():
-    paths = [path for folder in ("onnxplace", "passes", "runtimes") for path in python_files(folder)]
-    assert package_names(()) <= {name for path in paths for name in third_party(path)}
+    paths = [path for folder in ("onnxplace", "passes", "runtimes") for path in list_python_files(folder)]
+    assert required_packages(()) <= {name for path in paths for name in list_packages(path)}
 
 
-def test_the_walk_through_a_source_sees_every_kind_of_import():
+def test_every_kind_of_import_is_found():
     source = (
         "import a, b.c as d\nfrom e.f import g\nfrom . import h\n"
         "if TYPE_CHECKING:\n    import i\n"
         "def f():\n    try:\n        from j import k\n    except ImportError:\n        pass\n"
         "l = pytest.importorskip('m.n')\no = import_module(name)\np = import_module('q')\n"
     )
-    assert imported_modules(source) == {"a", "b", "e", "i", "j", "m", "q"}
+    assert read_imported_packages(source) == {"a", "b", "e", "i", "j", "m", "q"}
 
 
 @pytest.mark.parametrize("extra", [None, "cpu", "gpu", "zoo"])
@@ -112,7 +112,7 @@ def test_both_onnx_runtimes_have_the_same_lower_bound(lowest):
     assert len(bounds) == 1
 
 
-# ---------------------------------------------------------------------------------------------- what `.ci/lowest` runs
+# ---------------------------------------------------------------------------------------------- lowest versions
 
 PYPROJECT = """
 [project]
@@ -128,7 +128,7 @@ dev = ["six>=6"]
 """
 
 
-def test_constraints_are_the_lower_bounds_of_what_this_machine_needs(lowest, tmp_path):
+def test_constraints_are_the_lower_bounds_for_this_machine(lowest, tmp_path):
     path = tmp_path / "pyproject.toml"
     path.write_text(PYPROJECT)
     requirements = lowest.read_requirements(path)
@@ -145,11 +145,11 @@ def test_a_dependency_without_one_lower_bound_is_named(lowest, text):
 def test_the_script_prints_a_line_for_each_dependency():
     command = [sys.executable, ROOT / ".ci" / "lowest.py"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert {canonicalize_name(line.partition("==")[0]) for line in lines} == package_names(("cpu",))
+    assert {canonicalize_name(line.partition("==")[0]) for line in lines} == required_packages(("cpu",))
     assert all(re.fullmatch(r"[A-Za-z_-]+==\d+(\.\d+)*", line) for line in lines)
 
 
-def test_the_table_in_the_documentation_has_the_bounds_of_the_project(lowest):
+def test_the_documented_bounds_are_those_of_the_project(lowest):
     text = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([A-Za-z_-]+) \| ([\d.]+) \|", text, re.MULTILINE)
     requirements = lowest.read_requirements(ROOT / "pyproject.toml")

@@ -1,4 +1,4 @@
-"""What docs/ says is what the code does."""
+"""The documentation agrees with the code."""
 
 import ast
 import json
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = [path for folder in ("onnxplace", "passes", "runtimes") for path in (ROOT / folder).rglob("*.py")]
 
 
-def test_every_code_in_the_source_is_in_the_list_of_errors_and_the_other_way_round():
+def test_the_list_of_errors_has_exactly_the_codes_in_the_source():
     used = {code for path in SOURCES for code in re.findall(r'"([A-Z]\d{3})"', path.read_text(encoding="utf-8"))}
     used |= set(re.findall(r"error\[([A-Z]\d{3})\]", (ROOT / "onnxplace/cli/app.py").read_text(encoding="utf-8")))
     listed = re.findall(r"^\| ([A-Z]\d{3}) \|", (ROOT / "docs/errors.md").read_text(encoding="utf-8"), re.MULTILINE)
@@ -21,44 +21,46 @@ def test_every_code_in_the_source_is_in_the_list_of_errors_and_the_other_way_rou
     assert set(listed) == used
 
 
-def test_the_published_schema_is_that_of_the_manifest():
+def test_the_published_schema_matches_the_manifest():
     published = json.loads((ROOT / "docs/manifest.schema.json").read_text(encoding="utf-8"))
     assert published == json.loads(json.dumps(json_schema()))
 
 
-def test_the_schema_says_what_the_fields_of_the_predictions_and_the_trial_are():
+def test_the_schema_describes_the_fields_of_predictions_and_trial():
     parts = json_schema()["$defs"]
     for name in ("Predicted", "TrialRecord"):
-        told = [field.get("description") for field in parts[name]["properties"].values()]
-        assert sum(map(bool, told)) > len(told) // 2
+        descriptions = [field.get("description") for field in parts[name]["properties"].values()]
+        assert sum(map(bool, descriptions)) > len(descriptions) // 2
     assert parts["TrialRecord"]["properties"]["step_seconds"]["description"] == "The median step."
     assert parts["LinkRecord"]["description"].startswith("A weights file")
 
 
-def test_links_in_the_documentation_lead_somewhere():
+def test_links_in_the_documentation_lead_to_files():
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def blocks(page: str, language: str) -> list[str]:
-    """Return the examples in one language on a page."""
+def read_examples(page: str, language: str) -> list[str]:
+    """Return the code blocks in one language on a page."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 def test_the_cost_graph_in_the_documentation_can_be_placed(run_cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "g.json").write_text(blocks("cost-graphs.md", "json")[0])
-    ran = run_cli("place", "g.json", "--placer", "m-etf", "--json")
-    assert ran.code == 0, ran.err
-    assert set(json.loads(ran.out)["placement"]) == {"0", "1"}
+    (tmp_path / "g.json").write_text(read_examples("cost-graphs.md", "json")[0])
+    result = run_cli("place", "g.json", "--placer", "m-etf", "--json")
+    assert result.code == 0, result.err
+    assert set(json.loads(result.out)["placement"]) == {"0", "1"}
 
 
 def test_the_digraph_in_the_documentation_is_placed_and_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    exec(compile(blocks("cost-graphs.md", "python")[0], "docs/cost-graphs.md", "exec"), {"__name__": "documented"})
+    exec(
+        compile(read_examples("cost-graphs.md", "python")[0], "docs/cost-graphs.md", "exec"), {"__name__": "documented"}
+    )
     assert set(ast.literal_eval(capsys.readouterr().out)) == {"encode", "text", "image"}
     assert read_cost_graph("placed.gexf").device_ids == ("left", "right")
 
@@ -70,19 +72,19 @@ def test_the_attributes_in_the_documentation_are_those_that_are_read():
     assert documented | {"id_type"} == KNOWN
 
 
-def test_the_way_to_costs_in_python_in_the_documentation_leads_there(tmp_path, monkeypatch, model_file, capsys):
+def test_the_documented_way_to_costs_in_python_works(tmp_path, monkeypatch, model_file, capsys):
     monkeypatch.chdir(model_file.parent)
-    code = next(block for block in blocks("passes.md", "python") if "state, timings" in block)
-    space: dict[str, object] = {"__name__": "documented"}
-    exec(compile(code, "docs/passes.md", "exec"), space)
-    assert [timing.name for timing in space["timings"]] == ["optimize", "profile"]
+    code = next(block for block in read_examples("passes.md", "python") if "state, timings" in block)
+    namespace: dict[str, object] = {"__name__": "documented"}
+    exec(compile(code, "docs/passes.md", "exec"), namespace)
+    assert [timing.name for timing in namespace["timings"]] == ["optimize", "profile"]
     assert capsys.readouterr().out.startswith("[")
 
 
-def test_the_example_pass_in_the_documentation_keeps_its_word():
+def test_the_example_pass_in_the_documentation_keeps_its_declaration():
     from onnxplace.testing import check_pass
 
-    code = next(block for block in blocks("passes.md", "python") if "class Cheapest" in block)
-    space: dict[str, object] = {"__name__": "documented"}
-    exec(compile(code, "docs/passes.md", "exec"), space)
-    check_pass(space["Cheapest"])
+    code = next(block for block in read_examples("passes.md", "python") if "class Cheapest" in block)
+    namespace: dict[str, object] = {"__name__": "documented"}
+    exec(compile(code, "docs/passes.md", "exec"), namespace)
+    check_pass(namespace["Cheapest"])

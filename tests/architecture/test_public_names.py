@@ -1,4 +1,4 @@
-"""What stays unloaded, and what the package and the registry promise."""
+"""Public names and registered plugins: listed, documented, and loaded only on use."""
 
 import ast
 import inspect
@@ -35,19 +35,19 @@ HEAVY = (
 )
 
 
-def test_only_the_door_to_onnx_and_what_works_on_its_protos_import_onnx_at_once():
-    """Elsewhere in `onnxplace/`, functions that need it import it."""
+def test_only_the_model_wing_imports_onnx_at_module_level():
+    """In other wings of `onnxplace/`, functions that need onnx import it."""
     linked = {ROOT / "onnxplace" / "passes", ROOT / "onnxplace" / "runtimes"}
     paths = [path for path in (ROOT / "onnxplace").rglob("*.py") if linked.isdisjoint(path.parents)]
     pattern = re.compile(r"^(import onnx\b|from onnx\b)", re.MULTILINE)
-    users = [path.relative_to(ROOT / "onnxplace") for path in paths if pattern.search(path.read_text())]
-    assert {path.parts[0] for path in users} == {"model"}
+    importers = [path.relative_to(ROOT / "onnxplace") for path in paths if pattern.search(path.read_text())]
+    assert {path.parts[0] for path in importers} == {"model"}
 
 
-# ---------------------------------------------------------------------------------------------- what stays unloaded
+# ---------------------------------------------------------------------------------------------- lazy imports
 
 
-def test_importing_the_package_and_asking_for_help_load_nothing_heavy():
+def test_importing_the_package_and_printing_help_load_no_heavy_modules():
     script = f"""
 import sys
 import onnxplace
@@ -56,21 +56,21 @@ from onnxplace.cli import main
 codes = [main(["--help"]), main(["compile", "--help"])]
 print(codes, after_import, [name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stderr.strip() == "[0, 0] [] []"
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert process.stderr.strip() == "[0, 0] [] []"
 
 
-def test_commands_that_only_list_and_print_load_nothing_heavy():
+def test_listing_and_printing_commands_load_no_heavy_modules():
     script = f"""
 import sys
 import onnxplace.cli.options, onnxplace.report.text
 print([name for name in {HEAVY!r} if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"
 
 
-# ---------------------------------------------------------------------------------------------- what is public
+# ---------------------------------------------------------------------------------------------- public names
 
 
 def test_public_names_are_sorted():
@@ -84,40 +84,40 @@ def test_public_names_resolve_and_are_documented():
         assert inspect.getdoc(getattr(onnxplace, name))
 
 
-def test_public_names_are_those_a_type_checker_sees():
+def test_type_checkers_see_the_same_public_names():
     tree = ast.parse((ROOT / "onnxplace" / "__init__.py").read_text(encoding="utf-8"))
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
-    seen = {alias.name: node.module for node in block.body for alias in node.names}
-    assert sorted(seen) == sorted(onnxplace.__all__)
-    for name, module in seen.items():
+    modules = {alias.name: node.module for node in block.body for alias in node.names}
+    assert sorted(modules) == sorted(onnxplace.__all__)
+    for name, module in modules.items():
         assert getattr(onnxplace, name) is getattr(import_module(module), name)
 
 
-def test_dir_lists_the_public_names_and_others_do_not_exist():
+def test_dir_lists_the_public_names_and_other_names_do_not_exist():
     assert dir(onnxplace) == sorted(onnxplace.__all__)
     with pytest.raises(AttributeError, match="nothing"):
         _ = onnxplace.nothing
 
 
 @pytest.mark.parametrize("folder", ["passes", "runtimes"])
-def test_the_folders_refuse_to_be_imported_by_their_own_name(folder, monkeypatch):
+def test_plugin_folders_cannot_be_imported_as_top_level_packages(folder, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     monkeypatch.delitem(sys.modules, folder, raising=False)
     with pytest.raises(ImportError, match=f"onnxplace.{folder}"):
         import_module(folder)
 
 
-# ---------------------------------------------------------------------------------------------- what the registry says
+# ---------------------------------------------------------------------------------------------- the registry
 
 
 def test_every_file_of_passes_and_runtimes_is_in_the_registry():
     for kind, files in (("passes", PASSES), ("runtimes", RUNTIMES)):
-        named = {path.partition(":")[0].rpartition(".")[2] for path, _ in BUILTIN[kind].values()}
-        assert named == files
+        registered = {path.partition(":")[0].rpartition(".")[2] for path, _ in BUILTIN[kind].values()}
+        assert registered == files
 
 
 @pytest.mark.parametrize("name", BUILTIN["passes"])
-def test_a_pass_is_a_frozen_dataclass_named_as_its_file_and_its_entry(name):
+def test_a_pass_is_a_frozen_dataclass_with_the_name_of_its_file_and_entry(name):
     kind = find_plugin("passes", name)
     module, _, attribute = BUILTIN["passes"][name][0].partition(":")
     assert issubclass(kind, Pass)
@@ -133,31 +133,31 @@ def test_a_pass_is_a_frozen_dataclass_named_as_its_file_and_its_entry(name):
 def test_a_pass_is_the_one_public_class_of_its_file(name):
     kind = find_plugin("passes", name)
     module = inspect.getmodule(kind)
-    own = [item for item in vars(module).values() if inspect.isclass(item) and item.__module__ == module.__name__]
-    assert [item.__name__ for item in own if not item.__name__.startswith("_")] == [kind.__name__]
+    classes = [item for item in vars(module).values() if inspect.isclass(item) and item.__module__ == module.__name__]
+    assert [item.__name__ for item in classes if not item.__name__.startswith("_")] == [kind.__name__]
 
 
 @pytest.mark.parametrize("name", BUILTIN["passes"])
 def test_a_pass_and_each_of_its_options_are_documented_and_optional(name):
     kind = find_plugin("passes", name)
     assert kind.__doc__
-    assert not kind.__doc__.startswith(f"{kind.__name__}(")  # what dataclass writes when there is none
+    assert not kind.__doc__.startswith(f"{kind.__name__}(")  # the default of dataclasses
     step = kind()
-    documented = documented_fields(inspect.getsource(kind))
+    documented = read_field_docs(inspect.getsource(kind))
     assert set(documented) == {item.name for item in fields(step)}
     for option, text in documented.items():
         assert text, f"{name}: option {option!r} has no line of documentation"
 
 
-def documented_fields(source: str) -> dict[str, str]:
+def read_field_docs(source: str) -> dict[str, str]:
     """Return the annotated fields of a class (not its class variables) with the string that follows each."""
     body = ast.parse(source).body[0].body
-    found = {}
+    docs = {}
     for node, following in zip(body, [*body[1:], None]):
         if isinstance(node, ast.AnnAssign) and "ClassVar" not in ast.unparse(node.annotation):
             text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-            found[node.target.id] = following.value.value if text else ""
-    return found
+            docs[node.target.id] = following.value.value if text else ""
+    return docs
 
 
 @pytest.mark.parametrize("name", BUILTIN["passes"])
@@ -170,7 +170,7 @@ def test_a_pass_declares_facts(name):
 
 
 @pytest.mark.parametrize("name", BUILTIN["runtimes"])
-def test_a_runtime_is_named_as_its_file_and_its_entry(name):
+def test_a_runtime_has_the_name_of_its_file_and_entry(name):
     kind = find_plugin("runtimes", name)
     assert issubclass(kind, Runtime)
     assert kind.name == name
@@ -180,7 +180,7 @@ def test_a_runtime_is_named_as_its_file_and_its_entry(name):
 
 
 @pytest.mark.parametrize("kind", BUILTIN)
-def test_every_entry_has_a_summary_of_one_line(kind):
+def test_every_entry_has_a_one_line_summary(kind):
     for _, summary in BUILTIN[kind].values():
         assert summary
         assert "\n" not in summary

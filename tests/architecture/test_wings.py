@@ -1,6 +1,7 @@
-"""The map of the architecture, as a test: which wing may import which, and only by the names that it lists.
+"""The map of the architecture: which wings a wing may import, and by which names.
 
-A wing is a package, or a single module of the first level. Read MAY_IMPORT from the top: a wing stands on those above.
+A wing is a package, or a single module of the first level. It may import wings above it in MAY_IMPORT, and only the
+names that their `__init__` lists.
 """
 
 import ast
@@ -13,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 MAY_IMPORT = {
-    # what everything may need
+    # helpers for everything
     "errors": "",
     "utils": "errors",
     # plain data: inputs, graphs, devices
@@ -26,11 +27,11 @@ MAY_IMPORT = {
     "simulation": "graph target utils",
     "model": "errors feeds graph machine state utils",
     "bundle": "errors feeds graph simulation target utils",
-    # what passes provide, and the problem that placers solve
+    # the results of passes, and the problem that placers solve
     "facts": "graph model simulation state",
     "problem": "errors facts graph simulation state target",
     "cost_graph": "errors facts graph state target utils",
-    # the helpers of passes, then the passes: they know no pipeline, no command, and nothing that runs a bundle
+    # the helpers of passes, then the passes: neither imports the pipeline, commands, or anything that runs a bundle
     "passes.profiling": "errors facts graph machine model target utils",
     "passes.cost_files": "errors facts graph model passes.profiling target utils",
     "passes.placement.grouping": "errors facts graph model problem state target utils",
@@ -51,12 +52,12 @@ MAY_IMPORT = {
     "runtime": "bundle errors feeds",
     "runtimes.execution": "bundle errors feeds machine runtime utils",
     "runtimes": "bundle errors feeds machine runtime runtimes.execution simulation",
-    # passes in a row; trials and calibration, which run bundles; what people read
+    # pipelines of passes; trials and calibration, which run bundles; reports
     "pipeline": "errors facts runtime state utils",
     "calibration": "bundle errors feeds graph machine pipeline runtime target utils",
     "evaluation": "bundle errors feeds machine model pipeline runtime simulation target utils",
     "report": "bundle errors pipeline runtime",
-    # from a model to a bundle, and the faces of all of it
+    # from a model to a bundle, and the interfaces to it
     "driver": (
         "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem report state target utils"
     ),
@@ -65,29 +66,30 @@ MAY_IMPORT = {
     "cli": ("api bundle calibration cost_graph driver errors evaluation feeds machine pipeline report target utils"),
     "__main__": "cli",
 }
+# Modules that every wing may import.
 EVERYWHERE = {"_lazy", "_version"}
 WINGS = tuple(MAY_IMPORT)
 
 
-def modules() -> dict[str, Path]:
-    """Return all modules below `onnxplace` by name, those of passes and runtimes included, packages left out."""
+def list_modules() -> dict[str, Path]:
+    """Return all modules below `onnxplace` by name, with those of passes and runtimes, without packages."""
     paths = [path for top in ("onnxplace", "passes", "runtimes") for path in (ROOT / top).rglob("*.py")]
     linked = {ROOT / "onnxplace" / "passes", ROOT / "onnxplace" / "runtimes"}
     own = [path for path in paths if linked.isdisjoint(path.parents) and path.name != "__init__.py"]
     return {".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("onnxplace."): path for path in own}
 
 
-MODULES = modules()
+MODULES = list_modules()
 
 
-def wing_of(name: str) -> str:
-    """Return the wing that a module, a wing, or a name in one of them belongs to."""
+def find_wing(name: str) -> str:
+    """Return the wing of a module, a wing, or a name in one."""
     parts = name.split(".")
     return next((wing for n in range(len(parts), 0, -1) if (wing := ".".join(parts[:n])) in MAY_IMPORT), parts[0])
 
 
-def imports(path: Path) -> list[tuple[str, str]]:
-    """Return all imports from `onnxplace` in a file as (module, name): in functions and for type checking, too."""
+def read_imports(path: Path) -> list[tuple[str, str]]:
+    """Return all imports from `onnxplace` in a file as (module, name), also in functions and for type checking."""
     pairs = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
@@ -99,56 +101,59 @@ def imports(path: Path) -> list[tuple[str, str]]:
     return [(module.removeprefix("onnxplace").removeprefix("."), name) for module, name in inside]
 
 
-def refused(importer: str, module: str, name: str) -> str:
-    """Return why a module may not import a name from another; empty if it may."""
-    own, target = wing_of(importer), wing_of(module)
+def find_violation(importer: str, module: str, name: str) -> str:
+    """Return why a module may not import a name from another module; empty if it may."""
+    own, imported = find_wing(importer), find_wing(module)
     if module == "":  # `from onnxplace import name`
         return "" if name in EVERYWHERE else f"import {name!r} from the wing that has it"
     if module in EVERYWHERE:
         return ""
-    if own == target:
+    if own == imported:
         plugin = own in ("passes", "runtimes")
         return "a plugin does not import another one" if plugin else "" if module in MODULES else "import the module"
-    if target not in MAY_IMPORT[own].split():
-        return f"{own} may not import {target}"
-    if module != target:
-        return f"import from {target}, not from a file in it"
+    if imported not in MAY_IMPORT[own].split():
+        return f"{own} may not import {imported}"
+    if module != imported:
+        return f"import from {imported}, not from a file in it"
     listed = module in MODULES or name in import_module(f"onnxplace.{module}").__all__
-    return "" if listed else f"{target} does not list {name!r}"
+    return "" if listed else f"{imported} does not list {name!r}"
 
 
 def test_every_module_belongs_to_a_wing_of_the_map():
-    assert {wing_of(name) for name in MODULES} - EVERYWHERE == set(WINGS)
+    assert {find_wing(name) for name in MODULES} - EVERYWHERE == set(WINGS)
 
 
 @pytest.mark.parametrize("wing", WINGS)
-def test_a_wing_stands_on_those_above_it_so_that_there_is_no_circle(wing):
+def test_a_wing_imports_only_wings_above_it_so_that_there_is_no_cycle(wing):
     assert set(MAY_IMPORT[wing].split()) <= set(WINGS[: WINGS.index(wing)])
 
 
 @pytest.mark.parametrize("name", sorted(set(MODULES) - EVERYWHERE))
-def test_a_module_imports_what_its_wing_may_and_only_listed_names(name):
-    problems = {f"{module} {item}": refused(name, module, item) for module, item in imports(MODULES[name])}
-    assert {what: why for what, why in problems.items() if why} == {}
+def test_a_module_imports_only_listed_names_of_allowed_wings(name):
+    problems = {f"{module} {item}": find_violation(name, module, item) for module, item in read_imports(MODULES[name])}
+    assert {imported: reason for imported, reason in problems.items() if reason} == {}
 
 
 @pytest.mark.parametrize("wing", WINGS)
-def test_a_wing_imports_all_that_the_map_says(wing):
-    """So that the map stays as small as it can be."""
-    used = {wing_of(module) for name, path in MODULES.items() if wing_of(name) == wing for module, _ in imports(path)}
+def test_a_wing_imports_every_wing_that_the_map_allows(wing):
+    """The map stays minimal."""
+    paths = [path for name, path in MODULES.items() if find_wing(name) == wing]
+    used = {find_wing(module) for path in paths for module, _ in read_imports(path)}
     assert set(MAY_IMPORT[wing].split()) <= used
 
 
-def test_no_modules_of_a_wing_import_each_other_in_a_circle():
-    left = {name: {module for module, _ in imports(path)} & set(MODULES) - {name} for name, path in MODULES.items()}
-    while free := [name for name, needed in left.items() if not needed & set(left)]:
-        for name in free:
-            del left[name]
-    assert left == {}
+def test_modules_do_not_import_each_other_in_a_cycle():
+    imported = {
+        name: {module for module, _ in read_imports(path)} & set(MODULES) - {name} for name, path in MODULES.items()
+    }
+    while leaves := [name for name, others in imported.items() if not others & set(imported)]:
+        for name in leaves:
+            del imported[name]
+    assert imported == {}
 
 
 @pytest.mark.parametrize(
-    ("importer", "module", "name", "why"),
+    ("importer", "module", "name", "reason"),
     [
         ("graph.op_graph", "model", "Model", "graph may not import model"),
         ("model.model", "driver", "compile_model", "model may not import driver"),
@@ -160,11 +165,11 @@ def test_no_modules_of_a_wing_import_each_other_in_a_circle():
         ("driver.compiler", "model", "Model", ""),
     ],
 )
-def test_the_map_refuses_what_it_does_not_allow(importer, module, name, why):
-    assert refused(importer, module, name) == why
+def test_imports_against_the_map_are_found(importer, module, name, reason):
+    assert find_violation(importer, module, name) == reason
 
 
-def test_the_walk_through_a_file_sees_every_kind_of_import(tmp_path):
+def test_read_imports_finds_every_kind_of_import(tmp_path):
     (tmp_path / "m.py").write_text(
         "from typing import TYPE_CHECKING\nimport onnxplace.one\nfrom onnxplace import two\n"
         "from onnxplace.three import x\n"
@@ -172,20 +177,20 @@ def test_the_walk_through_a_file_sees_every_kind_of_import(tmp_path):
         "def f():\n    from onnxplace.passes.five import z\n    class C:\n        import onnxplace.six as six\n"
         "try:\n    import numpy\nexcept ImportError:\n    pass\n"
     )
-    found = imports(tmp_path / "m.py")
-    assert sorted(found) == [("", "two"), ("four", "y"), ("one", ""), ("passes.five", "z"), ("six", ""), ("three", "x")]
+    pairs = read_imports(tmp_path / "m.py")
+    assert sorted(pairs) == [("", "two"), ("four", "y"), ("one", ""), ("passes.five", "z"), ("six", ""), ("three", "x")]
 
 
 PACKAGES = [wing for wing in WINGS if wing not in MODULES and wing not in ("passes", "runtimes")]
 
 
 @pytest.mark.parametrize("wing", PACKAGES)
-def test_a_wing_lists_for_type_checkers_what_it_offers(wing):
-    """No module has the name of something that its wing offers: Python would set it in its place."""
+def test_a_wing_lists_its_public_names_for_type_checkers(wing):
+    """No module has a public name of its wing: Python would set the module in its place."""
     package = import_module(f"onnxplace.{wing}")
     (block,) = [node for node in ast.parse(Path(package.__file__).read_text()).body if isinstance(node, ast.If)]
-    seen = {alias.asname: node.module for node in block.body for alias in node.names if alias.asname == alias.name}
-    assert sorted(seen) == package.__all__
+    modules = {alias.asname: node.module for node in block.body for alias in node.names if alias.asname == alias.name}
+    assert sorted(modules) == package.__all__
     for name in package.__all__:
-        assert getattr(package, name) is getattr(import_module(seen[name]), name)
+        assert getattr(package, name) is getattr(import_module(modules[name]), name)
         assert inspect.ismodule(getattr(package, name)) == (f"{wing}.{name}" in MODULES)

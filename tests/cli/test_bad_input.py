@@ -145,7 +145,7 @@ def test_a_single_array_is_not_a_file_of_inputs(refused, bundle_copy, tmp_path):
     [
         (b"", "it is empty"),
         (b"\x08\xf0\xff", "binary"),
-        (b'{"left": ', "no JSON at line 1, column 10"),
+        (b'{"left": ', "invalid JSON at line 1, column 10"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"left": "cpu:0", "left": "cpu:1"}', "'left' is given twice"),
         (None, "folder"),

@@ -15,7 +15,7 @@ from onnxplace.errors import FeedError, InputError, TargetError, UsageError
 from onnxplace.feeds import read_npz
 from onnxplace.pipeline import Pipeline
 from onnxplace.target import Device, Link, Shared, Target, parse_device_ids, read_target
-from onnxplace.target.target import MAX_DEVICES
+from onnxplace.target.limits import MAX_DEVICES
 from tests.cli.test_fuzz_inputs import HEADERS, with_header
 from tests.machine.test_damaged_cache import QUALITY
 
@@ -119,7 +119,7 @@ def test_more_devices_than_there_can_be_are_refused_wherever_they_are_named(run_
     ):
         ran = run_cli(*command)
         assert (ran.code, ran.out, ran.err.partition("]")[0]) == (2, "", "error[T015")
-        assert f"3000 devices, and there can be {MAX_DEVICES} at most" in ran.err
+        assert f"expected at most {MAX_DEVICES} devices, got 3000" in ran.err
 
 
 def test_as_many_devices_as_there_can_be_are_taken():
@@ -210,7 +210,7 @@ def test_times_and_seeds_that_are_none_are_refused(option):
 
 
 def test_an_archive_that_expands_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("onnxplace.feeds.feeds.MAX_UNPACKED_BYTES", 1 << 20)
+    monkeypatch.setattr("onnxplace.feeds.npz.MAX_UNPACKED_BYTES", 1 << 20)
     np.savez_compressed(tmp_path / "bomb.npz", x=np.zeros(1 << 20, dtype=np.float32))
     with pytest.raises(FeedError, match=r"its \d+ bytes expand to 4194") as caught:
         read_npz(tmp_path / "bomb.npz")

@@ -133,7 +133,7 @@ def test_a_graph_that_makes_no_sense_is_refused_by_name(changes, words):
     [
         (gzip.compress(json.dumps(fork()).encode(), mtime=0)[:60], "cut off or damaged"),
         (gzip.compress(json.dumps(fork()).encode(), mtime=0)[:30] + bytes(60), "cut off or damaged"),
-        (json.dumps(fork()).encode()[:60], "no JSON at line 1"),
+        (json.dumps(fork()).encode()[:60], "invalid JSON at line 1"),
         (b'{"nodes": [{"id": 7, "temp_bytes": 1, "temp_bytes": 2}]}', "'temp_bytes' is given twice.*whose id is 7"),
         (b"\xff\xfe\xff", "binary"),
         (b"", "empty"),

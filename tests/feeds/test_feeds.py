@@ -1,4 +1,4 @@
-"""Inputs are held against what the model declares, and drawn where there are none."""
+"""Feeds are checked against the declared inputs, and generated where there are none."""
 
 import numpy as np
 import pytest
@@ -27,17 +27,17 @@ declarations = st.lists(
 )
 
 
-def sizes_for(inputs: list[Declared], sizes: dict[str, int]) -> dict[str, int]:
-    """Return a size for each dimension without one: by symbol, else 2."""
+def choose_sizes(inputs: list[Declared], sizes: dict[str, int]) -> dict[str, int]:
+    """Return a size for each symbolic dimension: from `sizes`, else 2."""
     return {key: sizes.get(key, 2) for item in inputs for key, size in dimension_keys(item) if size is None}
 
 
-# ---------------------------------------------------------------------------------------------- drawn
+# ---------------------------------------------------------------------------------------------- generated
 
 
 @given(declarations, st.integers(0, 5), st.integers(0, 2**32))
-def test_drawn_inputs_fit_what_is_declared(inputs, batch, seed):
-    feeds = random_feeds(inputs, sizes_for(inputs, {"batch": batch}), seed)
+def test_random_feeds_fit_the_declared_inputs(inputs, batch, seed):
+    feeds = random_feeds(inputs, choose_sizes(inputs, {"batch": batch}), seed)
     assert set(check_feeds(feeds, inputs)) == {item.name for item in inputs if not item.optional}
     for item in inputs:
         if not item.optional:
@@ -47,27 +47,27 @@ def test_drawn_inputs_fit_what_is_declared(inputs, batch, seed):
 
 
 @given(declarations, st.integers(0, 2**32))
-def test_drawing_is_deterministic_under_a_seed(inputs, seed):
-    first, second = (random_feeds(inputs, sizes_for(inputs, {}), seed) for _ in range(2))
+def test_random_feeds_are_deterministic_under_a_seed(inputs, seed):
+    first, second = (random_feeds(inputs, choose_sizes(inputs, {}), seed) for _ in range(2))
     assert list(first) == list(second)
     for name in first:
         assert first[name].tobytes() == second[name].tobytes()
 
 
-def test_another_seed_draws_other_inputs():
+def test_another_seed_gives_other_feeds():
     inputs = [Declared("x", "tensor(float)", (64,))]
     assert not np.array_equal(random_feeds(inputs, {}, 1)["x"], random_feeds(inputs, {}, 2)["x"])
 
 
-def test_whole_numbers_are_drawn_as_valid_indices():
-    drawn = random_feeds([Declared("i", "tensor(int64)", (1000,))], {})["i"]
-    assert set(drawn.tolist()) == {0, 1}
+def test_random_integers_are_valid_indices():
+    array = random_feeds([Declared("i", "tensor(int64)", (1000,))], {})["i"]
+    assert set(array.tolist()) == {0, 1}
 
 
-def test_strings_are_drawn_as_objects():
-    drawn = random_feeds([Declared("s", "tensor(string)", (2,))], {})["s"]
-    assert drawn.tolist() == ["a", "a"]
-    check_feeds({"s": drawn}, [Declared("s", "tensor(string)", (2,))])
+def test_generated_strings_are_objects():
+    array = random_feeds([Declared("s", "tensor(string)", (2,))], {})["s"]
+    assert array.tolist() == ["a", "a"]
+    check_feeds({"s": array}, [Declared("s", "tensor(string)", (2,))])
 
 
 def test_all_unbound_dimensions_are_listed_once_with_an_example():
@@ -84,23 +84,24 @@ def test_all_unbound_dimensions_are_listed_once_with_an_example():
 
 
 @pytest.mark.parametrize("dtype", ["seq(tensor(float))", "tensor(float8e8m0)", "optional(tensor(float))"])
-def test_what_cannot_be_drawn_is_named(dtype):
+def test_an_input_that_cannot_be_generated_is_named(dtype):
     with pytest.raises(FeedError) as caught:
         random_feeds([Declared("x", dtype, ())], {})
     for words in ("'x'", dtype, "--inputs"):
         assert words in str(caught.value)
 
 
-# ---------------------------------------------------------------------------------------------- given
+# ---------------------------------------------------------------------------------------------- checked
 
 PAIR = [Declared("left", "tensor(float)", ("n", 2)), Declared("right", "tensor(float)", ("n",))]
 GOOD = {"left": np.zeros((3, 2), "f4"), "right": np.zeros(3, "f4")}
 
 
-def refused(feeds: dict[str, object], *said: str) -> None:
+def assert_refused(feeds: dict[str, object], *expected: str) -> None:
+    """Check that feeds for PAIR are refused with a message that has these words."""
     with pytest.raises(FeedError) as caught:
         check_feeds(feeds, PAIR)
-    for words in said:
+    for words in expected:
         assert words in str(caught.value)
 
 
@@ -112,12 +113,12 @@ def test_a_feed_is_not_copied():
     assert np.shares_memory(check_feeds(GOOD, PAIR)["left"], GOOD["left"])
 
 
-def test_an_unknown_name_gets_the_nearest():
-    refused({**GOOD, "rigth": GOOD["right"]}, "'rigth'", "did you mean 'right'?")
+def test_an_unknown_name_is_refused_with_the_nearest():
+    assert_refused({**GOOD, "rigth": GOOD["right"]}, "'rigth'", "did you mean 'right'?")
 
 
-def test_all_missing_inputs_are_named_with_what_the_model_takes():
-    refused({}, "'left', 'right'", "left tensor(float) [n, 2]", "right tensor(float) [n]")
+def test_all_missing_inputs_are_named_with_the_declared_ones():
+    assert_refused({}, "'left', 'right'", "left tensor(float) [n, 2]", "right tensor(float) [n]")
 
 
 def test_an_optional_input_may_be_missing():
@@ -126,8 +127,8 @@ def test_an_optional_input_may_be_missing():
 
 
 @pytest.mark.parametrize("dtype", ["f8", "f2", "i4", "?", ">f4"])
-def test_a_wrong_type_is_named_with_the_conversion(dtype):
-    refused({**GOOD, "left": GOOD["left"].astype(dtype)}, "'left'", str(np.dtype(dtype)), ".astype('float32')")
+def test_a_wrong_type_is_refused_with_its_conversion(dtype):
+    assert_refused({**GOOD, "left": GOOD["left"].astype(dtype)}, "'left'", str(np.dtype(dtype)), ".astype('float32')")
 
 
 def test_numbers_for_strings_are_refused():
@@ -137,29 +138,29 @@ def test_numbers_for_strings_are_refused():
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (3, 2, 1)])
-def test_a_wrong_rank_is_named_with_both_shapes(shape):
-    refused({**GOOD, "left": np.zeros(shape, "f4")}, "'left'", str(list(shape)), "[n, 2]")
+def test_a_wrong_rank_is_refused_with_both_shapes(shape):
+    assert_refused({**GOOD, "left": np.zeros(shape, "f4")}, "'left'", str(list(shape)), "[n, 2]")
 
 
-def test_a_wrong_size_is_named_with_its_axis():
-    refused({**GOOD, "left": np.zeros((3, 5), "f4")}, "'left'", "[3, 5]", "[n, 2]", "axis 1 must be 2")
+def test_a_wrong_size_is_refused_with_its_axis():
+    assert_refused({**GOOD, "left": np.zeros((3, 5), "f4")}, "'left'", "[3, 5]", "[n, 2]", "axis 1 must be 2")
 
 
-def test_one_symbol_is_one_size_in_all_inputs():
-    refused({**GOOD, "right": np.zeros(4, "f4")}, "'n'", "'right'", "4", "3 in left[0]")
+def test_a_symbol_has_one_size_in_all_inputs():
+    assert_refused({**GOOD, "right": np.zeros(4, "f4")}, "'n'", "'right'", "4", "3 in left[0]")
 
 
-def test_what_has_no_declared_shape_may_have_any():
-    anything = [Declared("x", "tensor(float)", None), Declared("y", "tensor(float)", (None,))]
+def test_an_input_without_a_declared_shape_may_have_any():
+    inputs = [Declared("x", "tensor(float)", None), Declared("y", "tensor(float)", (None,))]
     for shape in ((), (1, 2, 3)):
-        check_feeds({"x": np.zeros(shape, "f4"), "y": np.zeros(7, "f4")}, anything)
+        check_feeds({"x": np.zeros(shape, "f4"), "y": np.zeros(7, "f4")}, inputs)
 
 
 def test_a_ragged_list_is_refused_by_name():
-    refused({**GOOD, "right": [[1.0], [2.0, 3.0]]}, "'right'")
+    assert_refused({**GOOD, "right": [[1.0], [2.0, 3.0]]}, "'right'")
 
 
-def test_an_input_is_described_as_people_write_it():
+def test_an_input_is_described_with_type_and_shape():
     assert describe_input(Declared("x", "tensor(int64)", ("batch", None, 3))) == "x tensor(int64) [batch, ?, 3]"
     assert describe_input(Declared("x", "tensor(int64)", None)) == "x tensor(int64) ?"
 
@@ -170,14 +171,14 @@ def test_an_input_is_described_as_people_write_it():
 @given(
     st.dictionaries(st.sampled_from(["x", "y/z", "a b", "file"]), st.sampled_from(list(NUMERIC.values())), max_size=3)
 )
-def test_what_numpy_saved_is_read_back(tmp_path_factory, kinds):
+def test_arrays_that_numpy_saved_are_read_back(tmp_path_factory, kinds):
     path = tmp_path_factory.getbasetemp() / "feeds.npz"
     arrays = {name: np.ones((2, 3), kind) for name, kind in kinds.items()}
     with path.open("wb") as stream:
         np.savez(stream, **{name: array for name, array in arrays.items() if name != "file"})
-    found = read_npz(path)
-    assert list(found) == [name for name in arrays if name != "file"]
-    for name, array in found.items():
+    feeds = read_npz(path)
+    assert list(feeds) == [name for name in arrays if name != "file"]
+    for name, array in feeds.items():
         assert array.dtype == arrays[name].dtype
         assert np.array_equal(array, arrays[name])
 

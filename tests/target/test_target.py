@@ -1,4 +1,4 @@
-"""Devices, links and limits: read from text, written to TOML, and held against each other."""
+"""Devices, links and limits: parsed from text, written to TOML, and checked for consistency."""
 
 from pathlib import Path
 
@@ -34,7 +34,14 @@ hardware_names = st.text(
 def targets(draw, names=hardware_names) -> Target:
     ids = draw(id_lists)
     devices = [
-        Device(name, draw(st.integers(0, 2**50)), draw(st.integers(1, 256)), draw(names), draw(seconds)) for name in ids
+        Device(
+            id=name,
+            memory_bytes=draw(st.integers(0, 2**50)),
+            cores=draw(st.integers(1, 256)),
+            model=draw(names),
+            segment_seconds=draw(seconds),
+        )
+        for name in ids
     ]
     pairs = [(a, b) for a in ids for b in ids if a != b]
     chosen = draw(st.lists(st.sampled_from(pairs), unique=True, max_size=6)) if pairs else []
@@ -42,11 +49,11 @@ def targets(draw, names=hardware_names) -> Target:
     return Target(tuple(devices), tuple(links), draw(st.sampled_from(LINK_MODELS)))
 
 
-# ---------------------------------------------------------------------------------------------- names of devices
+# ---------------------------------------------------------------------------------------------- device ids
 
 
 @given(id_lists, st.sampled_from(["", " ", "  "]))
-def test_device_ids_are_read_back_in_order(ids, blank):
+def test_device_ids_are_parsed_in_order(ids, blank):
     assert parse_device_ids(f"{blank},{blank}".join(ids)) == tuple(ids)
     assert parse_device_ids(ids) == tuple(ids)
 
@@ -55,10 +62,10 @@ def test_device_ids_are_read_back_in_order(ids, blank):
     ("text", "meant"),
     [("gpu1", "cuda:1"), ("cuda7", "cuda:7"), ("CPU2", "cpu:2"), ("gpu", "cuda:0"), ("gpu:3", "cuda:3")],
 )
-def test_a_device_without_its_colon_is_understood(text, meant):
-    with pytest.raises(TargetError, match="T005") as raised:
+def test_an_id_without_its_colon_gets_a_suggestion(text, meant):
+    with pytest.raises(TargetError, match="T005") as caught:
         parse_device_ids(text)
-    assert raised.value.hint.startswith(f"did you mean '{meant}'?")
+    assert caught.value.hint.startswith(f"did you mean '{meant}'?")
 
 
 def test_a_link_from_a_device_to_itself_is_refused(tmp_path):
@@ -66,19 +73,19 @@ def test_a_link_from_a_device_to_itself_is_refused(tmp_path):
         '[[devices]]\nid = "cpu:0"\nmemory_bytes = 1\n'
         '[[links]]\nsource = "cpu:0"\ndestination = "cpu:0"\nlatency_seconds = 0.0\nbytes_per_second = 1e9\n'
     )
-    with pytest.raises(TargetError, match="a link cannot lead from a device to itself") as raised:
+    with pytest.raises(TargetError, match="a link cannot lead from a device to itself") as caught:
         read_target(tmp_path / "t.toml")
-    assert (raised.value.code, raised.value.where) == ("T008", f"{tmp_path / 't.toml'}, link cpu:0 -> cpu:0")
+    assert (caught.value.code, caught.value.where) == ("T008", f"{tmp_path / 't.toml'}, link cpu:0 -> cpu:0")
 
 
 @given(id_lists)
-def test_a_repeated_device_is_refused_wherever_it_stands(ids):
+def test_a_repeated_device_is_refused(ids):
     with pytest.raises(TargetError, match="twice"):
         parse_device_ids([*ids, ids[0]])
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("cpus:0", ("'cpus:0'", "did you mean 'cpu:0'?")),
         ("cuad:0", ("'cuad:0'", "did you mean 'cuda:0'?")),
@@ -92,10 +99,10 @@ def test_a_repeated_device_is_refused_wherever_it_stands(ids):
     ],
     ids=str,
 )
-def test_a_bad_device_is_named_with_what_is_near(text, said):
+def test_a_bad_device_id_is_named_with_a_suggestion(text, expected):
     with pytest.raises(TargetError) as caught:
         parse_device_ids(text)
-    for words in said:
+    for words in expected:
         assert words in str(caught.value)
 
 
@@ -105,7 +112,7 @@ def test_two_spellings_of_one_device_are_a_duplicate(text):
         parse_device_ids(text)
 
 
-def test_a_device_knows_its_kind_its_number_and_what_it_costs_like():
+def test_a_device_has_a_kind_an_index_and_a_cost_class():
     cpu, gpu = Device("cpu:3", 1, cores=2), Device("cuda:1", 1, model="Imaginary 9000")
     assert (cpu.kind, cpu.index, cpu.cost_class) == ("cpu", 3, "cpu/2")
     assert (gpu.kind, gpu.index, gpu.cost_class) == ("cuda", 1, "cuda/Imaginary 9000")
@@ -116,7 +123,7 @@ def test_a_device_knows_its_kind_its_number_and_what_it_costs_like():
 
 
 @given(st.integers(0, 2**53 - 1), st.sampled_from(["", "B", " b"]))
-def test_bytes_are_read_as_they_are(amount, unit):
+def test_plain_bytes_are_parsed_exactly(amount, unit):
     assert parse_bytes(f"{amount}{unit}") == amount
 
 
@@ -127,19 +134,19 @@ def test_units_are_decimal_or_binary_whatever_their_case(amount, unit):
     assert parse_bytes(f"{amount}{name}B") == parse_bytes(f" {amount} {name.lower()}b ") == expected
 
 
-def test_fractions_of_a_unit_are_read():
+def test_fractions_of_a_unit_are_parsed():
     assert parse_bytes("1.5GiB") == 3 * 2**29
     assert parse_bytes(".5k") == 500
 
 
 @pytest.mark.parametrize("text", ["", "lots", "-1", "1e9", "16 GiBs", "1,5GiB", "GiB", "0x10", "1.2.3", "inf"])
-def test_what_is_no_amount_is_refused(text):
+def test_an_invalid_amount_of_memory_is_refused(text):
     with pytest.raises(UsageError, match=r"write it as 16GiB") as caught:
         parse_bytes(text)
     assert repr(text) in str(caught.value)
 
 
-def test_every_unit_stands_alone_or_none():
+def test_the_letter_b_of_a_unit_may_be_left_out():
     assert [parse_bytes(f"1{unit}") for unit in "kmgt"] == [10**3, 10**6, 10**9, 10**12]
 
 
@@ -149,18 +156,18 @@ def test_one_amount_is_for_every_device(ids, amount):
 
 
 @given(id_lists, st.data())
-def test_amounts_by_device_are_read_back(ids, data):
+def test_amounts_by_device_are_parsed(ids, data):
     limits = {name: data.draw(st.integers(0, 10**12)) for name in data.draw(st.sets(st.sampled_from(ids), min_size=1))}
     assert parse_memory(", ".join(f"{name}={limit}" for name, limit in limits.items()), ids) == limits
 
 
-def test_a_limit_for_a_device_that_is_not_there_offers_the_nearest():
+def test_a_limit_for_an_unknown_device_offers_the_nearest():
     with pytest.raises(TargetError, match=r"'cpu:11'(.|\n)*did you mean 'cpu:1'"):
         parse_memory("cpu:11=1GiB", ["cpu:0", "cpu:1"])
 
 
 @given(targets(), st.data())
-def test_limiting_changes_the_memory_it_names_and_nothing_else(target, data):
+def test_limiting_changes_only_the_memory_of_the_named_device(target, data):
     name = data.draw(st.sampled_from([device.id for device in target.devices]))
     limited = target.limiting({name: 12345})
     for before, after in zip(target.devices, limited.devices):
@@ -169,7 +176,7 @@ def test_limiting_changes_the_memory_it_names_and_nothing_else(target, data):
     assert (limited.links, limited.link_model) == (target.links, target.link_model)
 
 
-def test_limiting_a_device_that_is_not_there_is_refused():
+def test_limiting_an_unknown_device_is_refused():
     with pytest.raises(TargetError, match="did you mean 'cpu:0'"):
         Target((Device("cpu:0", 1),)).limiting({"cpu:1": 1})
 
@@ -182,25 +189,25 @@ def test_a_target_without_devices_is_refused():
         Target(())
 
 
-def test_a_target_with_a_device_twice_is_refused():
+def test_a_target_with_a_repeated_device_is_refused():
     with pytest.raises(TargetError, match="twice"):
         Target((Device("cpu:0", 1), Device("cpu:0", 2)))
 
 
-def test_a_link_to_nowhere_is_refused_with_the_nearest():
+def test_a_link_to_an_unknown_device_is_refused_with_the_nearest():
     with pytest.raises(TargetError, match=r"'cpu:2'(.|\n)*did you mean 'cpu:"):
         Target((Device("cpu:0", 1), Device("cpu:1", 1)), (Link("cpu:0", "cpu:2", 0.0, 1.0),))
 
 
 @given(targets())
-def test_positions_are_those_of_the_devices(target):
+def test_positions_follow_the_order_of_devices(target):
     assert [target.position(device.id) for device in target.devices] == list(range(len(target.devices)))
     with pytest.raises(TargetError, match="no device"):
         target.position("tpu:0")
 
 
 @given(targets())
-def test_links_are_the_given_ones_and_defaults_elsewhere(target):
+def test_link_arrays_hold_given_links_and_defaults_elsewhere(target):
     latency, per_byte = target.link_arrays()
     assert not latency.diagonal().any()
     assert not per_byte.diagonal().any()
@@ -217,30 +224,30 @@ def test_links_are_the_given_ones_and_defaults_elsewhere(target):
 
 
 @given(targets())
-def test_a_written_target_means_the_same_when_it_is_read(tmp_path_factory, target):
+def test_a_written_target_is_read_back_with_the_same_meaning(tmp_path_factory, target):
     path = tmp_path_factory.getbasetemp() / "target.toml"
     path.write_text(format_target(target), encoding="utf-8")
-    again = read_target(path)
-    assert again.devices == target.devices
-    assert again.link_model == target.link_model
-    for mine, theirs in zip(target.link_arrays(), again.link_arrays()):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-12)
+    reread = read_target(path)
+    assert reread.devices == target.devices
+    assert reread.link_model == target.link_model
+    for written, read in zip(target.link_arrays(), reread.link_arrays()):
+        np.testing.assert_allclose(written, read, rtol=1e-12)
 
 
-def test_a_written_target_is_read_back_equal_as_its_documentation_says(tmp_path):
+def test_a_written_target_is_read_back_equal(tmp_path):
     target = Target((Device("cpu:0", 1), Device("cpu:1", 1)))
     (tmp_path / "target.toml").write_text(format_target(target), encoding="utf-8")
     assert read_target(tmp_path / "target.toml") == target
 
 
 @pytest.mark.parametrize("name", ['24" display card', "C:\\gpu", "two\nlines"])
-def test_any_name_of_hardware_survives_the_file(tmp_path, name):
+def test_any_hardware_name_is_read_back(tmp_path, name):
     target = Target((Device("cuda:0", 1, model=name),))
     (tmp_path / "target.toml").write_text(format_target(target), encoding="utf-8")
     assert read_target(tmp_path / "target.toml").devices == target.devices
 
 
-def test_a_target_by_hand_needs_ids_and_memory_only(tmp_path):
+def test_a_target_file_needs_only_ids_and_memory(tmp_path):
     path = tmp_path / "target.toml"
     path.write_text('[[devices]]\nid = "cuda:0"\nmemory_bytes = 1000\n[[devices]]\nid = "cpu:0"\nmemory_bytes = 2000\n')
     assert read_target(path) == Target((Device("cuda:0", 1000), Device("cpu:0", 2000)))
@@ -249,14 +256,14 @@ def test_a_target_by_hand_needs_ids_and_memory_only(tmp_path):
 @pytest.mark.parametrize(
     "data", [b"x = ", b"\xff\xfe", b'[[devices]]\nid = "tpu:0"\nmemory_bytes = 1\n', b"devices = 3"]
 )
-def test_a_file_that_describes_no_target_is_refused(tmp_path, data):
+def test_an_invalid_target_file_is_refused(tmp_path, data):
     path = tmp_path / "target.toml"
     path.write_bytes(data)
     with pytest.raises(TargetError):
         read_target(path)
 
 
-def test_a_file_that_is_missing_is_named(tmp_path):
+def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(TargetError, match=r"nowhere\.toml"):
         read_target(tmp_path / "nowhere.toml")
 
@@ -266,7 +273,7 @@ def device_entry(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("link", "said"),
+    ("link", "expected"),
     [
         ('source = "cpu:0"\ndestination = "cpu:7"', ("target.toml", "'cpu:7'", "did you mean 'cpu:")),
         ('source = "cpu:0"\ndestination = "cpu:1"', ("target.toml", "links.0.latency_seconds")),
@@ -274,24 +281,24 @@ def device_entry(name: str) -> str:
         ('source = "cpu:0"\nto = "cpu:1"', ("target.toml", "'to'")),
     ],
 )
-def test_a_link_of_a_file_that_lacks_an_end_or_a_figure_is_named_with_the_file(tmp_path, link, said):
+def test_an_incomplete_link_is_named_with_its_file(tmp_path, link, expected):
     figures = "latency_seconds = 1e-5\nbytes_per_second = 1e10\n" if "cpu:7" in link else "bytes_per_second = 1e10\n"
     path = tmp_path / "target.toml"
     path.write_text(f"{device_entry('cpu:0')}{device_entry('cpu:1')}[[links]]\n{link}\n{figures}", encoding="utf-8")
     with pytest.raises(TargetError) as caught:
         read_target(path)
-    for words in said:
+    for words in expected:
         assert words in str(caught.value)
 
 
-def test_a_pair_of_devices_without_a_link_in_the_file_has_the_default_one(tmp_path):
+def test_a_pair_without_a_link_in_the_file_gets_the_default_link(tmp_path):
     path = tmp_path / "target.toml"
     ends = 'source = "cpu:0"\ndestination = "cuda:0"'
     link = f"[[links]]\n{ends}\nlatency_seconds = 1.0\nbytes_per_second = 2.0\n"
     path.write_text(f"{device_entry('cpu:0')}{device_entry('cuda:0')}{link}", encoding="utf-8")
     target = read_target(path).with_all_links()
-    there, back = target.links
-    assert (there.latency_seconds, there.bytes_per_second) == (1.0, 2.0)
+    forward, back = target.links
+    assert (forward.latency_seconds, forward.bytes_per_second) == (1.0, 2.0)
     assert back == default_link(target.devices[1], target.devices[0])
 
 
@@ -301,31 +308,31 @@ def test_a_pair_of_devices_without_a_link_in_the_file_has_the_default_one(tmp_pa
 @pytest.mark.parametrize(
     ("command", "code"), [(["run"], 2), (["verify"], 2), (["bench"], 2), (["run", "--runtime", "simulated"], 0)]
 )
-def test_devices_that_are_elsewhere_stop_what_runs_and_nothing_else(
+def test_absent_devices_stop_only_commands_that_run_on_them(
     run_cli, monkeypatch, tmp_path, model_file, fast_pipeline, command, code
 ):
     monkeypatch.chdir(tmp_path)
     Path("target.toml").write_text(device_entry("cuda:97") + device_entry("cuda:98"), encoding="utf-8")
-    options = ("--shape", "batch=2", "--target", "target.toml", "--pipeline", fast_pipeline, "-o", "there.bundle")
+    options = ("--shape", "batch=2", "--target", "target.toml", "--pipeline", fast_pipeline, "-o", "absent.bundle")
     compiled = run_cli("compile", model_file, *options)
     assert compiled.code == 0, compiled.err
-    ran = run_cli(*command, "there.bundle")
-    assert ran.code == code, ran.err
+    result = run_cli(*command, "absent.bundle")
+    assert result.code == code, result.err
     if code:
-        assert ran.err.startswith("error[T011] cuda:9")
-        assert "hint: " in ran.err
-        assert "`onnxplace run --runtime simulated`" in ran.err
-        assert "Traceback" not in ran.err
+        assert result.err.startswith("error[T011] cuda:9")
+        assert "hint: " in result.err
+        assert "`onnxplace run --runtime simulated`" in result.err
+        assert "Traceback" not in result.err
 
 
-def test_a_link_that_is_missing_beside_others_is_named(run_cli, monkeypatch, tmp_path, model_file, fast_pipeline):
+def test_a_missing_link_is_noted_when_other_links_are_given(run_cli, monkeypatch, tmp_path, model_file, fast_pipeline):
     monkeypatch.chdir(tmp_path)
     devices = device_entry("cpu:0") + device_entry("cpu:1")
     ends = 'source = "{}"\ndestination = "{}"\nlatency_seconds = 1e-5\nbytes_per_second = 1e10\n'
-    links = [f"[[links]]\n{ends.format(*way)}" for way in (("cpu:0", "cpu:1"), ("cpu:1", "cpu:0"))]
+    links = [f"[[links]]\n{ends.format(*pair)}" for pair in (("cpu:0", "cpu:1"), ("cpu:1", "cpu:0"))]
     for count in range(3):
         Path("target.toml").write_text(devices + "".join(links[:count]), encoding="utf-8")
         options = ("--shape", "batch=2", "--target", "target.toml", "--pipeline", fast_pipeline, "--force")
-        ran = run_cli("compile", model_file, *options)
-        assert ran.code == 0, ran.err
-        assert ("note[T013] cpu:1 -> cpu:0: " in ran.err) == (count == 1)
+        result = run_cli("compile", model_file, *options)
+        assert result.code == 0, result.err
+        assert ("note[T013] cpu:1 -> cpu:0: " in result.err) == (count == 1)

@@ -1,4 +1,4 @@
-"""Patterns that users write: as regular expressions say, and in bounded time whatever they say."""
+"""Users' patterns match as regular expressions do, and every match takes bounded time."""
 
 import re
 import sys
@@ -30,18 +30,18 @@ CATASTROPHIC = [
 )
 def test_ordinary_patterns_are_matched_in_this_process(pattern, monkeypatch):
     monkeypatch.setattr(name_patterns, "_match_in_child", None)
-    (found,) = match_names([pattern], NAMES, "here")
-    assert found == [i for i, name in enumerate(NAMES) if re.fullmatch(pattern, name)]
+    (positions,) = match_names([pattern], NAMES, "--colocate")
+    assert positions == [i for i, name in enumerate(NAMES) if re.fullmatch(pattern, name)]
 
 
-def test_a_pattern_that_may_take_long_matches_as_any_other():
+def test_a_pattern_that_may_take_long_matches_correctly():
     patterns = ["(encoder|decoder)+.*", "x", "((a+)b?)*", "(?!decoder)(.*)(/.*)+"]
     expected = [[i for i, name in enumerate(NAMES) if re.fullmatch(pattern, name)] for pattern in patterns]
-    assert match_names(patterns, NAMES, "here") == expected
+    assert match_names(patterns, NAMES, "--colocate") == expected
 
 
 @pytest.mark.parametrize("pattern", CATASTROPHIC)
-def test_patterns_that_could_take_forever_are_not_matched_in_this_process(pattern):
+def test_catastrophic_patterns_are_not_matched_in_this_process(pattern):
     assert not name_patterns._is_quick(pattern, NAMES)
 
 
@@ -58,50 +58,50 @@ def test_a_pattern_that_takes_too_long_is_named(monkeypatch):
 @pytest.mark.parametrize(
     "pattern", ["(", "a{99999999999}", "(" * 20_000 + ")" * 20_000, "[z-a]", "*", "\\", "(?P<n>a)(?P<n>b)", "(?<=a+)b"]
 )
-def test_what_is_no_regular_expression_is_said_shortly(pattern):
+def test_an_invalid_regular_expression_gives_a_short_error(pattern):
     with pytest.raises(UsageError) as caught:
-        match_names([pattern], NAMES, "here")
+        match_names([pattern], NAMES, "--colocate")
     assert caught.value.code == "U022"
     assert len(caught.value.message) < 500
 
 
-def test_what_python_may_read_otherwise_one_day_is_no_warning():
-    assert match_names(["[[a]+b"], ["a+b", "[b"], "here") == [[1]]  # warnings are errors here
+def test_syntax_that_python_may_change_gives_no_warning():
+    assert match_names(["[[a]+b"], ["a+b", "[b"], "--colocate") == [[1]]  # warnings are errors in tests
 
 
-def test_a_program_that_python_is_embedded_in_matches_by_itself(monkeypatch):
+def test_a_program_with_embedded_python_matches_in_its_own_process(monkeypatch):
     monkeypatch.setattr(sys, "executable", "")
-    assert match_names(["(a|b)+"], ["ab", "c"], "here") == [[0]]
+    assert match_names(["(a|b)+"], ["ab", "c"], "--colocate") == [[0]]
 
 
-@pytest.mark.parametrize("way", ["map", "colocate"])
-def test_a_command_with_such_a_pattern_ends(run_cli, tmp_path, monkeypatch, way):
+@pytest.mark.parametrize("source", ["map", "colocate"])
+def test_a_command_with_a_catastrophic_pattern_ends(run_cli, tmp_path, monkeypatch, source):
     monkeypatch.setattr(name_patterns, "MAX_SECONDS", 0.5)
     model = branches()
     model.graph.node[0].name = "a" * 60
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
     (tmp_path / "map.json").write_text('{"relu": "cpu:1", "(a+)+b": "cpu:0"}')
-    options = ("--device-map", tmp_path / "map.json") if way == "map" else ("--colocate", "(a+)+b")
-    ran = run_cli("compile", tmp_path / "model.onnx", "-o", tmp_path / "b", "--devices", "cpu:0,cpu:1",
+    options = ("--device-map", tmp_path / "map.json") if source == "map" else ("--colocate", "(a+)+b")
+    result = run_cli("compile", tmp_path / "model.onnx", "-o", tmp_path / "b", "--devices", "cpu:0,cpu:1",
                   "--shape", "batch=4", "--no-trial", *options)  # fmt: skip
-    assert ran.code == 2
-    where = tmp_path / "map.json" if way == "map" else "--colocate"
-    assert f"error[U024] {where}: matching '(a+)+b' takes more than 0.5 s" in ran.err
+    assert result.code == 2
+    where = tmp_path / "map.json" if source == "map" else "--colocate"
+    assert f"error[U024] {where}: matching '(a+)+b' takes more than 0.5 s" in result.err
 
 
 # ---------------------------------------------------------------------------------------------- states
 
 
-def by_expression(left: str, right: str, first: str, second: str) -> bool:
-    """Return what `match_stars` must: by a regular expression that refers back, whatever that takes."""
+def match_by_expression(left: str, right: str, first: str, second: str) -> bool:
+    """Return the expected result of `match_stars`, by a regular expression with back references."""
 
-    def expression(text: str, backwards: bool) -> str:
+    def build_expression(text: str, backwards: bool) -> str:
         parts = [re.escape(part) for part in text.split("*")]
         stars = [rf"(?:\{number})" if backwards else "([^\0]*)" for number in range(1, len(parts))]
         return "".join(part + star for part, star in zip(parts, [*stars, ""]))
 
-    both = re.compile(f"{expression(left, False)}\0{expression(right, True)}", re.DOTALL)
-    return both.fullmatch(f"{first}\0{second}") is not None
+    pattern = re.compile(f"{build_expression(left, False)}\0{build_expression(right, True)}", re.DOTALL)
+    return pattern.fullmatch(f"{first}\0{second}") is not None
 
 
 TEXTS = st.text("ab.", max_size=6)
@@ -113,18 +113,18 @@ TEXTS = st.text("ab.", max_size=6)
     first=TEXTS,
     second=TEXTS,
 )
-def test_stars_stand_for_the_same_text_on_both_sides(parts, stars, first, second):
+def test_stars_match_the_same_text_on_both_sides(parts, stars, first, second):
     left, right = ("*".join(column) for column in zip(*parts))
     filled = ["".join(p + s for p, s in zip(column, [*stars[: len(parts) - 1], ""])) for column in zip(*parts)]
-    for one, other in [(first, second), (filled[0], second), tuple(filled)]:
-        found = match_stars(left, right, one, other)
-        assert (found is not None) == by_expression(left, right, one, other)
-        if found is not None:
-            for text, column in zip((one, other), zip(*parts)):
-                assert text == "".join(p + s for p, s in zip(column, [*found, ""]))
+    for left_text, right_text in [(first, second), (filled[0], second), tuple(filled)]:
+        matched = match_stars(left, right, left_text, right_text)
+        assert (matched is not None) == match_by_expression(left, right, left_text, right_text)
+        if matched is not None:
+            for text, column in zip((left_text, right_text), zip(*parts)):
+                assert text == "".join(p + s for p, s in zip(column, [*matched, ""]))
 
 
-def test_many_stars_and_long_names_take_no_time():
+def test_many_stars_and_long_names_are_matched_quickly():
     name = "a" * 2000
     assert match_stars("*a" * 60 + "b", "*a" * 60 + "b", name, name) is None
     assert match_stars("*a" * 60, "*a" * 60, name, name) is not None
