@@ -203,7 +203,7 @@ def refer(path: Path, **entries: str) -> None:
 
 def test_external_data_that_is_missing_is_named_with_its_weight(refused, external_model):
     (external_model.parent / "weights.data").unlink()
-    refused(2, ("w_left", "weights.data", "missing", "beside the model"), "compile", external_model, *SHAPE)
+    refused(2, ("w_left", "weights.data", "missing", "next to the model"), "compile", external_model, *SHAPE)
 
 
 def test_external_data_that_is_too_short_says_what_it_needs_and_has(refused, external_model):

@@ -28,7 +28,7 @@ INSIDE = f"""{HEADER} g (bool[] c, bfloat16[2] x) => (bfloat16[2] y) {{
     [
         (PLAIN, "part, node 'first'", "bfloat16"),
         (NAMELESS, "part", "bfloat16"),
-        (TWO_NAMELESS, "part", "the types it has here"),
+        (TWO_NAMELESS, "part", "its input types"),
         (INSIDE, "part, node 'inner'", "bfloat16"),
     ],
     ids=["plain", "nameless", "two nameless", "inside"],
@@ -53,12 +53,12 @@ def test_a_model_in_a_file_is_told_about_in_the_same_way(tmp_path):
 def test_whatever_the_model_is_the_missing_kernel_is_told(model):
     problem = RuntimeError("[ONNXRuntimeError] : 9 : Could not find an implementation for Add(14) node with name 'x'")
     told = explain_refusal(problem, model, "", "cuda:0", "here")
-    assert told.message == "ONNX Runtime has no kernel of Add (opset 14) for the types it has here on a GPU"
+    assert told.message == "ONNX Runtime has no kernel of Add (opset 14) for its input types on a GPU"
 
 
 def test_large_models_are_not_searched_for_types(monkeypatch):
     monkeypatch.setattr(refusals, "MAX_SEARCHED_BYTES", 10)
-    with pytest.raises(ModelError, match="the types it has here"):
+    with pytest.raises(ModelError, match="its input types"):
         open_session(parser.parse_model(PLAIN).SerializeToString(), session_options([0]))
 
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from onnx import ModelProto, numpy_helper, parser
 
-from onnxplace.evaluation import OutputDifference, lineages_of_bundle
+from onnxplace.evaluation import OutputDifference
 from onnxplace.evaluation.compare import difference
-from onnxplace.model import Lineage, is_quantising
+from onnxplace.model import Lineage, is_quantising, output_lineages
 from tests.conftest import Ran
 from tests.end_to_end.test_split_property import RandomPlacement, compiled_with
 
@@ -28,7 +28,7 @@ def model(text: str) -> ModelProto:
 
 
 def traced(text: str, states: Mapping[str, str] | None = None) -> dict[str, Lineage]:
-    return lineages_of_bundle(model(text), states or {})
+    return output_lineages(model(text), states or {})
 
 
 # ------------------------------------------------------------------------------------------------------------ types

@@ -14,7 +14,7 @@ from onnx import ModelProto, TensorProto, external_data_helper, helper, numpy_he
 
 from onnxplace.errors import ModelError, UsageError
 from onnxplace.model import Model, captured_names, load
-from onnxplace.model.nested_graphs import rename
+from onnxplace.model.nested_graphs import rename_reads
 from onnxplace.passes.profiling import estimate_seconds
 from onnxplace.passes.profiling.roofline import MAX_TURNS
 from tests.end_to_end.test_split_property import RandomPlacement, assert_same, compiled_with, run_together
@@ -144,7 +144,7 @@ def test_renaming_passes_over_what_a_body_makes_itself():
             >
         }"""
     )
-    rename(model.graph.node[0], {"p": "P", "q": "Q"})
+    rename_reads(model.graph.node[0], {"p": "P", "q": "Q"})
     assert list(captured_names(branch(model, "If", "then_branch"))) == ["P", "Q"]
     assert list(captured_names(branch(model, "If", "else_branch"))) == ["P"]
 
