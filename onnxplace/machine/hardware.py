@@ -217,7 +217,7 @@ def require_cuda(device_id: str, instead: str = "") -> None:
             problem,
             where=device_id,
             hint="pip uninstall -y onnxruntime; pip install 'onnxplace[gpu]' "
-            "(needs Linux or Windows on x86-64 and a driver for CUDA 13); `onnxplace devices` lists usable devices"
+            "(needs Linux or Windows on x86-64 and a driver for CUDA 13); `onnxplace devices` lists all devices"
             + (f"; {instead}" if instead else ""),
         )
 
