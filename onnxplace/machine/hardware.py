@@ -1,4 +1,4 @@
-"""Cores, memory and GPUs of this machine, and whether ONNX Runtime can use them."""
+"""Cores, memory and GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ INSTALL_HINT = "pip install 'onnxplace[cpu]' (or 'onnxplace[gpu]' on a machine w
 
 @lru_cache(maxsize=1)
 def import_onnxruntime() -> Any:
-    """Import ONNX Runtime once, without telemetry unless the user set it; raises ExecutionError if it is broken."""
+    """Import ONNX Runtime once.
+
+    Telemetry is off unless the user set it. Raises ExecutionError for a broken installation.
+    """
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     installed = [name for name in ("onnxruntime", "onnxruntime-gpu") if _is_installed(name)]
     if len(installed) == 2:
@@ -66,7 +69,10 @@ class Gpu:
 
 
 def list_gpus() -> tuple[Gpu, ...]:
-    """Return the NVIDIA GPUs that the driver lists; empty without a driver or without nvidia-ml-py."""
+    """Return the NVIDIA GPUs that the driver lists.
+
+    The result is empty without a driver or without nvidia-ml-py.
+    """
     try:
         import pynvml
 
@@ -82,7 +88,9 @@ def list_gpus() -> tuple[Gpu, ...]:
 
 
 def link_technology(source: str, destination: str) -> str:
-    """Return the link between two devices of this machine: `memory`, `nvlink`, `pcie` or `host`.
+    """Return the link between two devices of this machine.
+
+    It is `memory`, `nvlink`, `pcie` or `host`.
 
     Two GPUs with peer access have NVLink or PCIe. All other transfers with a GPU go through the host's memory. So do
     transfers for which the link is unknown (no driver, or no nvidia-ml-py).
@@ -115,14 +123,17 @@ def _find_peer_link(first: int, second: int) -> str:
 
 
 def available_cores() -> tuple[int, ...]:
-    """Return the processor cores of this process, in order, whatever core the calling thread is pinned to."""
+    """Return the processor cores of this process, in order.
+
+    A thread that pinned itself gets all of them too.
+    """
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(os.getpid())))
     return tuple(range(os.cpu_count() or 1))
 
 
 def available_memory_bytes() -> int:
-    """Return the free host memory, within the limit of the container if there is one."""
+    """Return the free host memory, within the limit of the container."""
     import psutil
 
     free = int(psutil.virtual_memory().available)
@@ -133,13 +144,15 @@ def available_memory_bytes() -> int:
 
 
 def divide_cores(count: int) -> list[int]:
-    """Return the number of cores of each of `count` CPU devices, at least one."""
+    """Return the number of cores of each CPU device, at least one."""
     share, extra = divmod(len(available_cores()), count)
     return [max(share + (index < extra), 1) for index in range(count)]
 
 
 def assign_cores(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return cores for CPU devices; devices share cores only if there are too few.
+    """Return the cores of each CPU device.
+
+    Devices share cores only if there are too few.
 
     Args:
         sizes: The number of cores of each device.
@@ -153,7 +166,9 @@ def assign_cores(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def local_target(devices: str | Sequence[str] | None = None) -> Target:
-    """Return a target of this machine's devices: by default all GPUs, or else two CPU devices.
+    """Return a target of devices of this machine.
+
+    By default, these are all GPUs, or else two CPU devices.
 
     A memory limit is the memory that is free now, less `HEADROOM_SHARE`. CPU devices share the host's memory equally,
     less `RUNTIME_BYTES`.
@@ -184,13 +199,16 @@ def local_target(devices: str | Sequence[str] | None = None) -> Target:
 
 
 def choose_default_device_ids(gpus: tuple[Gpu, ...]) -> tuple[str, ...]:
-    """Return the GPUs that ONNX Runtime can use, or else two CPU devices."""
+    """Return the usable GPUs, or else two CPU devices."""
     usable = tuple(f"cuda:{gpu.index}" for gpu in gpus if cuda_problem(gpu.index) is None)
     return usable or ("cpu:0", "cpu:1")
 
 
 def _describe_cuda_device(device_id: str, index: int, gpus: tuple[Gpu, ...]) -> Device:
-    """Return a GPU as a device; raises TargetError if it cannot be used."""
+    """Return a GPU as a device.
+
+    Raises TargetError if it cannot be used.
+    """
     require_cuda(device_id)
     gpu = next((gpu for gpu in gpus if gpu.index == index), None)
     if gpu is None:
@@ -252,7 +270,10 @@ def one_node_model() -> bytes:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return host, GPUs and the version of ONNX Runtime as plain data; each GPU says why it cannot be used."""
+    """Return host, GPUs and the version of ONNX Runtime as plain data.
+
+    Each GPU has the reason why it cannot be used, or None.
+    """
     gpus = [
         {
             "id": f"cuda:{gpu.index}",

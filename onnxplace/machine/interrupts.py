@@ -1,4 +1,4 @@
-"""Interrupt ONNX Runtime with Ctrl-C while the main thread computes inside of it.
+"""Interrupt ONNX Runtime with Ctrl-C while the main thread computes.
 
 Python runs signal handlers in the main thread, between two of its own instructions. A model that never ends could
 therefore not be interrupted. Inside `interruptible`, another thread waits on Python's wakeup file descriptor and
@@ -30,13 +30,19 @@ _ending_handlers: list[object] = [signal.default_int_handler]
 
 
 def stop_runs_on(handler: Callable[..., object]) -> None:
-    """Let signals with this handler, which has to raise, stop computations of the main thread."""
+    """Let signals with this handler stop computations of the main thread.
+
+    The handler has to raise.
+    """
     if handler not in _ending_handlers:
         _ending_handlers.append(handler)
 
 
 class _Watcher:
-    """A pipe of signal numbers, and the thread that reads it; one of each per process."""
+    """A pipe of signal numbers, and the thread that reads it.
+
+    There is one of each per process.
+    """
 
     def __init__(self) -> None:
         self.process_id = os.getpid()
@@ -53,7 +59,10 @@ class _Watcher:
         start_thread(threading.Thread(target=self._watch, name="onnxplace interrupts", daemon=True))
 
     def drain(self) -> None:
-        """Discard signals of a section that is over, so that they do not stop the next one."""
+        """Discard signals of a section that is over.
+
+        They would stop the next one.
+        """
         with self._lock:
             self._read()
             self.section = None
@@ -84,7 +93,10 @@ class _Watcher:
         return numbers
 
     def _interrupt(self, number: int) -> None:
-        """Stop the section of the main thread; end the process if it was asked to stop before."""
+        """Stop the section of the main thread.
+
+        If it was asked to stop before, end the process.
+        """
         section = self.section
         if section is None or signal.getsignal(number) not in _ending_handlers:
             return
@@ -103,7 +115,10 @@ def _write_stderr(text: str) -> None:
 
 
 def _end_process(number: int) -> None:
-    """End the process at once, with the exit code of the signal: the main thread, which should raise, is stuck."""
+    """End the process at once, with the exit code of the signal.
+
+    The main thread, which should raise, is stuck.
+    """
     _write_stderr("interrupted again: the process ends at once")
     with suppress(Exception):
         sys.stderr.flush()
@@ -122,7 +137,9 @@ def prepare_interrupts() -> _Watcher:
 
 
 class interruptible:  # noqa: N801 - used like a function
-    """Run `stop()` on Ctrl-C while inside; no effect outside of the main thread, which alone receives signals.
+    """Run `stop()` on Ctrl-C while inside.
+
+    It has no effect outside of the main thread, which alone receives signals.
 
     Args:
         stop: Makes the code inside return soon. It is called from another thread, at most once.
@@ -169,7 +186,10 @@ class interruptible:  # noqa: N801 - used like a function
             raise KeyboardInterrupt
 
     def is_inside(self) -> bool:
-        """Return whether the main thread is really inside: an interrupt may come before `__exit__` can run."""
+        """Return whether the main thread is really inside.
+
+        An interrupt may come before `__exit__` can run.
+        """
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         while frame is not None:
             if frame is self._frame:
@@ -179,7 +199,10 @@ class interruptible:  # noqa: N801 - used like a function
 
 
 def run_interruptibly(session: Any, names: Any, feeds: Any) -> Any:
-    """Run an ONNX Runtime session; Ctrl-C ends it at the next node, and raises as usual."""
+    """Run an ONNX Runtime session.
+
+    Ctrl-C ends it at the next node, and raises as usual.
+    """
     from onnxplace.machine.hardware import import_onnxruntime
 
     options = import_onnxruntime().RunOptions()

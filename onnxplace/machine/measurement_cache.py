@@ -1,4 +1,6 @@
-"""A cache of measurements on this machine: one file for each model, device class and versions.
+"""A cache of measurements on this machine.
+
+There is one file for each model, device class and versions.
 
 The files are in `$ONNXPLACE_CACHE_DIR` if it is set, else in the folder `onnxplace` of the user's cache
 (`$XDG_CACHE_HOME` or `~/.cache`, `~/Library/Caches`, `%LOCALAPPDATA%`). They are replaced as a whole, so that processes
@@ -61,7 +63,7 @@ def folder() -> Path:
 
 
 def _find_home() -> Path:
-    """Return the user's folder, or one for temporary files if there is none."""
+    """Return the user's folder, or else one for temporary files."""
     try:
         return Path.home()
     except RuntimeError:
@@ -75,7 +77,10 @@ def contents() -> Contents:
 
 
 def key(parts: Iterable[str | bytes]) -> str:
-    """Return the key of a measurement that these parts describe, in this order."""
+    """Return the key of a measurement that these parts describe.
+
+    The order of the parts matters.
+    """
     digest = hashlib.sha256(f"{__version__} {VERSION}".encode())
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -85,7 +90,10 @@ def key(parts: Iterable[str | bytes]) -> str:
 
 
 def described(value: Any) -> str:
-    """Return the part of a key for an input value: all of its type, shape and elements."""
+    """Return the part of a key for an input value.
+
+    It depends on type, shape and all elements.
+    """
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(described, value))}]"
     if isinstance(value, np.ndarray):
@@ -95,7 +103,10 @@ def described(value: Any) -> str:
 
 
 def file_described(path: str) -> str:
-    """Return the part of a key for a file: its path, size and time."""
+    """Return the part of a key for a file.
+
+    It has path, size and time of the file.
+    """
     try:
         status = os.stat(path)
     except OSError:
@@ -127,14 +138,17 @@ def read(name: str) -> dict[str, Any] | None:
 
 
 def damaged(name: str, reason: str) -> ValueError:
-    """Remove the entry of a key, and return the error that says so."""
+    """Remove the entry of a key, and return the error."""
     path = folder() / f"{name}.json"
     _remove(path)
     return ValueError(f"{path} is damaged: {reason}")
 
 
 def _read_regular(path: Path) -> bytes | None:
-    """Return the bytes of a regular file; None for a large one, and for pipes and devices, which may never end."""
+    """Return the bytes of a regular file.
+
+    Returns None for large files, and for pipes and devices, which may never end.
+    """
     if not stat.S_ISREG(path.stat().st_mode):
         return None
     with path.open("rb") as stream:
@@ -143,13 +157,16 @@ def _read_regular(path: Path) -> bytes | None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, a link, a pipe or an empty folder, if possible."""
+    """Remove a file, link, pipe or empty folder, if possible."""
     with suppress(OSError):
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def write(name: str, data: dict[str, Any]) -> None:
-    """Store plain data under a key; raises ValueError with the reason if that fails."""
+    """Store plain data under a key.
+
+    Raises ValueError with the reason if that fails.
+    """
     path = folder() / f"{name}.json"
     text = json.dumps({"key": name, **data}).encode()
     if len(text) > MAX_FILE_BYTES:
@@ -187,7 +204,10 @@ def _list_files() -> list[tuple[float, Path, int]]:
 
 @cache
 def processor() -> str:
-    """Return a description of the processor with its features, in which processors of one name may differ."""
+    """Return a description of the processor with its features.
+
+    Processors of one name may differ in these.
+    """
     names = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "CPU part", "Features")
     properties: dict[str, str] = {}
     with suppress(OSError, UnicodeDecodeError):

@@ -1,4 +1,7 @@
-"""Explain why ONNX Runtime refuses a model: an unknown operator, a missing kernel, a full disk."""
+"""Explain why ONNX Runtime refuses a model.
+
+Reasons are an unknown operator, a missing kernel, or a full disk.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,10 @@ def explain_refusal(problem: Exception, model: Path | bytes, folder: str, device
 
 
 def find_disk_full(folder: str, needed_bytes: int = 0) -> OnnxplaceError | None:
-    """Return the error for a full disk, found by writing to a folder; None if there is space."""
+    """Return the error for a full disk, found by writing to it.
+
+    Returns None if there is space.
+    """
     try:
         if shutil.disk_usage(folder).free < needed_bytes:
             return disk_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)
@@ -81,7 +87,10 @@ def find_disk_full(folder: str, needed_bytes: int = 0) -> OnnxplaceError | None:
 
 
 def _describe_input_types(model: Path | bytes, name: str, operator: str) -> str:
-    """Return the input types of a node, such as `bfloat16`; "" if they are unknown."""
+    """Return the input types of a node, such as `bfloat16`.
+
+    Returns "" for unknown types.
+    """
     try:
         proto = _read_model(model)
         if proto is None:
@@ -109,7 +118,10 @@ def _read_model(model: Path | bytes) -> ModelProto | None:
 
 
 def _find_node(nodes: list[NodeProto], name: str) -> NodeProto | None:
-    """Return the only node of this name, or else the only node; None if there are several."""
+    """Return the only node of this name, or else the only node.
+
+    Returns None if there are several.
+    """
     named = [node for node in nodes if node.name == name]
     return named[0] if len(named) == 1 else nodes[0] if len(nodes) == 1 else None
 
@@ -135,6 +147,9 @@ def _iterate_tensor_types(graph: GraphProto) -> Iterator[tuple[str, str]]:
 
 
 def find_written_folder(options: Any) -> str:
-    """Return the folder that a session with these options writes to; "" if it writes nothing."""
+    """Return the folder that a session with these options writes to.
+
+    Returns "" if it writes nothing.
+    """
     path = options.optimized_model_filepath or (options.profile_file_prefix if options.enable_profiling else "")
     return str(Path(path).parent) if path else ""

@@ -1,4 +1,6 @@
-"""Time equal runs on a machine with other load: waiting for a core is separated from computing.
+"""Time equal runs on a machine with other load.
+
+Waiting for a core is separated from computing.
 
 The time that a run waited is subtracted, and the runs that waited least are preferred.
 """
@@ -46,7 +48,10 @@ class Runs:
 
     @cached_property
     def calm(self) -> Longs:
-        """Return the indices of undisturbed runs, or those of the less disturbed half if they are too few."""
+        """Return the indices of the undisturbed runs.
+
+        If these are too few, return the less disturbed half of all runs.
+        """
         shares = self.waited / np.maximum(self.passed, 1e-9)
         by_share = np.argsort(shares, kind="stable")
         min_count = min(MIN_RUNS, len(shares))
@@ -72,13 +77,16 @@ class Runs:
 
     @property
     def uncertainty(self) -> float:
-        """Return the standard error of the median, as a share of it, as for a normal distribution."""
+        """Return the standard error of the median, as a share of it.
+
+        It is that of a normal distribution.
+        """
         # 1.4826 turns a median deviation into a standard deviation; a median is 1.2533 times less exact than a mean.
         return 1.2533 * 1.4826 * self.spread / float(np.sqrt(len(self.own)))
 
     @property
     def waiting(self) -> float:
-        """Return the share of their time that the undisturbed runs waited for a core."""
+        """Return the share of time that undisturbed runs waited for a core."""
         return float(self.waited[self.calm].sum() / max(float(self.passed[self.calm].sum()), 1e-9))
 
 
@@ -96,7 +104,7 @@ class RepeatPolicy:
     """No median is stable before this number of runs."""
 
     def run(self, call: Callable[[], T], pool: bool) -> tuple[Runs, T]:
-        """Call until the median is stable; return the times, and the result of the last call.
+        """Call until the median is stable; return times and last result.
 
         Args:
             call: The work of one run.

@@ -1,4 +1,4 @@
-"""Run delay: the time that threads were ready to run and had no core.
+"""Run delay: the time that ready threads had no core.
 
 Linux counts it for each thread (`schedstat`, second number). On other systems, it is unknown and counts as zero.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def read_run_delays(pool: bool) -> dict[str, int]:
-    """Return the run delay of threads so far, in nanoseconds, by thread id.
+    """Return the run delay of threads, in nanoseconds, by thread id.
 
     Args:
         pool: Whether to read all threads of the process; else only the calling one, under the id "".
@@ -22,7 +22,9 @@ def read_run_delays(pool: bool) -> dict[str, int]:
 
 
 def longest_wait(before: dict[str, int], after: dict[str, int]) -> float:
-    """Return the seconds that the most delayed thread waited: the others wait for it.
+    """Return the seconds that the most delayed thread waited.
+
+    The other threads wait for it.
 
     >>> longest_wait({"1": 0, "2": 0}, {"1": 500_000_000, "2": 250_000_000})
     0.5
@@ -31,7 +33,10 @@ def longest_wait(before: dict[str, int], after: dict[str, int]) -> float:
 
 
 def _read_waited_nanoseconds(path: str | Path) -> int | None:
-    """Return the second number of a schedstat file; None without such a file."""
+    """Return the second number of a schedstat file.
+
+    Returns None without such a file.
+    """
     try:
         with open(path, encoding="ascii") as file:
             return int(file.read().split()[1])

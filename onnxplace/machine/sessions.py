@@ -1,4 +1,7 @@
-"""Open and run ONNX Runtime sessions: quiet, pinned to cores, on the given device or not at all."""
+"""Open and run ONNX Runtime sessions.
+
+Sessions are quiet, pinned to cores, and on the given device or not opened.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,9 @@ _custom_libraries: ContextVar[tuple[str, ...]] = ContextVar("custom operator lib
 
 @contextmanager
 def use_custom_operators(libraries: Sequence[str | Path]) -> Iterator[None]:
-    """Load these libraries of kernels into all sessions whose options this thread creates inside.
+    """Load these libraries of kernels into sessions.
+
+    They are loaded into each session whose options this thread creates inside.
 
     Raises ModelError for a library that does not exist, or that ONNX Runtime cannot load.
     """
@@ -55,7 +60,10 @@ _default_level: ContextVar[Level] = ContextVar("optimisation of sessions", defau
 
 @contextmanager
 def without_optimisations() -> Iterator[None]:
-    """Turn off ONNX Runtime's optimisations for sessions whose options this thread creates inside."""
+    """Open sessions without ONNX Runtime's optimisations.
+
+    This holds for each session whose options this thread creates inside.
+    """
     token = _default_level.set("none")
     try:
         yield
@@ -122,7 +130,10 @@ def require_interpreter() -> None:
 
 @contextmanager
 def _count_opening() -> Iterator[None]:
-    """Count a session as under way while it is opened; raises ExecutionError once the interpreter ends."""
+    """Count a session while it is opened.
+
+    Raises ExecutionError once the interpreter ends.
+    """
     global _openings_under_way
     with _lock:
         require_interpreter()
@@ -152,7 +163,10 @@ def _cancel_loading(options: Any) -> None:
 
 
 def is_foreign_error(problem: Exception) -> bool:
-    """Return whether an exception cannot be ONNX Runtime's, such as one that a user's signal handler raised."""
+    """Return whether an exception cannot be ONNX Runtime's.
+
+    A user's signal handler may raise at any time.
+    """
     module = type(problem).__module__.partition(".")[0]
     return isinstance(problem, OSError) or module not in ("builtins", "onnxruntime", "onnxplace")
 
@@ -193,7 +207,10 @@ def open_session(model: str | Path | bytes, options: Any, device_id: str = "cpu:
 
 
 def run_whole_model(session: Any, names: Sequence[str] | None, feeds: Mapping[str, Any], where: str) -> list[Any]:
-    """Run a whole model; raises ModelError with ONNX Runtime's message if it cannot run with these inputs."""
+    """Run a whole model.
+
+    Raises ModelError with ONNX Runtime's message if it cannot run with these inputs.
+    """
     try:
         return list(run_interruptibly(session, names, dict(feeds)))
     except Exception as problem:

@@ -1,4 +1,4 @@
-"""The one door to ONNX: models in one normal form, their weights, nested graphs and carried state."""
+"""The door to ONNX: models, weights, nested graphs and carried state."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,7 @@
-"""Put any ONNX model into one shape: functions inlined, constants lifted, names unique, nodes in order."""
+"""Put any ONNX model into canonical form.
+
+Functions are inlined, constants lifted, names unique, and nodes in topological order.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,10 @@ def take_apart(proto: ModelProto, where: str, folder: Path | None) -> ModelParts
 
 
 def _require_text(proto: ModelProto, where: str) -> None:
-    """Raise ModelError for a name that is not text: protobuf returns such names as bytes."""
+    """Raise ModelError for a name that is not text.
+
+    Protobuf returns such names as bytes.
+    """
     functions = ((f.node, (f.name, f.domain, *f.input, *f.output)) for f in proto.functions)
     for nodes, names in ((proto.graph.node, iterate_graph_texts(proto.graph)), *functions):
         for text in (*names, *(text for node in nodes for text in iterate_node_texts(node))):
@@ -94,7 +100,9 @@ def _require_text(proto: ModelProto, where: str) -> None:
 
 
 def _clear_unknown_sizes(value: ValueInfoProto, where: str) -> ValueInfoProto:
-    """Return an input or output without sizes of -1, by which some exporters mean unknown sizes.
+    """Return an input or output without sizes of -1.
+
+    Some exporters write -1 for unknown sizes.
 
     Raises ModelError for other negative sizes, for sizes and ranks beyond those of arrays, and for unknown types.
     """
@@ -141,7 +149,9 @@ def _return_initializers(
     input_names: set[str],
     where: str,
 ) -> dict[str, str]:
-    """Append an Identity node for each output that is a weight, so that some segment computes it.
+    """Append an Identity node for each output that is a weight.
+
+    Some segment can then compute it.
 
     Returns output name -> name of the value that it returns. Raises ModelError for an output without a producer.
     """
@@ -164,7 +174,7 @@ def _return_initializers(
 
 
 def _find_free_name(name: str, taken: set[str]) -> str:
-    """Return a name that is not taken, and add it to those taken."""
+    """Return a name that is not taken, and mark it as taken."""
     while name in taken:
         name += "_"
     taken.add(name)

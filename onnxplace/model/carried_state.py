@@ -1,4 +1,7 @@
-"""Bind outputs of a model to inputs of its next call: `--state OUT=IN`."""
+"""Bind outputs of a model to inputs of its next call.
+
+The option is `--state OUT=IN`.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,10 @@ def _parse_pairs(request: StateRequest) -> list[tuple[str, str]]:
 
 
 def _expand_pair(left: str, right: str, model: Model) -> Iterator[tuple[str, str]]:
-    """Yield each output that a pair names with its input; raises UsageError for a side that matches nothing."""
+    """Yield each output that a pair names, with its input.
+
+    Raises UsageError for a side that matches nothing.
+    """
     outputs = [value.name for value in model.outputs]
     inputs = [value.name for value in model.inputs]
     matching = [name for name in outputs if match_stars(left, left, name, name) is not None]
@@ -80,7 +86,7 @@ def _fill_stars(text: str, fillings: Sequence[str]) -> str:
 
 
 def _require_fit(model: Model, output: str, name: str) -> None:
-    """Raise ModelError unless the value of `output` can be fed to the input `name`."""
+    """Raise ModelError unless an output can be fed to an input."""
     where = f"{OPTION} {output}={name}"
     source = model.sources.get(output, output)
     if source in model.input_names:
@@ -103,7 +109,10 @@ def _require_fit(model: Model, output: str, name: str) -> None:
 
 
 def _are_compatible(one: Shape, other: Shape) -> bool:
-    """Return whether two shapes have the same rank and the same fixed sizes, as far as both are known."""
+    """Return whether two shapes may be equal.
+
+    They have the same rank and the same fixed sizes, as far as both are known.
+    """
     if one is None or other is None:
         return True
     return len(one) == len(other) and all(

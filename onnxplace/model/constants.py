@@ -55,7 +55,10 @@ def make_dense(sparse: SparseTensorProto, where: str, folder: Path | None) -> Te
 
 
 def _read_array(tensor: TensorProto, folder: Path | None) -> NDArray[Any]:
-    """Return the elements of a tensor, read from its file if need be; raises ModelError for a wrong number of them."""
+    """Return the elements of a tensor, read from its file if necessary.
+
+    Raises ModelError for a wrong number of elements.
+    """
     check_tensor(tensor)
     copy = TensorProto()
     copy.CopyFrom(tensor)
@@ -64,7 +67,10 @@ def _read_array(tensor: TensorProto, folder: Path | None) -> NDArray[Any]:
 
 
 def _compute_flat_indices(indices: NDArray[Any], count: int, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Return the positions of sparse values in the flattened dense tensor; raises ValueError for invalid indices."""
+    """Return the positions of sparse values in the flattened dense tensor.
+
+    Raises ValueError for invalid indices.
+    """
     if indices.dtype != np.int64:
         raise ValueError(f"its indices are {indices.dtype}, expected int64")
     if indices.ndim not in (1, 2) or len(indices) != count or (indices.ndim == 2 and indices.shape[1] != len(shape)):
@@ -80,16 +86,19 @@ def _compute_flat_indices(indices: NDArray[Any], count: int, shape: tuple[int, .
 
 
 def read_constant(node: NodeProto, where: str, folder: Path | None) -> TensorProto:
-    """Return the tensor of a Constant node, named as its output; raises ModelError for an invalid attribute."""
+    """Return the tensor of a Constant node, named as its output.
+
+    Raises ModelError for an invalid attribute.
+    """
     attribute, place = node.attribute[0], f"{where}, node {node.name!r}"
     if attribute.name not in _VALUE_ATTRIBUTES:
         raise ModelError("M008", f"constants given as {attribute.name!r} are not supported", where=place)
     expected, element_type = _VALUE_ATTRIBUTES[attribute.name]
     has_tensor = {"value": attribute.HasField("t"), "sparse_value": attribute.HasField("sparse_tensor")}
     if not has_tensor.get(attribute.name, attribute.type == expected):
-        given, wanted = name_attribute_type(attribute.type), name_attribute_type(expected)
-        problem = "is empty" if given == wanted else f"has type {given}"
-        message = f"its attribute {attribute.name!r} {problem}, expected a value of type {wanted}"
+        given_type, expected_type = name_attribute_type(attribute.type), name_attribute_type(expected)
+        problem = "is empty" if given_type == expected_type else f"has type {given_type}"
+        message = f"its attribute {attribute.name!r} {problem}, expected a value of type {expected_type}"
         raise ModelError("M008", message, where=place, hint="the model is damaged; export it again")
     if attribute.name == "sparse_value":
         tensor = make_dense(attribute.sparse_tensor, place, folder)

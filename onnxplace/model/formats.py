@@ -1,4 +1,7 @@
-"""Hints for models in other formats, recognised by content or ending: how to convert each to ONNX."""
+"""Hints how to convert models in other formats to ONNX.
+
+Formats are recognised by content, or else by ending.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,9 @@ _TAIL_BYTES = 1 << 20
 
 
 def suggest_conversion(data: bytes, path: str) -> str:
-    """Return how to convert a file to ONNX, by its content, else its ending; "" for unknown formats.
+    """Return how to convert a file to ONNX; "" for unknown formats.
+
+    The content decides, or else the ending.
 
     >>> suggest_conversion(b"....TFL3", "face.onnx")
     'it is a TensorFlow Lite model: python -m tf2onnx.convert --tflite face.onnx --output model.onnx'
@@ -69,7 +74,10 @@ def suggest_conversion(data: bytes, path: str) -> str:
 
 
 def _recognise_content(data: bytes) -> str:
-    """Return the hint for the content of a file; "" for an unknown format."""
+    """Return the hint for the content of a file.
+
+    Returns "" for an unknown format.
+    """
     if data.startswith(b"PK\x03\x04"):
         names = data[-_TAIL_BYTES:]
         return next((hint for name, hint in _BY_ZIPPED_NAME if name in names), "")

@@ -1,4 +1,7 @@
-"""Nodes that belong together because of their values: quantised units, and values that only a host holds."""
+"""Nodes that belong together because of their values.
+
+These are quantised units, and the users of values that only a host can hold.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def join_quantised_units(model: Model, unit: Ints) -> Ints:
 
 
 def _share_unit(producer: NodeProto, reader: NodeProto) -> bool:
-    """Return whether the reader of a value belongs to the quantised unit of its producer."""
+    """Return whether producer and reader are of one quantised unit."""
     if is_quantization_node(reader, DEQUANTIZE):
         return False
     return is_quantization_node(producer, DEQUANTIZE) or (
@@ -60,13 +63,19 @@ def _share_unit(producer: NodeProto, reader: NodeProto) -> bool:
 
 
 def is_quantization_node(node: NodeProto, op_type: str) -> bool:
-    """Return whether a node is of type `op_type`, which is `QUANTIZE` or `DEQUANTIZE`."""
+    """Return whether a node is of type `op_type`.
+
+    The type is `QUANTIZE` or `DEQUANTIZE`, in any domain that defines it.
+    """
     return node.op_type == op_type and node.domain in _DOMAINS
 
 
 @dataclass(frozen=True)
 class HostValue:
-    """A value that is in host memory whatever its device, with its producer and readers."""
+    """A value in host memory, whatever its device.
+
+    Its producer and readers belong together.
+    """
 
     name: str
     kind: str
@@ -76,7 +85,10 @@ class HostValue:
 
 
 def find_host_values(model: Model) -> Iterator[HostValue]:
-    """Yield the values that a GPU cannot hold: sequences, optionals, maps, and tensors of strings."""
+    """Yield the values that a GPU cannot hold.
+
+    These are sequences, optionals, maps, and tensors of strings.
+    """
     kinds = {name: kind for name, proto in model.types.items() if (kind := classify_host_value(proto))}
     if not kinds:
         return
@@ -90,7 +102,10 @@ def find_host_values(model: Model) -> Iterator[HostValue]:
 
 
 def classify_host_value(kind: TypeProto) -> str:
-    """Return the kind of a type whose values stay in host memory; "" for other types."""
+    """Return the kind of a type that a GPU cannot hold.
+
+    Returns "" for other types.
+    """
     which: str = kind.WhichOneof("value") or ""
     if which == "tensor_type":
         return "string" if kind.tensor_type.elem_type == TensorProto.STRING else ""

@@ -1,4 +1,4 @@
-"""Trace the outputs of a model: types that values pass through on the way, and nodes that draw random numbers."""
+"""Trace the types and random numbers that outputs depend on."""
 
 from __future__ import annotations
 
@@ -67,13 +67,19 @@ def output_lineages(model: ModelProto, states: Mapping[str, str]) -> dict[str, L
 
 
 def is_quantising(model: ModelProto) -> bool:
-    """Return whether some node rounds to few values: the last bit of a float may then become a whole step."""
+    """Return whether some node rounds to few values.
+
+    The last bit of a float may then become a whole step.
+    """
     nodes = [*model.graph.node, *(node for function in model.functions for node in function.node)]
     return any(_QUANTISING_OPERATOR.search(node.op_type) or _is_cast_to_few_bits(node) for node in walk_nodes(nodes))
 
 
 def _is_cast_to_few_bits(node: NodeProto) -> bool:
-    """Return whether a node casts to a type of at most eight bits other than bool."""
+    """Return whether a node casts to at most eight bits.
+
+    Casts to bool do not count.
+    """
     kind = _read_cast_type(node)
     return kind not in (0, TensorProto.BOOL, TensorProto.STRING) and helper.tensor_dtype_to_np_dtype(kind).itemsize == 1
 
@@ -95,7 +101,10 @@ class _Tracer:
         self._outputs = [value.name for value in model.graph.output]
 
     def trace(self, carried: Mapping[str, Lineage]) -> dict[str, Lineage]:
-        """Return the lineage of each output, given the lineages of inputs that are states."""
+        """Return the lineage of each output.
+
+        `carried` has the lineages of inputs that are states.
+        """
         known = {name: carried.get(name, Lineage()) for name in self._inputs}
         for node in self._nodes:
             origin = self._trace_node(node, known)
@@ -125,7 +134,7 @@ class _Tracer:
         return Lineage(types, sources.random_nodes | drawing, shape_is_drawn)
 
     def _find_random_nodes(self, node: NodeProto) -> list[str]:
-        """Return the names of random nodes: the node itself, and those in its subgraphs."""
+        """Return the random nodes: the node itself, or nodes in its subgraphs."""
         return [inner.name or inner.op_type for inner in walk_nodes([node]) if self._is_random(inner)]
 
     def _is_random(self, node: NodeProto) -> bool:
@@ -140,7 +149,10 @@ class _Tracer:
 
 
 def _has_drawn_shape(node: NodeProto, inputs: Mapping[str, Lineage], is_random: bool) -> bool:
-    """Return whether random numbers, read or drawn by a node, determine the shapes of its results."""
+    """Return whether random numbers determine the shapes of a node's outputs.
+
+    The node may read the numbers or draw them.
+    """
     drawn = {name for name, lineage in inputs.items() if lineage.random_nodes}
     if node.op_type in _SHAPED_BY_ANY:
         return bool(drawn) or is_random
@@ -158,7 +170,10 @@ def _iterate_constants(graph: GraphProto) -> Iterator[tuple[str, TensorProto]]:
 
 
 def _infer_types(model: ModelProto) -> ModelProto:
-    """Return a copy of a model without large weights, and with the types of values that can be inferred."""
+    """Return a copy of a model with inferred types.
+
+    Large weights are replaced by inputs of their type and shape.
+    """
     graph = model.graph
     small = [t for t in graph.initializer if t.ByteSize() <= MAX_SHAPE_BYTES and not t.external_data]
     present = {tensor.name for tensor in small} | {value.name for value in graph.input}
@@ -186,7 +201,10 @@ def _collect_value_types(graph: GraphProto) -> dict[str, frozenset[str]]:
 
 
 def _collect_subgraph_types(graph: GraphProto) -> frozenset[str]:
-    """Return the known types of the values in a subgraph, those of nested subgraphs included."""
+    """Return the known types of the values in a subgraph.
+
+    Those of nested subgraphs are included.
+    """
     casts = _to_numpy_names(kind for node in graph.node if (kind := _read_cast_type(node)))
     inner = (_collect_subgraph_types(nested) for node in graph.node for nested in subgraphs(node))
     return _unite([casts, *_collect_value_types(graph).values(), *inner])

@@ -19,7 +19,9 @@ from onnxplace.utils import open_input
 
 
 def load(source: str | Path | ModelProto) -> Model:
-    """Read an ONNX model from a file or an object, and put it into canonical form.
+    """Read an ONNX model from a file or an object.
+
+    The result is in canonical form.
 
     External data is checked (present, inside the model's folder, long enough), but not read.
 
@@ -58,7 +60,10 @@ def load(source: str | Path | ModelProto) -> Model:
 
 
 def _read_file(path: Path) -> bytes:
-    """Return the bytes of a file; raises ModelError if it cannot be read."""
+    """Return the bytes of a file.
+
+    Raises ModelError if it cannot be read.
+    """
     try:
         with open_input(path, "M001") as stream:
             return bytes(stream.read() or b"")
@@ -69,7 +74,10 @@ def _read_file(path: Path) -> bytes:
 
 
 def _parse(data: bytes, path: Path) -> ModelProto:
-    """Return the model that a file holds; raises ModelError with a hint for another format."""
+    """Return the model in the bytes of a file.
+
+    Raises ModelError, with a hint for other formats.
+    """
     proto, hint = ModelProto(), suggest_conversion(data, str(path))
     try:
         proto.ParseFromString(data)
@@ -88,7 +96,7 @@ def _parse(data: bytes, path: Path) -> ModelProto:
 
 
 def require_unchanged(model: Model) -> None:
-    """Raise ModelError if a weights file was written or replaced since the model was read."""
+    """Raise ModelError if a weights file changed since it was read."""
     for file, fingerprint in model.weights_files.items():
         try:
             changed = take_fingerprint(file) != fingerprint
@@ -100,7 +108,10 @@ def require_unchanged(model: Model) -> None:
 
 
 def require_beside(model: Model, bundle: Path) -> None:
-    """Raise UsageError if a bundle at this path could not link to the model's weights files."""
+    """Raise UsageError if a bundle could not link to the weights files.
+
+    `bundle` is its path, which need not exist.
+    """
     folder = bundle.absolute().parent.resolve()
     for tensor in model.initializers.values():
         if tensor.data_location == TensorProto.EXTERNAL:

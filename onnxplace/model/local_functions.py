@@ -1,4 +1,7 @@
-"""Inline the local functions of a model, so that its nodes can be placed one by one."""
+"""Inline the local functions of a model.
+
+Their nodes can then be placed one by one.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ def require_no_recursion(proto: ModelProto, where: str) -> None:
 
 
 def inline_functions(proto: ModelProto, where: str) -> ModelProto:
-    """Return the model without local functions; raises ModelError for one that cannot be inlined."""
+    """Return the model without local functions.
+
+    Raises ModelError for one that cannot be inlined.
+    """
     proto = _align_function_opsets(proto)
     try:
         inlined: ModelProto = inline_local_functions(proto)
@@ -52,7 +58,10 @@ def inline_functions(proto: ModelProto, where: str) -> ModelProto:
 
 
 def _align_function_opsets(proto: ModelProto) -> ModelProto:
-    """Return the model with functions that import its own opsets, where their operators are the same in both."""
+    """Return the model with functions that import its own opsets.
+
+    A version changes only where it leaves all operators of the function the same.
+    """
     versions = {entry.domain: entry.version for entry in merge_opsets(proto)}
     result = ModelProto()
     result.CopyFrom(proto)

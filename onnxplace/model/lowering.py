@@ -54,7 +54,10 @@ def op_graph(model: Model, value_bytes: Mapping[str, int]) -> OpGraph:
 
 
 def _find_aliases(model: Model, names: list[str], producer: list[int], value_index: Mapping[str, int]) -> list[int]:
-    """Return, for each value, the index of the value that it views, or -1."""
+    """Return the index of the value that each value views.
+
+    It is -1 for a value that is no view.
+    """
     aliases = [-1] * len(names)
     for value, node_index in enumerate(producer):
         if node_index >= 0:

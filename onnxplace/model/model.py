@@ -1,4 +1,7 @@
-"""An ONNX model in canonical form: nodes in topological order, with unique names; weights may stay in their files."""
+"""An ONNX model in canonical form.
+
+Nodes are in topological order, with unique names. Weights may stay in their files.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ def _has_long_vectors(graph: GraphProto) -> bool:
 
 @dataclass(frozen=True)
 class Model:
-    """An ONNX model in canonical form. Transformations return a new one; the protos in it are never altered."""
+    """An ONNX model in canonical form.
+
+    Transformations return a new one. The protos in it are never altered.
+    """
 
     derived_from: ClassVar[tuple[type, ...]] = ()
 
@@ -86,12 +92,18 @@ class Model:
 
     @cached_property
     def reads(self) -> tuple[tuple[str, ...], ...]:
-        """Return the distinct names that each node reads, those captured by its subgraphs included."""
+        """Return the distinct names that each node reads.
+
+        Names captured by its subgraphs are included.
+        """
         return tuple(tuple(dict.fromkeys(iterate_reads(node))) for node in self.nodes)
 
     @cached_property
     def types(self) -> dict[str, TypeProto]:
-        """Return the type of each value, as far as shape inference finds it; symbols stay symbols."""
+        """Return the type of each value that shape inference finds.
+
+        Symbolic dimensions stay symbolic.
+        """
         skeleton = self._build_skeleton()
         try:
             inferred = onnx.shape_inference.infer_shapes(skeleton)
@@ -104,7 +116,10 @@ class Model:
         return {name: kind for name, kind in types.items() if kind.WhichOneof("value")}
 
     def _build_skeleton(self) -> ModelProto:
-        """Return the model without the bytes of large weights: small enough for shape inference."""
+        """Return the model without the bytes of large weights.
+
+        It is small enough for shape inference.
+        """
         weights = [
             strip_data(tensor) if tensor_size(tensor) > MAX_SHAPE_BYTES else tensor
             for tensor in self.initializers.values()
@@ -129,7 +144,9 @@ class Model:
         outputs: Sequence[ValueInfoProto],
         name: str = "",
     ) -> ModelProto:
-        """Return an ONNX model of some of the nodes, in an IR version that ONNX Runtime takes.
+        """Return an ONNX model of some of the nodes.
+
+        Its IR version is one that ONNX Runtime supports.
 
         Args:
             nodes: Nodes of this model, in topological order.
@@ -163,7 +180,10 @@ class Model:
 
     @property
     def session_entries(self) -> dict[str, str]:
-        """Return the configuration with which a session opened from bytes finds the external weights."""
+        """Return the configuration that lets sessions find the external weights.
+
+        Sessions need it that are opened from bytes.
+        """
         return {"session.model_external_initializers_file_folder_path": str(self.folder)} if self.folder else {}
 
     @cached_property
@@ -181,11 +201,16 @@ class Model:
         return name in self.initializers and name in self.input_names
 
     def replacing(self, nodes: Sequence[NodeProto], initializers: Mapping[str, TensorProto]) -> Model:
-        """Return this model with other nodes and weights, but the same inputs and outputs."""
+        """Return this model with other nodes and weights.
+
+        Inputs and outputs are the same.
+        """
         return replace(self, nodes=tuple(nodes), initializers=MappingProxyType(dict(initializers)))
 
     def feeds(self, seed: int = 0) -> dict[str, Array]:
-        """Return inputs to profile the model with: the user's, else random ones of the bound shapes.
+        """Return inputs to profile the model with.
+
+        Those of the user come first. Others are random, of the bound shapes.
 
         Raises FeedError listing the symbolic dimensions without a size, and for inputs that cannot be drawn.
         """
@@ -193,7 +218,10 @@ class Model:
         return {**random_feeds(missing, self.dimensions, seed), **self.samples}
 
     def input_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each input that is a tensor; raises FeedError listing dimensions without a size."""
+        """Return the shape of each input that is a tensor.
+
+        Raises FeedError listing dimensions without a size.
+        """
         missing = [declaration_of(value, self) for value in self.inputs if value.name not in self.samples]
         shapes = resolve_shapes([item for item in missing if item.dtype.startswith("tensor(")], self.dimensions)
         return {**shapes, **{name: array.shape for name, array in self.samples.items() if not isinstance(array, list)}}

@@ -1,4 +1,7 @@
-"""Subgraphs of If, Loop and Scan nodes: their nodes, captured names, and weights."""
+"""Subgraphs of If, Loop and Scan nodes.
+
+This module walks their nodes, finds captured names, and lifts their weights.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ def walk_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
 
 
 def iterate_reads(node: NodeProto) -> Iterator[str]:
-    """Yield the names that a node reads, those captured by its subgraphs included; names may repeat."""
+    """Yield the names that a node reads; names may repeat.
+
+    Names captured by its subgraphs are included.
+    """
     yield from filter(None, node.input)
     for graph in subgraphs(node):
         yield from captured_names(graph)
@@ -49,7 +55,9 @@ def captured_names(graph: GraphProto) -> Iterator[str]:
 
 
 def assign_unique_names(nodes: list[NodeProto], used: set[str]) -> list[NodeProto]:
-    """Return the nodes with unique names; the first of several equal names stays.
+    """Return the nodes with unique names.
+
+    The first of several equal names stays.
 
     Args:
         nodes: Nodes, which are not altered.
@@ -114,7 +122,10 @@ _PLAIN_ATTRIBUTES = frozenset(
 
 
 def iterate_tensors(node: NodeProto) -> Iterator[TensorProto]:
-    """Yield all tensors in the attributes and subgraphs of a node, the parts of sparse tensors included."""
+    """Yield all tensors in the attributes and subgraphs of a node.
+
+    The parts of sparse tensors are included.
+    """
     holders = [attribute for attribute in node.attribute if attribute.type not in _PLAIN_ATTRIBUTES]
     for attribute in holders:
         if attribute.HasField("t"):
@@ -133,7 +144,7 @@ def iterate_tensors(node: NodeProto) -> Iterator[TensorProto]:
 
 
 def iterate_node_texts(node: NodeProto) -> Iterator[str]:
-    """Yield all names in a node, those of its tensors and subgraphs included."""
+    """Yield all names in a node, its tensors and its subgraphs."""
     yield from (node.name, node.op_type, node.domain, *node.input, *node.output)
     for attribute in node.attribute:
         yield attribute.name
@@ -167,7 +178,10 @@ def _iterate_external_tensors(node: NodeProto) -> Iterator[TensorProto]:
 
 
 def _name_subgraph_nodes(graph: GraphProto, used: set[str]) -> None:
-    """Give unique names to the nodes of a subgraph and of nested ones, in place; `used` takes the new names."""
+    """Give unique names to the nodes of a subgraph, in place.
+
+    Nested subgraphs are included. `used` takes the new names.
+    """
     nodes = assign_unique_names(list(graph.node), used)
     del graph.node[:]
     graph.node.extend(nodes)
@@ -177,7 +191,10 @@ def _name_subgraph_nodes(graph: GraphProto, used: set[str]) -> None:
 
 
 def _lift_weights(graph: GraphProto, owner: str, initializers: dict[str, TensorProto]) -> None:
-    """Move the large weights of a subgraph, and of nested ones, to the model, under new names, in place."""
+    """Move the large weights of a subgraph to the model, in place.
+
+    Nested subgraphs are included. The weights get new names.
+    """
     fixed = {value.name for value in (*graph.input, *graph.output)}  # a subgraph cannot return a captured value
     # ONNX Runtime fuses a dequantised weight with its product, and fails if the weight is outside of the subgraph.
     fixed |= {name for node in graph.node if node.op_type == "DequantizeLinear" for name in node.input}

@@ -12,7 +12,10 @@ from onnxplace.model.nested_graphs import iterate_reads
 
 
 def index_producers(nodes: Sequence[NodeProto], initializers: Collection[str], where: str) -> dict[str, int]:
-    """Return the index of each value's producer; raises ModelError for a value with two producers."""
+    """Return the index of each value's producer.
+
+    Raises ModelError for a value with two producers.
+    """
     producers: dict[str, int] = {}
     for index, node in enumerate(nodes):
         for name in filter(None, node.output):
@@ -27,7 +30,9 @@ def index_producers(nodes: Sequence[NodeProto], initializers: Collection[str], w
 def sort_topologically(
     nodes: Sequence[NodeProto], producers: Mapping[str, int], known: Collection[str], where: str
 ) -> list[NodeProto]:
-    """Return the nodes in topological order; ties keep the order of the file.
+    """Return the nodes in topological order.
+
+    Ties keep the order of the file.
 
     Args:
         nodes: Nodes with unique names, in any order.

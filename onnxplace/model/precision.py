@@ -1,4 +1,4 @@
-"""Keep ONNX Runtime from choosing a less precise kernel in a segment than in the whole model.
+"""Keep ONNX Runtime from choosing less precise kernels in segments.
 
 ONNX Runtime fuses `DequantizeLinear(weight) -> MatMul` into one `MatMulNBits`. That kernel rounds the activations to
 eight bits (session option `session.qdq_matmulnbits_accuracy_level`, by default 4). ONNX Runtime does not fuse the nodes
@@ -68,7 +68,7 @@ def _is_constant(model: Model, name: str) -> bool:
 
 
 class _FusionContext:
-    """The nodes around a dequantised weight that decide whether ONNX Runtime fuses its product."""
+    """The nodes that decide whether ONNX Runtime fuses a dequantised weight."""
 
     def __init__(self, model: Model) -> None:
         self._nodes = model.nodes
@@ -81,7 +81,7 @@ class _FusionContext:
         self._merged = _group_equal_constants(model)
 
     def iterate_preventing(self, index: int) -> Iterator[int]:
-        """Yield the nodes that prevent the fusion of this DequantizeLinear with its product."""
+        """Yield the nodes that prevent the fusion of this DequantizeLinear."""
         node = self._nodes[index]
         products = list(self._iterate_products(node.output[0]))
         if not products:
@@ -100,7 +100,10 @@ class _FusionContext:
                 yield reader
 
     def _iterate_quantisers(self, product: int) -> Iterator[int]:
-        """Yield the dequantiser of a product's first factor, and the quantisers of its result."""
+        """Yield the quantisation nodes next to a product.
+
+        These are the dequantiser of its first factor, and the quantisers of its result.
+        """
         node = self._nodes[product]
         producer = self._producer.get(node.input[0])
         if producer is not None and is_quantization_node(self._nodes[producer], DEQUANTIZE):
@@ -110,7 +113,10 @@ class _FusionContext:
                 yield reader
 
     def _iterate_readers(self, value: str, transparent: Sequence[str]) -> Iterator[tuple[int, str]]:
-        """Yield readers of a value, those behind `transparent` nodes included, with the name that each one reads."""
+        """Yield the readers of a value, with the name that each reads.
+
+        Readers behind `transparent` nodes are included.
+        """
         names = [value]
         for name in names:
             for reader in self._readers[name]:
@@ -120,7 +126,10 @@ class _FusionContext:
 
 
 def _iterate_folded_nodes(model: Model) -> Iterator[int]:
-    """Yield the nodes that ONNX Runtime folds when it opens the model, so that they do not count as readers."""
+    """Yield the nodes that ONNX Runtime folds when it opens the model.
+
+    They do not count as readers.
+    """
     constant: set[str] = set()
     for index, (node, reads) in enumerate(zip(model.nodes, model.reads)):
         is_never_folded = (
@@ -134,7 +143,7 @@ def _iterate_folded_nodes(model: Model) -> Iterator[int]:
 
 
 def _group_equal_constants(model: Model) -> dict[str, tuple[str, ...]]:
-    """Return, for each small constant, the names of all constants that ONNX Runtime merges with it."""
+    """Return the equal constants that ONNX Runtime merges with each small one."""
     equal: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for name, tensor in model.initializers.items():
         small = math.prod(tensor.dims) <= MAX_MERGED_ELEMENTS

@@ -32,7 +32,10 @@ class OperatorForm:
 
 @cache
 def find_form(operator: str, domain: str, version: int) -> OperatorForm | None:
-    """Return the form of a standard operator in an opset; None if ONNX does not define it there."""
+    """Return the form of a standard operator in an opset.
+
+    Returns None if ONNX does not define it there.
+    """
     try:
         schema = defs.get_schema(operator, version, "" if domain == "ai.onnx" else domain)
     except (defs.SchemaError, TypeError):  # onnx raises TypeError for a version beyond 32 bits
@@ -46,12 +49,17 @@ def find_form(operator: str, domain: str, version: int) -> OperatorForm | None:
 
 
 def _to_int(kind: Any) -> int:
-    """Return the number of an attribute type, for which onnx has an enumeration without annotations."""
+    """Return the number of an attribute type.
+
+    The enumeration of onnx has no annotations.
+    """
     return int(kind)
 
 
 def find_since_version(operator: str, version: int, domain: str) -> int:
-    """Return the opset that introduced an operator's form in opset `version`; 0 if it is unknown.
+    """Return the opset that introduced an operator's form.
+
+    The form is that of opset `version`. Returns 0 for an unknown operator.
 
     >>> find_since_version("Relu", 20, "")
     14
@@ -63,7 +71,10 @@ def find_since_version(operator: str, version: int, domain: str) -> int:
 
 
 def merge_opsets(proto: ModelProto) -> list[OperatorSetIdProto]:
-    """Return one opset for each domain, the highest; "ai.onnx" becomes the empty domain."""
+    """Return the highest opset of each domain.
+
+    The domain "ai.onnx" becomes the empty one.
+    """
     versions: dict[str, int] = {}
     for entry in proto.opset_import:
         domain = "" if entry.domain == "ai.onnx" else entry.domain
@@ -93,7 +104,10 @@ def require_form(nodes: Iterable[NodeProto], versions: Mapping[str, int], where:
 
 
 def _describe_problem(node: NodeProto, form: OperatorForm) -> str:
-    """Return how a node differs from its operator's form; "" if it does not."""
+    """Return how a node differs from its operator's form.
+
+    Returns "" if it does not.
+    """
     for kind, names, limits in (("inputs", node.input, form.inputs), ("outputs", node.output, form.outputs)):
         if len(names) < limits[0] or _count_given(names) > limits[1]:
             return f"has {len(names)} {kind}, expected {_format_limits(*limits)}"
@@ -113,7 +127,10 @@ def _format_limits(lowest: int, highest: int) -> str:
 
 
 def _count_given(names: Sequence[str]) -> int:
-    """Return the number of names without empty ones at the end, which stand for omitted values."""
+    """Return the number of names without empty ones at the end.
+
+    Those stand for omitted values.
+    """
     return next((index for index in range(len(names), 0, -1) if names[index - 1]), 0)
 
 

@@ -14,7 +14,7 @@ from onnxplace.model.weights import WeightFile
 def store_for_session(
     model: Model, folder: Path, more: Sequence[onnx.ValueInfoProto] = ()
 ) -> tuple[bytes | Path, dict[str, str]]:
-    """Return a model as ONNX Runtime opens it, with the session options that it needs.
+    """Return a model as ONNX Runtime opens it.
 
     Args:
         model: The model.

@@ -1,4 +1,4 @@
-"""Bind dimensions and samples to a model; infer shapes and sizes of its values."""
+"""Bind dimensions and samples to models; infer shapes and sizes of values."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _require_dimensions(keys: Iterable[str], dimensions: Mapping[str, int]) -> N
 
 
 def static_shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each value that shape inference finds with the bound dimensions."""
+    """Return the shapes that shape inference finds for bound dimensions."""
     sizes = model.input_shapes()
     inputs = []
     for value in model.inputs:
@@ -95,17 +95,25 @@ def static_shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def _is_known(shape: tuple[int | str | None, ...]) -> TypeGuard[tuple[int, ...]]:
-    """Return whether all sizes are known; inference computes negative ones where a model cannot run."""
+    """Return whether all sizes are known.
+
+    Inference computes negative ones where a model cannot run.
+    """
     return all(isinstance(size, int) and size >= 0 for size in shape)
 
 
 def _drop_shape(output: ValueInfoProto) -> ValueInfoProto:
-    """Return an output without its declared type and shape, which may be wrong or symbolic."""
+    """Return an output without its declared type and shape.
+
+    These may be wrong or symbolic.
+    """
     return ValueInfoProto(name=output.name)
 
 
 def value_bytes(model: Model, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Return the bytes of each tensor of known shape and type; strings are left out.
+    """Return the bytes of each tensor of known shape and type.
+
+    Strings are left out.
 
     Raises ModelError for an unknown element type, or a value beyond `MAX_VALUE_BYTES`.
     """

@@ -1,4 +1,4 @@
-"""Check a model against the operators and opsets of the installed ONNX Runtime."""
+"""Check a model against the operators and opsets of ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from onnxplace.model.nested_graphs import walk_nodes
 
 
 def require_operators(model: Model) -> None:
-    """Raise ModelError naming the first operator, or the opset, that ONNX Runtime does not support.
+    """Raise ModelError for an operator or opset that ONNX Runtime lacks.
+
+    The error names the first such node.
 
     Does nothing without ONNX Runtime: a model can be compiled for another machine.
     """
@@ -41,7 +43,10 @@ def require_operators(model: Model) -> None:
 
 
 def list_custom_operators(model: Model) -> tuple[str, ...]:
-    """Return the operators, as `domain.Name`, that need a library; empty without ONNX Runtime."""
+    """Return the operators that need a library, as `domain.Name`.
+
+    Without ONNX Runtime, the result is empty.
+    """
     try:
         known = _load_known_operators()
     except ExecutionError:
@@ -76,7 +81,10 @@ def _load_known_operators() -> Mapping[str, Mapping[str, int]]:
 
 
 def _require_opsets(model: Model) -> None:
-    """Raise ModelError for an opset that ONNX Runtime does not support, by opening a model of one node."""
+    """Raise ModelError for an opset that ONNX Runtime does not support.
+
+    It is found by opening a model of one node.
+    """
     value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
     result = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])
     opsets = [entry for entry in model.opsets if entry.domain == ""] or [helper.make_opsetid("", 17)]

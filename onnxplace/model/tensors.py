@@ -30,7 +30,9 @@ TWO_BIT_TYPES = {getattr(TensorProto, name, -1) for name in ("INT2", "UINT2")}
 
 
 def tensor_size(tensor: TensorProto) -> int:
-    """Return the bytes of a tensor in memory; a string counts its characters.
+    """Return the bytes of a tensor in memory.
+
+    A string counts its characters.
 
     >>> tensor_size(helper.make_tensor("w", TensorProto.FLOAT, [2, 3], [0.0] * 6))
     24
@@ -41,7 +43,9 @@ def tensor_size(tensor: TensorProto) -> int:
 
 
 def packed_size(data_type: int, dims: Iterable[int]) -> int:
-    """Return the bytes of a tensor of this shape and element type, which must not be strings.
+    """Return the bytes of a tensor of this element type and shape.
+
+    The type must not be strings.
 
     >>> packed_size(TensorProto.INT4, [3])
     2
@@ -60,7 +64,10 @@ def _compute_element_bytes(data_type: int) -> int:
 
 
 def check_tensor(tensor: TensorProto) -> None:
-    """Raise ModelError naming a weight with an impossible type or shape, or with data that does not fill it."""
+    """Raise ModelError naming an inconsistent weight.
+
+    Its type or shape is impossible, or its data does not fill it.
+    """
     require_shape(tensor)
     external = tensor.data_location == TensorProto.EXTERNAL
     if external and tensor.data_type == TensorProto.STRING:
@@ -92,7 +99,10 @@ def require_shape(tensor: TensorProto) -> None:
 
 
 def find_unknown_element(kind: TypeProto) -> int | None:
-    """Return the number of an element type that ONNX does not have, anywhere in a type; None if it has all."""
+    """Return an element type that ONNX does not have, by its number.
+
+    It may be anywhere in the type. Returns None if there is none.
+    """
     which = kind.WhichOneof("value")
     if which in ("tensor_type", "sparse_tensor_type"):
         number: int = getattr(kind, which).elem_type
@@ -106,7 +116,7 @@ def find_unknown_element(kind: TypeProto) -> int | None:
 
 
 def _choose_data_field(tensor: TensorProto, raw: bool) -> tuple[str, int]:
-    """Return the field that holds the data of a tensor, and its expected number of entries."""
+    """Return the data field of a tensor, and its expected length."""
     count = math.prod(tensor.dims)
     if tensor.data_type == TensorProto.STRING:
         return "string_data", count
@@ -188,7 +198,10 @@ def find_external_range(tensor: TensorProto, folder: Path | None) -> tuple[Path,
 
 
 def read_tensor_bytes(tensor: TensorProto, folder: Path | None) -> Iterator[bytes]:
-    """Yield the bytes of a tensor, little-endian; external data comes in pieces of `READ_BYTES`."""
+    """Yield the bytes of a tensor, little-endian.
+
+    External data comes in pieces of `READ_BYTES`.
+    """
     if tensor.data_location == TensorProto.EXTERNAL:
         file, offset, length = find_external_range(tensor, folder)
         with file.open("rb") as stream:
@@ -202,7 +215,10 @@ def read_tensor_bytes(tensor: TensorProto, folder: Path | None) -> Iterator[byte
 
 
 def embed_external_data(tensor: TensorProto, folder: Path | None) -> None:
-    """Move the bytes of external data into the tensor, in place; raises ModelError as `find_external_range` does."""
+    """Move external data into the tensor, in place.
+
+    Raises ModelError as `find_external_range` does.
+    """
     if tensor.data_location == TensorProto.EXTERNAL:
         tensor.raw_data = b"".join(read_tensor_bytes(tensor, folder))
         tensor.data_location = TensorProto.DEFAULT
@@ -214,13 +230,19 @@ Fingerprint = tuple[int, int, int]
 
 
 def take_fingerprint(file: Path) -> Fingerprint:
-    """Return a fingerprint that changes when a file is written or replaced; raises OSError without the file."""
+    """Return a fingerprint that changes when a file is written or replaced.
+
+    Raises OSError if the file does not exist.
+    """
     status = file.stat()
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def strip_data(tensor: TensorProto) -> TensorProto:
-    """Return a tensor of the same name, type and shape, whose data is declared external and does not exist."""
+    """Return a tensor of the same name, type and shape without data.
+
+    The data is declared external, in a file that does not exist.
+    """
     result = TensorProto(
         name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, data_location=TensorProto.EXTERNAL
     )

@@ -1,4 +1,4 @@
-"""Types of values in ONNX Runtime's spelling, and the entries of their shapes."""
+"""Names of types in ONNX Runtime's spelling, and entries of shapes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def type_name(kind: TypeProto) -> str:
 
 
 def shape_entries(kind: TypeProto) -> tuple[int | str | None, ...] | None:
-    """Return the entries of a tensor's shape: sizes, symbols, or None; None without a shape.
+    """Return the entries of a tensor's shape: sizes, symbols, or None.
+
+    Returns None for a type without a shape.
 
     An impossible size, as shape inference computes for nodes that cannot run, counts as unknown.
 

@@ -74,7 +74,10 @@ class WeightFile:
         return self._hash.hexdigest()
 
     def place(self, tensor: TensorProto, folder: Path | None) -> TensorProto:
-        """Return a tensor that refers to its bytes in this file, which are written if they are new."""
+        """Return a tensor that refers to its bytes in this file.
+
+        New bytes are written.
+        """
         if tensor.name not in self._placed:
             self._placed[tensor.name] = self._place(tensor, folder)
         return self._placed[tensor.name]
@@ -98,7 +101,10 @@ class WeightFile:
         return _make_reference(tensor, self.location, offset, size)
 
     def _link(self, file: Path) -> str:
-        """Return the path of a weight file below the folder; raises UsageError for a file elsewhere."""
+        """Return the path of a weight file below the folder.
+
+        Raises UsageError for a file elsewhere.
+        """
         assert self._linked_below is not None
         file = file.resolve()
         if not file.is_relative_to(self._linked_below):
@@ -108,7 +114,10 @@ class WeightFile:
         return location
 
     def _append(self, pieces: Iterable[bytes], size: int) -> int:
-        """Append bytes at the next aligned offset, unless the file has them; return their offset."""
+        """Append bytes, unless the file has them; return their offset.
+
+        The offset is aligned.
+        """
         hash_before, end, checksum = self._hash.copy(), self.bytes_written, 0
         alignment = PAGE_BYTES if size >= MIN_PAGE_ALIGNED_BYTES else LINE_BYTES
         offset = -(-end // alignment) * alignment
@@ -131,7 +140,10 @@ class WeightFile:
         self.bytes_written += len(data)
 
     def _equal(self, first: int, second: int, size: int) -> bool:
-        """Return whether two ranges of the file hold equal bytes; the stream ends up at its end."""
+        """Return whether two ranges of the file hold equal bytes.
+
+        The stream ends up at its end.
+        """
         for start in range(0, size, READ_BYTES):
             length = min(READ_BYTES, size - start)
             pieces = []
@@ -157,7 +169,10 @@ def _make_reference(tensor: TensorProto, location: str, offset: int, length: int
 
 
 def build_link_error(file: Path, folder: Path) -> UsageError:
-    """Return the error for a weight file that a bundle in `folder` cannot link to."""
+    """Return the error for a weight file that cannot be linked.
+
+    A bundle in `folder` can link to files in and below it only.
+    """
     return UsageError(
         "U033",
         f"the bundle must be next to the weights: {file} is not in {folder} or below it",
