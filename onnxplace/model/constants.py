@@ -92,7 +92,8 @@ def read_constant(node: NodeProto, where: str, folder: Path | None) -> TensorPro
     """
     attribute, place = node.attribute[0], f"{where}, node {node.name!r}"
     if attribute.name not in _VALUE_ATTRIBUTES:
-        raise ModelError("M008", f"constants given as {attribute.name!r} are not supported", where=place)
+        message = f"its attribute is {attribute.name!r}, expected one of {', '.join(_VALUE_ATTRIBUTES)}"
+        raise ModelError("M008", message, where=place, hint="export the model with a standard Constant")
     expected, element_type = _VALUE_ATTRIBUTES[attribute.name]
     has_tensor = {"value": attribute.HasField("t"), "sparse_value": attribute.HasField("sparse_tensor")}
     if not has_tensor.get(attribute.name, attribute.type == expected):

@@ -21,7 +21,7 @@ from onnxplace.state import State
 
 NODES = 3
 QUALITY = Quality(17, 0.1, 0.01, 0.0, 3, 1e-3, 1e-6)
-NEEDS_POSIX = pytest.mark.skipif(sys.platform == "win32", reason="no pipes in folders there")
+NEEDS_POSIX = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipes in folders")
 
 
 def path_of(name: str) -> Path:

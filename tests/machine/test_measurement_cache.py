@@ -172,8 +172,8 @@ def test_boundaries_between_parts_of_a_key_matter():
 def test_the_command_measures_once_unless_the_cache_is_off(run_cli, model_file, measured_models):
     options = ("compile", model_file, "--shape", "batch=4", "--devices", "cpu:0,cpu:1", "--placer", "single", "--force")
     for more, count in (((), 1), ((), 1), (("--no-cache",), 2)):
-        ran = run_cli(*options, *more)
-        assert ran.code == 0, ran.err
+        result = run_cli(*options, *more)
+        assert result.code == 0, result.err
         assert len(measured_models) == count
 
 

@@ -76,11 +76,11 @@ def test_a_state_has_the_types_and_random_numbers_of_the_previous_step():
 
 @pytest.mark.parametrize(("through", "error"), [("float16", 1e-2), ("bfloat16", 4e-2), ("float8_e5m2", 0.2)])
 def test_the_coarsest_type_on_the_way_determines_the_tolerance(through: str, error: float):
-    want = np.array([1.0, -4.0], np.float32)
-    got = want * np.float32(1 + error)
-    assert not difference("y", got, want).equal
-    assert difference("y", got, want, Lineage(frozenset({"float32", through}))).equal
-    assert not difference("y", got * 2, want, Lineage(frozenset({"float32", through}))).equal
+    expected = np.array([1.0, -4.0], np.float32)
+    actual = expected * np.float32(1 + error)
+    assert not difference("y", actual, expected).equal
+    assert difference("y", actual, expected, Lineage(frozenset({"float32", through}))).equal
+    assert not difference("y", actual * 2, expected, Lineage(frozenset({"float32", through}))).equal
     assert not difference("y", np.array([1]), np.array([2]), Lineage(frozenset({through}))).equal
 
 
@@ -107,8 +107,10 @@ def test_float16_on_the_way_to_a_float32_output_widens_the_tolerance(
 
     seen: list[OutputDifference] = []
 
-    def report_difference(name: str, got: object, want: np.ndarray, lineage: Lineage | None = None) -> OutputDifference:
-        seen.append(difference(name, want * np.float32(1.0016), want, lineage))
+    def report_difference(
+        name: str, actual: object, expected: np.ndarray, lineage: Lineage | None = None
+    ) -> OutputDifference:
+        seen.append(difference(name, expected * np.float32(1.0016), expected, lineage))
         return seen[-1]
 
     monkeypatch.setattr(compare, "difference", report_difference)
@@ -173,9 +175,9 @@ def test_an_output_that_depends_on_random_numbers_is_reported_as_random(
     assert result.out.startswith("random y  depends on random numbers of 'noise'")
     assert "elements are not compared" in result.out
     result = run_cli("verify", bundle.path, "--json")
-    found = json.loads(result.out)
-    assert (result.code, found["equal"]) == (0, True)
-    assert found["outputs"] == [
+    report = json.loads(result.out)
+    assert (result.code, report["equal"]) == (0, True)
+    assert report["outputs"] == [
         {"name": "y", "equal": True, "max_abs_error": None, "max_rel_error": None, "random_nodes": ["noise"]}
     ]
 
@@ -208,26 +210,26 @@ def test_outputs_that_do_not_depend_on_random_numbers_are_not_random(text: str):
 
 def test_random_outputs_must_agree_in_type_shape_and_finiteness():
     drawn = Lineage(frozenset({"float32"}), frozenset({"noise"}))
-    want = np.array([1.0, 2.0], np.float32)
-    assert difference("y", want + 1, want, drawn) == OutputDifference("y", True, np.inf, np.inf, ("noise",))
-    assert difference("y", want, want, drawn) == difference("y", want, want)
-    assert difference("y", want + np.nan, want + np.nan, drawn).equal
-    for wrong in (want.astype(np.float64), want[:1], want + np.inf, want * np.nan, None, [want]):
-        assert not difference("y", wrong, want, drawn).equal
-    assert difference("y", [want, want + 1], [want, want], drawn).random_nodes == ("noise",)
-    assert not difference("y", [want], [want, want], drawn).equal
+    expected = np.array([1.0, 2.0], np.float32)
+    assert difference("y", expected + 1, expected, drawn) == OutputDifference("y", True, np.inf, np.inf, ("noise",))
+    assert difference("y", expected, expected, drawn) == difference("y", expected, expected)
+    assert difference("y", expected + np.nan, expected + np.nan, drawn).equal
+    for wrong in (expected.astype(np.float64), expected[:1], expected + np.inf, expected * np.nan, None, [expected]):
+        assert not difference("y", wrong, expected, drawn).equal
+    assert difference("y", [expected, expected + 1], [expected, expected], drawn).random_nodes == ("noise",)
+    assert not difference("y", [expected], [expected, expected], drawn).equal
     longer = Lineage(frozenset({"float32"}), frozenset({"noise"}), shape_is_drawn=True)
-    assert difference("y", want[:1], want, longer).equal
-    assert difference("y", [want + 1], [want, want], longer).equal
+    assert difference("y", expected[:1], expected, longer).equal
+    assert difference("y", [expected + 1], [expected, expected], longer).equal
 
 
 def test_maps_are_compared_key_by_key_within_tolerance_and_kinds_are_not_mixed():
-    want = [{"a": 1.0, "b": 2.0}, {"a": 3.0}]
+    expected = [{"a": 1.0, "b": 2.0}, {"a": 3.0}]
     near = Lineage(frozenset({"float32"}))
-    assert difference("y", [{"a": 1.0001, "b": 2.0}, {"a": 3.0}], want, near).equal
-    assert not difference("y", [{"a": 1.1, "b": 2.0}, {"a": 3.0}], want, near).equal
-    assert not difference("y", [{"a": 1.0}, {"a": 3.0}], want, near).equal
-    assert not difference("y", [{"a": 1.0, "c": 2.0}, {"a": 3.0}], want, near).equal
+    assert difference("y", [{"a": 1.0001, "b": 2.0}, {"a": 3.0}], expected, near).equal
+    assert not difference("y", [{"a": 1.1, "b": 2.0}, {"a": 3.0}], expected, near).equal
+    assert not difference("y", [{"a": 1.0}, {"a": 3.0}], expected, near).equal
+    assert not difference("y", [{"a": 1.0, "c": 2.0}, {"a": 3.0}], expected, near).equal
     array = np.ones(2, np.float32)
     for one, other in ((None, array), (array, [array, array[:1]]), ({"a": 1.0}, array), (None, [])):
         assert difference("y", one, other).equal is False
@@ -240,12 +242,12 @@ def test_a_nan_error_is_null_in_json(tmp_path: Path, run_cli: Callable[..., Ran]
     bundle = compiled_with(parse_model(text.replace("WEIGHTS", "1, 2, 3, nan")), RandomPlacement((0, 1)), tmp_path)
     (tmp_path / "other.onnx").write_bytes(parse_model(text.replace("WEIGHTS", "1, 2, 3, 4")).SerializeToString())
     result = run_cli("verify", bundle.path, "--against", tmp_path / "other.onnx", "--json")
-    found = json.loads(result.out, parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
-    assert (result.code, found["outputs"][0]["max_abs_error"]) == (1, None)
+    report = json.loads(result.out, parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
+    assert (result.code, report["outputs"][0]["max_abs_error"]) == (1, None)
 
 
 def test_errors_of_whole_numbers_are_reported():
-    found = difference("n", np.array([2, 5]), np.array([2, 4]))
-    assert (found.equal, found.max_abs_error, found.max_rel_error) == (False, 1.0, 0.25)
+    report = difference("n", np.array([2, 5]), np.array([2, 4]))
+    assert (report.equal, report.max_abs_error, report.max_rel_error) == (False, 1.0, 0.25)
     large = np.array([1 << 62, (1 << 62) + 1])
     assert not difference("n", large, large[::-1]).equal

@@ -70,8 +70,8 @@ def test_large_weights_of_subgraphs_become_initializers_of_the_model(tmp_path: P
 def test_large_constants_of_subgraphs_become_initializers_of_the_model(tmp_path: Path):
     model = parse_model(IF)
     for name in ("then_branch", "else_branch"):
-        body = find_branch(model, "If", name)
-        body.node.insert(0, helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(LARGE)))
+        subgraph = find_branch(model, "If", name)
+        subgraph.node.insert(0, helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(LARGE)))
     assert len(load(model).initializers) == 2
     check_cut(model, tmp_path, *IF_FEEDS)
 
@@ -253,8 +253,8 @@ CALLS = '<ir_version: 9, opset_import: ["": 18, "l": 1]>\n'
 )
 def test_a_function_that_calls_itself_is_refused_with_the_path(functions: str, path: str):
     text = CALLS + "graph (float[2] x) => (float[2] y) { y = l.f(x) }"
-    for body in functions.split("|"):
-        text += f'\n<domain: "l", opset_import: ["": 18, "l": 1]> {body}'
+    for function in functions.split("|"):
+        text += f'\n<domain: "l", opset_import: ["": 18, "l": 1]> {function}'
     with pytest.raises(ModelError, match=path):
         load(parser.parse_model(text))
 
