@@ -1,4 +1,4 @@
-"""The machine at hand: its devices, ONNX Runtime sessions, undisturbed timing, kept measurements."""
+"""Devices, ONNX Runtime sessions, timing and cached measurements of this machine."""
 
 from typing import TYPE_CHECKING
 

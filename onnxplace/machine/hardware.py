@@ -1,4 +1,4 @@
-"""What this machine has: cores, memory, GPUs, and what the installed ONNX Runtime can use of them."""
+"""Cores, memory and GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from typing import Any
 from onnxplace.errors import ExecutionError, TargetError
 from onnxplace.target import Device, Target, parse_device_ids
 
-# Of a process that runs bundles, before it has a model: Python, its packages, ONNX Runtime (benchmarks/memory.py).
+# Memory of a process that runs bundles, before it has a model: Python, packages, ONNX Runtime (benchmarks/memory.py).
 RUNTIME_BYTES = 141 << 20
-# Left free by default beside that, for what a schedule does not count: the sessions' own structures, holes in the
-# arena, a weight that several segments of a device copy, and whatever else the machine does (docs/measurements.md).
-HEADROOM = 0.10
+# Share of the memory that stays free for what a schedule does not count: structures of the sessions, holes in the
+# arena, weights that several segments of a device copy, other programs (docs/measurements.md).
+HEADROOM_SHARE = 0.10
 
 INSTALL_HINT = "pip install 'onnxplace[cpu]' (or 'onnxplace[gpu]' on a machine with CUDA 13)"
 
 
 @lru_cache(maxsize=1)
 def import_onnxruntime() -> Any:
-    """Import ONNX Runtime once, with telemetry off unless the user has set it; raises ExecutionError if broken."""
+    """Import ONNX Runtime once.
+
+    Telemetry is off unless the user set it. Raises ExecutionError for a broken installation.
+    """
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     installed = [name for name in ("onnxruntime", "onnxruntime-gpu") if _is_installed(name)]
     if len(installed) == 2:
@@ -41,7 +44,7 @@ def import_onnxruntime() -> Any:
     if not hasattr(onnxruntime, "InferenceSession"):
         raise ExecutionError(
             "R002",
-            "the installed onnxruntime is empty (a wheel was removed over another)",
+            "the installed onnxruntime is empty: another wheel that shares its files was removed",
             hint=f"pip uninstall -y onnxruntime onnxruntime-gpu, then {INSTALL_HINT}",
         )
     return onnxruntime
@@ -57,7 +60,7 @@ def _is_installed(distribution: str) -> bool:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as its driver describes it."""
+    """A GPU as its driver describes it."""
 
     index: int
     name: str
@@ -66,34 +69,43 @@ class Gpu:
 
 
 def list_gpus() -> tuple[Gpu, ...]:
-    """List the NVIDIA GPUs that the driver shows; empty without a driver or without nvidia-ml-py."""
+    """Return the NVIDIA GPUs that the driver lists.
+
+    The result is empty without a driver or without nvidia-ml-py.
+    """
     try:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # noqa: BLE001 - any failure to talk to a driver means that there is none to use
+    except Exception:  # noqa: BLE001 - without an answer of the driver, no GPU can be used
         return ()
-    found = []
+    gpus = []
     for index in range(pynvml.nvmlDeviceGetCount()):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         memory, name = pynvml.nvmlDeviceGetMemoryInfo(handle), pynvml.nvmlDeviceGetName(handle)
-        found.append(Gpu(index, name if isinstance(name, str) else name.decode(), int(memory.total), int(memory.free)))
-    return tuple(found)
+        gpus.append(Gpu(index, name if isinstance(name, str) else name.decode(), int(memory.total), int(memory.free)))
+    return tuple(gpus)
 
 
 def link_technology(source: str, destination: str) -> str:
-    """Return what connects two devices of this machine: `memory`, `nvlink`, `pcie` or `host`.
+    """Return the link between two devices of this machine.
 
-    Two GPUs with peer access are connected by NVLink or PCIe; whatever else there is with a GPU goes through the
-    host's memory, also where nobody can say (no driver, or no nvidia-ml-py).
+    It is `memory`, `nvlink`, `pcie` or `host`.
+
+    Two GPUs with peer access have NVLink or PCIe. All other transfers with a GPU go through the host's memory. So do
+    transfers for which the link is unknown (no driver, or no nvidia-ml-py).
+
+    >>> link_technology("cpu:0", "cpu:1")
+    'memory'
     """
     gpu_indices = [int(name.partition(":")[2]) for name in (source, destination) if name.startswith("cuda:")]
     if not gpu_indices:
         return "memory"
-    return _peer_link(*gpu_indices) if len(gpu_indices) == 2 else "host"
+    return _find_peer_link(*gpu_indices) if len(gpu_indices) == 2 else "host"
 
 
-def _peer_link(first: int, second: int) -> str:
+def _find_peer_link(first: int, second: int) -> str:
+    """Return the link between two GPUs, by index: `nvlink`, `pcie` or `host`."""
     try:
         import pynvml
 
@@ -105,20 +117,23 @@ def _peer_link(first: int, second: int) -> str:
         ):
             if pynvml.nvmlDeviceGetP2PStatus(*handles, capability) == pynvml.NVML_P2P_STATUS_OK:
                 return name
-    except Exception:  # noqa: BLE001 - no driver, or one that cannot tell
+    except Exception:  # noqa: BLE001 - no driver, or one that does not answer
         return "host"
     return "host"
 
 
 def available_cores() -> tuple[int, ...]:
-    """Return the processor cores this process may use, in order; a thread that pinned itself sees them all."""
+    """Return the processor cores of this process, in order.
+
+    A thread that pinned itself gets all of them too.
+    """
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(os.getpid())))
     return tuple(range(os.cpu_count() or 1))
 
 
 def available_memory_bytes() -> int:
-    """Return the host memory that is free for us, within the container's limit if there is one."""
+    """Return the free host memory, within the limit of the container."""
     import psutil
 
     free = int(psutil.virtual_memory().available)
@@ -128,53 +143,74 @@ def available_memory_bytes() -> int:
     return max(free, 0)
 
 
-def core_shares(count: int) -> list[int]:
-    """Return how many of this machine's cores each of `count` CPU devices gets; at least one each."""
+def divide_cores(count: int) -> list[int]:
+    """Return the number of cores of each CPU device, at least one."""
     share, extra = divmod(len(available_cores()), count)
     return [max(share + (index < extra), 1) for index in range(count)]
 
 
 def assign_cores(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Give CPU devices cores of their own, as many as each wants; they share cores only when there are too few."""
-    have = available_cores()
-    sets, start = [], 0
+    """Return the cores of each CPU device.
+
+    Devices share cores only if there are too few.
+
+    Args:
+        sizes: The number of cores of each device.
+    """
+    cores = available_cores()
+    assignment, start = [], 0
     for size in sizes:
-        sets.append(tuple(have[(start + offset) % len(have)] for offset in range(min(size, len(have)))))
+        assignment.append(tuple(cores[(start + offset) % len(cores)] for offset in range(min(size, len(cores)))))
         start += size
-    return sets
+    return assignment
 
 
 def local_target(devices: str | Sequence[str] | None = None) -> Target:
-    """Describe devices of this machine; all GPUs, or else two CPU devices, unless named.
+    """Return a target of devices of this machine.
 
-    Raises TargetError for a GPU that is not here or that ONNX Runtime cannot use. Memory limits are what is free
-    now, less a headroom of 10 %; CPU devices share the host's memory equally, less what a process takes by itself.
+    By default, these are all GPUs, or else two CPU devices.
+
+    A memory limit is the memory that is free now, less `HEADROOM_SHARE`. CPU devices share the host's memory equally,
+    less `RUNTIME_BYTES`.
+
+    Args:
+        devices: Device ids, such as `cuda:0,cuda:1`.
+
+    Raises:
+        TargetError: A GPU does not exist, or ONNX Runtime cannot use it.
+
+    >>> [device.id for device in local_target("cpu:0,cpu:1").devices]
+    ['cpu:0', 'cpu:1']
     """
-    found = list_gpus()
-    ids = parse_device_ids(devices) if devices else default_device_ids(found)
+    gpus = list_gpus()
+    ids = parse_device_ids(devices) if devices else choose_default_device_ids(gpus)
     cpu_count = sum(device_id.startswith("cpu:") for device_id in ids)
-    shares = iter(core_shares(cpu_count) if cpu_count else [])
-    room = max(available_memory_bytes() - RUNTIME_BYTES, 0)
-    host_bytes = int(room * (1 - HEADROOM)) // max(cpu_count, 1)
+    core_counts = iter(divide_cores(cpu_count) if cpu_count else [])
+    usable_bytes = max(available_memory_bytes() - RUNTIME_BYTES, 0)
+    host_bytes = int(usable_bytes * (1 - HEADROOM_SHARE)) // max(cpu_count, 1)
     result = []
     for device_id in ids:
         kind, _, index = device_id.partition(":")
         if kind == "cuda":
-            result.append(_cuda_device(device_id, int(index), found))
+            result.append(_describe_cuda_device(device_id, int(index), gpus))
         else:
-            result.append(Device(device_id, host_bytes, cores=next(shares)))
+            result.append(Device(device_id, host_bytes, cores=next(core_counts)))
     return Target(tuple(result))
 
 
-def default_device_ids(found: tuple[Gpu, ...]) -> tuple[str, ...]:
-    """Return every GPU that ONNX Runtime can use, else two CPU devices."""
-    usable = tuple(f"cuda:{gpu.index}" for gpu in found if cuda_problem(gpu.index) is None)
+def choose_default_device_ids(gpus: tuple[Gpu, ...]) -> tuple[str, ...]:
+    """Return the usable GPUs, or else two CPU devices."""
+    usable = tuple(f"cuda:{gpu.index}" for gpu in gpus if cuda_problem(gpu.index) is None)
     return usable or ("cpu:0", "cpu:1")
 
 
-def _cuda_device(device_id: str, index: int, found: tuple[Gpu, ...]) -> Device:
+def _describe_cuda_device(device_id: str, index: int, gpus: tuple[Gpu, ...]) -> Device:
+    """Return a GPU as a device.
+
+    Raises TargetError if it cannot be used.
+    """
     require_cuda(device_id)
-    gpu = next((gpu for gpu in found if gpu.index == index), None)
+    gpu = next((gpu for gpu in gpus if gpu.index == index), None)
     if gpu is None:
         raise TargetError(
             "T010",
@@ -182,13 +218,15 @@ def _cuda_device(device_id: str, index: int, found: tuple[Gpu, ...]) -> Device:
             where=device_id,
             hint="pip install nvidia-ml-py, or describe the machine with --target",
         )
-    return Device(device_id, int(gpu.free_bytes * (1 - HEADROOM)), model=gpu.name)
+    return Device(device_id, int(gpu.free_bytes * (1 - HEADROOM_SHARE)), model=gpu.name)
 
 
 def require_cuda(device_id: str, instead: str = "") -> None:
-    """Raise TargetError, saying why and how to get it, unless ONNX Runtime can really use this GPU.
+    """Raise TargetError with the reason unless ONNX Runtime can use this GPU.
 
-    `instead` is what can be done without it, for the hint.
+    Args:
+        device_id: The GPU, such as `cuda:0`.
+        instead: A way to do without it, for the hint.
     """
     problem = cuda_problem(int(device_id.partition(":")[2]))
     if problem:
@@ -197,22 +235,22 @@ def require_cuda(device_id: str, instead: str = "") -> None:
             problem,
             where=device_id,
             hint="pip uninstall -y onnxruntime; pip install 'onnxplace[gpu]' "
-            "(needs Linux or Windows on x86-64 and a driver for CUDA 13); `onnxplace devices` lists what is here"
+            "(needs Linux or Windows on x86-64 and a driver for CUDA 13); `onnxplace devices` lists all devices"
             + (f"; {instead}" if instead else ""),
         )
 
 
 @cache
 def cuda_problem(index: int) -> str | None:
-    """Say why ONNX Runtime cannot use GPU `index`, or None if it can.
+    """Return why ONNX Runtime cannot use GPU `index`; None if it can.
 
-    Opens a one-node session: the list of available providers names what was compiled in, not what works.
+    It opens a session, since the list of available providers names those compiled in, whether they work or not.
     """
     runtime = import_onnxruntime()
     if "CUDAExecutionProvider" not in runtime.get_available_providers():
         return f"the installed onnxruntime {runtime.__version__} has no CUDA provider"
     options = runtime.SessionOptions()
-    options.log_severity_level = 4
+    options.log_severity_level = 4  # failures arrive as exceptions
     providers = [("CUDAExecutionProvider", {"device_id": str(index)})]
     try:
         session = runtime.InferenceSession(one_node_model(), options, providers=providers)
@@ -224,7 +262,7 @@ def cuda_problem(index: int) -> str | None:
 
 
 def one_node_model() -> bytes:
-    """Return the smallest model there is."""
+    """Return a serialised model of one node."""
     from onnx import parser
 
     text = '<ir_version: 8, opset_import: ["": 17]> one_node (float[1] x) => (float[1] y) { y = Relu(x) }'
@@ -232,8 +270,11 @@ def one_node_model() -> bytes:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return what is here as plain data: host, GPUs with what keeps ONNX Runtime from using them, its version."""
-    found = [
+    """Return host, GPUs and the version of ONNX Runtime as plain data.
+
+    Each GPU has the reason why it cannot be used, or None.
+    """
+    gpus = [
         {
             "id": f"cuda:{gpu.index}",
             "name": gpu.name,
@@ -245,6 +286,6 @@ def describe_machine() -> dict[str, Any]:
     ]
     return {
         "host": {"cores": list(available_cores()), "available_memory_bytes": available_memory_bytes()},
-        "gpus": found,
+        "gpus": gpus,
         "onnxruntime": import_onnxruntime().__version__,
     }

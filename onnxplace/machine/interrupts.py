@@ -1,9 +1,9 @@
-"""Ctrl-C while the main thread computes inside ONNX Runtime.
+"""Interrupt ONNX Runtime with Ctrl-C while the main thread computes.
 
-Python runs its signal handlers in the main thread, between two of its own instructions, so that a model that never
-ends could not be interrupted. Inside `interruptible`, a thread that waits on Python's wakeup file descriptor hears of
-the signal at once: the first one asks ONNX Runtime to stop at the next node, a second one ends the process, as
-happens where a single node never ends.
+Python runs signal handlers in the main thread, between two of its own instructions. A model that never ends could
+therefore not be interrupted. Inside `interruptible`, another thread waits on Python's wakeup file descriptor and
+receives signals at once. The first signal asks ONNX Runtime to stop at the next node. A second one ends the process,
+which helps if a single node never ends.
 """
 
 from __future__ import annotations
@@ -21,85 +21,105 @@ from typing import Any
 
 from onnxplace.utils import start_thread
 
-# How long a first interrupt may take until it is said that a second one ends the process.
+# If a first interrupt takes longer than this, a message says that a second one ends the process.
 NOTICE_SECONDS = 2.0
-# A second one that comes sooner is taken for the first: it may already be on its way.
-PATIENCE_SECONDS = 0.3
-# Handlers that end what is under way. Any other one is somebody's own affair: it may only set a flag.
-_ending: list[object] = [signal.default_int_handler]
+# A second interrupt that comes sooner is ignored: it may have been sent before the first one took effect.
+MIN_REPEAT_SECONDS = 0.3
+# Handlers that raise, and so end the current computation. Other handlers, which may only set a flag, are left alone.
+_ending_handlers: list[object] = [signal.default_int_handler]
 
 
 def stop_runs_on(handler: Callable[..., object]) -> None:
-    """Let signals with this handler, which has to raise, stop what the main thread computes."""
-    if handler not in _ending:
-        _ending.append(handler)
+    """Let signals with this handler stop computations of the main thread.
+
+    The handler has to raise.
+    """
+    if handler not in _ending_handlers:
+        _ending_handlers.append(handler)
 
 
 class _Watcher:
-    """A pipe that the system writes signal numbers to, and the thread that reads them; one of each per process."""
+    """A pipe of signal numbers, and the thread that reads it.
+
+    There is one of each per process.
+    """
 
     def __init__(self) -> None:
-        self.process = os.getpid()
-        self.reading, self.writing = os.pipe()
-        for end in (self.reading, self.writing):
-            os.set_blocking(end, False)
+        self.process_id = os.getpid()
+        self.read_fd, self.write_fd = os.pipe()
+        for descriptor in (self.read_fd, self.write_fd):
+            os.set_blocking(descriptor, False)
         self.section: interruptible | None = None
-        """What the main thread is in, or was, if an interrupt kept it from saying that it left."""
-        self.before = -1
-        """The file descriptor that signals were written to before, and are passed on to."""
+        """The section of the main thread. It may be over, if an interrupt prevented its end from being recorded."""
+        self.previous_fd = -1
+        """The previous file descriptor for signals, to which they are passed on; -1 for none."""
         self._stopped: interruptible | None = None
         self._stopped_at = 0.0
         self._lock = threading.Lock()
         start_thread(threading.Thread(target=self._watch, name="onnxplace interrupts", daemon=True))
 
     def drain(self) -> None:
-        """Forget signals of a section that is over, so that they do not stop the next one."""
+        """Discard signals of a section that is over.
+
+        They would stop the next one.
+        """
         with self._lock:
             self._read()
             self.section = None
 
     def _watch(self) -> None:
+        """Handle signals as long as the process runs."""
         while True:
-            select.select([self.reading], [], [])
+            select.select([self.read_fd], [], [])
             with self._lock:
                 for number in self._read():
                     self._interrupt(number)
-            if self._stopped is not None and not select.select([self.reading], [], [], NOTICE_SECONDS)[0]:
+            if self._stopped is not None and not select.select([self.read_fd], [], [], NOTICE_SECONDS)[0]:
                 if self.section is self._stopped and self._stopped.is_inside():
-                    _write("interrupted; ONNX Runtime is still at a node. Interrupt again to end the process at once")
+                    _write_stderr(
+                        "interrupted; ONNX Runtime still runs a node. Interrupt again to end the process at once"
+                    )
                 self._stopped = self._stopped if self.section is self._stopped else None
 
     def _read(self) -> bytes:
+        """Return the signal numbers in the pipe, and pass them on."""
         try:
-            numbers = os.read(self.reading, 64)
+            numbers = os.read(self.read_fd, 64)
         except BlockingIOError:
             return b""
-        if self.before >= 0:
+        if self.previous_fd >= 0:
             with suppress(OSError):
-                os.write(self.before, numbers)
+                os.write(self.previous_fd, numbers)
         return numbers
 
     def _interrupt(self, number: int) -> None:
+        """Stop the section of the main thread.
+
+        If it was asked to stop before, end the process.
+        """
         section = self.section
-        if section is None or signal.getsignal(number) not in _ending:
+        if section is None or signal.getsignal(number) not in _ending_handlers:
             return
         now = time.monotonic()
         if section is not self._stopped:
             self._stopped, self._stopped_at = section, now
             section.was_stopped = True
             section.stop()
-        elif now - self._stopped_at >= PATIENCE_SECONDS and section.is_inside():
+        elif now - self._stopped_at >= MIN_REPEAT_SECONDS and section.is_inside():
             _end_process(number)
 
 
-def _write(text: str) -> None:
+def _write_stderr(text: str) -> None:
     with suppress(OSError, ValueError):
         os.write(2, f"{text}\n".encode())
 
 
 def _end_process(number: int) -> None:
-    """Leave as a process does that a signal ended: the main thread, which would have to raise, does not come back."""
-    _write("interrupted again: the process ends, whatever it was at")
+    """End the process at once, with the exit code of the signal.
+
+    The main thread, which should raise, is stuck.
+    """
+    _write_stderr("interrupted again: the process ends at once")
     with suppress(Exception):
         sys.stderr.flush()
     os._exit(128 + number)
@@ -109,23 +129,26 @@ _watcher: _Watcher | None = None
 
 
 def prepare_interrupts() -> _Watcher:
-    """Start what `interruptible` needs, so that it need not be done when time counts."""
+    """Start the thread that `interruptible` needs, ahead of code whose time counts."""
     global _watcher
-    if _watcher is None or _watcher.process != os.getpid():
+    if _watcher is None or _watcher.process_id != os.getpid():
         _watcher = _Watcher()
     return _watcher
 
 
-class interruptible:  # noqa: N801 - used as a function is
-    """Run `stop()` on Ctrl-C while inside; does nothing in other threads than the main one, which hear no signals.
+class interruptible:  # noqa: N801 - used like a function
+    """Run `stop()` on Ctrl-C while inside.
 
-    `stop` must make what runs inside return soon. It is called from another thread, and at most once.
+    It has no effect outside of the main thread, which alone receives signals.
+
+    Args:
+        stop: Makes the code inside return soon. It is called from another thread, at most once.
     """
 
     def __init__(self, stop: Callable[[], object]) -> None:
         self.stop = stop
         self._watcher: _Watcher | None = None
-        self._before = -1
+        self._previous_fd = -1
         self._frame: FrameType | None = None
         self.was_stopped = False
 
@@ -138,13 +161,13 @@ class interruptible:  # noqa: N801 - used as a function is
             if watcher.section is not None:
                 watcher.drain()
             self._watcher = watcher
-            self._before = signal.set_wakeup_fd(watcher.writing, warn_on_full_buffer=False)
-            if self._before == watcher.writing:  # an interrupt kept the last section from taking it back
+            self._previous_fd = signal.set_wakeup_fd(watcher.write_fd, warn_on_full_buffer=False)
+            if self._previous_fd == watcher.write_fd:  # an interrupt prevented the last section from restoring it
                 watcher.drain()
-                self._before = watcher.before
-            watcher.before = self._before
+                self._previous_fd = watcher.previous_fd
+            watcher.previous_fd = self._previous_fd
             watcher.section = self
-        except BaseException:  # an interrupt, just now
+        except BaseException:  # an interrupt at this moment
             self.__exit__(KeyboardInterrupt, None, None)
             raise
 
@@ -153,17 +176,20 @@ class interruptible:  # noqa: N801 - used as a function is
     ) -> None:
         if (watcher := self._watcher) is None:
             return
-        signal.set_wakeup_fd(self._before, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._previous_fd, warn_on_full_buffer=False)
         if kind is not None and not issubclass(kind, Exception):
             watcher.drain()
         self._frame = None
-        watcher.section = None  # where an interrupt keeps it from this, the next section drains
+        watcher.section = None  # if an interrupt prevents this, the next section drains
         if self.was_stopped and (kind is None or issubclass(kind, Exception)):
-            # Python's own has been swallowed, as by something that was being freed just then.
+            # Python's own exception was swallowed, for example by a finalizer that ran at that moment.
             raise KeyboardInterrupt
 
     def is_inside(self) -> bool:
-        """Return whether the main thread is really there: an interrupt may come before `__exit__` can do anything."""
+        """Return whether the main thread is really inside.
+
+        An interrupt may come before `__exit__` can run.
+        """
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         while frame is not None:
             if frame is self._frame:
@@ -173,7 +199,10 @@ class interruptible:  # noqa: N801 - used as a function is
 
 
 def run_interruptibly(session: Any, names: Any, feeds: Any) -> Any:
-    """Return what an ONNX Runtime session computes; Ctrl-C ends it at the next node, and raises as usual."""
+    """Run an ONNX Runtime session.
+
+    Ctrl-C ends it at the next node, and raises as usual.
+    """
     from onnxplace.machine.hardware import import_onnxruntime
 
     options = import_onnxruntime().RunOptions()

@@ -1,8 +1,10 @@
-"""What was measured here before, kept for this user: a file per model, class of device and versions.
+"""A cache of measurements on this machine.
 
-In `$ONNXPLACE_CACHE_DIR` if it is set, else in the folder `onnxplace` of the user's cache (`$XDG_CACHE_HOME` or
-`~/.cache`, `~/Library/Caches`, `%LOCALAPPDATA%`). Files are replaced as a whole, so that processes may share them; one
-that is damaged counts as not there and is removed. The oldest are removed beyond 256 files.
+There is one file for each model, device class and versions.
+
+The files are in `$ONNXPLACE_CACHE_DIR` if it is set, else in the folder `onnxplace` of the user's cache
+(`$XDG_CACHE_HOME` or `~/.cache`, `~/Library/Caches`, `%LOCALAPPDATA%`). They are replaced as a whole, so that processes
+may share them. A damaged file counts as absent and is removed. Beyond 256 files, the oldest are removed.
 """
 
 from __future__ import annotations
@@ -28,18 +30,19 @@ from onnxplace._version import __version__
 from onnxplace.errors import OnnxplaceError
 from onnxplace.utils import write_file
 
-# Counts in every key, as our version does: raise it when what is measured, or how it is kept, changes.
+# Part of every key, next to our version: raise it when the measurements, or their format, change.
 VERSION = 1
+# The oldest files beyond this number are removed.
 MAX_FILES = 256
-# Of one file: more than a million nodes.
+# Largest size of a file, enough for a million nodes.
 MAX_FILE_BYTES = 1 << 27
-# A file dated later than this in the future was not used last, but by a clock that was wrong.
-AHEAD_SECONDS = 60.0
+# A file dated further in the future counts as old: a wrong clock dated it.
+MAX_AHEAD_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What the cache holds."""
+    """Place and size of the cache."""
 
     folder: Path
     files: int
@@ -47,20 +50,20 @@ class Contents:
 
 
 def folder() -> Path:
-    """Return where the cache is; it need not exist."""
-    if given := os.environ.get("ONNXPLACE_CACHE_DIR"):
-        return Path(given) / "costs"
+    """Return the folder of the cache, which need not exist."""
+    if configured := os.environ.get("ONNXPLACE_CACHE_DIR"):
+        return Path(configured) / "costs"
     if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or _home() / "AppData" / "Local")
+        base = Path(os.environ.get("LOCALAPPDATA") or _find_home() / "AppData" / "Local")
     elif sys.platform == "darwin":
-        base = _home() / "Library" / "Caches"
+        base = _find_home() / "Library" / "Caches"
     else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache")
+        base = Path(os.environ.get("XDG_CACHE_HOME") or _find_home() / ".cache")
     return base / "onnxplace" / "costs"
 
 
-def _home() -> Path:
-    """Return the user's folder; where there is none, one for what need not last."""
+def _find_home() -> Path:
+    """Return the user's folder, or else one for temporary files."""
     try:
         return Path.home()
     except RuntimeError:
@@ -68,13 +71,16 @@ def _home() -> Path:
 
 
 def contents() -> Contents:
-    """Return how much the cache holds."""
-    sizes = [size for _, _, size in _files()]
+    """Return the place and size of the cache."""
+    sizes = [size for _, _, size in _list_files()]
     return Contents(folder(), len(sizes), sum(sizes))
 
 
 def key(parts: Iterable[str | bytes]) -> str:
-    """Return the key of what is described by these parts, in this order, as this onnxplace measures it."""
+    """Return the key of a measurement that these parts describe.
+
+    The order of the parts matters.
+    """
     digest = hashlib.sha256(f"{__version__} {VERSION}".encode())
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -84,7 +90,10 @@ def key(parts: Iterable[str | bytes]) -> str:
 
 
 def described(value: Any) -> str:
-    """Return what counts in a key of a value that is fed: all of it."""
+    """Return the part of a key for an input value.
+
+    It depends on type, shape and all elements.
+    """
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(described, value))}]"
     if isinstance(value, np.ndarray):
@@ -94,18 +103,21 @@ def described(value: Any) -> str:
 
 
 def file_described(path: str) -> str:
-    """Return what counts in a key of a file: where it is, and whether it is another one than before."""
+    """Return the part of a key for a file.
+
+    It has path, size and time of the file.
+    """
     try:
-        about = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return path
-    return f"{path} {about.st_size} {about.st_mtime_ns}"
+    return f"{path} {status.st_size} {status.st_mtime_ns}"
 
 
 def read(name: str) -> dict[str, Any] | None:
-    """Return what is kept under a key; None if nothing is.
+    """Return the entry of a key; None if there is none.
 
-    Raises ValueError, saying what, if it cannot be read or is damaged; what is damaged is removed.
+    Raises ValueError with the reason if the entry cannot be read or is damaged. A damaged entry is removed.
     """
     path = folder() / f"{name}.json"
     try:
@@ -119,21 +131,24 @@ def read(name: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError) as problem:
         raise damaged(name, str(problem)) from None
     if not isinstance(entry, dict) or entry.get("key") != name:
-        raise damaged(name, "it is not what its name says")
-    with suppress(OSError):  # so that what is used is not what is removed first
+        raise damaged(name, "its content does not match its name")
+    with suppress(OSError):  # the time of use: the least recently used file is removed first
         os.utime(path)
     return entry
 
 
 def damaged(name: str, reason: str) -> ValueError:
-    """Remove what is kept under a key, and return the error that says so."""
+    """Remove the entry of a key, and return the error."""
     path = folder() / f"{name}.json"
     _remove(path)
     return ValueError(f"{path} is damaged: {reason}")
 
 
 def _read_regular(path: Path) -> bytes | None:
-    """Return what a file holds; None if it is too large or no file: a pipe would never end, nor would some devices."""
+    """Return the bytes of a regular file.
+
+    Returns None for large files, and for pipes and devices, which may never end.
+    """
     if not stat.S_ISREG(path.stat().st_mode):
         return None
     with path.open("rb") as stream:
@@ -142,13 +157,16 @@ def _read_regular(path: Path) -> bytes | None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, a link, a pipe or an empty folder, as far as that can be."""
+    """Remove a file, link, pipe or empty folder, if possible."""
     with suppress(OSError):
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def write(name: str, data: dict[str, Any]) -> None:
-    """Keep plain data under a key; raises ValueError, saying why, if that cannot be."""
+    """Store plain data under a key.
+
+    Raises ValueError with the reason if that fails.
+    """
     path = folder() / f"{name}.json"
     text = json.dumps({"key": name, **data}).encode()
     if len(text) > MAX_FILE_BYTES:
@@ -156,37 +174,45 @@ def write(name: str, data: dict[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_symlink() or not path.is_file():
-            _remove(path)  # never written through
+            _remove(path)  # so that nothing is written through a link
         write_file(path, lambda stream: stream.write(text))
     except OnnxplaceError as problem:
         raise ValueError(f"{path}: {problem.message}") from None
     except OSError as problem:
         raise ValueError(f"{path} cannot be written: {problem.strerror}") from None
-    latest = time.time() + AHEAD_SECONDS
-    others = sorted((used <= latest, used, other) for used, other, _ in _files() if other != path)
-    for _, _, old in others[: max(len(others) + 1 - MAX_FILES, 0)]:
-        _remove(old)
+    _remove_oldest(path)
 
 
-def _files() -> list[tuple[float, Path, int]]:
-    """Return when each file was last used, the file, and its bytes."""
+def _remove_oldest(newest: Path) -> None:
+    """Remove the least recently used files beyond `MAX_FILES`, except `newest`."""
+    latest = time.time() + MAX_AHEAD_SECONDS
+    others = sorted((used <= latest, used, file) for used, file, _ in _list_files() if file != newest)
+    for _, _, file in others[: max(len(others) + 1 - MAX_FILES, 0)]:
+        _remove(file)
+
+
+def _list_files() -> list[tuple[float, Path, int]]:
+    """Return (time of last use, path, bytes) for each file."""
     files = []
     with suppress(OSError):
         for path in folder().glob("*.json"):
-            with suppress(OSError):  # removed meanwhile
-                about = path.lstat()
-                files.append((about.st_mtime, path, about.st_size))
+            with suppress(OSError):  # another process removed it
+                status = path.lstat()
+                files.append((status.st_mtime, path, status.st_size))
     return files
 
 
 @cache
 def processor() -> str:
-    """Return which processor this is, as precisely as the system says: two of one name may differ in what they can."""
-    wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "CPU part", "Features")
-    found: dict[str, str] = {}
+    """Return a description of the processor with its features.
+
+    Processors of one name may differ in these.
+    """
+    names = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "CPU part", "Features")
+    properties: dict[str, str] = {}
     with suppress(OSError, UnicodeDecodeError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             name, _, value = line.partition(":")
-            if name.strip() in wanted:
-                found.setdefault(name.strip(), value.strip())
-    return json.dumps(found) if found else f"{platform.machine()} {platform.processor()}"
+            if name.strip() in names:
+                properties.setdefault(name.strip(), value.strip())
+    return json.dumps(properties) if properties else f"{platform.machine()} {platform.processor()}"

@@ -1,4 +1,7 @@
-"""What it means that ONNX Runtime refuses a model: an unknown operator, a missing kernel, a full disk."""
+"""Explain why ONNX Runtime refuses a model.
+
+Reasons are an unknown operator, a missing kernel, or a full disk.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ _UNKNOWN_OPERATOR = re.compile(r"(?P<domain>[\w.]+):(?P<name>\w+)\(-?\d+\) is no
 _NO_KERNEL = re.compile(
     r"Could not find an implementation for (?P<operator>[\w.]+)\((?P<opset>\d+)\) node with name '(?P<node>.*)'"
 )
-# How it says that no version of it would run the model.
-_INVALID = (
+# Parts of ONNX Runtime's messages for models that no version of it can run.
+_INVALID_MODEL_TEXTS = (
     "This is an invalid model",
     "Duplicate definition",
     "Type Error",
@@ -31,14 +34,22 @@ _INVALID = (
     "INVALID_GRAPH",
     "INVALID_PROTOBUF",
 )
-# Less free space than this, and whatever failed may have failed for that.
+# With less free space than this, a failure counts as one for lack of space.
 MIN_FREE_BYTES = 1 << 20
-# A larger model is not searched for types: the search takes several times as much memory.
+# Larger models are not searched for types: the search takes several times their size in memory.
 MAX_SEARCHED_BYTES = 1 << 28
 
 
 def explain_refusal(problem: Exception, model: Path | bytes, folder: str, device_id: str, where: str) -> OnnxplaceError:
-    """Return the error for what ONNX Runtime says of a model; `folder` is where the session writes, "" for nowhere."""
+    """Return the error that explains ONNX Runtime's exception.
+
+    Args:
+        problem: The exception.
+        model: Path or bytes of the model.
+        folder: The folder that the session writes to; "" if it writes nothing.
+        device_id: The device of the session.
+        where: Place for the error message.
+    """
     if folder and (full := find_disk_full(folder, len(model) if isinstance(model, bytes) else 0)):
         return full
     text = one_line(problem).rpartition("[ONNXRuntimeError] : ")[2]
@@ -46,21 +57,24 @@ def explain_refusal(problem: Exception, model: Path | bytes, folder: str, device
         message = f"ONNX Runtime has no operator {unknown['name']} in domain {unknown['domain']!r}"
         return ModelError("M010", message, where=where, hint=LIBRARY_HINT)
     if missing := _NO_KERNEL.search(text):
-        types = _input_types(model, missing["node"], missing["operator"])
+        types = _describe_input_types(model, missing["node"], missing["operator"])
         kind = "CPU" if device_id.startswith("cpu:") else "GPU"
         operator = f"{missing['operator']} (opset {missing['opset']})"
-        message = f"ONNX Runtime has no kernel of {operator} for {types or 'the types it has here'} on a {kind}"
+        message = f"ONNX Runtime has no kernel of {operator} for {types or 'its input types'} on a {kind}"
         hint = "convert this node to float32 or float16, with a Cast before and after it, or put it on another device"
         place = f"{where}, node {missing['node']!r}" if missing["node"] else where
         return ModelError("M012", message, where=place, hint=hint)
     hint = "the installed ONNX Runtime cannot run this model; try another version of it, or export with an older opset"
-    if any(words in text for words in _INVALID):
-        hint = "the model contradicts itself; onnx.checker.check_model(path, full_check=True) may say more"
+    if any(words in text for words in _INVALID_MODEL_TEXTS):
+        hint = "the model is inconsistent; onnx.checker.check_model(path, full_check=True) may say more"
     return ModelError("M012", f"ONNX Runtime refuses the model: {text}", where=where, hint=hint)
 
 
 def find_disk_full(folder: str, needed_bytes: int = 0) -> OnnxplaceError | None:
-    """Return the error for a disk that is full, found by writing to a folder; None if there is space."""
+    """Return the error for a full disk, found by writing to it.
+
+    Returns None if there is space.
+    """
     try:
         if shutil.disk_usage(folder).free < needed_bytes:
             return disk_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)
@@ -72,23 +86,27 @@ def find_disk_full(folder: str, needed_bytes: int = 0) -> OnnxplaceError | None:
     return None
 
 
-def _input_types(model: Path | bytes, name: str, operator: str) -> str:
-    """Return the types of the inputs of a node, such as `bfloat16`; "" where they cannot be found."""
+def _describe_input_types(model: Path | bytes, name: str, operator: str) -> str:
+    """Return the input types of a node, such as `bfloat16`.
+
+    Returns "" for unknown types.
+    """
     try:
-        proto = _read(model)
+        proto = _read_model(model)
         if proto is None:
             return ""
         from onnx import shape_inference
 
-        graphs = list(_graphs(shape_inference.infer_shapes(proto).graph))
-        node = _only_node([node for graph in graphs for node in graph.node if node.op_type == operator], name)
-        known = {kind: text for graph in graphs for kind, text in _tensor_types(graph)}
+        graphs = list(_walk_graphs(shape_inference.infer_shapes(proto).graph))
+        node = _find_node([node for graph in graphs for node in graph.node if node.op_type == operator], name)
+        known = {kind: text for graph in graphs for kind, text in _iterate_tensor_types(graph)}
         return ", ".join(dict.fromkeys(known[item] for item in node.input if item in known)) if node else ""
-    except Exception:  # noqa: BLE001 - a better message is a service here; whatever is wrong with the model is told
+    except Exception:  # noqa: BLE001 - the types are optional in a message about a model that is wrong anyway
         return ""
 
 
-def _read(model: Path | bytes) -> ModelProto | None:
+def _read_model(model: Path | bytes) -> ModelProto | None:
+    """Return a model without external data; None for a large one."""
     import onnx
 
     size = len(model) if isinstance(model, bytes) else model.stat().st_size
@@ -99,22 +117,26 @@ def _read(model: Path | bytes) -> ModelProto | None:
     return onnx.load(model, load_external_data=False)
 
 
-def _only_node(nodes: list[NodeProto], name: str) -> NodeProto | None:
-    """Return the node of a name; or the only one, which may have none."""
+def _find_node(nodes: list[NodeProto], name: str) -> NodeProto | None:
+    """Return the only node of this name, or else the only node.
+
+    Returns None if there are several.
+    """
     named = [node for node in nodes if node.name == name]
     return named[0] if len(named) == 1 else nodes[0] if len(nodes) == 1 else None
 
 
-def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
+def _walk_graphs(graph: GraphProto) -> Iterator[GraphProto]:
+    """Yield a graph and all subgraphs in it."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
             for inner in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else ())):
-                yield from _graphs(inner)
+                yield from _walk_graphs(inner)
 
 
-def _tensor_types(graph: GraphProto) -> Iterator[tuple[str, str]]:
-    """Yield the values of a graph that are tensors, with the type of their elements."""
+def _iterate_tensor_types(graph: GraphProto) -> Iterator[tuple[str, str]]:
+    """Yield the tensors of a graph: name and element type."""
     from onnx import TensorProto
 
     for value in (*graph.input, *graph.output, *graph.value_info):
@@ -124,7 +146,10 @@ def _tensor_types(graph: GraphProto) -> Iterator[tuple[str, str]]:
         yield tensor.name, TensorProto.DataType.Name(tensor.data_type).lower()
 
 
-def written_folder(options: Any) -> str:
-    """Return the folder that a session with these options writes to; "" for none."""
+def find_written_folder(options: Any) -> str:
+    """Return the folder that a session with these options writes to.
+
+    Returns "" if it writes nothing.
+    """
     path = options.optimized_model_filepath or (options.profile_file_prefix if options.enable_profiling else "")
     return str(Path(path).parent) if path else ""

@@ -1,6 +1,8 @@
-"""Time equal runs on a machine that has other work too: waiting for a core is told apart from computing.
+"""Time equal runs on a machine with other load.
 
-What a run waited is taken off its time, and runs that waited least count first.
+Waiting for a core is separated from computing.
+
+The time that a run waited is subtracted, and the runs that waited least are preferred.
 """
 
 from __future__ import annotations
@@ -18,101 +20,113 @@ from onnxplace.machine.run_delay import longest_wait, read_run_delays
 
 T = TypeVar("T")
 
-# A run that waited for less than this share of its time was not disturbed.
+# A run is undisturbed if it waited for at most this share of its time.
 MAX_WAITING_SHARE = 0.01
+# No median is taken of fewer runs, unless fewer are asked for.
 MIN_RUNS = 3
-# Where even the calm runs waited for more of their time than this, or their median is less sure, measures are doubted.
+# A measurement is doubtful if even the undisturbed runs waited for more of their time than this.
+# Likewise if the relative error of their median is larger.
 DOUBTFUL_WAITING_SHARE = 0.05
-# More of a run than this was not waited: the system counts a wait when it ends, wherever it began.
+# A larger share of a run is not credible: the system counts a wait when it ends, wherever it began.
 MAX_CREDIBLE_WAITING_SHARE = 0.9
-# Where even the calm runs waited for more than this, parts of a run have to be told from many.
+# The machine is busy if even the undisturbed runs waited for a larger share of their time than this.
 BUSY_WAITING_SHARE = 0.02
+# On a busy machine, parts of a run can be told apart only from so many runs.
 BUSY_RUNS = 15
-# Clocks and caches settle in this time; what looks stable before need not be.
+# Clocks and caches settle in this time; runs that look stable earlier need not be.
 MIN_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Equal runs, in the order in which they were made."""
+    """Times of equal runs, in their order."""
 
     passed: Floats
-    """Seconds from begin to end."""
+    """Seconds from start to end of each run."""
     waited: Floats
-    """Of them, the seconds without a core."""
+    """Seconds of each run without a core."""
 
     @cached_property
     def calm(self) -> Longs:
-        """Return the runs to go by: all that were not disturbed, or the calmer half if these are fewer."""
+        """Return the indices of the undisturbed runs.
+
+        If these are too few, return the less disturbed half of all runs.
+        """
         shares = self.waited / np.maximum(self.passed, 1e-9)
-        calmest = np.argsort(shares, kind="stable")
-        least = min(MIN_RUNS, len(shares))
+        by_share = np.argsort(shares, kind="stable")
+        min_count = min(MIN_RUNS, len(shares))
         undisturbed = int((shares <= MAX_WAITING_SHARE).sum())
-        count = undisturbed if undisturbed >= MIN_RUNS else max(len(shares) // 2, least)
-        return np.sort(calmest[:count]).astype(np.int64)
+        count = undisturbed if undisturbed >= MIN_RUNS else max(len(shares) // 2, min_count)
+        return np.sort(by_share[:count]).astype(np.int64)
 
     @property
     def own(self) -> Floats:
-        """Return the seconds of the runs to go by, without what they waited."""
+        """Return the seconds of the undisturbed runs, without those that they waited."""
         own: Floats = (self.passed - self.waited)[self.calm]
         return own
 
     @property
     def seconds(self) -> float:
-        """Return the median run."""
+        """Return the median of the undisturbed runs in seconds."""
         return float(np.median(self.own))
 
     @property
     def spread(self) -> float:
-        """Return how far half of the runs are from the median at most, as a share of it."""
+        """Return the median deviation from the median, as a share of it."""
         return float(np.median(np.abs(self.own - self.seconds)) / max(self.seconds, 1e-12))
 
     @property
     def uncertainty(self) -> float:
-        """Return the standard error of the median as a share of it, by the spread, as for a normal distribution."""
+        """Return the standard error of the median, as a share of it.
+
+        It is that of a normal distribution.
+        """
+        # 1.4826 turns a median deviation into a standard deviation; a median is 1.2533 times less exact than a mean.
         return 1.2533 * 1.4826 * self.spread / float(np.sqrt(len(self.own)))
 
     @property
     def waiting(self) -> float:
-        """Return which share of their time the runs to go by waited for a core."""
+        """Return the share of time that undisturbed runs waited for a core."""
         return float(self.waited[self.calm].sum() / max(float(self.passed[self.calm].sum()), 1e-9))
 
 
 @dataclass(frozen=True)
 class RepeatPolicy:
-    """How often to run: until stable, though within these bounds."""
+    """Limits for repeated runs: they end once their median is stable."""
 
     repeat: int
-    """Most runs."""
+    """Highest number of runs."""
     seconds: float
-    """Stop after this long, though not before three runs."""
+    """Stop after this time, but not before `MIN_RUNS` runs."""
     tolerance: float
-    """Stable is what has a standard error below this share."""
+    """A median is stable if its standard error is below this share of it."""
     least: int = MIN_RUNS
-    """Nothing is stable before so many runs."""
+    """No median is stable before this number of runs."""
 
     def run(self, call: Callable[[], T], pool: bool) -> tuple[Runs, T]:
-        """Call until stable; returns the runs, and what the last call gave.
+        """Call until the median is stable; return times and last result.
 
-        `pool` says that other threads of this process compute for the call.
+        Args:
+            call: The work of one run.
+            pool: Whether other threads of this process compute for the call.
         """
         passed: list[float] = []
         waited: list[float] = []
         while True:
-            before, began = read_run_delays(pool), time.perf_counter()
-            made = call()
-            passed.append(time.perf_counter() - began)
-            waited.append(min(longest_wait(before, read_run_delays(pool)), MAX_CREDIBLE_WAITING_SHARE * passed[-1]))
-            # Looked at now and then only: it takes longer than a small model runs.
+            delays, start = read_run_delays(pool), time.perf_counter()
+            result = call()
+            passed.append(time.perf_counter() - start)
+            waited.append(min(longest_wait(delays, read_run_delays(pool)), MAX_CREDIBLE_WAITING_SHARE * passed[-1]))
+            # Not after each run: the statistics take longer than a small model.
             count = len(passed)
             if count < self.repeat and count % max(count // 8, 1):
                 continue
             runs = Runs(np.array(passed), np.array(waited))
             if self.enough(runs):
-                return runs, made
+                return runs, result
 
     def enough(self, runs: Runs) -> bool:
-        """Return whether these runs will do."""
+        """Return whether no more runs are needed."""
         count, spent = len(runs.passed), float(runs.passed.sum())
         if count < min(MIN_RUNS, self.repeat):
             return False

@@ -1,4 +1,7 @@
-"""Open ONNX Runtime sessions the one way everything here does: quiet, pinned, and on the device that was asked for."""
+"""Open and run ONNX Runtime sessions.
+
+Sessions are quiet, pinned to cores, and on the given device or not opened.
+"""
 
 from __future__ import annotations
 
@@ -15,59 +18,65 @@ from typing import Any, Literal
 from onnxplace.errors import ExecutionError, ModelError, OnnxplaceError, one_line
 from onnxplace.machine.hardware import import_onnxruntime
 from onnxplace.machine.interrupts import interruptible, run_interruptibly
-from onnxplace.machine.refusals import explain_refusal, written_folder
+from onnxplace.machine.refusals import explain_refusal, find_written_folder
 
 Level = Literal["none", "basic", "extended", "all"]
-_LEVELS = {
+_GRAPH_OPTIMIZATION_LEVELS = {
     "none": "ORT_DISABLE_ALL",
     "basic": "ORT_ENABLE_BASIC",
     "extended": "ORT_ENABLE_EXTENDED",
     "all": "ORT_ENABLE_ALL",
 }
-# Idle pool threads spin this long for the next piece of work; the default burns tens of milliseconds after each run.
+# Idle threads of the pool spin for this time before they sleep. The default burns tens of milliseconds after each run.
 SPIN_MICROSECONDS = 100
 
 
-_libraries: ContextVar[tuple[str, ...]] = ContextVar("custom operator libraries", default=())
+_custom_libraries: ContextVar[tuple[str, ...]] = ContextVar("custom operator libraries", default=())
 
 
 @contextmanager
 def use_custom_operators(libraries: Sequence[str | Path]) -> Iterator[None]:
-    """Load the kernels of these shared libraries into every session whose options this thread makes inside.
+    """Load these libraries of kernels into sessions.
 
-    Raises ModelError for a library that is not there or that ONNX Runtime cannot load.
+    They are loaded into each session whose options this thread creates inside.
+
+    Raises ModelError for a library that does not exist, or that ONNX Runtime cannot load.
     """
     paths = tuple(str(Path(library).resolve()) for library in libraries)
     for path in paths:
         if not os.path.isfile(path):
-            raise ModelError("M023", "there is no such library of operators", where=path)
-        _register(import_onnxruntime().SessionOptions(), path)
-    token = _libraries.set(tuple(dict.fromkeys((*_libraries.get(), *paths))))
+            hint = "give the path of a shared library with --custom-op-library"
+            raise ModelError("M023", "this library of operators does not exist", where=path, hint=hint)
+        _register_library(import_onnxruntime().SessionOptions(), path)
+    token = _custom_libraries.set(tuple(dict.fromkeys((*_custom_libraries.get(), *paths))))
     try:
         yield
     finally:
-        _libraries.reset(token)
+        _custom_libraries.reset(token)
 
 
-_level: ContextVar[Level] = ContextVar("optimisation of sessions", default="all")
+_default_level: ContextVar[Level] = ContextVar("optimisation of sessions", default="all")
 
 
 @contextmanager
 def without_optimisations() -> Iterator[None]:
-    """Open sessions with ONNX Runtime's optimisations off, where this thread makes their options inside."""
-    token = _level.set("none")
+    """Open sessions without ONNX Runtime's optimisations.
+
+    This holds for each session whose options this thread creates inside.
+    """
+    token = _default_level.set("none")
     try:
         yield
     finally:
-        _level.reset(token)
+        _default_level.reset(token)
 
 
 def operator_libraries() -> tuple[str, ...]:
-    """Return the libraries of custom operators that are in use here and now."""
-    return _libraries.get()
+    """Return the libraries of custom operators in use, as set by `use_custom_operators`."""
+    return _custom_libraries.get()
 
 
-def _register(options: Any, path: str) -> None:
+def _register_library(options: Any, path: str) -> None:
     try:
         options.register_custom_ops_library(path)
     except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
@@ -77,60 +86,74 @@ def _register(options: Any, path: str) -> None:
 
 
 def session_options(cores: Sequence[int], level: Level | None = None, entries: Mapping[str, str] | None = None) -> Any:
-    """Return options for a session that computes on `cores` only; the calling thread pins itself (`pin_thread`).
+    """Return options for a session that computes on `cores` only.
 
-    Without a `level` everything is optimised, but within `without_optimisations`.
+    The calling thread has to pin itself (`pin_thread`).
+
+    Args:
+        cores: Numbers of cores, the first of which belongs to the calling thread.
+        level: Optimisation; by default all, except within `without_optimisations`.
+        entries: Entries for the session's configuration.
     """
     runtime = import_onnxruntime()
     options = runtime.SessionOptions()
-    options.log_severity_level = 4  # its failures reach us as exceptions; no second telling on stderr
-    options.graph_optimization_level = getattr(runtime.GraphOptimizationLevel, _LEVELS[level or _level.get()])
+    options.log_severity_level = 4  # failures arrive as exceptions, and need not be repeated on stderr
+    options.graph_optimization_level = getattr(
+        runtime.GraphOptimizationLevel, _GRAPH_OPTIMIZATION_LEVELS[level or _default_level.get()]
+    )
     options.intra_op_num_threads = max(len(cores), 1)
     options.inter_op_num_threads = 1
     if len(cores) > 1 and hasattr(os, "sched_setaffinity"):
-        # Core numbers start at 1 there, and the first core belongs to the calling thread.
-        options.add_session_config_entry(
-            "session.intra_op_thread_affinities", ";".join(str(core + 1) for core in cores[1:])
-        )
+        # The entry counts cores from 1, and leaves out the calling thread.
+        affinities = ";".join(str(core + 1) for core in cores[1:])
+        options.add_session_config_entry("session.intra_op_thread_affinities", affinities)
         options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_MICROSECONDS))
     for key, value in (entries or {}).items():
         options.add_session_config_entry(key, value)
     for path in operator_libraries():
-        _register(options, path)
+        _register_library(options, path)
     return options
 
 
-_opening = 0
-_ending = False
+_openings_under_way = 0
+# Whether the interpreter is ending, so that no session may be opened.
+_is_ending = False
 _lock = threading.Lock()
 
 
 def require_interpreter() -> None:
     """Raise ExecutionError once the interpreter ends."""
-    if _ending:
-        raise ExecutionError("X013", "the interpreter is ending, no session is opened any more")
+    if _is_ending:
+        hint = "open and use sessions before the program ends"
+        raise ExecutionError("X013", "the interpreter is ending, so no session can be opened", hint=hint)
 
 
 @contextmanager
-def _opened() -> Iterator[None]:
-    """Count a session that is being opened; raises ExecutionError once the interpreter ends."""
-    global _opening
+def _count_opening() -> Iterator[None]:
+    """Count a session while it is opened.
+
+    Raises ExecutionError once the interpreter ends.
+    """
+    global _openings_under_way
     with _lock:
         require_interpreter()
-        _opening += 1
+        _openings_under_way += 1
     try:
         yield
     finally:
         with _lock:
-            _opening -= 1
+            _openings_under_way -= 1
 
 
 @atexit.register
 def end_openings(seconds: float = 10.0) -> None:
-    """Open no more sessions, and wait for those on their way: Python kills threads that come back from C++ after it."""
-    global _ending
-    _ending, ends = True, time.monotonic() + seconds
-    while _opening and time.monotonic() < ends:
+    """Forbid new sessions, and wait for those that are being opened.
+
+    After this, Python kills threads that return from C++.
+    """
+    global _is_ending
+    _is_ending, deadline = True, time.monotonic() + seconds
+    while _openings_under_way and time.monotonic() < deadline:
         time.sleep(0.005)
 
 
@@ -140,15 +163,26 @@ def _cancel_loading(options: Any) -> None:
 
 
 def is_foreign_error(problem: Exception) -> bool:
-    """Return whether an exception cannot be ONNX Runtime's: a user's signal handler may raise in the middle of it."""
+    """Return whether an exception cannot be ONNX Runtime's.
+
+    A user's signal handler may raise at any time.
+    """
     module = type(problem).__module__.partition(".")[0]
     return isinstance(problem, OSError) or module not in ("builtins", "onnxruntime", "onnxplace")
 
 
 def open_session(model: str | Path | bytes, options: Any, device_id: str = "cpu:0", where: str = "") -> Any:
-    """Open a model on a device.
+    """Open a session for a model on a device.
 
-    Raises ModelError for what ONNX Runtime refuses, ExecutionError if it falls back or has no space to write.
+    Args:
+        model: Path or bytes of an ONNX model.
+        options: As `session_options` returns them.
+        device_id: Such as `cpu:0` or `cuda:1`.
+        where: Place for error messages; by default the path.
+
+    Raises:
+        ModelError: ONNX Runtime refuses the model.
+        ExecutionError: ONNX Runtime falls back to another device, or has no space to write.
     """
     kind, _, index = device_id.partition(":")
     providers: list[Any] = ["CPUExecutionProvider"]
@@ -156,7 +190,7 @@ def open_session(model: str | Path | bytes, options: Any, device_id: str = "cpu:
         providers.insert(0, ("CUDAExecutionProvider", {"device_id": index}))
     source = model if isinstance(model, bytes) else str(model)
     try:
-        with _opened(), interruptible(lambda: _cancel_loading(options)):
+        with _count_opening(), interruptible(lambda: _cancel_loading(options)):
             session = import_onnxruntime().InferenceSession(source, options, providers=providers)
     except OnnxplaceError:
         raise
@@ -164,15 +198,19 @@ def open_session(model: str | Path | bytes, options: Any, device_id: str = "cpu:
         if is_foreign_error(problem):
             raise
         place = where or ("model" if isinstance(model, bytes) else str(model))
-        given = model if isinstance(model, bytes) else Path(model)
-        raise explain_refusal(problem, given, written_folder(options), device_id, place) from None
+        path_or_bytes = model if isinstance(model, bytes) else Path(model)
+        raise explain_refusal(problem, path_or_bytes, find_written_folder(options), device_id, place) from None
     if kind == "cuda" and session.get_providers()[0] != "CUDAExecutionProvider":
-        raise ExecutionError("R003", f"ONNX Runtime silently fell back to the CPU instead of {device_id}", where=where)
+        hint = "`onnxplace devices` says why a GPU cannot be used"
+        raise ExecutionError("R003", f"ONNX Runtime fell back to the CPU, expected {device_id}", where=where, hint=hint)
     return session
 
 
 def run_whole_model(session: Any, names: Sequence[str] | None, feeds: Mapping[str, Any], where: str) -> list[Any]:
-    """Run an uncut model; raises ModelError with ONNX Runtime's own words if it cannot run with these inputs."""
+    """Run a whole model.
+
+    Raises ModelError with ONNX Runtime's message if it cannot run with these inputs.
+    """
     try:
         return list(run_interruptibly(session, names, dict(feeds)))
     except Exception as problem:
@@ -189,11 +227,11 @@ def pin_thread(cores: Sequence[int]) -> Iterator[None]:
     if not cores or not hasattr(os, "sched_setaffinity"):
         yield
         return
-    before = os.sched_getaffinity(0)
-    with suppress(OSError):  # a core that was taken away since: slower, not wrong
+    previous = os.sched_getaffinity(0)
+    with suppress(OSError):  # a core that is no longer available: slower, but not wrong
         os.sched_setaffinity(0, {cores[0]})
     try:
         yield
     finally:
         with suppress(OSError):
-            os.sched_setaffinity(0, before)
+            os.sched_setaffinity(0, previous)

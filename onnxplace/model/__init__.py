@@ -1,4 +1,4 @@
-"""The one door to ONNX: models in one normal form, their weights, nested graphs and carried state."""
+"""The door to ONNX: models, weights, nested graphs and carried state."""
 
 from typing import TYPE_CHECKING
 
@@ -18,27 +18,23 @@ if TYPE_CHECKING:
         is_quantising as is_quantising,
         output_lineages as output_lineages,
     )
-    from onnxplace.model.lowering import op_graph as op_graph
-    from onnxplace.model.model import (
-        Model as Model,
-        bind as bind,
-        declaration_of as declaration_of,
+    from onnxplace.model.loading import (
         load as load,
         require_beside as require_beside,
         require_unchanged as require_unchanged,
-        shape_entries as shape_entries,
-        static_shapes as static_shapes,
-        type_name as type_name,
-        value_bytes as value_bytes,
     )
+    from onnxplace.model.lowering import op_graph as op_graph
+    from onnxplace.model.model import Model as Model, declaration_of as declaration_of
     from onnxplace.model.nested_graphs import captured_names as captured_names, subgraphs as subgraphs
     from onnxplace.model.precision import find_scales_to_protect as find_scales_to_protect
     from onnxplace.model.session_model import store_for_session as store_for_session
+    from onnxplace.model.shapes import bind as bind, static_shapes as static_shapes, value_bytes as value_bytes
     from onnxplace.model.supported_operators import (
         list_custom_operators as list_custom_operators,
         require_operators as require_operators,
     )
     from onnxplace.model.tensors import tensor_size as tensor_size
+    from onnxplace.model.value_types import shape_entries as shape_entries, type_name as type_name
     from onnxplace.model.weights import WeightFile as WeightFile
 
 __getattr__, __dir__, __all__ = attach(
@@ -47,16 +43,16 @@ __getattr__, __dir__, __all__ = attach(
         "carried_state": "StateRequest bind_states",
         "host_values": "DEQUANTIZE HostValue find_host_values is_quantization_node join_quantised_units",
         "lineage": "Lineage is_quantising output_lineages",
+        "loading": "load require_beside require_unchanged",
         "lowering": "op_graph",
-        "model": (
-            "Model bind declaration_of load require_beside require_unchanged shape_entries static_shapes "
-            "type_name value_bytes"
-        ),
+        "model": "Model declaration_of",
         "nested_graphs": "captured_names subgraphs",
         "precision": "find_scales_to_protect",
         "session_model": "store_for_session",
+        "shapes": "bind static_shapes value_bytes",
         "supported_operators": "list_custom_operators require_operators",
         "tensors": "tensor_size",
+        "value_types": "shape_entries type_name",
         "weights": "WeightFile",
     },
 )

@@ -1,4 +1,7 @@
-"""Models in formats other than ONNX: recognised by content or ending, with a way to make ONNX of each."""
+"""Hints how to convert models in other formats to ONNX.
+
+Formats are recognised by content, or else by ending.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ _BY_ENDING = {
     ".zip": _ZIP,
     ".gz": _GZIP,
 }
-# (offset, bytes there, hint), the first that fits.
+# (offset, bytes at this offset, hint), the first that fits.
 _BY_CONTENT = (
     (4, b"ORTM", _ORT),
     (4, b"TFL3", _TFLITE),
@@ -52,25 +55,32 @@ _BY_CONTENT = (
     (0, b"version https://git-lfs", _POINTER),
     (0, b"\x1f\x8b", _GZIP),
 )
-# A zip archive lists the names of its files at its end; names of files in it, and the hint, the first that fits.
-_ZIPPED = ((b"data.pkl", _TORCH), (b"model.weights.h5", _KERAS), (b".npy", _ARRAYS), (b".onnx", _ZIP))
+# (name of a file in a zip archive, hint), the first that fits.
+_BY_ZIPPED_NAME = ((b"data.pkl", _TORCH), (b"model.weights.h5", _KERAS), (b".npy", _ARRAYS), (b".onnx", _ZIP))
+# A zip archive lists the names of its files at its end.
 _TAIL_BYTES = 1 << 20
 
 
-def format_hint(data: bytes, path: str) -> str:
-    """Return how to make ONNX of a file in another format, as far as its content, else its ending, tells; or nothing.
+def suggest_conversion(data: bytes, path: str) -> str:
+    """Return how to convert a file to ONNX; "" for unknown formats.
 
-    >>> format_hint(b"....TFL3", "face.onnx")
+    The content decides, or else the ending.
+
+    >>> suggest_conversion(b"....TFL3", "face.onnx")
     'it is a TensorFlow Lite model: python -m tf2onnx.convert --tflite face.onnx --output model.onnx'
     """
-    hint = _by_content(data) or _BY_ENDING.get(PurePath(path).suffix.lower(), "")
+    hint = _recognise_content(data) or _BY_ENDING.get(PurePath(path).suffix.lower(), "")
     return hint.replace("{name}", path)
 
 
-def _by_content(data: bytes) -> str:
+def _recognise_content(data: bytes) -> str:
+    """Return the hint for the content of a file.
+
+    Returns "" for an unknown format.
+    """
     if data.startswith(b"PK\x03\x04"):
         names = data[-_TAIL_BYTES:]
-        return next((hint for name, hint in _ZIPPED if name in names), "")
+        return next((hint for name, hint in _BY_ZIPPED_NAME if name in names), "")
     if data[:512].lstrip().lower().startswith((b"<!doctype html", b"<html")):
         return _PAGE
     if data[8:10] == b'{"' and 0 < int.from_bytes(data[:8], "little") <= len(data):

@@ -1,4 +1,7 @@
-"""Which nodes belong together because of what their values are: quantised units, and values that only a host holds."""
+"""Nodes that belong together because of their values.
+
+These are quantised units, and the users of values that only a host can hold.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,23 @@ from onnxplace.graph import Ints
 from onnxplace.model.model import Model
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
+# Domains that define these two operators.
 _DOMAINS = ("", "ai.onnx", "com.microsoft")
 
 
 def join_quantised_units(model: Model, unit: Ints) -> Ints:
-    """Return dense units, joined where an operator computes between DequantizeLinear and QuantizeLinear nodes.
+    """Return units, joined where an operator computes between DequantizeLinear and QuantizeLinear nodes.
 
-    ONNX Runtime makes one kernel of `DequantizeLinear -> operator -> QuantizeLinear` if it sees all of it. An
-    operator's unit is itself, the dequantisers of its inputs and the quantisers of its outputs; between the quantiser
-    of one and the dequantiser of the next, the model may be cut.
+    ONNX Runtime makes one kernel of `DequantizeLinear -> operator -> QuantizeLinear` if one segment has all of it.
+    An operator's unit is itself, the dequantisers of its inputs and the quantisers of its outputs. The model may be
+    cut between the quantiser of one unit and the dequantiser of the next.
+
+    Args:
+        model: The model.
+        unit: The unit of each node.
+
+    Returns:
+        The unit of each node, numbered from 0 without gaps.
     """
     producer = {name: index for index, node in enumerate(model.nodes) for name in node.output if name}
     parent = list(range(int(unit.max(initial=-1)) + 1))
@@ -34,54 +45,67 @@ def join_quantised_units(model: Model, unit: Ints) -> Ints:
 
     for index, node in enumerate(model.nodes):
         for name in node.input:
-            maker = producer.get(name)
-            if maker is not None and _one_unit(model.nodes[maker], node):
-                first, second = sorted((find(int(unit[maker])), find(int(unit[index]))))
+            source = producer.get(name)
+            if source is not None and _share_unit(model.nodes[source], node):
+                first, second = sorted((find(int(unit[source])), find(int(unit[index]))))
                 parent[second] = first
     joined = np.array([find(int(item)) for item in unit], dtype=np.int64)
     return np.unique(joined, return_inverse=True)[1].astype(np.int32)
 
 
-def _one_unit(maker: NodeProto, reader: NodeProto) -> bool:
-    """Return whether a node that reads what another one makes is of its quantised unit."""
+def _share_unit(producer: NodeProto, reader: NodeProto) -> bool:
+    """Return whether producer and reader are of one quantised unit."""
     if is_quantization_node(reader, DEQUANTIZE):
         return False
-    return is_quantization_node(maker, DEQUANTIZE) or (
-        is_quantization_node(reader, QUANTIZE) and not is_quantization_node(maker, QUANTIZE)
+    return is_quantization_node(producer, DEQUANTIZE) or (
+        is_quantization_node(reader, QUANTIZE) and not is_quantization_node(producer, QUANTIZE)
     )
 
 
 def is_quantization_node(node: NodeProto, op_type: str) -> bool:
-    """Return whether a node is a QuantizeLinear, or a DequantizeLinear, as asked."""
+    """Return whether a node is of type `op_type`.
+
+    The type is `QUANTIZE` or `DEQUANTIZE`, in any domain that defines it.
+    """
     return node.op_type == op_type and node.domain in _DOMAINS
 
 
 @dataclass(frozen=True)
 class HostValue:
-    """A value that lives in host memory whatever its device, with the nodes that make and read it."""
+    """A value in host memory, whatever its device.
+
+    Its producer and readers belong together.
+    """
 
     name: str
     kind: str
     """`sequence`, `optional`, `map`, `string`."""
     nodes: Ints
+    """Indices of its producer and readers, ascending."""
 
 
 def find_host_values(model: Model) -> Iterator[HostValue]:
-    """Yield the values that a GPU cannot hold: sequences, optionals, maps, and tensors of strings."""
-    kinds = {name: kind for name, found in model.types.items() if (kind := host_kind(found))}
+    """Yield the values that a GPU cannot hold.
+
+    These are sequences, optionals, maps, and tensors of strings.
+    """
+    kinds = {name: kind for name, proto in model.types.items() if (kind := classify_host_value(proto))}
     if not kinds:
         return
-    touched: dict[str, list[int]] = defaultdict(list)
+    users: dict[str, list[int]] = defaultdict(list)
     for index, (node, reads) in enumerate(zip(model.nodes, model.reads)):
         for name in (*reads, *node.output):
             if name in kinds:
-                touched[name].append(index)
-    for name, nodes in touched.items():
+                users[name].append(index)
+    for name, nodes in users.items():
         yield HostValue(name, kinds[name], np.array(nodes, dtype=np.int32))
 
 
-def host_kind(kind: TypeProto) -> str:
-    """Return what keeps values of a type in host memory, "" for nothing."""
+def classify_host_value(kind: TypeProto) -> str:
+    """Return the kind of a type that a GPU cannot hold.
+
+    Returns "" for other types.
+    """
     which: str = kind.WhichOneof("value") or ""
     if which == "tensor_type":
         return "string" if kind.tensor_type.elem_type == TensorProto.STRING else ""

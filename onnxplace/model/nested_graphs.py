@@ -1,4 +1,7 @@
-"""Graphs inside nodes: the bodies of If, Loop and Scan, what they capture, and the weights they hold."""
+"""Subgraphs of If, Loop and Scan nodes.
+
+This module walks their nodes, finds captured names, and lifts their weights.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ from pathlib import Path
 
 from onnx import AttributeProto, GraphProto, NodeProto, TensorProto
 
-from onnxplace.model.tensors import take_in, tensor_size
+from onnxplace.model.tensors import embed_external_data, tensor_size
 
-# A body's weights beyond this become the model's own: stored once, counted where they are read. Smaller ones may be
-# shapes and axes, which some kernels want to see beside them.
-LIFTED_BEYOND_BYTES = 1024
+# Larger weights of a subgraph become initializers of the model: stored once, counted where they are read. Smaller ones
+# may be shapes and axes, which some kernels need as constants of their own graph.
+MAX_INNER_WEIGHT_BYTES = 1024
 
 
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
@@ -23,41 +26,51 @@ def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
             yield from attribute.graphs
 
 
-def with_inner(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
-    """Yield nodes, and after each those inside of it."""
+def walk_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+    """Yield nodes, and after each one the nodes of its subgraphs."""
     for node in nodes:
         yield node
         for graph in subgraphs(node):
-            yield from with_inner(graph.node)
+            yield from walk_nodes(graph.node)
 
 
-def names_read(node: NodeProto) -> Iterator[str]:
-    """Yield the names a node reads, including what its subgraphs capture from outside; may repeat."""
+def iterate_reads(node: NodeProto) -> Iterator[str]:
+    """Yield the names that a node reads; names may repeat.
+
+    Names captured by its subgraphs are included.
+    """
     yield from filter(None, node.input)
     for graph in subgraphs(node):
         yield from captured_names(graph)
 
 
 def captured_names(graph: GraphProto) -> Iterator[str]:
-    """Yield the names a subgraph reads from outside of it."""
+    """Yield the names that a subgraph reads from outside; names may repeat."""
     own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
     own |= {tensor.values.name for tensor in graph.sparse_initializer}
     for node in graph.node:
-        yield from (name for name in names_read(node) if name not in own)
+        yield from (name for name in iterate_reads(node) if name not in own)
         own.update(node.output)
     yield from (value.name for value in graph.output if value.name not in own)
 
 
-def with_unique_names(nodes: list[NodeProto], seen: set[str]) -> list[NodeProto]:
-    """Return the nodes with a name each that is not in `seen`, which they join; the first of equals keeps its name."""
+def assign_unique_names(nodes: list[NodeProto], used: set[str]) -> list[NodeProto]:
+    """Return the nodes with unique names.
+
+    The first of several equal names stays.
+
+    Args:
+        nodes: Nodes, which are not altered.
+        used: Names that are not available; the new names are added.
+    """
     taken = {node.name for node in nodes if node.name}
-    suffixes: dict[str, int] = {}  # the last one tried, so that many equal names take no longer than others
+    suffixes: dict[str, int] = {}  # the last one tried: without it, many equal names take quadratic time
     result = []
     for index, node in enumerate(nodes):
-        if not node.name or node.name in seen:
+        if not node.name or node.name in used:
             base = node.name or f"{node.op_type}_{index}"
             name = base
-            while name in taken or name in seen:
+            while name in taken or name in used:
                 suffixes[base] = suffixes.get(base, 0) + 1
                 name = f"{base}_{suffixes[base]}"
             renamed = NodeProto()
@@ -65,38 +78,42 @@ def with_unique_names(nodes: list[NodeProto], seen: set[str]) -> list[NodeProto]
             renamed.name = name
             node = renamed
             taken.add(name)
-        seen.add(node.name)
+        used.add(node.name)
         result.append(node)
     return result
 
 
-def settled(
-    nodes: list[NodeProto], initializers: dict[str, TensorProto], folder: Path | None, seen: set[str]
+def make_self_contained(
+    nodes: list[NodeProto], initializers: dict[str, TensorProto], folder: Path | None, used: set[str]
 ) -> list[NodeProto]:
-    """Return the nodes with bodies that can be cut out with them; their large weights join `initializers`.
+    """Return the nodes with subgraphs that can move to another model.
 
-    `seen` are the names of all nodes outside, from which those of inner nodes will differ: ONNX Runtime's profile
-    tells nodes by name. External data of tensors that stay inside is read.
+    Args:
+        nodes: Nodes of the model.
+        initializers: Initializers of the model; large weights of subgraphs are added.
+        folder: Folder of external data. That of tensors which stay inside is read.
+        used: Names of all nodes outside of subgraphs; those inside are added. They are made unique, since ONNX
+            Runtime's profile identifies nodes by name.
     """
     result = []
     for node in nodes:
-        graphs = any(True for _ in subgraphs(node))
-        if graphs or any(True for _ in _stored_outside(node)):
+        has_subgraphs = any(True for _ in subgraphs(node))
+        if has_subgraphs or any(True for _ in _iterate_external_tensors(node)):
             copy = NodeProto()
             copy.CopyFrom(node)
             for graph in subgraphs(copy):
                 _lift_weights(graph, copy.name, initializers)
-            for tensor in tensors_of(copy):
-                take_in(tensor, folder)
+            for tensor in iterate_tensors(copy):
+                embed_external_data(tensor, folder)
             for graph in subgraphs(copy):
-                _name_inner(graph, seen)
+                _name_subgraph_nodes(graph, used)
             node = copy
         result.append(node)
     return result
 
 
-# Attributes of these types hold neither tensors nor graphs; most nodes have no others.
-_PLAIN = frozenset(
+# Attributes of these types hold neither tensors nor graphs. Most nodes have no others, so they are skipped quickly.
+_PLAIN_ATTRIBUTES = frozenset(
     (
         *(AttributeProto.INT, AttributeProto.FLOAT, AttributeProto.STRING),
         *(AttributeProto.INTS, AttributeProto.FLOATS, AttributeProto.STRINGS),
@@ -104,9 +121,12 @@ _PLAIN = frozenset(
 )
 
 
-def tensors_of(node: NodeProto) -> Iterator[TensorProto]:
-    """Yield every tensor that a node holds: in its attributes and subgraphs, the parts of sparse ones included."""
-    holders = [attribute for attribute in node.attribute if attribute.type not in _PLAIN]
+def iterate_tensors(node: NodeProto) -> Iterator[TensorProto]:
+    """Yield all tensors in the attributes and subgraphs of a node.
+
+    The parts of sparse tensors are included.
+    """
+    holders = [attribute for attribute in node.attribute if attribute.type not in _PLAIN_ATTRIBUTES]
     for attribute in holders:
         if attribute.HasField("t"):
             yield attribute.t
@@ -120,85 +140,94 @@ def tensors_of(node: NodeProto) -> Iterator[TensorProto]:
         for sparse in graph.sparse_initializer:
             yield from (sparse.values, sparse.indices)
         for inner in graph.node:
-            yield from tensors_of(inner)
+            yield from iterate_tensors(inner)
 
 
-def texts_of_node(node: NodeProto) -> Iterator[str]:
-    """Yield every name in a node, those of its tensors and subgraphs included."""
+def iterate_node_texts(node: NodeProto) -> Iterator[str]:
+    """Yield all names in a node, its tensors and its subgraphs."""
     yield from (node.name, node.op_type, node.domain, *node.input, *node.output)
     for attribute in node.attribute:
         yield attribute.name
-    for tensor in tensors_of(node):
-        yield from _texts_of_tensor(tensor)
+    for tensor in iterate_tensors(node):
+        yield from _iterate_tensor_texts(tensor)
     for graph in subgraphs(node):
-        yield from texts_of_graph(graph)
+        yield from iterate_graph_texts(graph)
         for inner in graph.node:
-            yield from texts_of_node(inner)
+            yield from iterate_node_texts(inner)
 
 
-def texts_of_graph(graph: GraphProto) -> Iterator[str]:
-    """Yield every name in a graph except those in its nodes."""
+def iterate_graph_texts(graph: GraphProto) -> Iterator[str]:
+    """Yield all names in a graph except those in its nodes."""
     yield graph.name
     for value in (*graph.input, *graph.output):
         yield value.name
         yield from (dim.dim_param for dim in value.type.tensor_type.shape.dim)
     sparse = (tensor for item in graph.sparse_initializer for tensor in (item.values, item.indices))
     for tensor in (*graph.initializer, *sparse):
-        yield from _texts_of_tensor(tensor)
+        yield from _iterate_tensor_texts(tensor)
 
 
-def _texts_of_tensor(tensor: TensorProto) -> Iterator[str]:
+def _iterate_tensor_texts(tensor: TensorProto) -> Iterator[str]:
     yield tensor.name
     for entry in tensor.external_data:
         yield from (entry.key, entry.value)
 
 
-def _stored_outside(node: NodeProto) -> Iterator[TensorProto]:
-    return (tensor for tensor in tensors_of(node) if tensor.data_location == TensorProto.EXTERNAL)
+def _iterate_external_tensors(node: NodeProto) -> Iterator[TensorProto]:
+    return (tensor for tensor in iterate_tensors(node) if tensor.data_location == TensorProto.EXTERNAL)
 
 
-def _name_inner(graph: GraphProto, seen: set[str]) -> None:
-    """Give the nodes of a subgraph, and those within them, names that are not in `seen`, which they join."""
-    inner = with_unique_names(list(graph.node), seen)
+def _name_subgraph_nodes(graph: GraphProto, used: set[str]) -> None:
+    """Give unique names to the nodes of a subgraph, in place.
+
+    Nested subgraphs are included. `used` takes the new names.
+    """
+    nodes = assign_unique_names(list(graph.node), used)
     del graph.node[:]
-    graph.node.extend(inner)
+    graph.node.extend(nodes)
     for node in graph.node:
-        for deeper in subgraphs(node):
-            _name_inner(deeper, seen)
+        for nested in subgraphs(node):
+            _name_subgraph_nodes(nested, used)
 
 
 def _lift_weights(graph: GraphProto, owner: str, initializers: dict[str, TensorProto]) -> None:
-    """Move the large weights of a body, and of those within it, to the model, under names of their own."""
-    fixed = {value.name for value in (*graph.input, *graph.output)}  # a body cannot return what it captures
-    # ONNX Runtime fuses a dequantised weight with its product, and fails if the weight is outside of the body.
+    """Move the large weights of a subgraph to the model, in place.
+
+    Nested subgraphs are included. The weights get new names.
+    """
+    fixed = {value.name for value in (*graph.input, *graph.output)}  # a subgraph cannot return a captured value
+    # ONNX Runtime fuses a dequantised weight with its product, and fails if the weight is outside of the subgraph.
     fixed |= {name for node in graph.node if node.op_type == "DequantizeLinear" for name in node.input}
-    moved: dict[str, str] = {}
+    new_names: dict[str, str] = {}
 
     def lift(name: str, tensor: TensorProto) -> bool:
-        if name in fixed or tensor_size(tensor) <= LIFTED_BEYOND_BYTES:
+        if name in fixed or tensor_size(tensor) <= MAX_INNER_WEIGHT_BYTES:
             return False
-        moved[name] = f"{owner}/{name}"
-        while moved[name] in initializers:
-            moved[name] += "_"
-        initializers[moved[name]] = TensorProto()
-        initializers[moved[name]].CopyFrom(tensor)
-        initializers[moved[name]].name = moved[name]
+        new_name = f"{owner}/{name}"
+        while new_name in initializers:
+            new_name += "_"
+        new_names[name] = new_name
+        initializers[new_name] = TensorProto()
+        initializers[new_name].CopyFrom(tensor)
+        initializers[new_name].name = new_name
         return True
 
     weights = [tensor for tensor in graph.initializer if not lift(tensor.name, tensor)]
-    nodes = [node for node in graph.node if not (is_constant(node) and lift(node.output[0], node.attribute[0].t))]
-    if moved:
+    nodes = [
+        node for node in graph.node if not (is_tensor_constant(node) and lift(node.output[0], node.attribute[0].t))
+    ]
+    if new_names:
         del graph.initializer[:], graph.node[:]
         graph.initializer.extend(weights)
         graph.node.extend(nodes)
         for node in graph.node:
-            rename(node, moved)
+            rename_reads(node, new_names)
     for node in graph.node:
         for inner in subgraphs(node):
             _lift_weights(inner, owner, initializers)
 
 
-def is_constant(node: NodeProto) -> bool:
+def is_tensor_constant(node: NodeProto) -> bool:
     """Return whether a node is a Constant that holds a tensor."""
     return (
         node.op_type == "Constant"
@@ -208,14 +237,17 @@ def is_constant(node: NodeProto) -> bool:
     )
 
 
-def rename(node: NodeProto, new: Mapping[str, str]) -> None:
-    """Rename what a node reads, its bodies included, in place; a body's own values hide outer ones of their name."""
-    node.input[:] = [new.get(name, name) for name in node.input]
+def rename_reads(node: NodeProto, new_names: Mapping[str, str]) -> None:
+    """Rename the values that a node and its subgraphs read, in place.
+
+    Values of a subgraph hide outer values of the same name.
+    """
+    node.input[:] = [new_names.get(name, name) for name in node.input]
     for graph in subgraphs(node):
         own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
         own |= {name for inner in graph.node for name in inner.output}
-        if visible := {name: other for name, other in new.items() if name not in own}:
+        if visible := {old: new for old, new in new_names.items() if old not in own}:
             for inner in graph.node:
-                rename(inner, visible)
+                rename_reads(inner, visible)
             for value in graph.output:
                 value.name = visible.get(value.name, value.name)

@@ -1,15 +1,14 @@
-"""Keep ONNX Runtime from choosing a less precise kernel in a segment than in the whole model.
+"""Keep ONNX Runtime from choosing less precise kernels in segments.
 
-ONNX Runtime makes `DequantizeLinear(weight) -> MatMul` one `MatMulNBits`, which rounds the activations to eight bits
-unless told otherwise (session option `session.qdq_matmulnbits_accuracy_level`, by default 4). It leaves both nodes
-alone where the weight or its scale has another reader, where the product is quantised, or where its other input is
-dequantised. If that other node is in another segment, nothing keeps ONNX Runtime from fusing them: cut, the model
-would be computed otherwise, and less precisely.
+ONNX Runtime fuses `DequantizeLinear(weight) -> MatMul` into one `MatMulNBits`. That kernel rounds the activations to
+eight bits (session option `session.qdq_matmulnbits_accuracy_level`, by default 4). ONNX Runtime does not fuse the nodes
+if the weight or its scale has another reader, if the product is quantised, or if its other input is dequantised. If
+that other node is in another segment, nothing prevents the fusion: a cut model would be less precise.
 
-There the scale of the weight becomes an input of the segment that has a default value, which nobody has to feed. ONNX
-Runtime fuses constants only, so it runs the two nodes as they are, as in the whole model. (Observed with ONNX Runtime
-1.28 to 1.31. The accuracy level of the session is no way out: it holds for all products of the segment, also for
-those that are fused in the whole model.)
+In these cases, the scale of the weight becomes an input of the segment with a default value, which need not be fed.
+ONNX Runtime fuses constants only, so it runs the two nodes unfused, as in the whole model. (Observed with ONNX Runtime
+1.28 to 1.31. The accuracy level of the session does not help: it holds for all products of the segment, also for those
+that are fused in the whole model.)
 """
 
 from __future__ import annotations
@@ -25,35 +24,37 @@ from onnxplace.graph import Ints
 from onnxplace.model.host_values import DEQUANTIZE, QUANTIZE, is_quantization_node
 from onnxplace.model.model import Model
 from onnxplace.model.nested_graphs import subgraphs
-from onnxplace.model.tensors import tensor_bytes
+from onnxplace.model.tensors import read_tensor_bytes
 
-# ONNX Runtime makes equal constants of up to this many elements one, which then has the readers of all of them.
+# ONNX Runtime merges equal constants of up to this many elements; the result has the readers of all of them.
 MAX_MERGED_ELEMENTS = 8
 _SCALE_TYPES = (TensorProto.FLOAT, TensorProto.FLOAT16)
 _PRODUCTS = ("MatMul", "Gemm")
-# Nodes that ONNX Runtime may remove, so that those before and after them become neighbours.
+# Nodes that ONNX Runtime may remove; the nodes before and after them then become neighbours.
 _REMOVABLE = ("Identity", "Cast")
-# Nodes that a QuantizeLinear after them makes superfluous.
+# Nodes that ONNX Runtime removes in front of a QuantizeLinear, which clips as they do.
 _CLIPPING = ("Relu", "Clip")
 
 
 def find_scales_to_protect(model: Model, segments: Sequence[Ints]) -> list[frozenset[str]]:
-    """Return, for each segment, the scales that must not be constants there.
+    """Return the scales that must not be constants in each segment.
 
-    `segments` holds the positions of each segment's nodes; each node is in one of them.
+    Args:
+        model: The model.
+        segments: Indices of each segment's nodes; every node is in one segment.
     """
-    held: list[set[str]] = [set() for _ in segments]
+    protected: list[set[str]] = [set() for _ in segments]
     weights = [index for index in range(len(model.nodes)) if _dequantises_weight(model, index)]
     if weights:
         segment_of = np.zeros(len(model.nodes), dtype=np.int32)
         for number, nodes in enumerate(segments):
             segment_of[nodes] = number
-        surroundings = _Surroundings(model)
+        context = _FusionContext(model)
         for index in weights:
-            preventing = {int(segment_of[node]) for node in surroundings.preventing(index)}
+            preventing = {int(segment_of[node]) for node in context.iterate_preventing(index)}
             if preventing and segment_of[index] not in preventing:
-                held[segment_of[index]].add(model.nodes[index].input[1])
-    return [frozenset(names) for names in held]
+                protected[segment_of[index]].add(model.nodes[index].input[1])
+    return [frozenset(names) for names in protected]
 
 
 def _dequantises_weight(model: Model, index: int) -> bool:
@@ -66,78 +67,87 @@ def _is_constant(model: Model, name: str) -> bool:
     return name in model.initializers and not model.overridable(name)
 
 
-class _Surroundings:
-    """What ONNX Runtime looks at around a dequantised weight before it makes it part of a fused product."""
+class _FusionContext:
+    """The nodes that decide whether ONNX Runtime fuses a dequantised weight."""
 
     def __init__(self, model: Model) -> None:
         self._nodes = model.nodes
         self._producer = {name: index for index, node in enumerate(model.nodes) for name in node.output if name}
         self._readers: dict[str, list[int]] = defaultdict(list)
-        folded = set(_folded(model))
+        folded = set(_iterate_folded_nodes(model))
         for index, reads in enumerate(model.reads):
             for name in reads if index not in folded else ():
                 self._readers[name].append(index)
-        self._merged = _merged_constants(model)
+        self._merged = _group_equal_constants(model)
 
-    def preventing(self, index: int) -> Iterator[int]:
-        """Yield the nodes that keep this DequantizeLinear from being fused with a product that reads it."""
+    def iterate_preventing(self, index: int) -> Iterator[int]:
+        """Yield the nodes that prevent the fusion of this DequantizeLinear."""
         node = self._nodes[index]
-        products = list(self._products(node.output[0]))
+        products = list(self._iterate_products(node.output[0]))
         if not products:
             return
         yield from products[1:]
         for name in (node.input[0], *self._merged.get(node.input[1], (node.input[1],))):
             yield from (reader for reader in self._readers[name] if reader != index)
         for product in products:
-            yield from self._quantisers(product)
+            yield from self._iterate_quantisers(product)
 
-    def _products(self, weight: str) -> Iterator[int]:
-        """Yield the products whose second factor is this value."""
-        for reader, name in self._after(weight, _REMOVABLE):
+    def _iterate_products(self, weight: str) -> Iterator[int]:
+        """Yield the products with this value as their second factor."""
+        for reader, name in self._iterate_readers(weight, _REMOVABLE):
             node = self._nodes[reader]
             if node.op_type in _PRODUCTS and node.input[1] == name:
                 yield reader
 
-    def _quantisers(self, product: int) -> Iterator[int]:
-        """Yield the dequantiser of a product's first factor, and the quantisers of its result."""
+    def _iterate_quantisers(self, product: int) -> Iterator[int]:
+        """Yield the quantisation nodes next to a product.
+
+        These are the dequantiser of its first factor, and the quantisers of its result.
+        """
         node = self._nodes[product]
-        maker = self._producer.get(node.input[0])
-        if maker is not None and is_quantization_node(self._nodes[maker], DEQUANTIZE):
-            yield maker
-        for reader, _ in self._after(node.output[0], _CLIPPING):
+        producer = self._producer.get(node.input[0])
+        if producer is not None and is_quantization_node(self._nodes[producer], DEQUANTIZE):
+            yield producer
+        for reader, _ in self._iterate_readers(node.output[0], _CLIPPING):
             if is_quantization_node(self._nodes[reader], QUANTIZE):
                 yield reader
 
-    def _after(self, value: str, passing: Sequence[str]) -> Iterator[tuple[int, str]]:
-        """Yield the readers of a value, also those behind nodes of the types `passing`, each with the name it reads."""
+    def _iterate_readers(self, value: str, transparent: Sequence[str]) -> Iterator[tuple[int, str]]:
+        """Yield the readers of a value, with the name that each reads.
+
+        Readers behind `transparent` nodes are included.
+        """
         names = [value]
         for name in names:
             for reader in self._readers[name]:
                 yield reader, name
-                if self._nodes[reader].op_type in passing and self._nodes[reader].input[0] == name:
+                if self._nodes[reader].op_type in transparent and self._nodes[reader].input[0] == name:
                     names.append(self._nodes[reader].output[0])
 
 
-def _folded(model: Model) -> Iterator[int]:
-    """Yield the nodes that ONNX Runtime computes once, when it opens the model: they do not count as readers."""
+def _iterate_folded_nodes(model: Model) -> Iterator[int]:
+    """Yield the nodes that ONNX Runtime folds when it opens the model.
+
+    They do not count as readers.
+    """
     constant: set[str] = set()
     for index, (node, reads) in enumerate(zip(model.nodes, model.reads)):
-        kept = (
+        is_never_folded = (
             is_quantization_node(node, QUANTIZE)
             or is_quantization_node(node, DEQUANTIZE)
             or any(True for _ in subgraphs(node))
         )
-        if not kept and reads and all(name in constant or _is_constant(model, name) for name in reads):
+        if not is_never_folded and reads and all(name in constant or _is_constant(model, name) for name in reads):
             constant.update(filter(None, node.output))
             yield index
 
 
-def _merged_constants(model: Model) -> dict[str, tuple[str, ...]]:
-    """Return, for each small constant, the names of all that ONNX Runtime makes one with it, itself included."""
+def _group_equal_constants(model: Model) -> dict[str, tuple[str, ...]]:
+    """Return the equal constants that ONNX Runtime merges with each small one."""
     equal: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for name, tensor in model.initializers.items():
         small = math.prod(tensor.dims) <= MAX_MERGED_ELEMENTS
         if small and tensor.data_type in _SCALE_TYPES and _is_constant(model, name):
-            data = b"".join(tensor_bytes(tensor, model.folder))
+            data = b"".join(read_tensor_bytes(tensor, model.folder))
             equal[tensor.data_type, tuple(tensor.dims), data].append(name)
     return {name: tuple(names) for names in equal.values() for name in names}

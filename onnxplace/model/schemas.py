@@ -1,4 +1,4 @@
-"""Nodes held against the definition of their operator, so that whoever reads one may rely on its form."""
+"""Operator definitions of ONNX, and the check of nodes against them."""
 
 from __future__ import annotations
 
@@ -7,82 +7,133 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from onnx import AttributeProto, NodeProto, defs
+from onnx import AttributeProto, ModelProto, NodeProto, OperatorSetIdProto, defs, helper
 
 from onnxplace.errors import ModelError
 
-_ONNX = ("", "ai.onnx", "ai.onnx.ml")
+_ONNX_DOMAINS = ("", "ai.onnx", "ai.onnx.ml")
+# A schema allows any number of inputs by a maximum that no node reaches.
+_MIN_UNLIMITED = 1 << 20
 
 
 @dataclass(frozen=True)
-class Form:
-    """What the definition of an operator demands of a node."""
+class OperatorForm:
+    """The inputs, outputs and attributes that an operator allows."""
 
     inputs: tuple[int, int]
-    """Least and most."""
+    """Lowest and highest count."""
     outputs: tuple[int, int]
+    """Lowest and highest count."""
     attributes: Mapping[str, int]
-    """Types by name."""
+    """Name -> number of the type (`AttributeProto.AttributeType`)."""
     required: tuple[str, ...]
+    """Names of the attributes that have no default value, sorted."""
 
 
 @cache
-def form_of(operator: str, domain: str, version: int) -> Form | None:
-    """Return the form of an operator of ONNX's own in an opset; None for one that ONNX does not know there."""
+def find_form(operator: str, domain: str, version: int) -> OperatorForm | None:
+    """Return the form of a standard operator in an opset.
+
+    Returns None if ONNX does not define it there.
+    """
     try:
         schema = defs.get_schema(operator, version, "" if domain == "ai.onnx" else domain)
-    except (defs.SchemaError, TypeError):  # a version that is no 32-bit number is a TypeError
+    except (defs.SchemaError, TypeError):  # onnx raises TypeError for a version beyond 32 bits
         return None
-    return Form(
-        (schema.min_input, schema.max_input),
-        (schema.min_output, schema.max_output),
-        {name: _number(attribute.type) for name, attribute in schema.attributes.items()},
-        tuple(sorted(name for name, attribute in schema.attributes.items() if attribute.required)),
+    return OperatorForm(
+        inputs=(schema.min_input, schema.max_input),
+        outputs=(schema.min_output, schema.max_output),
+        attributes={name: _to_int(attribute.type) for name, attribute in schema.attributes.items()},
+        required=tuple(sorted(name for name, attribute in schema.attributes.items() if attribute.required)),
     )
 
 
-def _number(kind: Any) -> int:
-    """Return the number of a type of attributes, which onnx gives as an enumeration of its own."""
+def _to_int(kind: Any) -> int:
+    """Return the number of an attribute type.
+
+    The enumeration of onnx has no annotations.
+    """
     return int(kind)
 
 
-def require_form(nodes: Iterable[NodeProto], versions: Mapping[str, int], where: str) -> None:
-    """Raise ModelError naming the first node with inputs, outputs or attributes that its operator does not have.
+def find_since_version(operator: str, version: int, domain: str) -> int:
+    """Return the opset that introduced an operator's form.
 
-    `versions` are those of the opsets, by domain. Operators that ONNX does not know are left to ONNX Runtime.
+    The form is that of opset `version`. Returns 0 for an unknown operator.
+
+    >>> find_since_version("Relu", 20, "")
+    14
+    """
+    try:
+        return int(defs.get_schema(operator, version, domain).since_version)
+    except (defs.SchemaError, TypeError):  # onnx raises TypeError for a version beyond 32 bits
+        return 0
+
+
+def merge_opsets(proto: ModelProto) -> list[OperatorSetIdProto]:
+    """Return the highest opset of each domain.
+
+    The domain "ai.onnx" becomes the empty one.
+    """
+    versions: dict[str, int] = {}
+    for entry in proto.opset_import:
+        domain = "" if entry.domain == "ai.onnx" else entry.domain
+        versions[domain] = max(entry.version, versions.get(domain, 0))
+    return [helper.make_opsetid(domain, version) for domain, version in versions.items()]
+
+
+def require_form(nodes: Iterable[NodeProto], versions: Mapping[str, int], where: str) -> None:
+    """Raise ModelError naming the first node that does not fit its operator.
+
+    Operators that ONNX does not define are left to ONNX Runtime.
+
+    Args:
+        nodes: Nodes, those of subgraphs included.
+        versions: Domain -> opset.
+        where: Place for error messages.
     """
     for node in nodes:
         version = versions.get("" if node.domain == "ai.onnx" else node.domain)
-        form = form_of(node.op_type, node.domain, version) if node.domain in _ONNX and version is not None else None
-        if form is not None and (problem := _problem(node, form)):
+        if version is None or node.domain not in _ONNX_DOMAINS:
+            continue
+        form = find_form(node.op_type, node.domain, version)
+        if form is not None and (problem := _describe_problem(node, form)):
             place = f"{where}, node {node.name!r}"
-            hint = "the model is damaged, or declares another opset than it is written for; export it again"
+            hint = "the model is damaged, or it declares another opset than it is written for; export it again"
             raise ModelError("M026", f"{node.op_type} of opset {version} {problem}", where=place, hint=hint)
 
 
-def _problem(node: NodeProto, form: Form) -> str:
-    """Return what is wrong with a node, or nothing."""
-    for what, names, (least, most) in (("inputs", node.input, form.inputs), ("outputs", node.output, form.outputs)):
-        if len(names) < least or _count(names) > most:
-            expected = f"{least}" if least == most else f"{least} or more" if most > _MANY else f"{least} to {most}"
-            return f"has {len(names)} {what}, expected {expected}"
+def _describe_problem(node: NodeProto, form: OperatorForm) -> str:
+    """Return how a node differs from its operator's form.
+
+    Returns "" if it does not.
+    """
+    for kind, names, limits in (("inputs", node.input, form.inputs), ("outputs", node.output, form.outputs)):
+        if len(names) < limits[0] or _count_given(names) > limits[1]:
+            return f"has {len(names)} {kind}, expected {_format_limits(*limits)}"
     types = {attribute.name: attribute.type for attribute in node.attribute}
-    for name, kind in types.items():
-        if form.attributes.get(name, kind) != kind:
-            return f"has {name!r} of type {_type(kind)}, expected {_type(form.attributes[name])}"
+    for name, number in types.items():
+        expected = form.attributes.get(name, number)
+        if expected != number:
+            return f"has {name!r} of type {name_attribute_type(number)}, expected {name_attribute_type(expected)}"
     missing = [name for name in form.required if name not in types]
     return f"lacks the attribute {missing[0]!r}" if missing else ""
 
 
-def _count(names: Sequence[str]) -> int:
-    """Return how many names there are, without empty ones at the end, which stand for what is left out."""
+def _format_limits(lowest: int, highest: int) -> str:
+    if lowest == highest:
+        return f"{lowest}"
+    return f"{lowest} or more" if highest > _MIN_UNLIMITED else f"{lowest} to {highest}"
+
+
+def _count_given(names: Sequence[str]) -> int:
+    """Return the number of names without empty ones at the end.
+
+    Those stand for omitted values.
+    """
     return next((index for index in range(len(names), 0, -1) if names[index - 1]), 0)
 
 
-# Operators that take any number of inputs say so by a number that none has.
-_MANY = 1 << 20
-
-
-def _type(number: int) -> str:
-    """Return the name of a type of attributes."""
+def name_attribute_type(number: int) -> str:
+    """Return the name of an attribute type; "?" for an unknown number."""
     return str(AttributeProto.AttributeType.Name(number)) if number in AttributeProto.AttributeType.values() else "?"

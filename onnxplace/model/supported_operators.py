@@ -1,4 +1,4 @@
-"""Hold a model against what the installed ONNX Runtime knows, before any work is done on it."""
+"""Check a model against the operators and opsets of ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -10,61 +10,66 @@ from onnx import NodeProto, TensorProto, helper
 from onnxplace.errors import ExecutionError, ModelError, nearest
 from onnxplace.machine import LIBRARY_HINT, import_onnxruntime, open_session, operator_libraries, session_options
 from onnxplace.model.model import Model
-from onnxplace.model.nested_graphs import with_inner
+from onnxplace.model.nested_graphs import walk_nodes
 
 
 def require_operators(model: Model) -> None:
-    """Raise ModelError naming the first node whose operator, or the opset, that ONNX Runtime does not know.
+    """Raise ModelError for an operator or opset that ONNX Runtime lacks.
 
-    Does nothing where ONNX Runtime is not installed: a model can be compiled for a machine elsewhere.
+    The error names the first such node.
+
+    Does nothing without ONNX Runtime: a model can be compiled for another machine.
     """
     try:
-        known = _known_operators()
+        known = _load_known_operators()
     except ExecutionError:
         return
     _require_opsets(model)
     versions = {entry.domain: entry.version for entry in model.opsets}
-    for node in with_inner(model.nodes):
+    for node in walk_nodes(model.nodes):
         domain = "" if node.domain == "ai.onnx" else node.domain
         since = known.get(domain, {}).get(node.op_type)
         if since is None:
             if domain and operator_libraries():
-                continue  # ONNX Runtime does not tell what these hold; a session will
-            raise _unknown(domain, node, known)
+                continue  # ONNX Runtime does not list the operators of libraries; opening a session checks them
+            raise _build_unknown_operator_error(domain, node, known)
         if since > versions.get(domain, since):
             raise ModelError(
                 "M010",
-                f"operator {node.op_type} exists from opset {since} on, the model uses {versions[domain]}",
+                f"operator {node.op_type} needs opset {since} or newer, the model uses {versions[domain]}",
                 where=f"node {node.name!r}",
                 hint="export the model with a newer opset",
             )
 
 
 def list_custom_operators(model: Model) -> tuple[str, ...]:
-    """Return the operators, as `domain.Name`, that a model needs a library for; none where nobody can tell."""
+    """Return the operators that need a library, as `domain.Name`.
+
+    Without ONNX Runtime, the result is empty.
+    """
     try:
-        known = _known_operators()
+        known = _load_known_operators()
     except ExecutionError:
         return ()
-    used = dict.fromkeys((node.domain, node.op_type) for node in with_inner(model.nodes))
+    used = dict.fromkeys((node.domain, node.op_type) for node in walk_nodes(model.nodes))
     return tuple(
-        _full(domain, name) for domain, name in used if domain != "ai.onnx" and name not in known.get(domain, {})
+        _qualify(domain, name) for domain, name in used if domain != "ai.onnx" and name not in known.get(domain, {})
     )
 
 
-def _unknown(domain: str, node: NodeProto, known: Mapping[str, Mapping[str, int]]) -> ModelError:
-    hint = nearest(node.op_type, known[domain]) if domain in known else f"known domains: {_listed(known)}"
+def _build_unknown_operator_error(domain: str, node: NodeProto, known: Mapping[str, Mapping[str, int]]) -> ModelError:
+    hint = nearest(node.op_type, known[domain]) if domain in known else f"known domains: {_list_domains(known)}"
     return ModelError(
         "M010",
-        f"ONNX Runtime has no operator {_full(domain, node.op_type)}",
+        f"ONNX Runtime has no operator {_qualify(domain, node.op_type)}",
         where=f"node {node.name!r}",
         hint=f"{LIBRARY_HINT}; {hint}" if domain else hint,
     )
 
 
 @lru_cache(maxsize=1)
-def _known_operators() -> Mapping[str, Mapping[str, int]]:
-    """Return, per domain, each operator and the first opset that has it."""
+def _load_known_operators() -> Mapping[str, Mapping[str, int]]:
+    """Return domain -> operator -> first opset that has it."""
     import_onnxruntime()
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
@@ -76,7 +81,10 @@ def _known_operators() -> Mapping[str, Mapping[str, int]]:
 
 
 def _require_opsets(model: Model) -> None:
-    """Open a model of one node under the same opsets: ONNX Runtime checks them before anything else."""
+    """Raise ModelError for an opset that ONNX Runtime does not support.
+
+    It is found by opening a model of one node.
+    """
     value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
     result = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])
     opsets = [entry for entry in model.opsets if entry.domain == ""] or [helper.make_opsetid("", 17)]
@@ -87,15 +95,15 @@ def _require_opsets(model: Model) -> None:
     except ModelError:
         raise ModelError(
             "M011",
-            f"opset {opsets[0].version} is newer than onnxruntime {import_onnxruntime().__version__} takes",
+            f"opset {opsets[0].version} is newer than onnxruntime {import_onnxruntime().__version__} supports",
             where=model.name,
             hint="export the model with an older opset, or update onnxruntime",
         ) from None
 
 
-def _full(domain: str, operator: str) -> str:
+def _qualify(domain: str, operator: str) -> str:
     return f"{domain}.{operator}" if domain else operator
 
 
-def _listed(known: Mapping[str, object]) -> str:
+def _list_domains(known: Mapping[str, object]) -> str:
     return ", ".join(repr(domain or "ai.onnx") for domain in known)

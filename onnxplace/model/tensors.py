@@ -1,4 +1,4 @@
-"""Tensors as a model holds them: how large each is, whether it is consistent, and where its bytes are."""
+"""Tensors as a model holds them: their sizes, consistency, and bytes."""
 
 from __future__ import annotations
 
@@ -14,193 +14,237 @@ from onnx import TensorProto, TypeProto, helper, numpy_helper
 from onnxplace.errors import ModelError, one_line
 from onnxplace.feeds import MAX_RANK
 
-CHUNK_BYTES = 16 << 20
-# Elements are counted with 64 bits everywhere below us.
+# Bytes of files are read in pieces of this size, so that a large weight never has to fit into memory.
+READ_BYTES = 16 << 20
+# onnx, numpy and ONNX Runtime count elements in 64 bits.
 _MAX_ELEMENTS = (1 << 63) - 1
-_LONGEST_SHOWN = 500  # characters of a path in a message
-_DAMAGED = "the model is damaged; export it again"
+# Longer paths are cut in messages.
+_MAX_SHOWN_CHARACTERS = 500
+_DAMAGED_HINT = "the model is damaged; export it again"
 _DATA_FIELDS = ("float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
 
-_TYPES = frozenset(TensorProto.DataType.values())
-FOUR_BIT = {TensorProto.INT4, TensorProto.UINT4, *(getattr(TensorProto, name, -1) for name in ("FLOAT4E2M1",))}
-TWO_BIT = {getattr(TensorProto, name, -1) for name in ("INT2", "UINT2")}
+_ELEMENT_TYPES = frozenset(TensorProto.DataType.values())
+# Older versions of onnx lack some of these types: -1 stands for them, which no tensor has.
+FOUR_BIT_TYPES = {TensorProto.INT4, TensorProto.UINT4, *(getattr(TensorProto, name, -1) for name in ("FLOAT4E2M1",))}
+TWO_BIT_TYPES = {getattr(TensorProto, name, -1) for name in ("INT2", "UINT2")}
 
 
 def tensor_size(tensor: TensorProto) -> int:
-    """Return the bytes a tensor takes in memory; strings count by their characters."""
+    """Return the bytes of a tensor in memory.
+
+    A string counts its characters.
+
+    >>> tensor_size(helper.make_tensor("w", TensorProto.FLOAT, [2, 3], [0.0] * 6))
+    24
+    """
     if tensor.data_type == TensorProto.STRING:
         return sum(len(item) for item in tensor.string_data)
     return packed_size(tensor.data_type, tensor.dims)
 
 
 def packed_size(data_type: int, dims: Iterable[int]) -> int:
-    """Return the bytes of a tensor of this type, not strings, and shape."""
+    """Return the bytes of a tensor of this element type and shape.
+
+    The type must not be strings.
+
+    >>> packed_size(TensorProto.INT4, [3])
+    2
+    """
     count: int = math.prod(dims)
-    if data_type in FOUR_BIT:
+    if data_type in FOUR_BIT_TYPES:
         return (count + 1) // 2
-    if data_type in TWO_BIT:
+    if data_type in TWO_BIT_TYPES:
         return (count + 3) // 4
-    return count * _width(data_type)
+    return count * _compute_element_bytes(data_type)
 
 
 @cache
-def _width(data_type: int) -> int:
+def _compute_element_bytes(data_type: int) -> int:
     return int(np.dtype(helper.tensor_dtype_to_np_dtype(data_type)).itemsize)
 
 
 def check_tensor(tensor: TensorProto) -> None:
-    """Raise ModelError naming a weight whose type is none, whose shape cannot be, or whose data does not fill it."""
+    """Raise ModelError naming an inconsistent weight.
+
+    Its type or shape is impossible, or its data does not fill it.
+    """
     require_shape(tensor)
     external = tensor.data_location == TensorProto.EXTERNAL
     if external and tensor.data_type == TensorProto.STRING:
-        raise _contradiction(tensor, "its strings are external data, which can only hold numbers")
+        raise _build_damage_error(tensor, "its strings are external data, which can only hold numbers")
     filled = [field for field in _DATA_FIELDS if len(getattr(tensor, field))]
     filled += ["raw_data"] * tensor.HasField("raw_data")
     if len(filled) + external > 1:
         places = " and ".join([*filled, *["external data"] * external])
-        raise _contradiction(tensor, f"its data is given twice, in {places}")
+        raise _build_damage_error(tensor, f"its data is given in {places}, expected one of them")
     if external:
         return
-    field, need = _data_field(tensor, "raw_data" in filled)
-    have = len(getattr(tensor, field))
-    if have != need or (filled and filled != [field]):
+    field, expected_count = _choose_data_field(tensor, "raw_data" in filled)
+    count = len(getattr(tensor, field))
+    if count != expected_count or (filled and filled != [field]):
         unit = "bytes" if field == "raw_data" else f"entries of {field}"
-        other = f", and data in {filled[0]}" if filled and filled != [field] else ""
-        raise _contradiction(tensor, f"it has {have} {unit} where {need} are needed{other}")
+        other = f"; it has data in {filled[0]}" if filled and filled != [field] else ""
+        raise _build_damage_error(tensor, f"it has {count} {unit}, expected {expected_count}{other}")
 
 
 def require_shape(tensor: TensorProto) -> None:
-    """Raise ModelError naming a tensor whose type is none, or whose shape cannot be."""
-    if tensor.data_type not in _TYPES or tensor.data_type == TensorProto.UNDEFINED:
-        raise _contradiction(tensor, f"its type {tensor.data_type} is unknown")
+    """Raise ModelError naming a tensor with an impossible type or shape."""
+    if tensor.data_type not in _ELEMENT_TYPES or tensor.data_type == TensorProto.UNDEFINED:
+        raise _build_damage_error(tensor, f"its element type is {tensor.data_type}, which ONNX does not have")
     if len(tensor.dims) > MAX_RANK:
-        raise _contradiction(tensor, f"it has {len(tensor.dims)} dimensions, expected at most {MAX_RANK}")
+        raise _build_damage_error(tensor, f"it has {len(tensor.dims)} dimensions, expected at most {MAX_RANK}")
     if any(size < 0 for size in tensor.dims) or math.prod(filter(None, tensor.dims)) > _MAX_ELEMENTS:
-        raise _contradiction(tensor, f"its shape {list(tensor.dims)} cannot be")
+        message = f"its shape is {list(tensor.dims)}, expected sizes of at least 0 and at most {_MAX_ELEMENTS} elements"
+        raise _build_damage_error(tensor, message)
 
 
-def unknown_element(kind: TypeProto) -> int | None:
-    """Return the number of an element type, anywhere in a type, that ONNX does not have; None if it has all."""
+def find_unknown_element(kind: TypeProto) -> int | None:
+    """Return an element type that ONNX does not have, by its number.
+
+    It may be anywhere in the type. Returns None if there is none.
+    """
     which = kind.WhichOneof("value")
     if which in ("tensor_type", "sparse_tensor_type"):
-        return _unknown(getattr(kind, which).elem_type)
+        number: int = getattr(kind, which).elem_type
+        return None if number in _ELEMENT_TYPES else number
     if which in ("sequence_type", "optional_type"):
-        return unknown_element(getattr(kind, which).elem_type)
+        return find_unknown_element(getattr(kind, which).elem_type)
     if which == "map_type":
-        key = _unknown(kind.map_type.key_type)
-        return unknown_element(kind.map_type.value_type) if key is None else key
+        key: int = kind.map_type.key_type
+        return find_unknown_element(kind.map_type.value_type) if key in _ELEMENT_TYPES else key
     return None
 
 
-def _unknown(number: int) -> int | None:
-    return None if number in _TYPES else number
-
-
-def _data_field(tensor: TensorProto, raw: bool) -> tuple[str, int]:
-    """Return the field that holds the data of a tensor, and how many entries it needs there."""
+def _choose_data_field(tensor: TensorProto, raw: bool) -> tuple[str, int]:
+    """Return the data field of a tensor, and its expected length."""
     count = math.prod(tensor.dims)
     if tensor.data_type == TensorProto.STRING:
         return "string_data", count
     if raw:
         return "raw_data", packed_size(tensor.data_type, tensor.dims)
-    if tensor.data_type in FOUR_BIT | TWO_BIT:
+    if tensor.data_type in FOUR_BIT_TYPES | TWO_BIT_TYPES:
         count = packed_size(tensor.data_type, tensor.dims)
     elif tensor.data_type in (TensorProto.COMPLEX64, TensorProto.COMPLEX128):
         count *= 2
     return helper.tensor_dtype_to_field(tensor.data_type), count
 
 
-def _contradiction(tensor: TensorProto, message: str) -> ModelError:
-    return ModelError("M019", message, where=f"weight {tensor.name!r}", hint=_DAMAGED)
+def _build_damage_error(tensor: TensorProto, message: str) -> ModelError:
+    return ModelError("M019", message, where=f"weight {tensor.name!r}", hint=_DAMAGED_HINT)
 
 
-def external_file(tensor: TensorProto, folder: Path | None) -> Path:
-    """Return the file of a tensor's external data; raises ModelError unless it exists in the model's folder."""
+def find_external_file(tensor: TensorProto, folder: Path | None) -> Path:
+    """Return the file of a tensor's external data.
+
+    Raises ModelError for a file that is missing, unreadable, or outside the model's folder.
+    """
     where = f"weight {tensor.name!r}"
     if folder is None:
         raise ModelError(
             "M005",
-            "external data, but the model was given as an object without a folder",
+            "it has external data, but the model is an object without a folder",
             where=where,
             hint="pass the path of the model file",
         )
     location = {entry.key: entry.value for entry in tensor.external_data}.get("location", "")
     file = folder / location
-    shown = str(file) if len(str(file)) < _LONGEST_SHOWN else f"{str(file)[:_LONGEST_SHOWN]}..."
+    shown = str(file) if len(str(file)) < _MAX_SHOWN_CHARACTERS else f"{str(file)[:_MAX_SHOWN_CHARACTERS]}..."
     try:
         inside = "\0" not in location and bool(location) and file.resolve().is_relative_to(folder.resolve())
         exists = inside and file.is_file()
-    except (OSError, RuntimeError, ValueError) as problem:  # a name that is too long, links that go in a circle
-        message = f"its external data file cannot be opened: {one_line(problem)[:_LONGEST_SHOWN]}"
-        raise ModelError("M005", message, where=where, hint=_DAMAGED) from None
+    except (OSError, RuntimeError, ValueError) as problem:  # a name that is too long, a circle of links
+        message = f"its external data file cannot be opened: {one_line(problem)[:_MAX_SHOWN_CHARACTERS]}"
+        raise ModelError("M005", message, where=where, hint=_DAMAGED_HINT) from None
     if not inside:
-        raise ModelError(
-            "M006", f"external data outside the model's folder: {location[:_LONGEST_SHOWN]!r}", where=where
-        )
+        message = f"its external data is outside the model's folder: {location[:_MAX_SHOWN_CHARACTERS]!r}"
+        raise ModelError("M006", message, where=where, hint="keep the weights file next to the model")
     if not exists:
         raise ModelError(
             "M005",
             f"its external data file is missing: {shown}",
             where=where,
-            hint="keep the weights file beside the model",
+            hint="keep the weights file next to the model",
         )
     if not os.access(file, os.R_OK):
-        raise ModelError("M005", f"its external data file cannot be read: {file}", where=where, hint="chmod +r")
+        raise ModelError("M005", f"its external data file cannot be read: {file}", where=where, hint=f"chmod +r {file}")
     return file
 
 
-def external_range(tensor: TensorProto, folder: Path | None) -> tuple[Path, int, int]:
+def find_external_range(tensor: TensorProto, folder: Path | None) -> tuple[Path, int, int]:
     """Return (file, offset, length) of a tensor's external data.
 
-    Raises ModelError naming the tensor and the file when the file is missing, too short, or outside the folder.
+    Raises ModelError naming the tensor and the file if the file is missing, too short, or outside the folder.
     """
     entries = {entry.key: entry.value for entry in tensor.external_data}
     where = f"weight {tensor.name!r}"
-    file, size = external_file(tensor, folder), tensor_size(tensor)
+    file, size = find_external_file(tensor, folder), tensor_size(tensor)
     try:
         offset, length = int(entries.get("offset") or 0), int(entries.get("length") or size)
     except ValueError:
         offset, length = -1, size
     if offset < 0 or length < 0:
-        raise ModelError("M007", f"its external data has an impossible range: {entries}", where=where, hint=_DAMAGED)
-    have = file.stat().st_size
-    if length != size or offset + length > have:
+        raise ModelError(
+            "M007", f"its external data has an impossible range: {entries}", where=where, hint=_DAMAGED_HINT
+        )
+    file_size = file.stat().st_size
+    if length != size or offset + length > file_size:
         raise ModelError(
             "M007",
-            f"its external data is too short: needs {size} bytes at {offset} of {file}, which has {have}",
+            f"its external data is too short: expected {size} bytes at {offset} of {file}, which has {file_size}",
             where=where,
-            hint="the file was cut or belongs to another model; copy it again",
+            hint="the file was cut, or it belongs to another model; copy it again",
         )
     return file, offset, length
 
 
-def tensor_bytes(tensor: TensorProto, folder: Path | None) -> Iterator[bytes]:
-    """Yield a tensor's bytes, little-endian, in pieces; external data is read piece by piece."""
+def read_tensor_bytes(tensor: TensorProto, folder: Path | None) -> Iterator[bytes]:
+    """Yield the bytes of a tensor, little-endian.
+
+    External data comes in pieces of `READ_BYTES`.
+    """
     if tensor.data_location == TensorProto.EXTERNAL:
-        file, offset, length = external_range(tensor, folder)
+        file, offset, length = find_external_range(tensor, folder)
         with file.open("rb") as stream:
             stream.seek(offset)
-            for start in range(0, length, CHUNK_BYTES):
-                yield stream.read(min(CHUNK_BYTES, length - start))
+            for start in range(0, length, READ_BYTES):
+                yield stream.read(min(READ_BYTES, length - start))
     elif tensor.HasField("raw_data"):
         yield tensor.raw_data
     else:
         yield numpy_helper.to_array(tensor).tobytes()
 
 
-def take_in(tensor: TensorProto, folder: Path | None) -> None:
-    """Put the bytes of external data into the tensor itself; raises ModelError as `external_range` does."""
+def embed_external_data(tensor: TensorProto, folder: Path | None) -> None:
+    """Move external data into the tensor, in place.
+
+    Raises ModelError as `find_external_range` does.
+    """
     if tensor.data_location == TensorProto.EXTERNAL:
-        tensor.raw_data = b"".join(tensor_bytes(tensor, folder))
+        tensor.raw_data = b"".join(read_tensor_bytes(tensor, folder))
         tensor.data_location = TensorProto.DEFAULT
         del tensor.external_data[:]
 
 
 Fingerprint = tuple[int, int, int]
-"""Size in bytes, time of the last change in nanoseconds, and number (inode) of a file."""
+"""Size in bytes, time of the last change in nanoseconds, and inode of a file."""
 
 
-def fingerprint(file: Path) -> Fingerprint:
-    """Return what changes when a file is written or replaced; raises OSError if it is gone."""
+def take_fingerprint(file: Path) -> Fingerprint:
+    """Return a fingerprint that changes when a file is written or replaced.
+
+    Raises OSError if the file does not exist.
+    """
     status = file.stat()
     return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def strip_data(tensor: TensorProto) -> TensorProto:
+    """Return a tensor of the same name, type and shape without data.
+
+    The data is declared external, in a file that does not exist.
+    """
+    result = TensorProto(
+        name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, data_location=TensorProto.EXTERNAL
+    )
+    result.external_data.add(key="location", value="elsewhere")
+    return result

@@ -1,4 +1,4 @@
-"""Weights on disk: a file that holds equal bytes once."""
+"""Weights on disk: a file that stores equal bytes once."""
 
 from __future__ import annotations
 
@@ -12,32 +12,50 @@ from typing import BinaryIO
 from onnx import TensorProto
 
 from onnxplace.errors import UsageError
-from onnxplace.model.tensors import CHUNK_BYTES, FOUR_BIT, TWO_BIT, external_range, tensor_bytes, tensor_size
+from onnxplace.model.tensors import (
+    FOUR_BIT_TYPES,
+    READ_BYTES,
+    TWO_BIT_TYPES,
+    find_external_range,
+    read_tensor_bytes,
+    tensor_size,
+)
 
+# ONNX asks for external data to begin at a page, so that it can be mapped into memory.
 PAGE_BYTES = 4096
-# Below this a tensor stays inside the ONNX file: shapes and axes must be visible to shape inference there.
-INLINE_BYTES = 1024
+# Small weights are aligned to a cache line.
+LINE_BYTES = 64
+# Tensors of at least this size are aligned to pages: the gaps are then a small share of the file.
+MIN_PAGE_ALIGNED_BYTES = 256 * PAGE_BYTES
+# Below this size a tensor stays inside the ONNX file: shapes and axes must be visible to shape inference there.
+MIN_PLACED_BYTES = 1024
 
 
 class WeightFile:
-    """A file of weights in which equal bytes are stored once; a context manager.
+    """A file of weights that stores equal bytes once; a context manager.
 
-    `place` appends a tensor and returns a small one that refers to it. Small tensors, strings and packed types
-    without raw bytes stay as they are. Bytes are read once: they are hashed while they are copied, and what turns out
-    to be there already is taken back.
+    `place` appends a tensor and returns a small one that refers to it. Small tensors, strings, and packed types
+    without raw bytes stay as they are. Bytes are read once: they are hashed while they are copied. Bytes that the file
+    already has are then truncated again.
 
-    With `linked_below`, nothing is copied: external data stays where it is, referred to by its path below that
-    folder, and what the model holds itself stays in it.
+    With `linked_below`, nothing is copied. External data stays in its file, referred to by its path below that folder.
+    Data inside the model stays in the model.
+
+    Args:
+        path: The file, which is created or emptied.
+        location: The path by which models refer to it.
+        linked_below: A folder that has all weight files of the model below it.
     """
 
     def __init__(self, path: Path, location: str, linked_below: Path | None = None) -> None:
         self.path = path
         self.location = location
         self.linked: dict[str, Path] = {}
-        """Location -> file, of the weight files referred to."""
+        """Location -> file, for each weight file that is linked to."""
         self.bytes_written = 0
-        self._below = linked_below.resolve() if linked_below else None
-        self._known: dict[tuple[object, ...], int] = {}
+        self._linked_below = linked_below.resolve() if linked_below else None
+        self._offsets: dict[tuple[object, ...], int] = {}
+        """(size, checksum), or external range -> offset of these bytes."""
         self._placed: dict[str, TensorProto] = {}
         self._hash = hashlib.sha256()
         self._stream: BinaryIO = path.open("w+b")
@@ -56,52 +74,62 @@ class WeightFile:
         return self._hash.hexdigest()
 
     def place(self, tensor: TensorProto, folder: Path | None) -> TensorProto:
-        """Return a tensor that refers to its bytes in this file, which are written if they are new here."""
+        """Return a tensor that refers to its bytes in this file.
+
+        New bytes are written.
+        """
         if tensor.name not in self._placed:
             self._placed[tensor.name] = self._place(tensor, folder)
         return self._placed[tensor.name]
 
     def _place(self, tensor: TensorProto, folder: Path | None) -> TensorProto:
+        """Return the reference for a tensor that is new."""
         external = tensor.data_location == TensorProto.EXTERNAL
-        packed = tensor.data_type in FOUR_BIT | TWO_BIT and not external and not tensor.HasField("raw_data")
+        packed = tensor.data_type in FOUR_BIT_TYPES | TWO_BIT_TYPES and not external and not tensor.HasField("raw_data")
         size = tensor_size(tensor)
-        if tensor.data_type == TensorProto.STRING or packed or (size < INLINE_BYTES and not external):
+        if tensor.data_type == TensorProto.STRING or packed or (size < MIN_PLACED_BYTES and not external):
             return tensor
-        source = external_range(tensor, folder) if external else None
-        if self._below is not None:
-            return tensor if source is None else _referring(tensor, self._link(source[0]), source[1], size)
-        if source not in self._known or source is None:
-            offset = self._append(tensor_bytes(tensor, folder), size)
+        source = find_external_range(tensor, folder) if external else None
+        if self._linked_below is not None:
+            return tensor if source is None else _make_reference(tensor, self._link(source[0]), source[1], size)
+        if source not in self._offsets or source is None:
+            offset = self._append(read_tensor_bytes(tensor, folder), size)
             if source is not None:
-                self._known[source] = offset
+                self._offsets[source] = offset
         else:
-            offset = self._known[source]
-        return _referring(tensor, self.location, offset, size)
+            offset = self._offsets[source]
+        return _make_reference(tensor, self.location, offset, size)
 
     def _link(self, file: Path) -> str:
-        """Return the path of a weight file below the folder; raises UsageError if it is not below it."""
-        assert self._below is not None
+        """Return the path of a weight file below the folder.
+
+        Raises UsageError for a file elsewhere.
+        """
+        assert self._linked_below is not None
         file = file.resolve()
-        if not file.is_relative_to(self._below):
-            raise not_beside(file, self._below)
-        location = file.relative_to(self._below).as_posix()
+        if not file.is_relative_to(self._linked_below):
+            raise build_link_error(file, self._linked_below)
+        location = file.relative_to(self._linked_below).as_posix()
         self.linked[location] = file
         return location
 
     def _append(self, pieces: Iterable[bytes], size: int) -> int:
-        """Write bytes at the next aligned offset, or find them in the file; returns their offset."""
-        before, end, checksum = self._hash.copy(), self.bytes_written, 0
-        alignment = PAGE_BYTES if size >= 256 * PAGE_BYTES else 64
+        """Append bytes, unless the file has them; return their offset.
+
+        The offset is aligned.
+        """
+        hash_before, end, checksum = self._hash.copy(), self.bytes_written, 0
+        alignment = PAGE_BYTES if size >= MIN_PAGE_ALIGNED_BYTES else LINE_BYTES
         offset = -(-end // alignment) * alignment
         self._write(bytes(offset - end))
         for piece in pieces:
             self._write(piece)
             checksum = zlib.crc32(piece, checksum)
         key = size, checksum
-        first = self._known.setdefault(key, offset)
+        first = self._offsets.setdefault(key, offset)
         if first == offset or not self._equal(first, offset, size):
             return offset
-        self._hash, self.bytes_written = before, end
+        self._hash, self.bytes_written = hash_before, end
         self._stream.seek(end)
         self._stream.truncate()
         return first
@@ -112,9 +140,12 @@ class WeightFile:
         self.bytes_written += len(data)
 
     def _equal(self, first: int, second: int, size: int) -> bool:
-        """Return whether two ranges of the file hold the same bytes; leaves the stream at its end."""
-        for start in range(0, size, CHUNK_BYTES):
-            length = min(CHUNK_BYTES, size - start)
+        """Return whether two ranges of the file hold equal bytes.
+
+        The stream ends up at its end.
+        """
+        for start in range(0, size, READ_BYTES):
+            length = min(READ_BYTES, size - start)
             pieces = []
             for offset in (first, second):
                 self._stream.seek(offset + start)
@@ -127,7 +158,7 @@ class WeightFile:
         return False
 
 
-def _referring(tensor: TensorProto, location: str, offset: int, length: int) -> TensorProto:
+def _make_reference(tensor: TensorProto, location: str, offset: int, length: int) -> TensorProto:
     """Return a tensor whose bytes are at `offset` of a file."""
     placed = TensorProto(
         name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, data_location=TensorProto.EXTERNAL
@@ -137,11 +168,14 @@ def _referring(tensor: TensorProto, location: str, offset: int, length: int) -> 
     return placed
 
 
-def not_beside(what: Path, folder: Path) -> UsageError:
-    """Return the error for weights that a bundle in `folder` cannot link to."""
+def build_link_error(file: Path, folder: Path) -> UsageError:
+    """Return the error for a weight file that cannot be linked.
+
+    A bundle in `folder` can link to files in and below it only.
+    """
     return UsageError(
         "U033",
-        f"the bundle must be beside the weights: {what} is not in {folder} or below it",
+        f"the bundle must be next to the weights: {file} is not in {folder} or below it",
         where="--link-weights",
-        hint=f"choose an -o in {what.parent}, or copy the weights by leaving the option out",
+        hint=f"choose an -o in {file.parent}, or copy the weights by leaving the option out",
     )

@@ -205,7 +205,7 @@ def refer(path: Path, **entries: str) -> None:
 
 def test_external_data_that_is_missing_is_named_with_its_weight(refused, external_model):
     (external_model.parent / "weights.data").unlink()
-    refused(2, ("w_left", "weights.data", "missing", "beside the model"), "compile", external_model, *SHAPE)
+    refused(2, ("w_left", "weights.data", "missing", "next to the model"), "compile", external_model, *SHAPE)
 
 
 def test_external_data_that_is_too_short_says_what_it_needs_and_has(refused, external_model):
@@ -306,10 +306,10 @@ def test_an_output_that_nobody_makes_is_named(refused, tmp_path):
 def test_a_value_that_is_made_twice_is_named_with_its_second_maker(refused, tmp_path):
     nodes = "[one] y = Relu(x) [two] y = Tanh(x)"
     store(parsed(f"(float[4] x) => (float[4] y) {{ {nodes} }}"), tmp_path / "m.onnx")
-    refused(2, ("two", "'y'", "twice"), "compile", "m.onnx")
+    refused(2, ("two", "'y'", "two producers"), "compile", "m.onnx")
 
 
-@pytest.mark.parametrize(("index", "size", "words"), [(4, 4, ("sparse", "no sense")), (0, 1 << 30, ("dense", "bytes"))])
+@pytest.mark.parametrize(("index", "size", "words"), [(4, 4, ("sparse", "invalid")), (0, 1 << 30, ("dense", "bytes"))])
 def test_sparse_weights_that_cannot_be_made_dense_are_refused_by_name(refused, tmp_path, index, size, words):
     model = parsed(f"(float[{size}] x) => (float[{size}] y) {{ y = Add(x, thin) }}")
     values = helper.make_tensor("thin", TensorProto.FLOAT, [1], [1.0])

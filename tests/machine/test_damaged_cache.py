@@ -1,4 +1,4 @@
-"""Entries of the cost cache that something has damaged: as if they were not there, and removed."""
+"""Damaged entries of the cost cache count as absent and are removed."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from onnxplace.state import State
 
 NODES = 3
 QUALITY = Quality(17, 0.1, 0.01, 0.0, 3, 1e-3, 1e-6)
-NEEDS_POSIX = pytest.mark.skipif(sys.platform == "win32", reason="no pipes in folders there")
+NEEDS_POSIX = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipes in folders")
 
 
 def path_of(name: str) -> Path:
@@ -29,7 +29,7 @@ def path_of(name: str) -> Path:
 
 
 def keep_one(name: str = "one") -> dict:
-    """Keep a measurement, and return what is in its file."""
+    """Store a measurement, and return the content of its file."""
     measurement = Measurement(
         seconds=np.array([1e-3, 0.0, 2e-3]),
         unit=np.array([0, 0, 1], dtype=np.int32),
@@ -44,7 +44,7 @@ def keep_one(name: str = "one") -> dict:
     return json.loads(path_of(name).read_text())
 
 
-def test_what_is_kept_is_recalled_as_it_was():
+def test_a_stored_measurement_is_recalled_unchanged():
     keep_one()
     measurement, notes = recall_measurement("one", NODES)
     assert measurement.seconds.tolist() == [1e-3, 0.0, 2e-3]
@@ -70,7 +70,7 @@ def test_an_entry_with_an_odd_field_is_damaged_and_removed(field):
         if isinstance(good[field], dict):
             candidates.append({**good[field], next(iter(good[field])): odd})
         for value in candidates:
-            if fits(field, value):
+            if is_valid_for(field, value):
                 continue
             path_of("one").write_text(json.dumps({**good, field: value}))
             with pytest.raises(ValueError, match="is damaged") as caught:
@@ -79,8 +79,8 @@ def test_an_entry_with_an_odd_field_is_damaged_and_removed(field):
             assert not path_of("one").exists(), (field, value)
 
 
-def fits(field: str, value: object) -> bool:
-    """Return whether what is odd for other fields is nothing wrong for this one."""
+def is_valid_for(field: str, value: object) -> bool:
+    """Return whether a value that is odd for other fields is valid for this one."""
     if value is None and field in ("whole_seconds", "quality"):
         return True
     if field == "ran":
@@ -88,7 +88,7 @@ def fits(field: str, value: object) -> bool:
     return (field, value) in [("notes", []), ("value_bytes", {})]
 
 
-def test_values_of_more_bytes_than_there_can_be_are_damage():
+def test_impossible_value_sizes_are_damage():
     good = keep_one()
     path_of("one").write_text(json.dumps({**good, "value_bytes": {str(n): 1 << 50 for n in range(5000)}}))
     with pytest.raises(ValueError, match="more bytes"):
@@ -112,7 +112,7 @@ DAMAGES = {
 
 @NEEDS_POSIX
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_whatever_is_in_the_place_of_an_entry_is_replaced(damage):
+def test_anything_in_the_place_of_an_entry_is_replaced(damage):
     keep_one()
     damage(path_of("one"))
     with pytest.raises(ValueError, match=r"one\.json"):
@@ -125,7 +125,7 @@ def test_whatever_is_in_the_place_of_an_entry_is_replaced(damage):
 
 @NEEDS_POSIX
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_an_entry_is_written_whatever_is_in_its_place(damage):
+def test_an_entry_is_written_over_anything_in_its_place(damage):
     keep_one()
     damage(path_of("one"))
     keep_one()
@@ -133,7 +133,7 @@ def test_an_entry_is_written_whatever_is_in_its_place(damage):
     assert Path("/dev/zero").is_char_device()
 
 
-def test_a_folder_with_something_in_it_stays_and_hurts_nothing():
+def test_a_folder_with_files_in_the_place_of_an_entry_stays():
     path_of("one").mkdir(parents=True)
     (path_of("one") / "mine").write_text("")
     with pytest.raises(ValueError, match="damaged"):
@@ -143,29 +143,29 @@ def test_a_folder_with_something_in_it_stays_and_hurts_nothing():
     assert (path_of("one") / "mine").exists()
 
 
-def test_a_damaged_entry_is_said_once_and_measured_anew(model_file):
-    def profiled() -> State:
+def test_a_damaged_entry_is_reported_once_and_measured_again(model_file):
+    def run_profile() -> State:
         model = bind(load(model_file), {"batch": 4}, {})
         return Pipeline.parse("optimize,profile{repeat=3,seconds=0}").run(State(local_target("cpu:0")).having(model))[0]
 
-    first = profiled()
+    first = run_profile()
     (path,) = measurement_cache.folder().glob("*.json")
     data = json.loads(path.read_text())
     for damaged in ({**data, "whole_seconds": 1e308}, {**data, "notes": 3}, {**data, "value_bytes": [1]}):
         path.write_text(json.dumps(damaged))
-        state = profiled()
+        state = run_profile()
         assert [note.code for note in state.diagnostics] == ["C006"]
         assert max(state[Profile].whole_seconds.values()) < 10
         assert len(state[Profile].unit) == len(first[Profile].unit)
-        assert not profiled().diagnostics
+        assert not run_profile().diagnostics
 
 
 # ---------------------------------------------------------------------------------------------- trials
 
 
 @pytest.fixture
-def tried(compiled):
-    """A bundle, feeds, and the path of its kept trial."""
+def kept_trial(compiled):
+    """A bundle, feeds, and the path of its stored trial."""
     bundle = onnxplace.load(compiled)
     feeds = {"x": np.ones((4, 64), dtype=np.float32)}
     trial.run_trials([bundle], feeds)
@@ -173,30 +173,30 @@ def tried(compiled):
     return bundle, feeds, path
 
 
-def test_a_damaged_trial_counts_as_absent_and_is_removed(tried):
-    bundle, feeds, path = tried
+def test_a_damaged_trial_counts_as_absent_and_is_removed(kept_trial):
+    bundle, feeds, path = kept_trial
     good = json.loads(path.read_text())
-    (kept,) = good["trials"]
+    (trial_entry,) = good["trials"]
     name = path.stem
     assert trial._recalled(name, [bundle]) is not None
-    segment = next(iter(kept["segment_seconds"]))
+    segment = next(iter(trial_entry["segment_seconds"]))
     changes = [{field: odd} for field in ("step_seconds", "request_seconds", "requests", "waiting") for odd in ODD]
-    changes += [{"segment_seconds": {**kept["segment_seconds"], segment: odd}} for odd in ODD]
+    changes += [{"segment_seconds": {**trial_entry["segment_seconds"], segment: odd}} for odd in ODD]
     changes += [{"segment_seconds": odd} for odd in ODD]
-    for damaged in [*({**good, "trials": [{**kept, **change}]} for change in changes), {**good, "trials": 5},
-                    {**good, "trials": []}, {**good, "trials": [kept, kept]}, {"key": name}]:  # fmt: skip
+    for damaged in [*({**good, "trials": [{**trial_entry, **change}]} for change in changes), {**good, "trials": 5},
+                    {**good, "trials": []}, {**good, "trials": [trial_entry, trial_entry]}, {"key": name}]:  # fmt: skip
         path.write_text(json.dumps(damaged))
         assert trial._recalled(name, [bundle]) is None
         assert not path.exists()
-    (again,) = trial.run_trials([bundle], feeds)
-    assert 0 < again.step_seconds < 10
+    (repeated,) = trial.run_trials([bundle], feeds)
+    assert 0 < repeated.step_seconds < 10
     assert path.exists()
 
 
 # ---------------------------------------------------------------------------------------------- the oldest go first
 
 
-def test_entries_dated_in_the_future_do_not_drive_out_new_ones(monkeypatch):
+def test_entries_dated_in_the_future_do_not_displace_new_ones(monkeypatch):
     monkeypatch.setattr(measurement_cache, "MAX_FILES", 3)
     for name in ("a", "b", "c"):
         measurement_cache.write(name, {})
@@ -209,14 +209,14 @@ def test_entries_dated_in_the_future_do_not_drive_out_new_ones(monkeypatch):
     assert sorted(path.stem for path in measurement_cache.folder().glob("*.json")) == ["c", "d", "e"]
 
 
-def test_what_was_just_written_stays_even_if_the_clock_is_wrong(monkeypatch):
+def test_a_new_entry_stays_even_if_the_clock_is_wrong(monkeypatch):
     monkeypatch.setattr(measurement_cache, "MAX_FILES", 1)
     for name in ("a", "b", "c"):
         measurement_cache.write(name, {})
         assert [path.stem for path in measurement_cache.folder().glob("*.json")] == [name]
 
 
-def test_what_is_too_large_is_not_kept(monkeypatch):
+def test_an_entry_that_is_too_large_is_not_stored(monkeypatch):
     monkeypatch.setattr(measurement_cache, "MAX_FILE_BYTES", 100)
     with pytest.raises(ValueError, match="larger than 100 bytes"):
         measurement_cache.write("one", {"text": "a" * 100})

@@ -1,4 +1,4 @@
-"""The cache of costs: found again, shared by processes, never in the way."""
+"""The cache of measurements: entries are reused, shared by processes, and never required."""
 
 import copy
 import json
@@ -22,29 +22,29 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def measurements(monkeypatch) -> list[Model]:
-    """Return the list of what is measured from now on."""
-    seen: list[Model] = []
+def measured_models(monkeypatch) -> list[Model]:
+    """Return a list that takes each model that is measured from now on."""
+    models: list[Model] = []
     actual = MeasurementOptions.measure
     monkeypatch.setattr(
-        MeasurementOptions, "measure", lambda self, part, feeds: seen.append(part) or actual(self, part, feeds)
+        MeasurementOptions, "measure", lambda self, part, feeds: models.append(part) or actual(self, part, feeds)
     )
-    return seen
+    return models
 
 
-def profiled(branches: bytes | Path, options: str = "", batch: int = 4, devices: str = "cpu:0") -> State:
-    model = bind(load(branches), {"batch": batch}, {})
+def run_profile(model_source: bytes | Path, options: str = "", batch: int = 4, devices: str = "cpu:0") -> State:
+    model = bind(load(model_source), {"batch": batch}, {})
     text = f"optimize,profile{{repeat=3,seconds=0{options}}}"
     return Pipeline.parse(text).run(State(local_target(devices)).having(model))[0]
 
 
-def files() -> list[Path]:
+def list_files() -> list[Path]:
     return sorted(measurement_cache.folder().glob("*"))
 
 
-def test_what_was_measured_is_not_measured_again(model_file, measurements):
-    first, second = profiled(model_file)[Profile], profiled(model_file)[Profile]
-    assert len(measurements) == 1
+def test_a_second_profile_measures_nothing(model_file, measured_models):
+    first, second = run_profile(model_file)[Profile], run_profile(model_file)[Profile]
+    assert len(measured_models) == 1
     for kind in first.seconds:
         assert (first.seconds[kind] == second.seconds[kind]).all()
         assert (first.sources[kind] == second.sources[kind]).all()
@@ -53,46 +53,46 @@ def test_what_was_measured_is_not_measured_again(model_file, measurements):
     assert first.whole_seconds == second.whole_seconds
 
 
-def test_what_was_measured_on_a_busy_machine_is_said_so_and_not_kept(model_file, measurements, monkeypatch):
+def test_a_measurement_on_a_busy_machine_is_reported_and_not_stored(model_file, measured_models, monkeypatch):
     actual = MeasurementOptions.measure
 
     def measure(self, part, feeds):
-        found, made = actual(self, part, feeds)
-        return replace(found, quality=replace(found.quality, waiting=0.2)), made
+        measurement, entry = actual(self, part, feeds)
+        return replace(measurement, quality=replace(measurement.quality, waiting=0.2)), entry
 
     monkeypatch.setattr(MeasurementOptions, "measure", measure)
     monkeypatch.setattr("onnxplace.passes.profile.DOUBTFUL_WAITING_SHARE", 0.05)
     for _ in range(2):
-        (note,) = [note for note in profiled(model_file).diagnostics if note.code == "C004"]
+        (note,) = [note for note in run_profile(model_file).diagnostics if note.code == "C004"]
         assert "runs waited 20% of their time for a core" in note.message
         assert "not kept" in note.hint
-    assert len(measurements) == 2
+    assert len(measured_models) == 2
 
 
 @pytest.mark.parametrize("other", [{"batch": 8}, {"options": ",seed=1"}, {"options": ",tolerance=0.5"}], ids=str)
-def test_what_may_cost_something_else_is_measured(model_file, measurements, other):
-    profiled(model_file)
-    profiled(model_file, **other)
-    assert len(measurements) == 2
+def test_other_inputs_or_options_are_measured(model_file, measured_models, other):
+    run_profile(model_file)
+    run_profile(model_file, **other)
+    assert len(measured_models) == 2
 
 
-def test_another_processor_or_version_of_onnxruntime_is_measured(model_file, measurements, monkeypatch):
-    profiled(model_file)
+def test_another_processor_or_version_of_onnxruntime_is_measured(model_file, measured_models, monkeypatch):
+    run_profile(model_file)
     monkeypatch.setattr(measurement_cache, "processor", lambda: "another")
-    profiled(model_file)
-    assert len(measurements) == 2
+    run_profile(model_file)
+    assert len(measured_models) == 2
     monkeypatch.setattr(measurement_cache, "VERSION", 99)
-    profiled(model_file)
-    assert len(measurements) == 3
+    run_profile(model_file)
+    assert len(measured_models) == 3
 
 
-def test_without_the_cache_nothing_is_read_or_written(model_file, measurements):
-    profiled(model_file, ",cache=false")
-    assert files() == []
-    profiled(model_file)
-    profiled(model_file, ",cache=false")
-    assert len(measurements) == 3
-    assert len(files()) == 1
+def test_without_the_cache_nothing_is_read_or_written(model_file, measured_models):
+    run_profile(model_file, ",cache=false")
+    assert list_files() == []
+    run_profile(model_file)
+    run_profile(model_file, ",cache=false")
+    assert len(measured_models) == 3
+    assert len(list_files()) == 1
 
 
 @pytest.mark.parametrize(
@@ -109,53 +109,53 @@ def test_without_the_cache_nothing_is_read_or_written(model_file, measurements):
         lambda data: json.dumps({name: value for name, value in data.items() if name != "unit"}),
     ],
 )
-def test_a_damaged_file_is_said_measured_anew_and_replaced(model_file, measurements, damage):
-    profiled(model_file)
-    (path,) = files()
+def test_a_damaged_file_is_reported_and_replaced_by_a_new_measurement(model_file, measured_models, damage):
+    run_profile(model_file)
+    (path,) = list_files()
     path.write_text(damage(json.loads(path.read_text())))
-    state = profiled(model_file)
+    state = run_profile(model_file)
     assert [note.code for note in state.diagnostics] == ["C006"]
     assert path.name in state.diagnostics[0].message
     (sources,) = state[Profile].sources.values()
     assert set(sources.tolist()) <= {Source.MEASURED, Source.KNOWN}
-    assert not profiled(model_file).diagnostics
-    assert len(measurements) == 2
+    assert not run_profile(model_file).diagnostics
+    assert len(measured_models) == 2
 
 
-def test_a_cache_that_cannot_be_written_is_said_and_hurts_nothing(model_file, tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_reported_and_profiles_all_the_same(model_file, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ONNXPLACE_CACHE_DIR", str(tmp_path / "file"))
-    state = profiled(model_file)
+    state = run_profile(model_file)
     assert {note.code for note in state.diagnostics} == {"C006"}
     assert "not kept" in state.diagnostics[-1].message
     assert state[Profile].whole_seconds
 
 
-def test_the_oldest_files_go_first(monkeypatch):
+def test_the_oldest_files_are_removed_first(monkeypatch):
     monkeypatch.setattr(measurement_cache, "MAX_FILES", 2)
     for number, name in enumerate(("a", "b", "c")):
         measurement_cache.write(name, {"number": number})
         os.utime(measurement_cache.folder() / f"{name}.json", (number, number))
     measurement_cache.write("d", {})
-    assert [path.stem for path in files()] == ["c", "d"]
+    assert [path.stem for path in list_files()] == ["c", "d"]
     assert measurement_cache.read("a") is None
     assert measurement_cache.read("c") == {"key": "c", "number": 2}
     assert measurement_cache.contents().files == 2
 
 
-def test_processes_that_write_at_once_leave_a_whole_file():
+def test_processes_that_write_concurrently_leave_a_complete_file():
     script = "from onnxplace.machine import measurement_cache\n"
     script += "for n in range(50): measurement_cache.write('same', {'list': [n] * 5000})"
     running = [subprocess.Popen([sys.executable, "-c", script], cwd=ROOT) for _ in range(3)]
     while any(process.poll() is None for process in running):
-        found = measurement_cache.read("same")  # raises if it is damaged
-        assert found is None or len(set(found["list"])) == 1
+        measurement = measurement_cache.read("same")  # raises if it is damaged
+        assert measurement is None or len(set(measurement["list"])) == 1
     assert [process.wait() for process in running] == [0, 0, 0]
-    assert len(files()) == 1
+    assert len(list_files()) == 1
 
 
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="these have folders of their own")
-def test_the_folder_is_where_the_system_wants_it(monkeypatch, tmp_path):
+def test_the_folder_follows_the_conventions_of_the_system(monkeypatch, tmp_path):
     monkeypatch.delenv("ONNXPLACE_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert measurement_cache.folder() == tmp_path / "onnxplace" / "costs"
@@ -164,17 +164,17 @@ def test_the_folder_is_where_the_system_wants_it(monkeypatch, tmp_path):
     assert measurement_cache.folder() == tmp_path / ".cache" / "onnxplace" / "costs"
 
 
-def test_parts_of_a_key_are_not_run_together():
+def test_boundaries_between_parts_of_a_key_matter():
     assert measurement_cache.key(["ab", "c"]) != measurement_cache.key(["a", "bc"])
     assert measurement_cache.key(["ab", "c"]) == measurement_cache.key([b"ab", b"c"])
 
 
-def test_the_command_measures_once_unless_told_otherwise(run_cli, model_file, measurements):
+def test_the_command_measures_once_unless_the_cache_is_off(run_cli, model_file, measured_models):
     options = ("compile", model_file, "--shape", "batch=4", "--devices", "cpu:0,cpu:1", "--placer", "single", "--force")
     for more, count in (((), 1), ((), 1), (("--no-cache",), 2)):
-        ran = run_cli(*options, *more)
-        assert ran.code == 0, ran.err
-        assert len(measurements) == count
+        result = run_cli(*options, *more)
+        assert result.code == 0, result.err
+        assert len(measured_models) == count
 
 
 LONG = ["a" * 3000, "b" * 3000]
@@ -191,12 +191,12 @@ LONG = ["a" * 3000, "b" * 3000]
     ],
     ids=["text", "texts", "list", "shape", "digits"],
 )
-def test_all_of_an_input_counts_in_a_key(one, other):
+def test_every_element_of_an_input_matters_in_a_key(one, other):
     assert measurement_cache.described(one) == measurement_cache.described(copy.deepcopy(one))
     assert measurement_cache.described(one) != measurement_cache.described(other)
 
 
-def test_a_library_that_was_built_anew_is_another_one(tmp_path):
+def test_a_rebuilt_library_has_another_key(tmp_path):
     path = tmp_path / "library.so"
     path.write_bytes(b"one")
     first = measurement_cache.file_described(str(path))

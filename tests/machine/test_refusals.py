@@ -1,4 +1,4 @@
-"""What ONNX Runtime refuses: the operator and type that it has no kernel for, and a disk that is full."""
+"""Refusals of ONNX Runtime are explained: an operator and type without a kernel, a full disk."""
 
 import os
 import subprocess
@@ -28,12 +28,12 @@ INSIDE = f"""{HEADER} g (bool[] c, bfloat16[2] x) => (bfloat16[2] y) {{
     [
         (PLAIN, "part, node 'first'", "bfloat16"),
         (NAMELESS, "part", "bfloat16"),
-        (TWO_NAMELESS, "part", "the types it has here"),
+        (TWO_NAMELESS, "part", "its input types"),
         (INSIDE, "part, node 'inner'", "bfloat16"),
     ],
     ids=["plain", "nameless", "two nameless", "inside"],
 )
-def test_a_missing_kernel_is_told_by_operator_and_type(text, where, types):
+def test_a_missing_kernel_is_reported_with_operator_and_type(text, where, types):
     with pytest.raises(ModelError) as caught:
         open_session(parser.parse_model(text).SerializeToString(), session_options([0]), where="part")
     problem = caught.value
@@ -43,38 +43,39 @@ def test_a_missing_kernel_is_told_by_operator_and_type(text, where, types):
     assert "opset" not in problem.hint
 
 
-def test_a_model_in_a_file_is_told_about_in_the_same_way(tmp_path):
+def test_a_missing_kernel_is_reported_for_models_in_files(tmp_path):
     onnx.save(parser.parse_model(PLAIN), tmp_path / "m.onnx")
     with pytest.raises(ModelError, match="no kernel of Add \\(opset 14\\) for bfloat16"):
         open_session(tmp_path / "m.onnx", session_options([0]))
 
 
 @pytest.mark.parametrize("model", [b"junk", b"", Path("nowhere.onnx")], ids=["junk", "empty", "no file"])
-def test_whatever_the_model_is_the_missing_kernel_is_told(model):
+def test_a_missing_kernel_is_reported_even_if_the_model_cannot_be_read(model):
     problem = RuntimeError("[ONNXRuntimeError] : 9 : Could not find an implementation for Add(14) node with name 'x'")
-    told = explain_refusal(problem, model, "", "cuda:0", "here")
-    assert told.message == "ONNX Runtime has no kernel of Add (opset 14) for the types it has here on a GPU"
+    error = explain_refusal(problem, model, "", "cuda:0", "here")
+    assert error.message == "ONNX Runtime has no kernel of Add (opset 14) for its input types on a GPU"
 
 
 def test_large_models_are_not_searched_for_types(monkeypatch):
     monkeypatch.setattr(refusals, "MAX_SEARCHED_BYTES", 10)
-    with pytest.raises(ModelError, match="the types it has here"):
+    with pytest.raises(ModelError, match="its input types"):
         open_session(parser.parse_model(PLAIN).SerializeToString(), session_options([0]))
 
 
-def test_the_command_tells_of_a_missing_kernel(run_cli, tmp_path):
+def test_the_command_reports_a_missing_kernel(run_cli, tmp_path):
     onnx.save(parser.parse_model(PLAIN), tmp_path / "m.onnx")
-    ran = run_cli("compile", tmp_path / "m.onnx", "--devices", "cpu:0,cpu:1")
-    assert ran.code == 2
-    assert "error[M012] g, node 'first': ONNX Runtime has no kernel of Add (opset 14) for bfloat16 on a CPU" in ran.err
-    assert "older opset" not in ran.err
+    result = run_cli("compile", tmp_path / "m.onnx", "--devices", "cpu:0,cpu:1")
+    assert result.code == 2
+    message = "error[M012] g, node 'first': ONNX Runtime has no kernel of Add (opset 14) for bfloat16 on a CPU"
+    assert message in result.err
+    assert "older opset" not in result.err
 
 
 # ---------------------------------------------------------------------------------------------- no space
 
 
-def chain(count: int, width: int) -> onnx.ModelProto:
-    """Return a model of small nodes in a row, the first of which adds a weight of `width` numbers."""
+def build_chain(count: int, width: int) -> onnx.ModelProto:
+    """Return a model of nodes in a row, the first of which adds a weight of `width` numbers."""
     nodes = [helper.make_node("Add", ["x", "w"], ["v0"], name="add")]
     nodes += [helper.make_node("Tanh", [f"v{n}"], [f"v{n + 1}"], name=f"n{n}") for n in range(count)]
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [width]) for name in ("x", f"v{count}")]
@@ -91,34 +92,34 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no limits of a process there")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limits")
 @pytest.mark.parametrize(("count", "width"), [(2, 100_000), (60, 10)], ids=["weights", "profile"])
-def test_too_little_space_for_temporary_files_is_told_as_such(tmp_path, count, width):
-    """Slow: it is another process, as the limit cannot be raised again."""
-    onnx.save(chain(count, width), tmp_path / "m.onnx")
+def test_lack_of_space_for_temporary_files_is_reported(tmp_path, count, width):
+    """Slow: it needs another process, since the limit cannot be raised again."""
+    onnx.save(build_chain(count, width), tmp_path / "m.onnx")
     command = [sys.executable, "-c", SMALL_FILES, "compile", "m.onnx", "--devices", "cpu:0", "--no-trial"]
-    # Without the cache, whose files would be too large as well.
-    done = subprocess.run(
+    # The files of the cache would exceed the limit as well.
+    result = subprocess.run(
         [*command, "--no-cache"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    assert done.returncode == 4, done.stderr
-    assert "error[E001]" in done.stderr
-    assert "no space left" in done.stderr
-    assert "TMPDIR" in done.stderr
+    assert result.returncode == 4, result.stderr
+    assert "error[E001]" in result.stderr
+    assert "no space left" in result.stderr
+    assert "TMPDIR" in result.stderr
 
 
-def test_space_is_found_where_there_is_some_and_missed_where_there_is_none(tmp_path):
+def test_a_full_disk_is_recognised(tmp_path):
     assert find_disk_full(str(tmp_path)) is None
     missing = find_disk_full(str(tmp_path), 1 << 60)
     assert isinstance(missing, ExecutionError)
     assert (missing.code, missing.where) == ("E001", str(tmp_path))
 
 
-def test_a_refusal_where_nothing_is_written_is_not_about_space(tmp_path):
+def test_without_a_written_folder_a_refusal_is_not_for_lack_of_space(tmp_path):
     problem = RuntimeError("[ONNXRuntimeError] : 1 : FAIL : odd")
     assert explain_refusal(problem, b"", "", "cpu:0", "here").code == "M012"
     assert explain_refusal(problem, b"", str(tmp_path), "cpu:0", "here").code == "M012"

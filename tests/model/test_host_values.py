@@ -1,4 +1,4 @@
-"""Sequences, optionals, maps and strings cannot live on a GPU: who makes and reads them stays together on a host."""
+"""Sequences, optionals, maps and strings cannot be on a GPU: their producers and readers stay together on a host."""
 
 import os
 
@@ -42,60 +42,62 @@ MODELS = {
 }
 
 
-def compiled(model: str, folder: Path, devices: tuple[Device, ...], device_map: dict[str, str]) -> Compiled:
+def compile_on(model: str, folder: Path, devices: tuple[Device, ...], device_map: dict[str, str]) -> Compiled:
+    """Compile a model for these devices, with nodes placed by a device map."""
     (folder / "map.json").write_text(json.dumps(device_map))
     steps = f"profile{{estimate=true}},coplace{{join=never,device_map={folder / 'map.json'}}},fuse,m-etf,split,emit"
     proto = parser.parse_model(HEADER + model)
     return compile_model(proto, folder / "bundle", target=Target(devices), pipeline=steps)
 
 
-def devices_of(made: Compiled) -> dict[str, str]:
+def find_devices(compiled: Compiled) -> dict[str, str]:
+    """Return the device of each node."""
     import onnx
 
     return {
         node.name: segment.device
-        for segment in made.bundle.manifest.segments
-        for node in onnx.load(made.bundle.file(segment.file)).graph.node
+        for segment in compiled.bundle.manifest.segments
+        for node in onnx.load(compiled.bundle.file(segment.file)).graph.node
     }
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_what_a_gpu_cannot_hold_stays_on_the_host_device(tmp_path: Path, kind: str):
-    wanted = {"first": "cuda:0", "last": "cuda:1"}
-    made = compiled(MODELS[kind], tmp_path, (*GPUS, Device("cpu:0", 1 << 30)), wanted)
-    found = devices_of(made)
-    assert {found[name] for name in ("pack", "take") if name in found} == {"cpu:0"}
-    assert {name: found[name] for name in wanted} == wanted
-    (note,) = [note for note in made.diagnostics if note.code == "G012"]
+def test_host_values_stay_on_the_host_device(tmp_path: Path, kind: str):
+    device_map = {"first": "cuda:0", "last": "cuda:1"}
+    compiled = compile_on(MODELS[kind], tmp_path, (*GPUS, Device("cpu:0", 1 << 30)), device_map)
+    devices = find_devices(compiled)
+    assert {devices[name] for name in ("pack", "take") if name in devices} == {"cpu:0"}
+    assert {name: devices[name] for name in device_map} == device_map
+    (note,) = [note for note in compiled.diagnostics if note.code == "G012"]
     assert note.where == "cpu:0"
     for word in ("pack", "sequence" if kind == "map" else kind, "GPU"):
         assert word in note.message
 
 
-def test_without_a_host_device_they_stay_together_and_the_note_says_how_to_do_better(tmp_path: Path):
-    made = compiled(MODELS["sequence"], tmp_path, GPUS, {"first": "cuda:0", "last": "cuda:1"})
-    found = devices_of(made)
-    assert found["pack"] == found["take"]
-    (note,) = [note for note in made.diagnostics if note.code == "G012"]
+def test_without_a_host_device_they_stay_together_and_the_note_names_one(tmp_path: Path):
+    compiled = compile_on(MODELS["sequence"], tmp_path, GPUS, {"first": "cuda:0", "last": "cuda:1"})
+    devices = find_devices(compiled)
+    assert devices["pack"] == devices["take"]
+    (note,) = [note for note in compiled.diagnostics if note.code == "G012"]
     assert "cpu:0" in note.hint
 
 
-def test_the_users_own_placement_wins(tmp_path: Path):
-    made = compiled(MODELS["sequence"], tmp_path, (*GPUS, Device("cpu:0", 1 << 30)), {"take": "cuda:1"})
-    found = devices_of(made)
-    assert found["pack"] == found["take"] == "cuda:1"
-    (note,) = [note for note in made.diagnostics if note.code == "G012"]
+def test_the_placement_of_the_user_takes_precedence(tmp_path: Path):
+    compiled = compile_on(MODELS["sequence"], tmp_path, (*GPUS, Device("cpu:0", 1 << 30)), {"take": "cuda:1"})
+    devices = find_devices(compiled)
+    assert devices["pack"] == devices["take"] == "cuda:1"
+    (note,) = [note for note in compiled.diagnostics if note.code == "G012"]
     assert note.where == "cuda:1"
 
 
-def test_on_cpu_devices_alone_they_may_cross(tmp_path: Path):
+def test_between_cpu_devices_host_values_may_cross(tmp_path: Path):
     cpus = (Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30))
-    made = compiled(MODELS["sequence"], tmp_path, cpus, {"pack": "cpu:0", "take": "cpu:1"})
-    assert devices_of(made)["pack"] != devices_of(made)["take"]
-    assert not [note for note in made.diagnostics if note.code == "G012"]
+    compiled = compile_on(MODELS["sequence"], tmp_path, cpus, {"pack": "cpu:0", "take": "cpu:1"})
+    assert find_devices(compiled)["pack"] != find_devices(compiled)["take"]
+    assert not [note for note in compiled.diagnostics if note.code == "G012"]
 
 
-def test_models_of_plain_tensors_hear_nothing_of_it(tmp_path: Path):
+def test_models_of_plain_tensors_get_no_note(tmp_path: Path):
     model = "graph (float[2, 3] x) => (float[2, 3] y) { [first] a = Neg(x) [last] y = Abs(a) }"
-    made = compiled(model, tmp_path, (*GPUS, Device("cpu:0", 1 << 30)), {"first": "cuda:0"})
-    assert not [note for note in made.diagnostics if note.code == "G012"]
+    compiled = compile_on(model, tmp_path, (*GPUS, Device("cpu:0", 1 << 30)), {"first": "cuda:0"})
+    assert not [note for note in compiled.diagnostics if note.code == "G012"]

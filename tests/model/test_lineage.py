@@ -1,4 +1,4 @@
-"""What `verify` makes of an output: how far off it may be, and what of it random numbers leave to compare."""
+"""Lineage of outputs: the tolerance that `verify` applies, and outputs that depend on random numbers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import numpy as np
 import pytest
 from onnx import ModelProto, numpy_helper, parser
 
-from onnxplace.evaluation import OutputDifference, lineages_of_bundle
+from onnxplace.evaluation import OutputDifference
 from onnxplace.evaluation.compare import difference
-from onnxplace.model import Lineage, is_quantising
+from onnxplace.model import Lineage, is_quantising, output_lineages
 from tests.conftest import Ran
 from tests.end_to_end.test_split_property import RandomPlacement, compiled_with
 
 HEAD = '<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]> g '
 
 
-def model(text: str) -> ModelProto:
+def parse_model(text: str) -> ModelProto:
     return parser.parse_model(HEAD + text)
 
 
-def traced(text: str, states: Mapping[str, str] | None = None) -> dict[str, Lineage]:
-    return lineages_of_bundle(model(text), states or {})
+def trace_outputs(text: str, states: Mapping[str, str] | None = None) -> dict[str, Lineage]:
+    return output_lineages(parse_model(text), states or {})
 
 
 # ------------------------------------------------------------------------------------------------------------ types
@@ -41,7 +41,7 @@ def traced(text: str, states: Mapping[str, str] | None = None) -> dict[str, Line
         ("(float[4] x) => (float[4] y) { h = Cast<to=10>(x) n = Neg(h) y = Cast<to=1>(n) }", {"float16", "float32"}),
         ("(float[4] x) => (float[4] y) { h = Cast<to=16>(x) y = CastLike(h, x) }", {"bfloat16", "float32"}),
         ("(double[4] x) => (double[4] y) { h = Cast<to=1>(x) y = Cast<to=11>(h) }", {"float32", "float64"}),
-        # Neither constants nor inputs are rounded differently when the model is cut.
+        # A cut does not change how constants and inputs are rounded.
         ("(float[4] x) => (float[4] y) <float16[4] w = {1, 2, 3, 4}> { v = Cast<to=1>(w) y = Mul(x, v) }", {"float32"}),
         ("(float16[4] x) => (float[4] y) { y = Cast<to=1>(x) }", {"float32"}),
         # The elements of `h` do not matter to `y`.
@@ -57,36 +57,36 @@ def traced(text: str, states: Mapping[str, str] | None = None) -> dict[str, Line
         ),
     ],
 )
-def test_the_types_of_an_output_are_those_its_values_are_rounded_to_on_the_way(text: str, types: set[str]):
-    assert traced(text)["y"].types - {"bool"} == types
+def test_an_output_has_the_types_that_its_values_are_rounded_to_on_the_way(text: str, types: set[str]):
+    assert trace_outputs(text)["y"].types - {"bool"} == types
 
 
-def test_a_state_brings_the_types_and_random_numbers_of_the_step_before():
+def test_a_state_has_the_types_and_random_numbers_of_the_previous_step():
     text = """(float[4] x, float[4] past) => (float[4] y, float[4] present) {
         y = Add(x, past)
         h = Cast<to=10>(x)
         n = RandomNormalLike(h)
         present = Cast<to=1>(n)
     }"""
-    assert traced(text)["y"] == Lineage(frozenset({"float32"}))
-    carried = traced(text, {"past": "present"})["y"]
+    assert trace_outputs(text)["y"] == Lineage(frozenset({"float32"}))
+    carried = trace_outputs(text, {"past": "present"})["y"]
     assert carried.types == {"float16", "float32"}
     assert len(carried.random_nodes) == 1
 
 
 @pytest.mark.parametrize(("through", "error"), [("float16", 1e-2), ("bfloat16", 4e-2), ("float8_e5m2", 0.2)])
-def test_the_coarsest_type_on_the_way_decides_how_far_off_an_output_may_be(through: str, error: float):
-    want = np.array([1.0, -4.0], np.float32)
-    got = want * np.float32(1 + error)
-    assert not difference("y", got, want).equal
-    assert difference("y", got, want, Lineage(frozenset({"float32", through}))).equal
-    assert not difference("y", got * 2, want, Lineage(frozenset({"float32", through}))).equal
+def test_the_coarsest_type_on_the_way_determines_the_tolerance(through: str, error: float):
+    expected = np.array([1.0, -4.0], np.float32)
+    actual = expected * np.float32(1 + error)
+    assert not difference("y", actual, expected).equal
+    assert difference("y", actual, expected, Lineage(frozenset({"float32", through}))).equal
+    assert not difference("y", actual * 2, expected, Lineage(frozenset({"float32", through}))).equal
     assert not difference("y", np.array([1]), np.array([2]), Lineage(frozenset({through}))).equal
 
 
-def half_precision() -> ModelProto:
+def build_half_precision_model() -> ModelProto:
     """Return products in float16 whose input and output are float32."""
-    proto = model(
+    proto = parse_model(
         """(float[8, 64] x) => (float[8, 64] y) {
             a = Cast<to=10>(x) b = MatMul(a, v) c = Tanh(b) d = MatMul(c, w) y = Cast<to=1>(d)
         }"""
@@ -98,22 +98,24 @@ def half_precision() -> ModelProto:
     return proto
 
 
-def test_a_model_that_computes_in_float16_and_returns_float32_is_called_equal(
+def test_float16_on_the_way_to_a_float32_output_widens_the_tolerance(
     tmp_path: Path, run_cli: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ):
-    bundle = compiled_with(half_precision(), RandomPlacement((0, 1)), tmp_path)
-    # The difference depends on the kernels of this machine: let it be what the tester saw.
+    bundle = compiled_with(build_half_precision_model(), RandomPlacement((0, 1)), tmp_path)
+    # The difference depends on the kernels of this machine: use the one of a bug report.
     from onnxplace.evaluation import compare
 
     seen: list[OutputDifference] = []
 
-    def off(name: str, got: object, want: np.ndarray, lineage: Lineage | None = None) -> OutputDifference:
-        seen.append(difference(name, want * np.float32(1.0016), want, lineage))
+    def report_difference(
+        name: str, actual: object, expected: np.ndarray, lineage: Lineage | None = None
+    ) -> OutputDifference:
+        seen.append(difference(name, expected * np.float32(1.0016), expected, lineage))
         return seen[-1]
 
-    monkeypatch.setattr(compare, "difference", off)
-    ran = run_cli("verify", bundle.path)
-    assert ran.code == 0, ran.out
+    monkeypatch.setattr(compare, "difference", report_difference)
+    result = run_cli("verify", bundle.path)
+    assert result.code == 0, result.out
     assert seen[0].max_rel_error == pytest.approx(0.0016, rel=0.01)
 
 
@@ -135,16 +137,16 @@ def test_a_model_that_computes_in_float16_and_returns_float32_is_called_equal(
         ("y = MatMulInteger(x, w)", True),
     ],
 )
-def test_models_that_round_to_few_values_are_known_by_their_nodes(node: str, rounds: bool):
+def test_nodes_that_round_to_few_values_are_recognised(node: str, rounds: bool):
     text = f"(float[4] x, float s, uint8[4] w) => (float[4] y) {{ {node} }}"
-    assert is_quantising(model(text)) is rounds
+    assert is_quantising(parse_model(text)) is rounds
     inside = f"(float[4] x, float s, uint8[4] w, bool c) => (float[4] z) {{ z = If(c) <then_branch = t () => (y) {{ {node} }}, else_branch = f () => (u) {{ u = Neg(x) }}> }}"  # noqa: E501 - one line is easier to read here
-    assert is_quantising(model(inside)) is rounds
+    assert is_quantising(parse_model(inside)) is rounds
 
 
 # --------------------------------------------------------------------------------------------------- random numbers
 
-# Unless it has a seed, ONNX Runtime seeds a random node by its number: the first node of each model makes these differ.
+# ONNX Runtime seeds a random node without a seed by its number, which the first node of each model shifts.
 DRAWING = {
     "normal": "(float[4] x) => (float[4] y) { a = Neg(x) [noise] r = RandomNormal<shape=[4]>() y = Add(a, r) }",
     "normal like": "(float[4] x) => (float[4] y) { a = Neg(x) [noise] r = RandomNormalLike(a) y = Add(x, r) }",
@@ -155,7 +157,7 @@ DRAWING = {
     "bernoulli": "(float[400] x) => (float[400] y) { s = Sigmoid(x) [noise] y = Bernoulli(s) }",
     "dropout": """(float[400] x) => (float[400] y) <float r = {0.5}, bool t = {1}> { a = Neg(x)
         [noise] d = Dropout(a, r, t) y = Neg(d) }""",
-    "in a body": """(float[4] x) => (float[4] y) <bool c = {1}> { a = Neg(x) y = If(c) <
+    "in a subgraph": """(float[4] x) => (float[4] y) <bool c = {1}> { a = Neg(x) y = If(c) <
         then_branch = t () => (float[4] u) { b = Abs(a) [noise] r = RandomNormalLike(b) u = Add(b, r) },
         else_branch = f () => (float[4] v) { v = Neg(x) }> }""",
     "number of elements": """(float[400] x) => (int64[1, n] y) { s = Sigmoid(x) [noise] b = Bernoulli(s)
@@ -164,32 +166,32 @@ DRAWING = {
 
 
 @pytest.mark.parametrize("text", DRAWING.values(), ids=[*DRAWING])
-def test_an_output_that_depends_on_random_numbers_is_named_and_not_called_different(
+def test_an_output_that_depends_on_random_numbers_is_reported_as_random(
     tmp_path: Path, run_cli: Callable[..., Ran], text: str
 ):
-    bundle = compiled_with(model(text), RandomPlacement((0, 1)), tmp_path)
-    ran = run_cli("verify", bundle.path)
-    assert ran.code == 0, ran.out
-    assert ran.out.startswith("random y  depends on random numbers of 'noise'")
-    assert "elements are not compared" in ran.out
-    ran = run_cli("verify", bundle.path, "--json")
-    found = json.loads(ran.out)
-    assert (ran.code, found["equal"]) == (0, True)
-    assert found["outputs"] == [
+    bundle = compiled_with(parse_model(text), RandomPlacement((0, 1)), tmp_path)
+    result = run_cli("verify", bundle.path)
+    assert result.code == 0, result.out
+    assert result.out.startswith("random y  depends on random numbers of 'noise'")
+    assert "elements are not compared" in result.out
+    result = run_cli("verify", bundle.path, "--json")
+    report = json.loads(result.out)
+    assert (result.code, report["equal"]) == (0, True)
+    assert report["outputs"] == [
         {"name": "y", "equal": True, "max_abs_error": None, "max_rel_error": None, "random_nodes": ["noise"]}
     ]
 
 
-def test_outputs_beside_random_ones_are_compared_as_ever(tmp_path: Path, run_cli: Callable[..., Ran]):
+def test_outputs_next_to_random_ones_are_still_compared(tmp_path: Path, run_cli: Callable[..., Ran]):
     text = """(float[4] x) => (float[4] y, float[4] z) <float[4] w = {WEIGHTS}> {
         m = Mul(x, w) z = Neg(m) [noise] r = RandomNormalLike(z) y = Add(x, r) }"""
-    bundle = compiled_with(model(text.replace("WEIGHTS", "1, 2, 3, 4")), RandomPlacement((0, 1)), tmp_path)
-    (tmp_path / "other.onnx").write_bytes(model(text.replace("WEIGHTS", "1, 2, 3, 5")).SerializeToString())
+    bundle = compiled_with(parse_model(text.replace("WEIGHTS", "1, 2, 3, 4")), RandomPlacement((0, 1)), tmp_path)
+    (tmp_path / "other.onnx").write_bytes(parse_model(text.replace("WEIGHTS", "1, 2, 3, 5")).SerializeToString())
     assert "equal  z" in run_cli("verify", bundle.path).out
-    ran = run_cli("verify", bundle.path, "--against", tmp_path / "other.onnx")
-    assert ran.code == 1
-    assert "DIFFERS z" in ran.out
-    assert "random y" in ran.out
+    result = run_cli("verify", bundle.path, "--against", tmp_path / "other.onnx")
+    assert result.code == 1
+    assert "DIFFERS z" in result.out
+    assert "random y" in result.out
 
 
 @pytest.mark.parametrize(
@@ -202,32 +204,32 @@ def test_outputs_beside_random_ones_are_compared_as_ever(tmp_path: Path, run_cli
     ],
     ids=["dropout of inference", "dropout without a mode", "only the shape", "another output"],
 )
-def test_what_does_not_depend_on_random_numbers_is_not_called_random(text: str):
-    assert traced(text)["y"].random_nodes == frozenset()
+def test_outputs_that_do_not_depend_on_random_numbers_are_not_random(text: str):
+    assert trace_outputs(text)["y"].random_nodes == frozenset()
 
 
 def test_random_outputs_must_agree_in_type_shape_and_finiteness():
     drawn = Lineage(frozenset({"float32"}), frozenset({"noise"}))
-    want = np.array([1.0, 2.0], np.float32)
-    assert difference("y", want + 1, want, drawn) == OutputDifference("y", True, np.inf, np.inf, ("noise",))
-    assert difference("y", want, want, drawn) == difference("y", want, want)
-    assert difference("y", want + np.nan, want + np.nan, drawn).equal
-    for wrong in (want.astype(np.float64), want[:1], want + np.inf, want * np.nan, None, [want]):
-        assert not difference("y", wrong, want, drawn).equal
-    assert difference("y", [want, want + 1], [want, want], drawn).random_nodes == ("noise",)
-    assert not difference("y", [want], [want, want], drawn).equal
+    expected = np.array([1.0, 2.0], np.float32)
+    assert difference("y", expected + 1, expected, drawn) == OutputDifference("y", True, np.inf, np.inf, ("noise",))
+    assert difference("y", expected, expected, drawn) == difference("y", expected, expected)
+    assert difference("y", expected + np.nan, expected + np.nan, drawn).equal
+    for wrong in (expected.astype(np.float64), expected[:1], expected + np.inf, expected * np.nan, None, [expected]):
+        assert not difference("y", wrong, expected, drawn).equal
+    assert difference("y", [expected, expected + 1], [expected, expected], drawn).random_nodes == ("noise",)
+    assert not difference("y", [expected], [expected, expected], drawn).equal
     longer = Lineage(frozenset({"float32"}), frozenset({"noise"}), shape_is_drawn=True)
-    assert difference("y", want[:1], want, longer).equal
-    assert difference("y", [want + 1], [want, want], longer).equal
+    assert difference("y", expected[:1], expected, longer).equal
+    assert difference("y", [expected + 1], [expected, expected], longer).equal
 
 
 def test_maps_are_compared_key_by_key_within_tolerance_and_kinds_are_not_mixed():
-    want = [{"a": 1.0, "b": 2.0}, {"a": 3.0}]
+    expected = [{"a": 1.0, "b": 2.0}, {"a": 3.0}]
     near = Lineage(frozenset({"float32"}))
-    assert difference("y", [{"a": 1.0001, "b": 2.0}, {"a": 3.0}], want, near).equal
-    assert not difference("y", [{"a": 1.1, "b": 2.0}, {"a": 3.0}], want, near).equal
-    assert not difference("y", [{"a": 1.0}, {"a": 3.0}], want, near).equal
-    assert not difference("y", [{"a": 1.0, "c": 2.0}, {"a": 3.0}], want, near).equal
+    assert difference("y", [{"a": 1.0001, "b": 2.0}, {"a": 3.0}], expected, near).equal
+    assert not difference("y", [{"a": 1.1, "b": 2.0}, {"a": 3.0}], expected, near).equal
+    assert not difference("y", [{"a": 1.0}, {"a": 3.0}], expected, near).equal
+    assert not difference("y", [{"a": 1.0, "c": 2.0}, {"a": 3.0}], expected, near).equal
     array = np.ones(2, np.float32)
     for one, other in ((None, array), (array, [array, array[:1]]), ({"a": 1.0}, array), (None, [])):
         assert difference("y", one, other).equal is False
@@ -235,17 +237,17 @@ def test_maps_are_compared_key_by_key_within_tolerance_and_kinds_are_not_mixed()
     assert difference("y", None, None).equal is True
 
 
-def test_an_error_that_is_no_number_is_null_in_json(tmp_path: Path, run_cli: Callable[..., Ran]):
+def test_a_nan_error_is_null_in_json(tmp_path: Path, run_cli: Callable[..., Ran]):
     text = "(float[4] x) => (float[4] y) <float[4] w = {WEIGHTS}> { m = Mul(x, w) y = Neg(m) }"
-    bundle = compiled_with(model(text.replace("WEIGHTS", "1, 2, 3, nan")), RandomPlacement((0, 1)), tmp_path)
-    (tmp_path / "other.onnx").write_bytes(model(text.replace("WEIGHTS", "1, 2, 3, 4")).SerializeToString())
-    ran = run_cli("verify", bundle.path, "--against", tmp_path / "other.onnx", "--json")
-    found = json.loads(ran.out, parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
-    assert (ran.code, found["outputs"][0]["max_abs_error"]) == (1, None)
+    bundle = compiled_with(parse_model(text.replace("WEIGHTS", "1, 2, 3, nan")), RandomPlacement((0, 1)), tmp_path)
+    (tmp_path / "other.onnx").write_bytes(parse_model(text.replace("WEIGHTS", "1, 2, 3, 4")).SerializeToString())
+    result = run_cli("verify", bundle.path, "--against", tmp_path / "other.onnx", "--json")
+    report = json.loads(result.out, parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
+    assert (result.code, report["outputs"][0]["max_abs_error"]) == (1, None)
 
 
-def test_whole_numbers_that_differ_say_by_how_much():
-    found = difference("n", np.array([2, 5]), np.array([2, 4]))
-    assert (found.equal, found.max_abs_error, found.max_rel_error) == (False, 1.0, 0.25)
+def test_errors_of_whole_numbers_are_reported():
+    report = difference("n", np.array([2, 5]), np.array([2, 4]))
+    assert (report.equal, report.max_abs_error, report.max_rel_error) == (False, 1.0, 0.25)
     large = np.array([1 << 62, (1 << 62) + 1])
     assert not difference("n", large, large[::-1]).equal

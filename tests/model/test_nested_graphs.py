@@ -1,4 +1,4 @@
-"""Control flow and local functions as units: what bodies capture, hold and cost."""
+"""Control flow and local functions: captures, weights and costs of subgraphs."""
 
 import os
 
@@ -14,7 +14,7 @@ from onnx import ModelProto, TensorProto, external_data_helper, helper, numpy_he
 
 from onnxplace.errors import ModelError, UsageError
 from onnxplace.model import Model, captured_names, load
-from onnxplace.model.nested_graphs import rename
+from onnxplace.model.nested_graphs import rename_reads
 from onnxplace.passes.profiling import estimate_seconds
 from onnxplace.passes.profiling.roofline import MAX_TURNS
 from tests.end_to_end.test_split_property import RandomPlacement, assert_same, compiled_with, run_together
@@ -25,22 +25,23 @@ X = np.array([[1, -2, 3], [-4, 5, -6]], dtype=np.float32)
 LARGE = np.arange(2 * 300, dtype=np.float32).reshape(2, 300)[:, :3].repeat(150, axis=0)  # 3600 bytes
 
 
-def parsed(text: str) -> ModelProto:
+def parse_model(text: str) -> ModelProto:
     return parser.parse_model(text if text.startswith("<") else HEADER + text)
 
 
-def branch(model: ModelProto, node: str, attribute: str) -> onnx.GraphProto:
+def find_branch(model: ModelProto, node: str, attribute: str) -> onnx.GraphProto:
+    """Return the subgraph of the first node of type `node`."""
     return next(a.g for n in model.graph.node if n.op_type == node for a in n.attribute if a.name == attribute)
 
 
-def check(model: ModelProto | Path, folder: Path, *feeds: Feeds) -> None:
-    """Cut a model at every node, and compare what it computes."""
+def check_cut(model: ModelProto | Path, folder: Path, *feeds: Feeds) -> None:
+    """Cut a model at every node, and compare its outputs with those of the whole model."""
     bundle = compiled_with(model, RandomPlacement((0, 1)), folder, optimized=False)
     whole = onnx.load(model) if isinstance(model, Path) else model
     assert_same(run_together(bundle, feeds), reference(whole, feeds))
 
 
-# --- weights inside bodies ----------------------------------------------------------------------------------------
+# --- weights inside subgraphs -------------------------------------------------------------------------------------
 
 
 IF = """graph (float[300, 3] x, bool c) => (float[300, 3] y) {
@@ -54,36 +55,36 @@ IF = """graph (float[300, 3] x, bool c) => (float[300, 3] y) {
 IF_FEEDS: tuple[Feeds, ...] = tuple({"x": LARGE, "c": np.array(c)} for c in (True, False))
 
 
-def test_large_weights_of_bodies_become_the_models_own(tmp_path: Path):
-    model = parsed(IF)
-    for name, factor in (("then_branch", 2), ("else_branch", 3)):  # of one name, which siblings may share
-        branch(model, "If", name).initializer.append(numpy_helper.from_array(LARGE * factor, "w"))
-    found = load(model)
-    assert len(found.initializers) == 2
-    assert all(not list(g.initializer) for n in found.nodes for a in n.attribute for g in [a.g] if a.HasField("g"))
-    node = next(index for index, item in enumerate(found.nodes) if item.op_type == "If")
-    assert set(found.initializers) < set(found.reads[node])
-    check(model, tmp_path, *IF_FEEDS)
+def test_large_weights_of_subgraphs_become_initializers_of_the_model(tmp_path: Path):
+    model = parse_model(IF)
+    for name, factor in (("then_branch", 2), ("else_branch", 3)):  # siblings may share a name
+        find_branch(model, "If", name).initializer.append(numpy_helper.from_array(LARGE * factor, "w"))
+    loaded = load(model)
+    assert len(loaded.initializers) == 2
+    assert all(not list(g.initializer) for n in loaded.nodes for a in n.attribute for g in [a.g] if a.HasField("g"))
+    node = next(index for index, item in enumerate(loaded.nodes) if item.op_type == "If")
+    assert set(loaded.initializers) < set(loaded.reads[node])
+    check_cut(model, tmp_path, *IF_FEEDS)
 
 
-def test_large_constants_of_bodies_become_the_models_own(tmp_path: Path):
-    model = parsed(IF)
+def test_large_constants_of_subgraphs_become_initializers_of_the_model(tmp_path: Path):
+    model = parse_model(IF)
     for name in ("then_branch", "else_branch"):
-        body = branch(model, "If", name)
-        body.node.insert(0, helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(LARGE)))
+        subgraph = find_branch(model, "If", name)
+        subgraph.node.insert(0, helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(LARGE)))
     assert len(load(model).initializers) == 2
-    check(model, tmp_path, *IF_FEEDS)
+    check_cut(model, tmp_path, *IF_FEEDS)
 
 
-def test_large_weights_of_bodies_that_lie_in_a_file_stay_there(tmp_path: Path):
-    model = parsed(IF)
+def test_external_weights_of_subgraphs_stay_in_their_file(tmp_path: Path):
+    model = parse_model(IF)
     for name in ("then_branch", "else_branch"):
-        branch(model, "If", name).initializer.append(numpy_helper.from_array(LARGE, "w"))
-    check(model, tmp_path / "inside", *IF_FEEDS)
+        find_branch(model, "If", name).initializer.append(numpy_helper.from_array(LARGE, "w"))
+    check_cut(model, tmp_path / "inside", *IF_FEEDS)
     path = tmp_path / "model.onnx"
     with (tmp_path / "data.bin").open("wb") as file:
         for name in ("then_branch", "else_branch"):
-            tensor = branch(model, "If", name).initializer[0]
+            tensor = find_branch(model, "If", name).initializer[0]
             external_data_helper.set_external_data(tensor, "data.bin", file.tell(), len(tensor.raw_data))
             file.write(tensor.raw_data)
             tensor.ClearField("raw_data")
@@ -94,8 +95,8 @@ def test_large_weights_of_bodies_that_lie_in_a_file_stay_there(tmp_path: Path):
         assert tensor.data_location == TensorProto.EXTERNAL
 
 
-def test_a_weight_that_a_body_returns_or_may_be_given_stays_inside(tmp_path: Path):
-    model = parsed(
+def test_a_weight_that_a_subgraph_returns_stays_inside(tmp_path: Path):
+    model = parse_model(
         """graph (float[300, 3] x, bool c) => (float[300, 3] y) {
             a = Neg(x)
             b = If(c) <
@@ -105,13 +106,13 @@ def test_a_weight_that_a_body_returns_or_may_be_given_stays_inside(tmp_path: Pat
             y = Neg(b)
         }"""
     )
-    branch(model, "If", "then_branch").initializer.append(numpy_helper.from_array(LARGE, "w"))
+    find_branch(model, "If", "then_branch").initializer.append(numpy_helper.from_array(LARGE, "w"))
     assert not load(model).initializers
-    check(model, tmp_path, *IF_FEEDS)
+    check_cut(model, tmp_path, *IF_FEEDS)
 
 
-def test_weights_of_nested_bodies_keep_to_the_names_in_sight(tmp_path: Path):
-    model = parsed(
+def test_weights_of_nested_subgraphs_respect_scopes(tmp_path: Path):
+    model = parse_model(
         """graph (float[300, 3] x, bool c) => (float[300, 3] y) {
             a = Neg(x)
             b = If(c) <
@@ -128,15 +129,15 @@ def test_weights_of_nested_bodies_keep_to_the_names_in_sight(tmp_path: Path):
             y = Neg(b)
         }"""
     )
-    outer = branch(model, "If", "then_branch")
+    outer = find_branch(model, "If", "then_branch")
     outer.initializer.append(numpy_helper.from_array(LARGE, "w"))
     inner = next(a.g for n in outer.node if n.op_type == "Loop" for a in n.attribute)
     assert list(captured_names(inner)) == ["w"]
-    check(model, tmp_path, *IF_FEEDS)
+    check_cut(model, tmp_path, *IF_FEEDS)
 
 
-def test_renaming_passes_over_what_a_body_makes_itself():
-    model = parsed(
+def test_renaming_leaves_values_of_the_subgraph_alone():
+    model = parse_model(
         """graph (float[2, 3] x, bool c) => (float[2, 3] y) {
             y = If(c) <
                 then_branch = t () => (float[2, 3] u) { k = Neg(p) u = Add(k, q) },
@@ -144,14 +145,14 @@ def test_renaming_passes_over_what_a_body_makes_itself():
             >
         }"""
     )
-    rename(model.graph.node[0], {"p": "P", "q": "Q"})
-    assert list(captured_names(branch(model, "If", "then_branch"))) == ["P", "Q"]
-    assert list(captured_names(branch(model, "If", "else_branch"))) == ["P"]
+    rename_reads(model.graph.node[0], {"p": "P", "q": "Q"})
+    assert list(captured_names(find_branch(model, "If", "then_branch"))) == ["P", "Q"]
+    assert list(captured_names(find_branch(model, "If", "else_branch"))) == ["P"]
 
 
-def test_nodes_inside_bodies_are_told_from_those_outside_by_name():
-    found = load(
-        parsed(
+def test_nodes_inside_and_outside_of_subgraphs_get_different_names():
+    loaded = load(
+        parse_model(
             """graph (float[2, 3] x, bool c) => (float[2, 3] y) {
                 [n] a = Neg(x)
                 y = If(c) <
@@ -161,18 +162,19 @@ def test_nodes_inside_bodies_are_told_from_those_outside_by_name():
             }"""
         )
     )
-    inner = [item.name for node in found.nodes for a in node.attribute for item in a.g.node]
-    names = [node.name for node in found.nodes] + inner
+    inner = [item.name for node in loaded.nodes for a in node.attribute for item in a.g.node]
+    names = [node.name for node in loaded.nodes] + inner
     assert len(set(names)) == len(names) == 4
 
 
-# --- what bodies cost ---------------------------------------------------------------------------------------------
+# --- costs of subgraphs -------------------------------------------------------------------------------------------
 
 
-def loop(turns: int) -> Model:
+def build_loop(iterations: int) -> Model:
+    """Return a model of one Loop of Neg nodes."""
     return load(
-        parsed(
-            f"""graph (float[2, 3] x) => (float[2, 3] y) <int64 m = {{{turns}}}> {{
+        parse_model(
+            f"""graph (float[2, 3] x) => (float[2, 3] y) <int64 m = {{{iterations}}}> {{
                 y = Loop(m, "", x) <body = body (int64 i, bool go, float[2, 3] v) => (bool on, float[2, 3] n) {{
                     on = Identity(go)
                     n = Neg(v)
@@ -182,23 +184,23 @@ def loop(turns: int) -> Model:
     )
 
 
-def seconds(model: Model) -> float:
+def estimate_total_seconds(model: Model) -> float:
     return float(estimate_seconds(model, {}, "cpu/1").sum())
 
 
-def test_a_loop_costs_its_body_as_often_as_it_turns():
-    once = seconds(loop(1)) - seconds(loop(0))
+def test_a_loop_costs_its_subgraph_times_its_iterations():
+    once = estimate_total_seconds(build_loop(1)) - estimate_total_seconds(build_loop(0))
     assert once > 0
-    assert seconds(loop(100)) - seconds(loop(0)) == pytest.approx(100 * once)
+    assert estimate_total_seconds(build_loop(100)) - estimate_total_seconds(build_loop(0)) == pytest.approx(100 * once)
 
 
-def test_a_loop_that_only_its_condition_ends_has_a_modest_cost():
-    assert seconds(loop(2**62)) < seconds(loop(MAX_TURNS))
+def test_a_loop_of_unknown_length_has_a_limited_cost():
+    assert estimate_total_seconds(build_loop(2**62)) < estimate_total_seconds(build_loop(MAX_TURNS))
 
 
-def test_an_if_costs_its_dearer_branch_with_the_weights_it_captures():
+def test_an_if_costs_its_more_expensive_branch_with_captured_weights():
     def cost(weight: np.ndarray) -> float:
-        model = parsed(
+        model = parse_model(
             """graph (float[1000] x, bool c) => (float[n] y) {
                 y = If(c) <
                     then_branch = t () => (float[n] u) { u = Add(x, w) },
@@ -207,16 +209,16 @@ def test_an_if_costs_its_dearer_branch_with_the_weights_it_captures():
             }"""
         )
         model.graph.initializer.append(numpy_helper.from_array(weight, "w"))
-        return seconds(load(model))
+        return estimate_total_seconds(load(model))
 
     small, large = (cost(np.zeros(count, np.float32)) for count in (1, 1 << 20))
     assert large > 2 * small
 
 
-def test_a_scan_costs_its_body_for_each_slice():
+def test_a_scan_costs_its_subgraph_for_each_slice():
     def cost(count: int) -> float:
         model = load(
-            parsed(
+            parse_model(
                 f"""graph (float[{count}, 3] x, float[3] s) => (float[3] t, float[{count}, 3] y) {{
                     t, y = Scan<num_scan_inputs = 1, body = b (float[3] p, float[3] q) => (float[3] r, float[3] o) {{
                         r = Add(p, q)
@@ -251,13 +253,13 @@ CALLS = '<ir_version: 9, opset_import: ["": 18, "l": 1]>\n'
 )
 def test_a_function_that_calls_itself_is_refused_with_the_path(functions: str, path: str):
     text = CALLS + "graph (float[2] x) => (float[2] y) { y = l.f(x) }"
-    for body in functions.split("|"):
-        text += f'\n<domain: "l", opset_import: ["": 18, "l": 1]> {body}'
+    for function in functions.split("|"):
+        text += f'\n<domain: "l", opset_import: ["": 18, "l": 1]> {function}'
     with pytest.raises(ModelError, match=path):
         load(parser.parse_model(text))
 
 
-def test_functions_within_functions_with_bodies_and_other_opsets_are_cut(tmp_path: Path):
+def test_nested_functions_with_subgraphs_and_other_opsets_are_cut(tmp_path: Path):
     model = parser.parse_model(
         CALLS
         + """graph (float[2, 3] x, bool c) => (float[2, 3] y) { a = l.outer(x, c) b = l.inner(a) y = Neg(b) }
@@ -275,17 +277,17 @@ def test_functions_within_functions_with_bodies_and_other_opsets_are_cut(tmp_pat
             q = Add(k, p)
         }"""
     )
-    check(model, tmp_path, *({"x": X, "c": np.array(c)} for c in (True, False)))
+    check_cut(model, tmp_path, *({"x": X, "c": np.array(c)} for c in (True, False)))
     assert len(load(model).nodes) > 6
 
 
 # --- the user's own placement -------------------------------------------------------------------------------------
 
 
-def test_a_device_map_cannot_place_what_is_inside_a_body(tmp_path: Path):
+def test_a_device_map_cannot_place_nodes_of_a_subgraph(tmp_path: Path):
     from onnxplace.driver import compile_model
 
-    model = parsed(
+    model = parse_model(
         """graph (float[2, 3] x) => (float[2, 3] y) <int64 m = {3}> {
             [first] a = Neg(x)
             [loop] y = Loop(m, "", a) <body = body (int64 i, bool go, float[2, 3] v) => (bool on, float[2, 3] n) {
@@ -308,7 +310,7 @@ def test_a_device_map_cannot_place_what_is_inside_a_body(tmp_path: Path):
 def test_sparse_weights_are_made_dense(tmp_path: Path, linear: bool):
     dense = np.zeros((2, 3), np.float32)
     dense[0, 1], dense[1, 2] = 5, -7
-    model = parsed("graph (float[2, 3] x) => (float[2, 3] y) { a = Neg(x) b = Mul(a, w) y = Neg(b) }")
+    model = parse_model("graph (float[2, 3] x) => (float[2, 3] y) { a = Neg(x) b = Mul(a, w) y = Neg(b) }")
     values = numpy_helper.from_array(np.array([5, -7], np.float32), "w")
     places = np.array([1, 5]) if linear else np.array([[0, 1], [1, 2]])
     sparse = helper.make_sparse_tensor(values, numpy_helper.from_array(places, "places"), [2, 3])
@@ -321,8 +323,8 @@ def test_sparse_weights_are_made_dense(tmp_path: Path, linear: bool):
     np.testing.assert_array_equal(numpy_helper.to_array(load(model).initializers["w"]), dense)
 
 
-def test_what_a_body_captures_is_an_input_of_its_segment(tmp_path: Path):
-    model = parsed(
+def test_values_captured_by_a_subgraph_are_inputs_of_its_segment(tmp_path: Path):
+    model = parse_model(
         """graph (float[2, 3] x, bool c) => (float[2, 3] y) {
             [one] a = Neg(x)
             [two] y = If(c) <

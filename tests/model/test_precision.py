@@ -1,4 +1,4 @@
-"""A cut lets ONNX Runtime choose no kernel that is less precise than the one it runs in the whole model."""
+"""Segments never run a kernel that is less precise than that of the whole model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SCALES = ("block", "channel", "tensor")
 
 @dataclass
 class Chain:
-    """Products one after the other, each followed by Tanh, whose second factors are dequantised weights."""
+    """Products in a row, each followed by Tanh, whose second factors are dequantised weights."""
 
     nodes: list[NodeProto] = field(default_factory=list)
     weights: dict[str, np.ndarray] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Chain:
         return output
 
     def dequantised(self, kind: str, weight: str, scale: str, scales: str, output: str) -> str:
-        """Return the value of a dequantised weight; equal names make shared weights and scales."""
+        """Add a dequantised weight, and return its value; equal names share weights and scales."""
         dtype, low, high = KINDS[kind]
         random = np.random.default_rng(len(weight) + ord(weight[-1]))
         shape = {"block": (SIZE // BLOCK, SIZE), "channel": (SIZE,), "tensor": ()}[scales]
@@ -75,21 +75,21 @@ class Chain:
         return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
     def truth(self, x: np.ndarray) -> np.ndarray:
-        """Return the result in float64, quantisers of values left out."""
+        """Return the result in float64, without quantisers of values."""
         values: dict[str, np.ndarray] = {**self.weights, "x": x.astype(np.float64)}
         for node in self.nodes:
-            given_ = [values[name] for name in node.input]
+            operands = [values[name] for name in node.input]
             if node.op_type == "DequantizeLinear":
-                quantised, scale, zero = (array.astype(np.float64) for array in given_)
+                quantised, scale, zero = (array.astype(np.float64) for array in operands)
                 if scale.ndim == 2:
                     scale, zero = scale.repeat(BLOCK, 0), zero.repeat(BLOCK, 0)
                 values[node.output[0]] = (quantised - zero) * scale
             else:
-                values[node.output[0]] = np.tanh(given_[0]) if node.op_type == "Tanh" else given_[0] @ given_[1]
+                values[node.output[0]] = np.tanh(operands[0]) if node.op_type == "Tanh" else operands[0] @ operands[1]
         return values[self.values[-1]]
 
 
-def shared(kind: str, scales: str, op: str = "MatMul") -> Chain:
+def build_shared_chain(kind: str, scales: str, op: str = "MatMul") -> Chain:
     """Return a chain of two weights that two products read each, one of them through dequantisers of their own."""
     chain = Chain()
     first = chain.dequantised(kind, "a", "a", scales, "first")
@@ -100,12 +100,12 @@ def shared(kind: str, scales: str, op: str = "MatMul") -> Chain:
     return chain
 
 
-def feeds() -> dict[str, np.ndarray]:
+def build_feeds() -> dict[str, np.ndarray]:
     return {"x": (np.random.default_rng(1).standard_normal((4, SIZE)) / 8).astype(np.float32)}
 
 
-def fused(file: Path | bytes) -> set[str]:
-    """Return the products that ONNX Runtime makes MatMulNBits of, by their outputs."""
+def find_fused(file: Path | bytes) -> set[str]:
+    """Return the outputs of the products that ONNX Runtime fuses into MatMulNBits."""
     with tempfile.TemporaryDirectory() as folder:
         options = onnxruntime.SessionOptions()
         options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
@@ -116,12 +116,12 @@ def fused(file: Path | bytes) -> set[str]:
         return {node.output[0] for node in nodes if node.op_type == "MatMulNBits"}
 
 
-def fused_in_segments(bundle: Bundle) -> set[str]:
-    return set().union(*(fused(bundle.file(segment.file)) for segment in bundle.manifest.segments))
+def find_fused_in_segments(bundle: Bundle) -> set[str]:
+    return set().union(*(find_fused(bundle.file(segment.file)) for segment in bundle.manifest.segments))
 
 
-def farthest(found: np.ndarray, truth: np.ndarray) -> float:
-    return float(np.abs(found - truth).max())
+def compute_max_error(outputs: np.ndarray, truth: np.ndarray) -> float:
+    return float(np.abs(outputs - truth).max())
 
 
 CUTS = ((0, 1), (0, 0, 1, 1), (0, 1, 2, 3), (1, 0, 0, 0, 1))
@@ -132,15 +132,15 @@ CUTS = ((0, 1), (0, 0, 1, 1), (0, 1, 2, 3), (1, 0, 0, 0, 1))
     ("kind", "scales", "op"),
     [(kind, scales, "MatMul") for kind in KINDS for scales in SCALES] + [("int4", "block", "Gemm")],
 )
-def test_products_with_shared_weights_are_as_near_the_truth_as_uncut(
+def test_products_with_shared_weights_are_as_precise_as_uncut(
     tmp_path: Path, kind: str, scales: str, op: str, cut: tuple[int, ...]
 ):
-    chain = shared(kind, scales, op)
-    truth = chain.truth(feeds()["x"])
+    chain = build_shared_chain(kind, scales, op)
+    truth = chain.truth(build_feeds()["x"])
     bundle = compiled_with(chain.proto(), RandomPlacement(cut), tmp_path)
-    uncut = farthest(run_plain(chain.proto().SerializeToString(), [feeds()], "all")[0][0], truth)
+    uncut = compute_max_error(run_plain(chain.proto().SerializeToString(), [build_feeds()], "all")[0][0], truth)
     assert uncut < 1e-5
-    assert farthest(run_together(bundle, [feeds()])[0][0], truth) <= 4 * uncut
+    assert compute_max_error(run_together(bundle, [build_feeds()])[0][0], truth) <= 4 * uncut
 
 
 def test_a_weight_of_one_product_becomes_the_same_kernel_wherever_the_model_is_cut(tmp_path: Path):
@@ -149,14 +149,15 @@ def test_a_weight_of_one_product_becomes_the_same_kernel_wherever_the_model_is_c
         chain.product(chain.dequantised("int4", name, name, "block", f"factor_{name}"))
     bundle = compiled_with(chain.proto(), RandomPlacement((0, 0, 0, 1, 1, 1)), tmp_path)
     assert len(bundle.manifest.segments) > 1
-    assert fused_in_segments(bundle) == fused(bundle.file(WHOLE_MODEL_FILE)) == {f"product{n}" for n in range(1, 5)}
-    expected = run_plain(bundle.file(WHOLE_MODEL_FILE), [feeds()], "all")[0][0]
-    np.testing.assert_array_equal(run_together(bundle, [feeds()])[0][0], expected)
+    products = {f"product{n}" for n in range(1, 5)}
+    assert find_fused_in_segments(bundle) == find_fused(bundle.file(WHOLE_MODEL_FILE)) == products
+    expected = run_plain(bundle.file(WHOLE_MODEL_FILE), [build_feeds()], "all")[0][0]
+    np.testing.assert_array_equal(run_together(bundle, [build_feeds()])[0][0], expected)
 
 
 @st.composite
 def chains(draw: st.DrawFn) -> Chain:
-    """Draw products whose weights, scales, or dequantisers some of them share."""
+    """Draw products, some of which share weights, scales or dequantisers."""
     chain, factors = Chain(), list[str]()
     for number in range(draw(st.integers(2, 5))):
         if factors and draw(st.booleans()):
@@ -172,13 +173,13 @@ def chains(draw: st.DrawFn) -> Chain:
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(chains(), placements(), st.booleans())
-def test_what_is_fused_in_a_segment_is_fused_in_the_whole_model(
+def test_products_fused_in_a_segment_are_fused_in_the_whole_model(
     chain: Chain, placement: RandomPlacement, optimized: bool
 ):
     with tempfile.TemporaryDirectory() as folder:
         bundle = compiled_with(chain.proto(), placement, Path(folder), optimized=optimized)
-        whole, pieces = fused(bundle.file(WHOLE_MODEL_FILE)), fused_in_segments(bundle)
-        assert whole == fused(chain.proto().SerializeToString())
+        whole, pieces = find_fused(bundle.file(WHOLE_MODEL_FILE)), find_fused_in_segments(bundle)
+        assert whole == find_fused(chain.proto().SerializeToString())
         assert pieces <= whole
         for segment in bundle.manifest.segments:
             nodes = onnx.load(bundle.file(segment.file), load_external_data=False).graph.node
@@ -220,13 +221,13 @@ graph (float[4, 64] x) => (float[4, 64] y) <float s = {0.01}, float t = {0.01}, 
     ],
     ids=["dequantised factor elsewhere", "quantiser behind Relu", "quantiser elsewhere", "an equal constant elsewhere"],
 )
-def test_the_scale_is_no_constant_where_what_keeps_it_from_being_fused_is_elsewhere(
+def test_the_scale_is_an_input_where_the_node_that_prevents_fusion_is_in_another_segment(
     text: str, segments: list[list[int]]
 ):
     proto = onnx.parser.parse_model(text)
     array = np.random.default_rng(0).integers(-8, 8, (SIZE, SIZE)).astype(np.int8)
     proto.graph.initializer.append(numpy_helper.from_array(array, "w"))
-    assert not fused(proto.SerializeToString())
+    assert not find_fused(proto.SerializeToString())
     model = load(proto)
     pieces = [np.array(nodes, dtype=np.int32) for nodes in segments]
     together = [np.arange(len(model.nodes), dtype=np.int32)]
@@ -237,7 +238,7 @@ def test_the_scale_is_no_constant_where_what_keeps_it_from_being_fused_is_elsewh
     assert find_scales_to_protect(model, together) == [frozenset()]
 
 
-def test_what_onnxruntime_computes_when_it_opens_a_model_does_not_count_as_a_reader():
+def test_nodes_that_onnxruntime_folds_do_not_count_as_readers():
     proto = onnx.parser.parse_model(
         """<ir_version: 10, opset_import: ["": 21]>
         graph (float[4, 64] x) => (float[4, 64] y) <float s = {0.01}, int8 z = {0}, int64[1] k = {0}> {
@@ -249,12 +250,12 @@ def test_what_onnxruntime_computes_when_it_opens_a_model_does_not_count_as_a_rea
         }"""
     )
     proto.graph.initializer.append(numpy_helper.from_array(np.ones((SIZE, SIZE), np.int8), "w"))
-    assert fused(proto.SerializeToString()) == {"p"}
+    assert find_fused(proto.SerializeToString()) == {"p"}
     pieces = [np.array([0, 1], dtype=np.int32), np.array([2, 3, 4], dtype=np.int32)]
     assert find_scales_to_protect(load(proto), pieces) == [frozenset(), frozenset()]
 
 
-def test_a_dequantised_weight_of_a_body_stays_where_onnxruntime_can_fuse_it(tmp_path: Path):
+def test_a_dequantised_weight_of_a_subgraph_stays_where_onnxruntime_can_fuse_it(tmp_path: Path):
     proto = onnx.parser.parse_model(
         """<ir_version: 10, opset_import: ["": 21]>
         graph (float[4, 64] x, bool c) => (float[4, 64] y) {
@@ -271,7 +272,7 @@ def test_a_dequantised_weight_of_a_body_stays_where_onnxruntime_can_fuse_it(tmp_
     array = np.random.default_rng(0).integers(-8, 8, (SIZE, SIZE)).astype(np.int8)
     branch = next(attribute.g for node in proto.graph.node for attribute in node.attribute if node.op_type == "If")
     branch.initializer.append(numpy_helper.from_array(array, "w"))
-    given_ = [{**feeds(), "c": np.array(chosen)} for chosen in (True, False)]
+    requests = [{**build_feeds(), "c": np.array(chosen)} for chosen in (True, False)]
     bundle = compiled_with(proto, RandomPlacement((0, 1)), tmp_path)
-    for found, expected in zip(run_together(bundle, given_), run_plain(proto.SerializeToString(), given_, "all")):
-        np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
+    for outputs, expected in zip(run_together(bundle, requests), run_plain(proto.SerializeToString(), requests, "all")):
+        np.testing.assert_allclose(outputs[0], expected[0], rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Models that somebody damaged: valid ones, altered at random places of their protos or of their bytes."""
+"""Damaged models: valid ones, altered at random places of their protos or of their bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN = """g (float[2, 4] x, int64[2] i) => (float[2, 4] y, int64[2] k) {
     y = Sum(f, d, thin)
     k = Add(i, big)
 }"""
-BODIES = """g (float[3, 4] x, bool c, int64 n) => (float[3, 4] y, float[3, 4] z) {
+SUBGRAPHS = """g (float[3, 4] x, bool c, int64 n) => (float[3, 4] y, float[3, 4] z) {
     a = Neg(x)
     b = If(c) <
         then_branch = t () => (float[3, 4] u) { v = Mul(a, w2) u = Add(v, thin) },
@@ -72,22 +72,22 @@ LAYERS = """g (float[1, 2, 6, 6] x, float[3, 1, 4] r) => (float[1, 3] y, float[3
 }"""
 
 
-def originals() -> list[ModelProto]:
-    """Return valid models that have among them whatever a model can hold."""
-    texts = (PLAIN, BODIES, FUNCTIONS, OTHERS, LAYERS)
-    plain, bodies, functions, others, layers = (parser.parse_model(HEADER + text) for text in texts)
-    functions.graph.input[2].type.tensor_type.shape.dim[0].dim_param = "N + M"  # which older parsers do not read
+def build_originals() -> list[ModelProto]:
+    """Return valid models that together have all kinds of content."""
+    texts = (PLAIN, SUBGRAPHS, FUNCTIONS, OTHERS, LAYERS)
+    plain, subgraphs, functions, others, layers = (parser.parse_model(HEADER + text) for text in texts)
+    functions.graph.input[2].type.tensor_type.shape.dim[0].dim_param = "N + M"  # older parsers refuse it
     plain.graph.initializer.append(numpy_helper.from_array(np.ones((4, 4), np.float32), "w"))
     plain.graph.initializer.append(helper.make_tensor("big", TensorProto.INT64, [2], [1, 2]))
-    plain.graph.initializer.append(external("far", [300]))
+    plain.graph.initializer.append(make_external_weight("far", [300]))
     plain.graph.node[0].input.append("")
-    plain.graph.sparse_initializer.append(sparse())
+    plain.graph.sparse_initializer.append(make_sparse_weight())
     plain.graph.value_info.append(helper.make_tensor_value_info("a", TensorProto.FLOAT, [2, 4]))
     plain.graph.node[-1].attribute.append(helper.make_attribute("doc", "text"))
     del plain.graph.node[-1].attribute[:]
-    branch = next(a.g for n in bodies.graph.node for a in n.attribute if a.name == "then_branch")
+    branch = next(a.g for n in subgraphs.graph.node for a in n.attribute if a.name == "then_branch")
     branch.initializer.append(numpy_helper.from_array(np.ones((300, 4), np.float32)[:3], "w2"))
-    value = AttributeProto(name="sparse_value", type=AttributeProto.SPARSE_TENSOR, sparse_tensor=sparse())
+    value = AttributeProto(name="sparse_value", type=AttributeProto.SPARSE_TENSOR, sparse_tensor=make_sparse_weight())
     node = helper.make_node("Constant", [], ["thin"])
     node.attribute.append(value)
     branch.node.insert(0, node)
@@ -97,10 +97,10 @@ def originals() -> list[ModelProto]:
     for name, shape in (("k", (2, 2, 3, 3)), ("v", (3, 1)), ("w", (1, 12, 4))):
         layers.graph.initializer.append(numpy_helper.from_array(np.ones(shape, np.float32), name))
     layers.graph.initializer.append(helper.make_tensor("one", TensorProto.INT64, [1], [4]))
-    return [plain, bodies, functions, others, layers]
+    return [plain, subgraphs, functions, others, layers]
 
 
-def external(name: str, dims: Sequence[int]) -> TensorProto:
+def make_external_weight(name: str, dims: Sequence[int]) -> TensorProto:
     """Return a weight whose bytes are in weights.data, next to the model."""
     result = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=dims, data_location=TensorProto.EXTERNAL)
     for key, value in (("location", "weights.data"), ("offset", "0"), ("length", "1200")):
@@ -108,7 +108,7 @@ def external(name: str, dims: Sequence[int]) -> TensorProto:
     return result
 
 
-def sparse() -> SparseTensorProto:
+def make_sparse_weight() -> SparseTensorProto:
     values = numpy_helper.from_array(np.array([7, 9], np.float32), "thin")
     return helper.make_sparse_tensor(values, helper.make_tensor("at", TensorProto.INT64, [2], [1, 3]), [4])
 
@@ -147,41 +147,41 @@ TEXTS += (
 )
 
 
-def altered(model: ModelProto, generator: random.Random) -> ModelProto:
-    """Return a copy of a model in which one to four things are not as they were."""
+def alter_model(model: ModelProto, generator: random.Random) -> ModelProto:
+    """Return a copy of a model with one to four changes."""
     result = ModelProto()
     result.CopyFrom(model)
     for _ in range(generator.choice((1, 1, 1, 2, 4))):
-        generator.choice(CHANGES)(generator.choice(list(messages(result, generator))), generator)
+        generator.choice(CHANGES)(generator.choice(list(collect_messages(result, generator))), generator)
     return result
 
 
-def messages(message: Message, generator: random.Random) -> list[Message]:
-    """Return a message and all those in it."""
+def collect_messages(message: Message, generator: random.Random) -> list[Message]:
+    """Return a message and all messages in it."""
     result = [message]
     for field, value in message.ListFields():
         if field.type == field.TYPE_MESSAGE:
-            for inner in value if repeated(field) else [value]:
-                result.extend(messages(inner, generator))
+            for inner in value if is_repeated_field(field) else [value]:
+                result.extend(collect_messages(inner, generator))
     return result
 
 
-def repeated(field: Any) -> bool:
+def is_repeated_field(field: Any) -> bool:
     return bool(
         getattr(field, "is_repeated", None) if hasattr(field, "is_repeated") else field.label == field.LABEL_REPEATED
     )
 
 
 def set_field(message: Message, generator: random.Random) -> None:
-    """Set a field, whether it was set or not, to something that may be its business or not."""
+    """Set a field, whether it was set or not, to a value that may be valid or not."""
     present = [field for field, _ in message.ListFields()]
     field = generator.choice(present if present and generator.random() < 0.7 else list(message.DESCRIPTOR.fields))
     if field.type == field.TYPE_MESSAGE:
         inner = getattr(message, field.name)
-        (inner.add if repeated(field) else inner.SetInParent)()
+        (inner.add if is_repeated_field(field) else inner.SetInParent)()
         return
-    value = scalar(field, generator)
-    if not repeated(field):
+    value = draw_scalar(field, generator)
+    if not is_repeated_field(field):
         setattr(message, field.name, value)
         return
     values = getattr(message, field.name)
@@ -191,7 +191,7 @@ def set_field(message: Message, generator: random.Random) -> None:
         values.extend([value] * generator.choice((1, 1, 2, 70)))
 
 
-def scalar(field: Any, generator: random.Random) -> Any:
+def draw_scalar(field: Any, generator: random.Random) -> Any:
     if field.type == field.TYPE_ENUM:
         return generator.choice([value.number for value in field.enum_type.values])
     if field.cpp_type in (field.CPPTYPE_INT32, field.CPPTYPE_INT64, field.CPPTYPE_UINT64, field.CPPTYPE_UINT32):
@@ -211,28 +211,28 @@ def clear_field(message: Message, generator: random.Random) -> None:
 
 
 def drop_element(message: Message, generator: random.Random) -> None:
-    if lists := [value for field, value in message.ListFields() if repeated(field)]:
+    if lists := [value for field, value in message.ListFields() if is_repeated_field(field)]:
         values = generator.choice(lists)
         del values[generator.randrange(len(values))]
 
 
 def double_element(message: Message, generator: random.Random) -> None:
-    if lists := [value for field, value in message.ListFields() if repeated(field)]:
+    if lists := [value for field, value in message.ListFields() if is_repeated_field(field)]:
         values = generator.choice(lists)
         values.append(values[generator.randrange(len(values))])
 
 
 def swap_elements(message: Message, generator: random.Random) -> None:
-    if lists := [value for field, value in message.ListFields() if repeated(field)]:
+    if lists := [value for field, value in message.ListFields() if is_repeated_field(field)]:
         values = generator.choice(lists)
         shuffled = list(values)
         generator.shuffle(shuffled)
-        copies = [copied(item) for item in shuffled]
+        copies = [copy_item(item) for item in shuffled]
         del values[:]
         values.extend(copies)
 
 
-def copied(item: Any) -> Any:
+def copy_item(item: Any) -> Any:
     if not isinstance(item, Message):
         return item
     result = type(item)()
@@ -241,17 +241,17 @@ def copied(item: Any) -> Any:
 
 
 def copy_text(message: Message, generator: random.Random) -> None:
-    """Give one name the value of another text in the same message: values made twice, nodes that read themselves."""
+    """Copy a text within a message: values with two producers, nodes that read themselves."""
     texts = [
         (field, value) for field, value in message.ListFields() if field.cpp_type == field.CPPTYPE_STRING and value
     ]
     if len(texts) < 2:
         return
-    (target, _), (source, given) = generator.sample(texts, 2)
-    text = generator.choice(list(given)) if repeated(source) else given
+    (target, _), (source, value) = generator.sample(texts, 2)
+    text = generator.choice(list(value)) if is_repeated_field(source) else value
     if source.type != target.type:
         return
-    if repeated(target):
+    if is_repeated_field(target):
         getattr(message, target.name)[0] = text
     else:
         setattr(message, target.name, text)
@@ -269,20 +269,20 @@ CHANGES: tuple[Callable[[Any, random.Random], None], ...] = (
 )
 
 
-def damaged(data: bytes, generator: random.Random) -> bytes:
-    """Return bytes of which some are others, are missing, or are there twice."""
+def damage_bytes(data: bytes, generator: random.Random) -> bytes:
+    """Return bytes of which some are changed, removed or doubled."""
     result = bytearray(data)
     for _ in range(generator.choice((1, 1, 2, 5))):
-        at = generator.randrange(len(result))
-        how = generator.randrange(4)
-        if how == 0:
-            result[at] ^= 1 << generator.randrange(8)
-        elif how == 1:
-            result[at] = generator.choice((0, 1, 8, 10, 0x7F, 0x80, 0xFF))
-        elif how == 2:
-            del result[at : at + generator.choice((1, 2, 8, len(result)))]
+        position = generator.randrange(len(result))
+        change = generator.randrange(4)
+        if change == 0:
+            result[position] ^= 1 << generator.randrange(8)
+        elif change == 1:
+            result[position] = generator.choice((0, 1, 8, 10, 0x7F, 0x80, 0xFF))
+        elif change == 2:
+            del result[position : position + generator.choice((1, 2, 8, len(result)))]
         else:
-            result[at:at] = result[at : at + generator.choice((1, 4, 30))]
+            result[position:position] = result[position : position + generator.choice((1, 4, 30))]
         if not result:
             break
     return bytes(result)

@@ -30,8 +30,8 @@ from onnx.backend.test.runner import Runner
 
 import onnxplace
 from onnxplace.driver import compile_model
-from onnxplace.model.model import HIGHEST_IR
-from onnxplace.model.nested_graphs import rename
+from onnxplace.model.model import MAX_IR_VERSION
+from onnxplace.model.nested_graphs import rename_reads
 from onnxplace.runtimes.execution.ort_values import to_python, to_value
 from onnxplace.state import Pass
 from onnxplace.target import Device, Target
@@ -200,7 +200,7 @@ def surrounded(model: ModelProto) -> ModelProto | None:
     before = [helper.make_node("Identity", [name], [inner]) for name, inner in given.items()]
     after = [helper.make_node("Identity", [inner], [name]) for name, inner in made.items()]
     for node in graph.node:
-        rename(node, {**given, **made})
+        rename_reads(node, {**given, **made})
         node.output[:] = [made.get(name, name) for name in node.output]
     nodes = [*before, *graph.node, *after]
     del graph.node[:]
@@ -325,7 +325,7 @@ class _Plain:
         options.intra_op_num_threads = 1
         if not optimized:
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        data = _with_ir(model, min(model.ir_version, HIGHEST_IR)).SerializeToString()
+        data = _with_ir(model, min(model.ir_version, MAX_IR_VERSION)).SerializeToString()
         self._session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
 
     def run(self, given: Sequence[Any]) -> list[Any]:

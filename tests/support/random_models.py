@@ -1,10 +1,9 @@
-"""Hypothesis strategies for small ONNX models full of what makes cutting a model hard.
+"""Hypothesis strategies for small ONNX models with everything that makes a cut difficult.
 
-Every tensor carries a bound: all its elements are whole numbers of at most that magnitude, and no operation is drawn
-whose result would not be exact in its type. So any correct way to compute a model gives the same bits, whatever ONNX
-Runtime fuses, folds or casts on the way (it computes float16 in float32 on a CPU, and drops the rounding between two
-such nodes of one session). The exception are floats that hold NaN and infinity, `wild` ones, which are kept away from
-operations that leave open what they do with those.
+Every tensor has a bound: its elements are whole numbers of at most that magnitude. No operation is drawn whose result
+would not be exact in its type. Every correct way to compute a model therefore gives the same bits, whatever ONNX
+Runtime fuses, folds or casts (it computes float16 in float32 on a CPU, and drops the rounding between two such nodes
+of one session). An exception are `wild` floats, with NaN and infinity, which no operation reads that leaves them open.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 FLOAT, DOUBLE, FLOAT16 = TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16
 INT32, INT64, BOOL, STRING = TensorProto.INT32, TensorProto.INT64, TensorProto.BOOL, TensorProto.STRING
 
-EXACT = {FLOAT: 2**24, DOUBLE: 2**53, FLOAT16: 2**11, INT32: 2**31 - 1, INT64: 2**53, BOOL: 1}
+MAX_EXACT = {FLOAT: 2**24, DOUBLE: 2**53, FLOAT16: 2**11, INT32: 2**31 - 1, INT64: 2**53, BOOL: 1}
 """The largest magnitude up to which a type holds every whole number."""
-TOP_K_TAKES_NOTHING = tuple(map(int, onnxruntime.__version__.split(".")[:2])) >= (1, 31)
-"""Before 1.31, ONNX Runtime itself ends the process at a TopK of no rows: it divides by their number."""
+TOP_K_ACCEPTS_EMPTY_INPUTS = tuple(map(int, onnxruntime.__version__.split(".")[:2])) >= (1, 31)
+"""Before 1.31, ONNX Runtime crashes at a TopK of no rows: it divides by their number."""
 NUMBERS = (FLOAT, INT64, FLOAT16, INT32, DOUBLE)
 SHAPES: tuple[tuple[Dimension, ...], ...] = (
     ("N", 3),
@@ -62,10 +61,10 @@ SHAPES: tuple[tuple[Dimension, ...], ...] = (
     (1, 2, 3),
     (0, 3),
 )
-LARGEST_N = 3
-FED_BOUND = 4
-UNKNOWN_EXTENT = 64
-"""More than any dimension that only the data decides."""
+MAX_N = 3
+MAX_FED_MAGNITUDE = 4
+MAX_UNKNOWN_SIZE = 64
+"""More than any dimension that depends on the data."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +74,12 @@ class Value:
     name: str
     dtype: int
     shape: tuple[Dimension, ...]
-    """Sizes, `N`, or symbols of their own for sizes that only the data decides."""
-    bound: int = FED_BOUND
+    """Sizes, `N`, or unique symbols for sizes that depend on the data."""
+    bound: int = MAX_FED_MAGNITUDE
     wild: bool = False
-    """Whether NaN and infinity may be in it."""
+    """Whether its elements may be NaN or infinite."""
     elements: tuple[Value, ...] | None = None
-    """Of a sequence; its dtype is theirs."""
+    """The elements of a sequence, whose type is `dtype`; None for a tensor."""
 
     @property
     def is_number(self) -> bool:
@@ -96,13 +95,13 @@ class Value:
 
 @dataclass(frozen=True)
 class RandomModel:
-    """A model, and how to try it."""
+    """A model, with dimensions and feeds to test it with."""
 
     proto: ModelProto
     dimensions: Mapping[str, int]
-    """To compile with."""
+    """Sizes to compile with."""
     feeds: tuple[Feeds, ...]
-    """For several requests; N may differ between them."""
+    """Inputs of several requests; N may differ between them."""
 
     def __repr__(self) -> str:
         from onnx import printer
@@ -112,7 +111,10 @@ class RandomModel:
 
 @dataclass
 class Builder:
-    """A graph in the making. Each `add_*` draws operands that fit and adds nodes, or does nothing if none fit."""
+    """A graph under construction.
+
+    Each `add_*` draws suitable operands and adds nodes. It does nothing if there are none.
+    """
 
     draw: Draw
     opset: int = 18
@@ -133,12 +135,12 @@ class Builder:
         """Return True once in `parts`; False is the simpler case."""
         return self.draw(st.integers(0, parts - 1)) == parts - 1
 
-    def pick(self, fits: Callable[[Value], bool] = lambda _: True) -> Value | None:
-        """Draw a value that fits, often one of the latest, so that chains come about."""
-        fitting = [value for value in reversed(self.values) if fits(value)]
-        if not fitting:
+    def pick(self, is_suitable: Callable[[Value], bool] = lambda _: True) -> Value | None:
+        """Draw a suitable value, often one of the latest, so that chains arise."""
+        suitable = [value for value in reversed(self.values) if is_suitable(value)]
+        if not suitable:
             return None
-        return self.one_of(fitting if self.chance(2) else fitting[:3])
+        return self.one_of(suitable if self.chance(2) else suitable[:3])
 
     def number(self, *dtypes: int, tame: bool = False) -> Value | None:
         return self.pick(lambda v: v.is_number and (not dtypes or v.dtype in dtypes) and not (tame and v.wild))
@@ -153,7 +155,7 @@ class Builder:
         self, op: str, inputs: Iterable[Value | str], outputs: Sequence[str], domain: str = "", **attributes: Any
     ) -> None:
         names = [value if isinstance(value, str) else value.name for value in inputs]
-        # Empty names and equal ones, on which nothing may depend.
+        # Empty and equal names are allowed, and nothing may depend on them.
         numbered = f"{self.prefix}n{len(self.nodes)}"
         name = self.one_of(("", numbered, numbered if self.prefix else "same"))  # in subgraphs they must differ
         self.nodes.append(helper.make_node(op, names, list(outputs), name=name, domain=domain, **attributes))
@@ -170,13 +172,13 @@ class Builder:
     ) -> Value:
         """Add a node with one output."""
         wild = any(isinstance(v, Value) and v.wild for v in inputs) and dtype in (FLOAT, DOUBLE, FLOAT16)
-        made = Value(self.fresh(), dtype, shape, bound, wild)
-        self.node(op, inputs, [made.name], domain, **attributes)
-        self.values.append(made)
-        return made
+        output = Value(self.fresh(), dtype, shape, bound, wild)
+        self.node(op, inputs, [output.name], domain, **attributes)
+        self.values.append(output)
+        return output
 
     def like(self, op: str, source: Value, inputs: Sequence[Value | str] | None = None, **attributes: Any) -> Value:
-        """Add a node whose output is like `source`."""
+        """Add a node whose output has the type, shape and bound of `source`."""
         return self.result(op, inputs or [source], source.dtype, source.shape, source.bound, **attributes)
 
     def weight(self, array: Array, dtype: int, keep: bool = True) -> Value:
@@ -194,26 +196,26 @@ class Builder:
         return value
 
     def whole_numbers(self, *numbers: int) -> Value:
-        """Add an int64 vector that is the parameter of one node: axes, starts, sizes."""
+        """Add an int64 vector as a parameter of one node: axes, starts, sizes."""
         return self.weight(np.array(numbers, dtype=np.int64), INT64, keep=False)
 
-    def random_array(self, dtype: int, shape: Sequence[int]) -> Array:
-        return random_array(np.random.default_rng(self.draw(st.integers(0, 7))), dtype, tuple(shape))
+    def draw_array(self, dtype: int, shape: Sequence[int]) -> Array:
+        return draw_array(np.random.default_rng(self.draw(st.integers(0, 7))), dtype, tuple(shape))
 
     # --- constants -------------------------------------------------------------------------------------------------
 
     def add_weight(self) -> None:
         dtype = self.one_of((*NUMBERS, BOOL))
         shape = self.one_of([s for s in SHAPES if all(isinstance(d, int) for d in s)])
-        value = self.weight(self.random_array(dtype, shape), dtype)
+        value = self.weight(self.draw_array(dtype, shape), dtype)
         if not self.prefix and self.chance(3):
             self.overridable.append(value)
-            self.like("Identity", value)  # what depends on nothing else must not be folded
+            self.like("Identity", value)  # this node depends on no other input, and must not be folded
 
     def add_constant(self) -> None:
         kind = self.one_of(("Constant", "ConstantOfShape", "Add", "Shape", "Range"))
         dtype = self.one_of(NUMBERS)
-        array = self.random_array(dtype, self.one_of(((3,), (), (2, 3), (0, 3))))
+        array = self.draw_array(dtype, self.one_of(((3,), (), (2, 3), (0, 3))))
         if kind == "Range":
             limits = [self.weight(np.array(n, dtype=np.int64), INT64, keep=False) for n in (0, 3, 1)]
             self.result("Range", limits, INT64, (3,), 3)
@@ -223,18 +225,18 @@ class Builder:
             self.result("ConstantOfShape", [self.whole_numbers(2, 3)], FLOAT, (2, 3), 2, value=tensor)
             return
         tensor = numpy_helper.from_array(array, "value")
-        made = self.result("Constant", [], dtype, tuple(array.shape), FED_BOUND, value=tensor)
+        output = self.result("Constant", [], dtype, tuple(array.shape), MAX_FED_MAGNITUDE, value=tensor)
         if kind == "Add":
-            self.result("Add", [made, made], dtype, made.shape, 2 * FED_BOUND)
+            self.result("Add", [output, output], dtype, output.shape, 2 * MAX_FED_MAGNITUDE)
         elif kind == "Shape":
-            self.result("Shape", [made], INT64, (len(made.shape),), 3)
+            self.result("Shape", [output], INT64, (len(output.shape),), 3)
 
     # --- element by element ----------------------------------------------------------------------------------------
 
     def add_binary(self) -> None:
         first = self.number()
         second = first and self.pick(
-            lambda v: v.is_number and v.dtype == first.dtype and broadcast(first.shape, v.shape) is not None
+            lambda v: v.is_number and v.dtype == first.dtype and broadcast_shapes(first.shape, v.shape) is not None
         )
         if first is None or second is None:
             return
@@ -245,22 +247,22 @@ class Builder:
             "Max": max(first.bound, second.bound),
             "Min": max(first.bound, second.bound),
         }
-        op = self.one_of([op for op, bound in bounds.items() if bound <= EXACT[first.dtype]])
-        self.result(op, [first, second], first.dtype, broadcast(first.shape, second.shape) or (), bounds[op])
+        op = self.one_of([op for op, bound in bounds.items() if bound <= MAX_EXACT[first.dtype]])
+        self.result(op, [first, second], first.dtype, broadcast_shapes(first.shape, second.shape) or (), bounds[op])
 
     def add_compare(self) -> None:
         first = self.number(FLOAT, DOUBLE, INT32, INT64)
         second = first and self.pick(
-            lambda v: v.is_number and v.dtype == first.dtype and broadcast(first.shape, v.shape) is not None
+            lambda v: v.is_number and v.dtype == first.dtype and broadcast_shapes(first.shape, v.shape) is not None
         )
         if first is not None and second is not None:
             op = self.one_of(("Less", "Greater", "Equal"))
-            self.result(op, [first, second], BOOL, broadcast(first.shape, second.shape) or (), 1)
+            self.result(op, [first, second], BOOL, broadcast_shapes(first.shape, second.shape) or (), 1)
 
     def add_logic(self) -> None:
         first = self.pick(lambda v: v.elements is None and v.dtype == BOOL)
         second = first and self.pick(
-            lambda v: v.elements is None and v.dtype == BOOL and broadcast(first.shape, v.shape) is not None
+            lambda v: v.elements is None and v.dtype == BOOL and broadcast_shapes(first.shape, v.shape) is not None
         )
         if first is None or second is None:
             return
@@ -268,7 +270,7 @@ class Builder:
         if op == "Not":
             self.like("Not", first)
         else:
-            self.result(op, [first, second], BOOL, broadcast(first.shape, second.shape) or (), 1)
+            self.result(op, [first, second], BOOL, broadcast_shapes(first.shape, second.shape) or (), 1)
 
     def add_where(self) -> None:
         condition = self.pick(lambda v: v.elements is None and v.dtype == BOOL)
@@ -276,12 +278,12 @@ class Builder:
             lambda v: (
                 v.is_number
                 and v.dtype in (FLOAT, INT32, INT64, DOUBLE)
-                and broadcast(condition.shape, v.shape) is not None
+                and broadcast_shapes(condition.shape, v.shape) is not None
             )
         )
         if condition is None or first is None:
             return
-        shape = broadcast(condition.shape, first.shape) or ()
+        shape = broadcast_shapes(condition.shape, first.shape) or ()
         self.result(
             "Where",
             [condition, first, first if self.chance(2) else self._zero(first.dtype)],
@@ -291,7 +293,7 @@ class Builder:
         )
 
     def _zero(self, dtype: int) -> Value:
-        return self.weight(np.zeros((), dtype=numpy_type(dtype)), dtype)
+        return self.weight(np.zeros((), dtype=to_numpy_type(dtype)), dtype)
 
     def add_unary(self) -> None:
         value = self.number()
@@ -304,12 +306,12 @@ class Builder:
     def add_identity(self) -> None:
         value = self.pick()
         if value is not None:
-            made = replace(value, name=self.fresh())
-            self.node("Identity", [value], [made.name])
-            self.values.append(made)
+            output = replace(value, name=self.fresh())
+            self.node("Identity", [value], [output.name])
+            self.values.append(output)
 
     def add_cast(self) -> None:
-        value = self.pick(lambda v: v.elements is None and v.dtype in EXACT)
+        value = self.pick(lambda v: v.elements is None and v.dtype in MAX_EXACT)
         if value is None:
             return
         floats = (FLOAT, DOUBLE, FLOAT16)
@@ -317,17 +319,17 @@ class Builder:
             dtype
             for dtype in (*NUMBERS, BOOL)
             if dtype != value.dtype
-            and (dtype == BOOL or value.bound <= EXACT[dtype])
+            and (dtype == BOOL or value.bound <= MAX_EXACT[dtype])
             and (not value.wild or dtype in floats)
         ]
         dtype = self.one_of(kinds)
-        self.result("Cast", [value], dtype, value.shape, min(value.bound, EXACT[dtype]), to=dtype)
+        self.result("Cast", [value], dtype, value.shape, min(value.bound, MAX_EXACT[dtype]), to=dtype)
 
     def add_clip(self) -> None:
         value = self.number(FLOAT, DOUBLE, INT32, INT64)
         if value is None:
             return
-        limit = self.weight(np.array(self.draw(st.integers(-2, 2)), dtype=numpy_type(value.dtype)), value.dtype)
+        limit = self.weight(np.array(self.draw(st.integers(-2, 2)), dtype=to_numpy_type(value.dtype)), value.dtype)
         inputs = self.one_of(([value, "", limit], [value, limit], [value]))
         self.like("Clip", replace(value, bound=max(value.bound, 2)), inputs)
 
@@ -335,8 +337,8 @@ class Builder:
         value = self.number(FLOAT, DOUBLE)
         if value is None:
             return
-        made, mask = replace(value, name=self.fresh()), Value(self.fresh(), BOOL, value.shape, 1)
-        outputs = self.one_of(([made], [made, mask], [made, ""]))
+        output, mask = replace(value, name=self.fresh()), Value(self.fresh(), BOOL, value.shape, 1)
+        outputs = self.one_of(([output], [output, mask], [output, ""]))
         ratio = self.weight(np.array(0.5, dtype=np.float32), FLOAT, keep=False)
         self.node("Dropout", self.one_of(([value], [value, ratio])), [v and v.name for v in outputs])
         self.values += [v for v in outputs if v]
@@ -357,7 +359,7 @@ class Builder:
                 "Squeeze", [value, self.whole_numbers(axis)], value, value.shape[:axis] + value.shape[axis + 1 :]
             )
         elif kind == "Shape" and other is not None:
-            shape = self.result("Shape", [other], INT64, (len(other.shape),), UNKNOWN_EXTENT)
+            shape = self.result("Shape", [other], INT64, (len(other.shape),), MAX_UNKNOWN_SIZE)
             self._view("Reshape", [value, shape], value, value.shape)
         elif kind == "Flat" and all(isinstance(d, int) for d in value.shape):
             self._view("Reshape", [value, self.whole_numbers(-1)], value, (int(np.prod(value.shape)),))
@@ -367,15 +369,15 @@ class Builder:
             self._view("Flatten", [value], value, value.shape)
 
     def _view(self, op: str, inputs: Sequence[Value | str], source: Value, shape: tuple[Dimension, ...]) -> None:
-        made = replace(source, name=self.fresh(), shape=shape)
-        self.node(op, inputs, [made.name])
-        self.values.append(made)
+        output = replace(source, name=self.fresh(), shape=shape)
+        self.node(op, inputs, [output.name])
+        self.values.append(output)
 
     def add_expand(self) -> None:
         value = self.number(FLOAT, INT32, INT64, DOUBLE)
-        other = value and self.pick(lambda v: v.elements is None and broadcast(value.shape, v.shape) == v.shape)
+        other = value and self.pick(lambda v: v.elements is None and broadcast_shapes(value.shape, v.shape) == v.shape)
         if value is not None and other is not None:
-            shape = self.result("Shape", [other], INT64, (len(other.shape),), UNKNOWN_EXTENT)
+            shape = self.result("Shape", [other], INT64, (len(other.shape),), MAX_UNKNOWN_SIZE)
             self.result("Expand", [value, shape], value.dtype, other.shape, value.bound)
 
     def add_concat(self) -> None:
@@ -391,15 +393,15 @@ class Builder:
         assert other is not None
         ends = (value.shape[-1], other.shape[-1])
         last = sum(ends) if all(isinstance(end, int) for end in ends) else f"u{self.fresh()}"
-        made = replace(
+        output = replace(
             value,
             name=self.fresh(),
             shape=(*value.shape[:-1], last),
             bound=max(value.bound, other.bound),
             wild=value.wild or other.wild,
         )
-        self.node("Concat", [value, other], [made.name], axis=self.one_of((axis, -1)))
-        self.values.append(made)
+        self.node("Concat", [value, other], [output.name], axis=self.one_of((axis, -1)))
+        self.values.append(output)
 
     def add_slice(self) -> None:
         value = self.pick(lambda v: v.elements is None and len(v.shape) > 0 and v.dtype != BOOL)
@@ -419,21 +421,21 @@ class Builder:
         size = value.shape[axis]
         assert isinstance(size, int)
         sizes = [1, size - 1]
-        made = [
+        results = [
             replace(value, name=self.fresh(), shape=(*value.shape[:axis], part, *value.shape[axis + 1 :]))
             for part in sizes
         ]
-        self.node("Split", [value, self.whole_numbers(*sizes)], [v.name for v in made], axis=axis)
-        self.values += made if self.chance(2) else made[:1]  # else the second is read by nobody, ever
+        self.node("Split", [value, self.whole_numbers(*sizes)], [v.name for v in results], axis=axis)
+        self.values += results if self.chance(2) else results[:1]  # otherwise the second one never has a reader
 
     def add_top_k(self) -> None:
         value = self.number(FLOAT, INT64, DOUBLE, tame=True)
         if value is None or not value.shape or not isinstance(value.shape[-1], int) or value.shape[-1] < 2:
             return
-        if not TOP_K_TAKES_NOTHING and not all(isinstance(size, int) and size > 0 for size in value.shape[:-1]):
+        if not TOP_K_ACCEPTS_EMPTY_INPUTS and not all(isinstance(size, int) and size > 0 for size in value.shape[:-1]):
             return
         shape = (*value.shape[:-1], 2)
-        top, where = replace(value, name=self.fresh(), shape=shape), Value(self.fresh(), INT64, shape, UNKNOWN_EXTENT)
+        top, where = replace(value, name=self.fresh(), shape=shape), Value(self.fresh(), INT64, shape, MAX_UNKNOWN_SIZE)
         self.node("TopK", [value, self.whole_numbers(2)], [top.name, where.name])
         self.values += self.one_of(([top], [where], [top, where]))
 
@@ -444,23 +446,23 @@ class Builder:
         if value is not None:
             shape = self.one_of(((), (2,)))
             index = self.weight(np.zeros(shape, dtype=np.int64), INT64)
-            made = replace(value, name=self.fresh(), shape=(*shape, *value.shape[1:]))
-            self.node("Gather", [value, index], [made.name])
-            self.values.append(made)
+            output = replace(value, name=self.fresh(), shape=(*shape, *value.shape[1:]))
+            self.node("Gather", [value, index], [output.name])
+            self.values.append(output)
 
     def add_shape(self) -> None:
         value = self.pick(lambda v: v.elements is None)
         if value is None:
             return
         op, shape = self.one_of((("Shape", (len(value.shape),)), ("Size", ())))
-        self.result(op, [value], INT64, shape, UNKNOWN_EXTENT**2)
+        self.result(op, [value], INT64, shape, MAX_UNKNOWN_SIZE**2)
 
     def add_reduce(self) -> None:
         value = self.number(FLOAT, INT32, INT64, DOUBLE, tame=True)
         if value is None or 0 in value.shape:
             return
-        total = value.bound * int(np.prod([extent(d) for d in value.shape], dtype=object))
-        if total > EXACT[value.dtype]:
+        total = value.bound * int(np.prod([find_max_size(d) for d in value.shape], dtype=object))
+        if total > MAX_EXACT[value.dtype]:
             return
         if self.chance(2):
             self.result("ReduceSum", [value], value.dtype, (), total, keepdims=0)
@@ -470,7 +472,7 @@ class Builder:
     def add_non_zero(self) -> None:
         value = self.pick(lambda v: v.elements is None and v.dtype in (FLOAT, INT32, INT64, BOOL) and len(v.shape) > 0)
         if value is not None:
-            self.result("NonZero", [value], INT64, (len(value.shape), f"u{self.fresh()}"), UNKNOWN_EXTENT)
+            self.result("NonZero", [value], INT64, (len(value.shape), f"u{self.fresh()}"), MAX_UNKNOWN_SIZE)
 
     def add_mat_mul(self) -> None:
         value = self.pick(
@@ -478,11 +480,11 @@ class Builder:
                 v.is_number and not v.wild and v.dtype in (FLOAT, DOUBLE) and len(v.shape) >= 2 and v.shape[-1] == 3
             )
         )
-        if value is None or value.bound * 3 * FED_BOUND > EXACT[value.dtype]:
+        if value is None or value.bound * 3 * MAX_FED_MAGNITUDE > MAX_EXACT[value.dtype]:
             return
-        # 3 x 128 numbers are more than 1 KiB, so that this weight is stored beside the segments.
+        # 3 x 128 numbers are more than 1 KiB, so that this weight is stored outside of the segments.
         columns = self.one_of((3, 128))
-        weight = self.weight(self.random_array(value.dtype, (3, columns)), value.dtype)
+        weight = self.weight(self.draw_array(value.dtype, (3, columns)), value.dtype)
         shape = (*value.shape[:-1], columns)
         self.result("MatMul", [value, weight], value.dtype, shape, value.bound * 3 * weight.bound)
 
@@ -491,7 +493,7 @@ class Builder:
     def add_string(self) -> None:
         value = self.pick(lambda v: v.elements is None and v.dtype == STRING)
         if value is None:
-            self.weight(self.random_array(STRING, (2,)), STRING)
+            self.weight(self.draw_array(STRING, (2,)), STRING)
         elif self.opset >= 19 and self.chance(2):
             self.result("Equal", [value, value], BOOL, value.shape, 1)
         else:
@@ -504,9 +506,9 @@ class Builder:
         other = self.pick(lambda v: v.elements is None and v.dtype == value.dtype)
         assert other is not None
         elements = self.one_of(((value,), (value, value), (value, other, value)))
-        made = Value(self.fresh(), value.dtype, (), elements=tuple(elements))
-        self.node("SequenceConstruct", elements, [made.name])
-        self.values.append(made)
+        output = Value(self.fresh(), value.dtype, (), elements=tuple(elements))
+        self.node("SequenceConstruct", elements, [output.name])
+        self.values.append(output)
 
     def add_from_sequence(self) -> None:
         sequence = self.pick(lambda v: v.elements is not None)
@@ -516,39 +518,39 @@ class Builder:
         kind = self.one_of(("SequenceAt", "SequenceLength", "SequenceInsert", "ConcatFromSequence"))
         zero = self.weight(np.array(0, dtype=np.int64), INT64, keep=False)
         if kind == "SequenceAt":
-            made = replace(first, name=self.fresh())
-            self.node("SequenceAt", [sequence, zero], [made.name])
+            output = replace(first, name=self.fresh())
+            self.node("SequenceAt", [sequence, zero], [output.name])
         elif kind == "SequenceLength":
-            made = Value(self.fresh(), INT64, (), UNKNOWN_EXTENT)
-            self.node("SequenceLength", [sequence], [made.name])
+            output = Value(self.fresh(), INT64, (), MAX_UNKNOWN_SIZE)
+            self.node("SequenceLength", [sequence], [output.name])
         elif kind == "SequenceInsert" and len(sequence.elements) < 5:
-            made = replace(sequence, name=self.fresh(), elements=(*sequence.elements, first))
-            self.node("SequenceInsert", self.one_of(([sequence, first], [sequence, first, ""])), [made.name])
+            output = replace(sequence, name=self.fresh(), elements=(*sequence.elements, first))
+            self.node("SequenceInsert", self.one_of(([sequence, first], [sequence, first, ""])), [output.name])
         elif all(element.shape == first.shape for element in sequence.elements) and first.dtype != STRING:
             bound, wild = max(e.bound for e in sequence.elements), any(e.wild for e in sequence.elements)
-            made = Value(self.fresh(), first.dtype, (len(sequence.elements), *first.shape), bound, wild)
-            self.node("ConcatFromSequence", [sequence], [made.name], axis=0, new_axis=1)
+            output = Value(self.fresh(), first.dtype, (len(sequence.elements), *first.shape), bound, wild)
+            self.node("ConcatFromSequence", [sequence], [output.name], axis=0, new_axis=1)
         else:
             return None
-        self.values.append(made)
+        self.values.append(output)
         return None
 
     # --- graphs inside graphs --------------------------------------------------------------------------------------
 
     def inner(self) -> Builder:
-        """Return a builder for a subgraph: it may read all that is here, and its names are its own."""
+        """Return a builder for a subgraph, which may read all values of this graph, and has unique names."""
         self.count += 1
         return Builder(
             self.draw, self.opset, f"{self.prefix}s{self.count}_", values=list(self.values), functions=self.functions
         )
 
-    def _branch(self, wanted: Sequence[Value]) -> GraphProto:
-        """Draw a subgraph with outputs like `wanted`, computed from what is outside of it."""
+    def _branch(self, templates: Sequence[Value]) -> GraphProto:
+        """Draw a subgraph with outputs like `templates`, computed from values of the outer graph."""
         inner = self.inner()
         for _ in range(self.draw(st.integers(0, 2))):
             self.one_of(INNER)(inner)
         outputs = []
-        for value in wanted:
+        for value in templates:
             source = inner.pick(
                 lambda v, value=value: (
                     v.elements is None
@@ -570,11 +572,11 @@ class Builder:
         )
 
     def _condition(self) -> Value:
-        found = self.pick(lambda v: v.elements is None and v.dtype == BOOL and v.shape == ())
-        return found or self.weight(np.array(self.draw(st.booleans())), BOOL)
+        condition = self.pick(lambda v: v.elements is None and v.dtype == BOOL and v.shape == ())
+        return condition or self.weight(np.array(self.draw(st.booleans())), BOOL)
 
     def add_if(self) -> None:
-        """Add a choice of one or two values; the shape of the first may depend on what is chosen."""
+        """Add an If with one or two outputs; the shape of the first may depend on the branch."""
         first, second = self.pick(lambda v: v.elements is None), self.pick(lambda v: v.elements is None)
         other = first and self.pick(
             lambda v: v.elements is None and v.dtype == first.dtype and len(v.shape) == len(first.shape)
@@ -588,31 +590,31 @@ class Builder:
             bound=max(first.bound, other.bound),
             wild=first.wild or other.wild,
         )
-        made = [replace(value, name=self.fresh()) for value in ([merged, second] if both else [merged])]
+        results = [replace(value, name=self.fresh()) for value in ([merged, second] if both else [merged])]
         branches = {
             name: self._branch([value, second] if both else [value])
             for name, value in (("then_branch", first), ("else_branch", other))
         }
-        self.node("If", [condition], [v.name for v in made], **branches)
-        self.values += made
+        self.node("If", [condition], [v.name for v in results], **branches)
+        self.values += results
 
     def add_loop(self) -> None:
-        """Add a loop that adds a captured value to what it carries, and collects it."""
+        """Add a loop that adds a captured value to the carried one, and collects the sums."""
         carried = self.number(FLOAT, INT32, INT64)
         step = carried and self.pick(
             lambda v: (
                 v.is_number
                 and v.dtype == carried.dtype
-                and broadcast(carried.shape, v.shape) == carried.shape
-                and carried.bound + LARGEST_N * v.bound <= EXACT[v.dtype]
+                and broadcast_shapes(carried.shape, v.shape) == carried.shape
+                and carried.bound + MAX_N * v.bound <= MAX_EXACT[v.dtype]
             )
         )
         if carried is None or step is None:
             return
-        trips = self.draw(st.integers(0, LARGEST_N))
+        trips = self.draw(st.integers(0, MAX_N))
         inner = self.inner()
         parameters = [
-            Value(inner.fresh(), INT64, (), LARGEST_N),
+            Value(inner.fresh(), INT64, (), MAX_N),
             Value(inner.fresh(), BOOL, (), 1),
             replace(carried, name=inner.fresh(), wild=carried.wild or step.wild),
         ]
@@ -629,7 +631,7 @@ class Builder:
         self.values += self.one_of(([last, every], [last], [every]))
 
     def add_growing_loop(self) -> None:
-        """Add a loop in which what is carried gets longer each time."""
+        """Add a loop whose carried value gets longer in each iteration."""
         carried = self.number(FLOAT, INT32, INT64)
         step = carried and self.pick(
             lambda v: v.is_number and v.dtype == carried.dtype and len(v.shape) > 0 and v.shape[1:] == carried.shape[1:]
@@ -644,13 +646,13 @@ class Builder:
             wild=carried.wild or step.wild,
         )
         parameters = [
-            Value(inner.fresh(), INT64, (), LARGEST_N),
+            Value(inner.fresh(), INT64, (), MAX_N),
             Value(inner.fresh(), BOOL, (), 1),
             replace(longer, name=inner.fresh()),
         ]
         go_on = inner.like("Identity", parameters[1])
         body = inner.graph([go_on, inner.like("Concat", longer, [parameters[2], step], axis=0)], parameters)
-        limit = self.weight(np.array(self.draw(st.integers(0, LARGEST_N)), dtype=np.int64), INT64)
+        limit = self.weight(np.array(self.draw(st.integers(0, MAX_N)), dtype=np.int64), INT64)
         last = replace(longer, name=self.fresh())
         self.node("Loop", [limit, "", carried], [last.name], body=body)
         self.values.append(last)
@@ -662,17 +664,17 @@ class Builder:
             lambda v: (
                 v.is_number
                 and v.dtype == first.dtype
-                and broadcast(first.shape, v.shape) is not None
-                and 2 * (first.bound + v.bound) <= EXACT[v.dtype]
+                and broadcast_shapes(first.shape, v.shape) is not None
+                and 2 * (first.bound + v.bound) <= MAX_EXACT[v.dtype]
             )
         )
         if first is None or second is None:
             return
         if not self.functions:
-            self.functions |= {text.split("(")[0].split()[-1]: _function(text, self.opset) for text in _FUNCTIONS}
-        bound, shape = first.bound + second.bound, broadcast(first.shape, second.shape) or ()
-        made = [Value(self.fresh(), first.dtype, shape, b, first.wild or second.wild) for b in (bound, 2 * bound)]
-        outputs = self.one_of((made, [made[0], ""], ["", made[1]]))
+            self.functions |= {text.split("(")[0].split()[-1]: parse_function(text, self.opset) for text in _FUNCTIONS}
+        bound, shape = first.bound + second.bound, broadcast_shapes(first.shape, second.shape) or ()
+        results = [Value(self.fresh(), first.dtype, shape, b, first.wild or second.wild) for b in (bound, 2 * bound)]
+        outputs = self.one_of((results, [results[0], ""], ["", results[1]]))
         self.node("outer", [first, second], [v and v.name for v in outputs], domain="local")
         self.values += [v for v in outputs if v]
 
@@ -683,7 +685,7 @@ _FUNCTIONS = (
 )
 
 
-def _function(text: str, opset: int) -> FunctionProto:
+def parse_function(text: str, opset: int) -> FunctionProto:
     return parser.parse_function(f'<opset_import: ["": {opset}, "local": 1], domain: "local"> {text}')
 
 
@@ -732,8 +734,8 @@ ALL = (
 )
 
 
-def broadcast(first: tuple[Dimension, ...], second: tuple[Dimension, ...]) -> tuple[Dimension, ...] | None:
-    """Return the shape that two shapes broadcast to, or None if they do not for every size of their symbols."""
+def broadcast_shapes(first: tuple[Dimension, ...], second: tuple[Dimension, ...]) -> tuple[Dimension, ...] | None:
+    """Return the shape that two shapes broadcast to for all sizes of their symbols; None if there is none."""
     rank = max(len(first), len(second))
     pairs = zip((1,) * (rank - len(first)) + first, (1,) * (rank - len(second)) + second)
     shape: list[Dimension] = []
@@ -744,34 +746,32 @@ def broadcast(first: tuple[Dimension, ...], second: tuple[Dimension, ...]) -> tu
     return tuple(shape)
 
 
-def extent(dimension: Dimension) -> int:
-    """Return the most that a dimension can be."""
-    return dimension if isinstance(dimension, int) else LARGEST_N if dimension == "N" else UNKNOWN_EXTENT
+def find_max_size(dimension: Dimension) -> int:
+    """Return the largest size of a dimension."""
+    return dimension if isinstance(dimension, int) else MAX_N if dimension == "N" else MAX_UNKNOWN_SIZE
 
 
-def numpy_type(dtype: int) -> np.dtype[Any]:
+def to_numpy_type(dtype: int) -> np.dtype[Any]:
     return np.dtype(helper.tensor_dtype_to_np_dtype(dtype))
 
 
-def random_array(random: np.random.Generator, dtype: int, shape: tuple[int, ...], wild: bool = False) -> Array:
-    """Return whole numbers from -4 to 4 of a type, or such words or truth values; `wild` ones also NaN and infinity."""
+def draw_array(random: np.random.Generator, dtype: int, shape: tuple[int, ...], wild: bool = False) -> Array:
+    """Return whole numbers from -4 to 4 of a type, or words, or booleans; with `wild`, also NaN and infinity."""
     if dtype == STRING:
         return random.choice(np.array(["", "a", "bc"], dtype=object), shape)
     if dtype == BOOL:
         return np.asarray(random.integers(0, 2, shape), dtype=bool)
-    array = np.asarray(random.integers(-FED_BOUND, FED_BOUND + 1, shape), dtype=numpy_type(dtype))
+    array = np.asarray(random.integers(-MAX_FED_MAGNITUDE, MAX_FED_MAGNITUDE + 1, shape), dtype=to_numpy_type(dtype))
     if wild:
         array = np.where(random.integers(0, 2, shape) > 0, array, random.choice([np.nan, np.inf, -np.inf, -0.0], shape))
-    return np.asarray(array, dtype=numpy_type(dtype))
+    return np.asarray(array, dtype=to_numpy_type(dtype))
 
 
-def feeds_for(draw: Draw, inputs: Sequence[Value], optional: Sequence[Value], n: int) -> Feeds:
+def draw_feeds(draw: Draw, inputs: Sequence[Value], optional: Sequence[Value], n: int) -> Feeds:
     """Draw a value for each input, and for some of the optional ones."""
     random = np.random.default_rng(draw(st.integers(0, 7)))
     fed = [*inputs, *(value for value in optional if draw(st.booleans()))]
-    return {
-        v.name: random_array(random, v.dtype, tuple(n if d == "N" else int(d) for d in v.shape), v.wild) for v in fed
-    }
+    return {v.name: draw_array(random, v.dtype, tuple(n if d == "N" else int(d) for d in v.shape), v.wild) for v in fed}
 
 
 @st.composite
@@ -784,59 +784,59 @@ def random_models(draw: Draw, max_nodes: int = 16) -> RandomModel:
     for index, dtype in enumerate(kinds):
         shape = builder.one_of(SHAPES if dtype != BOOL else ((), *SHAPES))
         wild = dtype in (FLOAT, DOUBLE) and builder.chance(4)
-        inputs.append(Value(f"x{index}", dtype, shape, 1 if dtype == BOOL else FED_BOUND, wild))
+        inputs.append(Value(f"x{index}", dtype, shape, 1 if dtype == BOOL else MAX_FED_MAGNITUDE, wild))
     builder.values += inputs
-    for add in [] if builder.chance(30) else draw(st.lists(st.sampled_from(ALL), min_size=4, max_size=max_nodes)):
-        add(builder)
+    for add_nodes in [] if builder.chance(30) else draw(st.lists(st.sampled_from(ALL), min_size=4, max_size=max_nodes)):
+        add_nodes(builder)
     outputs = draw(st.lists(st.sampled_from(builder.values[::-1]), min_size=1, max_size=4, unique_by=lambda v: v.name))
     nodes = builder.nodes[::-1] if builder.chance(6) else builder.nodes  # ONNX Runtime sorts them
     nested = any(attribute.HasField("g") for node in nodes for attribute in node.attribute)
     ir_version = builder.one_of((8, 10) if nested else (8, 3, 10))  # 3 has no weights in subgraphs
     optional = builder.overridable if ir_version > 3 else []
-    listed = optional if ir_version > 3 else weights_as_values(builder)
+    listed = optional if ir_version > 3 else list_initializers_as_values(builder)
     graph = replace(builder, nodes=nodes).graph(outputs, [*inputs, *listed])
-    graph.name = builder.one_of(("graph", ""))  # nothing may depend on it
+    graph.name = builder.one_of(("graph", ""))  # nothing may depend on its name
     opsets = [helper.make_opsetid("", builder.opset), *([helper.make_opsetid("local", 1)] if builder.functions else [])]
     proto = helper.make_model(
         graph, opset_imports=opsets, functions=list(builder.functions.values()), ir_version=ir_version
     )
-    sizes = draw(st.lists(st.integers(0, LARGEST_N), min_size=1, max_size=2))
-    feeds = tuple(feeds_for(draw, inputs, optional, n) for n in sizes)
-    return RandomModel(proto, {"N": sizes[0]} if uses_n(inputs) else {}, feeds)
+    sizes = draw(st.lists(st.integers(0, MAX_N), min_size=1, max_size=2))
+    feeds = tuple(draw_feeds(draw, inputs, optional, n) for n in sizes)
+    return RandomModel(proto, {"N": sizes[0]} if depends_on_n(inputs) else {}, feeds)
 
 
-def weights_as_values(builder: Builder) -> list[Value]:
-    """Return the initializers as inputs: before IR version 4 they had to be, and were constants all the same."""
+def list_initializers_as_values(builder: Builder) -> list[Value]:
+    """Return the initializers as inputs, which IR versions before 4 require; they are constants all the same."""
     return [Value(tensor.name, tensor.data_type, tuple(tensor.dims)) for tensor in builder.initializers]
 
 
-def uses_n(inputs: Iterable[Value]) -> bool:
+def depends_on_n(inputs: Iterable[Value]) -> bool:
     return any("N" in value.shape for value in inputs)
 
 
 def reference(proto: ModelProto, feeds: Iterable[Feeds], level: Level = "none") -> list[list[Any]]:
-    """Return what ONNX Runtime makes of the model as it is."""
+    """Return the outputs of ONNX Runtime for the whole model."""
     nameless = ModelProto()
     nameless.CopyFrom(proto)
-    forget_names(nameless.graph)  # it refuses nodes of the same name, which ONNX allows
+    clear_names(nameless.graph)  # ONNX Runtime refuses equal names, which ONNX allows
     return run_plain(nameless.SerializeToString(), feeds, level)
 
 
 def run_plain(model: bytes | Path, feeds: Iterable[Feeds], level: Level = "none") -> list[list[Any]]:
-    """Return the outputs of a model in one session, which optimises nothing unless it is asked to."""
+    """Return the outputs of a model in one session, without optimisations by default."""
     options = session_options([0], level)
     options.log_severity_level = 4
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     return [session.run(None, fed) for fed in feeds]
 
 
-def forget_names(graph: GraphProto) -> None:
-    """Take the names from all nodes of a graph and of those inside it."""
+def clear_names(graph: GraphProto) -> None:
+    """Remove the names of all nodes in a graph and its subgraphs."""
     for node in graph.node:
         node.name = ""
         for attribute in node.attribute:
             if attribute.HasField("g"):
-                forget_names(attribute.g)
+                clear_names(attribute.g)
 
 
 __all__ = ["Builder", "Feeds", "RandomModel", "Value", "random_models", "reference", "run_plain"]

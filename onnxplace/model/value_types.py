@@ -1,0 +1,49 @@
+"""Names of types in ONNX Runtime's spelling, and entries of shapes."""
+
+from __future__ import annotations
+
+from onnx import TensorProto, TypeProto
+
+from onnxplace.feeds import MAX_DIMENSION
+
+
+def type_name(kind: TypeProto) -> str:
+    """Return ONNX Runtime's spelling of a type: `tensor(float)`, `seq(tensor(int64))`.
+
+    >>> from onnx import helper
+    >>> type_name(helper.make_tensor_type_proto(TensorProto.FLOAT, [1]))
+    'tensor(float)'
+    """
+    which = kind.WhichOneof("value")
+    if which in ("tensor_type", "sparse_tensor_type"):
+        element = TensorProto.DataType.Name(getattr(kind, which).elem_type).lower()
+        return f"{'sparse_' if which.startswith('sparse') else ''}tensor({element})"
+    if which == "sequence_type":
+        return f"seq({type_name(kind.sequence_type.elem_type)})"
+    if which == "optional_type":
+        return f"optional({type_name(kind.optional_type.elem_type)})"
+    if which == "map_type":
+        return f"map({TensorProto.DataType.Name(kind.map_type.key_type).lower()},{type_name(kind.map_type.value_type)})"
+    return "unknown"
+
+
+def shape_entries(kind: TypeProto) -> tuple[int | str | None, ...] | None:
+    """Return the entries of a tensor's shape: sizes, symbols, or None.
+
+    Returns None for a type without a shape.
+
+    An impossible size, as shape inference computes for nodes that cannot run, counts as unknown.
+
+    >>> from onnx import helper
+    >>> shape_entries(helper.make_tensor_type_proto(TensorProto.FLOAT, ["batch", 4, None]))
+    ('batch', 4, None)
+    """
+    if not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
+        return None
+    sizes = kind.tensor_type.shape.dim
+    return tuple(
+        (size.dim_value if 0 <= size.dim_value <= MAX_DIMENSION else None)
+        if size.HasField("dim_value")
+        else (size.dim_param or None)
+        for size in sizes
+    )
