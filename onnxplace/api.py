@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 __all__ = ["Compiled", "InferenceSession", "compile", "compile_model", "load"]
 
 # What `run_async` is told from None by, which is a value that ONNX Runtime passes on.
-_LEFT_OUT: Final = object()
+_NO_USER_DATA: Final = object()
 # Locks cannot wait longer.
 MAX_TIMEOUT_SECONDS = 1e6
-Signature = tuple[tuple[str, "np.dtype[Any]", tuple[int, ...]], ...]
+FeedSignature = tuple[tuple[str, "np.dtype[Any]", tuple[int, ...]], ...]
 """Name, type and shape of each array that is fed."""
 
 
@@ -94,14 +94,14 @@ class InferenceSession:
         if self._bundle.manifest.states and not kind.keeps_state:
             hint = "use --runtime onnxruntime, or compile without --state"
             raise UsageError("S008", f"runtime {runtime!r} keeps no states", where=str(self._bundle.path), hint=hint)
-        self._takes = _with_optional_states(self._bundle)
+        self._takes = _make_states_optional(self._bundle)
         self._known = [item.name for item in self._bundle.outputs]
         self._returned = [item.name for item in self._bundle.returned]
         self._kept = {item.output for item in self._bundle.manifest.states}
         with use_custom_operators(custom_op_libraries):
             self._session = kind().open(self._bundle, trace=trace)
         self._events: tuple[Event, ...] = ()
-        self._accepted: Signature | None = None
+        self._accepted: FeedSignature | None = None
         self._callbacks = Callbacks()
 
     def get_inputs(self) -> list[Declared]:
@@ -138,7 +138,7 @@ class InferenceSession:
 
     def _run(self, names: Sequence[str], input_feed: Mapping[str, Any], timeout: float | None) -> Result:
         feeds, also = self._checked(input_feed, names)
-        result = self._session.run(feeds, also, checked_timeout(timeout))
+        result = self._session.run(feeds, also, check_timeout(timeout))
         self._events = result.events  # not the outputs, which are the caller's to free
         return result
 
@@ -147,7 +147,7 @@ class InferenceSession:
         output_names: Iterable[str] | None,
         input_feed: Mapping[str, Any],
         callback: Callable[..., None],
-        user_data: object = _LEFT_OUT,
+        user_data: object = _NO_USER_DATA,
     ) -> None:
         """Start a run and return; `callback(outputs, error)` is called from another thread when it is over.
 
@@ -160,7 +160,7 @@ class InferenceSession:
         def over(future: Future[Result]) -> None:
             error = future.exception()
             outputs = None if error else [future.result().outputs.get(name) for name in names]
-            if user_data is _LEFT_OUT:
+            if user_data is _NO_USER_DATA:
                 callback(outputs, error)
             else:
                 callback(outputs or [], user_data, str(error) if error else "")
@@ -193,13 +193,13 @@ class InferenceSession:
         What still runs after `timeout` seconds is ended, and fails. A thread that does not come back from ONNX Runtime
         even then, which looks up at the end of each node, is left behind with a RuntimeWarning.
         """
-        self._session.close(checked_timeout(timeout, least=0))
+        self._session.close(check_timeout(timeout, least=0))
         self._callbacks.close()
 
     def _checked(self, input_feed: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """Return the feeds as arrays, and the states among the outputs asked for."""
         also = [name for name in names if name in self._kept] if self._kept else []
-        shown = _shown(input_feed)
+        shown = _make_signature(input_feed)
         if shown is not None and shown == self._accepted:
             return dict(input_feed), also
         feeds = check_feeds(input_feed, self._takes)
@@ -232,7 +232,7 @@ class InferenceSession:
             self._callbacks.close()
 
 
-def checked_timeout(timeout: float | None, least: float = 1e-9) -> float | None:
+def check_timeout(timeout: float | None, least: float = 1e-9) -> float | None:
     """Return a timeout in seconds; raises UsageError for what is none."""
     if timeout is None:
         return None
@@ -243,14 +243,14 @@ def checked_timeout(timeout: float | None, least: float = 1e-9) -> float | None:
     return float(timeout)
 
 
-def _shown(feeds: Mapping[str, Any]) -> Signature | None:
+def _make_signature(feeds: Mapping[str, Any]) -> FeedSignature | None:
     """Return all that `check_feeds` looks at, if they are plain arrays: what passed once need not be seen again."""
     if not isinstance(feeds, Mapping) or not all(type(value) is np.ndarray for value in feeds.values()):
         return None
     return tuple([(name, value.dtype, value.shape) for name, value in feeds.items()])
 
 
-def _with_optional_states(bundle: Bundle) -> list[Declared]:
+def _make_states_optional(bundle: Bundle) -> list[Declared]:
     """Return the inputs as a run takes them: states may be left out."""
     states = {item.name for item in bundle.state_inputs}
     return [replace(item, optional=True) if item.name in states else item for item in bundle.inputs]

@@ -14,13 +14,13 @@ from onnxplace.cli.options import (
     against_option,
     as_json,
     inputs_option,
+    note_core_shortage,
     parse_shape,
     print_json,
-    progress,
     say,
-    say_too_few_cores,
     seed_option,
     shape_option,
+    show_progress,
     with_operator_libraries,
 )
 from onnxplace.errors import UsageError
@@ -74,29 +74,31 @@ def bench(
     from onnxplace.evaluation import choose_step_inputs, measure_usage
 
     opened = load(bundle)
-    say_too_few_cores(opened)
+    note_core_shortage(opened)
     if in_flight > 1 and opened.manifest.states:
         raise UsageError(
             "U013", "requests that hand their states on follow one another", where="--in-flight", hint="leave it out"
         )
     steps = choose_step_inputs(opened, inputs, parse_shape(shape), seed)
-    with progress(json_, "timing steps") as observer:
-        times = _timed(opened, against, steps, repeat, in_flight)
+    with show_progress(json_, "timing steps") as observer:
+        times = _time_steps(opened, against, steps, repeat, in_flight)
         found = measure_usage(opened, steps.first, min(repeat, MAX_TRACED), not no_memory, observer)
     ratio = times["bundle"].median_seconds / times["model"].median_seconds
-    say([*_other_sizes(opened, steps.first), *found.notes])
+    say([*_report_other_sizes(opened, steps.first), *found.notes])
     with suppress(BrokenPipeError):  # the exit code is an answer too
         if json_:
-            print_json(_bench_json(opened, times, found))
+            print_json(_build_json(opened, times, found))
         else:
-            click.echo(bench_summary(opened, times, found))
+            click.echo(format_summary(opened, times, found))
     if max_ratio is not None and ratio > max_ratio:
         with suppress(OSError):
             click.echo(f"the bundle takes {ratio:.3f} times the model, more than {max_ratio}", err=True)
         raise SystemExit(1)
 
 
-def _timed(bundle: Bundle, against: Path | None, steps: StepInputs, repeat: int, in_flight: int) -> dict[str, Timings]:
+def _time_steps(
+    bundle: Bundle, against: Path | None, steps: StepInputs, repeat: int, in_flight: int
+) -> dict[str, Timings]:
     """Return how long the bundle and the plain sessions take; all are closed again then."""
     from onnxplace.api import InferenceSession
     from onnxplace.evaluation import StateCarrier, open_reference, time_in_turns
@@ -124,19 +126,19 @@ def _timed(bundle: Bundle, against: Path | None, steps: StepInputs, repeat: int,
                 run.result() for run in [session.submit(given) for _ in range(in_flight)]
             ]
         with steps.explained(1):
-            times = time_in_turns({name: _in_turn(call, feeds) for name, call in calls.items()}, repeat, WARM_UPS)
+            times = time_in_turns({name: _cycle_feeds(call, feeds) for name, call in calls.items()}, repeat, WARM_UPS)
     if in_flight > 1:
         times["in_flight"] = times["in_flight"].per(in_flight)
     return times
 
 
-def _in_turn(call: Callable[[Any], object], feeds: Sequence[Any]) -> Callable[[], object]:
+def _cycle_feeds(call: Callable[[Any], object], feeds: Sequence[Any]) -> Callable[[], object]:
     """Return a function that calls with the next of `feeds` each time."""
     left = iter(feeds)
     return lambda: call(next(left))
 
 
-def _other_sizes(bundle: Bundle, feeds: Mapping[str, Any]) -> list[Diagnostic]:
+def _report_other_sizes(bundle: Bundle, feeds: Mapping[str, Any]) -> list[Diagnostic]:
     """Say so if inputs have other sizes than those for which the bundle was compiled, as predictions are for these."""
     from onnxplace.errors import Diagnostic
     from onnxplace.feeds import dimension_keys
@@ -157,7 +159,7 @@ def _other_sizes(bundle: Bundle, feeds: Mapping[str, Any]) -> list[Diagnostic]:
     return [Diagnostic("F008", message, where=bundle.manifest.model, hint=hint)]
 
 
-def _bench_json(bundle: Bundle, times: Mapping[str, Timings], found: DeviceUsage) -> dict[str, Any]:
+def _build_json(bundle: Bundle, times: Mapping[str, Timings], found: DeviceUsage) -> dict[str, Any]:
     predicted, median = bundle.manifest.predicted, times["bundle"].median_seconds
     return {
         **{name: vars(item) for name, item in times.items()},
@@ -172,13 +174,13 @@ def _bench_json(bundle: Bundle, times: Mapping[str, Timings], found: DeviceUsage
     }
 
 
-def bench_summary(bundle: Bundle, times: Mapping[str, Timings], found: DeviceUsage) -> str:
+def format_summary(bundle: Bundle, times: Mapping[str, Timings], found: DeviceUsage) -> str:
     """Return measured figures beside predicted ones, on one screen."""
-    blocks = [_step_table(bundle, times), _device_table(found)]
-    return "\n\n".join([*blocks, _link_table(found)] if found.links else blocks)
+    blocks = [_format_steps(bundle, times), _format_devices(found)]
+    return "\n\n".join([*blocks, _format_links(found)] if found.links else blocks)
 
 
-def _step_table(bundle: Bundle, times: Mapping[str, Timings]) -> str:
+def _format_steps(bundle: Bundle, times: Mapping[str, Timings]) -> str:
     """Return a table of steps, with the honest row: one session with all cores."""
     from onnxplace.report import format_milliseconds, format_table
 
@@ -210,7 +212,7 @@ def _step_table(bundle: Bundle, times: Mapping[str, Timings]) -> str:
     return format_table(("", "median", "p90", "predicted", "/ all cores"), rows)
 
 
-def _device_table(found: DeviceUsage) -> str:
+def _format_devices(found: DeviceUsage) -> str:
     """Return a table of busy times and memory, with rows for the process of which CPU devices are parts."""
     from onnxplace.report import format_milliseconds, format_table
 
@@ -220,8 +222,8 @@ def _device_table(found: DeviceUsage) -> str:
             device.id,
             format_milliseconds(device.busy_seconds),
             format_milliseconds(device.predicted_busy_seconds),
-            _amount(device.peak_bytes),
-            _amount(device.predicted_peak_bytes),
+            _format_size(device.peak_bytes),
+            _format_size(device.predicted_peak_bytes),
         )
         for device in found.devices
     ]
@@ -229,11 +231,11 @@ def _device_table(found: DeviceUsage) -> str:
         ("opening", process.opening_bytes, process.predicted_opening_bytes),
         ("running", process.running_bytes, process.predicted_running_bytes),
     ):
-        rows.append((f"process, {what}", "-", "-", _amount(taken), _amount(predicted)))
+        rows.append((f"process, {what}", "-", "-", _format_size(taken), _format_size(predicted)))
     return format_table(("", "busy", "predicted", "process peak", "predicted"), rows)
 
 
-def _link_table(found: DeviceUsage) -> str:
+def _format_links(found: DeviceUsage) -> str:
     """Return a table of what crosses between devices in one step."""
     from onnxplace.report import format_milliseconds, format_table
 
@@ -241,8 +243,8 @@ def _link_table(found: DeviceUsage) -> str:
         (
             f"{link.source} -> {link.destination}",
             str(link.values),
-            _amount(link.bytes),
-            _amount(link.predicted_bytes),
+            _format_size(link.bytes),
+            _format_size(link.predicted_bytes),
             format_milliseconds(link.seconds),
             format_milliseconds(link.predicted_seconds),
         )
@@ -251,7 +253,7 @@ def _link_table(found: DeviceUsage) -> str:
     return format_table(("", "values", "size", "predicted", "time", "predicted"), rows)
 
 
-def _amount(size: int | None) -> str:
+def _format_size(size: int | None) -> str:
     """Return an amount of memory as people read it, or a dash where it is not known."""
     from onnxplace.report import format_bytes
 

@@ -15,10 +15,10 @@ from onnxplace.cli.options import (
     objective_option,
     parse_shape,
     print_json,
-    progress,
     say,
     seed_option,
     shape_option,
+    show_progress,
     tell_of_compiling,
     with_operator_libraries,
 )
@@ -104,7 +104,7 @@ def compile(  # noqa: A001
     if os.path.isdir(model):
         raise ModelError("M001", "it cannot be read: it is a folder (directory), not a model", where=str(model))
     tell_of_compiling()
-    with progress(json_, "reading the model") as observer:
+    with show_progress(json_, "reading the model") as observer:
         compiled = compile_model(
             model,
             target=read_target(target) if target else None,
@@ -119,7 +119,7 @@ def compile(  # noqa: A001
         )
     say(compiled.diagnostics)
     if json_:
-        print_json(_compiled_json(compiled))
+        print_json(_build_json(compiled))
     else:
         from onnxplace.report import compile_summary
 
@@ -128,7 +128,7 @@ def compile(  # noqa: A001
             click.echo(f"costs: {options['save_costs']}")
 
 
-def _compiled_json(compiled: Compiled) -> dict[str, Any]:
+def _build_json(compiled: Compiled) -> dict[str, Any]:
     manifest = compiled.bundle.manifest
     return {
         "bundle": str(compiled.bundle.path),

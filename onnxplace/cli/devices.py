@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import click
 
 from onnxplace._version import __version__
-from onnxplace.cli.options import as_json, print_json, progress
+from onnxplace.cli.options import as_json, print_json, show_progress
 from onnxplace.errors import UsageError, counted
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def devices(
     devices: str | None, calibrate: bool, sizes: str | None, seconds: float | None, output: Path | None, json_: bool
 ) -> None:
     """Show what is here and what ONNX Runtime can use of it; write it to a target file, measured if asked to."""
-    from onnxplace.cli.devices import devices_summary
+    from onnxplace.cli.devices import format_devices
     from onnxplace.machine import describe_machine, local_target, measurement_cache
     from onnxplace.report import format_bytes
     from onnxplace.target import format_target
@@ -48,29 +48,29 @@ def devices(
     if output:
         require_place(output)
     default = local_target(devices)
-    measured = _calibrated(default, sizes, seconds, json_) if calibrate else None
+    measured = _calibrate(default, sizes, seconds, json_) if calibrate else None
     target = measured.target if measured else default.with_all_links()
     about, kept = describe_machine(), measurement_cache.contents()
     if output:
-        text = f"{_heading(about, measurement_cache.processor(), measured is not None)}\n{format_target(target)}"
+        text = f"{_format_heading(about, measurement_cache.processor(), measured is not None)}\n{format_target(target)}"
         write_file(output, lambda stream: stream.write(text.encode()))
     if json_:
         about["cost_cache"] = {"folder": str(kept.folder), "files": kept.files, "bytes": kept.size_bytes}
-        found = {"calibration": _calibration_json(measured)} if measured else {}
+        found = {"calibration": _build_calibration_json(measured)} if measured else {}
         written = {"output": str(output)} if output else {}
         print_json({**about, "default": [asdict(device) for device in default.devices], **found, **written})
         return
-    click.echo(devices_summary(about, default))
+    click.echo(format_devices(about, default))
     click.echo(f"kept costs: {counted(kept.files, 'file')}, {format_bytes(kept.size_bytes)}, in {kept.folder}")
     if measured:
-        click.echo(f"\n{calibration_summary(measured)}")
+        click.echo(f"\n{format_calibration(measured)}")
         if not output:
             click.echo("to compile with these figures, write them to a file with -o, and name it as --target", err=True)
     if output:
         click.echo(f"target: {output}")
 
 
-def _heading(about: Mapping[str, Any], processor: str, measured: bool) -> str:
+def _format_heading(about: Mapping[str, Any], processor: str, measured: bool) -> str:
     """Return a target file's first lines, which are comments: what machine it is of, and where its figures are from."""
     name = json.loads(processor).get("model name", "processor unknown") if processor.startswith("{") else processor
     parts = [name, f"{len(about['host']['cores'])} cores", *[f"{gpu['id']} {gpu['name']}" for gpu in about["gpus"]]]
@@ -80,23 +80,23 @@ def _heading(about: Mapping[str, Any], processor: str, measured: bool) -> str:
     return "\n".join(f"# {' '.join(line.split())}" for line in lines)
 
 
-def _calibrated(target: Any, sizes: str | None, seconds: float | None, quiet: bool) -> Calibration:
+def _calibrate(target: Any, sizes: str | None, seconds: float | None, quiet: bool) -> Calibration:
     from onnxplace.calibration import DEFAULT_SECONDS, TRANSFER_SIZES_BYTES, calibrate
     from onnxplace.target import parse_bytes
 
     asked = [parse_bytes(text) for text in sizes.split(",")] if sizes else TRANSFER_SIZES_BYTES
-    with progress(quiet, "measuring") as observer:
+    with show_progress(quiet, "measuring") as observer:
         return calibrate(
             target, sizes=asked, seconds=DEFAULT_SECONDS if seconds is None else seconds, observer=observer
         )
 
 
-def _calibration_json(measured: Calibration) -> dict[str, Any]:
+def _build_calibration_json(measured: Calibration) -> dict[str, Any]:
     return {
         "seconds": measured.seconds,
         "link_model": measured.target.link_model,
-        "links": [_link_json(link) for link in measured.links],
-        "devices": [_calls_json(measured, device) for device in measured.calls],
+        "links": [_build_link_json(link) for link in measured.links],
+        "devices": [_build_calls_json(measured, device) for device in measured.calls],
         "shared": [
             {"devices": list(measured.together), **{what: asdict(found) for what, found in vars(slower).items()}}
             for slower in ([measured.at_once] if measured.at_once else [])
@@ -105,7 +105,7 @@ def _calibration_json(measured: Calibration) -> dict[str, Any]:
     }
 
 
-def _calls_json(measured: Calibration, device: str) -> dict[str, Any]:
+def _build_calls_json(measured: Calibration, device: str) -> dict[str, Any]:
     """Return what a segment of a device costs, by the names in target files, and what that was made of."""
     from onnxplace.target import SEGMENT_OVERHEAD_SECONDS
 
@@ -121,7 +121,7 @@ def _calls_json(measured: Calibration, device: str) -> dict[str, Any]:
     }
 
 
-def _link_json(measured: LinkMeasurement) -> dict[str, Any]:
+def _build_link_json(measured: LinkMeasurement) -> dict[str, Any]:
     points = [{**asdict(point), "calm_samples": measured.calm_samples[point.bytes]} for point in measured.fit.points]
     return {
         **asdict(measured.link),
@@ -132,12 +132,14 @@ def _link_json(measured: LinkMeasurement) -> dict[str, Any]:
     }
 
 
-def calibration_summary(measured: Calibration) -> str:
+def format_calibration(measured: Calibration) -> str:
     """Return what was measured, on one screen: links with the fit beside each size, calls, devices at once."""
     from onnxplace.report import format_table
     from onnxplace.target import SEGMENT_OVERHEAD_SECONDS
 
-    blocks = [_link_table(link) for link in measured.links if not (link.symmetric and _is_second(link, measured))]
+    blocks = [
+        _format_link(link) for link in measured.links if not (link.symmetric and _is_return_direction(link, measured))
+    ]
     calls = [
         (
             device.id,
@@ -165,12 +167,12 @@ def calibration_summary(measured: Calibration) -> str:
     return "\n\n".join([*blocks, *[f"note: {note}" for note in measured.notes]])
 
 
-def _is_second(link: LinkMeasurement, measured: Calibration) -> bool:
+def _is_return_direction(link: LinkMeasurement, measured: Calibration) -> bool:
     ends = (link.link.destination, link.link.source)
     return any((m.link.source, m.link.destination) == ends for m in measured.links[: measured.links.index(link)])
 
 
-def _link_table(measured: LinkMeasurement) -> str:
+def _format_link(measured: LinkMeasurement) -> str:
     from onnxplace.report import format_table
 
     link, arrow = measured.link, "<->" if measured.symmetric else "->"
@@ -191,7 +193,7 @@ def _link_table(measured: LinkMeasurement) -> str:
     return f"{title}\n{format_table(('bytes', 'measured us', 'fit us', 'error', ''), rows, left=0)}"
 
 
-def devices_summary(about: Mapping[str, Any], target: Target) -> str:
+def format_devices(about: Mapping[str, Any], target: Target) -> str:
     """Return what `machine.describe` found, and the devices that are used by default."""
     host = about["host"]
     lines = [

@@ -35,7 +35,7 @@ runtime_option = click.option(
 seed_option = click.option(
     "--seed",
     default=0,
-    callback=lambda *said: _seed(said[-1]),
+    callback=lambda *said: _check_seed(said[-1]),
     show_default=True,
     help="For whatever is drawn at random.",
 )
@@ -75,7 +75,7 @@ def with_operator_libraries(command: Callable[..., None]) -> Callable[..., None]
     return option(run)
 
 
-def _seed(value: int) -> int:
+def _check_seed(value: int) -> int:
     if value < 0:
         raise UsageError("U012", f"a seed cannot be {value}", where="--seed", hint="give 0 or more")
     return value
@@ -108,7 +108,7 @@ def tell_of_compiling() -> None:
 
 
 @contextmanager
-def progress(quiet: bool, first: str) -> Iterator[Callable[[str, int, int], None] | None]:
+def show_progress(quiet: bool, first: str) -> Iterator[Callable[[str, int, int], None] | None]:
     """Show on stderr what is being done, `first` and then what the observer is told, if that is a terminal."""
     if quiet or not sys.stderr.isatty():
         yield None
@@ -128,7 +128,7 @@ def say(diagnostics: Sequence[Diagnostic]) -> None:
             click.echo(printable(f"note[{note.code}] {place}{note.message}{hint}"), err=True)
 
 
-def say_too_few_cores(bundle: Bundle, runtime: str = "onnxruntime") -> None:
+def note_core_shortage(bundle: Bundle, runtime: str = "onnxruntime") -> None:
     """Print a note if a bundle is run on a machine that has fewer cores than it was compiled for."""
     from onnxplace.evaluation import find_core_shortage
 
@@ -141,7 +141,7 @@ def print_json(data: Mapping[str, Any]) -> None:
     click.echo(json.dumps(data, indent=1, default=str))
 
 
-def use_of(path: Path, refused_by: str) -> str:
+def suggest_command(path: Path, refused_by: str) -> str:
     """Return a hint that says which other command takes what is there, as far as its name and place tell; or nothing.
 
     `refused_by` is the command that does not.
@@ -150,7 +150,7 @@ def use_of(path: Path, refused_by: str) -> str:
 
     try:
         if path.is_dir():
-            return _use_of_folder(path, MANIFEST_FILE)
+            return _suggest_for_folder(path, MANIFEST_FILE)
         if path.name == MANIFEST_FILE:
             return f"name the folder it is in: {path.parent}"
         if not path.is_file():
@@ -166,7 +166,7 @@ def use_of(path: Path, refused_by: str) -> str:
     return ""
 
 
-def _use_of_folder(path: Path, manifest: str) -> str:
+def _suggest_for_folder(path: Path, manifest: str) -> str:
     if (path / manifest).is_file():
         return f"it is a bundle, compiled already: `onnxplace run {path}`; to compile again, name its model"
     if (path / "saved_model.pb").is_file():

@@ -15,10 +15,10 @@ from onnxplace.cli.options import (
     against_option,
     as_json,
     inputs_option,
+    note_core_shortage,
     parse_shape,
     print_json,
     runtime_option,
-    say_too_few_cores,
     seed_option,
     shape_option,
     with_operator_libraries,
@@ -71,14 +71,14 @@ def run(
     opened = load(bundle)
     if outputs:
         require_storable(opened.returned)
-    say_too_few_cores(opened, runtime)
+    note_core_shortage(opened, runtime)
     steps = choose_step_inputs(opened, inputs, parse_shape(shape), seed)
     kept = {item.output: item.input for item in opened.manifest.states}
     with InferenceSession(opened, runtime=runtime, trace=trace is not None) as session:
         again = [*kept] if repeat > 1 or trace else []  # to see how states grow
         result = session.run_timed(steps.first, again, timeout=timeout)
         if outputs and not result.outputs:
-            raise _computes_nothing(runtime, "--outputs")
+            raise _make_no_outputs_error(runtime, "--outputs")
         steps.learn({name: result.outputs[output] for output, name in kept.items() if output in result.outputs})
         taken = []
         for number in range(1, repeat):
@@ -107,7 +107,7 @@ def run(
             click.echo(f"{name}  {about['dtype']} {about['shape']}")
         click.echo(
             f"{'predicted' if runtime == 'simulated' else 'took'} {format_milliseconds(seconds)}"
-            + (f" (median of {repeat - 1} after the first)" if repeat > 1 else _first_run(runtime))
+            + (f" (median of {repeat - 1} after the first)" if repeat > 1 else _mark_first_run(runtime))
         )
 
 
@@ -145,8 +145,8 @@ def verify(
     count = steps or (3 if opened.manifest.states else 1)
 
     def compared(used: Sequence[int]) -> list[list[OutputDifference]]:
-        with _advised(inputs):
-            return _compared(
+        with _adapt_hints(inputs):
+            return _compare_steps(
                 opened, against, runtime, choose_step_inputs(opened, inputs, parse_shape(shape), seed), count, used
             )
 
@@ -159,7 +159,7 @@ def verify(
     equal = _all_equal(found)
     with suppress(BrokenPipeError):  # the exit code is an answer too
         if json_:
-            outputs = [_finite(vars(item)) for item in _worst(found)]
+            outputs = [_replace_non_finite(vars(item)) for item in _find_worst(found)]
             print_json({"equal": equal, "outputs": outputs, "steps": len(found), "optimised": not rounding})
         else:
             _print_differences(found, rounding)
@@ -168,7 +168,7 @@ def verify(
 
 
 @contextmanager
-def _advised(inputs: Path | None) -> Iterator[None]:
+def _adapt_hints(inputs: Path | None) -> Iterator[None]:
     """Give advice that fits `verify`: it has run the unsplit model with the same inputs already."""
     try:
         yield
@@ -185,7 +185,7 @@ def _advised(inputs: Path | None) -> Iterator[None]:
         raise type(problem)(problem.code, problem.message, where=problem.where, hint=hint) from None
 
 
-def _compared(
+def _compare_steps(
     bundle: Bundle, against: Path | None, runtime: str, steps: StepInputs, count: int, used: Sequence[int]
 ) -> list[list[OutputDifference]]:
     """Return the differences of each output in each step; the unsplit model computes on the cores `used`."""
@@ -201,7 +201,7 @@ def _compared(
         def run(feeds: Mapping[str, Any]) -> Mapping[str, Any]:
             outputs = session.submit(feeds, names).result().outputs
             if not outputs:
-                raise _computes_nothing(runtime, "verify")
+                raise _make_no_outputs_error(runtime, "verify")
             return outputs
 
         for number in range(count):
@@ -215,11 +215,11 @@ def _compared(
 
 def _print_differences(found: Sequence[Sequence[OutputDifference]], rounding: bool) -> None:
     """Print the differences of each output in each step, and how they were compared."""
-    for item, of_steps in zip(_worst(found), zip(*found)):
+    for item, of_steps in zip(_find_worst(found), zip(*found)):
         wrong = [number for number, at in enumerate(of_steps, 1) if not at.equal]
         place = f", first in step {wrong[0]}" if wrong and len(found) > 1 else ""
         verdict = "DIFFERS" if not item.equal else "random" if item.random_nodes else "equal "
-        click.echo(f"{verdict} {item.name}  {_text_of(item)}{place}")
+        click.echo(f"{verdict} {item.name}  {_format_error(item)}{place}")
     if len(found) > 1:
         click.echo(f"{len(found)} steps, each with the states of the one before")
     if rounding:
@@ -229,7 +229,7 @@ def _print_differences(found: Sequence[Sequence[OutputDifference]], rounding: bo
         )
 
 
-def _text_of(item: OutputDifference) -> str:
+def _format_error(item: OutputDifference) -> str:
     """Return in words how far an output is off, or why its elements cannot be compared."""
     if not item.random_nodes:
         relative = f"relative to its largest value {item.max_rel_error:.3g}"
@@ -244,21 +244,21 @@ def _all_equal(found: Sequence[Sequence[OutputDifference]]) -> bool:
     return all(item.equal for step in found for item in step)
 
 
-def _worst(steps: Sequence[Sequence[OutputDifference]]) -> list[OutputDifference]:
+def _find_worst(steps: Sequence[Sequence[OutputDifference]]) -> list[OutputDifference]:
     """Return, for each output, what is farthest off in any step."""
     return [max(items, key=lambda item: (not item.equal, item.max_rel_error)) for items in zip(*steps)]
 
 
-def _first_run(runtime: str) -> str:
+def _mark_first_run(runtime: str) -> str:
     return "" if runtime == "simulated" else " (the first run; try --repeat 20)"
 
 
-def _finite(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _replace_non_finite(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record in which numbers that JSON does not have are None."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in entry.items()
     }
 
 
-def _computes_nothing(runtime: str, what: str) -> UsageError:
+def _make_no_outputs_error(runtime: str, what: str) -> UsageError:
     return UsageError("U045", f"runtime {runtime!r} computes no outputs", where=what, hint="use --runtime onnxruntime")

@@ -57,17 +57,17 @@ def compile_summary(bundle: Bundle) -> str:
     return "\n".join(
         [
             f"{manifest.model}: {nodes}, placer {manifest.placer}",
-            *_repeats_line(manifest.repeats),
+            *_format_repeats(manifest.repeats),
             format_table(("device", "nodes", "compute", "weights", "peak", "limit"), rows),
             f"segments: {len(manifest.segments)}, transfers: {manifest.transfers} ({sent})",
-            *_step_lines(manifest),
-            *_process_line(predicted),
+            *_format_steps(manifest),
+            *_format_process(predicted),
             f"bundle: {bundle.path}",
         ]
     )
 
 
-def _step_lines(manifest: Manifest) -> list[str]:
+def _format_steps(manifest: Manifest) -> list[str]:
     """Return what a step is expected to take, and what it took in a trial, if there was one."""
     from onnxplace.pipeline import OBJECTIVES  # with all that placing needs, which other texts do without
 
@@ -84,7 +84,7 @@ def _step_lines(manifest: Manifest) -> list[str]:
     return lines
 
 
-def _process_line(predicted: Predicted) -> list[str]:
+def _format_process(predicted: Predicted) -> list[str]:
     """Return a line about the memory of the process, if that was predicted."""
     if not predicted.running_bytes:
         return []
@@ -92,7 +92,7 @@ def _process_line(predicted: Predicted) -> list[str]:
     return [f"a process that runs it takes {running}, and at most {opening} while it opens sessions"]
 
 
-def _repeats_line(repeats: Sequence[RepeatRecord]) -> list[str]:
+def _format_repeats(repeats: Sequence[RepeatRecord]) -> list[str]:
     """Return a line about equal layers, the largest stretches first, if there are any."""
     largest = sorted(repeats, key=lambda found: -found.count * found.nodes)
     shown = [f"{found.count} x layer of {found.nodes} nodes (from {found.first!r})" for found in largest[:3]]

@@ -55,7 +55,7 @@ def random_graph(seed: int, nodes: int = 24, *, views: float = 0.2, shuffled: bo
     number = random.permutation(nodes) if shuffled else np.arange(nodes)
     reads: list[list[int]] = [[] for _ in range(nodes)]
     for node in number.tolist():
-        reads[node] = _recent(random, len(producer), int(random.choice(5, p=[0.08, 0.37, 0.3, 0.15, 0.1])))
+        reads[node] = _draw_recent(random, len(producer), int(random.choice(5, p=[0.08, 0.37, 0.3, 0.15, 0.1])))
         for position in range(int(random.choice(4, p=[0.05, 0.6, 0.2, 0.15]))):
             looks = position == 0 and len(reads[node]) > 0 and random.random() < views
             producer.append(node)
@@ -74,16 +74,16 @@ def random_graph(seed: int, nodes: int = 24, *, views: float = 0.2, shuffled: bo
         inputs=Csr.of(reads),
         weight_names=tuple(f"weight{i}" for i in range(len(weight_bytes))),
         weight_bytes=weight_bytes,
-        weights=Csr.of([_distinct(random, len(weight_bytes), int(random.integers(0, 3))) for _ in range(nodes)]),
+        weights=Csr.of([_draw_distinct(random, len(weight_bytes), int(random.integers(0, 3))) for _ in range(nodes)]),
         workspace_bytes=random.integers(0, 4096, nodes) * (random.random(nodes) < 0.4),
     )
 
 
-def _distinct(random: np.random.Generator, below: int, count: int) -> list[int]:
+def _draw_distinct(random: np.random.Generator, below: int, count: int) -> list[int]:
     return [int(item) for item in random.permutation(below)[:count]]
 
 
-def _recent(random: np.random.Generator, below: int, count: int) -> list[int]:
+def _draw_recent(random: np.random.Generator, below: int, count: int) -> list[int]:
     """Draw distinct values, most of them among the latest ones, so that graphs are deep as well as wide."""
     near = below - np.minimum(random.geometric(0.3, count), below)
     anywhere = random.integers(0, below, count)
@@ -131,7 +131,7 @@ def random_state(
     """
     random = np.random.default_rng(seed)
     graph = random_graph(seed, nodes, shuffled=shuffled)
-    memory = int(_all_bytes(graph) * (random.uniform(0.2, 0.9) if tight else 1))
+    memory = int(_sum_bytes(graph) * (random.uniform(0.2, 0.9) if tight else 1))
     target = random_target(seed, devices, memory_bytes=memory)
     state = State(target).having(_random_profile(random, graph, target))
     if not {Groups, Clusters}.isdisjoint(facts):
@@ -139,11 +139,11 @@ def random_state(
     if Clusters in facts:
         state = run_pass(named_pass("fuse"), state)
     if not {Placement, Schedule}.isdisjoint(facts):
-        state = _placed(random, state)
+        state = _place_randomly(random, state)
     return state
 
 
-def _all_bytes(graph: OpGraph) -> int:
+def _sum_bytes(graph: OpGraph) -> int:
     """Return more bytes than a device can need, whatever is placed on it."""
     return int(graph.value_bytes.sum() + graph.weight_bytes.sum() + graph.workspace_bytes.sum())
 
@@ -163,11 +163,11 @@ def _random_profile(random: np.random.Generator, graph: OpGraph, target: Target)
             {name: np.where(known, 0, random.integers(1, 400, len(graph))) * TICK_SECONDS for name in classes}
         ),
         MappingProxyType({name: np.where(known, Source.KNOWN, Source.ESTIMATED).astype(np.uint8) for name in classes}),
-        _dense(unit),
+        _number_densely(unit),
     )
 
 
-def _dense(keys: Iterable[int]) -> Ints:
+def _number_densely(keys: Iterable[int]) -> Ints:
     numbers: dict[int, int] = {}
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int32)
 
@@ -181,14 +181,14 @@ def _random_groups(random: np.random.Generator, graph: OpGraph, pins: int) -> Gr
             joined[node] = joined[int(random.choice(before))]
         elif random.random() < 0.1:
             joined[node] = joined[int(random.integers(0, len(graph)))]
-    group = _dense(joined)
+    group = _number_densely(joined)
     count = int(group.max(initial=-1)) + 1
     free = np.full(count, -1)
     pinned = np.where(random.random(count) < 0.2, random.integers(0, pins, count), free) if pins else free
     return Groups(group, pinned.astype(np.int32), ("random",) * count)
 
 
-def _placed(random: np.random.Generator, state: State) -> State:
+def _place_randomly(random: np.random.Generator, state: State) -> State:
     profile, target = state[Profile], state.target
     graph = profile.graph
     device = random.integers(0, len(target.devices), len(graph)).astype(np.int32)
@@ -212,14 +212,16 @@ def check_pass(make_pass: Callable[[], Pass], states: Iterable[State] | None = N
     """
     step = make_pass()
     _check_options(step)
-    for number, state in enumerate(_states_for(step) if states is None else states):
+    for number, state in enumerate(_random_states(step) if states is None else states):
         where = f"pass {step.name!r}, state {number}"
-        before = _described(state)
-        first = _answer(make_pass(), state, where)
-        require(not (changed := _differing(before, _described(state))), f"{where}: it altered its input: {changed}")
+        before = _describe(state)
+        first = _apply_pass(make_pass(), state, where)
+        require(
+            not (changed := _list_differences(before, _describe(state))), f"{where}: it altered its input: {changed}"
+        )
         require(isinstance(first, str) or first.target == state.target, f"{where}: it changed the target")
-        second = _answer(make_pass(), state, where)
-        differing = _differing(_described(first), _described(second))
+        second = _apply_pass(make_pass(), state, where)
+        differing = _list_differences(_describe(first), _describe(second))
         require(not differing, f"{where}: the same input gave two answers; they differ in {differing}")
 
 
@@ -233,7 +235,7 @@ def _check_options(step: Pass) -> None:
     require(again == step, f"pass {step.name!r}: its text {text!r} reads back as another pass: {again}")
 
 
-def _states_for(step: Pass) -> Iterator[State]:
+def _random_states(step: Pass) -> Iterator[State]:
     """Yield states of several sizes: without and with groups and clusters, ample and tight, free and pinned."""
     unknown = [kind.__name__ for kind in step.requires if kind not in _RANDOM_FACTS]
     if unknown:
@@ -251,26 +253,26 @@ def _states_for(step: Pass) -> Iterator[State]:
         )
 
 
-def _answer(step: Pass, state: State, where: str) -> State | str:
+def _apply_pass(step: Pass, state: State, where: str) -> State | str:
     """Return the state after the pass, or the message of a refusal that is in order."""
     try:
         return run_pass(step, state)
     except InfeasibleError as refusal:
         require(Placement in step.provides, f"{where}: it is no placer, yet it raised {refusal}")
-        require(not _roomy(state), f"{where}: every device has room for everything, yet it raised {refusal}")
+        require(not _fits_anywhere(state), f"{where}: every device has room for everything, yet it raised {refusal}")
         return str(refusal)
     except Exception as problem:
         raise AssertionError(f"{where}: {type(problem).__name__}: {problem}") from problem
 
 
-def _roomy(state: State) -> bool:
+def _fits_anywhere(state: State) -> bool:
     """Return whether everything may go anywhere."""
-    needed = _all_bytes(state[Profile].graph) if Profile in state else AMPLE_BYTES
+    needed = _sum_bytes(state[Profile].graph) if Profile in state else AMPLE_BYTES
     pinned = Groups in state and bool((state[Groups].pinned >= 0).any())
     return not pinned and all(device.memory_bytes >= needed for device in state.target.devices)
 
 
-def _described(value: Any, path: str = "") -> dict[str, object]:
+def _describe(value: Any, path: str = "") -> dict[str, object]:
     """Return everything a record holds, by path, in a form that `==` compares and no later change can reach."""
     children: Mapping[str, Any]
     if isinstance(value, np.ndarray):
@@ -284,10 +286,10 @@ def _described(value: Any, path: str = "") -> dict[str, object]:
     else:
         is_message = hasattr(value, "SerializeToString")
         return {path: value.SerializeToString(deterministic=True) if is_message else value}
-    return {k: v for key, item in children.items() for k, v in _described(item, path + key).items()}
+    return {k: v for key, item in children.items() for k, v in _describe(item, path + key).items()}
 
 
-def _differing(one: Mapping[str, object], other: Mapping[str, object]) -> str:
+def _list_differences(one: Mapping[str, object], other: Mapping[str, object]) -> str:
     """Name the first few paths in which two descriptions differ; empty if there are none."""
     paths = [path for path in {**one, **other} if path not in one or path not in other or one[path] != other[path]]
     return ", ".join(path.lstrip(".") or "the kind of answer" for path in paths[:3])

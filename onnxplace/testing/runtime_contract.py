@@ -20,7 +20,7 @@ from onnxplace.target import Device, Target
 from onnxplace.utils import temporary_folder
 
 # A runtime that takes longer than this for something that takes milliseconds is taken to hang.
-PATIENCE_SECONDS = 60.0
+TIMEOUT_SECONDS = 60.0
 
 _MODEL = """
 <ir_version: 8, opset_import: ["" : 17]>
@@ -64,16 +64,16 @@ def check_runtime(runtime_class: Callable[[], Runtime], *, computes: bool = True
     >>> check_runtime(find("runtimes", "simulated"), computes=False)
     """
     with temporary_folder() as folder:
-        bundle = _small_bundle(folder, _MODEL, _DEVICE_MAP)
+        bundle = _compile_small_bundle(folder, _MODEL, _DEVICE_MAP)
         checks = [_check_requests, _check_close]
-        for check in [*checks, _check_failure, _check_cancelled] if computes else checks:
-            _in_time(lambda check=check: check(runtime_class(), bundle, computes), check.__name__)  # type: ignore[misc]
+        for check in [*checks, _check_failure, _check_cancellation] if computes else checks:
+            _run_in_time(lambda check=check: check(runtime_class(), bundle, computes), check.__name__)  # type: ignore[misc]
         if computes and runtime_class().keeps_state:
-            stateful = _small_bundle(folder, _STATE_MODEL, _STATE_DEVICE_MAP, ("total_next=total",))
-            _in_time(lambda: _check_states(runtime_class(), stateful), _check_states.__name__)
+            stateful = _compile_small_bundle(folder, _STATE_MODEL, _STATE_DEVICE_MAP, ("total_next=total",))
+            _run_in_time(lambda: _check_states(runtime_class(), stateful), _check_states.__name__)
 
 
-def _small_bundle(folder: Path, text: str, device_map: str, state: Sequence[str] = ()) -> Bundle:
+def _compile_small_bundle(folder: Path, text: str, device_map: str, state: Sequence[str] = ()) -> Bundle:
     """Compile a model that goes back and forth between two CPU devices, with estimated costs."""
     from onnx import numpy_helper, parser
 
@@ -92,7 +92,7 @@ def _small_bundle(folder: Path, text: str, device_map: str, state: Sequence[str]
     return compile_model(model, path, target=target, pipeline=passes, state=state).bundle
 
 
-def _in_time(check: Callable[[], None], name: str) -> None:
+def _run_in_time(check: Callable[[], None], name: str) -> None:
     """Run a check in a thread that may be given up, so that a runtime that hangs fails instead of hanging us."""
     problems: list[BaseException] = []
 
@@ -104,26 +104,26 @@ def _in_time(check: Callable[[], None], name: str) -> None:
 
     thread = threading.Thread(target=run, name=f"onnxplace {name}", daemon=True)
     thread.start()
-    thread.join(PATIENCE_SECONDS)
-    require(not thread.is_alive(), f"{name[1:]}: still not done after {PATIENCE_SECONDS:.0f} seconds")
+    thread.join(TIMEOUT_SECONDS)
+    require(not thread.is_alive(), f"{name[1:]}: still not done after {TIMEOUT_SECONDS:.0f} seconds")
     for problem in problems:
         raise problem
 
 
-def _feeds(number: int) -> dict[str, Array]:
+def _make_feeds(number: int) -> dict[str, Array]:
     x = np.arange(16, dtype=np.float32).reshape(4, 4) / 8 - number
     return {"x": x, "rows": np.array([number % 4, 3 - number % 4], dtype=np.int64)}
 
 
-def _failing_feeds() -> dict[str, Array]:
-    return {**_feeds(0), "rows": np.array([0, 1 << 40], dtype=np.int64)}
+def _make_failing_feeds() -> dict[str, Array]:
+    return {**_make_feeds(0), "rows": np.array([0, 1 << 40], dtype=np.int64)}
 
 
 def _check_result(result: Result, number: int, computes: bool) -> None:
     require(result.seconds >= 0, f"request {number}: it took {result.seconds} seconds")
     if not computes:
         return
-    feeds = _feeds(number)
+    feeds = _make_feeds(number)
     product = feeds["x"] @ _WEIGHT
     expected = {"y": np.maximum(product[feeds["rows"]] @ _WEIGHT, 0), "z": -product}
     require(set(result.outputs) == set(expected), f"request {number}: its outputs are {sorted(result.outputs)}")
@@ -133,17 +133,17 @@ def _check_result(result: Result, number: int, computes: bool) -> None:
 
 
 def _check_request(session: RuntimeSession, number: int, computes: bool) -> None:
-    _check_result(session.submit(_feeds(number)).result(PATIENCE_SECONDS), number, computes)
+    _check_result(session.submit(_make_feeds(number)).result(TIMEOUT_SECONDS), number, computes)
 
 
 def _check_requests(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
     """Check one request, then more of them at once than a runtime keeps under way, then the timeline."""
     with runtime.open(bundle, trace=True) as session:
         _check_request(session, 0, computes)
-        under_way = [session.submit(_feeds(number)) for number in range(20)]
+        under_way = [session.submit(_make_feeds(number)) for number in range(20)]
         for number, future in enumerate(under_way):
-            _check_result(future.result(PATIENCE_SECONDS), number, computes)
-        events = session.submit(_feeds(0)).result(PATIENCE_SECONDS).events
+            _check_result(future.result(TIMEOUT_SECONDS), number, computes)
+        events = session.submit(_make_feeds(0)).result(TIMEOUT_SECONDS).events
     known = {device.id for device in bundle.target.devices}
     require({event.device for event in events} == known, f"the timeline shows {events}, not both devices of {known}")
     for event in events:
@@ -153,7 +153,7 @@ def _check_requests(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
 def _check_close(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
     before = set(threading.enumerate())
     with runtime.open(bundle) as session:
-        under_way = [session.submit(_feeds(number)) for number in range(3)]
+        under_way = [session.submit(_make_feeds(number)) for number in range(3)]
         session.close()
         for number, future in enumerate(under_way):
             require(future.done(), "close did not wait for a request that was under way")
@@ -162,7 +162,7 @@ def _check_close(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
     left = sorted(thread.name for thread in set(threading.enumerate()) - before)
     require(not left, f"threads are left after close: {', '.join(left)}")
     try:
-        session.submit(_feeds(0)).result(PATIENCE_SECONDS)
+        session.submit(_make_feeds(0)).result(TIMEOUT_SECONDS)
     except ExecutionError:
         return
     raise AssertionError("a closed session took a request")
@@ -170,17 +170,17 @@ def _check_close(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
 
 def _check_failure(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
     with runtime.open(bundle) as session:
-        before, failing, after = (session.submit(f) for f in (_feeds(1), _failing_feeds(), _feeds(2)))
-        problem = failing.exception(PATIENCE_SECONDS)
+        before, failing, after = (session.submit(f) for f in (_make_feeds(1), _make_failing_feeds(), _make_feeds(2)))
+        problem = failing.exception(TIMEOUT_SECONDS)
         require(isinstance(problem, ExecutionError), f"a part that failed raised {problem!r}, no ExecutionError")
-        _check_result(before.result(PATIENCE_SECONDS), 1, computes)
-        _check_result(after.result(PATIENCE_SECONDS), 2, computes)
+        _check_result(before.result(TIMEOUT_SECONDS), 1, computes)
+        _check_result(after.result(TIMEOUT_SECONDS), 2, computes)
         _check_request(session, 3, computes)
 
 
-def _check_cancelled(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
+def _check_cancellation(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
     with runtime.open(bundle) as session:
-        for future in [session.submit(_feeds(number)) for number in range(6)]:
+        for future in [session.submit(_make_feeds(number)) for number in range(6)]:
             future.cancel()
         _check_request(session, 4, computes)
 
@@ -192,17 +192,17 @@ def _check_states(runtime: Runtime, bundle: Bundle) -> None:
     with runtime.open(bundle) as session:
         under_way = [session.submit(begin if number == 0 else feeds) for number in range(20)]
         for number, future in enumerate(under_way):
-            _check_total(future.result(PATIENCE_SECONDS), number + 1, {"y", "picked"})
-        last = session.submit(feeds, ["total_next"]).result(PATIENCE_SECONDS)
+            _check_total(future.result(TIMEOUT_SECONDS), number + 1, {"y", "picked"})
+        last = session.submit(feeds, ["total_next"]).result(TIMEOUT_SECONDS)
         _check_total(last, 21, {"y", "picked", "total_next"})
         session.reset_state()
         _check_no_state(session.submit(feeds), "a reset")
-        _check_total(session.submit(begin).result(PATIENCE_SECONDS), 1, {"y", "picked"})
+        _check_total(session.submit(begin).result(TIMEOUT_SECONDS), 1, {"y", "picked"})
         failing, after = session.submit({**feeds, "row": np.array([1 << 40])}), session.submit(feeds)
-        problem = failing.exception(PATIENCE_SECONDS)
+        problem = failing.exception(TIMEOUT_SECONDS)
         require(isinstance(problem, ExecutionError), f"a part that failed raised {problem!r}, no ExecutionError")
         _check_no_state(after, "a failure")
-        _check_total(session.submit(begin).result(PATIENCE_SECONDS), 1, {"y", "picked"})
+        _check_total(session.submit(begin).result(TIMEOUT_SECONDS), 1, {"y", "picked"})
 
 
 def _check_total(result: Result, requests: int, names: Collection[str]) -> None:
@@ -212,5 +212,5 @@ def _check_total(result: Result, requests: int, names: Collection[str]) -> None:
 
 
 def _check_no_state(future: Future[Result], after: str) -> None:
-    problem = future.exception(PATIENCE_SECONDS)
+    problem = future.exception(TIMEOUT_SECONDS)
     require(isinstance(problem, FeedError), f"after {after}, a state that was not fed gave {problem!r}, no FeedError")

@@ -600,7 +600,7 @@ def test_with_json_an_error_is_the_one_object_on_stdout_and_text_on_stderr(run_c
     ("raised", "code", "exit_code"),
     [
         (KeyboardInterrupt(), "X011", 130),
-        (SystemExit(app.TERMINATED), "X011", 143),
+        (SystemExit(app.SIGTERM_EXIT_CODE), "X011", 143),
         (MemoryError(), "X010", 4),
         (OSError(28, "full", "disk"), "E001", 4),
     ],

@@ -128,7 +128,7 @@ def test_the_command_searches_as_long_as_it_is_told_and_says_what_it_tried(run_c
     assert "note[P040]" in ran.err
     for command in ("place", "compile"):
         ran = run_cli(command, tmp_path / "g.json", "--budget", "0")
-        assert (ran.code, ran.err.startswith("error[U053] --budget: cannot search for 0 seconds")) == (2, True)
+        assert (ran.code, ran.err.startswith("error[U053] --budget: expected more than 0 seconds, got 0")) == (2, True)
     ran = run_cli("place", tmp_path / "g.json", "--objective", "throughput", "--placer", "m-etf")
     assert ran.code == 2
     assert "U046" in ran.err

@@ -12,7 +12,7 @@ from onnxplace.errors import BrokenPassError, Diagnostic, InfeasibleError, Onnxp
 from onnxplace.facts import Emitted
 from onnxplace.model import Model
 from onnxplace.pipeline import Pipeline, make_pass, run_pass
-from onnxplace.pipeline.pipeline import stale_after
+from onnxplace.pipeline.pipeline import find_stale_facts
 from onnxplace.state import Fact, Pass, State
 from onnxplace.target import Device, Target
 from onnxplace.utils import jit
@@ -114,7 +114,7 @@ def test_a_wrong_order_is_refused_before_any_work():
     steps = Pipeline((dummy(never, provides=(Soil,)), dummy(never, name="picky", requires=(Fruit,))))
     with pytest.raises(UsageError) as caught:
         steps.run(EMPTY)
-    assert caught.value.message == "pass 'picky' needs Fruit, which nothing before it provides"
+    assert caught.value.message == "pass 'picky' needs Fruit, which no earlier pass provides"
 
 
 def test_what_is_provided_only_later_does_not_count():
@@ -188,7 +188,7 @@ def test_a_pass_that_changes_what_it_does_not_declare_is_caught(change):
     step = dummy(lambda s: change(s.having(Soil())), provides=(Soil,))
     found = breaks(step, EMPTY.having(Stone(1)))
     assert found.code == "B004"
-    assert "without saying so" in found.message
+    assert "which it does not list in `provides`" in found.message
 
 
 def test_a_pass_whose_fact_is_wrong_is_caught_with_what_is_wrong():
@@ -303,8 +303,8 @@ def test_a_pass_that_only_looks_drops_nothing():
 
 
 def test_stale_facts_are_told_without_running_anything():
-    assert stale_after(giving(Soil()), [Soil, Plant, Fruit, Stone]) == {Plant, Fruit}
-    assert stale_after(giving(Soil()), [Soil, Stone]) == set()
+    assert find_stale_facts(giving(Soil()), [Soil, Plant, Fruit, Stone]) == {Plant, Fruit}
+    assert find_stale_facts(giving(Soil()), [Soil, Stone]) == set()
 
 
 def test_diagnostics_of_all_passes_are_kept_in_order():

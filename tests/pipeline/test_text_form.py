@@ -74,7 +74,7 @@ def test_an_error_points_at_the_character_and_says_what_was_expected(text, chara
     with pytest.raises(UsageError) as caught:
         parse_pipeline(text)
     assert caught.value.code == "U003"
-    assert caught.value.message == f"expected {expected} at character {character}, found {found}"
+    assert caught.value.message == f"expected {expected} at character {character}, got {found}"
     assert caught.value.where == f"pipeline {text!r}"
     assert parse_pipeline(re.search(r"profile.*", caught.value.hint)[0])
 

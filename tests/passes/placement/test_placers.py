@@ -230,7 +230,7 @@ class HasAnOption(OnOne):
     [
         (AltersItsInput, "altered its input"),
         (ThrowsDice, r"two answers.*lower_bound_seconds"),
-        (ProvidesMoreThanItSays, "changed Schedule without saying so"),
+        (ProvidesMoreThanItSays, "changed Schedule, which it does not list in `provides`"),
         (GivesUpEasily, "room for everything"),
         (ChangesTheTarget, "changed the target"),
         (ReturnsNothing, "on-one"),
