@@ -1,4 +1,4 @@
-"""`onnxplace devices`."""
+"""The command `onnxplace devices`."""
 
 from __future__ import annotations
 
@@ -27,16 +27,19 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--devices", metavar="cuda:0,cpu:0", help="Default: every GPU found, else cpu:0,cpu:1.")
-@click.option("--calibrate", is_flag=True, help="Measure links, the cost of calls, and what devices share.")
-@click.option("--sizes", metavar="1,4KiB,64MiB", help="Sizes of the values that cross  [default: 1 B to 256 MiB]")
-@click.option("--seconds", type=float, help="About how long to measure  [default: 30]")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="F.toml", help="Write the target there.")
+@click.option("--devices", metavar="cuda:0,cpu:0", help="Default: all GPUs, else cpu:0,cpu:1.")
+@click.option("--calibrate", is_flag=True, help="Measure links, calls and shared resources.")
+@click.option("--sizes", metavar="1,4KiB,64MiB", help="Sizes of transferred values  [default: 1 B to 256 MiB]")
+@click.option("--seconds", type=float, help="Approximate time to measure  [default: 30]")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="F.toml", help="Write the target to a file.")
 @as_json
 def devices(
     devices: str | None, calibrate: bool, sizes: str | None, seconds: float | None, output: Path | None, json_: bool
 ) -> None:
-    """Show what is here and what ONNX Runtime can use of it; write it to a target file, measured if asked to."""
+    """Show the devices of this machine that ONNX Runtime can use.
+
+    With -o, write them to a target file; with --calibrate, measure them first.
+    """
     from onnxplace.cli.devices import format_devices
     from onnxplace.machine import describe_machine, local_target, measurement_cache
     from onnxplace.report import format_bytes
@@ -44,39 +47,41 @@ def devices(
     from onnxplace.utils import require_place, write_file
 
     if (sizes or seconds is not None) and not calibrate:
-        raise UsageError("U014", "--sizes and --seconds say how to measure", hint="add --calibrate")
+        raise UsageError("U014", "--sizes and --seconds are options of --calibrate", hint="add --calibrate")
     if output:
         require_place(output)
     default = local_target(devices)
-    measured = _calibrate(default, sizes, seconds, json_) if calibrate else None
-    target = measured.target if measured else default.with_all_links()
-    about, kept = describe_machine(), measurement_cache.contents()
+    calibration = _calibrate(default, sizes, seconds, json_) if calibrate else None
+    target = calibration.target if calibration else default.with_all_links()
+    about, cache = describe_machine(), measurement_cache.contents()
     if output:
-        text = f"{_format_heading(about, measurement_cache.processor(), measured is not None)}\n{format_target(target)}"
+        text = (
+            f"{_format_heading(about, measurement_cache.processor(), calibration is not None)}\n{format_target(target)}"
+        )
         write_file(output, lambda stream: stream.write(text.encode()))
     if json_:
-        about["cost_cache"] = {"folder": str(kept.folder), "files": kept.files, "bytes": kept.size_bytes}
-        found = {"calibration": _build_calibration_json(measured)} if measured else {}
+        about["cost_cache"] = {"folder": str(cache.folder), "files": cache.files, "bytes": cache.size_bytes}
+        measured = {"calibration": _build_calibration_json(calibration)} if calibration else {}
         written = {"output": str(output)} if output else {}
-        print_json({**about, "default": [asdict(device) for device in default.devices], **found, **written})
+        print_json({**about, "default": [asdict(device) for device in default.devices], **measured, **written})
         return
     click.echo(format_devices(about, default))
-    click.echo(f"kept costs: {counted(kept.files, 'file')}, {format_bytes(kept.size_bytes)}, in {kept.folder}")
-    if measured:
-        click.echo(f"\n{format_calibration(measured)}")
+    click.echo(f"cached costs: {counted(cache.files, 'file')}, {format_bytes(cache.size_bytes)}, in {cache.folder}")
+    if calibration:
+        click.echo(f"\n{format_calibration(calibration)}")
         if not output:
-            click.echo("to compile with these figures, write them to a file with -o, and name it as --target", err=True)
+            click.echo("to compile with these figures, write them to a file with -o, and pass it to --target", err=True)
     if output:
         click.echo(f"target: {output}")
 
 
 def _format_heading(about: Mapping[str, Any], processor: str, measured: bool) -> str:
-    """Return a target file's first lines, which are comments: what machine it is of, and where its figures are from."""
+    """Return the comments on top of a target file: the machine, and the source of the figures."""
     name = json.loads(processor).get("model name", "processor unknown") if processor.startswith("{") else processor
     parts = [name, f"{len(about['host']['cores'])} cores", *[f"{gpu['id']} {gpu['name']}" for gpu in about["gpus"]]]
-    how = "measured by devices --calibrate" if measured else "links and calls by default, not measured"
-    by = f"onnxplace {__version__}, onnxruntime {about['onnxruntime']}"
-    lines = (f"machine: {', '.join(parts)}", f"{how}: {datetime.date.today()}, {by}")
+    source = "measured by devices --calibrate" if measured else "links and calls by default, not measured"
+    versions = f"onnxplace {__version__}, onnxruntime {about['onnxruntime']}"
+    lines = (f"machine: {', '.join(parts)}", f"{source}: {datetime.date.today()}, {versions}")
     return "\n".join(f"# {' '.join(line.split())}" for line in lines)
 
 
@@ -84,10 +89,10 @@ def _calibrate(target: Any, sizes: str | None, seconds: float | None, quiet: boo
     from onnxplace.calibration import DEFAULT_SECONDS, TRANSFER_SIZES_BYTES, calibrate
     from onnxplace.target import parse_bytes
 
-    asked = [parse_bytes(text) for text in sizes.split(",")] if sizes else TRANSFER_SIZES_BYTES
+    sizes_bytes = [parse_bytes(text) for text in sizes.split(",")] if sizes else TRANSFER_SIZES_BYTES
     with show_progress(quiet, "measuring") as observer:
         return calibrate(
-            target, sizes=asked, seconds=DEFAULT_SECONDS if seconds is None else seconds, observer=observer
+            target, sizes=sizes_bytes, seconds=DEFAULT_SECONDS if seconds is None else seconds, observer=observer
         )
 
 
@@ -98,7 +103,7 @@ def _build_calibration_json(measured: Calibration) -> dict[str, Any]:
         "links": [_build_link_json(link) for link in measured.links],
         "devices": [_build_calls_json(measured, device) for device in measured.calls],
         "shared": [
-            {"devices": list(measured.together), **{what: asdict(found) for what, found in vars(slower).items()}}
+            {"devices": list(measured.together), **{name: asdict(item) for name, item in vars(slower).items()}}
             for slower in ([measured.at_once] if measured.at_once else [])
         ],
         "notes": list(measured.notes),
@@ -106,17 +111,20 @@ def _build_calibration_json(measured: Calibration) -> dict[str, Any]:
 
 
 def _build_calls_json(measured: Calibration, device: str) -> dict[str, Any]:
-    """Return what a segment of a device costs, by the names in target files, and what that was made of."""
+    """Return the costs of a segment on a device, and their parts.
+
+    The keys are those of target files.
+    """
     from onnxplace.target import SEGMENT_OVERHEAD_SECONDS
 
-    calls, there = measured.calls[device], measured.target.devices[measured.target.position(device)]
+    calls, costs = measured.calls[device], measured.target.devices[measured.target.position(device)]
     return {
         "id": device,
-        "segment_seconds": there.segment_seconds,
+        "segment_seconds": costs.segment_seconds,
         "call_seconds": calls.segment_seconds,
         "assumed_apart_seconds": SEGMENT_OVERHEAD_SECONDS,
-        "input_seconds": there.input_seconds,
-        "output_seconds": there.output_seconds,
+        "input_seconds": costs.input_seconds,
+        "output_seconds": costs.output_seconds,
         "copied_seconds": calls.copied_seconds,
     }
 
@@ -133,7 +141,7 @@ def _build_link_json(measured: LinkMeasurement) -> dict[str, Any]:
 
 
 def format_calibration(measured: Calibration) -> str:
-    """Return what was measured, on one screen: links with the fit beside each size, calls, devices at once."""
+    """Return a calibration on one screen: links with their fits, calls, contention."""
     from onnxplace.report import format_table
     from onnxplace.target import SEGMENT_OVERHEAD_SECONDS
 
@@ -160,8 +168,8 @@ def format_calibration(measured: Calibration) -> str:
     blocks.append(format_table(header, calls))
     if measured.at_once:
         rows = [
-            (what, f"{slower.factor:.2f}x" if slower.seen else "not seen")
-            for what, slower in vars(measured.at_once).items()
+            (name, f"{slower.factor:.2f}x" if slower.seen else "not seen")
+            for name, slower in vars(measured.at_once).items()
         ]
         blocks.append(format_table((f"{', '.join(measured.together)} at once", "slower"), rows))
     return "\n\n".join([*blocks, *[f"note: {note}" for note in measured.notes]])
@@ -194,7 +202,7 @@ def _format_link(measured: LinkMeasurement) -> str:
 
 
 def format_devices(about: Mapping[str, Any], target: Target) -> str:
-    """Return what `machine.describe` found, and the devices that are used by default."""
+    """Return the hardware of this machine, and the default devices."""
     host = about["host"]
     lines = [
         f"host: {len(host['cores'])} cores, {format_bytes(host['available_memory_bytes'])} available; "

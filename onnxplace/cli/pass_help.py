@@ -1,4 +1,4 @@
-"""Help on passes and runtimes, from their docstrings and fields."""
+"""Format help on passes and runtimes from their docstrings and fields."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from onnxplace.utils import read_field_docs
 
-# How pydantic and annotated_types call bounds, and how people do.
+# The names of bounds in annotated_types, in words.
 _BOUND_NAMES = {"Ge": "at least", "Gt": "more than", "Le": "at most", "Lt": "less than"}
 
 
 def format_pass_help(kind: type) -> tuple[str, dict[str, Any]]:
-    """Return what a pass or runtime does and its options, as text and as data."""
+    """Return the description and the options of a plugin, as text and as data."""
     options = []
     if is_dataclass(kind):
         about_fields = read_field_docs(kind)
@@ -38,10 +38,13 @@ def format_pass_help(kind: type) -> tuple[str, dict[str, Any]]:
 
 
 def _format_type(annotation: object) -> str:
-    """Return the type of an option as people read it: `float, at least 0` for `Annotated[float, Ge(0)]`."""
+    """Format the type of an option.
+
+    `Annotated[float, Ge(0)]` gives `float, at least 0`.
+    """
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    found = re.fullmatch(r"(?:typing\.)?Annotated\[([^\[\],]+), (.*)\]", text)
-    if not found:
+    annotated = re.fullmatch(r"(?:typing\.)?Annotated\[([^\[\],]+), (.*)\]", text)
+    if not annotated:
         return text
-    limits = re.findall(r"\b(Ge|Gt|Le|Lt)\((?:\w+=)?([^()]*)\)", found[2])
-    return ", ".join([found[1], *(f"{_BOUND_NAMES[name]} {value}" for name, value in limits)])
+    limits = re.findall(r"\b(Ge|Gt|Le|Lt)\((?:\w+=)?([^()]*)\)", annotated[2])
+    return ", ".join([annotated[1], *(f"{_BOUND_NAMES[name]} {value}" for name, value in limits)])

@@ -1276,5 +1276,5 @@ def test_what_is_no_model_no_check_no_feed_and_no_list_of_outputs_is_refused(mod
         assert session.get_inputs()[0].type == session.get_inputs()[0].dtype
         with pytest.raises(onnxplace.OnnxplaceError, match="F007"):
             session.run(None, None)
-        with pytest.raises(onnxplace.OnnxplaceError, match="are a list"):
+        with pytest.raises(onnxplace.OnnxplaceError, match="expected a list of output names"):
             session.run(session.get_outputs()[0].name, {})
