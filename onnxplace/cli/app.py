@@ -22,7 +22,8 @@ from onnxplace.cli.compile import compile as compile_
 from onnxplace.cli.devices import devices
 from onnxplace.cli.options import as_json, print_json, suggest_command
 from onnxplace.cli.place import place
-from onnxplace.cli.run import run, verify
+from onnxplace.cli.run import run
+from onnxplace.cli.verify import verify
 from onnxplace.errors import ExecutionError, OnnxplaceError, UsageError, nearest
 from onnxplace.machine import stop_runs_on
 

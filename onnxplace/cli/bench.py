@@ -55,6 +55,7 @@ MAX_TRACED = 20
 @as_json
 def bench(
     bundle: Path,
+    *,
     against: Path | None,
     inputs: Path | None,
     shape: str,

@@ -88,6 +88,7 @@ if TYPE_CHECKING:
 @as_json
 def compile(  # noqa: A001
     model: Path,
+    *,
     json_: bool,
     target: Path | None,
     shape: str,

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-from onnxplace.report import format_bytes, format_table
-
-if TYPE_CHECKING:
-    from onnxplace.target import Target
-
 import datetime
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from onnxplace._version import __version__
 from onnxplace.cli.options import as_json, print_json, show_progress
 from onnxplace.errors import UsageError, counted
+from onnxplace.report import format_bytes, format_table
 
 if TYPE_CHECKING:
     from onnxplace.calibration import Calibration, LinkMeasurement
+    from onnxplace.target import Target
 
 
 @click.command()
@@ -40,9 +35,7 @@ def devices(
 
     With -o, write them to a target file; with --calibrate, measure them first.
     """
-    from onnxplace.cli.devices import format_devices
     from onnxplace.machine import describe_machine, local_target, measurement_cache
-    from onnxplace.report import format_bytes
     from onnxplace.target import format_target
     from onnxplace.utils import require_place, write_file
 
@@ -142,7 +135,6 @@ def _build_link_json(measured: LinkMeasurement) -> dict[str, Any]:
 
 def format_calibration(measured: Calibration) -> str:
     """Return a calibration on one screen: links with their fits, calls, contention."""
-    from onnxplace.report import format_table
     from onnxplace.target import SEGMENT_OVERHEAD_SECONDS
 
     blocks = [
@@ -181,7 +173,6 @@ def _is_return_direction(link: LinkMeasurement, measured: Calibration) -> bool:
 
 
 def _format_link(measured: LinkMeasurement) -> str:
-    from onnxplace.report import format_table
 
     link, arrow = measured.link, "<->" if measured.symmetric else "->"
     rows = [

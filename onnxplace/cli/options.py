@@ -145,6 +145,12 @@ def note_core_shortage(bundle: Bundle, runtime: str = "onnxruntime") -> None:
         say([note])
 
 
+def make_no_outputs_error(runtime: str, where: str) -> UsageError:
+    """Return the error for a runtime that computes no outputs."""
+    hint = "use --runtime onnxruntime"
+    return UsageError("U045", f"runtime {runtime!r} computes no outputs", where=where, hint=hint)
+
+
 def print_json(data: Mapping[str, Any]) -> None:
     """Print a result as JSON on stdout."""
     click.echo(json.dumps(data, indent=1, default=str))

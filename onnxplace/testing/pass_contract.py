@@ -128,8 +128,8 @@ def random_state(
     """Return a random state with the given `facts`, and Profile in any case.
 
     `facts` may name Groups, Clusters, Placement and Schedule. Each device has room for everything, or, if `tight`, for
-    a part, which may be too small. With `pinned`, some groups are pinned to devices. A random placement respects pins and
-    groups, but not memory limits.
+    a part, which may be too small. With `pinned`, some groups are pinned to devices. A random placement respects pins
+    and groups, but not memory limits.
     """
     random = np.random.default_rng(seed)
     graph = random_graph(seed, nodes, shuffled=shuffled)
@@ -226,7 +226,8 @@ def check_pass(make_pass: Callable[[], Pass], states: Iterable[State] | None = N
         before = _describe(state)
         first = _apply_pass(make_pass(), state, where)
         require(
-            not (changes := _list_differences(before, _describe(state))), f"{where}: it altered its input: {changes}"
+            not (changes := _list_differences(before, _describe(state))),
+            f"{where}: it altered its input: {changes}",
         )
         require(isinstance(first, str) or first.target == state.target, f"{where}: it changed the target")
         second = _apply_pass(make_pass(), state, where)

@@ -128,8 +128,8 @@ def test_each_kind_of_path_is_sent_to_the_command_that_takes_it(refused, model_f
     refused(2, ("not an ONNX file", "--inputs"), "compile", "x.npy")
     for command in ("run", "verify", "bench"):
         refused(2, ("not a bundle", f"onnxplace compile {model_file}"), command, model_file)
-        refused(2, ("not a bundle", f"name the folder it is in: {bundle_copy}"), command, bundle_copy / "manifest.json")
-        refused(2, ("not a bundle", f"name what is in it: {model_file} or {bundle_copy}"), command, tmp_path)
+        refused(2, ("not a bundle", f"name its folder: {bundle_copy}"), command, bundle_copy / "manifest.json")
+        refused(2, ("not a bundle", f"name a path in it: {model_file} or {bundle_copy}"), command, tmp_path)
 
 
 def test_a_single_array_is_not_a_file_of_inputs(refused, bundle_copy, tmp_path):
