@@ -108,7 +108,7 @@ def compile(  # noqa: A001
     from onnxplace.target import read_target
 
     if os.path.isdir(model):
-        raise ModelError("M001", "it cannot be read: expected a model, got a folder (directory)", where=str(model))
+        raise ModelError("M001", "it cannot be read: it is a folder (directory), not a model", where=str(model))
     tell_of_compiling()
     with show_progress(json_, "reading the model") as observer:
         compiled = compile_model(

@@ -13,7 +13,7 @@ from tests.support.bad_input import contents
 
 @pytest.fixture
 def scratch(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for temporary files, which must be empty again at the end."""
+    """Return the folder for temporary files, which must be empty at the end."""
     folder = tmp_path_factory.mktemp("scratch")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
@@ -21,22 +21,25 @@ def scratch(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def refused(run_cli, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Run a command that must be refused: exit code, one line and perhaps one hint, no trace of it on disk."""
+    """Return a check that a command is refused.
+
+    It has an exit code, one line, at most one hint, and leaves no files.
+    """
     monkeypatch.chdir(tmp_path)
 
-    def check(code: int, said: tuple[str, ...], *arguments: object) -> str:
+    def check(code: int, expected_words: tuple[str, ...], *arguments: object) -> str:
         before = contents(tmp_path)
-        ran = run_cli(*arguments)
-        assert ran.code == code, ran
-        assert ran.out == ""
-        message, *rest = ran.err.splitlines()
+        result = run_cli(*arguments)
+        assert result.code == code, result
+        assert result.out == ""
+        message, *rest = result.err.splitlines()
         assert re.match(r"error\[[A-Z]\d{3}\] \S", message)
         assert [line[:8] for line in rest] in ([], ["  hint: "])
-        for words in said:
-            assert words in ran.err
+        for words in expected_words:
+            assert words in result.err
         assert contents(tmp_path) == before
         assert not any(scratch.iterdir())
-        return ran.err
+        return result.err
 
     return check
 
@@ -45,3 +48,8 @@ def refused(run_cli, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPa
 def unusable_gpu() -> None:
     if cuda_problem(0) is None:
         pytest.skip("ONNX Runtime can use a GPU here")
+
+
+@pytest.fixture
+def work_in_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)

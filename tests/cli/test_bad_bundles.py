@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("no_gpus")
 
 
 @pytest.mark.parametrize("command", ["run", "verify", "bench"])
-def test_what_is_no_bundle_is_called_so(refused, tmp_path, model_file, command):
+def test_a_path_that_is_not_a_bundle_is_refused(refused, tmp_path, model_file, command):
     (tmp_path / "folder").mkdir()
     for path in ("nowhere", "folder", "model.onnx"):
         refused(2, (path, "not a bundle", "onnxplace compile"), command, path)
@@ -31,7 +31,7 @@ def test_a_manifest_that_is_nested_without_end_is_refused(refused, bundle_copy):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected_words"),
     [
         (lambda m: m.pop("programs"), ("'programs'", "required")),
         (lambda m: m.update(transfers="many"), ("'transfers'", "integer")),
@@ -43,12 +43,12 @@ def test_a_manifest_that_is_nested_without_end_is_refused(refused, bundle_copy):
     ],
     ids=["missing", "type", "negative", "nested", "step", "segment", "device"],
 )
-def test_a_manifest_with_a_wrong_field_says_which(refused, bundle_copy, change, said):
+def test_a_wrong_field_of_a_manifest_is_named(refused, bundle_copy, change, expected_words):
     edit_manifest(bundle_copy, change)
-    refused(2, ("manifest.json", *said), "run", bundle_copy)
+    refused(2, ("manifest.json", *expected_words), "run", bundle_copy)
 
 
-def test_a_bundle_of_a_newer_major_version_is_refused_with_what_to_do(refused, bundle_copy):
+def test_a_bundle_of_a_newer_major_version_is_refused_with_a_fix(refused, bundle_copy):
     edit_manifest(bundle_copy, lambda m: m.update(schema_version="2.0", programs="something new"))
     refused(2, ("manifest.json", "2.0", "update onnxplace"), "run", bundle_copy)
 
@@ -81,8 +81,8 @@ def test_truncated_weights_are_named_with_both_sizes(refused, bundle_copy):
     file = bundle_copy / "segments" / "weights.bin"
     size = file.stat().st_size
     file.write_bytes(file.read_bytes()[:-100])
-    said = ("weights.bin", str(size), str(size - 100), "compile the model again")
-    refused(2, said, "run", bundle_copy)
+    expected_words = ("weights.bin", str(size), str(size - 100), "compile the model again")
+    refused(2, expected_words, "run", bundle_copy)
 
 
 def test_large_files_are_hashed_by_verify_though_not_by_run(refused, run_cli, bundle_copy, monkeypatch):
@@ -136,18 +136,18 @@ def step(op: str, **fields: str) -> dict[str, str]:
 # In the compiled bundle cpu:1 makes `d` and sends it to cpu:0, which then adds it to its own `c`.
 IMPOSSIBLE = {
     "waits for itself": lambda m: m["programs"]["cpu:1"].insert(0, step("receive", value="c", peer="cpu:0")),
-    "nobody sends": lambda m: m["programs"]["cpu:1"].pop(1),
-    "sends what is not made yet": lambda m: m["programs"]["cpu:1"].insert(0, step("send", value="d", peer="cpu:0")),
+    "value without a sender": lambda m: m["programs"]["cpu:1"].pop(1),
+    "sends before producing": lambda m: m["programs"]["cpu:1"].insert(0, step("send", value="d", peer="cpu:0")),
     "program is empty": lambda m: m["programs"]["cpu:1"].clear(),
     "program is missing": lambda m: m["programs"].pop("cpu:1"),
     "segment never runs": lambda m: m["programs"]["cpu:0"].pop(0),
     "segment of another device": lambda m: m["programs"]["cpu:1"][0].update(segment="cpu0-001"),
     "segment on no device": lambda m: m["segments"][0].update(device="cpu:9"),
     "value freed before it is read": lambda m: m["programs"]["cpu:1"].insert(0, step("free", value="x")),
-    "segment reads what is not there": lambda m: m["segments"][0].update(inputs=["ghost"]),
-    "output that nobody makes": lambda m: m["outputs"][0].update(value="ghost"),
+    "segment reads an unknown value": lambda m: m["segments"][0].update(inputs=["ghost"]),
+    "output without a producer": lambda m: m["outputs"][0].update(value="ghost"),
     "output that is freed": lambda m: m["outputs"][0].update(value="c"),
-    "producer that is not there": lambda m: m["values"]["d"].update(producer="ghost"),
+    "unknown producer": lambda m: m["values"]["d"].update(producer="ghost"),
 }
 
 

@@ -14,8 +14,8 @@ def test_unbound_dimensions_are_listed_with_an_example_that_works(refused, run_c
         parse_graph("(float[batch, seq, 4] x, float[seq] z) => (float[batch, seq, 4] y) { y = Relu(x) }"),
         tmp_path / "m.onnx",
     )
-    said = refused(2, ("batch, seq", "--inputs"), "compile", "m.onnx", "--pipeline", fast_pipeline)
-    example = re.search(r"--shape (\S+?),? ", said)[1]
+    expected_words = refused(2, ("batch, seq", "--inputs"), "compile", "m.onnx", "--pipeline", fast_pipeline)
+    example = re.search(r"--shape (\S+?),? ", expected_words)[1]
     assert run_cli("compile", "m.onnx", "--shape", example, "--pipeline", fast_pipeline).code == 0
 
 
@@ -26,7 +26,7 @@ def test_an_unnamed_dimension_can_be_bound_by_the_name_the_message_gives(refused
 
 
 @pytest.mark.parametrize(
-    ("shape", "said"),
+    ("shape", "expected_words"),
     [
         ("batsh=4", ("batsh", "did you mean 'batch'?")),
         ("batch", ("'batch'", "batch=8")),
@@ -35,8 +35,8 @@ def test_an_unnamed_dimension_can_be_bound_by_the_name_the_message_gives(refused
         ("=4", ("=4", "batch=8")),
     ],
 )
-def test_a_shape_that_makes_no_sense_is_refused(refused, model_file, shape, said):
-    refused(2, ("--shape", *said), "compile", model_file, "--shape", shape)
+def test_a_malformed_shape_is_refused(refused, model_file, shape, expected_words):
+    refused(2, ("--shape", *expected_words), "compile", model_file, "--shape", shape)
 
 
 def test_a_shape_for_a_model_without_symbols_is_refused(refused, tmp_path):

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("no_gpus")
 
 
 FEEDS = pytest.mark.parametrize(
-    ("arrays", "said"),
+    ("arrays", "expected_words"),
     [
         ({"xx": np.zeros((4, 64), "f4")}, ("'xx'", "did you mean 'x'?")),
         ({"x": np.zeros((4, 65), "f4")}, ("'x'", "[4, 65]", "[batch, 64]", "64")),
@@ -25,9 +25,9 @@ FEEDS = pytest.mark.parametrize(
 
 @FEEDS
 @pytest.mark.parametrize("command", ["compile", "run", "verify", "bench"])
-def test_feeds_that_do_not_fit_are_refused(refused, model_file, bundle_copy, command, arrays, said):
+def test_feeds_that_do_not_fit_are_refused(refused, model_file, bundle_copy, command, arrays, expected_words):
     np.savez(model_file.parent / "feeds.npz", **arrays)
-    refused(2, said, command, model_file if command == "compile" else bundle_copy, "--inputs", "feeds.npz")
+    refused(2, expected_words, command, model_file if command == "compile" else bundle_copy, "--inputs", "feeds.npz")
 
 
 def test_a_feed_that_is_missing_is_named_with_its_type_and_shape(refused, bundle_copy, tmp_path):
@@ -96,8 +96,8 @@ def test_inputs_that_a_kernel_refuses_are_the_users_fault(refused, tmp_path):
         tmp_path / "m.onnx",
     )
     np.savez(tmp_path / "feeds.npz", rows=np.array([0, 5]), x=np.zeros((2, 2), "f4"))
-    said = refused(2, ("pick", "out of data bounds"), "compile", "m.onnx", "--inputs", "feeds.npz")
-    assert "defect of the pass" not in said
+    expected_words = refused(2, ("pick", "out of data bounds"), "compile", "m.onnx", "--inputs", "feeds.npz")
+    assert "defect of the pass" not in expected_words
 
 
 def test_a_kernel_that_fails_is_reported_in_one_line_and_a_hint(tmp_path, monkeypatch, capfd):

@@ -31,7 +31,7 @@ def test_a_misspelt_operator_gets_the_nearest_one(refused, tmp_path):
     refused(2, ("Sigmoidd", "did you mean 'Sigmoid'?"), "compile", "m.onnx")
 
 
-def test_an_operator_that_is_like_no_other_does_not_list_them_all(refused, tmp_path):
+def test_an_operator_without_similar_names_does_not_list_all_operators(refused, tmp_path):
     store(parse_graph("(float[4] x) => (float[4] y) { [odd_one] y = Qqqqqqqq(x) }"), tmp_path / "m.onnx")
     assert len(refused(2, ("Qqqqqqqq",), "compile", "m.onnx")) < 500
 
@@ -45,21 +45,21 @@ def test_an_opset_that_onnx_runtime_does_not_know_is_named(refused, tmp_path, pi
 def test_a_cycle_is_shown_node_by_node(refused, tmp_path):
     nodes = "[first] a = Add(x, c) [second] b = Relu(a) [third] c = Tanh(b) [last] y = Relu(c)"
     store(parse_graph(f"(float[4] x) => (float[4] y) {{ {nodes} }}"), tmp_path / "m.onnx")
-    said = refused(2, ("m.onnx", "cycle", "first", "second", "third"), "compile", "m.onnx")
-    assert "last" not in said
+    expected_words = refused(2, ("m.onnx", "cycle", "first", "second", "third"), "compile", "m.onnx")
+    assert "last" not in expected_words
 
 
-def test_a_value_that_nobody_makes_is_named_with_its_reader(refused, tmp_path):
+def test_a_value_without_a_producer_is_named_with_its_reader(refused, tmp_path):
     store(parse_graph("(float[4] x) => (float[4] y) { [sum] y = Add(x, ghost) }"), tmp_path / "m.onnx")
     refused(2, ("sum", "ghost"), "compile", "m.onnx")
 
 
-def test_an_output_that_nobody_makes_is_named(refused, tmp_path):
+def test_an_output_without_a_producer_is_named(refused, tmp_path):
     store(parse_graph("(float[4] x) => (float[4] ghost) { y = Relu(x) }"), tmp_path / "m.onnx")
     refused(2, ("output", "ghost"), "compile", "m.onnx")
 
 
-def test_a_value_that_is_made_twice_is_named_with_its_second_maker(refused, tmp_path):
+def test_a_value_with_two_producers_is_named_with_the_second(refused, tmp_path):
     nodes = "[one] y = Relu(x) [two] y = Tanh(x)"
     store(parse_graph(f"(float[4] x) => (float[4] y) {{ {nodes} }}"), tmp_path / "m.onnx")
     refused(2, ("two", "'y'", "twice"), "compile", "m.onnx")

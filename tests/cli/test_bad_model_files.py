@@ -30,7 +30,7 @@ def test_a_folder_with_a_model_in_it_gets_that_model(refused, model_file):
     refused(2, ("folder", "model.onnx"), "compile", model_file.parent)
 
 
-def test_each_kind_of_path_is_sent_to_the_command_that_takes_it(refused, model_file, bundle_copy, tmp_path):
+def test_hints_name_the_command_that_takes_a_path(refused, model_file, bundle_copy, tmp_path):
     (tmp_path / "graph.json").write_text("{}")
     np.save(tmp_path / "x.npy", np.zeros(3))
     refused(2, ("is a folder", "it is a bundle", f"onnxplace run {bundle_copy}"), "compile", bundle_copy)
@@ -50,12 +50,12 @@ def test_each_kind_of_path_is_sent_to_the_command_that_takes_it(refused, model_f
 
 def test_a_single_array_is_not_a_file_of_inputs(refused, bundle_copy, tmp_path):
     np.save(tmp_path / "x.npy", np.zeros((4, 64), "f4"))
-    said = refused(2, ("x.npy", "without a name", "numpy.savez"), "run", bundle_copy, "--inputs", "x.npy")
-    assert "ndarray" not in said
+    expected_words = refused(2, ("x.npy", "without a name", "numpy.savez"), "run", bundle_copy, "--inputs", "x.npy")
+    assert "ndarray" not in expected_words
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "expected_words"),
     [
         (b"", "it is empty"),
         (b"\x08\xf0\xff", "binary"),
@@ -66,10 +66,10 @@ def test_a_single_array_is_not_a_file_of_inputs(refused, bundle_copy, tmp_path):
     ],
     ids=["empty", "binary", "cut", "deep", "twice", "folder"],
 )
-def test_json_that_is_none_is_refused_without_words_of_python(refused, model_file, tmp_path, data, said):
+def test_malformed_json_is_refused_without_exception_texts(refused, model_file, tmp_path, data, expected_words):
     path = tmp_path / "map.json"
     path.mkdir() if data is None else path.write_bytes(data)
-    text = refused(2, ("map.json", said), "compile", model_file, *SHAPE, "--device-map", path)
+    text = refused(2, ("map.json", expected_words), "compile", model_file, *SHAPE, "--device-map", path)
     assert not re.search(r"Errno|codec|Error:|Traceback", text)
 
 
@@ -84,18 +84,18 @@ def test_json_that_is_none_is_refused_without_words_of_python(refused, model_fil
     ],
     ids=["text", "image", "zeros", "zip", "empty"],
 )
-def test_what_is_not_onnx_is_called_so(refused, tmp_path, data):
+def test_a_file_that_is_not_onnx_is_refused(refused, tmp_path, data):
     (tmp_path / "thing.onnx").write_bytes(data)
     refused(2, ("thing.onnx", "not an ONNX file"), "compile", "thing.onnx")
 
 
 @pytest.mark.parametrize("kept", [5, 100, 0.5, -1])
-def test_a_truncated_file_is_called_so_with_its_size(refused, model_file, kept, fast_pipeline):
+def test_a_truncated_file_is_named_with_its_size(refused, model_file, kept, fast_pipeline):
     data = model_file.read_bytes()
     data = data[: kept if isinstance(kept, int) else int(len(data) * kept)]
     model_file.write_bytes(data)
-    said = ("model.onnx", "truncated", f"{len(data)} bytes", "again")
-    refused(2, said, "compile", model_file, *SHAPE, "--pipeline", fast_pipeline)
+    expected_words = ("model.onnx", "truncated", f"{len(data)} bytes", "again")
+    refused(2, expected_words, "compile", model_file, *SHAPE, "--pipeline", fast_pipeline)
 
 
 @pytest.fixture
@@ -106,8 +106,8 @@ def external_model(tmp_path: Path, branches_bytes: bytes) -> Path:
     return tmp_path / "model.onnx"
 
 
-def refer(path: Path, **entries: str) -> None:
-    """Alter where the first weight says its bytes are."""
+def edit_external_data(path: Path, **entries: str) -> None:
+    """Change the location of the bytes of the first weight."""
     model = onnx.load(path, load_external_data=False)
     for entry in model.graph.initializer[0].external_data:
         entry.value = entries.get(entry.key, entry.value)
@@ -119,7 +119,7 @@ def test_external_data_that_is_missing_is_named_with_its_weight(refused, externa
     refused(2, ("w_left", "weights.data", "missing", "beside the model"), "compile", external_model, *SHAPE)
 
 
-def test_external_data_that_is_too_short_says_what_it_needs_and_has(refused, external_model):
+def test_external_data_that_is_too_short_is_named_with_both_sizes(refused, external_model):
     file = external_model.parent / "weights.data"
     file.write_bytes(file.read_bytes()[:20000])
     refused(2, ("w_right", "too short", "16384", "20000", "copy it again"), "compile", external_model, *SHAPE)
@@ -127,7 +127,7 @@ def test_external_data_that_is_too_short_says_what_it_needs_and_has(refused, ext
 
 @pytest.mark.parametrize("location", ["../secret.data", "/etc/passwd"])
 def test_external_data_outside_the_folder_is_refused(refused, external_model, location):
-    refer(external_model, location=location)
+    edit_external_data(external_model, location=location)
     refused(2, ("w_left", "outside the model's folder", location), "compile", external_model, *SHAPE)
 
 
@@ -157,5 +157,5 @@ def test_external_data_behind_a_link_that_leads_outside_is_refused(refused, exte
     ids=str,
 )
 def test_external_data_with_an_impossible_range_is_refused(refused, external_model, fast_pipeline, entries):
-    refer(external_model, **entries)
+    edit_external_data(external_model, **entries)
     refused(2, ("w_left", "weights.data"), "compile", external_model, *SHAPE, "--pipeline", fast_pipeline)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("no_gpus")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected_words"),
     [
         ('{"none_such.*": "cpu:0"}', ("map.json", "none_such.*", "'left'")),
         ('{"left": "cpu:7"}', ("'cpu:7'", "did you mean 'cpu:1'?")),
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.usefixtures("no_gpus")
         ('{"left":', ("map.json", "not a device map")),
     ],
 )
-def test_a_device_map_that_makes_no_sense_is_refused(refused, model_file, text, said):
+def test_a_wrong_device_map_is_refused(refused, model_file, text, expected_words):
     (model_file.parent / "map.json").write_text(text)
-    refused(2, said, "compile", model_file, *SHAPE, "--device-map", "map.json")
+    refused(2, expected_words, "compile", model_file, *SHAPE, "--device-map", "map.json")
 
 
 def test_a_device_map_that_is_missing_is_named(refused, model_file):
@@ -61,7 +61,7 @@ def cost_class(compiled: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "said"),
+    ("path", "value", "expected_words"),
     [
         (("format",), "other", ("not a cost file", "costs.json")),
         (("version",), 99, ("version", "99")),
@@ -106,14 +106,14 @@ def cost_class(compiled: Path) -> str:
     ],
     ids=str,
 )
-def test_a_cost_file_that_makes_no_sense_is_refused(refused, model_file, compiled, path, value, said):
+def test_a_wrong_entry_of_a_cost_file_is_refused(refused, model_file, compiled, path, value, expected_words):
     path = tuple(cost_class(compiled) if key == "CLASS" else key for key in path)
     (model_file.parent / "mine.json").write_text(damaged_costs(compiled, path, value))
-    refused(2, ("mine.json", *said), "compile", model_file, *SHAPE, "--costs", "mine.json")
+    refused(2, ("mine.json", *expected_words), "compile", model_file, *SHAPE, "--costs", "mine.json")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}"])
-def test_what_is_no_cost_file_at_all_is_refused(refused, model_file, text):
+def test_a_file_without_costs_is_refused(refused, model_file, text):
     (model_file.parent / "mine.json").write_text(text)
     refused(2, ("mine.json", "not a cost file"), "compile", model_file, *SHAPE, "--costs", "mine.json")
 
@@ -124,7 +124,7 @@ TWO = DEVICE.format("cpu:0", 10**9) + DEVICE.format("cpu:1", 10**9)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected_words"),
     [
         ("x = ", ("not TOML",)),
         (DEVICE.format("tpu:0", 1), ("tpu:0", "did you mean 'cpu:0'?")),
@@ -169,9 +169,9 @@ TWO = DEVICE.format("cpu:0", 10**9) + DEVICE.format("cpu:1", 10**9)
         ),
     ],
 )
-def test_a_target_file_that_makes_no_sense_is_refused(refused, model_file, fast_pipeline, text, said):
+def test_a_wrong_target_file_is_refused(refused, model_file, fast_pipeline, text, expected_words):
     (model_file.parent / "t.toml").write_text(text)
-    refused(2, said, "compile", model_file, *SHAPE, "--target", "t.toml", "--pipeline", fast_pipeline)
+    refused(2, expected_words, "compile", model_file, *SHAPE, "--target", "t.toml", "--pipeline", fast_pipeline)
 
 
 def test_a_target_file_that_is_missing_is_named(refused, model_file):

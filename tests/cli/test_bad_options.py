@@ -8,7 +8,7 @@ pytestmark = pytest.mark.usefixtures("no_gpus")
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected_words"),
     [
         (("--devices", "cpus:0"), ("--devices", "'cpus:0'", "did you mean 'cpu:0'?")),
         (("--devices", "cpu"), ("'cpu'", "index", "cpu:0")),
@@ -45,9 +45,9 @@ pytestmark = pytest.mark.usefixtures("no_gpus")
     ],
     ids=" ".join,
 )
-def test_an_option_that_names_nothing_is_refused_with_what_is_near(refused, model_file, options, said):
+def test_an_option_with_an_unknown_name_is_refused_with_similar_names(refused, model_file, options, expected_words):
     (model_file.parent / "t.toml").write_text('[[devices]]\nid = "cpu:0"\nmemory_bytes = 1000000\n')
-    refused(2, said, "compile", model_file, *SHAPE, *options)
+    refused(2, expected_words, "compile", model_file, *SHAPE, *options)
 
 
 def test_a_bad_escape_in_a_pipeline_is_pointed_at(refused, model_file):
@@ -59,7 +59,7 @@ def test_an_option_given_twice_is_refused(refused, model_file):
     refused(2, ("'repeat'", "twice"), "compile", model_file, *SHAPE, "--pipeline", pipeline)
 
 
-def test_measuring_no_run_is_refused(refused, model_file):
+def test_measuring_zero_runs_is_refused(refused, model_file):
     pipeline = "optimize,profile{repeat=0},m-etf,split,emit"
     refused(2, ("'repeat'", "'0'"), "compile", model_file, *SHAPE, "--pipeline", pipeline)
 
@@ -76,8 +76,8 @@ def test_a_negative_seed_is_refused(refused, model_file, bundle_copy, command):
 
 
 def test_an_unknown_runtime_gets_the_nearest_one(refused, bundle_copy):
-    said = ("'onnxrutime'", "did you mean 'onnxruntime'?", "onnxplace runtimes")
-    refused(2, said, "run", bundle_copy, "--runtime", "onnxrutime")
+    expected_words = ("'onnxrutime'", "did you mean 'onnxruntime'?", "onnxplace runtimes")
+    refused(2, expected_words, "run", bundle_copy, "--runtime", "onnxrutime")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_asking_about_an_unknown_name_gets_the_nearest_one(refused, command, nam
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected_words"),
     [
         (("compil",), "compile"),
         (("compile", "m.onnx", "--devces", "cpu:0"), "--devices"),
@@ -97,20 +97,20 @@ def test_asking_about_an_unknown_name_gets_the_nearest_one(refused, command, nam
         (("compile",), "MODEL"),
     ],
 )
-def test_bad_usage_exits_with_two_and_names_the_option(run_cli, arguments, said):
-    ran = run_cli(*arguments)
-    assert (ran.code, ran.out) == (2, "")
-    assert said in ran.err
+def test_bad_usage_exits_with_two_and_names_the_option(run_cli, arguments, expected_words):
+    result = run_cli(*arguments)
+    assert (result.code, result.out) == (2, "")
+    assert expected_words in result.err
 
 
 @pytest.mark.usefixtures("unusable_gpu")
-def test_a_gpu_that_is_not_here_is_refused_with_how_to_get_it(refused, model_file):
+def test_an_unusable_gpu_is_refused_with_a_fix(refused, model_file):
     refused(2, ("cuda:0", "pip install 'onnxplace[gpu]'"), "compile", model_file, *SHAPE, "--devices", "cuda:0")
 
 
 @pytest.mark.usefixtures("unusable_gpu")
 @pytest.mark.parametrize("command", ["run", "verify", "bench"])
-def test_a_bundle_for_a_gpu_that_is_not_here_is_refused_with_how_to_get_it(refused, bundle_copy, command):
+def test_a_bundle_for_an_unusable_gpu_is_refused_with_a_fix(refused, bundle_copy, command):
     manifest = bundle_copy / "manifest.json"
     manifest.write_text(manifest.read_text().replace("cpu:1", "cuda:0"))
     refused(2, ("cuda:0", "pip install 'onnxplace[gpu]'"), command, bundle_copy)

@@ -9,8 +9,8 @@ pytestmark = pytest.mark.usefixtures("no_gpus")
 
 
 def test_an_output_folder_that_exists_is_refused_before_any_work(refused, model_file, bundle_copy):
-    said = refused(2, ("bundle", "exists", "--force"), "compile", model_file, "-o", bundle_copy)
-    assert "batch" not in said  # the unbound dimension would be the next complaint
+    expected_words = refused(2, ("bundle", "exists", "--force"), "compile", model_file, "-o", bundle_copy)
+    assert "batch" not in expected_words  # the unbound dimension would be the next complaint
 
 
 def test_force_replaces_a_bundle_and_leaves_nothing_of_the_old_one(run_cli, model_file, bundle_copy, fast_pipeline):
@@ -18,8 +18,8 @@ def test_force_replaces_a_bundle_and_leaves_nothing_of_the_old_one(run_cli, mode
     edit_manifest(bundle_copy, lambda m: m["files"].update({"segments/old-000.onnx": {"sha256": "", "bytes": 3}}))
     pipeline = fast_pipeline.replace("m-etf", "single")
     before = set(model_file.parent.iterdir())
-    ran = run_cli("compile", model_file, *SHAPE, "-o", bundle_copy, "--pipeline", pipeline, "--force")
-    assert ran.code == 0
+    result = run_cli("compile", model_file, *SHAPE, "-o", bundle_copy, "--pipeline", pipeline, "--force")
+    assert result.code == 0
     assert set(model_file.parent.iterdir()) == before
     assert not (bundle_copy / "segments" / "old-000.onnx").exists()
     assert onnxplace.load(bundle_copy, "all").manifest.placer == "single"
@@ -32,19 +32,21 @@ def test_force_replaces_an_empty_folder(run_cli, model_file, fast_pipeline):
     assert onnxplace.load(empty).manifest.placer == "m-etf"
 
 
-@pytest.mark.parametrize("kind", ["folder", "file", "model", "link", "here"])
+@pytest.mark.parametrize("kind", ["folder", "file", "model", "link", "working folder"])
 def test_force_never_replaces_what_is_not_a_bundle(refused, model_file, fast_pipeline, kind):
     folder = model_file.parent
     (folder / "precious").mkdir()
     (folder / "precious" / "thesis.tex").write_text("years of work")
     (folder / "letter").write_text("dear")
     (folder / "link").symlink_to("precious")
-    output = {"folder": "precious", "file": "letter", "model": "model.onnx", "link": "link", "here": "."}[kind]
+    output = {"folder": "precious", "file": "letter", "model": "model.onnx", "link": "link", "working folder": "."}[
+        kind
+    ]
     options = ("-o", output, "--pipeline", fast_pipeline, "--force")
     refused(2, (output, "not a bundle", "--force"), "compile", model_file, *SHAPE, *options)
 
 
-def test_a_folder_that_cannot_be_made_is_named(refused, model_file, fast_pipeline):
+def test_a_folder_that_cannot_be_created_is_named(refused, model_file, fast_pipeline):
     options = ("-o", "model.onnx/bundle", "--pipeline", fast_pipeline)
     refused(2, ("model.onnx", "cannot write there"), "compile", model_file, *SHAPE, *options)
 
@@ -64,11 +66,11 @@ def test_an_output_name_that_is_too_long_is_refused(refused, model_file, fast_pi
     refused(2, ("too long",), "compile", model_file, *SHAPE, "-o", "x" * 300, "--pipeline", fast_pipeline)
 
 
-def test_what_force_does_not_replace_is_refused_before_any_work(refused, model_file):
+def test_force_refuses_other_folders_before_any_work(refused, model_file):
     (model_file.parent / "precious").mkdir()
     (model_file.parent / "precious" / "thesis.tex").write_text("years of work")
-    said = refused(2, ("not a bundle",), "compile", model_file, "-o", "precious", "--force")
-    assert "batch" not in said
+    expected_words = refused(2, ("not a bundle",), "compile", model_file, "-o", "precious", "--force")
+    assert "batch" not in expected_words
 
 
 @pytest.mark.parametrize(

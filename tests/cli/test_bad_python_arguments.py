@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_gpus")
     ],
     ids=str,
 )
-def test_what_python_cannot_ask_for_is_refused_by_name(model_file, tmp_path, options, words):
+def test_wrong_options_in_python_are_refused_by_name(model_file, tmp_path, options, words):
     given = {"shape": {"batch": 4}, "devices": "cpu:0,cpu:1", **options}
     with pytest.raises(onnxplace.OnnxplaceError) as refused:
         onnxplace.compile(model_file, tmp_path / "refused.bundle", **given)
@@ -31,7 +31,7 @@ def test_what_python_cannot_ask_for_is_refused_by_name(model_file, tmp_path, opt
     assert not (tmp_path / "refused.bundle").exists()
 
 
-def test_what_is_no_model_no_check_no_feed_and_no_list_of_outputs_is_refused(model_file, tmp_path):
+def test_arguments_of_wrong_types_are_refused(model_file, tmp_path):
     with pytest.raises(onnxplace.OnnxplaceError, match="U049"):
         onnxplace.compile(None, tmp_path / "none.bundle")
     device_map = {".*": "cpu:1"}

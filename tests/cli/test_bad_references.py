@@ -16,7 +16,7 @@ def test_a_model_to_compare_with_must_be_one(refused, bundle_copy, tmp_path, com
 
 @pytest.mark.parametrize("command", ["verify", "bench"])
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected_words"),
     [
         ("(float[batch, 64] x) => (float[batch, 64] z) { z = Relu(x) }", ("no output y", "another model")),
         pytest.param(
@@ -30,10 +30,10 @@ def test_a_model_to_compare_with_must_be_one(refused, bundle_copy, tmp_path, com
     ],
     ids=["output", "input", "shape"],
 )
-def test_another_model_to_compare_with_is_refused(refused, bundle_copy, tmp_path, command, text, said):
+def test_another_model_to_compare_with_is_refused(refused, bundle_copy, tmp_path, command, text, expected_words):
     store(parse_graph(text), tmp_path / "other.onnx")
-    refused(2, ("other.onnx", *said), command, bundle_copy, "--against", "other.onnx")
+    refused(2, ("other.onnx", *expected_words), command, bundle_copy, "--against", "other.onnx")
 
 
-def test_verifying_what_computes_nothing_is_refused(refused, bundle_copy):
+def test_verify_refuses_a_runtime_without_outputs(refused, bundle_copy):
     refused(2, ("simulated",), "verify", bundle_copy, "--runtime", "simulated")

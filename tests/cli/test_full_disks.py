@@ -32,9 +32,7 @@ def full_disk(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("method", ["mkdir", "write_bytes", "write_text", "rename_new"])
-def test_a_full_disk_is_said_and_leaves_nothing_whichever_file_meets_it(
-    refused, model_file, fast_pipeline, monkeypatch, method
-):
+def test_a_full_disk_is_reported_and_leaves_no_files(refused, model_file, fast_pipeline, monkeypatch, method):
     mkdir = Path.mkdir
     monkeypatch.setattr(staging if method == "rename_new" else Path, method, full_disk)
     if method == "mkdir":  # the folder of the segments, not the one the bundle goes to
@@ -43,21 +41,21 @@ def test_a_full_disk_is_said_and_leaves_nothing_whichever_file_meets_it(
     refused(4, ("model.bundle", "no space left", "another -o"), "compile", model_file, *SHAPE, *options)
 
 
-@pytest.mark.parametrize("method", ["write_text", "exchange"])
+@pytest.mark.parametrize("method", ["write_text", "exchange_names"])
 def test_a_full_disk_leaves_the_bundle_that_force_would_have_replaced(
     refused, model_file, bundle_copy, fast_pipeline, monkeypatch, method
 ):
-    monkeypatch.setattr(staging if method == "exchange" else Path, method, full_disk)
+    monkeypatch.setattr(staging if method == "exchange_names" else Path, method, full_disk)
     options = ("-o", bundle_copy, "--pipeline", fast_pipeline, "--force")
     refused(4, ("no space left",), "compile", model_file, *SHAPE, *options)
 
 
-def test_a_full_disk_leaves_no_parents_behind(refused, model_file, fast_pipeline, monkeypatch):
+def test_a_full_disk_leaves_no_parent_folders(refused, model_file, fast_pipeline, monkeypatch):
     monkeypatch.setattr(Path, "write_text", full_disk)
     options = ("-o", "new/folder/bundle", "--pipeline", fast_pipeline)
     refused(4, ("no space left",), "compile", model_file, *SHAPE, *options)
 
 
-def test_a_full_disk_for_temporary_files_is_said_by_the_profiler(refused, model_file, monkeypatch):
+def test_the_profiler_reports_a_full_disk_for_temporary_files(refused, model_file, monkeypatch):
     monkeypatch.setattr(tempfile, "TemporaryDirectory", full_disk)
     refused(4, ("no space left",), "compile", model_file, *SHAPE)

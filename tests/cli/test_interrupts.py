@@ -33,6 +33,6 @@ def test_ctrl_c_while_writing_leaves_nothing(run_cli, model_file, scratch, fast_
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Path, "write_text", interrupt)
-    ran = run_cli("compile", model_file, *SHAPE, "--pipeline", fast_pipeline)
-    assert (ran.code, ran.out) == (130, "")
+    result = run_cli("compile", model_file, *SHAPE, "--pipeline", fast_pipeline)
+    assert (result.code, result.out) == (130, "")
     assert set(contents(model_file.parent)) == {"model.onnx"}
