@@ -1,4 +1,4 @@
-"""CPU seconds of starting up: python benchmarks/startup.py. The goal is under 0.3 s each."""
+"""CPU seconds of startup: python benchmarks/startup.py. The goal is under 0.3 s each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMMANDS = {
 }
 
 
-def cpu_seconds(command: list[str]) -> float:
+def measure_cpu_seconds(command: list[str]) -> float:
     """Return the user and system seconds of one run."""
     before = os.times()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -26,7 +26,7 @@ def cpu_seconds(command: list[str]) -> float:
 def main() -> None:
     """Print the median of nine runs for each command."""
     for name, command in COMMANDS.items():
-        print(f"{name}: {statistics.median(cpu_seconds(command) for _ in range(9)):.2f} s of CPU")
+        print(f"{name}: {statistics.median(measure_cpu_seconds(command) for _ in range(9)):.2f} s of CPU")
 
 
 if __name__ == "__main__":

@@ -29,13 +29,13 @@ DISTRIBUTION = "onnxplace-round-robin"
 DRIVER = """
 import contextlib, io, json, sys
 from onnxplace.cli import main
-ran = []
+results = []
 for arguments in json.load(sys.stdin):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(arguments)
-    ran.append({"code": code, "out": out.getvalue(), "err": err.getvalue()})
-print(json.dumps({"ran": ran, "modules": sorted(sys.modules)}))
+    results.append({"code": code, "out": out.getvalue(), "err": err.getvalue()})
+print(json.dumps({"results": results, "modules": sorted(sys.modules)}))
 """
 
 
@@ -70,7 +70,7 @@ def site(tmp_path: Path) -> Path:
 class Session:
     """The results of commands in one process, and the modules loaded at its end."""
 
-    result: tuple[Ran, ...]
+    results: tuple[Ran, ...]
     modules: frozenset[str]
 
 
@@ -90,7 +90,7 @@ def commands(tmp_path: Path) -> Callable[..., Session]:
         )
         assert process.returncode == 0, process.stderr
         session = json.loads(process.stdout)
-        return Session(tuple(Ran(**item) for item in session["ran"]), frozenset(session["modules"]))
+        return Session(tuple(Ran(**item) for item in session["results"]), frozenset(session["modules"]))
 
     return run
 
@@ -100,13 +100,13 @@ def commands(tmp_path: Path) -> Callable[..., Session]:
 
 def test_a_plugin_is_listed_with_its_distribution_and_not_imported(site, commands):
     session = commands(site, ["passes", "--json"], ["runtimes", "--json"], ["passes"], ["runtimes"])
-    assert [result.code for result in session.ran] == [0, 0, 0, 0]
-    for result, kind, name in zip(session.ran, ("passes", "runtimes"), ("round-robin", "one-thread")):
+    assert [result.code for result in session.results] == [0, 0, 0, 0]
+    for result, kind, name in zip(session.results, ("passes", "runtimes"), ("round-robin", "one-thread")):
         (entry,) = [entry for entry in json.loads(result.out)[kind] if entry["name"] == name]
         assert entry["distribution"] == DISTRIBUTION
         assert DISTRIBUTION in entry["summary"]
-    assert re.search(rf"^round-robin +plugin from {DISTRIBUTION}$", session.ran[2].out, re.MULTILINE)
-    assert "one-thread" in session.ran[3].out
+    assert re.search(rf"^round-robin +plugin from {DISTRIBUTION}$", session.results[2].out, re.MULTILINE)
+    assert "one-thread" in session.results[3].out
     assert MODULE not in session.modules
 
 
@@ -121,7 +121,7 @@ def test_a_plugin_compiles_and_runs_like_built_in_passes(site, commands, model_f
         ["run", "other.bundle", "--runtime", "one-thread", "--json", "--trace", "trace.json"],
         ["passes", "round-robin"],
         ["passes", "round-robbin"],
-    ).ran
+    ).results
     assert [placer.code, other.code, verified.code, runtime.code, shown.code] == [0] * 5
     assert "round-robin" in json.loads(placer.out)["pipeline"].split(",")
     assert json.loads(other.out)["placer"] == "round-robin"
@@ -212,9 +212,9 @@ def test_broken_plugins_do_not_affect_other_commands(broken_site, commands, mode
         ["compile", "model.onnx", "--shape", "batch=4", "--pipeline", FAST_PIPELINE],
         ["run", "model.bundle"],
     )
-    assert [result.code for result in session.ran] == [0, 0, 0, 0]
+    assert [result.code for result in session.results] == [0, 0, 0, 0]
     for name in BROKEN["onnxplace.passes"]:
-        assert name in session.ran[0].out
+        assert name in session.results[0].out
     assert not {"failing", "harmless"} & session.modules
 
 
@@ -225,7 +225,7 @@ def test_a_broken_plugin_fails_on_use_and_is_named_with_its_distribution(broken_
         *[["compile", "model.onnx", "--shape", "batch=4", "--placer", name] for name in placers],
         ["passes", "fails"],
         ["run", str(compiled), "--runtime", "fails"],
-    ).ran
+    ).results
     assert [result.code for result in session] == [4] * 7
     expected_words = ("wrong phase", "not_there", "Missing", "not a class", "not a Pass", "wrong phase", "wrong phase")
     for result, name, words in zip(session, (*placers, "fails", "fails"), expected_words):
@@ -256,14 +256,16 @@ def test_a_broken_plugin_fails_on_use_and_is_named_with_its_distribution(broken_
     ids=" ".join,
 )
 def test_an_incomplete_plugin_is_refused_with_its_distribution(broken_site, commands, model_file, compiled, line):
-    (result,) = commands(broken_site, [str(compiled) if part == "BUNDLE" else part for part in line]).ran
+    (result,) = commands(broken_site, [str(compiled) if part == "BUNDLE" else part for part in line]).results
     assert result.code == 4
     assert "acme-plugins" in result.err
 
 
 def test_a_plugin_that_exits_when_it_is_imported_is_named(tmp_path, commands, model_file):
     install(tmp_path / "site", "acme-plugins", {"onnxplace.passes": {"exits": "exiting:Anything"}}, MODULES)
-    (result,) = commands(tmp_path / "site", ["compile", "model.onnx", "--shape", "batch=4", "--placer", "exits"]).ran
+    (result,) = commands(
+        tmp_path / "site", ["compile", "model.onnx", "--shape", "batch=4", "--placer", "exits"]
+    ).results
     assert result.code == 4
     assert "acme-plugins" in result.err
 
@@ -275,7 +277,7 @@ def test_a_plugin_cannot_replace_a_built_in_name(broken_site, commands, model_fi
         ["compile", "model.onnx", "--shape", "batch=4", "--placer", "m-etf"],
         ["run", "model.bundle", "--runtime", "simulated"],
     )
-    assert [result.code for result in session.ran] == [0, 0, 0]
-    (entry,) = [entry for entry in json.loads(session.ran[0].out)["passes"] if entry["name"] == "m-etf"]
+    assert [result.code for result in session.results] == [0, 0, 0]
+    (entry,) = [entry for entry in json.loads(session.results[0].out)["passes"] if entry["name"] == "m-etf"]
     assert (entry["path"], entry["distribution"]) == ("onnxplace.passes.m_etf:MEtf", "")
     assert "failing" not in session.modules
