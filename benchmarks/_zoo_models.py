@@ -195,7 +195,8 @@ ZOO: Mapping[str, Architecture] = {
         states=("present.*=past_key_values.*",), layers=3,
     ),
     "gpt2-loop": Architecture(
-        lambda: _build_greedy(_new("GPT2LMHeadModel", "GPT2Config", **_GPT2)()), {"input_ids": IDS}, ("tokens",), TEXT_SIZES,
+        lambda: _build_greedy(_new("GPT2LMHeadModel", "GPT2Config", **_GPT2)()), {"input_ids": IDS},
+        ("tokens",), TEXT_SIZES,
         exporters=("dynamo",),
     ),
     "llama": Architecture(_new("LlamaForCausalLM", "LlamaConfig", **_LLAMA), TEXT, ("logits",), TEXT_SIZES),
