@@ -179,7 +179,7 @@ def check(
     folder: Path,
 ) -> Result:
     """Compile a model with a placer and verify it with several runs."""
-    began, nodes = perf_counter(), 0
+    start, nodes = perf_counter(), 0
     try:
         bundle = compiled(path, devices, placer, runs[0][0], states, folder)
         manifest = bundle.manifest
@@ -187,15 +187,26 @@ def check(
         differences = compared(bundle, path, runs)
         bits = compared_unoptimised(bundle, path, runs)
     except Exception as problem:  # noqa: BLE001 - any exception is a result
-        return Result(name, exporter, nodes, devices, placer, _shorten_error(problem))
-    wrong = [output for output, error in differences.items() if error == float("inf")]
-    problem_text = f"differs: {', '.join(wrong)}" if wrong else ""
-    if not wrong and any(bits.values()):
+        return Result(
+            model=name, exporter=exporter, nodes=nodes, devices=devices, placer=placer, problem=_shorten_error(problem)
+        )
+    unequal = [output for output, error in differences.items() if error == float("inf")]
+    problem_text = f"differs: {', '.join(unequal)}" if unequal else ""
+    if not unequal and any(bits.values()):
         problem_text = f"differs with optimisation off: {', '.join(output for output in bits if bits[output])}"
     return Result(
-        name, exporter, nodes, devices, placer, problem_text, len(manifest.segments), manifest.transfers,
-        max(differences.values()), not any(bits.values()), perf_counter() - began,
-    )  # fmt: skip
+        model=name,
+        exporter=exporter,
+        nodes=nodes,
+        devices=devices,
+        placer=placer,
+        problem=problem_text,
+        segments=len(manifest.segments),
+        transfers=manifest.transfers,
+        error=max(differences.values()),
+        exact=not any(bits.values()),
+        seconds=perf_counter() - start,
+    )
 
 
 def compiled(

@@ -89,10 +89,10 @@ def test_a_file_that_is_not_onnx_is_refused(refused, tmp_path, data):
     refused(2, ("thing.onnx", "not an ONNX file"), "compile", "thing.onnx")
 
 
-@pytest.mark.parametrize("kept", [5, 100, 0.5, -1])
-def test_a_truncated_file_is_named_with_its_size(refused, model_file, kept, fast_pipeline):
+@pytest.mark.parametrize("length", [5, 100, 0.5, -1])
+def test_a_truncated_file_is_named_with_its_size(refused, model_file, length, fast_pipeline):
     data = model_file.read_bytes()
-    data = data[: kept if isinstance(kept, int) else int(len(data) * kept)]
+    data = data[: length if isinstance(length, int) else int(len(data) * length)]
     model_file.write_bytes(data)
     expected_words = ("model.onnx", "truncated", f"{len(data)} bytes", "again")
     refused(2, expected_words, "compile", model_file, *SHAPE, "--pipeline", fast_pipeline)

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.usefixtures("no_gpus")
     ids=str,
 )
 def test_wrong_options_in_python_are_refused_by_name(model_file, tmp_path, options, words):
-    given = {"shape": {"batch": 4}, "devices": "cpu:0,cpu:1", **options}
+    all_options = {"shape": {"batch": 4}, "devices": "cpu:0,cpu:1", **options}
     with pytest.raises(onnxplace.OnnxplaceError) as refused:
-        onnxplace.compile(model_file, tmp_path / "refused.bundle", **given)
+        onnxplace.compile(model_file, tmp_path / "refused.bundle", **all_options)
     assert [word for word in words if word not in str(refused.value)] == []
     assert not (tmp_path / "refused.bundle").exists()
 

@@ -41,8 +41,8 @@ def compile_with(run_cli, tmp_path):
         if device_map is not None:
             (tmp_path / "map.json").write_text(json.dumps(device_map))
             options = (*options, "--device-map", tmp_path / "map.json")
-        given = ("--devices", "cpu:0,cpu:1", "--no-trial", "--force", *options)
-        return run_cli("compile", model, "-o", tmp_path / "out", *given)
+        all_options = ("--devices", "cpu:0,cpu:1", "--no-trial", "--force", *options)
+        return run_cli("compile", model, "-o", tmp_path / "out", *all_options)
 
     return run
 

@@ -89,9 +89,9 @@ def test_the_exit_code_of_verify_does_not_depend_on_who_reads(
     against = ("--against", str(other)) if differs else ()
     reader, writer = os.pipe()
     os.close(reader)
-    with os.fdopen(writer, "w") as gone:
+    with os.fdopen(writer, "w") as closed_pipe:
         result = subprocess.run(
-            [*PYTHON, "verify", str(bundle), *against, *options], stdout=gone, stderr=subprocess.PIPE, text=True,
+            [*PYTHON, "verify", str(bundle), *against, *options], stdout=closed_pipe, stderr=subprocess.PIPE, text=True,
             timeout=TIMEOUT_SECONDS,
         )  # fmt: skip
     assert (result.returncode, result.stderr) == (code, "")
@@ -101,8 +101,10 @@ def test_the_exit_code_of_verify_does_not_depend_on_who_reads(
 def test_a_closed_pipe_does_not_exit_with_1(arguments: tuple[str, ...]):
     reader, writer = os.pipe()
     os.close(reader)
-    with os.fdopen(writer, "w") as gone:
-        result = subprocess.run([*PYTHON, *arguments], stdout=gone, stderr=subprocess.PIPE, timeout=TIMEOUT_SECONDS)
+    with os.fdopen(writer, "w") as closed_pipe:
+        result = subprocess.run(
+            [*PYTHON, *arguments], stdout=closed_pipe, stderr=subprocess.PIPE, timeout=TIMEOUT_SECONDS
+        )
     assert (result.returncode, result.stderr) == (0, b"")
 
 
@@ -309,7 +311,7 @@ def test_the_rank_of_a_sample_is_remembered_where_the_model_leaves_it_open(tmp_p
 
 
 def test_verify_does_not_advise_verify(bundle: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch):
-    def fail(self: object, values: object, held: object) -> None:
+    def fail(self: object, values: object, states: object) -> None:
         raise RuntimeError("a kernel failed")
 
     monkeypatch.setattr("onnxplace.runtimes.execution.segments.OpenSegment.run", fail)

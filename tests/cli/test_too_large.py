@@ -88,8 +88,10 @@ def test_links_and_sharing_from_python_have_the_same_limits(make):
 
 @pytest.mark.parametrize("text", ["9" * 500, "99999999999TiB", "1" * 100_000 + "!", "0." + "1" * 100_000, "2000000TiB"])
 def test_too_much_memory_is_refused(run_cli, model_file, text):
-    for given in (text, f"cpu:0={text}"):
-        result = run_cli("compile", model_file, "--shape", "batch=4", "--devices", "cpu:0,cpu:1", "--max-memory", given)
+    for amount in (text, f"cpu:0={text}"):
+        result = run_cli(
+            "compile", model_file, "--shape", "batch=4", "--devices", "cpu:0,cpu:1", "--max-memory", amount
+        )
         assert (result.code, result.err.partition("]")[0]) == (2, "error[U010")
         assert len(result.err) < 400
 
