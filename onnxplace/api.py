@@ -77,7 +77,9 @@ def load(path: str | Path, check: Check = "small") -> Bundle:
 
 
 class InferenceSession:
-    """Run a bundle the way ONNX Runtime runs a model; a context manager.
+    """Run a bundle the way ONNX Runtime runs a model.
+
+    It is a context manager.
 
     >>> with onnxplace.InferenceSession("model.bundle") as session:  # doctest: +SKIP
     ...     logits, = session.run(None, {"tokens": tokens})
@@ -144,7 +146,7 @@ class InferenceSession:
         *,
         timeout: float | None = None,
     ) -> Result:
-        """Run the model and return outputs by name with the time, like `submit`.
+        """Run the model; return outputs by name and the time, like `submit`.
 
         Raises the errors of `run`.
         """
@@ -183,8 +185,9 @@ class InferenceSession:
         self.submit(input_feed, names).add_done_callback(lambda future: callbacks.call(lambda: finish(future)))
 
     def submit(self, input_feed: Mapping[str, Any], output_names: Iterable[str] | None = None) -> Future[Result]:
-        """Start a run and return a future; runs in flight overlap across devices.
+        """Start a run and return a future.
 
+        Runs in flight overlap across devices.
         The result has every output except states, and the states that are named. A worker calls the future's own
         callbacks and does nothing else meanwhile: they cannot `run` the session.
         """

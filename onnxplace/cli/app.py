@@ -32,7 +32,7 @@ COMMANDS_BY_PATH_ERROR = {"M001": "compile", "M002": "compile", "N001": "run", "
 
 
 class CommandGroup(click.Group):
-    """The commands, with a hint at the nearest one for an unknown name.
+    """The commands, with a hint at the nearest name.
 
     click itself has that hint only since version 8.4.
     """
@@ -40,7 +40,7 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the name and the command of the first argument, and the others."""
+        """Return the name and command of the first argument, and the rest."""
         if args[0] in self.commands or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
         raise click.UsageError(f"No such command {args[0]!r}: {nearest(args[0], self.commands)}", ctx)
@@ -77,8 +77,9 @@ def convert_to_dict(device: object) -> dict[str, Any]:
 @click.argument("name", required=False)
 @as_json
 def passes(name: str | None, json_: bool) -> None:
-    """List the passes, built in and from plugins; with NAME, show its options.
+    """List the passes, built in and from plugins.
 
+    With NAME, show its options.
     Passes marked "placer" are for --placer, which accepts options: --placer 'auto{seed=1}'.
     """
     _list_entries("passes", name, json_)
@@ -158,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_error(problem: OnnxplaceError, json_: bool, shown: bool = False) -> int:
-    """Print an error on stderr, unless it is `shown`, and as JSON on stdout.
+    """Print an error on stderr unless `shown`, and as JSON on stdout.
 
     Returns its exit code, or that of a failure if the JSON cannot be printed.
     """
@@ -197,7 +198,7 @@ def _make_output_error(problem: OSError) -> ExecutionError:
 
 
 def _add_path_hint(problem: OnnxplaceError) -> OnnxplaceError:
-    """Add a hint at the command that takes the path of an error, if known."""
+    """Add a hint at the command that takes the path of an error."""
     if problem.code not in COMMANDS_BY_PATH_ERROR or not (
         hint := suggest_command(Path(problem.where), COMMANDS_BY_PATH_ERROR[problem.code])
     ):
@@ -216,7 +217,10 @@ def _redirect_to_null(stream: TextIO) -> None:
 
 
 def _print_defect(defect: Exception) -> int:
-    """Report a defect of onnxplace, unless a signal caused it; return the exit code."""
+    """Report a defect of onnxplace, unless a signal caused it.
+
+    Return the exit code.
+    """
     json_ = "--json" in sys.argv[1:]
     if _signals:
         return _print_interruption(_signals[0], json_)

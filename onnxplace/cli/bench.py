@@ -146,7 +146,7 @@ def _iterate_feeds(call: Callable[[Any], object], feeds: Sequence[Any]) -> Calla
 
 
 def _report_other_sizes(bundle: Bundle, feeds: Mapping[str, Any]) -> list[Diagnostic]:
-    """Return a note if inputs differ in size from those that the bundle was compiled for."""
+    """Return a note if inputs have other sizes than the compiled ones."""
     from onnxplace.errors import Diagnostic
     from onnxplace.feeds import dimension_keys
 
@@ -188,7 +188,10 @@ def format_summary(bundle: Bundle, times: Mapping[str, Timings], usage: DeviceUs
 
 
 def _format_steps(bundle: Bundle, times: Mapping[str, Timings]) -> str:
-    """Return a table of steps; the baseline is one session with all cores."""
+    """Return a table of steps.
+
+    The baseline is one session with all cores.
+    """
     from onnxplace.report import format_milliseconds, format_table
 
     predicted = bundle.manifest.predicted
@@ -220,7 +223,7 @@ def _format_steps(bundle: Bundle, times: Mapping[str, Timings]) -> str:
 
 
 def _format_devices(usage: DeviceUsage) -> str:
-    """Return a table of busy times and memory of devices and of the process."""
+    """Return a table of busy times and memory, with the whole process."""
     from onnxplace.report import format_milliseconds, format_table
 
     process = usage.process

@@ -69,7 +69,7 @@ def devices(
 
 
 def _format_heading(about: Mapping[str, Any], processor: str, measured: bool) -> str:
-    """Return the comments on top of a target file: the machine, and the source of the figures."""
+    """Return the comments on top of a target file: machine and source."""
     name = json.loads(processor).get("model name", "processor unknown") if processor.startswith("{") else processor
     parts = [name, f"{len(about['host']['cores'])} cores", *[f"{gpu['id']} {gpu['name']}" for gpu in about["gpus"]]]
     source = "measured by devices --calibrate" if measured else "links and calls by default, not measured"

@@ -53,7 +53,10 @@ shape_option = click.option("--shape", metavar="batch=8,seq=128", default="", he
 
 
 def with_operator_libraries(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the option `--custom-op-library`; its libraries are in use while the command runs."""
+    """Add the option `--custom-op-library`.
+
+    Its libraries are in use while the command runs.
+    """
 
     @wraps(command)
     def run(*arguments: Any, custom_op_library: tuple[Path, ...], **options: Any) -> None:
@@ -103,7 +106,7 @@ def parse_shape(text: str) -> dict[str, int]:
 
 
 def tell_of_compiling() -> None:
-    """Report on a terminal that loops are being compiled, which takes a while."""
+    """Report on a terminal that loops are being compiled."""
     if not sys.stderr.isatty():
         return
     from onnxplace.utils import on_compiling
@@ -138,7 +141,7 @@ def say(diagnostics: Sequence[Diagnostic]) -> None:
 
 
 def note_core_shortage(bundle: Bundle, runtime: str = "onnxruntime") -> None:
-    """Print a note if this machine has fewer cores than the bundle was compiled for."""
+    """Print a note if this machine has too few cores for the bundle."""
     from onnxplace.evaluation import find_core_shortage
 
     if runtime != "simulated" and (note := find_core_shortage(bundle.manifest)):

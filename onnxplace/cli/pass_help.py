@@ -14,7 +14,7 @@ _BOUND_NAMES = {"Ge": "at least", "Gt": "more than", "Le": "at most", "Lt": "les
 
 
 def format_pass_help(kind: type) -> tuple[str, dict[str, Any]]:
-    """Return the description and the options of a plugin, as text and as data."""
+    """Return the help on a plugin, as text and as data."""
     options = []
     if is_dataclass(kind):
         about_fields = read_field_docs(kind)

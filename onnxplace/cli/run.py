@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The options of one call of the command, apart from the bundle and its inputs."""
+    """The options of the command, without those of inputs."""
 
     runtime: str
     repeat: int
@@ -66,7 +66,10 @@ class RunSummary:
 @with_operator_libraries
 @as_json
 def run(bundle: Path, inputs: Path | None, shape: str, seed: int, json_: bool, **options: Any) -> None:
-    """Run BUNDLE on the given or on random inputs. Later runs carry states on."""
+    """Run BUNDLE on the given or on random inputs.
+
+    Later runs carry states on.
+    """
     from onnxplace.api import load
     from onnxplace.evaluation import choose_step_inputs
     from onnxplace.feeds import require_storable, write_npz
@@ -94,7 +97,7 @@ def run(bundle: Path, inputs: Path | None, shape: str, seed: int, json_: bool, *
 
 
 def _run_steps(bundle: Bundle, steps: StepInputs, plan: RunPlan) -> RunSummary:
-    """Run the bundle several times, and write a timeline of one more run."""
+    """Run the bundle several times; trace one more run."""
     from statistics import median
 
     from onnxplace.api import InferenceSession
@@ -121,7 +124,7 @@ def _run_steps(bundle: Bundle, steps: StepInputs, plan: RunPlan) -> RunSummary:
 
 
 def _describe_value(value: Any) -> dict[str, Any]:
-    """Return the type and shape of an output: an array, a sequence, or nothing."""
+    """Return the type and shape of an array, a sequence, or None."""
     import numpy as np
 
     return {

@@ -54,9 +54,10 @@ def verify(
     seed: int,
     json_: bool,
 ) -> None:
-    """Compare BUNDLE with the unsplit model on equal inputs; exit 1 if they differ. Both carry their states on.
+    """Compare BUNDLE with the unsplit model on equal inputs.
 
-    Outputs that depend on random numbers are named: for these, only type, shape and finiteness must agree.
+    Exit 1 if they differ. Both carry their states on. Outputs that depend on random numbers are named: for these, only
+    type, shape and finiteness must agree.
     """
     from onnxplace.api import load
     from onnxplace.evaluation import choose_step_inputs, rounds_to_few_values
@@ -89,7 +90,7 @@ def verify(
 
 @contextmanager
 def _adapt_hints(inputs: Path | None) -> Iterator[None]:
-    """Replace hints of errors: `verify` has run the unsplit model with the same inputs."""
+    """Replace hints of errors: the unsplit model has the same inputs."""
     try:
         yield
     except ExecutionError as problem:
@@ -108,7 +109,10 @@ def _adapt_hints(inputs: Path | None) -> Iterator[None]:
 def _compare_steps(
     bundle: Bundle, against: Path | None, runtime: str, steps: StepInputs, count: int, cores: Sequence[int]
 ) -> list[list[OutputDifference]]:
-    """Return the differences of each output in each step; the unsplit model runs on `cores`."""
+    """Return the differences of each output in each step.
+
+    The unsplit model runs on `cores`.
+    """
     from onnxplace.api import InferenceSession
     from onnxplace.evaluation import StateCarrier, compare_outputs, lineages_of_bundle, open_reference
 
@@ -150,7 +154,7 @@ def _print_differences(differences: Sequence[Sequence[OutputDifference]], optimi
 
 
 def _format_error(difference: OutputDifference) -> str:
-    """Return the error of an output, or the reason why its elements are not compared."""
+    """Return the error of an output, or why it has none."""
     if not difference.random_nodes:
         relative = f"relative to its largest value {difference.max_rel_error:.3g}"
         return f"max abs error {difference.max_abs_error:.3g}, {relative}"

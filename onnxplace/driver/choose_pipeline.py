@@ -77,7 +77,7 @@ def _require_one_emit(steps: Pipeline) -> None:
 
 
 def redirect_emit(folder: Path, steps: Pipeline, link_weights: bool) -> Pipeline:
-    """Return a pipeline that writes its bundle to a folder, and records the original one."""
+    """Return a pipeline that writes to a folder and records the original."""
     emit = replace(steps.passes[-1], path=str(folder), pipeline=str(steps))  # type: ignore[call-arg]
     if link_weights:
         emit = replace(emit, link_weights=True)  # type: ignore[call-arg]

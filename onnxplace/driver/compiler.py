@@ -1,4 +1,4 @@
-"""Compile a model: options become a pipeline, the pipeline a bundle, which a trial then runs."""
+"""Compile a model: choose a pipeline, run it, and try its bundle."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A bundle, with the pipeline that wrote it, its timings and its notes."""
+    """A bundle with its pipeline, timings and notes."""
 
     bundle: Bundle
     pipeline: str
@@ -90,7 +90,10 @@ def _require_model(model: object) -> None:
 
 
 def _prepare_paths(model: object, output: Path, steps: Pipeline, force: bool) -> list[Diagnostic]:
-    """Check that all files can be written; return notes about remains that were removed."""
+    """Check that all files can be written.
+
+    Return notes about remains that were removed.
+    """
     saved = [Path(file) for step in steps.passes if (file := getattr(step, "save", ""))]
     for file in saved:
         require_place(file, *([Path(model)] if isinstance(model, (str, Path)) else []))
@@ -98,7 +101,7 @@ def _prepare_paths(model: object, output: Path, steps: Pipeline, force: bool) ->
 
 
 def _choose_target(settings: CompileSettings) -> Target:
-    """Return the target, else devices of this machine, with the memory limits applied."""
+    """Return the target, or devices of this machine, with memory limits."""
     target = settings.target or local_target(settings.devices)
     if not settings.max_memory:
         return target
@@ -106,7 +109,10 @@ def _choose_target(settings: CompileSettings) -> Target:
 
 
 def _finish(steps: Pipeline, state: State, staging: Staging, settings: CompileSettings) -> FinishedBundle:
-    """Run the trial; compare with one device only where the default latency placer was used."""
+    """Run the trial.
+
+    Compare with one device only where the default latency placer was used.
+    """
     count, observer = len(steps.passes), settings.observer
     latency = settings.pipeline is None and state[Placement].placer == OBJECTIVES["latency"]
     return finish_bundle(
@@ -123,7 +129,10 @@ def _finish(steps: Pipeline, state: State, staging: Staging, settings: CompileSe
 def _run_pipeline(
     steps: Pipeline, state: State, strict: bool, observer: Observer | None
 ) -> tuple[State, tuple[Timing, ...]]:
-    """Run the pipeline; check the memory before measuring, and idle devices before emitting."""
+    """Run the pipeline.
+
+    Check the memory before measuring, and idle devices before emitting.
+    """
     steps.require(state.facts)
     count = len(steps.passes)
     measures = next((index for index, step in enumerate(steps.passes) if Profile in step.provides), 0)

@@ -1,4 +1,4 @@
-"""Finish a bundle before it is moved into place: run a trial, compare with one device."""
+"""Finish a bundle: run a trial, and compare with one device."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ def finish_bundle(
     compare_one_device: bool,
     on_trial: Callable[[], None],
 ) -> FinishedBundle:
-    """Run a bundle in a trial if its costs were measured here; record the results.
+    """Run a bundle in a trial if its costs were measured here.
 
+    Record the results.
     `compare_one_device`: if one device alone may be faster, that is tried too, and the faster bundle is the result.
     `on_trial` is called before the trial. Nothing is moved into its final place yet.
     """
@@ -85,12 +86,12 @@ def finish_bundle(
 
 
 def _name_result(note: Diagnostic, staging: Staging) -> Diagnostic:
-    """Return a note that names the finished bundle where it named the unfinished one."""
+    """Return a note with the path of the finished bundle."""
     return Diagnostic(note.code, *map(staging.named, (note.message, note.where, note.hint)))
 
 
 def _find_unmeasured_costs(state: State) -> list[Diagnostic] | None:
-    """Return None if all costs were measured on devices like these, else notes.
+    """Return None if all costs were measured on such devices, else notes.
 
     A trial would replace costs that the user gave, so there is none, and a note reports that.
     """
@@ -110,7 +111,10 @@ def _find_seed(steps: Pipeline) -> int:
 
 
 def _try_bundle(state: State, feeds: Mapping[str, Any], cache: bool) -> tuple[Trial | None, State]:
-    """Run a bundle and return its trial; None, with a note, if that fails."""
+    """Run a bundle and return its trial.
+
+    If that fails, there is a note instead of a trial.
+    """
     bundle = Bundle.open(state[Emitted].path)
     try:
         if problem := find_trial_obstacle(bundle):
@@ -130,7 +134,7 @@ def _try_bundle(state: State, feeds: Mapping[str, Any], cache: bool) -> tuple[Tr
 def _compare_with_one_device(
     steps: Pipeline, state: State, measured: Trial, feeds: Mapping[str, Any], cache: bool, staging: Staging
 ) -> tuple[Pipeline, State, Trial]:
-    """Return a bundle on one device if that is faster, else the given one.
+    """Return the bundle on one device if faster, else the given one.
 
     Both run in turns, since the speed of a machine changes from second to second.
     """
@@ -176,7 +180,7 @@ def _find_faster_device(state: State, step_seconds: float) -> tuple[int, float] 
 
 
 def _report_faster_device(state: State, step_seconds: float) -> list[Diagnostic]:
-    """Return a note if one device is expected to be faster than the bundle."""
+    """Return a note if one device should be faster than the bundle."""
     aims = (OBJECTIVES["throughput"], OBJECTIVES["fit"])  # which do not aim at the time of one step
     if (
         state[Placement].placer in aims

@@ -71,7 +71,7 @@ class CompileSettings:
 
     @property
     def device_map_text(self) -> str:
-        """Return the device map as an option of a pass: a path, JSON, or nothing."""
+        """Return the device map as text: a path, JSON, or nothing."""
         if isinstance(self.device_map, Mapping):
             return json.dumps(dict(self.device_map))
         return str(self.device_map or "")

@@ -118,7 +118,7 @@ def place_cost_graph(graph: CostGraph, placer: str | None = None, **options: Unp
 
 
 def _list_passes(placer: PassSpec, settings: PlaceSettings) -> list[PassSpec]:
-    """Return the placer with the passes before or after it that groups need."""
+    """Return the placer with the passes for groups around it."""
     groups = settings.groups or ("given+coplace" if placer.name in BAECHI else "given")
     options = dict(_COPLACE_OPTIONS[groups]) | ({"backward": "follow"} if settings.forward_only else {})
     if settings.post_adjust:
@@ -132,8 +132,9 @@ def _list_passes(placer: PassSpec, settings: PlaceSettings) -> list[PassSpec]:
 def evaluate_placement(
     graph: CostGraph, placement: Mapping[str, Hashable], *, links: LinkModel = "duplex", strict: bool = False
 ) -> PlacementResult:
-    """Score a given placement, node id -> device id; it need not fit.
+    """Score a given placement, node id -> device id.
 
+    It need not fit.
     Each device runs its nodes earliest first. Raises InputError for nodes that are missing or unknown, and for unknown
     devices; `strict` as for `place_cost_graph`.
     """

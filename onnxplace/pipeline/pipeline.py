@@ -46,7 +46,7 @@ class Pipeline:
         return format_pipeline(spec_of(step) for step in self.passes)
 
     def require(self, given: Iterable[type]) -> None:
-        """Raise UsageError if a pass needs a fact that no earlier pass provides."""
+        """Raise UsageError if no earlier pass provides a required fact."""
         known = set(given)
         for step in self.passes:
             for kind in step.requires:
@@ -60,8 +60,9 @@ class Pipeline:
             known = (known - find_stale_facts(step, known)) | set(step.provides)
 
     def run(self, state: State, observer: Observer | None = None) -> tuple[State, tuple[Timing, ...]]:
-        """Run every pass; return the last state and the time of each pass.
+        """Run every pass.
 
+        Return the last state and the time of each pass.
         Raises UsageError before any work if the order is wrong, BrokenPassError if a pass breaks its contract.
         """
         self.require(state.facts)
@@ -129,7 +130,7 @@ QUICK_PLACERS = ("m-etf", "m-topo", "fit", "single")
 
 
 def _suggest_placer(problem: InfeasibleError, failed: Pass, state: State) -> InfeasibleError:
-    """Return the error of a placer with a hint at one that fits, if any."""
+    """Return the error of a placer, with a hint at one that fits."""
     if Placement not in failed.provides or Placement in failed.requires:
         return problem
     for name in QUICK_PLACERS:
@@ -146,7 +147,7 @@ def _suggest_placer(problem: InfeasibleError, failed: Pass, state: State) -> Inf
 
 
 def _check_declaration(step: Pass, state: State, before: dict[type, Fact], after: State) -> None:
-    """Raise BrokenPassError unless a pass changed just what it provides, and that is valid."""
+    """Raise BrokenPassError unless a pass changed only valid facts that it provides."""
     if list(state.facts) != list(before) or any(state.facts[kind] is not fact for kind, fact in before.items()):
         raise BrokenPassError("B002", "it altered its input", where=f"pass {step.name!r}")
     if after.target != state.target or after.diagnostics[: len(state.diagnostics)] != state.diagnostics:

@@ -26,7 +26,7 @@ BAECHI = ("m-topo", "m-etf", "m-sct")
 def choose_placer(
     placer: str | None, objective: Objective = "latency", seconds: float | None = None, seed: int | None = None
 ) -> PassSpec:
-    """Return a placer by name, with options, or the one for an objective.
+    """Return a placer with its options, by name or by objective.
 
     `seconds` limits its search.
 

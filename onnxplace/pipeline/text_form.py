@@ -126,8 +126,9 @@ class _Reader:
 
 
 def build_pass(kind: type[Pass], options: Mapping[str, str]) -> Pass:
-    """Build a pass; the types of its fields read the options from text.
+    """Build a pass.
 
+    The types of its fields read the options from text.
     Raises UsageError for unknown options and wrong values.
     """
     from pydantic import TypeAdapter, ValidationError

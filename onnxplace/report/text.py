@@ -81,7 +81,7 @@ def compile_summary(bundle: Bundle) -> str:
 
 
 def _format_steps(manifest: Manifest) -> list[str]:
-    """Return lines with the predicted step, and the measured one of a trial."""
+    """Return lines with the predicted step and that of the trial."""
     from onnxplace.pipeline import OBJECTIVES  # imports what placing needs, and other texts do not
 
     predicted, trial = manifest.predicted, manifest.trial
@@ -106,7 +106,7 @@ def _format_process(predicted: Predicted) -> list[str]:
 
 
 def _format_repeats(repeats: Sequence[RepeatRecord]) -> list[str]:
-    """Return a line with the three largest runs of equal layers, if any."""
+    """Return a line with the three largest repeats, if any."""
     largest = sorted(repeats, key=lambda repeat: -repeat.count * repeat.nodes)
     shown = [f"{repeat.count} x layer of {repeat.nodes} nodes (from {repeat.first!r})" for repeat in largest[:3]]
     more = [f"{len(largest) - 3} more"] if len(largest) > 3 else []

@@ -1,4 +1,4 @@
-"""Contract tests for passes and runtimes, and random graphs and states to run them on.
+"""Contract tests for passes and runtimes, with random graphs and states.
 
 A plugin's whole test suite may be
 
@@ -125,7 +125,7 @@ def random_state(
     pinned: bool = False,
     shuffled: bool = False,
 ) -> State:
-    """Return a random state with the given `facts`, and Profile in any case.
+    """Return a random state with the given `facts` and a Profile.
 
     `facts` may name Groups, Clusters, Placement and Schedule. Each device has room for everything, or, if `tight`, for
     a part, which may be too small. With `pinned`, some groups are pinned to devices. A random placement respects pins
@@ -146,7 +146,7 @@ def random_state(
 
 
 def _sum_bytes(graph: OpGraph) -> int:
-    """Return an upper bound of the bytes that any placement needs on a device."""
+    """Return an upper bound of the bytes on any device."""
     return int(graph.value_bytes.sum() + graph.weight_bytes.sum() + graph.workspace_bytes.sum())
 
 
@@ -170,14 +170,15 @@ def _random_profile(random: np.random.Generator, graph: OpGraph, target: Target)
 
 
 def _number_densely(keys: Iterable[int]) -> Ints:
-    """Replace keys by numbers from 0, in the order of their first occurrence."""
+    """Replace keys by numbers from 0, in order of first occurrence."""
     numbers: dict[int, int] = {}
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int32)
 
 
 def _random_groups(random: np.random.Generator, graph: OpGraph, pins: int) -> Groups:
-    """Return groups of adjacent and of distant nodes; pin a fifth of them.
+    """Return groups of adjacent and of distant nodes.
 
+    Pin a fifth of them.
     `pins` is the number of devices for pins; 0 pins none.
     """
     representative = list(range(len(graph)))
@@ -264,7 +265,7 @@ def _random_states(step: Pass) -> Iterator[State]:
 
 
 def _apply_pass(step: Pass, state: State, where: str) -> State | str:
-    """Return the state after the pass, or the message of a valid error."""
+    """Run a pass; return its state, or the message of a valid error."""
     try:
         return run_pass(step, state)
     except InfeasibleError as error:

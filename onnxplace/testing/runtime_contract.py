@@ -93,7 +93,7 @@ def _compile_small_bundle(folder: Path, text: str, device_map: str, state: Seque
 
 
 def _run_in_time(check: Callable[[], None], name: str) -> None:
-    """Run a check in a thread with a timeout, so that a hanging runtime fails."""
+    """Run a check with a timeout, so that a hanging runtime fails."""
     problems: list[BaseException] = []
 
     def run() -> None:
@@ -137,7 +137,7 @@ def _check_request(session: RuntimeSession, number: int, computes: bool) -> None
 
 
 def _check_requests(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
-    """Check one request, then more than a runtime has in flight, then the timeline."""
+    """Check one request, many requests, and the timeline."""
     with runtime.open(bundle, trace=True) as session:
         _check_request(session, 0, computes)
         futures = [session.submit(_make_feeds(number)) for number in range(20)]
