@@ -1,4 +1,4 @@
-"""Tables on stdout, progress on stderr: what the benchmarks print with."""
+"""Print tables on stdout and progress on stderr."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 Row = Mapping[str, Any]
-"""Figures by name, in seconds and bytes; absent or None where there is none, a text where that says why."""
+"""Figures by name, in seconds and bytes; a missing one is absent, None, or a text with the reason."""
 
 
-def milliseconds(seconds: float) -> str:
-    """Write a time in ms: to a tenth, below 10 ms with three digits."""
+def format_milliseconds(seconds: float) -> str:
+    """Format a time in ms: to a tenth, below 10 ms with three digits."""
     return f"{seconds * 1e3:.1f}" if seconds >= 1e-2 else f"{seconds * 1e3:.3g}"
 
 
-def mebibytes(size: float) -> str:
-    """Write a size in MiB."""
+def format_mebibytes(size: float) -> str:
+    """Format a size in MiB."""
     return f"{size / 2**20:.0f}"
 
 
@@ -30,47 +30,50 @@ COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "devices": ("devices", str),
     "links": ("links", str),
     "memory": ("memory", str),
-    "step_seconds": ("step ms", milliseconds),
-    "bound_seconds": ("bound ms", milliseconds),
+    "step_seconds": ("step ms", format_milliseconds),
+    "bound_seconds": ("bound ms", format_milliseconds),
     "to_bound": ("to bound", "{:.2f}x".format),
     "gap": ("gap", "{:.2%}".format),
-    "auto_seconds": ("auto ms", milliseconds),
+    "auto_seconds": ("auto ms", format_milliseconds),
     "to_auto": ("to auto", "{:.3f}x".format),
-    "one_device_seconds": ("one device ms", milliseconds),
+    "one_device_seconds": ("one device ms", format_milliseconds),
     "to_one_device": ("to one device", "{:.2f}x".format),
-    "expert_seconds": ("expert ms", milliseconds),
-    "baechi_seconds": ("Baechi ms", milliseconds),
+    "expert_seconds": ("expert ms", format_milliseconds),
+    "baechi_seconds": ("Baechi ms", format_milliseconds),
     "to_baechi": ("to Baechi", "{:.2f}x".format),
     "best": ("our best with", str),
-    "peak_bytes": ("peak MiB", mebibytes),
-    "place_seconds": ("ms to place", milliseconds),
+    "peak_bytes": ("peak MiB", format_mebibytes),
+    "place_seconds": ("ms to place", format_milliseconds),
     "exponent": ("exponent", "{:.2f}".format),
     "last_exponent": ("of the last two", "{:.2f}".format),
 }
 
 
-def table(title: str, keys: Sequence[str], rows: Iterable[Row]) -> list[Row]:
-    """Print a Markdown table, each row as soon as it is there; returns the rows. Other keys than COLUMNS hold times."""
+def print_table(title: str, keys: Sequence[str], rows: Iterable[Row]) -> list[Row]:
+    """Print a Markdown table row by row; return the rows.
+
+    Keys that are not in COLUMNS hold times.
+    """
     headings = [COLUMNS[key][0] if key in COLUMNS else f"{key} ms" for key in keys]
     print(f"\n## {title}\n\n| {' | '.join(headings)} |\n|{'---|' * len(keys)}", flush=True)
-    kept = []
+    printed_rows = []
     for row in rows:
-        print(f"| {' | '.join(_shown(row.get(key), key) for key in keys)} |", flush=True)
-        kept.append(row)
-    return kept
+        print(f"| {' | '.join(_format_cell(row.get(key), key) for key in keys)} |", flush=True)
+        printed_rows.append(row)
+    return printed_rows
 
 
-def _shown(value: Any, key: str) -> str:
+def _format_cell(value: Any, key: str) -> str:
     if value is None or isinstance(value, str):
         return value or "-"
-    return COLUMNS[key][1](value) if key in COLUMNS else milliseconds(value)
+    return COLUMNS[key][1](value) if key in COLUMNS else format_milliseconds(value)
 
 
-def progress(text: str) -> None:
-    """Say on stderr what is being done."""
+def report_progress(text: str) -> None:
+    """Print the current step on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
-def over(a: Any, b: Any) -> float | None:
-    """Return a / b, None if there is no such ratio."""
+def divide(a: Any, b: Any) -> float | None:
+    """Return a / b; None if one is not a number, or b is 0."""
     return a / b if isinstance(a, float) and isinstance(b, float) and b else None

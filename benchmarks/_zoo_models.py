@@ -26,7 +26,7 @@ Axes = tuple[int | str, ...]
 
 @dataclass(frozen=True)
 class Input:
-    """An input of a model: what is in it, and its sizes; names stand for those that may change."""
+    """An input of a model: its axes and content; names are symbolic axes."""
 
     axes: Axes
     content: Literal["ids", "mask", "reals"] = "reals"
@@ -48,17 +48,17 @@ class Architecture:
     """A model of the zoo."""
 
     build: Callable[[], Any]
-    """Makes the torch module."""
+    """Builds the torch module."""
     inputs: Mapping[str, Input]
     outputs: tuple[str, ...]
     sizes: tuple[Mapping[str, int], ...]
-    """Of the symbolic axes: the first is exported and compiled with, the others are run too."""
+    """Sizes of symbolic axes: the first for export and compilation, the others for more runs."""
     states: tuple[str, ...] = ()
     """Outputs that are inputs of the next call, as `--state` takes them."""
     layers: int = 0
-    """How many layers of keys and values the model takes and returns; 0 for no cache."""
+    """Number of layers with cached keys and values; 0 without a cache."""
     exporters: tuple[Exporter, ...] = EXPORTERS
-    """Those that can export it."""
+    """The exporters that support it."""
 
     def feeds(self, number: int, step: int = 0) -> dict[str, Array]:
         """Return inputs for `sizes[number]`; in a later `step` the cache has grown by what was new in each before."""
@@ -79,46 +79,53 @@ IMAGE_SIZES = ({"batch": 2}, {"batch": 1}, {"batch": 5})
 WIDTH, HEADS = 64, 4
 
 
-def _of(model: str, config: str, **options: Any) -> Callable[[], Any]:
-    """Return a function that makes a model class of transformers from a configuration with these options."""
+def _new(model: str, config: str, **options: Any) -> Callable[[], Any]:
+    """Return a function that builds a transformers model from a configuration."""
 
     def build() -> Any:
         import transformers
 
-        return getattr(transformers, model)(_config(transformers, config, options))
+        return getattr(transformers, model)(_make_config(transformers, config, options))
 
     return build
 
 
-def _config(transformers: Any, name: str, options: Mapping[str, Any]) -> Any:
-    """Return a configuration; an option that is a pair (name, options) is one too."""
-    made = {key: _config(transformers, *value) if isinstance(value, tuple) else value for key, value in options.items()}
-    return getattr(transformers, name)(**made)
+def _make_config(transformers: Any, name: str, options: Mapping[str, Any]) -> Any:
+    """Return a configuration; a pair (name, options) is a nested one."""
+    values = {
+        key: _make_config(transformers, *value) if isinstance(value, tuple) else value for key, value in options.items()
+    }
+    return getattr(transformers, name)(**values)
 
 
-def _cache(layers: int, heads: int) -> dict[str, Input]:
+def _list_cache_inputs(layers: int, heads: int) -> dict[str, Input]:
     kinds = ("key", "value")
     axes = ("batch", heads, "past", WIDTH // HEADS)
     return {f"past_key_values.{i}.{kind}": Input(axes) for i in range(layers) for kind in kinds}
 
 
-def _branching(build: Callable[[], Any]) -> Any:
-    """Return a mixture of experts in which an expert that no token goes to is not computed: an If for each."""
+def _build_branching(build: Callable[[], Any]) -> Any:
+    """Build a mixture of experts with an If for each expert.
+
+    An expert without tokens is not computed.
+    """
     import torch
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     def forward(self: Any, hidden: Any, index: Any, weights: Any) -> Any:
-        def chosen(tokens: Any, up: Any, down: Any) -> Any:
+        def run_expert(tokens: Any, up: Any, down: Any) -> Any:
             return self._apply_gate(tokens @ up.T) @ down.T
 
-        def skipped(tokens: Any, up: Any, down: Any) -> Any:
+        def skip_expert(tokens: Any, up: Any, down: Any) -> Any:
             return torch.zeros_like(tokens)
 
         mixed = torch.zeros_like(hidden)
         for expert in range(self.num_experts):
-            mine = index == expert
-            given = (hidden, self.gate_up_proj[expert], self.down_proj[expert])
-            mixed = mixed + (weights * mine).sum(-1, keepdim=True) * torch.cond(mine.any(), chosen, skipped, given)
+            selected = index == expert
+            operands = (hidden, self.gate_up_proj[expert], self.down_proj[expert])
+            mixed = mixed + (weights * selected).sum(-1, keepdim=True) * torch.cond(
+                selected.any(), run_expert, skip_expert, operands
+            )
         return mixed
 
     ALL_EXPERTS_FUNCTIONS.register("branching", forward)
@@ -127,8 +134,8 @@ def _branching(build: Callable[[], Any]) -> Any:
     return model
 
 
-def _greedy(model: Any, count: int = 4) -> Any:
-    """Return a module that appends the likeliest token, `count` times: a Loop around the model."""
+def _build_greedy(model: Any, count: int = 4) -> Any:
+    """Build a module that appends the likeliest token `count` times: a Loop."""
     import torch
 
     class Greedy(torch.nn.Module):  # type: ignore[misc]
@@ -139,24 +146,24 @@ def _greedy(model: Any, count: int = 4) -> Any:
         def forward(self, input_ids: Any, **_: Any) -> dict[str, Any]:
             length = input_ids.shape[1]
 
-            def going(step: Any, tokens: Any) -> Any:
+            def is_unfinished(step: Any, tokens: Any) -> Any:
                 return step < count
 
-            def grown(step: Any, tokens: Any) -> tuple[Any, Any]:
+            def append_token(step: Any, tokens: Any) -> tuple[Any, Any]:
                 last = length - 1 + step
                 logits = self.model(input_ids=tokens, use_cache=False).logits
                 likeliest = logits.index_select(1, last.reshape(1))[:, 0].argmax(-1)
-                here = torch.arange(tokens.shape[1]) == last + 1
-                return step + 1, torch.where(here[None], likeliest[:, None], tokens)
+                position = torch.arange(tokens.shape[1]) == last + 1
+                return step + 1, torch.where(position[None], likeliest[:, None], tokens)
 
             room = torch.nn.functional.pad(input_ids, (0, count))
             loop = torch._higher_order_ops.while_loop
-            return {"tokens": loop(going, grown, (torch.tensor(0), room))[1]}
+            return {"tokens": loop(is_unfinished, append_token, (torch.tensor(0), room))[1]}
 
     return Greedy()
 
 
-_SEEN = Input(("batch", "past + seq"), "mask")
+_PAST_MASK = Input(("batch", "past + seq"), "mask")
 _CACHED_SIZES = (
     {"batch": 2, "seq": 2, "past": 6, "past + seq": 8},
     {"batch": 1, "seq": 1, "past": 4, "past + seq": 5},
@@ -178,36 +185,37 @@ _TARGET_SIZES = tuple({**sizes, "target": target} for sizes, target in zip(TEXT_
 
 ZOO: Mapping[str, Architecture] = {
     "bert": Architecture(
-        _of("BertModel", "BertConfig", vocab_size=VOCABULARY, **_ENCODER),
+        _new("BertModel", "BertConfig", vocab_size=VOCABULARY, **_ENCODER),
         TEXT, ("last_hidden_state", "pooler_output"), TEXT_SIZES,
     ),
-    "gpt2": Architecture(_of("GPT2LMHeadModel", "GPT2Config", **_GPT2), TEXT, ("logits",), TEXT_SIZES),
+    "gpt2": Architecture(_new("GPT2LMHeadModel", "GPT2Config", **_GPT2), TEXT, ("logits",), TEXT_SIZES),
     "gpt2-cache": Architecture(
-        _of("GPT2LMHeadModel", "GPT2Config", **_GPT2),
-        {"input_ids": IDS, "attention_mask": _SEEN, **_cache(3, HEADS)}, ("logits",), _CACHED_SIZES,
+        _new("GPT2LMHeadModel", "GPT2Config", **_GPT2),
+        {"input_ids": IDS, "attention_mask": _PAST_MASK, **_list_cache_inputs(3, HEADS)}, ("logits",), _CACHED_SIZES,
         states=("present.*=past_key_values.*",), layers=3,
     ),
     "gpt2-loop": Architecture(
-        lambda: _greedy(_of("GPT2LMHeadModel", "GPT2Config", **_GPT2)()), {"input_ids": IDS}, ("tokens",), TEXT_SIZES,
+        lambda: _build_greedy(_new("GPT2LMHeadModel", "GPT2Config", **_GPT2)()), {"input_ids": IDS},
+        ("tokens",), TEXT_SIZES,
         exporters=("dynamo",),
     ),
-    "llama": Architecture(_of("LlamaForCausalLM", "LlamaConfig", **_LLAMA), TEXT, ("logits",), TEXT_SIZES),
+    "llama": Architecture(_new("LlamaForCausalLM", "LlamaConfig", **_LLAMA), TEXT, ("logits",), TEXT_SIZES),
     "llama-cache": Architecture(
-        _of("LlamaForCausalLM", "LlamaConfig", **_LLAMA),
-        {"input_ids": IDS, "attention_mask": _SEEN, **_cache(3, 2)}, ("logits",), _CACHED_SIZES,
+        _new("LlamaForCausalLM", "LlamaConfig", **_LLAMA),
+        {"input_ids": IDS, "attention_mask": _PAST_MASK, **_list_cache_inputs(3, 2)}, ("logits",), _CACHED_SIZES,
         states=("present.*=past_key_values.*",), layers=3,
     ),
     "t5": Architecture(
-        _of("T5ForConditionalGeneration", "T5Config", vocab_size=VOCABULARY, d_model=WIDTH, d_kv=16, num_heads=HEADS,
+        _new("T5ForConditionalGeneration", "T5Config", vocab_size=VOCABULARY, d_model=WIDTH, d_kv=16, num_heads=HEADS,
             d_ff=2 * WIDTH, num_layers=2, decoder_start_token_id=0),
         {**TEXT, "decoder_input_ids": _TARGET_SEQ}, ("logits", "encoder_last_hidden_state"), _TARGET_SIZES,
     ),
     "vit": Architecture(
-        _of("ViTForImageClassification", "ViTConfig", image_size=64, patch_size=16, **_ENCODER),
+        _new("ViTForImageClassification", "ViTConfig", image_size=64, patch_size=16, **_ENCODER),
         IMAGE, ("logits",), IMAGE_SIZES,
     ),
     "clip": Architecture(
-        _of("CLIPModel", "CLIPConfig", projection_dim=32,
+        _new("CLIPModel", "CLIPConfig", projection_dim=32,
             text_config={**_ENCODER, "vocab_size": VOCABULARY, "max_position_embeddings": 32, "eos_token_id": 2},
             vision_config={**_ENCODER, "image_size": 64, "patch_size": 16}),
         {"input_ids": Input(("texts", "seq"), "ids"), "pixel_values": Input(("images", 3, 64, 64)),
@@ -217,37 +225,37 @@ ZOO: Mapping[str, Architecture] = {
          {"texts": 4, "seq": 5, "images": 3}),
     ),
     "whisper": Architecture(
-        _of("WhisperForConditionalGeneration", "WhisperConfig", **_SPEECH),
+        _new("WhisperForConditionalGeneration", "WhisperConfig", **_SPEECH),
         {"input_features": Input(("batch", 16, 64)), "decoder_input_ids": _TARGET_SEQ,
          "decoder_attention_mask": Input(("batch", "target"), "mask")},
         ("logits", "encoder_last_hidden_state"),
         ({"batch": 2, "target": 5}, {"batch": 1, "target": 1}, {"batch": 3, "target": 9}),
     ),
     "mixtral": Architecture(
-        _of("MixtralForCausalLM", "MixtralConfig", num_local_experts=4, num_experts_per_tok=2, **_LLAMA,
+        _new("MixtralForCausalLM", "MixtralConfig", num_local_experts=4, num_experts_per_tok=2, **_LLAMA,
             experts_implementation="batched_mm"),
         TEXT, ("logits",), TEXT_SIZES,
     ),
     "mixtral-if": Architecture(
-        lambda: _branching(_of("MixtralForCausalLM", "MixtralConfig", num_local_experts=8, num_experts_per_tok=1,
+        lambda: _build_branching(_new("MixtralForCausalLM", "MixtralConfig", num_local_experts=8, num_experts_per_tok=1,
                                **_LLAMA)),
         TEXT, ("logits",), TEXT_SIZES, exporters=("dynamo",),
     ),
     "detr": Architecture(
-        _of("DetrForObjectDetection", "DetrConfig", d_model=WIDTH, encoder_layers=2, decoder_layers=2,
+        _new("DetrForObjectDetection", "DetrConfig", d_model=WIDTH, encoder_layers=2, decoder_layers=2,
             encoder_attention_heads=HEADS, decoder_attention_heads=HEADS, encoder_ffn_dim=128, decoder_ffn_dim=128,
             num_queries=10, backbone_config=("ResNetConfig", _RESNET)),
         {**IMAGE, "pixel_mask": Input(("batch", 64, 64), "mask")}, ("logits", "pred_boxes"), IMAGE_SIZES,
     ),
     "segformer": Architecture(
-        _of("SegformerForSemanticSegmentation", "SegformerConfig", hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 2, 1],
+        _new("SegformerForSemanticSegmentation", "SegformerConfig", hidden_sizes=[16, 32, 48, 64], depths=[1, 1, 2, 1],
             num_attention_heads=[1, 2, 3, 4], decoder_hidden_size=WIDTH, num_labels=7),
         {"pixel_values": Input(("batch", 3, "height", "width"))}, ("logits",),
         ({"batch": 2, "height": 64, "width": 64}, {"batch": 1, "height": 64, "width": 96},
          {"batch": 3, "height": 96, "width": 32}),
     ),
     "mobilenet": Architecture(
-        _of("MobileNetV2ForImageClassification", "MobileNetV2Config", depth_multiplier=0.35, image_size=64),
+        _new("MobileNetV2ForImageClassification", "MobileNetV2Config", depth_multiplier=0.35, image_size=64),
         IMAGE, ("logits",), IMAGE_SIZES,
     ),
 }  # fmt: skip
@@ -262,30 +270,30 @@ def export(architecture: Architecture, exporter: Exporter, path: Path, seed: int
     import torch
 
     torch.manual_seed(seed)
-    module = _wrapped(architecture.build().eval(), architecture)
+    module = _wrap(architecture.build().eval(), architecture)
     names = list(architecture.inputs)
-    given = tuple(torch.from_numpy(array) for array in architecture.feeds(0).values())
-    axes = {name: _symbols(item.axes) for name, item in architecture.inputs.items()}
+    arguments = tuple(torch.from_numpy(array) for array in architecture.feeds(0).values())
+    axes = {name: _list_symbols(item.axes) for name, item in architecture.inputs.items()}
     dynamic = {"dynamic_shapes": (tuple(axes.values()),)} if exporter == "dynamo" else {"dynamic_axes": axes}
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # the exporters warn of their own deprecations and of traced constants
         torch.onnx.export(
-            module, given, str(path), input_names=names, output_names=_output_names(architecture),
+            module, arguments, str(path), input_names=names, output_names=_list_outputs(architecture),
             dynamo=exporter == "dynamo", external_data=False, verbose=False, **dynamic,
         )  # fmt: skip
 
 
-def _symbols(axes: Axes) -> dict[int, str]:
+def _list_symbols(axes: Axes) -> dict[int, str]:
     return {number: axis for number, axis in enumerate(axes) if isinstance(axis, str)}
 
 
-def _output_names(architecture: Architecture) -> list[str]:
+def _list_outputs(architecture: Architecture) -> list[str]:
     cache = [f"present.{layer}.{kind}" for layer in range(architecture.layers) for kind in ("key", "value")]
     return [*architecture.outputs, *cache]
 
 
-def _wrapped(model: Any, architecture: Architecture) -> Any:
-    """Return a module that takes the inputs and returns the outputs in their order, the cache's tensors last."""
+def _wrap(model: Any, architecture: Architecture) -> Any:
+    """Return a module with positional inputs and outputs, cached tensors last."""
     import torch
     from transformers import DynamicCache
 
@@ -305,10 +313,10 @@ def _wrapped(model: Any, architecture: Architecture) -> Any:
                 options["use_cache"] = True
             elif hasattr(getattr(self.model, "config", None), "use_cache"):
                 options["use_cache"] = False
-            made = self.model(**options, return_dict=True)
-            found = [made[name] for name in architecture.outputs]
-            for layer in made.past_key_values.layers if layers else ():
-                found += [layer.keys, layer.values]
-            return tuple(found)
+            result = self.model(**options, return_dict=True)
+            outputs = [result[name] for name in architecture.outputs]
+            for layer in result.past_key_values.layers if layers else ():
+                outputs += [layer.keys, layer.values]
+            return tuple(outputs)
 
     return Positional()

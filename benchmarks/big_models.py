@@ -1,4 +1,4 @@
-"""How compiling scales: seconds and memory of each pass on models that are large in nodes or in bytes.
+"""Seconds and memory of each pass on models with many nodes or many bytes.
 
     python benchmarks/big_models.py --structure 1000,20000,100000
     python benchmarks/big_models.py --gigabytes 6 --folder /scratch
@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _tables import progress, table
-from onnx import ModelProto, TensorProto, helper, numpy_helper
+from _large_graphs import HEADS, build_recurrent, build_transformer, make_weight
+from _tables import print_table, report_progress
+from onnx import ModelProto, TensorProto
 
 from onnxplace.bundle import Bundle
 from onnxplace.machine import local_target, open_session, session_options
@@ -37,203 +38,104 @@ from onnxplace.passes.profiling import MeasurementOptions, measure_chunks, node_
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
 
-HEADS = 4
+# Passes with measured and with estimated costs.
 MEASURED = "optimize,profile{repeat=3},coplace{join=never},fuse,m-etf,split,emit"
 PIPELINE = "optimize,profile{estimate=true},coplace{join=never},fuse,m-etf,split,emit"
-
-
-class Builder:
-    """Nodes and weights of a model under construction; names are prefixed by the layer."""
-
-    def __init__(self, store: Callable[[str, Sequence[int]], TensorProto]) -> None:
-        self.store = store
-        self.nodes: list[Any] = []
-        self.weights: dict[str, TensorProto] = {}
-        self.prefix = ""
-
-    def add(self, op: str, *inputs: str, outputs: int = 1, **attributes: Any) -> str:
-        """Append a node and return the name of its first output."""
-        name = f"{self.prefix}{op}_{len(self.nodes)}"
-        made = [f"{name}:{index}" for index in range(outputs)]
-        self.nodes.append(helper.make_node(op, inputs, made, name=name, **attributes))
-        return made[0]
-
-    def weight(self, name: str, *shape: int) -> str:
-        """Return the name of a weight, made on first use."""
-        name = self.prefix + name
-        if name not in self.weights:
-            self.weights[name] = self.store(name, shape)
-        return name
-
-    def constant(self, name: str, values: Sequence[float], kind: type = np.float32) -> str:
-        """Return the name of a small constant shared by all layers."""
-        self.weights.setdefault(name, numpy_helper.from_array(np.asarray(values, dtype=kind), name))
-        return name
-
-    def model(self, inputs: Sequence[Any], output: str) -> ModelProto:
-        self.nodes.append(helper.make_node("Identity", [output], ["y"], name="last"))
-        outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
-        graph = helper.make_graph(self.nodes, "big", inputs, outputs, list(self.weights.values()))
-        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
-
-
-def tiny(name: str, shape: Sequence[int]) -> TensorProto:
-    """Return a weight held in the model."""
-    count = math.prod(shape)
-    return numpy_helper.from_array((np.arange(count, dtype=np.float32) % 7 / 70).reshape(shape), name)
-
-
-def transformer(layers: int, width: int, length: int, store: Callable[[str, Sequence[int]], TensorProto]) -> ModelProto:
-    """Return a decoder-like transformer of `layers` x 39 nodes; `batch` is symbolic."""
-    b = Builder(store)
-    value, per_head = "x", width // HEADS
-    for layer in range(layers):
-        b.prefix = f"layer{layer}/"
-        attended = _projected(b, _normed(b, value, width, "norm1"), "qkv", width, 3 * width)
-        pieces = f"{b.prefix}split"
-        split = b.constant("thirds", [width] * 3, np.int64)
-        b.nodes.append(
-            helper.make_node("Split", [attended, split], [f"{pieces}:{i}" for i in "qkv"], name=pieces, axis=2)
-        )
-        shape = b.constant("heads", [0, length, HEADS, per_head], np.int64)
-        q, k, v = (
-            b.add(
-                "Transpose", b.add("Reshape", f"{pieces}:{i}", shape), perm=(0, 2, 3, 1) if i == "k" else (0, 2, 1, 3)
-            )
-            for i in "qkv"
-        )
-        scores = b.add("Div", b.add("MatMul", q, k), b.constant("scale", math.sqrt(per_head)))  # type: ignore[arg-type]
-        mixed = b.add("Transpose", b.add("MatMul", b.add("Softmax", scores, axis=-1), v), perm=(0, 2, 1, 3))
-        flat = b.add("Reshape", mixed, b.constant("flat", [0, length, width], np.int64))
-        value = b.add("Add", value, _projected(b, flat, "out", width, width))
-        hidden = _projected(b, _normed(b, value, width, "norm2"), "up", width, 4 * width)
-        gated = b.add("Mul", hidden, b.add("Sigmoid", hidden))
-        value = b.add("Add", value, _projected(b, gated, "down", 4 * width, width))
-    b.prefix = ""
-    return b.model([helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", length, width])], value)
-
-
-def _normed(b: Builder, value: str, width: int, name: str) -> str:
-    """Layer normalisation as older exporters write it: six nodes."""
-    centred = b.add("Sub", value, b.add("ReduceMean", value, axes=[-1]))
-    spread = b.add("ReduceMean", b.add("Mul", centred, centred), axes=[-1])
-    scaled = b.add("Div", centred, b.add("Sqrt", spread))
-    return b.add("Mul", scaled, b.weight(f"{name}.scale", width))
-
-
-def _projected(b: Builder, value: str, name: str, rows: int, columns: int) -> str:
-    return b.add("Add", b.add("MatMul", value, b.weight(f"{name}.w", rows, columns)), b.weight(f"{name}.b", columns))
-
-
-def recurrent(steps: int, layers: int, width: int) -> ModelProto:
-    """Return an unrolled recurrent network, whose steps share their weights, of `steps` x `layers` x 8 nodes."""
-    b = Builder(tiny)
-    state = {layer: b.constant("zeros", np.zeros((1, width))) for layer in range(layers)}  # type: ignore[arg-type]
-    out = ""
-    for step in range(steps):
-        value = b.add("Gather", "x", b.constant(f"at{step}", step, np.int64), axis=1)  # type: ignore[arg-type]
-        for layer in range(layers):
-            b.prefix = f"cell{layer}."
-            weights = b.weight("in", width, width), b.weight("again", width, width)
-            b.prefix = f"step{step}/layer{layer}/"
-            mixed = b.add("Add", b.add("MatMul", value, weights[0]), b.add("MatMul", state[layer], weights[1]))
-            gate, new = b.add("Sigmoid", mixed), b.add("Tanh", mixed)
-            state[layer] = b.add("Add", state[layer], b.add("Mul", gate, new))
-            value = state[layer]
-        out = value
-    b.prefix = ""
-    return b.model([helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", steps, width])], out)
 
 
 # ---------------------------------------------------------------------------------------------- many nodes
 
 FAMILIES: dict[str, Callable[[int], ModelProto]] = {
-    "transformer": lambda nodes: transformer(max(nodes // 39, 1), 8, 4, tiny),
-    "recurrent": lambda nodes: recurrent(max(nodes // 57, 1), 8, 8),
+    "transformer": lambda nodes: build_transformer(max(nodes // 39, 1), 8, 4, make_weight),
+    "recurrent": lambda nodes: build_recurrent(max(nodes // 57, 1), 8, 8),
 }
 
 
-def structure(sizes: Sequence[int], folder: Path, *, sessions: bool) -> None:
-    """Print a table per family: seconds of load, of each pass, and of ONNX Runtime's own session; then exponents."""
+def measure_structure(sizes: Sequence[int], folder: Path, *, sessions: bool) -> None:
+    """Print a table per family: seconds of load, passes and sessions; then exponents."""
     for family, make in FAMILIES.items():
         rows = []
-        for size in (200, *sizes):  # the first compiles kernels
+        for size in (200, *sizes):  # the first size compiles loops
             path = folder / f"{family}.onnx"
             path.write_bytes(make(size).SerializeToString())
-            progress(f"{family}, {size} nodes")
-            rows.append(_timed(path, folder / "bundle", sessions=sessions))
+            report_progress(f"{family}, {size} nodes")
+            rows.append(_time_passes(path, folder / "bundle", sessions=sessions))
             path.unlink()
         columns = [key for key in rows[0] if key not in ("nodes", "total")]
-        table(f"{family}: ms per pass", ["nodes", *columns, "total"], rows[1:])
-        _say_exponents(rows[1:], [key for key in columns if not key.startswith("session")])
+        print_table(f"{family}: ms per pass", ["nodes", *columns, "total"], rows[1:])
+        _print_exponents(rows[1:], [key for key in columns if not key.startswith("session")])
 
 
-def _timed(path: Path, bundle: Path, *, sessions: bool) -> dict[str, Any]:
+def _time_passes(path: Path, bundle: Path, *, sessions: bool) -> dict[str, Any]:
     """Return the seconds of load and of each pass."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     model = bind(load(path), {"batch": 1}, {})
-    row: dict[str, Any] = {"nodes": len(model.nodes), "load": time.perf_counter() - began}
+    row: dict[str, Any] = {"nodes": len(model.nodes), "load": time.perf_counter() - start}
     steps = Pipeline.parse(PIPELINE.replace("emit", f"emit{{path={bundle},force=true}}"))
     _, timings = steps.run(State(local_target("cpu:0,cpu:1")).having(model))
     row |= {timing.name: timing.seconds for timing in timings}
-    began = time.perf_counter()
+    start = time.perf_counter()
     Bundle.open(bundle)
-    row["open"] = time.perf_counter() - began
+    row["open"] = time.perf_counter() - start
     row["total"] = sum(value for key, value in row.items() if key != "nodes")
     shutil.rmtree(bundle)
     for level in ("none", "all") if sessions else ():
-        began = time.perf_counter()
+        start = time.perf_counter()
         open_session(path, session_options([0], level))
-        row[f"session {level}"] = time.perf_counter() - began
+        row[f"session {level}"] = time.perf_counter() - start
     return row
 
 
-def _say_exponents(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
-    """Print by which power of the number of nodes each step grows between the last two sizes, slowest step first."""
+def _print_exponents(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
+    """Print the exponent of each step over the nodes of the last two sizes, slowest first."""
     if len(rows) < 2:
         return
     before, last = rows[-2:]
     ratio = math.log(last["nodes"] / before["nodes"])
-    grown = {key: math.log(last[key] / before[key]) / ratio for key in columns}
+    exponents = {key: math.log(last[key] / before[key]) / ratio for key in columns}
     slowest = sorted(columns, key=lambda key: -last[key])
     print(f"\nslowest: {slowest[0]} with {last[slowest[0]]:.2f} of {last['total']:.2f} s at {last['nodes']} nodes")
-    print("exponents: " + ", ".join(f"{key} {grown[key]:.2f}" for key in slowest))
+    print("exponents: " + ", ".join(f"{key} {exponents[key]:.2f}" for key in slowest))
 
 
 # ---------------------------------------------------------------------------------------------- equal nodes
 
 
-def pooling() -> None:
-    """Print how far the times of kernels are from those of 60 runs, as measured and as the median of equal ones.
+def measure_pooling() -> None:
+    """Print the error of kernel times against those of 60 runs.
 
-    Also prints what equal layers take when one is measured alone.
+    Compares times as measured with medians over equal kernels. Also prints the time of equal layers if one is measured.
     """
-    model = bind(load(transformer(8, 256, 64, tiny)), {"batch": 1}, {})
+    model = bind(load(build_transformer(8, 256, 64, make_weight)), {"batch": 1}, {})
     kinds = node_kinds(model, static_shapes(model))
     reference = MeasurementOptions("cpu:0", (0,), 60, 30.0).measure(model, model.feeds())[0]
     graph = op_graph(model, value_bytes(model, static_shapes(model)))
     layers = [range(first, min(first + 39, len(graph))) for first in range(0, len(graph), 39)]
-    alone = measure_chunks(
+    layer_seconds = measure_chunks(
         model, graph, kinds, layers, model.feeds(), MeasurementOptions("cpu:0", (0,), 9, 30.0)
     ).seconds.sum()
-    print(f"\nlayer by layer {alone * 1e3:.1f} ms, in one session {1e3 * (reference.whole_seconds or 0):.1f} ms")
-    want = np.bincount(reference.unit, reference.seconds)
-    counted = want > want.sum() / 1000
+    print(
+        f"\nlayer by layer {layer_seconds * 1e3:.1f} ms, in one session {1e3 * (reference.whole_seconds or 0):.1f} ms"
+    )
+    reference_seconds = np.bincount(reference.unit, reference.seconds)
+    significant = reference_seconds > reference_seconds.sum() / 1000
     print("\n| runs | error of a kernel, measured | of equal kernels' median |\n|---|---|---|")
     for runs in (3, 3, 9, 9, 60):
         found = MeasurementOptions("cpu:0", (0,), runs, 30.0).measure(model, model.feeds())[0]
         errors = []
         for seconds in (found.seconds, pool_by_kind(found.seconds, found.unit, found.ran, kinds)):
-            got = np.bincount(reference.unit, seconds * (want.sum() / seconds.sum()))
-            errors.append(float(np.median(np.abs(got / np.where(counted, want, 1.0) - 1)[counted])))
+            pooled = np.bincount(reference.unit, seconds * (reference_seconds.sum() / seconds.sum()))
+            errors.append(
+                float(np.median(np.abs(pooled / np.where(significant, reference_seconds, 1.0) - 1)[significant]))
+            )
         print(f"| {runs} | {errors[0]:.1%} | {errors[1]:.1%} |")
 
 
 # ---------------------------------------------------------------------------------------------- many bytes
 
 
-class OneFile:
-    """External data in one file, written as the weights are made; equal shapes hold different bytes."""
+class ExternalWeights:
+    """External data in one file; weights of equal shape have different bytes."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.count = path, 0
@@ -258,61 +160,64 @@ class OneFile:
         return tensor
 
 
-def large(gigabytes: float, folder: Path) -> None:
-    """Print seconds, anonymous memory and bytes read and written of compiling a large transformer, per pass."""
+def measure_large(gigabytes: float, folder: Path) -> None:
+    """Print seconds, anonymous memory and traffic of compiling a large transformer, per pass."""
     layers = 48
     width = int(math.sqrt(gigabytes * 1e9 / 4 / 12 / layers)) // HEADS * HEADS
     path = folder / "large.onnx"
-    progress(f"writing {gigabytes} GB")
-    path.write_bytes(transformer(layers, width, 16, OneFile(folder / "large.weights")).SerializeToString())
+    report_progress(f"writing {gigabytes} GB")
+    path.write_bytes(
+        build_transformer(layers, width, 16, ExternalWeights(folder / "large.weights")).SerializeToString()
+    )
     model_bytes = path.stat().st_size + (folder / "large.weights").stat().st_size
     print(f"\n{layers} layers of width {width}, {model_bytes / 1e9:.2f} GB")
-    ways: dict[str, dict[str, Any]] = {
+    variants: dict[str, dict[str, Any]] = {
         "copied": {"pipeline": PIPELINE},
         "linked": {"pipeline": PIPELINE, "link_weights": True},
         "linked, costs measured in pieces": {"pipeline": MEASURED, "link_weights": True},
     }
-    for title, options in ways.items():
+    for title, options in variants.items():
         bundle = folder / "large.bundle"
-        progress(title)
+        report_progress(title)
         limit = f"{int(0.6 * model_bytes)}B"  # so that it needs both devices
-        asked = {"model": str(path), "output": str(bundle), "max_memory": limit, **options}
-        command = [sys.executable, __file__, "--child", json.dumps(asked)]
-        ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ)
+        arguments = {"model": str(path), "output": str(bundle), "max_memory": limit, **options}
+        command = [sys.executable, __file__, "--child", json.dumps(arguments)]
+        process = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ)
         columns = "| pass | s | anonymous MiB, peak | read MB | written MB |"
         print(f"\n### weights {title}\n\n{columns}\n|---|---|---|---|---|")
-        for row in json.loads(ran.stdout):
+        for row in json.loads(process.stdout):
             print(
                 f"| {row['pass']} | {row['seconds']:.2f} | {row['anonymous_bytes'] / 2**20:.0f} "
                 f"| {row['read_bytes'] / 1e6:.0f} | {row['written_bytes'] / 1e6:.0f} |"
             )
         manifest = Bundle.open(bundle).manifest
-        held = sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())
+        bundle_bytes = sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())
         print(
-            f"\nbundle: {held / 1e9:.3f} GB, {held / model_bytes:.4f} of the model, {len(manifest.segments)} segments"
+            f"\nbundle: {bundle_bytes / 1e9:.3f} GB, {bundle_bytes / model_bytes:.4f} of the model, "
+            f"{len(manifest.segments)} segments"
         )
         for note in manifest.diagnostics:
             print(f"{note.code}: {note.message}", flush=True)
         shutil.rmtree(bundle)
 
 
-def child(asked: dict[str, Any]) -> None:
-    """Compile in this process; print a JSON list with what each pass took and read."""
+def compile_in_child(arguments: dict[str, Any]) -> None:
+    """Compile in this process; print a JSON list with the resources of each pass."""
     from onnxplace.driver import compile_model
 
-    watch = Watch()
+    watch = ResourceWatch()
 
     def observer(name: str, index: int, count: int) -> None:
         watch.begin(name)
 
     watch.begin("load")
-    model = asked.pop("model")
-    compile_model(model, devices="cpu:0,cpu:1", shape={"batch": 1}, observer=observer, **asked)
+    model = arguments.pop("model")
+    compile_model(model, devices="cpu:0,cpu:1", shape={"batch": 1}, observer=observer, **arguments)
     print(json.dumps(watch.end()))
 
 
-class Watch:
-    """Seconds, peak of anonymous memory, and bytes read and written between two marks, from /proc (Linux)."""
+class ResourceWatch:
+    """Seconds, peak anonymous memory and traffic between two marks, from /proc (Linux)."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -323,7 +228,7 @@ class Watch:
         self._close()
         counters = self._counters()
         self.rows.append(
-            {"pass": name, "anonymous_bytes": _status("RssAnon"), "began": time.perf_counter(), **counters}
+            {"pass": name, "anonymous_bytes": _read_status("RssAnon"), "began": time.perf_counter(), **counters}
         )
         if len(self.rows) == 1:
             self.thread.start()
@@ -347,17 +252,17 @@ class Watch:
     def _sample(self) -> None:
         while not self.over.wait(0.005):
             row = self.rows[-1]
-            row["anonymous_bytes"] = max(row["anonymous_bytes"], _status("RssAnon"))
+            row["anonymous_bytes"] = max(row["anonymous_bytes"], _read_status("RssAnon"))
 
 
-def _status(key: str) -> int:
+def _read_status(key: str) -> int:
     """Return a size from /proc/self/status in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) * 1024
 
 
 def main() -> None:
-    """Measure what was asked for."""
+    """Run the selected measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--structure", metavar="NODES", help="numbers of nodes, such as 1000,20000,100000")
     parser.add_argument("--sessions", action="store_true", help="also time ONNX Runtime's own session over the model")
@@ -367,17 +272,19 @@ def main() -> None:
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        child(options.child)
+        compile_in_child(options.child)
         return
     if options.folder:
         options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="onnxplace-") as folder:
         if options.structure:
-            structure([int(size) for size in options.structure.split(",")], Path(folder), sessions=options.sessions)
+            measure_structure(
+                [int(size) for size in options.structure.split(",")], Path(folder), sessions=options.sessions
+            )
         if options.pooling:
-            pooling()
+            measure_pooling()
         if options.gigabytes:
-            large(options.gigabytes, Path(folder))
+            measure_large(options.gigabytes, Path(folder))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ Cases = Sequence[tuple[str, str]]
 
 
 def main() -> int:
-    """Run what the command line asks for."""
+    """Run the selected cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of cases, of: " + ", ".join(KINDS))
@@ -33,42 +33,42 @@ def main() -> int:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        return _work()
+        return _run_worker()
     cases = [(kind, name) for kind in options.kinds.split(",") for name in names(kind)][::-1]  # large models first
-    began = perf_counter()
+    started = perf_counter()
     with ThreadPoolExecutor(options.jobs) as pool:
         shares = [cases[start :: options.jobs] for start in range(options.jobs)]
-        found = [item for share in pool.map(lambda share: list(_in_processes(share)), shares) for item in share]
-    _report(found, options.kinds.split(","), options.list, perf_counter() - began)
-    return 1 if any(item.status == "failed" for item in found) else 0
+        outcomes = [item for share in pool.map(lambda share: list(_run_in_processes(share)), shares) for item in share]
+    _print_report(outcomes, options.kinds.split(","), options.list, perf_counter() - started)
+    return 1 if any(item.status == "failed" for item in outcomes) else 0
 
 
-def _work() -> int:
-    """Go through the cases on stdin, a line of JSON for each on stdout."""
+def _run_worker() -> int:
+    """Run the cases on stdin; print a line of JSON for each."""
     warnings.simplefilter("ignore")
     for kind, name in json.load(sys.stdin):
         print(json.dumps(vars(outcome(kind, name))), flush=True)
     return 0
 
 
-def _in_processes(cases: Cases) -> Iterator[Outcome]:
-    """Yield what becomes of each case; a new process goes on where one has died."""
+def _run_in_processes(cases: Cases) -> Iterator[Outcome]:
+    """Yield the outcome of each case; a new process continues where one has died."""
     while cases:
         command = [sys.executable, "-m", "benchmarks.conformance", "--worker"]
         worker = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, check=False)
-        done = [Outcome(**json.loads(line)) for line in worker.stdout.splitlines() if line.startswith("{")]
-        yield from done
-        cases = cases[len(done) :]
+        finished = [Outcome(**json.loads(line)) for line in worker.stdout.splitlines() if line.startswith("{")]
+        yield from finished
+        cases = cases[len(finished) :]
         if cases:
             kind, name = cases[0]
-            said = (worker.stderr.strip().splitlines() or [""])[-1]
-            yield Outcome(name, kind, "failed", f"its process ended with {worker.returncode}: {said}")
+            last_line = (worker.stderr.strip().splitlines() or [""])[-1]
+            yield Outcome(name, kind, "failed", f"its process ended with {worker.returncode}: {last_line}")
             cases = cases[1:]
 
 
-def _report(found: Sequence[Outcome], kinds: Sequence[str], listed: str, seconds: float) -> None:
-    """Print the table, and the cases that were asked for."""
-    counts = Counter((item.kind, item.status) for item in found)
+def _print_report(outcomes: Sequence[Outcome], kinds: Sequence[str], listed: str, seconds: float) -> None:
+    """Print the table, and the cases with the listed status."""
+    counts = Counter((item.kind, item.status) for item in outcomes)
     print("| | " + " | ".join((*kinds, "all")) + " |")
     print("|---|" + "---:|" * (len(kinds) + 1))
     for status in STATUSES:
@@ -77,7 +77,7 @@ def _report(found: Sequence[Outcome], kinds: Sequence[str], listed: str, seconds
     totals = [sum(counts[kind, status] for status in STATUSES) for kind in kinds]
     print("| cases | " + " | ".join(str(count) for count in (*totals, sum(totals))) + " |")
     print(f"\nonnx {version('onnx')}, onnxruntime {version('onnxruntime')}; {seconds:.0f} s\n")
-    for item in found:
+    for item in outcomes:
         if item.status.startswith(listed):
             print(f"{item.status}  {item.kind}/{item.name}  {item.detail}")
 

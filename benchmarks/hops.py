@@ -1,11 +1,11 @@
-"""What it costs to go to another CPU device and back: python benchmarks/hops.py.
+"""The cost of a hop to another CPU device: python benchmarks/hops.py.
 
 A chain of 100 nodes, once on one device in one segment, once alternating between two, for several sizes of the value
 that crosses. The difference per hop is one hand-off, one copy and one call of a segment.
 
-Before that, what a call of a bundle costs more than ONNX Runtime's own: the decoder of the examples in one segment, by
-`run`, which does the first device's part in the caller's thread, and by `submit`, which leaves all to the workers,
-beside a session of the very same segment. Lower quartiles, since others may use the machine.
+A first table shows the overhead of a call of a bundle over a session with the same segment: the decoder of the examples
+in one segment, by `run`, which runs the first device in the calling thread, and by `submit`, which leaves all to the
+workers. Times are lower quartiles, since others may use the machine.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def chain(elements: int) -> ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
-def compiled(elements: int, folder: Path, name: str, devices: list[str]) -> onnxplace.Bundle:
+def compile_chain(elements: int, folder: Path, name: str, devices: list[str]) -> onnxplace.Bundle:
     """Compile the chain with node i on `devices[i % len(devices)]`."""
-    wanted = folder / f"{name}.json"
-    wanted.write_text(json.dumps({f"n{i}": devices[i % len(devices)] for i in range(NODES)}))
-    text = f'profile{{estimate=true}},coplace{{join=never,device_map="{wanted}"}},m-topo,split,emit'
+    device_map = folder / f"{name}.json"
+    device_map.write_text(json.dumps({f"n{i}": devices[i % len(devices)] for i in range(NODES)}))
+    text = f'profile{{estimate=true}},coplace{{join=never,device_map="{device_map}"}},m-topo,split,emit'
     return onnxplace.compile(chain(elements), folder / name, devices="cpu:0,cpu:1", pipeline=text)
 
 
-def calls() -> None:
-    """Print what calls cost beside the session inside."""
+def measure_calls() -> None:
+    """Print the overhead of calls over the session in the bundle."""
     print("| devices | segments | session us | run us | more | submit us | more |\n|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -60,51 +60,60 @@ def calls() -> None:
         pipeline = f'optimize,profile{{estimate=true}},coplace{{device_map="{folder / "half.json"}"}},m-topo,split,emit'
         one = onnxplace.compile(model, folder / "one", devices="cpu:0", shape=shape, placer="single")
         two = onnxplace.compile(model, folder / "two", devices="cpu:0,cpu:1", shape=shape, pipeline=pipeline)
-        whole = open_session(one.file(one.manifest.segments[0].file), session_options(available_cores()))
-        feeds, names = random_feeds(one.inputs, one.manifest.dimensions), [item.name for item in whole.get_outputs()]
+        plain = open_session(one.file(one.manifest.segments[0].file), session_options(available_cores()))
+        feeds, names = (
+            random_feeds(one.inputs, one.manifest.dimensions),
+            [item.name for item in plain.get_outputs()],
+        )
         with onnxplace.InferenceSession(one) as a, onnxplace.InferenceSession(two) as b:
-            plain = partial(whole.run, names, feeds)
+            plain = partial(plain.run, names, feeds)
             for bundle, session in ((one, a), (two, b)):
-                found = quartiles(
-                    {"plain": plain, "run": partial(session.run, None, feeds), "submit": submitting(session, feeds)}
+                microseconds = measure_quartiles(
+                    {"plain": plain, "run": partial(session.run, None, feeds), "submit": make_submit(session, feeds)}
                 )
-                more = {key: f"{us:.0f} | {us - found['plain']:+.0f}" for key, us in found.items()}
+                more = {key: f"{us:.0f} | {us - microseconds['plain']:+.0f}" for key, us in microseconds.items()}
                 counts = f"{len(bundle.target.devices)} | {len(bundle.manifest.segments)}"
-                print(f"| {counts} | {found['plain']:.0f} | {more['run']} | {more['submit']} |", flush=True)
+                print(f"| {counts} | {microseconds['plain']:.0f} | {more['run']} | {more['submit']} |", flush=True)
     print()
 
 
-def submitting(session: onnxplace.InferenceSession, feeds: Mapping[str, np.ndarray]) -> Callable[[], object]:
-    """Return a call that leaves all work to the workers."""
+def make_submit(session: onnxplace.InferenceSession, feeds: Mapping[str, np.ndarray]) -> Callable[[], object]:
+    """Return a call that leaves all work to workers."""
     return lambda: session.submit(feeds).result()
 
 
-def quartiles(timed: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Time calls in turn, each several times in a row with warm caches; return lower quartiles in microseconds."""
-    taken: dict[str, list[float]] = {name: [] for name in timed}
+def measure_quartiles(timed: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Time calls in turn; return lower quartiles in microseconds.
+
+    Each call is timed several times in a row with warm caches.
+    """
+    seconds_by_name: dict[str, list[float]] = {name: [] for name in timed}
     for _ in range(ROUNDS):
         for name, call in timed.items():
             call()
             for _ in range(IN_A_ROW):
-                began = time.perf_counter()
+                start = time.perf_counter()
                 call()
-                taken[name].append(time.perf_counter() - began)
-    return {name: float(np.quantile(seconds, 0.25)) * 1e6 for name, seconds in taken.items()}
+                seconds_by_name[name].append(time.perf_counter() - start)
+    return {name: float(np.quantile(seconds, 0.25)) * 1e6 for name, seconds in seconds_by_name.items()}
 
 
 def main() -> None:
     """Print a table of calls, then a row per size."""
-    calls()
+    measure_calls()
     print("| bytes that cross | one segment us | alternating us | per hop us |\n|---|---|---|---|")
     for elements in (64, 16384, 262144):
         with tempfile.TemporaryDirectory() as folder:
-            one = compiled(elements, Path(folder), "one", ["cpu:0"])
-            two = compiled(elements, Path(folder), "two", ["cpu:0", "cpu:1"])
+            one = compile_chain(elements, Path(folder), "one", ["cpu:0"])
+            two = compile_chain(elements, Path(folder), "two", ["cpu:0", "cpu:1"])
             feeds = {"v0": np.ones(elements, np.float32)}
             with onnxplace.InferenceSession(one) as a, onnxplace.InferenceSession(two) as b:
                 times = time_in_turns({"one": partial(a.run, None, feeds), "two": partial(b.run, None, feeds)}, 30)
-        whole, apart = times["one"].median_seconds * 1e6, times["two"].median_seconds * 1e6
-        print(f"| {elements * 4} | {whole:.0f} | {apart:.0f} | {(apart - whole) / (NODES - 1):.0f} |", flush=True)
+        plain, alternating = times["one"].median_seconds * 1e6, times["two"].median_seconds * 1e6
+        print(
+            f"| {elements * 4} | {plain:.0f} | {alternating:.0f} | {(alternating - plain) / (NODES - 1):.0f} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Memory as predicted and as taken: python benchmarks/memory.py [--models NAMES] [--placers m-etf,m-topo]
+"""Predicted and measured memory: python benchmarks/memory.py [--models NAMES] [--placers m-etf,m-topo]
 [--parts].
 
 Each model is compiled for one device (`cpu:0`) and, with each placer, for two (`cpu:0,cpu:1`). Each bundle is opened
-and run in a process of its own, of which Linux says how much it held at most while it opened sessions, and while it ran
-(VmHWM: anonymous memory and pages of files). Errors are of the whole process; `beyond` shows what the bundle took
-beside a process that runs a model of one node, the first row: RUNTIME_BYTES in
+and run in its own process. Linux reports the peak memory while it opened sessions, and while it ran (VmHWM: anonymous
+memory and pages of files). Errors are of the whole process; `beyond` is the difference to a process that runs a model
+of one node, the first row: RUNTIME_BYTES in
 onnxplace/machine/hardware.py comes from it.
-`--parts`: what each device's part takes in a process of its own, as `onnxplace bench` shows it.
+`--parts`: the memory of each device in its own process, as `onnxplace bench` shows it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ONE_NODE = '<ir_version: 8, opset_import: ["": 17]> one (float[4] x) => (float[4
 
 @dataclass(frozen=True)
 class Case:
-    """A model compiled one way, and what it took."""
+    """A model compiled in one way, and its measured memory."""
 
     model: str
     placer: str
@@ -52,17 +52,17 @@ class Case:
     @property
     def error(self) -> float:
         """Return the relative error of the peak, opening included."""
-        said = self.bundle.manifest.predicted
-        most = max(self.taken.opening_bytes, self.taken.running_bytes)
-        return max(said.opening_bytes, said.running_bytes) / most - 1
+        predicted = self.bundle.manifest.predicted
+        peak_bytes = max(self.taken.opening_bytes, self.taken.running_bytes)
+        return max(predicted.opening_bytes, predicted.running_bytes) / peak_bytes - 1
 
     @property
     def running_error(self) -> float:
         return self.bundle.manifest.predicted.running_bytes / self.taken.running_bytes - 1
 
 
-def parts(name: str, case: Case) -> tuple[list[list[str]], list[float]]:
-    """Return what each device's part takes, as rows of a table, and the errors of the predictions."""
+def list_parts(name: str, case: Case) -> tuple[list[list[str]], list[float]]:
+    """Return the memory of each device as rows, and the errors of the predictions."""
     feeds = random_feeds(case.bundle.inputs, case.bundle.manifest.dimensions)
     rows, errors = [], []
     for use in measure_usage(case.bundle, feeds, 1, True).devices:
@@ -73,8 +73,8 @@ def parts(name: str, case: Case) -> tuple[list[list[str]], list[float]]:
     return rows, errors
 
 
-def cases(name: str, placers: Sequence[str], runs: int, folder: Path) -> Iterator[Case]:
-    """Compile a model in every way, and measure."""
+def compile_cases(name: str, placers: Sequence[str], runs: int, folder: Path) -> Iterator[Case]:
+    """Compile a model in every way and measure it."""
     path = folder / f"{name}.onnx"
     models.save(models.build(name), path)
     for devices, placer in (("cpu:0", "single"), *(("cpu:0,cpu:1", placer) for placer in placers)):
@@ -84,7 +84,7 @@ def cases(name: str, placers: Sequence[str], runs: int, folder: Path) -> Iterato
         yield Case(name, placer, bundle, measure(bundle, runs))
 
 
-def one_node(folder: Path) -> Case:
+def compile_one_node(folder: Path) -> Case:
     """Compile and measure a model of one node."""
     import onnx
 
@@ -98,34 +98,34 @@ def measure(bundle: Bundle, runs: int) -> ProcessMemory:
     return measure_process_memory(bundle, random_feeds(bundle.inputs, bundle.manifest.dimensions), runs)
 
 
-def row(case: Case) -> list[str]:
+def format_row(case: Case) -> list[str]:
     """Return a case as a row of the table."""
     manifest, taken = case.bundle.manifest, case.taken
-    said = manifest.predicted
+    predicted = manifest.predicted
     numbers = (
         sum(device.weights_bytes for device in manifest.devices),
-        said.opening_bytes, taken.opening_bytes, said.running_bytes, taken.running_bytes,
+        predicted.opening_bytes, taken.opening_bytes, predicted.running_bytes, taken.running_bytes,
     )  # fmt: skip
     mebibytes = [f"{number / 2**20:.0f}" for number in numbers]
-    beyond = [f"{(number - RUNTIME_BYTES) / 2**20:.1f}" for number in (said.running_bytes, taken.running_bytes)]
+    beyond = [f"{(number - RUNTIME_BYTES) / 2**20:.1f}" for number in (predicted.running_bytes, taken.running_bytes)]
     return [
         case.model, str(len(manifest.devices)), case.placer, str(len(manifest.segments)), *mebibytes,
         f"{case.error:+.1%}", f"{case.running_error:+.1%}", *beyond,
     ]  # fmt: skip
 
 
-def summary(found: Sequence[Case]) -> str:
+def summarise(measured_cases: Sequence[Case]) -> str:
     """Return the median and extreme errors."""
     lines = []
     for name, errors in (
-        ("peak", [case.error for case in found]), ("running", [case.running_error for case in found])
+        ("peak", [case.error for case in measured_cases]), ("running", [case.running_error for case in measured_cases])
     ):  # fmt: skip
-        lines.append(f"{name}: {spread_of(errors)}")
+        lines.append(f"{name}: {format_spread(errors)}")
     return "\n".join(lines)
 
 
-def spread_of(errors: Sequence[float]) -> str:
-    """Return the median and extremes of errors, and how many are as wanted."""
+def format_spread(errors: Sequence[float]) -> str:
+    """Return the median and extremes of errors, and the number within the goal."""
     return (
         f"median of absolute errors {np.median(np.abs(errors)):.1%}, from {min(errors):+.1%} "
         f"to {max(errors):+.1%}; {sum(-0.05 <= e <= 0.15 for e in errors)} of {len(errors)} within -5 to +15 %"
@@ -139,27 +139,27 @@ def main() -> None:
     parser.add_argument("--placers", default="m-etf,m-topo")
     parser.add_argument("--parts", action="store_true", help="each device's part too")
     parser.add_argument("--runs", type=int, default=MEMORY_RUNS)
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}", flush=True)
-    found: list[Case] = []
+    measured_cases: list[Case] = []
     part_rows: list[list[str]] = []
     part_errors: list[float] = []
     with tempfile.TemporaryDirectory(prefix="onnxplace-bench-") as folder:
-        print(f"| {' | '.join(row(one_node(Path(folder))))} |", flush=True)
-    for name in chosen.models.split(",") if chosen.models else models.MODELS:
+        print(f"| {' | '.join(format_row(compile_one_node(Path(folder))))} |", flush=True)
+    for name in options.models.split(",") if options.models else models.MODELS:
         with tempfile.TemporaryDirectory(prefix="onnxplace-bench-") as folder:
-            for case in cases(name, chosen.placers.split(","), chosen.runs, Path(folder)):
-                print(f"| {' | '.join(row(case))} |", flush=True)
-                found.append(case)
-                if chosen.parts:
-                    rows, errors = parts(name, case)
+            for case in compile_cases(name, options.placers.split(","), options.runs, Path(folder)):
+                print(f"| {' | '.join(format_row(case))} |", flush=True)
+                measured_cases.append(case)
+                if options.parts:
+                    rows, errors = list_parts(name, case)
                     part_rows, part_errors = part_rows + rows, part_errors + errors
-    if found:
-        print(f"\n{summary(found)}")
+    if measured_cases:
+        print(f"\n{summarise(measured_cases)}")
     if part_rows:
         lines = [f"| {' | '.join(cells)} |" for cells in part_rows]
         print("\n".join(["", f"| {' | '.join(PARTS)} |", "|---|---|---|---|---|---|", *lines]))
-        print(f"\nparts: {spread_of(part_errors)}")
+        print(f"\nparts: {format_spread(part_errors)}")
 
 
 if __name__ == "__main__":

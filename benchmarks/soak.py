@@ -1,9 +1,9 @@
-"""Ten minutes of everything that can go wrong, in random order: python benchmarks/soak.py [--seconds 600] [--seed 0].
+"""Random faults for ten minutes: python benchmarks/soak.py [--seconds 600] [--seed 0].
 
-Two things go on at the same time. Sessions run, are given timeouts, closed, forgotten, forked, called back by what
-raises, lose their workers, and are interrupted, in processes that are themselves interrupted, terminated and killed.
-Bundles are compiled to one place, with kills, interrupts, full disks and other compiles in between, while whoever
-looks finds a whole bundle there. At the end nothing may be lost, hung, leaked or wrong: the exit code is 1 otherwise.
+Two parts run at the same time. In the first, sessions run, time out, close, are dropped, fork, get callbacks that
+raise, lose their workers, and are interrupted, in processes that are themselves interrupted, terminated and killed.
+In the second, bundles are compiled to one folder, with kills, interrupts, full disks and other compiles in between;
+the folder always holds a whole bundle. The exit code is 1 if anything was lost, hung, leaked or wrong.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from tests.support.endless import endless_bundle
 ROOT = Path(__file__).parents[1]
 
 HUNG_SECONDS = 90
-# What a process may grow by while it does the same again and again.
+# Growth of a process that repeats the same actions.
 MAX_GROWTH_BYTES = 96 << 20
-# How a process may end that a signal came to: Python itself may not be up yet, or be gone already.
+# Exit codes after a signal: Python may not have started yet, or have ended already.
 ENDS_BY = {
     signal.SIGINT: {0, 1, 130, -signal.SIGINT},
     signal.SIGTERM: {0, 143, -signal.SIGTERM},
     signal.SIGKILL: {0, -signal.SIGKILL},
 }
 
-# What Python itself writes when an interrupt comes while it frees something: nobody is there to raise it to.
-SWALLOWED = re.compile(r"Exception ignored in: .*\nTraceback .*\n(?: .*\n|\n)*KeyboardInterrupt: ?\n")
+# The text that Python prints for an interrupt while it frees an object: the exception has no caller.
+SWALLOWED_INTERRUPT = re.compile(r"Exception ignored in: .*\nTraceback .*\n(?: .*\n|\n)*KeyboardInterrupt: ?\n")
 
 STATES = """
 <ir_version: 8, opset_import: ["": 17]>
@@ -73,8 +73,8 @@ def require(condition: object, message: str) -> None:
         raise BrokenError(message)
 
 
-def ended(process: subprocess.Popen[str], what: str) -> tuple[int, str, str]:
-    """Return how a process ended and what it wrote; raises BrokenError if it hangs."""
+def wait_for_end(process: subprocess.Popen[str], what: str) -> tuple[int, str, str]:
+    """Return the exit code and the output of a process; raises BrokenError if it hangs."""
     try:
         out, err = process.communicate(timeout=HUNG_SECONDS)
     except subprocess.TimeoutExpired:
@@ -96,10 +96,10 @@ class Sessions:
         self.random, self.counts = random.Random(f"sessions {seed}"), collections.Counter[str]()
         folder.mkdir()
         self.endless = endless_bundle(folder)
-        self.states = states_bundle(folder)
+        self.states = compile_states_bundle(folder)
 
     def step(self, seconds: float) -> None:
-        """Let one process soak, send it signals, and hold what it says against what has to be."""
+        """Let one process soak, send it signals, and check its report."""
         seed = str(self.random.randrange(1 << 30))
         script = Path(__file__).with_name("_soak_sessions.py")
         command = [sys.executable, str(script), str(self.endless.path), str(self.states.path), str(seconds), seed]
@@ -119,32 +119,32 @@ class Sessions:
         if last is not None:
             process.send_signal(last)
             self.counts[f"{last.name} to processes with sessions"] += 1
-        code, out, err = ended(process, what)
+        code, out, err = wait_for_end(process, what)
         if last is not None:
             require(code in ENDS_BY[last], f"{what} ended with {code}: {err}")
             return
-        if code == 130 and "interrupted again" in err:  # as promised, where one signal followed another
+        if code == 130 and "interrupted again" in err:  # as documented for two signals in a row
             self.counts["second interrupts that ended a process"] += 1
             return
-        require(code == 0 and not SWALLOWED.sub("", err), f"{what} ended with {code}: {err}")
-        said = json.loads(out)
-        for name, count in said["counts"].items():
+        require(code == 0 and not SWALLOWED_INTERRUPT.sub("", err), f"{what} ended with {code}: {err}")
+        report = json.loads(out)
+        for name, count in report["counts"].items():
             self.counts[f"session: {name}"] += count
-        before, after = said["before"], said["after"]
+        before, after = report["before"], report["after"]
         require(after["threads"] == 0, f"{what} leaks {after['threads']} threads")
         require(after["files"] <= before["files"] + 2, f"{what} leaks files: {before['files']}, then {after['files']}")
-        grown = after["resident_bytes"] - before["resident_bytes"]
-        require(grown < MAX_GROWTH_BYTES, f"{what} grows by {grown} bytes")
+        growth = after["resident_bytes"] - before["resident_bytes"]
+        require(growth < MAX_GROWTH_BYTES, f"{what} grows by {growth} bytes")
         self.counts["processes with sessions, through to their end"] += 1
 
 
-def states_bundle(folder: Path) -> onnxplace.Bundle:
+def compile_states_bundle(folder: Path) -> onnxplace.Bundle:
     """Compile a model whose state is on one device and whose output crosses to the other."""
     from onnx import parser
 
-    wanted = folder / "states.json"
-    wanted.write_text(json.dumps({"double": "cpu:1", ".*": "cpu:0"}))
-    pipeline = f'profile{{estimate=true}},coplace{{join=never,device_map="{wanted}"}},m-topo,split,emit'
+    device_map = folder / "states.json"
+    device_map.write_text(json.dumps({"double": "cpu:1", ".*": "cpu:0"}))
+    pipeline = f'profile{{estimate=true}},coplace{{join=never,device_map="{device_map}"}},m-topo,split,emit'
     return compile_model(
         parser.parse_model(STATES),
         folder / "states.bundle",
@@ -158,16 +158,16 @@ def states_bundle(folder: Path) -> onnxplace.Bundle:
 
 
 class Compiles:
-    """Compiles of two models to one place, beside a file of the user's."""
+    """Compiles of two models to one folder, next to a file of the user."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.random, self.counts = random.Random(f"compiles {seed}"), collections.Counter[str]()
         folder.mkdir()
-        self.folder, self.output, self.kept = folder, folder / "out.bundle", folder / "notes.txt"
+        self.folder, self.output, self.user_file = folder, folder / "out.bundle", folder / "notes.txt"
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
-        self.kept.write_text("the user's own")
-        self.models, self.wanted = [], []
+        self.user_file.write_text("the user's own")
+        self.models, self.expected_outputs = [], []
         for number in range(2):
             model = folder / f"model{number}.onnx"
             model.write_bytes(branches(seed=number).SerializeToString())
@@ -182,7 +182,7 @@ class Compiles:
             require(self.compile(number) == 0, "the first compile fails")
             bundle = onnxplace.load(self.output)
             self.feeds = random_feeds(bundle.inputs, {"batch": 4})
-            self.wanted.append(outputs_of(bundle, self.feeds))
+            self.expected_outputs.append(compute_outputs(bundle, self.feeds))
 
     def start(self, number: int, **options: Any) -> subprocess.Popen[str]:
         more = [] if self.random.random() < 0.15 else ["--pipeline", FAST_PIPELINE]
@@ -194,50 +194,53 @@ class Compiles:
         )  # fmt: skip
 
     def compile(self, number: int, **options: Any) -> int:
-        code, _, err = ended(self.start(number, **options), "a compile")
+        code, _, err = wait_for_end(self.start(number, **options), "a compile")
         require("Traceback" not in err, f"a compile shows a traceback: {err}")
         return code
 
     def step(self, seconds: float) -> None:
-        """Compile once, with something that goes wrong, and look what is there then."""
+        """Compile once with a fault, and check the folder."""
         number = self.random.randrange(2)
         faults: list[Callable[[int], set[int]]] = [
             self.without_fault, self.at_once, self.with_full_disk, self.with_a_users_file, self.without_force,
             *(partial(self.with_signal, number=signal_) for signal_ in (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)),
         ]  # fmt: skip
         fault = self.random.choice(faults)
-        there = fault(number) if not isinstance(fault, partial) else fault(model=number)
+        allowed = fault(number) if not isinstance(fault, partial) else fault(model=number)
         name = fault.keywords["number"].name if isinstance(fault, partial) else fault.__name__
         self.counts[f"compile: {name}"] += 1
-        self.look(there, name)
+        self.check_folder(allowed, name)
 
-    def look(self, there: set[int], name: str) -> None:
+    def check_folder(self, allowed: set[int], name: str) -> None:
         """Require a whole bundle of one of these models, and the user's file."""
         bundle = onnxplace.load(self.output, "all")
-        found = outputs_of(bundle, self.feeds)
-        require(any(np.array_equal(found, self.wanted[model]) for model in there), f"after {name}: another bundle")
-        require(self.kept.read_text() == "the user's own", f"after {name}: the user's file was altered")
+        outputs = compute_outputs(bundle, self.feeds)
+        require(
+            any(np.array_equal(outputs, self.expected_outputs[model]) for model in allowed),
+            f"after {name}: another bundle",
+        )
+        require(self.user_file.read_text() == "the user's own", f"after {name}: the user's file was altered")
 
     def without_fault(self, model: int) -> set[int]:
         require(self.compile(model) == 0, "a compile fails")
-        left = [path for folder in (self.folder, self.temporary) for path in folder.glob(".onnxplace-*")]
-        require(not left, f"a compile leaves {left}")
-        left = list(self.temporary.iterdir())
-        require(not left, f"a compile leaves {left}")
+        remains = [path for folder in (self.folder, self.temporary) for path in folder.glob(".onnxplace-*")]
+        require(not remains, f"a compile leaves {remains}")
+        remains = list(self.temporary.iterdir())
+        require(not remains, f"a compile leaves {remains}")
         return {model}
 
     def with_signal(self, model: int, number: signal.Signals) -> set[int]:
         process = self.start(model)
         time.sleep(self.random.uniform(0, 2.0))
         process.send_signal(number)
-        code, _, err = ended(process, f"a compile that got {number.name}")
+        code, _, err = wait_for_end(process, f"a compile that got {number.name}")
         require(code in ENDS_BY[number], f"a compile that got {number.name} ends with {code}: {err}")
         return {model} if code == 0 else {0, 1}
 
     def at_once(self, model: int) -> set[int]:
-        processes = [self.start(each) for each in (0, 1, model)]
-        codes = [ended(process, "a compile beside others")[0] for process in processes]
-        require(codes == [0, 0, 0], f"compiles beside each other end with {codes}")
+        processes = [self.start(number) for number in (0, 1, model)]
+        codes = [wait_for_end(process, "a compile among others")[0] for process in processes]
+        require(codes == [0, 0, 0], f"simultaneous compiles end with {codes}")
         return {0, 1}
 
     def with_full_disk(self, model: int) -> set[int]:
@@ -261,13 +264,13 @@ class Compiles:
         return {0, 1}
 
 
-def outputs_of(bundle: onnxplace.Bundle, feeds: Any) -> Any:
-    """Return what a bundle computes."""
+def compute_outputs(bundle: onnxplace.Bundle, feeds: Any) -> Any:
+    """Run a bundle and return its outputs as one array."""
     with onnxplace.InferenceSession(bundle) as session:
         return np.concatenate([np.ravel(output) for output in session.run(None, feeds, timeout=HUNG_SECONDS)])
 
 
-# ------------------------------------------------------------------------------------------------------ all of it
+# ------------------------------------------------------------------------------------------------------ both parts
 
 
 def soak(part: Any, ends: float, problems: list[str]) -> None:
@@ -275,12 +278,12 @@ def soak(part: Any, ends: float, problems: list[str]) -> None:
     try:
         while not problems and (left := ends - time.monotonic()) > 1:
             part.step(min(part.random.uniform(3, 12), max(left, 2)))
-    except Exception as problem:  # noqa: BLE001 - whatever it is, it is what was looked for
+    except Exception as problem:  # noqa: BLE001 - any exception is a finding
         problems.append(str(problem) if isinstance(problem, BrokenError) else traceback.format_exc())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Soak, print how often each thing was done, and return 1 if anything was lost, hung, leaked or wrong."""
+    """Soak, print the number of actions, and return 1 after any problem."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -297,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             thread.start()
         for thread in threads:
             thread.join()
-        if not problems:  # what killed compiles left is swept by one that ends well
+        if not problems:  # a successful compile sweeps the remains of killed ones
             compiles.without_fault(0)
     except BrokenError as problem:
         problems.append(str(problem))

@@ -37,7 +37,7 @@ with open(sys.argv[1], "w") as file:
 COLUMNS = ("command", "loops compiled", "wall s", "CPU s of the command", "CPU s of its helpers")
 
 
-def cpu_seconds(command: list[str]) -> float:
+def measure_cpu_seconds(command: list[str]) -> float:
     """Return the user and system seconds of one run."""
     before = os.times()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--first", action="store_true", help="first and second place and compile instead; a minute")
     if not parser.parse_args().first:
         for name, command in COMMANDS.items():
-            print(f"{name}: {statistics.median(cpu_seconds(command) for _ in range(9)):.2f} s of CPU")
+            print(f"{name}: {statistics.median(measure_cpu_seconds(command) for _ in range(9)):.2f} s of CPU")
         return
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:

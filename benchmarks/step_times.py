@@ -1,4 +1,4 @@
-"""Predicted beside measured, on real architectures: python benchmarks/step_times.py [NAME ...] [--devices cpu:0,cpu:1].
+"""Step times of real architectures: python benchmarks/step_times.py [NAME ...] [--devices cpu:0,cpu:1].
 
 For each model, all in one run and in turn: the bundle, one session on a single device's cores, one session with all
 cores. Prints a Markdown table; docs/measurements.md holds the latest.
@@ -31,7 +31,7 @@ HEADER = (
 )  # fmt: skip
 
 
-def row(name: str, placer: str, devices: str, repeat: int, folder: Path) -> list[str]:
+def measure_row(name: str, placer: str, devices: str, repeat: int, folder: Path) -> list[str]:
     """Compile, verify and time one model with one placer."""
     path = folder / f"{name}.onnx"
     if not path.exists():
@@ -39,22 +39,26 @@ def row(name: str, placer: str, devices: str, repeat: int, folder: Path) -> list
     shape = SHAPES.get(name)
     bundle = onnxplace.compile(path, folder / "bundle", devices=devices, shape=shape, placer=placer, force=True)
     feeds = random_feeds(bundle.inputs, bundle.manifest.dimensions)
-    whole, one = (
+    all_cores, one_device = (
         open_reference(bundle, path, available_cores()),
         open_reference(bundle, path, available_cores()[: bundle.target.devices[0].cores]),
     )
     with onnxplace.InferenceSession(bundle) as session:
         names = [item.name for item in bundle.outputs]
-        found = compare_outputs(lambda f: session.submit(f).result().outputs, whole, feeds, names)
-        calls = {"bundle": lambda: session.run(None, feeds), "one": lambda: one(feeds), "all": lambda: whole(feeds)}
+        differences = compare_outputs(lambda f: session.submit(f).result().outputs, all_cores, feeds, names)
+        calls = {
+            "bundle": lambda: session.run(None, feeds),
+            "one": lambda: one_device(feeds),
+            "all": lambda: all_cores(feeds),
+        }
         times = {key: item.median_seconds for key, item in time_in_turns(calls, repeat).items()}
-    assert all(item.equal for item in found), found
+    assert all(item.equal for item in differences), differences
     predicted = bundle.manifest.predicted.step_seconds
     return [
         name, placer, str(sum(d.nodes for d in bundle.manifest.devices)), str(len(bundle.manifest.segments)),
         f"{predicted * 1e3:.1f}", f"{times['bundle'] * 1e3:.1f}", f"{predicted / times['bundle'] - 1:+.0%}",
         f"{times['one'] * 1e3:.1f}", f"{times['one'] / times['bundle']:.2f}x", f"{times['all'] * 1e3:.1f}",
-        f"{times['bundle'] / times['all']:.2f}x", f"{max(item.max_rel_error for item in found):.1e}",
+        f"{times['bundle'] / times['all']:.2f}x", f"{max(item.max_rel_error for item in differences):.1e}",
     ]  # fmt: skip
 
 
@@ -65,13 +69,15 @@ def main() -> None:
     parser.add_argument("--devices", default="cpu:0,cpu:1")
     parser.add_argument("--placers", default="m-etf")
     parser.add_argument("--repeat", type=int, default=15)
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}", flush=True)
-    for name in chosen.names:
+    for name in options.names:
         folder = Path(tempfile.mkdtemp(prefix="onnxplace-bench-"))
         try:
-            for placer in chosen.placers.split(","):
-                print(f"| {' | '.join(row(name, placer, chosen.devices, chosen.repeat, folder))} |", flush=True)
+            for placer in options.placers.split(","):
+                print(
+                    f"| {' | '.join(measure_row(name, placer, options.devices, options.repeat, folder))} |", flush=True
+                )
         finally:
             shutil.rmtree(folder)
 

@@ -1,8 +1,8 @@
 """Real architectures, compiled and verified: python benchmarks/zoo.py [MODEL ...] [--exporters dynamo,torchscript].
 
-Models of the transformers library with random weights are exported by torch, compiled for two and three CPU devices
-with several placers, one of them random, and compared with the uncut model: with the sizes that they were exported
-with, and with others; as `onnxplace verify` does, and bit for bit with ONNX Runtime's optimisation off. Needs
+torch exports models of the transformers library with random weights. They are compiled for two and three CPU devices
+with several placers, one of them random, and compared with the unsplit model, with the sizes of the export and with
+others: as `onnxplace verify` does, and bit for bit without the optimisations of ONNX Runtime. Needs
 `pip install -e '.[cpu,dev,zoo]'`, and no network. docs/zoo.md holds the latest table.
 """
 
@@ -25,10 +25,10 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 import numpy as np
 
-# For what benchmarks share with one another and with tests.
+# For modules that benchmarks share with each other and with tests.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
-from _tables import progress
+from _tables import report_progress
 from _zoo_models import EXPORTERS, ZOO, Architecture, export
 
 import onnxplace
@@ -44,14 +44,14 @@ RANDOM = "random"
 """The placer that draws a device for each node and an order."""
 PLACERS = ("auto", "m-etf", RANDOM)
 LATENCY_SECONDS = 1e-6
-"""Of a transfer and of a segment, as the placers are told, so that they cut models that are this small."""
+"""Cost of a transfer and of a segment for placers, so small that they split these small models."""
 Calls = Sequence[Mapping[str, Array]]
-"""Inputs of calls that follow one another; states are in the first alone."""
+"""Inputs of consecutive calls; only the first holds states."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a model on so many devices with one placer."""
+    """The outcome of a model on a number of devices with one placer."""
 
     model: str
     exporter: str
@@ -59,7 +59,7 @@ class Result:
     devices: int
     placer: str
     problem: str = ""
-    """What went wrong; empty if the bundle computes what the model computes."""
+    """The error; empty if the bundle computes the outputs of the model."""
     segments: int = 0
     transfers: int = 0
     error: float = 0.0
@@ -67,7 +67,7 @@ class Result:
     exact: bool = False
     """Whether all bits are equal with ONNX Runtime's optimisation off."""
     seconds: float = 0.0
-    """What compiling and verifying took."""
+    """Time to compile and verify."""
 
 
 def main() -> int:
@@ -85,24 +85,26 @@ def main() -> int:
     counts, placers = [int(count) for count in options.devices.split(",")], options.placers.split(",")
     heading = ["model", "exporter", "nodes", "devices", *placers, "largest difference", "optimisation off", "seconds"]
     print(f"| {' | '.join(heading)} |\n|{'---|' * len(heading)}", flush=True)
-    found: list[Result] = []
+    results: list[Result] = []
     folder = options.folder or Path(tempfile.mkdtemp(prefix="onnxplace-zoo-"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
         for name in options.models or ZOO:
             for exporter in [item for item in options.exporters.split(",") if item in ZOO[name].exporters]:
-                found += _printed(name, exporter, folder, counts, placers)
+                results += _check_and_print(name, exporter, folder, counts, placers)
     finally:
         if not options.folder:
             shutil.rmtree(folder)
     if options.json:
-        options.json.write_text(json.dumps([vars(result) for result in found], indent=1))
-    return report(found)
+        options.json.write_text(json.dumps([vars(result) for result in results], indent=1))
+    return report(results)
 
 
-def _printed(name: str, exporter: str, folder: Path, counts: Sequence[int], placers: Sequence[str]) -> list[Result]:
-    """Export and check a model, print a row for each number of devices, and return what was found."""
-    progress(f"{name}, {exporter}")
+def _check_and_print(
+    name: str, exporter: str, folder: Path, counts: Sequence[int], placers: Sequence[str]
+) -> list[Result]:
+    """Export and check a model; print a row for each number of devices."""
+    report_progress(f"{name}, {exporter}")
     path, architecture = folder / f"{name}.{exporter}.onnx", ZOO[name]
     try:
         if not path.exists():
@@ -110,10 +112,10 @@ def _printed(name: str, exporter: str, folder: Path, counts: Sequence[int], plac
     except ModuleNotFoundError as problem:
         sys.exit(f"{problem}: pip install -e '.[cpu,dev,zoo]'")
     except Exception as problem:  # noqa: BLE001 - torch raises whatever its parts raise
-        return _no_row(name, exporter, f"not exported: {_words(problem)}", len(placers))
+        return _print_problem(name, exporter, f"not exported: {_shorten_error(problem)}", len(placers))
     runs = [list(calls(architecture, number)) for number in range(len(architecture.sizes))]
     if refused := plainly(path, runs):
-        return _no_row(name, exporter, f"ONNX Runtime: {refused}", len(placers))
+        return _print_problem(name, exporter, f"ONNX Runtime: {refused}", len(placers))
     found = []
     for count in counts:
         row = [
@@ -129,13 +131,13 @@ def _printed(name: str, exporter: str, folder: Path, counts: Sequence[int], plac
     return found
 
 
-def _no_row(name: str, exporter: str, why: str, placers: int) -> list[Result]:
+def _print_problem(name: str, exporter: str, why: str, placers: int) -> list[Result]:
     print(f"| {name} | {exporter} | {why} |{' |' * (placers + 4)}", flush=True)
     return []
 
 
 def report(found: Sequence[Result]) -> int:
-    """Print the sum and return the exit code: 1 if something is wrong, 2 if nothing was tried."""
+    """Print the total; return 1 if something is wrong, 2 if nothing was tried."""
     wrong = [result for result in found if result.problem]
     print(f"\n{len(found) - len(wrong)} of {len(found)} bundles compute what their models compute")
     return 1 if wrong else 0 if found else 2
@@ -154,12 +156,12 @@ def calls(architecture: Architecture, number: int, count: int = 3) -> Iterator[d
 
 
 def plainly(path: Path, runs: Sequence[Calls]) -> str:
-    """Return why the model is no use as a reference, in ONNX Runtime's words; empty if it is."""
+    """Return why a model cannot be a reference; empty if it can."""
     try:
         session = open_session(path, session_options(available_cores()), where=str(path))
         outputs = [session.run(None, dict(run[0])) for run in runs]
     except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
-        return _words(problem)
+        return _shorten_error(problem)
     numbers = [np.asarray(value) for made in outputs for value in made]
     if not all(np.isfinite(value).all() and value.any() for value in numbers):
         return "an output is not finite, or all zeros"
@@ -176,31 +178,42 @@ def check(
     states: Sequence[str],
     folder: Path,
 ) -> Result:
-    """Compile a model for so many devices with a placer and verify it with each of several runs."""
-    began, nodes = perf_counter(), 0
+    """Compile a model with a placer and verify it with several runs."""
+    start, nodes = perf_counter(), 0
     try:
         bundle = compiled(path, devices, placer, runs[0][0], states, folder)
         manifest = bundle.manifest
         nodes = sum(segment.nodes for segment in manifest.segments)
         differences = compared(bundle, path, runs)
         bits = compared_unoptimised(bundle, path, runs)
-    except Exception as problem:  # noqa: BLE001 - whatever it is, it counts
-        return Result(name, exporter, nodes, devices, placer, _words(problem))
-    wrong = [output for output, error in differences.items() if error == float("inf")]
-    problem_text = f"differs: {', '.join(wrong)}" if wrong else ""
-    if not wrong and any(bits.values()):
+    except Exception as problem:  # noqa: BLE001 - any exception is a result
+        return Result(
+            model=name, exporter=exporter, nodes=nodes, devices=devices, placer=placer, problem=_shorten_error(problem)
+        )
+    unequal = [output for output, error in differences.items() if error == float("inf")]
+    problem_text = f"differs: {', '.join(unequal)}" if unequal else ""
+    if not unequal and any(bits.values()):
         problem_text = f"differs with optimisation off: {', '.join(output for output in bits if bits[output])}"
     return Result(
-        name, exporter, nodes, devices, placer, problem_text, len(manifest.segments), manifest.transfers,
-        max(differences.values()), not any(bits.values()), perf_counter() - began,
-    )  # fmt: skip
+        model=name,
+        exporter=exporter,
+        nodes=nodes,
+        devices=devices,
+        placer=placer,
+        problem=problem_text,
+        segments=len(manifest.segments),
+        transfers=manifest.transfers,
+        error=max(differences.values()),
+        exact=not any(bits.values()),
+        seconds=perf_counter() - start,
+    )
 
 
 def compiled(
     path: Path, devices: int, placer: str, feeds: Mapping[str, Array], states: Sequence[str], folder: Path
 ) -> Bundle:
-    """Return the bundle of a model with these inputs as its sizes; raises OnnxplaceError."""
-    common = {"target": _target(devices), "inputs": feeds, "state": states, "force": True}
+    """Compile a model for the sizes of these inputs; raises OnnxplaceError."""
+    common = {"target": _make_target(devices), "inputs": feeds, "state": states, "force": True}
     if placer != RANDOM:
         return onnxplace.compile(path, folder, placer=placer, **common)  # type: ignore[arg-type]
     from tests.end_to_end.test_split_property import RandomPlacement
@@ -212,8 +225,8 @@ def compiled(
     return onnxplace.compile(path, folder, pipeline=steps, **common)  # type: ignore[arg-type]
 
 
-def _target(devices: int) -> Target:
-    """Return this machine's CPU devices with links that cost next to nothing."""
+def _make_target(devices: int) -> Target:
+    """Return the CPU devices of this machine with very fast links."""
     local = local_target(",".join(f"cpu:{index}" for index in range(devices)))
     cheap = tuple(replace(device, segment_seconds=LATENCY_SECONDS) for device in local.devices)
     links = tuple(Link(a.id, b.id, LATENCY_SECONDS, 1e10) for a in cheap for b in cheap if a is not b)
@@ -221,29 +234,31 @@ def _target(devices: int) -> Target:
 
 
 def compared_unoptimised(bundle: Bundle, path: Path, runs: Sequence[Calls]) -> dict[str, float]:
-    """Do as `compared` with nothing fused and one core: then only the split could change a bit."""
+    """Compare as `compared`, with one core and no fusion: only the split can change bits."""
     plain = partial(session_options, level="none")
     with mock.patch.object(segments, "session_options", plain), mock.patch.object(compare, "session_options", plain):
         return compared(bundle, path, runs, available_cores()[:1])
 
 
-def compared(bundle: Bundle, path: Path, runs: Sequence[Calls], used: Sequence[int] | None = None) -> dict[str, float]:
+def compared(bundle: Bundle, path: Path, runs: Sequence[Calls], cores: Sequence[int] | None = None) -> dict[str, float]:
     """Return the largest relative error of each output over all runs, infinite if it is over the tolerance.
 
-    The uncut model computes on the cores `used`, by default on all.
+    The unsplit model runs on `cores`, by default on all.
     """
     names = [item.name for item in bundle.outputs]
     errors = dict.fromkeys(names, 0.0)
-    want = StateCarrier(open_reference(bundle, path, used or available_cores()), bundle)
+    reference = StateCarrier(open_reference(bundle, path, cores or available_cores()), bundle)
     with onnxplace.InferenceSession(bundle) as session:
         for feeds in (feeds for run in runs for feeds in run):
-            for item in compare_outputs(lambda fed: session.submit(fed, names).result().outputs, want, feeds, names):
+            for item in compare_outputs(
+                lambda arrays: session.submit(arrays, names).result().outputs, reference, feeds, names
+            ):
                 errors[item.name] = max(errors[item.name], item.max_rel_error if item.equal else float("inf"))
     return errors
 
 
-def _words(problem: Exception) -> str:
-    """Return the first words of an error, fit for a table."""
+def _shorten_error(problem: Exception) -> str:
+    """Return the first line of an error, shortened for a table."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     return f"{type(problem).__name__}: {lines[0] if lines else ''}"[:200].replace("|", "/")
 

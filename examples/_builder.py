@@ -1,4 +1,4 @@
-"""A small graph builder on top of the plain `onnx` helpers, shared by the example models."""
+"""A small graph builder for the example models, on top of `onnx.helper`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-IR_VERSION = 8  # the version that opset 18 came with: every runtime of the last years reads it
+IR_VERSION = 8  # the version of opset 18, which every recent runtime reads
 OPSET_VERSION = 18
 PRODUCER_NAME = "onnxplace-examples"
 
@@ -18,13 +18,13 @@ Dimension = int | str  # a string names a symbolic dimension
 
 
 class GraphBuilder:
-    """Collects nodes, seeded random weights and constants, and turns them into one model.
+    """Collects nodes, random weights and constants into one model.
 
-    A node and its (first) output share one name such as `image/block_0/attention/q_proj`.
+    A node and its (first) output share one name, such as `image/block_0/attention/q_proj`.
     """
 
     def __init__(self, name: str, seed: int) -> None:
-        """Start an empty graph whose random weights all follow from `seed`."""
+        """Start an empty graph; `seed` determines all random weights."""
         self.name = name
         self._random = np.random.default_rng(seed)
         self._nodes: list[onnx.NodeProto] = []
@@ -32,13 +32,13 @@ class GraphBuilder:
         self._node_names: set[str] = set()
 
     def node(self, operator: str, inputs: Sequence[str], name: str, **attributes: Any) -> str:
-        """Append a node with one output; return the output's name, which is the node's own."""
+        """Append a node with one output of the same name; return that name."""
         return self.node_with_outputs(operator, inputs, [name], name, **attributes)[0]
 
     def node_with_outputs(
         self, operator: str, inputs: Sequence[str], outputs: Sequence[str], name: str, **attributes: Any
     ) -> Sequence[str]:
-        """Append a node whose outputs are named one by one; return those names."""
+        """Append a node with several named outputs; return their names."""
         if name in self._node_names:
             raise ValueError(f"two nodes are named {name!r}")
         self._node_names.add(name)
@@ -53,22 +53,25 @@ class GraphBuilder:
         return name
 
     def integers(self, *values: int) -> str:
-        """Name of a 1-D int64 constant (a shape, axes, ...), stored once however often it is used."""
+        """Return the name of a 1-D int64 constant (a shape, axes), stored once."""
         name = "constants/int64_" + "_".join(str(value) for value in values)
         return name if name in self._initializers else self.constant(name, np.array(values, np.int64))
 
     def index(self, value: int) -> str:
-        """Name of an int64 scalar constant: as a Gather index it takes one slice and drops the axis."""
+        """Return the name of an int64 scalar constant.
+
+        As the index of Gather it takes one slice and drops the axis.
+        """
         name = f"constants/index_{value}"
         return name if name in self._initializers else self.constant(name, np.array(value, np.int64))
 
     def scalar(self, value: float) -> str:
-        """Name of a float32 scalar constant, stored once however often it is used."""
+        """Return the name of a float32 scalar constant, stored once."""
         name = f"constants/float_{value:.6g}"
         return name if name in self._initializers else self.constant(name, np.array(value, np.float32))
 
     def random(self, name: str, shape: Sequence[int], deviation: float, mean: float = 0.0) -> str:
-        """Store a float32 weight drawn from a normal distribution; return its name."""
+        """Store a float32 weight with normal values; return its name."""
         values = self._random.standard_normal(tuple(shape), dtype=np.float32)
         return self.constant(name, values * np.float32(deviation) + np.float32(mean))
 
@@ -77,13 +80,13 @@ class GraphBuilder:
         return self.random(name, (rows, columns), (2.0 / (rows + columns)) ** 0.5)
 
     def linear(self, value: str, inputs: int, outputs: int, name: str) -> str:
-        """Dense layer with bias on the last axis: [..., inputs] to [..., outputs]."""
+        """Append a dense layer with bias: [..., inputs] to [..., outputs]."""
         product = self.node("MatMul", [value, self.matrix(f"{name}/weight", inputs, outputs)], name)
         bias = self.random(f"{name}/bias", (outputs,), 0.02)
         return self.node("Add", [product, bias], f"{name}/add_bias")
 
     def layer_norm(self, value: str, width: int, name: str) -> str:
-        """Layer normalisation over the last axis, which is `width` long."""
+        """Append a layer normalisation over the last axis of size `width`."""
         scale = self.random(f"{name}/scale", (width,), 0.05, mean=1.0)
         bias = self.random(f"{name}/bias", (width,), 0.02)
         return self.node("LayerNormalization", [value, scale, bias], name, axis=-1, epsilon=1e-5)

@@ -2,8 +2,8 @@
 
     python examples/decoder.py
 
-compiles it for two CPU devices with `--state 'present.*=past.*'`, so that each layer's cache stays on its device, and
-generates the same tokens as one ONNX Runtime session.
+compiles it for two CPU devices with `--state 'present.*=past.*'`, so that the cache of each layer stays on its device.
+It generates the same tokens as one ONNX Runtime session.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import onnx
 from numpy.typing import NDArray
 
 from _builder import GraphBuilder, float_value, integer_value
-from transformer_block import StackSizes, transformer_blocks
+from transformer_block import StackSizes, add_transformer_blocks
 
-LATER_SCORE = 10000.0  # taken off the attention scores of later tokens, before the softmax
+LATER_SCORE = 10000.0  # subtracted from the attention scores of later tokens, before the softmax
 
 Feeds = dict[str, NDArray[Any]]
 
@@ -35,16 +35,16 @@ def decoder(
     vocab: int = 500,
     positions: int = 256,
 ) -> onnx.ModelProto:
-    """Transformer decoder: new tokens, int64 [batch, seq], and the cache to logits [batch, seq, vocab] and the cache.
+    """Build a transformer decoder with a cache of keys and values.
 
-    The cache is, for each layer, `past.<layer>.key` and `.value`, float32 [batch, heads, past,
-    hidden / heads], given back as `present.<layer>.key` and `.value`, which are longer by the new
-    tokens. Past and new tokens together may be `positions` many.
+    It maps new tokens, int64 [batch, seq], and the cache to logits [batch, seq, vocab] and the longer cache. The cache
+    has for each layer the inputs `past.<layer>.key` and `.value`, float32 [batch, heads, past, hidden / heads], and the
+    outputs `present.<layer>.key` and `.value`. There may be up to `positions` tokens, past and new.
     """
     sizes = StackSizes(layers, hidden, heads)
     builder = GraphBuilder("decoder", seed)
-    value, mask = _embedding(builder, hidden, vocab, positions)
-    value = transformer_blocks(builder, value, sizes, "decoder", mask, cached=True)
+    value, mask = _add_embedding(builder, hidden, vocab, positions)
+    value = add_transformer_blocks(builder, value, sizes, "decoder", mask, cached=True)
     builder.node("MatMul", [value, builder.matrix("head/weight", hidden, vocab)], "logits")
     cached = [f"{layer}.{part}" for layer in range(layers) for part in ("key", "value")]
     return builder.model(
@@ -59,8 +59,11 @@ def decoder(
     )
 
 
-def _embedding(builder: GraphBuilder, hidden: int, vocab: int, positions: int) -> tuple[str, str]:
-    """Tokens plus positions, float32 [batch, seq, hidden], and the mask of later tokens, [seq, past + seq]."""
+def _add_embedding(builder: GraphBuilder, hidden: int, vocab: int, positions: int) -> tuple[str, str]:
+    """Append the embedding, float32 [batch, seq, hidden], and the mask, [seq, past + seq].
+
+    The mask hides later tokens.
+    """
     table = builder.random("embedding/token_table", (vocab, hidden), 1.0)
     tokens = builder.node("Gather", [table, "tokens"], "embedding/tokens", axis=0)
     past = builder.node("Shape", ["past.0.key"], "embedding/past", start=2, end=3)
@@ -79,19 +82,19 @@ def _embedding(builder: GraphBuilder, hidden: int, vocab: int, positions: int) -
 
 
 def generate(step: Callable[[Feeds], NDArray[np.float32]], prompt: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Append the likeliest token `count` times to each row of the prompt, [batch, seq]; return the new tokens.
+    """Generate `count` tokens after each row of the prompt; return them.
 
-    `step` maps the tokens that are new, under the name `tokens`, to logits [batch, seq, vocab].
+    `step` maps new tokens, named `tokens`, to logits [batch, seq, vocab]; the likeliest token follows.
     """
-    tokens, found = prompt, []
+    tokens, generated = prompt, []
     for _ in range(count):
         tokens = step({"tokens": tokens})[:, -1:].argmax(axis=-1)
-        found.append(tokens)
-    return np.concatenate(found, axis=1)
+        generated.append(tokens)
+    return np.concatenate(generated, axis=1)
 
 
 def main() -> None:
-    """Generate with a bundle over two CPU devices and with one session, and compare."""
+    """Generate with a bundle on two CPU devices and with one session; compare."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # before ONNX Runtime is imported
     import onnxruntime
 
@@ -105,32 +108,32 @@ def main() -> None:
             devices="cpu:0,cpu:1",
             shape={"batch": 2, "seq": 1, "past": 64},
             state=["present.*=past.*"],
-            objective="throughput",  # layers on both; for one sequence at a time, one of two equal devices is as fast
+            objective="throughput",  # puts layers on both; for a single sequence, one of two equal devices is as fast
         )
         empty = bundle.zero_states(batch=2, past=0)
         with onnxplace.InferenceSession(bundle) as session:
-            first: Feeds = dict(empty)
+            initial_cache: Feeds = dict(empty)
 
-            def split(feeds: Feeds) -> NDArray[np.float32]:
-                logits: NDArray[np.float32] = session.run(None, {**feeds, **first})[0]
-                first.clear()  # from here on the cache is where it was left
+            def run_split(feeds: Feeds) -> NDArray[np.float32]:
+                logits: NDArray[np.float32] = session.run(None, {**feeds, **initial_cache})[0]
+                initial_cache.clear()  # from now on the session carries the cache
                 return logits
 
-            tokens = generate(split, prompt, 16)
+            tokens = generate(run_split, prompt, 16)
         states = bundle.manifest.states
         print(f"{len(states)} states stay on {', '.join(sorted({state.device for state in states}))}")
-    whole = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    reference = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     cache: Feeds = dict(empty)
 
-    def unsplit(feeds: Feeds) -> NDArray[np.float32]:
-        outputs: list[NDArray[np.float32]] = whole.run(None, {**feeds, **cache})
+    def run_unsplit(feeds: Feeds) -> NDArray[np.float32]:
+        outputs: list[NDArray[np.float32]] = reference.run(None, {**feeds, **cache})
         cache.update(zip(cache, outputs[1:]))
         return outputs[0]
 
-    expected = generate(unsplit, prompt, 16)
+    expected = generate(run_unsplit, prompt, 16)
     print(f"bundle:      {tokens.tolist()}\none session: {expected.tolist()}")
     if not np.array_equal(tokens, expected):
-        raise SystemExit("they differ")
+        raise SystemExit("the tokens differ")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import onnx
 
 from _builder import GraphBuilder, float_value, integer_value
 
-FEWEST_LAYERS = 2  # the first encoder layer reads both ways, and the next brings its width back
+MIN_LAYERS = 2  # the first encoder layer doubles the width, and the second one halves it
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Cell:
-    """Weights of one LSTM layer, shared by all of its time steps, and the state it starts from."""
+    """Weights and initial state of one LSTM layer, shared by all time steps."""
 
     name: str
     weight: str
@@ -44,7 +44,7 @@ class State:
 
 @dataclass(frozen=True)
 class DecoderState:
-    """What one decoder step hands to the next: each layer's state and the attention's context."""
+    """State between decoder steps: that of each layer, and the attention context."""
 
     layers: list[State]
     context: str  # [batch, hidden]
@@ -52,7 +52,7 @@ class DecoderState:
 
 @dataclass(frozen=True)
 class Decoder:
-    """What every decoder step uses: the encoder's memory in both layouts, cells, output projection."""
+    """Inputs of every decoder step: encoder memory in both layouts, cells, output projection."""
 
     memory: str  # [batch, steps, hidden]
     memory_columns: str  # [batch, hidden, steps]
@@ -65,28 +65,30 @@ class Decoder:
 def gnmt(
     seed: int = 0, *, layers: int = 3, hidden: int = 128, steps: int = 12, vocab: int = 1000, batch: int = 4
 ) -> onnx.ModelProto:
-    """Translation model like GNMT, one node per primitive and step, all shapes fixed.
+    """Build a translation model like GNMT with fixed shapes.
+
+    There is a node for each primitive and step.
 
     Inputs: `source_ids` and `target_ids`, int64 [batch, steps] (the target is the previous word, as in
     training); output: `logits` float32 [batch, steps, vocab].
     """
-    if layers < FEWEST_LAYERS:
-        raise ValueError(f"gnmt needs {FEWEST_LAYERS} layers at least, not {layers}")
+    if layers < MIN_LAYERS:
+        raise ValueError(f"expected at least {MIN_LAYERS} layers, got {layers}")
     sizes = Sizes(layers, hidden, steps, vocab, batch)
     builder = GraphBuilder("gnmt", seed)
     zero_state = builder.constant("zero_state", np.zeros((batch, hidden), np.float32))
-    words = _embedded_words(builder, "source_ids", "encoder", sizes)
-    memory = _encoder(builder, words, sizes, zero_state)
-    words = _embedded_words(builder, "target_ids", "decoder", sizes)
-    _decode(builder, words, _decoder(builder, memory, sizes, zero_state))
+    words = _embed_words(builder, "source_ids", "encoder", sizes)
+    memory = _add_encoder(builder, words, sizes, zero_state)
+    words = _embed_words(builder, "target_ids", "decoder", sizes)
+    _unroll_decoder(builder, words, _add_decoder(builder, memory, sizes, zero_state))
     return builder.model(
         [integer_value("source_ids", batch, steps), integer_value("target_ids", batch, steps)],
         [float_value("logits", batch, steps, vocab)],
     )
 
 
-def _embedded_words(builder: GraphBuilder, ids: str, side: str, sizes: Sizes) -> list[str]:
-    """Word embedding of each time step, [batch, hidden] each."""
+def _embed_words(builder: GraphBuilder, ids: str, side: str, sizes: Sizes) -> list[str]:
+    """Append the word embedding of each time step, [batch, hidden] each."""
     table = builder.random(f"{side}/embedding_table", (sizes.vocab, sizes.hidden), 1.0)
     words: list[str] = []
     for step in range(sizes.steps):
@@ -96,20 +98,23 @@ def _embedded_words(builder: GraphBuilder, ids: str, side: str, sizes: Sizes) ->
     return words
 
 
-def _encoder(builder: GraphBuilder, words: list[str], sizes: Sizes, zero_state: str) -> list[str]:
-    """Encoder states of the last layer, one [batch, hidden] per step; the first layer reads both ways."""
-    forward = _new_cell(builder, "encoder/forward_0", sizes.hidden, sizes.hidden, zero_state)
-    backward = _new_cell(builder, "encoder/backward_0", sizes.hidden, sizes.hidden, zero_state)
-    left = _run_layer(builder, forward, enumerate(words))
-    right = _run_layer(builder, backward, reversed(list(enumerate(words))))
+def _add_encoder(builder: GraphBuilder, words: list[str], sizes: Sizes, zero_state: str) -> list[str]:
+    """Append the encoder; return the states of its last layer.
+
+    There is one state [batch, hidden] per step; the first layer reads in both directions.
+    """
+    forward = _add_cell(builder, "encoder/forward_0", sizes.hidden, sizes.hidden, zero_state)
+    backward = _add_cell(builder, "encoder/backward_0", sizes.hidden, sizes.hidden, zero_state)
+    forward_states = _unroll_layer(builder, forward, enumerate(words))
+    backward_states = _unroll_layer(builder, backward, reversed(list(enumerate(words))))
     values = [
-        builder.node("Concat", [left[step], right[step]], f"encoder/both_ways/step_{step}", axis=1)
+        builder.node("Concat", [forward_states[step], backward_states[step]], f"encoder/both_ways/step_{step}", axis=1)
         for step in range(len(words))
     ]
     for layer in range(1, sizes.layers):
         width = 2 * sizes.hidden if layer == 1 else sizes.hidden
-        cell = _new_cell(builder, f"encoder/layer_{layer}", width, sizes.hidden, zero_state)
-        outputs = _run_layer(builder, cell, enumerate(values))
+        cell = _add_cell(builder, f"encoder/layer_{layer}", width, sizes.hidden, zero_state)
+        outputs = _unroll_layer(builder, cell, enumerate(values))
         # Layer 1 narrows its input, so that the residual connections can only start at layer 2.
         values = [
             outputs[step]
@@ -120,18 +125,18 @@ def _encoder(builder: GraphBuilder, words: list[str], sizes: Sizes, zero_state: 
     return values
 
 
-def _run_layer(builder: GraphBuilder, cell: Cell, values: Iterable[tuple[int, str]]) -> dict[int, str]:
-    """Hidden state by time step of one layer run over (step, value) pairs in the order given."""
+def _unroll_layer(builder: GraphBuilder, cell: Cell, values: Iterable[tuple[int, str]]) -> dict[int, str]:
+    """Unroll a layer over (step, value) pairs; return hidden states by step."""
     state = State(cell.zero_state, cell.zero_state)
     outputs: dict[int, str] = {}
     for step, value in values:
-        state = _lstm_step(builder, cell, [value], state, step)
+        state = _add_lstm_step(builder, cell, [value], state, step)
         outputs[step] = state.hidden
     return outputs
 
 
-def _decoder(builder: GraphBuilder, memory: list[str], sizes: Sizes, zero_state: str) -> Decoder:
-    """The decoder's weights, and the encoder's states stacked for the attention to read."""
+def _add_decoder(builder: GraphBuilder, memory: list[str], sizes: Sizes, zero_state: str) -> Decoder:
+    """Append the decoder's weights, and stack the encoder states for the attention."""
     rows = [
         builder.node("Unsqueeze", [state, builder.integers(1)], f"encoder/memory/step_{step}")
         for step, state in enumerate(memory)
@@ -139,43 +144,43 @@ def _decoder(builder: GraphBuilder, memory: list[str], sizes: Sizes, zero_state:
     stacked = builder.node("Concat", rows, "encoder/memory", axis=1)
     columns = builder.node("Transpose", [stacked], "encoder/memory_columns", perm=[0, 2, 1])
     cells = [
-        _new_cell(builder, f"decoder/layer_{layer}", 2 * sizes.hidden, sizes.hidden, zero_state)
+        _add_cell(builder, f"decoder/layer_{layer}", 2 * sizes.hidden, sizes.hidden, zero_state)
         for layer in range(sizes.layers)
     ]
-    # The top layer's values are near 0.2; this brings the logits back to about 1.
+    # The values of the top layer are near 0.2; this deviation scales the logits to about 1.
     weight = builder.random("decoder/vocabulary/weight", (sizes.hidden, sizes.vocab), 5.0 * sizes.hidden**-0.5)
     bias = builder.random("decoder/vocabulary/bias", (sizes.vocab,), 0.02)
     return Decoder(stacked, columns, cells, weight, bias, zero_state)
 
 
-def _decode(builder: GraphBuilder, words: list[str], decoder: Decoder) -> None:
-    """All decoder steps, gathered into the output `logits`, float32 [batch, steps, vocab]."""
+def _unroll_decoder(builder: GraphBuilder, words: list[str], decoder: Decoder) -> None:
+    """Append all decoder steps and the output `logits`, float32 [batch, steps, vocab]."""
     zero = decoder.zero_state
     state = DecoderState([State(zero, zero) for _ in decoder.cells], zero)
     rows: list[str] = []
     for step, word in enumerate(words):
-        state, top = _decoder_step(builder, decoder, word, state, step)
+        state, top = _add_decoder_step(builder, decoder, word, state, step)
         name = f"decoder/vocabulary/step_{step}"
         logits = builder.node("Gemm", [top, decoder.vocabulary_weight, decoder.vocabulary_bias], name)
         rows.append(builder.node("Unsqueeze", [logits, builder.integers(1)], f"{name}/row"))
     builder.node("Concat", rows, "logits", axis=1)
 
 
-def _decoder_step(
-    builder: GraphBuilder, decoder: Decoder, word: str, before: DecoderState, step: int
+def _add_decoder_step(
+    builder: GraphBuilder, decoder: Decoder, word: str, previous: DecoderState, step: int
 ) -> tuple[DecoderState, str]:
-    """One decoder step: the state after it and the top layer's output [batch, hidden]."""
-    first = _lstm_step(builder, decoder.cells[0], [word, before.context], before.layers[0], step)
-    context = _attention(builder, decoder, first.hidden, f"decoder/attention/step_{step}")
+    """Append a decoder step; return its state and the top output [batch, hidden]."""
+    first = _add_lstm_step(builder, decoder.cells[0], [word, previous.context], previous.layers[0], step)
+    context = _add_attention(builder, decoder, first.hidden, f"decoder/attention/step_{step}")
     layers, value = [first], first.hidden
-    for cell, state in zip(decoder.cells[1:], before.layers[1:], strict=True):
-        layers.append(_lstm_step(builder, cell, [value, context], state, step))
+    for cell, state in zip(decoder.cells[1:], previous.layers[1:], strict=True):
+        layers.append(_add_lstm_step(builder, cell, [value, context], state, step))
         value = builder.node("Add", [layers[-1].hidden, value], f"{cell.name}/step_{step}/residual")
     return DecoderState(layers, context), value
 
 
-def _attention(builder: GraphBuilder, decoder: Decoder, query: str, name: str) -> str:
-    """Dot attention of one query [batch, hidden] over the encoder's states: context [batch, hidden]."""
+def _add_attention(builder: GraphBuilder, decoder: Decoder, query: str, name: str) -> str:
+    """Append dot attention over the encoder states: query to context, [batch, hidden] each."""
     row = builder.node("Unsqueeze", [query, builder.integers(1)], f"{name}/query")
     scores = builder.node("MatMul", [row, decoder.memory_columns], f"{name}/scores")
     weights = builder.node("Softmax", [scores], f"{name}/softmax", axis=-1)
@@ -183,14 +188,14 @@ def _attention(builder: GraphBuilder, decoder: Decoder, query: str, name: str) -
     return builder.node("Squeeze", [mixed, builder.integers(1)], f"{name}/context")
 
 
-def _new_cell(builder: GraphBuilder, name: str, inputs: int, hidden: int, zero_state: str) -> Cell:
-    """Fresh LSTM weights: one matrix [inputs + hidden, 4 * hidden], gates in the order i, f, o, g."""
+def _add_cell(builder: GraphBuilder, name: str, inputs: int, hidden: int, zero_state: str) -> Cell:
+    """Append LSTM weights [inputs + hidden, 4 * hidden], gates in the order i, f, o, g."""
     weight = builder.random(f"{name}/weight", (inputs + hidden, 4 * hidden), (inputs + hidden) ** -0.5)
     return Cell(name, weight, builder.random(f"{name}/bias", (4 * hidden,), 0.1), zero_state)
 
 
-def _lstm_step(builder: GraphBuilder, cell: Cell, inputs: list[str], state: State, step: int) -> State:
-    """One time step of an LSTM layer in primitives: new state from the inputs and the state before."""
+def _add_lstm_step(builder: GraphBuilder, cell: Cell, inputs: list[str], state: State, step: int) -> State:
+    """Append a time step of an LSTM layer in primitives; return its state."""
     name = f"{cell.name}/step_{step}"
     joined = builder.node("Concat", [*inputs, state.hidden], f"{name}/concat", axis=1)
     gates = builder.node("Gemm", [joined, cell.weight, cell.bias], f"{name}/gates")

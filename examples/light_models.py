@@ -1,8 +1,8 @@
-"""The nine image networks inside the onnx wheel, with random weights in place of their constant ones.
+"""The nine image networks of the onnx wheel, with random weights.
 
-The wheel's `light_*.onnx` files hold each weight as a ConstantOfShape node, that is as one repeated
-number, so that every output of such a network is the same. Here each weight becomes an initializer of
-seeded random values, scaled by what reads it, and the result is a genuine network.
+The `light_*.onnx` files of the wheel hold each weight as a ConstantOfShape node, one repeated number, so that all
+outputs of such a network are equal. Here each weight becomes an initializer with seeded random values. The operator
+that reads it determines their scale.
 """
 
 from __future__ import annotations
@@ -34,22 +34,21 @@ LIGHT_FILES = {
     "zfnet512": "light_zfnet512.onnx",
 }
 
-# Some of the files were exported by Caffe2 from GPU 0 and say so in each name, which would mislead a
-# reader of a placement.
+# Caffe2 exported some of the files from GPU 0. Its prefix of all names would mislead readers of a placement.
 DEVICE_PREFIX = "gpu_0/"
 
-RESHAPING = {"Unsqueeze", "Reshape"}  # a weight may pass through one of these on its way to its reader
+RESHAPING = {"Unsqueeze", "Reshape"}  # a weight may pass through one of these before its reader
 CLASSES = 1000
-SMALL = 0.1  # deviation of factors from 1 and of offsets from 0
-LINEAR_SCALE = 0.5  # keeps a chain of residual blocks from growing, as He scaling counts on a ReLU
-CLASSIFIER_SCALE = 0.3  # keeps the softmax after the last layer from picking one class alone
+SMALL_DEVIATION = 0.1  # deviation of factors from 1 and of offsets from 0
+LINEAR_SCALE = 0.5  # compensates He scaling, which assumes a ReLU: a chain of residual blocks would grow
+CLASSIFIER_SCALE = 0.3  # avoids a softmax that selects a single class
 
 
 class Role(Enum):
-    """What a weight is for, which decides how its random values are drawn."""
+    """The use of a weight, which determines its random values."""
 
     KERNEL = "convolution kernel or matrix, outputs first"
-    CLASSIFIER = "the last kernel, which makes the logits"
+    CLASSIFIER = "the last kernel, whose outputs are the logits"
     FACTOR = "factor near 1"
     LINEAR_FACTOR = "factor of a value that no ReLU halves afterwards"
     OFFSET = "offset near 0"
@@ -57,7 +56,7 @@ class Role(Enum):
 
 
 def light_model(name: str, seed: int = 0) -> onnx.ModelProto:
-    """Image network `name` of the onnx wheel: float32 [1, 3, 224, 224] to 1000 classes.
+    """Load image network `name`: float32 [1, 3, 224, 224] to 1000 classes.
 
     The weights are scaled for pixels with mean 0 and deviation 1.
     """
@@ -74,7 +73,7 @@ def light_model(name: str, seed: int = 0) -> onnx.ModelProto:
 
 
 def _strip_device_prefix(graph: onnx.GraphProto) -> None:
-    """Take the exporter's device prefix off every value's name."""
+    """Remove the device prefix of the exporter from all names."""
     for node in graph.node:
         node.input[:] = [value.removeprefix(DEVICE_PREFIX) for value in node.input]
         node.output[:] = [value.removeprefix(DEVICE_PREFIX) for value in node.output]
@@ -85,9 +84,9 @@ def _strip_device_prefix(graph: onnx.GraphProto) -> None:
 
 
 def _replace_weights(graph: onnx.GraphProto, random: np.random.Generator) -> None:
-    """Turn each weight, a ConstantOfShape node or a float initializer, into random values."""
+    """Replace each weight, a ConstantOfShape node or a float initializer, by random values."""
     readers = Readers(graph)
-    shapes = _weight_shapes(graph)
+    shapes = _list_weight_shapes(graph)
     kept_nodes = [node for node in graph.node if node.output[0] not in shapes]
     kept_initializers = [tensor for tensor in graph.initializer if tensor.name not in shapes]
     del graph.node[:]
@@ -95,13 +94,13 @@ def _replace_weights(graph: onnx.GraphProto, random: np.random.Generator) -> Non
     del graph.initializer[:]
     graph.initializer.extend(kept_initializers)
     for name, shape in shapes.items():
-        role = readers.role(name)
+        role = readers.find_role(name)
         if role is not None:
-            graph.initializer.append(numpy_helper.from_array(_random_values(role, shape, random), name))
+            graph.initializer.append(numpy_helper.from_array(_draw_values(role, shape, random), name))
 
 
-def _weight_shapes(graph: onnx.GraphProto) -> dict[str, tuple[int, ...]]:
-    """Shape of each weight by name, in the order in which the file lists them."""
+def _list_weight_shapes(graph: onnx.GraphProto) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of weights by name, in the order of the file."""
     stored = {tensor.name: tensor for tensor in graph.initializer}
     shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT}
     for node in graph.node:
@@ -111,26 +110,26 @@ def _weight_shapes(graph: onnx.GraphProto) -> dict[str, tuple[int, ...]]:
 
 
 class Readers:
-    """The nodes that read each value of a graph, to tell a weight's role from."""
+    """The nodes that read each value of a graph, which determine roles."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
-        """Index the graph's nodes by the values they read."""
+        """Index the nodes of a graph by the values that they read."""
         self._readers: dict[str, list[tuple[onnx.NodeProto, int]]] = defaultdict(list)
         for node in graph.node:
             for position, value in enumerate(node.input):
                 self._readers[value].append((node, position))
         self._classifier = [node for node in graph.node if node.op_type in {"Conv", "Gemm"}][-1]
 
-    def role(self, weight: str) -> Role | None:
-        """Role of the named weight by its first reader; None where nothing reads it."""
+    def find_role(self, weight: str) -> Role | None:
+        """Return the role of a weight by its first reader; None without a reader."""
         for node, position in self._readers[weight]:
             if node.op_type in RESHAPING:
-                return self.role(node.output[0])
-            return self._role_of_input(node, position)
+                return self.find_role(node.output[0])
+            return self._find_role_of_input(node, position)
         return None
 
-    def _role_of_input(self, node: onnx.NodeProto, position: int) -> Role:
-        """Role of the weight at one input of the node that computes with it."""
+    def _find_role_of_input(self, node: onnx.NodeProto, position: int) -> Role:
+        """Return the role of a weight at one input of a node."""
         match node.op_type, position:
             case (("Conv" | "Gemm"), 1):
                 return Role.CLASSIFIER if node is self._classifier else Role.KERNEL
@@ -146,32 +145,32 @@ class Readers:
                 raise ValueError(f"no rule for a weight at input {position} of {node.op_type} {node.name!r}")
 
     def _is_linear(self, node: onnx.NodeProto) -> bool:
-        """Whether the node's result goes straight into a residual addition or a convolution."""
+        """Return whether a residual addition or a convolution reads the output of a node."""
         return any(reader.op_type in {"Sum", "Conv"} for reader, _ in self._readers[node.output[0]])
 
 
-def _random_values(role: Role, shape: tuple[int, ...], random: np.random.Generator) -> NDArray[np.float32]:
-    """Random float32 values for one weight; kernels are He-scaled by their fan-in."""
+def _draw_values(role: Role, shape: tuple[int, ...], random: np.random.Generator) -> NDArray[np.float32]:
+    """Draw float32 values for one weight; He scaling for kernels."""
     values = random.standard_normal(shape, dtype=np.float32)
     match role:
         case Role.KERNEL:
             values *= math.sqrt(2 / math.prod(shape[1:]))
         case Role.CLASSIFIER:
-            # One file keeps this matrix as [1, 1, classes, inputs], so that shape[1:] would not do.
+            # One file stores this matrix as [1, 1, classes, inputs], so shape[1:] is not the fan-in.
             values *= CLASSIFIER_SCALE * math.sqrt(2 * CLASSES / math.prod(shape))
         case Role.FACTOR:
-            values = 1 + SMALL * values
+            values = 1 + SMALL_DEVIATION * values
         case Role.LINEAR_FACTOR:
-            values = LINEAR_SCALE * (1 + SMALL * values)
+            values = LINEAR_SCALE * (1 + SMALL_DEVIATION * values)
         case Role.OFFSET:
-            values *= SMALL
+            values *= SMALL_DEVIATION
         case Role.VARIANCE:
-            values = np.exp(SMALL * values)
+            values = np.exp(SMALL_DEVIATION * values)
     return values
 
 
 def _drop_unused(graph: onnx.GraphProto) -> None:
-    """Drop initializers that nothing reads, and weights from the list of graph inputs."""
+    """Drop initializers without readers, and weights among the graph inputs."""
     read = {value for node in graph.node for value in node.input}
     initializers = [tensor for tensor in graph.initializer if tensor.name in read]
     stored = {tensor.name for tensor in initializers}
@@ -183,7 +182,10 @@ def _drop_unused(graph: onnx.GraphProto) -> None:
 
 
 def _name_nodes(graph: onnx.GraphProto) -> None:
-    """Name each node after the layer whose weight it, or the nearest node before it, reads."""
+    """Name each node after its layer.
+
+    That is the layer of the weight that it reads, or that the nearest earlier node reads.
+    """
     layers = {
         tensor.name: re.sub(r"_(w|b|s|scale|bias)_0$", "", tensor.name)
         for tensor in graph.initializer
@@ -194,21 +196,21 @@ def _name_nodes(graph: onnx.GraphProto) -> None:
     uses: Counter[str] = Counter()
     for node in graph.node:
         own = [layers[value] for value in node.input if value in weights]
-        layer = own[0] if own else _joint_layer([layers[v] for v in node.input if v in layers], order)
+        layer = own[0] if own else _join_layers([layers[v] for v in node.input if v in layers], order)
         order.setdefault(layer, len(order))
         layers.update(dict.fromkeys(node.output, layer))
-        name = f"{layer}/{_snake_case(node.op_type)}"
+        name = f"{layer}/{_to_snake_case(node.op_type)}"
         uses[name] += 1
         node.name = name if uses[name] == 1 else f"{name}_{uses[name]}"
 
 
-def _joint_layer(layers: list[str], order: dict[str, int]) -> str:
-    """Layer of a node that joins values of several: what their names share, or else the latest one."""
+def _join_layers(layers: list[str], order: dict[str, int]) -> str:
+    """Return the layer of a node that reads several: their common prefix, else the latest."""
     if not layers:
         return "input"
     return posixpath.commonpath(layers) or max(layers, key=order.__getitem__)
 
 
-def _snake_case(operator: str) -> str:
-    """Operator name in lower case with underscores: MaxPool becomes max_pool."""
+def _to_snake_case(operator: str) -> str:
+    """Convert an operator name: MaxPool becomes max_pool."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", operator).lower()

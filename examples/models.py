@@ -25,19 +25,19 @@ EXTERNAL_TENSOR_SIZE = 1 << 10  # bytes; smaller weights stay inside the model f
 
 @dataclass(frozen=True)
 class Recipe:
-    """A function that builds an example model from `seed` and integer options, and what it builds."""
+    """A function that builds a model from `seed` and integer options, with a summary."""
 
     build: Callable[..., onnx.ModelProto]
     summary: str
 
     def options(self) -> dict[str, int]:
-        """Default of each option of the function by name, the seed among them."""
+        """Return the options of the function, `seed` included, with their defaults."""
         parameters = inspect.signature(self.build).parameters
         return {name: int(parameter.default) for name, parameter in parameters.items()}
 
 
-def _light(name: str, summary: str) -> Recipe:
-    """Recipe of one of the image networks that ship inside the onnx wheel."""
+def _make_light_recipe(name: str, summary: str) -> Recipe:
+    """Return the recipe of an image network of the onnx wheel."""
     return Recipe(functools.partial(light_model, name), f"{summary}, 1000 classes, fixed batch of 1")
 
 
@@ -46,15 +46,15 @@ MODELS: dict[str, Recipe] = {
     "gnmt": Recipe(gnmt, "LSTM encoder-decoder with attention, unrolled over time into primitive ops"),
     "transformer": Recipe(transformer, "transformer text encoder, symbolic batch and sequence length"),
     "decoder": Recipe(decoder, "GPT-like decoder with a cache of keys and values: bind it with --state"),
-    "inception-v1": _light("inception-v1", "Inception v1 (GoogLeNet): branches of convolutions"),
-    "inception-v2": _light("inception-v2", "Inception v2: branches with batch normalisation"),
-    "resnet50": _light("resnet50", "ResNet-50: residual bottleneck blocks"),
-    "densenet121": _light("densenet121", "DenseNet-121: every layer reads all before it in its block"),
-    "squeezenet": _light("squeezenet", "SqueezeNet: small network of fire modules"),
-    "shufflenet": _light("shufflenet", "ShuffleNet: grouped convolutions and channel shuffles"),
-    "vgg19": _light("vgg19", "VGG-19: a plain chain, 574 MB of weights"),
-    "alexnet": _light("alexnet", "AlexNet: a plain chain, most weights in three dense layers"),
-    "zfnet512": _light("zfnet512", "ZFNet-512: a wider AlexNet"),
+    "inception-v1": _make_light_recipe("inception-v1", "Inception v1 (GoogLeNet): branches of convolutions"),
+    "inception-v2": _make_light_recipe("inception-v2", "Inception v2: branches with batch normalisation"),
+    "resnet50": _make_light_recipe("resnet50", "ResNet-50: residual bottleneck blocks"),
+    "densenet121": _make_light_recipe("densenet121", "DenseNet-121: every layer reads all before it in its block"),
+    "squeezenet": _make_light_recipe("squeezenet", "SqueezeNet: small network of fire modules"),
+    "shufflenet": _make_light_recipe("shufflenet", "ShuffleNet: grouped convolutions and channel shuffles"),
+    "vgg19": _make_light_recipe("vgg19", "VGG-19: a plain chain, 574 MB of weights"),
+    "alexnet": _make_light_recipe("alexnet", "AlexNet: a plain chain, most weights in three dense layers"),
+    "zfnet512": _make_light_recipe("zfnet512", "ZFNet-512: a wider AlexNet"),
 }
 
 
@@ -64,10 +64,13 @@ def build(name: str, **options: int) -> onnx.ModelProto:
 
 
 def save(model: onnx.ModelProto, path: Path, external: bool = False) -> None:
-    """Write and check the model; with `external`, or beyond 1 GiB, its weights go to `<path>.data`."""
+    """Write and check a model.
+
+    With `external`, or beyond 1 GiB, its weights go to `<path>.data`.
+    """
     if external or weight_bytes(model) > EXTERNAL_DATA_LIMIT:
         location = f"{path.name}.data"
-        path.with_name(location).unlink(missing_ok=True)  # onnx appends to a file it finds
+        path.with_name(location).unlink(missing_ok=True)  # onnx appends to an existing file
         onnx.save_model(
             model,
             path,
@@ -77,28 +80,31 @@ def save(model: onnx.ModelProto, path: Path, external: bool = False) -> None:
         )
     else:
         onnx.save_model(model, path)
-    # By path, as the checker cannot take a model of more than 2 GiB in memory.
+    # By path: the checker does not accept a model of more than 2 GiB in memory.
     onnx.checker.check_model(path, full_check=True)
 
 
 def weight_bytes(model: onnx.ModelProto) -> int:
-    """Size of the model's weights in bytes (ModelProto.ByteSize fails on 2 GiB and more)."""
+    """Return the size of the weights in bytes.
+
+    ModelProto.ByteSize fails on 2 GiB and more.
+    """
     return sum(len(tensor.raw_data) for tensor in model.graph.initializer)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Command line: list the models, or build one and write it."""
-    parser = _parser()
+    """Run the command line: list the models, or build and write one."""
+    parser = _make_parser()
     parsed = parser.parse_args(arguments)
     if parsed.list:
-        print(listing())
+        print(format_list())
         return 0
     if parsed.name is None:
         parser.error("give the NAME of a model, or --list")
     options = {option: getattr(parsed, option) for option in MODELS[parsed.name].options()}
     try:
         model = build(parsed.name, **options)
-        size = weight_bytes(model)  # asked before saving, which may move the weights out of the model
+        size = weight_bytes(model)  # before saving, which may move the weights out of the model
         save(model, parsed.output, parsed.external)
     except (ValueError, OSError) as error:
         parser.error(str(error))
@@ -106,8 +112,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    """Command line parser with one subcommand for each model."""
+def _make_parser() -> argparse.ArgumentParser:
+    """Return a parser with one subcommand for each model."""
     parser = argparse.ArgumentParser(description=__doc__, epilog="NAME --help shows the options of a model.")
     parser.add_argument("--list", action="store_true", help="list the models and their options")
     commands = parser.add_subparsers(dest="name", metavar="NAME")
@@ -117,43 +123,43 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_options(parser: argparse.ArgumentParser, recipe: Recipe) -> None:
-    """Give a model's command its own integer options and those that all models share."""
+    """Add the options of a model to its subcommand."""
     parser.add_argument("-o", "--output", type=Path, required=True, help="file to write")
-    parser.add_argument("--external", action="store_true", help="keep the weights in a .data file beside it")
+    parser.add_argument("--external", action="store_true", help="write the weights to a .data file next to it")
     for option, default in recipe.options().items():
-        kind = int if option == "seed" else _size
-        parser.add_argument(_flag(option), type=kind, default=default, help=f"default {default}")
+        kind = int if option == "seed" else _parse_size
+        parser.add_argument(_format_flag(option), type=kind, default=default, help=f"default {default}")
 
 
-def _size(text: str) -> int:
-    """Parse the value of a size option, a whole number from 1 on."""
+def _parse_size(text: str) -> int:
+    """Parse a size: a whole number of at least 1."""
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
     return value
 
 
-def _flag(option: str) -> str:
-    """Command line spelling of an option."""
+def _format_flag(option: str) -> str:
+    """Return the command-line spelling of an option."""
     return "--" + option.replace("_", "-")
 
 
-def listing() -> str:
-    """Two lines per model: name and summary, then the options with their defaults."""
+def format_list() -> str:
+    """Return two lines per model: name and summary, then options with defaults."""
     lines: list[str] = []
     for name, recipe in MODELS.items():
-        flags = "".join(f" [{_flag(option)} {default}]" for option, default in recipe.options().items())
+        flags = "".join(f" [{_format_flag(option)} {default}]" for option, default in recipe.options().items())
         lines.append(f"{name:14}{recipe.summary}\n{'':14}{flags.strip()}")
     return "\n".join(lines)
 
 
 def entry() -> int:
-    """Run the command line; a reader that goes away, as in `--list | head`, is no failure."""
+    """Run the command line; a closed pipe, as in `--list | head`, is not a failure."""
     try:
         code = main(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's own flush finds a reader
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's flush at exit succeeds
         return 0
     return code
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import onnx
 
 from _builder import GraphBuilder, float_value, integer_value
-from transformer_block import StackSizes, transformer_blocks
+from transformer_block import StackSizes, add_transformer_blocks
 
-MASKED_SCORE = 10000.0  # taken off the attention scores of padding, before the softmax
+MASKED_SCORE = 10000.0  # subtracted from the attention scores of padding, before the softmax
 
 
 def transformer(
@@ -19,24 +19,25 @@ def transformer(
     vocab: int = 1000,
     positions: int = 512,
 ) -> onnx.ModelProto:
-    """Transformer encoder: token ids and mask, int64 [batch, seq], to token and sentence features.
+    """Build a transformer encoder with token and sentence features.
 
-    The sequence may be up to `positions` tokens long; the mask is 1 for a token, 0 for padding.
+    Its inputs are token ids and a mask, int64 [batch, seq]. The sequence may be up to `positions` tokens long; the mask
+    is 1 for a token, 0 for padding.
     """
     builder = GraphBuilder("transformer", seed)
-    embedded = _embedding(builder, hidden, vocab, positions)
-    mask = _additive_mask(builder)
-    encoded = transformer_blocks(builder, embedded, StackSizes(layers, hidden, heads), "encoder", mask)
+    embedded = _add_embedding(builder, hidden, vocab, positions)
+    mask = _add_mask(builder)
+    encoded = add_transformer_blocks(builder, embedded, StackSizes(layers, hidden, heads), "encoder", mask)
     states = builder.node("Identity", [encoded], "last_hidden_state")
-    _pooled(builder, states, hidden)
+    _add_pooler(builder, states, hidden)
     return builder.model(
         [integer_value("input_ids", "batch", "seq"), integer_value("attention_mask", "batch", "seq")],
         [float_value("last_hidden_state", "batch", "seq", hidden), float_value("pooled", "batch", hidden)],
     )
 
 
-def _embedding(builder: GraphBuilder, hidden: int, vocab: int, positions: int) -> str:
-    """Token embedding plus position embedding: float32 [batch, seq, hidden]."""
+def _add_embedding(builder: GraphBuilder, hidden: int, vocab: int, positions: int) -> str:
+    """Append token and position embeddings: float32 [batch, seq, hidden]."""
     table = builder.random("embedding/token_table", (vocab, hidden), 1.0)
     tokens = builder.node("Gather", [table, "input_ids"], "embedding/tokens", axis=0)
     length = builder.node("Shape", ["input_ids"], "embedding/length", start=1, end=2)
@@ -45,16 +46,19 @@ def _embedding(builder: GraphBuilder, hidden: int, vocab: int, positions: int) -
     return builder.node("Add", [tokens, builder.node("Slice", slices, "embedding/positions")], "embedding/add")
 
 
-def _additive_mask(builder: GraphBuilder) -> str:
-    """Attention mask as a term of the scores: 0 for a token, very low for padding, [batch, 1, 1, seq]."""
-    kept = builder.node("Cast", ["attention_mask"], "mask/to_float", to=onnx.TensorProto.FLOAT)
-    kept = builder.node("Unsqueeze", [kept, builder.integers(1, 2)], "mask/broadcast")
-    padding = builder.node("Sub", [builder.scalar(1.0), kept], "mask/padding")
+def _add_mask(builder: GraphBuilder) -> str:
+    """Append the mask as a term of the scores, [batch, 1, 1, seq].
+
+    It is 0 for a token, and very low for padding.
+    """
+    mask = builder.node("Cast", ["attention_mask"], "mask/to_float", to=onnx.TensorProto.FLOAT)
+    mask = builder.node("Unsqueeze", [mask, builder.integers(1, 2)], "mask/broadcast")
+    padding = builder.node("Sub", [builder.scalar(1.0), mask], "mask/padding")
     return builder.node("Mul", [padding, builder.scalar(-MASKED_SCORE)], "mask/scores")
 
 
-def _pooled(builder: GraphBuilder, states: str, hidden: int) -> None:
-    """Sentence features from the first token: the output `pooled`, float32 [batch, hidden]."""
+def _add_pooler(builder: GraphBuilder, states: str, hidden: int) -> None:
+    """Append sentence features of the first token: output `pooled`, float32 [batch, hidden]."""
     first = builder.node("Gather", [states, builder.index(0)], "pooler/first_token", axis=1)
     weight = builder.matrix("pooler/dense/weight", hidden, hidden)
     bias = builder.random("pooler/dense/bias", (hidden,), 0.02)

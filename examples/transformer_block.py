@@ -1,4 +1,4 @@
-"""The pre-LN transformer block that the `transformer`, `decoder` and `two-tower` examples are made of."""
+"""The pre-LN transformer block of `transformer`, `decoder` and `two-tower`."""
 
 from __future__ import annotations
 
@@ -16,48 +16,47 @@ class StackSizes:
     heads: int
 
     def __post_init__(self) -> None:
-        """Refuse a width that the heads cannot split."""
+        """Raise ValueError unless the heads divide the width."""
         if self.width % self.heads:
             raise ValueError(f"the width {self.width} is not a multiple of the {self.heads} heads")
 
     @property
     def head_width(self) -> int:
-        """Number of features in one attention head."""
+        """Return the number of features in one attention head."""
         return self.width // self.heads
 
 
-def transformer_blocks(
+def add_transformer_blocks(
     builder: GraphBuilder, value: str, sizes: StackSizes, name: str, mask: str = "", cached: bool = False
 ) -> str:
-    """A stack of blocks and the closing layer normalisation: [batch, tokens, width] to the same.
+    """Append blocks and a layer normalisation: [batch, tokens, width] to the same.
 
-    `mask`, where given, names a value that is added to the attention scores
-    [batch, heads, tokens, tokens]. If `cached`, each layer reads `past.<layer>.key` and `.value`
-    [batch, heads, past, head width], attends to these tokens too, and makes `present.<layer>.key`
-    and `.value`, which are longer by the new tokens.
+    `mask` names a value that is added to the attention scores [batch, heads, tokens, tokens], or is empty. If `cached`,
+    each layer reads `past.<layer>.key` and `.value` [batch, heads, past, head width], attends to these tokens too, and
+    returns `present.<layer>.key` and `.value` with the new tokens appended.
     """
     for layer in range(sizes.layers):
-        value = _block(builder, value, sizes, f"{name}/block_{layer}", mask, f"{layer}" if cached else "")
+        value = _add_block(builder, value, sizes, f"{name}/block_{layer}", mask, f"{layer}" if cached else "")
     return builder.layer_norm(value, sizes.width, f"{name}/final_norm")
 
 
-def _block(builder: GraphBuilder, value: str, sizes: StackSizes, name: str, mask: str, cache: str) -> str:
-    """One block: attention and a two-layer perceptron, each normalised before and added to its input."""
+def _add_block(builder: GraphBuilder, value: str, sizes: StackSizes, name: str, mask: str, cache: str) -> str:
+    """Append a block: attention and a two-layer perceptron, each with a residual."""
     normed = builder.layer_norm(value, sizes.width, f"{name}/attention_norm")
-    attended = _attention(builder, normed, sizes, f"{name}/attention", mask, cache)
+    attended = _add_attention(builder, normed, sizes, f"{name}/attention", mask, cache)
     value = builder.node("Add", [value, attended], f"{name}/attention_residual")
     normed = builder.layer_norm(value, sizes.width, f"{name}/mlp_norm")
     hidden = builder.linear(normed, sizes.width, 4 * sizes.width, f"{name}/mlp/expand")
-    hidden = _gelu(builder, hidden, f"{name}/mlp/gelu")
+    hidden = _add_gelu(builder, hidden, f"{name}/mlp/gelu")
     hidden = builder.linear(hidden, 4 * sizes.width, sizes.width, f"{name}/mlp/contract")
     return builder.node("Add", [value, hidden], f"{name}/mlp_residual")
 
 
-def _attention(builder: GraphBuilder, value: str, sizes: StackSizes, name: str, mask: str, cache: str) -> str:
-    """Multi-head self-attention: [batch, tokens, width] to the same."""
-    query = _heads(builder, value, sizes, f"{name}/q", [0, 2, 1, 3])
-    key = _heads(builder, value, sizes, f"{name}/k", [0, 2, 1, 3] if cache else [0, 2, 3, 1])
-    content = _heads(builder, value, sizes, f"{name}/v", [0, 2, 1, 3])
+def _add_attention(builder: GraphBuilder, value: str, sizes: StackSizes, name: str, mask: str, cache: str) -> str:
+    """Append multi-head self-attention: [batch, tokens, width] to the same."""
+    query = _add_heads(builder, value, sizes, f"{name}/q", [0, 2, 1, 3])
+    key = _add_heads(builder, value, sizes, f"{name}/k", [0, 2, 1, 3] if cache else [0, 2, 3, 1])
+    content = _add_heads(builder, value, sizes, f"{name}/v", [0, 2, 1, 3])
     if cache:
         key = builder.node("Concat", [f"past.{cache}.key", key], f"present.{cache}.key", axis=2)
         content = builder.node("Concat", [f"past.{cache}.value", content], f"present.{cache}.value", axis=2)
@@ -73,17 +72,20 @@ def _attention(builder: GraphBuilder, value: str, sizes: StackSizes, name: str, 
     return builder.linear(mixed, sizes.width, sizes.width, f"{name}/out_proj")
 
 
-def _heads(builder: GraphBuilder, value: str, sizes: StackSizes, name: str, order: list[int]) -> str:
-    """Projection split into heads: [batch, tokens, width] to [batch, tokens, heads, -] put in `order`."""
+def _add_heads(builder: GraphBuilder, value: str, sizes: StackSizes, name: str, order: list[int]) -> str:
+    """Append a projection and split it into heads, with axes in `order`.
+
+    [batch, tokens, width] becomes [batch, tokens, heads, -] before the transposition.
+    """
     projected = builder.linear(value, sizes.width, sizes.width, f"{name}_proj")
-    # A zero copies the input's dimension, so that batch and tokens may both stay symbolic.
+    # A zero copies the dimension of the input, so that batch and tokens stay symbolic.
     shape = builder.integers(0, 0, sizes.heads, sizes.head_width)
     split = builder.node("Reshape", [projected, shape], f"{name}_split_heads")
     return builder.node("Transpose", [split], f"{name}_heads_first", perm=order)
 
 
-def _gelu(builder: GraphBuilder, value: str, name: str) -> str:
-    """Gaussian error linear unit spelled out in primitives: x * (1 + erf(x / sqrt(2))) / 2."""
+def _add_gelu(builder: GraphBuilder, value: str, name: str) -> str:
+    """Append a GELU in primitives: x * (1 + erf(x / sqrt(2))) / 2."""
     scaled = builder.node("Mul", [value, builder.scalar(0.5**0.5)], f"{name}/scale")
     error = builder.node("Erf", [scaled], f"{name}/erf")
     gate = builder.node("Add", [error, builder.scalar(1.0)], f"{name}/add_one")

@@ -1,4 +1,4 @@
-"""An example of a plugin: a placer that deals nodes out like cards, and a runtime that needs no threads."""
+"""An example plugin: a round-robin placer, and a runtime without threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from onnxplace.runtime import Event, Result
 
 @dataclass(frozen=True)
 class RoundRobin(Pass):
-    """Deal groups of nodes to the devices in turn, in topological order; groups that are pinned stay where they are."""
+    """Deal groups of nodes to the devices in turn, in topological order.
+
+    Pinned groups stay on their devices.
+    """
 
     name: ClassVar[str] = "round-robin"
     requires: ClassVar[tuple[type, ...]] = (Profile,)
@@ -29,22 +32,22 @@ class RoundRobin(Pass):
     """The device that gets the first group."""
 
     def run(self, state: State) -> State:
-        asked = placement_problem(state)
-        home, turn = asked.pinned.copy(), self.first
-        for group in asked.group[asked.graph.order].tolist():
-            if home[group] < 0:
-                home[group] = turn % len(state.target.devices)
-                turn += 1
-        device = home[asked.group].astype(np.int32)
-        order = asked.graph.order
-        return commit_placement(state, asked, device, asked.simulate(device, order).start_seconds, self.name)
+        problem = placement_problem(state)
+        device_of_group, next_device = problem.pinned.copy(), self.first
+        for group in problem.group[problem.graph.order].tolist():
+            if device_of_group[group] < 0:
+                device_of_group[group] = next_device % len(state.target.devices)
+                next_device += 1
+        device = device_of_group[problem.group].astype(np.int32)
+        order = problem.graph.order
+        return commit_placement(state, problem, device, problem.simulate(device, order).start_seconds, self.name)
 
 
 class OneThread(Runtime):
-    """Run all segments one after the other in the thread that asks, whatever device they were meant for."""
+    """Run all segments in order in the calling thread, on the CPU."""
 
     name: ClassVar[str] = "one-thread"
-    summary: ClassVar[str] = "run all segments one after the other, for finding faults"
+    summary: ClassVar[str] = "run all segments in order in one thread, for debugging"
 
     def open(self, bundle: Bundle, *, trace: bool = False) -> RuntimeSession:
         """Open every segment with ONNX Runtime on the CPU."""
@@ -65,7 +68,7 @@ class _Session(RuntimeSession):
         ]
 
     def submit(self, feeds: Mapping[str, Any], also: Collection[str] = ()) -> Future[Result]:
-        """Return a future that is done already; `also` names states, of which this runtime keeps none."""
+        """Return a future that is done; `also` names states, which this runtime does not keep."""
         if self._closed:
             raise ExecutionError("X901", "the session is closed")
         future: Future[Result] = Future()
@@ -76,13 +79,13 @@ class _Session(RuntimeSession):
         return future
 
     def close(self, timeout: float | None = None) -> None:
-        """Drop the sessions; nothing is ever under way."""
+        """Drop the sessions; no request is ever in flight."""
         self._closed, self._sessions = True, []
 
     def _run(self, feeds: Mapping[str, Any]) -> Result:
-        values, events, began = dict(feeds), [], time.perf_counter()
+        values, events, origin = dict(feeds), [], time.perf_counter()
         for segment, session in zip(self._manifest.segments, self._sessions):
-            start = time.perf_counter() - began
+            start = time.perf_counter() - origin
             try:
                 outputs = session.run(segment.outputs, {n: values[n] for n in segment.inputs if n in values})
             except Exception as problem:  # ONNX Runtime raises its own unrelated types
@@ -90,6 +93,6 @@ class _Session(RuntimeSession):
                     "X902", f"segment {segment.id} failed: {problem}", where=segment.device
                 ) from problem
             values.update(zip(segment.outputs, outputs))
-            events.append(Event(segment.device, "run", segment.id, start, time.perf_counter() - began))
-        found = {output.name: values[output.value] for output in self._manifest.outputs}
-        return Result(found, tuple(events), time.perf_counter() - began)
+            events.append(Event(segment.device, "run", segment.id, start, time.perf_counter() - origin))
+        outputs = {output.name: values[output.value] for output in self._manifest.outputs}
+        return Result(outputs, tuple(events), time.perf_counter() - origin)

@@ -1,4 +1,7 @@
-"""The command line. It parses, calls the library, prints; heavy imports wait until a command needs them."""
+"""The command line: it parses, calls the library and prints.
+
+Commands import heavy modules only when they run.
+"""
 
 from __future__ import annotations
 
@@ -17,49 +20,53 @@ import click
 from onnxplace.cli.bench import bench
 from onnxplace.cli.compile import compile as compile_
 from onnxplace.cli.devices import devices
-from onnxplace.cli.options import as_json, print_json, use_of
+from onnxplace.cli.options import as_json, print_json, suggest_command
 from onnxplace.cli.place import place
-from onnxplace.cli.run import run, verify
+from onnxplace.cli.run import run
+from onnxplace.cli.verify import verify
 from onnxplace.errors import ExecutionError, OnnxplaceError, UsageError, nearest
 from onnxplace.machine import stop_runs_on
 
-# Errors about a path that is no model, no bundle, no cost graph, and the command that would have taken one.
-MISTAKEN_PATHS = {"M001": "compile", "M002": "compile", "N001": "run", "D001": "place"}
+# Errors about paths that are not a model, a bundle or a cost graph, with the command that takes such a path.
+COMMANDS_BY_PATH_ERROR = {"M001": "compile", "M002": "compile", "N001": "run", "D001": "place"}
 
 
-class Commands(click.Group):
-    """The commands; for one that is not there, the nearest, which click itself offers only since version 8.4."""
+class CommandGroup(click.Group):
+    """The commands, with a hint at the nearest name.
+
+    click itself has that hint only since version 8.4.
+    """
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the name and the command that the first argument stands for, and the other arguments."""
+        """Return the name and command of the first argument, and the rest."""
         if args[0] in self.commands or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
         raise click.UsageError(f"No such command {args[0]!r}: {nearest(args[0], self.commands)}", ctx)
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="onnxplace")
 def cli() -> None:
-    """Split an ONNX model over several devices, and run the parts together.
+    """Split an ONNX model over several devices, and run it there.
 
     \b
     Begin with:  onnxplace compile model.onnx --devices cpu:0,cpu:1 --shape batch=8
                  onnxplace verify model.bundle
                  onnxplace run model.bundle --inputs feeds.npz --outputs out.npz
 
-    Exit codes: 0 done, 1 the answer is no, 2 bad usage or input, 3 infeasible (no placement fits), 4 a failure while
-    running, 130 or 143 interrupted. With --json, an error is printed on stdout as {"error": {code, message, where,
-    hint}} too; docs/errors.md lists the codes.
-    """  # noqa: D301 - to click, \b says that the lines are to be left as they are
+    Exit codes: 0 success, 1 a comparison failed, 2 bad usage or input, 3 infeasible (no placement fits), 4 a failure
+    while running, 130 or 143 interrupted. With --json, an error is also printed on stdout as {"error": {code,
+    message, where, hint}}; docs/errors.md lists the codes.
+    """  # noqa: D301 - \b tells click to keep the line breaks
 
 
 for command in (compile_, run, verify, bench, place, devices):
     cli.add_command(command)
 
 
-def vars_of(device: object) -> dict[str, Any]:
+def convert_to_dict(device: object) -> dict[str, Any]:
     """Return a frozen record as a plain dictionary."""
     from dataclasses import asdict
 
@@ -70,180 +77,192 @@ def vars_of(device: object) -> dict[str, Any]:
 @click.argument("name", required=False)
 @as_json
 def passes(name: str | None, json_: bool) -> None:
-    """List the passes, built in and plugged in; with NAME, show its options.
+    """List the passes, built in and from plugins.
 
-    Those called "placer" are for --placer, with options if need be: --placer 'auto{seed=1}'.
+    With NAME, show its options.
+    Passes marked "placer" are for --placer, which accepts options: --placer 'auto{seed=1}'.
     """
     _list_entries("passes", name, json_)
 
 
-@cli.command(short_help="List the runtimes; with a NAME, what it does.")
+@cli.command(short_help="List the runtimes; with a NAME, describe it.")
 @click.argument("name", required=False)
 @as_json
 def runtimes(name: str | None, json_: bool) -> None:
-    """List the runtimes, built in and plugged in, which `onnxplace run --runtime` takes; with NAME, what it does."""
+    """List the runtimes for `onnxplace run --runtime`; with NAME, describe it."""
     _list_entries("runtimes", name, json_)
 
 
 def _list_entries(kind: Any, name: str | None, json_: bool) -> None:
-    from onnxplace.cli.pass_help import pass_help
+    from onnxplace.cli.pass_help import format_pass_help
     from onnxplace.pipeline import find_plugin, list_entries
     from onnxplace.report import format_table
 
     if name:
-        found = find_plugin(kind, name)
-        click.echo(json.dumps({"name": name, **pass_help(found)[1]}) if json_ else pass_help(found)[0])
+        text, fields = format_pass_help(find_plugin(kind, name))
+        click.echo(json.dumps({"name": name, **fields}) if json_ else text)
         return
     known = list_entries(kind)
     if json_:
-        print_json({kind: [vars_of(entry) for entry in known.values()]})
+        print_json({kind: [convert_to_dict(entry) for entry in known.values()]})
     else:
         click.echo(format_table(("name", ""), [(entry.name, entry.summary) for entry in known.values()], left=2))
 
 
-TERMINATED = 143
+# As shells report a process that SIGTERM ended: 128 + 15.
+SIGTERM_EXIT_CODE = 143
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; nobody sees a traceback for their own mistake."""
+    """Run the command line and return its exit code.
+
+    Errors of the user show no traceback.
+    """
     json_ = "--json" in (sys.argv[1:] if arguments is None else arguments)
     stdout, stderr = sys.stdout, sys.stderr
     try:
         result = cli.main(args=arguments, standalone_mode=False)
         return result if isinstance(result, int) else 0
     except OnnxplaceError as problem:
-        if _signals:  # what it raised was swallowed, as in a callback of the compiler of loops, and led to this
-            return _tell_ended(_signals[0], json_)
-        return _tell(_with_use(problem), json_)
+        if _signals:  # its exception was swallowed, for example in a callback of numba, and led to this error
+            return _print_interruption(_signals[0], json_)
+        return _print_error(_add_path_hint(problem), json_)
     except click.ClickException as problem:
         with suppress(OSError):
             problem.show()
         context = getattr(problem, "ctx", None)
         command = context.command_path if context else "onnxplace"
-        told = UsageError("U000", problem.format_message(), where=command, hint=f"{command} --help")
-        return _tell(told, json_, shown=True)
+        error = UsageError("U000", problem.format_message(), where=command, hint=f"{command} --help")
+        return _print_error(error, json_, shown=True)
     except (KeyboardInterrupt, click.Abort):
-        return _tell_ended(_signals[0] if _signals else signal.SIGINT, json_)
-    except SystemExit as leaving:
-        if leaving.code == TERMINATED:
-            return _tell_ended(signal.SIGTERM, json_)
-        if sys.stdout is not stdout:  # click does that, and leaves with 1, where whoever read our output has gone
+        return _print_interruption(_signals[0] if _signals else signal.SIGINT, json_)
+    except SystemExit as request:
+        if request.code == SIGTERM_EXIT_CODE:
+            return _print_interruption(signal.SIGTERM, json_)
+        if sys.stdout is not stdout:  # click replaces it, and exits with 1, after a broken pipe
             sys.stdout, sys.stderr = stdout, stderr
-            _abandon_stdout()
+            _discard_stdout()
             return 0
-        return leaving.code if isinstance(leaving.code, int) else 4
+        return request.code if isinstance(request.code, int) else 4
     except MemoryError:
-        hint = "close other programs, or use a machine with more"
-        return _tell(ExecutionError("X010", "out of memory", hint=hint), json_)
+        hint = "close other programs, or use a machine with more memory"
+        return _print_error(ExecutionError("X010", "out of memory", hint=hint), json_)
     except BrokenPipeError:
-        _abandon_stdout()
+        _discard_stdout()
         return 0
     except OSError as problem:
         from onnxplace.utils import disk_error
 
         if any(frame.f_code is click.echo.__code__ for frame, _ in traceback.walk_tb(problem.__traceback__)):
-            return _tell(_lost_answer(problem), json_=False)
-        return _tell(disk_error(problem, str(problem.filename or "a file")), json_)
+            return _print_error(_make_output_error(problem), json_=False)
+        return _print_error(disk_error(problem, str(problem.filename or "a file")), json_)
 
 
-def _tell(problem: OnnxplaceError, json_: bool, shown: bool = False) -> int:
-    """Print an error on stderr, unless it was `shown` there, and as JSON on stdout; return the exit code.
+def _print_error(problem: OnnxplaceError, json_: bool, shown: bool = False) -> int:
+    """Print an error on stderr unless `shown`, and as JSON on stdout.
 
-    That is the error's own, or that of a failure if JSON was to be printed and cannot be.
+    Returns its exit code, or that of a failure if the JSON cannot be printed.
     """
     if not shown:
-        with suppress(OSError):  # the exit code still says what it was
+        with suppress(OSError):  # the exit code still tells the kind of error
             click.echo(str(problem), err=True)
     if json_:
         keys = ("code", "message", "where", "hint")
         try:
             print_json({"error": {key: getattr(problem, key) for key in keys}})
         except BrokenPipeError:
-            _abandon_stdout()
+            _discard_stdout()
         except OSError as cause:
-            return _tell(_lost_answer(cause), json_=False)
+            return _print_error(_make_output_error(cause), json_=False)
     return problem.exit_code
 
 
-def _tell_ended(number: int, json_: bool) -> int:
-    """Say that a signal ended the command; return its exit code."""
+def _print_interruption(number: int, json_: bool) -> int:
+    """Report that a signal ended the command; return its exit code."""
     message = "interrupted" if number == signal.SIGINT else "interrupted (SIGTERM)"
     with suppress(OSError):
         click.echo(f"{message}; nothing half-written was left", err=True)
-    _tell(ExecutionError("X011", message), json_, shown=True)
+    _print_error(ExecutionError("X011", message), json_, shown=True)
     return 128 + number
 
 
-def _lost_answer(problem: OSError) -> ExecutionError:
-    """Return the error for an answer that cannot be printed; what is left of it goes nowhere."""
+def _make_output_error(problem: OSError) -> ExecutionError:
+    """Return the error for output that cannot be printed; discard the rest."""
     from onnxplace.utils import disk_error
 
-    _abandon_stdout()
+    _discard_stdout()
     cause = disk_error(problem, "standard output")
-    return ExecutionError(cause.code, cause.message, where=cause.where, hint="the answer is lost: send it elsewhere")
+    return ExecutionError(
+        cause.code, cause.message, where=cause.where, hint="the output is lost: redirect it to a file on another disk"
+    )
 
 
-def _with_use(problem: OnnxplaceError) -> OnnxplaceError:
-    """Return an error about a path that is not what the command takes, with a hint at what it is good for, if known."""
-    if problem.code not in MISTAKEN_PATHS or not (hint := use_of(Path(problem.where), MISTAKEN_PATHS[problem.code])):
+def _add_path_hint(problem: OnnxplaceError) -> OnnxplaceError:
+    """Add a hint at the command that takes the path of an error."""
+    if problem.code not in COMMANDS_BY_PATH_ERROR or not (
+        hint := suggest_command(Path(problem.where), COMMANDS_BY_PATH_ERROR[problem.code])
+    ):
         return problem
     return type(problem)(problem.code, problem.message, where=problem.where, hint=hint)
 
 
-def _abandon_stdout() -> None:
-    """Send what is in the buffer of stdout nowhere, so that Python does not try to write it at its end."""
-    _abandon(sys.stdout)
+def _discard_stdout() -> None:
+    """Discard the buffer of stdout, which Python would write at its end."""
+    _redirect_to_null(sys.stdout)
 
 
-def _abandon(stream: TextIO) -> None:
+def _redirect_to_null(stream: TextIO) -> None:
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _tell_defect(defect: Exception) -> int:
-    """Say that something is our fault, unless a signal is what led to it; return the exit code."""
+def _print_defect(defect: Exception) -> int:
+    """Report a defect of onnxplace, unless a signal caused it.
+
+    Return the exit code.
+    """
     json_ = "--json" in sys.argv[1:]
     if _signals:
-        return _tell_ended(_signals[0], json_)
+        return _print_interruption(_signals[0], json_)
     with suppress(OSError):
         traceback.print_exc()
         click.echo("this is a defect of onnxplace, please report it", err=True)
-    told = ExecutionError("X012", f"{type(defect).__name__}: {defect}", hint="this is a defect, please report it")
-    return _tell(told, json_, shown=True)
+    error = ExecutionError("X012", f"{type(defect).__name__}: {defect}", hint="this is a defect, please report it")
+    return _print_error(error, json_, shown=True)
 
 
-# Signals that came to end the command, in case that what they raise gets lost.
+# Signals that should end the command: libraries may swallow the exceptions that they raise.
 _signals: list[int] = []
 
 
-def _end(number: int, _: object) -> None:
+def _handle_signal(number: int, _: object) -> None:
     _signals.append(number)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
-    sys.exit(TERMINATED)
+    sys.exit(SIGTERM_EXIT_CODE)
 
 
 def entry() -> None:
-    """Console script. A request to terminate unwinds like Ctrl-C, so that nothing is left behind."""
-    for name in ("stdout", "stderr"):  # closed by the user (`>&-`), which not every click expects
+    """Run the console script; SIGTERM unwinds like Ctrl-C, and leaves no files."""
+    for name in ("stdout", "stderr"):  # closed by the user (`>&-`); some versions of click fail then
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
-    stop_runs_on(_end)
-    signal.signal(signal.SIGTERM, _end)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is to be ignored, as by `nohup`
-        signal.signal(signal.SIGINT, _end)
+    stop_runs_on(_handle_signal)
+    signal.signal(signal.SIGTERM, _handle_signal)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise it is ignored, for example by `nohup`
+        signal.signal(signal.SIGINT, _handle_signal)
     try:
         code = main()
-    except Exception as defect:  # noqa: BLE001 - Python's own exit code for it is 1, which means that the answer is no
-        code = _tell_defect(defect)
+    except Exception as defect:  # noqa: BLE001 - Python's own exit code for it is 1, which means a failed comparison
+        code = _print_defect(defect)
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        _abandon_stdout()
+        _discard_stdout()
     except OSError as problem:
-        code = _tell(_lost_answer(problem), json_=False)
+        code = _print_error(_make_output_error(problem), json_=False)
     try:
         sys.stderr.flush()
     except OSError:
-        _abandon(sys.stderr)
+        _redirect_to_null(sys.stderr)
     sys.exit(code)

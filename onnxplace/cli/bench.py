@@ -1,4 +1,4 @@
-"""`onnxplace bench`."""
+"""The command `onnxplace bench`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from onnxplace.cli.options import (
     against_option,
     as_json,
     inputs_option,
+    note_core_shortage,
     parse_shape,
     print_json,
-    progress,
     say,
-    say_too_few_cores,
     seed_option,
     shape_option,
+    show_progress,
     with_operator_libraries,
 )
 from onnxplace.errors import UsageError
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from onnxplace.errors import Diagnostic
     from onnxplace.evaluation import DeviceUsage, StepInputs, Timings
 
+# Rounds that fill caches and are not counted.
 WARM_UPS = 2
-# Rounds to find out what each device does; more make little difference to medians of parts of a step.
+# Rounds with traces; more of them hardly change the medians of parts of a step.
 MAX_TRACED = 20
 
 
@@ -45,15 +46,16 @@ MAX_TRACED = 20
 )
 @click.option(
     "--in-flight", default=1, show_default=True, type=click.IntRange(1), metavar="N",
-    help="Also time a result when N requests are under way at a time.",
+    help="Also time a result with N requests in flight.",
 )  # fmt: skip
-@click.option("--no-memory", is_flag=True, help="Do not measure memory, which takes a process for each device.")
+@click.option("--no-memory", is_flag=True, help="Do not measure memory, which needs a process for each device.")
 @click.option("--max-ratio", type=float, metavar="R", help="Exit 1 if the bundle takes more than R times the model.")
 @seed_option
 @with_operator_libraries
 @as_json
 def bench(
     bundle: Path,
+    *,
     against: Path | None,
     inputs: Path | None,
     shape: str,
@@ -64,40 +66,47 @@ def bench(
     seed: int,
     json_: bool,
 ) -> None:
-    """Show what was predicted for BUNDLE beside what is measured: steps, devices, links, memory.
+    """Compare predictions for BUNDLE with measurements: steps, devices, links, memory.
 
-    Steps are timed beside one session with all cores and one session on a single device's cores, in turn; all carry
-    states on, the plain sessions as arrays, the way one does it by hand. Then a few steps with the first one's inputs
-    show how long each device is busy, and what crosses; processes of their own, what each device holds at most.
+    The bundle, one session with all cores, and one session with the cores of a single device take turns. All carry
+    states on, plain sessions as arrays. Then a few traced steps show busy times and transfers. Separate processes show
+    the peak memory of each device.
     """
     from onnxplace.api import load
     from onnxplace.evaluation import choose_step_inputs, measure_usage
 
     opened = load(bundle)
-    say_too_few_cores(opened)
+    note_core_shortage(opened)
     if in_flight > 1 and opened.manifest.states:
         raise UsageError(
-            "U013", "requests that hand their states on follow one another", where="--in-flight", hint="leave it out"
+            "U013",
+            "requests with states follow one another, so only one is in flight",
+            where="--in-flight",
+            hint="omit it",
         )
     steps = choose_step_inputs(opened, inputs, parse_shape(shape), seed)
-    with progress(json_, "timing steps") as observer:
-        times = _timed(opened, against, steps, repeat, in_flight)
-        found = measure_usage(opened, steps.first, min(repeat, MAX_TRACED), not no_memory, observer)
+    with show_progress(json_, "timing steps") as observer:
+        times = _time_steps(opened, against, steps, repeat, in_flight)
+        usage = measure_usage(opened, steps.first, min(repeat, MAX_TRACED), not no_memory, observer)
     ratio = times["bundle"].median_seconds / times["model"].median_seconds
-    say([*_other_sizes(opened, steps.first), *found.notes])
-    with suppress(BrokenPipeError):  # the exit code is an answer too
+    say([*_report_other_sizes(opened, steps.first), *usage.notes])
+    with suppress(BrokenPipeError):  # the exit code still tells the result
         if json_:
-            print_json(_bench_json(opened, times, found))
+            print_json(_build_json(opened, times, usage))
         else:
-            click.echo(bench_summary(opened, times, found))
+            click.echo(format_summary(opened, times, usage))
     if max_ratio is not None and ratio > max_ratio:
         with suppress(OSError):
-            click.echo(f"the bundle takes {ratio:.3f} times the model, more than {max_ratio}", err=True)
+            click.echo(
+                f"the bundle takes {ratio:.3f} times as long as the model, expected at most {max_ratio}", err=True
+            )
         raise SystemExit(1)
 
 
-def _timed(bundle: Bundle, against: Path | None, steps: StepInputs, repeat: int, in_flight: int) -> dict[str, Timings]:
-    """Return how long the bundle and the plain sessions take; all are closed again then."""
+def _time_steps(
+    bundle: Bundle, against: Path | None, steps: StepInputs, repeat: int, in_flight: int
+) -> dict[str, Timings]:
+    """Time the bundle and the plain sessions in turn."""
     from onnxplace.api import InferenceSession
     from onnxplace.evaluation import StateCarrier, open_reference, time_in_turns
     from onnxplace.machine import available_cores
@@ -115,49 +124,49 @@ def _timed(bundle: Bundle, against: Path | None, steps: StepInputs, repeat: int,
     feeds = [steps.feeds(number) for number in range(repeat + WARM_UPS)]
     with InferenceSession(bundle) as session:
         calls: dict[str, Callable[[Any], object]] = {
-            "bundle": lambda given: session.run(None, given),
+            "bundle": lambda arrays: session.run(None, arrays),
             "model": whole,
             "one_device": one,
         }
         if in_flight > 1:
-            calls["in_flight"] = lambda given: [
-                run.result() for run in [session.submit(given) for _ in range(in_flight)]
+            calls["in_flight"] = lambda arrays: [
+                run.result() for run in [session.submit(arrays) for _ in range(in_flight)]
             ]
         with steps.explained(1):
-            times = time_in_turns({name: _in_turn(call, feeds) for name, call in calls.items()}, repeat, WARM_UPS)
+            times = time_in_turns({name: _iterate_feeds(call, feeds) for name, call in calls.items()}, repeat, WARM_UPS)
     if in_flight > 1:
         times["in_flight"] = times["in_flight"].per(in_flight)
     return times
 
 
-def _in_turn(call: Callable[[Any], object], feeds: Sequence[Any]) -> Callable[[], object]:
-    """Return a function that calls with the next of `feeds` each time."""
-    left = iter(feeds)
-    return lambda: call(next(left))
+def _iterate_feeds(call: Callable[[Any], object], feeds: Sequence[Any]) -> Callable[[], object]:
+    """Return a function that passes the next of `feeds` to `call`."""
+    remaining = iter(feeds)
+    return lambda: call(next(remaining))
 
 
-def _other_sizes(bundle: Bundle, feeds: Mapping[str, Any]) -> list[Diagnostic]:
-    """Say so if inputs have other sizes than those for which the bundle was compiled, as predictions are for these."""
+def _report_other_sizes(bundle: Bundle, feeds: Mapping[str, Any]) -> list[Diagnostic]:
+    """Return a note if inputs have other sizes than the compiled ones."""
     from onnxplace.errors import Diagnostic
     from onnxplace.feeds import dimension_keys
 
     compiled = bundle.manifest.dimensions
-    here = {
+    changed = {
         key: size
         for item in bundle.inputs
         if item.shape is not None and item.name in feeds and item.dtype.startswith("tensor(")
         for (key, fixed), size in zip(dimension_keys(item), feeds[item.name].shape)
         if fixed is None and compiled.get(key, size) != size
     }
-    if not here:
+    if not changed:
         return []
-    these, those = (", ".join(f"{key}={sizes[key]}" for key in here) for sizes in (here, compiled))
-    message = f"predictions are for {those}, and the inputs have {these}"
+    actual, predicted = (", ".join(f"{key}={sizes[key]}" for key in changed) for sizes in (changed, compiled))
+    message = f"predictions are for {predicted}, and the inputs have {actual}"
     hint = "compile again with --shape to compare them"
     return [Diagnostic("F008", message, where=bundle.manifest.model, hint=hint)]
 
 
-def _bench_json(bundle: Bundle, times: Mapping[str, Timings], found: DeviceUsage) -> dict[str, Any]:
+def _build_json(bundle: Bundle, times: Mapping[str, Timings], usage: DeviceUsage) -> dict[str, Any]:
     predicted, median = bundle.manifest.predicted, times["bundle"].median_seconds
     return {
         **{name: vars(item) for name, item in times.items()},
@@ -166,20 +175,23 @@ def _bench_json(bundle: Bundle, times: Mapping[str, Timings], found: DeviceUsage
         "predicted_seconds": predicted.step_seconds,
         "predicted_interval_seconds": predicted.interval_seconds,
         "predicted_one_device_seconds": predicted.single_device_seconds,
-        "devices": [asdict(device) for device in found.devices],
-        "links": [asdict(link) for link in found.links],
-        "process": asdict(found.process),
+        "devices": [asdict(device) for device in usage.devices],
+        "links": [asdict(link) for link in usage.links],
+        "process": asdict(usage.process),
     }
 
 
-def bench_summary(bundle: Bundle, times: Mapping[str, Timings], found: DeviceUsage) -> str:
-    """Return measured figures beside predicted ones, on one screen."""
-    blocks = [_step_table(bundle, times), _device_table(found)]
-    return "\n\n".join([*blocks, _link_table(found)] if found.links else blocks)
+def format_summary(bundle: Bundle, times: Mapping[str, Timings], usage: DeviceUsage) -> str:
+    """Compare measured with predicted figures, on one screen."""
+    tables = [_format_steps(bundle, times), _format_devices(usage)]
+    return "\n\n".join([*tables, _format_links(usage)] if usage.links else tables)
 
 
-def _step_table(bundle: Bundle, times: Mapping[str, Timings]) -> str:
-    """Return a table of steps, with the honest row: one session with all cores."""
+def _format_steps(bundle: Bundle, times: Mapping[str, Timings]) -> str:
+    """Return a table of steps.
+
+    The baseline is one session with all cores.
+    """
     from onnxplace.report import format_milliseconds, format_table
 
     predicted = bundle.manifest.predicted
@@ -191,7 +203,7 @@ def _step_table(bundle: Bundle, times: Mapping[str, Timings]) -> str:
         "one_device": "one session, one device's cores",
         "model": "one session, all cores",
     }
-    guesses = {
+    predictions = {
         "bundle": format_milliseconds(predicted.step_seconds),
         "one_device": format_milliseconds(predicted.single_device_seconds),
         "in_flight": format_milliseconds(predicted.interval_seconds),
@@ -201,7 +213,7 @@ def _step_table(bundle: Bundle, times: Mapping[str, Timings]) -> str:
             labels[name],
             format_milliseconds(times[name].median_seconds),
             format_milliseconds(times[name].p90_seconds),
-            guesses.get(name, "-"),
+            predictions.get(name, "-"),
             f"{times[name].median_seconds / base:.2f}x",
         )
         for name in labels
@@ -210,49 +222,49 @@ def _step_table(bundle: Bundle, times: Mapping[str, Timings]) -> str:
     return format_table(("", "median", "p90", "predicted", "/ all cores"), rows)
 
 
-def _device_table(found: DeviceUsage) -> str:
-    """Return a table of busy times and memory, with rows for the process of which CPU devices are parts."""
+def _format_devices(usage: DeviceUsage) -> str:
+    """Return a table of busy times and memory, with the whole process."""
     from onnxplace.report import format_milliseconds, format_table
 
-    process = found.process
+    process = usage.process
     rows = [
         (
             device.id,
             format_milliseconds(device.busy_seconds),
             format_milliseconds(device.predicted_busy_seconds),
-            _amount(device.peak_bytes),
-            _amount(device.predicted_peak_bytes),
+            _format_size(device.peak_bytes),
+            _format_size(device.predicted_peak_bytes),
         )
-        for device in found.devices
+        for device in usage.devices
     ]
-    for what, taken, predicted in (
+    for phase, measured, predicted in (
         ("opening", process.opening_bytes, process.predicted_opening_bytes),
         ("running", process.running_bytes, process.predicted_running_bytes),
     ):
-        rows.append((f"process, {what}", "-", "-", _amount(taken), _amount(predicted)))
+        rows.append((f"process, {phase}", "-", "-", _format_size(measured), _format_size(predicted)))
     return format_table(("", "busy", "predicted", "process peak", "predicted"), rows)
 
 
-def _link_table(found: DeviceUsage) -> str:
-    """Return a table of what crosses between devices in one step."""
+def _format_links(usage: DeviceUsage) -> str:
+    """Return a table of transfers between devices in one step."""
     from onnxplace.report import format_milliseconds, format_table
 
     rows = [
         (
             f"{link.source} -> {link.destination}",
             str(link.values),
-            _amount(link.bytes),
-            _amount(link.predicted_bytes),
+            _format_size(link.bytes),
+            _format_size(link.predicted_bytes),
             format_milliseconds(link.seconds),
             format_milliseconds(link.predicted_seconds),
         )
-        for link in found.links
+        for link in usage.links
     ]
     return format_table(("", "values", "size", "predicted", "time", "predicted"), rows)
 
 
-def _amount(size: int | None) -> str:
-    """Return an amount of memory as people read it, or a dash where it is not known."""
+def _format_size(size: int | None) -> str:
+    """Format an amount of memory; a dash if it is unknown."""
     from onnxplace.report import format_bytes
 
     return "-" if size is None else format_bytes(size)

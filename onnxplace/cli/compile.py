@@ -1,4 +1,4 @@
-"""`onnxplace compile`."""
+"""The command `onnxplace compile`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from onnxplace.cli.options import (
     objective_option,
     parse_shape,
     print_json,
-    progress,
     say,
     seed_option,
     shape_option,
+    show_progress,
     tell_of_compiling,
     with_operator_libraries,
 )
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
     "--output",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Where the bundle goes  [default: MODEL, ending in .bundle]",
+    help="The folder of the bundle  [default: MODEL, ending in .bundle]",
 )
-@click.option("--devices", metavar="cuda:0,cpu:0", help="Default: every GPU found, else cpu:0,cpu:1.")
+@click.option("--devices", metavar="cuda:0,cpu:0", help="Default: all GPUs, else cpu:0,cpu:1.")
 @click.option(
     "--target",
     type=click.Path(path_type=Path),
     metavar="F.toml",
-    help="Devices and links from a file, of a machine that may be elsewhere (docs/target.md).",
+    help="Devices and links from a file, of this or another machine (docs/target.md).",
 )
 @click.option(
     "--max-memory",
     metavar="16GiB",
-    help="What each device may hold; or cuda:0=16GiB,cpu:0=64GiB  [default: what is free, less a tenth]",
+    help="Limit of each device; or cuda:0=16GiB,cpu:0=64GiB  [default: 90 % of the free memory]",
 )
 @shape_option
 @inputs_option
@@ -58,9 +58,11 @@ if TYPE_CHECKING:
     help="Keep output OUT on its device as input IN of the next call; 'present.*=past.*' for many; may be repeated.",
 )
 @click.option("--costs", type=click.Path(path_type=Path), metavar="F", help="Costs measured elsewhere: JSON or CSV.")
-@click.option("--save-costs", type=click.Path(path_type=Path), metavar="F", help="Write the costs there: JSON or CSV.")
-@click.option("--no-cache", is_flag=True, help="Measure, whatever was measured before.")
-@click.option("--no-trial", is_flag=True, help="Do not run the bundle once it is compiled.")
+@click.option(
+    "--save-costs", type=click.Path(path_type=Path), metavar="F", help="Write the costs to a file: JSON or CSV."
+)
+@click.option("--no-cache", is_flag=True, help="Measure all costs anew.")
+@click.option("--no-trial", is_flag=True, help="Do not run the compiled bundle.")
 @click.option("--placer", metavar="NAME", help="`onnxplace passes` lists them  [default: auto]")
 @objective_option
 @budget_option
@@ -71,21 +73,22 @@ if TYPE_CHECKING:
     "--device-map",
     type=click.Path(path_type=Path),
     metavar="F.json",
-    help='Your own placement: {"encoder.*": "cpu:0"}.',
+    help='Your placement: {"encoder.*": "cpu:0"}.',
 )
 @click.option(
-    "--colocate", multiple=True, metavar="REGEX", help="Nodes whose names match share a device; may be repeated."
+    "--colocate", multiple=True, metavar="REGEX", help="Nodes with matching names share a device; may be repeated."
 )
 @seed_option
-@click.option("--strict", is_flag=True, help="Fail instead of leaving a requested device unused.")
+@click.option("--strict", is_flag=True, help="Fail if a requested device is idle.")
 @click.option(
-    "--link-weights", is_flag=True, help="Leave the weights in the model's own files, beside which DIR must be."
+    "--link-weights", is_flag=True, help="Leave the weights in the model's own files; DIR must be next to them."
 )
 @click.option("--force", is_flag=True, help="Replace the bundle if it exists.")
 @with_operator_libraries
 @as_json
 def compile(  # noqa: A001
     model: Path,
+    *,
     json_: bool,
     target: Path | None,
     shape: str,
@@ -96,7 +99,10 @@ def compile(  # noqa: A001
     no_trial: bool,
     **options: Any,
 ) -> None:
-    """Profile MODEL (a .onnx file), place it, split it, and write a bundle: a folder that `onnxplace run` takes."""
+    """Profile, place and split MODEL (a .onnx file); write a bundle.
+
+    A bundle is a folder that `onnxplace run` takes.
+    """
     from onnxplace.driver import compile_model
     from onnxplace.feeds import read_npz
     from onnxplace.target import read_target
@@ -104,7 +110,7 @@ def compile(  # noqa: A001
     if os.path.isdir(model):
         raise ModelError("M001", "it cannot be read: it is a folder (directory), not a model", where=str(model))
     tell_of_compiling(json_)
-    with progress(json_, "reading the model") as observer:
+    with show_progress(json_, "reading the model") as observer:
         compiled = compile_model(
             model,
             target=read_target(target) if target else None,
@@ -119,7 +125,7 @@ def compile(  # noqa: A001
         )
     say(compiled.diagnostics)
     if json_:
-        print_json(_compiled_json(compiled))
+        print_json(_build_json(compiled))
     else:
         from onnxplace.report import compile_summary
 
@@ -128,7 +134,7 @@ def compile(  # noqa: A001
             click.echo(f"costs: {options['save_costs']}")
 
 
-def _compiled_json(compiled: Compiled) -> dict[str, Any]:
+def _build_json(compiled: Compiled) -> dict[str, Any]:
     manifest = compiled.bundle.manifest
     return {
         "bundle": str(compiled.bundle.path),
@@ -137,7 +143,7 @@ def _compiled_json(compiled: Compiled) -> dict[str, Any]:
         "pipeline": compiled.pipeline,
         "predicted": manifest.predicted.model_dump(),
         "trial": manifest.trial.model_dump() if manifest.trial else None,
-        "repeats": [found.model_dump() for found in manifest.repeats],
+        "repeats": [repeat.model_dump() for repeat in manifest.repeats],
         "devices": [device.model_dump() for device in manifest.devices],
         "segments": len(manifest.segments),
         "transfers": manifest.transfers,

@@ -1,127 +1,128 @@
-"""`onnxplace devices`."""
+"""The command `onnxplace devices`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-from onnxplace.report import format_bytes, format_table
-
-if TYPE_CHECKING:
-    from onnxplace.target import Target
-
 import datetime
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from onnxplace._version import __version__
-from onnxplace.cli.options import as_json, print_json, progress
+from onnxplace.cli.options import as_json, print_json, show_progress
 from onnxplace.errors import UsageError, counted
+from onnxplace.report import format_bytes, format_table
 
 if TYPE_CHECKING:
     from onnxplace.calibration import Calibration, LinkMeasurement
+    from onnxplace.target import Target
 
 
 @click.command()
-@click.option("--devices", metavar="cuda:0,cpu:0", help="Default: every GPU found, else cpu:0,cpu:1.")
-@click.option("--calibrate", is_flag=True, help="Measure links, the cost of calls, and what devices share.")
-@click.option("--sizes", metavar="1,4KiB,64MiB", help="Sizes of the values that cross  [default: 1 B to 256 MiB]")
-@click.option("--seconds", type=float, help="About how long to measure  [default: 30]")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="F.toml", help="Write the target there.")
+@click.option("--devices", metavar="cuda:0,cpu:0", help="Default: all GPUs, else cpu:0,cpu:1.")
+@click.option("--calibrate", is_flag=True, help="Measure links, calls and shared resources.")
+@click.option("--sizes", metavar="1,4KiB,64MiB", help="Sizes of transferred values  [default: 1 B to 256 MiB]")
+@click.option("--seconds", type=float, help="Approximate time to measure  [default: 30]")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="F.toml", help="Write the target to a file.")
 @as_json
 def devices(
     devices: str | None, calibrate: bool, sizes: str | None, seconds: float | None, output: Path | None, json_: bool
 ) -> None:
-    """Show what is here and what ONNX Runtime can use of it; write it to a target file, measured if asked to."""
-    from onnxplace.cli.devices import devices_summary
+    """Show the devices of this machine that ONNX Runtime can use.
+
+    With -o, write them to a target file; with --calibrate, measure them first.
+    """
     from onnxplace.machine import describe_machine, local_target, measurement_cache
-    from onnxplace.report import format_bytes
     from onnxplace.target import format_target
     from onnxplace.utils import require_place, write_file
 
     if (sizes or seconds is not None) and not calibrate:
-        raise UsageError("U014", "--sizes and --seconds say how to measure", hint="add --calibrate")
+        raise UsageError("U014", "--sizes and --seconds are options of --calibrate", hint="add --calibrate")
     if output:
         require_place(output)
     default = local_target(devices)
-    measured = _calibrated(default, sizes, seconds, json_) if calibrate else None
-    target = measured.target if measured else default.with_all_links()
-    about, kept = describe_machine(), measurement_cache.contents()
+    calibration = _calibrate(default, sizes, seconds, json_) if calibrate else None
+    target = calibration.target if calibration else default.with_all_links()
+    about, cache = describe_machine(), measurement_cache.contents()
     if output:
-        text = f"{_heading(about, measurement_cache.processor(), measured is not None)}\n{format_target(target)}"
+        text = (
+            f"{_format_heading(about, measurement_cache.processor(), calibration is not None)}\n{format_target(target)}"
+        )
         write_file(output, lambda stream: stream.write(text.encode()))
     if json_:
-        about["cost_cache"] = {"folder": str(kept.folder), "files": kept.files, "bytes": kept.size_bytes}
-        found = {"calibration": _calibration_json(measured)} if measured else {}
+        about["cost_cache"] = {"folder": str(cache.folder), "files": cache.files, "bytes": cache.size_bytes}
+        measured = {"calibration": _build_calibration_json(calibration)} if calibration else {}
         written = {"output": str(output)} if output else {}
-        print_json({**about, "default": [asdict(device) for device in default.devices], **found, **written})
+        print_json({**about, "default": [asdict(device) for device in default.devices], **measured, **written})
         return
-    click.echo(devices_summary(about, default))
-    click.echo(f"kept costs: {counted(kept.files, 'file')}, {format_bytes(kept.size_bytes)}, in {kept.folder}")
-    if measured:
-        click.echo(f"\n{calibration_summary(measured)}")
+    click.echo(format_devices(about, default))
+    click.echo(f"cached costs: {counted(cache.files, 'file')}, {format_bytes(cache.size_bytes)}, in {cache.folder}")
+    if calibration:
+        click.echo(f"\n{format_calibration(calibration)}")
         if not output:
-            click.echo("to compile with these figures, write them to a file with -o, and name it as --target", err=True)
+            click.echo("to compile with these figures, write them to a file with -o, and pass it to --target", err=True)
     if output:
         click.echo(f"target: {output}")
 
 
-def _heading(about: Mapping[str, Any], processor: str, measured: bool) -> str:
-    """Return a target file's first lines, which are comments: what machine it is of, and where its figures are from."""
+def _format_heading(about: Mapping[str, Any], processor: str, measured: bool) -> str:
+    """Return the comments on top of a target file: machine and source."""
     name = json.loads(processor).get("model name", "processor unknown") if processor.startswith("{") else processor
     parts = [name, f"{len(about['host']['cores'])} cores", *[f"{gpu['id']} {gpu['name']}" for gpu in about["gpus"]]]
-    how = "measured by devices --calibrate" if measured else "links and calls by default, not measured"
-    by = f"onnxplace {__version__}, onnxruntime {about['onnxruntime']}"
-    lines = (f"machine: {', '.join(parts)}", f"{how}: {datetime.date.today()}, {by}")
+    source = "measured by devices --calibrate" if measured else "links and calls by default, not measured"
+    versions = f"onnxplace {__version__}, onnxruntime {about['onnxruntime']}"
+    lines = (f"machine: {', '.join(parts)}", f"{source}: {datetime.date.today()}, {versions}")
     return "\n".join(f"# {' '.join(line.split())}" for line in lines)
 
 
-def _calibrated(target: Any, sizes: str | None, seconds: float | None, quiet: bool) -> Calibration:
+def _calibrate(target: Any, sizes: str | None, seconds: float | None, quiet: bool) -> Calibration:
     from onnxplace.calibration import DEFAULT_SECONDS, TRANSFER_SIZES_BYTES, calibrate
     from onnxplace.target import parse_bytes
 
-    asked = [parse_bytes(text) for text in sizes.split(",")] if sizes else TRANSFER_SIZES_BYTES
-    with progress(quiet, "measuring") as observer:
+    sizes_bytes = [parse_bytes(text) for text in sizes.split(",")] if sizes else TRANSFER_SIZES_BYTES
+    with show_progress(quiet, "measuring") as observer:
         return calibrate(
-            target, sizes=asked, seconds=DEFAULT_SECONDS if seconds is None else seconds, observer=observer
+            target, sizes=sizes_bytes, seconds=DEFAULT_SECONDS if seconds is None else seconds, observer=observer
         )
 
 
-def _calibration_json(measured: Calibration) -> dict[str, Any]:
+def _build_calibration_json(measured: Calibration) -> dict[str, Any]:
     return {
         "seconds": measured.seconds,
         "link_model": measured.target.link_model,
-        "links": [_link_json(link) for link in measured.links],
-        "devices": [_calls_json(measured, device) for device in measured.calls],
+        "links": [_build_link_json(link) for link in measured.links],
+        "devices": [_build_calls_json(measured, device) for device in measured.calls],
         "shared": [
-            {"devices": list(measured.together), **{what: asdict(found) for what, found in vars(slower).items()}}
+            {"devices": list(measured.together), **{name: asdict(item) for name, item in vars(slower).items()}}
             for slower in ([measured.at_once] if measured.at_once else [])
         ],
         "notes": list(measured.notes),
     }
 
 
-def _calls_json(measured: Calibration, device: str) -> dict[str, Any]:
-    """Return what a segment of a device costs, by the names in target files, and what that was made of."""
+def _build_calls_json(measured: Calibration, device: str) -> dict[str, Any]:
+    """Return the costs of a segment on a device, and their parts.
+
+    The keys are those of target files.
+    """
     from onnxplace.target import SEGMENT_OVERHEAD_SECONDS
 
-    calls, there = measured.calls[device], measured.target.devices[measured.target.position(device)]
+    calls, costs = measured.calls[device], measured.target.devices[measured.target.position(device)]
     return {
         "id": device,
-        "segment_seconds": there.segment_seconds,
+        "segment_seconds": costs.segment_seconds,
         "call_seconds": calls.segment_seconds,
         "assumed_apart_seconds": SEGMENT_OVERHEAD_SECONDS,
-        "input_seconds": there.input_seconds,
-        "output_seconds": there.output_seconds,
+        "input_seconds": costs.input_seconds,
+        "output_seconds": costs.output_seconds,
         "copied_seconds": calls.copied_seconds,
     }
 
 
-def _link_json(measured: LinkMeasurement) -> dict[str, Any]:
+def _build_link_json(measured: LinkMeasurement) -> dict[str, Any]:
     points = [{**asdict(point), "calm_samples": measured.calm_samples[point.bytes]} for point in measured.fit.points]
     return {
         **asdict(measured.link),
@@ -132,12 +133,13 @@ def _link_json(measured: LinkMeasurement) -> dict[str, Any]:
     }
 
 
-def calibration_summary(measured: Calibration) -> str:
-    """Return what was measured, on one screen: links with the fit beside each size, calls, devices at once."""
-    from onnxplace.report import format_table
+def format_calibration(measured: Calibration) -> str:
+    """Return a calibration on one screen: links with their fits, calls, contention."""
     from onnxplace.target import SEGMENT_OVERHEAD_SECONDS
 
-    blocks = [_link_table(link) for link in measured.links if not (link.symmetric and _is_second(link, measured))]
+    blocks = [
+        _format_link(link) for link in measured.links if not (link.symmetric and _is_return_direction(link, measured))
+    ]
     calls = [
         (
             device.id,
@@ -158,20 +160,19 @@ def calibration_summary(measured: Calibration) -> str:
     blocks.append(format_table(header, calls))
     if measured.at_once:
         rows = [
-            (what, f"{slower.factor:.2f}x" if slower.seen else "not seen")
-            for what, slower in vars(measured.at_once).items()
+            (name, f"{slower.factor:.2f}x" if slower.seen else "not seen")
+            for name, slower in vars(measured.at_once).items()
         ]
         blocks.append(format_table((f"{', '.join(measured.together)} at once", "slower"), rows))
     return "\n\n".join([*blocks, *[f"note: {note}" for note in measured.notes]])
 
 
-def _is_second(link: LinkMeasurement, measured: Calibration) -> bool:
+def _is_return_direction(link: LinkMeasurement, measured: Calibration) -> bool:
     ends = (link.link.destination, link.link.source)
     return any((m.link.source, m.link.destination) == ends for m in measured.links[: measured.links.index(link)])
 
 
-def _link_table(measured: LinkMeasurement) -> str:
-    from onnxplace.report import format_table
+def _format_link(measured: LinkMeasurement) -> str:
 
     link, arrow = measured.link, "<->" if measured.symmetric else "->"
     rows = [
@@ -191,8 +192,8 @@ def _link_table(measured: LinkMeasurement) -> str:
     return f"{title}\n{format_table(('bytes', 'measured us', 'fit us', 'error', ''), rows, left=0)}"
 
 
-def devices_summary(about: Mapping[str, Any], target: Target) -> str:
-    """Return what `machine.describe` found, and the devices that are used by default."""
+def format_devices(about: Mapping[str, Any], target: Target) -> str:
+    """Return the hardware of this machine, and the default devices."""
     host = about["host"]
     lines = [
         f"host: {len(host['cores'])} cores, {format_bytes(host['available_memory_bytes'])} available; "

@@ -1,4 +1,4 @@
-"""What several commands take and print."""
+"""Options, checks and output that several commands share."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
     from onnxplace.errors import Diagnostic
 
-# Of the size of a dimension; which sizes a model takes is checked with the model.
+# Digits of a size: any int64. The model limits sizes further.
 MAX_DIGITS = 18
 
 as_json = click.option("--json", "json_", is_flag=True, help="Print one JSON object on stdout, also for an error.")
 against_option = click.option(
-    "--against", type=click.Path(path_type=Path), metavar="MODEL", help="Default: the bundle's own uncut copy."
+    "--against", type=click.Path(path_type=Path), metavar="MODEL", help="Default: the unsplit model in the bundle."
 )
 inputs_option = click.option(
     "--inputs", type=click.Path(path_type=Path), metavar="F.npz", help="Real inputs by name, from numpy.savez."
@@ -35,25 +35,28 @@ runtime_option = click.option(
 seed_option = click.option(
     "--seed",
     default=0,
-    callback=lambda *said: _seed(said[-1]),
+    callback=lambda *arguments: _check_seed(arguments[-1]),
     show_default=True,
-    help="For whatever is drawn at random.",
+    help="Seed of all random numbers.",
 )
 objective_option = click.option(
     "--objective",
     type=click.Choice(["latency", "throughput", "fit"]),
     default="latency",
     show_default=True,
-    help="Least time for one step, most steps a second, or least traffic such that everything fits.",
+    help="Least step time, most steps per second, or least traffic of placements that fit.",
 )
 budget_option = click.option(
-    "--budget", type=float, metavar="SECONDS", help="How long the placer may search, more than 0  [default: 2]"
+    "--budget", type=float, metavar="SECONDS", help="Time limit of the search, more than 0  [default: 2]"
 )
 shape_option = click.option("--shape", metavar="batch=8,seq=128", default="", help="Sizes of symbolic dimensions.")
 
 
 def with_operator_libraries(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the option `--custom-op-library`, whose libraries are in use while it runs."""
+    """Add the option `--custom-op-library`.
+
+    Its libraries are in use while the command runs.
+    """
 
     @wraps(command)
     def run(*arguments: Any, custom_op_library: tuple[Path, ...], **options: Any) -> None:
@@ -70,25 +73,31 @@ def with_operator_libraries(command: Callable[..., None]) -> Callable[..., None]
         multiple=True,
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="A shared library with operators that ONNX Runtime has not; may be repeated.",
+        help="A shared library with operators that ONNX Runtime lacks; may be repeated.",
     )
     return option(run)
 
 
-def _seed(value: int) -> int:
+def _check_seed(value: int) -> int:
     if value < 0:
-        raise UsageError("U012", f"a seed cannot be {value}", where="--seed", hint="give 0 or more")
+        raise UsageError(
+            "U012", f"expected a seed of 0 or more, got {value}", where="--seed", hint="omit it for seed 0"
+        )
     return value
 
 
 def parse_shape(text: str) -> dict[str, int]:
-    """Read `batch=8,seq=128`, where a comma in parentheses belongs to a name; raises UsageError."""
+    """Read `batch=8,seq=128`; a comma in parentheses is part of a name.
+
+    >>> parse_shape("batch=8, min(a, b)=2")
+    {'batch': 8, 'min(a, b)': 2}
+    """
     sizes: dict[str, int] = {}
     for item in filter(None, (part.strip() for part in re.split(r",(?![^()]*\))", text))):
         key, _, size = item.rpartition("=")
         key, size = key.strip(), size.strip()
         if not key or not size.isdecimal() or len(size) > MAX_DIGITS:
-            hint = "write it as batch=8,seq=128"
+            hint = "write dimensions as batch=8,seq=128"
             raise UsageError("U011", f"not a dimension: {shown(item)}", where="--shape", hint=hint)
         if key in sizes:
             raise UsageError("U011", f"dimension {key!r} is given twice", where="--shape", hint="give it once")
@@ -97,7 +106,7 @@ def parse_shape(text: str) -> dict[str, int]:
 
 
 def tell_of_compiling(quiet: bool) -> None:
-    """Say on stderr, if that is a terminal, that loops are being compiled: after an installation it takes a while."""
+    """Report on a terminal that loops are being compiled; nothing if `quiet`."""
     if quiet or not sys.stderr.isatty():
         return
     from onnxplace.utils import on_compiling
@@ -108,8 +117,11 @@ def tell_of_compiling(quiet: bool) -> None:
 
 
 @contextmanager
-def progress(quiet: bool, first: str) -> Iterator[Callable[[str, int, int], None] | None]:
-    """Show on stderr what is being done, `first` and then what the observer is told, if that is a terminal."""
+def show_progress(quiet: bool, first: str) -> Iterator[Callable[[str, int, int], None] | None]:
+    """Show progress on stderr if that is a terminal.
+
+    Yields an observer of passes; `first` is shown before its first call.
+    """
     if quiet or not sys.stderr.isatty():
         yield None
         return
@@ -124,53 +136,59 @@ def say(diagnostics: Sequence[Diagnostic]) -> None:
     for note in diagnostics:
         place = f"{note.where}: " if note.where else ""
         hint = f"\n  hint: {note.hint}" if note.hint else ""
-        with suppress(OSError):  # no reason to throw away what is being done
+        with suppress(OSError):  # a note is no reason to stop
             click.echo(printable(f"note[{note.code}] {place}{note.message}{hint}"), err=True)
 
 
-def say_too_few_cores(bundle: Bundle, runtime: str = "onnxruntime") -> None:
-    """Print a note if a bundle is run on a machine that has fewer cores than it was compiled for."""
+def note_core_shortage(bundle: Bundle, runtime: str = "onnxruntime") -> None:
+    """Print a note if this machine has too few cores for the bundle."""
     from onnxplace.evaluation import find_core_shortage
 
     if runtime != "simulated" and (note := find_core_shortage(bundle.manifest)):
         say([note])
 
 
+def make_no_outputs_error(runtime: str, where: str) -> UsageError:
+    """Return the error for a runtime that computes no outputs."""
+    hint = "use --runtime onnxruntime"
+    return UsageError("U045", f"runtime {runtime!r} computes no outputs", where=where, hint=hint)
+
+
 def print_json(data: Mapping[str, Any]) -> None:
-    """Print an answer as JSON on stdout."""
+    """Print a result as JSON on stdout."""
     click.echo(json.dumps(data, indent=1, default=str))
 
 
-def use_of(path: Path, refused_by: str) -> str:
-    """Return a hint that says which other command takes what is there, as far as its name and place tell; or nothing.
+def suggest_command(path: Path, refused_by: str) -> str:
+    """Return a hint at the command that takes a path, or nothing.
 
-    `refused_by` is the command that does not.
+    It is a guess from names and folders. `refused_by` is the command that does not take it.
     """
     from onnxplace.bundle import MANIFEST_FILE
 
     try:
         if path.is_dir():
-            return _use_of_folder(path, MANIFEST_FILE)
+            return _suggest_for_folder(path, MANIFEST_FILE)
         if path.name == MANIFEST_FILE:
-            return f"name the folder it is in: {path.parent}"
+            return f"name its folder: {path.parent}"
         if not path.is_file():
             return ""
     except (OSError, ValueError):
         return ""
     if path.suffix == ".onnx" and refused_by != "compile":
-        return f"it is a model: `onnxplace compile {path}` makes a bundle of it"
+        return f"it is a model: compile it with `onnxplace compile {path}`"
     if path.suffix in (".npz", ".npy"):
-        return "arrays are for --inputs"
+        return "it holds arrays: pass it to --inputs"
     if path.name.endswith((".json", ".json.gz", ".graphml", ".gexf")) and refused_by != "place":
         return f"if it is a cost graph: `onnxplace place {path}`"
     return ""
 
 
-def _use_of_folder(path: Path, manifest: str) -> str:
+def _suggest_for_folder(path: Path, manifest: str) -> str:
     if (path / manifest).is_file():
         return f"it is a bundle, compiled already: `onnxplace run {path}`; to compile again, name its model"
     if (path / "saved_model.pb").is_file():
         return f"it is a TensorFlow model: python -m tf2onnx.convert --saved-model {path} --output model.onnx"
-    models, bundles = sorted(path.glob("*.onnx")), sorted(found.parent for found in path.glob(f"*/{manifest}"))
-    inside = [*models[:1], *bundles[:1]]
-    return f"name what is in it: {' or '.join(str(found) for found in inside)}" if inside else ""
+    models, bundles = sorted(path.glob("*.onnx")), sorted(file.parent for file in path.glob(f"*/{manifest}"))
+    contents = [*models[:1], *bundles[:1]]
+    return f"name a path in it: {' or '.join(str(item) for item in contents)}" if contents else ""

@@ -1,4 +1,4 @@
-"""Help on passes and runtimes, from their docstrings and fields."""
+"""Format help on passes and runtimes from their docstrings and fields."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 from onnxplace.utils import read_field_docs
 
-# How pydantic and annotated_types call bounds, and how people do.
-_LIMITS = {"Ge": "at least", "Gt": "more than", "Le": "at most", "Lt": "less than"}
+# The names of bounds in annotated_types, in words.
+_BOUND_NAMES = {"Ge": "at least", "Gt": "more than", "Le": "at most", "Lt": "less than"}
 
 
-def pass_help(kind: type) -> tuple[str, dict[str, Any]]:
-    """Return what a pass or runtime does and its options, as text and as data."""
+def format_pass_help(kind: type) -> tuple[str, dict[str, Any]]:
+    """Return the help on a plugin, as text and as data."""
     options = []
     if is_dataclass(kind):
         about_fields = read_field_docs(kind)
         options = [
             {
                 "name": item.name,
-                "type": _type_text(item.type),
+                "type": _format_type(item.type),
                 "default": None if item.default is MISSING else item.default,
                 "about": about_fields.get(item.name, ""),
             }
@@ -37,11 +37,14 @@ def pass_help(kind: type) -> tuple[str, dict[str, Any]]:
     }
 
 
-def _type_text(annotation: object) -> str:
-    """Return the type of an option as people read it: `float, at least 0` for `Annotated[float, Ge(0)]`."""
+def _format_type(annotation: object) -> str:
+    """Format the type of an option.
+
+    `Annotated[float, Ge(0)]` gives `float, at least 0`.
+    """
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    found = re.fullmatch(r"(?:typing\.)?Annotated\[([^\[\],]+), (.*)\]", text)
-    if not found:
+    annotated = re.fullmatch(r"(?:typing\.)?Annotated\[([^\[\],]+), (.*)\]", text)
+    if not annotated:
         return text
-    limits = re.findall(r"\b(Ge|Gt|Le|Lt)\((?:\w+=)?([^()]*)\)", found[2])
-    return ", ".join([found[1], *(f"{_LIMITS[name]} {value}" for name, value in limits)])
+    limits = re.findall(r"\b(Ge|Gt|Le|Lt)\((?:\w+=)?([^()]*)\)", annotated[2])
+    return ", ".join([annotated[1], *(f"{_BOUND_NAMES[name]} {value}" for name, value in limits)])

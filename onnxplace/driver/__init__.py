@@ -5,11 +5,8 @@ from typing import TYPE_CHECKING
 from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
-    from onnxplace.driver.compiler import (
-        Compiled as Compiled,
-        CompileOptions as CompileOptions,
-        compile_model as compile_model,
-    )
+    from onnxplace.driver.compiler import Compiled as Compiled, compile_model as compile_model
+    from onnxplace.driver.options import CompileOptions as CompileOptions
     from onnxplace.driver.placer import (
         Grouping as Grouping,
         PlacementResult as PlacementResult,
@@ -22,7 +19,8 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "compiler": "CompileOptions Compiled compile_model",
+        "compiler": "Compiled compile_model",
+        "options": "CompileOptions",
         "placer": "Grouping PlacementResult evaluate_placement place_cost_graph read_placement with_devices",
     },
 )

@@ -1,4 +1,4 @@
-"""What remains to be done with a bundle before it is put in place: a trial, and one device alone."""
+"""Finish a bundle: run a trial, and compare with one device."""
 
 from __future__ import annotations
 
@@ -30,66 +30,70 @@ from onnxplace.report import format_milliseconds
 from onnxplace.state import State
 from onnxplace.target import REQUEST_SECONDS
 
-# Steps that differ by less are not told apart.
-CLEARLY = 0.97
+# One step is faster than another only below this ratio; timings of equal work differ by a few percent.
+CLEAR_STEP_RATIO = 0.97
 
 
 @dataclass(frozen=True)
-class Settled:
-    """A bundle that is done."""
+class FinishedBundle:
+    """A bundle that is ready to be moved into place."""
 
     bundle: Bundle
     steps: Pipeline
-    """Those that made it."""
+    """The passes that wrote it."""
     state: State
     timings: tuple[Timing, ...]
 
 
-def settled(
+def finish_bundle(
     steps: Pipeline,
     state: State,
     staging: Staging,
     *,
     trial: bool,
     cache: bool,
-    rethink: bool,
-    tell: Callable[[], None],
-) -> Settled:
-    """Try out a bundle if its costs were measured here, and say in its manifest what came out.
+    compare_one_device: bool,
+    on_trial: Callable[[], None],
+) -> FinishedBundle:
+    """Run a bundle in a trial if its costs were measured here.
 
-    `rethink`: if one device alone may do better, that is tried too, next to it, and its bundle is the result if it
-    does. Nothing is put in its final place yet.
+    Record the results.
+    `compare_one_device`: if one device alone may be faster, that is tried too, and the faster bundle is the result.
+    `on_trial` is called before the trial. Nothing is moved into its final place yet.
     """
-    found, timings = None, []
-    why_not = _not_measured(state) if trial else []
-    if why_not is None:
-        tell()
-        began, feeds = time.perf_counter(), state[Model].feeds(_seed(steps))
-        found, state = _tried(state, feeds, cache)
-        if found is not None and rethink and _alone_sooner(state, found.step_seconds) is not None:
-            steps, state, found = _the_better(steps, state, found, feeds, cache, staging)
-        timings.append(Timing("trial", time.perf_counter() - began))
+    measured, timings = None, []
+    obstacles = _find_unmeasured_costs(state) if trial else []
+    if obstacles is None:
+        on_trial()
+        start, feeds = time.perf_counter(), state[Model].feeds(_find_seed(steps))
+        measured, state = _try_bundle(state, feeds, cache)
+        faster_device = _find_faster_device(state, measured.step_seconds) if measured and compare_one_device else None
+        if measured and faster_device:
+            steps, state, measured = _compare_with_one_device(steps, state, measured, feeds, cache, staging)
+        timings.append(Timing("trial", time.perf_counter() - start))
     else:
-        state = state.saying(*why_not)
+        state = state.saying(*obstacles)
     bundle = Bundle.open(state[Emitted].path)
-    manifest = bundle.manifest if found is None else apply_trial(bundle.manifest, found)
-    state = state.saying(*_slower_than_one(state, manifest.predicted.step_seconds), *_beyond_limits(manifest))
-    state = replace(state, diagnostics=tuple(dict.fromkeys(state.diagnostics)))  # emitting twice says things twice
-    state = replace(state, diagnostics=tuple(_about_result(note, staging) for note in state.diagnostics))
-    said = tuple(DiagnosticRecord(**asdict(note)) for note in state.diagnostics)
-    bundle = replace_manifest(bundle, manifest.model_copy(update={"diagnostics": said}))
-    return Settled(bundle, steps, state, tuple(timings))
+    manifest = bundle.manifest if measured is None else apply_trial(bundle.manifest, measured)
+    state = state.saying(
+        *_report_faster_device(state, manifest.predicted.step_seconds), *_report_exceeded_limits(manifest)
+    )
+    state = replace(state, diagnostics=tuple(dict.fromkeys(state.diagnostics)))  # emitting twice repeats notes
+    state = replace(state, diagnostics=tuple(_name_result(note, staging) for note in state.diagnostics))
+    records = tuple(DiagnosticRecord(**asdict(note)) for note in state.diagnostics)
+    bundle = replace_manifest(bundle, manifest.model_copy(update={"diagnostics": records}))
+    return FinishedBundle(bundle, steps, state, tuple(timings))
 
 
-def _about_result(note: Diagnostic, staging: Staging) -> Diagnostic:
-    """Return a note that names the finished bundle where it named the unfinished one."""
+def _name_result(note: Diagnostic, staging: Staging) -> Diagnostic:
+    """Return a note with the path of the finished bundle."""
     return Diagnostic(note.code, *map(staging.named, (note.message, note.where, note.hint)))
 
 
-def _not_measured(state: State) -> list[Diagnostic] | None:
-    """Return None if all costs are from measurements on devices like these, so that a trial goes on where they end.
+def _find_unmeasured_costs(state: State) -> list[Diagnostic] | None:
+    """Return None if all costs were measured on such devices, else notes.
 
-    Costs that the user gave are what he wants to see used, and that is said.
+    A trial would replace costs that the user gave, so there is none, and a note reports that.
     """
     used = {state.target.devices[index].cost_class for index in set(state[Placement].device.tolist())}
     sources = state[Profile].sources
@@ -101,68 +105,71 @@ def _not_measured(state: State) -> list[Diagnostic] | None:
     return [Diagnostic("C020", message, where=state[Model].name)]
 
 
-def _seed(steps: Pipeline) -> int:
-    """Return the seed of the inputs that the costs were measured with."""
+def _find_seed(steps: Pipeline) -> int:
+    """Return the seed of the inputs that costs were measured with."""
     return next((getattr(step, "seed", 0) for step in steps.passes if Profile in step.provides), 0)
 
 
-def _tried(state: State, feeds: Mapping[str, Any], cache: bool) -> tuple[Trial | None, State]:
-    """Return how a bundle did; None, and why among the notes, if it could not be run."""
+def _try_bundle(state: State, feeds: Mapping[str, Any], cache: bool) -> tuple[Trial | None, State]:
+    """Run a bundle and return its trial.
+
+    If that fails, there is a note instead of a trial.
+    """
     bundle = Bundle.open(state[Emitted].path)
     try:
         if problem := find_trial_obstacle(bundle):
             return None, state.saying(problem)
-        (found,) = run_trials([bundle], feeds, cached=cache)
+        (measured,) = run_trials([bundle], feeds, cached=cache)
     except OnnxplaceError as problem:
-        message = f"the bundle fails when it is run: {problem.message}"
-        hint = "onnxplace verify tells whether the uncut model does, too"
+        message = f"the bundle fails in its trial: {problem.message}"
+        hint = "onnxplace verify shows whether the unsplit model fails too"
         return None, state.saying(Diagnostic("C021", message, where=problem.where, hint=hint))
-    if not is_doubtful(found):
-        return found, state
-    message = f"the trial is less sure than usual: steps waited {found.waiting:.0%} of their time for a core"
-    hint = "compile again when the machine is idle; times like these are not kept"
-    return found, state.saying(Diagnostic("C004", message, where=state[Model].name, hint=hint))
+    if not is_doubtful(measured):
+        return measured, state
+    message = f"the trial is less sure than usual: steps waited {measured.waiting:.0%} of their time for a core"
+    hint = "compile again when the machine is idle; these times are not cached"
+    return measured, state.saying(Diagnostic("C004", message, where=state[Model].name, hint=hint))
 
 
-def _the_better(
-    steps: Pipeline, state: State, found: Trial, feeds: Mapping[str, Any], cache: bool, staging: Staging
+def _compare_with_one_device(
+    steps: Pipeline, state: State, measured: Trial, feeds: Mapping[str, Any], cache: bool, staging: Staging
 ) -> tuple[Pipeline, State, Trial]:
-    """Return how one device alone does, as another bundle, if that is better; else all unchanged.
+    """Return the bundle on one device if faster, else the given one.
 
-    Both run in turns, since a machine may be faster now than a second ago.
+    Both run in turns, since the speed of a machine changes from second to second.
     """
-    at = next(index for index, step in enumerate(steps.passes) if Placement in step.provides)
-    aside = staging.beside("alone")
+    placer_index = next(index for index, step in enumerate(steps.passes) if Placement in step.provides)
+    other_path = staging.beside("alone")
     try:
-        alone, _ = Pipeline(_alone(steps, at, aside).passes[at:]).run(state)
-        both = [Bundle.open(state[Emitted].path), Bundle.open(aside)]
-        if find_trial_obstacle(*both):
-            return steps, state, found
-        several, one = run_trials(both, feeds, cached=cache)
-        if is_doubtful(several) or is_doubtful(one) or one.step_seconds > CLEARLY * several.step_seconds:
+        alone, _ = Pipeline(_replace_placer(steps, placer_index, other_path).passes[placer_index:]).run(state)
+        bundles = [Bundle.open(state[Emitted].path), Bundle.open(other_path)]
+        if find_trial_obstacle(*bundles):
+            return steps, state, measured
+        several, one = run_trials(bundles, feeds, cached=cache)
+        if is_doubtful(several) or is_doubtful(one) or one.step_seconds > CLEAR_STEP_RATIO * several.step_seconds:
             return steps, state, several
-    except (OnnxplaceError, OSError):  # pinned to two devices, say
-        return steps, state, found
+    except (OnnxplaceError, OSError):  # for example, nodes are pinned to two devices
+        return steps, state, measured
     home = state.target.devices[int(alone[Placement].device[0])].id
-    took = (
+    times = (
         f"a step took {format_milliseconds(several.step_seconds)}, "
         f"and on {home} alone {format_milliseconds(one.step_seconds)}"
     )
-    note = Diagnostic("P042", f"in a trial, {took}: kept {home}", where=state[Placement].placer)
-    return _alone(steps, at, aside), alone.saying(note, *report_idle_devices(alone)), one
+    note = Diagnostic("P042", f"in a trial, {times}: kept {home}", where=state[Placement].placer)
+    return _replace_placer(steps, placer_index, other_path), alone.saying(note, *report_idle_devices(alone)), one
 
 
-def _alone(steps: Pipeline, at: int, path: Path) -> Pipeline:
-    """Return the pipeline with one device in place of its placer, pass `at`, writing to `path`."""
+def _replace_placer(steps: Pipeline, placer_index: int, path: Path) -> Pipeline:
+    """Return the pipeline with `single` as its placer, writing to `path`."""
     emit: Any = steps.passes[-1]
     specs = [*parse_pipeline(emit.pipeline)]
-    specs[at] = PassSpec("single")
+    specs[placer_index] = PassSpec("single")
     emit = replace(emit, path=str(path), pipeline=format_pipeline(specs))
-    return Pipeline((*steps.passes[:at], make_pass("single"), *steps.passes[at + 1 : -1], emit))
+    return Pipeline((*steps.passes[:placer_index], make_pass("single"), *steps.passes[placer_index + 1 : -1], emit))
 
 
-def _alone_sooner(state: State, step_seconds: float) -> tuple[int, float] | None:
-    """Return the device on which the model fits and is expected to take the least, and how long, if that is less."""
+def _find_faster_device(state: State, step_seconds: float) -> tuple[int, float] | None:
+    """Return the fastest single device and its step, if below `step_seconds`."""
     if len(set(state[Placement].device.tolist())) < 2:
         return None
     seconds = np.where(
@@ -172,25 +179,31 @@ def _alone_sooner(state: State, step_seconds: float) -> tuple[int, float] | None
     return (best, float(seconds[best])) if seconds[best] < step_seconds else None
 
 
-def _slower_than_one(state: State, step_seconds: float) -> list[Diagnostic]:
-    """Say so when one device is expected to be faster than what was decided."""
-    aims = (OBJECTIVES["throughput"], OBJECTIVES["fit"])  # they do not aim at the time of one step
-    if state[Placement].placer in aims or (found := _alone_sooner(state, CLEARLY * step_seconds)) is None:
+def _report_faster_device(state: State, step_seconds: float) -> list[Diagnostic]:
+    """Return a note if one device should be faster than the bundle."""
+    aims = (OBJECTIVES["throughput"], OBJECTIVES["fit"])  # which do not aim at the time of one step
+    if (
+        state[Placement].placer in aims
+        or (faster := _find_faster_device(state, CLEAR_STEP_RATIO * step_seconds)) is None
+    ):
         return []
-    expected = f"{format_milliseconds(found[1])} a step, this {format_milliseconds(step_seconds)}"
+    expected = f"{format_milliseconds(faster[1])} a step, the bundle {format_milliseconds(step_seconds)}"
     message = f"one device is expected to be faster: {expected}"
-    return [Diagnostic("P011", message, where=state.target.devices[found[0]].id, hint="try --placer single")]
+    return [Diagnostic("P011", message, where=state.target.devices[faster[0]].id, hint="try --placer single")]
 
 
-def _beyond_limits(manifest: Manifest) -> list[Diagnostic]:
-    """Say where sessions, with their copies of weights, take more than the limit, which bounds weights and values."""
+def _report_exceeded_limits(manifest: Manifest) -> list[Diagnostic]:
+    """Return a note for each device whose sessions exceed its memory limit.
+
+    The limit bounds weights and values; each session has copies of weights.
+    """
     return [
         Diagnostic(
             "P013",
             f"its sessions and values take {device.process_bytes} bytes of the process, more than its limit of "
             f"{device.limit_bytes}: each session has its own copy of the weights that it reads",
             where=device.id,
-            hint="the limit bounds weights, each once, and values; lower it if the process has to keep within it",
+            hint="the limit bounds values and one copy of each weight; lower it to keep the process within it",
         )
         for device in manifest.devices
         if device.process_bytes > device.limit_bytes

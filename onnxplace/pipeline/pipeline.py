@@ -1,4 +1,4 @@
-"""Run passes one after the other: checked before any work, and held to what they declare."""
+"""Run passes in order, and check what they declare before and after."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ class Timing:
 
     name: str
     seconds: float
-    """By the wall clock, without compiling the kernels that were used first."""
+    """Wall-clock time, without the compilation of loops on first use."""
 
 
 Observer = Callable[[str, int, int], None]
-"""Told of each pass before it runs: its name, its position from 0, how many there are."""
+"""Called before each pass with its name, its position from 0 and the number of passes."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Passes in order. `str()` gives the text that `Pipeline.parse` reads back."""
+    """Passes in order. `str()` gives the text that `Pipeline.parse` reads.
+
+    >>> str(Pipeline.parse("optimize, profile{estimate=true}"))
+    'optimize,profile{estimate=true}'
+    """
 
     passes: tuple[Pass, ...]
 
@@ -42,63 +46,67 @@ class Pipeline:
         return format_pipeline(spec_of(step) for step in self.passes)
 
     def require(self, given: Iterable[type]) -> None:
-        """Raise UsageError if a pass needs a fact that no earlier pass provides."""
+        """Raise UsageError if no earlier pass provides a required fact."""
         known = set(given)
         for step in self.passes:
             for kind in step.requires:
                 if kind not in known:
                     raise UsageError(
                         "U002",
-                        f"pass {step.name!r} needs {kind.__name__}, which nothing before it provides",
+                        f"pass {step.name!r} needs {kind.__name__}, which no earlier pass provides",
                         where=f"pipeline {self}",
-                        hint=_providers_hint(kind),
+                        hint=_suggest_providers(kind),
                     )
-            known = (known - stale_after(step, known)) | set(step.provides)
+            known = (known - find_stale_facts(step, known)) | set(step.provides)
 
     def run(self, state: State, observer: Observer | None = None) -> tuple[State, tuple[Timing, ...]]:
-        """Run every pass; returns the last state and how long each pass took.
+        """Run every pass.
 
-        Raises UsageError before any work if the order is wrong, BrokenPassError if a pass breaks its word.
+        Return the last state and the time of each pass.
+        Raises UsageError before any work if the order is wrong, BrokenPassError if a pass breaks its contract.
         """
         self.require(state.facts)
         timings = []
         for index, step in enumerate(self.passes):
             if observer:
                 observer(step.name, index, len(self.passes))
-            began = budget_clock()
+            start = budget_clock()
             try:
                 state = run_pass(step, state)
             except InfeasibleError as problem:
-                raise _naming_another(problem, step, state) from None
-            timings.append(Timing(step.name, budget_clock() - began))
+                raise _suggest_placer(problem, step, state) from None
+            timings.append(Timing(step.name, budget_clock() - start))
         return state, tuple(timings)
 
 
 def make_pass(name: str, options: Mapping[str, str] = MappingProxyType({})) -> Pass:
-    """Return a pass by name, with options as text by key."""
+    """Return a pass by name, with its options given as text."""
     kind: type[Pass] = find_plugin("passes", name)
     return build_pass(kind, options)
 
 
-def stale_after(step: Pass, known: Iterable[type]) -> set[type]:
-    """Return the known facts that a pass makes stale: those derived from what it provides, unless it keeps them."""
+def find_stale_facts(step: Pass, known: Iterable[type]) -> set[type]:
+    """Return the known facts that a pass makes stale.
+
+    These are the facts derived from those that it provides, except the ones that it preserves.
+    """
     changed = set(step.provides)
     stale: set[type] = set()
     remaining = [kind for kind in known if kind not in changed]
-    while fresh := {kind for kind in remaining if kind not in stale and _derived_from(kind) & (changed | stale)}:
+    while fresh := {kind for kind in remaining if kind not in stale and _list_sources(kind) & (changed | stale)}:
         stale |= fresh
     return stale - set(step.preserves)
 
 
-def _derived_from(kind: type) -> set[type]:
+def _list_sources(kind: type) -> set[type]:
     return set(getattr(kind, "derived_from", ()))
 
 
 def run_pass(step: Pass, state: State) -> State:
-    """Run one pass and hold it to its declaration and to the invariants of its facts."""
+    """Run one pass; check its declaration and the invariants of its facts."""
     for kind in step.requires:
         if kind not in state:
-            raise UsageError("U002", f"pass {step.name!r} needs {kind.__name__}", hint=_providers_hint(kind))
+            raise UsageError("U002", f"pass {step.name!r} needs {kind.__name__}", hint=_suggest_providers(kind))
     before = dict(state.facts)
     try:
         after = step.run(state)
@@ -112,45 +120,48 @@ def run_pass(step: Pass, state: State) -> State:
             hint="this is a defect of the pass, please report it",
         ) from problem
     if not isinstance(after, State):
-        raise BrokenPassError("B006", f"it returned {after!r}, not a State", where=f"pass {step.name!r}")
-    _hold_to_word(step, state, before, after)
-    return after.without(*stale_after(step, after.facts))
+        raise BrokenPassError("B006", f"expected it to return a State, got {after!r}", where=f"pass {step.name!r}")
+    _check_declaration(step, state, before, after)
+    return after.without(*find_stale_facts(step, after.facts))
 
 
-# Placers that answer within moments, those that are likeliest to be of use first.
-QUICK = ("m-etf", "m-topo", "fit", "single")
+# Placers that take milliseconds, the most useful suggestions first.
+QUICK_PLACERS = ("m-etf", "m-topo", "fit", "single")
 
 
-def _naming_another(problem: InfeasibleError, failed: Pass, state: State) -> InfeasibleError:
-    """Return the refusal of a placer with another one named that fits, if there is one."""
+def _suggest_placer(problem: InfeasibleError, failed: Pass, state: State) -> InfeasibleError:
+    """Return the error of a placer, with a hint at one that fits."""
     if Placement not in failed.provides or Placement in failed.requires:
         return problem
-    for name in QUICK:
+    for name in QUICK_PLACERS:
         if name == failed.name:
             continue
         try:
-            found = run_pass(make_pass(name), state)
+            candidate = run_pass(make_pass(name), state)
         except OnnxplaceError:
             continue
-        step = found[Schedule].simulation.makespan_seconds
-        hint = f"placer {name} fits, with a step of {step * 1e3:.4g} ms: --placer {name}"
+        seconds = candidate[Schedule].simulation.makespan_seconds
+        hint = f"placer {name} fits, with a step of {seconds * 1e3:.4g} ms: --placer {name}"
         return InfeasibleError(problem.code, problem.message, where=problem.where, hint=hint)
     return problem
 
 
-def _hold_to_word(step: Pass, state: State, before: dict[type, Fact], after: State) -> None:
+def _check_declaration(step: Pass, state: State, before: dict[type, Fact], after: State) -> None:
+    """Raise BrokenPassError unless a pass changed only valid facts that it provides."""
     if list(state.facts) != list(before) or any(state.facts[kind] is not fact for kind, fact in before.items()):
         raise BrokenPassError("B002", "it altered its input", where=f"pass {step.name!r}")
     if after.target != state.target or after.diagnostics[: len(state.diagnostics)] != state.diagnostics:
-        what = "the target" if after.target != state.target else "earlier diagnostics"
-        raise BrokenPassError("B007", f"it changed {what}", where=f"pass {step.name!r}")
+        changed = "the target" if after.target != state.target else "earlier diagnostics"
+        raise BrokenPassError("B007", f"it changed {changed}", where=f"pass {step.name!r}")
     for kind in step.provides:
         if kind not in after:
             raise BrokenPassError("B003", f"it did not provide {kind.__name__}", where=f"pass {step.name!r}")
-    touched = [kind for kind in {**before, **after.facts} if before.get(kind) is not after.facts.get(kind)]
-    for kind in touched:
+    changed_kinds = [kind for kind in {**before, **after.facts} if before.get(kind) is not after.facts.get(kind)]
+    for kind in changed_kinds:
         if kind not in step.provides:
-            raise BrokenPassError("B004", f"it changed {kind.__name__} without saying so", where=f"pass {step.name!r}")
+            raise BrokenPassError(
+                "B004", f"it changed {kind.__name__}, which it does not list in `provides`", where=f"pass {step.name!r}"
+            )
         try:
             after.facts[kind].check(after)
         except Exception as problem:
@@ -159,7 +170,8 @@ def _hold_to_word(step: Pass, state: State, before: dict[type, Fact], after: Sta
             ) from problem
 
 
-def _providers_hint(kind: type) -> str:
+def _suggest_providers(kind: type) -> str:
+    """Return a hint at the passes that provide a fact."""
     from onnxplace.pipeline.registry import BUILTIN
 
     names: Sequence[str] = [

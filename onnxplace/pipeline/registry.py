@@ -1,7 +1,7 @@
-"""Passes and runtimes by name: the built-in table, and plugins found by entry point.
+"""Find passes and runtimes by name: a built-in table, and entry points.
 
-Listing imports nothing. A broken plugin fails only when it is asked for, named with its distribution. A plugin
-cannot take the name of a built-in one.
+Listing imports nothing. A broken plugin fails only on use; the error names its distribution. A plugin cannot take the
+name of a built-in one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BUILTIN: Mapping[Kind, Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
         "passes": MappingProxyType(
             {
-                "optimize": ("onnxplace.passes.optimize:Optimize", "fold constants and drop what nobody reads"),
+                "optimize": ("onnxplace.passes.optimize:Optimize", "fold constants and drop unused nodes"),
                 "profile": (
                     "onnxplace.passes.profile:ProfileCosts",
                     "measure what each node costs on each class of device",
@@ -32,13 +32,16 @@ BUILTIN: Mapping[Kind, Mapping[str, tuple[str, str]]] = MappingProxyType(
                 "single": ("onnxplace.passes.single:Single", "placer: everything on the best single device that fits"),
                 "m-topo": (
                     "onnxplace.passes.m_topo:MTopo",
-                    "placer: fill one device after the other in topological order",
+                    "placer: fill one device after another in topological order",
                 ),
                 "m-etf": (
                     "onnxplace.passes.m_etf:MEtf",
-                    "placer: the node that can start earliest goes first, where it can",
+                    "placer: place the node that can start earliest, on the device where it can",
                 ),
-                "m-sct": ("onnxplace.passes.m_sct:MSct", "placer: as m-etf, but devices wait for favourite children"),
+                "m-sct": (
+                    "onnxplace.passes.m_sct:MSct",
+                    "placer: like m-etf, except that devices wait for favourite children",
+                ),
                 "adjust": (
                     "onnxplace.passes.adjust:Adjust",
                     "bring groups together again after a placer that ignored them",
@@ -48,15 +51,15 @@ BUILTIN: Mapping[Kind, Mapping[str, tuple[str, str]]] = MappingProxyType(
                     "placer: place a coarse graph, then improve it level by level",
                 ),
                 "auto": ("onnxplace.passes.auto:Auto", "placer: try them all, search on, keep the best"),
-                "refine": ("onnxplace.passes.refine:Refine", "improve a placement by moving regions of it"),
+                "refine": ("onnxplace.passes.refine:Refine", "improve a placement by moving regions"),
                 "stages": (
                     "onnxplace.passes.stages:Stages",
-                    "placer: stages with the smallest largest load, for throughput",
+                    "placer: pipeline stages with the least maximum load, for throughput",
                 ),
-                "fit": ("onnxplace.passes.fit:Fit", "placer: whatever fits, with as little crossing as possible"),
+                "fit": ("onnxplace.passes.fit:Fit", "placer: a placement that fits, with the least traffic"),
                 "exact": (
                     "onnxplace.passes.exact:Exact",
-                    "placer: the best step of a small graph, and how near the best",
+                    "placer: the best step of a small graph, with a proven gap",
                 ),
                 "split": ("onnxplace.passes.split:Split", "cut the placed model into segments and programs"),
                 "emit": ("onnxplace.passes.emit:Emit", "write the bundle"),
@@ -77,7 +80,7 @@ BUILTIN: Mapping[Kind, Mapping[str, tuple[str, str]]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Entry:
-    """A pass or runtime that can be asked for by name."""
+    """A pass or runtime that has a name."""
 
     name: str
     path: str
@@ -89,7 +92,7 @@ class Entry:
 
 @cache
 def list_entries(kind: Kind) -> Mapping[str, Entry]:
-    """Return everything known by name, built-in first; imports none of it."""
+    """Return all entries by name, built-in ones first; import none of them."""
     table = {name: Entry(name, path, summary) for name, (path, summary) in BUILTIN[kind].items()}
     for point in metadata.entry_points(group=f"onnxplace.{kind}"):
         distribution = point.dist.name if point.dist else "an unnamed distribution"
@@ -100,25 +103,25 @@ def list_entries(kind: Kind) -> Mapping[str, Entry]:
 
 def find_plugin(kind: Kind, name: str) -> type:
     """Import and return the class behind a name; raises UsageError or PluginError."""
+    noun = "pass" if kind == "passes" else "runtime"
     known = list_entries(kind)
     if name not in known:
-        what = "pass" if kind == "passes" else "runtime"
         raise UsageError(
-            "U001", f"unknown {what} {name!r}", hint=f"{nearest(name, known)} (`onnxplace {kind}` lists them)"
+            "U001", f"unknown {noun} {name!r}", hint=f"{nearest(name, known)} (`onnxplace {kind}` lists them)"
         )
     entry = known[name]
     module, _, attribute = entry.path.partition(":")
     try:
-        found = getattr(import_module(module), attribute)
+        plugin = getattr(import_module(module), attribute)
     except KeyboardInterrupt:
         raise
-    except BaseException as problem:  # a plugin may fail in any way, even leave; ours is to say which one it was
+    except BaseException as problem:  # a plugin may fail in any way, even exit; the error names it
         if not entry.distribution:
             raise
         raise PluginError(
             "G001",
             f"cannot be loaded: {type(problem).__name__}: {problem}",
-            where=f"{kind[:-2] if kind == 'passes' else 'runtime'} {name!r} from {entry.distribution}",
+            where=f"{noun} {name!r} from {entry.distribution}",
             hint=f"update or uninstall {entry.distribution}",
         ) from problem
     from onnxplace.runtime import Runtime
@@ -126,11 +129,11 @@ def find_plugin(kind: Kind, name: str) -> type:
 
     where = f"{name!r} from {entry.distribution or 'onnxplace'}"
     base = Pass if kind == "passes" else Runtime
-    if not isinstance(found, type) or not issubclass(found, base):
-        what = f"a {base.__name__}" if isinstance(found, type) else "a class"
+    if not isinstance(plugin, type) or not issubclass(plugin, base):
+        expected = f"a {base.__name__}" if isinstance(plugin, type) else "a class"
         hint = f"it must subclass onnxplace.{base.__name__}"
-        raise PluginError("G002", f"{entry.path} is not {what}", where=where, hint=hint)
-    if inspect.isabstract(found):
-        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise PluginError("G002", f"{entry.path} is not {expected}", where=where, hint=hint)
+    if inspect.isabstract(plugin):
+        missing = ", ".join(sorted(plugin.__abstractmethods__))
         raise PluginError("G003", f"{entry.path} does not define {missing}", where=where)
-    return found
+    return plugin

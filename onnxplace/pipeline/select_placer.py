@@ -1,4 +1,4 @@
-"""Which placer: by name, or by what is wanted of it; and which devices it left without work."""
+"""Choose a placer by name or by objective; report idle devices."""
 
 from __future__ import annotations
 
@@ -16,44 +16,49 @@ from onnxplace.state import Pass, State
 
 Objective = Literal["latency", "throughput", "fit"]
 OBJECTIVES: Mapping[Objective, str] = MappingProxyType({"latency": "auto", "throughput": "stages", "fit": "fit"})
-"""The placer for each: least time for one step, most steps per second, least traffic such that everything fits."""
+"""The placer for each objective: least step time, most steps per second, least traffic of placements that fit."""
 USE_FEWER_DEVICES = "ask for fewer with --devices N"
-"""How to do without a device of a cost graph."""
+"""The hint for idle devices of a cost graph."""
 BAECHI = ("m-topo", "m-etf", "m-sct")
-"""The placers of Baechi (SoCC 2020), which join nodes to their only readers before they place."""
+"""The placers of Baechi (SoCC 2020), which join nodes to their only readers before placing."""
 
 
 def choose_placer(
     placer: str | None, objective: Objective = "latency", seconds: float | None = None, seed: int | None = None
 ) -> PassSpec:
-    """Return the placer asked for, with its options: `auto{seed=1}`, or the one for the objective.
+    """Return a placer with its options, by name or by objective.
 
-    `seconds` is for how long it may search. Raises UsageError if it is no placer, if both a placer and an objective
-    other than latency are given, if the placer does not search, or if it would have no time to.
+    `seconds` limits its search.
+
+    Raises:
+        UsageError: it is not a placer; both a placer and an objective other than latency are given; the placer does
+            not search; or the time limit is not positive.
+
+    >>> str(choose_placer("auto{seed=1}", seconds=3))
+    'auto{seed=1,seconds=3}'
     """
     if seconds is not None and not seconds > 0:
-        hint = "give more than 0 seconds; auto{seconds=0,proposals=N} searches by number of moves"
-        raise UsageError("U053", f"cannot search for {seconds:g} seconds", where="--budget", hint=hint)
+        hint = "auto{seconds=0,proposals=N} limits the search by number of moves"
+        raise UsageError("U053", f"expected more than 0 seconds, got {seconds:g} seconds", where="--budget", hint=hint)
     if objective not in OBJECTIVES:
-        raise UsageError("U048", f"no such objective: {objective!r}", hint=nearest(str(objective), OBJECTIVES))
+        raise UsageError("U048", f"unknown objective {objective!r}", hint=nearest(str(objective), OBJECTIVES))
     if placer and objective != "latency":
-        hint = f"leave --placer out for {OBJECTIVES[objective]!r}, or --objective"
+        hint = f"omit --placer to use {OBJECTIVES[objective]!r}, or omit --objective"
         raise UsageError("U046", "--placer and --objective exclude each other", hint=hint)
     specs = parse_pipeline(placer or OBJECTIVES[objective])
     spec = specs[0]
     if len(specs) > 1:
-        hint = "name one; --pipeline of `onnxplace compile` takes several passes"
+        hint = "name one pass; --pipeline of `onnxplace compile` takes several"
         raise UsageError("U043", f"{placer!r} is not a placer but a pipeline", where="--placer", hint=hint)
-    made = _made(spec)
     options = dict(spec.options)
-    known = {item.name for item in fields(made)}
+    known = {item.name for item in fields(_make_placer(spec))}
     for option, flag, value in (("seconds", "--budget", seconds), ("seed", "--seed", seed)):
         if value is None:
             continue
         if option not in known:
             if option == "seconds":
-                message = f"placer {spec.name!r} does not search: it takes the time it takes"
-                raise UsageError("U047", message, where=flag, hint="leave it out, or choose --placer auto")
+                message = f"placer {spec.name!r} does not search, so it has no time limit"
+                raise UsageError("U047", message, where=flag, hint="omit it, or choose --placer auto")
             continue
         options[option] = f"{value:g}" if option == "seconds" else str(value)
     chosen = PassSpec(spec.name, options)
@@ -61,28 +66,28 @@ def choose_placer(
     return chosen
 
 
-def _made(spec: PassSpec) -> Pass:
-    """Return the pass; raises UsageError, with a placer that may have been meant, unless it places from nothing."""
+def _make_placer(spec: PassSpec) -> Pass:
+    """Return the pass; raises UsageError unless it places without a placement."""
     known = list_entries("passes")
     # Whether a plugin is a placer is not known before it is loaded.
     placers = [name for name, entry in known.items() if entry.distribution or entry.summary.startswith("placer:")]
     hint = f"{nearest(spec.name, placers)} (`onnxplace passes` lists them)"
     if spec.name not in known:
         raise UsageError("U001", f"unknown placer {spec.name!r}", where="--placer", hint=hint)
-    made = make_pass(spec.name, spec.options)
-    if Placement not in made.provides:
+    placer = make_pass(spec.name, spec.options)
+    if Placement not in placer.provides:
         raise UsageError("U043", f"pass {spec.name!r} is not a placer", where="--placer", hint=hint)
-    if Placement in made.requires:
+    if Placement in placer.requires:
         message = f"pass {spec.name!r} is not a placer: it starts from a placement"
         hint = f"put it after a placer in a --pipeline, as in m-etf,{spec.name}; --placer auto searches by itself"
         raise UsageError("U043", message, where="--placer", hint=hint)
-    return made
+    return placer
 
 
 def report_idle_devices(state: State, names: Sequence[object] = ()) -> list[Diagnostic]:
-    """Return a note for each device that gets no work; none if `fit` placed it, since few devices is what that is for.
+    """Return a note for each idle device.
 
-    `names` are what a cost graph calls the devices, if that is what was placed.
+    There is none after `fit`, which aims at few devices. `names` are the device names of a cost graph, if any.
     """
     if Placement not in state or state[Placement].placer == OBJECTIVES["fit"]:
         return []
@@ -93,15 +98,18 @@ def report_idle_devices(state: State, names: Sequence[object] = ()) -> list[Diag
             f"this device{f', {names[index]!r} in the graph,' if names else ''} was asked for and gets no work from "
             f"placer {state[Placement].placer!r}",
             where=device.id,
-            hint=f"try another --placer, or {USE_FEWER_DEVICES if names else 'leave it out'}",
+            hint=f"try another --placer, or {USE_FEWER_DEVICES if names else 'omit the device'}",
         )
         for index, device in enumerate(state.target.devices)
         if index not in used
     ]
 
 
-def require_all_devices_used(unused: Sequence[Diagnostic], remedy: str = "leave it out") -> None:
-    """Raise InfeasibleError if there is a device without work (`--strict`); `remedy` says how to do without it."""
+def require_all_devices_used(unused: Sequence[Diagnostic], remedy: str = "omit the device") -> None:
+    """Raise InfeasibleError for the first idle device (`--strict`).
+
+    `remedy` says how to compile without that device.
+    """
     if unused:
-        hint = f"{remedy}, try another --placer, or leave --strict out"
+        hint = f"{remedy}, try another --placer, or omit --strict"
         raise InfeasibleError("P010", unused[0].message, where=unused[0].where, hint=hint)

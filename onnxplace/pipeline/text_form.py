@@ -1,7 +1,7 @@
-"""The text form of a pipeline: `profile{repeat=5},coplace,m-etf,split`, read and written.
+"""Read and write pipelines as text: `profile{repeat=5},coplace,m-etf,split`.
 
-Grammar: passes separated by commas; options in braces as `key=value`; a value is a word, or a string in double
-quotes with backslash escapes. Printing what was parsed gives the same text back.
+Grammar: passes are separated by commas; options are `key=value` in braces; a value is a word, or a string in double
+quotes with backslash escapes. A pipeline that was read is written as the same text.
 """
 
 from __future__ import annotations
@@ -29,21 +29,25 @@ class PassSpec:
     options: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def __str__(self) -> str:
-        options = ",".join(f"{_quoted(key)}={_quoted(value)}" for key, value in self.options.items())
-        return f"{_quoted(self.name)}{{{options}}}" if options else _quoted(self.name)
+        options = ",".join(f"{_quote(key)}={_quote(value)}" for key, value in self.options.items())
+        return f"{_quote(self.name)}{{{options}}}" if options else _quote(self.name)
 
 
-def _quoted(value: str) -> str:
+def _quote(value: str) -> str:
     return value if _PLAIN.fullmatch(value) else json.dumps(value, ensure_ascii=False)
 
 
 def format_pipeline(specs: Iterable[PassSpec]) -> str:
-    """Return the text of a pipeline; `parse_pipeline` reads it back equal."""
+    """Return the text of a pipeline, which `parse_pipeline` reads.
+
+    >>> format_pipeline([PassSpec("profile", {"repeat": "5"}), PassSpec("split")])
+    'profile{repeat=5},split'
+    """
     return ",".join(str(spec) for spec in specs)
 
 
 def parse_pipeline(text: str) -> tuple[PassSpec, ...]:
-    """Read a pipeline; raises UsageError that points at the character where it goes wrong.
+    """Read a pipeline; a UsageError points at the wrong character.
 
     >>> [str(spec) for spec in parse_pipeline("profile{repeat=5}, split")]
     ['profile{repeat=5}', 'split']
@@ -53,7 +57,7 @@ def parse_pipeline(text: str) -> tuple[PassSpec, ...]:
     while reader.take(","):
         specs.append(reader.read_pass())
     if reader.kind != "end":
-        raise reader.problem("',' between passes")
+        raise reader.make_mismatch("',' between passes")
     return tuple(specs)
 
 
@@ -81,38 +85,38 @@ class _Reader:
             return True
         return False
 
-    def word(self, what: str) -> str:
+    def read_word(self, expected: str) -> str:
         if self.kind not in ("word", "string"):
-            raise self.problem(what)
+            raise self.make_mismatch(expected)
         try:
             token = str(json.loads(self.token)) if self.kind == "string" else self.token
         except ValueError:
-            raise self.problem(f"{what} with escapes as in JSON") from None
+            raise self.make_mismatch(f"{expected} with escapes as in JSON") from None
         self.advance()
         return token
 
     def read_pass(self) -> PassSpec:
-        name, options = self.word("the name of a pass"), dict[str, str]()
+        name, options = self.read_word("the name of a pass"), dict[str, str]()
         if self.take("{") and not self.take("}"):
             while True:
-                begins = self.start
-                key = self.word("the name of an option")
+                start = self.start
+                key = self.read_word("the name of an option")
                 if key in options:
-                    raise self.refusal(f"option {key!r} is given twice, again at character {begins + 1}")
+                    raise self.make_error(f"option {key!r} is given twice, again at character {start + 1}")
                 if not self.take("="):
-                    raise self.problem(f"'=' after {key!r}")
-                options[key] = self.word(f"a value for {key!r}")
+                    raise self.make_mismatch(f"'=' after {key!r}")
+                options[key] = self.read_word(f"a value for {key!r}")
                 if self.take("}"):
                     break
                 if not self.take(","):
-                    raise self.problem("',' or '}'")
+                    raise self.make_mismatch("',' or '}'")
         return PassSpec(name, MappingProxyType(options))
 
-    def problem(self, expected: str) -> UsageError:
-        found = repr(self.token) if self.token else "the end"
-        return self.refusal(f"expected {expected} at character {self.start + 1}, found {found}")
+    def make_mismatch(self, expected: str) -> UsageError:
+        token = repr(self.token) if self.token else "the end"
+        return self.make_error(f"expected {expected} at character {self.start + 1}, got {token}")
 
-    def refusal(self, message: str) -> UsageError:
+    def make_error(self, message: str) -> UsageError:
         return UsageError(
             "U003",
             message,
@@ -122,7 +126,11 @@ class _Reader:
 
 
 def build_pass(kind: type[Pass], options: Mapping[str, str]) -> Pass:
-    """Return a pass with its options read from text by the types of its fields; raises UsageError."""
+    """Build a pass.
+
+    The types of its fields read the options from text.
+    Raises UsageError for unknown options and wrong values.
+    """
     from pydantic import TypeAdapter, ValidationError
 
     known = {item.name: item for item in fields(kind)}
@@ -132,13 +140,13 @@ def build_pass(kind: type[Pass], options: Mapping[str, str]) -> Pass:
             raise UsageError(
                 "U004",
                 f"pass {kind.name!r} has no option {key!r}",
-                hint=nearest(key, known) if known else "it has none at all",
+                hint=nearest(key, known) if known else "it has no options",
             )
-        hint = _type_of(kind, key)
+        option_type = _resolve_option_type(kind, key)
         try:
-            values[key] = TypeAdapter(hint).validate_python(_from_text(text, hint))
-            not_a_number = isinstance(values[key], float) and math.isnan(values[key])  # which is within every limit
-            reason = "Input should be a number" if not_a_number else ""
+            values[key] = TypeAdapter(option_type).validate_python(_read_value(text, option_type))
+            is_nan = isinstance(values[key], float) and math.isnan(values[key])  # NaN passes every limit
+            reason = "Input should be a number" if is_nan else ""
         except ValidationError as problem:
             reason = problem.errors()[0]["msg"]
         if reason:
@@ -149,30 +157,32 @@ def build_pass(kind: type[Pass], options: Mapping[str, str]) -> Pass:
     except (TypeError, ValueError) as problem:
         raise UsageError(
             "U006",
-            f"it cannot be made with these options: {problem}",
+            f"cannot build it with these options: {problem}",
             where=f"pass {kind.name!r}",
             hint=f"`onnxplace passes {kind.name}` lists them",
         ) from None
 
 
-def _type_of(kind: type[Pass], key: str) -> Any:
+def _resolve_option_type(kind: type[Pass], key: str) -> Any:
     from typing import get_type_hints
 
     return get_type_hints(kind, include_extras=True)[key]
 
 
 def format_tuple(items: Iterable[str]) -> str:
-    """Return a list as the text of an option: words between semicolons, or JSON where that would be ambiguous.
+    """Format a list as an option: words and semicolons, or JSON.
 
-    >>> tuple_text(["enc.*", "dec.*"]), tuple_text(["a;b"])
+    JSON is for words that contain semicolons.
+
+    >>> format_tuple(["enc.*", "dec.*"]), format_tuple(["a;b"])
     ('enc.*;dec.*', '["a;b"]')
     """
     words = list(items)
     plain = ";".join(words)
-    return plain if _tuple_from(plain) == words else json.dumps(words, ensure_ascii=False)
+    return plain if _parse_tuple(plain) == words else json.dumps(words, ensure_ascii=False)
 
 
-def _tuple_from(text: str) -> list[str]:
+def _parse_tuple(text: str) -> list[str]:
     if text.startswith("["):
         try:
             items = json.loads(text)
@@ -183,24 +193,24 @@ def _tuple_from(text: str) -> list[str]:
     return text.split(";") if text else []
 
 
-def _from_text(text: str, hint: Any) -> object:
-    if "tuple[" in str(hint):
-        return tuple(_tuple_from(text))
-    optional = "None" in str(hint)
+def _read_value(text: str, option_type: Any) -> object:
+    if "tuple[" in str(option_type):
+        return tuple(_parse_tuple(text))
+    optional = "None" in str(option_type)
     return None if text == "none" and optional else text
 
 
 def spec_of(step: Pass) -> PassSpec:
-    """Return the spec that builds this pass: its name and the options that differ from their defaults."""
+    """Return the spec of a pass: its name and options without defaults."""
     options = {}
     for item in fields(step):
         value = getattr(step, item.name)
         if item.default is MISSING or value != item.default:
-            options[item.name] = _text(value)
+            options[item.name] = _format_value(value)
     return PassSpec(step.name, MappingProxyType(options))
 
 
-def _text(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, tuple):
         return format_tuple(str(item) for item in value)
     if value is None or isinstance(value, bool):

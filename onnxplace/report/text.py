@@ -1,4 +1,4 @@
-"""Show people what was decided and what happened: the summary of a bundle, and timelines."""
+"""Format bundles, times and sizes as text."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ if TYPE_CHECKING:
 
 
 def format_milliseconds(seconds: float) -> str:
-    """Return a time as people read it: three digits, in ms."""
+    """Format a time in ms, with three digits.
+
+    >>> format_milliseconds(0.0123)
+    '12.3 ms'
+    """
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
 
 
 def format_bytes(size: int) -> str:
-    """Return an amount of memory as people read it."""
+    """Format an amount of memory.
+
+    >>> format_bytes(3 << 20)
+    '3.0 MiB'
+    """
     if size < 2**10:
         return f"{size} B"
     if size < 2**20:
@@ -26,7 +34,12 @@ def format_bytes(size: int) -> str:
 
 
 def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Lay out rows in columns; the first `left` columns are aligned left, the others right."""
+    """Lay out rows in columns: the first `left` left-aligned, others right-aligned.
+
+    >>> print(format_table(("device", "nodes"), [("cpu:0", "12")]))
+    device  nodes
+    cpu:0      12
+    """
     lines = [list(header), *[list(row) for row in rows]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join(
@@ -39,7 +52,7 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int
 
 
 def compile_summary(bundle: Bundle) -> str:
-    """Return what was decided, on one screen."""
+    """Return the summary of a bundle, on one screen."""
     manifest = bundle.manifest
     rows = [
         (
@@ -52,49 +65,49 @@ def compile_summary(bundle: Bundle) -> str:
         )
         for device in manifest.devices
     ]
-    predicted, sent = manifest.predicted, format_bytes(manifest.transfer_bytes)
+    transfer_size = format_bytes(manifest.transfer_bytes)
     nodes = counted(sum(device.nodes for device in manifest.devices), "node")
     return "\n".join(
         [
             f"{manifest.model}: {nodes}, placer {manifest.placer}",
-            *_repeats_line(manifest.repeats),
+            *_format_repeats(manifest.repeats),
             format_table(("device", "nodes", "compute", "weights", "peak", "limit"), rows),
-            f"segments: {len(manifest.segments)}, transfers: {manifest.transfers} ({sent})",
-            *_step_lines(manifest),
-            *_process_line(predicted),
+            f"segments: {len(manifest.segments)}, transfers: {manifest.transfers} ({transfer_size})",
+            *_format_steps(manifest),
+            *_format_process(manifest.predicted),
             f"bundle: {bundle.path}",
         ]
     )
 
 
-def _step_lines(manifest: Manifest) -> list[str]:
-    """Return what a step is expected to take, and what it took in a trial, if there was one."""
-    from onnxplace.pipeline import OBJECTIVES  # with all that placing needs, which other texts do without
+def _format_steps(manifest: Manifest) -> list[str]:
+    """Return lines with the predicted step and that of the trial."""
+    from onnxplace.pipeline import OBJECTIVES  # imports what placing needs, and other texts do not
 
     predicted, trial = manifest.predicted, manifest.trial
     step, best = format_milliseconds(predicted.step_seconds), format_milliseconds(predicted.single_device_seconds)
     bound = format_milliseconds(predicted.lower_bound_seconds)
-    room = "" if predicted.single_device_fits else ", where it does not fit"
-    lines = [f"predicted step {step}; best single device {best}{room}; nothing beats {bound}"]
+    suffix = "" if predicted.single_device_fits else ", where it does not fit"
+    lines = [f"predicted step {step}; best single device {best}{suffix}; lower bound {bound}"]
     if manifest.placer == OBJECTIVES["throughput"]:
         lines.append(f"with requests in flight, a result every {format_milliseconds(predicted.interval_seconds)}")
     if trial is not None:
-        took, planned = format_milliseconds(trial.step_seconds), format_milliseconds(trial.planned_seconds)
-        lines.append(f"predicted from a trial, whose steps took {took}; planned by the costs of nodes: {planned}")
+        measured, planned = format_milliseconds(trial.step_seconds), format_milliseconds(trial.planned_seconds)
+        lines.append(f"predicted from a trial, whose steps took {measured}; planned by the costs of nodes: {planned}")
     return lines
 
 
-def _process_line(predicted: Predicted) -> list[str]:
-    """Return a line about the memory of the process, if that was predicted."""
+def _format_process(predicted: Predicted) -> list[str]:
+    """Return a line with the memory of the process, if predicted."""
     if not predicted.running_bytes:
         return []
     running, opening = format_bytes(predicted.running_bytes), format_bytes(predicted.opening_bytes)
     return [f"a process that runs it takes {running}, and at most {opening} while it opens sessions"]
 
 
-def _repeats_line(repeats: Sequence[RepeatRecord]) -> list[str]:
-    """Return a line about equal layers, the largest stretches first, if there are any."""
-    largest = sorted(repeats, key=lambda found: -found.count * found.nodes)
-    shown = [f"{found.count} x layer of {found.nodes} nodes (from {found.first!r})" for found in largest[:3]]
+def _format_repeats(repeats: Sequence[RepeatRecord]) -> list[str]:
+    """Return a line with the three largest repeats, if any."""
+    largest = sorted(repeats, key=lambda repeat: -repeat.count * repeat.nodes)
+    shown = [f"{repeat.count} x layer of {repeat.nodes} nodes (from {repeat.first!r})" for repeat in largest[:3]]
     more = [f"{len(largest) - 3} more"] if len(largest) > 3 else []
     return [f"repeats: {', '.join(shown + more)}"] if shown else []

@@ -1,4 +1,4 @@
-"""Timelines of runs in the format of chrome://tracing and Perfetto."""
+"""Write timelines of runs in the format of Chrome and Perfetto."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
     from onnxplace.runtime import Event
 
-# Colours of the timeline, from those that the format names.
+# Colours by kind of event, among the names that the format defines.
 _COLORS = {"run": "thread_state_running", "copy": "rail_animation", "wait": "thread_state_sleeping"}
 
 
 def chrome_trace(events: Iterable[Event], bundle: Bundle) -> dict[str, Any]:
-    """Return events in Chrome's trace format: a row per device, microseconds."""
+    """Return events in Chrome's trace format, in microseconds, a row per device."""
     rows = {device.id: index for index, device in enumerate(bundle.target.devices)}
     entries: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": device}}

@@ -1,4 +1,4 @@
-"""The contract of runtimes, on small models over two CPU devices; `onnxplace.testing` hands it out."""
+"""The contract of runtimes, checked with small models on two CPU devices."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from onnxplace.runtime import Result, Runtime, RuntimeSession
 from onnxplace.target import Device, Target
 from onnxplace.utils import temporary_folder
 
-# A runtime that takes longer than this for something that takes milliseconds is taken to hang.
-PATIENCE_SECONDS = 60.0
+# Each check takes milliseconds; a runtime that takes longer than this hangs.
+TIMEOUT_SECONDS = 60.0
 
 _MODEL = """
 <ir_version: 8, opset_import: ["" : 17]>
@@ -53,28 +53,28 @@ def require(condition: bool, message: str) -> None:
 
 
 def check_runtime(runtime_class: Callable[[], Runtime], *, computes: bool = True) -> None:
-    """Raise AssertionError unless a runtime does what runtimes promise, on a small model over two CPU devices.
+    """Raise AssertionError unless a runtime keeps the contract of runtimes.
 
-    Requests give the right outputs, also when many are under way; a request that fails or is cancelled does not
-    spoil the next; closing waits for what is under way, may be repeated, ends all threads, and what is submitted
-    later raises ExecutionError; nothing hangs. A runtime that `keeps_state` passes states on in the order of
-    submission, until they are reset or a request fails. `computes=False` is for a runtime that returns no outputs.
+    Requests return the right outputs, also when many are in flight. A request that fails or is cancelled does not
+    affect the next. Closing waits for requests in flight, may be repeated, and ends all threads; later requests raise
+    ExecutionError. Nothing hangs. A runtime that `keeps_state` carries states in the order of submission, until they
+    are reset or a request fails. `computes=False` is for a runtime that returns no outputs.
 
-    >>> from onnxplace.pipeline import find
-    >>> check_runtime(find("runtimes", "simulated"), computes=False)
+    >>> from onnxplace.pipeline import find_plugin
+    >>> check_runtime(find_plugin("runtimes", "simulated"), computes=False)
     """
     with temporary_folder() as folder:
-        bundle = _small_bundle(folder, _MODEL, _DEVICE_MAP)
+        bundle = _compile_small_bundle(folder, _MODEL, _DEVICE_MAP)
         checks = [_check_requests, _check_close]
-        for check in [*checks, _check_failure, _check_cancelled] if computes else checks:
-            _in_time(lambda check=check: check(runtime_class(), bundle, computes), check.__name__)  # type: ignore[misc]
+        for check in [*checks, _check_failure, _check_cancellation] if computes else checks:
+            _run_in_time(lambda check=check: check(runtime_class(), bundle, computes), check.__name__)  # type: ignore[misc]
         if computes and runtime_class().keeps_state:
-            stateful = _small_bundle(folder, _STATE_MODEL, _STATE_DEVICE_MAP, ("total_next=total",))
-            _in_time(lambda: _check_states(runtime_class(), stateful), _check_states.__name__)
+            stateful = _compile_small_bundle(folder, _STATE_MODEL, _STATE_DEVICE_MAP, ("total_next=total",))
+            _run_in_time(lambda: _check_states(runtime_class(), stateful), _check_states.__name__)
 
 
-def _small_bundle(folder: Path, text: str, device_map: str, state: Sequence[str] = ()) -> Bundle:
-    """Compile a model that goes back and forth between two CPU devices, with estimated costs."""
+def _compile_small_bundle(folder: Path, text: str, device_map: str, state: Sequence[str] = ()) -> Bundle:
+    """Compile a model that alternates between two CPU devices, with estimated costs."""
     from onnx import numpy_helper, parser
 
     from onnxplace.driver import compile_model
@@ -92,60 +92,60 @@ def _small_bundle(folder: Path, text: str, device_map: str, state: Sequence[str]
     return compile_model(model, path, target=target, pipeline=passes, state=state).bundle
 
 
-def _in_time(check: Callable[[], None], name: str) -> None:
-    """Run a check in a thread that may be given up, so that a runtime that hangs fails instead of hanging us."""
+def _run_in_time(check: Callable[[], None], name: str) -> None:
+    """Run a check with a timeout, so that a hanging runtime fails."""
     problems: list[BaseException] = []
 
     def run() -> None:
         try:
             check()
-        except BaseException as problem:  # noqa: BLE001 - handed to the caller below
+        except BaseException as problem:  # noqa: BLE001 - raised in the caller below
             problems.append(problem)
 
     thread = threading.Thread(target=run, name=f"onnxplace {name}", daemon=True)
     thread.start()
-    thread.join(PATIENCE_SECONDS)
-    require(not thread.is_alive(), f"{name[1:]}: still not done after {PATIENCE_SECONDS:.0f} seconds")
+    thread.join(TIMEOUT_SECONDS)
+    require(not thread.is_alive(), f"{name[1:]}: not finished after {TIMEOUT_SECONDS:.0f} seconds")
     for problem in problems:
         raise problem
 
 
-def _feeds(number: int) -> dict[str, Array]:
+def _make_feeds(number: int) -> dict[str, Array]:
     x = np.arange(16, dtype=np.float32).reshape(4, 4) / 8 - number
     return {"x": x, "rows": np.array([number % 4, 3 - number % 4], dtype=np.int64)}
 
 
-def _failing_feeds() -> dict[str, Array]:
-    return {**_feeds(0), "rows": np.array([0, 1 << 40], dtype=np.int64)}
+def _make_failing_feeds() -> dict[str, Array]:
+    return {**_make_feeds(0), "rows": np.array([0, 1 << 40], dtype=np.int64)}
 
 
 def _check_result(result: Result, number: int, computes: bool) -> None:
     require(result.seconds >= 0, f"request {number}: it took {result.seconds} seconds")
     if not computes:
         return
-    feeds = _feeds(number)
+    feeds = _make_feeds(number)
     product = feeds["x"] @ _WEIGHT
     expected = {"y": np.maximum(product[feeds["rows"]] @ _WEIGHT, 0), "z": -product}
     require(set(result.outputs) == set(expected), f"request {number}: its outputs are {sorted(result.outputs)}")
-    for name, want in expected.items():
-        close = np.allclose(result.outputs[name], want, rtol=1e-4, atol=1e-5)
-        require(close, f"request {number}: output {name!r} is {result.outputs[name]}, not {want}")
+    for name, values in expected.items():
+        close = np.allclose(result.outputs[name], values, rtol=1e-4, atol=1e-5)
+        require(close, f"request {number}: output {name!r} is {result.outputs[name]}, expected {values}")
 
 
 def _check_request(session: RuntimeSession, number: int, computes: bool) -> None:
-    _check_result(session.submit(_feeds(number)).result(PATIENCE_SECONDS), number, computes)
+    _check_result(session.submit(_make_feeds(number)).result(TIMEOUT_SECONDS), number, computes)
 
 
 def _check_requests(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
-    """Check one request, then more of them at once than a runtime keeps under way, then the timeline."""
+    """Check one request, many requests, and the timeline."""
     with runtime.open(bundle, trace=True) as session:
         _check_request(session, 0, computes)
-        under_way = [session.submit(_feeds(number)) for number in range(20)]
-        for number, future in enumerate(under_way):
-            _check_result(future.result(PATIENCE_SECONDS), number, computes)
-        events = session.submit(_feeds(0)).result(PATIENCE_SECONDS).events
+        futures = [session.submit(_make_feeds(number)) for number in range(20)]
+        for number, future in enumerate(futures):
+            _check_result(future.result(TIMEOUT_SECONDS), number, computes)
+        events = session.submit(_make_feeds(0)).result(TIMEOUT_SECONDS).events
     known = {device.id for device in bundle.target.devices}
-    require({event.device for event in events} == known, f"the timeline shows {events}, not both devices of {known}")
+    require({event.device for event in events} == known, f"expected a timeline of the devices {known}, got {events}")
     for event in events:
         require(0 <= event.start_seconds <= event.finish_seconds, f"{event} ends before it starts")
 
@@ -153,64 +153,74 @@ def _check_requests(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
 def _check_close(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
     before = set(threading.enumerate())
     with runtime.open(bundle) as session:
-        under_way = [session.submit(_feeds(number)) for number in range(3)]
+        futures = [session.submit(_make_feeds(number)) for number in range(3)]
         session.close()
-        for number, future in enumerate(under_way):
-            require(future.done(), "close did not wait for a request that was under way")
+        for number, future in enumerate(futures):
+            require(future.done(), "close did not wait for a request in flight")
             _check_result(future.result(), number, computes)
         session.close()
-    left = sorted(thread.name for thread in set(threading.enumerate()) - before)
-    require(not left, f"threads are left after close: {', '.join(left)}")
+    threads = sorted(thread.name for thread in set(threading.enumerate()) - before)
+    require(not threads, f"threads are alive after close: {', '.join(threads)}")
     try:
-        session.submit(_feeds(0)).result(PATIENCE_SECONDS)
+        session.submit(_make_feeds(0)).result(TIMEOUT_SECONDS)
     except ExecutionError:
         return
-    raise AssertionError("a closed session took a request")
+    raise AssertionError("a closed session accepted a request")
 
 
 def _check_failure(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
     with runtime.open(bundle) as session:
-        before, failing, after = (session.submit(f) for f in (_feeds(1), _failing_feeds(), _feeds(2)))
-        problem = failing.exception(PATIENCE_SECONDS)
-        require(isinstance(problem, ExecutionError), f"a part that failed raised {problem!r}, no ExecutionError")
-        _check_result(before.result(PATIENCE_SECONDS), 1, computes)
-        _check_result(after.result(PATIENCE_SECONDS), 2, computes)
+        before, failing, after = (session.submit(f) for f in (_make_feeds(1), _make_failing_feeds(), _make_feeds(2)))
+        problem = failing.exception(TIMEOUT_SECONDS)
+        require(
+            isinstance(problem, ExecutionError), f"expected ExecutionError from a segment that fails, got {problem!r}"
+        )
+        _check_result(before.result(TIMEOUT_SECONDS), 1, computes)
+        _check_result(after.result(TIMEOUT_SECONDS), 2, computes)
         _check_request(session, 3, computes)
 
 
-def _check_cancelled(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
+def _check_cancellation(runtime: Runtime, bundle: Bundle, computes: bool) -> None:
     with runtime.open(bundle) as session:
-        for future in [session.submit(_feeds(number)) for number in range(6)]:
+        for future in [session.submit(_make_feeds(number)) for number in range(6)]:
             future.cancel()
         _check_request(session, 4, computes)
 
 
 def _check_states(runtime: Runtime, bundle: Bundle) -> None:
-    """Check that each request takes over what the one before left, until a reset or a failure."""
+    """Check that each request reads the states of the one before it.
+
+    A reset and a failure forget them.
+    """
     feeds: dict[str, Array] = {"x": np.ones(4, dtype=np.float32), "row": np.zeros(1, dtype=np.int64)}
-    begin = {**feeds, "total": np.full(4, -100, dtype=np.float32)}
+    initial = {**feeds, "total": np.full(4, -100, dtype=np.float32)}
     with runtime.open(bundle) as session:
-        under_way = [session.submit(begin if number == 0 else feeds) for number in range(20)]
-        for number, future in enumerate(under_way):
-            _check_total(future.result(PATIENCE_SECONDS), number + 1, {"y", "picked"})
-        last = session.submit(feeds, ["total_next"]).result(PATIENCE_SECONDS)
+        futures = [session.submit(initial if number == 0 else feeds) for number in range(20)]
+        for number, future in enumerate(futures):
+            _check_total(future.result(TIMEOUT_SECONDS), number + 1, {"y", "picked"})
+        last = session.submit(feeds, ["total_next"]).result(TIMEOUT_SECONDS)
         _check_total(last, 21, {"y", "picked", "total_next"})
         session.reset_state()
         _check_no_state(session.submit(feeds), "a reset")
-        _check_total(session.submit(begin).result(PATIENCE_SECONDS), 1, {"y", "picked"})
+        _check_total(session.submit(initial).result(TIMEOUT_SECONDS), 1, {"y", "picked"})
         failing, after = session.submit({**feeds, "row": np.array([1 << 40])}), session.submit(feeds)
-        problem = failing.exception(PATIENCE_SECONDS)
-        require(isinstance(problem, ExecutionError), f"a part that failed raised {problem!r}, no ExecutionError")
+        problem = failing.exception(TIMEOUT_SECONDS)
+        require(
+            isinstance(problem, ExecutionError), f"expected ExecutionError from a segment that fails, got {problem!r}"
+        )
         _check_no_state(after, "a failure")
-        _check_total(session.submit(begin).result(PATIENCE_SECONDS), 1, {"y", "picked"})
+        _check_total(session.submit(initial).result(TIMEOUT_SECONDS), 1, {"y", "picked"})
 
 
 def _check_total(result: Result, requests: int, names: Collection[str]) -> None:
     require(set(result.outputs) == set(names), f"request {requests}: its outputs are {sorted(result.outputs)}")
-    want = 100 - requests
-    require(bool((result.outputs["y"] == want).all()), f"request {requests}: {result.outputs['y']}, not {want}")
+    expected = 100 - requests
+    require(
+        bool((result.outputs["y"] == expected).all()),
+        f"request {requests}: expected {expected}, got {result.outputs['y']}",
+    )
 
 
 def _check_no_state(future: Future[Result], after: str) -> None:
-    problem = future.exception(PATIENCE_SECONDS)
-    require(isinstance(problem, FeedError), f"after {after}, a state that was not fed gave {problem!r}, no FeedError")
+    problem = future.exception(TIMEOUT_SECONDS)
+    require(isinstance(problem, FeedError), f"expected FeedError for a missing state after {after}, got {problem!r}")

@@ -1,4 +1,4 @@
-"""The bench that compares placers: what it prints and writes, on graphs so small that it is quick."""
+"""The benchmark of placers prints and writes tables, on small graphs."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ def test_the_tables_hold_a_row_per_graph_placer_and_grouping(tmp_path):
                  "--groups", "none,given", "--scaling", "40,80", "--json", written)  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = json.loads(written.read_text())
-    # Chains have no groups of their own, so that `given` would say nothing new.
+    # Chains have no groups, so `given` would repeat `none`.
     assert [(row["graph"], row["placer"], row["groups"]) for row in rows["generated"]] == [
         (graph, placer, groups)
         for graph, grouped in (("chains_60_0", 0), ("chains_80_0", 0), ("recurrent_60_0", 1), ("recurrent_80_0", 1))
@@ -43,7 +43,7 @@ def test_the_tables_hold_a_row_per_graph_placer_and_grouping(tmp_path):
     assert all(line.startswith(("|", "#")) or not line for line in lines)
 
 
-def test_a_folder_is_shown_beside_published_figures_and_what_does_not_fit_is_said(tmp_path):
+def test_a_folder_is_compared_with_published_figures_and_misfits_are_reported(tmp_path):
     cost_graph_file(tmp_path, "small", 10)
     cost_graph_file(tmp_path, "large", 20 << 30)
     steps = (("m_etf", 1600), ("expert", 800))
@@ -57,7 +57,7 @@ def test_a_folder_is_shown_beside_published_figures_and_what_does_not_fit_is_sai
     assert best == "| small | 8 | 0.8 | 0.8 | 1.00x | 0.8 | 1.00x | 0.8 | 1.6 | 0.50x | m-etf, none |"
 
 
-def test_names_that_are_none_are_refused_before_any_work():
+def test_unknown_names_are_refused_before_any_work():
     for arguments, text in (
         (("--families", "towers"), "no family 'towers'"),
         (("--groups", "all"), "no grouping 'all'"),

@@ -1,4 +1,4 @@
-"""`onnxplace bench`: predictions beside measurements, on every kind of bundle, and what it says of what it cannot."""
+"""`onnxplace bench` compares predictions with measurements, on every kind of bundle."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from tests.conftest import FAST_PIPELINE
 from tests.runtimes.test_carried_state import APART, START, STATES, feeds, sums
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
-only_linux = pytest.mark.skipif(not measurable(), reason="only Linux tells the most a process held")
+only_linux = pytest.mark.skipif(not measurable(), reason="only Linux reports the peak memory of a process")
 
 QUICK = ("--repeat", "2", "--no-memory")
 DEVICE_KEYS = {"id", "predicted_busy_seconds", "busy_seconds", "predicted_peak_bytes", "peak_bytes"}
@@ -27,10 +27,10 @@ PROCESS_KEYS = {"predicted_opening_bytes", "opening_bytes", "predicted_running_b
 
 
 def bench(run_cli, *arguments) -> dict:
-    """Return what the command prints as JSON."""
-    ran = run_cli("bench", *arguments, "--json")
-    assert ran.code == 0, ran.err
-    return json.loads(ran.out)
+    """Run the command and return its JSON."""
+    result = run_cli("bench", *arguments, "--json")
+    assert result.code == 0, result.err
+    return json.loads(result.out)
 
 
 def parsed(text: str) -> onnx.ModelProto:
@@ -38,32 +38,32 @@ def parsed(text: str) -> onnx.ModelProto:
 
 
 def compiled_from(model: Path | onnx.ModelProto, folder: Path, device_map: dict[str, str], **options) -> Path:
-    """Compile a model on two devices, as a device map says; nothing is measured."""
+    """Compile a model for two devices by a device map, without measuring."""
     (folder / "map.json").write_text(json.dumps(device_map))
     steps = f"optimize,profile{{estimate=true}},coplace{{join=never,device_map={folder / 'map.json'}}},m-etf,split,emit"
     return onnxplace.compile(model, folder / "bundle", devices="cpu:0,cpu:1", pipeline=steps, **options).path
 
 
 @only_linux
-def test_everything_predicted_is_shown_beside_what_was_measured(run_cli, compiled):
-    found, manifest = bench(run_cli, compiled, "--repeat", "3"), onnxplace.load(compiled).manifest
-    for device, said in zip(found["devices"], manifest.devices):
+def test_all_predictions_are_compared_with_measurements(run_cli, compiled):
+    data, manifest = bench(run_cli, compiled, "--repeat", "3"), onnxplace.load(compiled).manifest
+    for device, planned in zip(data["devices"], manifest.devices):
         assert set(device) == DEVICE_KEYS
-        assert (device["id"], device["predicted_busy_seconds"]) == (said.id, said.compute_seconds)
-        assert device["predicted_peak_bytes"] == said.process_bytes > 0
+        assert (device["id"], device["predicted_busy_seconds"]) == (planned.id, planned.compute_seconds)
+        assert device["predicted_peak_bytes"] == planned.process_bytes > 0
         assert 0 < device["busy_seconds"] < 1
         assert 0 <= device["peak_bytes"] < 100 << 20, "nothing, if a model this small fits into what was there"
-        assert device["busy_seconds"] != said.compute_seconds
-        assert device["peak_bytes"] != said.process_bytes
-    assert len(found["devices"]) == 2
-    assert all({link["source"], link["destination"]} == {"cpu:0", "cpu:1"} for link in found["links"])
-    assert sum(link["values"] for link in found["links"]) == manifest.transfers > 0
-    assert sum(link["predicted_bytes"] for link in found["links"]) == manifest.transfer_bytes
-    for link in found["links"]:
+        assert device["busy_seconds"] != planned.compute_seconds
+        assert device["peak_bytes"] != planned.process_bytes
+    assert len(data["devices"]) == 2
+    assert all({link["source"], link["destination"]} == {"cpu:0", "cpu:1"} for link in data["links"])
+    assert sum(link["values"] for link in data["links"]) == manifest.transfers > 0
+    assert sum(link["predicted_bytes"] for link in data["links"]) == manifest.transfer_bytes
+    for link in data["links"]:
         assert set(link) == LINK_KEYS
         assert link["bytes"] == link["predicted_bytes"]
         assert 0 < link["seconds"] != link["predicted_seconds"] > 0
-    process = found["process"]
+    process = data["process"]
     assert set(process) == PROCESS_KEYS
     assert process["predicted_running_bytes"] == manifest.predicted.running_bytes
     assert process["predicted_opening_bytes"] == manifest.predicted.opening_bytes
@@ -73,9 +73,9 @@ def test_everything_predicted_is_shown_beside_what_was_measured(run_cli, compile
 
 @only_linux
 def test_the_text_has_a_row_for_each_device_link_and_the_process(run_cli, compiled):
-    ran = run_cli("bench", compiled, "--repeat", "2")
-    assert (ran.code, ran.err) == (0, "")
-    steps, devices, links = (block.splitlines() for block in ran.out.strip("\n").split("\n\n"))
+    result = run_cli("bench", compiled, "--repeat", "2")
+    assert (result.code, result.err) == (0, "")
+    steps, devices, links = (block.splitlines() for block in result.out.strip("\n").split("\n\n"))
     assert steps[0].split() == ["median", "p90", "predicted", "/", "all", "cores"]
     assert devices[0].split() == ["busy", "predicted", "process", "peak", "predicted"]
     assert [line.split("  ")[0] for line in devices[1:]] == ["cpu:0", "cpu:1", "process, opening", "process, running"]
@@ -89,14 +89,14 @@ def test_the_text_has_a_row_for_each_device_link_and_the_process(run_cli, compil
     assert {line.split("  ")[0] for line in links[1:]} == sent
 
 
-def test_memory_is_left_out_when_asked_and_elsewhere(run_cli, compiled, monkeypatch, tmp_path):
+def test_memory_is_omitted_on_request_and_on_other_systems(run_cli, compiled, monkeypatch, tmp_path):
     def refuses(*_):
         raise AssertionError("no process is to be started")
 
     monkeypatch.setattr(memory_use, "_in_child", refuses)
-    found = bench(run_cli, compiled, *QUICK)
+    data = bench(run_cli, compiled, *QUICK)
     monkeypatch.setattr(memory_use, "_CLEAR", tmp_path / "nowhere")
-    for seen in (found, bench(run_cli, compiled, "--repeat", "1")):
+    for seen in (data, bench(run_cli, compiled, "--repeat", "1")):
         assert [device["peak_bytes"] for device in seen["devices"]] == [None, None]
         assert (seen["process"]["running_bytes"], seen["process"]["opening_bytes"]) == (None, None)
         assert seen["process"]["predicted_running_bytes"] > 0
@@ -107,20 +107,20 @@ def test_memory_is_left_out_when_asked_and_elsewhere(run_cli, compiled, monkeypa
 @only_linux
 def test_memory_that_cannot_be_measured_is_a_note(run_cli, compiled, monkeypatch):
     monkeypatch.setattr("sys.executable", "/bin/false")
-    ran = run_cli("bench", compiled, "--repeat", "1")
-    assert ran.code == 0
-    assert ran.err.count("note[X004]") == 3
-    said = "the memory of cpu:1 was not measured: measuring memory failed in a process of its own: exit code 1"
-    assert f"note[X004] cpu:1: {said}" in ran.err
-    assert "Traceback" not in ran.err
-    assert "process, running" in ran.out
+    result = run_cli("bench", compiled, "--repeat", "1")
+    assert result.code == 0
+    assert result.err.count("note[X004]") == 3
+    message = "the memory of cpu:1 was not measured: measuring memory failed in a process of its own: exit code 1"
+    assert f"note[X004] cpu:1: {message}" in result.err
+    assert "Traceback" not in result.err
+    assert "process, running" in result.out
 
 
 def test_one_device_has_no_links(run_cli, model_file, tmp_path):
     bundle = onnxplace.compile(model_file, tmp_path / "b", devices="cpu:0", shape={"batch": 4}, placer="single").path
-    found = bench(run_cli, bundle, *QUICK)
-    assert found["links"] == []
-    assert len(found["devices"]) == 1
+    data = bench(run_cli, bundle, *QUICK)
+    assert data["links"] == []
+    assert len(data["devices"]) == 1
     assert "values" not in run_cli("bench", bundle, *QUICK).out
 
 
@@ -138,9 +138,9 @@ def test_a_model_without_inputs_is_benched(run_cli, tmp_path):
         [neg] y = Neg(a)
     }"""
     bundle = compiled_from(parsed(text), tmp_path, {"draw": "cpu:0", "neg": "cpu:1"})
-    found = bench(run_cli, bundle, "--repeat", "1")
-    assert [link["bytes"] for link in found["links"]] == [12]
-    assert all(device["busy_seconds"] > 0 for device in found["devices"])
+    data = bench(run_cli, bundle, "--repeat", "1")
+    assert [link["bytes"] for link in data["links"]] == [12]
+    assert all(device["busy_seconds"] > 0 for device in data["devices"])
 
 
 def test_sequences_and_optionals_may_cross(run_cli, tmp_path):
@@ -157,45 +157,45 @@ def test_sequences_and_optionals_may_cross(run_cli, tmp_path):
     sent = [step.value for program in manifest.programs.values() for step in program if step.op == "send"]
     kinds = [manifest.values[name].dtype for name in sent]
     assert "seq(tensor(float))" in kinds
-    ran = run_cli("bench", bundle, "--repeat", "1", "--json")
-    assert (ran.code, ran.err) == (0, "")
-    found = json.loads(ran.out)
+    result = run_cli("bench", bundle, "--repeat", "1", "--json")
+    assert (result.code, result.err) == (0, "")
+    data = json.loads(result.out)
     sizes = {"seq(tensor(float))": 24, "optional(tensor(float))": 16}
-    assert sum(link["bytes"] for link in found["links"]) == sum(sizes[kind] for kind in kinds)
+    assert sum(link["bytes"] for link in data["links"]) == sum(sizes[kind] for kind in kinds)
     if measurable():
-        assert all(device["peak_bytes"] is not None for device in found["devices"])
+        assert all(device["peak_bytes"] is not None for device in data["devices"])
 
 
-def test_an_input_that_is_handed_out_is_no_work(run_cli, tmp_path):
+def test_an_input_that_is_an_output_takes_no_time(run_cli, tmp_path):
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [4])
     opset = helper.make_opsetid("", 17)
     model = helper.make_model(helper.make_graph([], "g", [x], [x]), opset_imports=[opset], ir_version=8)
     bundle = onnxplace.compile(model, tmp_path / "b", devices="cpu:0,cpu:1", pipeline=FAST_PIPELINE).path
     assert onnxplace.load(bundle).manifest.segments == ()
-    found = bench(run_cli, bundle, "--repeat", "1")
-    assert found["links"] == []
-    assert [device["busy_seconds"] for device in found["devices"]] == [0, 0]
-    assert (found["process"]["running_bytes"] is not None) == measurable()
+    data = bench(run_cli, bundle, "--repeat", "1")
+    assert data["links"] == []
+    assert [device["busy_seconds"] for device in data["devices"]] == [0, 0]
+    assert (data["process"]["running_bytes"] is not None) == measurable()
 
 
-def test_states_are_fed_to_each_traced_step(run_cli, tmp_path):
+def test_each_traced_step_gets_states(run_cli, tmp_path):
     bundle = compiled_from(sums(), tmp_path, APART, state=STATES, shape={"n": 2, "m": 3})
     np.savez(tmp_path / "in.npz", **feeds(1, **START))
-    ran = run_cli("bench", bundle, "--repeat", "2", "--inputs", tmp_path / "in.npz", "--json")
-    assert ran.code == 0, ran.err
-    found = json.loads(ran.out)
-    assert all(device["busy_seconds"] > 0 for device in found["devices"])
-    assert "note[F008]" in ran.err
-    assert "predictions are for m=3, and the inputs have m=0" in ran.err
+    result = run_cli("bench", bundle, "--repeat", "2", "--inputs", tmp_path / "in.npz", "--json")
+    assert result.code == 0, result.err
+    data = json.loads(result.out)
+    assert all(device["busy_seconds"] > 0 for device in data["devices"])
+    assert "note[F008]" in result.err
+    assert "predictions are for m=3, and the inputs have m=0" in result.err
     refused = run_cli("bench", bundle, "--in-flight", "2")
     assert (refused.code, "U013" in refused.err) == (2, True)
 
 
-def test_other_sizes_than_the_compiled_ones_are_said_and_measured(run_cli, compiled):
-    ran = run_cli("bench", compiled, *QUICK, "--shape", "batch=8", "--json")
-    assert ran.code == 0
-    assert "note[F008] branches: predictions are for batch=4, and the inputs have batch=8" in ran.err
-    for link in json.loads(ran.out)["links"]:
+def test_sizes_other_than_the_compiled_ones_are_noted_and_measured(run_cli, compiled):
+    result = run_cli("bench", compiled, *QUICK, "--shape", "batch=8", "--json")
+    assert result.code == 0
+    assert "note[F008] branches: predictions are for batch=4, and the inputs have batch=8" in result.err
+    for link in json.loads(result.out)["links"]:
         assert link["bytes"] == 2 * link["predicted_bytes"]
     assert run_cli("bench", compiled, *QUICK, "--shape", "batch=4").err == ""
 
@@ -208,5 +208,5 @@ def test_weights_outside_the_bundle_are_found_by_each_process(run_cli, tmp_path,
         tmp_path / "m.onnx", tmp_path, {"left|relu": "cpu:0", ".*": "cpu:1"}, shape={"batch": 4}, link_weights=True
     )
     assert onnxplace.load(bundle).manifest.linked
-    found = bench(run_cli, bundle, "--repeat", "1")
-    assert all(device["peak_bytes"] is not None for device in found["devices"])
+    data = bench(run_cli, bundle, "--repeat", "1")
+    assert all(device["peak_bytes"] is not None for device in data["devices"])

@@ -1,6 +1,6 @@
-"""Whatever users write into files and options: it is read, or refused as bad input, and nothing else happens.
+"""Any text in files and options is read, or refused as bad input.
 
-`ONNXPLACE_EXAMPLES=3000 pytest tests/cli/test_fuzz_inputs.py` tries more, and others each time.
+`ONNXPLACE_EXAMPLES=3000 pytest tests/cli/test_fuzz_inputs.py` tries more texts, different ones each time.
 """
 
 import gzip
@@ -31,7 +31,7 @@ from onnxplace.pipeline import Pipeline, run_pass
 from onnxplace.state import State
 from onnxplace.target import Device, Link, Shared, Target, format_target, parse_device_ids, parse_memory, read_target
 from onnxplace.utils import name_patterns
-from tests.cli.test_wishes import states_model
+from tests.cli.test_contradictions import states_model
 from tests.conftest import FAST_PIPELINE, branches
 from tests.machine.test_damaged_cache import NODES, keep_one, path_of
 from tests.passes.cost_files.test_foreign import HEAD, OLIVE
@@ -46,7 +46,10 @@ LITERALS = st.sampled_from(
 
 @st.composite
 def lines_near(draw: st.DrawFn, text: str, separator: str) -> bytes:
-    """Return a text of lines in which cells (by a separator) are odd, and lines are gone or there twice."""
+    """Return a text with odd cells, missing lines and repeated lines.
+
+    `separator` separates the cells of a line.
+    """
     lines = [line.split(separator) for line in text.splitlines()]
     for _ in range(draw(st.integers(1, 3))):
         line = draw(st.integers(0, len(lines) - 1))
@@ -115,7 +118,7 @@ def file(tmp_path) -> Callable[[bytes, str], Path]:
 
 
 @pytest.fixture(autouse=True)
-def short_of_time(monkeypatch) -> None:
+def limit_pattern_time(monkeypatch) -> None:
     monkeypatch.setattr(name_patterns, "MAX_SECONDS", 0.3)
 
 
@@ -237,7 +240,7 @@ HEADERS = [
 
 
 def with_header(text: str) -> bytes:
-    """Return an .npz file whose array says of itself what the text says."""
+    """Return an .npz file whose array has the text as its header."""
     stream = io.BytesIO()
     header = text.encode("latin1") + b"\n"
     with zipfile.ZipFile(stream, "w") as inside:
@@ -262,11 +265,11 @@ def test_entries_of_the_cost_cache(data):
     near = data.draw(texts_of(keep_one()))
     path_of("one").write_bytes(near)
     try:
-        found = recall_measurement("one", NODES)
+        parsed = recall_measurement("one", NODES)
     except ValueError:
         assert not path_of("one").exists()
         return
-    measurement, _ = found
+    measurement, _ = parsed
     assert all(np.isfinite(array).all() for array in (measurement.seconds, measurement.spread))
     assert measurement.unit.max() < NODES
     store_measurement("two", measurement, [])
@@ -295,32 +298,32 @@ def near_texts(*valid: str) -> st.SearchStrategy[str]:
     near_texts(FAST_PIPELINE, "auto{seconds=0.1,seed=3}", 'coplace{colocate="a;b",device_map="x"}', "profile{repeat=5}")
 )
 def test_texts_of_pipelines(text):
-    found = read_or_refused(lambda: Pipeline.parse(text))
-    assert found is None or str(Pipeline.parse(str(found))) == str(found)
+    parsed = read_or_refused(lambda: Pipeline.parse(text))
+    assert parsed is None or str(Pipeline.parse(str(parsed))) == str(parsed)
 
 
 @fuzzed
 @given(near_texts("batch=8,seq=128", "x.0=4"))
 def test_shapes(text):
-    found = read_or_refused(lambda: parse_shape(text))
-    assert found is None or all(type(size) is int and size >= 0 for size in found.values())
-    if found:
-        read_or_refused(lambda: bind(load(branches()), found, {}))
+    parsed = read_or_refused(lambda: parse_shape(text))
+    assert parsed is None or all(type(size) is int and size >= 0 for size in parsed.values())
+    if parsed:
+        read_or_refused(lambda: bind(load(branches()), parsed, {}))
 
 
 @fuzzed
 @given(near_texts("16GiB", "cpu:0=16GiB,cpu:1=1.5k"))
 def test_amounts_of_memory(text):
-    found = read_or_refused(lambda: parse_memory(text, ["cpu:0", "cpu:1"]))
-    if found is not None:
-        TARGET.limiting(found)
+    parsed = read_or_refused(lambda: parse_memory(text, ["cpu:0", "cpu:1"]))
+    if parsed is not None:
+        TARGET.limiting(parsed)
 
 
 @fuzzed
 @given(near_texts("cpu:0,cpu:1", "cuda:0"))
 def test_lists_of_devices(text):
-    found = read_or_refused(lambda: parse_device_ids(text))
-    assert found is None or len(set(found)) == len(found) > 0
+    parsed = read_or_refused(lambda: parse_device_ids(text))
+    assert parsed is None or len(set(parsed)) == len(parsed) > 0
 
 
 STATES = load(states_model(3))
@@ -329,5 +332,5 @@ STATES = load(states_model(3))
 @fuzzed
 @given(st.lists(near_texts("s0_next=s0", "*_next=*", "s*_*=s*"), max_size=3))
 def test_states(texts):
-    found = read_or_refused(lambda: bind_states(STATES, texts))
-    assert found is None or set(found.states.values()) <= {value.name for value in STATES.outputs}
+    parsed = read_or_refused(lambda: bind_states(STATES, texts))
+    assert parsed is None or set(parsed.states.values()) <= {value.name for value in STATES.outputs}

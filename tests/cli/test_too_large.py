@@ -1,4 +1,4 @@
-"""Numbers and counts beyond what any machine has: refused by name where users write them, before any work."""
+"""Numbers beyond any machine are refused by name, before any work."""
 
 import gzip
 import json
@@ -65,7 +65,7 @@ def test_a_target_of_the_largest_numbers_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("value", [True, None, "16", 1.5, 2**63, -1, math.nan, [], np.float64(1)])
-def test_a_device_made_in_python_is_held_to_the_same(value):
+def test_a_device_from_python_has_the_same_limits(value):
     with pytest.raises(TargetError, match="T008"):
         Device("cpu:0", value)
     assert Device("cpu:0", np.int64(5)).memory_bytes == 5
@@ -80,32 +80,34 @@ def test_a_device_made_in_python_is_held_to_the_same(value):
         lambda: Device("cpu:0", 1, segment_seconds=True),
     ],
 )
-def test_links_and_sharing_made_in_python_are_held_to_the_same(make):
+def test_links_and_sharing_from_python_have_the_same_limits(make):
     with pytest.raises(TargetError, match="T008"):
         make()
 
 
 @pytest.mark.parametrize("text", ["9" * 500, "99999999999TiB", "1" * 100_000 + "!", "0." + "1" * 100_000, "2000000TiB"])
-def test_more_memory_than_there_can_be_is_refused(run_cli, model_file, text):
-    for given in (text, f"cpu:0={text}"):
-        ran = run_cli("compile", model_file, "--shape", "batch=4", "--devices", "cpu:0,cpu:1", "--max-memory", given)
-        assert (ran.code, ran.err.partition("]")[0]) == (2, "error[U010")
-        assert len(ran.err) < 400
+def test_too_much_memory_is_refused(run_cli, model_file, text):
+    for amount in (text, f"cpu:0={text}"):
+        result = run_cli(
+            "compile", model_file, "--shape", "batch=4", "--devices", "cpu:0,cpu:1", "--max-memory", amount
+        )
+        assert (result.code, result.err.partition("]")[0]) == (2, "error[U010")
+        assert len(result.err) < 400
 
 
 def test_sizes_and_devices_of_thousands_of_digits_are_refused(run_cli, model_file):
     digits = "9" * 5000
-    ran = run_cli("compile", model_file, "--shape", f"batch={digits}", "--devices", "cpu:0,cpu:1")
-    assert (ran.code, ran.err.partition("]")[0]) == (2, "error[U011")
-    ran = run_cli("compile", model_file, "--shape", "batch=4", "--devices", f"cpu:0,cpu:{digits}")
-    assert (ran.code, ran.err.partition("]")[0]) == (2, "error[T005")
+    result = run_cli("compile", model_file, "--shape", f"batch={digits}", "--devices", "cpu:0,cpu:1")
+    assert (result.code, result.err.partition("]")[0]) == (2, "error[U011")
+    result = run_cli("compile", model_file, "--shape", "batch=4", "--devices", f"cpu:0,cpu:{digits}")
+    assert (result.code, result.err.partition("]")[0]) == (2, "error[T005")
     assert parse_device_ids(f"cpu:{'0' * 5000}7") == ("cpu:7",)
 
 
 # ---------------------------------------------------------------------------------------------- how many devices
 
 
-def test_more_devices_than_there_can_be_are_refused_wherever_they_are_named(run_cli, model_file, tmp_path):
+def test_too_many_devices_are_refused_everywhere(run_cli, model_file, tmp_path):
     many = range(3000)
     graph = {"nodes": [{"id": 0, "compute_time_us": 1}], "devices": [{"id": i, "memory_bytes": 9} for i in many]}
     (tmp_path / "graph.json").write_text(json.dumps(graph))
@@ -117,12 +119,12 @@ def test_more_devices_than_there_can_be_are_refused_wherever_they_are_named(run_
         ("place", tmp_path / "graph.json"),
         ("place", tmp_path / "small.json", "--devices", "3000"),
     ):
-        ran = run_cli(*command)
-        assert (ran.code, ran.out, ran.err.partition("]")[0]) == (2, "", "error[T015")
-        assert f"expected at most {MAX_DEVICES} devices, got 3000" in ran.err
+        result = run_cli(*command)
+        assert (result.code, result.out, result.err.partition("]")[0]) == (2, "", "error[T015")
+        assert f"expected at most {MAX_DEVICES} devices, got 3000" in result.err
 
 
-def test_as_many_devices_as_there_can_be_are_taken():
+def test_the_maximum_number_of_devices_is_accepted():
     devices = [{"id": index, "memory_bytes": 9} for index in range(MAX_DEVICES)]
     graph = parse_cost_graph({"nodes": [{"id": 0, "compute_time_us": 1}], "devices": devices})
     assert len(with_devices(graph, MAX_DEVICES, 5).target.devices) == MAX_DEVICES
@@ -187,21 +189,21 @@ def test_a_networkx_graph_may_hold_numbers_of_numpy():
 @pytest.mark.parametrize(
     "placer", ["auto{proposals=9,", "exact{", "stages{", "stages{contiguous=false,", "fit{", "multilevel{"]
 )
-def test_a_seed_may_be_as_large_as_it_likes(run_cli, tmp_path, placer):
+def test_a_seed_may_be_of_any_size(run_cli, tmp_path, placer):
     nodes = [{"id": index, "compute_time_us": 5 + index, "memory_bytes": 5} for index in range(9)]
     edges = [{"src": a, "dst": b, "bytes": 10 * a + b} for a in range(9) for b in range(a + 1, 9) if (a * b) % 3 == 1]
     devices = [{"id": index, "memory_bytes": 800} for index in range(2)]
     text = json.dumps({"nodes": nodes, "edges": edges, "devices": devices, "comm": {"coef_us_per_byte": 0.01}})
     (tmp_path / "graph.json").write_text(text)
     for seed in (2**32, 2**63 - 1, 10**30):
-        ran = run_cli("place", tmp_path / "graph.json", "--placer", f"{placer}seconds=0.1,seed={seed}}}")
-        assert ran.code == 0, ran.err
+        result = run_cli("place", tmp_path / "graph.json", "--placer", f"{placer}seconds=0.1,seed={seed}}}")
+        assert result.code == 0, result.err
 
 
 @pytest.mark.parametrize(
     "option", ["fit{seconds=nan}", "fit{seconds=-1}", "fit{seed=-1}", "stages{seconds=nan}", "stages{seed=-1}"]
 )
-def test_times_and_seeds_that_are_none_are_refused(option):
+def test_wrong_times_and_seeds_are_refused(option):
     with pytest.raises(UsageError, match="U005"):
         Pipeline.parse(option)
 
@@ -242,6 +244,6 @@ def test_absurd_numbers_in_a_cost_file_are_refused_by_name(run_cli, model_file, 
     nodes = {name: {"seconds": {"cpu/1": 1e-3}} for name in ("left", "right", "relu", "tanh", "sum")}
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({"format": "onnxplace-costs", "version": 1, "nodes": nodes, **changes}))
-    ran = run_cli("compile", model_file, "--shape", "batch=4", "--devices", "cpu:0,cpu:1", "--costs", path)
-    assert (ran.code, ran.err.partition("]")[0]) == (2, "error[C014")
-    assert words in ran.err
+    result = run_cli("compile", model_file, "--shape", "batch=4", "--devices", "cpu:0,cpu:1", "--costs", path)
+    assert (result.code, result.err.partition("]")[0]) == (2, "error[C014")
+    assert words in result.err

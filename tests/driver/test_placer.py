@@ -1,4 +1,4 @@
-"""Which placer is taken, what it may be told, and what is said when it finds nothing."""
+"""Choosing a placer, its options, and its errors."""
 
 import json
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ def test_options_come_from_the_text_the_budget_and_the_seed():
         (("auto{sconds=1}",), "U004", ["sconds", "seconds"]),
     ],
 )
-def test_what_contradicts_itself_is_said(arguments, code, words):
+def test_contradicting_options_are_refused(arguments, code, words):
     with pytest.raises(UsageError) as raised:
         choose_placer(*arguments)
     assert raised.value.code == code
@@ -56,14 +56,14 @@ def cramped(weight=6 * GIB):
     return parse_cost_graph({"nodes": nodes, "edges": edges, "devices": devices})
 
 
-def test_a_placer_that_finds_nothing_names_one_that_does():
+def test_a_placer_without_a_solution_names_one_that_fits():
     with pytest.raises(InfeasibleError) as raised:
         place_cost_graph(cramped(), "single")
     assert raised.value.code == "P001"
     assert "placer m-etf fits, with a step of" in raised.value.hint
 
 
-def test_a_placer_that_found_no_split_does_not_say_that_there_is_none():
+def test_a_placer_without_a_solution_does_not_claim_that_none_exists():
     nodes = [{"id": i, "compute_time_us": 10, "memory_bytes": 5 * GIB} for i in range(3)]
     devices = [{"id": d, "memory_bytes": 8 * GIB} for d in range(2)]
     with pytest.raises(InfeasibleError, match="this placer found no split that fits") as raised:
@@ -71,14 +71,14 @@ def test_a_placer_that_found_no_split_does_not_say_that_there_is_none():
     assert raised.value.code == "P002"
 
 
-def test_where_nothing_fits_no_other_placer_is_named():
+def test_if_nothing_fits_no_other_placer_is_named():
     with pytest.raises(InfeasibleError) as raised:
         place_cost_graph(cramped(9 * GIB), "auto{seconds=0,proposals=50}")
     assert "fits, with" not in str(raised.value)
     assert "lacks" in str(raised.value)
 
 
-def test_the_time_to_place_is_without_compiling_kernels(monkeypatch):
+def test_the_time_to_place_excludes_the_compilation_of_loops(monkeypatch):
     now, run = [100.0], Pipeline.run
 
     def compile_and_run(self, state):
@@ -99,11 +99,11 @@ def test_the_time_to_place_is_without_compiling_kernels(monkeypatch):
 @pytest.mark.parametrize("rule", ["compute", "memory", "majority"])
 def test_post_adjust_keeps_groups_together(rule):
     graph = GENERATORS["recurrent"](120, 0)
-    found = place_cost_graph(graph, "m-etf", groups="given", post_adjust=rule)
+    placed = place_cost_graph(graph, "m-etf", groups="given", post_adjust=rule)
     home = {}
     for node, group in zip(graph.ids, graph.profile.given.tolist()):
         if group >= 0:
-            assert home.setdefault(group, found.placement[str(node)]) == found.placement[str(node)]
+            assert home.setdefault(group, placed.placement[str(node)]) == placed.placement[str(node)]
 
 
 def test_forward_only_puts_backward_nodes_where_their_forward_node_is():
@@ -111,29 +111,30 @@ def test_forward_only_puts_backward_nodes_where_their_forward_node_is():
     edges = [{"src": s, "dst": d, "bytes": 8} for s, d in ((0, 3), (1, 2))]
     devices = [{"id": d, "memory_bytes": GIB} for d in range(2)]
     graph = parse_cost_graph({"nodes": nodes, "edges": edges, "devices": devices})
-    found = place_cost_graph(graph, "m-etf", groups="none", forward_only=True)
-    assert found.placement["0"] == found.placement["3"] != found.placement["1"] == found.placement["2"]
+    placed = place_cost_graph(graph, "m-etf", groups="none", forward_only=True)
+    assert placed.placement["0"] == placed.placement["3"] != placed.placement["1"] == placed.placement["2"]
 
 
-def test_the_command_searches_as_long_as_it_is_told_and_says_what_it_tried(run_cli, tmp_path):
+def test_the_command_searches_within_its_budget_and_reports_its_trials(run_cli, tmp_path):
     nodes = [{"id": i, "compute_time_us": 100} for i in range(4)]
     devices = [{"id": d, "memory_bytes": GIB} for d in range(2)]
     (tmp_path / "g.json").write_text(json.dumps({"nodes": nodes, "edges": [], "devices": devices}))
-    ran = run_cli("place", tmp_path / "g.json", "--budget", "0.1", "--seed", "1", "--json")
-    said = json.loads(ran.out)
-    assert ran.code == 0
-    assert said["placer"] == "auto"
-    assert said["makespan_seconds"] == pytest.approx(200e-6)
-    assert [note["code"] for note in said["diagnostics"]] == ["P040"]
-    assert "note[P040]" in ran.err
+    result = run_cli("place", tmp_path / "g.json", "--budget", "0.1", "--seed", "1", "--json")
+    answer = json.loads(result.out)
+    assert result.code == 0
+    assert answer["placer"] == "auto"
+    assert answer["makespan_seconds"] == pytest.approx(200e-6)
+    assert [note["code"] for note in answer["diagnostics"]] == ["P040"]
+    assert "note[P040]" in result.err
     for command in ("place", "compile"):
-        ran = run_cli(command, tmp_path / "g.json", "--budget", "0")
-        assert (ran.code, ran.err.startswith("error[U053] --budget: cannot search for 0 seconds")) == (2, True)
-    ran = run_cli("place", tmp_path / "g.json", "--objective", "throughput", "--placer", "m-etf")
-    assert ran.code == 2
-    assert "U046" in ran.err
+        result = run_cli(command, tmp_path / "g.json", "--budget", "0")
+        assert result.code == 2
+        assert result.err.startswith("error[U053] --budget: expected more than 0 seconds, got 0")
+    result = run_cli("place", tmp_path / "g.json", "--objective", "throughput", "--placer", "m-etf")
+    assert result.code == 2
+    assert "U046" in result.err
 
 
-def test_a_graph_that_needs_two_devices_gets_no_more_with_the_objective_fit():
-    found = place_cost_graph(with_devices(cramped(), 4, 8 * GIB), objective="fit")
-    assert len(set(found.placement.values())) == 2
+def test_the_objective_fit_uses_as_few_devices_as_needed():
+    placed = place_cost_graph(with_devices(cramped(), 4, 8 * GIB), objective="fit")
+    assert len(set(placed.placement.values())) == 2

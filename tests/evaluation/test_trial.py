@@ -218,7 +218,7 @@ def test_a_trial_that_fails_leaves_the_bundle_and_says_so(model_file, tmp_path, 
     monkeypatch.setattr("onnxplace.driver.finishing.run_trials", fail)
     ran = run_cli("compile", model_file, "-o", tmp_path / "b", "--devices", "cpu:0,cpu:1", "--shape", "batch=4")
     assert ran.code == 0
-    assert "note[C021] cpu:0: the bundle fails when it is run: segment cpu0-000 failed: out of order" in ran.err
+    assert "note[C021] cpu:0: the bundle fails in its trial: segment cpu0-000 failed: out of order" in ran.err
     assert "onnxplace verify" in ran.err
     assert onnxplace.load(tmp_path / "b").manifest.trial is None
 
@@ -283,7 +283,7 @@ def pretend(monkeypatch, seconds_by_devices):
         )
 
     monkeypatch.setattr("onnxplace.driver.finishing.run_trials", result)
-    monkeypatch.setattr("onnxplace.driver.finishing._not_measured", lambda state: None)
+    monkeypatch.setattr("onnxplace.driver.finishing._find_unmeasured_costs", lambda state: None)
     monkeypatch.setattr(
         "onnxplace.driver.finishing.single_device_seconds", lambda profile, target: np.array([0.02, 0.02])
     )

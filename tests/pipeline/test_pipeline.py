@@ -1,4 +1,4 @@
-"""The pipeline checks the order before any work, and holds each pass to its word; shown with passes that do no more."""
+"""The pipeline checks the order before any work, and the contract of each pass, with dummy passes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from onnxplace.errors import BrokenPassError, Diagnostic, InfeasibleError, Onnxp
 from onnxplace.facts import Emitted
 from onnxplace.model import Model
 from onnxplace.pipeline import Pipeline, make_pass, run_pass
-from onnxplace.pipeline.pipeline import stale_after
+from onnxplace.pipeline.pipeline import find_stale_facts
 from onnxplace.state import Fact, Pass, State
 from onnxplace.target import Device, Target
 from onnxplace.utils import jit
@@ -63,7 +63,7 @@ def dummy(
     provides: Kinds = (),
     preserves: Kinds = (),
 ) -> Pass:
-    """Return a pass that does what `run` does and declares what it is told to declare."""
+    """Return a pass with this `run` and these declarations."""
     members = {
         "name": name,
         "requires": requires,
@@ -74,13 +74,13 @@ def dummy(
     return type("Dummy", (Pass,), members)()
 
 
-def giving(*facts: Fact, name: str = "giving", requires: Kinds = (), preserves: Kinds = ()) -> Pass:
+def provide(*facts: Fact, name: str = "provide", requires: Kinds = (), preserves: Kinds = ()) -> Pass:
     """Return an honest pass that provides these facts."""
     kinds = tuple(type(fact) for fact in facts)
     return dummy(lambda s: s.having(*facts), name=name, requires=requires, provides=kinds, preserves=preserves)
 
 
-def never(state: State) -> State:
+def fail_if_run(state: State) -> State:
     pytest.fail("this pass must not run")
 
 
@@ -89,13 +89,13 @@ def never(state: State) -> State:
 
 def test_passes_run_in_order_and_hand_their_facts_on():
     grow = dummy(lambda s: s.having(Plant(s[Soil].value + 1)), requires=(Soil,), provides=(Plant,))
-    state, timings = Pipeline((giving(Soil(3)), grow)).run(EMPTY)
+    state, timings = Pipeline((provide(Soil(3)), grow)).run(EMPTY)
     assert (state[Soil], state[Plant]) == (Soil(3), Plant(4))
-    assert [timing.name for timing in timings] == ["giving", "dummy"]
+    assert [timing.name for timing in timings] == ["provide", "dummy"]
     assert all(timing.seconds >= 0 for timing in timings)
 
 
-def test_the_time_of_a_pass_is_without_compiling_the_kernels_that_it_uses_first(monkeypatch):
+def test_the_time_of_a_pass_excludes_the_compilation_of_loops(monkeypatch):
     now = [100.0]
 
     def compile_and_work(state: State) -> State:
@@ -111,25 +111,27 @@ def test_the_time_of_a_pass_is_without_compiling_the_kernels_that_it_uses_first(
 
 
 def test_a_wrong_order_is_refused_before_any_work():
-    steps = Pipeline((dummy(never, provides=(Soil,)), dummy(never, name="picky", requires=(Fruit,))))
+    steps = Pipeline((dummy(fail_if_run, provides=(Soil,)), dummy(fail_if_run, name="picky", requires=(Fruit,))))
     with pytest.raises(UsageError) as caught:
         steps.run(EMPTY)
-    assert caught.value.message == "pass 'picky' needs Fruit, which nothing before it provides"
+    assert caught.value.message == "pass 'picky' needs Fruit, which no earlier pass provides"
 
 
-def test_what_is_provided_only_later_does_not_count():
-    steps = Pipeline((dummy(never, name="early", requires=(Soil,)), giving(Soil())))
+def test_facts_of_later_passes_do_not_count():
+    steps = Pipeline((dummy(fail_if_run, name="early", requires=(Soil,)), provide(Soil())))
     with pytest.raises(UsageError, match="'early' needs Soil"):
         steps.run(EMPTY)
 
 
-def test_what_a_pass_between_makes_stale_does_not_count():
-    steps = Pipeline((giving(Soil()), giving(Plant()), giving(Soil(1)), dummy(never, name="late", requires=(Plant,))))
+def test_stale_facts_do_not_count():
+    steps = Pipeline(
+        (provide(Soil()), provide(Plant()), provide(Soil(1)), dummy(fail_if_run, name="late", requires=(Plant,)))
+    )
     with pytest.raises(UsageError, match="'late' needs Plant"):
         steps.run(EMPTY)
 
 
-def test_what_the_state_holds_counts():
+def test_facts_of_the_state_count():
     steps = Pipeline((dummy(lambda s: s, requires=(Soil,)),))
     assert steps.run(EMPTY.having(Soil()))[0][Soil] == Soil()
 
@@ -139,7 +141,7 @@ def test_the_hint_names_the_built_in_passes_that_would_provide_it():
         Pipeline.parse("split").require(())
     assert caught.value.hint == "put profile before it"
     with pytest.raises(UsageError) as caught:
-        Pipeline((dummy(never, requires=(Fruit,)),)).run(EMPTY)
+        Pipeline((dummy(fail_if_run, requires=(Fruit,)),)).run(EMPTY)
     assert caught.value.hint == "a plugin must provide Fruit"
 
 
@@ -150,7 +152,7 @@ def test_an_empty_pipeline_changes_nothing():
 # ---------------------------------------------------------------------------------------------- broken passes
 
 
-def breaks(step: Pass, state: State = EMPTY) -> BrokenPassError:
+def run_broken(step: Pass, state: State = EMPTY) -> BrokenPassError:
     with pytest.raises(BrokenPassError) as caught:
         Pipeline((step,)).run(state)
     assert caught.value.where == f"pass {step.name!r}"
@@ -163,7 +165,7 @@ def test_a_pass_that_replaces_facts_of_its_input_is_caught():
         object.__setattr__(state, "facts", {Soil: Soil(9)})
         return state
 
-    assert breaks(dummy(meddle, requires=(Soil,)), EMPTY.having(Soil(1))).code == "B002"
+    assert run_broken(dummy(meddle, requires=(Soil,)), EMPTY.having(Soil(1))).code == "B002"
 
 
 def test_a_pass_that_removes_facts_from_its_input_is_caught():
@@ -171,12 +173,12 @@ def test_a_pass_that_removes_facts_from_its_input_is_caught():
         object.__setattr__(state, "facts", {})
         return state
 
-    assert breaks(dummy(meddle), EMPTY.having(Soil(1))).code == "B002"
+    assert run_broken(dummy(meddle), EMPTY.having(Soil(1))).code == "B002"
 
 
-def test_a_pass_that_does_not_provide_what_it_declares_is_caught():
-    found = breaks(dummy(lambda s: s.having(Soil()), provides=(Soil, Plant)))
-    assert (found.code, found.message) == ("B003", "it did not provide Plant")
+def test_a_pass_that_omits_a_declared_fact_is_caught():
+    error = run_broken(dummy(lambda s: s.having(Soil()), provides=(Soil, Plant)))
+    assert (error.code, error.message) == ("B003", "it did not provide Plant")
 
 
 @pytest.mark.parametrize(
@@ -184,30 +186,30 @@ def test_a_pass_that_does_not_provide_what_it_declares_is_caught():
     [lambda s: s.having(Stone(2)), lambda s: s.having(Plant()), lambda s: s.without(Stone)],
     ids=["replaced", "added", "dropped"],
 )
-def test_a_pass_that_changes_what_it_does_not_declare_is_caught(change):
+def test_a_pass_that_changes_an_undeclared_fact_is_caught(change):
     step = dummy(lambda s: change(s.having(Soil())), provides=(Soil,))
-    found = breaks(step, EMPTY.having(Stone(1)))
-    assert found.code == "B004"
-    assert "without saying so" in found.message
+    error = run_broken(step, EMPTY.having(Stone(1)))
+    assert error.code == "B004"
+    assert "which it does not list in `provides`" in error.message
 
 
-def test_a_pass_whose_fact_is_wrong_is_caught_with_what_is_wrong():
-    found = breaks(giving(Soil(-3)))
-    assert (found.code, found.message) == ("B005", "its Soil is wrong: -3 is below zero")
+def test_an_invalid_fact_is_caught_with_its_error():
+    error = run_broken(provide(Soil(-3)))
+    assert (error.code, error.message) == ("B005", "its Soil is wrong: -3 is below zero")
 
 
-def test_a_pass_that_fails_is_caught_with_its_own_words():
+def test_an_exception_of_a_pass_is_caught_with_its_text():
     def fail(state: State) -> State:
         return {}["nothing"]
 
-    found = breaks(dummy(fail))
-    assert (found.code, found.message) == ("B001", "KeyError: 'nothing'")
-    assert "report" in found.hint
-    assert isinstance(found.__cause__, KeyError)
+    error = run_broken(dummy(fail))
+    assert (error.code, error.message) == ("B001", "KeyError: 'nothing'")
+    assert "report" in error.hint
+    assert isinstance(error.__cause__, KeyError)
 
 
 @pytest.mark.parametrize("fault", [UsageError, InfeasibleError, PluginError])
-def test_what_a_pass_says_on_purpose_goes_through(fault):
+def test_errors_of_onnxplace_pass_through(fault):
     def refuse(state: State) -> State:
         raise fault("X001", "on purpose")
 
@@ -216,7 +218,7 @@ def test_what_a_pass_says_on_purpose_goes_through(fault):
 
 
 @pytest.mark.parametrize("fault", [KeyboardInterrupt, MemoryError, OSError])
-def test_what_is_no_fault_of_the_pass_goes_through(fault):
+def test_errors_that_are_not_the_fault_of_a_pass_pass_through(fault):
     def suffer(state: State) -> State:
         raise fault
 
@@ -226,16 +228,16 @@ def test_what_is_no_fault_of_the_pass_goes_through(fault):
 
 def test_nothing_after_a_broken_pass_runs():
     with pytest.raises(BrokenPassError):
-        Pipeline((giving(Soil(-1)), dummy(never))).run(EMPTY)
+        Pipeline((provide(Soil(-1)), dummy(fail_if_run))).run(EMPTY)
 
 
 @pytest.mark.parametrize("result", [None, 42])
-def test_a_pass_that_returns_no_state_is_caught(result):
-    breaks(dummy(lambda s: result, provides=(Soil,)))
+def test_a_pass_that_does_not_return_a_state_is_caught(result):
+    run_broken(dummy(lambda s: result, provides=(Soil,)))
 
 
-def test_a_fact_so_wrong_that_its_check_fails_is_caught():
-    assert breaks(giving(Soil(101))).code == "B005"
+def test_an_exception_of_a_check_is_caught():
+    assert run_broken(provide(Soil(101))).code == "B005"
 
 
 @pytest.mark.parametrize(
@@ -247,7 +249,7 @@ def test_a_fact_so_wrong_that_its_check_fails_is_caught():
     ids=["target", "diagnostics"],
 )
 def test_a_pass_that_changes_the_target_or_drops_diagnostics_is_caught(change):
-    breaks(dummy(change), EMPTY.saying(Diagnostic("X001", "remember")))
+    run_broken(dummy(change), EMPTY.saying(Diagnostic("X001", "remember")))
 
 
 @dataclass(frozen=True)
@@ -266,7 +268,7 @@ def test_a_pass_that_replaces_an_array_of_its_input_by_a_copy_is_caught():
         object.__setattr__(state, "facts", {Heap: Heap(state[Heap].grains.copy())})
         return state
 
-    assert breaks(dummy(meddle), EMPTY.having(Heap(np.zeros(3)))).code == "B002"
+    assert run_broken(dummy(meddle), EMPTY.having(Heap(np.zeros(3)))).code == "B002"
 
 
 # ---------------------------------------------------------------------------------------------- stale facts
@@ -274,37 +276,37 @@ def test_a_pass_that_replaces_an_array_of_its_input_by_a_copy_is_caught():
 GROWN = EMPTY.having(Soil(1), Plant(1), Fruit(1), Stone(1))
 
 
-def test_facts_derived_from_what_changed_are_dropped_however_far():
-    state, _ = Pipeline((giving(Soil(2)),)).run(GROWN)
+def test_facts_derived_from_a_changed_fact_are_dropped():
+    state, _ = Pipeline((provide(Soil(2)),)).run(GROWN)
     assert set(state.facts) == {Soil, Stone}
-    state, _ = Pipeline((giving(Plant(2)),)).run(GROWN)
+    state, _ = Pipeline((provide(Plant(2)),)).run(GROWN)
     assert set(state.facts) == {Soil, Plant, Stone}
 
 
 def test_facts_that_a_pass_provides_together_stay():
-    state, _ = Pipeline((giving(Soil(2), Plant(2)),)).run(GROWN)
+    state, _ = Pipeline((provide(Soil(2), Plant(2)),)).run(GROWN)
     assert set(state.facts) == {Soil, Plant, Stone}
 
 
-def test_what_a_pass_preserves_stays():
-    state, _ = Pipeline((giving(Soil(2), preserves=(Plant, Fruit)),)).run(GROWN)
+def test_preserved_facts_stay():
+    state, _ = Pipeline((provide(Soil(2), preserves=(Plant, Fruit)),)).run(GROWN)
     assert state.facts == GROWN.having(Soil(2)).facts
-    state, _ = Pipeline((giving(Soil(2), preserves=(Fruit,)),)).run(GROWN)
+    state, _ = Pipeline((provide(Soil(2), preserves=(Fruit,)),)).run(GROWN)
     assert set(state.facts) == {Soil, Fruit, Stone}
 
 
 def test_preserved_facts_count_for_the_order():
-    steps = (giving(Soil(2), preserves=(Plant,)), dummy(lambda s: s, requires=(Plant,)))
+    steps = (provide(Soil(2), preserves=(Plant,)), dummy(lambda s: s, requires=(Plant,)))
     assert Pipeline(steps).run(GROWN)[0][Plant] == Plant(1)
 
 
-def test_a_pass_that_only_looks_drops_nothing():
+def test_a_pass_that_only_reads_drops_nothing():
     assert Pipeline((dummy(lambda s: s, requires=(Soil,)),)).run(GROWN)[0] == GROWN
 
 
-def test_stale_facts_are_told_without_running_anything():
-    assert stale_after(giving(Soil()), [Soil, Plant, Fruit, Stone]) == {Plant, Fruit}
-    assert stale_after(giving(Soil()), [Soil, Stone]) == set()
+def test_stale_facts_are_found_without_running_passes():
+    assert find_stale_facts(provide(Soil()), [Soil, Plant, Fruit, Stone]) == {Plant, Fruit}
+    assert find_stale_facts(provide(Soil()), [Soil, Stone]) == set()
 
 
 def test_diagnostics_of_all_passes_are_kept_in_order():
@@ -316,26 +318,26 @@ def test_diagnostics_of_all_passes_are_kept_in_order():
 # ---------------------------------------------------------------------------------------------- the rest
 
 
-def test_the_observer_is_told_of_each_pass_before_it_runs():
-    told: list[tuple[str, int, int]] = []
-    ran: list[int] = []
+def test_the_observer_is_called_before_each_pass():
+    calls: list[tuple[str, int, int]] = []
+    counts: list[int] = []
 
     def look(state: State) -> State:
-        ran.append(len(told))
+        counts.append(len(calls))
         return state
 
     steps = tuple(dummy(look, name=name) for name in ("one", "two", "three"))
-    Pipeline(steps).run(EMPTY, lambda *message: told.append(message))
-    assert told == [("one", 0, 3), ("two", 1, 3), ("three", 2, 3)]
-    assert ran == [1, 2, 3]
+    Pipeline(steps).run(EMPTY, lambda *message: calls.append(message))
+    assert calls == [("one", 0, 3), ("two", 1, 3), ("three", 2, 3)]
+    assert counts == [1, 2, 3]
 
 
-def test_a_single_pass_is_held_to_what_it_requires_as_well():
+def test_requirements_of_a_single_pass_are_checked():
     with pytest.raises(UsageError, match="'picky' needs Soil"):
-        run_pass(dummy(never, name="picky", requires=(Soil,)), EMPTY)
+        run_pass(dummy(fail_if_run, name="picky", requires=(Soil,)), EMPTY)
 
 
-def test_a_pass_is_made_by_name_with_options_as_text():
+def test_a_pass_is_built_from_its_name_and_options():
     assert str(Pipeline((make_pass("profile", {"repeat": "5"}),))) == "profile{repeat=5}"
     with pytest.raises(UsageError, match="did you mean 'profile'"):
         make_pass("profil")

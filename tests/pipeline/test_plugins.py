@@ -1,4 +1,4 @@
-"""Plugins are listed without being imported, work like what is built in, and hurt nobody when they are broken.
+"""Plugins are listed without being imported; broken plugins do not affect others.
 
 A distribution is installed by hand: its modules and a `.dist-info` folder in a folder of their own, which a process of
 its own has on its path. The one that works is made of the files in examples/plugin.
@@ -29,13 +29,13 @@ DISTRIBUTION = "onnxplace-round-robin"
 DRIVER = """
 import contextlib, io, json, sys
 from onnxplace.cli import main
-ran = []
+results = []
 for arguments in json.load(sys.stdin):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(arguments)
-    ran.append({"code": code, "out": out.getvalue(), "err": err.getvalue()})
-print(json.dumps({"ran": ran, "modules": sorted(sys.modules)}))
+    results.append({"code": code, "out": out.getvalue(), "err": err.getvalue()})
+print(json.dumps({"results": results, "modules": sorted(sys.modules)}))
 """
 
 
@@ -48,7 +48,7 @@ def install(site: Path, name: str, entries: Entries, modules: Mapping[str, str])
     information.mkdir(parents=True)
     (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     lines = [
-        f"[{group}]\n" + "".join(f"{key} = {path}\n" for key, path in found.items()) for group, found in entries.items()
+        f"[{group}]\n" + "".join(f"{key} = {path}\n" for key, path in named.items()) for group, named in entries.items()
     ]
     (information / "entry_points.txt").write_text("\n".join(lines))
     for module, text in modules.items():
@@ -57,7 +57,7 @@ def install(site: Path, name: str, entries: Entries, modules: Mapping[str, str])
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder with the example plugin installed in it."""
+    """Return a folder with the installed example plugin."""
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
     assert project["name"] == DISTRIBUTION
     folder = tmp_path / "site"
@@ -68,9 +68,9 @@ def site(tmp_path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Session:
-    """What several commands in one process did, and which modules were loaded at its end."""
+    """The results of commands in one process, and the modules loaded at its end."""
 
-    ran: tuple[Ran, ...]
+    results: tuple[Ran, ...]
     modules: frozenset[str]
 
 
@@ -79,7 +79,7 @@ def commands(tmp_path: Path) -> Callable[..., Session]:
     """Run commands with plugins on the path; a traceback fails the test."""
 
     def run(site: Path, *lines: list[str]) -> Session:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", DRIVER],
             input=json.dumps(lines),
             cwd=tmp_path,
@@ -88,9 +88,9 @@ def commands(tmp_path: Path) -> Callable[..., Session]:
             text=True,
             timeout=60,
         )
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
-        return Session(tuple(Ran(**item) for item in found["ran"]), frozenset(found["modules"]))
+        assert process.returncode == 0, process.stderr
+        session = json.loads(process.stdout)
+        return Session(tuple(Ran(**item) for item in session["results"]), frozenset(session["modules"]))
 
     return run
 
@@ -99,18 +99,18 @@ def commands(tmp_path: Path) -> Callable[..., Session]:
 
 
 def test_a_plugin_is_listed_with_its_distribution_and_not_imported(site, commands):
-    found = commands(site, ["passes", "--json"], ["runtimes", "--json"], ["passes"], ["runtimes"])
-    assert [ran.code for ran in found.ran] == [0, 0, 0, 0]
-    for ran, kind, name in zip(found.ran, ("passes", "runtimes"), ("round-robin", "one-thread")):
-        (entry,) = [entry for entry in json.loads(ran.out)[kind] if entry["name"] == name]
+    session = commands(site, ["passes", "--json"], ["runtimes", "--json"], ["passes"], ["runtimes"])
+    assert [result.code for result in session.results] == [0, 0, 0, 0]
+    for result, kind, name in zip(session.results, ("passes", "runtimes"), ("round-robin", "one-thread")):
+        (entry,) = [entry for entry in json.loads(result.out)[kind] if entry["name"] == name]
         assert entry["distribution"] == DISTRIBUTION
         assert DISTRIBUTION in entry["summary"]
-    assert re.search(rf"^round-robin +plugin from {DISTRIBUTION}$", found.ran[2].out, re.MULTILINE)
-    assert "one-thread" in found.ran[3].out
-    assert MODULE not in found.modules
+    assert re.search(rf"^round-robin +plugin from {DISTRIBUTION}$", session.results[2].out, re.MULTILINE)
+    assert "one-thread" in session.results[3].out
+    assert MODULE not in session.modules
 
 
-def test_a_plugin_compiles_and_runs_like_what_is_built_in(site, commands, model_file):
+def test_a_plugin_compiles_and_runs_like_built_in_passes(site, commands, model_file):
     pipeline = FAST_PIPELINE.replace("m-etf", "round-robin{first=1}")
     shape = ["--shape", "batch=4"]
     placer, other, verified, runtime, shown, misspelt = commands(
@@ -121,7 +121,7 @@ def test_a_plugin_compiles_and_runs_like_what_is_built_in(site, commands, model_
         ["run", "other.bundle", "--runtime", "one-thread", "--json", "--trace", "trace.json"],
         ["passes", "round-robin"],
         ["passes", "round-robbin"],
-    ).ran
+    ).results
     assert [placer.code, other.code, verified.code, runtime.code, shown.code] == [0] * 5
     assert "round-robin" in json.loads(placer.out)["pipeline"].split(",")
     assert json.loads(other.out)["placer"] == "round-robin"
@@ -135,7 +135,7 @@ def test_a_plugin_compiles_and_runs_like_what_is_built_in(site, commands, model_
 
 
 def test_the_command_itself_finds_a_plugin(site, model_file, tmp_path):
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "onnxplace", "compile", "model.onnx", "--shape", "batch=4", "--placer", "round-robin"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(site)},
@@ -143,8 +143,8 @@ def test_the_command_itself_finds_a_plugin(site, model_file, tmp_path):
         text=True,
         timeout=60,
     )
-    assert done.returncode == 0, done.stderr
-    assert "placer round-robin" in done.stdout
+    assert process.returncode == 0, process.stderr
+    assert "placer round-robin" in process.stdout
 
 
 @pytest.fixture
@@ -204,38 +204,36 @@ def broken_site(tmp_path: Path) -> Path:
     return folder
 
 
-def test_broken_plugins_hurt_nobody_who_does_not_ask_for_them(broken_site, commands, model_file):
-    found = commands(
+def test_broken_plugins_do_not_affect_other_commands(broken_site, commands, model_file):
+    session = commands(
         broken_site,
         ["passes"],
         ["runtimes"],
         ["compile", "model.onnx", "--shape", "batch=4", "--pipeline", FAST_PIPELINE],
         ["run", "model.bundle"],
     )
-    assert [ran.code for ran in found.ran] == [0, 0, 0, 0]
+    assert [result.code for result in session.results] == [0, 0, 0, 0]
     for name in BROKEN["onnxplace.passes"]:
-        assert name in found.ran[0].out
-    assert not {"failing", "harmless"} & found.modules
+        assert name in session.results[0].out
+    assert not {"failing", "harmless"} & session.modules
 
 
-def test_a_broken_plugin_fails_when_it_is_asked_for_and_is_named_with_its_distribution(
-    broken_site, commands, model_file, compiled
-):
+def test_a_broken_plugin_fails_on_use_and_is_named_with_its_distribution(broken_site, commands, model_file, compiled):
     placers = ("fails", "gone", "lacks", "function", "stranger")
-    found = commands(
+    session = commands(
         broken_site,
         *[["compile", "model.onnx", "--shape", "batch=4", "--placer", name] for name in placers],
         ["passes", "fails"],
         ["run", str(compiled), "--runtime", "fails"],
-    ).ran
-    assert [ran.code for ran in found] == [4] * 7
-    said = ("wrong phase", "not_there", "Missing", "not a class", "not a Pass", "wrong phase", "wrong phase")
-    for ran, name, words in zip(found, (*placers, "fails", "fails"), said):
-        assert ran.out == ""
-        assert words in ran.err
-        assert repr(name) in ran.err
+    ).results
+    assert [result.code for result in session] == [4] * 7
+    expected_words = ("wrong phase", "not_there", "Missing", "not a class", "not a Pass", "wrong phase", "wrong phase")
+    for result, name, words in zip(session, (*placers, "fails", "fails"), expected_words):
+        assert result.out == ""
+        assert words in result.err
+        assert repr(name) in result.err
         if name != "stranger":
-            assert "acme-plugins" in ran.err
+            assert "acme-plugins" in result.err
     assert {path.name for path in model_file.parent.iterdir()} == {"model.onnx", "broken"}
 
 
@@ -257,27 +255,29 @@ def test_a_broken_plugin_fails_when_it_is_asked_for_and_is_named_with_its_distri
     ],
     ids=" ".join,
 )
-def test_a_plugin_that_is_half_done_is_refused_with_its_distribution(broken_site, commands, model_file, compiled, line):
-    (ran,) = commands(broken_site, [str(compiled) if part == "BUNDLE" else part for part in line]).ran
-    assert ran.code == 4
-    assert "acme-plugins" in ran.err
+def test_an_incomplete_plugin_is_refused_with_its_distribution(broken_site, commands, model_file, compiled, line):
+    (result,) = commands(broken_site, [str(compiled) if part == "BUNDLE" else part for part in line]).results
+    assert result.code == 4
+    assert "acme-plugins" in result.err
 
 
 def test_a_plugin_that_exits_when_it_is_imported_is_named(tmp_path, commands, model_file):
     install(tmp_path / "site", "acme-plugins", {"onnxplace.passes": {"exits": "exiting:Anything"}}, MODULES)
-    (ran,) = commands(tmp_path / "site", ["compile", "model.onnx", "--shape", "batch=4", "--placer", "exits"]).ran
-    assert ran.code == 4
-    assert "acme-plugins" in ran.err
+    (result,) = commands(
+        tmp_path / "site", ["compile", "model.onnx", "--shape", "batch=4", "--placer", "exits"]
+    ).results
+    assert result.code == 4
+    assert "acme-plugins" in result.err
 
 
-def test_a_plugin_cannot_take_the_name_of_what_is_built_in(broken_site, commands, model_file):
-    found = commands(
+def test_a_plugin_cannot_replace_a_built_in_name(broken_site, commands, model_file):
+    session = commands(
         broken_site,
         ["passes", "--json"],
         ["compile", "model.onnx", "--shape", "batch=4", "--placer", "m-etf"],
         ["run", "model.bundle", "--runtime", "simulated"],
     )
-    assert [ran.code for ran in found.ran] == [0, 0, 0]
-    (entry,) = [entry for entry in json.loads(found.ran[0].out)["passes"] if entry["name"] == "m-etf"]
+    assert [result.code for result in session.results] == [0, 0, 0]
+    (entry,) = [entry for entry in json.loads(session.results[0].out)["passes"] if entry["name"] == "m-etf"]
     assert (entry["path"], entry["distribution"]) == ("onnxplace.passes.m_etf:MEtf", "")
-    assert "failing" not in found.modules
+    assert "failing" not in session.modules

@@ -1,4 +1,4 @@
-"""The text form of a pipeline round-trips, and says where it is wrong."""
+"""The text form of a pipeline round-trips, and errors point at the wrong character."""
 
 import re
 from dataclasses import dataclass
@@ -20,18 +20,18 @@ pipelines = st.lists(specs, min_size=1, max_size=5).map(tuple)
 
 
 @given(pipelines)
-def test_what_is_written_is_read_back_equal(pipeline):
+def test_written_pipelines_are_read_back_equal(pipeline):
     assert parse_pipeline(format_pipeline(pipeline)) == pipeline
 
 
 @given(pipelines)
-def test_writing_what_was_read_gives_the_same_text(pipeline):
+def test_a_pipeline_that_was_read_is_written_as_the_same_text(pipeline):
     text = format_pipeline(pipeline)
     assert format_pipeline(parse_pipeline(text)) == text
 
 
 @given(pipelines, st.sampled_from(["", " ", "\t", "\n  "]))
-def test_blanks_between_the_parts_mean_nothing(pipeline, blank):
+def test_blanks_between_tokens_are_ignored(pipeline, blank):
     spaced = f"{blank},{blank}".join(
         f"{spec.name}{blank}{{{blank}"
         + f"{blank},{blank}".join(
@@ -49,7 +49,7 @@ def test_a_pass_with_empty_braces_has_no_options():
 
 
 @pytest.mark.parametrize(
-    ("text", "character", "expected", "found"),
+    ("text", "character", "expected", "token"),
     [
         ("", 1, "the name of a pass", "the end"),
         ("   ", 4, "the name of a pass", "the end"),
@@ -70,11 +70,11 @@ def test_a_pass_with_empty_braces_has_no_options():
         ('profile{costs="a}', 15, "a value for 'costs'", "'\"'"),
     ],
 )
-def test_an_error_points_at_the_character_and_says_what_was_expected(text, character, expected, found):
+def test_an_error_names_the_character_and_the_expected_token(text, character, expected, token):
     with pytest.raises(UsageError) as caught:
         parse_pipeline(text)
     assert caught.value.code == "U003"
-    assert caught.value.message == f"expected {expected} at character {character}, found {found}"
+    assert caught.value.message == f"expected {expected} at character {character}, got {token}"
     assert caught.value.where == f"pipeline {text!r}"
     assert parse_pipeline(re.search(r"profile.*", caught.value.hint)[0])
 
@@ -98,10 +98,10 @@ def test_a_string_with_a_bad_escape_is_refused(text):
 @pytest.mark.parametrize("text", ['"a b"', 'a{"b c"=1}', '""'])
 def test_quoted_names_round_trip_or_are_refused(text):
     try:
-        found = parse_pipeline(text)
+        parsed = parse_pipeline(text)
     except UsageError:
         return
-    assert parse_pipeline(format_pipeline(found)) == found
+    assert parse_pipeline(format_pipeline(parsed)) == parsed
 
 
 def test_an_option_given_twice_is_refused():
@@ -170,7 +170,7 @@ def test_the_pipeline_of_the_design_round_trips():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected_words"),
     [
         ({"coun": "1"}, ("'rich'", "'coun'", "did you mean 'count'?")),
         ({"count": "many"}, ("'rich'", "'count'", "'many'", "integer")),
@@ -180,14 +180,14 @@ def test_the_pipeline_of_the_design_round_trips():
         ({"sizes": "1;x"}, ("'sizes'", "'1;x'")),
     ],
 )
-def test_a_wrong_option_names_the_pass_and_what_it_may_be(options, said):
+def test_a_wrong_option_is_named_with_valid_values(options, expected_words):
     with pytest.raises(UsageError) as caught:
         build_pass(Rich, options)
-    for words in said:
+    for words in expected_words:
         assert words in str(caught.value)
 
 
-def test_none_is_a_text_like_any_other_where_none_is_not_allowed():
+def test_none_is_plain_text_if_none_is_not_allowed():
     assert build_pass(Rich, {"path": "none"}) == Rich(path="none")
 
 

@@ -229,14 +229,14 @@ class HasAnOption(OnOne):
     ("kind", "message"),
     [
         (AltersItsInput, "altered its input"),
-        (ThrowsDice, r"two answers.*lower_bound_seconds"),
-        (ProvidesMoreThanItSays, "changed Schedule without saying so"),
+        (ThrowsDice, r"equal inputs gave results that differ in .*lower_bound_seconds"),
+        (ProvidesMoreThanItSays, "changed Schedule, which it does not list in `provides`"),
         (GivesUpEasily, "room for everything"),
         (ChangesTheTarget, "changed the target"),
         (ReturnsNothing, "on-one"),
         (PutsItWhereThereIsNoDevice, "a node is on no device"),
         (NotFrozen, "not a frozen dataclass"),
-        (lambda: HasAnOption("none"), "reads back as another"),
+        (lambda: HasAnOption("none"), "is read as another pass"),
     ],
 )
 def test_check_pass_finds_the_promise_that_is_broken(kind, message):

@@ -1,4 +1,4 @@
-"""The user's wishes: device maps, `--colocate` and states that contradict each other, or name what is gone."""
+"""Device maps, `--colocate` and states that contradict each other or name removed nodes."""
 
 import json
 
@@ -41,44 +41,44 @@ def compile_with(run_cli, tmp_path):
         if device_map is not None:
             (tmp_path / "map.json").write_text(json.dumps(device_map))
             options = (*options, "--device-map", tmp_path / "map.json")
-        given = ("--devices", "cpu:0,cpu:1", "--no-trial", "--force", *options)
-        return run_cli("compile", model, "-o", tmp_path / "out", *given)
+        all_options = ("--devices", "cpu:0,cpu:1", "--no-trial", "--force", *options)
+        return run_cli("compile", model, "-o", tmp_path / "out", *all_options)
 
     return run
 
 
 def test_a_device_map_may_name_nodes_that_optimisation_removed(compile_with, folded, tmp_path):
-    ran = compile_with(folded, device_map={"twice": "cpu:1", "un.*": "cpu:1", "first": "cpu:1"})
-    assert ran.code == 0, ran.err
-    (note,) = [line for line in ran.err.splitlines() if "U025" in line]
+    result = compile_with(folded, device_map={"twice": "cpu:1", "un.*": "cpu:1", "first": "cpu:1"})
+    assert result.code == 0, result.err
+    (note,) = [line for line in result.err.splitlines() if "U025" in line]
     assert note.startswith(f"note[U025] {tmp_path / 'map.json'}: only nodes that optimisation removed match ")
     assert "'twice' ('twice'), 'un.*' ('unread')" in note
     assert "'first'" not in note
 
 
 def test_colocated_nodes_may_be_among_those_that_optimisation_removed(compile_with, folded):
-    ran = compile_with(folded, "--colocate", "twice|unread", "--colocate", "first|twice")
-    assert ran.code == 0, ran.err
-    assert "note[U025] --colocate: only nodes that optimisation removed match 'twice|unread' ('twice')" in ran.err
-    assert "first" not in ran.err
+    result = compile_with(folded, "--colocate", "twice|unread", "--colocate", "first|twice")
+    assert result.code == 0, result.err
+    assert "note[U025] --colocate: only nodes that optimisation removed match 'twice|unread' ('twice')" in result.err
+    assert "first" not in result.err
 
 
 @pytest.mark.parametrize("options", [("--colocate", "nowhere")])
-def test_what_never_was_there_is_refused(compile_with, folded, options):
-    ran = compile_with(folded, *options)
-    assert (ran.code, ran.err.partition("]")[0]) == (2, "error[U020")
-    ran = compile_with(folded, device_map={"twice": "cpu:0", "nowhere": "cpu:0"})
-    assert ran.code == 2
-    assert "no node is left for 'nowhere'\n" in ran.err
+def test_a_pattern_without_any_node_is_refused(compile_with, folded, options):
+    result = compile_with(folded, *options)
+    assert (result.code, result.err.partition("]")[0]) == (2, "error[U020")
+    result = compile_with(folded, device_map={"twice": "cpu:0", "nowhere": "cpu:0"})
+    assert result.code == 2
+    assert "no node is left for 'nowhere'\n" in result.err
 
 
-def test_a_pattern_whose_nodes_others_have_taken_is_refused(compile_with, folded):
-    ran = compile_with(folded, device_map={".*": "cpu:0", "first": "cpu:1"})
-    assert "error[U020]" in ran.err
-    assert "no node is left for 'first'" in ran.err
+def test_a_pattern_whose_nodes_matched_earlier_patterns_is_refused(compile_with, folded):
+    result = compile_with(folded, device_map={".*": "cpu:0", "first": "cpu:1"})
+    assert "error[U020]" in result.err
+    assert "no node is left for 'first'" in result.err
 
 
-def test_optimisation_twice_still_knows_what_it_removed():
+def test_a_second_optimisation_remembers_removed_nodes():
     target = Target((Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30)))
     state = State(target).having(load(parser.parse_model(FOLDED)))
     steps = FAST_PIPELINE.removesuffix(",m-etf,split,emit").replace(
@@ -88,14 +88,14 @@ def test_optimisation_twice_still_knows_what_it_removed():
     assert "U025" in {note.code for note in done.diagnostics}
 
 
-def test_all_contradictions_between_patterns_and_a_device_map_are_told(compile_with, model_file):
-    ran = compile_with(
+def test_all_contradictions_between_patterns_and_a_device_map_are_listed(compile_with, model_file):
+    result = compile_with(
         model_file, "--shape", "batch=4", "--colocate", "left|right", "--colocate", "relu|tanh",
         device_map={"left|relu": "cpu:0", "right|tanh": "cpu:1"},
     )  # fmt: skip
-    assert ran.code == 2
-    assert "error[U021] --colocate:" in ran.err
-    assert "'left|right', with 'right'; 'relu|tanh', with 'tanh'" in ran.err
+    assert result.code == 2
+    assert "error[U021] --colocate:" in result.err
+    assert "'left|right', with 'right'; 'relu|tanh', with 'tanh'" in result.err
 
 
 def states_model(count: int) -> onnx.ModelProto:
@@ -111,12 +111,12 @@ def states_model(count: int) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("count", [2, MAX_LISTED + 3])
-def test_all_states_that_a_device_map_tears_apart_are_told(compile_with, tmp_path, count):
+def test_all_states_that_a_device_map_separates_are_listed(compile_with, tmp_path, count):
     onnx.save(states_model(count), tmp_path / "states.onnx")
     device_map = {"read_.*": "cpu:0", "make_.*": "cpu:1"}
-    ran = compile_with(tmp_path / "states.onnx", "--state", "*_next=*", device_map=device_map)
-    assert ran.code == 2
-    assert ran.err.count("stays on one device") == min(count, MAX_LISTED)
-    assert "state 's0_next' = 's0'" in ran.err
-    assert "state 's1_next' = 's1'" in ran.err
-    assert ("and 3 more" in ran.err) == (count > MAX_LISTED)
+    result = compile_with(tmp_path / "states.onnx", "--state", "*_next=*", device_map=device_map)
+    assert result.code == 2
+    assert result.err.count("stays on one device") == min(count, MAX_LISTED)
+    assert "state 's0_next' = 's0'" in result.err
+    assert "state 's1_next' = 's1'" in result.err
+    assert ("and 3 more" in result.err) == (count > MAX_LISTED)

@@ -1,4 +1,4 @@
-"""Answers that cannot be printed, interrupts, names that a file cannot hold, and sizes that a bundle remembers."""
+"""Output that cannot be printed, interruptions, names of outputs, and sizes in bundles."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def other(bundle: Path) -> Path:
-    """Return a model that computes something else."""
+    """Return a model with other weights."""
     path = bundle.with_name("other.onnx")
     path.write_bytes(branches(seed=1).SerializeToString())
     return path
 
 
-# ------------------------------------------------------------------------------------------- output that has no place
+# ----------------------------------------------------------------------------------- output that cannot be written
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
@@ -58,16 +58,16 @@ def other(bundle: Path) -> Path:
     [("verify", "BUNDLE", "--json"), ("verify", "BUNDLE"), ("passes", "--json"), ("verify", "none", "--json")],
     ids=" ".join,
 )
-def test_an_answer_that_cannot_be_written_is_a_failure(bundle: Path, arguments: tuple[str, ...], unbuffered: str):
+def test_output_that_cannot_be_written_is_a_failure(bundle: Path, arguments: tuple[str, ...], unbuffered: str):
     command = [*PYTHON, *(str(bundle) if part == "BUNDLE" else part for part in arguments)]
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with FULL.open("w") as full:
-        ran = subprocess.run(
+        result = subprocess.run(
             command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, timeout=TIMEOUT_SECONDS
         )
-    assert ran.returncode == 4
-    assert ran.stderr.count("error[E001] standard output: no space left") == 1
-    assert "Traceback" not in ran.stderr
+    assert result.returncode == 4
+    assert result.stderr.count("error[E001] standard output: no space left") == 1
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
@@ -75,10 +75,10 @@ def test_an_answer_that_cannot_be_written_is_a_failure(bundle: Path, arguments: 
 def test_an_error_that_cannot_be_written_keeps_its_exit_code(unbuffered: str):
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with FULL.open("w") as full:
-        ran = subprocess.run(
+        result = subprocess.run(
             [*PYTHON, "verify", "none"], stdout=subprocess.PIPE, stderr=full, env=environment, timeout=TIMEOUT_SECONDS
         )
-    assert ran.returncode == 2
+    assert result.returncode == 2
 
 
 @pytest.mark.parametrize(("differs", "code"), [(False, 0), (True, 1)])
@@ -89,35 +89,37 @@ def test_the_exit_code_of_verify_does_not_depend_on_who_reads(
     against = ("--against", str(other)) if differs else ()
     reader, writer = os.pipe()
     os.close(reader)
-    with os.fdopen(writer, "w") as gone:
-        ran = subprocess.run(
-            [*PYTHON, "verify", str(bundle), *against, *options], stdout=gone, stderr=subprocess.PIPE, text=True,
+    with os.fdopen(writer, "w") as closed_pipe:
+        result = subprocess.run(
+            [*PYTHON, "verify", str(bundle), *against, *options], stdout=closed_pipe, stderr=subprocess.PIPE, text=True,
             timeout=TIMEOUT_SECONDS,
         )  # fmt: skip
-    assert (ran.returncode, ran.stderr) == (code, "")
+    assert (result.returncode, result.stderr) == (code, "")
 
 
 @pytest.mark.parametrize("arguments", [("passes",), ("passes", "--json"), ("--help",), ("--version",)], ids=" ".join)
-def test_a_reader_that_has_gone_is_no_answer_of_no(arguments: tuple[str, ...]):
+def test_a_closed_pipe_does_not_exit_with_1(arguments: tuple[str, ...]):
     reader, writer = os.pipe()
     os.close(reader)
-    with os.fdopen(writer, "w") as gone:
-        ran = subprocess.run([*PYTHON, *arguments], stdout=gone, stderr=subprocess.PIPE, timeout=TIMEOUT_SECONDS)
-    assert (ran.returncode, ran.stderr) == (0, b"")
+    with os.fdopen(writer, "w") as closed_pipe:
+        result = subprocess.run(
+            [*PYTHON, *arguments], stdout=closed_pipe, stderr=subprocess.PIPE, timeout=TIMEOUT_SECONDS
+        )
+    assert (result.returncode, result.stderr) == (0, b"")
 
 
-def test_a_closed_stdout_is_no_defect(bundle: Path):
-    ran = subprocess.run(
+def test_a_closed_stdout_is_not_a_defect(bundle: Path):
+    result = subprocess.run(
         ["/bin/sh", "-c", 'exec "$@" >&-', "sh", *PYTHON, "verify", str(bundle)],
         stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_SECONDS,
     )  # fmt: skip
-    assert (ran.returncode, ran.stderr) == (0, "")
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 # ---------------------------------------------------------------------------------------------------------- SIGTERM
 
 
-TERMINATED_WHILE_AT_IT = """
+TERMINATED_SCRIPT = """
 import os, signal, time
 from onnxplace.cli import app
 def command(**_):
@@ -129,15 +131,15 @@ app.entry()
 
 
 @pytest.mark.parametrize("json_", [False, True], ids=["text", "json"])
-def test_sigterm_says_that_it_interrupted(json_: bool):
-    command = [sys.executable, "-c", TERMINATED_WHILE_AT_IT, "passes", *(["--json"] if json_ else [])]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-    assert ran.returncode == 143
-    assert ran.stderr == "interrupted (SIGTERM); nothing half-written was left\n"
-    assert json.loads(ran.stdout)["error"]["code"] == "X011" if json_ else ran.stdout == ""
+def test_sigterm_is_reported_as_an_interruption(json_: bool):
+    command = [sys.executable, "-c", TERMINATED_SCRIPT, "passes", *(["--json"] if json_ else [])]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    assert result.returncode == 143
+    assert result.stderr == "interrupted (SIGTERM); nothing half-written was left\n"
+    assert json.loads(result.stdout)["error"]["code"] == "X011" if json_ else result.stdout == ""
 
 
-SWALLOWED = """
+SWALLOWED_SIGNAL_SCRIPT = """
 import os, signal
 from onnxplace.cli import app
 from onnxplace.errors import BrokenPassError
@@ -155,16 +157,16 @@ app.entry()
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("failure", ['BrokenPassError("B001", "no compiled object yet")', "ValueError"])
-def test_what_a_signal_led_to_is_told_as_an_interrupt(number: signal.Signals, code: int, failure: str):
-    """What the signal raised may be swallowed, as in a callback of a C library, and something else goes wrong then."""
-    text = SWALLOWED.format(number=int(number), failure=failure)
-    ran = subprocess.run([sys.executable, "-c", text, "x"], capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-    assert ran.returncode == code
-    assert ran.stderr.startswith("interrupted")
-    assert "B001" not in ran.stderr
+def test_errors_after_a_signal_are_reported_as_an_interruption(number: signal.Signals, code: int, failure: str):
+    """A callback of a C library may swallow the exception, and something else fails then."""
+    text = SWALLOWED_SIGNAL_SCRIPT.format(number=int(number), failure=failure)
+    result = subprocess.run([sys.executable, "-c", text, "x"], capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    assert result.returncode == code
+    assert result.stderr.startswith("interrupted")
+    assert "B001" not in result.stderr
 
 
-def test_ctrl_c_says_what_it_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_the_message_of_ctrl_c_is_stable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     def interrupted(**_: object) -> None:
         raise KeyboardInterrupt
 
@@ -209,7 +211,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.samp
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(NAMES, min_size=1, max_size=5, unique=True), st.data())
 @example(["x", "x.0"], None)
-def test_what_is_not_refused_is_read_back_by_every_name(names: list[str], data: st.DataObject | None):
+def test_accepted_names_are_read_back(names: list[str], data: st.DataObject | None):
     lists = tuple(name for name in names if data is not None and data.draw(st.booleans()))
     try:
         require_storable(tensors(*names, lists=lists))
@@ -237,9 +239,9 @@ def test_names_are_refused_before_anything_is_run(tmp_path: Path, run_cli: Cli, 
     bundle = compiled_with(proto, RandomPlacement((0, 1)), tmp_path)
     assert run_cli("run", bundle.path).code == 0
     monkeypatch.setattr("onnxplace.api.InferenceSession", None)  # a session would fail
-    ran = run_cli("run", bundle.path, "--outputs", tmp_path / "out.npz")
-    assert ran.code == 2
-    assert ran.err.startswith("error[F010] output 'y.npy'")
+    result = run_cli("run", bundle.path, "--outputs", tmp_path / "out.npz")
+    assert result.code == 2
+    assert result.err.startswith("error[F010] output 'y.npy'")
     assert not (tmp_path / "out.npz").exists()
 
 
@@ -259,18 +261,18 @@ def sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Cli) -> Pa
     onnx.save(parser.parse_model(SIZED), "m.onnx")
     np.savez("in.npz", x=np.ones((3, 5), np.float32), w=np.ones((7, 5), np.float32))
     out = tmp_path / "bundle"
-    ran = run_cli(
+    result = run_cli(
         "compile", "m.onnx", "-o", out, "--devices", "cpu:0,cpu:1", "--inputs", "in.npz", "--pipeline", FAST_PIPELINE
     )
-    assert ran.code == 0, ran.err
+    assert result.code == 0, result.err
     return out
 
 
 @pytest.mark.parametrize("command", [("run",), ("verify",), ("bench", "--no-memory", "--repeat", "1")], ids=" ".join)
 def test_a_bundle_compiled_with_inputs_remembers_their_sizes(sampled: Path, run_cli: Cli, command: tuple[str, ...]):
     assert onnxplace.load(sampled).manifest.dimensions == {"batch": 3, "width": 5, "n": 7}
-    ran = run_cli(command[0], sampled, *command[1:])
-    assert ran.code == 0, ran.err
+    result = run_cli(command[0], sampled, *command[1:])
+    assert result.code == 0, result.err
     assert run_cli(command[0], sampled, *command[1:], "--shape", "n=2").code == 0
 
 
@@ -309,15 +311,15 @@ def test_the_rank_of_a_sample_is_remembered_where_the_model_leaves_it_open(tmp_p
 
 
 def test_verify_does_not_advise_verify(bundle: Path, run_cli: Cli, monkeypatch: pytest.MonkeyPatch):
-    def fail(self: object, values: object, held: object) -> None:
+    def fail(self: object, values: object, states: object) -> None:
         raise RuntimeError("a kernel failed")
 
     monkeypatch.setattr("onnxplace.runtimes.execution.segments.OpenSegment.run", fail)
     for command, about in (("verify", "the unsplit model runs with the same inputs"), ("run", "onnxplace verify")):
-        ran = run_cli(command, bundle)
-        assert ran.code == ExecutionError.exit_code
-        assert "error[X001]" in ran.err
-        hint = ran.err.partition("hint:")[2]
+        result = run_cli(command, bundle)
+        assert result.code == ExecutionError.exit_code
+        assert "error[X001]" in result.err
+        hint = result.err.partition("hint:")[2]
         assert about in hint
         assert ("onnxplace verify" in hint) == (command == "run")
 
@@ -328,7 +330,7 @@ def test_verify_names_the_file_of_inputs_with_which_the_unsplit_model_fails(tmp_
         parser.parse_model(head + "{ a = Neg(x) y = Gather(a, i) }"), RandomPlacement((0, 1)), tmp_path
     )
     np.savez(tmp_path / "in.npz", x=np.ones(4, np.float32), i=np.array([0, 9]))
-    ran = run_cli("verify", bundle.path, "--inputs", tmp_path / "in.npz")
-    assert ran.code == 2
-    assert ran.err.startswith("error[M017]")
-    assert f"check the inputs in {tmp_path / 'in.npz'}" in ran.err
+    result = run_cli("verify", bundle.path, "--inputs", tmp_path / "in.npz")
+    assert result.code == 2
+    assert result.err.startswith("error[M017]")
+    assert f"check the inputs in {tmp_path / 'in.npz'}" in result.err

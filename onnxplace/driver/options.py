@@ -1,0 +1,107 @@
+"""The options of `onnxplace.compile`, as keyword arguments and as a record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+
+from onnxplace.errors import UsageError
+from onnxplace.feeds import Array
+from onnxplace.model import StateRequest
+from onnxplace.pipeline import Objective, Observer, Pipeline
+from onnxplace.target import Target
+
+
+class CompileOptions(TypedDict, total=False):
+    """The keyword arguments of `onnxplace.compile`, which documents them."""
+
+    devices: str | Sequence[str] | None
+    target: Target | None
+    max_memory: str | int | None
+    shape: Mapping[str, int] | None
+    inputs: Mapping[str, Array] | None
+    state: StateRequest
+    costs: str | Path | None
+    save_costs: str | Path | None
+    cache: bool
+    trial: bool
+    placer: str | None
+    objective: Objective
+    budget_seconds: float | None
+    pipeline: str | Pipeline | None
+    device_map: str | Path | Mapping[str, str] | None
+    colocate: Sequence[str]
+    seed: int
+    strict: bool
+    force: bool
+    link_weights: bool
+    custom_op_libraries: Sequence[str | Path]
+    observer: Observer | None
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """The keyword arguments of `onnxplace.compile` with their defaults."""
+
+    devices: str | Sequence[str] | None = None
+    target: Target | None = None
+    max_memory: str | int | None = None
+    shape: Mapping[str, int] | None = None
+    inputs: Mapping[str, Array] | None = None
+    state: StateRequest = ()
+    costs: str | Path | None = None
+    save_costs: str | Path | None = None
+    cache: bool = True
+    trial: bool = True
+    placer: str | None = None
+    objective: Objective = "latency"
+    budget_seconds: float | None = None
+    pipeline: str | Pipeline | None = None
+    device_map: str | Path | Mapping[str, str] | None = None
+    colocate: Sequence[str] = ()
+    seed: int = 0
+    strict: bool = False
+    force: bool = False
+    link_weights: bool = False
+    custom_op_libraries: Sequence[str | Path] = ()
+    observer: Observer | None = None
+
+    @property
+    def device_map_text(self) -> str:
+        """Return the device map as text: a path, JSON, or nothing."""
+        if isinstance(self.device_map, Mapping):
+            return json.dumps(dict(self.device_map))
+        return str(self.device_map or "")
+
+    @property
+    def sets_pass_options(self) -> bool:
+        """Return whether options are given that a pipeline would hold itself."""
+        files = self.costs or self.save_costs or self.device_map_text
+        return bool(files or not self.cache or self.colocate or self.seed)
+
+    def check(self) -> None:
+        """Raise UsageError for wrong types and for options that exclude each other."""
+        if self.target is not None and self.devices is not None:
+            hint = "name the devices in the target file"
+            raise UsageError("U040", "--devices and --target exclude each other", hint=hint)
+        self._check_types()
+        if self.pipeline is not None and (
+            self.placer or self.objective != "latency" or self.budget_seconds is not None
+        ):
+            message = "--pipeline excludes --placer, --objective and --budget"
+            raise UsageError("U044", message, hint="name the placer in the pipeline, as in auto{seconds=10}")
+
+    def _check_types(self) -> None:
+        if not (self.devices is None or isinstance(self.devices, (str, Sequence))):
+            hint = 'write "cuda:0,cuda:1", or a list of such names'
+            raise UsageError("U054", f"expected the names of devices, got {self.devices!r}", hint=hint)
+        for name, value, example in (
+            ("shape", self.shape, 'shape={"batch": 8}'),
+            ("inputs", self.inputs, 'inputs={"images": array}; onnxplace.feeds.read_npz reads a file'),
+        ):
+            if not (value is None or isinstance(value, Mapping)):
+                message = f"expected a mapping for {name}, got {value!r}"
+                raise UsageError("U054", message, hint=f"write {example}")

@@ -1,0 +1,163 @@
+"""Files that are not models, and damaged ones, are refused."""
+
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from tests.support.bad_input import SHAPE, store
+
+pytestmark = pytest.mark.usefixtures("no_gpus")
+
+
+def test_a_missing_model_is_named(refused):
+    refused(2, ("nowhere.onnx", "no such file"), "compile", "nowhere.onnx")
+
+
+def test_a_folder_is_not_a_model(refused, tmp_path):
+    (tmp_path / "folder").mkdir()
+    refused(2, ("folder", "cannot be read", "directory"), "compile", "folder")
+
+
+def test_the_working_folder_is_not_a_model(refused):
+    refused(2, ("cannot be read",), "compile", ".")
+
+
+def test_a_folder_with_a_model_in_it_gets_that_model(refused, model_file):
+    refused(2, ("folder", "model.onnx"), "compile", model_file.parent)
+
+
+def test_hints_name_the_command_that_takes_a_path(refused, model_file, bundle_copy, tmp_path):
+    (tmp_path / "graph.json").write_text("{}")
+    np.save(tmp_path / "x.npy", np.zeros(3))
+    refused(2, ("is a folder", "it is a bundle", f"onnxplace run {bundle_copy}"), "compile", bundle_copy)
+    refused(2, ("folder", "it is a bundle"), "place", bundle_copy)
+    refused(2, ("not a cost graph", f"onnxplace compile {model_file}"), "place", model_file)
+    refused(2, ("cost graph", "onnxplace place graph.json"), "compile", "graph.json")
+    (tmp_path / "graph.gexf").write_text("<gexf/>")
+    refused(2, ("cost graph", "onnxplace place graph.gexf"), "compile", "graph.gexf")
+    (tmp_path / "empty.onnx").touch()
+    assert "onnxplace place" not in refused(2, ("not a cost graph",), "place", "graph.json")
+    assert "onnxplace compile" not in refused(2, ("not an ONNX file",), "compile", "empty.onnx")
+    (tmp_path / "empty.onnx").unlink()
+    refused(2, ("not an ONNX file", "--inputs"), "compile", "x.npy")
+    for command in ("run", "verify", "bench"):
+        refused(2, ("not a bundle", f"onnxplace compile {model_file}"), command, model_file)
+        refused(2, ("not a bundle", f"name its folder: {bundle_copy}"), command, bundle_copy / "manifest.json")
+        refused(2, ("not a bundle", f"name a path in it: {model_file} or {bundle_copy}"), command, tmp_path)
+
+
+def test_a_single_array_is_not_a_file_of_inputs(refused, bundle_copy, tmp_path):
+    np.save(tmp_path / "x.npy", np.zeros((4, 64), "f4"))
+    expected_words = refused(2, ("x.npy", "without a name", "numpy.savez"), "run", bundle_copy, "--inputs", "x.npy")
+    assert "ndarray" not in expected_words
+
+
+@pytest.mark.parametrize(
+    ("data", "expected_words"),
+    [
+        (b"", "it is empty"),
+        (b"\x08\xf0\xff", "binary"),
+        (b'{"left": ', "invalid JSON at line 1, column 10"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"left": "cpu:0", "left": "cpu:1"}', "'left' is given twice"),
+        (None, "folder"),
+    ],
+    ids=["empty", "binary", "cut", "deep", "twice", "folder"],
+)
+def test_malformed_json_is_refused_without_exception_texts(refused, model_file, tmp_path, data, expected_words):
+    path = tmp_path / "map.json"
+    path.mkdir() if data is None else path.write_bytes(data)
+    text = refused(2, ("map.json", expected_words), "compile", model_file, *SHAPE, "--device-map", path)
+    assert not re.search(r"Errno|codec|Error:|Traceback", text)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"hello world, this is no model\n" * 5,
+        b"\x89PNG\r\n\x1a\n" + bytes(50),
+        bytes(100),
+        b"PK\x03\x04" + bytes(50),
+        b"",
+    ],
+    ids=["text", "image", "zeros", "zip", "empty"],
+)
+def test_a_file_that_is_not_onnx_is_refused(refused, tmp_path, data):
+    (tmp_path / "thing.onnx").write_bytes(data)
+    refused(2, ("thing.onnx", "not an ONNX file"), "compile", "thing.onnx")
+
+
+@pytest.mark.parametrize("length", [5, 100, 0.5, -1])
+def test_a_truncated_file_is_named_with_its_size(refused, model_file, length, fast_pipeline):
+    data = model_file.read_bytes()
+    data = data[: length if isinstance(length, int) else int(len(data) * length)]
+    model_file.write_bytes(data)
+    expected_words = ("model.onnx", "truncated", f"{len(data)} bytes", "again")
+    refused(2, expected_words, "compile", model_file, *SHAPE, "--pipeline", fast_pipeline)
+
+
+@pytest.fixture
+def external_model(tmp_path: Path, branches_bytes: bytes) -> Path:
+    """The model with its weights in weights.data, 16 KiB each."""
+    model = onnx.ModelProto.FromString(branches_bytes)
+    onnx.save(model, tmp_path / "model.onnx", save_as_external_data=True, location="weights.data", size_threshold=0)
+    return tmp_path / "model.onnx"
+
+
+def edit_external_data(path: Path, **entries: str) -> None:
+    """Change the location of the bytes of the first weight."""
+    model = onnx.load(path, load_external_data=False)
+    for entry in model.graph.initializer[0].external_data:
+        entry.value = entries.get(entry.key, entry.value)
+    store(model, path)
+
+
+def test_external_data_that_is_missing_is_named_with_its_weight(refused, external_model):
+    (external_model.parent / "weights.data").unlink()
+    refused(2, ("w_left", "weights.data", "missing", "next to the model"), "compile", external_model, *SHAPE)
+
+
+def test_external_data_that_is_too_short_is_named_with_both_sizes(refused, external_model):
+    file = external_model.parent / "weights.data"
+    file.write_bytes(file.read_bytes()[:20000])
+    refused(2, ("w_right", "too short", "16384", "20000", "copy it again"), "compile", external_model, *SHAPE)
+
+
+@pytest.mark.parametrize("location", ["../secret.data", "/etc/passwd"])
+def test_external_data_outside_the_folder_is_refused(refused, external_model, location):
+    edit_external_data(external_model, location=location)
+    refused(2, ("w_left", "outside the model's folder", location), "compile", external_model, *SHAPE)
+
+
+def test_external_data_behind_a_link_that_leads_outside_is_refused(refused, external_model, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("outside") / "weights.data"
+    inside = external_model.parent / "weights.data"
+    shutil.move(inside, outside)
+    inside.symlink_to(outside)
+    refused(2, ("w_left", "outside the model's folder"), "compile", external_model, *SHAPE)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"offset": "99999999"},
+        {"length": "5"},
+        pytest.param(
+            {"offset": "-5"},
+        ),
+        pytest.param(
+            {"offset": "x"},
+        ),
+        pytest.param(
+            {"length": "x"},
+        ),
+    ],
+    ids=str,
+)
+def test_external_data_with_an_impossible_range_is_refused(refused, external_model, fast_pipeline, entries):
+    edit_external_data(external_model, **entries)
+    refused(2, ("w_left", "weights.data"), "compile", external_model, *SHAPE, "--pipeline", fast_pipeline)

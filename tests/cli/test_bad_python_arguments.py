@@ -1,0 +1,49 @@
+"""Wrong arguments of the Python interface are refused."""
+
+import pytest
+
+import onnxplace
+
+pytestmark = pytest.mark.usefixtures("no_gpus")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"objective": "nope"}, ("U048", "nope")),
+        ({"shape": {"batch": "8"}}, ("M022", "'batch'", "'8'")),
+        ({"shape": {"batch": 8.5}}, ("M022", "8.5")),
+        ({"shape": {"batch": 10**20}}, ("M022", "2147483647")),
+        ({"device_map": {"nobody.*": "cpu:0"}}, ("U020", "nobody")),
+        ({"device_map": {".*": 3}}, ("U023", "device map")),
+        ({"max_memory": 10}, ("lack", "cpu:0")),
+        ({"devices": 5}, ("U054", "5", "cuda:0,cuda:1")),
+        ({"shape": "batch=8"}, ("U054", "'batch=8'", '{"batch": 8}')),
+        ({"inputs": "f.npz"}, ("U054", "'f.npz'", "read_npz")),
+    ],
+    ids=str,
+)
+def test_wrong_options_in_python_are_refused_by_name(model_file, tmp_path, options, words):
+    all_options = {"shape": {"batch": 4}, "devices": "cpu:0,cpu:1", **options}
+    with pytest.raises(onnxplace.OnnxplaceError) as refused:
+        onnxplace.compile(model_file, tmp_path / "refused.bundle", **all_options)
+    assert [word for word in words if word not in str(refused.value)] == []
+    assert not (tmp_path / "refused.bundle").exists()
+
+
+def test_arguments_of_wrong_types_are_refused(model_file, tmp_path):
+    with pytest.raises(onnxplace.OnnxplaceError, match="U049"):
+        onnxplace.compile(None, tmp_path / "none.bundle")
+    device_map = {".*": "cpu:1"}
+    bundle = onnxplace.compile(
+        model_file, tmp_path / "b", devices="cpu:0,cpu:1", shape={"batch": 4}, device_map=device_map
+    )
+    assert {device.id: device.nodes > 0 for device in bundle.manifest.devices} == {"cpu:0": False, "cpu:1": True}
+    with pytest.raises(onnxplace.OnnxplaceError, match="U051"):
+        onnxplace.load(bundle.path, check="bogus")
+    with onnxplace.InferenceSession(bundle) as session:
+        assert session.get_inputs()[0].type == session.get_inputs()[0].dtype
+        with pytest.raises(onnxplace.OnnxplaceError, match="F007"):
+            session.run(None, None)
+        with pytest.raises(onnxplace.OnnxplaceError, match="expected a list of output names"):
+            session.run(session.get_outputs()[0].name, {})

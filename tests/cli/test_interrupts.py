@@ -1,0 +1,38 @@
+"""Ctrl-C ends a command, and leaves no files."""
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.bad_input import SHAPE, contents, run_script
+
+pytestmark = pytest.mark.usefixtures("no_gpus")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to a single process there")
+def test_ctrl_c_while_profiling_leaves_nothing(model_file):
+    folder = model_file.parent
+    pipeline = "optimize,profile{repeat=1000000000,seconds=60},m-etf,split,emit"
+    process = run_script(folder, "compile", model_file, *SHAPE, "--pipeline", pipeline)
+    patience = time.monotonic() + 30
+    while not any((folder / "tmp").iterdir()) and process.poll() is None and time.monotonic() < patience:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, "")
+    assert err.strip() == "interrupted; nothing half-written was left"
+    assert set(contents(folder)) == {"model.onnx", "tmp"}
+
+
+def test_ctrl_c_while_writing_leaves_nothing(run_cli, model_file, scratch, fast_pipeline, monkeypatch):
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", interrupt)
+    result = run_cli("compile", model_file, *SHAPE, "--pipeline", fast_pipeline)
+    assert (result.code, result.out) == (130, "")
+    assert set(contents(model_file.parent)) == {"model.onnx"}

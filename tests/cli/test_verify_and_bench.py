@@ -1,0 +1,88 @@
+"""`onnxplace verify` and `bench`: verdicts, JSON and exit codes."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+import onnxplace
+from tests.conftest import branches
+from tests.support.commands import only_json
+
+pytestmark = pytest.mark.usefixtures("no_gpus", "work_in_temporary_folder")
+
+
+def test_verify_prints_equal_and_exits_with_zero(run_cli, compiled):
+    result = run_cli("verify", compiled)
+    assert result.code == 0
+    assert result.out.startswith("equal  y")
+
+
+def test_verify_json_has_the_keys_that_scripts_depend_on(run_cli, compiled):
+    data = only_json(run_cli("verify", compiled, "--json"))
+    assert data["equal"] is True
+    assert [set(output) >= {"name", "max_abs_error", "max_rel_error"} for output in data["outputs"]] == [True]
+
+
+def test_verify_compares_with_the_model_it_is_given(run_cli, compiled, model_file):
+    assert run_cli("verify", compiled, "--against", model_file).code == 0
+    Path("altered.onnx").write_bytes(branches(seed=1).SerializeToString())
+    result = run_cli("verify", compiled, "--against", "altered.onnx")
+    assert (result.code, result.err) == (1, "")
+    assert result.out.startswith("DIFFERS y")
+    result = run_cli("verify", compiled, "--against", "altered.onnx", "--json")
+    assert (result.code, only_json(result)["equal"]) == (1, False)
+
+
+def test_verify_notices_one_altered_weight(run_cli, compiled):
+    model = branches()
+    weight = bytearray(model.graph.initializer[0].raw_data)
+    weight[:4] = np.float32(9).tobytes()
+    model.graph.initializer[0].raw_data = bytes(weight)
+    Path("altered.onnx").write_bytes(model.SerializeToString())
+    assert run_cli("verify", compiled, "--against", "altered.onnx").code == 1
+
+
+def test_verify_json_is_json_when_shapes_differ(run_cli, compiled):
+    text = "(float[batch, 64] x) => (float[64, batch] y) { y = Transpose(x) }"
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> g {text}')
+    Path("other.onnx").write_bytes(model.SerializeToString())
+    result = run_cli("verify", compiled, "--against", "other.onnx", "--json")
+    assert (result.code, only_json(result)["equal"]) == (1, False)
+
+
+def test_bench_json_has_the_keys_that_scripts_depend_on(run_cli, compiled):
+    result = run_cli("bench", compiled, "--no-memory", "--repeat", "2", "--json")
+    data = only_json(result)
+    assert result.code == 0
+    for name in ("bundle", "model"):
+        assert set(data[name]) == {"median_seconds", "p90_seconds", "runs"}
+        assert data[name]["runs"] == 2
+    assert data["ratio"] == pytest.approx(data["bundle"]["median_seconds"] / data["model"]["median_seconds"])
+    assert data["predicted_seconds"] == onnxplace.load(compiled).manifest.predicted.step_seconds
+
+
+def test_bench_shows_one_session_on_all_cores(run_cli, compiled):
+    result = run_cli("bench", compiled, "--no-memory", "--repeat", "1")
+    assert result.code == 0
+    assert "bundle on 2 devices" in result.out
+    assert "one session, all cores" in result.out
+
+
+def test_bench_in_flight_compares_each_result_with_the_largest_load(run_cli, compiled):
+    result = run_cli("bench", compiled, "--no-memory", "--repeat", "2", "--in-flight", "4", "--json")
+    data, manifest = only_json(result), onnxplace.load(compiled).manifest
+    assert data["in_flight"]["runs"] == 2
+    assert data["in_flight"]["median_seconds"] > 0
+    assert data["predicted_interval_seconds"] == manifest.predicted.interval_seconds
+    busiest = max(device.compute_seconds for device in manifest.devices)
+    assert busiest <= manifest.predicted.interval_seconds <= manifest.predicted.step_seconds * (1 + 1e-9)
+    assert "several in flight" in run_cli("bench", compiled, "--no-memory", "--repeat", "1", "--in-flight", "2").out
+
+
+def test_bench_over_a_limit_exits_with_one(run_cli, compiled):
+    result = run_cli("bench", compiled, "--no-memory", "--repeat", "1", "--max-ratio", "1e-9", "--json")
+    assert result.code == 1
+    assert only_json(result)["ratio"] > 1e-9
+    assert "expected at most 1e-09" in result.err
