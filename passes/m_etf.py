@@ -1,4 +1,4 @@
-"""m-ETF: the node that can start earliest goes first, where it can."""
+"""m-ETF: the node that can start earliest goes first, on the device where it can."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class MEtf(Pass):
     provides: ClassVar[tuple[type, ...]] = (Placement, Schedule)
 
     reserve: Literal["weights", "peak"] = "weights"
-    """What a group reserves where it goes: its weights, or also the largest output and workspace of a member."""
+    """What a group reserves on its device: its weights, or also the largest output and workspace of a member."""
 
     def run(self, state: State) -> State:
-        asked = placement_problem(state)
-        nobody = np.full(len(asked.graph), -1, dtype=np.int32)
-        return place_by_list_schedule(state, asked, nobody, self.name, self.reserve == "peak")
+        problem = placement_problem(state)
+        no_favourites = np.full(len(problem.graph), -1, dtype=np.int32)
+        return place_by_list_schedule(state, problem, no_favourites, self.name, self.reserve == "peak")

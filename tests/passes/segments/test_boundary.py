@@ -6,8 +6,7 @@ from onnx import ModelProto, NodeProto, TensorProto, TypeProto, helper
 
 from onnxplace import OnnxplaceError
 from onnxplace.model import load, type_name
-from onnxplace.passes.segments import infer_boundary_types
-from onnxplace.passes.segments.boundary import _parse
+from onnxplace.passes.segments.boundary import infer_boundary_types, parse_type
 from tests.end_to_end.test_split_property import RandomPlacement, assert_same, compiled_with, run_together
 from tests.support.random_models import reference
 
@@ -133,17 +132,17 @@ def test_only_the_types_of_what_crosses_are_read(monkeypatch):
     ],
 )
 def test_types_are_read_as_onnx_runtime_writes_them(text):
-    assert type_name(_parse(text, [])) == text
+    assert type_name(parse_type(text, [])) == text
 
 
 @pytest.mark.parametrize("text", ["opaque(a,b)", "seq(opaque(a,b))", "map(odd,tensor(float))", "tensor(odd)", "", "?"])
 def test_types_that_onnx_does_not_have_are_unknown(text):
-    assert _parse(text, []) is None
+    assert parse_type(text, []) is None
 
 
 def test_a_value_whose_type_is_unknown_at_a_cut_is_named(monkeypatch):
     model = load(classifier(linear("int64"), "int64"))
     monkeypatch.setattr("onnxplace.passes.segments.boundary._is_complete", lambda _: False)
-    monkeypatch.setattr("onnxplace.passes.segments.boundary._parse", lambda *_: None)
+    monkeypatch.setattr("onnxplace.passes.segments.boundary.parse_type", lambda *_: None)
     with pytest.raises(OnnxplaceError, match=r"M016.*'scores'"):
         infer_boundary_types(model, ["scores"])

@@ -11,9 +11,9 @@ from onnx import TensorProto, helper, save
 import onnxplace
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Placement, Profile, Schedule, Segments
-from onnxplace.passes.segments import cut_within_limits
-from onnxplace.passes.segments.memory_limits import simulated
-from onnxplace.passes.split import Split, cut
+from onnxplace.passes.segments import cut_into_segments, cut_within_limits
+from onnxplace.passes.segments.memory_limits import simulate_segments
+from onnxplace.passes.split import Split
 from onnxplace.pipeline import run_pass
 from onnxplace.problem import commit_placement, placement_problem
 from onnxplace.state import State
@@ -104,9 +104,9 @@ def decisions(draw, overhead: float) -> tuple[State, list[np.ndarray]]:
     pattern = random.integers(0, devices, draw(st.integers(1, 8)))
     state = placed(state, np.resize(pattern, nodes), start)
     schedule = state[Schedule]
-    pieces = cut(graph, state[Placement].device, schedule, state[Profile].unit)
+    pieces = cut_into_segments(graph, state[Placement].device, schedule, state[Profile].unit)
     need = schedule.simulation.peak_bytes
-    free = np.maximum(simulated(state, pieces).simulation.peak_bytes - need, 0)
+    free = np.maximum(simulate_segments(state, pieces).simulation.peak_bytes - need, 0)
     share = draw(st.sampled_from((0.0, 0.1, 0.5, 1.0)))
     return limited(state, np.maximum(need + np.floor(share * free), 1)), pieces
 
@@ -129,7 +129,7 @@ def test_what_fits_node_by_node_fits_in_segments_too(decision):
     assert device_orders(state, found.nodes) == device_orders(state, pieces)
     again = cut_within_limits(state, pieces)
     assert [piece.tolist() for piece in again.nodes] == [piece.tolist() for piece in found.nodes]
-    if (simulated(state, pieces).simulation.peak_bytes <= limits).all():
+    if (simulate_segments(state, pieces).simulation.peak_bytes <= limits).all():
         assert len(found.nodes) == len(pieces)
 
 
@@ -145,7 +145,7 @@ def test_segments_fit_or_are_refused_where_each_call_takes_time(decision):
     else:
         assert (found.simulation.peak_bytes <= limits).all()
         return
-    alone = simulated(state, list(state[Schedule].order[:, None])).simulation.peak_bytes
+    alone = simulate_segments(state, list(state[Schedule].order[:, None])).simulation.peak_bytes
     short = [device.id for device, much in zip(state.target.devices, alone > limits) if much]
     assert short
     assert all(f"{name} lacks" in said for name in short)
