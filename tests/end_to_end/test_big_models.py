@@ -17,7 +17,8 @@ from onnxplace.errors import BundleError, UsageError
 from onnxplace.facts import Profile, Source
 from onnxplace.machine import local_target
 from onnxplace.model import WeightFile, bind, load, op_graph, static_shapes, value_bytes, weights as weights_module
-from onnxplace.passes.profiling import MeasurementOptions, chunks, find_repeats, node_kinds
+from onnxplace.passes.profiling import MeasurementOptions, chunks, node_kinds
+from onnxplace.passes.profiling.repeated_layers import find_repeats
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
 
@@ -356,13 +357,13 @@ def test_pieces_are_fed_with_what_those_before_them_made(monkeypatch):
 
 def test_what_cannot_run_alone_is_estimated_with_all_that_needs_it(monkeypatch):
     model = bind(load(chain(4)), {"batch": 4}, {})
-    actual = chunks._run
+    actual = chunks._run_chunk
 
     def failing(model, piece, *rest):
         return None if piece.start == 3 else actual(model, piece, *rest)
 
-    monkeypatch.setattr(chunks, "_run", failing)
-    monkeypatch.setattr(chunks, "_key", lambda *_: object())  # no piece stands in for another
+    monkeypatch.setattr(chunks, "_run_chunk", failing)
+    monkeypatch.setattr(chunks, "_chunk_key", lambda *_: object())  # no piece stands in for another
     state, _ = Pipeline.parse("profile{repeat=3,seconds=0}").run(small_target().having(model))
     profile = state[Profile]
     assert (profile.sources["cpu/1"] == Source.ESTIMATED).tolist() == [False] * 3 + [True] * 9

@@ -61,7 +61,7 @@ def test_what_was_measured_on_a_busy_machine_is_said_so_and_not_kept(model_file,
         return replace(found, quality=replace(found.quality, waiting=0.2)), made
 
     monkeypatch.setattr(MeasurementOptions, "measure", measure)
-    monkeypatch.setattr("onnxplace.passes.profile.DOUBTFUL_WAITING_SHARE", 0.05)
+    monkeypatch.setattr("onnxplace.passes.profiling.profile_model.DOUBTFUL_WAITING_SHARE", 0.05)
     for _ in range(2):
         (note,) = [note for note in profiled(model_file).diagnostics if note.code == "C004"]
         assert "runs waited 20% of their time for a core" in note.message

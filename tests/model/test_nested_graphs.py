@@ -16,7 +16,7 @@ from onnxplace.errors import ModelError, UsageError
 from onnxplace.model import Model, captured_names, load
 from onnxplace.model.nested_graphs import rename
 from onnxplace.passes.profiling import estimate_seconds
-from onnxplace.passes.profiling.roofline import MAX_TURNS
+from onnxplace.passes.profiling.roofline import MAX_ITERATIONS
 from tests.end_to_end.test_split_property import RandomPlacement, assert_same, compiled_with, run_together
 from tests.support.random_models import Feeds, reference
 
@@ -193,7 +193,7 @@ def test_a_loop_costs_its_body_as_often_as_it_turns():
 
 
 def test_a_loop_that_only_its_condition_ends_has_a_modest_cost():
-    assert seconds(loop(2**62)) < seconds(loop(MAX_TURNS))
+    assert seconds(loop(2**62)) < seconds(loop(MAX_ITERATIONS))
 
 
 def test_an_if_costs_its_dearer_branch_with_the_weights_it_captures():
