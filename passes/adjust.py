@@ -21,14 +21,15 @@ STAYING_SHARES = (0.0, 0.0625, 0.125, 0.25, 0.5, 1.0)
 
 @dataclass(frozen=True)
 class Adjust(Pass):
-    """Move each group as a whole to one device, after a placer that ignored groups (Baechi's post-adjustment).
+    """Move each group to one device, after a placer that ignored groups.
 
-    In `m-etf,adjust{by=compute}` the placer runs without groups, and this pass makes them, with the options of
-    `coplace`. `by` ranks the devices for each group: by the seconds that the group's nodes compute there (`compute`),
-    by their weights and workspace there (`memory`), or by how many they are (`majority`). The first device goes first
-    among equals. A group goes to the first device of its ranking that has room for it next to the groups before it.
-    Pinned groups go first, to their pin, the others by falling weights. Each device runs its nodes in the order of
-    their former starts. Existing groups are kept together too, and their pins hold.
+    This is the post-adjustment of Baechi (SoCC 2020). In `m-etf,adjust{by=compute}` the placer runs without groups, and
+    this pass makes them, with the options of `coplace`. `by` ranks the devices for each group: by the seconds that the
+    group's nodes compute there (`compute`), by their weights and workspace there (`memory`), or by how many they are
+    (`majority`). The first device goes first among equals. A group goes to the first device of its ranking that has
+    room for it next to the groups before it. Pinned groups go first, to their pin, the others by falling weights. Each
+    device runs its nodes in the order of their former starts. Existing groups are kept together too, and their pins
+    hold.
 
     Raises:
         InfeasibleError: a group fits on no device, or a device lacks memory in the end; the error names which.
@@ -83,7 +84,7 @@ class Adjust(Pass):
         return attraction.reshape(groups, devices)
 
     def _place_groups(self, state: State, problem: PlacementProblem, ranking: Ints, start_seconds: Floats) -> State:
-        """Place each group on the first device of its ranking that has room for it."""
+        """Place each group on the first device of its ranking with room."""
         graph, groups = problem.graph, len(problem.pinned)
         weights = Csr.grouped(problem.group[graph.weights.rows], graph.weights.items, groups)
         weights_bytes = sum_by(weights.rows, graph.weight_bytes[weights.items], groups)

@@ -15,11 +15,11 @@ from onnxplace.state import Pass, State
 
 @dataclass(frozen=True)
 class Auto(Pass):
-    """Try all placers and blocks in series, search on from the best as `multilevel` does, keep the best of all.
+    """Try all placers, search on from the best, and keep the best.
 
-    The simulator scores all of them: by its costs, the result is never worse than the best single device that fits.
-    `compile` tries it out afterwards, and may find that device better. A note lists the attempts and the gap to the
-    lower bound.
+    The search goes on as that of `multilevel`, and blocks in series are placed one by one too. The simulator scores all
+    of them: by its costs, the result is never worse than the best single device that fits. `compile` tries it out
+    afterwards, and may find that device better. A note lists the attempts and the gap to the lower bound.
     """
 
     name: ClassVar[str] = "auto"

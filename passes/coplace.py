@@ -12,9 +12,10 @@ from onnxplace.state import Pass, State
 
 @dataclass(frozen=True)
 class Coplace(Pass):
-    """Group nodes by carried states, the user's wishes, fused kernels, training and traffic, in this order.
+    """Group nodes that must or should share a device.
 
-    A carried state (`--state OUT=IN`) joins the producer of OUT with all readers of IN: its value stays on one device.
+    Groups come from, in this order: carried states, the user's wishes, fused kernels, training and traffic. A carried
+    state (`--state OUT=IN`) joins the producer of OUT with all readers of IN: its value stays on one device.
 
     `join` says when a node whose values have a single reader joins that reader (Baechi, SoCC 2020, section 4):
     `worth` if sending its values would take longer than computing the node, `always` as published, or `never`.

@@ -18,7 +18,10 @@ from onnxplace.utils import disk_error, path_text
 
 @dataclass(frozen=True)
 class Emit(Pass):
-    """Write segments, weights and manifest to a hidden folder next to `path`, and rename it when it is complete."""
+    """Write segments, weights and manifest to a folder.
+
+    The folder is hidden, next to `path`, and is renamed when it is complete.
+    """
 
     name: ClassVar[str] = "emit"
     requires: ClassVar[tuple[type, ...]] = (Model, Profile, Placement, Schedule, Segments)

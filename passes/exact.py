@@ -1,4 +1,4 @@
-"""The best step of a small graph, with a proof of how near the best it is."""
+"""The shortest step of a small graph, with a proof."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from onnxplace.state import Pass, State
 
 @dataclass(frozen=True)
 class Exact(Pass):
-    """Find the shortest step of a small graph and prove it: branch and bound, and a mixed-integer program.
+    """Find the shortest step of a small graph and prove it.
 
-    Up to 62 nodes (after `fuse`) on 4 devices are searched state by state as the simulator runs them. Groups, pins,
-    weights and the order of transfers are exact. Contention between transfers from different devices is added when
-    the search without it is done and its bound is not met. The other placers and a search as that of `multilevel` give
-    a step to begin with; the solver skips longer ones. HiGHS has a share of the time if a first search proves
-    too little, and at last for graphs of up to 400 nodes that are too large to search. Most values that wait in
-    memory, and weights that several groups read, are left out of the bounds; every step is simulated, and only steps
-    that fit are taken. The gap between bound and step is part of the result; when time is up, the best step so far is.
+    Two methods are used: branch and bound, and a mixed-integer program. Up to 62 nodes (after `fuse`) on 4 devices are
+    searched state by state as the simulator runs them. Groups, pins, weights and the order of transfers are exact.
+    Contention between transfers from different devices is added when the search without it is done and its bound is not
+    met. The other placers and a search as that of `multilevel` give a step to begin with; the solver skips longer ones.
+    HiGHS has a share of the time if a first search proves too little, and at last for graphs of up to 400 nodes that
+    are too large to search. Most values that wait in memory, and weights that several groups read, are left out of the
+    bounds; every step is simulated, and only steps that fit are taken. The gap between bound and step is part of the
+    result; when time is up, the best step so far is.
 
     Of a larger graph, blocks that any step goes through one after the other (parts of the longest path with the nodes
     that run in parallel to them) are searched by themselves. Their lower bounds add up to a bound, and their steps to

@@ -38,12 +38,13 @@ HALVINGS = 5
 
 @dataclass(frozen=True)
 class Fit(Pass):
-    """Make it fit with the least traffic: fewest bytes crossing, each value once per device, then fewest values.
+    """Make it fit with the least traffic.
 
-    The fastest single device that holds everything is taken; if there is none, as few devices as possible, fast ones
-    first. A device that takes over four times as long as the fastest is a last resort: it gets only what fits nowhere
-    else. Splits are found by dynamic programming over ideals or topological orders, as for `stages`, and improved by
-    moving groups.
+    Traffic is compared by bytes that cross, each value once per device, then by the number of values. The fastest
+    single device that holds everything is taken; if there is none, as few devices as possible, fast ones first. A
+    device that takes over four times as long as the fastest is a last resort: it gets only what fits nowhere else.
+    Splits are found by dynamic programming over ideals or topological orders, as for `stages`, and improved by moving
+    groups.
     """
 
     name: ClassVar[str] = "fit"
@@ -71,7 +72,7 @@ class Fit(Pass):
     def _place_on_tiers(
         self, state: State, problem: PlacementProblem, fast: list[int], slow: list[int], deadline: float
     ) -> State | None:
-        """Return a placement on all `fast` devices and as few `slow` ones as possible."""
+        """Place nodes on all `fast` and as few `slow` devices as possible."""
         for count in range(1, len(slow) + 1):
             chosen = fast + slow[:count]
             limit = np.where(np.isin(np.arange(len(problem.limit_bytes)), chosen), problem.limit_bytes, 0)
@@ -83,7 +84,7 @@ class Fit(Pass):
     def _use_slow_less(
         self, state: State, problem: PlacementProblem, chosen: list[int], slow: list[int], limit: Longs, deadline: float
     ) -> State | None:
-        """Return a placement that leaves as little as possible to `slow` devices, if a search finds one."""
+        """Return a placement that leaves little to `slow` devices, if found."""
         smallest: State | None = None
         total_bytes = _total_bytes(problem)
         low, high = 0.0, 1.0
@@ -98,7 +99,7 @@ class Fit(Pass):
     def _place_on_devices(
         self, state: State, problem: PlacementProblem, chosen: list[int], limit: Longs, deadline: float, alone: bool
     ) -> State | None:
-        """Return a placement on the `chosen` devices within these limits, if one is found.
+        """Return a placement on `chosen` devices within these limits, if found.
 
         With `alone`, a single one of them that holds everything is taken.
         """
@@ -118,7 +119,7 @@ class Fit(Pass):
     def _split_between_devices(
         self, state: State, problem: PlacementProblem, devices: list[int], allowed: Longs, deadline: float
     ) -> State | None:
-        """Return a split of the graph between several devices within the `allowed` bytes, if one is found."""
+        """Return a split between devices within the `allowed` bytes, if found."""
         limit = allowed
         for attempt, resident in enumerate(RESIDENT_SHARES):
             cuts = prepare_cuts(problem, TRAFFIC, limit, tuple(devices), resident)

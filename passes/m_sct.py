@@ -15,11 +15,12 @@ from onnxplace.state import Pass, State
 
 @dataclass(frozen=True)
 class MSct(Pass):
-    """Memory-constrained Small Communication Times (Hanen and Munier 1995; Baechi, SoCC 2020, section 3.3).
+    """Memory-constrained Small Communication Times.
 
-    A linear program finds the favourite child of each node: the successor that should follow it without a transfer.
-    A device whose last node has a ready favourite child that can start nowhere earlier keeps itself for it, unless
-    another node is urgent: it could have started on any device by then. Otherwise as m-ETF.
+    Hanen and Munier 1995; Baechi, SoCC 2020, section 3.3. A linear program finds the favourite child of each node: the
+    successor that should follow it without a transfer. A device whose last node has a ready favourite child that can
+    start nowhere earlier keeps itself for it, unless another node is urgent: it could have started on any device by
+    then. Otherwise as m-ETF.
     """
 
     name: ClassVar[str] = "m-sct"

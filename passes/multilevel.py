@@ -15,13 +15,14 @@ from onnxplace.state import Pass, State
 
 @dataclass(frozen=True)
 class Multilevel(Pass):
-    """Contract nodes that are cheaper together, place the contracted graph, and refine level by level.
+    """Contract nodes, place the contracted graph, and refine it level by level.
 
-    On each level, list schedules by bottom level (HEFT; Topcuoglu, Hariri and Wu, 2002) and by earliest start give a
-    first placement. Then regions around the nodes that the step waits for move between devices, accepted as in
-    simulated annealing (Kirkpatrick, Gelatt and Vecchi, 1983), each proposal scored by a simulation of the whole
-    step. The next finer level begins from the result of the coarser one, as in multilevel graph partitioning
-    (Karypis and Kumar, 1998). Deterministic under `seed` where `proposals`, not the clock, end the search.
+    Nodes are contracted that are cheaper to move together than apart. On each level, list schedules by bottom level
+    (HEFT; Topcuoglu, Hariri and Wu, 2002) and by earliest start give a first placement. Then regions around the nodes
+    that the step waits for move between devices, accepted as in simulated annealing (Kirkpatrick, Gelatt and Vecchi,
+    1983), each proposal scored by a simulation of the whole step. The next finer level begins from the result of the
+    coarser one, as in multilevel graph partitioning (Karypis and Kumar, 1998). Deterministic under `seed` where
+    `proposals`, not the clock, end the search.
     """
 
     name: ClassVar[str] = "multilevel"

@@ -1,4 +1,4 @@
-"""Fold constants and drop unused nodes in the whole graph, before it is cut."""
+"""Fold constants and drop unused nodes before the graph is cut."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _QUANTISERS = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"}
 
 @dataclass(frozen=True)
 class Optimize(Pass):
-    """Fold nodes that depend on constants only, and drop unused nodes and weights.
+    """Fold constant nodes, and drop unused nodes and weights.
 
     A DequantizeLinear with several readers is duplicated for each of them, as in ONNX Runtime. Then each can be placed
     with its operator, and the quantised value crosses between devices.
@@ -53,7 +53,7 @@ class Optimize(Pass):
 
 
 def _record_removed_nodes(model: Model, before: Model) -> Model:
-    """Return the model with the names of the nodes that were dropped since `before`."""
+    """Record in the model the nodes that were dropped since `before`."""
     kept = {node.name for node in model.nodes}
     return replace(model, removed=(*before.removed, *(n.name for n in before.nodes if n.name not in kept)))
 
@@ -71,7 +71,10 @@ def _drop_unused(model: Model) -> Model:
 
 
 def _duplicate_dequantisers(model: Model) -> Model:
-    """Return the model with a DequantizeLinear for each node that reads one; subgraphs read the first."""
+    """Give each node that reads a DequantizeLinear one of its own.
+
+    Subgraphs read the first one.
+    """
     maker = {node.output[0]: node for node in model.nodes if node.output and is_quantization_node(node, DEQUANTIZE)}
     if not maker:
         return model
@@ -93,7 +96,7 @@ def _duplicate_dequantisers(model: Model) -> Model:
 
 
 def _copy_with_new_names(node: NodeProto, taken: set[str]) -> NodeProto:
-    """Return a node of one output with new names for node and output, and add these to `taken`."""
+    """Copy a one-output node, and add the new names to `taken`."""
     copy = NodeProto()
     copy.CopyFrom(node)
     number = 1
@@ -132,7 +135,7 @@ def _is_pure(node: NodeProto) -> bool:
 
 
 def _fold(model: Model, positions: Sequence[int], limit_bytes: int) -> Model:
-    """Return the model with these nodes replaced by their results, except for large ones."""
+    """Replace nodes by their results, except for large ones."""
     values = _evaluate(model, positions, _read_outside(model, positions))
     large = {name for name, tensor in values.items() if tensor_size(tensor) > limit_bytes}
     folded = set()

@@ -40,10 +40,11 @@ from onnxplace.utils import write_file
 
 @dataclass(frozen=True)
 class ProfileCosts(Pass):
-    """Measure the model with ONNX Runtime, once per class of device, node by node.
+    """Measure the model with ONNX Runtime, node by node.
 
-    A model that needs more memory than any device of a class has is measured in pieces that fit, equal ones once.
-    Nodes that do the same to values of the same shapes cost the same: the median of their times.
+    Each class of device is measured once. A model that needs more memory than any device of a class has is measured in
+    pieces that fit, equal ones once. Nodes that do the same to values of the same shapes cost the same: the median of
+    their times.
 
     Costs come from a cost file if one is given, else from an earlier measurement, else from a measurement on a local
     device of that class, else from a roofline estimate, which is marked as such (docs/costs.md). Needs a value for
@@ -94,7 +95,7 @@ class ProfileCosts(Pass):
         )
 
     def _finish(self, state: State, profile: Profile, notes: Sequence[Diagnostic]) -> State:
-        """Return the state with the profile and notes; write the profile as a cost file if `save` names one."""
+        """Return the state with profile and notes; save the profile if asked."""
         after = state.having(profile).saying(*notes)
         if self.save:
             text = format_costs_csv(profile, state[Model]) if self.save.endswith(".csv") else format_costs(profile)
@@ -144,7 +145,7 @@ class ProfileCosts(Pass):
         imported: ImportedCosts,
         measurements: Mapping[str, Measurement],
     ) -> dict[str, Floats]:
-        """Return seconds per node for each class of device that is not measured completely."""
+        """Estimate seconds per node for classes that are not completely measured."""
         devices = {
             device.cost_class: device
             for device in state.target.devices
@@ -161,10 +162,10 @@ class ProfileCosts(Pass):
         return estimates
 
     def _uses_local_peaks(self, device: Device) -> bool:
-        """Return whether an estimate for a device is made from peaks of this machine's processor."""
+        """Return whether estimates use peaks of this machine's processor."""
         return device.kind == "cpu" and not self.estimate
 
 
 def _join_units(profile: Profile, model: Model) -> Profile:
-    """Return the profile with each operator and its quantisers as one unit, however they were run."""
+    """Return the profile with operators and their quantisers as one unit."""
     return replace(profile, unit=join_quantised_units(model, profile.unit))

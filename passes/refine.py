@@ -16,7 +16,7 @@ from onnxplace.state import Pass, State
 
 @dataclass(frozen=True)
 class Refine(Pass):
-    """Move regions of a placement between devices and reorder, as long as the step gets shorter.
+    """Move regions of a placement and reorder, while the step gets shorter.
 
     Simulated annealing as in `multilevel`, on the placement at hand; never worse than it. Deterministic under `seed`
     where `proposals`, not the clock, end the search.
@@ -40,7 +40,7 @@ class Refine(Pass):
 
 
 def current_plan(state: State, problem: PlacementProblem) -> Plan:
-    """Return the placement of a state as a plan for its (contracted) problem."""
+    """Return the placement of a state as a plan for its problem."""
     placement, schedule = state[Placement], state[Schedule]
     count = len(problem.graph)
     device = np.zeros(count, dtype=np.int32)

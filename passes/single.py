@@ -16,7 +16,7 @@ from onnxplace.state import Pass, State
 
 @dataclass(frozen=True)
 class Single(Pass):
-    """Put every node on the device that runs them all in the least time, among those where they fit."""
+    """Put every node on the fastest device that holds them all."""
 
     name: ClassVar[str] = "single"
     requires: ClassVar[tuple[type, ...]] = (Profile,)

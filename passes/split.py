@@ -1,4 +1,4 @@
-"""Cut the placed model into segments, and write each device's program over them."""
+"""Cut the placed model into segments, and write device programs."""
 
 from __future__ import annotations
 

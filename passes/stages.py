@@ -81,7 +81,10 @@ class Stages(Pass):
         return steady_state_loads(problem.graph, problem.seconds, problem.target, device, self.load).interval_seconds
 
     def _split_contiguously(self, state: State, problem: PlacementProblem, deadline: float) -> _StagePlan | None:
-        """Return the best contiguous split that fits, with tighter limits if needed, or one device."""
+        """Return the best contiguous split that fits.
+
+        Limits are tightened if needed; one device is tried as well.
+        """
         limit, devices = problem.limit_bytes, len(problem.target.devices)
         best: _StagePlan | None = None
         for attempt, resident in enumerate(RESIDENT_SHARES):
@@ -120,7 +123,7 @@ class Stages(Pass):
     def _move_groups(
         self, state: State, problem: PlacementProblem, best: _StagePlan | None, deadline: float
     ) -> _StagePlan | None:
-        """Move groups wherever that lowers the largest load, from the contiguous plan on."""
+        """Move groups to lower the largest load, from the contiguous plan on."""
         graph = problem.graph.contract(problem.group)
         seconds = unit_seconds(problem, problem.group)
         latency, per_byte = problem.target.link_arrays()

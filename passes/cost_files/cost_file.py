@@ -1,4 +1,7 @@
-"""Cost files: the results of `profile` as JSON or CSV, to read, edit and carry to another machine."""
+"""Cost files: the results of `profile` as JSON or CSV.
+
+People read and edit them, and carry them to other machines.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _ENTRY_HINT = 'write it like {"unit": 0, "seconds": {"cpu/1": 1e-5}}'
 
 
 def format_costs(profile: Profile) -> str:
-    """Return a profile in the form of a cost file: JSON, one line per node."""
+    """Return a profile as a JSON cost file, one line per node."""
     graph = profile.graph
     lines = ",\n".join(
         f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in zip(graph.names, node_entries(profile))
@@ -91,7 +94,7 @@ def _read_json_costs(path: str | Path) -> dict[str, Any]:
 def _match_entries(
     entries: Mapping[str, Any], prints: Sequence[str], path: str | Path, model: Model
 ) -> tuple[list[Entry], list[Diagnostic]]:
-    """Return the entry of each node of the model; raises ModelError if a node has none."""
+    """Return the entry of each node; raises ModelError without one."""
     by_print = {
         e["fingerprint"]: e for e in entries.values() if isinstance(e, dict) and _is_print(e.get("fingerprint"))
     }
@@ -129,7 +132,7 @@ def _is_print(value: Any) -> bool:
 
 
 def _require_entry(entry: Any, path: str | Path, name: str) -> Entry:
-    """Return a node's entry; raises InputError unless it has the form of one."""
+    """Return a node's entry; raises InputError if it is malformed."""
     is_valid = isinstance(entry, dict) and isinstance(entry.get("seconds"), dict)
     if not is_valid or not all(isinstance(entry.get(key, {}), dict) for key in ("source", "spread")):
         message = f"expected an object with 'seconds' for node {name!r}, got {shown(entry)}"
@@ -143,7 +146,7 @@ def _entry_error(message: str, path: str | Path, hint: str) -> InputError:
 
 @dataclass(frozen=True)
 class _NodeCosts:
-    """The entry of a node in a cost file; methods raise InputError where it is invalid."""
+    """The entry of a node; methods raise InputError where invalid."""
 
     name: str
     entry: Entry
@@ -202,14 +205,14 @@ def _is_number(value: Any, maximum: float) -> bool:
 
 
 def _read_workspace(nodes: Sequence[_NodeCosts], path: str | Path) -> NDArray[np.int64]:
-    """Return the bytes that each node needs while it runs, 0 where the file has none."""
+    """Return the workspace bytes of each node, 0 if not given."""
     given = {node.name: node.entry["workspace_bytes"] for node in nodes if "workspace_bytes" in node.entry}
     amounts = _read_bytes({"workspace_bytes": given}, "workspace_bytes", path)
     return np.array([amounts.get(node.name, 0) for node in nodes], dtype=np.int64)
 
 
 def _read_quality(data: Mapping[str, Any], path: str | Path) -> dict[str, Quality]:
-    """Return the quality of the measurement of each class of device, where the file has one."""
+    """Return the quality of measurements by class, if given."""
     try:
         qualities = {cost_class: Quality(**figures) for cost_class, figures in data.get("measured", {}).items()}
         figures = [figure for quality in qualities.values() for figure in vars(quality).values()]
@@ -221,7 +224,7 @@ def _read_quality(data: Mapping[str, Any], path: str | Path) -> dict[str, Qualit
 
 
 def _read_bytes(data: Mapping[str, Any], key: str, path: str | Path) -> dict[str, int]:
-    """Return a table of bytes by name; raises InputError at an entry that is no whole number."""
+    """Return a table of bytes by name; raises InputError at others."""
     amounts = _read_numbers(data, key, path, MAX_BYTES, _BYTES_HINT)
     for name, amount in amounts.items():
         if amount != int(amount):
@@ -232,7 +235,10 @@ def _read_bytes(data: Mapping[str, Any], key: str, path: str | Path) -> dict[str
 
 
 def _read_numbers(data: Mapping[str, Any], key: str, path: str | Path, maximum: float, hint: str) -> dict[str, Any]:
-    """Return a table of numbers by name; raises InputError at an entry outside 0 to `maximum`."""
+    """Return a table of numbers by name.
+
+    Raises InputError at an entry outside 0 to `maximum`.
+    """
     amounts = data.get(key, {})
     if not isinstance(amounts, dict):
         message = f"expected an object of numbers by name under {key}, got {shown(amounts)}"

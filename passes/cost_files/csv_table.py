@@ -1,4 +1,7 @@
-"""Cost files as CSV: a row per node; comments above hold figures of the whole model."""
+"""Cost files as CSV: a row per node.
+
+Comments above hold figures of the whole model.
+"""
 
 from __future__ import annotations
 
@@ -69,12 +72,12 @@ def require_version(version: object, path: str | Path) -> None:
 
 
 def read_lines(path: str | Path) -> list[str]:
-    """Return the lines of a text file; raises InputError if it cannot be read."""
+    """Return the lines of a text file; raises InputError if unreadable."""
     return read_text(path, "C011", "a cost file", "utf-8-sig").splitlines()
 
 
 def read_table(path: str | Path, model: Model) -> dict[str, Any]:
-    """Read CSV into the form of JSON; raises InputError if it is no cost file."""
+    """Read CSV into the form of JSON; raises InputError at others."""
     lines = read_lines(path)
     comments = [line[1:].split() for line in lines if line.startswith("#")]
     if not comments or comments[0][:1] != [FORMAT]:
@@ -109,7 +112,7 @@ def read_table(path: str | Path, model: Model) -> dict[str, Any]:
 
 
 def _read_rows(lines: list[str], path: str | Path) -> list[dict[str, Any]]:
-    """Return the rows of CSV by column name; raises InputError without a column of nodes."""
+    """Return rows by column name; raises InputError without 'node'."""
     table = csv.DictReader(lines)
     try:
         rows = list(table) if "node" in (table.fieldnames or ()) else None
@@ -121,7 +124,7 @@ def _read_rows(lines: list[str], path: str | Path) -> list[dict[str, Any]]:
 
 
 def _parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of CSV in the form of JSON; empty cells are left out."""
+    """Return a row in the form of JSON, without empty cells."""
     cells = {name: cell for name, cell in row.items() if name and isinstance(cell, str) and cell.strip()}
     entry: dict[str, Any] = {"seconds": {}, "source": {}, "spread": {}}
     for name, cell in cells.items():
@@ -135,7 +138,7 @@ def _parse_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_number(text: str) -> Any:
-    """Return the number in a text, or the text itself if it is none."""
+    """Return the number in a text, or the text itself."""
     for kind in (int, float):
         try:
             return kind(text)

@@ -131,7 +131,10 @@ def _require_matches(matches: Sized, rows: Mapping[str, object], kind: str, path
 
 
 def _read_node_rows(lines: Sequence[str], path: str | Path) -> dict[str, NodeBytes]:
-    """Return the rows of ONNX Runtime's statistics by name, which may hold unquoted commas."""
+    """Return the rows of ONNX Runtime's statistics by name.
+
+    A name may hold commas, which are not quoted.
+    """
     header = [cell.strip().strip('"') for cell in lines[0].split(",")]
     _require_columns(header, NODE_HEADER, path, "statistics of ONNX Runtime's nodes")
     rows = {}
@@ -172,7 +175,7 @@ def _require_columns(header: Sequence[str], columns: Sequence[str], path: str | 
 
 
 def _parse_figures(cells: Mapping[str, str], columns: Sequence[str], row: str, path: str | Path) -> dict[str, float]:
-    """Return the numbers of a row by column; raises InputError at a cell that is none."""
+    """Return the numbers of a row; raises InputError at others."""
     figures = {}
     for name in columns:
         cell = cells.get(name)

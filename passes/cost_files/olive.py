@@ -1,4 +1,4 @@
-"""The cost model that Olive writes of a PyTorch model: parameters, bytes and operations of each module.
+"""Olive's cost model of a PyTorch model: figures of each module.
 
 By its sources, `olive generate-cost-model` writes modules without children, by their path in the PyTorch model. It
 writes the bytes of their parameters in their future precision, and operations for one position of one request (batch 1,
@@ -49,7 +49,7 @@ class ModuleWork:
     """Per node in `nodes`: activations by the model, parameters by the file."""
 
     def seconds(self, device: Device, peaks: PeakRates | None) -> Floats:
-        """Return the time of each of `nodes` on a device, by a roofline.
+        """Return the time of `nodes` on a device, by a roofline.
 
         `peaks` are of one core; None for typical ones.
         """
@@ -59,7 +59,7 @@ class ModuleWork:
 
 
 def module_work(rows: Mapping[str, Figures], model: Model, shapes: Shapes, sizes: Mapping[str, int]) -> ModuleWork:
-    """Return the work of nodes in modules of the file, each in the innermost; linear.
+    """Return the work of nodes, each in its innermost module; linear.
 
     Nodes with subgraphs are left out, since their iterations decide their cost.
     """
@@ -81,7 +81,7 @@ def module_work(rows: Mapping[str, Figures], model: Model, shapes: Shapes, sizes
 
 
 def _module_paths(node: NodeProto) -> Iterator[str]:
-    """Yield the modules that a node may be in, innermost first, by its metadata or name.
+    """Yield the modules that a node may be in, innermost first.
 
     `/model/layers.0/mlp/MatMul` is in `model.layers.0.mlp`, `model.layers.0`, `model.layers`, `model`, the whole.
     """
@@ -100,7 +100,7 @@ def _enclosing_modules(path: str) -> Iterator[str]:
 
 
 def _own_figures(rows: Mapping[str, Figures], members: Mapping[str, object]) -> dict[str, Figures]:
-    """Return the figures of modules that have nodes, without those of inner modules."""
+    """Return figures of modules with nodes, without inner modules."""
     inner_operations, inner_bytes = dict.fromkeys(members, 0.0), dict.fromkeys(members, 0.0)
     for module in members:
         outer = next((name for name in _enclosing_modules(module) if name in members and name != module), None)
@@ -117,7 +117,7 @@ def _own_figures(rows: Mapping[str, Figures], members: Mapping[str, object]) -> 
 
 
 def _distribute_operations(file_operations: float, nodes: Sequence[NodeProto], shapes: Shapes) -> Floats:
-    """Distribute a module's operations over its nodes, in proportion to the model's own counts."""
+    """Distribute a module's operations in proportion to the model's counts."""
     counts = np.array([operations(node, shapes) for node in nodes])
     if file_operations == 0:
         return counts
@@ -126,7 +126,10 @@ def _distribute_operations(file_operations: float, nodes: Sequence[NodeProto], s
 
 
 def _count_positions(node: NodeProto, shapes: Shapes) -> int:
-    """Return the positions of all requests of a module, by the output of its largest node."""
+    """Return the positions of all requests of a module.
+
+    The output of its largest node tells.
+    """
     shape = shapes.get(node.output[0], ())
     return math.prod(shape[:1] if "Conv" in node.op_type else shape[:-1])
 
@@ -134,7 +137,7 @@ def _count_positions(node: NodeProto, shapes: Shapes) -> int:
 def _distribute_bytes(
     file_bytes: float, nodes: Sequence[int], model: Model, sizes: Mapping[str, int], work: Floats
 ) -> Floats:
-    """Return the bytes that a module's nodes read and write, with weights scaled to the file.
+    """Return bytes moved per node, with weights scaled to the file.
 
     Where its nodes read no weights, the bytes go to those that compute.
     """

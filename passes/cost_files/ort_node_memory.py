@@ -39,7 +39,7 @@ class NodeBytes:
 
 
 def match_nodes(rows: Mapping[str, NodeBytes], model: Model) -> dict[str, int]:
-    """Return the node of the model, by index, for each name in the statistics that has one.
+    """Return the index of the node of each name, if found.
 
     Matches by name where it is unique; this finds fused kernels too, which are named after one of their nodes. Else
     matches by the hash, which finds nodes without a name, or, for kernels of a blocked layout, by their output.
@@ -66,7 +66,7 @@ def match_nodes(rows: Mapping[str, NodeBytes], model: Model) -> dict[str, int]:
 
 
 def node_workspaces(rows: Mapping[str, NodeBytes], nodes: Mapping[str, int], count: int) -> Longs:
-    """Return the workspace of each of `count` nodes in bytes, zero where it is unknown."""
+    """Return the workspace bytes of each node, 0 if unknown."""
     workspace_bytes = np.zeros(count, dtype=np.int64)
     for name, index in nodes.items():
         workspace_bytes[index] = max(workspace_bytes[index], rows[name].temporary_bytes)
@@ -76,9 +76,10 @@ def node_workspaces(rows: Mapping[str, NodeBytes], nodes: Mapping[str, int], cou
 def find_unknown_sizes(
     rows: Mapping[str, NodeBytes], nodes: Mapping[str, int], model: Model, sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return sizes of values that are not in `sizes`, each up to 255 bytes too large.
+    """Return sizes of values that are not in `sizes`.
 
-    Found where a node ran as it is in the model, and `sizes` has all its outputs except one.
+    Each is up to 255 bytes too large. Found where a node ran as it is in the model, and `sizes` has all its outputs
+    except one.
     """
     new_sizes = {}
     for name, index in nodes.items():
@@ -107,7 +108,10 @@ _BLOCK_ROTATIONS, _STATE_ROTATIONS = (15, 16, 17, 18), (19, 17, 15, 13)
 
 
 def _murmur(data: bytes, seed: int) -> tuple[int, int, int, int]:
-    """Return MurmurHash3 of bytes, in its form of 128 bits for 32-bit machines (A. Appleby, 2011)."""
+    """Return MurmurHash3 of bytes, 128 bits for 32-bit machines.
+
+    A. Appleby, 2011.
+    """
     state = [seed] * 4
     whole = len(data) // 16 * 16
     for start in range(0, whole, 16):

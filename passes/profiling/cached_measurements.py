@@ -1,4 +1,7 @@
-"""Store measurements in the user's cache, as plain data under a key of what was measured."""
+"""Store measurements in the user's cache.
+
+They are plain data, under a key of everything that was measured.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ _Figure = Annotated[int, Field(ge=0, le=MAX_FIGURE)] | Annotated[float, Field(ge
 
 
 class _StoredMeasurement(BaseModel):
-    """A measurement as it is stored, each number within its limits; other fields are ignored."""
+    """A measurement as stored, with limits; other fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -48,9 +51,10 @@ def measurement_key(
     feeds: Mapping[str, Any],
     settings: Sequence[object],
 ) -> str:
-    """Return the key of a measurement: nodes, wiring, inputs, device, versions and settings.
+    """Return the key of a measurement.
 
-    Inputs and small integers count with their bytes, since the work of some models depends on them.
+    It covers nodes, wiring, inputs, device, versions and settings. Inputs and small integers count with their bytes,
+    since the work of some models depends on them.
     """
     hardware = measurement_cache.processor() if device.kind == "cpu" else device.model
     small_integers = (small_integer_bytes(tensor) for tensor in model.initializers.values())
@@ -72,7 +76,7 @@ def measurement_key(
 
 
 def recall_measurement(key: str, nodes: int) -> tuple[Measurement, list[Diagnostic]] | None:
-    """Return the measurement under a key and its notes, None if there is none.
+    """Return the measurement under a key and its notes, if any.
 
     Args:
         key: As `measurement_key` returns it.

@@ -1,4 +1,7 @@
-"""Measure a model that is too large for a device in chunks that fit, equal chunks once."""
+"""Measure a model that is too large for a device in chunks.
+
+Equal chunks are measured once.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ BEYOND_CACHES_BYTES = 256 << 20
 
 
 def session_bytes(graph: OpGraph) -> int:
-    """Return the memory of one session of the whole model: weights, inputs, and values at their peak."""
+    """Return the memory of one session: weights, inputs, and peak values."""
     if not len(graph):
         return 0
     peak = graph.contract(np.zeros(len(graph), dtype=np.int32)).workspace_bytes
@@ -35,10 +38,10 @@ def session_bytes(graph: OpGraph) -> int:
 
 
 def cut_into_chunks(graph: OpGraph, repeats: Iterable[Repeat], limit_bytes: int) -> list[range]:
-    """Return consecutive ranges of nodes whose weights and values are all within the limit together.
+    """Return consecutive ranges of nodes that fit within the limit.
 
-    Repeated layers, as many as hold enough to be measured fairly, are chunks of their own. So is a node that does not
-    fit alone.
+    All weights and values of a range count together. Repeated layers, as many as hold enough to be measured fairly, are
+    chunks of their own. So is a node that does not fit alone.
     """
     borders = {0, len(graph)}
     for repeat in repeats:
@@ -52,7 +55,7 @@ def cut_into_chunks(graph: OpGraph, repeats: Iterable[Repeat], limit_bytes: int)
 
 
 def _range_bytes(graph: OpGraph, start: int, stop: int) -> int:
-    """Return the bytes of all weights and values of a range of nodes."""
+    """Return the bytes of weights and values of a range."""
 
     def items_of(lists: Csr) -> Ints:
         return np.unique(lists.items[lists.starts[start] : lists.starts[stop]])
@@ -102,7 +105,7 @@ def measure_chunks(
     feeds: Mapping[str, Any],
     options: MeasurementOptions,
 ) -> Measurement:
-    """Measure chunk by chunk, each fed with the outputs of those before it.
+    """Measure chunk by chunk, each fed with earlier outputs.
 
     Of equal chunks the first is run; its outputs stand in for those of the others. A chunk that cannot be run alone,
     and the nodes that depend on it, are not measured.
@@ -140,7 +143,7 @@ def measure_chunks(
 
 
 def _translate_sizes(model: Model, chunk: range, run: _ChunkRun) -> dict[str, int]:
-    """Return the bytes of a chunk's values, given the run of an equal chunk."""
+    """Return the value sizes of a chunk by an equal chunk."""
     sizes = run.measurement.value_bytes
     return {
         name: sizes[measured_name]
@@ -151,19 +154,19 @@ def _translate_sizes(model: Model, chunk: range, run: _ChunkRun) -> dict[str, in
 
 
 def _chunk_key(graph: OpGraph, kinds: Ints, chunk: range, slots: Iterable[_OutputSlot]) -> tuple[Any, ...]:
-    """Return what equal chunks share: the kinds of their nodes, their wiring, and the outputs that leave."""
+    """Return what equal chunks share: kinds, wiring, and leaving outputs."""
     return kinds[chunk.start : chunk.stop].tobytes(), wiring(graph, chunk.start, len(chunk)), *slots
 
 
 def _last_readers(graph: OpGraph) -> dict[str, int]:
-    """Return the last reader of each value by name, -1 for values without readers."""
+    """Return the last reader of each value, -1 if unread."""
     last = np.full(len(graph.value_names), -1, dtype=np.int64)
     np.maximum.at(last, graph.inputs.items, graph.inputs.rows)
     return dict(zip(graph.value_names, last.tolist()))
 
 
 def _leaving_values(model: Model, graph: OpGraph, chunk: range) -> dict[str, _OutputSlot]:
-    """Return the values that the model returns or nodes after a chunk read, with their slots."""
+    """Return the slots of values that are needed outside of a chunk."""
     leaving = {}
     for node in chunk:
         slots = {name: (node - chunk.start, slot) for slot, name in enumerate(model.nodes[node].output) if name}
@@ -183,7 +186,7 @@ def _run_chunk(
     values: Mapping[str, Any],
     options: MeasurementOptions,
 ) -> _ChunkRun | None:
-    """Measure a chunk; None if it cannot be run with the values at hand."""
+    """Measure a chunk; None if it cannot be run alone."""
     nodes = model.nodes[chunk.start : chunk.stop]
     inner = {name for node in nodes for name in node.output}
     reads = dict.fromkeys(name for index in chunk for name in model.reads[index] if name not in inner)
@@ -208,7 +211,7 @@ def _run_chunk(
 
 
 def _describe_input(model: Model, name: str, value: Any) -> ValueInfoProto:
-    """Return the declaration of an input of a chunk; raises KeyError where its type is unknown."""
+    """Return the declaration of an input; raises KeyError without a type."""
     if isinstance(value, np.ndarray) and value.dtype.kind not in "OUS":
         element = helper.np_dtype_to_tensor_dtype(value.dtype)
         return helper.make_tensor_value_info(name, element, [None] * value.ndim)

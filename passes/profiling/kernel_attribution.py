@@ -1,4 +1,4 @@
-"""Trace each kernel of ONNX Runtime back to the nodes whose work it does.
+"""Trace each kernel of ONNX Runtime back to its nodes.
 
 Two graphs that ONNX Runtime saves are read. After all fusions except those of memory layout, every kernel computes a
 value of the model from other values of it, so the nodes between them are one kernel, a *unit*
@@ -40,7 +40,7 @@ class Attribution:
     """Per node: False if ONNX Runtime folded it away."""
 
     def per_node(self, amounts: Floats) -> Floats:
-        """Distribute an amount per kernel over nodes: those of a unit get equal parts."""
+        """Distribute an amount per kernel equally over its nodes."""
         known = self.kernel >= 0
         count = int(self.unit.max(initial=-1)) + 1
         units = np.bincount(self.kernel[known], amounts[known], count)
@@ -70,7 +70,7 @@ def attribute_kernels(model: Model, fused: onnx.ModelProto, ran: onnx.ModelProto
 
 
 def _owning_kernels(model: Model, producer: Mapping[str, int], fused: onnx.ModelProto) -> list[int]:
-    """Return, per node of the model, the kernel that does its work, -1 for none."""
+    """Return, per node, the kernel that does its work, -1 for none."""
     alive = {name for kernel in fused.graph.node for name in kernel.output if name}
     owner = [-1] * len(model.nodes)
     for index, kernel in enumerate(fused.graph.node):
@@ -110,10 +110,10 @@ def _first_readers(kernels: Sequence[onnx.NodeProto]) -> dict[str, int]:
 def _locate_kernels(
     fused: onnx.ModelProto, cluster: Sequence[int], ran: onnx.ModelProto
 ) -> tuple[list[int | None], bool]:
-    """Return the cluster of each kernel that ran, and whether all that compute something were located.
+    """Return the cluster of each kernel, and whether all were located.
 
-    A kernel belongs to the cluster of its output, or of the kernel or value it is named after, or else of the kernel
-    that reads its output.
+    Kernels that only change a layout need not be located. A kernel belongs to the cluster of its output, or of the
+    kernel or value it is named after, or else of the kernel that reads its output.
     """
     cluster_of_kernel = {kernel.name: cluster[index] for index, kernel in enumerate(fused.graph.node) if kernel.name}
     cluster_of_value = {
@@ -141,7 +141,7 @@ def _locate_kernels(
 def _merge_orphans(
     fused: onnx.ModelProto, cluster: Sequence[int], ran: onnx.ModelProto, kernels: Sequence[int | None]
 ) -> dict[int, int]:
-    """Return each cluster without a kernel of its own, with the cluster that computes it too.
+    """Return, per cluster without a kernel, the cluster that computes it.
 
     That cluster makes a value that the orphan reads, and its kernel reads everything else that the orphan reads; a
     convolution with an addition, for example. Joined units are convex, since ONNX Runtime's own graph has no cycle.
@@ -174,9 +174,10 @@ def _source_clusters(kernels: Sequence[onnx.NodeProto], cluster: Sequence[int | 
 
 
 def remove_overhead(seconds: Floats, whole_seconds: float) -> tuple[Floats, float]:
-    """Return kernel times that add up to an unprofiled run, and the overhead taken off each kernel.
+    """Scale kernel times to an unprofiled run, without the profiler's overhead.
 
-    The profiler adds about the same to every kernel; any other difference is spread in proportion.
+    Returns the times, and the overhead taken off each kernel. The profiler adds about the same to every kernel; any
+    other difference is spread in proportion.
     """
     excess = float(seconds.sum()) - whole_seconds
     overhead = 0.0

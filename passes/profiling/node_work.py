@@ -36,7 +36,10 @@ _SORTS = {"TopK", "Unique", "NonMaxSuppression"}
 
 
 def bytes_moved(node: NodeProto, reads: Sequence[str], sizes: Mapping[str, int]) -> int:
-    """Return the bytes that a node reads and writes; an unknown size counts as zero."""
+    """Return the bytes that a node reads and writes.
+
+    An unknown size counts as zero.
+    """
     if node.op_type in _NO_TRAFFIC:
         return 0
     written = sum(sizes.get(name, 0) for name in node.output)
@@ -69,7 +72,7 @@ def operations(node: NodeProto, shapes: Shapes) -> float:
 
 
 def _count_dense(node: NodeProto, shapes: Shapes, outputs: float) -> float | None:
-    """Return the operations of nodes that multiply and add; None for others, and without shapes."""
+    """Return the operations of products and convolutions, None for others."""
     kind, input_shapes = node.op_type, [shapes.get(name) for name in node.input]
     first = input_shapes[0] if input_shapes else None
     if kind in _PRODUCTS and first is not None:
@@ -99,7 +102,7 @@ def _count_dense(node: NodeProto, shapes: Shapes, outputs: float) -> float | Non
 def _count_attention(
     node: NodeProto, query: Sequence[int], second: Sequence[int] | None, outputs: float
 ) -> float | None:
-    """Return the operations of scores and weighted sums, and of projections that the node includes."""
+    """Return the operations of attention, with the projections in it."""
     if len(query) < 3 or second is None:
         return None
     projected = 0.0
@@ -112,7 +115,10 @@ def _count_attention(
 
 
 def _count_einsum(node: NodeProto, input_shapes: Sequence[Sequence[int] | None]) -> float | None:
-    """Return twice the product of the sizes of all indices; None where an ellipsis hides some."""
+    """Return twice the product of all index sizes, if known.
+
+    An ellipsis hides some of them.
+    """
     equation = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "equation"), "").replace(" ", "")
     terms = equation.partition("->")[0].split(",")
     if "." in equation or len(terms) != len(input_shapes):

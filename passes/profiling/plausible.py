@@ -1,4 +1,4 @@
-"""Upper limits of plausible costs: a file with more is damaged or mistaken."""
+"""Upper limits of plausible costs; larger ones mean a damaged file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profile a model: measure it per class of device, and assemble the costs of its nodes."""
+"""Profile a model: measure it, and assemble the costs of nodes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ModelStructure:
 
     @staticmethod
     def of(model: Model, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]) -> ModelStructure:
-        """Find the structure of a model, given the shapes of its values and their sizes in bytes."""
+        """Find the structure of a model with these shapes and sizes."""
         graph, kinds = op_graph(model, sizes), node_kinds(model, shapes)
         return ModelStructure(
             model=model,
@@ -56,7 +56,7 @@ class ModelStructure:
 
 @dataclass(frozen=True)
 class ModelProfiler:
-    """Measures a model on one class of device, or recalls an earlier measurement."""
+    """Measures a model on a class of device, or recalls a measurement."""
 
     structure: ModelStructure
     device: Device
@@ -67,7 +67,7 @@ class ModelProfiler:
     use_cache: bool
 
     def measure(self, feeds: Mapping[str, Any]) -> tuple[Measurement, list[Diagnostic]]:
-        """Return a stored measurement if there is one, else measure and store the result; with notes."""
+        """Recall a stored measurement, else measure and store; with notes."""
         if not self.use_cache:
             return self._measure_now(feeds)
         structure, cost_class = self.structure, self.device.cost_class
@@ -93,7 +93,7 @@ class ModelProfiler:
         return session_bytes(self.structure.graph) <= self.limit_bytes
 
     def _measure_now(self, feeds: Mapping[str, Any]) -> tuple[Measurement, list[Diagnostic]]:
-        """Measure the whole model if it fits on the device, else in chunks that fit."""
+        """Measure the whole model if it fits, else in chunks."""
         model, graph, kinds = self.structure.model, self.structure.graph, self.structure.kinds
         if self._fits_whole():
             measurement = self.options.measure(model, feeds)[0]
@@ -111,7 +111,7 @@ class ModelProfiler:
 
 
 def report_doubts(measurement: Measurement, device: Device, tolerance: float) -> list[Diagnostic]:
-    """Return a note if the machine was busy, or the time of a run never became stable."""
+    """Return a note if the machine was busy or times were unstable."""
     quality = measurement.quality
     if quality is None:
         return []
@@ -128,7 +128,7 @@ def report_doubts(measurement: Measurement, device: Device, tolerance: float) ->
 
 
 def find_measurement_obstacle(device: Device) -> str | None:
-    """Return why the class of a device cannot be measured on this machine, None if it can."""
+    """Return why a device cannot be measured on this machine, if so."""
     if device.kind == "cuda":
         local_name = next((gpu.name for gpu in list_gpus() if gpu.index == device.index), None)
         if device.model and local_name is not None and device.model != local_name:
@@ -140,7 +140,10 @@ def find_measurement_obstacle(device: Device) -> str | None:
 
 
 def report_unknown_sizes(model: Model, sizes: Mapping[str, int], unit: Ints) -> list[Diagnostic]:
-    """Return a note on values without a size; values within one unit need none."""
+    """Return a note on values without a size.
+
+    Values within one unit need none.
+    """
     reading_units = defaultdict(set)
     for index, reads in enumerate(model.reads):
         for name in reads:
@@ -165,7 +168,7 @@ def assemble_profile(
     estimates: Mapping[str, Floats],
     workspace_bytes: Longs | None,
 ) -> Profile:
-    """Return the profile of a model from measurements and estimates by cost class.
+    """Assemble the profile of a model from measurements and estimates.
 
     Args:
         structure: Of the model.

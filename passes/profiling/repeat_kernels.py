@@ -38,11 +38,12 @@ def count_equal_before(names, i, j):
 
 @compiled_loop
 def find_runs(names):
-    """Return start, end and smallest period of every maximal repetition of at least twice its period.
+    """Return start, end and smallest period of every maximal repetition.
 
-    The algorithm of Bannai, I, Inenaga, Nakashima, Takeda and Tsuruta, "The 'Runs' Theorem" (SIAM J. Computing 2017):
-    a repetition's period is the length of the longest Lyndon word from some position on, under the order of the
-    items or its reverse; those words end where the next smaller suffix begins. O(N log N).
+    A repetition has at least twice its period. The algorithm of Bannai, I, Inenaga, Nakashima, Takeda and Tsuruta, "The
+    'Runs' Theorem" (SIAM J. Computing 2017): a repetition's period is the length of the longest Lyndon word from some
+    position on, under the order of the items or its reverse; those words end where the next smaller suffix begins. O(N
+    log N).
     """
     length, count = names.shape[1], 0
     found = np.empty((3, 2 * length), np.int64)

@@ -25,18 +25,19 @@ MIN_SAVED_NODES = 8
 
 
 def node_kinds(model: Model, shapes: Shapes) -> Ints:
-    """Return a dense id per node: equal for equal operators, attributes, and types of inputs and outputs.
+    """Return a dense id per node, the same for equal nodes.
 
-    A subgraph counts by its structure, whatever its values are called. Weights count by type and shape. Small integers
-    count by content if they are axes, or a shape that is not known otherwise. Linear.
+    Equal nodes have equal operators, attributes, and types of inputs and outputs. A subgraph counts by its structure,
+    whatever its values are called. Weights count by type and shape. Small integers count by content if they are axes,
+    or a shape that is not known otherwise. Linear.
     """
     return _number_kinds(model, shapes)[0]
 
 
 def fingerprints(model: Model, shapes: Shapes) -> tuple[str, ...]:
-    """Return 16 hexadecimal digits per node that identify its kind (`node_kinds`) in any model.
+    """Return 16 hexadecimal digits per node that identify its kind.
 
-    Versions of operators count too. Names of nodes and values do not.
+    They identify it in any model (`node_kinds`). Versions of operators count too. Names of nodes and values do not.
     """
     kinds, keys = _number_kinds(model, shapes)
     versions = {opset.domain or "ai.onnx": opset.version for opset in model.opsets}
@@ -71,7 +72,7 @@ def _number_kinds(model: Model, shapes: Shapes) -> tuple[Ints, list[tuple[Any, .
 
 
 def _describe_values(model: Model, shapes: Shapes) -> dict[str, Hashable]:
-    """Return type and shape of each value and weight, as far as they are known."""
+    """Return the known types and shapes of values and weights."""
     signatures: dict[str, Hashable] = {}
     for name, value_type in model.types.items():
         type_case = value_type.WhichOneof("value")
@@ -96,7 +97,10 @@ def small_integer_bytes(tensor: TensorProto) -> bytes:
 
 
 def _describe_attributes(node: NodeProto, numbers: dict[str, int]) -> Hashable:
-    """Return a node's attributes in order of their names; `known` numbers the values of the graph it is in."""
+    """Return a node's attributes by name.
+
+    `numbers` has the numbers of values around its subgraphs.
+    """
     if not node.attribute:
         return ()
     return tuple(sorted((attribute.name, _describe_attribute(attribute, numbers)) for attribute in node.attribute))
@@ -111,7 +115,10 @@ def _describe_attribute(attribute: AttributeProto, numbers: dict[str, int]) -> t
 
 
 def _describe_subgraph(graph: GraphProto, numbers: dict[str, int]) -> Hashable:
-    """Return the structure of a subgraph; each name is replaced by the number of its first appearance."""
+    """Return the structure of a subgraph, with numbers for names.
+
+    A name's number is that of its first appearance.
+    """
 
     def number(name: str) -> int:
         return numbers.setdefault(name, len(numbers)) if name else -1
@@ -127,11 +134,11 @@ def _describe_subgraph(graph: GraphProto, numbers: dict[str, int]) -> Hashable:
 
 
 def find_repeats(kinds: Ints, graph: OpGraph) -> tuple[Repeat, ...]:
-    """Return ranges of nodes, in the model's order, that are sequences of equal layers; none overlap.
+    """Return ranges of nodes that are sequences of equal layers.
 
-    Layers are equal if their nodes are of equal kinds and read each other in the same way. Of several ways to cut a
-    range into layers, the one that saves most nodes is taken. Layers begin where the fewest values cross from layer to
-    layer. O(N log N).
+    They are in the model's order and do not overlap. Layers are equal if their nodes are of equal kinds and read each
+    other in the same way. Of several ways to cut a range into layers, the one that saves most nodes is taken. Layers
+    begin where the fewest values cross from layer to layer. O(N log N).
     """
     if len(kinds) < 2:
         return ()
@@ -151,7 +158,10 @@ def find_repeats(kinds: Ints, graph: OpGraph) -> tuple[Repeat, ...]:
 
 
 def substring_names(kinds: Ints) -> Longs:
-    """Return the numbers of all substrings of 1, 2, 4, ... items, for `find_runs`."""
+    """Return the numbers of all substrings, as `find_runs` needs them.
+
+    Substrings have 1, 2, 4, ... items.
+    """
     names = [kinds.astype(np.int64)]
     block = 1
     while 2 * block <= len(kinds):
@@ -164,7 +174,10 @@ def substring_names(kinds: Ints) -> Longs:
 
 
 def _count_crossing_values(graph: OpGraph) -> Longs:
-    """Return, per position, how many values are made before it and read from it on."""
+    """Return, per position, how many values cross it.
+
+    Those are made before it and read from it on.
+    """
     last = np.full(len(graph.value_names), -1, dtype=np.int64)
     np.maximum.at(last, graph.inputs.items, graph.inputs.rows)
     crossing_values = np.flatnonzero((graph.producer >= 0) & (last >= 0))
@@ -175,7 +188,7 @@ def _count_crossing_values(graph: OpGraph) -> Longs:
 
 
 def _split_by_wiring(graph: OpGraph, start: int, end: int, period: int, crossing: Longs) -> list[Repeat]:
-    """Return the parts of a range of equal kinds whose layers are also wired equally."""
+    """Return the parts of a range whose layers are wired equally."""
     count = (end - start) // period
     shifts = (end - start) % period + 1
     borders = start + np.arange(shifts)[:, None] + period * np.arange(count + 1)[None, :]
@@ -192,16 +205,19 @@ def _split_by_wiring(graph: OpGraph, start: int, end: int, period: int, crossing
 
 
 def wiring(graph: OpGraph, first: int, period: int) -> bytes:
-    """Return, for each value that a layer reads, which of its nodes makes it, if any."""
+    """Return which node of a layer makes each value it reads.
+
+    -1 stands for values from outside.
+    """
     items = graph.inputs.items[graph.inputs.starts[first] : graph.inputs.starts[first + period]]
     return np.maximum(graph.producer[items] - first, -1).tobytes()
 
 
 def pool_by_kind(seconds: Floats, unit: Ints, ran: Bools, kinds: Ints) -> Floats:
-    """Set each kernel to the median of all equal kernels, scaled to the same sum of seconds.
+    """Set each kernel to the median of all equal kernels.
 
-    Nodes of one `unit` are one kernel; `ran` is False for nodes that were not run. Kernels are equal if their nodes, in
-    order, are of equal kinds. docs/measurements.md has the effect.
+    The sum of seconds stays the same. Nodes of one `unit` are one kernel; `ran` is False for nodes that were not run.
+    Kernels are equal if their nodes, in order, are of equal kinds. docs/measurements.md has the effect.
     """
     kinds = 2 * kinds + ran
     count = int(unit.max(initial=-1)) + 1

@@ -1,7 +1,8 @@
-"""Estimate the cost of nodes without a measurement: operations and bytes against peaks (a roofline).
+"""Estimate the cost of nodes by operations, bytes and peak rates.
 
-Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for multicore architectures",
-Communications of the ACM 52(4), 2009. Peaks are assumed, or measured on this machine's processor in under a second.
+This is a roofline: Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for multicore
+architectures", Communications of the ACM 52(4), 2009. Peaks are assumed, or measured on this machine's processor in
+under a second.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ MAX_ITERATIONS = 1_000_000
 
 
 def measure_peaks(core: int) -> PeakRates:
-    """Measure the peak rates of one core: the best of a few matrix products, and of a few copies."""
+    """Measure the peak rates of one core: a few products and copies."""
     square = f"float[{MATRIX_SIDE}, {MATRIX_SIDE}]"
     text = f"""<ir_version: 8, opset_import: ["": 17]>
     peak ({square} a, {square} b) => ({square} c) {{ c = MatMul(a, b) }}"""
@@ -60,9 +61,10 @@ def measure_peaks(core: int) -> PeakRates:
 def estimate_seconds(
     model: Model, shapes: Mapping[str, Sequence[int]], cost_class: str, peaks: PeakRates | None = None
 ) -> Floats:
-    """Return seconds per node on a class of device; an unknown shape counts as one element.
+    """Return seconds per node on a class of device.
 
-    A node with subgraphs costs the sum of their nodes: each iteration of a Loop or Scan, the slower branch of an If.
+    An unknown shape counts as one element. A node with subgraphs costs the sum of their nodes: each iteration of a Loop
+    or Scan, the slower branch of an If.
 
     Args:
         model: The model.
@@ -78,7 +80,7 @@ def estimate_seconds(
 
 
 class _Roofline:
-    """The peak rates of a class of device, and sizes and shapes of the values of a model."""
+    """Peak rates of a device, and sizes and shapes of values."""
 
     def __init__(
         self,
@@ -106,7 +108,10 @@ class _Roofline:
         return sum(self.seconds(node, node.input) for node in graph.node if node.op_type != "Constant")
 
     def _count_iterations(self, node: NodeProto) -> int:
-        """Return how often the subgraph of a node runs, as far as constants and shapes tell."""
+        """Return how often a node's subgraph runs, if known.
+
+        Constants and shapes may tell.
+        """
         attributes = {attribute.name: attribute for attribute in node.attribute}
         if node.op_type == "Loop" and node.input:
             limit = self.constants.get(node.input[0])

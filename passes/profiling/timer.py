@@ -1,4 +1,4 @@
-"""Measure a model with ONNX Runtime: the time of each kernel, and how sure it is.
+"""Measure a model with ONNX Runtime, kernel by kernel.
 
 One session runs the model as it will be run, first with the profiler, then without it. The times of the kernels are
 scaled to add up to an unprofiled run.
@@ -85,7 +85,7 @@ class MeasurementOptions:
     """Stop when the standard error of the median run is below this share of it."""
 
     def measure(self, model: Model, feeds: Feeds) -> tuple[Measurement, list[Any]]:
-        """Run the whole model, profiled and unprofiled; return the measurement and the last results.
+        """Measure the whole model; return measurement and last results.
 
         On a GPU the profiled runs happen in a child process whose launches wait for their kernels: ONNX Runtime's
         times would be those of the launches otherwise. The unprofiled runs, to whose time all is scaled, are
@@ -147,7 +147,7 @@ class Kernels:
 
 
 def profile_blocking(job: Job) -> Kernels:
-    """Profile in a fresh process in which each CUDA launch waits until its kernel is done."""
+    """Profile in a child process, with CUDA launches that wait."""
     return run_in_child(_profile_kernels, job, "profiling", job.device_id, CUDA_LAUNCH_BLOCKING="1")
 
 
@@ -156,7 +156,10 @@ def _profile_kernels(job: Job) -> Kernels:
 
 
 def profile(job: Job) -> tuple[Kernels, Any]:
-    """Run with the profiler; return its kernels, and the session, which no longer profiles."""
+    """Run with the profiler; return kernels and session.
+
+    The session no longer profiles.
+    """
     with use_custom_operators(job.libraries), pin_thread(job.cores):
         open_session(job.source, _saving_options(job, "extended"), job.device_id, job.where)
         (Path(job.folder) / "extended.bin").unlink(missing_ok=True)  # weights; only the graph is needed
@@ -181,7 +184,7 @@ def _read_events(path: str, folder: str) -> list[Mapping[str, Any]]:
 
 
 def _saving_options(job: Job, level: Any) -> Any:
-    """Return options for a session that saves its graph at a level of optimisation."""
+    """Return options for a session that saves its optimised graph."""
     saved = {
         **job.entries,
         "session.optimized_model_external_initializers_file_name": f"{level}.bin",
@@ -193,7 +196,7 @@ def _saving_options(job: Job, level: Any) -> Any:
 
 
 def _run_repeatedly(session: Any, job: Job, policy: RepeatPolicy) -> tuple[Runs, list[Any]]:
-    """Warm up and run as often as the policy says; return the times and the last results."""
+    """Warm up and run repeatedly; return times and last results."""
     call = partial(run_whole_model, session, None, job.feeds, job.where)
     for _ in range(WARM_UP_RUNS):
         call()
@@ -204,10 +207,10 @@ _KERNEL_SUFFIX = "_kernel_time"
 
 
 def collect_kernels(events: Sequence[Mapping[str, Any]], runs: Runs) -> Kernels:
-    """Return the times of kernels in the undisturbed ones of these runs, the last in the profile.
+    """Return the times of kernels in undisturbed runs.
 
-    Times are whole microseconds, so the mean of the middle half says more than the median; in runs that waited for a
-    core, the mean of the smaller half does.
+    These runs are the last in the profile. Times are whole microseconds, so the mean of the middle half says more than
+    the median; in runs that waited for a core, the mean of the smaller half does.
     """
     begins = np.sort([event["ts"] for event in events if event["name"] == "model_run"])[-len(runs.passed) :]
     counted = set(runs.calm.tolist())
@@ -256,7 +259,10 @@ _ELEMENT_BYTES = {
 
 
 def _tensor_bytes(shape: Mapping[str, Sequence[int]]) -> int:
-    """Return the bytes of a tensor in the profiler's form, `{"float": [1, 64]}`; -1 for others."""
+    """Return the bytes of a tensor in the profiler's form.
+
+    For example `{"float": [1, 64]}`; -1 for values that are no plain tensor.
+    """
     for kind, dims in shape.items():
         if kind in _ELEMENT_BYTES:
             return int(np.prod(dims, dtype=np.int64)) * _ELEMENT_BYTES[kind]

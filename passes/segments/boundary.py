@@ -1,4 +1,7 @@
-"""Types of the values that cross between segments: ONNX requires each input and output to be declared."""
+"""Types of the values that cross between segments.
+
+ONNX requires each input and output to be declared.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def _is_complete(value_type: TypeProto) -> bool:
 
 
 def _infer_with_onnxruntime(model: Model, names: list[str]) -> dict[str, TypeProto]:
-    """Open the whole model with these values as outputs and read their types."""
+    """Open the model with these values as outputs and read types."""
     with temporary_folder() as folder:
         source, entries = store_for_session(model, folder, [ValueInfoProto(name=name) for name in names])
         session = open_session(source, session_options([0], "none", entries), where=model.name)
@@ -52,7 +55,7 @@ _TYPE = re.compile(r"(?P<outer>tensor|sparse_tensor|seq|optional)\((?P<inner>.*)
 
 
 def parse_type(text: str, shape: list[int | str | None]) -> TypeProto | None:
-    """Parse ONNX Runtime's spelling of a type; None if the text is no type.
+    """Parse ONNX Runtime's spelling of a type, None if invalid.
 
     Examples are `tensor(float)` and `seq(map(int64,tensor(float)))`.
     """
@@ -90,6 +93,6 @@ def _parse_tensor(element: str, sparse: bool, shape: list[int | str | None]) -> 
 
 
 def _element_number(name: str) -> int | None:
-    """Return the number of an element type, `float`; None for a name that ONNX does not have."""
+    """Return the number of an element type, `float`, if ONNX has it."""
     names = dict(TensorProto.DataType.items())
     return names.get(name.upper())

@@ -1,4 +1,4 @@
-"""Carried states: values that a model hands to its next call, and that stay on one device."""
+"""Carried states: values that stay on one device between calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onnxplace.state import State
 
 
 def require_states_together(state: State) -> None:
-    """Raise UsageError if a state would move between devices from one call to the next."""
+    """Raise UsageError if a state would move between calls."""
     if Model not in state:
         return
     graph, device, model = state[Profile].graph, state[Placement].device, state[Model]
@@ -28,7 +28,7 @@ def require_states_together(state: State) -> None:
 
 
 def report_crossing_states(state: State) -> tuple[Diagnostic, ...]:
-    """Return a note for each state that another device reads too, so that a copy crosses."""
+    """Return a note for each state with readers on other devices."""
     if Model not in state:
         return ()
     model, target = state[Model], state.target

@@ -1,4 +1,4 @@
-"""Cut the schedule of each device into segments where values must arrive or leave."""
+"""Cut schedules into segments where values must arrive or leave."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _timeline(device: Ints, schedule: Schedule) -> _Timeline:
 
 
 def _consecutive_units(order: Ints, unit: Ints, device: Ints) -> dict[int, list[int]]:
-    """Return, by first node, the nodes of one unit and device that follow each other."""
+    """Return, by first node, consecutive nodes of one unit and device."""
     runs: dict[int, list[int]] = {}
     last = None
     for node in order.tolist():
@@ -72,7 +72,10 @@ def _consecutive_units(order: Ints, unit: Ints, device: Ints) -> dict[int, list[
 
 
 def _must_wait(graph: OpGraph, timeline: _Timeline, node: int, first: int) -> bool:
-    """Return whether a node reads a value that arrives after the segment of `first` begins."""
+    """Return whether a node reads something that arrives too late.
+
+    That is after the segment of `first` begins.
+    """
     home = int(timeline.device[node])
     for value in graph.inputs[node].tolist():
         producer = int(graph.producer[value])
@@ -86,7 +89,7 @@ def _must_wait(graph: OpGraph, timeline: _Timeline, node: int, first: int) -> bo
 
 
 def describe_segments(graph: OpGraph, plan: SegmentPlan) -> tuple[Segment, ...]:
-    """Return the segments of a plan with the values that enter and leave them."""
+    """Return the segments of a plan with their inputs and outputs."""
     return tuple(
         _describe_segment(graph, int(device), np.sort(nodes), plan.segment_of)
         for nodes, device in zip(plan.nodes, plan.device)

@@ -1,4 +1,4 @@
-"""The buffers that a device holds while it runs its nodes one after the other."""
+"""The buffers that a device holds while it runs nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from onnxplace.simulation import Simulation
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The lifetime of each buffer on a device; times are positions in its sequence of nodes."""
+    """The lifetime of each buffer on a device.
+
+    Times are positions in the sequence of its nodes.
+    """
 
     nodes: Ints
     """In the order in which the device runs them."""
@@ -31,7 +34,10 @@ class DeviceMemory:
 
     @staticmethod
     def simulated(graph: OpGraph, simulation: Simulation, order: Ints, device: Ints, index: int) -> DeviceMemory:
-        """Return the buffers on the device of an index in a simulated step; O(N + E), without weights."""
+        """Return the buffers on a device in a simulated step.
+
+        `index` is that of the device. O(N + E); weights are left out.
+        """
         nodes = order[device[order] == index]
         position = np.full(len(graph) + 1, -1, dtype=np.int64)  # the last entry is for values without a producer (-1)
         position[nodes] = np.arange(len(nodes))
@@ -69,19 +75,19 @@ class DeviceMemory:
         )
 
     def _cumulated_bytes(self) -> tuple[Longs, Longs]:
-        """Return, per position, all bytes allocated up to its end and all freed before its start."""
+        """Return bytes allocated up to, and freed before, each position."""
         count = len(self.nodes)
         allocated = np.cumsum(np.bincount(self.first, self.size, count))
         freed = np.concatenate([[0.0], np.cumsum(np.bincount(self.last, self.size, count))[:-1]])
         return np.rint(allocated).astype(np.int64), np.rint(freed).astype(np.int64)
 
     def bytes_by_position(self) -> Longs:
-        """Return the bytes held while each node runs as a segment of its own."""
+        """Return the bytes held with each node in its own segment."""
         allocated, freed = self._cumulated_bytes()
         return allocated - freed + self.workspace
 
     def fill_segments(self, begin: int, end: int, room: int, unit: Ints) -> list[int]:
-        """Return the last positions of the segments that `begin` to `end` (inclusive) are cut into.
+        """Cut positions `begin` to `end` (inclusive); return last positions.
 
         From the front, each segment takes as many nodes as fit into `room` bytes, but at least one. Nodes of one unit
         are parted only where they do not fit together.
@@ -110,7 +116,7 @@ class DeviceMemory:
 
 
 def _find_furthest(begin: int, ends: Longs, fits: Callable[[int, int], bool]) -> int:
-    """Return the furthest of `ends` for which `fits(begin, end)`, -1 if none does.
+    """Return the furthest of `ends` that fits, -1 if none.
 
     Gallops forward, then halves the step, so that near ends are tried first; O(log) calls of `fits`.
     """

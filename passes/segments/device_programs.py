@@ -1,4 +1,7 @@
-"""Each device's program: receive, run, send and free, in an order that follows the schedule."""
+"""Each device's program: receive, run, send and free.
+
+Its order follows the schedule.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class _ValueUses:
 
 
 def write_programs(segments: Sequence[Segment], graph: OpGraph, devices: int) -> tuple[Program, ...]:
-    """Return the program of each of so many devices; O(values of all segments)."""
+    """Return the program of each device; linear."""
     uses = _collect_uses(segments)
     returned = {graph.value_names[value] for value in np.flatnonzero(graph.is_output)}
     programs: list[list[Instruction]] = [[] for _ in range(devices)]

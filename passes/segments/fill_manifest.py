@@ -95,7 +95,7 @@ def _output_records(model: Model) -> tuple[OutputRecord, ...]:
 
 
 def _prediction(state: State, footprint: Footprint) -> Predicted:
-    """Return what the simulation predicts for one inference, with what a request adds to it."""
+    """Return the prediction for one inference, request overhead included."""
     target, segments = state.target, state[Segments]
     several_devices = len({segment.device for segment in segments.segments}) > 1
     request_seconds = REQUEST_SECONDS + WAKING_SECONDS * several_devices

@@ -1,4 +1,4 @@
-"""Keep segments within the memory of their devices by cutting those that hold too much.
+"""Keep segments within the memory limits of their devices.
 
 A session holds its inputs until its end, and its outputs with them. Node by node a device holds less: a segment of one
 node is what the schedule counts.
@@ -41,7 +41,7 @@ class SegmentPlan:
 
 
 def simulate_segments(state: State, nodes: Sequence[Ints]) -> SegmentPlan:
-    """Simulate the step of segments, given the nodes of each in schedule order."""
+    """Simulate the step of segments, given their nodes in schedule order."""
     graph, target, placed = state[Profile].graph, state.target, state[Placement].device
     segment_of = np.zeros(len(graph), dtype=np.int32)
     for index, members in enumerate(nodes):
@@ -55,7 +55,7 @@ def simulate_segments(state: State, nodes: Sequence[Ints]) -> SegmentPlan:
 
 
 def _segment_seconds(state: State, segment_of: Ints, coarse: OpGraph) -> Floats:
-    """Return the seconds of each segment on each device, with its call: [device, segment]."""
+    """Return seconds of each segment and call: [device, segment]."""
     count = len(coarse)
     inputs = np.bincount(coarse.inputs.rows, minlength=count)
     outputs = np.bincount(coarse.outputs.rows, minlength=count)
@@ -71,7 +71,7 @@ def _segment_seconds(state: State, segment_of: Ints, coarse: OpGraph) -> Floats:
 
 
 def cut_within_limits(state: State, nodes: Sequence[Ints]) -> SegmentPlan:
-    """Return segments with which no device exceeds its limit, cutting the given ones as needed.
+    """Cut segments as needed until no device exceeds its limit.
 
     A segment that runs while its device holds too much is filled anew, node after node, as far as the memory allows;
     segments that still hold too much by the simulation are cut further. About O((N + E) log N).
@@ -96,9 +96,10 @@ def cut_within_limits(state: State, nodes: Sequence[Ints]) -> SegmentPlan:
 
 
 def _refill_segments(state: State, plan: SegmentPlan, device: int, limit: int) -> dict[int, list[Ints]]:
-    """Return parts for each segment that runs while its device holds too much.
+    """Return the parts of segments that hold too much.
 
-    Segments of one node are left out: they cannot be cut.
+    Only segments count that run while their device exceeds its limit. Segments of one node are left out: they cannot be
+    cut.
     """
     schedule, unit = state[Schedule], state[Profile].unit
     order = np.arange(len(plan.nodes), dtype=np.int32)
@@ -123,7 +124,7 @@ def _refill_segments(state: State, plan: SegmentPlan, device: int, limit: int) -
 
 
 def _replace_segments(state: State, plan: SegmentPlan, finer: dict[int, list[Ints]]) -> list[Ints]:
-    """Return all segments, some in several parts, in the order of their first nodes."""
+    """Return all segments or their parts, by first node."""
     rank = np.empty(len(plan.segment_of), dtype=np.int64)
     rank[state[Schedule].order] = np.arange(len(rank))
     parts = [part for index, nodes in enumerate(plan.nodes) for part in finer.get(index, [nodes])]
@@ -131,7 +132,7 @@ def _replace_segments(state: State, plan: SegmentPlan, finer: dict[int, list[Int
 
 
 def _cut_into_single_nodes(state: State, limits: Longs) -> SegmentPlan:
-    """Return each node as a segment; raises InfeasibleError if these do not fit either."""
+    """Return each node as a segment; raises InfeasibleError if too large."""
     plan = simulate_segments(state, list(state[Schedule].order[:, None]))
     peaks = plan.simulation.peak_bytes
     if (peaks <= limits).all():

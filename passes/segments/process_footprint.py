@@ -1,4 +1,6 @@
-"""Predict the memory of a process that runs segments: more than the schedule counts.
+"""Predict the memory of a process that runs segments.
+
+It is more than the schedule counts.
 
 The rules follow ONNX Runtime 1.31 on Linux, on CPU devices; the constants are measured by benchmarks/memory.py.
 """
@@ -36,7 +38,10 @@ _LOOKUPS = {"Gather", "GatherElements", "GatherND"}
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of a process that has a bundle open; GPUs have their own and count for nothing."""
+    """The memory of a process that has a bundle open.
+
+    GPUs have their own memory and count as zero.
+    """
 
     device_bytes: tuple[int, ...]
     """Per device, if it were alone in the process: sessions with their copies of weights, and values with holes."""
@@ -57,9 +62,10 @@ class _SessionMemory:
 
 
 def predict_footprint(graph: OpGraph, segments: Sequence[Segment], simulation: Simulation, target: Target) -> Footprint:
-    """Predict the memory of a process that opens these segments in order and runs them; O(N + E).
+    """Predict the memory of a process that opens and runs segments.
 
-    A weight that two segments read counts twice, since each session keeps a copy in the layout of its kernels.
+    It opens them in order. O(N + E). A weight that two segments read counts twice, since each session keeps a copy in
+    the layout of its kernels.
     """
     on_host = np.array([device.kind == "cpu" for device in target.devices])
     values = np.where(on_host, simulation.peak_bytes - simulation.weights_bytes, 0)
@@ -77,7 +83,7 @@ def predict_footprint(graph: OpGraph, segments: Sequence[Segment], simulation: S
 
 
 def _find_normalised(graph: OpGraph) -> set[int]:
-    """Return the nodes into whose weights a BatchNormalization that reads them is folded."""
+    """Return the nodes with a BatchNormalization folded into their weights."""
     norms = [node for node, op in enumerate(graph.ops) if op == "BatchNormalization"]
     return {int(graph.producer[value]) for node in norms for value in graph.inputs[node]}
 

@@ -1,4 +1,7 @@
-"""Write the files of a bundle: an ONNX model per segment, the weights, the whole model, costs and manifest."""
+"""Write the files of a bundle.
+
+They are a model per segment, the weights, the whole model, costs and manifest.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +42,15 @@ class _BundleFolder:
 
 
 def write_bundle_files(state: State, path: Path, pipeline: str, costs: str, linkable_folder: Path | None) -> bool:
-    """Create the folder of a bundle and fill it; `costs` is the text of its cost file.
+    """Create and fill the folder of a bundle.
 
-    Returns whether it refers to weights files in `linkable_folder`; without such a folder all weights are copied.
+    `costs` is the text of its cost file. Returns whether it refers to weights files in `linkable_folder`; without such
+    a folder all weights are copied.
     """
     path.mkdir()
     (path / SEGMENTS_FOLDER).mkdir()
     folder, model, segments = _BundleFolder(path), state[Model], state[Segments].segments
-    ids = _segment_ids(segments, state.target)
+    ids = name_segments(segments, state.target)
     crossing = {name for segment in segments for name in (*segment.inputs, *segment.outputs)}
     types = infer_boundary_types(model, crossing)
     with WeightFile(path / SEGMENTS_FOLDER / WEIGHTS_FILE, WEIGHTS_FILE, linkable_folder) as weights:
@@ -65,7 +69,7 @@ def write_bundle_files(state: State, path: Path, pipeline: str, costs: str, link
     return bool(linked)
 
 
-def _segment_ids(segments: Sequence[Segment], target: Target) -> list[str]:
+def name_segments(segments: Sequence[Segment], target: Target) -> list[str]:
     """Name segments by device and position there: `cpu0-000`."""
     counts = [0] * len(target.devices)
     ids = []
@@ -83,7 +87,10 @@ def _segment_bytes(
     types: Mapping[str, TypeProto],
     protected_scales: Collection[str],
 ) -> bytes:
-    """Return the ONNX file of a segment, in which protected scales are inputs with a default value."""
+    """Return the ONNX file of a segment.
+
+    Protected scales are inputs with a default value in it.
+    """
     nodes = [model.nodes[index] for index in segment.nodes]
     reads = dict.fromkeys(value for index in segment.nodes for value in model.reads[index])
     tensors = [weights.place(model.initializers[value], model.folder) for value in reads if value in model.initializers]

@@ -17,7 +17,7 @@ from onnx import AttributeProto, ModelProto, NodeProto, SparseTensorProto, Tenso
 from onnxplace import FeedError, OnnxplaceError
 from onnxplace.feeds import Declared, check_feeds
 from onnxplace.model import load, op_graph
-from onnxplace.passes import emit
+from onnxplace.passes.segments import write_segments
 from tests.end_to_end.test_split_property import RandomPlacement, assert_same, compiled_with, run_together
 from tests.support.random_models import reference
 
@@ -353,8 +353,8 @@ def while_emitting(change: Callable[[], None]) -> Iterator[None]:
         change()
         return before(*arguments)
 
-    before = emit._segment_ids
-    with mock.patch.object(emit, "_segment_ids", segment_ids):
+    before = write_segments.name_segments
+    with mock.patch.object(write_segments, "name_segments", segment_ids):
         yield
 
 
