@@ -54,20 +54,20 @@ class Optimize(Pass):
 
 def _record_removed_nodes(model: Model, before: Model) -> Model:
     """Record in the model the nodes that were dropped since `before`."""
-    kept = {node.name for node in model.nodes}
-    return replace(model, removed=(*before.removed, *(n.name for n in before.nodes if n.name not in kept)))
+    remaining_names = {node.name for node in model.nodes}
+    return replace(model, removed=(*before.removed, *(n.name for n in before.nodes if n.name not in remaining_names)))
 
 
 def _drop_unused(model: Model) -> Model:
     """Return the model without nodes and weights that no output depends on."""
     needed = {model.sources.get(output.name, output.name) for output in model.outputs}
-    kept = []
+    needed_nodes = []
     for node, reads in zip(reversed(model.nodes), reversed(model.reads)):
         if any(name in needed for name in node.output if name):
-            kept.append(node)
+            needed_nodes.append(node)
             needed.update(reads)
     weights = {name: t for name, t in model.initializers.items() if name in needed or model.overridable(name)}
-    return model.replacing(kept[::-1], weights)
+    return model.replacing(needed_nodes[::-1], weights)
 
 
 def _duplicate_dequantisers(model: Model) -> Model:
@@ -145,8 +145,8 @@ def _fold(model: Model, positions: Sequence[int], limit_bytes: int) -> Model:
         else:
             folded.add(index)
     needed = set(_read_outside(model, sorted(folded)))
-    kept = [node for index, node in enumerate(model.nodes) if index not in folded]
-    return model.replacing(kept, {**model.initializers, **{n: t for n, t in values.items() if n in needed}})
+    remaining = [node for index, node in enumerate(model.nodes) if index not in folded]
+    return model.replacing(remaining, {**model.initializers, **{n: t for n, t in values.items() if n in needed}})
 
 
 def _read_outside(model: Model, positions: Sequence[int]) -> list[str]:

@@ -95,7 +95,7 @@ class ProfileCosts(Pass):
         )
 
     def _finish(self, state: State, profile: Profile, notes: Sequence[Diagnostic]) -> State:
-        """Return the state with profile and notes; save the profile if asked."""
+        """Return the state with profile and notes; save the profile if `save` is set."""
         after = state.having(profile).saying(*notes)
         if self.save:
             text = format_costs_csv(profile, state[Model]) if self.save.endswith(".csv") else format_costs(profile)

@@ -46,7 +46,7 @@ def find_runs(names):
     log N).
     """
     length, count = names.shape[1], 0
-    found = np.empty((3, 2 * length), np.int64)
+    repetitions = np.empty((3, 2 * length), np.int64)
     following = np.empty(length, np.int64)
     # Lyndon words under the order of the items, then under its reverse.
     for reverse in range(2):
@@ -66,6 +66,6 @@ def find_runs(names):
             if j < length:
                 after, before = count_equal_after(names, i, j), count_equal_before(names, i, j)
                 if after + before >= period:
-                    found[0, count], found[1, count], found[2, count] = i - before, j + after, period
+                    repetitions[0, count], repetitions[1, count], repetitions[2, count] = i - before, j + after, period
                     count += 1
-    return found[0, :count], found[1, :count], found[2, :count]
+    return repetitions[0, :count], repetitions[1, :count], repetitions[2, :count]
