@@ -1,4 +1,4 @@
-"""Bring groups together again that a placer has torn apart."""
+"""Bring groups together again after a placer has spread their nodes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ from onnxplace.passes.placement.grouping import choose_devices, group_nodes
 from onnxplace.problem import PlacementProblem, commit_placement, placement_problem
 from onnxplace.state import Pass, State
 
-# What part of a group's values to count as if they stayed, raised when the simulated peak exceeds a limit.
-STAYING = (0.0, 0.0625, 0.125, 0.25, 0.5, 1.0)
+# The share of a group's values that is counted as if it stayed in memory; the next one is tried when the simulated peak
+# exceeds a limit.
+STAYING_SHARES = (0.0, 0.0625, 0.125, 0.25, 0.5, 1.0)
 
 
 @dataclass(frozen=True)
 class Adjust(Pass):
-    """Move each group as a whole to one device, after a placer that ignored groups (Baechi's post-adjustment).
+    """Move each group to one device, after a placer that ignored groups.
 
-    `m-etf,adjust{by=compute}`: the placer runs without groups; this pass makes them, with the options of `coplace`,
-    and `by` ranks the devices for each group: by the seconds that the group's nodes compute there (`compute`), by
-    their weights and workspace there (`memory`), or by how many they are (`majority`), the first device first among
-    equals. A group goes to the first device of its ranking that has room for it beside those before it, pinned
-    groups first, then by falling weights; pinned groups go to their pin. Each device runs its nodes in the order in
-    which they had started. Groups that are there already are kept together too, and their pins hold.
+    This is the post-adjustment of Baechi (SoCC 2020). In `m-etf,adjust{by=compute}` the placer runs without groups, and
+    this pass makes them, with the options of `coplace`. `by` ranks the devices for each group: by the seconds that the
+    group's nodes compute there (`compute`), by their weights and workspace there (`memory`), or by how many they are
+    (`majority`). The first device goes first among equals. A group goes to the first device of its ranking that has
+    room for it next to the groups before it. Pinned groups go first, to their pin, the others by falling weights. Each
+    device runs its nodes in the order of their former starts. Existing groups are kept together too, and their pins
+    hold.
 
-    Raises InfeasibleError naming the group if one fits on no device, or the device that lacks memory in the end.
+    Raises:
+        InfeasibleError: a group fits on no device, or a device lacks memory in the end; the error names which.
     """
 
     name: ClassVar[str] = "adjust"
@@ -37,7 +40,7 @@ class Adjust(Pass):
     provides: ClassVar[tuple[type, ...]] = (Groups, Placement, Schedule)
 
     by: Literal["compute", "memory", "majority"] = "compute"
-    """What draws a group to a device."""
+    """How devices are ranked for a group."""
     join: Literal["worth", "always", "never"] = "never"
     """When a node joins its only reader, as in `coplace`."""
     given: bool = True
@@ -60,68 +63,70 @@ class Adjust(Pass):
             keep=True,
         )
         before, start_seconds = state[Placement].device, state[Schedule].simulation.start_seconds
-        regrouped = state.without(Clusters).having(groups)  # clusters lie in the groups that were
-        asked = placement_problem(regrouped)
-        ranking = np.argsort(-self._drawn(asked, before), axis=1, kind="stable").astype(np.int32)
-        moved = self._moved(regrouped, asked, ranking, start_seconds)
-        return state.having(groups, moved[Placement], moved[Schedule]).saying(*notes)
+        regrouped = state.without(Clusters).having(groups)  # clusters belong to the former groups
+        problem = placement_problem(regrouped)
+        ranking = np.argsort(-self._attraction(problem, before), axis=1, kind="stable").astype(np.int32)
+        after = self._place_groups(regrouped, problem, ranking, start_seconds)
+        return state.having(groups, after[Placement], after[Schedule]).saying(*notes)
 
-    def _drawn(self, asked: PlacementProblem, device: Ints) -> Floats:
-        """Return how much draws each group to each device: [group, device]."""
-        graph, groups, devices = asked.graph, len(asked.pinned), len(asked.target.devices)
-        place = (asked.group.astype(np.int64) * devices + device).astype(np.int32)
+    def _attraction(self, problem: PlacementProblem, device: Ints) -> Floats:
+        """Return how strongly each group is drawn to each device: [group, device]."""
+        graph, groups, devices = problem.graph, len(problem.pinned), len(problem.target.devices)
+        group_on_device = (problem.group.astype(np.int64) * devices + device).astype(np.int32)
         if self.by == "majority":
-            drawn = np.bincount(place, minlength=groups * devices).astype(np.float64)
+            attraction = np.bincount(group_on_device, minlength=groups * devices).astype(np.float64)
         elif self.by == "compute":
-            drawn = sum_by(place, asked.seconds[device, np.arange(len(graph))], groups * devices)
+            attraction = sum_by(group_on_device, problem.seconds[device, np.arange(len(graph))], groups * devices)
         else:
-            held = Csr.grouped(place[graph.weights.rows], graph.weights.items, groups * devices)
-            drawn = sum_by(place, graph.workspace_bytes, groups * devices)
-            drawn += sum_by(held.rows, graph.weight_bytes[held.items], groups * devices)
-        return drawn.reshape(groups, devices)
+            weights = Csr.grouped(group_on_device[graph.weights.rows], graph.weights.items, groups * devices)
+            attraction = sum_by(group_on_device, graph.workspace_bytes, groups * devices)
+            attraction += sum_by(weights.rows, graph.weight_bytes[weights.items], groups * devices)
+        return attraction.reshape(groups, devices)
 
-    def _moved(self, state: State, asked: PlacementProblem, ranking: Ints, start_seconds: Floats) -> State:
-        """Return the state with each group on the first device of its ranking that has room for it."""
-        graph, groups = asked.graph, len(asked.pinned)
-        weights = Csr.grouped(asked.group[graph.weights.rows], graph.weights.items, groups)
-        held = sum_by(weights.rows, graph.weight_bytes[weights.items], groups)
-        sequence, step = np.lexsort((-held, asked.pinned < 0)), _largest_step(asked)
-        made = np.flatnonzero((graph.producer >= 0) & (graph.alias < 0))
-        values = sum_by(asked.group[graph.producer[made]], graph.value_bytes[made], groups)
-        refused: InfeasibleError | None = None
-        for share in STAYING:
-            home, homeless = choose_devices(
-                sequence, ranking, asked.pinned, weights.starts, weights.items, graph.weight_bytes,
-                (share * values).astype(np.int64), step, asked.limit_bytes,
+    def _place_groups(self, state: State, problem: PlacementProblem, ranking: Ints, start_seconds: Floats) -> State:
+        """Place each group on the first device of its ranking with room."""
+        graph, groups = problem.graph, len(problem.pinned)
+        weights = Csr.grouped(problem.group[graph.weights.rows], graph.weights.items, groups)
+        weights_bytes = sum_by(weights.rows, graph.weight_bytes[weights.items], groups)
+        sequence, step = np.lexsort((-weights_bytes, problem.pinned < 0)), _largest_step_bytes(problem)
+        produced = np.flatnonzero((graph.producer >= 0) & (graph.alias < 0))
+        values = sum_by(problem.group[graph.producer[produced]], graph.value_bytes[produced], groups)
+        first_error: InfeasibleError | None = None
+        for share in STAYING_SHARES:
+            home, unplaced = choose_devices(
+                sequence, ranking, problem.pinned, weights.starts, weights.items, graph.weight_bytes,
+                (share * values).astype(np.int64), step, problem.limit_bytes,
             )  # fmt: skip
-            if homeless >= 0:
+            if unplaced >= 0:
                 break
             try:
-                return commit_placement(state, asked, home[asked.group], start_seconds, self.name)
-            except InfeasibleError as problem:
-                refused = refused or problem
-        raise refused or self._homeless(asked, homeless, int(held[homeless]), int(step[homeless]))
+                return commit_placement(state, problem, home[problem.group], start_seconds, self.name)
+            except InfeasibleError as error:
+                first_error = first_error or error
+        raise first_error or self._no_room_error(problem, unplaced, int(weights_bytes[unplaced]), int(step[unplaced]))
 
-    def _homeless(self, asked: PlacementProblem, group: int, weights_bytes: int, step_bytes: int) -> InfeasibleError:
-        """Return the error for a group that no device has room for, beside those that went before it."""
-        name = asked.graph.names[int(np.argmax(asked.group == group))]
-        devices, pin = asked.target.devices, int(asked.pinned[group])
-        asked_for = devices if pin < 0 else [devices[pin]]
-        room = ", ".join(f"{device.id} ({device.memory_bytes} bytes)" for device in asked_for)
+    def _no_room_error(
+        self, problem: PlacementProblem, group: int, weights_bytes: int, step_bytes: int
+    ) -> InfeasibleError:
+        """Return the error for a group that no device has room for."""
+        name = problem.graph.names[int(np.argmax(problem.group == group))]
+        devices, pin = problem.target.devices, int(problem.pinned[group])
+        candidates = devices if pin < 0 else [devices[pin]]
+        room = ", ".join(f"{device.id} ({device.memory_bytes} bytes)" for device in candidates)
         return InfeasibleError(
             "P004",
-            f"the group of {name!r} fits on none of {room} beside the groups before it: it has {weights_bytes} bytes "
+            f"the group of {name!r} fits on none of {room} next to the groups before it: it has {weights_bytes} bytes "
             f"of weights and needs {step_bytes} more in one step",
             where=self.name,
             hint="add devices, raise --max-memory, or place with groups from the start",
         )
 
 
-def _largest_step(asked: PlacementProblem) -> Longs:
-    """Return, per group, the most bytes that one of its nodes surely needs beside weights: outputs and workspace."""
-    graph = asked.graph
-    made = np.flatnonzero((graph.producer >= 0) & (graph.alias < 0))
-    need = graph.workspace_bytes + sum_by(graph.producer[made], graph.value_bytes[made], len(graph)).astype(np.int64)
-    largest = np.zeros(len(asked.pinned), dtype=np.int64)
-    np.maximum.at(largest, asked.group, need)
-    return largest
+def _largest_step_bytes(problem: PlacementProblem) -> Longs:
+    """Return the bytes of outputs and workspace of each group's largest node."""
+    graph = problem.graph
+    produced = np.flatnonzero((graph.producer >= 0) & (graph.alias < 0))
+    output_bytes = sum_by(graph.producer[produced], graph.value_bytes[produced], len(graph)).astype(np.int64)
+    largest_step = np.zeros(len(problem.pinned), dtype=np.int64)
+    np.maximum.at(largest_step, problem.group, graph.workspace_bytes + output_bytes)
+    return largest_step

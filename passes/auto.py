@@ -1,4 +1,4 @@
-"""The default placer: everything that the budget allows, and the best of it."""
+"""The default placer: try all placers, search on, and keep the best."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from onnxplace.state import Pass, State
 
 @dataclass(frozen=True)
 class Auto(Pass):
-    """Try all placers and blocks in series, search on from the best as `multilevel` does, keep the best of all.
+    """Try all placers, search on from the best, and keep the best.
 
-    All are scored by the simulator: by their costs, the result is never worse than the best single device that fits.
-    `compile` tries it out afterwards, and may find that device better. A note says what was tried and how far the lower
-    bound is.
+    The search goes on as that of `multilevel`, and blocks in series are placed one by one too. The simulator scores all
+    of them: by its costs, the result is never worse than the best single device that fits. `compile` tries it out
+    afterwards, and may find that device better. A note lists the attempts and the gap to the lower bound.
     """
 
     name: ClassVar[str] = "auto"
@@ -31,9 +31,9 @@ class Auto(Pass):
     proposals: Annotated[int, Ge(0)] = 0
     """How many moves each search may try; 0 for as many as are worth it."""
     seed: Annotated[int, Ge(0)] = 0
-    """What the moves are drawn with."""
+    """Of the random moves."""
 
     def run(self, state: State) -> State:
-        asked = placement_problem(state)
+        problem = placement_problem(state)
         budget = Budget(self.seconds, self.proposals)
-        return search_and_commit(state, asked, published_plans(asked), self.name, budget, self.seed)
+        return search_and_commit(state, problem, published_plans(problem), self.name, budget, self.seed)

@@ -12,19 +12,20 @@ from onnxplace.state import Pass, State
 
 @dataclass(frozen=True)
 class Coplace(Pass):
-    """Group nodes by, in this order: states, the user's wishes, kernels that ONNX Runtime fuses, training, and traffic.
+    """Group nodes that must or should share a device.
 
-    A state (`--state OUT=IN`) joins the node that makes OUT with all that read IN: its value stays on their device.
+    Groups come from, in this order: carried states, the user's wishes, fused kernels, training and traffic. A carried
+    state (`--state OUT=IN`) joins the producer of OUT with all readers of IN: its value stays on one device.
 
     `join` says when a node whose values have a single reader joins that reader (Baechi, SoCC 2020, section 4):
     `worth` if sending its values would take longer than computing the node, `always` as published, or `never`.
 
     `backward=follow` lets the forward part of a training step decide for all of it: each backward node joins the
-    forward node it belongs to, and `join` looks at the rest alone, as if the step ended there. That node is the one
-    whose value it reads, the latest in topological order of several; where the graph's own group of the backward
+    forward node it belongs to, and `join` considers only the rest, as if the step ended there. That node is the one
+    whose value it reads, the latest in topological order of several. Where the graph's own group of the backward
     node has forward nodes, only those count, and the latest of them if it reads none of them. A backward node
     without either belongs where the nearest other backward node does, by the number of values between them in either
-    direction; of those at one distance, found breadth first from the first in topological order, the first found.
+    direction. Of those at one distance, found breadth first from the first in topological order, the first one counts.
     Backward nodes that no such path connects to the forward part stay free. Unlike Baechi's forward-only mode, which
     places the forward graph alone, backward time, stashed activations, gradients and optimiser state are scheduled
     and counted. Near-linear.

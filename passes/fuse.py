@@ -15,13 +15,13 @@ from onnxplace.state import Pass, State
 
 @dataclass(frozen=True)
 class Fuse(Pass):
-    """Merge neighbours of one group as long as the graph stays acyclic.
+    """Merge neighbours of one group while the graph stays acyclic.
 
-    `edges`: an edge u -> v is contracted when v is the only successor of u or u the only predecessor of v, for then
-    no second path leads from u to v (Baechi, SoCC 2020, section 4); edges are looked at again when merges nearby
-    lower those degrees. `runs` goes on from there: neighbours of one group that come one after the other in a
-    topological order become one, whatever else they read and feed. That leaves fewer nodes, as an exact method
-    needs, and less choice of when each runs. Inner values stay in the memory account as workspace. O(E log E).
+    `edges`: an edge u -> v is contracted when v is the only successor of u or u the only predecessor of v, since then
+    no second path leads from u to v (Baechi, SoCC 2020, section 4). Edges are examined again when merges nearby lower
+    those degrees. `runs` goes on from there: neighbours of one group that follow each other in a topological order
+    become one, whatever else they read and feed. That leaves fewer nodes, as an exact method needs, and less choice
+    of when each runs. Inner values stay in the memory account as workspace. O(E log E).
     """
 
     name: ClassVar[str] = "fuse"
@@ -29,14 +29,17 @@ class Fuse(Pass):
     provides: ClassVar[tuple[type, ...]] = (Clusters,)
 
     merge: Literal["edges", "runs"] = "edges"
-    """What becomes one node: what an only edge leads to or from, or also what can run without interruption."""
+    """Which neighbours merge: those that an only edge joins, or also those that can run without interruption."""
 
     def run(self, state: State) -> State:
-        return state.having(Clusters(contracted(state[Profile].graph, state[Groups].group, self.merge == "runs")))
+        return state.having(Clusters(contract_groups(state[Profile].graph, state[Groups].group, self.merge == "runs")))
 
 
-def contracted(graph: OpGraph, group: Ints, runs: bool = False) -> Ints:
-    """Return a dense cluster id per node, in order of first nodes: linked parts of groups that form no cycle."""
+def contract_groups(graph: OpGraph, group: Ints, runs: bool = False) -> Ints:
+    """Return a dense cluster id per node, in order of first nodes.
+
+    Clusters are connected parts of groups that form no cycle.
+    """
     edges = graph.producer, graph.inputs.starts, graph.inputs.items
     cluster: Ints = contract(group, np.arange(len(graph), dtype=np.int32), *edges)
     return contract(group, merge_runs(group, cluster, *edges), *edges) if runs else cluster

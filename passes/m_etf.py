@@ -1,4 +1,4 @@
-"""m-ETF: the node that can start earliest goes first, where it can."""
+"""m-ETF: the node that can start earliest goes first."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from onnxplace.state import Pass, State
 
 @dataclass(frozen=True)
 class MEtf(Pass):
-    """Memory-constrained Earliest Task First (Hwang et al. 1989; Baechi, SoCC 2020, section 3.2).
+    """Memory-constrained Earliest Task First.
 
-    Of all ready nodes and devices, the pair with the earliest start is taken; ties go to the node that is first in
-    topological order, then to the first device. The first node of a group decides for the group, whose weights are
-    reserved there. O(N D log N), whatever the width of the graph.
+    Hwang et al. 1989; Baechi, SoCC 2020, section 3.2. Of all ready nodes and devices, the pair with the earliest start
+    is taken; ties go to the node that is first in topological order, then to the first device. The first node of a
+    group decides for the group, whose weights are reserved there. O(N D log N), whatever the width of the graph.
     """
 
     name: ClassVar[str] = "m-etf"
@@ -27,9 +27,9 @@ class MEtf(Pass):
     provides: ClassVar[tuple[type, ...]] = (Placement, Schedule)
 
     reserve: Literal["weights", "peak"] = "weights"
-    """What a group reserves where it goes: its weights, or also the largest output and workspace of a member."""
+    """What a group reserves on its device: its weights, or also the largest output and workspace of a member."""
 
     def run(self, state: State) -> State:
-        asked = placement_problem(state)
-        nobody = np.full(len(asked.graph), -1, dtype=np.int32)
-        return place_by_list_schedule(state, asked, nobody, self.name, self.reserve == "peak")
+        problem = placement_problem(state)
+        no_favourites = np.full(len(problem.graph), -1, dtype=np.int32)
+        return place_by_list_schedule(state, problem, no_favourites, self.name, self.reserve == "peak")

@@ -1,4 +1,4 @@
-"""m-SCT: like m-ETF, but a device waits for the favourite child of what it has just computed."""
+"""m-SCT: like m-ETF, except that devices wait for favourite children."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from onnxplace.state import Pass, State
 
 @dataclass(frozen=True)
 class MSct(Pass):
-    """Memory-constrained Small Communication Times (Hanen and Munier 1995; Baechi, SoCC 2020, section 3.3).
+    """Memory-constrained Small Communication Times.
 
-    A linear program finds the favourite child of each node, the successor that is to follow it without a transfer.
-    A device whose last node has a ready favourite child that can start nowhere earlier keeps itself for it, unless
-    another node is urgent: it could have started on any device by then. Otherwise as m-ETF.
+    Hanen and Munier 1995; Baechi, SoCC 2020, section 3.3. A linear program finds the favourite child of each node: the
+    successor that should follow it without a transfer. A device whose last node has a ready favourite child that can
+    start nowhere earlier keeps itself for it, unless another node is urgent: it could have started on any device by
+    then. Otherwise as m-ETF.
     """
 
     name: ClassVar[str] = "m-sct"
@@ -29,9 +30,9 @@ class MSct(Pass):
     threshold: Annotated[float, Ge(0), Le(1)] = 0.1
     """An edge is favourite if the program's value for it is at most this; Baechi's default."""
     reserve: Literal["weights", "peak"] = "weights"
-    """What a group reserves where it goes: its weights, or also the largest output and workspace of a member."""
+    """What a group reserves on its device: its weights, or also the largest output and workspace of a member."""
 
     def run(self, state: State) -> State:
-        asked = placement_problem(state)
-        favourite = favourite_children(asked.seconds.min(axis=0), transfer_edges(asked), self.threshold)
-        return place_by_list_schedule(state, asked, favourite, self.name, self.reserve == "peak")
+        problem = placement_problem(state)
+        favourites = favourite_children(problem.seconds.min(axis=0), transfer_edges(problem), self.threshold)
+        return place_by_list_schedule(state, problem, favourites, self.name, self.reserve == "peak")

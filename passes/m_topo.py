@@ -15,9 +15,9 @@ from onnxplace.state import Pass, State
 class MTopo(Pass):
     """Memory-constrained TOPO (Baechi, SoCC 2020, section 3.1).
 
-    Nodes are taken in topological order; a device is filled up to an equal share of all memory plus that of the
-    largest group, and never beyond its own limit, then the next one is. A group goes where its first node goes; as in
-    the published code, what has to be below that mark beforehand is its weights and its largest workspace, while all
+    Nodes are taken in topological order. A device is filled up to an equal share of all memory plus that of the
+    largest group, never beyond its own limit; then the next device is filled. A group goes where its first node goes.
+    As in the published code, a group's weights and largest workspace have to be below that mark beforehand, while all
     its weights, outputs and workspaces count afterwards (docs/baechi.md).
     """
 
@@ -26,7 +26,7 @@ class MTopo(Pass):
     provides: ClassVar[tuple[type, ...]] = (Placement, Schedule)
 
     def run(self, state: State) -> State:
-        asked = placement_problem(state)
-        device = fill_devices(asked, self.name)
-        order = asked.graph.order
-        return commit_placement(state, asked, device, asked.simulate(device, order).start_seconds, self.name)
+        problem = placement_problem(state)
+        device = fill_devices(problem, self.name)
+        order = problem.graph.order
+        return commit_placement(state, problem, device, problem.simulate(device, order).start_seconds, self.name)

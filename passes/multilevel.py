@@ -1,4 +1,4 @@
-"""Our own placer: coarse placements, carried down level by level and improved on each."""
+"""Place a coarse graph first, then refine the placement level by level."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from onnxplace.state import Pass, State
 
 @dataclass(frozen=True)
 class Multilevel(Pass):
-    """Contract what is cheaper to move together than apart, place that, and refine it level by level.
+    """Contract nodes, place the contracted graph, and refine it level by level.
 
-    On each level, list schedules by bottom level (HEFT; Topcuoglu, Hariri and Wu, 2002) and by earliest start give a
-    first placement. Then regions around the nodes that the step waits for move between devices, accepted as in
-    simulated annealing (Kirkpatrick, Gelatt and Vecchi, 1983), each proposal scored by a simulation of the whole
-    step; and the next finer level begins from what the coarser one came to, as in multilevel graph partitioning
-    (Karypis and Kumar, 1998). Deterministic under `seed` where `proposals`, not the clock, end the search.
+    Nodes are contracted that are cheaper to move together than apart. On each level, list schedules by bottom level
+    (HEFT; Topcuoglu, Hariri and Wu, 2002) and by earliest start give a first placement. Then regions around the nodes
+    that the step waits for move between devices, accepted as in simulated annealing (Kirkpatrick, Gelatt and Vecchi,
+    1983), each proposal scored by a simulation of the whole step. The next finer level begins from the result of the
+    coarser one, as in multilevel graph partitioning (Karypis and Kumar, 1998). Deterministic under `seed` where
+    `proposals`, not the clock, end the search.
     """
 
     name: ClassVar[str] = "multilevel"
@@ -33,7 +34,7 @@ class Multilevel(Pass):
     proposals: Annotated[int, Ge(0)] = 0
     """How many moves each search may try; 0 for as many as are worth it."""
     seed: Annotated[int, Ge(0)] = 0
-    """What the moves are drawn with."""
+    """Of the random moves."""
 
     def run(self, state: State) -> State:
         budget = Budget(self.seconds, self.proposals)

@@ -1,4 +1,4 @@
-"""Clean the whole graph once, before it is cut."""
+"""Fold constants and drop unused nodes before the graph is cut."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from onnxplace.machine import open_session, session_options
 from onnxplace.model import DEQUANTIZE, Model, captured_names, is_quantization_node, subgraphs, tensor_size
 from onnxplace.state import Pass, State
 
-# Their results differ from call to call, so they must run.
+# Their results differ from inference to inference, so they must run.
 _RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"}
 # Folding these would undo a quantisation that ONNX Runtime can still fuse.
-_KEPT = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"}
+_QUANTISERS = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"}
 
 
 @dataclass(frozen=True)
 class Optimize(Pass):
-    """Fold nodes that depend on constants only, and drop nodes and weights that nobody reads.
+    """Fold constant nodes, and drop unused nodes and weights.
 
-    A DequantizeLinear that several nodes read becomes one for each of them, as ONNX Runtime does too: so each can be
-    placed with its operator, and what crosses between devices is the quantised value.
+    A DequantizeLinear with several readers is duplicated for each of them, as in ONNX Runtime. Then each can be placed
+    with its operator, and the quantised value crosses between devices.
 
-    Weights keep their bytes and their place on disk; what ONNX Runtime fuses is left to it, and `profile` keeps
-    such nodes together (docs/decisions/0003-fusion.md).
+    Weights keep their bytes and their place on disk. Fusions are left to ONNX Runtime, and `profile` keeps the fused
+    nodes together (docs/decisions/0003-fusion.md).
     """
 
     name: ClassVar[str] = "optimize"
@@ -36,42 +36,45 @@ class Optimize(Pass):
     provides: ClassVar[tuple[type, ...]] = (Model,)
 
     fold_up_to: Annotated[int, Ge(0)] = 65536
-    """Bytes of a weight, and of a result, up to which constants are folded; larger ones would bloat the bundle."""
+    """Limit in bytes of a weight, and of a result, for folding; larger ones would bloat the bundle."""
 
     def run(self, state: State) -> State:
         before = state[Model]
-        model = _with_own_dequantisers(_without_unused(before))
-        foldable = _foldable(model, self.fold_up_to)
+        model = _duplicate_dequantisers(_drop_unused(before))
+        foldable = _find_foldable(model, self.fold_up_to)
         if not foldable:
-            return state.having(_naming_removed(model, before))
+            return state.having(_record_removed_nodes(model, before))
         try:
-            folded = _without_unused(_fold(model, foldable, self.fold_up_to))
-            return state.having(_naming_removed(folded, before))
-        except OnnxplaceError as problem:
-            note = Diagnostic("O001", f"constants were not folded: {problem.message}", where=model.name)
-            return state.having(_naming_removed(model, before)).saying(note)
+            folded = _drop_unused(_fold(model, foldable, self.fold_up_to))
+            return state.having(_record_removed_nodes(folded, before))
+        except OnnxplaceError as error:
+            note = Diagnostic("O001", f"constants were not folded: {error.message}", where=model.name)
+            return state.having(_record_removed_nodes(model, before)).saying(note)
 
 
-def _naming_removed(model: Model, before: Model) -> Model:
-    """Return the model with the names of the nodes that it had `before` and has no more."""
-    kept = {node.name for node in model.nodes}
-    return replace(model, removed=(*before.removed, *(n.name for n in before.nodes if n.name not in kept)))
+def _record_removed_nodes(model: Model, before: Model) -> Model:
+    """Record in the model the nodes that were dropped since `before`."""
+    remaining_names = {node.name for node in model.nodes}
+    return replace(model, removed=(*before.removed, *(n.name for n in before.nodes if n.name not in remaining_names)))
 
 
-def _without_unused(model: Model) -> Model:
+def _drop_unused(model: Model) -> Model:
     """Return the model without nodes and weights that no output depends on."""
     needed = {model.sources.get(output.name, output.name) for output in model.outputs}
-    kept = []
+    needed_nodes = []
     for node, reads in zip(reversed(model.nodes), reversed(model.reads)):
         if any(name in needed for name in node.output if name):
-            kept.append(node)
+            needed_nodes.append(node)
             needed.update(reads)
     weights = {name: t for name, t in model.initializers.items() if name in needed or model.overridable(name)}
-    return model.replacing(kept[::-1], weights)
+    return model.replacing(needed_nodes[::-1], weights)
 
 
-def _with_own_dequantisers(model: Model) -> Model:
-    """Return the model with a DequantizeLinear of its own for each node that reads one; bodies read the first."""
+def _duplicate_dequantisers(model: Model) -> Model:
+    """Give each node that reads a DequantizeLinear one of its own.
+
+    Subgraphs read the first one.
+    """
     maker = {node.output[0]: node for node in model.nodes if node.output and is_quantization_node(node, DEQUANTIZE)}
     if not maker:
         return model
@@ -84,16 +87,16 @@ def _with_own_dequantisers(model: Model) -> Model:
         own: dict[str, str] = {}
         for name in dict.fromkeys(name for name in node.input if name in maker):
             if name not in shared:
-                shared.add(name)  # the first reader keeps the node that is there
+                shared.add(name)  # the first reader keeps the existing node
                 continue
-            nodes.append(_renamed_copy(maker[name], taken))
+            nodes.append(_copy_with_new_names(maker[name], taken))
             own[name] = nodes[-1].output[0]
-        nodes.append(_reading(node, own) if own else node)
+        nodes.append(_replace_inputs(node, own) if own else node)
     return model.replacing(nodes, model.initializers)
 
 
-def _renamed_copy(node: NodeProto, taken: set[str]) -> NodeProto:
-    """Return a node of one output under a new name, with a new name for its output; `taken` learns them."""
+def _copy_with_new_names(node: NodeProto, taken: set[str]) -> NodeProto:
+    """Copy a one-output node, and add the new names to `taken`."""
     copy = NodeProto()
     copy.CopyFrom(node)
     number = 1
@@ -104,68 +107,68 @@ def _renamed_copy(node: NodeProto, taken: set[str]) -> NodeProto:
     return copy
 
 
-def _reading(node: NodeProto, own: Mapping[str, str]) -> NodeProto:
-    """Return a node with other inputs, its bodies as they are."""
+def _replace_inputs(node: NodeProto, own: Mapping[str, str]) -> NodeProto:
+    """Return a node with other inputs; its subgraphs stay as they are."""
     result = NodeProto()
     result.CopyFrom(node)
     result.input[:] = [own.get(name, name) for name in node.input]
     return result
 
 
-def _foldable(model: Model, limit_bytes: int) -> list[int]:
-    """Return the positions of nodes that depend on nothing but small constants."""
+def _find_foldable(model: Model, limit_bytes: int) -> list[int]:
+    """Return the positions of nodes that depend on small constants only."""
     constant = {
         name for name, t in model.initializers.items() if not model.overridable(name) and tensor_size(t) <= limit_bytes
     }
     returned = {model.sources.get(output.name, output.name) for output in model.outputs}
-    found = []
+    positions = []
     for index, (node, reads) in enumerate(zip(model.nodes, model.reads)):
         if _is_pure(node) and all(name in constant for name in reads) and not returned & set(node.output):
-            found.append(index)
+            positions.append(index)
             constant.update(filter(None, node.output))
-    return found
+    return positions
 
 
 def _is_pure(node: NodeProto) -> bool:
-    bodies = any(True for _ in subgraphs(node))
-    return node.domain in ("", "ai.onnx") and node.op_type not in _RANDOM | _KEPT and not bodies
+    has_subgraphs = any(True for _ in subgraphs(node))
+    return node.domain in ("", "ai.onnx") and node.op_type not in _RANDOM | _QUANTISERS and not has_subgraphs
 
 
 def _fold(model: Model, positions: Sequence[int], limit_bytes: int) -> Model:
-    """Return the model with these nodes replaced by what they compute, except where that is large."""
-    values = _evaluate(model, positions, _frontier(model, positions))
+    """Replace nodes by their results, except for large ones."""
+    values = _evaluate(model, positions, _read_outside(model, positions))
     large = {name for name, tensor in values.items() if tensor_size(tensor) > limit_bytes}
     folded = set()
     for index in reversed(positions):
         if large & set(model.nodes[index].output):
-            large.update(model.reads[index])  # what a large constant is made from stays too
+            large.update(model.reads[index])  # the inputs of a large constant stay too
         else:
             folded.add(index)
-    wanted = set(_frontier(model, sorted(folded)))
-    kept = [node for index, node in enumerate(model.nodes) if index not in folded]
-    return model.replacing(kept, {**model.initializers, **{n: t for n, t in values.items() if n in wanted}})
+    needed = set(_read_outside(model, sorted(folded)))
+    remaining = [node for index, node in enumerate(model.nodes) if index not in folded]
+    return model.replacing(remaining, {**model.initializers, **{n: t for n, t in values.items() if n in needed}})
 
 
-def _frontier(model: Model, positions: Sequence[int]) -> list[str]:
-    """Return what these nodes make and others read."""
+def _read_outside(model: Model, positions: Sequence[int]) -> list[str]:
+    """Return the outputs of these nodes that other nodes read."""
     chosen = set(positions)
     read = {name for index, reads in enumerate(model.reads) if index not in chosen for name in reads}
     return [name for index in positions for name in model.nodes[index].output if name in read]
 
 
-def _evaluate(model: Model, positions: Sequence[int], wanted: Sequence[str]) -> dict[str, TensorProto]:
-    """Run constant nodes once and return what they make, as tensors by name."""
-    if not wanted:
+def _evaluate(model: Model, positions: Sequence[int], names: Sequence[str]) -> dict[str, TensorProto]:
+    """Run constant nodes once and return their outputs, as tensors by name."""
+    if not names:
         return {}
     nodes = [model.nodes[index] for index in positions]
     reads = dict.fromkeys(name for node in nodes for name in node.input if name in model.initializers)
     weights = [model.initializers[name] for name in reads]
-    proto = model.proto(nodes, weights, [], [ValueInfoProto(name=name) for name in wanted])
+    proto = model.proto(nodes, weights, [], [ValueInfoProto(name=name) for name in names])
     session = open_session(
         proto.SerializeToString(), session_options([0], "none", model.session_entries), where=model.name
     )
     try:
-        arrays = session.run(list(wanted), {})
-        return {name: numpy_helper.from_array(array, name) for name, array in zip(wanted, arrays)}
-    except Exception as problem:  # noqa: BLE001 - types without numpy form, or a kernel that fails: leave them be
-        raise OnnxplaceError("O001", str(problem).splitlines()[0]) from None
+        arrays = session.run(list(names), {})
+        return {name: numpy_helper.from_array(array, name) for name, array in zip(names, arrays)}
+    except Exception as error:  # noqa: BLE001 - a type without numpy form, or a kernel that fails
+        raise OnnxplaceError("O001", str(error).splitlines()[0]) from None

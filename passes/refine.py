@@ -1,4 +1,4 @@
-"""Improve a placement that another pass made."""
+"""Improve the placement of another pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onnxplace.state import Pass, State
 
 @dataclass(frozen=True)
 class Refine(Pass):
-    """Move regions of a placement between devices and reorder, keeping what makes the step shorter.
+    """Move regions of a placement and reorder, while the step gets shorter.
 
     Simulated annealing as in `multilevel`, on the placement at hand; never worse than it. Deterministic under `seed`
     where `proposals`, not the clock, end the search.
@@ -31,22 +31,22 @@ class Refine(Pass):
     proposals: Annotated[int, Ge(0)] = 0
     """How many moves each search may try; 0 for as many as are worth it."""
     seed: Annotated[int, Ge(0)] = 0
-    """What the moves are drawn with."""
+    """Of the random moves."""
 
     def run(self, state: State) -> State:
-        asked = placement_problem(state)
+        problem = placement_problem(state)
         budget = Budget(self.seconds, self.proposals)
-        return improve_and_commit(state, asked, present_plan(state, asked), budget, self.seed)
+        return improve_and_commit(state, problem, current_plan(state, problem), budget, self.seed)
 
 
-def present_plan(state: State, asked: PlacementProblem) -> Plan:
-    """Return the placement of a state as a plan for the (contracted) problem."""
+def current_plan(state: State, problem: PlacementProblem) -> Plan:
+    """Return the placement of a state as a plan for its problem."""
     placement, schedule = state[Placement], state[Schedule]
-    count = len(asked.graph)
+    count = len(problem.graph)
     device = np.zeros(count, dtype=np.int32)
-    device[asked.members] = placement.device
+    device[problem.members] = placement.device
     rank = np.empty(len(schedule.order))
     rank[schedule.order] = np.arange(len(rank))
     first = np.full(count, np.inf)
-    np.minimum.at(first, asked.members, rank)
-    return Plan(placement.placer, device, sort_by_start(asked.graph, first))
+    np.minimum.at(first, problem.members, rank)
+    return Plan(placement.placer, device, sort_by_start(problem.graph, first))

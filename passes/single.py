@@ -1,4 +1,4 @@
-"""Everything on one device."""
+"""Place every node on one device."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from onnxplace.state import Pass, State
 
 @dataclass(frozen=True)
 class Single(Pass):
-    """Put every node on the device that runs them all in the least time, among those where they fit."""
+    """Put every node on the fastest device that holds them all."""
 
     name: ClassVar[str] = "single"
     requires: ClassVar[tuple[type, ...]] = (Profile,)
     provides: ClassVar[tuple[type, ...]] = (Placement, Schedule)
 
     def run(self, state: State) -> State:
-        asked = placement_problem(state)
-        pins = sorted({int(pin) for pin in asked.pinned if pin >= 0})
+        problem = placement_problem(state)
+        pins = sorted({int(pin) for pin in problem.pinned if pin >= 0})
         if len(pins) > 1:
             names = " and ".join(state.target.devices[pin].id for pin in pins)
             raise InfeasibleError(
@@ -33,16 +33,17 @@ class Single(Pass):
                 where=self.name,
                 hint="choose another --placer, or change the device map",
             )
-        choices = pins or list(range(len(state.target.devices)))
-        simulated = {index: _on_one(asked, index) for index in choices}
-        fitting = [index for index in choices if not asked.excess_bytes(simulated[index]).any()]
-        if not fitting:
-            least = np.max([simulated[index].peak_bytes for index in choices], axis=0)
-            require_memory(state.target, least, self.name)
-        best = min(fitting, key=lambda index: (simulated[index].makespan_seconds, index))
-        device = np.full(len(asked.graph), best, dtype=np.int32)
-        return commit_placement(state, asked, device, simulated[best].start_seconds, self.name)
+        candidates = pins or list(range(len(state.target.devices)))
+        simulations = {index: _simulate_alone(problem, index) for index in candidates}
+        fitting_devices = [index for index in candidates if not problem.excess_bytes(simulations[index]).any()]
+        if not fitting_devices:
+            needed_bytes = np.max([simulations[index].peak_bytes for index in candidates], axis=0)
+            require_memory(state.target, needed_bytes, self.name)
+        best = min(fitting_devices, key=lambda index: (simulations[index].makespan_seconds, index))
+        device = np.full(len(problem.graph), best, dtype=np.int32)
+        return commit_placement(state, problem, device, simulations[best].start_seconds, self.name)
 
 
-def _on_one(asked: PlacementProblem, index: int) -> Simulation:
-    return asked.simulate(np.full(len(asked.graph), index, dtype=np.int32), asked.graph.order)
+def _simulate_alone(problem: PlacementProblem, index: int) -> Simulation:
+    """Return the simulated step of the whole graph on one device."""
+    return problem.simulate(np.full(len(problem.graph), index, dtype=np.int32), problem.graph.order)

@@ -1,4 +1,4 @@
-"""Throughput: split the graph into stages so that the busiest device or channel has as little to do as possible."""
+"""Throughput: split the graph into stages with the smallest largest load."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ from onnxplace.simulation import steady_state_loads
 from onnxplace.state import Pass, State
 from onnxplace.utils import budget_clock
 
+# Of the local search, each with its own seed.
 RESTARTS = 4
 
 
 @dataclass(frozen=True)
 class Stages(Pass):
-    """Minimise the time between two results when many requests are pipelined: the largest load
-    (`onnxplace.simulation.loads`).
+    """Minimise the time between two results when many requests are pipelined.
+
+    That time is the largest load of a device or channel (`onnxplace.simulation.loads`).
 
     Contiguous stages follow one another: values only run forward. They are found by dynamic programming over ideals
-    (Tarnawski et al., NeurIPS 2020), and optimal where there are under 50 000 ideals, all links are alike, the time
-    suffices and the first answer fits the memory; else they are the best of several topological orders, improved by
-    local search. Receives are exact in the dynamic program; sends to several later stages are counted once there, so
-    its optimum is a lower bound, and a branch and bound closes the gap where there is one.
+    (Tarnawski et al., NeurIPS 2020). They are optimal where there are under 50 000 ideals, all links are alike, the
+    time suffices and the first answer fits the memory; otherwise they are the best of several topological orders,
+    improved by local search. Receives are exact in the dynamic program. It counts sends to several later stages once,
+    so its optimum is a lower bound; a branch and bound closes the gap where there is one.
     """
 
     name: ClassVar[str] = "stages"
@@ -53,94 +55,101 @@ class Stages(Pass):
     load: Literal["max", "sum"] = "max"
     """A device computes while it transfers (max), or one after the other (sum)."""
     seconds: Annotated[float, Ge(0)] = 10.0
-    """Time to search; what is found within it depends on the machine only if the note does not say it is optimal."""
+    """Time to search; the result depends on the machine only if the note does not call it optimal."""
     seed: Annotated[int, Ge(0)] = 0
     """Of the topological orders and the local search."""
 
     def run(self, state: State) -> State:
-        asked = placement_problem(state)
-        if not len(asked.graph):
-            nowhere = np.zeros(0, dtype=np.int32)
-            return commit_placement(state, asked, nowhere, np.zeros(0), self.name)
+        problem = placement_problem(state)
+        if not len(problem.graph):
+            no_devices = np.zeros(0, dtype=np.int32)
+            return commit_placement(state, problem, no_devices, np.zeros(0), self.name)
         deadline = budget_clock() + self.seconds
-        best = self._contiguous(state, asked, deadline)
+        best = self._split_contiguously(state, problem, deadline)
         if not self.contiguous:
-            best = self._free(state, asked, best, deadline)
+            best = self._move_groups(state, problem, best, deadline)
         if best is None:
-            raise out_of_memory_error(asked, self.name)
-        return best.state.saying(self._note(asked, best))
+            raise out_of_memory_error(problem, self.name)
+        return best.state.saying(self._describe_result(problem, best))
 
-    def _rule(self, asked: PlacementProblem) -> int:
+    def _transfer_rule(self, problem: PlacementProblem) -> int:
         if self.load == "sum":
             return SUM
-        return {"duplex": DUPLEX, "sequential": SEQUENTIAL, "parallel": PARALLEL}[asked.target.link_model]
+        return {"duplex": DUPLEX, "sequential": SEQUENTIAL, "parallel": PARALLEL}[problem.target.link_model]
 
-    def _interval(self, asked: PlacementProblem, device: Ints) -> float:
-        return steady_state_loads(asked.graph, asked.seconds, asked.target, device, self.load).interval_seconds
+    def _interval_seconds(self, problem: PlacementProblem, device: Ints) -> float:
+        return steady_state_loads(problem.graph, problem.seconds, problem.target, device, self.load).interval_seconds
 
-    def _contiguous(self, state: State, asked: PlacementProblem, deadline: float) -> _Answer | None:
-        """Return the best contiguous split that fits: as planned, planned with tighter limits, or one device."""
-        limit, devices = asked.limit_bytes, len(asked.target.devices)
-        best: _Answer | None = None
+    def _split_contiguously(self, state: State, problem: PlacementProblem, deadline: float) -> _StagePlan | None:
+        """Return the best contiguous split that fits.
+
+        Limits are tightened if needed; one device is tried as well.
+        """
+        limit, devices = problem.limit_bytes, len(problem.target.devices)
+        best: _StagePlan | None = None
         for attempt, resident in enumerate(RESIDENT_SHARES):
-            cut = prepare_cuts(asked, self._rule(asked), limit, tuple(range(devices)), resident)
-            found = split_into_stages(cut, asked, deadline, self.seed)
-            if found is None:
+            cuts = prepare_cuts(problem, self._transfer_rule(problem), limit, tuple(range(devices)), resident)
+            split = split_into_stages(cuts, problem, deadline, self.seed)
+            if split is None:
                 break
-            device = found.device[cut.node]
-            best = self._tried(state, asked, device, found.bound if attempt == 0 else 0.0)
+            device = split.device[cuts.node]
+            best = self._commit_if_fitting(state, problem, device, split.bound if attempt == 0 else 0.0)
             if best is not None:
                 break
             if resident == 1.0:
-                limit = _tightened(asked, limit, device, attempt)
-        alone = [np.full(len(asked.graph), index, dtype=np.int32) for index in range(devices)]
-        alone = [device for device in alone if np.isin(asked.pinned, (-1, device[0])).all()]
-        for device in sorted(alone, key=lambda d: self._interval(asked, d)):
-            if best is not None and self._interval(asked, device) >= best.interval_seconds:
+                limit = _tighten_limits(problem, limit, device, attempt)
+        allowed = [index for index in range(devices) if np.isin(problem.pinned, (-1, index)).all()]
+        single_devices = [np.full(len(problem.graph), index, dtype=np.int32) for index in allowed]
+        for device in sorted(single_devices, key=lambda device: self._interval_seconds(problem, device)):
+            if best is not None and self._interval_seconds(problem, device) >= best.interval_seconds:
                 break
-            better = self._tried(state, asked, device, 0.0)
+            better = self._commit_if_fitting(state, problem, device, 0.0)
             if better is not None:
                 return better
         return best
 
-    def _tried(self, state: State, asked: PlacementProblem, device: Ints, bound: float) -> _Answer | None:
-        """Return the answer that is this placement, None if it does not fit."""
+    def _commit_if_fitting(
+        self, state: State, problem: PlacementProblem, device: Ints, bound: float
+    ) -> _StagePlan | None:
+        """Return the plan with this placement; None if it does not fit."""
         device = device.astype(np.int32)
-        start = asked.simulate(device, asked.graph.order).start_seconds
+        start = problem.simulate(device, problem.graph.order).start_seconds
         try:
-            after = commit_placement(state, asked, device, start, self.name)
+            after = commit_placement(state, problem, device, start, self.name)
         except InfeasibleError:
             return None
-        return _Answer(after, device, self._interval(asked, device), bound)
+        return _StagePlan(after, device, self._interval_seconds(problem, device), bound)
 
-    def _free(self, state: State, asked: PlacementProblem, best: _Answer | None, deadline: float) -> _Answer | None:
-        """Move groups wherever that lowers the largest load; the contiguous answer is where this begins."""
-        graph = asked.graph.contract(asked.group)
-        seconds = unit_seconds(asked, asked.group)
-        latency, per_byte = asked.target.link_arrays()
+    def _move_groups(
+        self, state: State, problem: PlacementProblem, best: _StagePlan | None, deadline: float
+    ) -> _StagePlan | None:
+        """Move groups to lower the largest load, from the contiguous plan on."""
+        graph = problem.graph.contract(problem.group)
+        seconds = unit_seconds(problem, problem.group)
+        latency, per_byte = problem.target.link_arrays()
         home = seconds.argmin(axis=0).astype(np.int32)
         if best is not None:
-            home[asked.group] = best.device
-        limit = asked.limit_bytes
+            home[problem.group] = best.device
+        limit, held_bytes = problem.limit_bytes, least_held_bytes(problem, problem.group)
         for restart in range(RESTARTS):
             if restart and budget_clock() > deadline:
                 break
-            moving = LocalSearch(
-                graph, seconds, latency, per_byte, limit, least_held_bytes(asked, asked.group), self._rule(asked)
+            local_search = LocalSearch(
+                graph, seconds, latency, per_byte, limit, held_bytes, self._transfer_rule(problem)
             )
-            found, _ = moving.improve(home, None, min(MAX_MOVES, 200 * len(graph)), self.seed + restart)
-            if best is not None and self._interval(asked, found[asked.group]) >= best.interval_seconds:
+            candidate, _ = local_search.improve(home, None, min(MAX_MOVES, 200 * len(graph)), self.seed + restart)
+            if best is not None and self._interval_seconds(problem, candidate[problem.group]) >= best.interval_seconds:
                 continue
-            better = self._tried(state, asked, found[asked.group], 0.0)
+            better = self._commit_if_fitting(state, problem, candidate[problem.group], 0.0)
             if better is None:
-                limit = _tightened(asked, limit, found[asked.group], restart)
+                limit = _tighten_limits(problem, limit, candidate[problem.group], restart)
             else:
-                best, home = better, found
-        return None if best is None else _Answer(best.state, best.device, best.interval_seconds, 0.0)
+                best, home = better, candidate
+        return None if best is None else _StagePlan(best.state, best.device, best.interval_seconds, 0.0)
 
-    def _note(self, asked: PlacementProblem, best: _Answer) -> Diagnostic:
-        found = steady_state_loads(asked.graph, asked.seconds, asked.target, best.device, self.load)
-        index, what = found.largest
+    def _describe_result(self, problem: PlacementProblem, best: _StagePlan) -> Diagnostic:
+        loads = steady_state_loads(problem.graph, problem.seconds, problem.target, best.device, self.load)
+        index, what = loads.largest
         kind = "contiguous" if self.contiguous else "not necessarily contiguous"
         if best.bound_seconds >= best.interval_seconds * (1 - 1e-9):
             proof = "optimal"
@@ -151,13 +160,15 @@ class Stages(Pass):
         return Diagnostic(
             "P030",
             f"one result every {best.interval_seconds * 1e3:.4g} ms in steady state (largest load: "
-            f"{asked.target.devices[index].id} {what} {best.interval_seconds * 1e3:.4g} ms); {kind}, {proof}",
+            f"{problem.target.devices[index].id} {what} {best.interval_seconds * 1e3:.4g} ms); {kind}, {proof}",
             where=self.name,
         )
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _StagePlan:
+    """A placement that fits, with its interval."""
+
     state: State
     device: Ints
     """Per node of the problem's graph."""
@@ -166,9 +177,9 @@ class _Answer:
     """No contiguous split that fits has a smaller interval."""
 
 
-def _tightened(asked: PlacementProblem, limit: Longs, device: Ints, attempt: int) -> Longs:
+def _tighten_limits(problem: PlacementProblem, limit: Longs, device: Ints, attempt: int) -> Longs:
     """Return smaller limits for the devices that this placement overfills."""
-    excess = asked.excess_bytes(asked.simulate(device.astype(np.int32), asked.graph.order))
-    less = np.where(excess > 0, np.maximum((attempt + 1) * excess, asked.limit_bytes // 64), 0)
+    excess = problem.excess_bytes(problem.simulate(device.astype(np.int32), problem.graph.order))
+    less = np.where(excess > 0, np.maximum((attempt + 1) * excess, problem.limit_bytes // 64), 0)
     tightened: Longs = np.maximum(limit - less, 0)
     return tightened

@@ -1,10 +1,13 @@
-"""Cost files: what `profile` found out, as JSON or CSV that people can read, edit and carry to another machine."""
+"""Cost files: the results of `profile` as JSON or CSV.
+
+People read and edit them, and carry them to other machines.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,216 +17,233 @@ from numpy.typing import NDArray
 
 from onnxplace.errors import Diagnostic, InputError, ModelError, shown
 from onnxplace.facts import Profile, Quality, Source
-from onnxplace.graph import Floats
 from onnxplace.model import Model, op_graph, static_shapes, value_bytes
-from onnxplace.passes.cost_files.csv_table import FORMAT, VERSION, entries, read_table, require_version
+from onnxplace.passes.cost_files.csv_table import FORMAT, VERSION, node_entries, read_table, require_version
 from onnxplace.passes.profiling import MAX_ALL_BYTES, MAX_BYTES, MAX_FIGURE, MAX_WHOLE_SECONDS, fingerprints
 from onnxplace.target import MAX_SECONDS, Target
 from onnxplace.utils import read_json
 
 Entry = Mapping[str, Any]
 
-_OF_BYTES = f"it must be a whole number of bytes, from 0 to {MAX_BYTES}"
-_OF_SECONDS = "it must be a number of seconds, not negative"
-# What a file may say of where a time comes from. It was not measured by this process.
+# The source of a time that a file holds. It was not measured by this process.
 _SOURCES = {"measured": Source.GIVEN, "given": Source.GIVEN, "estimated": Source.ESTIMATED, "known": Source.KNOWN}
-_FORM = 'it is written like {"unit": 0, "seconds": {"cpu/1": 1e-5}}'
+_SECONDS_HINT = f"write a number of seconds, from 0 to {MAX_SECONDS:g}"
+_BYTES_HINT = f"write a whole number of bytes, from 0 to {MAX_BYTES}"
+_ENTRY_HINT = 'write it like {"unit": 0, "seconds": {"cpu/1": 1e-5}}'
 
 
 def format_costs(profile: Profile) -> str:
-    """Return a profile in the form of a cost file: JSON, one line per node."""
+    """Return a profile as a JSON cost file, one line per node."""
     graph = profile.graph
     lines = ",\n".join(
-        f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in zip(graph.names, entries(profile))
+        f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in zip(graph.names, node_entries(profile))
     )
     head: dict[str, Any] = {"format": FORMAT, "version": VERSION, "whole_seconds": dict(profile.whole_seconds)}
     if profile.quality:
-        head["measured"] = {kind: asdict(quality) for kind, quality in profile.quality.items()}
+        head["measured"] = {cost_class: asdict(quality) for cost_class, quality in profile.quality.items()}
     sizes = json.dumps(dict(zip(graph.value_names, graph.value_bytes.tolist())))
     return f'{json.dumps(head)[:-1]},\n "nodes": {{\n{lines}\n }},\n "value_bytes": {sizes}}}\n'
 
 
 def read_costs(path: str | Path, model: Model, target: Target) -> tuple[Profile, list[Diagnostic]]:
-    """Read a cost file for this model and target; raises InputError naming the file and what is missing in it.
+    """Read a cost file for this model and target.
 
     Nodes are found by their names, else, in a file that holds fingerprints, as nodes that do the same. Times that
-    were measured are `GIVEN` here; estimated and known ones stay what they are.
+    were measured become `GIVEN`; estimated and known ones stay so.
+
+    Raises:
+        InputError: an entry of the file is missing or invalid.
+        ModelError: the file is for another model.
     """
-    data = read_table(path, model) if str(path).endswith(".csv") else _read(path)
+    data = read_table(path, model) if str(path).endswith(".csv") else _read_json_costs(path)
     shapes = static_shapes(model)
     prints = fingerprints(model, shapes)
-    order, notes = _matched(data["nodes"], prints, path, model)
-    names = [node.name for node in model.nodes]
-    classes = list(dict.fromkeys(device.cost_class for device in target.devices))
-    seconds = {
-        kind: np.array([_seconds(entry, kind, path, name) for entry, name in zip(order, names)]) for kind in classes
-    }
-    sources = {
-        kind: np.array([_source(entry, kind, path, name) for entry, name in zip(order, names)], dtype=np.uint8)
-        for kind in classes
-    }
-    spread = {kind: _spread(order, kind, path, names) for kind in classes}
-    unit = np.unique([_unit(entry, -1 - i, path, names[i]) for i, entry in enumerate(order)], return_inverse=True)[1]
-    sizes = value_bytes(model, {**shapes, **model.input_shapes()})
-    sizes |= _bytes(data, "value_bytes", path)
+    entries, notes = _match_entries(data["nodes"], prints, path, model)
+    nodes = [_NodeCosts(node.name, entry, path) for node, entry in zip(model.nodes, entries)]
+    seconds, sources, spreads = {}, {}, {}
+    for cost_class in dict.fromkeys(device.cost_class for device in target.devices):
+        seconds[cost_class] = np.array([node.seconds(cost_class) for node in nodes])
+        sources[cost_class] = np.array([node.source(cost_class) for node in nodes], dtype=np.uint8)
+        if any(node.has_spread(cost_class) for node in nodes):
+            spreads[cost_class] = np.array([node.spread_seconds(cost_class) for node in nodes])
+    # A node without a unit is a unit of its own; negative numbers keep it apart from those in the file.
+    unit = np.unique([node.unit(-1 - index) for index, node in enumerate(nodes)], return_inverse=True)[1]
+    sizes = value_bytes(model, {**shapes, **model.input_shapes()}) | _read_bytes(data, "value_bytes", path)
+    whole_hint = f"write a number of seconds, from 0 to {MAX_WHOLE_SECONDS:g}"
     profile = Profile(
-        replace(op_graph(model, sizes), workspace_bytes=_workspace(order, path, names)),
-        MappingProxyType(seconds),
-        MappingProxyType(sources),
-        unit.astype(np.int32),
-        MappingProxyType(_amounts(data, "whole_seconds", path, MAX_WHOLE_SECONDS, f"{_OF_SECONDS}, up to 1e9")),
-        spread=MappingProxyType({kind: around for kind, around in spread.items() if around is not None}),
-        quality=MappingProxyType(_quality(data, path)),
+        graph=replace(op_graph(model, sizes), workspace_bytes=_read_workspace(nodes, path)),
+        seconds=MappingProxyType(seconds),
+        sources=MappingProxyType(sources),
+        unit=unit.astype(np.int32),
+        whole_seconds=MappingProxyType(_read_numbers(data, "whole_seconds", path, MAX_WHOLE_SECONDS, whole_hint)),
+        spread=MappingProxyType(spreads),
+        quality=MappingProxyType(_read_quality(data, path)),
         prints=prints,
     )
     return profile, notes
 
 
-def _matched(
-    nodes: Mapping[str, Any], prints: Sequence[str], path: str | Path, model: Model
+def _read_json_costs(path: str | Path) -> dict[str, Any]:
+    data = read_json(path, "C011", "a cost file")
+    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("nodes"), dict):
+        raise InputError("C011", "not a cost file", where=str(path), hint="bundles hold one as costs.json")
+    require_version(data.get("version"), path)
+    return data
+
+
+def _match_entries(
+    entries: Mapping[str, Any], prints: Sequence[str], path: str | Path, model: Model
 ) -> tuple[list[Entry], list[Diagnostic]]:
-    """Return the entry of each node of the model; raises ModelError for those that have none."""
-    printed = {e["fingerprint"]: e for e in nodes.values() if isinstance(e, dict) and _is_print(e.get("fingerprint"))}
-    unknown = [node.name for node, own in zip(model.nodes, prints) if node.name not in nodes and own not in printed]
+    """Return the entry of each node; raises ModelError without one."""
+    by_print = {
+        e["fingerprint"]: e for e in entries.values() if isinstance(e, dict) and _is_print(e.get("fingerprint"))
+    }
+    names = [node.name for node in model.nodes]
+    unknown = [name for name, own_print in zip(names, prints) if name not in entries and own_print not in by_print]
     if unknown:
         raise ModelError(
             "C010",
-            f"no costs for {len(unknown)} of {len(model.nodes)} nodes, such as {', '.join(unknown[:3])}",
+            f"no costs for {len(unknown)} of {len(names)} nodes, such as {', '.join(unknown[:3])}",
             where=str(path),
             hint="it was made for another model; profile this one",
         )
-    order: list[Entry] = []
-    other = []
-    for node, own in zip(model.nodes, prints):
-        if node.name in nodes:
-            entry = _entry(nodes[node.name], path, node.name)
-            if _is_print(entry.get("fingerprint")) and entry["fingerprint"] != own:
-                other.append(node.name)
+    matches: list[Entry] = []
+    changed = []
+    for name, own_print in zip(names, prints):
+        if name in entries:
+            entry = _require_entry(entries[name], path, name)
+            if _is_print(entry.get("fingerprint")) and entry["fingerprint"] != own_print:
+                changed.append(name)
         else:  # its unit is one of another model, where it may have had other members
-            known = _entry(printed[own], path, node.name)
-            entry = {name: value for name, value in known.items() if name != "unit"}
-        order.append(entry)
-    if not other:
-        return order, []
+            known = _require_entry(by_print[own_print], path, name)
+            entry = {key: value for key, value in known.items() if key != "unit"}
+        matches.append(entry)
+    if not changed:
+        return matches, []
     message = (
-        f"{len(other)} of {len(model.nodes)} nodes are not as they were measured (other shapes or attributes), "
-        f"such as {', '.join(other[:3])}"
+        f"{len(changed)} of {len(names)} nodes were measured with other shapes or attributes, "
+        f"such as {', '.join(changed[:3])}"
     )
-    return order, [Diagnostic("C005", message, where=str(path), hint="profile again for these shapes")]
+    return matches, [Diagnostic("C005", message, where=str(path), hint="profile again for these shapes")]
 
 
 def _is_print(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
 
 
-def _is_amount(value: Any, most: float) -> bool:
-    """Return whether a value is a number from 0 to `most`."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= most
-
-
-def _entry(entry: Any, path: str | Path, name: str) -> Entry:
-    """Return a node's entry; raises InputError unless it has the form of one."""
-    good = isinstance(entry, dict) and isinstance(entry.get("seconds"), dict)
-    if not good or not all(isinstance(entry.get(key, {}), dict) for key in ("source", "spread")):
-        message = f"the entry of node {name!r} makes no sense: {shown(entry)}"
-        raise InputError("C014", message, where=str(path), hint=_FORM)
+def _require_entry(entry: Any, path: str | Path, name: str) -> Entry:
+    """Return a node's entry; raises InputError if it is malformed."""
+    is_valid = isinstance(entry, dict) and isinstance(entry.get("seconds"), dict)
+    if not is_valid or not all(isinstance(entry.get(key, {}), dict) for key in ("source", "spread")):
+        message = f"expected an object with 'seconds' for node {name!r}, got {shown(entry)}"
+        raise _entry_error(message, path, _ENTRY_HINT)
     return entry  # type: ignore[no-any-return]
 
 
-def _unit(entry: Entry, alone: int, path: str | Path, name: str) -> int:
-    """Return the unit of a node, `alone` if the file names none; raises InputError if it is no whole number."""
-    unit = entry.get("unit", alone)
-    whole = unit.is_integer() if isinstance(unit, float) else type(unit) is int
-    if not whole:
-        hint = "it is a whole number; nodes of one number are one kernel"
-        raise InputError("C014", f"the unit of node {name!r} is {shown(unit)}", where=str(path), hint=hint)
-    return int(unit)
+def _entry_error(message: str, path: str | Path, hint: str) -> InputError:
+    return InputError("C014", message, where=str(path), hint=hint)
 
 
-def _seconds(entry: Entry, kind: str, path: str | Path, name: str) -> float:
-    value = entry["seconds"].get(kind)
-    if value is None:
-        if entry["seconds"]:
-            hint = f"it holds: {', '.join(entry['seconds'])}"
-        elif str(path).endswith(".csv"):
-            hint = f"its row is empty, or too short, in the column 'seconds {kind}'"
-        else:
-            hint = _FORM
-        raise InputError("C013", f"no seconds on {kind!r} for node {name!r}", where=str(path), hint=hint)
-    return _time(value, f"the cost of node {name!r} on {kind!r}", path)
+@dataclass(frozen=True)
+class _NodeCosts:
+    """The entry of a node; methods raise InputError where invalid."""
+
+    name: str
+    entry: Entry
+    path: str | Path
+
+    def unit(self, default: int) -> int:
+        """Return the unit of the node, `default` if the file has none."""
+        unit = self.entry.get("unit", default)
+        is_whole = unit.is_integer() if isinstance(unit, float) else type(unit) is int
+        if not is_whole:
+            message = f"the unit of node {self.name!r} is {shown(unit)}, expected a whole number"
+            raise _entry_error(message, self.path, "give nodes of one kernel the same whole number")
+        return int(unit)
+
+    def seconds(self, cost_class: str) -> float:
+        """Return the time of the node on a class of device."""
+        times = self.entry["seconds"]
+        value = times.get(cost_class)
+        if value is None:
+            if times:
+                hint = f"it holds: {', '.join(times)}"
+            elif str(self.path).endswith(".csv"):
+                hint = f"its row is empty, or too short, in the column 'seconds {cost_class}'"
+            else:
+                hint = _ENTRY_HINT
+            message = f"no seconds on {cost_class!r} for node {self.name!r}"
+            raise InputError("C013", message, where=str(self.path), hint=hint)
+        return _require_seconds(value, f"the cost of node {self.name!r} on {cost_class!r}", self.path)
+
+    def source(self, cost_class: str) -> Source:
+        """Return the source of that time, `GIVEN` if the file has none."""
+        word = self.entry.get("source", {}).get(cost_class, "given")
+        if not isinstance(word, str) or word not in _SOURCES:
+            message = f"the source of node {self.name!r} on {cost_class!r} is {word!r}"
+            raise _entry_error(message, self.path, "write one of " + ", ".join(_SOURCES))
+        return _SOURCES[word]
+
+    def has_spread(self, cost_class: str) -> bool:
+        return self.entry.get("spread", {}).get(cost_class) is not None
+
+    def spread_seconds(self, cost_class: str) -> float:
+        """Return the spread of that time, 0 if the file has none."""
+        value = self.entry.get("spread", {}).get(cost_class) or 0.0
+        return _require_seconds(value, f"the spread of node {self.name!r} on {cost_class!r}", self.path)
 
 
-def _time(value: Any, what: str, path: str | Path) -> float:
-    if not _is_amount(value, MAX_SECONDS):
-        hint = f"{_OF_SECONDS}, up to 1e6"
-        raise InputError("C014", f"{what} is {shown(value)}, not a time", where=str(path), hint=hint)
+def _require_seconds(value: Any, name: str, path: str | Path) -> float:
+    if not _is_number(value, MAX_SECONDS):
+        raise _entry_error(f"{name} is {shown(value)}, expected a time", path, _SECONDS_HINT)
     return float(value)
 
 
-def _source(entry: Entry, kind: str, path: str | Path, name: str) -> Source:
-    word = entry.get("source", {}).get(kind, "given")
-    if not isinstance(word, str) or word not in _SOURCES:
-        message, hint = f"the source of node {name!r} on {kind!r} is {word!r}", "it is one of " + ", ".join(_SOURCES)
-        raise InputError("C014", message, where=str(path), hint=hint)
-    return _SOURCES[word]
+def _is_number(value: Any, maximum: float) -> bool:
+    """Return whether a value is a number from 0 to `maximum`."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= maximum
 
 
-def _spread(order: Sequence[Entry], kind: str, path: str | Path, names: Sequence[str]) -> Floats | None:
-    """Return the spread of each node on a class of device, zero where there is none; None if no node has one."""
-    found = [entry.get("spread", {}).get(kind) for entry in order]
-    if all(value is None for value in found):
-        return None
-    return np.array(
-        [_time(value or 0.0, f"the spread of node {n!r} on {kind!r}", path) for value, n in zip(found, names)]
-    )
+def _read_workspace(nodes: Sequence[_NodeCosts], path: str | Path) -> NDArray[np.int64]:
+    """Return the workspace bytes of each node, 0 if not given."""
+    given = {node.name: node.entry["workspace_bytes"] for node in nodes if "workspace_bytes" in node.entry}
+    amounts = _read_bytes({"workspace_bytes": given}, "workspace_bytes", path)
+    return np.array([amounts.get(node.name, 0) for node in nodes], dtype=np.int64)
 
 
-def _workspace(order: Sequence[Entry], path: str | Path, names: Sequence[str]) -> NDArray[np.int64]:
-    """Return the bytes that each node needs while it runs, as far as the file says."""
-    found = {name: entry["workspace_bytes"] for entry, name in zip(order, names) if "workspace_bytes" in entry}
-    amounts = _bytes({"workspace_bytes": found}, "workspace_bytes", path)
-    return np.array([amounts.get(name, 0) for name in names], dtype=np.int64)
-
-
-def _quality(data: Mapping[str, Any], path: str | Path) -> dict[str, Quality]:
-    """Return how sure the measurement of each class of device is, as far as the file says."""
+def _read_quality(data: Mapping[str, Any], path: str | Path) -> dict[str, Quality]:
+    """Return the quality of measurements by class, if given."""
     try:
-        found = {kind: Quality(**told) for kind, told in data.get("measured", {}).items()}
-        figures = [figure for quality in found.values() for figure in vars(quality).values()]
-        if not all(_is_amount(figure, MAX_FIGURE) for figure in figures):
-            raise TypeError("a figure is no number, negative or too large")
-    except (AttributeError, TypeError) as problem:
-        message = f"what it says under 'measured' makes no sense: {problem}"
-        raise InputError("C014", message, where=str(path), hint="leave it out, or see docs/costs.md") from None
-    return found
+        qualities = {cost_class: Quality(**figures) for cost_class, figures in data.get("measured", {}).items()}
+        figures = [figure for quality in qualities.values() for figure in vars(quality).values()]
+        if not all(_is_number(figure, MAX_FIGURE) for figure in figures):
+            raise TypeError(f"expected numbers from 0 to {MAX_FIGURE:g}")
+    except (AttributeError, TypeError) as error:
+        raise _entry_error(f"'measured' is invalid: {error}", path, "leave it out, or see docs/costs.md") from None
+    return qualities
 
 
-def _bytes(data: Mapping[str, Any], key: str, path: str | Path) -> dict[str, int]:
-    """Return a table of bytes by name; raises InputError naming the entry that is no whole number of them."""
-    amounts = _amounts(data, key, path, MAX_BYTES, _OF_BYTES)
+def _read_bytes(data: Mapping[str, Any], key: str, path: str | Path) -> dict[str, int]:
+    """Return a table of bytes by name; raises InputError at others."""
+    amounts = _read_numbers(data, key, path, MAX_BYTES, _BYTES_HINT)
     for name, amount in amounts.items():
         if amount != int(amount):
-            raise InputError("C014", f"{key} of {shown(name)} is {shown(amount)}", where=str(path), hint=_OF_BYTES)
+            raise _entry_error(f"{key} of {shown(name)} is {shown(amount)}", path, _BYTES_HINT)
     if (total := sum(amounts.values())) > MAX_ALL_BYTES:
-        message, hint = f"{key} add up to {total:.3g}", f"at most {MAX_ALL_BYTES} bytes, all together"
-        raise InputError("C014", message, where=str(path), hint=hint)
+        raise _entry_error(f"{key} add up to {total:.3g}", path, f"at most {MAX_ALL_BYTES} bytes are allowed in total")
     return {name: int(amount) for name, amount in amounts.items()}
 
 
-def _amounts(data: Mapping[str, Any], key: str, path: str | Path, most: float, hint: str) -> dict[str, Any]:
-    """Return a table of numbers by name; raises InputError naming the entry that is none."""
+def _read_numbers(data: Mapping[str, Any], key: str, path: str | Path, maximum: float, hint: str) -> dict[str, Any]:
+    """Return a table of numbers by name.
+
+    Raises InputError at an entry outside 0 to `maximum`.
+    """
     amounts = data.get(key, {})
     if not isinstance(amounts, dict):
-        raise InputError("C014", f"{key} is no table of numbers by name", where=str(path), hint="see docs/costs.md")
+        message = f"expected an object of numbers by name under {key}, got {shown(amounts)}"
+        raise _entry_error(message, path, "see docs/costs.md")
     for name, amount in amounts.items():
-        if not _is_amount(amount, most):
-            raise InputError("C014", f"{key} of {shown(name)} is {shown(amount)}", where=str(path), hint=hint)
+        if not _is_number(amount, maximum):
+            raise _entry_error(f"{key} of {shown(name)} is {shown(amount)}", path, hint)
     return amounts
-
-
-def _read(path: str | Path) -> dict[str, Any]:
-    data = read_json(path, "C011", "a cost file")
-    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("nodes"), dict):
-        raise InputError("C011", "not a cost file", where=str(path), hint="bundles hold one as costs.json")
-    require_version(data.get("version"), path)
-    return data

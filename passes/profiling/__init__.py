@@ -5,22 +5,20 @@ from typing import TYPE_CHECKING
 from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
-    from onnxplace.passes.profiling.cached_measurements import (
-        measurement_key as measurement_key,
-        recall_measurement as recall_measurement,
-        store_measurement as store_measurement,
-    )
-    from onnxplace.passes.profiling.chunks import (
-        cut_into_chunks as cut_into_chunks,
-        measure_chunks as measure_chunks,
-        session_bytes as session_bytes,
-    )
+    from onnxplace.passes.profiling.chunks import measure_chunks as measure_chunks
     from onnxplace.passes.profiling.node_work import bytes_moved as bytes_moved, operations as operations
     from onnxplace.passes.profiling.plausible import (
         MAX_ALL_BYTES as MAX_ALL_BYTES,
         MAX_BYTES as MAX_BYTES,
         MAX_FIGURE as MAX_FIGURE,
         MAX_WHOLE_SECONDS as MAX_WHOLE_SECONDS,
+    )
+    from onnxplace.passes.profiling.profile_model import (
+        ModelProfiler as ModelProfiler,
+        ModelStructure as ModelStructure,
+        assemble_profile as assemble_profile,
+        find_measurement_obstacle as find_measurement_obstacle,
+        report_unknown_sizes as report_unknown_sizes,
     )
     from onnxplace.passes.profiling.repeated_layers import (
         find_repeats as find_repeats,
@@ -34,21 +32,19 @@ if TYPE_CHECKING:
         estimate_seconds as estimate_seconds,
         measure_peaks as measure_peaks,
     )
-    from onnxplace.passes.profiling.timer import (
-        Feeds as Feeds,
-        Measurement as Measurement,
-        MeasurementOptions as MeasurementOptions,
-    )
+    from onnxplace.passes.profiling.timer import Measurement as Measurement, MeasurementOptions as MeasurementOptions
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "cached_measurements": "measurement_key recall_measurement store_measurement",
-        "chunks": "cut_into_chunks measure_chunks session_bytes",
+        "chunks": "measure_chunks",
         "node_work": "bytes_moved operations",
         "plausible": "MAX_ALL_BYTES MAX_BYTES MAX_FIGURE MAX_WHOLE_SECONDS",
+        "profile_model": (
+            "ModelProfiler ModelStructure assemble_profile find_measurement_obstacle report_unknown_sizes"
+        ),
         "repeated_layers": "find_repeats fingerprints node_kinds pool_by_kind",
         "roofline": "PeakRates TYPICAL_PEAKS estimate_seconds measure_peaks",
-        "timer": "Feeds Measurement MeasurementOptions",
+        "timer": "Measurement MeasurementOptions",
     },
 )

@@ -1,4 +1,7 @@
-"""Measurements that outlive the process: a Measurement as plain data in the user's cache, by what was measured."""
+"""Store measurements in the user's cache.
+
+They are plain data, under a key of everything that was measured.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,18 @@ from onnxplace.graph import OpGraph
 from onnxplace.machine import import_onnxruntime, measurement_cache, operator_libraries
 from onnxplace.model import Model
 from onnxplace.passes.profiling.plausible import MAX_ALL_BYTES, MAX_BYTES, MAX_FIGURE, MAX_WHOLE_SECONDS
-from onnxplace.passes.profiling.repeated_layers import held_integers
+from onnxplace.passes.profiling.repeated_layers import small_integer_bytes
 from onnxplace.passes.profiling.timer import Measurement
 from onnxplace.target import MAX_SECONDS, Device
 
-_LISTS = ("seconds", "spread", "unit", "ran")
+# The fields with one entry per node.
+_NODE_LISTS = ("seconds", "spread", "unit", "ran")
 _Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
 _Figure = Annotated[int, Field(ge=0, le=MAX_FIGURE)] | Annotated[float, Field(ge=0, le=MAX_FIGURE)]
 
 
-class _Entry(BaseModel):
-    """A measurement as it is kept, each number within what it can be; other fields are passed over."""
+class _StoredMeasurement(BaseModel):
+    """A measurement as stored, with limits; other fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -45,20 +49,21 @@ def measurement_key(
     prints: Sequence[str],
     device: Device,
     feeds: Mapping[str, Any],
-    how: Sequence[object],
+    settings: Sequence[object],
 ) -> str:
-    """Return the key of a measurement: what each node does, which reads which, with which inputs, on what, and how.
+    """Return the key of a measurement.
 
-    Inputs and small integers count with their bytes, since the work of some models depends on them.
+    It covers nodes, wiring, inputs, device, versions and settings. Inputs and small integers count with their bytes,
+    since the work of some models depends on them.
     """
     hardware = measurement_cache.processor() if device.kind == "cpu" else device.model
-    held = (held_integers(tensor) for tensor in model.initializers.values())
+    small_integers = (small_integer_bytes(tensor) for tensor in model.initializers.values())
     return measurement_cache.key(
         [
             *(device.cost_class, hardware, import_onnxruntime().__version__),
-            *map(repr, how),
+            *map(repr, settings),
             *prints,
-            *held,
+            *small_integers,
             graph.inputs.starts.tobytes(),
             graph.inputs.items.tobytes(),
             *graph.names,
@@ -70,28 +75,33 @@ def measurement_key(
     )
 
 
-def recall_measurement(name: str, nodes: int) -> tuple[Measurement, list[Diagnostic]] | None:
-    """Return what is kept under a key for a model of so many nodes, with what was said then; None if nothing is.
+def recall_measurement(key: str, nodes: int) -> tuple[Measurement, list[Diagnostic]] | None:
+    """Return the measurement under a key and its notes, if any.
 
-    Raises ValueError, saying what, if it is damaged; then it is removed.
+    Args:
+        key: As `measurement_key` returns it.
+        nodes: How many nodes the model has.
+
+    Raises:
+        ValueError: the entry is damaged; it is removed.
     """
-    data = measurement_cache.read(name)
+    data = measurement_cache.read(key)
     if data is None:
         return None
     try:
-        entry = _Entry.model_validate(data)
+        entry = _StoredMeasurement.model_validate(data)
         quality = None if entry.quality is None else Quality(**entry.quality)  # type: ignore[arg-type]
         notes = [Diagnostic(**note) for note in entry.notes]
-    except ValidationError as problem:
-        first = problem.errors()[0]
+    except ValidationError as error:
+        first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise measurement_cache.damaged(name, f"{place}: {first['msg']}") from None
-    except TypeError as problem:
-        raise measurement_cache.damaged(name, str(problem)) from None
-    if any(len(getattr(entry, item)) != nodes for item in _LISTS) or max(entry.unit, default=0) >= max(nodes, 1):
-        raise measurement_cache.damaged(name, "it does not hold a time per node")
+        raise measurement_cache.damaged(key, f"{place}: {first['msg']}") from None
+    except TypeError as error:
+        raise measurement_cache.damaged(key, str(error)) from None
+    if any(len(getattr(entry, item)) != nodes for item in _NODE_LISTS) or max(entry.unit, default=0) >= max(nodes, 1):
+        raise measurement_cache.damaged(key, f"expected {nodes} entries per field, one for each node")
     if sum(entry.value_bytes.values()) > MAX_ALL_BYTES:
-        raise measurement_cache.damaged(name, "its values have more bytes than there can be")
+        raise measurement_cache.damaged(key, f"its values have more bytes than the maximum of {MAX_ALL_BYTES}")
     measurement = Measurement(
         seconds=np.array(entry.seconds, dtype=np.float64),
         unit=np.array(entry.unit, dtype=np.int32),
@@ -105,17 +115,21 @@ def recall_measurement(name: str, nodes: int) -> tuple[Measurement, list[Diagnos
     return measurement, notes
 
 
-def store_measurement(name: str, found: Measurement, notes: Sequence[Diagnostic]) -> None:
-    """Keep a measurement of all nodes under a key; raises ValueError, saying why, if that cannot be."""
-    if not found.measured.all():
+def store_measurement(key: str, measurement: Measurement, notes: Sequence[Diagnostic]) -> None:
+    """Store a measurement of all nodes under a key.
+
+    Raises:
+        ValueError: the cache cannot be written; the message says why.
+    """
+    if not measurement.measured.all():
         return
     measurement_cache.write(
-        name,
+        key,
         {
-            **{item: getattr(found, item).tolist() for item in _LISTS},
-            "whole_seconds": found.whole_seconds,
-            "value_bytes": dict(found.value_bytes),
-            "quality": None if found.quality is None else asdict(found.quality),
+            **{item: getattr(measurement, item).tolist() for item in _NODE_LISTS},
+            "whole_seconds": measurement.whole_seconds,
+            "value_bytes": dict(measurement.value_bytes),
+            "quality": None if measurement.quality is None else asdict(measurement.quality),
             "notes": [vars(note) for note in notes],
         },
     )

@@ -1,4 +1,7 @@
-"""Measure a model that is too large for a device in pieces that fit, equal pieces once."""
+"""Measure a model that is too large for a device in chunks.
+
+Equal chunks are measured once.
+"""
 
 from __future__ import annotations
 
@@ -18,157 +21,175 @@ from onnxplace.model import Model
 from onnxplace.passes.profiling.repeated_layers import wiring
 from onnxplace.passes.profiling.timer import Measurement, MeasurementOptions
 
-Values = dict[str, Any]
+# By position of a node in its chunk, and of the output at the node.
+_OutputSlot = tuple[int, int]
 
-# Several layers are one piece until they hold this much: what stays in a cache from run to run is too fast.
+# Layers are measured together until they hold this much: a chunk that stays in a cache from run to run is too fast.
 BEYOND_CACHES_BYTES = 256 << 20
 
 
 def session_bytes(graph: OpGraph) -> int:
-    """Return the memory that one session of the whole model needs: weights, inputs, and values at their peak."""
+    """Return the memory of one session: weights, inputs, and peak values."""
     if not len(graph):
         return 0
     peak = graph.contract(np.zeros(len(graph), dtype=np.int32)).workspace_bytes
-    kept = graph.is_output | (graph.producer < 0)
-    return graph.total_weight_bytes + int(peak.max()) + int(graph.value_bytes[kept].sum())
+    held_throughout = graph.is_output | (graph.producer < 0)
+    return graph.total_weight_bytes + int(peak.max()) + int(graph.value_bytes[held_throughout].sum())
 
 
 def cut_into_chunks(graph: OpGraph, repeats: Iterable[Repeat], limit_bytes: int) -> list[range]:
-    """Return consecutive stretches of nodes whose weights and values, all held at once, are within the limit.
+    """Return consecutive ranges of nodes that fit within the limit.
 
-    Repeated layers, as many as hold enough to be measured fairly, are stretches of their own; so is a node that does
-    not fit alone.
+    All weights and values of a range count together. Repeated layers, as many as hold enough to be measured fairly, are
+    chunks of their own. So is a node that does not fit alone.
     """
     borders = {0, len(graph)}
     for repeat in repeats:
-        held = max(_held_bytes(graph, repeat.start, repeat.start + repeat.nodes), 1)
-        together = max(min(limit_bytes, BEYOND_CACHES_BYTES) // held, 1)
-        borders |= {*range(repeat.start, repeat.stop, repeat.nodes * together), repeat.stop}
-    pieces = []
-    for first, stop in pairwise(sorted(borders)):
-        pieces += _filled(graph, first, stop, limit_bytes)
-    return pieces
+        layer_bytes = max(_range_bytes(graph, repeat.start, repeat.start + repeat.nodes), 1)
+        layers = max(min(limit_bytes, BEYOND_CACHES_BYTES) // layer_bytes, 1)
+        borders |= {*range(repeat.start, repeat.stop, repeat.nodes * layers), repeat.stop}
+    chunks = []
+    for start, stop in pairwise(sorted(borders)):
+        chunks += _cut_range(graph, start, stop, limit_bytes)
+    return chunks
 
 
-def _held_bytes(graph: OpGraph, first: int, stop: int) -> int:
-    """Return the bytes of all weights and values of a stretch of nodes."""
+def _range_bytes(graph: OpGraph, start: int, stop: int) -> int:
+    """Return the bytes of weights and values of a range."""
 
-    def among(lists: Csr) -> Ints:
-        return np.unique(lists.items[lists.starts[first] : lists.starts[stop]])
+    def items_of(lists: Csr) -> Ints:
+        return np.unique(lists.items[lists.starts[start] : lists.starts[stop]])
 
-    values = np.union1d(among(graph.inputs), among(graph.outputs))
-    return int(graph.value_bytes[values].sum() + graph.weight_bytes[among(graph.weights)].sum())
+    values = np.union1d(items_of(graph.inputs), items_of(graph.outputs))
+    return int(graph.value_bytes[values].sum() + graph.weight_bytes[items_of(graph.weights)].sum())
 
 
-def _filled(graph: OpGraph, first: int, stop: int, limit_bytes: int) -> list[range]:
-    """Cut a stretch wherever the next node would exceed the limit."""
-    pieces, begin, held = [], first, 0
+def _cut_range(graph: OpGraph, start: int, stop: int, limit_bytes: int) -> list[range]:
+    """Cut a range wherever the next node would exceed the limit."""
+    chunks, begin, chunk_bytes = [], start, 0
     weights: set[int] = set()
     values: set[int] = set()
-    for node in range(first, stop):
-        for attempt in range(2):
-            more_weights = set(graph.weights[node].tolist()) - weights
-            more_values = {*graph.inputs[node].tolist(), *graph.outputs[node].tolist()} - values
-            more = sum(int(graph.weight_bytes[w]) for w in more_weights)
-            more += sum(int(graph.value_bytes[v]) for v in more_values)
-            if held + more <= limit_bytes or node == begin or attempt:
-                break
-            pieces.append(range(begin, node))
-            begin, held = node, 0
-            weights, values = set(), set()
-        held, weights, values = held + more, weights | more_weights, values | more_values
-    return [*pieces, range(begin, stop)] if stop > begin else pieces
+    for node in range(start, stop):
+        node_weights = set(graph.weights[node].tolist())
+        node_values = {*graph.inputs[node].tolist(), *graph.outputs[node].tolist()}
+        added_bytes = _set_bytes(graph, node_weights - weights, node_values - values)
+        if chunk_bytes + added_bytes > limit_bytes and node > begin:
+            chunks.append(range(begin, node))
+            begin, chunk_bytes, weights, values = node, 0, set(), set()
+            added_bytes = _set_bytes(graph, node_weights, node_values)
+        chunk_bytes, weights, values = chunk_bytes + added_bytes, weights | node_weights, values | node_values
+    return [*chunks, range(begin, stop)] if stop > begin else chunks
+
+
+def _set_bytes(graph: OpGraph, weights: set[int], values: set[int]) -> int:
+    return sum(int(graph.weight_bytes[weight]) for weight in weights) + sum(
+        int(graph.value_bytes[value]) for value in values
+    )
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What is known of the first of several equal pieces."""
+class _ChunkRun:
+    """The run of the first of several equal chunks."""
 
-    piece: range
-    measured: Measurement
-    outputs: dict[tuple[int, int], Any]
-    """What it made, by position of the node in the piece and of the output at the node."""
+    chunk: range
+    measurement: Measurement
+    outputs: dict[_OutputSlot, Any]
+    """The values that left the chunk."""
 
 
 def measure_chunks(
     model: Model,
     graph: OpGraph,
     kinds: Ints,
-    pieces: Sequence[range],
+    chunks: Sequence[range],
     feeds: Mapping[str, Any],
-    timer: MeasurementOptions,
+    options: MeasurementOptions,
 ) -> Measurement:
-    """Measure piece by piece, each fed with what those before it made.
+    """Measure chunk by chunk, each fed with earlier outputs.
 
-    Of equal pieces the first is run; what it made stands in for what the others would make. A piece that cannot be
-    run alone, and what depends on it, is not measured.
+    Of equal chunks the first is run; its outputs stand in for those of the others. A chunk that cannot be run alone,
+    and the nodes that depend on it, are not measured.
     """
-    values, last = dict(feeds), _last_readers(graph)
+    values, last_readers = dict(feeds), _last_readers(graph)
     seconds, spread, ran = np.zeros(len(graph)), np.zeros(len(graph)), np.zeros(len(graph), dtype=bool)
     unit, measured = np.zeros(len(graph), dtype=np.int32), np.zeros(len(graph), dtype=bool)
     sizes: dict[str, int] = {}
-    known: dict[tuple[Any, ...], _Found | None] = {}
-    offset = 0
-    for piece in pieces:
-        nodes, names = slice(piece.start, piece.stop), _leaving(model, graph, piece)
-        key = _key(graph, kinds, piece, names.values())
-        if key not in known:
-            known[key] = _run(model, piece, names, values, timer)
-        found = known[key]
-        unit[nodes] = np.arange(len(piece)) + offset if found is None else found.measured.unit + offset
-        offset = int(unit[nodes].max()) + 1
-        if found is not None:
-            seconds[nodes], ran[nodes], measured[nodes] = found.measured.seconds, found.measured.ran, True
-            spread[nodes] = found.measured.spread
-            sizes |= _sizes(model, piece, found)
-            values |= {name: found.outputs[at] for name, at in names.items() if at in found.outputs}
-        values = {name: value for name, value in values.items() if last.get(name, -1) >= piece.stop}
-    return Measurement(seconds, unit, ran, measured, None, sizes, spread, None)
+    runs: dict[tuple[Any, ...], _ChunkRun | None] = {}
+    first_unit = 0
+    for chunk in chunks:
+        nodes, slots = slice(chunk.start, chunk.stop), _leaving_values(model, graph, chunk)
+        key = _chunk_key(graph, kinds, chunk, slots.values())
+        if key not in runs:
+            runs[key] = _run_chunk(model, chunk, slots, values, options)
+        run = runs[key]
+        unit[nodes] = first_unit + (np.arange(len(chunk)) if run is None else run.measurement.unit)
+        first_unit = int(unit[nodes].max()) + 1
+        if run is not None:
+            seconds[nodes], spread[nodes] = run.measurement.seconds, run.measurement.spread
+            ran[nodes], measured[nodes] = run.measurement.ran, True
+            sizes |= _translate_sizes(model, chunk, run)
+            values |= {name: run.outputs[slot] for name, slot in slots.items() if slot in run.outputs}
+        values = {name: value for name, value in values.items() if last_readers.get(name, -1) >= chunk.stop}
+    return Measurement(
+        seconds=seconds,
+        unit=unit,
+        ran=ran,
+        measured=measured,
+        whole_seconds=None,
+        value_bytes=sizes,
+        spread=spread,
+        quality=None,
+    )
 
 
-def _sizes(model: Model, piece: range, found: _Found) -> dict[str, int]:
-    """Return the bytes of the values made in a piece, by those in the equal one that was measured."""
-    known = found.measured.value_bytes
+def _translate_sizes(model: Model, chunk: range, run: _ChunkRun) -> dict[str, int]:
+    """Return the value sizes of a chunk by an equal chunk."""
+    sizes = run.measurement.value_bytes
     return {
-        name: known[first]
-        for node, other in zip(piece, found.piece)
-        for name, first in zip(model.nodes[node].output, model.nodes[other].output)
-        if first in known
+        name: sizes[measured_name]
+        for node, measured_node in zip(chunk, run.chunk)
+        for name, measured_name in zip(model.nodes[node].output, model.nodes[measured_node].output)
+        if measured_name in sizes
     }
 
 
-def _key(graph: OpGraph, kinds: Ints, piece: range, leaving: Iterable[tuple[int, int]]) -> tuple[Any, ...]:
-    """Return what equal pieces have in common: the kinds of their nodes, which reads which, and what leaves."""
-    return kinds[piece.start : piece.stop].tobytes(), wiring(graph, piece.start, len(piece)), *leaving
+def _chunk_key(graph: OpGraph, kinds: Ints, chunk: range, slots: Iterable[_OutputSlot]) -> tuple[Any, ...]:
+    """Return what equal chunks share: kinds, wiring, and leaving outputs."""
+    return kinds[chunk.start : chunk.stop].tobytes(), wiring(graph, chunk.start, len(chunk)), *slots
 
 
 def _last_readers(graph: OpGraph) -> dict[str, int]:
+    """Return the last reader of each value, -1 if unread."""
     last = np.full(len(graph.value_names), -1, dtype=np.int64)
     np.maximum.at(last, graph.inputs.items, graph.inputs.rows)
     return dict(zip(graph.value_names, last.tolist()))
 
 
-def _leaving(model: Model, graph: OpGraph, piece: range) -> dict[str, tuple[int, int]]:
-    """Return the values that are read after a piece, or given back, by where in the piece they are made."""
-    names = {}
-    for node in piece:
-        slots = {name: (node - piece.start, slot) for slot, name in enumerate(model.nodes[node].output) if name}
+def _leaving_values(model: Model, graph: OpGraph, chunk: range) -> dict[str, _OutputSlot]:
+    """Return the slots of values that are needed outside of a chunk."""
+    leaving = {}
+    for node in chunk:
+        slots = {name: (node - chunk.start, slot) for slot, name in enumerate(model.nodes[node].output) if name}
         for value in graph.outputs[node].tolist():
-            if graph.is_output[value] or graph.readers[value].max(initial=-1) >= piece.stop:
-                names[graph.value_names[value]] = slots[graph.value_names[value]]
-    if not names:  # a session without outputs cannot be run
-        node = piece[-1]
-        names = {name: (node - piece.start, i) for i, name in enumerate(model.nodes[node].output) if name}
-    return names
+            if graph.is_output[value] or graph.readers[value].max(initial=-1) >= chunk.stop:
+                leaving[graph.value_names[value]] = slots[graph.value_names[value]]
+    if not leaving:  # a session without outputs cannot be run
+        node = chunk[-1]
+        leaving = {name: (node - chunk.start, slot) for slot, name in enumerate(model.nodes[node].output) if name}
+    return leaving
 
 
-def _run(
-    model: Model, piece: range, names: Mapping[str, tuple[int, int]], values: Values, timer: MeasurementOptions
-) -> _Found | None:
-    """Measure a piece; None if it cannot be run with what there is."""
-    nodes = model.nodes[piece.start : piece.stop]
+def _run_chunk(
+    model: Model,
+    chunk: range,
+    slots: Mapping[str, _OutputSlot],
+    values: Mapping[str, Any],
+    options: MeasurementOptions,
+) -> _ChunkRun | None:
+    """Measure a chunk; None if it cannot be run alone."""
+    nodes = model.nodes[chunk.start : chunk.stop]
     inner = {name for node in nodes for name in node.output}
-    reads = dict.fromkeys(name for index in piece for name in model.reads[index] if name not in inner)
+    reads = dict.fromkeys(name for index in chunk for name in model.reads[index] if name not in inner)
     weights = {name: model.initializers[name] for name in reads if name in model.initializers and name not in values}
     feeds = {name: values[name] for name in reads if name in values}
     if len(feeds) + len(weights) < len(reads):
@@ -178,18 +199,19 @@ def _run(
             model,
             nodes=nodes,
             initializers=MappingProxyType(weights),
-            inputs=tuple(_described(model, name, value) for name, value in feeds.items()),
-            outputs=tuple(ValueInfoProto(name=name) for name in names),
+            inputs=tuple(_describe_input(model, name, value) for name, value in feeds.items()),
+            outputs=tuple(ValueInfoProto(name=name) for name in slots),
             sources=MappingProxyType({}),
         )
-        measured, made = timer.measure(part, feeds)
-    except (OnnxplaceError, KeyError):  # a type without a form in numpy, a kernel that is not there, no memory
+        measurement, results = options.measure(part, feeds)
+    except (OnnxplaceError, KeyError):  # a type without a form in numpy, a missing kernel, no memory
         return None
-    return _Found(piece, measured, {at: value for at, value in zip(names.values(), made) if value is not None})
+    outputs = {slot: value for slot, value in zip(slots.values(), results) if value is not None}
+    return _ChunkRun(chunk, measurement, outputs)
 
 
-def _described(model: Model, name: str, value: Any) -> ValueInfoProto:
-    """Return the type of an input of a piece; raises KeyError where it is unknown."""
+def _describe_input(model: Model, name: str, value: Any) -> ValueInfoProto:
+    """Return the declaration of an input; raises KeyError without a type."""
     if isinstance(value, np.ndarray) and value.dtype.kind not in "OUS":
         element = helper.np_dtype_to_tensor_dtype(value.dtype)
         return helper.make_tensor_value_info(name, element, [None] * value.ndim)

@@ -1,9 +1,9 @@
-"""Trace each kernel that ONNX Runtime ran back to the nodes of the model whose work it does.
+"""Trace each kernel of ONNX Runtime back to its nodes.
 
-Two graphs that ONNX Runtime saves are read. After all fusions but those of memory layout, every kernel computes a
+Two graphs that ONNX Runtime saves are read. After all fusions except those of memory layout, every kernel computes a
 value of the model from other values of it, so the nodes between them are one kernel, a *unit*
-(docs/decisions/0003-fusion.md). After all optimisations, which is what runs, most values of convolutional networks are
-renamed; a kernel there tells where it belongs by the value or node that it was named after.
+(docs/decisions/0003-fusion.md). The graph after all optimisations is the one that runs. Most values of convolutional
+networks are renamed there; a kernel is located by the value or node that it was named after.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ import onnx
 from onnxplace.graph import Bools, Floats, Ints
 from onnxplace.model import Model
 
-# What ONNX Runtime appends to a name to make it unique, and to that of the value that a kernel for blocked layouts
-# computes; and what it inserts to change a layout.
-_TOKEN, _BLOCKED = re.compile(r"_token_\d+$"), re.compile(r"_nchwc$")
-_LAYOUT = ("ReorderInput", "ReorderOutput", "Transpose")
-# More than the profiler adds to the time of a kernel (2.5 us measured); what exceeds it is something else.
+# Suffixes that ONNX Runtime appends to make a name unique, and to the value of a kernel for blocked layouts; and the
+# kernels that it inserts to change a layout.
+_TOKEN_SUFFIX, _BLOCKED_SUFFIX = re.compile(r"_token_\d+$"), re.compile(r"_nchwc$")
+_LAYOUT_KERNELS = ("ReorderInput", "ReorderOutput", "Transpose")
+# More than the profiler adds to the time of a kernel (2.5 us measured); a larger excess has another cause.
 MAX_OVERHEAD_SECONDS = 5e-6
-# A kernel keeps this share of its time at least when overhead is taken off.
-MIN_SHARE = 0.1
+# A kernel keeps at least this share of its time when overhead is taken off.
+MIN_KEPT_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class Attributed:
-    """Kernels by node of the model."""
+class Attribution:
+    """The unit of each kernel and node."""
 
     kernel: Ints
-    """Per kernel that ran, the unit it belongs to, -1 for none."""
+    """Per kernel that ran, its unit, -1 for none."""
     unit: Ints
     """Dense id per node: nodes of one unit."""
     ran: Bools
     """Per node: False if ONNX Runtime folded it away."""
 
     def per_node(self, amounts: Floats) -> Floats:
-        """Return an amount per kernel as an amount per node: the nodes of a unit share in equal parts."""
+        """Distribute an amount per kernel equally over its nodes."""
         known = self.kernel >= 0
         count = int(self.unit.max(initial=-1)) + 1
         units = np.bincount(self.kernel[known], amounts[known], count)
@@ -49,22 +49,28 @@ class Attributed:
         return shares
 
 
-def attribute(model: Model, fused: onnx.ModelProto, ran: onnx.ModelProto) -> Attributed:
-    """Find the unit of each node and of each kernel of `ran`; `fused` is the graph before the layout was changed."""
+def attribute_kernels(model: Model, fused: onnx.ModelProto, ran: onnx.ModelProto) -> Attribution:
+    """Find the unit of each node and of each kernel.
+
+    Args:
+        model: The model that was run.
+        fused: Its graph after all fusions except those of memory layout.
+        ran: Its graph after all optimisations, which ran.
+    """
     producer = {name: i for i, node in enumerate(model.nodes) for name in node.output if name}
-    owner = _owners(model, producer, fused)
-    cluster = _clusters(fused, producer.keys())
+    owner = _owning_kernels(model, producer, fused)
+    cluster = _cluster_kernels(fused, producer.keys())
     key = [cluster[k] if k >= 0 else -1 - n for n, k in enumerate(owner)]
-    kernels, clear = _kernel_clusters(fused, cluster, ran)
-    merged = _merged(fused, cluster, ran, kernels) if clear else {}
+    kernels, is_clear = _locate_kernels(fused, cluster, ran)
+    merged = _merge_orphans(fused, cluster, ran, kernels) if is_clear else {}
     units, unit = np.unique([merged.get(k, k) for k in key], return_inverse=True)
-    number = {int(k): index for index, k in enumerate(units)}
-    kernel = np.array([-1 if k is None else number.get(merged.get(k, k), -1) for k in kernels], dtype=np.int32)
-    return Attributed(kernel, unit.astype(np.int32), np.array([k >= 0 for k in owner], dtype=bool))
+    unit_number = {int(k): index for index, k in enumerate(units)}
+    kernel = np.array([-1 if k is None else unit_number.get(merged.get(k, k), -1) for k in kernels], dtype=np.int32)
+    return Attribution(kernel, unit.astype(np.int32), np.array([k >= 0 for k in owner], dtype=bool))
 
 
-def _owners(model: Model, producer: Mapping[str, int], fused: onnx.ModelProto) -> list[int]:
-    """Return, per node of the model, the index of the kernel that does its work; -1 if none does."""
+def _owning_kernels(model: Model, producer: Mapping[str, int], fused: onnx.ModelProto) -> list[int]:
+    """Return, per node, the kernel that does its work, -1 for none."""
     alive = {name for kernel in fused.graph.node for name in kernel.output if name}
     owner = [-1] * len(model.nodes)
     for index, kernel in enumerate(fused.graph.node):
@@ -77,22 +83,22 @@ def _owners(model: Model, producer: Mapping[str, int], fused: onnx.ModelProto) -
     return owner
 
 
-def _clusters(fused: onnx.ModelProto, names: Iterable[str]) -> list[int]:
-    """Return a cluster per kernel: those that make only values unknown to the model belong to one that reads them.
+def _cluster_kernels(fused: onnx.ModelProto, names: Iterable[str]) -> list[int]:
+    """Return a cluster per kernel.
 
-    Such are inserted reshapes and casts.
+    A kernel whose outputs the model does not have, such as an inserted reshape or cast, joins the one that reads them.
     """
-    known, reader = set(names), _readers(fused.graph.node)
+    model_values, reader = set(names), _first_readers(fused.graph.node)
     kernels = fused.graph.node
     cluster = list(range(len(kernels)))
     for index in range(len(kernels) - 1, -1, -1):
-        if not known.intersection(kernels[index].output):
+        if not model_values.intersection(kernels[index].output):
             following = [reader[name] for name in kernels[index].output if name in reader]
             cluster[index] = cluster[following[0]] if following else index
     return cluster
 
 
-def _readers(kernels: Sequence[onnx.NodeProto]) -> dict[str, int]:
+def _first_readers(kernels: Sequence[onnx.NodeProto]) -> dict[str, int]:
     """Return the first kernel that reads each value."""
     reader: dict[str, int] = {}
     for index, kernel in enumerate(kernels):
@@ -101,77 +107,86 @@ def _readers(kernels: Sequence[onnx.NodeProto]) -> dict[str, int]:
     return reader
 
 
-def _kernel_clusters(
+def _locate_kernels(
     fused: onnx.ModelProto, cluster: Sequence[int], ran: onnx.ModelProto
 ) -> tuple[list[int | None], bool]:
-    """Return the cluster of each kernel that ran, and whether all that compute something tell theirs.
+    """Return the cluster of each kernel, and whether all were located.
 
-    That is the cluster of the value that a kernel makes, of the kernel or value it is named after, else of the
-    kernel that reads what it makes.
+    Kernels that only change a layout need not be located. A kernel belongs to the cluster of its output, or of the
+    kernel or value it is named after, or else of the kernel that reads its output.
     """
-    named = {kernel.name: cluster[index] for index, kernel in enumerate(fused.graph.node) if kernel.name}
-    made = {name: cluster[index] for index, kernel in enumerate(fused.graph.node) for name in kernel.output if name}
-    kernels, reader = ran.graph.node, _readers(ran.graph.node)
-    found: list[int | None] = [None] * len(kernels)
-    clear = True
+    cluster_of_kernel = {kernel.name: cluster[index] for index, kernel in enumerate(fused.graph.node) if kernel.name}
+    cluster_of_value = {
+        name: cluster[index] for index, kernel in enumerate(fused.graph.node) for name in kernel.output if name
+    }
+    kernels, reader = ran.graph.node, _first_readers(ran.graph.node)
+    clusters: list[int | None] = [None] * len(kernels)
+    is_clear = True
     for index in range(len(kernels) - 1, -1, -1):
         kernel = kernels[index]
-        plain = _TOKEN.sub("", kernel.name)
-        told = [made.get(name) for name in kernel.output]
-        told += [named.get(kernel.name), named.get(plain), made.get(_BLOCKED.sub("", plain))]
-        found[index] = next((place for place in told if place is not None), None)
-        if found[index] is None:
-            clear = clear and kernel.op_type in _LAYOUT
-            found[index] = next((found[reader[name]] for name in kernel.output if name in reader), None)
-    return found, clear
+        base_name = _TOKEN_SUFFIX.sub("", kernel.name)
+        candidates = [cluster_of_value.get(name) for name in kernel.output]
+        candidates += [
+            cluster_of_kernel.get(kernel.name),
+            cluster_of_kernel.get(base_name),
+            cluster_of_value.get(_BLOCKED_SUFFIX.sub("", base_name)),
+        ]
+        clusters[index] = next((candidate for candidate in candidates if candidate is not None), None)
+        if clusters[index] is None:
+            is_clear = is_clear and kernel.op_type in _LAYOUT_KERNELS
+            clusters[index] = next((clusters[reader[name]] for name in kernel.output if name in reader), None)
+    return clusters, is_clear
 
 
-def _merged(
+def _merge_orphans(
     fused: onnx.ModelProto, cluster: Sequence[int], ran: onnx.ModelProto, kernels: Sequence[int | None]
 ) -> dict[int, int]:
-    """Return the clusters that no kernel of its own computes, with the one that computes them too.
+    """Return, per cluster without a kernel, the cluster that computes it.
 
-    That is one whose value they read, and whose kernel reads all else that they read: a convolution that adds what
-    it is given. So joined units are convex, since ONNX Runtime's own graph has no cycle.
+    That cluster makes a value that the orphan reads, and its kernel reads everything else that the orphan reads; a
+    convolution with an addition, for example. Joined units are convex, since ONNX Runtime's own graph has no cycle.
     """
-    timed = {found for found in kernels if found is not None}
-    reads = _sources(ran.graph.node, kernels)
-    wants = _sources(fused.graph.node, cluster)
+    with_kernel = {kernel for kernel in kernels if kernel is not None}
+    reads = _source_clusters(ran.graph.node, kernels)
+    needed = _source_clusters(fused.graph.node, cluster)
     merged: dict[int, int] = {}
-    for index in sorted(set(cluster) - timed):
-        sources = sorted({merged.get(k, k) for k in wants.get(index, ())})
+    for orphan in sorted(set(cluster) - with_kernel):
+        sources = sorted({merged.get(k, k) for k in needed.get(orphan, ())})
         for source in reversed(sources):
-            if source in timed and set(sources) - {source} <= {merged.get(k, k) for k in reads.get(source, ())}:
-                merged[index] = source
+            if source in with_kernel and set(sources) - {source} <= {merged.get(k, k) for k in reads.get(source, ())}:
+                merged[orphan] = source
                 break
     return merged
 
 
-def _sources(kernels: Sequence[onnx.NodeProto], cluster: Sequence[int | None]) -> dict[int, set[int]]:
-    """Return, per cluster, the other clusters whose values it reads."""
-    maker = {name: cluster[index] for index, kernel in enumerate(kernels) for name in kernel.output if name}
-    found: dict[int, set[int]] = {}
+def _source_clusters(kernels: Sequence[onnx.NodeProto], cluster: Sequence[int | None]) -> dict[int, set[int]]:
+    """Return, per cluster, the other clusters that it reads values of."""
+    producer = {name: cluster[index] for index, kernel in enumerate(kernels) for name in kernel.output if name}
+    sources: dict[int, set[int]] = {}
     for index, kernel in enumerate(kernels):
-        mine = cluster[index]
-        if mine is not None:
-            made = {maker[name] for name in kernel.input if name in maker}
-            found.setdefault(mine, set()).update(other for other in made if other is not None and other != mine)
-    return found
+        reader = cluster[index]
+        if reader is not None:
+            read_clusters = {producer[name] for name in kernel.input if name in producer}
+            sources.setdefault(reader, set()).update(
+                other for other in read_clusters if other is not None and other != reader
+            )
+    return sources
 
 
-def without_overhead(seconds: Floats, whole_seconds: float) -> tuple[Floats, float]:
-    """Return kernel times that add up to a run without the profiler, and what that had added to each of them.
+def remove_overhead(seconds: Floats, whole_seconds: float) -> tuple[Floats, float]:
+    """Scale kernel times to an unprofiled run, without the profiler's overhead.
 
-    The profiler adds about the same to every kernel; whatever else is missing or too much is spread in proportion.
+    Returns the times, and the overhead taken off each kernel. The profiler adds about the same to every kernel; any
+    other difference is spread in proportion.
     """
     excess = float(seconds.sum()) - whole_seconds
-    added = 0.0
+    overhead = 0.0
     if excess > 0:
         low, high = 0.0, MAX_OVERHEAD_SECONDS
         for _ in range(50):
-            added = (low + high) / 2
-            much = float(np.minimum(added, (1 - MIN_SHARE) * seconds).sum()) > excess
-            low, high = (low, added) if much else (added, high)
-    left = seconds - np.minimum(added, (1 - MIN_SHARE) * seconds)
-    total = float(left.sum())
-    return (left * (whole_seconds / total) if total > 0 else left), added
+            overhead = (low + high) / 2
+            exceeds = float(np.minimum(overhead, (1 - MIN_KEPT_SHARE) * seconds).sum()) > excess
+            low, high = (low, overhead) if exceeds else (overhead, high)
+    corrected = seconds - np.minimum(overhead, (1 - MIN_KEPT_SHARE) * seconds)
+    total = float(corrected.sum())
+    return (corrected * (whole_seconds / total) if total > 0 else corrected), overhead

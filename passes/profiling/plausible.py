@@ -1,10 +1,11 @@
-"""What measured or given costs can be at most: more is a damaged file, or a mistake in it."""
+"""Upper limits of plausible costs; larger ones mean a damaged file."""
 
 from __future__ import annotations
 
-# Sums of such amounts are still 64-bit integers.
+# Of one value or weight, and of all together: sums of such amounts are still 64-bit integers.
 MAX_BYTES = 1 << 50
 MAX_ALL_BYTES = 1 << 60
+# Of one run of a whole model.
 MAX_WHOLE_SECONDS = 1e9
-# Figures of how sure a measurement is: iterations, runs, spread.
+# Figures of the quality of a measurement: runs, kernels, spread.
 MAX_FIGURE = 1e15

@@ -1,7 +1,7 @@
-"""Repetitions in a sequence, on flat arrays.
+"""Find repetitions in a sequence, on flat arrays.
 
-`names[k, i]` numbers the block of `2 ** k` items from `i` on, in lexicographic order: two blocks are equal exactly if
-their numbers are. Blocks that would reach beyond the end have -1.
+`names[k, i]` numbers the substring of `2 ** k` items from `i` on, in lexicographic order: two substrings are equal
+exactly if their numbers are. Substrings that would reach beyond the end have -1.
 """
 
 # Compiled loops get their types from numba.
@@ -15,8 +15,8 @@ from onnxplace.utils import compiled_loop, compiled_part
 
 
 @compiled_part
-def common_after(names, i, j):
-    """Return how many items are equal from `i` and from `j` on."""
+def count_equal_after(names, i, j):
+    """Return how many items from `i` on equal those from `j` on."""
     length, same = names.shape[1], 0
     for k in range(names.shape[0] - 1, -1, -1):
         block = 1 << k
@@ -26,8 +26,8 @@ def common_after(names, i, j):
 
 
 @compiled_part
-def common_before(names, i, j):
-    """Return how many items are equal before `i` and before `j`."""
+def count_equal_before(names, i, j):
+    """Return how many items before `i` equal those before `j`."""
     same = 0
     for k in range(names.shape[0] - 1, -1, -1):
         block = 1 << k
@@ -37,21 +37,23 @@ def common_before(names, i, j):
 
 
 @compiled_loop
-def runs(names):
-    """Return start, end and smallest period of every maximal repetition of at least twice its period.
+def find_runs(names):
+    """Return start, end and smallest period of every maximal repetition.
 
-    The algorithm of Bannai, I, Inenaga, Nakashima, Takeda and Tsuruta, "The 'Runs' Theorem" (SIAM J. Computing 2017):
-    a repetition's period is the length of the longest Lyndon word from some position on, under the order of the
-    items or its reverse; those words end where the next smaller suffix begins. O(N log N).
+    A repetition has at least twice its period. The algorithm of Bannai, I, Inenaga, Nakashima, Takeda and Tsuruta, "The
+    'Runs' Theorem" (SIAM J. Computing 2017): a repetition's period is the length of the longest Lyndon word from some
+    position on, under the order of the items or its reverse; those words end where the next smaller suffix begins. O(N
+    log N).
     """
     length, count = names.shape[1], 0
-    found = np.empty((3, 2 * length), np.int64)
+    repetitions = np.empty((3, 2 * length), np.int64)
     following = np.empty(length, np.int64)
+    # Lyndon words under the order of the items, then under its reverse.
     for reverse in range(2):
         for i in range(length - 1, -1, -1):
             j = i + 1
             while j < length:
-                same = common_after(names, i, j)
+                same = count_equal_after(names, i, j)
                 if j + same == length:  # the later suffix is a beginning of the earlier one, so it is smaller
                     break
                 lower = names[0, j + same] < names[0, i + same]
@@ -59,10 +61,11 @@ def runs(names):
                     break
                 j = following[j]
             following[i] = j
+            # The Lyndon word from i to j is a period: extend its repetition to both sides.
             period = j - i
             if j < length:
-                after, before = common_after(names, i, j), common_before(names, i, j)
+                after, before = count_equal_after(names, i, j), count_equal_before(names, i, j)
                 if after + before >= period:
-                    found[0, count], found[1, count], found[2, count] = i - before, j + after, period
+                    repetitions[0, count], repetitions[1, count], repetitions[2, count] = i - before, j + after, period
                     count += 1
-    return found[0, :count], found[1, :count], found[2, :count]
+    return repetitions[0, :count], repetitions[1, :count], repetitions[2, :count]

@@ -1,7 +1,8 @@
-"""Estimate what a node costs where nothing can be measured: operations and bytes against peaks (a roofline).
+"""Estimate the cost of nodes by operations, bytes and peak rates.
 
-Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for multicore architectures",
-Communications of the ACM 52(4), 2009. Peaks are assumed, or measured on this machine's processor in a blink.
+This is a roofline: Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for multicore
+architectures", Communications of the ACM 52(4), 2009. Peaks are assumed, or measured on this machine's processor in
+under a second.
 """
 
 from __future__ import annotations
@@ -20,59 +21,66 @@ from onnxplace.passes.profiling.node_work import bytes_moved, operations
 
 @dataclass(frozen=True)
 class PeakRates:
-    """What a device does at its best; per core for CPUs."""
+    """The peak rates of a device; per core for CPUs."""
 
     operations_per_second: float
     bytes_per_second: float
     kernel_seconds: float
-    """What each kernel costs at least."""
+    """The least that a kernel takes."""
 
 
 # Deliberately round: these order placements, they do not predict step times.
 TYPICAL_PEAKS = {"cpu": PeakRates(40e9, 8e9, 2e-6), "cuda": PeakRates(15e12, 800e9, 5e-6)}
-# Of the calibration: a product of square matrices, and a copy beyond all caches.
-SIDE, COPY_BYTES, TRIES = 512, 64 << 20, 5
+# The calibration: a product of square matrices, a copy larger than all caches, and how often each is run.
+MATRIX_SIDE, COPY_BYTES, TRIES = 512, 64 << 20, 5
 
-# Turns of a Loop or Scan whose number nothing tells.
-TURNS = 8
-# A Loop that may turn more often is one that ends by its condition.
-MAX_TURNS = 1_000_000
+# Iterations of a Loop or Scan whose number is unknown.
+DEFAULT_ITERATIONS = 8
+# A Loop with a larger limit is one that ends by its condition.
+MAX_ITERATIONS = 1_000_000
 
 
 def measure_peaks(core: int) -> PeakRates:
-    """Return what one core of this machine does: the best of a few products with ONNX Runtime, and of a few copies."""
+    """Measure the peak rates of one core: a few products and copies."""
+    square = f"float[{MATRIX_SIDE}, {MATRIX_SIDE}]"
     text = f"""<ir_version: 8, opset_import: ["": 17]>
-    peak (float[{SIDE}, {SIDE}] a, float[{SIDE}, {SIDE}] b) => (float[{SIDE}, {SIDE}] c) {{ c = MatMul(a, b) }}"""
-    matrix = np.ones((SIDE, SIDE), dtype=np.float32)
+    peak ({square} a, {square} b) => ({square} c) {{ c = MatMul(a, b) }}"""
+    matrix = np.ones((MATRIX_SIDE, MATRIX_SIDE), dtype=np.float32)
     source, copy = np.ones(COPY_BYTES, dtype=np.uint8), np.empty(COPY_BYTES, dtype=np.uint8)
     with pin_thread((core,)):
         session = open_session(parser.parse_model(text).SerializeToString(), session_options((core,)))
-        product = RepeatPolicy(TRIES, 0.0, 0.0).run(lambda: session.run(None, {"a": matrix, "b": matrix}), pool=False)[
-            0
-        ]
-        copied = RepeatPolicy(TRIES, 0.0, 0.0).run(lambda: np.copyto(copy, source), pool=False)[0]
-    operations, passed = 2.0 * SIDE**3, 2.0 * COPY_BYTES
-    return PeakRates(operations / product.own.min(), passed / copied.own.min(), TYPICAL_PEAKS["cpu"].kernel_seconds)
+        policy = RepeatPolicy(TRIES, 0.0, 0.0)
+        products = policy.run(lambda: session.run(None, {"a": matrix, "b": matrix}), pool=False)[0]
+        copies = policy.run(lambda: np.copyto(copy, source), pool=False)[0]
+    operations, copied_bytes = 2.0 * MATRIX_SIDE**3, 2.0 * COPY_BYTES
+    return PeakRates(
+        operations / products.own.min(), copied_bytes / copies.own.min(), TYPICAL_PEAKS["cpu"].kernel_seconds
+    )
 
 
 def estimate_seconds(
     model: Model, shapes: Mapping[str, Sequence[int]], cost_class: str, peaks: PeakRates | None = None
 ) -> Floats:
-    """Return seconds per node on a class of device; an unknown shape counts as one element.
+    """Return seconds per node on a class of device.
 
-    `peaks` are those of one core, or of the GPU; without, they are assumed.
+    An unknown shape counts as one element. A node with subgraphs costs the sum of their nodes: each iteration of a Loop
+    or Scan, the slower branch of an If.
 
-    A node with bodies costs what runs in them: each turn of a Loop or Scan, the dearer branch of an If.
+    Args:
+        model: The model.
+        shapes: Of its values, by name.
+        cost_class: Of the device.
+        peaks: Of one core, or of the GPU; None for typical ones.
     """
     sizes = value_bytes(model, shapes)
     sizes |= {name: tensor_size(tensor) for name, tensor in model.initializers.items()}
     known = {**shapes, **{name: tuple(tensor.dims) for name, tensor in model.initializers.items()}}
-    roof = _Roof(cost_class, peaks, sizes, known, model.initializers)
+    roof = _Roofline(cost_class, peaks, sizes, known, model.initializers)
     return np.array([roof.seconds(node, reads) for node, reads in zip(model.nodes, model.reads)], dtype=np.float64)
 
 
-class _Roof:
-    """The peaks of a class of device, and what is known of the values of a model."""
+class _Roofline:
+    """Peak rates of a device, and sizes and shapes of values."""
 
     def __init__(
         self,
@@ -90,29 +98,32 @@ class _Roof:
 
     def seconds(self, node: NodeProto, reads: Sequence[str]) -> float:
         """Return the seconds of a node that reads these names."""
-        bodies = [self._body(graph) for graph in subgraphs(node)]
-        if bodies:
-            return max(bodies) * self._turns(node) + self.launch
-        moved = bytes_moved(node, reads, self.sizes)
-        return max(operations(node, self.shapes) / self.operations, moved / self.bandwidth) + self.launch
+        subgraph_seconds = [self._subgraph_seconds(graph) for graph in subgraphs(node)]
+        if subgraph_seconds:
+            return max(subgraph_seconds) * self._count_iterations(node) + self.launch
+        moved_bytes = bytes_moved(node, reads, self.sizes)
+        return max(operations(node, self.shapes) / self.operations, moved_bytes / self.bandwidth) + self.launch
 
-    def _body(self, graph: GraphProto) -> float:
+    def _subgraph_seconds(self, graph: GraphProto) -> float:
         return sum(self.seconds(node, node.input) for node in graph.node if node.op_type != "Constant")
 
-    def _turns(self, node: NodeProto) -> int:
-        """Return how often the body of a Loop or Scan runs, as far as constants and shapes tell."""
+    def _count_iterations(self, node: NodeProto) -> int:
+        """Return how often a node's subgraph runs, if known.
+
+        Constants and shapes may tell.
+        """
         attributes = {attribute.name: attribute for attribute in node.attribute}
         if node.op_type == "Loop" and node.input:
-            most = self.constants.get(node.input[0])
-            if most is None or most.data_location == TensorProto.EXTERNAL or most.data_type != TensorProto.INT64:
-                return TURNS
-            turns = int(numpy_helper.to_array(most).max(initial=0))
-            return turns if turns <= MAX_TURNS else TURNS
+            limit = self.constants.get(node.input[0])
+            if limit is None or limit.data_location == TensorProto.EXTERNAL or limit.data_type != TensorProto.INT64:
+                return DEFAULT_ITERATIONS
+            iterations = int(numpy_helper.to_array(limit).max(initial=0))
+            return iterations if iterations <= MAX_ITERATIONS else DEFAULT_ITERATIONS
         if node.op_type == "Scan" and "num_scan_inputs" in attributes:
             scanned = attributes["num_scan_inputs"].i
             axes = attributes["scan_input_axes"].ints if "scan_input_axes" in attributes else [0]
             if not 0 < scanned <= len(node.input) or not axes:
-                return TURNS
+                return DEFAULT_ITERATIONS
             shape = self.shapes.get(node.input[-scanned], ())
-            return int(shape[axes[0]]) if -len(shape) <= axes[0] < len(shape) else TURNS
+            return int(shape[axes[0]]) if -len(shape) <= axes[0] < len(shape) else DEFAULT_ITERATIONS
         return 1

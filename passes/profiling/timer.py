@@ -1,7 +1,7 @@
-"""Measure a model with ONNX Runtime: what each kernel takes, and how sure that is.
+"""Measure a model with ONNX Runtime, kernel by kernel.
 
-One session runs the model as it will be run, first with the profiler, then without it: the times of the kernels are
-corrected such that they add up to a run without.
+One session runs the model as it will be run, first with the profiler, then without it. The times of the kernels are
+scaled to add up to an unprofiled run.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from onnxplace.machine import (
     use_custom_operators,
 )
 from onnxplace.model import Model, store_for_session
-from onnxplace.passes.profiling.kernel_attribution import attribute, without_overhead
+from onnxplace.passes.profiling.kernel_attribution import attribute_kernels, remove_overhead
 from onnxplace.utils import run_in_child, temporary_folder
 
 Feeds = Mapping[str, NDArray[Any]]
-WARM_UPS = 2
+# Unmeasured runs of each session.
+WARM_UP_RUNS = 2
 # Most events that a profile may hold (640 bytes each on disk), though not fewer than those of three runs.
 MAX_EVENTS = 60_000
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one device class needs for the model."""
+    """The times of a model's nodes on one class of device."""
 
     seconds: Floats
     """Per node, scaled so that they add up to an unprofiled run of the whole model."""
@@ -52,7 +53,7 @@ class Measurement:
     ran: NDArray[np.bool_]
     """Per node: False if ONNX Runtime folded it away."""
     measured: NDArray[np.bool_]
-    """Per node: False if it could not be run, so that nothing is known of it."""
+    """Per node: False if it could not be run, so that its time is unknown."""
     whole_seconds: float | None
     """Of one unprofiled run; None if the model never ran as a whole."""
     value_bytes: Mapping[str, int]
@@ -72,19 +73,19 @@ def measure(
 
 @dataclass(frozen=True)
 class MeasurementOptions:
-    """How to measure: the device, and when it is enough."""
+    """How to measure: the device, and when to stop."""
 
     device_id: str
     cores: tuple[int, ...]
     repeat: int
     """Most runs."""
     seconds: float
-    """About how long to go on, with the profiler and again without it, though not fewer than three runs."""
+    """About how long to run, with the profiler and again without it; at least three runs each."""
     tolerance: float = 0.02
-    """Enough is when the standard error of the median run is below this share of it."""
+    """Stop when the standard error of the median run is below this share of it."""
 
     def measure(self, model: Model, feeds: Feeds) -> tuple[Measurement, list[Any]]:
-        """Run the whole model, profiled and unprofiled; returns also what it gave back the last time.
+        """Measure the whole model; return measurement and last results.
 
         On a GPU the profiled runs happen in a child process whose launches wait for their kernels: ONNX Runtime's
         times would be those of the launches otherwise. The unprofiled runs, to whose time all is scaled, are
@@ -92,32 +93,41 @@ class MeasurementOptions:
         """
         with temporary_folder() as folder, pin_thread(self.cores):
             source, entries = store_for_session(model, folder)
-            most = max(MAX_EVENTS // max(len(model.nodes), 1), 3)
-            patience = RepeatPolicy(min(self.repeat, most), self.seconds, self.tolerance)
-            job = Job(source, entries, self.device_id, self.cores, dict(feeds), patience, str(folder), model.name)
+            max_runs = max(MAX_EVENTS // max(len(model.nodes), 1), 3)
+            policy = RepeatPolicy(min(self.repeat, max_runs), self.seconds, self.tolerance)
+            job = Job(
+                source=source,
+                entries=entries,
+                device_id=self.device_id,
+                cores=self.cores,
+                feeds=dict(feeds),
+                policy=policy,
+                folder=str(folder),
+                where=model.name,
+            )
             if self.device_id.startswith("cpu:"):
                 kernels, session = profile(job)
             else:
                 kernels = profile_blocking(job)
                 session = open_session(source, session_options(self.cores, "all", entries), self.device_id, model.name)
-            runs, made = _run(session, job, RepeatPolicy(self.repeat, self.seconds, self.tolerance))
+            runs, results = _run_repeatedly(session, job, RepeatPolicy(self.repeat, self.seconds, self.tolerance))
             del session
             fused, ran = (
                 onnx.load(folder / f"{level}.onnx", load_external_data=False) for level in ("extended", "all")
             )
-        return _measurement(model, fused, ran, kernels, runs), made
+        return _attribute_measurement(model, fused, ran, kernels, runs), results
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a profiling run needs; can be sent to another process."""
+    """The settings of a profiling run; can be sent to another process."""
 
     source: bytes | Path
     entries: Mapping[str, str]
     device_id: str
     cores: tuple[int, ...]
     feeds: Feeds
-    patience: RepeatPolicy
+    policy: RepeatPolicy
     folder: str
     """Receives the graphs after fusion and after all optimisations, as extended.onnx and all.onnx."""
     where: str
@@ -127,40 +137,43 @@ class Job:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What the profiler saw of each kernel, by its name."""
+    """The profile of each kernel, by its name."""
 
     seconds: Mapping[str, float]
     spread: Mapping[str, float]
     """Half the distance between the quartiles, in seconds."""
     output_bytes: Mapping[str, Sequence[int]]
-    """-1 for what is no plain tensor."""
+    """-1 for outputs that are no plain tensor."""
 
 
 def profile_blocking(job: Job) -> Kernels:
-    """Profile in a fresh process in which each CUDA launch waits until its kernel is done."""
-    return run_in_child(_kernels_of, job, "profiling", job.device_id, CUDA_LAUNCH_BLOCKING="1")
+    """Profile in a child process, with CUDA launches that wait."""
+    return run_in_child(_profile_kernels, job, "profiling", job.device_id, CUDA_LAUNCH_BLOCKING="1")
 
 
-def _kernels_of(job: Job) -> Kernels:
+def _profile_kernels(job: Job) -> Kernels:
     return profile(job)[0]
 
 
 def profile(job: Job) -> tuple[Kernels, Any]:
-    """Run with the profiler on; returns what it saw, and the session, in which it is off from then on."""
+    """Run with the profiler; return kernels and session.
+
+    The session no longer profiles.
+    """
     with use_custom_operators(job.libraries), pin_thread(job.cores):
-        open_session(job.source, _saving(job, "extended"), job.device_id, job.where)
-        (Path(job.folder) / "extended.bin").unlink(missing_ok=True)  # weights; only the graph is wanted
-        options = _saving(job, "all")
+        open_session(job.source, _saving_options(job, "extended"), job.device_id, job.where)
+        (Path(job.folder) / "extended.bin").unlink(missing_ok=True)  # weights; only the graph is needed
+        options = _saving_options(job, "all")
         options.enable_profiling = True
         options.profile_file_prefix = str(Path(job.folder) / "profile")
         session = open_session(job.source, options, job.device_id, job.where)
         (Path(job.folder) / "all.bin").unlink(missing_ok=True)
-        runs, _ = _run(session, job, job.patience)
-    return _kernels(_events(session.end_profiling(), job.folder), runs), session
+        runs, _ = _run_repeatedly(session, job, job.policy)
+    return collect_kernels(_read_events(session.end_profiling(), job.folder), runs), session
 
 
-def _events(path: str, folder: str) -> list[Mapping[str, Any]]:
-    """Return what the profiler wrote; raises ExecutionError if the disk was too small for it."""
+def _read_events(path: str, folder: str) -> list[Mapping[str, Any]]:
+    """Return the profiler's events; raises ExecutionError if the disk is full."""
     try:
         events: list[Mapping[str, Any]] = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -170,8 +183,8 @@ def _events(path: str, folder: str) -> list[Mapping[str, Any]]:
     return events
 
 
-def _saving(job: Job, level: Any) -> Any:
-    """Return options for a session that saves the graph as it is at a level of optimisation."""
+def _saving_options(job: Job, level: Any) -> Any:
+    """Return options for a session that saves its optimised graph."""
     saved = {
         **job.entries,
         "session.optimized_model_external_initializers_file_name": f"{level}.bin",
@@ -182,48 +195,51 @@ def _saving(job: Job, level: Any) -> Any:
     return options
 
 
-def _run(session: Any, job: Job, patience: RepeatPolicy) -> tuple[Runs, list[Any]]:
-    """Run after warming up until it is enough; returns the times, and what the last run gave back."""
+def _run_repeatedly(session: Any, job: Job, policy: RepeatPolicy) -> tuple[Runs, list[Any]]:
+    """Warm up and run repeatedly; return times and last results."""
     call = partial(run_whole_model, session, None, job.feeds, job.where)
-    for _ in range(WARM_UPS):
+    for _ in range(WARM_UP_RUNS):
         call()
-    return patience.run(call, pool=len(job.cores) > 1)
+    return policy.run(call, pool=len(job.cores) > 1)
 
 
-_SUFFIX = "_kernel_time"
+_KERNEL_SUFFIX = "_kernel_time"
 
 
-def _kernels(events: Sequence[Mapping[str, Any]], runs: Runs) -> Kernels:
-    """Return what the profiler saw in the calm ones of these runs, which are the last that it saw.
+def collect_kernels(events: Sequence[Mapping[str, Any]], runs: Runs) -> Kernels:
+    """Return the times of kernels in undisturbed runs.
 
-    Times are whole microseconds, so the mean of the middle half says more than the median; in runs that waited for a
-    core, the mean of the smaller half does.
+    These runs are the last in the profile. Times are whole microseconds, so the mean of the middle half says more than
+    the median; in runs that waited for a core, the mean of the smaller half does.
     """
     begins = np.sort([event["ts"] for event in events if event["name"] == "model_run"])[-len(runs.passed) :]
     counted = set(runs.calm.tolist())
-    taken: dict[str, list[int]] = {}
-    sizes: dict[str, list[int]] = {}
+    durations: dict[str, list[int]] = {}
+    output_bytes: dict[str, list[int]] = {}
     for event in events:
-        if event.get("cat") != "Node" or not event["name"].endswith(_SUFFIX):
+        if event.get("cat") != "Node" or not event["name"].endswith(_KERNEL_SUFFIX):
             continue
-        name = event["name"].removesuffix(_SUFFIX)
+        name = event["name"].removesuffix(_KERNEL_SUFFIX)
         if int(np.searchsorted(begins, event["ts"], "right")) - 1 in counted:
-            taken.setdefault(name, []).append(event["dur"])
-            sizes[name] = [_bytes_of(shape) for shape in event["args"].get("output_type_shape", [])]
+            durations.setdefault(name, []).append(event["dur"])
+            output_bytes[name] = [_tensor_bytes(shape) for shape in event["args"].get("output_type_shape", [])]
     middle = slice(0, 0.5) if runs.waiting > BUSY_WAITING_SHARE else slice(0.25, 0.75)
-    ordered = {name: np.sort(durations) * 1e-6 for name, durations in taken.items()}
-    seconds = {name: float(_part(times, middle.start, middle.stop).mean()) for name, times in ordered.items()}
+    ordered = {name: np.sort(times) * 1e-6 for name, times in durations.items()}
+    seconds = {
+        name: float(_between_quantiles(times, middle.start, middle.stop).mean()) for name, times in ordered.items()
+    }
     spread = {name: float(np.subtract(*np.quantile(times, (0.75, 0.25)))) / 2 for name, times in ordered.items()}
-    return Kernels(seconds, spread, sizes)
+    return Kernels(seconds, spread, output_bytes)
 
 
-def _part(times: Floats, start: float, stop: float) -> Floats:
-    """Return the times between two quantiles, one at least."""
+def _between_quantiles(times: Floats, start: float, stop: float) -> Floats:
+    """Return the sorted times between two quantiles, at least one."""
     first = int(start * len(times))
     return times[first : max(int(np.ceil(stop * len(times))), first + 1)]
 
 
-_WIDTHS = {
+# By the profiler's names of element types.
+_ELEMENT_BYTES = {
     "float": 4,
     "double": 8,
     "float16": 2,
@@ -242,23 +258,26 @@ _WIDTHS = {
 }
 
 
-def _bytes_of(shape: Mapping[str, Sequence[int]]) -> int:
-    """Return the bytes of a tensor as the profiler describes it: `{"float": [1, 64]}`; -1 if it is no plain tensor."""
+def _tensor_bytes(shape: Mapping[str, Sequence[int]]) -> int:
+    """Return the bytes of a tensor in the profiler's form.
+
+    For example `{"float": [1, 64]}`; -1 for values that are no plain tensor.
+    """
     for kind, dims in shape.items():
-        if kind in _WIDTHS:
-            return int(np.prod(dims, dtype=np.int64)) * _WIDTHS[kind]
+        if kind in _ELEMENT_BYTES:
+            return int(np.prod(dims, dtype=np.int64)) * _ELEMENT_BYTES[kind]
     return -1
 
 
-def _measurement(
+def _attribute_measurement(
     model: Model, fused: onnx.ModelProto, ran: onnx.ModelProto, kernels: Kernels, runs: Runs
 ) -> Measurement:
-    """Give each node of the model its share of the kernel that does its work."""
-    found = attribute(model, fused, ran)
+    """Distribute the times of kernels over the nodes whose work they do."""
+    attribution = attribute_kernels(model, fused, ran)
     names = [kernel.name for kernel in ran.graph.node]
     raw = np.array([kernels.seconds.get(name, 0.0) for name in names])
-    raw[found.kernel < 0] = 0.0
-    seconds, overhead = without_overhead(raw, runs.seconds)
+    raw[attribution.kernel < 0] = 0.0
+    seconds, overhead = remove_overhead(raw, runs.seconds)
     scale = float(seconds.sum()) / max(float(raw.sum()), 1e-12)
     spread = np.array([kernels.spread.get(name, 0.0) for name in names]) * scale
     sizes = {
@@ -268,9 +287,21 @@ def _measurement(
         if size >= 0
     }
     quality = Quality(
-        len(runs.own), runs.spread, runs.uncertainty, runs.waiting, len(names), float(raw.sum()), overhead
+        runs=len(runs.own),
+        spread=runs.spread,
+        uncertainty=runs.uncertainty,
+        waiting=runs.waiting,
+        kernels=len(names),
+        kernel_seconds=float(raw.sum()),
+        overhead_seconds=overhead,
     )
-    done = np.ones(len(model.nodes), dtype=bool)
     return Measurement(
-        found.per_node(seconds), found.unit, found.ran, done, runs.seconds, sizes, found.per_node(spread), quality
+        seconds=attribution.per_node(seconds),
+        unit=attribution.unit,
+        ran=attribution.ran,
+        measured=np.ones(len(model.nodes), dtype=bool),
+        whole_seconds=runs.seconds,
+        value_bytes=sizes,
+        spread=attribution.per_node(spread),
+        quality=quality,
     )

@@ -5,20 +5,25 @@ from typing import TYPE_CHECKING
 from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
-    from onnxplace.passes.segments.boundary import infer_boundary_types as infer_boundary_types
     from onnxplace.passes.segments.carried_state import (
         report_crossing_states as report_crossing_states,
         require_states_together as require_states_together,
     )
-    from onnxplace.passes.segments.fill_manifest import build_manifest as build_manifest
+    from onnxplace.passes.segments.cut_segments import (
+        cut_into_segments as cut_into_segments,
+        describe_segments as describe_segments,
+    )
+    from onnxplace.passes.segments.device_programs import write_programs as write_programs
     from onnxplace.passes.segments.memory_limits import cut_within_limits as cut_within_limits
+    from onnxplace.passes.segments.write_segments import write_bundle_files as write_bundle_files
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "boundary": "infer_boundary_types",
         "carried_state": "report_crossing_states require_states_together",
-        "fill_manifest": "build_manifest",
+        "cut_segments": "cut_into_segments describe_segments",
+        "device_programs": "write_programs",
         "memory_limits": "cut_within_limits",
+        "write_segments": "write_bundle_files",
     },
 )

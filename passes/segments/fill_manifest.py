@@ -1,4 +1,4 @@
-"""Say in the manifest what the passes found out."""
+"""Build the manifest of a bundle from the results of the passes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from onnxplace.bundle import (
     TargetRecord,
     ValueRecord,
 )
-from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segments
+from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segment, Segments
 from onnxplace.graph import Ints
 from onnxplace.model import Model, declaration_of, list_custom_operators, shape_entries, type_name
-from onnxplace.passes.segments.process_footprint import Footprint, footprint
+from onnxplace.passes.segments.process_footprint import Footprint, predict_footprint
 from onnxplace.problem import fits_single_device, single_device_seconds
 from onnxplace.simulation import device_weights, loads_of_simulation
 from onnxplace.state import State
@@ -39,20 +39,26 @@ from onnxplace.target import REQUEST_SECONDS, WAKING_SECONDS, Target
 def build_manifest(
     state: State, ids: Sequence[str], types: dict[str, TypeProto], files: dict[str, FileRecord], pipeline: str
 ) -> Manifest:
-    """Return the manifest of a state that has been split; `ids` names its segments, `files` what was written."""
-    model, target, found = state[Model], state.target, state[Segments]
-    simulation, sent = found.simulation, _sent_bytes(state)
-    taken = footprint(state[Profile].graph, found.segments, simulation, target)
-    several = len({segment.device for segment in found.segments}) > 1
-    request_seconds = REQUEST_SECONDS + WAKING_SECONDS * several
+    """Return the manifest of a split model.
+
+    Args:
+        state: With Model, Profile, Placement, Schedule and Segments.
+        ids: The name of each segment.
+        types: Of the values that cross between segments, by name.
+        files: The files of the bundle that are already written, by path.
+        pipeline: The text of the whole pipeline, for the record.
+    """
+    model, target, segments = state[Model], state.target, state[Segments]
+    sent_bytes = _sent_bytes(state)
+    footprint = predict_footprint(state[Profile].graph, segments.segments, segments.simulation, target)
     return Manifest(
         schema_version=SCHEMA_VERSION,
         model=model.name,
         model_digest=model.digest,
-        dimensions=_dimensions(model),
+        dimensions=_dimension_sizes(model),
         pipeline=pipeline,
         placer=state[Placement].placer,
-        versions=_versions(),
+        versions=_package_versions(),
         target=TargetRecord(
             devices=target.devices,
             links=target.with_all_links().links,
@@ -60,49 +66,62 @@ def build_manifest(
             shared=target.shared,
         ),
         inputs=tuple(InputRecord(**asdict(declaration_of(value, model))) for value in model.inputs),
-        outputs=tuple(
-            OutputRecord(
-                name=value.name,
-                dtype=type_name(value.type) if value.HasField("type") else "unknown",
-                shape=shape_entries(value.type),
-                value=model.sources.get(value.name, value.name),
-            )
-            for value in model.outputs
-        ),
+        outputs=_output_records(model),
         states=_state_records(state),
         segments=_segment_records(state, ids),
         values=_value_records(state, ids, types),
-        programs={
-            device.id: tuple(_step(item, ids, target) for item in program)
-            for device, program in zip(target.devices, found.programs)
-        },
-        predicted=Predicted(
-            step_seconds=simulation.makespan_seconds + request_seconds,
-            single_device_seconds=float(single_device_seconds(state[Profile], target).min()) + REQUEST_SECONDS,
-            single_device_fits=bool(fits_single_device(state).any()),
-            lower_bound_seconds=state[Schedule].lower_bound_seconds,
-            interval_seconds=loads_of_simulation(simulation, target).interval_seconds,
-            running_bytes=taken.running_bytes,
-            opening_bytes=taken.opening_bytes,
-            request_seconds=request_seconds,
-        ),
-        devices=_device_records(state, taken),
-        transfers=len(sent),
-        transfer_bytes=sum(sent),
+        programs=_program_records(state, ids),
+        predicted=_prediction(state, footprint),
+        devices=_device_records(state, footprint),
+        transfers=len(sent_bytes),
+        transfer_bytes=sum(sent_bytes),
         diagnostics=tuple(DiagnosticRecord(**asdict(note)) for note in state.diagnostics),
         files=files,
-        repeats=tuple(
-            RepeatRecord(count=found.count, nodes=found.nodes, first=state[Profile].graph.names[found.start])
-            for found in state[Profile].repeats
-        ),
+        repeats=_repeat_records(state[Profile]),
         custom_operators=list_custom_operators(model),
     )
 
 
-def _dimensions(model: Model) -> dict[str, int]:
-    """Return the sizes of symbolic dimensions for the costs.
+def _output_records(model: Model) -> tuple[OutputRecord, ...]:
+    return tuple(
+        OutputRecord(
+            name=value.name,
+            dtype=type_name(value.type) if value.HasField("type") else "unknown",
+            shape=shape_entries(value.type),
+            value=model.sources.get(value.name, value.name),
+        )
+        for value in model.outputs
+    )
 
-    An input whose rank the model leaves open has a dimension per axis of its sample: `input.axis`.
+
+def _prediction(state: State, footprint: Footprint) -> Predicted:
+    """Return the prediction for one inference, request overhead included."""
+    target, segments = state.target, state[Segments]
+    several_devices = len({segment.device for segment in segments.segments}) > 1
+    request_seconds = REQUEST_SECONDS + WAKING_SECONDS * several_devices
+    return Predicted(
+        step_seconds=segments.simulation.makespan_seconds + request_seconds,
+        single_device_seconds=float(single_device_seconds(state[Profile], target).min()) + REQUEST_SECONDS,
+        single_device_fits=bool(fits_single_device(state).any()),
+        lower_bound_seconds=state[Schedule].lower_bound_seconds,
+        interval_seconds=loads_of_simulation(segments.simulation, target).interval_seconds,
+        running_bytes=footprint.running_bytes,
+        opening_bytes=footprint.opening_bytes,
+        request_seconds=request_seconds,
+    )
+
+
+def _repeat_records(profile: Profile) -> tuple[RepeatRecord, ...]:
+    return tuple(
+        RepeatRecord(count=repeat.count, nodes=repeat.nodes, first=profile.graph.names[repeat.start])
+        for repeat in profile.repeats
+    )
+
+
+def _dimension_sizes(model: Model) -> dict[str, int]:
+    """Return the sizes of symbolic dimensions that the costs are for.
+
+    An input of unknown rank has a dimension per axis of its sample: `input.axis`.
     """
     ranked = {
         f"{value.name}.{axis}": size
@@ -113,22 +132,23 @@ def _dimensions(model: Model) -> dict[str, int]:
     return {**model.dimensions, **ranked}
 
 
-def _versions() -> dict[str, str]:
-    found = {}
+def _package_versions() -> dict[str, str]:
+    """Return the versions of the installed packages that results depend on."""
+    versions = {}
     for name in ("onnxplace", "onnx", "onnxruntime", "onnxruntime-gpu"):
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _segment_records(state: State, ids: Sequence[str]) -> tuple[SegmentRecord, ...]:
-    found, graph = state[Segments], state[Profile].graph
-    segment_of = _segment_of(found, len(graph))
+    segments, simulation, graph = state[Segments].segments, state[Segments].simulation, state[Profile].graph
+    segment_of = _segment_of_nodes(segments, len(graph))
     coarse = graph.contract(segment_of)
-    held = device_weights(graph, segment_of, len(ids))
-    spent = found.simulation.finish_seconds - found.simulation.start_seconds
+    weights_bytes = device_weights(graph, segment_of, len(ids))
+    seconds = simulation.finish_seconds - simulation.start_seconds
     return tuple(
         SegmentRecord(
             id=name,
@@ -137,26 +157,27 @@ def _segment_records(state: State, ids: Sequence[str]) -> tuple[SegmentRecord, .
             nodes=len(segment.nodes),
             inputs=segment.inputs,
             outputs=segment.outputs,
-            seconds=float(spent[i]),
-            weights_bytes=int(held[i]),
+            seconds=float(seconds[i]),
+            weights_bytes=int(weights_bytes[i]),
             workspace_bytes=int(coarse.workspace_bytes[i]),
         )
-        for i, (name, segment) in enumerate(zip(ids, found.segments))
+        for i, (name, segment) in enumerate(zip(ids, segments))
     )
 
 
 def _state_records(state: State) -> tuple[StateRecord, ...]:
-    model, found = state[Model], state[Segments]
-    home = {name: state.target.devices[segment.device].id for segment in found.segments for name in segment.outputs}
+    model, devices = state[Model], state.target.devices
+    home = {name: devices[segment.device].id for segment in state[Segments].segments for name in segment.outputs}
     return tuple(
         StateRecord(output=output, input=name, device=home[model.sources.get(output, output)])
         for name, output in model.states.items()
     )
 
 
-def _segment_of(found: Segments, count: int) -> Ints:
+def _segment_of_nodes(segments: Sequence[Segment], count: int) -> Ints:
+    """Return the index of the segment of each of `count` nodes."""
     segment_of = np.zeros(count, dtype=np.int32)
-    for index, segment in enumerate(found.segments):
+    for index, segment in enumerate(segments):
         segment_of[segment.nodes] = index
     return segment_of
 
@@ -179,19 +200,27 @@ def _value_records(state: State, ids: Sequence[str], types: dict[str, TypeProto]
             shape=shape_entries(types[name]),
             bytes=int(size[name]),
             producer=producer.get(name),
-            readers=tuple(used),
+            readers=tuple(segments),
         )
-        for name, used in readers.items()
+        for name, segments in readers.items()
     }
 
 
-def _step(item: Instruction, ids: Sequence[str], target: Target) -> Step:
-    if item.op == "run":
-        return Step(op="run", segment=ids[item.segment])
-    return Step(op=item.op, value=item.value, peer=target.devices[item.peer].id if item.peer >= 0 else "")
+def _program_records(state: State, ids: Sequence[str]) -> dict[str, tuple[Step, ...]]:
+    return {
+        device.id: tuple(_program_step(instruction, ids, state.target) for instruction in program)
+        for device, program in zip(state.target.devices, state[Segments].programs)
+    }
 
 
-def _device_records(state: State, taken: Footprint) -> tuple[DeviceRecord, ...]:
+def _program_step(instruction: Instruction, ids: Sequence[str], target: Target) -> Step:
+    if instruction.op == "run":
+        return Step(op="run", segment=ids[instruction.segment])
+    peer = target.devices[instruction.peer].id if instruction.peer >= 0 else ""
+    return Step(op=instruction.op, value=instruction.value, peer=peer)
+
+
+def _device_records(state: State, footprint: Footprint) -> tuple[DeviceRecord, ...]:
     simulation = state[Segments].simulation
     nodes = np.bincount(state[Placement].device, minlength=len(state.target.devices))
     return tuple(
@@ -202,14 +231,15 @@ def _device_records(state: State, taken: Footprint) -> tuple[DeviceRecord, ...]:
             weights_bytes=int(simulation.weights_bytes[i]),
             peak_bytes=int(simulation.peak_bytes[i]),
             limit_bytes=device.memory_bytes,
-            process_bytes=taken.device_bytes[i],
+            process_bytes=footprint.device_bytes[i],
         )
         for i, device in enumerate(state.target.devices)
     )
 
 
 def _sent_bytes(state: State) -> list[int]:
-    """Return the bytes of each transfer of a step."""
+    """Return the bytes of each transfer of one inference."""
     graph = state[Profile].graph
     size = dict(zip(graph.value_names, graph.value_bytes.tolist()))
-    return [size[item.value] for program in state[Segments].programs for item in program if item.op == "send"]
+    instructions = (instruction for program in state[Segments].programs for instruction in program)
+    return [size[instruction.value] for instruction in instructions if instruction.op == "send"]

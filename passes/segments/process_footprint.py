@@ -1,6 +1,8 @@
-"""What a process takes to run segments on CPU devices: more than the weights and values that a schedule counts.
+"""Predict the memory of a process that runs segments.
 
-The rules follow what ONNX Runtime 1.31 does on Linux; the constants are measured by benchmarks/memory.py.
+It is more than the schedule counts.
+
+The rules follow ONNX Runtime 1.31 on Linux, on CPU devices; the constants are measured by benchmarks/memory.py.
 """
 
 from __future__ import annotations
@@ -16,89 +18,97 @@ from onnxplace.machine import RUNTIME_BYTES
 from onnxplace.simulation import Simulation
 from onnxplace.target import Target
 
-# Code of kernels that is read from ONNX Runtime's library as they are first used.
+# Code of kernels that the system reads from ONNX Runtime's library at their first use.
 KERNELS_BYTES = 2 << 20
-# What holes in the arena come to, which all CPU devices share, and buffers that change the layout of values around
-# convolutions: as a share of what values take on the device that has most.
-HOLES = 0.5
+# Holes in the arena, which all CPU devices share, and buffers that change the layout of values around convolutions:
+# as a share of the bytes of values on the device that has most.
+HOLES_SHARE = 0.5
+# A session without its nodes.
 SESSION_BYTES = 128 << 10
 # ONNX Runtime's own record of a node: its attributes, names, kernel and buffers.
 NODE_BYTES = 5 << 10
-# Weights of convolutions are rewritten, as a whole, while a session is opened: what that takes beside the result, as a
-# share of them, and where a normalisation is folded into them before.
-REWRITTEN = 1.0
-FOLDED_AND_REWRITTEN = 2.0
+# While a session is opened, all weights of convolutions are rewritten at once. The memory that takes, next to the
+# result and as a share of it; more where a normalisation is folded into the weights first.
+REWRITING_SHARE = 1.0
+FOLDING_SHARE = 2.0
 _CONVOLUTIONS = {"Conv", "ConvTranspose", "FusedConv"}
-# These read rows of a weight where it lies in the file: pages that the system may drop at any time.
-_LOOK_UP = {"Gather", "GatherElements", "GatherND"}
+# These read rows of a weight directly from the mapped file: pages that the system may drop at any time.
+_LOOKUPS = {"Gather", "GatherElements", "GatherND"}
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of a process that has a bundle open; GPUs have their own and count for nothing."""
+    """The memory of a process that has a bundle open.
+
+    GPUs have their own memory and count as zero.
+    """
 
     device_bytes: tuple[int, ...]
-    """Per device, if it were alone in the process: its sessions with their copies of weights, and values with holes."""
+    """Per device, if it were alone in the process: sessions with their copies of weights, and values with holes."""
     running_bytes: int
-    """Of the process while it runs steps, Python and ONNX Runtime included."""
+    """Of the process during inferences, Python and ONNX Runtime included."""
     opening_bytes: int
-    """Of the process at most while it opens sessions, one after the other."""
+    """Peak of the process while it opens sessions, one after the other."""
 
 
 @dataclass(frozen=True)
-class _Opened:
-    """What a session takes: when it is open, and at most on the way."""
+class _SessionMemory:
+    """The memory of one session."""
 
-    kept_bytes: int
+    open_bytes: int
+    """Once it is open."""
     peak_bytes: int
+    """While it is being opened."""
 
 
-def footprint(graph: OpGraph, segments: Sequence[Segment], simulation: Simulation, target: Target) -> Footprint:
-    """Predict what a process takes that opens these segments in order and runs them; O(N + E).
+def predict_footprint(graph: OpGraph, segments: Sequence[Segment], simulation: Simulation, target: Target) -> Footprint:
+    """Predict the memory of a process that opens and runs segments.
 
-    A weight that two segments read is there twice, since each session keeps a copy in the layout of its kernels.
+    It opens them in order. O(N + E). A weight that two segments read counts twice, since each session keeps a copy in
+    the layout of its kernels.
     """
     on_host = np.array([device.kind == "cpu" for device in target.devices])
     values = np.where(on_host, simulation.peak_bytes - simulation.weights_bytes, 0)
-    device_bytes = (values + np.rint(HOLES * values).astype(np.int64)).tolist()
-    opened = opening = RUNTIME_BYTES + KERNELS_BYTES
-    normalised = _normalised(graph)
+    device_bytes = (values + np.rint(HOLES_SHARE * values).astype(np.int64)).tolist()
+    open_bytes = opening_bytes = RUNTIME_BYTES + KERNELS_BYTES
+    normalised = _find_normalised(graph)
     for segment in segments:
         if on_host[segment.device]:
-            session = _open(graph, segment.nodes, normalised)
-            opening = max(opening, opened + session.peak_bytes)
-            opened += session.kept_bytes
-            device_bytes[segment.device] += session.kept_bytes
-    running = opened + int(values.sum() + HOLES * values.max(initial=0))
-    return Footprint(tuple(device_bytes), running, opening)
+            session = _predict_session(graph, segment.nodes, normalised)
+            opening_bytes = max(opening_bytes, open_bytes + session.peak_bytes)
+            open_bytes += session.open_bytes
+            device_bytes[segment.device] += session.open_bytes
+    running_bytes = open_bytes + int(values.sum() + HOLES_SHARE * values.max(initial=0))
+    return Footprint(tuple(device_bytes), running_bytes, opening_bytes)
 
 
-def _normalised(graph: OpGraph) -> set[int]:
-    """Return the nodes into whose weights a BatchNormalization that reads them is folded."""
+def _find_normalised(graph: OpGraph) -> set[int]:
+    """Return the nodes with a BatchNormalization folded into their weights."""
     norms = [node for node, op in enumerate(graph.ops) if op == "BatchNormalization"]
     return {int(graph.producer[value]) for node in norms for value in graph.inputs[node]}
 
 
-def _open(graph: OpGraph, nodes: Ints, normalised: set[int]) -> _Opened:
-    """Return what opening a session over `nodes` takes.
+def _predict_session(graph: OpGraph, nodes: Ints, normalised: set[int]) -> _SessionMemory:
+    """Predict the memory of a session over `nodes`.
 
-    First all convolutions are rewritten. Then the other weights are packed in the order of their readers: each is
-    there twice for a moment, in the file's pages and in the copy.
+    First all convolutions are rewritten. Then the other weights are packed in the order of their readers: each is in
+    memory twice for a moment, in the file's pages and in the copy.
     """
-    own = SESSION_BYTES + NODE_BYTES * len(nodes)
+    own_bytes = SESSION_BYTES + NODE_BYTES * len(nodes)
     seen: set[int] = set()
-    rewritten, beside, packed = 0, 0.0, []
+    rewritten, rewriting, packed = 0, 0.0, []
     for node in nodes.tolist():
-        if graph.ops[node] in _LOOK_UP:
+        if graph.ops[node] in _LOOKUPS:
             continue
         new = [weight for weight in graph.weights[node].tolist() if weight not in seen]
         seen.update(new)
         sizes = graph.weight_bytes[new].tolist()
         if graph.ops[node] in _CONVOLUTIONS:
             rewritten += sum(sizes)
-            beside += sum(sizes) * (FOLDED_AND_REWRITTEN if node in normalised else REWRITTEN)
+            rewriting += sum(sizes) * (FOLDING_SHARE if node in normalised else REWRITING_SHARE)
         else:
             packed += sizes
     sizes = np.array(packed, dtype=np.int64)
     twice = int((np.cumsum(sizes) + sizes).max(initial=0))
-    return _Opened(own + rewritten + int(sizes.sum()), own + rewritten + int(beside) + twice)
+    fixed_bytes = own_bytes + rewritten
+    return _SessionMemory(fixed_bytes + int(sizes.sum()), fixed_bytes + int(rewriting) + twice)

@@ -58,14 +58,14 @@ def compiling(model_file, fast_pipeline):
 @pytest.fixture
 def meanwhile(monkeypatch):
     """Let something happen while a bundle is being written."""
-    actual = emit._write
+    actual = emit.write_bundle_files
 
     def during(happen):
         def write(*arguments):
             happen()
             return actual(*arguments)
 
-        monkeypatch.setattr(emit, "_write", write)
+        monkeypatch.setattr(emit, "write_bundle_files", write)
 
     return during
 

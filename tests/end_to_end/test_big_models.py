@@ -356,13 +356,13 @@ def test_pieces_are_fed_with_what_those_before_them_made(monkeypatch):
 
 def test_what_cannot_run_alone_is_estimated_with_all_that_needs_it(monkeypatch):
     model = bind(load(chain(4)), {"batch": 4}, {})
-    actual = chunks._run
+    actual = chunks._run_chunk
 
     def failing(model, piece, *rest):
         return None if piece.start == 3 else actual(model, piece, *rest)
 
-    monkeypatch.setattr(chunks, "_run", failing)
-    monkeypatch.setattr(chunks, "_key", lambda *_: object())  # no piece stands in for another
+    monkeypatch.setattr(chunks, "_run_chunk", failing)
+    monkeypatch.setattr(chunks, "_chunk_key", lambda *_: object())  # no piece stands in for another
     state, _ = Pipeline.parse("profile{repeat=3,seconds=0}").run(small_target().having(model))
     profile = state[Profile]
     assert (profile.sources["cpu/1"] == Source.ESTIMATED).tolist() == [False] * 3 + [True] * 9

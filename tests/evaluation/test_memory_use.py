@@ -16,12 +16,12 @@ from onnxplace.feeds import random_feeds
 from onnxplace.graph import OpGraph
 from onnxplace.machine import RUNTIME_BYTES, hardware, local_target
 from onnxplace.passes.segments.process_footprint import (
-    HOLES,
+    HOLES_SHARE,
     KERNELS_BYTES,
     NODE_BYTES,
     SESSION_BYTES,
     Footprint,
-    footprint,
+    predict_footprint,
 )
 from onnxplace.report import compile_summary
 from onnxplace.simulation import simulate
@@ -47,7 +47,7 @@ def taken(graph: OpGraph, pieces: list[list[int]], devices: list[int], target: T
     for segment in segments:
         device[segment.nodes] = segment.device
     seconds = np.ones((len(target.devices), len(graph)))
-    return footprint(graph, segments, simulate(graph, seconds, target, device, graph.order), target)
+    return predict_footprint(graph, segments, simulate(graph, seconds, target, device, graph.order), target)
 
 
 def records(sessions: int, nodes: int) -> int:
@@ -93,9 +93,9 @@ def test_sessions_are_opened_one_after_the_other():
 def test_values_of_all_devices_share_an_arena_and_its_holes():
     sizes = {"x": 0, "n0": 30 * MIB, "n1": 10 * MIB}
     found = taken(chain(["Relu", "Relu"], {}, sizes), [[0], [1]], [0, 1], even_target(2))
-    values = [round((size - records(1, 1)) / (1 + HOLES)) for size in found.device_bytes]
+    values = [round((size - records(1, 1)) / (1 + HOLES_SHARE)) for size in found.device_bytes]
     assert 0 < min(values) < max(values)
-    assert found.running_bytes == BASE + 2 * records(1, 1) + sum(values) + int(HOLES * max(values))
+    assert found.running_bytes == BASE + 2 * records(1, 1) + sum(values) + int(HOLES_SHARE * max(values))
 
 
 def test_a_gpu_holds_nothing_of_the_process():

@@ -319,14 +319,14 @@ def test_two_devices_are_kept_unless_one_does_clearly_better(worth_two, monkeypa
 def test_two_devices_are_kept_if_there_is_no_room_for_another_bundle(worth_two, monkeypatch, tmp_path):
     pretend(monkeypatch, {2: 0.03, 1: 0.025})
 
-    write = emit._write
+    write = emit.write_bundle_files
 
     def full(state, folder, *more):
         if len(set(state[Placement].device.tolist())) < 2:
             raise OSError(28, "No space left on device")
         return write(state, folder, *more)
 
-    monkeypatch.setattr(emit, "_write", full)
+    monkeypatch.setattr(emit, "write_bundle_files", full)
     result = worth_two()
     assert len(devices_of(result.bundle)) == 2
     assert onnxplace.load(tmp_path / "out" / "b", "all").manifest == result.bundle.manifest

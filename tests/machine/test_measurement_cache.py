@@ -61,7 +61,7 @@ def test_a_measurement_on_a_busy_machine_is_reported_and_not_stored(model_file, 
         return replace(measurement, quality=replace(measurement.quality, waiting=0.2)), entry
 
     monkeypatch.setattr(MeasurementOptions, "measure", measure)
-    monkeypatch.setattr("onnxplace.passes.profile.DOUBTFUL_WAITING_SHARE", 0.05)
+    monkeypatch.setattr("onnxplace.passes.profiling.profile_model.DOUBTFUL_WAITING_SHARE", 0.05)
     for _ in range(2):
         (note,) = [note for note in run_profile(model_file).diagnostics if note.code == "C004"]
         assert "runs waited 20% of their time for a core" in note.message

@@ -14,7 +14,7 @@ from onnx import AttributeProto, ModelProto, NodeProto, SparseTensorProto, Tenso
 
 from onnxplace import OnnxplaceError
 from onnxplace.model import load
-from onnxplace.passes import emit
+from onnxplace.passes.segments import write_segments
 from tests.end_to_end.test_split_property import RandomPlacement, assert_same, compiled_with, run_together
 from tests.support.model_texts import IF, X, find_then_branch, parse_graph
 from tests.support.random_models import reference
@@ -212,8 +212,8 @@ def run_before_emitting(change: Callable[[], None]) -> Iterator[None]:
         change()
         return before(*arguments)
 
-    before = emit._segment_ids
-    with mock.patch.object(emit, "_segment_ids", segment_ids):
+    before = write_segments.name_segments
+    with mock.patch.object(write_segments, "name_segments", segment_ids):
         yield
 
 

@@ -16,7 +16,7 @@ from onnxplace.errors import ModelError, UsageError
 from onnxplace.model import Model, captured_names, load
 from onnxplace.model.nested_graphs import rename_reads
 from onnxplace.passes.profiling import estimate_seconds
-from onnxplace.passes.profiling.roofline import MAX_TURNS
+from onnxplace.passes.profiling.roofline import MAX_ITERATIONS
 from tests.end_to_end.test_split_property import RandomPlacement, assert_same, compiled_with, run_together
 from tests.support.random_models import Feeds, reference
 
@@ -195,7 +195,7 @@ def test_a_loop_costs_its_subgraph_times_its_iterations():
 
 
 def test_a_loop_of_unknown_length_has_a_limited_cost():
-    assert estimate_total_seconds(build_loop(2**62)) < estimate_total_seconds(build_loop(MAX_TURNS))
+    assert estimate_total_seconds(build_loop(2**62)) < estimate_total_seconds(build_loop(MAX_ITERATIONS))
 
 
 def test_an_if_costs_its_more_expensive_branch_with_captured_weights():

@@ -12,8 +12,8 @@ from onnxplace.facts import Profile, Repeat
 from onnxplace.machine import local_target
 from onnxplace.model import bind, load, op_graph, static_shapes, value_bytes
 from onnxplace.passes.profiling import find_repeats, node_kinds, pool_by_kind
-from onnxplace.passes.profiling.repeat_kernels import runs
-from onnxplace.passes.profiling.repeated_layers import _block_names
+from onnxplace.passes.profiling.repeat_kernels import find_runs
+from onnxplace.passes.profiling.repeated_layers import substring_names
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
 
@@ -31,33 +31,33 @@ def tensor(name: str, values, dtype=np.float32) -> onnx.TensorProto:
     return numpy_helper.from_array(np.asarray(values, dtype), name)
 
 
-def structure(proto: onnx.ModelProto, **sizes):
+def graph_and_kinds(proto: onnx.ModelProto, **sizes):
     model = bind(load(proto), sizes, {})
     shapes = {**static_shapes(model), **model.input_shapes()}
     graph = op_graph(model, value_bytes(model, shapes))
     return graph, node_kinds(model, shapes)
 
 
-def blocks(layers: int, width: int = 8, prologue: int = 1, skip_at: int = -1) -> onnx.ModelProto:
-    """Return layers of six nodes with a way around, after and before a node of another kind.
+def layered_proto(layers: int, width: int = 8, prologue: int = 1, skip_at: int = -1) -> onnx.ModelProto:
+    """Return residual layers of six nodes, between nodes of other kinds.
 
-    Layer `skip_at` reads what the one before the last made.
+    Layer `skip_at` reads the output of the layer before the previous one.
     """
     nodes = [helper.make_node("Tanh", ["x" if i == 0 else f"p{i - 1}"], [f"p{i}"]) for i in range(prologue)]
-    value, before, weights = f"p{prologue - 1}", f"p{prologue - 1}", []
+    value, previous, weights = f"p{prologue - 1}", f"p{prologue - 1}", []
     for k in range(layers):
         weights.append(tensor(f"w{k}", np.full((width, width), k / 9)))
-        source = before if k == skip_at else value
-        made = [f"{op}{k}" for op in ("n", "m", "s", "g", "h", "out")]
+        source = previous if k == skip_at else value
+        outputs = [f"{op}{k}" for op in ("n", "m", "s", "g", "h", "out")]
         nodes += [
-            helper.make_node("Neg", [source], [made[0]], name=f"layer{k}"),
-            helper.make_node("MatMul", [made[0], f"w{k}"], [made[1]]),
-            helper.make_node("Sigmoid", [made[1]], [made[2]]),
-            helper.make_node("Mul", [made[1], made[2]], [made[3]]),
-            helper.make_node("Relu", [made[3]], [made[4]]),
-            helper.make_node("Add", [made[4], made[2] if k == skip_at else value], [made[5]]),
+            helper.make_node("Neg", [source], [outputs[0]], name=f"layer{k}"),
+            helper.make_node("MatMul", [outputs[0], f"w{k}"], [outputs[1]]),
+            helper.make_node("Sigmoid", [outputs[1]], [outputs[2]]),
+            helper.make_node("Mul", [outputs[1], outputs[2]], [outputs[3]]),
+            helper.make_node("Relu", [outputs[3]], [outputs[4]]),
+            helper.make_node("Add", [outputs[4], outputs[2] if k == skip_at else value], [outputs[5]]),
         ]
-        value, before = made[5], value
+        value, previous = outputs[5], value
     nodes.append(helper.make_node("Softmax", [value], ["y"]))
     ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", width]) for n in "xy"]
     graph = helper.make_graph(nodes, "blocks", ends[:1], ends[1:], weights)
@@ -68,8 +68,8 @@ def blocks(layers: int, width: int = 8, prologue: int = 1, skip_at: int = -1) ->
 
 
 def repetitions(items: list[int]) -> set[tuple[int, int, int]]:
-    """Return start, end and period of all maximal repetitions, the slow and obvious way."""
-    found = set()
+    """Return start, end and period of all maximal repetitions, by exhaustive search."""
+    triples = set()
     for period in range(1, len(items) // 2 + 1):
         start = 0
         while start + period < len(items):
@@ -79,15 +79,15 @@ def repetitions(items: list[int]) -> set[tuple[int, int, int]]:
             if end - start >= period:
                 word = items[start : end + period]
                 shorter = any(word[p:] == word[:-p] for p in range(1, period))
-                found |= set() if shorter else {(start, end + period, period)}
+                triples |= set() if shorter else {(start, end + period, period)}
             start = max(end, start + 1)
-    return found
+    return triples
 
 
 @given(st.integers(1, 4).flatmap(lambda letters: st.lists(st.integers(0, letters - 1), min_size=2, max_size=40)))
-def test_every_repetition_is_found_and_nothing_else(items):
-    found = runs(_block_names(np.array(items, dtype=np.int32)))
-    assert set(zip(*(column.tolist() for column in found))) == repetitions(items)
+def test_exactly_all_repetitions_are_found(items):
+    columns = find_runs(substring_names(np.array(items, dtype=np.int32)))
+    assert set(zip(*(column.tolist() for column in columns))) == repetitions(items)
 
 
 # ---------------------------------------------------------------------------------------------- kinds
@@ -112,7 +112,7 @@ def test_nodes_of_equal_operator_attributes_and_shapes_are_of_one_kind():
     assert len({kinds[name] for name in "acefg"}) == 5
 
 
-def test_weights_are_told_from_values_and_a_type_from_another():
+def test_weights_values_types_and_absent_inputs_are_different_kinds():
     kinds = kinds_of(
         """g (float[4] x, double[4] d) => (float y, double z) {
             [weight] p = Add(x, w)
@@ -127,7 +127,7 @@ def test_weights_are_told_from_values_and_a_type_from_another():
     assert len(set(kinds.values())) == len(kinds)
 
 
-def test_axes_count_by_what_they_hold_and_indices_do_not():
+def test_axes_count_by_content_and_indices_do_not():
     kinds = kinds_of(
         """g (float[4,4] x) => (float y, float z, float u, float v) {
             [first] y = ReduceSum <keepdims = 0> (x, zero)
@@ -160,37 +160,37 @@ def test_subgraphs_count_by_structure_whatever_their_values_are_called():
 
 
 @pytest.mark.parametrize("prologue", [1, 3])
-def test_layers_are_found_with_their_borders_where_least_crosses(prologue):
-    graph, kinds = structure(blocks(5, prologue=prologue), batch=2)
-    (found,) = find_repeats(kinds, graph)
-    assert found == Repeat(prologue, 6, 5)
-    assert graph.names[found.start] == "layer0"
+def test_layers_begin_where_the_fewest_values_cross(prologue):
+    graph, kinds = graph_and_kinds(layered_proto(5, prologue=prologue), batch=2)
+    (repeat,) = find_repeats(kinds, graph)
+    assert repeat == Repeat(prologue, 6, 5)
+    assert graph.names[repeat.start] == "layer0"
 
 
-def test_a_layer_that_is_wired_otherwise_ends_the_stretch():
-    graph, kinds = structure(blocks(9, skip_at=4), batch=2)
-    found = find_repeats(kinds, graph)
-    assert [(item.nodes, item.count) for item in found] == [(6, 4), (6, 4)]
-    assert found[1].start == found[0].stop + 6
+def test_a_layer_with_other_wiring_ends_a_repeat():
+    graph, kinds = graph_and_kinds(layered_proto(9, skip_at=4), batch=2)
+    repeats = find_repeats(kinds, graph)
+    assert [(item.nodes, item.count) for item in repeats] == [(6, 4), (6, 4)]
+    assert repeats[1].start == repeats[0].stop + 6
 
 
-def test_few_nodes_are_no_structure():
-    graph, kinds = structure(blocks(2), batch=2)
+def test_few_nodes_are_no_repeat():
+    graph, kinds = graph_and_kinds(layered_proto(2), batch=2)
     assert find_repeats(kinds, graph) == ()
 
 
 @given(st.lists(st.integers(0, 2), min_size=2, max_size=60))
-def test_stretches_do_not_overlap_and_layers_are_equal(items):
+def test_repeats_do_not_overlap_and_layers_are_equal(items):
     ops = ("Neg", "Relu", "Tanh")
     nodes = [helper.make_node(ops[k], [f"v{i}"], [f"v{i + 1}"], name=f"n{i}") for i, k in enumerate(items)]
     ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [2]) for n in ("v0", f"v{len(items)}")]
     proto = helper.make_model(helper.make_graph(nodes, "g", ends[:1], ends[1:]), ir_version=8)
-    graph, kinds = structure(proto)
+    graph, kinds = graph_and_kinds(proto)
     stop = 0
-    for found in find_repeats(kinds, graph):
-        assert found.start >= stop
-        stop = found.stop
-        layers = kinds[found.start : stop].reshape(found.count, found.nodes)
+    for repeat in find_repeats(kinds, graph):
+        assert repeat.start >= stop
+        stop = repeat.stop
+        layers = kinds[repeat.start : stop].reshape(repeat.count, repeat.nodes)
         assert (layers == layers[0]).all()
     assert stop <= len(items)
 
@@ -202,19 +202,19 @@ def test_equal_kernels_share_the_median_and_the_sum_stays():
     kinds = np.array([0, 1, 0, 1, 0, 1, 2, 1], dtype=np.int32)
     unit = np.array([0, 0, 1, 1, 2, 2, 3, 4], dtype=np.int32)
     seconds = np.array([1, 1, 2, 2, 9, 9, 5, 7], dtype=np.float64)
-    found = pool_by_kind(seconds, unit, np.ones(8, dtype=bool), kinds)
-    assert found.sum() == pytest.approx(seconds.sum())
-    assert found / found[0] == pytest.approx([1, 1, 1, 1, 1, 1, 2.5, 3.5])
+    pooled = pool_by_kind(seconds, unit, np.ones(8, dtype=bool), kinds)
+    assert pooled.sum() == pytest.approx(seconds.sum())
+    assert pooled / pooled[0] == pytest.approx([1, 1, 1, 1, 1, 1, 2.5, 3.5])
 
 
-def test_what_was_folded_away_stays_free():
-    found = pool_by_kind(np.array([0.0, 4.0, 2.0]), np.arange(3, dtype=np.int32), np.array([False, True, True]),
+def test_folded_nodes_stay_free():
+    pooled = pool_by_kind(np.array([0.0, 4.0, 2.0]), np.arange(3, dtype=np.int32), np.array([False, True, True]),
                    np.zeros(3, dtype=np.int32))  # fmt: skip
-    assert found == pytest.approx([0, 3, 3])
+    assert pooled == pytest.approx([0, 3, 3])
 
 
 def test_equal_nodes_cost_the_same_after_profiling():
-    state = State(local_target("cpu:0,cpu:1")).having(bind(load(blocks(4)), {"batch": 2}, {}))
+    state = State(local_target("cpu:0,cpu:1")).having(bind(load(layered_proto(4)), {"batch": 2}, {}))
     profile = Pipeline.parse("profile{repeat=3,seconds=0}").run(state)[0][Profile]
     assert profile.repeats == (Repeat(1, 6, 4),)
     for seconds in profile.seconds.values():
@@ -227,7 +227,7 @@ def test_equal_nodes_cost_the_same_after_profiling():
 
 
 def test_the_summary_and_the_manifest_name_equal_layers(tmp_path, run_cli):
-    (tmp_path / "model.onnx").write_bytes(blocks(5).SerializeToString())
+    (tmp_path / "model.onnx").write_bytes(layered_proto(5).SerializeToString())
     arguments = ["compile", tmp_path / "model.onnx", "--devices", "cpu:0,cpu:1", "--shape", "batch=2", "--pipeline",
                  "optimize,profile{estimate=true},coplace{join=never},m-etf,split,emit"]  # fmt: skip
     ran = run_cli(*arguments)
@@ -239,7 +239,7 @@ def test_the_summary_and_the_manifest_name_equal_layers(tmp_path, run_cli):
     assert json.loads((tmp_path / "model.bundle" / "manifest.json").read_text())["repeats"] == expected
 
 
-def test_a_model_without_equal_layers_says_nothing(model_file, run_cli):
+def test_a_model_without_equal_layers_reports_no_repeats(model_file, run_cli):
     ran = run_cli("compile", model_file, "--devices", "cpu:0,cpu:1", "--shape", "batch=2", "--pipeline",
                   "optimize,profile{estimate=true},coplace{join=never},m-etf,split,emit")  # fmt: skip
     assert "repeats" not in ran.out

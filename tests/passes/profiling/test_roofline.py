@@ -1,4 +1,4 @@
-"""Estimates: work counted as the operators are defined, bytes as they pass, times against peaks."""
+"""Estimates: operations by definition, bytes read and written, times by a roofline."""
 
 import math
 
@@ -59,7 +59,7 @@ def test_operations_are_those_of_the_definition(op, inputs, output, attributes, 
     assert operations(helper.make_node(op, inputs.split(), [output], **attributes), SHAPES) == pytest.approx(count)
 
 
-def test_attention_with_its_projections_counts_them():
+def test_attention_with_projections_counts_them():
     node = helper.make_node("Attention", ["q", "qkv"], ["q"], domain="com.microsoft", num_heads=2)
     assert operations(node, SHAPES) == 2 * 2 * 6 * 8 * 24 + 4 * 2 * 6 * 8 * 6
 
@@ -74,7 +74,7 @@ def test_unknown_or_odd_shapes_are_never_an_error(op, known, rank):
     assert operations(node, shapes) >= 0
 
 
-def test_views_move_nothing_and_a_look_up_moves_what_it_finds():
+def test_views_move_no_bytes_and_a_lookup_moves_the_selected_rows():
     sizes = {"table": 1000_000, "ids": 80, "found": 400, "x": 64, "y": 64}
     assert bytes_moved(helper.make_node("Reshape", ["x", "ids"], ["y"]), ("x", "ids"), sizes) == 0
     assert bytes_moved(helper.make_node("Gather", ["table", "ids"], ["found"]), ("table", "ids"), sizes) == 880
@@ -85,25 +85,27 @@ TEXT = """<ir_version: 8, opset_import: ["": 17]>
 g (float[256, 256] x, float[256, 256] w) => (float[256, 256] y) { [mul] a = MatMul(x, w)  [relu] y = Relu(a) }"""
 
 
-def test_a_time_is_that_of_the_slower_of_computing_and_moving():
+def test_the_slower_of_computing_and_moving_decides_the_time():
     model = load(parser.parse_model(TEXT))
     shapes = static_shapes(model)
-    found = estimate_seconds(model, shapes, "cpu/1", PeakRates(1e9, 1e30, 1.0))
-    assert found.tolist() == pytest.approx([2 * 256**3 / 1e9 + 1, 256**2 / 1e9 + 1])
-    found = estimate_seconds(model, shapes, "cpu/4", PeakRates(1e30, 1e6, 0.0))
-    assert found.tolist() == pytest.approx([3 * 256**2 * 4 / 1e6, 2 * 256**2 * 4 / 1e6])
+    seconds = estimate_seconds(model, shapes, "cpu/1", PeakRates(1e9, 1e30, 1.0))
+    assert seconds.tolist() == pytest.approx([2 * 256**3 / 1e9 + 1, 256**2 / 1e9 + 1])
+    seconds = estimate_seconds(model, shapes, "cpu/4", PeakRates(1e30, 1e6, 0.0))
+    assert seconds.tolist() == pytest.approx([3 * 256**2 * 4 / 1e6, 2 * 256**2 * 4 / 1e6])
     four, one = (estimate_seconds(model, shapes, f"cpu/{count}", PeakRates(1e9, 1e30, 0.0)) for count in (4, 1))
     assert (4 * four).tolist() == pytest.approx(one.tolist())
 
 
-def test_the_processor_here_has_peaks_within_reason():
-    found = measure_peaks(0)
-    assert 1e8 < found.operations_per_second < 1e13
-    assert 1e8 < found.bytes_per_second < 1e13
+def test_peaks_of_this_processor_are_plausible():
+    peaks = measure_peaks(0)
+    assert 1e8 < peaks.operations_per_second < 1e13
+    assert 1e8 < peaks.bytes_per_second < 1e13
 
 
-def test_what_was_asked_to_be_estimated_is_always_the_same_and_marked(monkeypatch):
-    monkeypatch.setattr("onnxplace.passes.profile.measure_peaks", lambda core: pytest.fail("nothing may be run"))
+def test_requested_estimates_are_deterministic_and_marked(monkeypatch):
+    monkeypatch.setattr(
+        "onnxplace.passes.profile.measure_peaks", lambda core: pytest.fail("an estimate must not run anything")
+    )
     model = load(parser.parse_model(TEXT))
     state = State(Target((Device("cpu:0", 1 << 30),))).having(model)
     profiles = [Pipeline.parse("profile{estimate=true}").run(state)[0][Profile] for _ in range(2)]
@@ -111,21 +113,21 @@ def test_what_was_asked_to_be_estimated_is_always_the_same_and_marked(monkeypatc
     assert set(profiles[0].sources["cpu/1"].tolist()) == {Source.ESTIMATED}
 
 
-def test_a_cpu_that_cannot_be_measured_is_estimated_from_the_cores_here(monkeypatch):
+def test_a_cpu_that_cannot_be_measured_is_estimated_from_local_peaks(monkeypatch):
     monkeypatch.setattr("onnxplace.passes.profile.measure_peaks", lambda core: PeakRates(1e9, 1e30, 0.0))
     model = load(parser.parse_model(TEXT))
     state = State(Target((Device("cpu:0", 1 << 30, cores=1000), Device("cuda:0", 1 << 30, model="none")))).having(model)
     state, _ = Pipeline.parse("profile").run(state)
     assert state[Profile].seconds["cpu/1000"].tolist() == pytest.approx([2 * 256**3 / 1e12, 256**2 / 1e12])
-    assumed = TYPICAL_PEAKS["cuda"]
-    expected = max(256**3 * 2 / assumed.operations_per_second, 3 * 256**2 * 4 / assumed.bytes_per_second)
-    assert state[Profile].seconds["cuda/none"][0] == pytest.approx(expected + assumed.kernel_seconds)
+    typical = TYPICAL_PEAKS["cuda"]
+    expected = max(256**3 * 2 / typical.operations_per_second, 3 * 256**2 * 4 / typical.bytes_per_second)
+    assert state[Profile].seconds["cuda/none"][0] == pytest.approx(expected + typical.kernel_seconds)
     assert [note.code for note in state.diagnostics] == ["C001", "C001"]
     assert "measured here" in state.diagnostics[0].message
     assert "assumed" in state.diagnostics[1].message
 
 
-def test_a_recorded_estimate_is_finite_for_dynamic_shapes():
+def test_estimates_are_finite_with_and_without_shapes():
     text = TEXT.replace("256, 256] x", "n, 256] x").replace("float[256, 256] y", "float[n, 256] y")
     model = bind(load(parser.parse_model(text)), {"n": 3}, {})
     assert np.isfinite(estimate_seconds(model, static_shapes(model), "cpu/1")).all()

@@ -6,8 +6,7 @@ from onnx import ModelProto, NodeProto, TensorProto, TypeProto, helper
 
 from onnxplace import OnnxplaceError
 from onnxplace.model import load, type_name
-from onnxplace.passes.segments import infer_boundary_types
-from onnxplace.passes.segments.boundary import _parse
+from onnxplace.passes.segments.boundary import infer_boundary_types, parse_type
 from tests.end_to_end.test_split_property import RandomPlacement, assert_same, compiled_with, run_together
 from tests.support.random_models import reference
 
@@ -17,7 +16,7 @@ ML = "ai.onnx.ml"
 STRINGS = {"int64": TensorProto.INT64, "string": TensorProto.STRING}
 
 
-def linear(labels: str) -> NodeProto:
+def linear_classifier(labels: str) -> NodeProto:
     names = {"classlabels_ints": [0, 1, 2]} if labels == "int64" else {"classlabels_strings": ["a", "b", "c"]}
     coefficients = [number / 10 for number in range(12)]
     return helper.make_node(
@@ -34,8 +33,11 @@ def linear(labels: str) -> NodeProto:
     )
 
 
-def tree(labels: str) -> NodeProto:
-    """Return one tree: the first feature decides between two leaves, which vote for the first and the last class."""
+def tree_classifier(labels: str) -> NodeProto:
+    """Return one tree, in which the first feature decides between two leaves.
+
+    One leaf votes for the first class, the other for the last class.
+    """
     names = {"int64": {"classlabels_int64s": [0, 1, 2]}, "string": {"classlabels_strings": ["a", "b", "c"]}}[labels]
     return helper.make_node(
         "TreeEnsembleClassifier",
@@ -87,25 +89,25 @@ FEEDS = [{"x": np.random.default_rng(n).standard_normal((n, 4)).astype(np.float3
 
 
 @pytest.mark.parametrize("labels", ["int64", "string"])
-@pytest.mark.parametrize("kind", [linear, tree])
+@pytest.mark.parametrize("make_node", [linear_classifier, tree_classifier])
 @pytest.mark.parametrize("devices", [(0, 1), (0, 0, 1, 1), (0,)], ids=str)
-def test_classifiers_are_cut_anywhere_and_give_what_they_give_uncut(tmp_path, labels, kind, devices):
-    model = classifier(kind(labels), labels)
+def test_classifiers_cut_anywhere_give_the_results_of_the_whole_model(tmp_path, labels, make_node, devices):
+    model = classifier(make_node(labels), labels)
     bundle = compiled_with(model, RandomPlacement(devices), tmp_path, dimensions={"n": 3})
     assert len({segment.device for segment in bundle.manifest.segments}) == len(set(devices))
     assert_same(run_together(bundle, FEEDS), reference(model, FEEDS))
 
 
 def test_the_type_of_a_zipmap_need_not_be_declared(tmp_path):
-    model = classifier(linear("int64"), "int64", declared=False)
+    model = classifier(linear_classifier("int64"), "int64", declared=False)
     assert_same(
         run_together(compiled_with(model, RandomPlacement((0, 1)), tmp_path, dimensions={"n": 3}), FEEDS),
         reference(model, FEEDS),
     )
 
 
-def test_a_classifier_is_compiled_run_and_verified_by_the_commands(run_cli, tmp_path, fast_pipeline):
-    (tmp_path / "m.onnx").write_bytes(classifier(tree("string"), "string").SerializeToString())
+def test_commands_compile_run_and_verify_a_classifier(run_cli, tmp_path, fast_pipeline):
+    (tmp_path / "m.onnx").write_bytes(classifier(tree_classifier("string"), "string").SerializeToString())
     (tmp_path / "map.json").write_text('{"scale": "cpu:0", "classify|normalise|zip": "cpu:1"}')
     pipeline = fast_pipeline.replace("coplace{join=never}", f"coplace{{join=never,device_map={tmp_path / 'map.json'}}}")
     ran = run_cli("compile", tmp_path / "m.onnx", "--shape", "n=3", "--pipeline", pipeline, "--strict")
@@ -115,8 +117,8 @@ def test_a_classifier_is_compiled_run_and_verified_by_the_commands(run_cli, tmp_
         assert ran.code == 0, ran.err
 
 
-def test_only_the_types_of_what_crosses_are_read(monkeypatch):
-    model = load(classifier(linear("int64"), "int64"))
+def test_only_types_of_crossing_values_are_inferred(monkeypatch):
+    model = load(classifier(linear_classifier("int64"), "int64"))
     monkeypatch.setattr("onnxplace.passes.segments.boundary._is_complete", lambda _: False)
     assert set(infer_boundary_types(model, ["scores"])) == {"scores"}
 
@@ -132,18 +134,18 @@ def test_only_the_types_of_what_crosses_are_read(monkeypatch):
         "sparse_tensor(float)",
     ],
 )
-def test_types_are_read_as_onnx_runtime_writes_them(text):
-    assert type_name(_parse(text, [])) == text
+def test_types_in_the_spelling_of_onnxruntime_are_parsed(text):
+    assert type_name(parse_type(text, [])) == text
 
 
 @pytest.mark.parametrize("text", ["opaque(a,b)", "seq(opaque(a,b))", "map(odd,tensor(float))", "tensor(odd)", "", "?"])
 def test_types_that_onnx_does_not_have_are_unknown(text):
-    assert _parse(text, []) is None
+    assert parse_type(text, []) is None
 
 
 def test_a_value_whose_type_is_unknown_at_a_cut_is_named(monkeypatch):
-    model = load(classifier(linear("int64"), "int64"))
+    model = load(classifier(linear_classifier("int64"), "int64"))
     monkeypatch.setattr("onnxplace.passes.segments.boundary._is_complete", lambda _: False)
-    monkeypatch.setattr("onnxplace.passes.segments.boundary._parse", lambda *_: None)
+    monkeypatch.setattr("onnxplace.passes.segments.boundary.parse_type", lambda *_: None)
     with pytest.raises(OnnxplaceError, match=r"M016.*'scores'"):
         infer_boundary_types(model, ["scores"])

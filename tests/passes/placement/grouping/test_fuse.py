@@ -1,4 +1,4 @@
-"""fuse: what is contracted, on small graphs by hand, on random ones by a plain account, and on large ones at all."""
+"""fuse: its contractions, on small graphs by hand, on random ones by a plain account, and on large ones."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from networkx import is_connected, number_connected_components
 
 from onnxplace.facts import Clusters, Groups, Profile
 from onnxplace.graph import Csr, OpGraph
-from onnxplace.passes.fuse import contracted
+from onnxplace.passes.fuse import contract_groups
 from onnxplace.pipeline import make_pass, run_pass
 from onnxplace.problem import placement_problem
 from onnxplace.testing import check_pass, random_state
@@ -17,7 +17,7 @@ thorough = settings(deadline=None, derandomize=True, max_examples=200)
 
 
 def fused(graph: OpGraph, groups: list[int], runs: bool = False) -> list[int]:
-    found = contracted(graph, np.array(groups, dtype=np.int32), runs).tolist()
+    found = contract_groups(graph, np.array(groups, dtype=np.int32), runs).tolist()
     assert list(dict.fromkeys(found)) == list(range(len(set(found)))), "ids are dense, in order of first nodes"
     return found
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from onnxplace.facts import Groups, Profile, Schedule
-from onnxplace.passes.placement.exact import branch_and_bound_search, build_tables
+from onnxplace.passes.placement.exact.branch_and_bound import branch_and_bound_search, build_tables
 from onnxplace.passes.placement.search import Budget, compose_blocks, decompose_series
 from onnxplace.passes.placement.search.portfolio import plan_of_blocks
 from onnxplace.passes.placement.search.search import on_one

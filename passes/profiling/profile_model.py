@@ -1,0 +1,209 @@
+"""Profile a model: measure it, and assemble the costs of nodes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxplace.errors import Diagnostic, counted
+from onnxplace.facts import Profile, Repeat, Source
+from onnxplace.graph import Floats, Ints, Longs, OpGraph
+from onnxplace.machine import DOUBTFUL_WAITING_SHARE, MIN_RUNS, available_cores, cuda_problem, list_gpus
+from onnxplace.model import Model, op_graph
+from onnxplace.passes.profiling.cached_measurements import measurement_key, recall_measurement, store_measurement
+from onnxplace.passes.profiling.chunks import cut_into_chunks, measure_chunks, session_bytes
+from onnxplace.passes.profiling.repeated_layers import find_repeats, fingerprints, node_kinds, pool_by_kind
+from onnxplace.passes.profiling.timer import Measurement, MeasurementOptions
+from onnxplace.target import Device
+
+# The code of the note that a measurement is doubtful; such measurements are not stored.
+DOUBTFUL_CODE = "C004"
+
+
+@dataclass(frozen=True)
+class ModelStructure:
+    """What measurements of a model need to know of it."""
+
+    model: Model
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of values, by name."""
+    graph: OpGraph
+    kinds: Ints
+    """Per node (`node_kinds`)."""
+    prints: tuple[str, ...]
+    """Per node (`fingerprints`)."""
+    repeats: tuple[Repeat, ...]
+
+    @staticmethod
+    def of(model: Model, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]) -> ModelStructure:
+        """Find the structure of a model with these shapes and sizes."""
+        graph, kinds = op_graph(model, sizes), node_kinds(model, shapes)
+        return ModelStructure(
+            model=model,
+            shapes=shapes,
+            graph=graph,
+            kinds=kinds,
+            prints=fingerprints(model, shapes),
+            repeats=find_repeats(kinds, graph),
+        )
+
+
+@dataclass(frozen=True)
+class ModelProfiler:
+    """Measures a model on a class of device, or recalls a measurement."""
+
+    structure: ModelStructure
+    device: Device
+    """Stands for all devices of its class."""
+    limit_bytes: int
+    """The most memory of any device of the class."""
+    options: MeasurementOptions
+    use_cache: bool
+
+    def measure(self, feeds: Mapping[str, Any]) -> tuple[Measurement, list[Diagnostic]]:
+        """Recall a stored measurement, else measure and store; with notes."""
+        if not self.use_cache:
+            return self._measure_now(feeds)
+        structure, cost_class = self.structure, self.device.cost_class
+        limit = None if self._fits_whole() else self.limit_bytes
+        settings = (self.options.repeat, self.options.seconds, self.options.tolerance, limit)
+        key = measurement_key(structure.model, structure.graph, structure.prints, self.device, feeds, settings)
+        problems = []
+        try:
+            stored = recall_measurement(key, len(structure.graph))
+            if stored is not None:
+                return stored
+        except ValueError as error:
+            problems.append(Diagnostic("C006", f"kept costs are not used: {error}", where=cost_class))
+        measurement, notes = self._measure_now(feeds)
+        try:
+            if all(note.code != DOUBTFUL_CODE for note in notes):
+                store_measurement(key, measurement, notes)
+        except ValueError as error:
+            problems.append(Diagnostic("C006", f"costs are not kept: {error}", where=cost_class))
+        return measurement, notes + problems
+
+    def _fits_whole(self) -> bool:
+        return session_bytes(self.structure.graph) <= self.limit_bytes
+
+    def _measure_now(self, feeds: Mapping[str, Any]) -> tuple[Measurement, list[Diagnostic]]:
+        """Measure the whole model if it fits, else in chunks."""
+        model, graph, kinds = self.structure.model, self.structure.graph, self.structure.kinds
+        if self._fits_whole():
+            measurement = self.options.measure(model, feeds)[0]
+            pooled = pool_by_kind(measurement.seconds, measurement.unit, measurement.ran, kinds)
+            notes = report_doubts(measurement, self.device, self.options.tolerance)
+            return replace(measurement, seconds=pooled), notes
+        chunks = cut_into_chunks(graph, self.structure.repeats, self.limit_bytes)
+        measurement = measure_chunks(model, graph, kinds, chunks, feeds, self.options)
+        message = (
+            f"the model needs more than the {self.limit_bytes} bytes of a device: measured in {len(chunks)} pieces"
+        )
+        if unmeasured := int((~measurement.measured).sum()):
+            message += f"; {unmeasured} of {len(graph)} nodes could not be run alone, and are estimated"
+        return measurement, [Diagnostic("C003", message, where=self.device.cost_class)]
+
+
+def report_doubts(measurement: Measurement, device: Device, tolerance: float) -> list[Diagnostic]:
+    """Return a note if the machine was busy or times were unstable."""
+    quality = measurement.quality
+    if quality is None:
+        return []
+    # Runs need not be stable if the user wants only a few, or if they are too long for more.
+    instability = quality.uncertainty - 2 * tolerance if quality.runs > MIN_RUNS else 0.0
+    if max(quality.waiting, instability) <= DOUBTFUL_WAITING_SHARE:
+        return []
+    message = (
+        f"costs are less sure than usual: runs waited {quality.waiting:.0%} of their time for a core, which was taken "
+        f"off, and their median is known to {quality.uncertainty:.1%}"
+    )
+    hint = "profile again when the machine is idle; costs like these are not kept"
+    return [Diagnostic(DOUBTFUL_CODE, message, where=device.cost_class, hint=hint)]
+
+
+def find_measurement_obstacle(device: Device) -> str | None:
+    """Return why a device cannot be measured on this machine, if so."""
+    if device.kind == "cuda":
+        local_name = next((gpu.name for gpu in list_gpus() if gpu.index == device.index), None)
+        if device.model and local_name is not None and device.model != local_name:
+            return f"{device.id} on this machine is a {local_name}"
+        return cuda_problem(device.index)
+    if device.cores > len(available_cores()):
+        return f"it has {device.cores} cores, this machine {len(available_cores())}"
+    return None
+
+
+def report_unknown_sizes(model: Model, sizes: Mapping[str, int], unit: Ints) -> list[Diagnostic]:
+    """Return a note on values without a size.
+
+    Values within one unit need none.
+    """
+    reading_units = defaultdict(set)
+    for index, reads in enumerate(model.reads):
+        for name in reads:
+            reading_units[name].add(int(unit[index]))
+    unknown = [
+        name
+        for index, node in enumerate(model.nodes)
+        for name in node.output
+        if name not in sizes and reading_units[name] - {int(unit[index])}
+    ]
+    if not unknown:
+        return []
+    message = f"the size of {counted(len(unknown), 'value')} is unknown and counts as zero, such as {unknown[0]!r}"
+    return [Diagnostic("C002", message, where=model.name)]
+
+
+def assemble_profile(
+    structure: ModelStructure,
+    cost_classes: Iterable[str],
+    sizes: Mapping[str, int],
+    measurements: Mapping[str, Measurement],
+    estimates: Mapping[str, Floats],
+    workspace_bytes: Longs | None,
+) -> Profile:
+    """Assemble the profile of a model from measurements and estimates.
+
+    Args:
+        structure: Of the model.
+        cost_classes: Of the target's devices, in their order.
+        sizes: Of values in bytes, by name; unknown ones count as zero.
+        measurements: By cost class.
+        estimates: Seconds per node by cost class, for each class that is not measured completely.
+        workspace_bytes: Per node; None to keep those of the graph.
+    """
+    count = len(structure.model.nodes)
+    seconds: dict[str, Floats] = {}
+    sources: dict[str, NDArray[np.uint8]] = {}
+    for cost_class in dict.fromkeys(cost_classes):
+        measurement = measurements.get(cost_class)
+        if measurement is None:
+            seconds[cost_class] = estimates[cost_class]
+            sources[cost_class] = np.full(count, Source.ESTIMATED, dtype=np.uint8)
+            continue
+        measured = measurement.measured
+        seconds[cost_class] = np.where(measured, measurement.seconds, estimates.get(cost_class, 0.0))
+        known = np.where(measurement.ran, Source.MEASURED, Source.KNOWN)
+        sources[cost_class] = np.where(measured, known, Source.ESTIMATED).astype(np.uint8)
+    whole_seconds = {name: m.whole_seconds for name, m in measurements.items() if m.whole_seconds is not None}
+    return Profile(
+        graph=replace(
+            structure.graph,
+            value_bytes=np.array([sizes.get(name, 0) for name in structure.graph.value_names], dtype=np.int64),
+            workspace_bytes=structure.graph.workspace_bytes if workspace_bytes is None else workspace_bytes,
+        ),
+        seconds=MappingProxyType(seconds),
+        sources=MappingProxyType(sources),
+        unit=next(iter(measurements.values())).unit if measurements else np.arange(count, dtype=np.int32),
+        whole_seconds=MappingProxyType(whole_seconds),
+        repeats=structure.repeats,
+        spread=MappingProxyType({name: m.spread for name, m in measurements.items()}),
+        quality=MappingProxyType({name: m.quality for name, m in measurements.items() if m.quality is not None}),
+        prints=structure.prints,
+    )

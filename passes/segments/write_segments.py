@@ -1,0 +1,104 @@
+"""Write the files of a bundle.
+
+They are a model per segment, the weights, the whole model, costs and manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from onnx import TypeProto, ValueInfoProto, helper
+
+from onnxplace.bundle import (
+    COSTS_FILE,
+    MANIFEST_FILE,
+    SEGMENTS_FOLDER,
+    WEIGHTS_FILE,
+    WHOLE_MODEL_FILE,
+    FileRecord,
+    describe_linked_file,
+)
+from onnxplace.facts import Segment, Segments
+from onnxplace.model import Model, WeightFile, find_scales_to_protect
+from onnxplace.passes.segments.boundary import infer_boundary_types
+from onnxplace.passes.segments.fill_manifest import build_manifest
+from onnxplace.state import State
+from onnxplace.target import Target
+
+
+@dataclass(frozen=True)
+class _BundleFolder:
+    """A folder that is being filled, with a record of each file."""
+
+    path: Path
+    records: dict[str, FileRecord] = field(default_factory=dict)
+
+    def write(self, name: str, data: bytes) -> None:
+        (self.path / name).write_bytes(data)
+        self.records[name] = FileRecord(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
+
+
+def write_bundle_files(state: State, path: Path, pipeline: str, costs: str, linkable_folder: Path | None) -> bool:
+    """Create and fill the folder of a bundle.
+
+    `costs` is the text of its cost file. Returns whether it refers to weights files in `linkable_folder`; without such
+    a folder all weights are copied.
+    """
+    path.mkdir()
+    (path / SEGMENTS_FOLDER).mkdir()
+    folder, model, segments = _BundleFolder(path), state[Model], state[Segments].segments
+    ids = name_segments(segments, state.target)
+    crossing = {name for segment in segments for name in (*segment.inputs, *segment.outputs)}
+    types = infer_boundary_types(model, crossing)
+    with WeightFile(path / SEGMENTS_FOLDER / WEIGHTS_FILE, WEIGHTS_FILE, linkable_folder) as weights:
+        protected_scales = find_scales_to_protect(model, [segment.nodes for segment in segments])
+        for segment, name, scales in zip(segments, ids, protected_scales):
+            proto = _segment_bytes(model, segment, name, weights, types, scales)
+            folder.write(f"{SEGMENTS_FOLDER}/{name}.onnx", proto)
+        folder.write(WHOLE_MODEL_FILE, model.whole_proto(weights).SerializeToString())
+    record = FileRecord(sha256=weights.digest, bytes=weights.bytes_written)
+    folder.records[f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"] = record
+    folder.write(COSTS_FILE, costs.encode())
+    manifest = build_manifest(state, ids, types, dict(sorted(folder.records.items())), pipeline)
+    linked = {location: describe_linked_file(file) for location, file in sorted(weights.linked.items())}
+    text = manifest.model_copy(update={"linked": linked}).model_dump_json(indent=1)
+    (path / MANIFEST_FILE).write_text(text, encoding="utf-8")
+    return bool(linked)
+
+
+def name_segments(segments: Sequence[Segment], target: Target) -> list[str]:
+    """Name segments by device and position there: `cpu0-000`."""
+    counts = [0] * len(target.devices)
+    ids = []
+    for segment in segments:
+        ids.append(f"{target.devices[segment.device].id.replace(':', '')}-{counts[segment.device]:03d}")
+        counts[segment.device] += 1
+    return ids
+
+
+def _segment_bytes(
+    model: Model,
+    segment: Segment,
+    name: str,
+    weights: WeightFile,
+    types: Mapping[str, TypeProto],
+    protected_scales: Collection[str],
+) -> bytes:
+    """Return the ONNX file of a segment.
+
+    Protected scales are inputs with a default value in it.
+    """
+    nodes = [model.nodes[index] for index in segment.nodes]
+    reads = dict.fromkeys(value for index in segment.nodes for value in model.reads[index])
+    tensors = [weights.place(model.initializers[value], model.folder) for value in reads if value in model.initializers]
+    inputs = [ValueInfoProto(name=value, type=types[value]) for value in segment.inputs]
+    inputs += [
+        helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+        for tensor in tensors
+        if tensor.name in protected_scales
+    ]
+    outputs = [ValueInfoProto(name=value, type=types[value]) for value in segment.outputs]
+    return model.proto(nodes, tensors, inputs, outputs, name=name).SerializeToString()
