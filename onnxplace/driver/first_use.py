@@ -36,8 +36,8 @@ ERRANDS = "onnxplace.passes.placement.search.first_use"
 # Which errands this process runs, and which each of the others, by how many there are: about as long each, and this
 # process, which has begun already, compiles small loops before and after.
 SHARES: tuple[tuple[tuple[str, ...], ...], ...] = (
-    (("layers", "groups", "simulation", "lists"), ("search", "levels", "bounds", "paths", "readers")),
-    (("layers", "groups", "simulation", "lists"), ("search",), ("levels", "bounds", "paths", "readers")),
+    (("groups", "simulation", "paths", "lists"), ("search", "levels", "bounds", "layers", "readers")),
+    (("groups", "simulation", "lists"), ("search", "layers"), ("levels", "bounds", "paths", "readers")),
     (("layers", "groups", "simulation"), ("lists",), ("search",), ("levels", "bounds", "paths", "readers")),
 )
 # After which a process is given up; what it did not compile is compiled when it is called.

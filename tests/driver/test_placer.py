@@ -80,11 +80,12 @@ def test_if_nothing_fits_no_other_placer_is_named():
 
 def test_the_time_to_place_excludes_the_compilation_of_loops(monkeypatch):
     now, run = [100.0], Pipeline.run
+    event = SimpleNamespace(data={"dispatcher": SimpleNamespace(py_func=len)})
 
     def compile_and_run(self, state):
-        jit._compiling.on_start(None)
+        jit._compiling.on_start(event)
         now[0] += 17
-        jit._compiling.on_end(None)
+        jit._compiling.on_end(event)
         now[0] += 2
         return run(self, state)
 

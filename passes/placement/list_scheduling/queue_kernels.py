@@ -133,18 +133,18 @@ def need_bytes(node, d, work):
 
 
 @compiled_part
-def room_left(node, d, work):
+def room_left(node, d, nodes, groups, devices):
     """Bytes that `node` may still take on device `d`: less if it would bring a group of several nodes with it."""
-    g = work.nodes[node].group
-    opens = work.groups[g].home < 0 and work.groups[g + 1].members - work.groups[g].members > 1
-    return (work.devices[d].admit if opens else work.devices[d].limit) - work.devices[d].used
+    g = nodes[node].group
+    opens = groups[g].home < 0 and groups[g + 1].members - groups[g].members > 1
+    return (devices[d].admit if opens else devices[d].limit) - devices[d].used
 
 
 @compiled_part
-def may_run(node, d, work):
+def may_run(node, d, nodes, groups):
     """Whether `node` is still to be placed and its group does not keep it from `d`."""
-    home = work.groups[work.nodes[node].group].home
-    return work.nodes[node].device < 0 and (home < 0 or home == d)
+    home = groups[nodes[node].group].home
+    return nodes[node].device < 0 and (home < 0 or home == d)
 
 
 @compiled_part

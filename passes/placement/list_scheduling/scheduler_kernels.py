@@ -136,7 +136,7 @@ def choose(clock, work, queues):
         node, when = earliest(d, clock, work, queues)
         if work.devices[d].last >= 0:
             child = work.nodes[work.devices[d].last].favourite
-            if child >= 0 and work.nodes[child].waiting == 0 and may_run(child, d, work):
+            if child >= 0 and work.nodes[child].waiting == 0 and may_run(child, d, work.nodes, work.groups):
                 node, when = awake(d, child, node, when, clock, work, queues)
         if node >= 0 and (
             when < best_start or (when == best_start and work.nodes[node].position < work.nodes[best_node].position)
@@ -159,7 +159,7 @@ def earliest(d, clock, work, queues):
             return -1, NEVER
         rank = np.int64(queues.heap[q, 0])
         node = work.nodes[rank].in_order
-        if not may_run(node, d, work):
+        if not may_run(node, d, work.nodes, work.groups):
             take(q, queues)
             continue
         ready = input_ready(node, d, work)
@@ -168,7 +168,7 @@ def earliest(d, clock, work, queues):
             put(later, rank, ready, queues)
             continue
         need = need_bytes(node, d, work)
-        if need <= room_left(node, d, work):
+        if need <= room_left(node, d, work.nodes, work.groups, work.devices):
             return node, max(ready, free)
         take(q, queues)
         put(blocked, rank, need, queues)
@@ -183,11 +183,11 @@ def awake(d, child, node, when, clock, work, queues):
     devices = len(work.devices)
     since = max(max(clock, work.devices[d].free), work.nodes[child].parents_done)
     need = need_bytes(child, d, work)
-    if when < since or need > room_left(child, d, work):
+    if when < since or need > room_left(child, d, work.nodes, work.groups, work.devices):
         return node, when
     found, start = child, max(since, input_ready(child, d, work))
     for e in range(devices):
-        if e != d and may_run(child, e, work):
+        if e != d and may_run(child, e, work.nodes, work.groups):
             there = max(max(since, work.devices[e].free), input_ready(child, e, work))
             if there < start:
                 return node, when
@@ -201,7 +201,7 @@ def awake(d, child, node, when, clock, work, queues):
         if urgent >= 0 and deadline <= start:
             first = found == child or deadline < start or work.nodes[urgent].position < work.nodes[found].position
             need = need_bytes(urgent, d, work)
-            if first and need <= room_left(urgent, d, work):
+            if first and need <= room_left(urgent, d, work.nodes, work.groups, work.devices):
                 found, start = urgent, deadline
     return found, start
 
@@ -251,9 +251,9 @@ def unblock(work, queues):
         for slot in range(count):
             rank = np.int64(queues.heap[blocked, slot])
             node = work.nodes[rank].in_order
-            if may_run(node, d, work):
+            if may_run(node, d, work.nodes, work.groups):
                 need = need_bytes(node, d, work)
-                fits = need <= room_left(node, d, work)
+                fits = need <= room_left(node, d, work.nodes, work.groups, work.devices)
                 found = found or fits
                 put(d if fits else blocked, rank, 0 if fits else need, queues)
     return found

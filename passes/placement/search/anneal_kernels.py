@@ -119,14 +119,14 @@ def _below(rng, count):
 
 
 @compiled_part
-def _home(a, k, atom):
-    return k.device[a.members[a.member_starts[atom]]]
+def _home(device, members, starts, atom):  # only what it needs: numba compiles the passing of each array of a tuple
+    return device[members[starts[atom]]]
 
 
 @compiled_part
 def _grow(a, k, seed, largest):
     """Collect a region around an atom; returns its size and a device that it borders on, or -1."""
-    origin = _home(a, k, seed)
+    origin = _home(k.device, a.members, a.member_starts, seed)
     wanted = np.int64(np.exp(_uniform(k.rng) * np.log(largest)))
     direction = _below(k.rng, 3)
     loyal = _uniform(k.rng) < LOYAL
@@ -152,7 +152,7 @@ def _grow(a, k, seed, largest):
             other = a.nexts[n]
             if k.stamp[other] != mark:
                 k.stamp[other] = mark
-                there = _home(a, k, other)
+                there = _home(k.device, a.members, a.member_starts, other)
                 if there != origin:
                     border = there
                 if there == origin or not loyal:
@@ -162,9 +162,8 @@ def _grow(a, k, seed, largest):
 
 
 @in_place
-def propose(w, a, k):
+def propose(devices, a, k):
     """Alter the walk's placement, or the urgency of a node; `undo` takes it back."""
-    devices = len(w.latency)
     k.counts[TRIED] += 1
     k.counts[REGION] = 0
     k.counts[BIASED] = -1
@@ -200,7 +199,7 @@ def propose(w, a, k):
                 target += 1
     for r in range(size):
         atom = k.region[r]
-        k.before[r] = _home(a, k, atom)
+        k.before[r] = _home(k.device, a.members, a.member_starts, atom)
         for m in range(a.member_starts[atom], a.member_starts[atom + 1]):
             k.device[a.members[m]] = target
     k.counts[REGION] = size
@@ -250,7 +249,7 @@ def anneal(w, s, a, k, lean, proposals, hot, progress, step, ask, best_device, b
     weight = TRAFFIC_WEIGHT / len(w.latency)
     end = k.counts[TRIED] + proposals
     while k.counts[TRIED] < end:
-        propose(w, a, k)
+        propose(len(w.latency), a, k)
         progress += step
         if k.counts[REGION] == 0 and k.counts[BIASED] < 0:
             continue

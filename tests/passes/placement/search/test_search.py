@@ -116,7 +116,7 @@ def test_moves_keep_groups_and_pins_and_can_be_taken_back(asked, seed):
         take(s, k)
         assert 0 < k.counts[CHAIN] <= len(device)
         before, bias = k.device.copy(), k.bias.copy()
-        propose(w, a, k)
+        propose(len(w.latency), a, k)
         home = np.full(len(asked.pinned), -1)
         home[asked.group] = k.device
         assert (home[asked.group] == k.device).all()
