@@ -1,4 +1,4 @@
-"""An example of a plugin: a placer that deals nodes out like cards, and a runtime that needs no threads."""
+"""An example plugin: a round-robin placer, and a runtime without threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onnxplace.runtime import Event, Result
 
 @dataclass(frozen=True)
 class RoundRobin(Pass):
-    """Deal groups of nodes to the devices in turn, in topological order; groups that are pinned stay where they are."""
+    """Assign groups of nodes to the devices in turn, in topological order; pinned groups keep their device."""
 
     name: ClassVar[str] = "round-robin"
     requires: ClassVar[tuple[type, ...]] = (Profile,)
@@ -41,7 +41,7 @@ class RoundRobin(Pass):
 
 
 class OneThread(Runtime):
-    """Run all segments one after the other in the thread that asks, whatever device they were meant for."""
+    """Run all segments one after the other in the caller's thread, whatever their device."""
 
     name: ClassVar[str] = "one-thread"
     summary: ClassVar[str] = "run all segments one after the other, for finding faults"
@@ -65,7 +65,7 @@ class _Session(RuntimeSession):
         ]
 
     def submit(self, feeds: Mapping[str, Any], also: Collection[str] = ()) -> Future[Result]:
-        """Return a future that is done already; `also` names states, of which this runtime keeps none."""
+        """Return a completed future; `also` names carried states, which this runtime does not support."""
         if self._closed:
             raise ExecutionError("X901", "the session is closed")
         future: Future[Result] = Future()
@@ -76,7 +76,7 @@ class _Session(RuntimeSession):
         return future
 
     def close(self, timeout: float | None = None) -> None:
-        """Drop the sessions; nothing is ever under way."""
+        """Drop the sessions; no request is ever in progress."""
         self._closed, self._sessions = True, []
 
     def _run(self, feeds: Mapping[str, Any]) -> Result:
