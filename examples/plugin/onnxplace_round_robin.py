@@ -19,10 +19,7 @@ from onnxplace.runtime import Event, Result
 
 @dataclass(frozen=True)
 class RoundRobin(Pass):
-    """Deal groups of nodes to the devices in turn, in topological order.
-
-    Pinned groups stay on their devices.
-    """
+    """Assign groups of nodes to the devices in turn, in topological order; pinned groups keep their device."""
 
     name: ClassVar[str] = "round-robin"
     requires: ClassVar[tuple[type, ...]] = (Profile,)
@@ -44,7 +41,7 @@ class RoundRobin(Pass):
 
 
 class OneThread(Runtime):
-    """Run all segments in order in the calling thread, on the CPU."""
+    """Run all segments one after the other in the caller's thread, whatever their device."""
 
     name: ClassVar[str] = "one-thread"
     summary: ClassVar[str] = "run all segments in order in one thread, for debugging"
@@ -68,7 +65,7 @@ class _Session(RuntimeSession):
         ]
 
     def submit(self, feeds: Mapping[str, Any], also: Collection[str] = ()) -> Future[Result]:
-        """Return a future that is done; `also` names states, which this runtime does not keep."""
+        """Return a completed future; `also` names carried states, which this runtime does not support."""
         if self._closed:
             raise ExecutionError("X901", "the session is closed")
         future: Future[Result] = Future()
@@ -79,7 +76,7 @@ class _Session(RuntimeSession):
         return future
 
     def close(self, timeout: float | None = None) -> None:
-        """Drop the sessions; no request is ever in flight."""
+        """Drop the sessions; no request is ever in progress."""
         self._closed, self._sessions = True, []
 
     def _run(self, feeds: Mapping[str, Any]) -> Result:
