@@ -67,7 +67,7 @@ def to_networkx(graph: CostGraph | State, placed: PlacedGraph | None = None) -> 
 
     Args:
         graph: a cost graph, or a state with a Profile (and a Placement and a Schedule, if it is placed).
-        placed: what `onnxplace.placing.place` returned for this cost graph.
+        placed: what `onnxplace.driver.place_cost_graph` returned for this cost graph.
 
     Raises:
         InputError: `placed` is of another graph.
