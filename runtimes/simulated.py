@@ -22,10 +22,10 @@ class Simulated(Runtime):
 
     def open(self, bundle: Bundle, *, trace: bool = False) -> RuntimeSession:
         """Return a session whose every request takes, on paper, what the manifest predicts."""
-        return _Session(bundle, trace)
+        return SimulatedSession(bundle, trace)
 
 
-class _Session(RuntimeSession):
+class SimulatedSession(RuntimeSession):
     def __init__(self, bundle: Bundle, trace: bool) -> None:
         self._bundle = bundle
         self._trace = trace
@@ -36,7 +36,7 @@ class _Session(RuntimeSession):
         if self._closed:
             raise ExecutionError("X002", "the session is closed", where=str(self._bundle.path))
         simulation = simulate_manifest(self._bundle.manifest)
-        events = _events(self._bundle, simulation) if self._trace else ()
+        events = _list_events(self._bundle, simulation) if self._trace else ()
         future: Future[Result] = Future()
         seconds = simulation.makespan_seconds + self._bundle.manifest.predicted.request_seconds
         future.set_result(Result({}, events, seconds))
@@ -47,7 +47,7 @@ class _Session(RuntimeSession):
         self._closed = True
 
 
-def _events(bundle: Bundle, simulation: Simulation) -> tuple[Event, ...]:
+def _list_events(bundle: Bundle, simulation: Simulation) -> tuple[Event, ...]:
     manifest, sent = bundle.manifest, simulation.transfers
     names = list(manifest.values)
     events = [

@@ -12,8 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onnxplace.calibration.link_fit import LinkFit, fit_link
-from onnxplace.calibration.microbenchmarks import AtOnce, Calls, Hops, at_once, calls, hops, undisturbed
-from onnxplace.calibration.samples import ENOUGH, Samples, take_turns
+from onnxplace.calibration.microbenchmarks import (
+    CallCosts,
+    Contention,
+    HopSamples,
+    estimate_undisturbed,
+    prepare_calls,
+    prepare_contention,
+    prepare_hops,
+)
+from onnxplace.calibration.samples import MIN_UNDISTURBED_SAMPLES, Samples, take_turns
 from onnxplace.errors import UsageError
 from onnxplace.machine import available_memory_bytes, link_technology, require_cuda
 from onnxplace.target import SEGMENT_OVERHEAD_SECONDS, Device, Link, LinkModel, Shared, Target
@@ -26,16 +34,16 @@ Observer = Callable[[str, int, int], None]
 """Is told what is measured next, its number, and of how many."""
 
 # Samples of each kind, however little time there is.
-LEAST = 3
+MIN_SAMPLES = 3
 # A value is there several times while it crosses.
-COPIES = 8
+COPIES_PER_VALUE = 8
 # Directions whose latency and bandwidth differ by no more are taken for one link.
-SAME_LATENCY, SAME_BANDWIDTH = 0.3, 0.3
+MAX_LATENCY_DIFFERENCE, MAX_BANDWIDTH_DIFFERENCE = 0.3, 0.3
 # Copies at once that share one channel evenly take twice as long. On a CPU, where they share the bandwidth of memory,
 # 1.2 to 1.7 times, which changes no step: they hardly ever meet (docs/target.md).
-ONE_CHANNEL = 1.85
+MIN_SHARED_CHANNEL_SLOWDOWN = 1.85
 # A slowdown up to this is none that a measurement could tell from noise.
-NO_SLOWDOWN = 1.05
+MAX_NOISE_SLOWDOWN = 1.05
 
 
 @dataclass(frozen=True)
@@ -58,11 +66,11 @@ class Calibration:
 
     target: Target
     links: tuple[LinkMeasurement, ...]
-    calls: Mapping[str, Calls]
+    calls: Mapping[str, CallCosts]
     """By device."""
     together: tuple[str, ...]
     """The CPU devices."""
-    at_once: AtOnce | None
+    at_once: Contention | None
     """What they do to each other; None unless there are two or more."""
     notes: tuple[str, ...]
     """What to know about these figures."""
@@ -82,7 +90,7 @@ def calibrate(
     `sizes` are the bytes of values that cross; those for which memory lacks are left out. Raises UsageError for sizes
     or a time that cannot be, TargetError for a GPU that is not here.
     """
-    sizes = _possible(sizes)
+    sizes = _choose_sizes(sizes)
     if not seconds > 0:
         raise UsageError("U015", f"cannot measure for {seconds:g} seconds", where="--seconds", hint="give more than 0")
     for device in target.devices:
@@ -90,71 +98,71 @@ def calibrate(
             require_cuda(device.id)
     began = time.perf_counter()
     with temporary_folder() as folder:
-        found, called, slower = _timed(target, sizes, seconds, folder, observer or (lambda *_: None))
+        found, called, slower = _measure(target, sizes, seconds, folder, observer or (lambda *_: None))
     at = {device.id: device for device in target.devices}
-    links = [link for (a, b), both in found.items() for link in _links(both, (at[a], at[b]), called)]
-    measured, notes = _measured(target, links, called, slower), _notes(links, slower)
-    return Calibration(measured, tuple(links), called, _cpus(target), slower, notes, time.perf_counter() - began)
+    links = [link for (a, b), both in found.items() for link in _fit_links(both, (at[a], at[b]), called)]
+    measured, notes = _build_target(target, links, called, slower), _list_notes(links, slower)
+    return Calibration(measured, tuple(links), called, _list_cpus(target), slower, notes, time.perf_counter() - began)
 
 
-def _cpus(target: Target) -> tuple[str, ...]:
+def _list_cpus(target: Target) -> tuple[str, ...]:
     return tuple(device.id for device in target.devices if device.kind == "cpu")
 
 
-def _timed(
+def _measure(
     target: Target, sizes: Sequence[int], seconds: float, folder: Path, observer: Observer
-) -> tuple[dict[tuple[str, str], Mapping[tuple[str, str], Hops]], dict[str, Calls], AtOnce | None]:
+) -> tuple[dict[tuple[str, str], Mapping[tuple[str, str], HopSamples]], dict[str, CallCosts], Contention | None]:
     """Return hops by pair of devices, calls by device, and what CPU devices do to each other, if there are several.
 
     Pairs come one after another, since each holds large values. All else goes on beside them: a machine is quicker and
     slower for seconds at a time, and so each figure comes from as much of the time as there is.
     """
     pairs = [(a.id, b.id) for i, a in enumerate(target.devices) for b in target.devices[i + 1 :]]
-    found: dict[tuple[str, str], Mapping[tuple[str, str], Hops]] = {}
+    found: dict[tuple[str, str], Mapping[tuple[str, str], HopSamples]] = {}
     with ExitStack() as stack:
         called = {
-            device.id: calls(stack, target, device.id, folder / f"calls-{number}")
+            device.id: prepare_calls(stack, target, device.id, folder / f"calls-{number}")
             for number, device in enumerate(target.devices)
         }
-        cpus = _cpus(target)
-        slower = at_once(stack, target, cpus, folder / "at-once") if len(cpus) > 1 else None
+        cpus = _list_cpus(target)
+        slower = prepare_contention(stack, target, cpus, folder / "at-once") if len(cpus) > 1 else None
         beside = [task for timed in called.values() for task in timed.tasks]
         beside += slower.tasks if slower else []
         for number, pair in enumerate(pairs):
             observer(" <-> ".join(pair), number, len(pairs))
             with ExitStack() as own:
-                crossing = hops(own, target, pair, sizes, folder / f"hops-{number}")
-                take_turns([*crossing.tasks, *beside], seconds / len(pairs), LEAST)
+                crossing = prepare_hops(own, target, pair, sizes, folder / f"hops-{number}")
+                take_turns([*crossing.tasks, *beside], seconds / len(pairs), MIN_SAMPLES)
             found[pair] = crossing.result()
         if not pairs:
             observer(target.devices[0].id, 0, 1)
-            take_turns(beside, seconds, LEAST)
+            take_turns(beside, seconds, MIN_SAMPLES)
         by_device = {device: timed.result() for device, timed in called.items()}
         return found, by_device, slower.result() if slower else None
 
 
-def _possible(sizes: Sequence[int]) -> tuple[int, ...]:
+def _choose_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the sizes that fit into memory, sorted; raises UsageError for what is no list of sizes."""
     found = tuple(sorted(set(sizes)))
     if not found or found[0] < 1:
         message = "there are no sizes to measure" if not found else f"a value of {found[0]} bytes cannot cross"
         raise UsageError("U015", message, where="--sizes", hint="write them as 1,4KiB,1MiB,64MiB")
-    room = available_memory_bytes() // COPIES
+    room = available_memory_bytes() // COPIES_PER_VALUE
     return tuple(size for size in found if size <= room) or found[:1]
 
 
-def _links(
-    found: Mapping[tuple[str, str], Hops], pair: tuple[Device, Device], called: Mapping[str, Calls]
+def _fit_links(
+    found: Mapping[tuple[str, str], HopSamples], pair: tuple[Device, Device], called: Mapping[str, CallCosts]
 ) -> list[LinkMeasurement]:
     """Fit both directions, as one if they are alike."""
     (a, b), ways = pair, [(pair[0].id, pair[1].id), (pair[1].id, pair[0].id)]
-    waking = [_waking(found[way], called[way[1]]) for way in ways]
-    fits = [_fit(found[way].by_size, extra) for way, extra in zip(ways, waking)]
+    waking = [_compute_waking(found[way], called[way[1]]) for way in ways]
+    fits = [_fit_direction(found[way].by_size, extra) for way, extra in zip(ways, waking)]
     samples = [found[way].by_size for way in ways]
-    same = _alike(*fits)
+    same = _is_symmetric(*fits)
     if same:
-        together = {size: _joined(samples[0][size], samples[1][size]) for size in samples[0]}
-        samples, fits = [together] * 2, [_fit(together, sum(waking) / 2)] * 2
+        together = {size: _join_samples(samples[0][size], samples[1][size]) for size in samples[0]}
+        samples, fits = [together] * 2, [_fit_direction(together, sum(waking) / 2)] * 2
     via = link_technology(a.id, b.id)
     return [
         LinkMeasurement(
@@ -168,38 +176,38 @@ def _links(
     ]
 
 
-def _waking(found: Hops, called: Calls) -> float:
+def _compute_waking(found: HopSamples, called: CallCosts) -> float:
     """Return by how much a tiny segment is slower after a hop than right after another one."""
-    return max(undisturbed(found.woken) - called.copied_seconds, 0.0) if found.woken.seconds else 0.0
+    return max(estimate_undisturbed(found.woken) - called.copied_seconds, 0.0) if found.woken.seconds else 0.0
 
 
-def _fit(by_size: Mapping[int, Samples], extra: float) -> LinkFit:
-    return fit_link(list(by_size), [undisturbed(taken) + extra for taken in by_size.values()])
+def _fit_direction(by_size: Mapping[int, Samples], extra: float) -> LinkFit:
+    return fit_link(list(by_size), [estimate_undisturbed(taken) + extra for taken in by_size.values()])
 
 
-def _joined(one: Samples, other: Samples) -> Samples:
+def _join_samples(one: Samples, other: Samples) -> Samples:
     return Samples([*one.seconds, *other.seconds], [*one.waited, *other.waited])
 
 
-def _alike(one: LinkFit, other: LinkFit) -> bool:
-    return abs(one.latency_seconds - other.latency_seconds) <= SAME_LATENCY * max(
+def _is_symmetric(one: LinkFit, other: LinkFit) -> bool:
+    return abs(one.latency_seconds - other.latency_seconds) <= MAX_LATENCY_DIFFERENCE * max(
         one.latency_seconds, other.latency_seconds
-    ) and abs(one.bytes_per_second - other.bytes_per_second) <= SAME_BANDWIDTH * max(
+    ) and abs(one.bytes_per_second - other.bytes_per_second) <= MAX_BANDWIDTH_DIFFERENCE * max(
         one.bytes_per_second, other.bytes_per_second
     )
 
 
-def _shared(cpus: tuple[str, ...], slower: AtOnce | None) -> tuple[Shared, ...]:
+def _describe_sharing(cpus: tuple[str, ...], slower: Contention | None) -> tuple[Shared, ...]:
     """Return that CPU devices slow each other down, if it shows."""
     if slower is None:
         return ()
     memory, compute = slower.memory.factor, slower.compute.factor
     entry = Shared(cpus, memory, compute, slower.memory_bytes_per_second)
-    return (entry,) if max(memory, compute) > NO_SLOWDOWN else ()
+    return (entry,) if max(memory, compute) > MAX_NOISE_SLOWDOWN else ()
 
 
-def _measured(
-    target: Target, links: Sequence[LinkMeasurement], called: Mapping[str, Calls], slower: AtOnce | None
+def _build_target(
+    target: Target, links: Sequence[LinkMeasurement], called: Mapping[str, CallCosts], slower: Contention | None
 ) -> Target:
     """Return the target with what was measured in the place of constants."""
     devices = tuple(
@@ -211,15 +219,17 @@ def _measured(
         )
         for device in target.devices
     )
-    one_channel = slower is not None and slower.copy.factor >= ONE_CHANNEL
+    one_channel = slower is not None and slower.copy.factor >= MIN_SHARED_CHANNEL_SLOWDOWN
     model: LinkModel = "sequential" if one_channel else target.link_model
-    return Target(devices, tuple(measured.link for measured in links), model, _shared(_cpus(target), slower))
+    return Target(
+        devices, tuple(measured.link for measured in links), model, _describe_sharing(_list_cpus(target), slower)
+    )
 
 
-def _notes(links: Sequence[LinkMeasurement], slower: AtOnce | None) -> tuple[str, ...]:
+def _list_notes(links: Sequence[LinkMeasurement], slower: Contention | None) -> tuple[str, ...]:
     """Say where the machine was too busy to tell, and what the fit does not cover."""
     notes = []
-    busy = [size for link in links for size, calm in link.calm_samples.items() if calm < ENOUGH]
+    busy = [size for link in links for size, calm in link.calm_samples.items() if calm < MIN_UNDISTURBED_SAMPLES]
     points = sum(len(link.calm_samples) for link in links)
     if busy:
         notes.append(f"the machine was busy: {len(busy)} of {points} points are the quickest of samples that waited")

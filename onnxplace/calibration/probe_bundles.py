@@ -25,7 +25,7 @@ class Probe:
     """Where several make a bundle: after all those of lower stages."""
 
 
-def probe_bundle(folder: Path, target: Target, probes: Sequence[Probe]) -> Bundle:
+def write_probe_bundle(folder: Path, target: Target, probes: Sequence[Probe]) -> Bundle:
     """Write a segment per probe to `folder` and return the bundle that runs them in this order.
 
     Segments are named by their position. Values pass between devices as `split` has them, and are freed as soon as
@@ -33,7 +33,7 @@ def probe_bundle(folder: Path, target: Target, probes: Sequence[Probe]) -> Bundl
     """
     made = {name: index for index, probe in enumerate(probes) for name in probe.outputs}
     fed = dict.fromkeys(name for probe in probes for name in probe.inputs if name not in made)
-    segments = tuple(_segment(folder, str(index), probe) for index, probe in enumerate(probes))
+    segments = tuple(_write_segment(folder, str(index), probe) for index, probe in enumerate(probes))
     kinds = {name: probe.kind for probe in probes for name in probe.inputs}
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
@@ -50,7 +50,7 @@ def probe_bundle(folder: Path, target: Target, probes: Sequence[Probe]) -> Bundl
         outputs=(),
         segments=segments,
         values={},
-        programs=_programs(probes, made),
+        programs=_build_programs(probes, made),
         predicted=Predicted(step_seconds=0, single_device_seconds=0, lower_bound_seconds=0, interval_seconds=0),
         devices=(),
         transfers=0,
@@ -61,7 +61,7 @@ def probe_bundle(folder: Path, target: Target, probes: Sequence[Probe]) -> Bundl
     return Bundle(folder, manifest)
 
 
-def _segment(folder: Path, name: str, probe: Probe) -> SegmentRecord:
+def _write_segment(folder: Path, name: str, probe: Probe) -> SegmentRecord:
     from onnx import parser
 
     ends = [", ".join(f"{probe.kind} {value}" for value in values) for values in (probe.inputs, probe.outputs)]
@@ -80,7 +80,7 @@ def _segment(folder: Path, name: str, probe: Probe) -> SegmentRecord:
     )
 
 
-def _programs(probes: Sequence[Probe], made: Mapping[str, int]) -> dict[str, tuple[Step, ...]]:
+def _build_programs(probes: Sequence[Probe], made: Mapping[str, int]) -> dict[str, tuple[Step, ...]]:
     """Return the steps of each device: receive, run, send, free."""
     last = {(name, probe.device): index for index, probe in enumerate(probes) for name in probe.inputs}
     programs: dict[str, list[Step]] = {probe.device: [] for probe in probes}

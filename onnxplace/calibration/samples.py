@@ -14,9 +14,9 @@ from onnxplace.machine import read_run_delays
 from onnxplace.runtime import Event, RuntimeSession
 
 # A sample in which threads waited for a core for more than this share of its time says little.
-CALM = 0.05
+MAX_WAITING_SHARE = 0.05
 # With fewer calm samples than this, the quickest of all tells more than their middle.
-ENOUGH = 3
+MIN_UNDISTURBED_SAMPLES = 3
 
 
 @dataclass
@@ -35,16 +35,16 @@ class Samples:
     @property
     def calm(self) -> int:
         """Return how many samples did not wait."""
-        return sum(share <= CALM for share in self.waited)
+        return sum(share <= MAX_WAITING_SHARE for share in self.waited)
 
     def typical(self) -> float:
         """Return the median of what did not wait, or the shortest time if nearly everything did."""
-        quiet = [taken for taken, share in zip(self.seconds, self.waited) if share <= CALM]
-        return float(np.median(quiet)) if len(quiet) >= ENOUGH else min(self.seconds)
+        quiet = [taken for taken, share in zip(self.seconds, self.waited) if share <= MAX_WAITING_SHARE]
+        return float(np.median(quiet)) if len(quiet) >= MIN_UNDISTURBED_SAMPLES else min(self.seconds)
 
 
 @dataclass(frozen=True)
-class Ran:
+class RequestTimes:
     """What happened in one request."""
 
     events: tuple[Event, ...]
@@ -64,14 +64,14 @@ class Ran:
         ]
 
 
-def run_once(session: RuntimeSession, feeds: Mapping[str, Array]) -> Ran:
+def run_once(session: RuntimeSession, feeds: Mapping[str, Array]) -> RequestTimes:
     """Run a request of a session that traces, and watch what its threads wait for."""
-    before, began = waited_seconds(), time.perf_counter()
+    before, began = read_waited_seconds(), time.perf_counter()
     events = session.submit(feeds).result().events
-    return Ran(events, (waited_seconds() - before) / max(time.perf_counter() - began, 1e-9))
+    return RequestTimes(events, (read_waited_seconds() - before) / max(time.perf_counter() - began, 1e-9))
 
 
-def waited_seconds() -> float:
+def read_waited_seconds() -> float:
     """Return how long other threads of this process were ready to run and had no core; 0 where the system hides it.
 
     The calling thread is left out: what it waits for after the others are done is none of their time.

@@ -44,27 +44,27 @@ class OutputDifference:
     """
 
 
-def difference(name: str, got: Any, want: Any, lineage: Lineage | None = None) -> OutputDifference:
+def compare_output(name: str, got: Any, want: Any, lineage: Lineage | None = None) -> OutputDifference:
     """Compare an output with its reference: whole numbers, truths and strings exactly, floats within tolerance.
 
     The tolerance is that of the coarsest type the `lineage` has, or the output itself. Where the elements of an output
     that depends on random numbers differ, only their type, shape and finiteness are compared.
     """
     lineage = lineage or Lineage()
-    result = _difference(name, got, want, lineage)
+    result = _compare_values(name, got, want, lineage)
     if result.equal or not lineage.random_nodes:
         return result
-    alike = _is_alike(got, want, lineage.shape_is_drawn)
+    alike = _has_same_form(got, want, lineage.shape_is_drawn)
     return OutputDifference(name, alike, float("inf"), float("inf"), tuple(sorted(lineage.random_nodes)))
 
 
-def _difference(name: str, got: Any, want: Any, lineage: Lineage) -> OutputDifference:
+def _compare_values(name: str, got: Any, want: Any, lineage: Lineage) -> OutputDifference:
     if isinstance(want, (list, tuple)) and isinstance(got, (list, tuple)):
-        parts = [_difference(name, g, w, lineage) for g, w in zip(got, want)]
-        return _summary(name, parts, len(got) == len(want))
+        parts = [_compare_values(name, g, w, lineage) for g, w in zip(got, want)]
+        return _summarise_parts(name, parts, len(got) == len(want))
     if isinstance(want, Mapping) and isinstance(got, Mapping):
-        parts = [_difference(name, got[key], want[key], lineage) for key in want if key in got]
-        return _summary(name, parts, got.keys() == want.keys())
+        parts = [_compare_values(name, got[key], want[key], lineage) for key in want if key in got]
+        return _summarise_parts(name, parts, got.keys() == want.keys())
     if _is_array(want) != _is_array(got) or want is None or got is None:
         return OutputDifference(name, want is None and got is None, 0.0, 0.0)
     got, want = np.asarray(got), np.asarray(want)
@@ -72,18 +72,18 @@ def _difference(name: str, got: Any, want: Any, lineage: Lineage) -> OutputDiffe
         return OutputDifference(name, False, float("inf"), float("inf"))
     own = str(want.real.dtype)
     if own not in TOLERANCE:
-        return _exact_difference(name, got, want)
+        return _compare_exactly(name, got, want)
     allowed = max(TOLERANCE.get(kind, 0.0) for kind in (own, *lineage.types))
     if not np.issubdtype(want.dtype, np.inexact):  # of the package ml_dtypes: numpy knows nothing of them
         got, want = got.astype(np.float32), want.astype(np.float32)
-    return _float_difference(name, got, want, allowed)
+    return _compare_floats(name, got, want, allowed)
 
 
 def _is_array(value: Any) -> bool:
     return value is not None and not isinstance(value, (list, tuple, Mapping))
 
 
-def _summary(name: str, parts: Sequence[OutputDifference], complete: bool) -> OutputDifference:
+def _summarise_parts(name: str, parts: Sequence[OutputDifference], complete: bool) -> OutputDifference:
     """Return the difference of an output from those of its parts; `complete`: both have the same ones."""
     return OutputDifference(
         name,
@@ -93,17 +93,17 @@ def _summary(name: str, parts: Sequence[OutputDifference], complete: bool) -> Ou
     )
 
 
-def _exact_difference(name: str, got: Array, want: Array) -> OutputDifference:
+def _compare_exactly(name: str, got: Array, want: Array) -> OutputDifference:
     """Compare whole numbers, truths and texts; texts are as far from each other as can be."""
     if bool((got == want).all()):
         return OutputDifference(name, True, 0.0, 0.0)
     if want.dtype.kind not in "iub":
         return OutputDifference(name, False, float("inf"), float("inf"))
-    exact = _float_difference(name, got.astype(np.float64), want.astype(np.float64), 0.0)
+    exact = _compare_floats(name, got.astype(np.float64), want.astype(np.float64), 0.0)
     return replace(exact, equal=False)
 
 
-def _float_difference(name: str, got: Array, want: Array, allowed: float) -> OutputDifference:
+def _compare_floats(name: str, got: Array, want: Array, allowed: float) -> OutputDifference:
     odd = ~np.isfinite(want)
     same_odd = bool(np.array_equal(got[odd], want[odd], equal_nan=True)) and bool((np.isfinite(got) == ~odd).all())
     error = np.abs(got[~odd].astype(np.complex128 if np.iscomplexobj(want) else np.float64) - want[~odd]).max(
@@ -114,10 +114,10 @@ def _float_difference(name: str, got: Array, want: Array, allowed: float) -> Out
     return OutputDifference(name, same_odd and relative <= allowed, float(error), relative)
 
 
-def _is_alike(got: Any, want: Any, any_shape: bool) -> bool:
+def _has_same_form(got: Any, want: Any, any_shape: bool) -> bool:
     """Return whether two outputs have the same type and shape, and `got` is finite if `want` is."""
     if isinstance(want, (list, tuple)) and isinstance(got, (list, tuple)):
-        return (any_shape or len(got) == len(want)) and all(_is_alike(g, w, any_shape) for g, w in zip(got, want))
+        return (any_shape or len(got) == len(want)) and all(_has_same_form(g, w, any_shape) for g, w in zip(got, want))
     if not _is_array(want) or not _is_array(got):
         return type(got) is type(want)
     got, want = np.asarray(got), np.asarray(want)
@@ -149,15 +149,15 @@ def open_reference(
 
 def rounds_to_few_values(bundle: Bundle) -> bool:
     """Return whether the model quantises, so that the last bit of a float can become a whole step of an output."""
-    return is_quantising(_whole(bundle))
+    return is_quantising(_load_whole_model(bundle))
 
 
 def lineages_of_bundle(bundle: Bundle) -> dict[str, Lineage]:
     """Return what each output of the model comes from, by name."""
-    return output_lineages(_whole(bundle), {item.input: item.output for item in bundle.manifest.states})
+    return output_lineages(_load_whole_model(bundle), {item.input: item.output for item in bundle.manifest.states})
 
 
-def _whole(bundle: Bundle) -> ModelProto:
+def _load_whole_model(bundle: Bundle) -> ModelProto:
     """Return the bundle's copy of the model, without its weights."""
     import onnx
 
@@ -204,7 +204,7 @@ def compare_outputs(
     """
     expected = want(feeds)
     got = run(feeds)
-    return [difference(name, got[name], expected[name], (origins or {}).get(name)) for name in names]
+    return [compare_output(name, got[name], expected[name], (origins or {}).get(name)) for name in names]
 
 
 TURN_SECONDS, MIN_TURNS = 0.02, 3

@@ -10,13 +10,13 @@ import numpy as np
 
 from onnxplace.bundle import Bundle, DeviceRecord, SegmentRecord, list_crossing_values, record_crossing_values
 from onnxplace.errors import Diagnostic, OnnxplaceError
-from onnxplace.evaluation.memory_use import Memory, memory
-from onnxplace.evaluation.trial import seconds_by_segment
+from onnxplace.evaluation.memory_use import BundleMemory, measure_memory
+from onnxplace.evaluation.trial import measure_segment_seconds
 from onnxplace.machine import available_memory_bytes
 from onnxplace.pipeline import Observer, find_plugin
 from onnxplace.runtime import Event, EventKind, Runtime
 
-WARM_UPS = 2
+WARM_UP_RUNS = 2
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class TracedRequests:
         for event in events:
             span = (event.start_seconds, event.finish_seconds)
             self._spans.setdefault((event.device, event.kind, event.name), []).append(span)
-        for segment, seconds in seconds_by_segment(events).items():
+        for segment, seconds in measure_segment_seconds(events).items():
             self._segments.setdefault(segment, []).append(seconds)
 
     def busy(self, segments: Iterable[SegmentRecord]) -> float:
@@ -115,29 +115,29 @@ def measure_usage(
     runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
     if observer:
         observer("tracing", 0, 1 + with_memory)
-    traced = _traced(runtime, bundle, feeds, rounds)
-    crossed, notes = _crossed(runtime, bundle, feeds)
-    found = memory(bundle, {**feeds, **(crossed or {})}, observer) if with_memory else Memory()
+    traced = _trace_requests(runtime, bundle, feeds, rounds)
+    crossed, notes = _record_crossing(runtime, bundle, feeds)
+    found = measure_memory(bundle, {**feeds, **(crossed or {})}, observer) if with_memory else BundleMemory()
     return DeviceUsage(
-        _device_uses(bundle, traced, found),
-        _link_uses(bundle, traced, crossed),
-        _process_use(bundle, found),
+        _compare_devices(bundle, traced, found),
+        _compare_links(bundle, traced, crossed),
+        _compare_process(bundle, found),
         (*notes, *found.notes),
     )
 
 
-def _traced(runtime: Runtime, bundle: Bundle, feeds: Mapping[str, Any], rounds: int) -> TracedRequests:
+def _trace_requests(runtime: Runtime, bundle: Bundle, feeds: Mapping[str, Any], rounds: int) -> TracedRequests:
     found = TracedRequests()
     with runtime.open(bundle, trace=True) as session:
-        for number in range(WARM_UPS + rounds):
+        for number in range(WARM_UP_RUNS + rounds):
             session.reset_state()  # states that are not fed would go on growing
             events = session.run(feeds).events
-            if number >= WARM_UPS:
+            if number >= WARM_UP_RUNS:
                 found.add(events)
     return found
 
 
-def _crossed(
+def _record_crossing(
     runtime: Runtime, bundle: Bundle, feeds: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any] | None, tuple[Diagnostic, ...]]:
     """Return the values that cross between devices; None, and why, if keeping them all is more than there is room."""
@@ -157,27 +157,27 @@ def _crossed(
         return None, (Diagnostic(problem.code, message, where=problem.where, hint=problem.hint),)
 
 
-def _device_uses(bundle: Bundle, traced: TracedRequests, taken: Memory) -> tuple[DeviceUse, ...]:
+def _compare_devices(bundle: Bundle, traced: TracedRequests, taken: BundleMemory) -> tuple[DeviceUse, ...]:
     return tuple(
         DeviceUse(
             device.id,
             device.compute_seconds,
             traced.busy(segment for segment in bundle.manifest.segments if segment.device == device.id),
-            _predicted_bytes(device),
+            _get_predicted_bytes(device),
             taken.device_bytes.get(device.id),
         )
         for device in bundle.manifest.devices
     )
 
 
-def _predicted_bytes(device: DeviceRecord) -> int | None:
+def _get_predicted_bytes(device: DeviceRecord) -> int | None:
     """Return what a device's part takes; bundles from before do not say it for CPU devices."""
     if not device.id.startswith("cpu:"):
         return device.peak_bytes
     return device.process_bytes or (0 if not device.nodes else None)
 
 
-def _link_uses(bundle: Bundle, traced: TracedRequests, crossed: Mapping[str, Any] | None) -> tuple[LinkUse, ...]:
+def _compare_links(bundle: Bundle, traced: TracedRequests, crossed: Mapping[str, Any] | None) -> tuple[LinkUse, ...]:
     manifest, target = bundle.manifest, bundle.target
     latency, per_byte = target.link_arrays()
     found = []
@@ -190,7 +190,7 @@ def _link_uses(bundle: Bundle, traced: TracedRequests, crossed: Mapping[str, Any
                 destination,
                 len(names),
                 sum(sizes),
-                None if crossed is None else sum(value_bytes(crossed[name]) for name in names),
+                None if crossed is None else sum(count_value_bytes(crossed[name]) for name in names),
                 float(len(names) * latency[ends] + sum(sizes) * per_byte[ends]),
                 sum(traced.transfer(name, manifest.values[name].producer or "", source, destination) for name in names),
             )
@@ -198,7 +198,7 @@ def _link_uses(bundle: Bundle, traced: TracedRequests, crossed: Mapping[str, Any
     return tuple(found)
 
 
-def _process_use(bundle: Bundle, taken: Memory) -> ProcessUse:
+def _compare_process(bundle: Bundle, taken: BundleMemory) -> ProcessUse:
     predicted, found = bundle.manifest.predicted, taken.process
     return ProcessUse(
         predicted.opening_bytes or None,
@@ -208,13 +208,13 @@ def _process_use(bundle: Bundle, taken: Memory) -> ProcessUse:
     )
 
 
-def value_bytes(value: Any) -> int:
+def count_value_bytes(value: Any) -> int:
     """Return the bytes of an array, of all in a sequence, or of the text of strings; 0 for an absent optional."""
     if value is None:
         return 0
     if isinstance(value, (list, tuple)):
-        return sum(map(value_bytes, value))
+        return sum(map(count_value_bytes, value))
     if isinstance(value, Mapping):
-        return sum(value_bytes(part) for pair in value.items() for part in pair)
+        return sum(count_value_bytes(part) for pair in value.items() for part in pair)
     array = np.asarray(value)
     return sum(len(str(text).encode()) for text in array.ravel()) if array.dtype.kind in "OUS" else array.nbytes

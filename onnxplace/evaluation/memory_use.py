@@ -34,8 +34,8 @@ from onnxplace.utils import disk_error, run_in_child, temporary_folder
 # What a run leaves in the arena grows for the first few.
 MEMORY_RUNS = 4
 GPU_POLL_SECONDS = 0.002
-_CLEAR = Path("/proc/self/clear_refs")
-_LIBRARY = re.compile(r"\.so(\.|$)")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_LIBRARY_PATTERN = re.compile(r"\.so(\.|$)")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ProcessMemory:
 
 
 @dataclass(frozen=True)
-class Memory:
+class BundleMemory:
     """What a bundle takes, as far as it could be measured."""
 
     process: ProcessMemory | None = None
@@ -63,14 +63,14 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Stored(Mapping[str, Any]):
+class StoredFeeds(Mapping[str, Any]):
     """Values by name, arrays in files: each is mapped when it is asked for, and takes memory while it is used."""
 
     files: Mapping[str, Path]
     others: Mapping[str, Any]
 
     @staticmethod
-    def write(values: Mapping[str, Any], folder: Path) -> Stored:
+    def write(values: Mapping[str, Any], folder: Path) -> StoredFeeds:
         """Write the arrays among these values into a folder; raises ExecutionError or UsageError if it is full."""
         files, others = {}, {}
         try:
@@ -82,12 +82,12 @@ class Stored(Mapping[str, Any]):
                     others[name] = value
         except OSError as problem:
             raise disk_error(problem, str(folder)) from None
-        return Stored(files, others)
+        return StoredFeeds(files, others)
 
-    def only(self, names: Collection[str]) -> Stored:
+    def only(self, names: Collection[str]) -> StoredFeeds:
         """Return those of these names that are there."""
         files, others = ({k: v for k, v in part.items() if k in names} for part in (self.files, self.others))
-        return Stored(files, others)
+        return StoredFeeds(files, others)
 
     def __getitem__(self, name: str) -> Any:
         return np.asarray(np.load(self.files[name], mmap_mode="c")) if name in self.files else self.others[name]
@@ -100,11 +100,11 @@ class Stored(Mapping[str, Any]):
 
 
 @dataclass(frozen=True)
-class Job:
+class MemoryJob:
     """A bundle to open and run in a process of its own."""
 
     bundle: Path
-    feeds: Stored
+    feeds: StoredFeeds
     device: str = ""
     """The device whose part is run; empty for all of the bundle."""
     runs: int = MEMORY_RUNS
@@ -112,25 +112,25 @@ class Job:
     """Of custom operators."""
 
 
-def measurable() -> bool:
+def can_measure_memory() -> bool:
     """Return whether this system tells the most that a process held: Linux does."""
-    return _CLEAR.exists()
+    return _CLEAR_REFS.exists()
 
 
 def measure_process_memory(bundle: Bundle, feeds: Mapping[str, Any], runs: int = MEMORY_RUNS) -> ProcessMemory:
     """Open a bundle and run it in a fresh process; raises OnnxplaceError if that fails."""
     with temporary_folder() as folder:
-        return _in_child(Job(bundle.path, Stored.write(feeds, folder), runs=runs))
+        return _run_in_child(MemoryJob(bundle.path, StoredFeeds.write(feeds, folder), runs=runs))
 
 
-def memory(bundle: Bundle, values: Mapping[str, Any], observer: Observer | None = None) -> Memory:
-    """Measure the process, and the part of each device that computes; nothing where `measurable` is false.
+def measure_memory(bundle: Bundle, values: Mapping[str, Any], observer: Observer | None = None) -> BundleMemory:
+    """Measure the process, and the part of each device that computes; nothing where `can_measure_memory` is false.
 
     `values` are the feeds, and what crosses between devices (`recording`): a device without what it receives is left
     out. What fails is noted, and left out.
     """
-    if not measurable():
-        return Memory()
+    if not can_measure_memory():
+        return BundleMemory()
     used = [device for device, program in bundle.manifest.programs.items() if any(s.op == "run" for s in program)]
     parts = {
         device: extract_device_part(bundle, device) for device in used if device.startswith("cpu:") and len(used) > 1
@@ -139,39 +139,39 @@ def memory(bundle: Bundle, values: Mapping[str, Any], observer: Observer | None 
     found: dict[str, ProcessMemory] = {}
     with temporary_folder() as folder:
         try:
-            stored = Stored.write(values, folder)
+            stored = StoredFeeds.write(values, folder)
         except OnnxplaceError as problem:
-            return Memory(notes=(_note(problem, ""),))
-        jobs = {"": Job(bundle.path, stored.only([item.name for item in bundle.inputs]))}
+            return BundleMemory(notes=(_describe_failure(problem, ""),))
+        jobs = {"": MemoryJob(bundle.path, stored.only([item.name for item in bundle.inputs]))}
         for device, part in parts.items():
             needed = [item.name for item in part.inputs]
             if all(item.name in stored or item.optional for item in part.inputs):
-                jobs[device] = Job(bundle.path, stored.only(needed), device)
+                jobs[device] = MemoryJob(bundle.path, stored.only(needed), device)
         for index, (device, job) in enumerate(jobs.items()):
             if observer:
                 observer(f"memory of {device or 'the process'}", index, len(jobs))
             try:
-                found[device] = _in_child(job)
+                found[device] = _run_in_child(job)
             except OnnxplaceError as problem:
-                notes.append(_note(problem, device))
+                notes.append(_describe_failure(problem, device))
     whole = found.pop("", None)
     taken = {device: process.own_bytes for device, process in found.items()}
     if whole:
         taken |= {device: whole.own_bytes for device in used if len(used) == 1 and device.startswith("cpu:")}
         taken |= whole.gpu_bytes
-    return Memory(whole, taken, tuple(notes))
+    return BundleMemory(whole, taken, tuple(notes))
 
 
-def _note(problem: OnnxplaceError, device: str) -> Diagnostic:
+def _describe_failure(problem: OnnxplaceError, device: str) -> Diagnostic:
     what = f"the memory of {device or 'the process'} was not measured"
     return Diagnostic(problem.code, f"{what}: {problem.message}", where=problem.where, hint=problem.hint)
 
 
-def _in_child(job: Job) -> ProcessMemory:
-    return run_in_child(measure, job, "measuring memory", job.device or str(job.bundle))
+def _run_in_child(job: MemoryJob) -> ProcessMemory:
+    return run_in_child(run_memory_job, job, "measuring memory", job.device or str(job.bundle))
 
 
-def measure(job: Job) -> ProcessMemory:
+def run_memory_job(job: MemoryJob) -> ProcessMemory:
     """Open and run a bundle in this process, which should have done nothing before."""
     bundle = Bundle.open(job.bundle)
     if job.device:
@@ -180,52 +180,52 @@ def measure(job: Job) -> ProcessMemory:
     feeds = job.feeds if job.device else dict(job.feeds)
     runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
     gpu_ids = [device.id for device in bundle.target.devices if device.kind == "cuda"]
-    with use_custom_operators(job.libraries), _watched(gpu_ids) as gpu_bytes:
+    with use_custom_operators(job.libraries), _watch_gpus(gpu_ids) as gpu_bytes:
         open_session(one_node_model(), session_options(()))  # what the first one takes belongs to no bundle
-        before, code = _held("VmRSS"), _code_bytes()
-        _forget()
+        before, code = _read_memory_status("VmRSS"), _sum_library_bytes()
+        _reset_peak()
         with runtime.open(bundle) as session:
-            opening = _held("VmHWM")
-            _forget()
+            opening = _read_memory_status("VmHWM")
+            _reset_peak()
             for _ in range(job.runs):
                 session.reset_state()
                 session.run(feeds)
-            running = _held("VmHWM")
-    return ProcessMemory(opening, running, max(running - before - (_code_bytes() - code), 0), gpu_bytes)
+            running = _read_memory_status("VmHWM")
+    return ProcessMemory(opening, running, max(running - before - (_sum_library_bytes() - code), 0), gpu_bytes)
 
 
-def _held(which: str) -> int:
-    """Return the bytes that this process holds (VmRSS), or held at most since `_forget` (VmHWM)."""
+def _read_memory_status(which: str) -> int:
+    """Return the bytes that this process holds (VmRSS), or held at most since `_reset_peak` (VmHWM)."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return int(next(line for line in lines if line.startswith(f"{which}:")).split()[1]) << 10
 
 
-def _forget() -> None:
+def _reset_peak() -> None:
     """Begin anew with the most that this process held."""
-    _CLEAR.write_text("5", encoding="ascii")
+    _CLEAR_REFS.write_text("5", encoding="ascii")
 
 
-def _code_bytes() -> int:
+def _sum_library_bytes() -> int:
     """Return the bytes of libraries, code and data, that this process holds."""
     total, counts = 0, False
     with open("/proc/self/smaps", encoding="utf-8", errors="replace") as lines:
         for line in lines:
             first, *rest = line.split(maxsplit=5)
             if not first.endswith(":"):
-                counts = len(rest) == 5 and bool(_LIBRARY.search(rest[4].strip()))
+                counts = len(rest) == 5 and bool(_LIBRARY_PATTERN.search(rest[4].strip()))
             elif counts and first == "Rss:":
                 total += int(rest[0]) << 10
     return total
 
 
 @contextmanager
-def _watched(devices: Collection[str]) -> Iterator[dict[str, int]]:
+def _watch_gpus(devices: Collection[str]) -> Iterator[dict[str, int]]:
     """Note the most that each of these GPUs has in use, beyond what it has now, until the block ends.
 
     Nothing without nvidia-ml-py. What ONNX Runtime takes of a GPU before it has a model is in it.
     """
     most: dict[str, int] = {}
-    before = _in_use(devices) if devices else {}
+    before = _read_used_gpu_bytes(devices) if devices else {}
     if not before:
         yield most
         return
@@ -233,7 +233,7 @@ def _watched(devices: Collection[str]) -> Iterator[dict[str, int]]:
 
     def look() -> None:
         while True:
-            for device, size in _in_use(devices).items():
+            for device, size in _read_used_gpu_bytes(devices).items():
                 most[device] = max(most.get(device, 0), size - before[device])
             if over.wait(GPU_POLL_SECONDS):
                 return
@@ -247,7 +247,7 @@ def _watched(devices: Collection[str]) -> Iterator[dict[str, int]]:
         watcher.join()
 
 
-def _in_use(devices: Collection[str]) -> dict[str, int]:
+def _read_used_gpu_bytes(devices: Collection[str]) -> dict[str, int]:
     """Return the bytes in use on each of these GPUs that the driver lists."""
     found = {f"cuda:{gpu.index}": gpu.memory_bytes - gpu.free_bytes for gpu in list_gpus()}
     return {device: size for device, size in found.items() if device in devices}

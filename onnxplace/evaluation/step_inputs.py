@@ -37,7 +37,9 @@ class StepInputs:
 
     def __init__(self, bundle: Bundle, given: Feeds | None, sizes: Mapping[str, int], seed: int) -> None:
         """Take the user's inputs, else draw them with these sizes of symbolic dimensions."""
-        self._inputs = bundle.inputs if given is not None else [_ranked(item, sizes) for item in bundle.inputs]
+        self._inputs = (
+            bundle.inputs if given is not None else [_with_sample_rank(item, sizes) for item in bundle.inputs]
+        )
         self._sizes, self._seed = sizes, seed
         self._states = {item.name: item.shape or () for item in bundle.state_inputs}
         given_back = {item.name: item.shape or () for item in bundle.outputs}
@@ -113,7 +115,7 @@ def choose_step_inputs(bundle: Bundle, inputs: Path | None, sizes: Mapping[str, 
     Raises FeedError for a dimension that the model does not have.
     """
     remembered = bundle.manifest.dimensions
-    ranked = [_ranked(item, remembered) for item in bundle.inputs]
+    ranked = [_with_sample_rank(item, remembered) for item in bundle.inputs]
     keys = dict.fromkeys(key for item in ranked for key, size in dimension_keys(item) if size is None)
     known = sorted({name for key in keys for name in (key, *symbols_of_dimension(key))})
     for key in sizes:
@@ -131,7 +133,7 @@ def choose_step_inputs(bundle: Bundle, inputs: Path | None, sizes: Mapping[str, 
     return StepInputs(bundle, read_npz(inputs) if inputs else None, all_sizes, seed)
 
 
-def _ranked(item: Declared, sizes: Mapping[str, int]) -> Declared:
+def _with_sample_rank(item: Declared, sizes: Mapping[str, int]) -> Declared:
     """Return an input of unknown rank with that of the sample it was compiled with, if there was one."""
     if item.shape is not None:
         return item

@@ -48,10 +48,10 @@ from onnxplace.target import MAX_SECONDS
 from onnxplace.utils import write_file
 
 # Clocks and caches settle in this time, and sessions in these steps.
-WARM_UP_SECONDS, WARM_UPS = 0.03, 2
+WARM_UP_SECONDS, WARM_UP_STEPS = 0.03, 2
 # Until the standard error of the median step is below this share, though not before so many steps; at most these many
 # steps, or seconds.
-ENOUGH = RepeatPolicy(repeat=2000, seconds=1.0, tolerance=0.02, least=9)
+REPEAT_POLICY = RepeatPolicy(repeat=2000, seconds=1.0, tolerance=0.02, least=9)
 BURST_SECONDS = 0.01
 
 
@@ -73,7 +73,7 @@ class Trial:
 def find_trial_obstacle(*bundles: Bundle) -> Diagnostic | None:
     """Say why bundles cannot be run here, at the same time, as they are meant to be, or None."""
     for manifest in (bundle.manifest for bundle in bundles):
-        if problem := _no_gpu(manifest) or find_core_shortage(manifest):
+        if problem := _find_missing_gpu(manifest) or find_core_shortage(manifest):
             return replace(problem, code="C020", message=f"the bundle was not tried out: {problem.message}")
     taken = [bundle.manifest.predicted for bundle in bundles]
     needs, free = sum(max(p.running_bytes, p.opening_bytes) for p in taken), available_memory_bytes()
@@ -92,7 +92,7 @@ def find_core_shortage(manifest: Manifest) -> Diagnostic | None:
     return Diagnostic("T014", message, where=manifest.model)
 
 
-def _no_gpu(manifest: Manifest) -> Diagnostic | None:
+def _find_missing_gpu(manifest: Manifest) -> Diagnostic | None:
     for device in manifest.target.devices:
         if device.kind == "cuda" and manifest.programs.get(device.id) and (problem := cuda_problem(device.index)):
             return Diagnostic("T011", problem, where=device.id)
@@ -105,12 +105,12 @@ def run_trials(bundles: Sequence[Bundle], feeds: Mapping[str, Array], *, cached:
     What was measured before, for equal segments and feeds, is used again. Raises ExecutionError if a part fails,
     TargetError if a device is not here.
     """
-    name = measurement_cache.key(["trial", *(_key(bundle, feeds) for bundle in bundles)])
-    if cached and (kept := _recalled(name, bundles)):
+    name = measurement_cache.key(["trial", *(_trial_key(bundle, feeds) for bundle in bundles)])
+    if cached and (kept := _read_cached_trials(name, bundles)):
         return kept
     runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
     with ExitStack() as stack:
-        sampled = [_Sampled(stack.enter_context(runtime.open(bundle, trace=True)), feeds) for bundle in bundles]
+        sampled = [_TrialSession(stack.enter_context(runtime.open(bundle, trace=True)), feeds) for bundle in bundles]
         for one in sampled:
             one.warm_up()
         while not all(one.enough for one in sampled):
@@ -169,7 +169,7 @@ def replace_manifest(bundle: Bundle, manifest: Manifest) -> Bundle:
     return Bundle(bundle.path, manifest)
 
 
-class _Sampled:
+class _TrialSession:
     """An open bundle, and how its steps went."""
 
     def __init__(self, session: RuntimeSession, feeds: Mapping[str, Array]) -> None:
@@ -181,7 +181,7 @@ class _Sampled:
 
     def warm_up(self) -> None:
         began, passed = time.perf_counter(), 0.0
-        while (len(self._steps) < WARM_UPS or passed < WARM_UP_SECONDS) and passed < ENOUGH.seconds:
+        while (len(self._steps) < WARM_UP_STEPS or passed < WARM_UP_SECONDS) and passed < REPEAT_POLICY.seconds:
             self._step()
             passed = time.perf_counter() - began
         self._steps.clear()
@@ -196,7 +196,7 @@ class _Sampled:
 
     @property
     def enough(self) -> bool:
-        return ENOUGH.enough(self._runs) if self._steps else False
+        return REPEAT_POLICY.enough(self._runs) if self._steps else False
 
     @property
     def _runs(self) -> Runs:
@@ -218,13 +218,13 @@ class _Sampled:
             begin = min((event.start_seconds for event in events), default=0.0)  # no device has anything to do
             end = max((event.finish_seconds for event in events), default=0.0)
             besides.append((begin + seconds - end) * own)
-            for segment, taken in seconds_by_segment(events).items():
+            for segment, taken in measure_segment_seconds(events).items():
                 spent.setdefault(segment, []).append(taken * own)
         segments = {name: float(np.median(times)) for name, times in spent.items()}
         return Trial(runs.seconds, max(float(np.median(besides)), 0.0), segments, len(runs.calm), runs.waiting)
 
 
-def seconds_by_segment(events: Sequence[Event]) -> dict[str, float]:
+def measure_segment_seconds(events: Sequence[Event]) -> dict[str, float]:
     """Return, by segment, its run, and the time before it in which its device neither waited nor copied."""
     finish: dict[str, float] = {}
     between: dict[str, float] = {}
@@ -238,7 +238,7 @@ def seconds_by_segment(events: Sequence[Event]) -> dict[str, float]:
     return found
 
 
-def _key(bundle: Bundle, feeds: Mapping[str, Array]) -> str:
+def _trial_key(bundle: Bundle, feeds: Mapping[str, Array]) -> str:
     """Return the key of a trial: what runs where, on which machine, on which inputs."""
     manifest = bundle.manifest
     apart = {name: record for name, record in manifest.files.items() if name not in (COSTS_FILE, WHOLE_MODEL_FILE)}
@@ -254,22 +254,22 @@ def _key(bundle: Bundle, feeds: Mapping[str, Array]) -> str:
     )
 
 
-_Kept = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
+_CachedFloat = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
 
 
-class _KeptTrial(BaseModel):
+class _CachedTrial(BaseModel):
     """A trial as it is kept, each number within what it can be."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    step_seconds: _Kept
-    request_seconds: _Kept
-    segment_seconds: dict[str, _Kept]
+    step_seconds: _CachedFloat
+    request_seconds: _CachedFloat
+    segment_seconds: dict[str, _CachedFloat]
     requests: Annotated[int, Field(ge=1, le=10**9)]
     waiting: Annotated[float, Field(ge=0, le=1)]
 
 
-def _recalled(name: str, bundles: Sequence[Bundle]) -> tuple[Trial, ...] | None:
+def _read_cached_trials(name: str, bundles: Sequence[Bundle]) -> tuple[Trial, ...] | None:
     """Return what was kept under a key; None if nothing is, or nothing that makes sense, which is removed then."""
     try:
         data = measurement_cache.read(name)
@@ -278,15 +278,15 @@ def _recalled(name: str, bundles: Sequence[Bundle]) -> tuple[Trial, ...] | None:
     if data is None:
         return None
     try:
-        kept = TypeAdapter(list[_KeptTrial]).validate_python(data.get("trials"))
+        kept = TypeAdapter(list[_CachedTrial]).validate_python(data.get("trials"))
     except ValidationError:
         kept = []
-    if len(kept) == len(bundles) and all(map(_fits, kept, bundles)):
+    if len(kept) == len(bundles) and all(map(_covers_segments, kept, bundles)):
         return tuple(Trial(**dict(trial)) for trial in kept)
     measurement_cache.damaged(name, "it does not hold these trials")
     return None
 
 
-def _fits(trial: _KeptTrial, bundle: Bundle) -> bool:
+def _covers_segments(trial: _CachedTrial, bundle: Bundle) -> bool:
     """Return whether a trial has a time for each segment of a bundle, and for no other."""
     return {segment.id for segment in bundle.manifest.segments} == trial.segment_seconds.keys()

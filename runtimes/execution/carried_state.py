@@ -10,7 +10,7 @@ from onnxplace.errors import FeedError
 from onnxplace.feeds import Array, check_shape
 
 
-class States:
+class CarriedStates:
     """What is stored between requests, by state input. Requests take and store in turn, so it needs no lock."""
 
     def __init__(self, bundle: Bundle) -> None:

@@ -33,7 +33,7 @@ from onnxplace.machine import (
     require_interpreter,
 )
 from onnxplace.runtime import Event, EventKind, Result
-from onnxplace.runtimes.execution.carried_state import States
+from onnxplace.runtimes.execution.carried_state import CarriedStates
 from onnxplace.runtimes.execution.ort_values import to_python
 from onnxplace.runtimes.execution.requests import CancelledError, Request
 from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice
@@ -42,18 +42,18 @@ from onnxplace.utils import start_thread
 
 MAX_IN_FLIGHT = 8
 # Requests that were ended get so long to come to the end of a node. What takes longer is left behind.
-GRACE_SECONDS = 2.0
+END_GRACE_SECONDS = 2.0
 # At the end of the interpreter, so long for what is under way; then it is ended.
 EXIT_SECONDS = 10.0
 # And so long if that is interrupted.
-INTERRUPTED_SECONDS = 0.3
+INTERRUPTED_EXIT_SECONDS = 0.3
 # Idle workers look this often whether anybody could still have something for them.
-FORGOTTEN_SECONDS = 3.0
+OWNER_CHECK_SECONDS = 3.0
 # How ONNX Runtime and C++ say that memory ran out.
-_NO_MEMORY = ("Failed to allocate memory", "bad allocation", "bad_alloc", "BFCArena", "out of memory")
+_OUT_OF_MEMORY_TEXTS = ("Failed to allocate memory", "bad allocation", "bad_alloc", "BFCArena", "out of memory")
 
 
-class _Worker(threading.Thread):
+class Worker(threading.Thread):
     """The thread that follows one device's program."""
 
     def __init__(self, engine: Engine, device: PlacedDevice) -> None:
@@ -84,13 +84,13 @@ class Engine:
         """Who closes or abandons the engine, if somebody does."""
         self._broken: ExecutionError | None = None
         self._learn_values(bundle)
-        self._states = States(bundle)
+        self._states = CarriedStates(bundle)
         self._stored_values = {value for states in self._states.on.values() for value in states.values()}
         self._reset = False
         first = bundle.manifest.segments[0].device if bundle.manifest.segments else ""
         self._first = devices.get(first)
         """The device that can begin at once, whose program `run` follows in the thread of its caller."""
-        self._workers = [_Worker(self, device) for device in devices.values()]
+        self._workers = [Worker(self, device) for device in devices.values()]
 
     def _learn_values(self, bundle: Bundle) -> None:
         """Look up once what each request needs to know of values."""
@@ -111,9 +111,9 @@ class Engine:
     def start(self) -> None:
         """Start the workers; an interrupt on the way ends those that run already."""
         prepare_interrupts()
-        _engines.add(self)
+        _ENGINES.add(self)
         try:
-            require_interpreter()  # after which `_close_all` finds this one
+            require_interpreter()  # after which `_close_all_engines` finds this one
             for worker in self._workers:
                 start_thread(worker)
         except BaseException:
@@ -149,7 +149,7 @@ class Engine:
         That saves waking a worker and being woken by it, some 100 us. The thread stays on the cores where it is. With
         a timeout in seconds, workers do all of it, so that this thread can leave them to it.
         """
-        if isinstance(threading.current_thread(), _Worker):
+        if isinstance(threading.current_thread(), Worker):
             hint = "start it from another thread, or use run_async, whose callbacks may run the session"
             message = "run was called by a callback on the worker of a device, which would wait for itself"
             raise ExecutionError("X009", message, where=threading.current_thread().name, hint=hint)
@@ -193,7 +193,7 @@ class Engine:
             if self._closed:
                 raise ExecutionError("X002", "the session is closed", where=str(self.bundle.path))
             # A callback on a worker does not wait: its worker may be what makes a place.
-            if len(self._under_way) >= MAX_IN_FLIGHT and not isinstance(threading.current_thread(), _Worker):
+            if len(self._under_way) >= MAX_IN_FLIGHT and not isinstance(threading.current_thread(), Worker):
                 return self._changes.enter()
             if callers is not None and not self._under_way:
                 request.callers_device = callers.id
@@ -258,14 +258,14 @@ class Engine:
         with self._lock:
             self._changes.wake()
         self._wake()
-        if isinstance(threading.current_thread(), _Worker):
+        if isinstance(threading.current_thread(), Worker):
             return  # a callback: workers end by themselves once they are through
         try:
             self._wait_for_requests(timeout)
         except BaseException:  # an interrupt: no more waiting for them later on
             self.end_requests()
             raise
-        ends = time.monotonic() + GRACE_SECONDS
+        ends = time.monotonic() + END_GRACE_SECONDS
         for worker in self._workers:
             with suppress(RuntimeError):  # one that was never started
                 worker.join(max(ends - time.monotonic(), 0))
@@ -292,7 +292,7 @@ class Engine:
             if ended and late:
                 return
             if not ended and (late or not alive):
-                ended, limit = True, time.monotonic() + GRACE_SECONDS
+                ended, limit = True, time.monotonic() + END_GRACE_SECONDS
                 self.end_requests()
                 continue
             asleep.acquire(timeout=-1 if limit is None else max(limit - time.monotonic(), 0))
@@ -329,7 +329,7 @@ class Engine:
         """Wait for a token; look now and then whether the engine was forgotten, in case that an interrupt hid it."""
         while True:
             with suppress(queue.Empty):
-                return tokens.get(timeout=FORGOTTEN_SECONDS)
+                return tokens.get(timeout=OWNER_CHECK_SECONDS)
             if self.owner is not None and self.owner() is None:
                 self.abandon()
 
@@ -424,7 +424,7 @@ class Engine:
         except Exception as problem:
             if is_foreign_error(problem):
                 raise
-            raise _segment_error(problem, segment.record.id, device.id) from problem
+            raise describe_segment_failure(problem, segment.record.id, device.id) from problem
         self._note(request, device, "run", segment.record.id, began)
 
     def _own(self, device: PlacedDevice, name: str, value: Any) -> Any:
@@ -493,9 +493,9 @@ class Engine:
         return array.copy() if value in self._stored_values else array
 
 
-def _segment_error(problem: Exception, segment: str, device: str) -> ExecutionError:
+def describe_segment_failure(problem: Exception, segment: str, device: str) -> ExecutionError:
     text = one_line(problem)
-    if isinstance(problem, MemoryError) or any(words in text for words in _NO_MEMORY):
+    if isinstance(problem, MemoryError) or any(words in text for words in _OUT_OF_MEMORY_TEXTS):
         hint = "close other programs, run fewer requests at a time, or compile for smaller inputs or more devices"
         message = f"segment {segment} ran out of memory" + (f": {text}" if text else "")
         return ExecutionError("X010", message, where=device, hint=hint)
@@ -504,28 +504,28 @@ def _segment_error(problem: Exception, segment: str, device: str) -> ExecutionEr
     return ExecutionError("X001", message, where=device, hint=hint)
 
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 @atexit.register
-def _close_all() -> None:
+def _close_all_engines() -> None:
     """End all workers while they can still be ended: Python freezes, or even kills, threads that outlive it."""
     deadline = time.monotonic() + EXIT_SECONDS
     try:
         end_openings(EXIT_SECONDS)
-        for engine in list(_engines):
+        for engine in list(_ENGINES):
             engine.close(max(deadline - time.monotonic(), 0))
     except KeyboardInterrupt:
-        for engine in list(_engines):
+        for engine in list(_ENGINES):
             engine.end_requests()
-        time.sleep(INTERRUPTED_SECONDS)
+        time.sleep(INTERRUPTED_EXIT_SECONDS)
 
 
-def _keep_in_child() -> None:
+def _keep_sessions_in_child() -> None:
     """Never free the sessions that a forked child inherits: their destructors wait for threads that are not there."""
-    for engine in list(_engines):
+    for engine in list(_ENGINES):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_in_child)
+    os.register_at_fork(after_in_child=_keep_sessions_in_child)

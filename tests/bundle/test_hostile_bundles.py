@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 
 import onnxplace
 from onnxplace.bundle import MANIFEST_FILE, bundle as bundle_module
-from onnxplace.bundle.bundle import sha256_of
+from onnxplace.bundle.bundle import compute_sha256
 from tests.conftest import branches
 from tests.support.endless import endless_bundle, feeds
 from tests.support.fuzzing import fuzzed, read_or_refused, texts_of
@@ -186,7 +186,7 @@ def test_a_segment_of_other_types_or_shapes_is_refused(tmp_path, kind, shape, me
     file = bundle.file(record.file)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     file.write_bytes(model.SerializeToString())
-    about = {"sha256": sha256_of(file), "bytes": file.stat().st_size}
+    about = {"sha256": compute_sha256(file), "bytes": file.stat().st_size}
     edit(bundle.path, lambda m: m["files"].update({record.file: about}))
     with pytest.raises(onnxplace.BundleError) as raised:
         onnxplace.InferenceSession(bundle.path)
@@ -203,14 +203,14 @@ def test_an_input_of_another_type_than_its_segment_takes_is_refused(run_cli, bun
 
 def test_a_large_segment_that_is_damaged_is_called_damaged(run_cli, bundle_copy, monkeypatch):
     """Files too large to be hashed at each opening are hashed when ONNX Runtime refuses them."""
-    monkeypatch.setattr(bundle_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(bundle_module, "MAX_SMALL_FILE_BYTES", 0)
     file = bundle_copy / "segments/cpu0-000.onnx"
     data = file.read_bytes()
     file.write_bytes(b"\xff" * len(data))
     ran = run_cli("run", bundle_copy)
     assert ran.code == 2
     assert "N007" in ran.err
-    assert "not what the compiler wrote" in ran.err
+    assert "changed since the compile" in ran.err
     assert "version" not in ran.err
 
 
@@ -274,7 +274,7 @@ def test_nothing_of_a_bundle_but_its_own_files_is_opened(bundle_copy, monkeypatc
         copy = Path(shutil.copytree(bundle_copy, tmp_path / "copy", dirs_exist_ok=True))
         if name.endswith("link"):
             (copy / name).symlink_to(secret)
-        record = {"sha256": sha256_of(secret), "bytes": 6}
+        record = {"sha256": compute_sha256(secret), "bytes": 6}
         edit(copy, lambda m, name=name, record=record: m["files"].update({name: record}))
         with pytest.raises(onnxplace.BundleError, match="N005"):
             onnxplace.load(copy)

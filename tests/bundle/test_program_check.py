@@ -81,12 +81,20 @@ GOOD = {
     [
         ("cpu:2", ["receive w cpu:0", "receive v cpu:0", "run c"], "cpu:2 is to receive 'w' from 'cpu:0', but cpu:1"),
         ("cpu:2", ["receive v cpu:0", "run c", "receive w cpu:1"], "segment c on cpu:2 needs 'w'"),
-        ("cpu:2", [*GOOD["cpu:2"], "receive v cpu:0"], "cpu:2 is to receive 'v', which it has had already"),
-        ("cpu:2", [*GOOD["cpu:2"], "free v", "receive v cpu:0"], "cpu:2 is to receive 'v', which it has had already"),
+        (
+            "cpu:2",
+            [*GOOD["cpu:2"], "receive v cpu:0"],
+            "cpu:2 is to receive 'v', which it has already received or computed",
+        ),
+        (
+            "cpu:2",
+            [*GOOD["cpu:2"], "free v", "receive v cpu:0"],
+            "cpu:2 is to receive 'v', which it has already received or computed",
+        ),
         ("cpu:2", [*GOOD["cpu:2"], "receive q cpu:0"], "cpu:2 waits for 'q' forever"),
-        ("cpu:2", [*GOOD["cpu:2"], "send x cpu:0"], "cpu:2 is to send 'x', which is not there"),
-        ("cpu:0", ["run a", "send v cpu:2", "send x cpu:1"], "an input of the model, which each device is fed"),
-        ("cpu:0", ["run a", "send v cpu:2", "free v", "free v"], "cpu:0 is to free 'v', which is not there"),
+        ("cpu:2", [*GOOD["cpu:2"], "send x cpu:0"], "cpu:2 is to send 'x', which it does not have"),
+        ("cpu:0", ["run a", "send v cpu:2", "send x cpu:1"], "an input of the model, which is fed to each device"),
+        ("cpu:0", ["run a", "send v cpu:2", "free v", "free v"], "cpu:0 is to free 'v', which it does not have"),
         ("cpu:0", ["run a", "send v cpu:2", "send v cpu:0"], "cpu:0 is to send 'v' to 'cpu:0'"),
     ],
 )
@@ -98,8 +106,8 @@ def test_programs_are_refused_by_what_the_runtime_would_do(device, program, mess
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"b": ("cpu:1", ["x"], ["v"])}, "value 'v' is made twice, the second time by segment b"),
-        ({"b": ("cpu:1", ["x"], ["x"])}, "value 'x' is made twice"),
+        ({"b": ("cpu:1", ["x"], ["v"])}, "value 'v' has two producers, the second is segment b"),
+        ({"b": ("cpu:1", ["x"], ["x"])}, "value 'x' has two producers"),
     ],
 )
 def test_a_value_has_one_maker(change, message):
@@ -109,8 +117,8 @@ def test_a_value_has_one_maker(change, message):
 def test_segments_and_inputs_have_one_name_each():
     twice = manifest(TWO_SENDERS, GOOD, "y")
     twice.segments.append(twice.segments[0])
-    assert "two segments have one id" in refusal(twice)
-    assert "two inputs have one name" in refusal(manifest(TWO_SENDERS, GOOD, "y", inputs="x x"))
+    assert "two segments have the same id" in refusal(twice)
+    assert "two inputs have the same name" in refusal(manifest(TWO_SENDERS, GOOD, "y", inputs="x x"))
 
 
 def test_long_programs_of_many_devices_are_checked_in_time_that_grows_with_them():

@@ -94,7 +94,7 @@ COMES = {
 @pytest.mark.parametrize("output", ["b", "x" * 250])
 def test_what_came_to_the_place_meanwhile_stays(compiling, place, meanwhile, renames, kind, output):
     meanwhile(lambda: COMES[kind](place / output))
-    with pytest.raises(UsageError, match="it exists already") as refused:
+    with pytest.raises(UsageError, match="it already exists") as refused:
         compiling(place / output)
     assert refused.value.code == "U030"
     assert refused.value.where.endswith(output[-100:])
@@ -165,11 +165,11 @@ def bundle_with(name):
         (lambda path: (path / "manifest.json").write_text("{}"), "not a bundle"),
         (lambda path: (path / "manifest.json").write_text("{nope"), "not a bundle"),
         (lambda path: (path / "manifest.json").unlink(), "not a bundle"),
-        (bundle_with("notes.txt"), "not of the bundle: notes.txt"),
-        (bundle_with("segments/.hidden"), "not of the bundle: segments/.hidden"),
-        (bundle_with("data/feeds.npz"), "not of the bundle: data, data/feeds.npz"),
-        (lambda path: (path / "empty").mkdir(), "not of the bundle: empty"),
-        (lambda path: (path / "link").symlink_to("nowhere"), "not of the bundle: link"),
+        (bundle_with("notes.txt"), "not the bundle's: notes.txt"),
+        (bundle_with("segments/.hidden"), "not the bundle's: segments/.hidden"),
+        (bundle_with("data/feeds.npz"), "not the bundle's: data, data/feeds.npz"),
+        (lambda path: (path / "empty").mkdir(), "not the bundle's: empty"),
+        (lambda path: (path / "link").symlink_to("nowhere"), "not the bundle's: link"),
     ],
     ids=["web app", "no format", "no JSON", "no manifest", "file", "hidden", "folder", "empty folder", "link"],
 )
@@ -337,7 +337,7 @@ def test_a_disk_that_gets_full_at_any_moment_leaves_a_whole_bundle_or_nothing(co
 def test_a_disk_that_nothing_can_be_written_to_is_named_before_any_work(compiling, mounted, monkeypatch, force):
     disk = mounted("ro")
     monkeypatch.setattr("onnxplace.driver.compiler.load_model", lambda *_: pytest.fail("worked"))
-    with pytest.raises(UsageError, match="cannot be written to") as refused:
+    with pytest.raises(UsageError, match="is not writable") as refused:
         compiling(disk / "b", force=force)
     assert refused.value.code == "U032"
 
@@ -475,7 +475,7 @@ def test_a_bundle_that_was_moved_aside_is_told_of_and_put_back(run_cli, place, b
     ran = run_cli("compile", model_file, "--shape", "batch=4", "-o", bundle_copy)
     assert ran.code == 2
     assert "U030" in ran.err
-    assert "put back" in ran.err
+    assert "restored" in ran.err
     assert onnxplace.load(bundle_copy, "all")
     assert names(place) == {"model.onnx", "bundle"}
 

@@ -14,11 +14,18 @@ from hypothesis import given, strategies as st
 
 from onnxplace.bundle.program_check import check_programs
 from onnxplace.calibration import TRANSFER_SIZES_BYTES, calibrate, calibrator
-from onnxplace.calibration.calibrator import _links, _measured, _notes, _possible, _shared
+from onnxplace.calibration.calibrator import _build_target, _choose_sizes, _describe_sharing, _fit_links, _list_notes
 from onnxplace.calibration.link_fit import UNBOUNDED_BYTES_PER_SECOND, fit_link
-from onnxplace.calibration.microbenchmarks import AtOnce, Calls, Hops, Slowdown, _crossing, undisturbed
-from onnxplace.calibration.probe_bundles import Probe, probe_bundle
-from onnxplace.calibration.samples import Ran, Samples, run_once, take_turns, waited_seconds
+from onnxplace.calibration.microbenchmarks import (
+    CallCosts,
+    Contention,
+    HopSamples,
+    Slowdown,
+    _make_hop_task,
+    estimate_undisturbed,
+)
+from onnxplace.calibration.probe_bundles import Probe, write_probe_bundle
+from onnxplace.calibration.samples import RequestTimes, Samples, read_waited_seconds, run_once, take_turns
 from onnxplace.errors import TargetError, UsageError
 from onnxplace.machine import link_technology
 from onnxplace.pipeline import find_plugin
@@ -134,23 +141,23 @@ def test_the_quickest_counts_where_nearly_all_waited():
 
 def test_the_quicker_times_count_of_what_did_not_wait():
     calm = Samples([4.0, 1.0, 5.0, 2.0, 3.0], [0.0] * 5)
-    assert undisturbed(calm) == 2.0
+    assert estimate_undisturbed(calm) == 2.0
     calm.add([0.1] * 9, 0.5)
-    assert undisturbed(calm) == 2.0
-    assert undisturbed(Samples([5.0, 4.0, 6.0], [0.9, 0.2, 0.0])) == 4.0
+    assert estimate_undisturbed(calm) == 2.0
+    assert estimate_undisturbed(Samples([5.0, 4.0, 6.0], [0.9, 0.2, 0.0])) == 4.0
 
 
 @given(st.floats(0, 0.7), st.floats(1.1, 3), st.randoms(use_true_random=False))
 def test_a_machine_that_is_slow_for_most_of_the_time_says_what_it_takes_otherwise(share, slower, random):
     slow = int(100 * share)
     seconds = [random.uniform(1.0, 1.05) * (slower if index < slow else 1.0) for index in range(100)]
-    assert 1.0 <= undisturbed(Samples(seconds, [0.0] * 100)) <= 1.05
+    assert 1.0 <= estimate_undisturbed(Samples(seconds, [0.0] * 100)) <= 1.05
 
 
 def test_waiting_is_known_and_never_shrinks():
-    before = waited_seconds()
+    before = read_waited_seconds()
     sum(range(10_000))
-    assert 0 <= before <= waited_seconds()
+    assert 0 <= before <= read_waited_seconds()
 
 
 def test_turns_go_round_first_and_then_to_whoever_has_taken_least_time(monkeypatch):
@@ -181,7 +188,7 @@ def test_events_are_told_apart_by_kind_and_device():
         Event("cpu:1", "run", "1", 2.0, 5.0),
         Event("cpu:1", "copy", "v", 1, 2),
     )
-    ran = Ran(events, 0.0)
+    ran = RequestTimes(events, 0.0)
     assert ran.taken("run") == [1.0, 3.0]
     assert ran.taken("run", "cpu:1") == [3.0]
     assert set(ran.runs()) == {"0", "1"}
@@ -192,7 +199,7 @@ def test_events_are_told_apart_by_kind_and_device():
 
 def test_probes_pass_values_between_devices_as_any_bundle_does(tmp_path):
     probes = [Probe(f"cpu:{i % 2}", f"v{i + 1} = Identity(v{i})", (f"v{i}",), (f"v{i + 1}",)) for i in range(4)]
-    bundle = probe_bundle(tmp_path, TWO, probes)
+    bundle = write_probe_bundle(tmp_path, TWO, probes)
     check_programs(bundle.manifest, tmp_path)
     with find_plugin("runtimes", "onnxruntime")().open(bundle, trace=True) as session:
         ran = run_once(session, {"v0": np.ones(3, np.uint8)})
@@ -223,8 +230,8 @@ def test_hops_are_told_apart_by_direction_and_the_first_ones_do_not_count():
         start = now + gap
         now = start + 10 + index
         events.append(Event(f"cpu:{index % 2}", "run", str(index), start, now))
-    found = {way: Hops() for way in WAYS}
-    once = _crossing(Replayed(events), 1, 6, found)
+    found = {way: HopSamples() for way in WAYS}
+    once = _make_hop_task(Replayed(events), 1, 6, found)
     for _ in range(3):
         once()
     assert found[WAYS[0]].by_size[1].seconds == [2.0] * 3  # the middle of 1 and 3, without 50
@@ -257,19 +264,19 @@ def test_sizes_are_as_far_apart_as_each_other_so_that_none_counts_twice():
 # ---------------------------------------------------------------------------------------------- what follows
 
 
-def hops(latency: float, bandwidth: float) -> Hops:
-    found = Hops(
+def hops(latency: float, bandwidth: float) -> HopSamples:
+    found = HopSamples(
         {size: Samples([time] * 3, [0.0] * 3) for size, time in zip(TRANSFER_SIZES_BYTES, times(latency, bandwidth))}
     )
     found.woken.add([3e-5] * 3, 0.0)
     return found
 
 
-CALLS = {name: Calls(4e-6, 1e-6, 2e-6, copied_seconds=1e-5) for name in ("cpu:0", "cpu:1")}
+CALLS = {name: CallCosts(4e-6, 1e-6, 2e-6, copied_seconds=1e-5) for name in ("cpu:0", "cpu:1")}
 
 
 def test_directions_that_are_alike_are_one_link_whose_latency_has_the_waking():
-    found = _links({WAYS[0]: hops(5e-5, 5e9), WAYS[1]: hops(6e-5, 4.5e9)}, TWO.devices, CALLS)
+    found = _fit_links({WAYS[0]: hops(5e-5, 5e9), WAYS[1]: hops(6e-5, 4.5e9)}, TWO.devices, CALLS)
     assert [(item.link.source, item.link.destination) for item in found] == list(WAYS)
     assert all(item.symmetric for item in found)
     assert found[0].fit == found[1].fit
@@ -278,39 +285,39 @@ def test_directions_that_are_alike_are_one_link_whose_latency_has_the_waking():
 
 
 def test_directions_that_differ_are_two_links():
-    found = _links({WAYS[0]: hops(5e-5, 5e9), WAYS[1]: hops(5e-5, 1e9)}, TWO.devices, CALLS)
+    found = _fit_links({WAYS[0]: hops(5e-5, 5e9), WAYS[1]: hops(5e-5, 1e9)}, TWO.devices, CALLS)
     assert not any(item.symmetric for item in found)
     assert [round(item.link.bytes_per_second / 1e9, 3) for item in found] == [5.0, 1.0]
 
 
-def at_once(memory: float, compute: float, copy: float) -> AtOnce:
-    return AtOnce(*(Slowdown(factor, 40, 2e-3) for factor in (memory, compute, copy)))
+def at_once(memory: float, compute: float, copy: float) -> Contention:
+    return Contention(*(Slowdown(factor, 40, 2e-3) for factor in (memory, compute, copy)))
 
 
 def test_sharing_is_written_where_it_shows():
-    assert _shared(("cpu:0", "cpu:1"), None) == ()
-    assert _shared(("cpu:0", "cpu:1"), at_once(1.02, 1.04, 1.5)) == ()
-    (entry,) = _shared(("cpu:0", "cpu:1"), at_once(1.4, 1.0, 1.1))
+    assert _describe_sharing(("cpu:0", "cpu:1"), None) == ()
+    assert _describe_sharing(("cpu:0", "cpu:1"), at_once(1.02, 1.04, 1.5)) == ()
+    (entry,) = _describe_sharing(("cpu:0", "cpu:1"), at_once(1.4, 1.0, 1.1))
     assert (entry.memory_slowdown, entry.compute_slowdown) == (1.4, 1.0)
     assert entry.memory_bytes_per_second == pytest.approx(4 * 4096**2 / 2e-3)
 
 
 def test_a_machine_too_busy_to_tell_is_said_to_be_so():
-    slower = AtOnce(Slowdown(1.0, 2, 2e-3), Slowdown(1.0, 40, 2e-3), Slowdown(1.0, 0, 2e-3))
-    (note,) = _notes([], slower)
+    slower = Contention(Slowdown(1.0, 2, 2e-3), Slowdown(1.0, 40, 2e-3), Slowdown(1.0, 0, 2e-3))
+    (note,) = _list_notes([], slower)
     assert "memory, copy" in note
-    assert _notes([], at_once(1.0, 1.0, 1.0)) == ()
+    assert _list_notes([], at_once(1.0, 1.0, 1.0)) == ()
 
 
 @pytest.mark.parametrize(("copy", "model"), [(1.1, "duplex"), (1.7, "duplex"), (1.9, "sequential")])
 def test_copies_that_wait_for_each_other_share_one_channel(copy, model):
-    assert _measured(TWO, [], CALLS, at_once(1.1, 1.0, copy)).link_model == model
+    assert _build_target(TWO, [], CALLS, at_once(1.1, 1.0, copy)).link_model == model
 
 
 def test_sizes_beyond_the_memory_are_left_out(monkeypatch):
     monkeypatch.setattr(calibrator, "available_memory_bytes", lambda: 1 << 20)
-    assert _possible([1 << 17, 1, 1 << 18, 1]) == (1, 1 << 17)
-    assert _possible([1 << 30]) == (1 << 30,)
+    assert _choose_sizes([1 << 17, 1, 1 << 18, 1]) == (1, 1 << 17)
+    assert _choose_sizes([1 << 30]) == (1 << 30,)
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [-1, 5]])
@@ -483,7 +490,7 @@ def test_the_summary_shows_the_fit_beside_each_size_and_names_the_file_option(ru
     ],
 )
 def test_what_cannot_be_measured_or_written_is_said_before_any_work(run_cli, here, monkeypatch, arguments, said):
-    monkeypatch.setattr(calibrator, "calls", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(calibrator, "prepare_calls", lambda *_: pytest.fail("measured"))
     ran = run_cli("devices", *arguments)
     assert ran.code == 2
     assert said in ran.err
@@ -495,7 +502,7 @@ def test_an_interrupted_calibration_leaves_the_old_file_and_nothing_else(run_cli
         raise KeyboardInterrupt
 
     Path("target.toml").write_text("old")
-    monkeypatch.setattr(calibrator, "hops", interrupted)
+    monkeypatch.setattr(calibrator, "prepare_hops", interrupted)
     assert run_cli(*TINY, "-o", "target.toml").code == 130
     assert [path.name for path in here.iterdir()] == ["target.toml"]
     assert Path("target.toml").read_text() == "old"

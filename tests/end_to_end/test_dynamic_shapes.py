@@ -12,7 +12,7 @@ from onnx import parser
 
 import models
 import onnxplace
-from onnxplace.evaluation.compare import difference
+from onnxplace.evaluation.compare import compare_output
 
 COMPILED = {"batch": 3, "seq": 11}
 SIZES = [(2, 16), (1, 1), (5, 7), (1, 33), (3, 2), (2, 16), (0, 4), (4, 1)]
@@ -96,7 +96,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, onnxplace.Bundl
 def assert_equal(bundle: onnxplace.Bundle, got: list, want: list) -> None:
     for item, one, other in zip(bundle.outputs, got, want, strict=True):
         assert one.shape == other.shape
-        found = difference(item.name, one, other)
+        found = compare_output(item.name, one, other)
         assert found.equal, found
 
 

@@ -18,7 +18,7 @@ import pytest
 import models
 import onnxplace
 import onnxplace.model.model
-from onnxplace.evaluation.compare import difference
+from onnxplace.evaluation.compare import compare_output
 from onnxplace.machine import local_target
 
 PLACERS = ("single", "m-topo", "m-etf", "m-sct")
@@ -70,7 +70,7 @@ def test_bundles_of_real_architectures_are_valid_and_compute_what_the_model_comp
                 outputs = dict(zip([item.name for item in session.get_outputs()], session.run(None, feeds)))
             assert outputs.keys() == expected.keys()
             for output, want in expected.items():
-                found = difference(output, outputs[output], want)
+                found = compare_output(output, outputs[output], want)
                 assert found.equal, f"{name}, {placer}, {devices} devices: {found}"
                 assert np.ptp(want.astype(np.float64)) > 0, "a constant output would prove nothing"
             if classes not in costs:

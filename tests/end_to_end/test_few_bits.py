@@ -14,7 +14,7 @@ from onnx import ModelProto, parser
 
 import onnxplace
 from onnxplace.errors import FeedError
-from onnxplace.evaluation.compare import difference
+from onnxplace.evaluation.compare import compare_output
 from onnxplace.feeds import Declared, check_feeds, random_feeds
 from onnxplace.feeds.feeds import numpy_type
 from tests.conftest import Ran
@@ -91,13 +91,13 @@ def test_floats_of_few_bits_are_compared_with_their_tolerance():
         (ml_dtypes.bfloat16, 0, 8),
     ):
         one = want.astype(dtype)
-        assert difference("y", np.add(want, [0, 0, 0, near]).astype(dtype), one).equal
-        assert not difference("y", np.add(want, [0, 0, 0, far]).astype(dtype), one).equal
-        assert not difference("y", (want * [1, 0, 1, 1]).astype(np.float32), one).equal
-        assert not difference("y", np.nan_to_num(want, posinf=np.inf).astype(dtype), one).equal
+        assert compare_output("y", np.add(want, [0, 0, 0, near]).astype(dtype), one).equal
+        assert not compare_output("y", np.add(want, [0, 0, 0, far]).astype(dtype), one).equal
+        assert not compare_output("y", (want * [1, 0, 1, 1]).astype(np.float32), one).equal
+        assert not compare_output("y", np.nan_to_num(want, posinf=np.inf).astype(dtype), one).equal
 
 
 def test_integers_of_few_bits_are_compared_exactly():
     one = np.array([1, -2, 3], ml_dtypes.int4)
-    assert difference("y", one.copy(), one).equal
-    assert not difference("y", np.array([1, -2, 2], ml_dtypes.int4), one).equal
+    assert compare_output("y", one.copy(), one).equal
+    assert not compare_output("y", np.array([1, -2, 2], ml_dtypes.int4), one).equal

@@ -14,15 +14,15 @@ import onnxplace
 from onnxplace.bundle import record_crossing_values
 from onnxplace.errors import ExecutionError
 from onnxplace.evaluation import TracedRequests, device_usage, measure_usage, memory_use
-from onnxplace.evaluation.device_usage import value_bytes
-from onnxplace.evaluation.memory_use import Memory, Stored, measurable, memory
+from onnxplace.evaluation.device_usage import count_value_bytes
+from onnxplace.evaluation.memory_use import BundleMemory, StoredFeeds, can_measure_memory, measure_memory
 from onnxplace.feeds import random_feeds
 from onnxplace.machine import Gpu
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event
 
 MIB = 1 << 20
-only_linux = pytest.mark.skipif(not measurable(), reason="only Linux tells the most a process held")
+only_linux = pytest.mark.skipif(not can_measure_memory(), reason="only Linux tells the most a process held")
 
 
 # ---------------------------------------------------------------------------------------------- traces
@@ -79,7 +79,7 @@ def test_a_value_that_was_made_long_ago_takes_its_copy_only():
     ],
 )
 def test_bytes_of_whatever_crosses(value, size):
-    assert value_bytes(value) == size
+    assert count_value_bytes(value) == size
 
 
 # ---------------------------------------------------------------------------------------------- a whole step
@@ -133,7 +133,9 @@ def test_what_cannot_be_recorded_is_noted_and_the_rest_is_there(bundle, monkeypa
 
     monkeypatch.setattr(device_usage, "record_crossing_values", fails)
     seen: list[dict] = []
-    monkeypatch.setattr(device_usage, "memory", lambda bundle, values, observer: seen.append(values) or Memory())
+    monkeypatch.setattr(
+        device_usage, "measure_memory", lambda bundle, values, observer: seen.append(values) or BundleMemory()
+    )
     found = measure_usage(bundle, feeds_of(bundle), 1, with_memory=True)
     (note,) = found.notes
     assert (note.code, note.where, note.hint) == ("X010", "cpu:1", "buy some")
@@ -166,7 +168,7 @@ def values(bundle) -> dict:
 @only_linux
 def test_each_device_is_measured_alone_and_the_process_as_a_whole(bundle, values):
     told: list[tuple[str, int, int]] = []
-    found = memory(bundle, values, lambda *said: told.append(said))
+    found = measure_memory(bundle, values, lambda *said: told.append(said))
     assert found.notes == ()
     assert told == [("memory of the process", 0, 3), ("memory of cpu:0", 1, 3), ("memory of cpu:1", 2, 3)]
     weights, rows = 12 * MIB, 4 * MIB
@@ -181,7 +183,7 @@ def test_each_device_is_measured_alone_and_the_process_as_a_whole(bundle, values
 def test_of_one_device_the_process_says_what_it_takes(tmp_path, model_file):
     alone = onnxplace.compile(model_file, tmp_path / "b", devices="cpu:0", shape={"batch": 4}, placer="single")
     told: list[str] = []
-    found = memory(alone, feeds_of(alone), lambda name, *_: told.append(name))
+    found = measure_memory(alone, feeds_of(alone), lambda name, *_: told.append(name))
     assert told == ["memory of the process"]
     assert found.device_bytes == {"cpu:0": found.process.own_bytes}
     assert found.process.own_bytes < 3 * MIB // 2, "two weights of 16 KiB: what any process takes is left out"
@@ -189,20 +191,20 @@ def test_of_one_device_the_process_says_what_it_takes(tmp_path, model_file):
 
 @only_linux
 def test_a_device_whose_values_are_not_known_is_left_out(bundle, values):
-    found = memory(bundle, {"x0": values["x0"]})
+    found = measure_memory(bundle, {"x0": values["x0"]})
     assert set(found.device_bytes) == {"cpu:0"}
     assert found.notes == ()
 
 
 def test_elsewhere_nothing_is_measured(bundle, values, monkeypatch, tmp_path):
-    monkeypatch.setattr(memory_use, "_CLEAR", tmp_path / "nowhere")
-    assert memory(bundle, values) == Memory()
+    monkeypatch.setattr(memory_use, "_CLEAR_REFS", tmp_path / "nowhere")
+    assert measure_memory(bundle, values) == BundleMemory()
 
 
 @only_linux
 def test_a_process_that_fails_is_noted_by_device(bundle, values):
     wrong = {**values, "x3": values["x3"][:, :7]}
-    found = memory(bundle, wrong)
+    found = measure_memory(bundle, wrong)
     (note,) = found.notes
     assert note.message.startswith("the memory of cpu:1 was not measured: segment cpu1-000 failed")
     assert note.code == "X001"
@@ -217,7 +219,7 @@ def test_where_values_cannot_be_stored_nothing_is_measured(bundle, values, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np, "save", full)
-    found = memory(bundle, values)
+    found = measure_memory(bundle, values)
     assert (found.process, found.device_bytes) == (None, {})
     assert "the memory of the process was not measured" in found.notes[0].message
 
@@ -233,7 +235,7 @@ def test_values_come_back_from_files_as_they_were(tmp_path):
         "list": [np.ones(2), np.zeros(3)],
         "absent": None,
     }
-    stored: Stored = pickle.loads(pickle.dumps(Stored.write(values, tmp_path)))
+    stored: StoredFeeds = pickle.loads(pickle.dumps(StoredFeeds.write(values, tmp_path)))
     assert set(stored) == set(values)
     assert len(stored) == len(values)
     for name, value in values.items():
@@ -258,7 +260,7 @@ def test_gpus_are_watched_for_the_most_in_use(monkeypatch):
 
     monkeypatch.setattr(memory_use, "list_gpus", gpus)
     monkeypatch.setattr(memory_use, "GPU_POLL_SECONDS", 0)
-    with memory_use._watched(["cuda:0"]) as most:
+    with memory_use._watch_gpus(["cuda:0"]) as most:
         assert over.wait(30)
     assert most == {"cuda:0": 800}
 
@@ -266,13 +268,13 @@ def test_gpus_are_watched_for_the_most_in_use(monkeypatch):
 @pytest.mark.parametrize("asked", [[], ["cuda:0"]])
 def test_without_gpus_nothing_is_watched(monkeypatch, asked):
     monkeypatch.setattr(memory_use, "list_gpus", lambda: () if asked else pytest.fail("nobody asked for it"))
-    with memory_use._watched(asked) as most:
+    with memory_use._watch_gpus(asked) as most:
         pass
     assert most == {}
 
 
 def test_what_crosses_is_not_recorded_where_memory_lacks(bundle, monkeypatch):
     monkeypatch.setattr(device_usage, "available_memory_bytes", lambda: 1000)
-    found, notes = device_usage._crossed(find_plugin("runtimes", "onnxruntime")(), bundle, {})
+    found, notes = device_usage._record_crossing(find_plugin("runtimes", "onnxruntime")(), bundle, {})
     assert found is None
     assert "and 1000 are free" in notes[0].message

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper, save
 import onnxplace
 from onnxplace.bundle import Manifest
 from onnxplace.evaluation import measure_process_memory
-from onnxplace.evaluation.memory_use import measurable
+from onnxplace.evaluation.memory_use import can_measure_memory
 from onnxplace.facts import Segment
 from onnxplace.feeds import random_feeds
 from onnxplace.graph import OpGraph
@@ -156,7 +156,7 @@ def test_bundles_from_before_have_no_such_prediction(large):
     assert "a process that runs it takes" not in compile_summary(replace(large, manifest=old))
 
 
-@pytest.mark.skipif(not measurable(), reason="only Linux tells the most a process held")
+@pytest.mark.skipif(not can_measure_memory(), reason="only Linux tells the most a process held")
 def test_a_process_takes_about_what_is_predicted(large):
     found = measure_process_memory(large, random_feeds(large.inputs, {}), runs=3)
     predicted = large.manifest.predicted

@@ -29,7 +29,7 @@ TWO = {"devices": "cpu:0,cpu:1", "shape": {"batch": 4}, "device_map": {"left|rel
 @pytest.fixture(autouse=True)
 def brief(monkeypatch):
     """Do not try out for long."""
-    monkeypatch.setattr(trial, "ENOUGH", replace(trial.ENOUGH, repeat=3))
+    monkeypatch.setattr(trial, "REPEAT_POLICY", replace(trial.REPEAT_POLICY, repeat=3))
     monkeypatch.setattr(trial, "BURST_SECONDS", 0.0)
 
 
@@ -105,7 +105,7 @@ def test_a_trial_on_a_busy_machine_is_said_so_and_not_kept(model_file, tmp_path,
 @given(st.floats(0.0, 0.9))
 def test_what_was_waited_is_taken_off_segments_as_off_the_step(share):
     events = (Event("cpu:0", "run", "a", 1.0, 5.0), Event("cpu:1", "run", "b", 5.0, 9.0))
-    sampled = trial._Sampled(None, {})
+    sampled = trial._TrialSession(None, {})
     sampled._steps, sampled._waited = [(events, 10.0)] * 3, [share] * 3
     found = sampled.trial()
     own = 1 - share
@@ -251,7 +251,7 @@ def test_a_segment_is_charged_with_what_its_device_does_around_it():
         Event("cpu:1", "run", "b", 4.5, 5.0),
         Event("cpu:0", "run", "c", 2.5, 3.0),
     )
-    assert trial.seconds_by_segment(events) == {"a": 1.0, "b": 0.25 + 0.5 + 0.5, "c": 0.5 + 0.5}
+    assert trial.measure_segment_seconds(events) == {"a": 1.0, "b": 0.25 + 0.5 + 0.5, "c": 0.5 + 0.5}
 
 
 # ---------------------------------------------------------------------------------------------- think again
@@ -284,7 +284,9 @@ def pretend(monkeypatch, seconds_by_devices):
 
     monkeypatch.setattr("onnxplace.driver.finishing.run_trials", result)
     monkeypatch.setattr("onnxplace.driver.finishing._not_measured", lambda state: None)
-    monkeypatch.setattr("onnxplace.driver.finishing.single_device_seconds", lambda profile, target: np.array([0.02, 0.02]))
+    monkeypatch.setattr(
+        "onnxplace.driver.finishing.single_device_seconds", lambda profile, target: np.array([0.02, 0.02])
+    )
 
 
 def devices_of(bundle):

@@ -178,7 +178,7 @@ def test_a_damaged_trial_counts_as_absent_and_is_removed(tried):
     good = json.loads(path.read_text())
     (kept,) = good["trials"]
     name = path.stem
-    assert trial._recalled(name, [bundle]) is not None
+    assert trial._read_cached_trials(name, [bundle]) is not None
     segment = next(iter(kept["segment_seconds"]))
     changes = [{field: odd} for field in ("step_seconds", "request_seconds", "requests", "waiting") for odd in ODD]
     changes += [{"segment_seconds": {**kept["segment_seconds"], segment: odd}} for odd in ODD]
@@ -186,7 +186,7 @@ def test_a_damaged_trial_counts_as_absent_and_is_removed(tried):
     for damaged in [*({**good, "trials": [{**kept, **change}]} for change in changes), {**good, "trials": 5},
                     {**good, "trials": []}, {**good, "trials": [kept, kept]}, {"key": name}]:  # fmt: skip
         path.write_text(json.dumps(damaged))
-        assert trial._recalled(name, [bundle]) is None
+        assert trial._read_cached_trials(name, [bundle]) is None
         assert not path.exists()
     (again,) = trial.run_trials([bundle], feeds)
     assert 0 < again.step_seconds < 10

@@ -15,7 +15,7 @@ import pytest
 from onnx import ModelProto, numpy_helper, parser
 
 from onnxplace.evaluation import OutputDifference, lineages_of_bundle
-from onnxplace.evaluation.compare import difference
+from onnxplace.evaluation.compare import compare_output
 from onnxplace.model import Lineage, is_quantising
 from tests.conftest import Ran
 from tests.end_to_end.test_split_property import RandomPlacement, compiled_with
@@ -78,10 +78,10 @@ def test_a_state_brings_the_types_and_random_numbers_of_the_step_before():
 def test_the_coarsest_type_on_the_way_decides_how_far_off_an_output_may_be(through: str, error: float):
     want = np.array([1.0, -4.0], np.float32)
     got = want * np.float32(1 + error)
-    assert not difference("y", got, want).equal
-    assert difference("y", got, want, Lineage(frozenset({"float32", through}))).equal
-    assert not difference("y", got * 2, want, Lineage(frozenset({"float32", through}))).equal
-    assert not difference("y", np.array([1]), np.array([2]), Lineage(frozenset({through}))).equal
+    assert not compare_output("y", got, want).equal
+    assert compare_output("y", got, want, Lineage(frozenset({"float32", through}))).equal
+    assert not compare_output("y", got * 2, want, Lineage(frozenset({"float32", through}))).equal
+    assert not compare_output("y", np.array([1]), np.array([2]), Lineage(frozenset({through}))).equal
 
 
 def half_precision() -> ModelProto:
@@ -108,10 +108,10 @@ def test_a_model_that_computes_in_float16_and_returns_float32_is_called_equal(
     seen: list[OutputDifference] = []
 
     def off(name: str, got: object, want: np.ndarray, lineage: Lineage | None = None) -> OutputDifference:
-        seen.append(difference(name, want * np.float32(1.0016), want, lineage))
+        seen.append(compare_output(name, want * np.float32(1.0016), want, lineage))
         return seen[-1]
 
-    monkeypatch.setattr(compare, "difference", off)
+    monkeypatch.setattr(compare, "compare_output", off)
     ran = run_cli("verify", bundle.path)
     assert ran.code == 0, ran.out
     assert seen[0].max_rel_error == pytest.approx(0.0016, rel=0.01)
@@ -209,30 +209,30 @@ def test_what_does_not_depend_on_random_numbers_is_not_called_random(text: str):
 def test_random_outputs_must_agree_in_type_shape_and_finiteness():
     drawn = Lineage(frozenset({"float32"}), frozenset({"noise"}))
     want = np.array([1.0, 2.0], np.float32)
-    assert difference("y", want + 1, want, drawn) == OutputDifference("y", True, np.inf, np.inf, ("noise",))
-    assert difference("y", want, want, drawn) == difference("y", want, want)
-    assert difference("y", want + np.nan, want + np.nan, drawn).equal
+    assert compare_output("y", want + 1, want, drawn) == OutputDifference("y", True, np.inf, np.inf, ("noise",))
+    assert compare_output("y", want, want, drawn) == compare_output("y", want, want)
+    assert compare_output("y", want + np.nan, want + np.nan, drawn).equal
     for wrong in (want.astype(np.float64), want[:1], want + np.inf, want * np.nan, None, [want]):
-        assert not difference("y", wrong, want, drawn).equal
-    assert difference("y", [want, want + 1], [want, want], drawn).random_nodes == ("noise",)
-    assert not difference("y", [want], [want, want], drawn).equal
+        assert not compare_output("y", wrong, want, drawn).equal
+    assert compare_output("y", [want, want + 1], [want, want], drawn).random_nodes == ("noise",)
+    assert not compare_output("y", [want], [want, want], drawn).equal
     longer = Lineage(frozenset({"float32"}), frozenset({"noise"}), shape_is_drawn=True)
-    assert difference("y", want[:1], want, longer).equal
-    assert difference("y", [want + 1], [want, want], longer).equal
+    assert compare_output("y", want[:1], want, longer).equal
+    assert compare_output("y", [want + 1], [want, want], longer).equal
 
 
 def test_maps_are_compared_key_by_key_within_tolerance_and_kinds_are_not_mixed():
     want = [{"a": 1.0, "b": 2.0}, {"a": 3.0}]
     near = Lineage(frozenset({"float32"}))
-    assert difference("y", [{"a": 1.0001, "b": 2.0}, {"a": 3.0}], want, near).equal
-    assert not difference("y", [{"a": 1.1, "b": 2.0}, {"a": 3.0}], want, near).equal
-    assert not difference("y", [{"a": 1.0}, {"a": 3.0}], want, near).equal
-    assert not difference("y", [{"a": 1.0, "c": 2.0}, {"a": 3.0}], want, near).equal
+    assert compare_output("y", [{"a": 1.0001, "b": 2.0}, {"a": 3.0}], want, near).equal
+    assert not compare_output("y", [{"a": 1.1, "b": 2.0}, {"a": 3.0}], want, near).equal
+    assert not compare_output("y", [{"a": 1.0}, {"a": 3.0}], want, near).equal
+    assert not compare_output("y", [{"a": 1.0, "c": 2.0}, {"a": 3.0}], want, near).equal
     array = np.ones(2, np.float32)
     for one, other in ((None, array), (array, [array, array[:1]]), ({"a": 1.0}, array), (None, [])):
-        assert difference("y", one, other).equal is False
-        assert difference("y", other, one).equal is False
-    assert difference("y", None, None).equal is True
+        assert compare_output("y", one, other).equal is False
+        assert compare_output("y", other, one).equal is False
+    assert compare_output("y", None, None).equal is True
 
 
 def test_an_error_that_is_no_number_is_null_in_json(tmp_path: Path, run_cli: Callable[..., Ran]):
@@ -245,7 +245,7 @@ def test_an_error_that_is_no_number_is_null_in_json(tmp_path: Path, run_cli: Cal
 
 
 def test_whole_numbers_that_differ_say_by_how_much():
-    found = difference("n", np.array([2, 5]), np.array([2, 4]))
+    found = compare_output("n", np.array([2, 5]), np.array([2, 4]))
     assert (found.equal, found.max_abs_error, found.max_rel_error) == (False, 1.0, 0.25)
     large = np.array([1 << 62, (1 << 62) + 1])
-    assert not difference("n", large, large[::-1]).equal
+    assert not compare_output("n", large, large[::-1]).equal

@@ -30,7 +30,7 @@ from onnxplace.feeds import Declared
 from onnxplace.model import bind, bind_states, load as load_model
 from onnxplace.pipeline import Pipeline, make_pass
 from onnxplace.problem import commit_placement, placement_problem
-from onnxplace.runtimes.execution.carried_state import States
+from onnxplace.runtimes.execution.carried_state import CarriedStates
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from onnxplace.state import Pass, State
 from onnxplace.target import Device, Target
@@ -387,7 +387,7 @@ def test_what_a_run_took_over_is_freed(session):
 
 
 def test_what_is_handed_out_is_stored_no_longer(bundle):
-    states = States(bundle)
+    states = CarriedStates(bundle)
     states.store({"total": np.ones(2, "f4"), "log": np.ones(3, "f4")})
     taken = states.take(feeds(1, log=np.zeros(1, "f4")))
     assert list(taken) == ["total"], "so that it can be freed as soon as its last reader has run"
@@ -555,7 +555,7 @@ def test_a_runtime_that_keeps_no_states_is_refused(bundle, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"device": "cpu:1"}, "state 'total_next' = 'total' is not made on 'cpu:1'"),
+        ({"device": "cpu:1"}, "state 'total_next' = 'total' is not computed on 'cpu:1'"),
         ({"output": "y"}, None),
         ({"input": "odd"}, "is not made"),
     ],

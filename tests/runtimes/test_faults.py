@@ -128,7 +128,7 @@ def test_leaving_a_block_by_an_error_waits_for_what_is_under_way(bundle):
 
 
 def test_a_worker_that_does_not_come_back_is_left_behind_and_named(bundle, monkeypatch):
-    monkeypatch.setattr(engine_module, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(engine_module, "END_GRACE_SECONDS", 0.1)
     come_back, at_it = threading.Event(), []
     session = onnxplace.InferenceSession(bundle)
     engine = session._session.engine
@@ -315,7 +315,7 @@ def test_a_forgotten_session_waits_for_nothing(bundle):
 
 
 def test_a_session_whose_finalizer_was_interrupted_ends_its_threads_all_the_same(bundle, monkeypatch):
-    monkeypatch.setattr(engine_module, "FORGOTTEN_SECONDS", 0.05)
+    monkeypatch.setattr(engine_module, "OWNER_CHECK_SECONDS", 0.05)
     session = OnnxRuntime().open(bundle)
     session.finalizer.detach()  # as after an interrupt at its first instruction, which Python swallows
     del session
@@ -468,7 +468,7 @@ def test_an_interrupted_session_goes_on(bundle):
 HANGING = """
     import ctypes
     from onnxplace.runtimes.execution import engine
-    engine.GRACE_SECONDS = 0.3
+    engine.END_GRACE_SECONDS = 0.3
     library, lock = ctypes.CDLL(None), ctypes.create_string_buffer(256)
     def hang(*arguments):
         while True:
