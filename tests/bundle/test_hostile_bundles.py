@@ -82,7 +82,7 @@ def test_a_manifest_that_is_too_large_is_not_read(run_cli, bundle_copy, monkeypa
 
 def test_a_manifest_of_gigabytes_is_not_read(run_cli, bundle_copy):
     os.truncate(bundle_copy / MANIFEST_FILE, 1 << 40)  # takes no space
-    assert_refused(run_cli, bundle_copy, "N002", f"it has {1 << 40}")
+    assert_refused(run_cli, bundle_copy, "N002", f"got {1 << 40}")
 
 
 def test_a_manifest_with_a_key_twice_is_refused(run_cli, bundle_copy):

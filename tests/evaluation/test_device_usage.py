@@ -139,7 +139,7 @@ def test_what_cannot_be_recorded_is_noted_and_the_rest_is_there(bundle, monkeypa
     found = measure_usage(bundle, feeds_of(bundle), 1, with_memory=True)
     (note,) = found.notes
     assert (note.code, note.where, note.hint) == ("X010", "cpu:1", "buy some")
-    assert note.message == "what crosses between devices was not recorded: no room"
+    assert note.message == "values that cross between devices were not recorded: no room"
     assert found.links[0].bytes is None
     assert found.links[0].seconds > 0
     assert list(seen[0]) == ["x0"]
@@ -244,7 +244,7 @@ def test_values_come_back_from_files_as_they_were(tmp_path):
             assert (found.dtype, found.shape) == (value.dtype, value.shape)
         np.testing.assert_equal(found, value)
     assert stored["float"] is not stored["float"], "mapped anew, so that whoever lets go of it gives its memory back"
-    assert set(stored.only(["float", "absent", "more"])) == {"float", "absent"}
+    assert set(stored.select(["float", "absent", "more"])) == {"float", "absent"}
     with pytest.raises(KeyError):
         stored["more"]
 

@@ -106,8 +106,8 @@ def test_a_trial_on_a_busy_machine_is_said_so_and_not_kept(model_file, tmp_path,
 def test_what_was_waited_is_taken_off_segments_as_off_the_step(share):
     events = (Event("cpu:0", "run", "a", 1.0, 5.0), Event("cpu:1", "run", "b", 5.0, 9.0))
     sampled = trial._TrialSession(None, {})
-    sampled._steps, sampled._waited = [(events, 10.0)] * 3, [share] * 3
-    found = sampled.trial()
+    sampled._steps, sampled._waiting_shares = [(events, 10.0)] * 3, [share] * 3
+    found = sampled.summarise()
     own = 1 - share
     assert found.step_seconds == pytest.approx(10 * own)
     assert found.segment_seconds == pytest.approx({"a": 4 * own, "b": 4 * own})
