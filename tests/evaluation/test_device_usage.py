@@ -277,4 +277,4 @@ def test_what_crosses_is_not_recorded_where_memory_lacks(bundle, monkeypatch):
     monkeypatch.setattr(device_usage, "available_memory_bytes", lambda: 1000)
     found, notes = device_usage._record_crossing(find_plugin("runtimes", "onnxruntime")(), bundle, {})
     assert found is None
-    assert "and 1000 are free" in notes[0].message
+    assert "1000 are free" in notes[0].message
