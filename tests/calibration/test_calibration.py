@@ -1,12 +1,9 @@
-"""Calibration: fits, samples on a busy machine, probe bundles, and `devices --calibrate`."""
+"""Calibration: samples on a busy machine, probe bundles, and the measured target."""
 
-import json
-import re
 import sys
 import types
 from concurrent.futures import Future
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +13,6 @@ from onnxplace.bundle.program_check import check_programs
 from onnxplace.calibration import TRANSFER_SIZES_BYTES, calibrate, calibrator
 from onnxplace.calibration.calibrator import _build_target, _choose_sizes, _describe_sharing, _fit_links, _list_notes
 from onnxplace.calibration.contention import Contention, Slowdown
-from onnxplace.calibration.link_fit import UNBOUNDED_BYTES_PER_SECOND, fit_link
 from onnxplace.calibration.microbenchmarks import CallCosts, HopSamples, _make_hop_task, estimate_undisturbed
 from onnxplace.calibration.probe_bundles import Probe, write_probe_bundle
 from onnxplace.calibration.samples import RequestTimes, Samples, read_waited_seconds, run_once, take_turns
@@ -24,97 +20,14 @@ from onnxplace.errors import TargetError, UsageError
 from onnxplace.machine import link_technology
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event, Result, RuntimeSession
-from onnxplace.target import SEGMENT_OVERHEAD_SECONDS, Device, Link, Shared, Target, format_target, read_target
-from onnxplace.target.target import SEGMENT_SECONDS
+from onnxplace.target import Device, Link, Shared, Target, format_target, read_target
 
 TWO = Target((Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30)))
 DIRECTIONS = ("cpu:0", "cpu:1"), ("cpu:1", "cpu:0")
-TINY = ("devices", "--calibrate", "--devices", "cpu:0,cpu:1", "--sizes", "1,4KiB,1MiB", "--seconds", "0.2")
-
-latencies = st.floats(1e-6, 5e-5)
-bandwidths = st.floats(1e9, 5e9)
-
-
-# ---------------------------------------------------------------------------------------------- the fit
 
 
 def compute_times(latency: float, bandwidth: float) -> np.ndarray:
     return latency + np.array(TRANSFER_SIZES_BYTES) / bandwidth
-
-
-@given(st.floats(1e-7, 1e-3), st.floats(1e8, 1e11))
-def test_a_fit_of_exact_times_is_exact(latency, bandwidth):
-    fit = fit_link(TRANSFER_SIZES_BYTES, compute_times(latency, bandwidth))
-    assert fit.latency_seconds == pytest.approx(latency, rel=1e-6)
-    assert fit.bytes_per_second == pytest.approx(bandwidth, rel=1e-6)
-    assert fit.worst_error < 1e-6
-    assert not any(point.outlier for point in fit.points)
-
-
-@given(latencies, bandwidths, st.randoms(use_true_random=False))
-def test_the_error_of_a_fit_is_at_most_the_noise(latency, bandwidth, random):
-    noise = np.array([random.uniform(0.95, 1.05) for _ in TRANSFER_SIZES_BYTES])
-    fit = fit_link(TRANSFER_SIZES_BYTES, compute_times(latency, bandwidth) * noise)
-    assert fit.latency_seconds == pytest.approx(latency, rel=0.1)
-    assert fit.bytes_per_second == pytest.approx(bandwidth, rel=0.1)
-
-
-@given(
-    latencies,
-    bandwidths,
-    st.sets(st.integers(0, len(TRANSFER_SIZES_BYTES) - 1), min_size=1, max_size=3),
-    st.floats(6, 30),
-)
-def test_outliers_are_reported_and_do_not_move_the_fit(latency, bandwidth, wrong, factor):
-    measured = compute_times(latency, bandwidth)
-    measured[list(wrong)] *= factor
-    fit = fit_link(TRANSFER_SIZES_BYTES, measured)
-    assert {index for index, point in enumerate(fit.points) if point.outlier} == wrong
-    assert fit.latency_seconds == pytest.approx(latency, rel=1e-6)
-    assert fit.bytes_per_second == pytest.approx(bandwidth, rel=1e-6)
-    assert fit.worst_error < 1e-6
-
-
-@given(latencies, bandwidths, st.integers(0, len(TRANSFER_SIZES_BYTES) - 1), st.floats(1.5, 4))
-def test_a_moderate_deviation_is_no_outlier_and_moves_the_fit_a_little(latency, bandwidth, wrong, factor):
-    measured = compute_times(latency, bandwidth)
-    measured[wrong] *= factor
-    fit = fit_link(TRANSFER_SIZES_BYTES, measured)
-    assert not any(point.outlier for point in fit.points)
-    assert fit.latency_seconds == pytest.approx(latency, rel=0.15)
-    assert fit.bytes_per_second == pytest.approx(bandwidth, rel=0.15)
-
-
-@given(latencies, bandwidths, st.randoms(use_true_random=False))
-def test_small_changes_of_points_change_the_fit_little(latency, bandwidth, random):
-    """Also where no line fits: half of the bandwidth beyond 16 MiB."""
-    bent = compute_times(latency, bandwidth) + np.maximum(np.array(TRANSFER_SIZES_BYTES) - (1 << 24), 0) / bandwidth
-    noisy = bent * np.array([random.uniform(0.95, 1.05) for _ in TRANSFER_SIZES_BYTES])
-    fit, noisy_fit = fit_link(TRANSFER_SIZES_BYTES, bent), fit_link(TRANSFER_SIZES_BYTES, noisy)
-    assert noisy_fit.bytes_per_second == pytest.approx(fit.bytes_per_second, rel=0.15)
-    assert noisy_fit.latency_seconds == pytest.approx(fit.latency_seconds, rel=0.15)
-
-
-@given(st.lists(st.tuples(st.integers(1, 1 << 30), st.floats(1e-9, 10)), min_size=1, max_size=15))
-def test_a_fit_of_any_measurement_is_a_valid_link(points):
-    sizes, seconds = zip(*points)
-    fit = fit_link(sizes, seconds)
-    Link("cpu:0", "cpu:1", fit.latency_seconds, fit.bytes_per_second)
-    for point in fit.points:
-        fitted = fit.latency_seconds + point.bytes / fit.bytes_per_second
-        assert fitted == pytest.approx((1 + point.relative_error) * point.seconds, rel=1e-6, abs=2e-6)
-
-
-def test_transfers_too_small_for_a_bandwidth_give_an_unbounded_one():
-    fit = fit_link([1, 2, 4], [3e-5, 3e-5, 3e-5])
-    assert fit.bytes_per_second == pytest.approx(UNBOUNDED_BYTES_PER_SECOND)
-    assert fit.latency_seconds == pytest.approx(3e-5)
-
-
-@pytest.mark.parametrize("points", [([], []), ([1], [0.0]), ([1], [float("nan")]), ([1, 2], [1.0])])
-def test_invalid_points_are_refused(points):
-    with pytest.raises(ValueError, match="points"):
-        fit_link(*points)
 
 
 # ---------------------------------------------------------------------------------------------- samples
@@ -257,7 +170,7 @@ def test_sizes_are_evenly_spaced_on_a_logarithmic_scale():
     assert {after / before for before, after in pairwise(TRANSFER_SIZES_BYTES)} == {4.0}
 
 
-# ---------------------------------------------------------------------------------------------- what follows
+# ---------------------------------------------------------------------------------------------- results
 
 
 def make_hops(latency: float, bandwidth: float) -> HopSamples:
@@ -395,124 +308,3 @@ def test_links_without_driver_information_pass_through_the_host(driver, monkeypa
     assert link_technology("cuda:0", "cuda:5") == "host"
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert link_technology("cuda:0", "cuda:1") == "host"
-
-
-# ---------------------------------------------------------------------------------------------- the command
-
-
-@pytest.fixture
-def work_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_the_command_measures_every_pair_and_writes_a_target_that_compiles(
-    run_cli, work_folder, model_file, fast_pipeline
-):
-    ran = run_cli(*TINY, "-o", "target.toml", "--json")
-    assert ran.code == 0, ran.err
-    answer = json.loads(ran.out)
-    links = {(link["source"], link["destination"]): link for link in answer["calibration"]["links"]}
-    assert set(links) == set(DIRECTIONS)
-    for link in links.values():
-        assert [point["bytes"] for point in link["points"]] == [1, 4096, 1 << 20]
-        assert all(point["seconds"] > 0 for point in link["points"])
-        assert link["via"] == "memory"
-    assert {device["id"] for device in answer["calibration"]["devices"]} == {"cpu:0", "cpu:1"}
-    written = read_target(work_folder / "target.toml")
-    assert {(link.source, link.destination): link.latency_seconds for link in written.links} == {
-        direction: link["latency_seconds"] for direction, link in links.items()
-    }
-    for device, printed in zip(written.devices, answer["calibration"]["devices"], strict=True):
-        assert device.id == printed["id"]
-        assert device.segment_seconds == printed["segment_seconds"]
-        assert printed["segment_seconds"] == pytest.approx(printed["call_seconds"] + printed["assumed_apart_seconds"])
-        assert (device.input_seconds, device.output_seconds) == (printed["input_seconds"], printed["output_seconds"])
-    assert [device["segment_seconds"] for device in answer["default"]] == [SEGMENT_SECONDS] * 2
-    assert answer["output"] == "target.toml"
-    compiled = run_cli(
-        *("compile", model_file, "--shape", "batch=2", "--target", "target.toml", "--pipeline", fast_pipeline, "--json")
-    )
-    assert compiled.code == 0, compiled.err
-
-
-def test_a_target_file_names_its_machine_and_is_replaced_by_the_next(run_cli, work_folder, monkeypatch):
-    monkeypatch.setattr(
-        "onnxplace.machine.measurement_cache.processor",
-        lambda: json.dumps({"model name": "Imaginary 9000", "flags": "x"}),
-    )
-    assert run_cli("devices", "--devices", "cpu:0,cpu:1", "-o", "target.toml").code == 0
-    before = Path("target.toml").read_text(encoding="utf-8")
-    assert before.startswith("# machine: Imaginary 9000, ")
-    assert "not measured" in before.splitlines()[1]
-    read_target("target.toml")
-    ran = run_cli(*TINY, "-o", "target.toml")
-    assert ran.code == 0
-    assert ran.out.endswith("target: target.toml\n")
-    header = next(line for line in ran.out.splitlines() if line.startswith("each segment"))
-    assert re.split(" {2,}", header) == [
-        *("each segment", "costs", "its call, measured", "caches and copies, assumed", "each input", "each output")
-    ]
-    row = ran.out.splitlines()[ran.out.splitlines().index(header) + 1].split()
-    device = read_target("target.toml").devices[0]
-    assert row[:3] == ["cpu:0", f"{device.segment_seconds * 1e6:.1f}", "us"]
-    assert float(row[3]) + float(row[5]) == pytest.approx(float(row[1]), abs=0.11)
-    after = Path("target.toml").read_text(encoding="utf-8")
-    assert after.splitlines()[0] == before.splitlines()[0]
-    assert "measured by devices --calibrate" in after.splitlines()[1]
-    assert [link.via for link in read_target("target.toml").links] == ["memory"] * 2
-    assert [path.name for path in work_folder.iterdir()] == ["target.toml"]
-
-
-def test_the_summary_shows_the_fit_for_each_size_and_names_the_file_option(run_cli, work_folder):
-    ran = run_cli(*TINY)
-    assert ran.code == 0
-    assert "target: " not in ran.out
-    assert "cpu:0" in ran.out
-    assert "1048576" in ran.out
-    assert "GB/s" in ran.out
-    assert "--target" in ran.err
-    assert list(work_folder.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (("--sizes", "1"), "--calibrate"),
-        (("--seconds", "1"), "--calibrate"),
-        (("--calibrate", "--sizes", "lots"), "lots"),
-        (("--calibrate", "--sizes", "0"), "got 0"),
-        (("--calibrate", "--seconds", "0"), "--seconds"),
-        (("--calibrate", "--seconds", "nan"), "--seconds"),
-        (("--calibrate", "--devices", "cuda:99"), "cuda:99"),
-        (("--calibrate", "--devices", "tpu:0"), "tpu:0"),
-        (("--calibrate", "-o", "nowhere/target.toml"), "nowhere"),
-        (("--calibrate", "-o", "."), "folder"),
-    ],
-)
-def test_invalid_options_are_reported_before_any_work(run_cli, work_folder, monkeypatch, arguments, text):
-    monkeypatch.setattr(calibrator, "prepare_calls", lambda *_: pytest.fail("measured"))
-    ran = run_cli("devices", *arguments)
-    assert ran.code == 2
-    assert text in ran.err
-    assert list(work_folder.iterdir()) == []
-
-
-def test_an_interrupted_calibration_leaves_the_old_file_and_nothing_else(run_cli, work_folder, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    Path("target.toml").write_text("old")
-    monkeypatch.setattr(calibrator, "prepare_hops", interrupted)
-    assert run_cli(*TINY, "-o", "target.toml").code == 130
-    assert [path.name for path in work_folder.iterdir()] == ["target.toml"]
-    assert Path("target.toml").read_text() == "old"
-
-
-def test_a_single_device_has_no_links_and_no_sharing(run_cli, work_folder):
-    ran = run_cli("devices", "--calibrate", "--devices", "cpu:0", "--seconds", "0.1", "--json", "-o", "one.toml")
-    assert ran.code == 0, ran.err
-    calibration = json.loads(ran.out)["calibration"]
-    assert (calibration["links"], calibration["shared"]) == ([], [])
-    expected = calibration["devices"][0]["call_seconds"] + SEGMENT_OVERHEAD_SECONDS
-    assert read_target("one.toml").devices[0].segment_seconds == pytest.approx(expected)
