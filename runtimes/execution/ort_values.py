@@ -1,4 +1,4 @@
-"""Values between numpy and ONNX Runtime, also those that numpy or the usual calls cannot express."""
+"""Convert values between numpy and ONNX Runtime, including types that numpy lacks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 from onnxplace.feeds import Array
 from onnxplace.machine import import_onnxruntime
 
-# Several elements to a byte.
+# Types with several elements per byte.
 _PACKED = ("tensor(int4", "tensor(uint4", "tensor(float4", "tensor(int2", "tensor(uint2")
 _PACKED_DTYPES = ("int4", "uint4", "float4_e2m1fn", "int2", "uint2")
-# What ONNX Runtime takes and gives as numpy arrays without a copy.
+# Types that ONNX Runtime accepts and returns as numpy arrays without a copy.
 _NATIVE = frozenset(
     f"tensor({name})"
     for name in (
@@ -26,7 +26,7 @@ _NATIVE_KINDS = "fiub"
 
 
 def is_native_type(declared: str) -> bool:
-    """Return whether numpy has this type, so that such values need no other form on a CPU."""
+    """Return whether numpy has this type, so that values on a CPU need no conversion."""
     return declared in _NATIVE
 
 
@@ -36,9 +36,10 @@ def is_native_array(value: Any) -> bool:
 
 
 def to_ort_value(array: Any, declared: str = "") -> Any:
-    """Return an array, or a list of arrays, as an OrtValue on the CPU; it shares an array's memory where possible.
+    """Return an array, or a list of arrays, as an OrtValue on the CPU.
 
-    `declared` is the type the model gives it, which an empty list needs. None stays None: an absent optional.
+    It shares an array's memory where possible. `declared` is the type in the model; an empty list needs it. None stays
+    None: an absent optional.
     """
     if array is None:
         return None
@@ -68,13 +69,13 @@ def to_python(value: Any) -> Any:
 
 
 def to_ort_value_if_possible(value: Any) -> Any:
-    """Return a value as an OrtValue, where it can be one, also if it came through Python."""
+    """Return an array or a list of arrays as an OrtValue, and other values unchanged."""
     tensors = isinstance(value, list) and value and all(isinstance(item, np.ndarray) for item in value)
     return to_ort_value(value) if tensors or isinstance(value, np.ndarray) else value
 
 
 def is_absent(value: Any) -> bool:
-    """Return whether a value is an optional that holds nothing."""
+    """Return whether a value is an empty optional."""
     return value is None or (not isinstance(value, (np.ndarray, list, dict)) and not value.has_value())
 
 
@@ -99,7 +100,7 @@ def _tensor_to_array(value: Any) -> Array:
 
 
 def _pack_array(array: Array) -> Any:
-    """Return elements that numpy keeps a byte each as an OrtValue, which keeps several to a byte."""
+    """Return an array of one element per byte as an OrtValue of several elements per byte."""
     from onnx import numpy_helper
 
     tensor = numpy_helper.from_array(array)
@@ -109,7 +110,7 @@ def _pack_array(array: Array) -> Any:
 
 
 def _make_sequence(arrays: list[Any]) -> Any:
-    """Return arrays as one OrtValue: ONNX Runtime makes sequences only as the output of a model."""
+    """Return arrays as a sequence; ONNX Runtime creates sequences only as outputs of a model."""
     from onnx import TensorProto, helper
 
     kind = helper.np_dtype_to_tensor_dtype(np.asarray(arrays[0]).dtype)
@@ -122,7 +123,7 @@ def _make_sequence(arrays: list[Any]) -> Any:
 
 
 def _make_empty_sequence(declared: str) -> Any:
-    """Return a sequence of nothing of the declared type, `seq(tensor(float))`."""
+    """Return an empty sequence of the declared type, such as `seq(tensor(float))`."""
     from onnx import helper
 
     element = declared.rpartition("tensor(")[2].partition(")")[0]
@@ -133,14 +134,14 @@ def _make_empty_sequence(declared: str) -> Any:
 
 
 def _element_kind(element: str) -> int:
-    """Return ONNX's number of an element type as ONNX Runtime spells it."""
+    """Return ONNX's number of an element type in ONNX Runtime's spelling."""
     from onnx import TensorProto
 
     return TensorProto.STRING if element == "string" else TensorProto.DataType.Value(element.upper())
 
 
 def _make_strings(array: Array) -> Any:
-    """Return strings as an OrtValue: ONNX Runtime makes those only as the output of a model."""
+    """Return strings as an OrtValue; ONNX Runtime creates those only as outputs of a model."""
     from onnx import TensorProto, helper
 
     texts = [item if isinstance(item, bytes) else str(item).encode() for item in array.ravel().tolist()]
@@ -151,10 +152,10 @@ def _make_strings(array: Array) -> Any:
 
 
 def _sequence_to_list(value: Any) -> list[Array]:
-    """Return a sequence of tensors as a list: ONNX Runtime hands elements out only through a model."""
+    """Return a sequence of tensors as a list; ONNX Runtime returns elements only through a model."""
     element = value.data_type().removeprefix("seq(tensor(").removesuffix("))")
-    session = _open_sequence_counter(element)
-    count = int(session.run_with_ort_values(["count"], {"items": value, "index": to_ort_value(np.array(0))})[0].numpy())
+    counter = _open_sequence_counter(element)
+    count = int(counter.run_with_ort_values(["count"], {"items": value, "index": to_ort_value(np.array(0))})[0].numpy())
     reader = _open_element_reader(element)
     return [
         _tensor_to_array(reader.run_with_ort_values(["item"], {"items": value, "index": to_ort_value(np.array(i))})[0])

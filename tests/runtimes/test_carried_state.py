@@ -19,8 +19,8 @@ from onnx import numpy_helper, parser
 
 import decoder as decoder_example
 import onnxplace
-import onnxplace.runtimes.execution.engine as engine_module
 import onnxplace.runtimes.execution.segments as segments_module
+import onnxplace.runtimes.execution.workers as workers_module
 from decoder import decoder, generate
 from onnxplace.driver import compile_model
 from onnxplace.errors import ExecutionError, FeedError, ModelError, UsageError
@@ -202,8 +202,8 @@ def test_states_never_leave_their_device(bundle, session, monkeypatch):
     assert not sent & {"total", "log", "total_next", "log_next"}
     session.run(None, feeds(0, **START))
     moved = []
-    to_python = engine_module.to_python
-    for module in (engine_module, segments_module):
+    to_python = workers_module.to_python
+    for module in (workers_module, segments_module):
         monkeypatch.setattr(module, "to_python", lambda value: moved.append(value) or to_python(value))
     session.run(None, feeds(1))
     assert len(moved) == len(sent) + len(session.get_outputs()), "only what is sent or returned goes through the host"
@@ -325,7 +325,7 @@ def test_a_run_that_fails_loses_the_states_and_says_so_until_they_are_fed_again(
     failing = session.submit({**feeds(1), "pick": np.array([9], "i8")})
     after = session.submit(feeds(1))
     assert isinstance(failing.exception(60), onnxplace.ExecutionError)
-    assert "the request before failed and took it along" in str(after.exception(60))
+    assert "the previous request failed and lost it" in str(after.exception(60))
     (total,) = session.run(["total_next"], feeds(1, **START))
     assert total.tolist() == [1, 2]
 

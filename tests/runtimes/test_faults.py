@@ -22,7 +22,7 @@ from onnx import parser
 import onnxplace
 from onnxplace.bundle import WHOLE_MODEL_FILE
 from onnxplace.machine import open_session, session_options
-from onnxplace.runtimes.execution import engine as engine_module
+from onnxplace.runtimes.execution import engine as engine_module, workers as workers_module
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from tests.support.endless import endless_bundle, expected, feeds
 
@@ -85,7 +85,7 @@ def test_a_run_that_takes_too_long_is_given_up_and_says_where_it_was(session):
 def test_the_time_in_line_counts_too(session):
     for _ in range(engine_module.MAX_IN_FLIGHT):
         session.submit(feeds(None))
-    with pytest.raises(onnxplace.RunTimeoutError, match="8 requests before it are under way"):
+    with pytest.raises(onnxplace.RunTimeoutError, match="8 requests before it are in flight"):
         session.run(None, feeds(1), timeout=0.1)
 
 
@@ -137,7 +137,7 @@ def test_a_worker_that_does_not_come_back_is_left_behind_and_named(bundle, monke
     )
     session.submit(feeds(1))
     wait_until(lambda: len(at_it) == 2)
-    with pytest.warns(RuntimeWarning, match=r"cpu:0, cpu:1 did not come back .*its thread is left behind"):
+    with pytest.warns(RuntimeWarning, match=r"cpu:0, cpu:1 did not return .*its thread is left behind"):
         session.close(timeout=0)
     come_back.set()
     wait_until(lambda: not own_threads())
@@ -315,7 +315,7 @@ def test_a_forgotten_session_waits_for_nothing(bundle):
 
 
 def test_a_session_whose_finalizer_was_interrupted_ends_its_threads_all_the_same(bundle, monkeypatch):
-    monkeypatch.setattr(engine_module, "OWNER_CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(workers_module, "OWNER_CHECK_SECONDS", 0.05)
     session = OnnxRuntime().open(bundle)
     session.finalizer.detach()  # as after an interrupt at its first instruction, which Python swallows
     del session
@@ -411,7 +411,7 @@ def ended(process):
     ],
 )
 def test_the_interpreter_ends_with_runs_under_way(bundle, work, seconds):
-    patch = f"from onnxplace.runtimes.execution import engine; engine.EXIT_SECONDS = {seconds}"
+    patch = f"from onnxplace.runtimes.execution import lifecycle; lifecycle.EXIT_SECONDS = {seconds}"
     code, out, err = ended(start(bundle, f"{patch}\n{work}\nprint('end')"))
     assert (code, err) == (0, "")
     assert out in ("end\n", "end\nTrue\n", "True\nend\n")
@@ -420,7 +420,8 @@ def test_the_interpreter_ends_with_runs_under_way(bundle, work, seconds):
 
 def test_a_session_that_outlives_its_modules_touches_nothing(session, monkeypatch):
     """At the very end of the interpreter, the names in modules are None."""
-    monkeypatch.setattr(engine_module, "os", None)
+    for module in (engine_module, workers_module):
+        monkeypatch.setattr(module, "os", None)
     session.__del__(lambda: True)
     monkeypatch.undo()
     assert_right(session.run(None, feeds(1)), 1)

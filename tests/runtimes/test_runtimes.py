@@ -162,13 +162,13 @@ def first_device(bundle):
 
 def ran_in(session, monkeypatch):
     """Return a dictionary that will hold, by device, the names of the threads that followed its program."""
-    threads, follow = {}, session.engine.follow
+    threads, follow = {}, session.engine.follow_program
 
     def noting(device, program, request):
         threads.setdefault(device.id, set()).add(threading.current_thread().name)
         follow(device, program, request)
 
-    monkeypatch.setattr(session.engine, "follow", noting)
+    monkeypatch.setattr(session.engine, "follow_program", noting)
     return threads
 
 
@@ -189,17 +189,17 @@ def test_run_does_one_devices_part_in_the_callers_thread_when_nothing_else_is_un
 
 def test_run_leaves_the_work_to_the_workers_while_other_requests_are_under_way(bundle, opened, monkeypatch):
     threads, begun, go_on = ran_in(opened, monkeypatch), threading.Event(), threading.Event()
-    follow = opened.engine.follow
+    follow = opened.engine.follow_program
 
     def held_up(*arguments):
         begun.set()
         assert go_on.wait(30)
         follow(*arguments)
 
-    monkeypatch.setattr(opened.engine, "follow", held_up)
+    monkeypatch.setattr(opened.engine, "follow_program", held_up)
     before = opened.submit(feeds_of(bundle, 0))
     assert begun.wait(30)
-    monkeypatch.setattr(opened.engine, "follow", follow)
+    monkeypatch.setattr(opened.engine, "follow_program", follow)
     with ThreadPoolExecutor(1, "caller") as pool:
         after = pool.submit(opened.run, feeds_of(bundle, 1))
         assert not after.done()
@@ -210,7 +210,7 @@ def test_run_leaves_the_work_to_the_workers_while_other_requests_are_under_way(b
 
 
 def test_a_request_that_comes_while_a_caller_runs_waits_for_its_device(bundle, opened, monkeypatch):
-    under_way, most, follow = [], [], opened.engine.follow
+    under_way, most, follow = [], [], opened.engine.follow_program
 
     def counted(device, program, request):
         if device.id == first_device(bundle):
@@ -220,7 +220,7 @@ def test_a_request_that_comes_while_a_caller_runs_waits_for_its_device(bundle, o
         if device.id == first_device(bundle):
             under_way.remove(request)
 
-    monkeypatch.setattr(opened.engine, "follow", counted)
+    monkeypatch.setattr(opened.engine, "follow_program", counted)
     feeds = [feeds_of(bundle, seed) for seed in range(40)]
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda fed: opened.run(fed).outputs, feeds))
@@ -233,9 +233,9 @@ def test_a_request_that_comes_while_a_caller_runs_waits_for_its_device(bundle, o
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinities here")
 def test_run_leaves_the_callers_thread_on_its_cores(bundle, opened, monkeypatch):
-    before, seen, follow = os.sched_getaffinity(0), [], opened.engine.follow
+    before, seen, follow = os.sched_getaffinity(0), [], opened.engine.follow_program
     monkeypatch.setattr(
-        opened.engine, "follow", lambda *arguments: (seen.append(os.sched_getaffinity(0)), follow(*arguments))
+        opened.engine, "follow_program", lambda *arguments: (seen.append(os.sched_getaffinity(0)), follow(*arguments))
     )
     opened.run(feeds_of(bundle, 0))
     assert before in seen
@@ -251,7 +251,7 @@ def test_what_fails_in_the_callers_thread_is_raised_there_and_the_next_run_is_we
 
 
 def test_an_interrupt_in_the_callers_thread_ends_the_request_everywhere_and_is_passed_on(bundle, opened, monkeypatch):
-    follow = opened.engine.follow
+    follow = opened.engine.follow_program
 
     def interrupted(device, program, request):
         if device.id == first_device(bundle):
@@ -259,7 +259,7 @@ def test_an_interrupt_in_the_callers_thread_ends_the_request_everywhere_and_is_p
         follow(device, program, request)
 
     with monkeypatch.context() as patch:
-        patch.setattr(opened.engine, "follow", interrupted)
+        patch.setattr(opened.engine, "follow_program", interrupted)
         with pytest.raises(KeyboardInterrupt):
             opened.run(feeds_of(bundle, 0))
     assert opened.submit(feeds_of(bundle, 0)).result(30).outputs
@@ -268,7 +268,7 @@ def test_an_interrupt_in_the_callers_thread_ends_the_request_everywhere_and_is_p
 
 def test_closing_waits_for_a_caller_that_runs(bundle, monkeypatch):
     session, begun, go_on = OnnxRuntime().open(bundle), threading.Event(), threading.Event()
-    follow = session.engine.follow
+    follow = session.engine.follow_program
 
     def held_up(device, program, request):
         if device.id == first_device(bundle):
@@ -276,7 +276,7 @@ def test_closing_waits_for_a_caller_that_runs(bundle, monkeypatch):
             assert go_on.wait(30)
         follow(device, program, request)
 
-    monkeypatch.setattr(session.engine, "follow", held_up)
+    monkeypatch.setattr(session.engine, "follow_program", held_up)
     with ThreadPoolExecutor(2) as pool:
         result = pool.submit(session.run, feeds_of(bundle, 0))
         assert begun.wait(30)
