@@ -70,7 +70,7 @@ def test_a_manifest_that_links_to_a_file_of_the_bundle_is_read(bundle_copy):
 
 
 @needs_files
-def test_a_bundle_may_be_named_by_a_link(bundle_copy, tmp_path):
+def test_a_bundle_may_be_opened_through_a_link(bundle_copy, tmp_path):
     (tmp_path / "link").symlink_to(bundle_copy)
     assert onnxplace.load(tmp_path / "link")
 
@@ -85,7 +85,7 @@ def test_a_manifest_of_gigabytes_is_not_read(run_cli, bundle_copy):
     assert_refused(run_cli, bundle_copy, "N002", f"got {1 << 40}")
 
 
-def test_a_manifest_with_a_key_twice_is_refused(run_cli, bundle_copy):
+def test_a_manifest_with_a_duplicate_key_is_refused(run_cli, bundle_copy):
     text = (bundle_copy / MANIFEST_FILE).read_text()
     (bundle_copy / MANIFEST_FILE).write_text(text.replace('{\n "', '{\n "model": "another",\n "', 1))
     assert_refused(run_cli, bundle_copy, "N002", "'model' is given twice")
@@ -105,7 +105,7 @@ def test_a_pipe_in_place_of_a_file_is_refused(run_cli, bundle_copy, name):
 @pytest.mark.parametrize(
     "version", ["9" * 5000, "1." + "9" * 5000, "-1", "1", "", "1.1.1", "one.two", "٣.١", 1.1, None]
 )
-def test_a_version_that_is_none_is_refused(run_cli, bundle_copy, version):
+def test_an_invalid_schema_version_is_refused(run_cli, bundle_copy, version):
     edit(bundle_copy, lambda m: m.update(schema_version=version))
     assert_refused(run_cli, bundle_copy, "N002", "expected a schema_version")
 
@@ -125,7 +125,7 @@ def test_a_version_that_is_none_is_refused(run_cli, bundle_copy, version):
         (lambda m: m["predicted"].update(step_seconds=float("inf")), "predicted.step_seconds"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused_by_place(run_cli, bundle_copy, change, place):
+def test_numbers_out_of_range_are_refused_by_field(run_cli, bundle_copy, change, place):
     edit(bundle_copy, change)
     assert_refused(run_cli, bundle_copy, "N002", place)
 
@@ -136,7 +136,7 @@ def test_a_file_name_that_is_too_long_is_refused(run_cli, bundle_copy):
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "\udce9"])
-def test_a_bundle_at_a_name_that_cannot_be_is_no_bundle(path):
+def test_an_invalid_path_is_not_a_bundle(path):
     with pytest.raises(onnxplace.BundleError, match="N001") as raised:
         onnxplace.load(path)
     assert str(raised.value).isprintable() or "\n" in str(raised.value)
@@ -161,7 +161,7 @@ def exchange(bundle, first, second):
     edit(bundle, change)
 
 
-def test_segments_that_were_exchanged_are_refused_when_they_are_opened(run_cli, bundle_copy):
+def test_exchanged_segments_are_refused_when_they_are_opened(run_cli, bundle_copy):
     exchange(bundle_copy, "cpu0-000", "cpu1-000")
     ran = run_cli("run", bundle_copy)
     assert ran.code == 2
@@ -194,14 +194,14 @@ def test_a_segment_of_other_types_or_shapes_is_refused(tmp_path, kind, shape, me
     assert message in raised.value.message
 
 
-def test_an_input_of_another_type_than_its_segment_takes_is_refused(run_cli, bundle_copy):
+def test_an_input_whose_type_contradicts_its_segment_is_refused(run_cli, bundle_copy):
     edit(bundle_copy, lambda m: m["inputs"][0].update(dtype="tensor(string)"))
     ran = run_cli("run", bundle_copy)
     assert ran.code == 2
     assert "N012" in ran.err
 
 
-def test_a_large_segment_that_is_damaged_is_called_damaged(run_cli, bundle_copy, monkeypatch):
+def test_a_damaged_large_segment_is_reported_as_damaged(run_cli, bundle_copy, monkeypatch):
     """Files too large to be hashed at each opening are hashed when ONNX Runtime refuses them."""
     monkeypatch.setattr(bundle_module, "MAX_SMALL_FILE_BYTES", 0)
     file = bundle_copy / "segments/cpu0-000.onnx"
@@ -226,7 +226,7 @@ def small(tmp_path_factory):
 
 @fuzzed
 @given(st.data())
-def test_any_other_manifest_is_a_bundle_that_runs_or_is_refused(small, data):
+def test_any_altered_manifest_is_refused_or_runs(small, data):
     path, manifest = small
     (path / MANIFEST_FILE).write_bytes(data.draw(texts_of(manifest)))
     if (bundle := read_or_refused(lambda: onnxplace.load(path))) is None:
@@ -250,7 +250,7 @@ def read_or_run(session):
     assert refused.exit_code in (2, 3) or refused.code in ("X001", "X003"), refused
 
 
-def test_a_bundle_that_never_ends_is_bounded_by_the_timeout(run_cli, tmp_path):
+def test_the_timeout_ends_a_bundle_that_never_ends(run_cli, tmp_path):
     bundle = endless_bundle(tmp_path)
     np.savez(tmp_path / "in.npz", **feeds(None))
     ran = run_cli("run", bundle.path, "--inputs", tmp_path / "in.npz", "--timeout", "0.2")
@@ -262,11 +262,11 @@ def test_a_bundle_that_never_ends_is_bounded_by_the_timeout(run_cli, tmp_path):
 
 
 @pytest.mark.parametrize("timeout", ["0", "-1", "nan", "x"])
-def test_a_timeout_that_is_none_is_refused_by_the_command(run_cli, bundle_copy, timeout):
+def test_the_command_refuses_an_invalid_timeout(run_cli, bundle_copy, timeout):
     assert run_cli("run", bundle_copy, "--timeout", timeout).code == 2
 
 
-def test_nothing_of_a_bundle_but_its_own_files_is_opened(bundle_copy, monkeypatch, tmp_path):
+def test_only_the_bundles_own_files_are_opened(bundle_copy, monkeypatch, tmp_path):
     """Names in a manifest that lead elsewhere are refused before anything there is touched."""
     secret = tmp_path / "secret"
     secret.write_text("secret")
@@ -280,7 +280,7 @@ def test_nothing_of_a_bundle_but_its_own_files_is_opened(bundle_copy, monkeypatc
             onnxplace.load(copy)
 
 
-def test_names_in_a_model_cannot_steer_the_terminal(run_cli, tmp_path):
+def test_names_in_a_model_cannot_control_the_terminal(run_cli, tmp_path):
     model = branches()
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "a\x1b]0;owned\x07\x1b[2J"
     (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
@@ -292,7 +292,7 @@ def test_names_in_a_model_cannot_steer_the_terminal(run_cli, tmp_path):
 
 @needs_files
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_a_model_that_is_no_file_is_refused(run_cli, tmp_path, kind):
+def test_a_model_that_is_not_a_file_is_refused(run_cli, tmp_path, kind):
     if kind == "pipe":
         os.mkfifo(tmp_path / "m.onnx")
     else:

@@ -98,7 +98,7 @@ GOOD = {
         ("cpu:0", ["run a", "send v cpu:2", "send v cpu:0"], "cpu:0 is to send 'v' to 'cpu:0'"),
     ],
 )
-def test_programs_are_refused_by_what_the_runtime_would_do(device, program, message):
+def test_programs_are_refused_with_the_failure_at_run_time(device, program, message):
     check_programs(manifest(TWO_SENDERS, GOOD, "y"), Path("manifest.json"))
     assert message in refusal(manifest(TWO_SENDERS, {**GOOD, device: program}, "y"))
 
@@ -110,18 +110,18 @@ def test_programs_are_refused_by_what_the_runtime_would_do(device, program, mess
         ({"b": ("cpu:1", ["x"], ["x"])}, "value 'x' has two producers"),
     ],
 )
-def test_a_value_has_one_maker(change, message):
+def test_a_value_has_one_producer(change, message):
     assert message in refusal(manifest({**TWO_SENDERS, **change}, GOOD, "y"))
 
 
-def test_segments_and_inputs_have_one_name_each():
+def test_names_of_segments_and_inputs_are_unique():
     twice = manifest(TWO_SENDERS, GOOD, "y")
     twice.segments.append(twice.segments[0])
     assert "two segments have the same id" in refusal(twice)
     assert "two inputs have the same name" in refusal(manifest(TWO_SENDERS, GOOD, "y", inputs="x x"))
 
 
-def test_long_programs_of_many_devices_are_checked_in_time_that_grows_with_them():
+def test_checking_takes_time_proportional_to_the_programs():
     """A token goes round: each device waits for the one before, and the first program is that of the last device."""
     devices = [f"cpu:{index}" for index in range(400)]
     rounds = 25
@@ -167,7 +167,7 @@ def networks(draw: st.DrawFn) -> Any:
     return manifest(segments, programs, f"v{count - 1}")
 
 
-def run_as_the_runtime_does(checked: Any, order: random.Random) -> set[str]:
+def run_in_random_order(checked: Any, order: random.Random) -> set[str]:
     """Follow the programs in a random order as workers do, by value and destination; return the devices that hang."""
     inputs = {item.name for item in checked.inputs}
     segments = {segment.id: segment for segment in checked.segments}
@@ -201,14 +201,14 @@ def run_as_the_runtime_does(checked: Any, order: random.Random) -> set[str]:
 
 @settings(fuzzed, max_examples=3 * fuzzed.max_examples)
 @given(networks(), st.integers(0, 1000))
-def test_what_passes_on_paper_runs_to_its_end_in_any_order(checked: Any, seed: int):
+def test_programs_that_pass_run_to_their_ends_in_any_order(checked: Any, seed: int):
     try:
         check_programs(checked, Path("manifest.json"))
     except BundleError:
         return
     order = random.Random(seed)
     for _ in range(5):
-        assert not run_as_the_runtime_does(checked, order)
+        assert not run_in_random_order(checked, order)
 
 
 def test_a_bundle_whose_program_sends_twice_is_refused_by_the_command(run_cli, bundle_copy):

@@ -60,11 +60,11 @@ def towers(tmp_path_factory) -> Bundle:
     )  # fmt: skip
 
 
-def test_what_crosses_is_listed_by_source_and_destination(towers):
+def test_crossing_values_are_listed_by_source_and_destination(towers):
     assert list_crossing_values(towers.manifest) == {("cpu:0", "cpu:1"): ("a",), ("cpu:1", "cpu:0"): ("b", "d")}
 
 
-def test_a_recording_gives_what_crosses_and_stores_no_states(towers):
+def test_a_recording_bundle_returns_crossing_values_and_stores_no_states(towers):
     bundle = record_crossing_values(towers)
     assert bundle.manifest.states == ()
     found = run(bundle, FEEDS)
@@ -74,7 +74,7 @@ def test_a_recording_gives_what_crosses_and_stores_no_states(towers):
     assert found == {}
 
 
-def test_a_part_takes_what_it_reads_and_gives_the_outputs_made_there(towers):
+def test_a_part_has_the_inputs_it_reads_and_the_outputs_it_computes(towers):
     first, second, third = (extract_device_part(towers, device) for device in ("cpu:0", "cpu:1", "cpu:2"))
     assert [item.name for item in first.inputs] == ["x", "b", "d"]
     assert [item.name for item in first.outputs] == ["y"]
@@ -86,14 +86,14 @@ def test_a_part_takes_what_it_reads_and_gives_the_outputs_made_there(towers):
     assert first.manifest.values["b"].producer is None
 
 
-def test_the_bundle_itself_stays_what_it_was(towers):
+def test_the_bundle_itself_is_unchanged(towers):
     before = towers.manifest.model_dump_json()
     record_crossing_values(towers)
     extract_device_part(towers, "cpu:0")
     assert towers.manifest.model_dump_json() == before
 
 
-def test_parts_of_a_bundle_with_states_compute_what_its_first_step_does(towers):
+def test_parts_of_a_bundle_with_states_compute_its_first_step(towers):
     values = FEEDS | run(record_crossing_values(towers), FEEDS)
     found = {}
     for device in used(towers):
@@ -104,7 +104,7 @@ def test_parts_of_a_bundle_with_states_compute_what_its_first_step_does(towers):
         np.testing.assert_array_equal(found[name], expected[name])
 
 
-def test_parts_free_what_is_read_no_more(towers):
+def test_parts_free_values_after_their_last_reader(towers):
     """All that the towers hold at the end is what they return: on paper, a value that is freed twice is not there."""
     for device in used(towers):
         part = extract_device_part(record_crossing_values(towers), device)
@@ -126,7 +126,7 @@ def test_parts_free_what_is_read_no_more(towers):
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 @given(random_models(), placements())
-def test_parts_compute_what_the_whole_computes(model: RandomModel, placement: RandomPlacement) -> None:
+def test_parts_compute_the_same_as_the_whole_bundle(model: RandomModel, placement: RandomPlacement) -> None:
     try:
         reference(model.proto, model.feeds)
     except Exception:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types

@@ -92,7 +92,7 @@ COMES = {
 
 @pytest.mark.parametrize("kind", COMES)
 @pytest.mark.parametrize("output", ["b", "x" * 250])
-def test_what_came_to_the_place_meanwhile_stays(compiling, place, meanwhile, renames, kind, output):
+def test_files_created_at_the_destination_meanwhile_stay(compiling, place, meanwhile, renames, kind, output):
     meanwhile(lambda: COMES[kind](place / output))
     with pytest.raises(UsageError, match="it already exists") as refused:
         compiling(place / output)
@@ -104,7 +104,7 @@ def test_what_came_to_the_place_meanwhile_stays(compiling, place, meanwhile, ren
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])
-def test_force_does_not_replace_what_came_meanwhile_either(compiling, place, meanwhile, renames, kind):
+def test_force_does_not_replace_files_created_meanwhile(compiling, place, meanwhile, renames, kind):
     meanwhile(lambda: COMES[kind](place / "b"))
     with pytest.raises(UsageError) as refused:
         compiling(place / "b", force=True)
@@ -112,9 +112,7 @@ def test_force_does_not_replace_what_came_meanwhile_either(compiling, place, mea
     assert names(place) == {"model.onnx", "b"}
 
 
-def test_a_file_that_the_user_puts_into_the_bundle_at_the_last_moment_stays(
-    compiling, place, bundle_copy, renames, monkeypatch
-):
+def test_a_file_added_to_the_bundle_at_the_last_moment_stays(compiling, place, bundle_copy, renames, monkeypatch):
     actual, seen = staging._require_only_bundle, []
 
     def checked(folder, path):
@@ -134,7 +132,7 @@ def test_a_file_that_the_user_puts_into_the_bundle_at_the_last_moment_stays(
     assert names(place) == {"model.onnx", "bundle"}
 
 
-def test_a_bundle_that_goes_away_meanwhile_need_not_be_replaced(compiling, place, bundle_copy, meanwhile, renames):
+def test_a_bundle_that_disappears_meanwhile_need_not_be_replaced(compiling, place, bundle_copy, meanwhile, renames):
     meanwhile(lambda: shutil.rmtree(bundle_copy, ignore_errors=True))
     compiling(bundle_copy, force=True)
     assert onnxplace.load(bundle_copy, "all")
@@ -173,7 +171,7 @@ def bundle_with(name):
     ],
     ids=["web app", "no format", "no JSON", "no manifest", "file", "hidden", "folder", "empty folder", "link"],
 )
-def test_force_replaces_nothing_of_the_users(compiling, place, bundle_copy, change, said):
+def test_force_replaces_no_files_of_the_user(compiling, place, bundle_copy, change, said):
     change(bundle_copy)
     before = {path: path.read_bytes() for path in bundle_copy.rglob("*") if path.is_file()}
     with pytest.raises(UsageError, match=said) as refused:
@@ -200,14 +198,14 @@ def edit(bundle, change):
     ],
     ids=["older", "newer", "missing file", "edited file"],
 )
-def test_force_replaces_every_bundle_of_ours(compiling, place, bundle_copy, renames, change):
+def test_force_replaces_bundles_of_all_formats(compiling, place, bundle_copy, renames, change):
     change(bundle_copy)
     compiling(bundle_copy, force=True)
     assert onnxplace.load(bundle_copy, "all").manifest.format == "onnxplace bundle"
     assert names(place) == {"model.onnx", "bundle"}
 
 
-def test_a_bundle_without_a_format_is_read_and_one_of_another_format_is_not(bundle_copy):
+def test_a_missing_format_is_accepted_and_another_format_is_refused(bundle_copy):
     edit(bundle_copy, lambda manifest: manifest.pop("format"))
     assert onnxplace.load(bundle_copy, "all")
     edit(bundle_copy, lambda manifest: manifest.update(format="something else"))
@@ -238,7 +236,7 @@ def test_a_bundle_without_a_format_is_read_and_one_of_another_format_is_not(bund
     ],
 )
 @pytest.mark.parametrize("force", [False, True])
-def test_places_where_no_bundle_can_be_are_refused_in_a_line(compiling, place, monkeypatch, output, code, force):
+def test_invalid_destinations_are_refused_in_one_line(compiling, place, monkeypatch, output, code, force):
     monkeypatch.chdir(place)
     with pytest.raises(UsageError) as refused:
         compiling(output, force=force)
@@ -248,7 +246,7 @@ def test_places_where_no_bundle_can_be_are_refused_in_a_line(compiling, place, m
 
 
 @pytest.mark.parametrize("output", ["/", "..", "", os.fsdecode(b"caf\xe9"), "a\nb", "x" * 300])
-def test_the_command_says_so_too(run_cli, place, monkeypatch, output):
+def test_the_command_refuses_an_invalid_destination(run_cli, place, monkeypatch, output):
     monkeypatch.chdir(place)
     if "\n" in output:
         (place / output).mkdir()
@@ -258,7 +256,7 @@ def test_the_command_says_so_too(run_cli, place, monkeypatch, output):
 
 
 @pytest.mark.parametrize("output", ["x" * 255, "a\nb", "b/", "-", "~", "caf\u00e9 \U0001f600", "new/er/b"])
-def test_unusual_names_are_good(run_cli, place, fast_pipeline, monkeypatch, output):
+def test_unusual_names_are_accepted(run_cli, place, fast_pipeline, monkeypatch, output):
     monkeypatch.chdir(place)
     ran = run_cli("compile", "model.onnx", "--shape", "batch=4", "-o", output, "--pipeline", fast_pipeline)
     assert ran.code == 0, ran.err
@@ -276,9 +274,7 @@ def test_unusual_names_are_good(run_cli, place, fast_pipeline, monkeypatch, outp
     ],
     ids=lambda command: command[0] + command[-1],
 )
-def test_files_that_cannot_be_written_are_refused_before_any_work(
-    run_cli, place, bundle_copy, monkeypatch, command, name
-):
+def test_unwritable_files_are_refused_before_any_work(run_cli, place, bundle_copy, monkeypatch, command, name):
     monkeypatch.chdir(place)
     monkeypatch.setattr(onnxplace.api, "load", lambda *_: pytest.fail("worked"))
     monkeypatch.setattr("onnxplace.driver.compiler.load_model", lambda *_: pytest.fail("worked"))
@@ -311,7 +307,7 @@ def mounted(tmp_path_factory):
         subprocess.run(["umount", point], check=True)
 
 
-def test_a_disk_that_gets_full_at_any_moment_leaves_a_whole_bundle_or_nothing(compiling, place, mounted):
+def test_a_disk_that_fills_up_leaves_a_complete_bundle_or_none(compiling, place, mounted):
     compiling(place / "whole")
     needed = sum(-(-path.stat().st_size // 4096) * 4 for path in (place / "whole").rglob("*") if path.is_file())
     seen = []
@@ -334,7 +330,7 @@ def test_a_disk_that_gets_full_at_any_moment_leaves_a_whole_bundle_or_nothing(co
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_a_disk_that_nothing_can_be_written_to_is_named_before_any_work(compiling, mounted, monkeypatch, force):
+def test_a_read_only_disk_is_reported_before_any_work(compiling, mounted, monkeypatch, force):
     disk = mounted("ro")
     monkeypatch.setattr("onnxplace.driver.compiler.load_model", lambda *_: pytest.fail("worked"))
     with pytest.raises(UsageError, match="is not writable") as refused:
@@ -343,7 +339,7 @@ def test_a_disk_that_nothing_can_be_written_to_is_named_before_any_work(compilin
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_no_room_for_the_manifest_after_the_trial_leaves_what_was_there(
+def test_a_full_disk_after_the_trial_leaves_the_destination_unchanged(
     compiling, place, bundle_copy, monkeypatch, force
 ):
     def full(*_):
@@ -394,9 +390,7 @@ FORKS = pytest.mark.skipif(not LINUX, reason="processes are forked, and killed")
 @pytest.mark.parametrize("how", ["kill", "raise"])
 @pytest.mark.parametrize("renames", ["atomic", "steps"])
 @pytest.mark.parametrize("what", ["fresh", "force"])
-def test_a_compile_that_ends_at_any_moment_leaves_the_old_bundle_the_new_one_or_none(
-    place, compiled, how, what, renames
-):
+def test_an_interrupted_compile_leaves_the_old_bundle_the_new_one_or_none(place, compiled, how, what, renames):
     result = interrupted(place, compiled, how, what, renames)
     assert result.pop("moments") > 15
     assert set(result) == {"m-etf", "single" if what == "force" else "none"}
@@ -404,7 +398,7 @@ def test_a_compile_that_ends_at_any_moment_leaves_the_old_bundle_the_new_one_or_
 
 @FORKS
 @pytest.mark.parametrize("renames", ["atomic", "steps"])
-def test_of_several_compiles_to_one_place_exactly_one_succeeds(place, compiled, renames):
+def test_of_several_compiles_to_one_destination_exactly_one_succeeds(place, compiled, renames):
     assert interrupted(place, compiled, "race", "fresh", renames) == ["0", "30", "30", "30"]
 
 
@@ -423,7 +417,7 @@ def abandoned(folder, digits="0", journal=None):
 
 
 @pytest.mark.skipif(not LINUX, reason="locks")
-def test_what_killed_processes_left_is_swept_and_said(run_cli, model_file, place, scratch, fast_pipeline):
+def test_leftovers_of_killed_processes_are_removed_with_a_note(run_cli, model_file, place, scratch, fast_pipeline):
     for folder in (place, scratch):
         lease = abandoned(folder)
         lease.with_name(f"{lease.name}.new").mkdir()
@@ -443,7 +437,7 @@ def test_what_killed_processes_left_is_swept_and_said(run_cli, model_file, place
 
 
 @pytest.mark.skipif(not LINUX, reason="locks")
-def test_what_a_living_process_holds_is_not_swept(place):
+def test_files_of_a_living_process_are_not_swept(place):
     with leases.hold_lease(place) as lease:
         lease.beside("new").mkdir()
         assert staging.sweep_output(place / "b") == []
@@ -465,7 +459,7 @@ def test_nothing_is_swept_where_files_cannot_be_locked(place, monkeypatch):
 
 
 @pytest.mark.skipif(not LINUX, reason="locks")
-def test_a_bundle_that_was_moved_aside_is_told_of_and_put_back(run_cli, place, bundle_copy, model_file):
+def test_a_bundle_that_was_moved_aside_is_restored_with_a_note(run_cli, place, bundle_copy, model_file):
     old = abandoned(place, journal="bundle").with_name(f".onnxplace-{'0' * 16}.old")
     bundle_copy.rename(old)
     ran = run_cli("run", bundle_copy)
@@ -522,7 +516,7 @@ def test_a_planted_lease_replaces_no_file(run_cli, place, model_file):
 
 @pytest.mark.skipif(not LINUX, reason="locks")
 @pytest.mark.parametrize("kind", ["file", "link"])
-def test_a_planted_lease_puts_a_folder_only_where_nothing_is(place, kind):
+def test_a_planted_lease_moves_a_folder_only_to_a_free_path(place, kind):
     (place / "elsewhere").mkdir()
     if kind == "file":
         (place / "mine").write_text("precious")
@@ -547,7 +541,7 @@ def test_a_pipe_in_place_of_a_lease_is_not_waited_for(place):
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "./model.onnx"])
-def test_costs_are_not_saved_over_the_model(run_cli, model_file, tmp_path, monkeypatch, name):
+def test_costs_do_not_overwrite_the_model(run_cli, model_file, tmp_path, monkeypatch, name):
     monkeypatch.chdir(model_file.parent)
     before = model_file.read_bytes()
     ran = run_cli("compile", model_file, "--shape", "batch=4", "-o", tmp_path / "b", "--save-costs", name)
@@ -565,14 +559,14 @@ def test_results_are_not_written_into_the_bundle(run_cli, bundle_copy, option, n
     assert onnxplace.load(bundle_copy, "all")
 
 
-def test_outputs_are_not_written_over_inputs(run_cli, bundle_copy, tmp_path):
+def test_outputs_do_not_overwrite_inputs(run_cli, bundle_copy, tmp_path):
     np.savez(tmp_path / "in.npz", x=np.zeros((4, 64), np.float32))
     ran = run_cli("run", bundle_copy, "--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "in.npz")
     assert ran.code == 2
     assert np.load(tmp_path / "in.npz")["x"].shape == (4, 64)
 
 
-def test_force_replaces_no_folder_that_only_looks_like_an_old_bundle(run_cli, model_file, tmp_path):
+def test_force_replaces_no_folder_that_merely_resembles_an_old_bundle(run_cli, model_file, tmp_path):
     site = tmp_path / "site"
     site.mkdir()
     (site / "index.html").write_text("mine")

@@ -186,13 +186,13 @@ def test_model_and_linked_bundle_can_move_together(linked, tmp_path):
         assert session.run(None, {"x": np.ones((1, 32), np.float32)})[0].shape == (1, 32)
 
 
-def test_a_copy_of_the_weights_with_another_time_is_as_good(linked):
+def test_a_copy_of_the_weights_with_another_time_is_accepted(linked):
     bundle, weights = linked
     os.utime(weights, ns=(1, 1))
     assert Bundle.open(bundle.path).manifest == bundle.manifest
 
 
-def test_weights_elsewhere_are_refused_before_any_work(tmp_path):
+def test_weights_outside_the_folder_are_refused_before_any_work(tmp_path):
     path, out = saved(tmp_path / "here", chain(2)), tmp_path / "there" / "bundle"
     with pytest.raises(UsageError) as refused:
         compiled(path, tmp_path, link_weights=True, output=out)
@@ -201,7 +201,7 @@ def test_weights_elsewhere_are_refused_before_any_work(tmp_path):
     assert not out.parent.exists()
 
 
-def test_a_model_without_weight_files_is_copied_and_says_so(tmp_path):
+def test_a_model_without_weight_files_is_copied_with_a_note(tmp_path):
     path = tmp_path / "model.onnx"
     path.write_bytes(chain(2).SerializeToString())
     found = compile_model(
@@ -259,7 +259,7 @@ def altered(weights: Path) -> None:
     weights.write_bytes(data)
 
 
-def test_a_weight_file_that_is_gone_is_named(linked, run_cli):
+def test_a_missing_weight_file_is_named(linked, run_cli):
     bundle, weights = linked
     weights.unlink()
     ran = run_cli("run", bundle.path)
@@ -291,7 +291,7 @@ def structure(model):
 
 
 @pytest.mark.parametrize("limit", [1, 5_000, 10_000, 100_000, 1 << 40])
-def test_pieces_cover_all_nodes_and_keep_within_the_limit(limit):
+def test_chunks_cover_all_nodes_and_respect_the_limit(limit):
     model = bind(load(chain(12)), {"batch": 4}, {})
     graph, _, found = structure(model)
     pieces = chunks.cut_into_chunks(graph, found, limit)
@@ -306,7 +306,7 @@ def held(graph, piece) -> int:
     return sum(int(graph.value_bytes[v]) for v in values) + sum(int(graph.weight_bytes[w]) for w in weights)
 
 
-def test_equal_pieces_are_run_once_and_cost_the_same(monkeypatch):
+def test_equal_chunks_are_run_once_and_cost_the_same(monkeypatch):
     model = bind(load(chain(12)), {"batch": 4}, {})
     graph, kinds, found = structure(model)
     runs = []
@@ -327,7 +327,7 @@ def test_equal_pieces_are_run_once_and_cost_the_same(monkeypatch):
     assert measured.value_bytes["r11"] == 4 * 32 * 4
 
 
-def test_pieces_are_fed_with_what_those_before_them_made(monkeypatch):
+def test_chunks_are_fed_with_the_values_of_earlier_chunks(monkeypatch):
     text = """<ir_version: 8, opset_import: ["": 17]>
     g (float[4] x) => (float[1] y, float[4] z) {
         [a] s = Shape(x)
@@ -354,7 +354,7 @@ def test_pieces_are_fed_with_what_those_before_them_made(monkeypatch):
     assert np.array_equal(seen["d"]["z"], 2 * seen["c"]["x"])
 
 
-def test_what_cannot_run_alone_is_estimated_with_all_that_needs_it(monkeypatch):
+def test_chunks_that_cannot_run_alone_are_estimated_with_their_readers(monkeypatch):
     model = bind(load(chain(4)), {"batch": 4}, {})
     actual = chunks._run
 
@@ -376,7 +376,7 @@ def small_target() -> State:
     return State(replace(target, devices=tuple(replace(d, cores=1, memory_bytes=7_000) for d in target.devices)))
 
 
-def test_a_model_beyond_the_memory_of_all_devices_of_a_class_is_measured_in_pieces():
+def test_a_model_beyond_the_memory_of_all_devices_of_a_class_is_measured_in_chunks():
     model = bind(load(chain(12)), {"batch": 4}, {})
     state, _ = Pipeline.parse("profile{repeat=3,seconds=0}").run(small_target().having(model))
     assert [(note.code, note.where) for note in state.diagnostics] == [("C003", "cpu/1")]
@@ -385,7 +385,7 @@ def test_a_model_beyond_the_memory_of_all_devices_of_a_class_is_measured_in_piec
     assert set(state[Profile].sources["cpu/1"].tolist()) <= {Source.MEASURED, Source.KNOWN}
 
 
-def test_a_model_that_fits_is_measured_whole_and_no_more():
+def test_a_model_that_fits_is_measured_only_as_a_whole():
     model = bind(load(chain(12)), {"batch": 4}, {})
     state, _ = Pipeline.parse("profile{repeat=3,seconds=0}").run(State(local_target("cpu:0,cpu:1")).having(model))
     assert not state.diagnostics

@@ -31,7 +31,7 @@ def sample() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_what_onnxruntime_passes_passes_wherever_it_is_cut(part: int):
+def test_cases_that_onnxruntime_passes_pass_in_every_split(part: int):
     found = [outcome(kind, name) for kind, name in sample()[part::PARTS]]
     assert [item for item in found if item.status == "failed"] == []
     assert sum(item.status == "passed" for item in found) > len(found) / 4
@@ -50,7 +50,7 @@ def test_a_wrong_result_fails_in_every_placement():
     assert list(failures(small())) == []
 
 
-def test_around_a_model_every_input_and_output_goes_through_an_identity():
+def test_every_input_and_output_passes_through_an_identity():
     model = surrounded(small().model)
     assert model is not None
     assert [node.op_type for node in model.graph.node] == ["Identity", "Identity", "Add", "Identity"]

@@ -109,7 +109,7 @@ def test_sizes_change_from_run_to_run_in_one_session(transformer):
             assert_equal(bundle, session.run(None, feeds), reference.run(None, feeds))
 
 
-def test_runs_of_different_sizes_may_be_under_way_together(transformer):
+def test_runs_of_different_sizes_may_be_in_flight_together(transformer):
     path, bundle = transformer
     reference = whole(path)
     with onnxplace.InferenceSession(bundle) as session:
@@ -144,7 +144,7 @@ def test_the_manifest_and_the_segments_keep_dimensions_symbolic(name, request):
                 assert not fixed
 
 
-def test_one_bundle_and_its_segments_are_the_same_whatever_sizes_it_was_compiled_for(transformer, tmp_path):
+def test_segments_do_not_depend_on_the_sizes_of_the_compile(transformer, tmp_path):
     path, bundle = transformer
     other = onnxplace.compile(
         path,
@@ -166,7 +166,7 @@ sizes = st.integers(0, 5)
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(sizes, sizes, sizes), min_size=1, max_size=4), st.integers(0, 2**32))
-def test_sizes_known_only_at_run_time_may_be_anything(odd, drawn, seed):
+def test_sizes_known_only_at_run_time_may_have_any_value(odd, drawn, seed):
     path, bundle = odd
     reference, random = whole(path), np.random.default_rng(seed)
     with onnxplace.InferenceSession(bundle) as session:
@@ -176,14 +176,14 @@ def test_sizes_known_only_at_run_time_may_be_anything(odd, drawn, seed):
             assert_equal(bundle, session.run(None, feeds), reference.run(None, feeds))
 
 
-def test_the_simulated_step_is_that_of_the_sizes_it_was_compiled_for(transformer):
+def test_the_simulated_step_is_for_the_sizes_of_the_compile(transformer):
     _, bundle = transformer
     with onnxplace.InferenceSession(bundle, runtime="simulated") as session:
         taken = {session.submit(tokens(batch, seq)).result().seconds for batch, seq in SIZES}
     assert len(taken) == 1
 
 
-def test_commands_take_other_sizes(transformer, run_cli, tmp_path):
+def test_commands_accept_other_sizes(transformer, run_cli, tmp_path):
     path, bundle = transformer
     for shape in ("batch=1,seq=1", "batch=3", "seq=40", "batch=0,seq=2"):
         assert run_cli("verify", bundle.path, "--against", path, "--shape", shape).code == 0, shape
@@ -193,7 +193,7 @@ def test_commands_take_other_sizes(transformer, run_cli, tmp_path):
     assert run_cli("verify", bundle.path, "--inputs", tmp_path / "in.npz").code == 0
 
 
-def test_sizes_that_contradict_each_other_are_refused(transformer):
+def test_contradicting_sizes_are_refused(transformer):
     _, bundle = transformer
     mixed = {**tokens(3, 5), "attention_mask": tokens(3, 6)["attention_mask"]}
     with (
@@ -203,7 +203,7 @@ def test_sizes_that_contradict_each_other_are_refused(transformer):
         session.run(None, mixed)
 
 
-def test_sizes_that_the_model_cannot_do_fail_in_one_run_and_leave_the_session_usable(transformer):
+def test_sizes_that_the_model_cannot_run_leave_the_session_usable(transformer):
     path, bundle = transformer
     with onnxplace.InferenceSession(bundle) as session:
         with pytest.raises(onnxplace.ExecutionError):  # it has positions for 64 tokens

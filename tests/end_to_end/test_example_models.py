@@ -46,7 +46,7 @@ def assert_valid_onnx(bundle: onnxplace.Bundle) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(models.MODELS))
-def test_bundles_of_real_architectures_are_valid_and_compute_what_the_model_computes(name: str, tmp_path: Path):
+def test_bundles_of_real_architectures_are_valid_and_compute_the_same_as_the_model(name: str, tmp_path: Path):
     path = tmp_path / "model.onnx"
     models.save(models.build(name), path)
     shape = SHAPES.get(name, {})

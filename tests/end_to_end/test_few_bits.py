@@ -57,7 +57,7 @@ def test_values_of_few_bits_may_be_fed_and_returned(tmp_path: Path, element: str
 
 
 @pytest.mark.parametrize("element", FLOATS + INTEGERS)
-def test_values_of_few_bits_may_be_invented(element: str):
+def test_values_of_few_bits_may_be_drawn(element: str):
     found = random_feeds([Declared("x", f"tensor({element})", (64,))], {})["x"]
     assert found.dtype == numpy_type(f"tensor({element})")
     assert len({float(item) for item in found}) > 1

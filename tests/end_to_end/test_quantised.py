@@ -132,7 +132,7 @@ def test_every_quantised_unit_lies_in_one_segment(tmp_path: Path, placer: Random
         np.testing.assert_array_equal(run_together(bundle, [feeds()])[0], expected)
 
 
-def test_what_crosses_between_devices_is_quantised(tmp_path: Path):
+def test_values_that_cross_between_devices_are_quantised(tmp_path: Path):
     bundle = compiled(tmp_path, RandomPlacement((0, 1)))
     sent = {step.value for program in bundle.manifest.programs.values() for step in program if step.op == "send"}
     inner = {name for name in sent if not name.startswith("x") and name != "sum2_d"}
@@ -140,7 +140,7 @@ def test_what_crosses_between_devices_is_quantised(tmp_path: Path):
     assert {bundle.manifest.values[name].dtype for name in inner} == {"tensor(uint8)"}
 
 
-def test_each_reader_has_its_own_dequantizer_once_optimised(tmp_path: Path):
+def test_each_reader_has_its_own_dequantizer_after_optimisation(tmp_path: Path):
     bundle = compiled(tmp_path, "m-etf")
     nodes = nodes_of(bundle.file(WHOLE_MODEL_FILE))
     for maker in (node for node in nodes if node.op_type == "DequantizeLinear"):
@@ -149,7 +149,7 @@ def test_each_reader_has_its_own_dequantizer_once_optimised(tmp_path: Path):
     assert len(set(names)) == len(names)
 
 
-def test_the_model_may_be_cut_between_quantiser_and_dequantiser():
+def test_the_model_may_be_split_between_quantiser_and_dequantiser():
     model = load(quantised(1))
     unit = join_quantised_units(model, np.arange(len(model.nodes), dtype=np.int32))
     of = {node.name: unit[index] for index, node in enumerate(model.nodes)}
@@ -160,7 +160,7 @@ def test_the_model_may_be_cut_between_quantiser_and_dequantiser():
     assert set(unit.tolist()) == set(range(int(unit.max()) + 1))
 
 
-def test_a_dequantizer_that_a_body_captures_or_the_caller_reads_is_left_to_them(tmp_path: Path):
+def test_a_dequantizer_that_a_subgraph_or_the_caller_reads_stays(tmp_path: Path):
     model = onnx.parser.parse_model(
         """<ir_version: 9, opset_import: ["": 18]>
         graph (uint8[4] x, bool c) => (float[4] d, float[4] y, float[4] z) <float s = {0.5}, uint8 o = {3}> {
@@ -187,7 +187,7 @@ def test_a_dequantizer_that_a_body_captures_or_the_caller_reads_is_left_to_them(
 
 
 @pytest.mark.parametrize(("quantises", "code"), [(True, 0), (False, 1)])
-def test_a_quantised_model_that_differs_is_compared_again_unoptimised(
+def test_a_differing_quantised_model_is_compared_again_unoptimised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli, quantises: bool, code: int
 ):
     levels, honest = [], compare.compare_outputs

@@ -134,7 +134,7 @@ def assert_same(actual: Any, expected: Any) -> None:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 @given(random_models(), placements(), st.booleans(), st.booleans(), st.sampled_from(("all", "none")))
-def test_a_bundle_computes_what_its_model_computes_wherever_it_is_cut(
+def test_a_bundle_computes_the_same_as_its_model_in_every_split(
     model: RandomModel, placement: RandomPlacement, optimized: bool, fused: bool, level: Level
 ) -> None:
     try:

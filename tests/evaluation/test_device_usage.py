@@ -50,7 +50,7 @@ def test_a_device_is_busy_while_it_neither_waits_nor_copies():
     assert traced.busy([]) == 0.0
 
 
-def test_copies_and_transfers_are_told_apart():
+def test_copies_and_transfers_are_distinguished():
     traced = TracedRequests()
     for copy in (0.25, 9.0, 0.25):
         traced.add(request(1.0, 2.0, copy))
@@ -58,7 +58,7 @@ def test_copies_and_transfers_are_told_apart():
     assert traced.transfer("x", "A-0", "A", "B") == 0.5 + 0.25, "from when it was made, as it was asked for before"
 
 
-def test_a_value_that_was_made_long_ago_takes_its_copy_only():
+def test_a_value_computed_long_ago_takes_only_its_copy():
     traced = TracedRequests()
     late = [Event("B", "wait", "x", 8.0, 8.0), Event("B", "copy", "x", 8.0, 8.5), Event("B", "run", "B-0", 8.5, 9.0)]
     traced.add((*request(1.0, 2.0, 0.25)[1:2], *late))
@@ -78,7 +78,7 @@ def test_a_value_that_was_made_long_ago_takes_its_copy_only():
         ({"a": 1.0}, 9),
     ],
 )
-def test_bytes_of_whatever_crosses(value, size):
+def test_bytes_of_values_of_any_type(value, size):
     assert count_value_bytes(value) == size
 
 
@@ -107,7 +107,7 @@ def feeds_of(bundle, **sizes):
     return random_feeds(bundle.inputs, {**bundle.manifest.dimensions, **sizes})
 
 
-def test_measured_figures_are_those_of_the_inputs_and_not_of_the_compiler(bundle):
+def test_figures_are_measured_on_the_inputs(bundle):
     few, many = (measure_usage(bundle, feeds_of(bundle, n=n), 3, with_memory=False) for n in (2, 512))
     (small,), (large,) = few.links, many.links
     assert (small.source, small.destination, small.values) == ("cpu:0", "cpu:1", 1)
@@ -127,7 +127,7 @@ def test_a_device_without_work_is_idle(bundle):
     assert (idle.id, idle.busy_seconds, idle.predicted_busy_seconds, idle.predicted_peak_bytes) == ("cpu:2", 0, 0, 0)
 
 
-def test_what_cannot_be_recorded_is_noted_and_the_rest_is_there(bundle, monkeypatch):
+def test_a_failed_recording_is_noted_and_the_rest_is_measured(bundle, monkeypatch):
     def fails(bundle):
         raise ExecutionError("X010", "no room", where="cpu:1", hint="buy some")
 
@@ -145,7 +145,7 @@ def test_what_cannot_be_recorded_is_noted_and_the_rest_is_there(bundle, monkeypa
     assert list(seen[0]) == ["x0"]
 
 
-def test_bundles_from_before_do_not_predict_the_part_of_a_device(bundle):
+def test_old_bundles_do_not_predict_the_memory_of_a_device(bundle):
     devices = tuple(device.model_copy(update={"process_bytes": 0}) for device in bundle.manifest.devices)
     predicted = bundle.manifest.predicted.model_copy(update={"running_bytes": 0, "opening_bytes": 0})
     manifest = bundle.manifest.model_copy(update={"devices": devices, "predicted": predicted})
@@ -180,7 +180,7 @@ def test_each_device_is_measured_alone_and_the_process_as_a_whole(bundle, values
 
 
 @only_linux
-def test_of_one_device_the_process_says_what_it_takes(tmp_path, model_file):
+def test_the_process_is_the_measurement_of_a_single_device(tmp_path, model_file):
     alone = onnxplace.compile(model_file, tmp_path / "b", devices="cpu:0", shape={"batch": 4}, placer="single")
     told: list[str] = []
     found = measure_memory(alone, feeds_of(alone), lambda name, *_: told.append(name))
@@ -190,13 +190,13 @@ def test_of_one_device_the_process_says_what_it_takes(tmp_path, model_file):
 
 
 @only_linux
-def test_a_device_whose_values_are_not_known_is_left_out(bundle, values):
+def test_a_device_without_its_received_values_is_left_out(bundle, values):
     found = measure_memory(bundle, {"x0": values["x0"]})
     assert set(found.device_bytes) == {"cpu:0"}
     assert found.notes == ()
 
 
-def test_elsewhere_nothing_is_measured(bundle, values, monkeypatch, tmp_path):
+def test_nothing_is_measured_except_on_linux(bundle, values, monkeypatch, tmp_path):
     monkeypatch.setattr(memory_use, "_CLEAR_REFS", tmp_path / "nowhere")
     assert measure_memory(bundle, values) == BundleMemory()
 
@@ -214,7 +214,7 @@ def test_a_process_that_fails_is_noted_by_device(bundle, values):
 
 
 @only_linux
-def test_where_values_cannot_be_stored_nothing_is_measured(bundle, values, monkeypatch):
+def test_nothing_is_measured_if_values_cannot_be_stored(bundle, values, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -224,7 +224,7 @@ def test_where_values_cannot_be_stored_nothing_is_measured(bundle, values, monke
     assert "the memory of the process was not measured" in found.notes[0].message
 
 
-def test_values_come_back_from_files_as_they_were(tmp_path):
+def test_values_round_trip_through_files(tmp_path):
     values = {
         "float": np.arange(6, dtype=np.float32).reshape(2, 3),
         "transposed": np.arange(6, dtype=np.int64).reshape(2, 3).T,
@@ -249,7 +249,7 @@ def test_values_come_back_from_files_as_they_were(tmp_path):
         stored["more"]
 
 
-def test_gpus_are_watched_for_the_most_in_use(monkeypatch):
+def test_the_peak_memory_of_gpus_is_measured(monkeypatch):
     used, over = iter([100, 150, 900]), threading.Event()
 
     def gpus():
@@ -266,14 +266,14 @@ def test_gpus_are_watched_for_the_most_in_use(monkeypatch):
 
 
 @pytest.mark.parametrize("asked", [[], ["cuda:0"]])
-def test_without_gpus_nothing_is_watched(monkeypatch, asked):
+def test_without_gpus_nothing_is_polled(monkeypatch, asked):
     monkeypatch.setattr(memory_use, "list_gpus", lambda: () if asked else pytest.fail("nobody asked for it"))
     with memory_use._watch_gpus(asked) as most:
         pass
     assert most == {}
 
 
-def test_what_crosses_is_not_recorded_where_memory_lacks(bundle, monkeypatch):
+def test_crossing_values_are_not_recorded_if_memory_does_not_suffice(bundle, monkeypatch):
     monkeypatch.setattr(device_usage, "available_memory_bytes", lambda: 1000)
     found, notes = device_usage._record_crossing(find_plugin("runtimes", "onnxruntime")(), bundle, {})
     assert found is None

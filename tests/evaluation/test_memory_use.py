@@ -54,7 +54,7 @@ def records(sessions: int, nodes: int) -> int:
     return sessions * SESSION_BYTES + nodes * NODE_BYTES
 
 
-def test_a_weight_is_there_once_per_session_that_reads_it():
+def test_each_session_that_reads_a_weight_holds_a_copy():
     graph = chain(["MatMul"] * 3, {"n0": ["w"], "n1": ["w"], "n2": ["w"]}, {"w": 10 * MIB})
     one = taken(graph, [[0, 1, 2]], [0], even_target(1))
     three = taken(graph, [[0], [1], [2]], [0, 0, 0], even_target(1))
@@ -63,21 +63,21 @@ def test_a_weight_is_there_once_per_session_that_reads_it():
     assert one.running_bytes == BASE + one.device_bytes[0]
 
 
-def test_rows_that_are_looked_up_stay_in_the_file():
+def test_weights_of_lookups_stay_in_the_file():
     graph = chain(["Gather", "MatMul"], {"n0": ["table"], "n1": ["w"]}, {"table": 100 * MIB, "w": MIB})
     assert taken(graph, [[0, 1]], [0], even_target(1)).device_bytes == (MIB + records(1, 2),)
     tied = chain(["Gather", "MatMul"], {"n0": ["w"], "n1": ["w"]}, {"w": MIB})
     assert taken(tied, [[0, 1]], [0], even_target(1)).device_bytes == (MIB + records(1, 2),)
 
 
-def test_while_weights_are_packed_one_of_them_is_there_twice():
+def test_one_weight_is_held_twice_while_weights_are_packed():
     graph = chain(["Gemm"] * 3, {"n0": ["a"], "n1": ["b"], "n2": ["c"]}, {"a": 50 * MIB, "b": 20 * MIB, "c": MIB})
     found = taken(graph, [[0, 1, 2]], [0], even_target(1))
     assert found.opening_bytes == BASE + records(1, 3) + 100 * MIB, "the first one: 50 and 50, before 71 and 1"
 
 
 @pytest.mark.parametrize(("then", "beside"), [("Relu", 40 * MIB), ("BatchNormalization", 80 * MIB)])
-def test_weights_of_convolutions_are_rewritten_as_a_whole(then, beside):
+def test_weights_of_convolutions_are_rewritten_completely(then, beside):
     graph = chain(["Conv", then], {"n0": ["w"]}, {"w": 40 * MIB})
     found = taken(graph, [[0, 1]], [0], even_target(1))
     assert found.opening_bytes == BASE + records(1, 2) + 40 * MIB + beside
@@ -90,7 +90,7 @@ def test_sessions_are_opened_one_after_the_other():
     assert found.opening_bytes == BASE + records(1, 1) + 80 * MIB, "the second has 40 there, and takes 20 more"
 
 
-def test_values_of_all_devices_share_an_arena_and_its_holes():
+def test_values_of_all_devices_share_an_arena_and_its_fragmentation():
     sizes = {"x": 0, "n0": 30 * MIB, "n1": 10 * MIB}
     found = taken(chain(["Relu", "Relu"], {}, sizes), [[0], [1]], [0, 1], even_target(2))
     values = [round((size - records(1, 1)) / (1 + HOLES)) for size in found.device_bytes]
@@ -98,7 +98,7 @@ def test_values_of_all_devices_share_an_arena_and_its_holes():
     assert found.running_bytes == BASE + 2 * records(1, 1) + sum(values) + int(HOLES * max(values))
 
 
-def test_a_gpu_holds_nothing_of_the_process():
+def test_a_gpu_adds_nothing_to_the_process():
     graph = chain(["MatMul", "MatMul"], {"n0": ["a"], "n1": ["b"]}, {"a": 40 * MIB, "b": 10 * MIB, "n0": MIB})
     mixed = Target((Device("cuda:0", 1 << 40), Device("cpu:0", 1 << 40)))
     found = taken(graph, [[0], [1]], [0, 1], mixed)
@@ -106,7 +106,7 @@ def test_a_gpu_holds_nothing_of_the_process():
     assert 10 * MIB <= found.device_bytes[1] < 12 * MIB
 
 
-def test_of_nothing_a_process_takes_what_it_takes_by_itself():
+def test_an_empty_bundle_takes_the_memory_of_the_bare_process():
     found = taken(chain(["Relu"], {}), [], [], even_target(1))
     assert found == Footprint((0,), BASE, BASE)
 
@@ -134,7 +134,7 @@ def large(tmp_path_factory):
     return onnxplace.compile(folder / "m.onnx", folder / "bundle", devices="cpu:0,cpu:1", placer="m-topo")
 
 
-def test_the_manifest_says_what_the_process_and_each_device_take(large):
+def test_the_manifest_predicts_the_memory_of_process_and_devices(large):
     manifest = large.manifest
     assert sum(device.nodes for device in manifest.devices) == 6
     for device in manifest.devices:
@@ -145,7 +145,7 @@ def test_the_manifest_says_what_the_process_and_each_device_take(large):
     assert "a process that runs it takes" in compile_summary(large)
 
 
-def test_bundles_from_before_have_no_such_prediction(large):
+def test_old_bundles_have_no_memory_prediction(large):
     data = large.manifest.model_dump(mode="json")
     for name in ("running_bytes", "opening_bytes"):
         del data["predicted"][name]
@@ -157,7 +157,7 @@ def test_bundles_from_before_have_no_such_prediction(large):
 
 
 @pytest.mark.skipif(not can_measure_memory(), reason="only Linux tells the most a process held")
-def test_a_process_takes_about_what_is_predicted(large):
+def test_the_prediction_is_close_to_the_measurement(large):
     found = measure_process_memory(large, random_feeds(large.inputs, {}), runs=3)
     predicted = large.manifest.predicted
     assert found.running_bytes > 96 * MIB
@@ -166,7 +166,7 @@ def test_a_process_takes_about_what_is_predicted(large):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc keeps it")
-def test_what_rewriting_convolutions_took_is_given_back(tmp_path):
+def test_memory_for_rewriting_convolutions_is_returned(tmp_path):
     """Four convolutions of 9 MiB each, normalised: three of these 36 MiB stayed with the C library."""
     nodes, weights = [], []
     for i in range(4):

@@ -48,7 +48,7 @@ def compiled(model_file, path, **options):
     return onnxplace.compile(model_file, path, **{**TWO, "force": True, **options})
 
 
-def test_predictions_come_from_the_segments_as_they_ran(model_file, tmp_path):
+def test_predictions_use_measured_times_of_segments(model_file, tmp_path):
     manifest = compiled(model_file, tmp_path / "b").manifest
     predicted, tried = manifest.predicted, manifest.trial
     assert tried is not None
@@ -64,12 +64,12 @@ def test_predictions_come_from_the_segments_as_they_ran(model_file, tmp_path):
         assert device.compute_seconds == pytest.approx(own)
 
 
-def test_what_is_on_disk_is_what_is_returned(model_file, tmp_path):
+def test_the_returned_manifest_is_the_one_on_disk(model_file, tmp_path):
     bundle = compiled(model_file, tmp_path / "b")
     assert onnxplace.load(bundle.path, "all").manifest == bundle.manifest
 
 
-def test_the_plan_is_what_compiling_without_a_trial_predicts(model_file, tmp_path):
+def test_the_planned_time_is_the_prediction_without_a_trial(model_file, tmp_path):
     tried = compiled(model_file, tmp_path / "a").manifest
     planned = compiled(model_file, tmp_path / "b", trial=False).manifest
     assert planned.trial is None
@@ -77,7 +77,7 @@ def test_the_plan_is_what_compiling_without_a_trial_predicts(model_file, tmp_pat
     assert planned.predicted.request_seconds > 0
 
 
-def test_a_trial_is_kept_and_not_made_again(model_file, tmp_path, opened):
+def test_a_trial_is_cached(model_file, tmp_path, opened):
     first, second = (compiled(model_file, tmp_path / name).manifest for name in "ab")
     assert len(opened) == 1
     assert second.predicted == first.predicted
@@ -85,13 +85,13 @@ def test_a_trial_is_kept_and_not_made_again(model_file, tmp_path, opened):
     assert len(opened) == 2
 
 
-def test_another_placement_is_tried_out_again(model_file, tmp_path, opened):
+def test_another_placement_has_its_own_trial(model_file, tmp_path, opened):
     compiled(model_file, tmp_path / "a")
     compiled(model_file, tmp_path / "b", device_map={".*": "cpu:1"})
     assert len(opened) == 2
 
 
-def test_a_trial_on_a_busy_machine_is_said_so_and_not_kept(model_file, tmp_path, monkeypatch, opened):
+def test_a_trial_on_a_busy_machine_is_noted_and_not_cached(model_file, tmp_path, monkeypatch, opened):
     waited = iter(range(0, 10**15, 10**12))  # each burst, a thread waits 1000 s: as much of it as can be
     monkeypatch.setattr(trial, "read_run_delays", lambda pool: {"": next(waited)})
     monkeypatch.setattr(trial, "DOUBTFUL_WAITING_SHARE", 0.05)
@@ -103,7 +103,7 @@ def test_a_trial_on_a_busy_machine_is_said_so_and_not_kept(model_file, tmp_path,
 
 
 @given(st.floats(0.0, 0.9))
-def test_what_was_waited_is_taken_off_segments_as_off_the_step(share):
+def test_waiting_is_subtracted_from_segments_and_from_the_step(share):
     events = (Event("cpu:0", "run", "a", 1.0, 5.0), Event("cpu:1", "run", "b", 5.0, 9.0))
     sampled = trial._TrialSession(None, {})
     sampled._steps, sampled._waiting_shares = [(events, 10.0)] * 3, [share] * 3
@@ -122,7 +122,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: next(iter(damage)))
-def test_a_kept_trial_that_makes_no_sense_is_made_again(model_file, tmp_path, opened, damage):
+def test_an_invalid_cached_trial_is_measured_again(model_file, tmp_path, opened, damage):
     compiled(model_file, tmp_path / "a")
     for path in measurement_cache.folder().glob("*"):
         data = json.loads(path.read_text())
@@ -139,7 +139,7 @@ def test_estimated_costs_are_not_tried_out(model_file, tmp_path, opened):
     assert not opened
 
 
-def test_costs_of_a_file_are_what_the_user_wants_to_see_used(model_file, tmp_path, opened):
+def test_given_costs_are_used_without_a_trial(model_file, tmp_path, opened):
     costs = tmp_path / "costs.json"
     compiled(model_file, tmp_path / "a", save_costs=costs, trial=False)
     result = compile_model(model_file, tmp_path / "b", costs=costs, **TWO)
@@ -150,7 +150,7 @@ def test_costs_of_a_file_are_what_the_user_wants_to_see_used(model_file, tmp_pat
     assert not opened
 
 
-def test_a_pipeline_that_measures_anew_tries_out_anew_with_the_same_inputs(model_file, tmp_path, opened, monkeypatch):
+def test_a_pipeline_without_cache_repeats_the_trial_with_the_same_inputs(model_file, tmp_path, opened, monkeypatch):
     seeds = []
     feeds = Model.feeds
     monkeypatch.setattr(Model, "feeds", lambda self, seed=0: seeds.append(seed) or feeds(self, seed))
@@ -172,7 +172,7 @@ def untried(bundle, **changes):
     return trial.find_trial_obstacle(replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target})))
 
 
-def test_a_bundle_whose_devices_are_not_here_is_not_tried_out(compiled_branches):
+def test_a_bundle_with_missing_devices_is_not_tried_out(compiled_branches):
     many = tuple(Device(f"cpu:{index}", 1 << 30) for index in range(4096))
     note = untried(compiled_branches, devices=many)
     assert note.code == "C020"
@@ -184,7 +184,7 @@ def test_a_bundle_whose_devices_are_not_here_is_not_tried_out(compiled_branches)
     assert note.where == "cuda:99"
 
 
-def test_a_bundle_that_memory_lacks_for_is_not_tried_out(model_file, tmp_path, monkeypatch, opened):
+def test_a_bundle_that_does_not_fit_into_memory_is_not_tried_out(model_file, tmp_path, monkeypatch, opened):
     monkeypatch.setattr(trial, "available_memory_bytes", lambda: 1000)
     result = compile_model(model_file, tmp_path / "b", **TWO)
     (note,) = [note for note in result.diagnostics if note.code == "C020"]
@@ -201,7 +201,7 @@ def compiled_branches(compiled):
     return onnxplace.load(compiled)
 
 
-def test_running_on_fewer_cores_than_it_was_compiled_for_is_said(bundle_copy, run_cli):
+def test_running_on_fewer_cores_than_compiled_for_is_noted(bundle_copy, run_cli):
     manifest = bundle_copy / "manifest.json"
     data = json.loads(manifest.read_text())
     data["target"]["devices"][0]["cores"] = 4096
@@ -211,7 +211,7 @@ def test_running_on_fewer_cores_than_it_was_compiled_for_is_said(bundle_copy, ru
     assert "T014" not in run_cli("run", bundle_copy, "--runtime", "simulated").err
 
 
-def test_a_trial_that_fails_leaves_the_bundle_and_says_so(model_file, tmp_path, run_cli, monkeypatch):
+def test_a_failed_trial_leaves_the_bundle_with_a_note(model_file, tmp_path, run_cli, monkeypatch):
     def fail(*_, **__):
         raise ExecutionError("X001", "segment cpu0-000 failed: out of order", where="cpu:0")
 
@@ -233,7 +233,7 @@ def test_an_interrupt_during_the_trial_leaves_nothing(model_file, tmp_path, monk
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
-def test_the_command_shows_the_trial_and_can_do_without(model_file, tmp_path, run_cli):
+def test_the_command_shows_the_trial_and_can_skip_it(model_file, tmp_path, run_cli):
     command = ["compile", model_file, "-o", tmp_path / "b", "--devices", "cpu:0,cpu:1", "--shape", "batch=4", "--force"]
     assert "predicted from a trial, whose steps took " in run_cli(*command).out
     data = json.loads(run_cli(*command, "--json").out)
@@ -243,7 +243,7 @@ def test_the_command_shows_the_trial_and_can_do_without(model_file, tmp_path, ru
     assert json.loads(run_cli(*command, "--no-trial", "--json").out)["trial"] is None
 
 
-def test_a_segment_is_charged_with_what_its_device_does_around_it():
+def test_a_segments_time_includes_the_work_before_it():
     events = (
         Event("cpu:0", "run", "a", 1.0, 2.0),
         Event("cpu:1", "wait", "v", 1.0, 3.0),
@@ -293,7 +293,7 @@ def devices_of(bundle):
     return {segment.device for segment in bundle.manifest.segments}
 
 
-def test_one_device_is_kept_if_it_does_better_in_a_trial(worth_two, monkeypatch, tmp_path):
+def test_a_single_device_is_chosen_if_its_trial_is_faster(worth_two, monkeypatch, tmp_path):
     pretend(monkeypatch, {2: 0.03, 1: 0.025})
     result = worth_two()
     (note,) = [note for note in result.diagnostics if note.code == "P042"]
@@ -308,7 +308,7 @@ def test_one_device_is_kept_if_it_does_better_in_a_trial(worth_two, monkeypatch,
 
 
 @pytest.mark.parametrize("alone", [0.0295, 0.03, 0.04])
-def test_two_devices_are_kept_unless_one_does_clearly_better(worth_two, monkeypatch, tmp_path, alone):
+def test_two_devices_are_chosen_unless_one_is_clearly_faster(worth_two, monkeypatch, tmp_path, alone):
     pretend(monkeypatch, {2: 0.03, 1: alone})
     result = worth_two()
     assert len(devices_of(result.bundle)) == 2
@@ -316,7 +316,7 @@ def test_two_devices_are_kept_unless_one_does_clearly_better(worth_two, monkeypa
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b"]
 
 
-def test_two_devices_are_kept_if_there_is_no_room_for_another_bundle(worth_two, monkeypatch, tmp_path):
+def test_two_devices_are_chosen_if_there_is_no_room_for_another_bundle(worth_two, monkeypatch, tmp_path):
     pretend(monkeypatch, {2: 0.03, 1: 0.025})
 
     write = emit._write
@@ -333,7 +333,7 @@ def test_two_devices_are_kept_if_there_is_no_room_for_another_bundle(worth_two, 
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b"]
 
 
-def test_nobody_thinks_again_where_all_devices_are_to_work(worth_two, monkeypatch):
+def test_a_required_use_of_all_devices_is_not_reconsidered(worth_two, monkeypatch):
     pretend(monkeypatch, {2: 0.03, 1: 0.001})
     assert len(devices_of(worth_two(strict=True).bundle)) == 2
 

@@ -121,7 +121,7 @@ def test_states_are_carried_from_run_to_run_over_two_devices(bundle, session):
         assert picked == [number]
 
 
-def test_a_run_gives_states_only_if_they_are_asked_for(session):
+def test_a_run_returns_states_only_on_request(session):
     assert [item.name for item in session.get_outputs()] == ["y", "picked"]
     assert [item.name for item in session.get_inputs()] == ["x", "pick", "total", "log"]
     assert len(session.run(None, feeds(1, **START))) == 2
@@ -132,7 +132,7 @@ def test_a_run_gives_states_only_if_they_are_asked_for(session):
     assert set(session.submit(feeds(0), ["total_next"]).result().outputs) == {"y", "picked", "total_next"}
 
 
-def test_a_state_that_is_fed_replaces_what_was_stored_and_the_others_stay(session):
+def test_a_fed_state_replaces_the_stored_one_and_the_others_stay(session):
     session.run(None, feeds(1, **START))
     total, log = session.run(["total_next", "log_next"], feeds(1, total=np.array([100, 200], "f4")))
     assert total.tolist() == [101, 202]
@@ -141,7 +141,7 @@ def test_a_state_that_is_fed_replaces_what_was_stored_and_the_others_stay(sessio
     assert total.tolist() == [102, 204]
 
 
-def test_a_reset_forgets_everything_and_the_next_run_must_begin_anew(session):
+def test_after_a_reset_the_next_run_must_be_fed_all_states(session):
     session.run(None, feeds(1, **START))
     session.reset_state()
     with pytest.raises(FeedError, match="no value for state input 'total' and 1 more, and none is stored") as caught:
@@ -156,7 +156,7 @@ def test_the_first_run_must_be_fed_all_states(session):
         session.run(None, feeds(1, total=START["total"]))
 
 
-def test_zero_states_are_zeros_of_the_sizes_asked_for(bundle):
+def test_zero_states_are_zeros_of_the_requested_sizes(bundle):
     found = bundle.zero_states(n=3, m=0)
     assert {name: array.tolist() for name, array in found.items()} == {"total": [0, 0, 0], "log": []}
     assert {array.dtype for array in found.values()} == {np.dtype("f4")}
@@ -164,7 +164,7 @@ def test_zero_states_are_zeros_of_the_sizes_asked_for(bundle):
         bundle.zero_states(n=3)
 
 
-def test_what_is_returned_and_what_was_fed_may_be_altered_without_harm(session):
+def test_feeds_and_outputs_may_be_altered_after_a_run(session):
     start = {name: array.copy() for name, array in START.items()}
     (total,) = session.run(["total_next"], feeds(1, **start))
     total[:] = 77
@@ -173,7 +173,7 @@ def test_what_is_returned_and_what_was_fed_may_be_altered_without_harm(session):
     assert total.tolist() == [2, 4]
 
 
-def test_an_input_with_a_default_begins_with_it(tmp_path):
+def test_an_input_with_a_default_starts_from_it(tmp_path):
     model = sums()
     model.graph.initializer.append(numpy_helper.from_array(np.array([10, 20], "f4"), "total"))
     found = onnxplace.compile(
@@ -211,7 +211,7 @@ def test_states_never_leave_their_device(bundle, session, monkeypatch):
     assert not any(name in text for text in copied for name in ("total", "log_next"))
 
 
-def test_the_maker_and_the_readers_of_a_state_form_a_group():
+def test_the_producer_and_the_readers_of_a_state_form_a_group():
     target = Target((Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30)))
     model = bind_states(bind(load_model(sums()), {"n": 2, "m": 2}, {}), STATES)
     state, _ = Pipeline.parse("profile{estimate=true},coplace{join=never}").run(State(target).having(model))
@@ -222,7 +222,7 @@ def test_the_maker_and_the_readers_of_a_state_form_a_group():
     assert groups.reasons[group["add"]] == ""
 
 
-def test_a_state_that_another_device_reads_too_is_sent_there_and_said_so(tmp_path):
+def test_a_state_that_another_device_reads_is_sent_there_with_a_note(tmp_path):
     found = compile_model(
         sums(),
         tmp_path / "out",
@@ -256,7 +256,7 @@ class Scatter(Pass):
         return commit_placement(state, asked, device, asked.simulate(device, order).start_seconds, self.name)
 
 
-def test_a_placement_that_tears_a_state_apart_is_refused(tmp_path):
+def test_a_placement_that_splits_a_state_is_refused(tmp_path):
     steps = (make_pass("profile", {"estimate": "true"}), Scatter(), make_pass("split"), make_pass("emit"))
     with pytest.raises(UsageError, match=r"state 'log_next' = 'log' is made on cpu:0 and read on cpu:1 by 'double'"):
         compile_model(
@@ -272,7 +272,7 @@ def test_a_placement_that_tears_a_state_apart_is_refused(tmp_path):
 # ---------------------------------------------------------------------------------------------- several at once
 
 
-def test_runs_under_way_together_take_their_turns(session):
+def test_runs_in_flight_take_turns(session):
     reference = new_reference()
     futures = [session.submit(feeds(n, **(START if n == 0 else {})), ["total_next"]) for n in range(20)]
     for number, future in enumerate(futures):
@@ -303,7 +303,7 @@ def test_threads_that_share_a_session_share_its_states(session):
     assert sorted(totals) == list(range(1, 41)), "each run adds to what exactly one other left"
 
 
-def test_a_reset_counts_from_the_next_run_on_and_does_not_touch_those_under_way(session):
+def test_a_reset_applies_to_the_next_run_and_not_to_those_in_flight(session):
     before = [session.submit(feeds(1, **(START if n == 0 else {})), ["total_next"]) for n in range(5)]
     session.reset_state()
     refused, begun = session.submit(feeds(1)), session.submit(feeds(1, **START), ["total_next"])
@@ -312,7 +312,7 @@ def test_a_reset_counts_from_the_next_run_on_and_does_not_touch_those_under_way(
     assert begun.result(60).outputs["total_next"].tolist() == [1, 2]
 
 
-def test_closing_lets_runs_end_that_wait_for_their_turn(bundle):
+def test_closing_waits_for_runs_that_wait_for_their_turn(bundle):
     session = onnxplace.InferenceSession(bundle)
     futures = [session.submit(feeds(1, **(START if n == 0 else {})), ["total_next"]) for n in range(6)]
     session.close()
@@ -320,7 +320,7 @@ def test_closing_lets_runs_end_that_wait_for_their_turn(bundle):
     session.reset_state()
 
 
-def test_a_run_that_fails_loses_the_states_and_says_so_until_they_are_fed_again(session):
+def test_a_failed_run_loses_the_states_until_they_are_fed_again(session):
     session.run(None, feeds(1, **START))
     failing = session.submit({**feeds(1), "pick": np.array([9], "i8")})
     after = session.submit(feeds(1))
@@ -333,7 +333,7 @@ def test_a_run_that_fails_loses_the_states_and_says_so_until_they_are_fed_again(
 ON_ONE = Target((Device("cpu:0", 1 << 30),))
 
 
-def test_a_state_that_only_passes_through_does_not_hang_on_the_callers_memory(tmp_path):
+def test_a_state_that_only_passes_through_does_not_share_the_callers_memory(tmp_path):
     text = """<ir_version: 8, opset_import: ["" : 17]>
     g (float[2] x, float[n] kept, float[1, n] flat) => (float[n] kept_next, float[1, n] flat_next, float[n] y) {
         kept_next = Identity(kept)
@@ -353,7 +353,7 @@ def test_a_state_that_only_passes_through_does_not_hang_on_the_callers_memory(tm
             assert (y.tolist(), flat.tolist()) == ([6, 7], [[7, 8]])
 
 
-def test_states_may_be_texts_and_half_floats_and_truths(tmp_path):
+def test_states_may_be_strings_and_half_floats_and_booleans(tmp_path):
     text = """<ir_version: 8, opset_import: ["" : 17]>
     g (string[1] word, string[n] said, float16[2] half, bool[m] flags, float[1] x)
         => (string[k] said_next, float16[2] half_next, bool[j] flags_next, float[1] y) {
@@ -375,7 +375,7 @@ def test_states_may_be_texts_and_half_floats_and_truths(tmp_path):
     assert half.dtype == np.float16
 
 
-def test_what_a_run_took_over_is_freed(session):
+def test_states_of_the_previous_run_are_freed(session):
     session.run(None, feeds(1, **START))
     for number in range(3):
         before = [weakref.ref(value) for value in session._session.engine._states._stored.values()]
@@ -386,7 +386,7 @@ def test_what_a_run_took_over_is_freed(session):
         assert not any(reference() is not None for reference in before)
 
 
-def test_what_is_handed_out_is_stored_no_longer(bundle):
+def test_states_are_removed_when_a_run_takes_them(bundle):
     states = CarriedStates(bundle)
     states.store({"total": np.ones(2, "f4"), "log": np.ones(3, "f4")})
     taken = states.take(feeds(1, log=np.zeros(1, "f4")))
@@ -395,7 +395,7 @@ def test_what_is_handed_out_is_stored_no_longer(bundle):
         states.take(feeds(1))
 
 
-def test_an_output_that_equals_a_state_may_be_altered_without_harm(tmp_path):
+def test_an_output_that_equals_a_state_may_be_altered(tmp_path):
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[2] x, float[2] total) => (float[2] now, float[2] same) {
         now = Add(total, x)
         same = Identity(now)
@@ -412,7 +412,7 @@ operations = st.lists(st.sampled_from(["run", "run", "run", "feed", "reset", "se
 
 @settings(max_examples=30)
 @given(operations)
-def test_whatever_is_run_fed_and_reset_the_states_are_those_of_one_session(bundle, asked):
+def test_states_equal_those_of_one_session_after_any_runs_and_resets(bundle, asked):
     with onnxplace.InferenceSession(bundle) as session:
         reference, stored = new_reference(), False
         for operation in asked:
@@ -443,7 +443,7 @@ def test_whatever_is_run_fed_and_reset_the_states_are_those_of_one_session(bundl
         (np.zeros(5, "f4"), r"dimension 'n' is 5 here and 2 in x\[0\]"),
     ],
 )
-def test_a_state_that_is_fed_wrong_is_refused_and_what_is_stored_stays(session, fed, message):
+def test_an_invalid_fed_state_is_refused_and_stored_states_stay(session, fed, message):
     session.run(None, feeds(1, **START))
     with pytest.raises(FeedError, match=message) as caught:
         session.run(None, feeds(1, total=fed))
@@ -451,7 +451,7 @@ def test_a_state_that_is_fed_wrong_is_refused_and_what_is_stored_stays(session, 
     assert session.run(["total_next"], feeds(1))[0].tolist() == [2, 4]
 
 
-def test_inputs_that_do_not_fit_the_stored_state_are_refused_and_it_stays(session):
+def test_inputs_that_contradict_the_stored_state_are_refused_and_it_stays(session):
     session.run(None, feeds(1, **START))
     longer = {"x": np.ones(3, "f4"), "pick": np.zeros(1, "i8")}
     with pytest.raises(FeedError, match=r"stored state 'total': dimension 'n' is 2 here and 3 in x\[0\]") as caught:
@@ -474,7 +474,7 @@ def test_inputs_that_do_not_fit_the_stored_state_are_refused_and_it_stays(sessio
         (["total_next=pick"], "S003", "total_next tensor(float) [n], the input takes pick tensor(int64) [1]", "type"),
     ],
 )
-def test_states_that_cannot_be_are_refused_with_what_is_near(asked, code, message, hint):
+def test_invalid_states_are_refused_with_similar_names(asked, code, message, hint):
     with pytest.raises(onnxplace.InputError) as caught:
         bind_states(load_model(sums()), asked)
     assert caught.value.code == code
@@ -499,7 +499,7 @@ def test_an_output_whose_type_is_not_declared_is_inferred():
         bind_states(load_model(model), {"c": "a"})
 
 
-def test_an_input_handed_back_and_what_is_no_tensor_cannot_be_states():
+def test_inputs_returned_as_outputs_and_values_other_than_tensors_cannot_be_states():
     model = parser.parse_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[3] a, float[3] b, seq(float[3]) s) => (float[3] a, float[3] c) { c = Add(b, b) }"""
@@ -525,7 +525,7 @@ def test_patterns_bind_name_by_name_and_may_overlap_themselves():
         assert bind_states(load_model(model), asked).states == want
 
 
-def test_a_device_map_that_tears_a_state_apart_is_refused_by_name(run_cli, tmp_path):
+def test_a_device_map_that_splits_a_state_is_refused_by_name(run_cli, tmp_path):
     onnx.save(sums(), tmp_path / "sums.onnx")
     (tmp_path / "map.json").write_text('{"double": "cpu:0", ".*": "cpu:1"}')
     ran = run_cli(
@@ -538,7 +538,7 @@ def test_a_device_map_that_tears_a_state_apart_is_refused_by_name(run_cli, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-def test_a_command_that_names_an_unknown_state_says_what_is_near(run_cli, tmp_path):
+def test_an_unknown_state_in_a_command_is_refused_with_similar_names(run_cli, tmp_path):
     onnx.save(sums(), tmp_path / "sums.onnx")
     ran = run_cli("compile", tmp_path / "sums.onnx", "--shape", "n=2,m=2", "--state", "log_nxt=log")
     assert (ran.code, ran.out) == (2, "")
@@ -557,10 +557,10 @@ def test_a_runtime_that_keeps_no_states_is_refused(bundle, monkeypatch):
     [
         ({"device": "cpu:1"}, "state 'total_next' = 'total' is not computed on 'cpu:1'"),
         ({"output": "y"}, None),
-        ({"input": "odd"}, "is not made"),
+        ({"input": "odd"}, "is not computed"),
     ],
 )
-def test_a_manifest_with_states_that_cannot_be_is_refused(bundle, tmp_path, change, message):
+def test_a_manifest_with_invalid_states_is_refused(bundle, tmp_path, change, message):
     copy = shutil.copytree(bundle.path, tmp_path / "copy")
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["states"][0] |= change
@@ -572,7 +572,7 @@ def test_a_manifest_with_states_that_cannot_be_is_refused(bundle, tmp_path, chan
         onnxplace.load(copy)
 
 
-def test_a_manifest_of_before_there_were_states_has_none(compiled, tmp_path):
+def test_a_manifest_of_format_1_0_has_no_states(compiled, tmp_path):
     copy = shutil.copytree(compiled, tmp_path / "copy")
     manifest = json.loads((copy / "manifest.json").read_text())
     assert manifest.pop("states") == []
@@ -583,7 +583,7 @@ def test_a_manifest_of_before_there_were_states_has_none(compiled, tmp_path):
 # ---------------------------------------------------------------------------------------------- commands
 
 
-def test_run_verify_and_bench_carry_states_on(bundle, run_cli, tmp_path):
+def test_run_verify_and_bench_carry_states(bundle, run_cli, tmp_path):
     ran = run_cli(
         "run", bundle.path, "--repeat", 4, "--json", "--outputs", tmp_path / "o.npz", "--trace", tmp_path / "t"
     )
@@ -602,7 +602,7 @@ def test_run_verify_and_bench_carry_states_on(bundle, run_cli, tmp_path):
     assert json.loads(ran.out)["bundle"]["runs"] == 3
 
 
-def test_verify_finds_a_difference_that_only_a_later_step_shows(bundle, run_cli, tmp_path):
+def test_verify_finds_a_difference_in_a_later_step(bundle, run_cli, tmp_path):
     """The other model forgets: it adds to twice the total less the total, which is the same only where it is zero."""
     model = sums()
     model.graph.node[0].CopyFrom(onnx.helper.make_node("Sub", ["x", "total"], ["total_next"], name="add"))
@@ -624,7 +624,7 @@ def test_real_inputs_without_the_states_are_refused_by_name(bundle, run_cli, tmp
     assert "no value for 'total', 'log'" in ran.err
 
 
-def test_the_simulated_runtime_takes_a_bundle_with_states(bundle, run_cli):
+def test_the_simulated_runtime_accepts_a_bundle_with_states(bundle, run_cli):
     ran = run_cli("run", bundle.path, "--runtime", "simulated", "--repeat", 3)
     assert ran.code == 0, ran.err
     with onnxplace.InferenceSession(bundle, runtime="simulated") as session:
@@ -666,7 +666,7 @@ class OwnName(Cached):
 SIZED = {"batch": 2, "seq": 3, "past": 5, "past + seq": 8, "total": 8, "odd": 8}
 
 
-def test_drawn_inputs_grow_with_what_the_output_calls_the_state():
+def test_drawn_inputs_grow_with_the_symbol_of_the_state_output():
     steps = StepInputs(OwnName, None, SIZED, seed=1)
     steps.learn({"past.0": np.zeros((2, 8, 4), "f4")})
     assert [steps.feeds(number)["own"].shape for number in (1, 2)] == [(11,), (14,)]
@@ -675,7 +675,7 @@ def test_drawn_inputs_grow_with_what_the_output_calls_the_state():
 
 
 @pytest.mark.parametrize("given_by_file", [False, True])
-def test_a_later_step_that_fails_names_the_inputs_that_did_not_grow(given_by_file):
+def test_a_failing_later_step_names_the_inputs_that_did_not_grow(given_by_file):
     drawn = StepInputs(OwnName, None, SIZED, seed=1)
     steps = StepInputs(OwnName, drawn.first, SIZED, seed=1) if given_by_file else drawn
     steps.learn({"past.0": np.zeros((2, 8, 4), "f4")})
@@ -689,7 +689,7 @@ def test_a_later_step_that_fails_names_the_inputs_that_did_not_grow(given_by_fil
     assert "own[0]" not in raised.value.hint
 
 
-def test_inputs_that_are_given_stay_as_they_are():
+def test_given_inputs_do_not_grow():
     given_feeds = {"tokens": np.ones((1, 1), "i8"), "mask": np.ones((1, 3), "i8"), "past.0": np.ones((1, 2, 4), "f4")}
     steps = StepInputs(Cached, given_feeds, {"batch": 9}, seed=0)
     steps.learn({"past.0": np.zeros((1, 3, 4), "f4")})

@@ -19,11 +19,11 @@ from onnxplace.runtimes.simulated import Simulated
 from onnxplace.testing import check_runtime
 
 
-def test_the_onnxruntime_runtime_keeps_the_contract():
+def test_the_onnxruntime_runtime_satisfies_the_contract():
     check_runtime(OnnxRuntime)
 
 
-def test_the_simulated_runtime_keeps_the_contract_and_computes_nothing():
+def test_the_simulated_runtime_satisfies_the_contract_without_computing():
     check_runtime(Simulated, computes=False)
 
 
@@ -38,7 +38,7 @@ def feeds_of(bundle, seed):
     return random_feeds(bundle.inputs, bundle.manifest.dimensions, seed)
 
 
-def test_requests_under_way_together_do_not_mix(bundle):
+def test_requests_in_flight_do_not_mix(bundle):
     feeds = [feeds_of(bundle, seed) for seed in range(24)]
     with onnxplace.InferenceSession(bundle) as session:
         alone = [session.run(None, each) for each in feeds]
@@ -96,7 +96,7 @@ def test_outputs_outlive_the_session(bundle):
         np.testing.assert_array_equal(output, copy)
 
 
-def test_a_session_that_is_forgotten_ends_its_threads(bundle):
+def test_a_deleted_session_ends_its_threads(bundle):
     def workers():
         return {thread for thread in threading.enumerate() if thread.name.startswith("onnxplace c")}
 
@@ -120,7 +120,7 @@ def test_outputs_can_be_chosen_and_unknown_ones_are_refused(bundle):
             session.run(["odd"], feeds)
 
 
-def test_a_trace_names_what_ran_where(bundle):
+def test_a_trace_names_segments_and_devices(bundle):
     with onnxplace.InferenceSession(bundle, trace=True) as session:
         session.run(None, feeds_of(bundle, 0))
         events = session.trace()["traceEvents"]
@@ -129,7 +129,7 @@ def test_a_trace_names_what_ran_where(bundle):
     assert json.dumps(events)
 
 
-def test_the_simulated_step_is_the_one_the_compiler_predicted(bundle):
+def test_the_simulated_step_equals_the_prediction(bundle):
     found = simulate_manifest(bundle.manifest)
     predicted = bundle.manifest.predicted
     assert found.makespan_seconds + predicted.request_seconds == pytest.approx(predicted.step_seconds, rel=1e-9)
@@ -172,7 +172,7 @@ def ran_in(session, monkeypatch):
     return threads
 
 
-def test_run_does_one_devices_part_in_the_callers_thread_when_nothing_else_is_under_way(bundle, opened, monkeypatch):
+def test_run_does_one_devices_part_in_the_callers_thread_if_no_other_is_in_flight(bundle, opened, monkeypatch):
     threads = ran_in(opened, monkeypatch)
     expected = opened.submit(feeds_of(bundle, 0)).result().outputs
     assert threads == {device.id: {f"onnxplace {device.id}"} for device in bundle.target.devices}
@@ -187,7 +187,7 @@ def test_run_does_one_devices_part_in_the_callers_thread_when_nothing_else_is_un
         np.testing.assert_array_equal(found[name], value)
 
 
-def test_run_leaves_the_work_to_the_workers_while_other_requests_are_under_way(bundle, opened, monkeypatch):
+def test_run_leaves_the_work_to_the_workers_while_others_are_in_flight(bundle, opened, monkeypatch):
     threads, begun, go_on = ran_in(opened, monkeypatch), threading.Event(), threading.Event()
     follow = opened.engine.follow_program
 
@@ -232,7 +232,7 @@ def test_a_request_that_comes_while_a_caller_runs_waits_for_its_device(bundle, o
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinities here")
-def test_run_leaves_the_callers_thread_on_its_cores(bundle, opened, monkeypatch):
+def test_run_does_not_change_the_cores_of_the_callers_thread(bundle, opened, monkeypatch):
     before, seen, follow = os.sched_getaffinity(0), [], opened.engine.follow_program
     monkeypatch.setattr(
         opened.engine, "follow_program", lambda *arguments: (seen.append(os.sched_getaffinity(0)), follow(*arguments))
@@ -242,7 +242,7 @@ def test_run_leaves_the_callers_thread_on_its_cores(bundle, opened, monkeypatch)
     assert os.sched_getaffinity(0) == before
 
 
-def test_what_fails_in_the_callers_thread_is_raised_there_and_the_next_run_is_well(bundle, opened, monkeypatch):
+def test_an_error_in_the_callers_thread_is_raised_there_and_the_next_run_succeeds(bundle, opened, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(opened.engine, "run_segment", lambda *arguments: 1 / 0)
         with pytest.raises(onnxplace.ExecutionError, match="division by zero"):
@@ -250,7 +250,7 @@ def test_what_fails_in_the_callers_thread_is_raised_there_and_the_next_run_is_we
     assert opened.run(feeds_of(bundle, 0)).outputs
 
 
-def test_an_interrupt_in_the_callers_thread_ends_the_request_everywhere_and_is_passed_on(bundle, opened, monkeypatch):
+def test_an_interrupt_in_the_callers_thread_ends_the_request_and_is_raised_again(bundle, opened, monkeypatch):
     follow = opened.engine.follow_program
 
     def interrupted(device, program, request):
@@ -293,7 +293,7 @@ def resident_bytes():
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc here")
-def test_many_segments_need_the_memory_of_what_is_alive_and_not_the_sum_of_all(tmp_path):
+def test_many_segments_need_the_memory_of_live_values_and_not_the_sum_of_all(tmp_path):
     value_bytes, steps = 4 << 20, 24
     names = [f"v{index}" for index in range(steps + 1)]
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [value_bytes // 4]) for name in ("v0", names[-1])]
