@@ -28,7 +28,7 @@ def test_the_schema_says_what_the_fields_of_the_predictions_and_the_trial_are():
     for name in ("Predicted", "TrialRecord"):
         told = [field.get("description") for field in parts[name]["properties"].values()]
         assert sum(map(bool, told)) > len(told) // 2
-    assert parts["TrialRecord"]["properties"]["step_seconds"]["description"] == "The median step."
+    assert parts["TrialRecord"]["properties"]["step_seconds"]["description"] == "Median time of a request."
     assert parts["LinkRecord"]["description"].startswith("A weights file")
 
 

@@ -1,4 +1,4 @@
-"""Bundles from strangers: opening one takes bounded time and memory, reads nothing outside, and says what is wrong."""
+"""Untrusted bundles: opening takes bounded time and memory, reads no other files, and reports what is wrong."""
 
 import json
 import os
@@ -27,12 +27,12 @@ def edit(folder, change):
     (folder / MANIFEST_FILE).write_text(json.dumps(data))
 
 
-def assert_refused(run_cli, folder, *said):
+def assert_refused(run_cli, folder, *texts):
     for command in (("run",), ("verify",), ("bench", "--repeat", "1")):
-        ran = run_cli(command[0], folder, *command[1:])
-        assert ran.code == 2, ran
-        for words in said:
-            assert words in ran.err
+        result = run_cli(command[0], folder, *command[1:])
+        assert result.code == 2, result
+        for words in texts:
+            assert words in result.err
     with pytest.raises(onnxplace.BundleError):
         onnxplace.load(folder)
 
@@ -81,7 +81,7 @@ def test_a_manifest_that_is_too_large_is_not_read(run_cli, bundle_copy, monkeypa
 
 
 def test_a_manifest_of_gigabytes_is_not_read(run_cli, bundle_copy):
-    os.truncate(bundle_copy / MANIFEST_FILE, 1 << 40)  # takes no space
+    os.truncate(bundle_copy / MANIFEST_FILE, 1 << 40)  # a sparse file
     assert_refused(run_cli, bundle_copy, "N002", f"got {1 << 40}")
 
 
@@ -147,7 +147,7 @@ def test_an_invalid_path_is_not_a_bundle(path):
 
 
 def exchange(bundle, first, second):
-    """Exchange two segment files, and tell the manifest so."""
+    """Exchange two segment files and their records in the manifest."""
     files = [bundle / f"segments/{name}.onnx" for name in (first, second)]
     a, b = (file.read_bytes() for file in files)
     files[0].write_bytes(b)
@@ -155,19 +155,19 @@ def exchange(bundle, first, second):
 
     def change(manifest):
         records = manifest["files"]
-        one, other = (f"segments/{name}.onnx" for name in (first, second))
-        records[one], records[other] = records[other], records[one]
+        first_file, second_file = (f"segments/{name}.onnx" for name in (first, second))
+        records[first_file], records[second_file] = records[second_file], records[first_file]
 
     edit(bundle, change)
 
 
 def test_exchanged_segments_are_refused_when_they_are_opened(run_cli, bundle_copy):
     exchange(bundle_copy, "cpu0-000", "cpu1-000")
-    ran = run_cli("run", bundle_copy)
-    assert ran.code == 2
-    assert "N012" in ran.err
-    assert "segment cpu0-000 (segments/cpu0-000.onnx)" in ran.err
-    assert "the file belongs to another segment" in ran.err
+    result = run_cli("run", bundle_copy)
+    assert result.code == 2
+    assert "N012" in result.err
+    assert "segment cpu0-000 (segments/cpu0-000.onnx)" in result.err
+    assert "the file belongs to another segment" in result.err
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,10 @@ def test_exchanged_segments_are_refused_when_they_are_opened(run_cli, bundle_cop
 def test_a_segment_of_other_types_or_shapes_is_refused(tmp_path, kind, shape, message):
     bundle = endless_bundle(tmp_path)
     record = next(segment for segment in bundle.manifest.segments if segment.outputs == ("z",))
-    ends = [helper.make_tensor_value_info(name, kind, shape) for name in "xz"]
-    graph = helper.make_graph([helper.make_node("Neg", ["x"], ["z"])], "other", ends[:1], ends[1:])
+    inputs_and_outputs = [helper.make_tensor_value_info(name, kind, shape) for name in "xz"]
+    graph = helper.make_graph(
+        [helper.make_node("Neg", ["x"], ["z"])], "other", inputs_and_outputs[:1], inputs_and_outputs[1:]
+    )
     file = bundle.file(record.file)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     file.write_bytes(model.SerializeToString())
@@ -196,9 +198,9 @@ def test_a_segment_of_other_types_or_shapes_is_refused(tmp_path, kind, shape, me
 
 def test_an_input_whose_type_contradicts_its_segment_is_refused(run_cli, bundle_copy):
     edit(bundle_copy, lambda m: m["inputs"][0].update(dtype="tensor(string)"))
-    ran = run_cli("run", bundle_copy)
-    assert ran.code == 2
-    assert "N012" in ran.err
+    result = run_cli("run", bundle_copy)
+    assert result.code == 2
+    assert "N012" in result.err
 
 
 def test_a_damaged_large_segment_is_reported_as_damaged(run_cli, bundle_copy, monkeypatch):
@@ -207,11 +209,11 @@ def test_a_damaged_large_segment_is_reported_as_damaged(run_cli, bundle_copy, mo
     file = bundle_copy / "segments/cpu0-000.onnx"
     data = file.read_bytes()
     file.write_bytes(b"\xff" * len(data))
-    ran = run_cli("run", bundle_copy)
-    assert ran.code == 2
-    assert "N007" in ran.err
-    assert "changed since the compile" in ran.err
-    assert "version" not in ran.err
+    result = run_cli("run", bundle_copy)
+    assert result.code == 2
+    assert "N007" in result.err
+    assert "changed since the compile" in result.err
+    assert "version" not in result.err
 
 
 # ------------------------------------------------------------------------------------------------ anything else
@@ -240,7 +242,7 @@ def test_any_altered_manifest_is_refused_or_runs(small, data):
 
 
 def read_or_run(session):
-    """Run a session that may want other inputs now; what it takes is bounded by the timeout."""
+    """Run a session that may have other inputs now; the timeout bounds its time."""
     try:
         session.run(None, feeds(2), timeout=20)
     except onnxplace.OnnxplaceError as problem:
@@ -253,10 +255,10 @@ def read_or_run(session):
 def test_the_timeout_ends_a_bundle_that_never_ends(run_cli, tmp_path):
     bundle = endless_bundle(tmp_path)
     np.savez(tmp_path / "in.npz", **feeds(None))
-    ran = run_cli("run", bundle.path, "--inputs", tmp_path / "in.npz", "--timeout", "0.2")
-    assert ran.code == 4
-    assert "X007" in ran.err
-    assert "cpu:1 runs segment cpu1-000" in ran.err
+    result = run_cli("run", bundle.path, "--inputs", tmp_path / "in.npz", "--timeout", "0.2")
+    assert result.code == 4
+    assert "X007" in result.err
+    assert "cpu:1 runs segment cpu1-000" in result.err
     np.savez(tmp_path / "in.npz", **feeds(2))
     assert run_cli("run", bundle.path, "--inputs", tmp_path / "in.npz", "--timeout", "20", "--repeat", "3").code == 0
 
@@ -267,7 +269,7 @@ def test_the_command_refuses_an_invalid_timeout(run_cli, bundle_copy, timeout):
 
 
 def test_only_the_bundles_own_files_are_opened(bundle_copy, monkeypatch, tmp_path):
-    """Names in a manifest that lead elsewhere are refused before anything there is touched."""
+    """Names in a manifest that lead outside are refused before any access to the files there."""
     secret = tmp_path / "secret"
     secret.write_text("secret")
     for name in ("../secret", str(secret), "segments/../../secret", "segments/link"):
@@ -284,10 +286,10 @@ def test_names_in_a_model_cannot_control_the_terminal(run_cli, tmp_path):
     model = branches()
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "a\x1b]0;owned\x07\x1b[2J"
     (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
-    ran = run_cli("compile", tmp_path / "m.onnx", "-o", tmp_path / "b")
-    assert ran.code == 2
-    assert "\x1b" not in ran.err
-    assert "\\x1b" in ran.err
+    result = run_cli("compile", tmp_path / "m.onnx", "-o", tmp_path / "b")
+    assert result.code == 2
+    assert "\x1b" not in result.err
+    assert "\\x1b" in result.err
 
 
 @needs_files
@@ -297,7 +299,7 @@ def test_a_model_that_is_not_a_file_is_refused(run_cli, tmp_path, kind):
         os.mkfifo(tmp_path / "m.onnx")
     else:
         (tmp_path / "m.onnx").symlink_to("/dev/zero")
-    ran = run_cli("compile", tmp_path / "m.onnx", "-o", tmp_path / "b")
-    assert ran.code == 2
-    assert "M001" in ran.err
-    assert f"expected a file, got a {kind}" in ran.err
+    result = run_cli("compile", tmp_path / "m.onnx", "-o", tmp_path / "b")
+    assert result.code == 2
+    assert "M001" in result.err
+    assert f"expected a file, got a {kind}" in result.err

@@ -25,9 +25,9 @@ def work_folder(tmp_path, monkeypatch):
 def test_the_command_measures_every_pair_and_writes_a_target_that_compiles(
     run_cli, work_folder, model_file, fast_pipeline
 ):
-    ran = run_cli(*TINY, "-o", "target.toml", "--json")
-    assert ran.code == 0, ran.err
-    answer = json.loads(ran.out)
+    result = run_cli(*TINY, "-o", "target.toml", "--json")
+    assert result.code == 0, result.err
+    answer = json.loads(result.out)
     links = {(link["source"], link["destination"]): link for link in answer["calibration"]["links"]}
     assert set(links) == set(DIRECTIONS)
     for link in links.values():
@@ -62,14 +62,14 @@ def test_a_target_file_names_its_machine_and_is_replaced_by_the_next(run_cli, wo
     assert before.startswith("# machine: Imaginary 9000, ")
     assert "not measured" in before.splitlines()[1]
     read_target("target.toml")
-    ran = run_cli(*TINY, "-o", "target.toml")
-    assert ran.code == 0
-    assert ran.out.endswith("target: target.toml\n")
-    header = next(line for line in ran.out.splitlines() if line.startswith("each segment"))
+    result = run_cli(*TINY, "-o", "target.toml")
+    assert result.code == 0
+    assert result.out.endswith("target: target.toml\n")
+    header = next(line for line in result.out.splitlines() if line.startswith("each segment"))
     assert re.split(" {2,}", header) == [
         *("each segment", "costs", "its call, measured", "caches and copies, assumed", "each input", "each output")
     ]
-    row = ran.out.splitlines()[ran.out.splitlines().index(header) + 1].split()
+    row = result.out.splitlines()[result.out.splitlines().index(header) + 1].split()
     device = read_target("target.toml").devices[0]
     assert row[:3] == ["cpu:0", f"{device.segment_seconds * 1e6:.1f}", "us"]
     assert float(row[3]) + float(row[5]) == pytest.approx(float(row[1]), abs=0.11)
@@ -81,13 +81,13 @@ def test_a_target_file_names_its_machine_and_is_replaced_by_the_next(run_cli, wo
 
 
 def test_the_summary_shows_the_fit_for_each_size_and_names_the_file_option(run_cli, work_folder):
-    ran = run_cli(*TINY)
-    assert ran.code == 0
-    assert "target: " not in ran.out
-    assert "cpu:0" in ran.out
-    assert "1048576" in ran.out
-    assert "GB/s" in ran.out
-    assert "--target" in ran.err
+    result = run_cli(*TINY)
+    assert result.code == 0
+    assert "target: " not in result.out
+    assert "cpu:0" in result.out
+    assert "1048576" in result.out
+    assert "GB/s" in result.out
+    assert "--target" in result.err
     assert list(work_folder.iterdir()) == []
 
 
@@ -108,9 +108,9 @@ def test_the_summary_shows_the_fit_for_each_size_and_names_the_file_option(run_c
 )
 def test_invalid_options_are_reported_before_any_work(run_cli, work_folder, monkeypatch, arguments, text):
     monkeypatch.setattr(calibrator, "prepare_calls", lambda *_: pytest.fail("measured"))
-    ran = run_cli("devices", *arguments)
-    assert ran.code == 2
-    assert text in ran.err
+    result = run_cli("devices", *arguments)
+    assert result.code == 2
+    assert text in result.err
     assert list(work_folder.iterdir()) == []
 
 
@@ -126,9 +126,9 @@ def test_an_interrupted_calibration_leaves_the_old_file_and_nothing_else(run_cli
 
 
 def test_a_single_device_has_no_links_and_no_sharing(run_cli, work_folder):
-    ran = run_cli("devices", "--calibrate", "--devices", "cpu:0", "--seconds", "0.1", "--json", "-o", "one.toml")
-    assert ran.code == 0, ran.err
-    calibration = json.loads(ran.out)["calibration"]
+    result = run_cli("devices", "--calibrate", "--devices", "cpu:0", "--seconds", "0.1", "--json", "-o", "one.toml")
+    assert result.code == 0, result.err
+    calibration = json.loads(result.out)["calibration"]
     assert (calibration["links"], calibration["shared"]) == ([], [])
     expected = calibration["devices"][0]["call_seconds"] + SEGMENT_OVERHEAD_SECONDS
     assert read_target("one.toml").devices[0].segment_seconds == pytest.approx(expected)

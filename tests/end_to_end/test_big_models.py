@@ -1,4 +1,4 @@
-"""Weights in files: copied once and read once, or left where they are; and models measured in pieces."""
+"""Large models: weights copied and read once, or linked; and models measured in chunks."""
 
 import json
 import os
@@ -37,13 +37,13 @@ def chain(layers: int, width: int = 32) -> onnx.ModelProto:
             helper.make_node("Relu", [f"a{layer}"], [f"r{layer}"], name=f"relu{layer}"),
         ]
         value = f"r{layer}"
-    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", width]) for n in ("x", value)]
-    graph = helper.make_graph(nodes, "chain", ends[:1], ends[1:], weights)
+    inputs_and_outputs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", width]) for n in ("x", value)]
+    graph = helper.make_graph(nodes, "chain", inputs_and_outputs[:1], inputs_and_outputs[1:], weights)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
 def saved(folder: Path, model: onnx.ModelProto, location: str = "model.weights") -> Path:
-    """Write a model with all its weights in one file beside it."""
+    """Write a model with all its weights in one file next to it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / location).parent.mkdir(exist_ok=True)
     path = folder / "model.onnx"
@@ -52,7 +52,7 @@ def saved(folder: Path, model: onnx.ModelProto, location: str = "model.weights")
 
 
 def both_devices(tmp_path: Path) -> str:
-    """Return a pipeline that puts the first layer and what is after it on two devices."""
+    """Return a pipeline that puts the first layer and the rest on two devices."""
     (tmp_path / "map.json").write_text(json.dumps({".*0": "cpu:0", ".*": "cpu:1"}))
     return SPLIT.replace("MAP", str(tmp_path / "map.json"))
 
@@ -65,7 +65,7 @@ def compiled(path: Path, tmp_path: Path, **options) -> Bundle:
 
 @pytest.fixture
 def linked(tmp_path) -> tuple[Bundle, Path]:
-    """A bundle that refers to the weights file beside it."""
+    """A bundle that refers to the weights file next to it."""
     path = saved(tmp_path / "here", chain(4))
     return compiled(path, tmp_path, link_weights=True), path.with_name("model.weights")
 
@@ -204,20 +204,20 @@ def test_weights_outside_the_folder_are_refused_before_any_work(tmp_path):
 def test_a_model_without_weight_files_is_copied_with_a_note(tmp_path):
     path = tmp_path / "model.onnx"
     path.write_bytes(chain(2).SerializeToString())
-    found = compile_model(
+    result = compile_model(
         path, devices="cpu:0,cpu:1", shape={"batch": 2}, pipeline=both_devices(tmp_path), link_weights=True
     )
-    assert "N011" in {note.code for note in found.diagnostics}
-    with onnxplace.InferenceSession(found.bundle) as session:
+    assert "N011" in {note.code for note in result.diagnostics}
+    with onnxplace.InferenceSession(result.bundle) as session:
         assert session.run(None, {"x": np.ones((1, 32), np.float32)})[0].shape == (1, 32)
 
 
 def test_the_option_can_be_given_on_the_command_line(tmp_path, run_cli):
     path = saved(tmp_path / "here", chain(2))
-    ran = run_cli("compile", path, "--devices", "cpu:0,cpu:1", "--shape", "batch=2", "--link-weights", "--json",
+    result = run_cli("compile", path, "--devices", "cpu:0,cpu:1", "--shape", "batch=2", "--link-weights", "--json",
                   "--pipeline", both_devices(tmp_path))  # fmt: skip
-    assert ran.code == 0, ran.err
-    assert Bundle.open(json.loads(ran.out)["bundle"]).manifest.linked.keys() == {"model.weights"}
+    assert result.code == 0, result.err
+    assert Bundle.open(json.loads(result.out)["bundle"]).manifest.linked.keys() == {"model.weights"}
 
 
 # ---------------------------------------------------------------------------------------------- linked, then changed
@@ -226,11 +226,11 @@ def test_the_option_can_be_given_on_the_command_line(tmp_path, run_cli):
 def test_a_weight_file_of_another_size_is_named(linked, run_cli):
     bundle, weights = linked
     weights.write_bytes(weights.read_bytes() + b"more")
-    ran = run_cli("run", bundle.path)
-    assert ran.code == 2
-    assert "N009" in ran.err
-    assert str(weights) in ran.err
-    assert "changed since the compile" in ran.err
+    result = run_cli("run", bundle.path)
+    assert result.code == 2
+    assert "N009" in result.err
+    assert str(weights) in result.err
+    assert "changed since the compile" in result.err
 
 
 def test_a_weight_file_with_other_bytes_and_another_time_is_named(linked):
@@ -246,11 +246,11 @@ def test_verify_hashes_a_weight_file_whose_time_and_size_are_as_before(linked, r
     about = weights.stat()
     altered(weights)
     os.utime(weights, ns=(about.st_atime_ns, about.st_mtime_ns))
-    Bundle.open(bundle.path)  # nothing to be seen from outside
-    ran = run_cli("verify", bundle.path)
-    assert ran.code == 2
-    assert "N009" in ran.err
-    assert str(weights) in ran.err
+    Bundle.open(bundle.path)  # time and size are unchanged
+    result = run_cli("verify", bundle.path)
+    assert result.code == 2
+    assert "N009" in result.err
+    assert str(weights) in result.err
 
 
 def altered(weights: Path) -> None:
@@ -262,10 +262,10 @@ def altered(weights: Path) -> None:
 def test_a_missing_weight_file_is_named(linked, run_cli):
     bundle, weights = linked
     weights.unlink()
-    ran = run_cli("run", bundle.path)
-    assert ran.code == 2
-    assert "N010" in ran.err
-    assert str(weights) in ran.err
+    result = run_cli("run", bundle.path)
+    assert result.code == 2
+    assert "N010" in result.err
+    assert str(weights) in result.err
 
 
 @pytest.mark.parametrize("name", ["../outside.bin", "/etc/passwd", "model.bundle/../../outside.bin", "nul\0"])
@@ -339,19 +339,19 @@ def test_chunks_are_fed_with_the_values_of_earlier_chunks(monkeypatch):
     }"""  # random indices would be out of range
     model = load(parser.parse_model(text))
     graph, kinds, _ = structure(model)
-    seen = {}
+    fed_values = {}
     actual = MeasurementOptions.measure
 
     def spy(self, part, feeds):
-        seen[part.nodes[0].name] = dict(feeds)
+        fed_values[part.nodes[0].name] = dict(feeds)
         return actual(self, part, feeds)
 
     monkeypatch.setattr(MeasurementOptions, "measure", spy)
     pieces = [range(i, i + 1) for i in range(len(graph))]
     found = chunks.measure_chunks(model, graph, kinds, pieces, model.feeds(), MeasurementOptions("cpu:0", (0,), 3, 0.0))
     assert found.measured.all()
-    assert seen["d"]["i"].tolist() == [0]
-    assert np.array_equal(seen["d"]["z"], 2 * seen["c"]["x"])
+    assert fed_values["d"]["i"].tolist() == [0]
+    assert np.array_equal(fed_values["d"]["z"], 2 * fed_values["c"]["x"])
 
 
 def test_chunks_that_cannot_run_alone_are_estimated_with_their_readers(monkeypatch):
@@ -362,7 +362,7 @@ def test_chunks_that_cannot_run_alone_are_estimated_with_their_readers(monkeypat
         return None if piece.start == 3 else actual(model, piece, *rest)
 
     monkeypatch.setattr(chunks, "_run", failing)
-    monkeypatch.setattr(chunks, "_key", lambda *_: object())  # no piece stands in for another
+    monkeypatch.setattr(chunks, "_key", lambda *_: object())  # no chunk is measured in place of another
     state, _ = Pipeline.parse("profile{repeat=3,seconds=0}").run(small_target().having(model))
     profile = state[Profile]
     assert (profile.sources["cpu/1"] == Source.ESTIMATED).tolist() == [False] * 3 + [True] * 9
@@ -395,8 +395,8 @@ def test_a_model_that_fits_is_measured_only_as_a_whole():
 def test_a_model_larger_than_a_device_compiles_with_measured_costs(tmp_path, run_cli):
     path = saved(tmp_path / "here", chain(12, 64))
     out = tmp_path / "bundle"
-    ran = run_cli("compile", path, "-o", out, "--devices", "cpu:0,cpu:1", "--shape", "batch=2",
+    result = run_cli("compile", path, "-o", out, "--devices", "cpu:0,cpu:1", "--shape", "batch=2",
                   "--max-memory", "150KiB", "--placer", "fit")  # fmt: skip
-    assert ran.code == 0, ran.err
-    assert "C003" in ran.err
+    assert result.code == 0, result.err
+    assert "C003" in result.err
     assert run_cli("verify", out, "--against", path).code == 0

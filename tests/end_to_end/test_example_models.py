@@ -70,8 +70,8 @@ def test_bundles_of_real_architectures_are_valid_and_compute_the_same_as_the_mod
                 outputs = dict(zip([item.name for item in session.get_outputs()], session.run(None, feeds)))
             assert outputs.keys() == expected.keys()
             for output, want in expected.items():
-                found = compare_output(output, outputs[output], want)
-                assert found.equal, f"{name}, {placer}, {devices} devices: {found}"
+                difference = compare_output(output, outputs[output], want)
+                assert difference.equal, f"{name}, {placer}, {devices} devices: {difference}"
                 assert np.ptp(want.astype(np.float64)) > 0, "a constant output would prove nothing"
             if classes not in costs:
                 costs[classes] = shutil.copy(bundle.path / "costs.json", tmp_path / f"costs-{devices}.json")

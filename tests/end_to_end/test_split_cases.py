@@ -1,4 +1,4 @@
-"""What makes cutting a model hard, one small model each, cut between every two nodes and run for real."""
+"""Difficult cases of splitting: small models, split between every two nodes and run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Check = Callable[..., list[Bundle]]
 
 @pytest.fixture
 def check(tmp_path: Path) -> Check:
-    """Compile a model with its nodes on two devices by turns, as it is and optimised; compare all outputs with it."""
+    """Compile a model with nodes alternating between two devices, plain and optimised; compare all outputs."""
 
     def run(
         model: str | ModelProto,
@@ -61,14 +61,14 @@ def parsed(model: str | ModelProto) -> ModelProto:
 
 
 def check_elsewhere(model: str, folder: Path, feeds: Feeds) -> None:
-    """Compile and compare as `check` does, but run the bundle in a process of its own, which may crash."""
+    """Compile and compare like `check`, with the bundle in a process of its own, which may crash."""
     bundle = compiled_with(parsed(model), ALTERNATING, folder, optimized=False)
-    given, made = folder / "given.npz", folder / "made.npz"
-    np.savez(given, **feeds)
-    command = [sys.executable, "-m", "onnxplace", "run", bundle.path, "--inputs", given, "--outputs", made]
+    inputs, outputs = folder / "given.npz", folder / "made.npz"
+    np.savez(inputs, **feeds)
+    command = [sys.executable, "-m", "onnxplace", "run", bundle.path, "--inputs", inputs, "--outputs", outputs]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    with np.load(made) as results:
+    with np.load(outputs) as results:
         assert_same([results[item.name] for item in bundle.outputs], reference(parsed(model), [feeds])[0])
 
 
@@ -946,7 +946,7 @@ def test_constants_in_an_external_file_are_read(tmp_path: Path):
 
 
 def test_a_long_vector_is_not_mistaken_for_a_shape(tmp_path: Path):
-    """Onnx's shape inference would follow each of its elements, and run out of memory."""
+    """The shape inference of onnx would follow each of its elements, and run out of memory."""
     text = "g (float[8000000] x) => (float[8000000] y) { a = Relu(x) b = Neg(a) c = Add(a, b) y = Mul(c, b) }"
     (tmp_path / "long.onnx").write_bytes(parsed(text).SerializeToString())
     types = load(tmp_path / "long.onnx").types

@@ -1,4 +1,4 @@
-"""The zoo's driver on models made by hand; where torch and transformers are installed, also models of theirs."""
+"""The zoo's driver on handmade models, and on models of torch and transformers if they are installed."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -15,14 +15,14 @@ STEPS = 12
 
 
 def chain(path, scale=0.9, state=False):
-    """Write a model of `STEPS` products, each with a Tanh; its state, if it has one, adds up what they end in."""
+    """Write a model of `STEPS` products, each with a Tanh; its state, if it has one, sums up their results."""
     nodes = " ".join(f"m{i} = MatMul(a{i}, w) a{i + 1} = Tanh(m{i})" for i in range(STEPS))
     inputs = "float[batch, 3] x" + (", float[batch, 3] past" if state else "")
     outputs = "float[batch, 3] y" + (", float[batch, 3] present" if state else "")
-    more = f" present = Add(a{STEPS}, past)" if state else ""
+    state_node = f" present = Add(a{STEPS}, past)" if state else ""
     model = parser.parse_model(
         f'<ir_version: 8, opset_import: ["": 17]> chain ({inputs}) => ({outputs}) '
-        f"{{ a0 = Identity(x) {nodes} y = Identity(a{STEPS}){more} }}"
+        f"{{ a0 = Identity(x) {nodes} y = Identity(a{STEPS}){state_node} }}"
     )
     weight = (np.arange(9, dtype=np.float32).reshape(3, 3) - 3) * scale / 6
     model.graph.initializer.append(numpy_helper.from_array(weight, "w"))
@@ -55,10 +55,10 @@ def test_states_are_carried_between_the_calls_of_a_run(tmp_path):
 
 
 def test_another_model_is_distinguished(tmp_path):
-    path, other = chain(tmp_path / "chain.onnx"), chain(tmp_path / "other.onnx", scale=0.8)
+    path, changed = chain(tmp_path / "chain.onnx"), chain(tmp_path / "other.onnx", scale=0.8)
     bundle = compiled(path, 2, RANDOM, RUNS[0][0], (), tmp_path / "bundle")
     assert compared(bundle, path, RUNS)["y"] < 1e-3
-    assert compared(bundle, other, RUNS)["y"] == float("inf")
+    assert compared(bundle, changed, RUNS)["y"] == float("inf")
 
 
 def test_a_failed_compile_is_reported_with_its_error(tmp_path):
@@ -95,7 +95,8 @@ def test_inputs_fit_the_axes_for_every_size(name):
             key: tuple(sizes.get(axis, axis) for axis in item.axes) for key, item in architecture.inputs.items()
         }
         assert all(
-            np.array_equal(array, again) for array, again in zip(made.values(), architecture.feeds(number).values())
+            np.array_equal(array, repeated)
+            for array, repeated in zip(made.values(), architecture.feeds(number).values())
         )
 
 
@@ -104,8 +105,8 @@ def test_later_calls_omit_the_cache_and_see_more_tokens():
     sizes = architecture.sizes[0]
     first, second, third = calls(architecture, 0)
     assert {key for key in first if key not in second} == {key for key in first if key.startswith("past_key_values.")}
-    seen = [call["attention_mask"].shape[1] for call in (first, second, third)]
-    assert seen == [sizes["past"] + step * sizes["seq"] for step in (1, 2, 3)]
+    lengths = [call["attention_mask"].shape[1] for call in (first, second, third)]
+    assert lengths == [sizes["past"] + step * sizes["seq"] for step in (1, 2, 3)]
 
 
 @pytest.mark.skipif(not (find_spec("torch") and find_spec("transformers")), reason="needs the extra [zoo]")

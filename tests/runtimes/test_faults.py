@@ -1,4 +1,4 @@
-"""What goes wrong while a bundle runs: timeouts, interrupts, callbacks that fail, dead workers, forks, the end."""
+"""Failures while a bundle runs: timeouts, interrupts, failing callbacks, dead workers, forks, the interpreter's end."""
 
 import copy
 import ctypes
@@ -27,7 +27,7 @@ from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from tests.support.endless import endless_bundle, expected, feeds
 
 ROOT = Path(__file__).parents[2]
-# Far more than anything here takes: what is not over by then hangs.
+# Far more than any test takes: whatever is still running then hangs.
 HUNG_SECONDS = 20
 
 
@@ -44,22 +44,22 @@ def session(bundle):
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """What was handed to `threading.excepthook`, which prints it for users."""
+def hook_errors(monkeypatch):
+    """Errors passed to `threading.excepthook`, which prints them for users."""
     errors = []
     monkeypatch.setattr(threading, "excepthook", lambda arguments: errors.append(arguments.exc_value))
     return errors
 
 
 def assert_expected(outputs, rounds):
-    for output, want in zip(outputs, expected(rounds), strict=True):
-        np.testing.assert_array_equal(output, want)
+    for output, reference in zip(outputs, expected(rounds), strict=True):
+        np.testing.assert_array_equal(output, reference)
 
 
 def wait_until(condition):
-    ends = time.monotonic() + HUNG_SECONDS
+    deadline = time.monotonic() + HUNG_SECONDS
     while not condition():
-        assert time.monotonic() < ends, "it hangs"
+        assert time.monotonic() < deadline, "it hangs"
         time.sleep(0.005)
 
 
@@ -107,11 +107,11 @@ def test_a_close_with_timeout_ends_runs_in_flight(bundle):
         session.run(None, feeds(1))
 
 
-def leave_block(bundle, kind, fed):
-    """Return the future of a run that was under way when an exception left the block of its session."""
+def leave_block(bundle, kind, inputs):
+    """Return the future of a run in flight when an exception left the block of its session."""
     try:
         with onnxplace.InferenceSession(bundle) as session:
-            future = session.submit(fed)
+            future = session.submit(inputs)
             raise kind
     except kind:
         return future
@@ -129,17 +129,17 @@ def test_leaving_a_block_by_an_error_waits_for_runs_in_flight(bundle):
 
 def test_a_worker_that_does_not_return_is_left_behind_with_a_warning(bundle, monkeypatch):
     monkeypatch.setattr(engine_module, "END_GRACE_SECONDS", 0.1)
-    come_back, at_it = threading.Event(), []
+    released, started = threading.Event(), []
     session = onnxplace.InferenceSession(bundle)
     engine = session._session.engine
     monkeypatch.setattr(
-        engine, "run_segment", lambda *arguments: (at_it.append(arguments), come_back.wait(HUNG_SECONDS))
+        engine, "run_segment", lambda *arguments: (started.append(arguments), released.wait(HUNG_SECONDS))
     )
     session.submit(feeds(1))
-    wait_until(lambda: len(at_it) == 2)
+    wait_until(lambda: len(started) == 2)
     with pytest.warns(RuntimeWarning, match=r"cpu:0, cpu:1 did not return .*its thread is left behind"):
         session.close(timeout=0)
-    come_back.set()
+    released.set()
     wait_until(lambda: not list_worker_threads())
 
 
@@ -147,30 +147,30 @@ def test_a_worker_that_does_not_return_is_left_behind_with_a_warning(bundle, mon
 
 
 @pytest.mark.parametrize("failure", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
-def test_a_callback_that_raises_an_exit_does_not_end_the_worker(session, told, failure):
+def test_a_callback_that_raises_an_exit_does_not_end_the_worker(session, hook_errors, failure):
     def fail(future):
         raise failure
 
-    future, heard = session.submit(feeds(20_000)), []
+    future, results = session.submit(feeds(20_000)), []
     future.add_done_callback(fail)
-    future.add_done_callback(lambda future: heard.append(future.result()))
+    future.add_done_callback(lambda future: results.append(future.result()))
     assert_expected([future.result(HUNG_SECONDS).outputs[name] for name in "yz"], 20_000)
     for rounds in range(1, 9):
         assert_expected(session.run(None, feeds(rounds), timeout=HUNG_SECONDS), rounds)
-    assert told == [failure]
-    assert len(heard) == 1, "the other callback is called all the same"
+    assert hook_errors == [failure]
+    assert len(results) == 1, "the other callback is called nevertheless"
 
 
-def test_an_error_in_a_callback_of_run_async_is_reported_and_the_next_one_is_called(session, told):
-    done, failure = threading.Event(), ValueError("mine")
+def test_an_error_in_a_callback_of_run_async_is_reported_and_the_next_one_is_called(session, hook_errors):
+    finished, failure = threading.Event(), ValueError("mine")
 
     def fail(outputs, error):
         raise failure
 
     session.run_async(None, feeds(1), fail)
-    session.run_async(None, feeds(1), lambda outputs, error: done.set())
-    assert done.wait(HUNG_SECONDS)
-    assert told == [failure]
+    session.run_async(None, feeds(1), lambda outputs, error: finished.set())
+    assert finished.wait(HUNG_SECONDS)
+    assert hook_errors == [failure]
 
 
 def test_a_refused_run_async_leaves_no_thread_behind(bundle):
@@ -180,37 +180,37 @@ def test_a_refused_run_async_leaves_no_thread_behind(bundle):
 
 
 def test_a_callback_on_a_worker_may_submit_and_close_but_not_run(bundle):
-    session, raised, again, done = onnxplace.InferenceSession(bundle), [], [], threading.Event()
+    session, raised, futures, finished = onnxplace.InferenceSession(bundle), [], [], threading.Event()
 
     def call(future):
         try:
             session.run(None, feeds(1))
         except onnxplace.ExecutionError as problem:
             raised.append(problem)
-        again.append(session.submit(feeds(2)))
+        futures.append(session.submit(feeds(2)))
         session.close()
-        done.set()
+        finished.set()
 
     session.submit(feeds(20_000)).add_done_callback(call)
-    assert done.wait(HUNG_SECONDS)
+    assert finished.wait(HUNG_SECONDS)
     assert raised[0].code == "X009"
-    assert_expected([again[0].result(HUNG_SECONDS).outputs[name] for name in "yz"], 2)
+    assert_expected([futures[0].result(HUNG_SECONDS).outputs[name] for name in "yz"], 2)
     session.close()
     assert not list_worker_threads()
 
 
 def test_a_callback_on_a_worker_may_submit_without_a_free_slot(session):
-    heard, done = [], threading.Event()
+    callback_futures, finished = [], threading.Event()
 
     def call(future):
-        heard.append(session.submit(feeds(1)))
-        done.set()
+        callback_futures.append(session.submit(feeds(1)))
+        finished.set()
 
     futures = [session.submit(feeds(20_000)) for _ in range(engine_module.MAX_IN_FLIGHT)]
     futures[0].add_done_callback(call)
-    more = [session.submit(feeds(10)) for _ in range(20)]
-    assert done.wait(HUNG_SECONDS)
-    for future in [*futures, *more, *heard]:
+    later_futures = [session.submit(feeds(10)) for _ in range(20)]
+    assert finished.wait(HUNG_SECONDS)
+    for future in [*futures, *later_futures, *callback_futures]:
         assert future.result(HUNG_SECONDS).outputs
 
 
@@ -263,15 +263,15 @@ def test_a_failure_without_message_is_reported_by_its_type(session, monkeypatch)
 
 @pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_a_session_cannot_be_copied_and_the_error_names_an_alternative(session, duplicate):
-    for held in (session, session._session):
+    for original in (session, session._session):
         with pytest.raises(onnxplace.UsageError, match=r"U055.*cannot be copied or pickled(.|\n)*pickle the bundle"):
-            duplicate(held)
+            duplicate(original)
 
 
 def test_a_bundle_can_be_pickled(bundle):
-    again = pickle.loads(pickle.dumps(bundle))
-    assert again == bundle
-    with onnxplace.InferenceSession(again) as session:
+    unpickled = pickle.loads(pickle.dumps(bundle))
+    assert unpickled == bundle
+    with onnxplace.InferenceSession(unpickled) as session:
         assert_expected(session.run(None, feeds(1)), 1)
 
 
@@ -279,7 +279,7 @@ def test_a_bundle_can_be_pickled(bundle):
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_gets_an_error_and_ends(session):
     assert_expected(session.run(None, feeds(1)), 1)
-    under_way = session.submit(feeds(None))
+    future = session.submit(feeds(None))
 
     def child():
         for call in (lambda: session.run(None, feeds(1)), lambda: session.submit(feeds(1))):
@@ -293,7 +293,7 @@ def test_a_forked_child_gets_an_error_and_ends(session):
     code = process.exitcode
     process.kill()
     assert code == 0
-    assert not under_way.done()
+    assert not future.done()
     session.close(timeout=0)
 
 
@@ -340,7 +340,7 @@ def test_an_interrupted_opening_leaves_no_thread(bundle, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")
-# An interrupt that comes while Python frees something is not raised but printed.
+# An interrupt while Python frees an object is printed, not raised.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_moment_of_a_run_leaves_a_session_that_works(bundle):
     assert threading.current_thread() is threading.main_thread()
@@ -415,7 +415,7 @@ def test_the_interpreter_ends_with_runs_in_flight(bundle, work, seconds):
     code, out, err = wait_for_end(start(bundle, f"{patch}\n{work}\nprint('end')"))
     assert (code, err) == (0, "")
     assert out in ("end\n", "end\nTrue\n", "True\nend\n")
-    assert ("True" in out) == ("run_async" in work), "callbacks of what came to its end are called"
+    assert ("True" in out) == ("run_async" in work), "callbacks of completed runs are called"
 
 
 def test_a_session_that_outlives_its_modules_touches_nothing(session, monkeypatch):
@@ -465,7 +465,7 @@ def test_an_interrupted_session_goes_on(bundle):
     assert wait_for_end(process) == (0, "[-0.0, -1.0, -2.0, -3.0]\n", "")
 
 
-# Stands in for a node that never ends, and cannot be told to: a lock that its own thread holds, without Python's.
+# Simulates a node that never ends: a thread that waits for a lock it holds itself, without the GIL.
 HANGING = """
     import ctypes
     from onnxplace.runtimes.execution import engine
@@ -503,7 +503,7 @@ def test_after_one_interrupt_a_message_suggests_a_second_one(bundle):
 
 # -------------------------------------------------------------------------------- opening, and what users' code raises
 
-# ONNX Runtime folds these products while it opens the model, for longer than anybody waits.
+# ONNX Runtime folds these products while it opens the model, for longer than any test waits.
 FOLDING = """
 <ir_version: 8, opset_import: ["" : 17]>
 folding_model (float[1] x) => (float[1200, 1200] y) {{
@@ -579,7 +579,7 @@ def test_the_interpreter_ends_while_daemon_threads_open_sessions(bundle):
 
 
 class AlarmError(Exception):
-    """What a user's signal handler raises."""
+    """An error raised by a user's signal handler."""
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")
