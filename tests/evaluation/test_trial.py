@@ -174,15 +174,15 @@ def find_untried_note(bundle, **changes):
     return trial.find_trial_obstacle(replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target})))
 
 
-def test_a_bundle_with_missing_devices_is_not_tried_out(compile_branches):
+def test_a_bundle_with_missing_devices_is_not_tried_out(branches_bundle):
     many = tuple(Device(f"cpu:{index}", 1 << 30) for index in range(4096))
-    note = find_untried_note(compile_branches, devices=many)
+    note = find_untried_note(branches_bundle, devices=many)
     assert note.code == "C020"
     assert "4096 cores" in note.message
     gpu = replace(Target(many[:2]).devices[0], id="cuda:99")
-    programs = {**compile_branches.manifest.programs, "cuda:99": compile_branches.manifest.programs["cpu:0"]}
-    manifest = compile_branches.manifest.model_copy(update={"programs": programs})
-    note = find_untried_note(replace(compile_branches, manifest=manifest), devices=(*many[:1], gpu))
+    programs = {**branches_bundle.manifest.programs, "cuda:99": branches_bundle.manifest.programs["cpu:0"]}
+    manifest = branches_bundle.manifest.model_copy(update={"programs": programs})
+    note = find_untried_note(replace(branches_bundle, manifest=manifest), devices=(*many[:1], gpu))
     assert note.where == "cuda:99"
 
 
@@ -199,8 +199,8 @@ def test_a_bundle_that_does_not_fit_into_memory_is_not_tried_out(model_file, tmp
 
 
 @pytest.fixture
-def compile_branches(compile_bundle):
-    return onnxplace.load(compile_bundle)
+def branches_bundle(compiled):
+    return onnxplace.load(compiled)
 
 
 def test_running_on_fewer_cores_than_compiled_for_is_noted(bundle_copy, run_cli):
