@@ -1,8 +1,8 @@
 """Run a bundle with ONNX Runtime: a worker thread per device, a session per segment, copies in between.
 
-Each worker follows its device's program, request after request, in the order of submission; so requests overlap
-across devices like a pipeline. Workers sleep while they wait. A failure ends its request everywhere. Requests that
-pass states on do not overlap: each begins when the one before it is over, since only then is it known to have worked.
+Each worker follows its device's program, request after request, in the order of submission; so requests overlap across
+devices like a pipeline. Workers sleep while they wait. A failure ends its request on all devices. Requests that pass
+states on do not overlap: each begins after the previous one has succeeded or failed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ class OnnxRuntime(Runtime):
     keeps_state: ClassVar[bool] = True
 
     def open(self, bundle: Bundle, *, trace: bool = False) -> RuntimeSession:
-        """Open all segments, then start the workers; raises before any thread starts if a device is missing."""
+        """Open all segments, then start the workers.
+
+        Raises TargetError before any thread starts if a device is missing.
+        """
         used = [device for device in bundle.target.devices if bundle.manifest.programs.get(device.id)]
-        instead = "" if bundle.manifest.states else "without it, `onnxplace run --runtime simulated` says what it takes"
+        alternative = "without it, `onnxplace run --runtime simulated` predicts the time"
         for device in used:
             if device.kind == "cuda":
-                require_cuda(device.id, instead)
+                require_cuda(device.id, "" if bundle.manifest.states else alternative)
         cpus = [device for device in bundle.target.devices if device.kind == "cpu"]
         cores = dict(zip([device.id for device in cpus], assign_cores([device.cores for device in cpus])))
         devices = {device.id: PlacedDevice(device.id, cores.get(device.id, ())) for device in used}
@@ -43,7 +46,7 @@ class OnnxRuntime(Runtime):
 
 
 class OnnxRuntimeSession(RuntimeSession):
-    """A handle on an engine, whose threads end when the handle is closed, forgotten, or never comes to be."""
+    """A handle on an engine, whose threads end when the handle is closed, deleted, or fails to open."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -53,21 +56,21 @@ class OnnxRuntimeSession(RuntimeSession):
         engine.start()
 
     def submit(self, feeds: Mapping[str, Array], also: Collection[str] = ()) -> Future[Result]:
-        """Start a request; blocks while the most requests allowed are under way."""
+        """Start a request; blocks while as many requests are in flight as allowed."""
         request = self.engine.request(feeds, also)
         self.engine.submit(request)
         return request.future
 
     def run(self, feeds: Mapping[str, Array], also: Collection[str] = (), timeout: float | None = None) -> Result:
-        """Return the result of a request; with nothing else under way, do one device's part in this thread."""
+        """Return the result of a request; with no other in flight, do one device's part in this thread."""
         return self.engine.run(self.engine.request(feeds, also), timeout)
 
     def reset_state(self) -> None:
-        """Forget states before the next request, and at once if nothing is under way."""
+        """Discard states before the next request, or at once if none is in flight."""
         self.engine.reset_state()
 
     def close(self, timeout: float | None = None) -> None:
-        """Let the workers finish what is under way and end."""
+        """Let the workers finish requests in flight, and end."""
         self.engine.close(timeout)
 
     def abandon(self) -> None:

@@ -14,18 +14,20 @@ from onnxplace.simulation import Simulation
 
 
 class Simulated(Runtime):
-    """The causal simulator over a bundle's segments; outputs are empty."""
+    """The event simulator over a bundle's segments; outputs are empty."""
 
     name: ClassVar[str] = "simulated"
     summary: ClassVar[str] = "run nothing; return the predicted timeline"
     keeps_state: ClassVar[bool] = True
 
     def open(self, bundle: Bundle, *, trace: bool = False) -> RuntimeSession:
-        """Return a session whose every request takes, on paper, what the manifest predicts."""
-        return _Session(bundle, trace)
+        """Return a session whose requests take the predicted time, without running anything."""
+        return SimulatedSession(bundle, trace)
 
 
-class _Session(RuntimeSession):
+class SimulatedSession(RuntimeSession):
+    """A session that returns predicted timelines."""
+
     def __init__(self, bundle: Bundle, trace: bool) -> None:
         self._bundle = bundle
         self._trace = trace
@@ -36,28 +38,39 @@ class _Session(RuntimeSession):
         if self._closed:
             raise ExecutionError("X002", "the session is closed", where=str(self._bundle.path))
         simulation = simulate_manifest(self._bundle.manifest)
-        events = _events(self._bundle, simulation) if self._trace else ()
+        events = _list_events(self._bundle, simulation) if self._trace else ()
         future: Future[Result] = Future()
         seconds = simulation.makespan_seconds + self._bundle.manifest.predicted.request_seconds
         future.set_result(Result({}, events, seconds))
         return future
 
     def close(self, timeout: float | None = None) -> None:
-        """There is nothing to stop."""
+        """Refuse further requests."""
         self._closed = True
 
 
-def _events(bundle: Bundle, simulation: Simulation) -> tuple[Event, ...]:
-    manifest, sent = bundle.manifest, simulation.transfers
+def _list_events(bundle: Bundle, simulation: Simulation) -> tuple[Event, ...]:
+    """Return runs and copies of a simulation, ordered by start."""
+    manifest, transfers = bundle.manifest, simulation.transfers
     names = list(manifest.values)
     events = [
         Event(
-            segment.device, "run", segment.id, float(simulation.start_seconds[i]), float(simulation.finish_seconds[i])
+            device=segment.device,
+            kind="run",
+            name=segment.id,
+            start_seconds=float(simulation.start_seconds[i]),
+            finish_seconds=float(simulation.finish_seconds[i]),
         )
         for i, segment in enumerate(manifest.segments)
     ]
     events += [
-        Event(bundle.target.devices[int(there)].id, "copy", names[int(value)], float(start), float(finish))
-        for value, there, start, finish in zip(sent.value, sent.destination, sent.start_seconds, sent.finish_seconds)
+        Event(
+            device=bundle.target.devices[int(transfers.destination[i])].id,
+            kind="copy",
+            name=names[int(transfers.value[i])],
+            start_seconds=float(transfers.start_seconds[i]),
+            finish_seconds=float(transfers.finish_seconds[i]),
+        )
+        for i in range(len(transfers.value))
     ]
     return tuple(sorted(events, key=lambda event: (event.start_seconds, event.device)))

@@ -1,4 +1,4 @@
-"""Bundles: the manifest, the files, and how they are put in place and checked."""
+"""Bundles: the manifest, the files, and how they are written and checked."""
 
 from typing import TYPE_CHECKING
 

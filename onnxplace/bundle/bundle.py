@@ -3,11 +3,12 @@
     bundle/manifest.json            devices, segments, values, programs, predictions, hashes
     bundle/costs.json               the costs it was compiled with
     bundle/segments/cpu0-000.onnx   plain ONNX, one per segment
-    bundle/segments/whole.onnx      the optimised model, uncut, over the same weights
+    bundle/segments/whole.onnx      the optimised model, unsplit, over the same weights
     bundle/segments/weights.bin     every weight once
 
 Compiled with `--link-weights`, it holds no weights: they stay in the model's own files, in or below the folder that
-the bundle is in. Nothing in a bundle is executed but ONNX, and no path in it may lead out of it, or of that folder.
+contains the bundle. Nothing in a bundle is executed except ONNX. No path in it may lead out of it, or out of that
+folder.
 """
 
 from __future__ import annotations
@@ -29,34 +30,40 @@ from onnxplace.feeds import Array, Declared, zero_feeds
 from onnxplace.target import Target
 from onnxplace.utils import find_moved_aside, open_input, parse_json, path_text
 
-FORMAT = "onnxplace bundle"
+BUNDLE_FORMAT = "onnxplace bundle"
 MANIFEST_FILE = "manifest.json"
 COSTS_FILE = "costs.json"
 SEGMENTS_FOLDER = "segments"
 WHOLE_MODEL_FILE = f"{SEGMENTS_FOLDER}/whole.onnx"
 WEIGHTS_FILE = "weights.bin"
-# Files up to this size are hashed whenever a bundle is opened; larger ones when all hashes are asked for.
-SMALL_BYTES = 16 << 20
+# Files up to this size are hashed whenever a bundle is opened; larger ones only with check="all".
+MAX_SMALL_FILE_BYTES = 16 << 20
 
 Check = Literal["small", "all"]
-DAMAGED = "the bundle is damaged; compile the model again"
-UNTRUSTED = "do not trust this bundle; compile the model again"
-# A manifest of 100 000 segments takes some 100 MiB.
+DAMAGED_HINT = "the bundle is damaged; compile the model again"
+UNTRUSTED_HINT = "do not trust this bundle; compile the model again"
+# A manifest of 100 000 segments takes about 100 MiB.
 MAX_MANIFEST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A compiled model: where it is and what its manifest says."""
+    """A compiled model: its folder and its manifest."""
 
     path: Path
     manifest: Manifest
 
     @staticmethod
     def open(path: str | Path, check: Check = "small") -> Bundle:
-        """Open a bundle; raises BundleError naming the file if anything is missing, altered, unsafe or too new."""
+        """Open a bundle and check its files.
+
+        Raises BundleError, naming the file, if anything is missing, altered, unsafe or too new.
+
+        >>> Bundle.open("bundle").manifest.predicted.step_seconds  # doctest: +SKIP
+        """
         if check not in get_args(Check):
-            raise UsageError("U051", f"no such check: {check!r}", where="load", hint="'small' or 'all'")
+            message = f"expected the check 'small' or 'all', got {check!r}"
+            raise UsageError("U051", message, where="load", hint="'small' hashes small files only, 'all' every file")
         path = Path(path)
         manifest = _read_manifest(path)
         bundle = Bundle(path, manifest)
@@ -65,38 +72,38 @@ class Bundle:
             for name, link in manifest.linked.items():
                 _check_link(bundle.linked_file(name), link, check)
         except OSError as problem:
-            message = f"a file that the manifest names cannot be read: {problem.strerror}"
-            raise BundleError("N002", message, where=str(problem.filename or path), hint=DAMAGED) from None
+            message = f"a file listed in the manifest cannot be read: {problem.strerror}"
+            raise BundleError("N002", message, where=str(problem.filename or path), hint=DAMAGED_HINT) from None
         weights = f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"
         for name in (WHOLE_MODEL_FILE, weights, *(segment.file for segment in manifest.segments)):
             if name not in manifest.files:
                 raise BundleError(
-                    "N006", f"{name!r} is not among the files of the manifest", where=str(path / MANIFEST_FILE)
+                    "N006", f"expected {name!r} among the files of the manifest", where=str(path / MANIFEST_FILE)
                 )
         check_programs(manifest, path / MANIFEST_FILE)
         return bundle
 
     def file(self, name: str) -> Path:
         """Return the path of a file in the bundle; raises BundleError if the name leads outside."""
-        return self._below(self._root, name, "the bundle")
+        return self._resolve_inside(self._root, name, "the bundle")
 
     def check_files(self, *names: str, check: Check = "all") -> None:
-        """Raise BundleError unless these files of the bundle are what the compiler wrote."""
+        """Raise BundleError unless these files are as the compiler wrote them."""
         for name in names:
             _check_file(self.file(name), self.manifest.files[name], check)
 
     def linked_file(self, name: str) -> Path:
-        """Return the path of a weights file beside the bundle; raises BundleError if the name leads elsewhere."""
-        return self._below(self._root.parent, name, "the folder that the bundle is in")
+        """Return the path of a linked weights file; raises BundleError if the name leads elsewhere."""
+        return self._resolve_inside(self._root.parent, name, "the folder that contains the bundle")
 
-    def _below(self, folder: Path, name: str, what: str) -> Path:
+    def _resolve_inside(self, folder: Path, name: str, folder_text: str) -> Path:
         unsafe = "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts
         if unsafe or not (folder / name).resolve().is_relative_to(folder):
             raise BundleError(
                 "N005",
-                f"it names a file outside {what}: {name!r}",
+                f"it names a file outside {folder_text}: {name!r}",
                 where=str(self.path / MANIFEST_FILE),
-                hint=UNTRUSTED,
+                hint=UNTRUSTED_HINT,
             )
         return (self.path if folder == self._root else folder) / name
 
@@ -106,12 +113,12 @@ class Bundle:
 
     @property
     def session_entries(self) -> dict[str, str]:
-        """Return the options with which ONNX Runtime finds the weights of the bundle's segments."""
-        return external_folder(self._root.parent) if self.manifest.linked else {}
+        """Return the session options by which ONNX Runtime finds linked weights."""
+        return external_data_options(self._root.parent) if self.manifest.linked else {}
 
     @property
     def target(self) -> Target:
-        """Return the devices and links it was compiled for."""
+        """Return the devices and links that the bundle was compiled for."""
         return self.manifest.target.target()
 
     @property
@@ -126,20 +133,24 @@ class Bundle:
 
     @property
     def returned(self) -> list[Declared]:
-        """Return the outputs that a run gives back unasked: all but states."""
-        kept = {item.output for item in self.manifest.states}
-        return [item for item in self.outputs if item.name not in kept]
+        """Return the outputs that a run returns by default: all except states."""
+        state_outputs = {item.output for item in self.manifest.states}
+        return [item for item in self.outputs if item.name not in state_outputs]
 
     @property
     def state_inputs(self) -> list[Declared]:
-        """Return the inputs that take their value from the call before, unless they are fed."""
-        taken = {item.input for item in self.manifest.states}
-        return [item for item in self.inputs if item.name in taken]
+        """Return the inputs that default to values of the previous call."""
+        state_inputs = {item.input for item in self.manifest.states}
+        return [item for item in self.inputs if item.name in state_inputs]
 
     def zero_states(self, **sizes: int) -> dict[str, Array]:
-        """Return zeros to begin with, by state input; `sizes` are those of symbolic dimensions.
+        """Return zeros for the first call, by state input.
 
-        Raises FeedError listing the dimensions that have no size.
+        Args:
+            sizes: sizes of symbolic dimensions, by name.
+
+        Raises:
+            FeedError: listing the dimensions that have no size.
 
         >>> session.run(None, {"tokens": prompt, **bundle.zero_states(batch=1, past=0)})  # doctest: +SKIP
         """
@@ -149,20 +160,20 @@ class Bundle:
 def _read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST_FILE
     if not os.path.lexists(file):
-        hint = "`onnxplace compile MODEL -o DIR` makes one"
+        hint = "`onnxplace compile MODEL -o DIR` writes one"
         if aside := find_moved_aside(path):
-            hint = f"a compile that was interrupted moved it to {aside}; move it back, or compile again, which does so"
+            hint = f"an interrupted compile moved it to {aside}; move it back, or compile again, which restores it"
         raise BundleError("N001", "not a bundle: it has no manifest.json", where=path_text(path), hint=hint)
     data = _parse_manifest(path, file)
     version = data.get("schema_version") if isinstance(data, dict) else None
-    if not isinstance(version, str) or not _VERSION.fullmatch(version):
+    if not isinstance(version, str) or not _VERSION_PATTERN.fullmatch(version):
         raise BundleError(
-            "N002", f"expected a schema_version such as {SCHEMA_VERSION!r}", where=str(file), hint=DAMAGED
+            "N002", f"expected a schema_version such as {SCHEMA_VERSION!r}", where=str(file), hint=DAMAGED_HINT
         )
     if int(version.partition(".")[0]) > int(SCHEMA_VERSION.partition(".")[0]):
         raise BundleError(
             "N003",
-            f"the bundle has format {version}, this onnxplace reads up to {SCHEMA_VERSION}",
+            f"expected format {SCHEMA_VERSION} or older, the bundle has {version}",
             where=str(file),
             hint="update onnxplace, or compile the model again",
         )
@@ -172,88 +183,91 @@ def _read_manifest(path: Path) -> Manifest:
         return manifest
     except TargetError as problem:
         raise BundleError(
-            "N002", f"its devices cannot be: {problem.message}", where=f"{file}, {problem.where}", hint=DAMAGED
+            "N002", f"its devices are invalid: {problem.message}", where=f"{file}, {problem.where}", hint=DAMAGED_HINT
         ) from None
     except ValidationError as problem:
         first = problem.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise BundleError("N002", f"the manifest is malformed at {place!r}: {first['msg']}", where=str(file)) from None
+        field = ".".join(str(part) for part in first["loc"])
+        raise BundleError("N002", f"the manifest is malformed at {field!r}: {first['msg']}", where=str(file)) from None
 
 
-_VERSION = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}")
+_VERSION_PATTERN = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}")
 
 
 def _parse_manifest(path: Path, file: Path) -> Any:
-    """Return what is in a manifest; raises BundleError for what is none, or no file of the bundle's own."""
+    """Return a manifest's JSON; raises BundleError if the file is not JSON or lies outside the bundle."""
     try:
         if not file.resolve().is_relative_to(path.resolve()):
-            raise BundleError("N005", "it is a link out of the bundle", where=str(file), hint=UNTRUSTED)
+            raise BundleError("N005", "it is a link out of the bundle", where=str(file), hint=UNTRUSTED_HINT)
         with open_input(file, "N002") as stream:
             if (size := os.fstat(stream.fileno()).st_size) > MAX_MANIFEST_BYTES:
-                message = f"expected at most {MAX_MANIFEST_BYTES} bytes, it has {size}"
-                raise BundleError("N002", message, where=str(file), hint=UNTRUSTED)
+                message = f"expected at most {MAX_MANIFEST_BYTES} bytes, got {size}"
+                raise BundleError("N002", message, where=str(file), hint=UNTRUSTED_HINT)
             return parse_json(stream.read(MAX_MANIFEST_BYTES), "N002", "a manifest", str(file))
     except BundleError:
         raise
     except InputError as problem:
-        raise BundleError(problem.code, problem.message, where=problem.where, hint=DAMAGED) from None
+        raise BundleError(problem.code, problem.message, where=problem.where, hint=DAMAGED_HINT) from None
     except (OSError, ValueError, RuntimeError) as problem:  # RuntimeError: links in a circle, before Python 3.13
         reason = problem.strerror if isinstance(problem, OSError) else problem
-        raise BundleError("N002", f"the manifest cannot be read: {reason}", where=str(file), hint=DAMAGED) from None
+        raise BundleError(
+            "N002", f"the manifest cannot be read: {reason}", where=str(file), hint=DAMAGED_HINT
+        ) from None
 
 
 def _check_file(file: Path, record: FileRecord, check: Check) -> None:
+    """Raise BundleError unless a file has the recorded size and, if `check` demands it, the recorded hash."""
     if file.exists() and not file.is_file():
-        raise BundleError("N004", "expected a regular file of the bundle", where=str(file), hint=DAMAGED)
+        raise BundleError("N004", "expected a regular file of the bundle", where=str(file), hint=DAMAGED_HINT)
     if not file.is_file():
-        raise BundleError("N004", "this file of the bundle is missing", where=str(file))
+        raise BundleError("N004", "this file of the bundle is missing", where=str(file), hint=DAMAGED_HINT)
     size = file.stat().st_size
     if size != record.bytes:
         raise BundleError(
             "N007",
-            f"this file has {size} bytes, the manifest says {record.bytes}",
+            f"expected {record.bytes} bytes, as the manifest says, got {size}",
             where=str(file),
-            hint="it was altered or cut; compile the model again",
+            hint="it was altered or truncated; compile the model again",
         )
-    if (check == "all" or size <= SMALL_BYTES) and sha256_of(file) != record.sha256:
+    if (check == "all" or size <= MAX_SMALL_FILE_BYTES) and compute_sha256(file) != record.sha256:
         raise BundleError(
             "N007",
-            "this file is not what the compiler wrote: its SHA-256 differs",
+            "this file changed since the compile: its SHA-256 differs",
             where=str(file),
             hint="it was altered; compile the model again",
         )
 
 
 def _check_link(file: Path, link: LinkRecord, check: Check) -> None:
-    """Raise BundleError unless a linked weights file is what it was when the model was compiled."""
-    hint = "compile the model again, or put back the file that was there then"
+    """Raise BundleError if a linked weights file changed since the compile."""
+    hint = "compile the model again, or restore the file as it was then"
     if not file.is_file():
-        hint = "keep the bundle and the model's weights in the folder in which it was compiled, or compile again"
+        hint = "keep the bundle and the model's weights in the folder where it was compiled, or compile again"
         raise BundleError(
             "N010", "this weights file, to which the bundle refers, is missing", where=str(file), hint=hint
         )
-    about = file.stat()
-    if about.st_size != link.bytes:
-        message = f"this weights file changed since the compile: it has {about.st_size} bytes, then {link.bytes}"
+    status = file.stat()
+    if status.st_size != link.bytes:
+        message = f"this weights file changed since the compile: expected {link.bytes} bytes, got {status.st_size}"
         raise BundleError("N009", message, where=str(file), hint=hint)
     # A copy, or a file that was only touched, has another time and the same bytes.
-    if (check == "all" or about.st_mtime_ns != link.mtime_ns) and sha256_of(file) != link.sha256:
+    if (check == "all" or status.st_mtime_ns != link.mtime_ns) and compute_sha256(file) != link.sha256:
         message = "this weights file changed since the compile: its SHA-256 differs"
         raise BundleError("N009", message, where=str(file), hint=hint)
 
 
 def describe_linked_file(file: Path) -> LinkRecord:
     """Describe a weights file as it is now; reads it once."""
-    about = file.stat()
-    return LinkRecord(sha256=sha256_of(file), bytes=about.st_size, mtime_ns=about.st_mtime_ns)
+    status = file.stat()
+    return LinkRecord(sha256=compute_sha256(file), bytes=status.st_size, mtime_ns=status.st_mtime_ns)
 
 
-def external_folder(folder: Path) -> dict[str, str]:
+def external_data_options(folder: Path) -> dict[str, str]:
     """Return the session option that makes ONNX Runtime look for external data below `folder`."""
     return {"session.model_external_initializers_file_folder_path": str(folder)}
 
 
-def sha256_of(file: Path) -> str:
-    """Return the SHA-256 of a file, read piece by piece."""
+def compute_sha256(file: Path) -> str:
+    """Return the SHA-256 of a file, without loading it whole."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""The manifest of a bundle: its records, as pydantic models, and their JSON Schema."""
+"""The manifest of a bundle: its records as pydantic models, and their JSON Schema."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Shape = Annotated[tuple[Dimension | str | None, ...], Field(max_length=MAX_RANK)
 
 
 class Record(BaseModel):
-    """A part of the manifest: unknown fields, of a newer minor version, are passed over; nothing is altered."""
+    """A part of the manifest; unknown fields, of a newer minor version, are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -52,27 +52,27 @@ class OutputRecord(Record):
 
 
 class StateRecord(Record):
-    """A value that one call hands to the next: what `output` returned is what `input` takes, unless it is fed."""
+    """A carried state: `input` takes the value that `output` had in the previous call, unless it is fed."""
 
     output: str
     input: str
     device: str
-    """Where it stays between calls."""
+    """The device that keeps it between calls."""
 
 
 class ValueRecord(Record):
-    """A value that crosses the border of a segment."""
+    """A value that enters or leaves a segment."""
 
     dtype: str
     shape: Shape | None
     bytes: Bytes
     producer: str | None
-    """The segment that makes it; None for an input of the model."""
+    """The segment that computes it; None for an input of the model."""
     readers: tuple[str, ...]
 
 
 class SegmentRecord(Record):
-    """A piece of the model that one device runs in one call."""
+    """A part of the model that one device runs in one call."""
 
     id: str
     file: str
@@ -81,7 +81,7 @@ class SegmentRecord(Record):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     seconds: Seconds
-    """Predicted, the overhead of the call included; as measured if there was a trial."""
+    """Predicted time, the overhead of the call included; measured if there was a trial."""
     weights_bytes: Bytes
     workspace_bytes: Bytes
 
@@ -96,63 +96,63 @@ class Step(Record):
 
 
 class RepeatRecord(Record):
-    """Equal layers of the model, one after the other: measured as one."""
+    """Consecutive equal layers of the model, of which one was measured."""
 
     count: Annotated[int, Field(ge=2)]
     nodes: Bytes
-    """Of one layer."""
+    """Nodes of one layer."""
     first: str
     """The first node of the first layer."""
 
 
 class Predicted(Record):
-    """What the compiler expects of one step."""
+    """The compiler's prediction for one inference."""
 
     step_seconds: Seconds
     """From the call to the last output, one request at a time."""
     single_device_seconds: Seconds
-    """The best single device, whether it fits there or not."""
+    """On the best single device, whether the model fits there or not."""
     single_device_fits: bool = True
     """Whether the whole model would fit on one device."""
     lower_bound_seconds: Seconds
-    """No placement on these devices takes less, by the costs of nodes; at most what this one took in its trial."""
+    """Lower bound over all placements, by the costs of nodes; at most the time of this one in its trial."""
     interval_seconds: Seconds
     """Between two results, with requests in flight on all devices: the largest load of a device or a channel."""
     running_bytes: Bytes = 0
-    """What the process takes while it runs steps, one at a time, itself included; 0 where it was not predicted."""
+    """Memory of the whole process while it runs one request at a time; 0 where it was not predicted."""
     opening_bytes: Bytes = 0
-    """What it takes at most while it opens sessions; 0 where it was not predicted."""
+    """Peak memory of the process while it opens sessions; 0 where it was not predicted."""
     request_seconds: Seconds = 0
     """Part of a step before its first segment begins and after its last one ends."""
 
 
 class TrialRecord(Record):
-    """What came out when the bundle was run right after it was compiled; its segments' times are from there."""
+    """Measurements of the bundle right after it was compiled, from which its segments' times are."""
 
     step_seconds: Seconds
-    """The median step."""
+    """Median time of a request."""
     planned_seconds: Seconds
-    """What the costs of the nodes had foretold."""
+    """Predicted from the costs of the nodes."""
     requests: Bytes
-    """How many counted."""
+    """Number of requests that counted."""
     waiting: Annotated[float, Field(ge=0, le=1)]
-    """Which share of their time threads waited for a core."""
+    """Share of their time in which threads waited for a core."""
 
 
 class DeviceRecord(Record):
-    """What the compiler expects of one device in one step."""
+    """The compiler's prediction for one device in one inference."""
 
     id: str
     nodes: Bytes
     compute_seconds: Seconds
     weights_bytes: Bytes
     peak_bytes: Bytes
-    """Of weights, each once, and values: what the limit bounds."""
+    """Of weights, each once, and values; bounded by the limit."""
     limit_bytes: Bytes
     process_bytes: Bytes = 0
-    """What it takes of a process alone: sessions with their copies of weights, values, and holes between them.
+    """Memory of a process that runs this device alone: sessions with copies of weights, values, and fragmentation.
 
-    Several CPU devices of a process share one arena, and its holes. 0 on GPUs.
+    Several CPU devices of a process share one arena, and its fragmentation. 0 on GPUs.
     """
 
 
@@ -170,7 +170,7 @@ class LinkRecord(FileRecord):
 
 
 class TargetRecord(Record):
-    """The devices and links it was compiled for."""
+    """The devices and links that the bundle was compiled for."""
 
     devices: tuple[Device, ...]
     links: tuple[Link, ...]
@@ -178,11 +178,12 @@ class TargetRecord(Record):
     shared: tuple[Shared, ...] = ()
 
     def target(self) -> Target:
+        """Return them as a target; raises TargetError if they are invalid."""
         return Target(self.devices, self.links, self.link_model, self.shared)
 
 
 class DiagnosticRecord(Record):
-    """Something the compiler had to say."""
+    """A note or warning of the compiler."""
 
     code: str
     message: str
@@ -191,15 +192,15 @@ class DiagnosticRecord(Record):
 
 
 class Manifest(Record):
-    """Everything a runtime needs to know about a bundle, and where the bundle came from."""
+    """Everything a runtime needs to know about a bundle, and the bundle's origin."""
 
     format: Literal["onnxplace bundle"] = "onnxplace bundle"
-    """By which a folder is known as a bundle; the first ones did not say it."""
+    """Marks a folder as a bundle; missing in the first bundles."""
     schema_version: str
     model: str
     model_digest: str
     dimensions: dict[str, Dimension]
-    """What symbolic dimensions were bound to for the costs; others can be run."""
+    """Sizes of symbolic dimensions that the costs assume; other sizes can be run."""
     pipeline: str
     placer: str
     versions: dict[str, str]
@@ -207,41 +208,45 @@ class Manifest(Record):
     inputs: tuple[InputRecord, ...]
     outputs: tuple[OutputRecord, ...]
     states: tuple[StateRecord, ...] = ()
-    """Values kept from call to call; since format 1.1."""
+    """Values carried from call to call; since format 1.1."""
     segments: tuple[SegmentRecord, ...]
     values: dict[str, ValueRecord]
     programs: dict[str, tuple[Step, ...]]
     predicted: Predicted
     trial: TrialRecord | None = None
-    """None if it was not run: where its devices are not here, or its costs were not measured."""
+    """None if it was not run: if its devices are missing here, or its costs were not measured."""
     devices: tuple[DeviceRecord, ...]
     transfers: Bytes
     transfer_bytes: Bytes
     diagnostics: tuple[DiagnosticRecord, ...]
     files: dict[str, FileRecord]
     custom_operators: tuple[str, ...] = ()
-    """Those that ONNX Runtime has not, as `domain.Name`: they need a library; since format 1.1."""
+    """Operators that ONNX Runtime lacks, as `domain.Name`; they need a library; since format 1.1."""
     repeats: tuple[RepeatRecord, ...] = ()
     linked: dict[str, LinkRecord] = {}
-    """Weights files that the segments refer to, by their path below the folder that the bundle is in."""
+    """Weights files that the segments refer to, by their path below the folder that contains the bundle."""
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of manifest.json, each field with what is written about it."""
+    """Return the JSON Schema of manifest.json, with a description of each field.
+
+    >>> json_schema()["title"]
+    'Manifest'
+    """
     schema = Manifest.model_json_schema()
     parts = {Manifest.__name__: schema, **schema["$defs"]}
-    for plain in (Device, Link, Shared):  # dataclasses: pydantic before 2.13 leaves out what is written about them
-        parts[plain.__name__]["description"] = inspect.getdoc(plain)
-    for kind in (Device, Link, Shared, *_records(Record)):
-        # pydantic could do this as well, but as soon as the classes are made, which takes 30 ms of each start.
-        for name, about in read_field_docs(kind).items():
-            if name in parts.get(kind.__name__, {}).get("properties", {}):
-                parts[kind.__name__]["properties"][name]["description"] = about
+    for dataclass_type in (Device, Link, Shared):  # pydantic before 2.13 leaves out docstrings of dataclasses
+        parts[dataclass_type.__name__]["description"] = inspect.getdoc(dataclass_type)
+    for record_type in (Device, Link, Shared, *_iterate_records(Record)):
+        # pydantic could do this as well, but as soon as the classes are defined, which takes 30 ms of each start.
+        for name, description in read_field_docs(record_type).items():
+            if name in parts.get(record_type.__name__, {}).get("properties", {}):
+                parts[record_type.__name__]["properties"][name]["description"] = description
     return schema
 
 
-def _records(kind: type[Record]) -> Iterator[type[Record]]:
-    """Yield all that derive from a record."""
-    for derived in kind.__subclasses__():
+def _iterate_records(record_type: type[Record]) -> Iterator[type[Record]]:
+    """Yield all classes that derive from a record, directly or not."""
+    for derived in record_type.__subclasses__():
         yield derived
-        yield from _records(derived)
+        yield from _iterate_records(derived)

@@ -1,7 +1,7 @@
-"""Run the programs of a bundle on paper: whatever passes here cannot hang, and finds every value it needs.
+"""Check a bundle's programs by a dry run: programs that pass cannot hang, and find every value they need.
 
-Each value has one producer and crosses at most once to each device, so that programs that run to their ends in one
-order do so in every order (a Kahn process network): what is checked here is what any runtime does.
+Each value has one producer and crosses at most once to each device. So programs that run to their ends in one order do
+so in every order (a Kahn process network): the check holds for any runtime.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 
 def check_programs(manifest: Manifest, where: Path) -> None:
-    """Raise BundleError, naming device and step, unless all programs run to their ends and every output is left.
+    """Raise BundleError unless all programs run to their ends and produce every output.
 
-    Takes time in proportion to the number of steps.
+    The error names device and step. Takes time proportional to the number of steps.
     """
     try:
-        _Paper(manifest).run()
+        _DryRun(manifest).run()
     except ValueError as problem:
         raise BundleError(
             "N008", f"its programs cannot run: {problem}", where=str(where), hint="the bundle is damaged; compile again"
         ) from None
 
 
-class _Paper:
-    """Every device's values by name, what is on its way between them, and how far each program has come."""
+class _DryRun:
+    """A run without computation: values present on each device, values in transit, and each program's position."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -38,21 +38,21 @@ class _Paper:
         self.inputs = {item.name for item in manifest.inputs}
         self.devices = {device.id for device in manifest.target.devices}
         self.values: dict[str, set[str]] = {device: set() for device in self.devices}
-        """By device, what is there: at first, the inputs of the model that its segments read."""
+        """Device -> values present there: at first, the inputs of the model that its segments read."""
         for segment in manifest.segments:
             if segment.device in self.values:
                 self.values[segment.device] |= self.inputs.intersection(segment.inputs)
         self.producers: dict[str, str] = {}
-        """Value -> the device that makes it."""
+        """Value -> the device that computes it."""
         self.sent: dict[tuple[str, str], str] = {}
         """(value, device it goes to) -> device it comes from."""
         self.received: set[tuple[str, str]] = set()
         self.waiting: dict[str, Step] = {}
-        """Device -> the receive that it waits at."""
+        """Device -> the receive step at which it waits."""
         self.ran: set[str] = set()
 
     def run(self) -> None:
-        """Run all programs; raises ValueError saying what is wrong with them."""
+        """Run all programs; raises ValueError describing the first fault."""
         self._check_names()
         self._check_values()
         programs = {device: iter(program) for device, program in self.manifest.programs.items()}
@@ -65,29 +65,29 @@ class _Paper:
         self._check_end()
 
     def _advance(self, device: str, programs: Mapping[str, Iterator[Step]]) -> list[str]:
-        """Run a device's program until it waits or ends; returns the devices that need not wait any more."""
-        freed = []
+        """Run a device's program until it waits or ends; returns the devices that stop waiting."""
+        released = []
         step = self.waiting.pop(device, None) or next(programs[device], None)
         while step is not None:
             if step.op == "receive" and (step.value, device) not in self.sent:
                 self.waiting[device] = step
                 break
-            self._do(device, step)
+            self._execute(device, step)
             waits_at = self.waiting.get(step.peer) if step.op == "send" else None
             if waits_at is not None and waits_at.value == step.value:
-                freed.append(step.peer)
+                released.append(step.peer)
             step = next(programs[device], None)
-        return freed
+        return released
 
-    def _do(self, device: str, step: Step) -> None:
-        """Do a step on paper; raises ValueError if it cannot be done."""
+    def _execute(self, device: str, step: Step) -> None:
+        """Simulate a step; raises ValueError if it is impossible."""
         values = self.values[device]
         if step.op == "run":
             self._run(device, step)
         elif step.op == "receive":
             self._receive(device, step)
         elif step.value not in values:
-            raise ValueError(f"{device} is to {step.op} {step.value!r}, which is not there")
+            raise ValueError(f"{device} is to {step.op} {step.value!r}, which it does not have")
         elif step.op == "send":
             self._send(device, step)
         else:
@@ -96,21 +96,26 @@ class _Paper:
     def _run(self, device: str, step: Step) -> None:
         segment = self.segments.get(step.segment)
         if segment is None or segment.device != device or step.segment in self.ran:
-            raise ValueError(f"{device} is to run segment {step.segment!r}, which is not there, not its own, or done")
+            raise ValueError(
+                f"{device} is to run segment {step.segment!r}, which does not exist, belongs to another device, or has "
+                "run already"
+            )
         for name in segment.inputs:
             if name not in self.values[device]:
-                raise ValueError(f"segment {segment.id} on {device} needs {name!r}, which is not there")
+                raise ValueError(f"segment {segment.id} on {device} needs {name!r}, which {device} does not have")
         self.ran.add(segment.id)
         self.values[device].update(segment.outputs)
 
     def _send(self, device: str, step: Step) -> None:
         if step.peer not in self.devices or step.peer == device:
-            raise ValueError(f"{device} is to send {step.value!r} to {step.peer!r}")
+            raise ValueError(f"{device} is to send {step.value!r} to {step.peer!r}, expected another device")
         if step.value in self.inputs:
-            raise ValueError(f"{device} is to send {step.value!r}, an input of the model, which each device is fed")
+            raise ValueError(
+                f"{device} is to send {step.value!r}, an input of the model, which is fed to each device instead"
+            )
         if (step.value, step.peer) in self.sent:
-            both = f"{self.sent[step.value, step.peer]} and {device}"
-            raise ValueError(f"{step.value!r} is sent to {step.peer} twice, by {both}")
+            senders = f"{self.sent[step.value, step.peer]} and {device}"
+            raise ValueError(f"{step.value!r} is sent to {step.peer} twice, by {senders}")
         self.sent[step.value, step.peer] = device
 
     def _receive(self, device: str, step: Step) -> None:
@@ -118,47 +123,47 @@ class _Paper:
         if step.peer != source:
             raise ValueError(f"{device} is to receive {step.value!r} from {step.peer!r}, but {source} sends it")
         if (step.value, device) in self.received or step.value in self.values[device]:
-            raise ValueError(f"{device} is to receive {step.value!r}, which it has had already")
+            raise ValueError(f"{device} is to receive {step.value!r}, which it has already received or computed")
         self.received.add((step.value, device))
         self.values[device].add(step.value)
 
     def _check_names(self) -> None:
-        """Raise ValueError unless devices are there and each segment and value has one maker."""
+        """Raise ValueError unless devices exist and each segment, input and value is defined once."""
         for device in self.manifest.programs:
             if device not in self.devices:
-                raise ValueError(f"there is no device {device!r}")
+                raise ValueError(f"the target has no device {device!r}")
         if len(self.segments) < len(self.manifest.segments):
-            raise ValueError("two segments have one id")
+            raise ValueError("two segments have the same id")
         if len(self.inputs) < len(self.manifest.inputs):
-            raise ValueError("two inputs have one name")
+            raise ValueError("two inputs have the same name")
         for segment in self.manifest.segments:
             for name in segment.outputs:
                 if name in self.producers or name in self.inputs:
-                    raise ValueError(f"value {name!r} is made twice, the second time by segment {segment.id}")
+                    raise ValueError(f"value {name!r} has two producers, the second is segment {segment.id}")
                 self.producers[name] = segment.device
 
     def _check_values(self) -> None:
         outputs = {segment.id: set(segment.outputs) for segment in self.manifest.segments}
         for name, value in self.manifest.values.items():
             if value.producer is not None and name not in outputs.get(value.producer, ()):
-                raise ValueError(f"value {name!r} is said to be made by {value.producer!r}, which does not")
+                raise ValueError(f"value {name!r} names the producer {value.producer!r}, which does not compute it")
 
     def _check_end(self) -> None:
-        if left := set(self.segments) - self.ran:
-            raise ValueError(f"segment {min(left)!r} never runs")
-        if untaken := self.sent.keys() - self.received:
-            value, device = min(untaken)
-            raise ValueError(f"{value!r} is sent to {device}, which never takes it")
+        if not_run := set(self.segments) - self.ran:
+            raise ValueError(f"segment {min(not_run)!r} never runs")
+        if unreceived := self.sent.keys() - self.received:
+            value, device = min(unreceived)
+            raise ValueError(f"{value!r} is sent to {device}, which never receives it")
         self._check_states()
         for output in self.manifest.outputs:
             if output.value in self.inputs:
                 continue
             device = self.producers.get(output.value, "")
             if not device or output.value not in self.values[device]:
-                raise ValueError(f"output {output.name!r} returns {output.value!r}, which no segment makes and keeps")
+                raise ValueError(f"output {output.name!r} returns {output.value!r}, which no device has at the end")
 
     def _check_states(self) -> None:
-        """Raise ValueError unless each state is made on its device, and read there alone in the next call."""
+        """Raise ValueError unless each state is computed on its device, and read only there in the next call."""
         value_of = {output.name: output.value for output in self.manifest.outputs}
         readers: dict[str, set[str]] = {}
         for segment in self.manifest.segments:
@@ -166,6 +171,6 @@ class _Paper:
                 readers.setdefault(name, set()).add(segment.device)
         for state in self.manifest.states:
             if state.input not in self.inputs or self.producers.get(value_of.get(state.output, "")) != state.device:
-                raise ValueError(f"state {state.output!r} = {state.input!r} is not made on {state.device!r}")
+                raise ValueError(f"state {state.output!r} = {state.input!r} is not computed on {state.device!r}")
             for device in sorted(readers.get(state.input, set()) - {state.device}):
                 raise ValueError(f"state {state.input!r} is on {state.device!r}, but a segment on {device!r} reads it")

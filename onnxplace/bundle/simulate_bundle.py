@@ -1,4 +1,4 @@
-"""A bundle in simulated time: the compiler's own simulator over its segments."""
+"""Simulate a bundle: the compiler's own simulator over its segments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onnxplace.graph import Csr, OpGraph
 from onnxplace.simulation import Simulation, simulate
 
 
-def segment_graph(manifest: Manifest) -> OpGraph:
+def build_segment_graph(manifest: Manifest) -> OpGraph:
     """Return the graph whose nodes are the bundle's segments."""
     segment_index = {segment.id: index for index, segment in enumerate(manifest.segments)}
     value_index = {name: index for index, name in enumerate(manifest.values)}
@@ -34,11 +34,11 @@ def segment_graph(manifest: Manifest) -> OpGraph:
 def simulate_manifest(manifest: Manifest) -> Simulation:
     """Run a bundle's segments in simulated time.
 
-    What devices do to each other while both are busy is in the segments' seconds. What a request takes before the first
-    segment and after the last is not in the simulation.
+    The segments' seconds include the slowdown by other busy devices. The simulation leaves out the time of a request
+    before the first segment and after the last.
     """
     target = manifest.target.target()
     device = np.array([target.position(segment.device) for segment in manifest.segments], dtype=np.int32)
-    each = np.array([segment.seconds for segment in manifest.segments], dtype=np.float64)
-    seconds = np.broadcast_to(each, (len(target.devices), len(each)))
-    return simulate(segment_graph(manifest), seconds, target, device, np.arange(len(device), dtype=np.int32))
+    segment_seconds = np.array([segment.seconds for segment in manifest.segments], dtype=np.float64)
+    seconds = np.broadcast_to(segment_seconds, (len(target.devices), len(segment_seconds)))
+    return simulate(build_segment_graph(manifest), seconds, target, device, np.arange(len(device), dtype=np.int32))

@@ -1,4 +1,4 @@
-"""Bundles made of a bundle: one that hands out what crosses between devices, and one of a single device's part.
+"""Derive bundles from a bundle: one that returns the values crossing devices, and one device's part.
 
 They run like any other bundle, from the same files; nothing is written.
 """
@@ -13,19 +13,20 @@ from onnxplace.bundle.manifest import InputRecord, Manifest, OutputRecord
 
 
 def list_crossing_values(manifest: Manifest) -> Mapping[tuple[str, str], tuple[str, ...]]:
-    """Return the values that a step hands over, by source and destination, in the order in which they are sent."""
-    found: dict[tuple[str, str], list[str]] = {}
+    """Return the values that cross in one inference, by source and destination, in sending order."""
+    crossing: dict[tuple[str, str], list[str]] = {}
     for device, program in manifest.programs.items():
         for step in program:
             if step.op == "send":
-                found.setdefault((device, step.peer), []).append(step.value)
-    return {ends: tuple(values) for ends, values in found.items()}
+                crossing.setdefault((device, step.peer), []).append(step.value)
+    return {ends: tuple(values) for ends, values in crossing.items()}
 
 
 def record_crossing_values(bundle: Bundle) -> Bundle:
-    """Return a bundle whose outputs are the values that cross between devices, each under its own name.
+    """Return a bundle whose outputs are the values that cross between devices.
 
-    States are no longer stored: their inputs have to be fed. Values that cross stay until the end of a request.
+    Each output has the name of its value. States are no longer stored: their inputs have to be fed. Crossing values
+    stay until the end of a request.
     """
     manifest = bundle.manifest
     sent = {name: device for (device, _), names in list_crossing_values(manifest).items() for name in names}
@@ -37,40 +38,40 @@ def record_crossing_values(bundle: Bundle) -> Bundle:
         OutputRecord(name=name, dtype=manifest.values[name].dtype, shape=manifest.values[name].shape, value=name)
         for name in sent
     )
-    changed = {"programs": programs, "outputs": outputs, "states": ()}
-    return replace(bundle, manifest=manifest.model_copy(update=changed))
+    updates = {"programs": programs, "outputs": outputs, "states": ()}
+    return replace(bundle, manifest=manifest.model_copy(update=updates))
 
 
 def extract_device_part(bundle: Bundle, device: str) -> Bundle:
-    """Return a bundle of one device's part, which takes what it received as inputs, after those of the model.
+    """Return a bundle of one device's part.
 
-    It gives those of the model's outputs that are made there, and sends nothing. States are no longer stored: their
-    inputs have to be fed.
+    Its inputs are those of the model that it reads, then the values that it received. Its outputs are those of the
+    model that it computes; it sends nothing. States are no longer stored: their inputs have to be fed.
     """
     manifest = bundle.manifest
     program = manifest.programs.get(device, ())
     segments = tuple(segment for segment in manifest.segments if segment.device == device)
-    own = {segment.id for segment in segments}
+    segment_ids = {segment.id for segment in segments}
     read = {name for segment in segments for name in segment.inputs}
-    made = {name for segment in segments for name in segment.outputs}
+    computed = {name for segment in segments for name in segment.outputs}
     received = [step.value for step in program if step.op == "receive"]
-    records = {name: manifest.values[name] for name in manifest.values if name in read | made | set(received)}
+    records = {name: manifest.values[name] for name in manifest.values if name in read | computed | set(received)}
     inputs = [item for item in manifest.inputs if item.name in read]
     inputs += [InputRecord(name=name, dtype=records[name].dtype, shape=records[name].shape) for name in received]
-    part = {
+    updates = {
         "inputs": tuple(inputs),
-        "outputs": tuple(item for item in manifest.outputs if item.value in made),
+        "outputs": tuple(item for item in manifest.outputs if item.value in computed),
         "states": (),
         "segments": segments,
         "values": {
             name: record.model_copy(
                 update={
-                    "producer": record.producer if name in made else None,
-                    "readers": tuple(reader for reader in record.readers if reader in own),
+                    "producer": record.producer if name in computed else None,
+                    "readers": tuple(reader for reader in record.readers if reader in segment_ids),
                 }
             )
             for name, record in records.items()
         },
         "programs": {device: tuple(step for step in program if step.op in ("run", "free"))},
     }
-    return replace(bundle, manifest=manifest.model_copy(update=part))
+    return replace(bundle, manifest=manifest.model_copy(update=updates))

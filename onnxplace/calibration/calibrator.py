@@ -1,6 +1,6 @@
-"""Measure what predictions are made from: links, calls of segments, and devices that slow each other down.
+"""Measure the parameters of predictions: links, calls of segments, and contention between devices.
 
-All of it goes through the runtime itself, with bundles made for the purpose; docs/target.md says what is timed.
+The runtime itself runs probe bundles for each of them; docs/target.md says what is timed.
 """
 
 from __future__ import annotations
@@ -11,63 +11,70 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from onnxplace.calibration.contention import Contention, prepare_contention
 from onnxplace.calibration.link_fit import LinkFit, fit_link
-from onnxplace.calibration.microbenchmarks import AtOnce, Calls, Hops, at_once, calls, hops, undisturbed
-from onnxplace.calibration.samples import ENOUGH, Samples, take_turns
+from onnxplace.calibration.microbenchmarks import (
+    CallCosts,
+    HopSamples,
+    estimate_undisturbed,
+    prepare_calls,
+    prepare_hops,
+)
+from onnxplace.calibration.samples import MIN_UNDISTURBED_SAMPLES, Samples, take_turns
 from onnxplace.errors import UsageError
 from onnxplace.machine import available_memory_bytes, link_technology, require_cuda
 from onnxplace.target import SEGMENT_OVERHEAD_SECONDS, Device, Link, LinkModel, Shared, Target
 from onnxplace.utils import temporary_folder
 
 TRANSFER_SIZES_BYTES = tuple(4**power for power in range(15))
-"""Bytes of the values that cross, 1 B to 256 MiB: were some closer than others, the fit would be of those."""
+"""Bytes of the values that cross, 1 B to 256 MiB, evenly spaced so that the fit weighs all magnitudes equally."""
 DEFAULT_SECONDS = 30.0
 Observer = Callable[[str, int, int], None]
-"""Is told what is measured next, its number, and of how many."""
+"""Called with the name of the next measurement, its index, and the number of all."""
 
-# Samples of each kind, however little time there is.
-LEAST = 3
-# A value is there several times while it crosses.
-COPIES = 8
-# Directions whose latency and bandwidth differ by no more are taken for one link.
-SAME_LATENCY, SAME_BANDWIDTH = 0.3, 0.3
-# Copies at once that share one channel evenly take twice as long. On a CPU, where they share the bandwidth of memory,
-# 1.2 to 1.7 times, which changes no step: they hardly ever meet (docs/target.md).
-ONE_CHANNEL = 1.85
-# A slowdown up to this is none that a measurement could tell from noise.
-NO_SLOWDOWN = 1.05
+# Samples of each kind, even if the time is over.
+MIN_SAMPLES = 3
+# At most so many copies of a value are in memory while it crosses.
+COPIES_PER_VALUE = 8
+# Directions whose latency and bandwidth differ by at most these shares are fitted as one link.
+MAX_LATENCY_DIFFERENCE, MAX_BANDWIDTH_DIFFERENCE = 0.3, 0.3
+# Simultaneous copies that share one channel evenly take twice as long. On a CPU, where they share the bandwidth of
+# memory, they take 1.2 to 1.7 times as long, which changes no step: they hardly ever coincide (docs/target.md).
+MIN_SHARED_CHANNEL_SLOWDOWN = 1.85
+# Measurements cannot distinguish a slowdown up to this factor from noise.
+MAX_NOISE_SLOWDOWN = 1.05
 
 
 @dataclass(frozen=True)
 class LinkMeasurement:
-    """One direction between two devices."""
+    """Measurements and fit of one direction between two devices."""
 
     link: Link
     fit: LinkFit
     calm_samples: Mapping[int, int]
-    """By size, how many samples did not wait for a core."""
+    """By size, the number of samples that did not wait for a core."""
     symmetric: bool
-    """Whether the other direction is like it, so that both were fitted as one."""
+    """Whether both directions are alike, and were fitted as one."""
     waking_seconds: float
-    """Part of the latency: by how much a segment is slower after its device slept until a value came."""
+    """Part of the latency: the slowdown of a segment whose device slept until a value arrived."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured, and the target that says so."""
+    """Measurements, and the target with their results."""
 
     target: Target
     links: tuple[LinkMeasurement, ...]
-    calls: Mapping[str, Calls]
-    """By device."""
+    calls: Mapping[str, CallCosts]
+    """Costs of calls, by device."""
     together: tuple[str, ...]
     """The CPU devices."""
-    at_once: AtOnce | None
-    """What they do to each other; None unless there are two or more."""
+    at_once: Contention | None
+    """Contention between CPU devices; None for fewer than two."""
     notes: tuple[str, ...]
-    """What to know about these figures."""
+    """Limitations of these figures."""
     seconds: float
-    """How long all of it took."""
+    """Duration of the calibration."""
 
 
 def calibrate(
@@ -77,157 +84,177 @@ def calibrate(
     seconds: float = DEFAULT_SECONDS,
     observer: Observer | None = None,
 ) -> Calibration:
-    """Measure the devices of a target, all of which must be here, in about so many seconds.
+    """Measure the devices of a target, all of which must be on this machine.
 
-    `sizes` are the bytes of values that cross; those for which memory lacks are left out. Raises UsageError for sizes
-    or a time that cannot be, TargetError for a GPU that is not here.
+    Args:
+        target: the devices; its links and costs of calls are replaced by measured ones.
+        sizes: bytes of the values that cross; sizes that do not fit into memory are left out.
+        seconds: about how long to measure.
+        observer: called before each pair of devices.
+
+    Raises:
+        UsageError: for sizes or seconds that are not positive.
+        TargetError: for a GPU that this machine does not have.
+
+    >>> calibrate(local_target("cpu:0,cpu:1"), seconds=1.0).target.links  # doctest: +SKIP
     """
-    sizes = _possible(sizes)
+    sizes = _choose_sizes(sizes)
     if not seconds > 0:
-        raise UsageError("U015", f"cannot measure for {seconds:g} seconds", where="--seconds", hint="give more than 0")
+        message = f"expected a positive number of seconds, got {seconds:g}"
+        raise UsageError("U015", message, where="--seconds", hint="30 seconds suffice for most machines")
     for device in target.devices:
         if device.kind == "cuda":
             require_cuda(device.id)
     began = time.perf_counter()
     with temporary_folder() as folder:
-        found, called, slower = _timed(target, sizes, seconds, folder, observer or (lambda *_: None))
-    at = {device.id: device for device in target.devices}
-    links = [link for (a, b), both in found.items() for link in _links(both, (at[a], at[b]), called)]
-    measured, notes = _measured(target, links, called, slower), _notes(links, slower)
-    return Calibration(measured, tuple(links), called, _cpus(target), slower, notes, time.perf_counter() - began)
+        hops, calls, contention = _measure(target, sizes, seconds, folder, observer or (lambda *_: None))
+    devices = {device.id: device for device in target.devices}
+    links = [link for (a, b), pair in hops.items() for link in _fit_links(pair, (devices[a], devices[b]), calls)]
+    return Calibration(
+        target=_build_target(target, links, calls, contention),
+        links=tuple(links),
+        calls=calls,
+        together=_list_cpus(target),
+        at_once=contention,
+        notes=_list_notes(links, contention),
+        seconds=time.perf_counter() - began,
+    )
 
 
-def _cpus(target: Target) -> tuple[str, ...]:
+def _list_cpus(target: Target) -> tuple[str, ...]:
     return tuple(device.id for device in target.devices if device.kind == "cpu")
 
 
-def _timed(
+def _measure(
     target: Target, sizes: Sequence[int], seconds: float, folder: Path, observer: Observer
-) -> tuple[dict[tuple[str, str], Mapping[tuple[str, str], Hops]], dict[str, Calls], AtOnce | None]:
-    """Return hops by pair of devices, calls by device, and what CPU devices do to each other, if there are several.
+) -> tuple[dict[tuple[str, str], Mapping[tuple[str, str], HopSamples]], dict[str, CallCosts], Contention | None]:
+    """Return hops by pair of devices, calls by device, and contention if there are several CPU devices.
 
-    Pairs come one after another, since each holds large values. All else goes on beside them: a machine is quicker and
-    slower for seconds at a time, and so each figure comes from as much of the time as there is.
+    Pairs are measured one after another, since each holds large values. All else is measured alongside each pair: a
+    machine is faster and slower for seconds at a time, so each figure uses as much of the time as possible.
     """
     pairs = [(a.id, b.id) for i, a in enumerate(target.devices) for b in target.devices[i + 1 :]]
-    found: dict[tuple[str, str], Mapping[tuple[str, str], Hops]] = {}
+    hops: dict[tuple[str, str], Mapping[tuple[str, str], HopSamples]] = {}
     with ExitStack() as stack:
-        called = {
-            device.id: calls(stack, target, device.id, folder / f"calls-{number}")
+        calls = {
+            device.id: prepare_calls(stack, target, device.id, folder / f"calls-{number}")
             for number, device in enumerate(target.devices)
         }
-        cpus = _cpus(target)
-        slower = at_once(stack, target, cpus, folder / "at-once") if len(cpus) > 1 else None
-        beside = [task for timed in called.values() for task in timed.tasks]
-        beside += slower.tasks if slower else []
+        cpus = _list_cpus(target)
+        contention = prepare_contention(stack, target, cpus, folder / "at-once") if len(cpus) > 1 else None
+        common_tasks = [task for benchmark in calls.values() for task in benchmark.tasks]
+        common_tasks += contention.tasks if contention else []
         for number, pair in enumerate(pairs):
             observer(" <-> ".join(pair), number, len(pairs))
-            with ExitStack() as own:
-                crossing = hops(own, target, pair, sizes, folder / f"hops-{number}")
-                take_turns([*crossing.tasks, *beside], seconds / len(pairs), LEAST)
-            found[pair] = crossing.result()
+            with ExitStack() as pair_stack:
+                benchmark = prepare_hops(pair_stack, target, pair, sizes, folder / f"hops-{number}")
+                take_turns([*benchmark.tasks, *common_tasks], seconds / len(pairs), MIN_SAMPLES)
+            hops[pair] = benchmark.result()
         if not pairs:
             observer(target.devices[0].id, 0, 1)
-            take_turns(beside, seconds, LEAST)
-        by_device = {device: timed.result() for device, timed in called.items()}
-        return found, by_device, slower.result() if slower else None
+            take_turns(common_tasks, seconds, MIN_SAMPLES)
+        call_costs = {device: benchmark.result() for device, benchmark in calls.items()}
+        return hops, call_costs, contention.result() if contention else None
 
 
-def _possible(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the sizes that fit into memory, sorted; raises UsageError for what is no list of sizes."""
-    found = tuple(sorted(set(sizes)))
-    if not found or found[0] < 1:
-        message = "there are no sizes to measure" if not found else f"a value of {found[0]} bytes cannot cross"
+def _choose_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the sizes that fit into memory, sorted; raises UsageError if there are none, or not positive ones."""
+    distinct = tuple(sorted(set(sizes)))
+    if not distinct or distinct[0] < 1:
+        message = f"expected positive sizes in bytes, got {distinct[0] if distinct else 'none'}"
         raise UsageError("U015", message, where="--sizes", hint="write them as 1,4KiB,1MiB,64MiB")
-    room = available_memory_bytes() // COPIES
-    return tuple(size for size in found if size <= room) or found[:1]
+    max_bytes = available_memory_bytes() // COPIES_PER_VALUE
+    return tuple(size for size in distinct if size <= max_bytes) or distinct[:1]
 
 
-def _links(
-    found: Mapping[tuple[str, str], Hops], pair: tuple[Device, Device], called: Mapping[str, Calls]
+def _fit_links(
+    hops: Mapping[tuple[str, str], HopSamples], pair: tuple[Device, Device], calls: Mapping[str, CallCosts]
 ) -> list[LinkMeasurement]:
-    """Fit both directions, as one if they are alike."""
-    (a, b), ways = pair, [(pair[0].id, pair[1].id), (pair[1].id, pair[0].id)]
-    waking = [_waking(found[way], called[way[1]]) for way in ways]
-    fits = [_fit(found[way].by_size, extra) for way, extra in zip(ways, waking)]
-    samples = [found[way].by_size for way in ways]
-    same = _alike(*fits)
-    if same:
-        together = {size: _joined(samples[0][size], samples[1][size]) for size in samples[0]}
-        samples, fits = [together] * 2, [_fit(together, sum(waking) / 2)] * 2
+    """Fit both directions of a pair, as one if they are alike."""
+    (a, b), directions = pair, [(pair[0].id, pair[1].id), (pair[1].id, pair[0].id)]
+    waking = [_compute_waking(hops[direction], calls[direction[1]]) for direction in directions]
+    samples = [hops[direction].by_size for direction in directions]
+    fits = [_fit_direction(by_size, seconds) for by_size, seconds in zip(samples, waking)]
+    symmetric = _is_symmetric(*fits)
+    if symmetric:
+        joined = {size: _join_samples(samples[0][size], samples[1][size]) for size in samples[0]}
+        samples, fits = [joined] * 2, [_fit_direction(joined, sum(waking) / 2)] * 2
     via = link_technology(a.id, b.id)
     return [
         LinkMeasurement(
-            Link(*way, fit.latency_seconds, fit.bytes_per_second, via),
-            fit,
-            {size: taken.calm for size, taken in by_size.items()},
-            same,
-            extra,
+            link=Link(*direction, fit.latency_seconds, fit.bytes_per_second, via),
+            fit=fit,
+            calm_samples={size: item.undisturbed_count for size, item in by_size.items()},
+            symmetric=symmetric,
+            waking_seconds=seconds,
         )
-        for way, fit, by_size, extra in zip(ways, fits, samples, waking)
+        for direction, fit, by_size, seconds in zip(directions, fits, samples, waking)
     ]
 
 
-def _waking(found: Hops, called: Calls) -> float:
-    """Return by how much a tiny segment is slower after a hop than right after another one."""
-    return max(undisturbed(found.woken) - called.copied_seconds, 0.0) if found.woken.seconds else 0.0
+def _compute_waking(hops: HopSamples, calls: CallCosts) -> float:
+    """Return how much slower a tiny segment is after a hop than right after another segment."""
+    return max(estimate_undisturbed(hops.woken_runs) - calls.copied_seconds, 0.0) if hops.woken_runs.seconds else 0.0
 
 
-def _fit(by_size: Mapping[int, Samples], extra: float) -> LinkFit:
-    return fit_link(list(by_size), [undisturbed(taken) + extra for taken in by_size.values()])
+def _fit_direction(by_size: Mapping[int, Samples], waking_seconds: float) -> LinkFit:
+    """Fit the transfers of one direction, with the waking of the destination added to each."""
+    return fit_link(list(by_size), [estimate_undisturbed(samples) + waking_seconds for samples in by_size.values()])
 
 
-def _joined(one: Samples, other: Samples) -> Samples:
-    return Samples([*one.seconds, *other.seconds], [*one.waited, *other.waited])
+def _join_samples(a: Samples, b: Samples) -> Samples:
+    return Samples([*a.seconds, *b.seconds], [*a.waiting_shares, *b.waiting_shares])
 
 
-def _alike(one: LinkFit, other: LinkFit) -> bool:
-    return abs(one.latency_seconds - other.latency_seconds) <= SAME_LATENCY * max(
-        one.latency_seconds, other.latency_seconds
-    ) and abs(one.bytes_per_second - other.bytes_per_second) <= SAME_BANDWIDTH * max(
-        one.bytes_per_second, other.bytes_per_second
-    )
+def _is_symmetric(forward: LinkFit, backward: LinkFit) -> bool:
+    latencies = (forward.latency_seconds, backward.latency_seconds)
+    bandwidths = (forward.bytes_per_second, backward.bytes_per_second)
+    return max(latencies) - min(latencies) <= MAX_LATENCY_DIFFERENCE * max(latencies) and max(bandwidths) - min(
+        bandwidths
+    ) <= MAX_BANDWIDTH_DIFFERENCE * max(bandwidths)
 
 
-def _shared(cpus: tuple[str, ...], slower: AtOnce | None) -> tuple[Shared, ...]:
-    """Return that CPU devices slow each other down, if it shows."""
-    if slower is None:
+def _describe_sharing(cpus: tuple[str, ...], contention: Contention | None) -> tuple[Shared, ...]:
+    """Return the mutual slowdown of CPU devices; empty if it does not exceed noise."""
+    if contention is None:
         return ()
-    memory, compute = slower.memory.factor, slower.compute.factor
-    entry = Shared(cpus, memory, compute, slower.memory_bytes_per_second)
-    return (entry,) if max(memory, compute) > NO_SLOWDOWN else ()
+    memory, compute = contention.memory.factor, contention.compute.factor
+    entry = Shared(cpus, memory, compute, contention.memory_bytes_per_second)
+    return (entry,) if max(memory, compute) > MAX_NOISE_SLOWDOWN else ()
 
 
-def _measured(
-    target: Target, links: Sequence[LinkMeasurement], called: Mapping[str, Calls], slower: AtOnce | None
+def _build_target(
+    target: Target, links: Sequence[LinkMeasurement], calls: Mapping[str, CallCosts], contention: Contention | None
 ) -> Target:
-    """Return the target with what was measured in the place of constants."""
+    """Return the target with measured values in place of constants."""
     devices = tuple(
         replace(
             device,
-            segment_seconds=called[device.id].segment_seconds + SEGMENT_OVERHEAD_SECONDS,
-            input_seconds=called[device.id].input_seconds,
-            output_seconds=called[device.id].output_seconds,
+            segment_seconds=calls[device.id].segment_seconds + SEGMENT_OVERHEAD_SECONDS,
+            input_seconds=calls[device.id].input_seconds,
+            output_seconds=calls[device.id].output_seconds,
         )
         for device in target.devices
     )
-    one_channel = slower is not None and slower.copy.factor >= ONE_CHANNEL
+    one_channel = contention is not None and contention.copy.factor >= MIN_SHARED_CHANNEL_SLOWDOWN
     model: LinkModel = "sequential" if one_channel else target.link_model
-    return Target(devices, tuple(measured.link for measured in links), model, _shared(_cpus(target), slower))
+    shared = _describe_sharing(_list_cpus(target), contention)
+    return Target(devices, tuple(measurement.link for measurement in links), model, shared)
 
 
-def _notes(links: Sequence[LinkMeasurement], slower: AtOnce | None) -> tuple[str, ...]:
-    """Say where the machine was too busy to tell, and what the fit does not cover."""
+def _list_notes(links: Sequence[LinkMeasurement], contention: Contention | None) -> tuple[str, ...]:
+    """Return notes on measurements that a busy machine disturbed, and on outliers of the fits."""
     notes = []
-    busy = [size for link in links for size, calm in link.calm_samples.items() if calm < ENOUGH]
-    points = sum(len(link.calm_samples) for link in links)
-    if busy:
-        notes.append(f"the machine was busy: {len(busy)} of {points} points are the quickest of samples that waited")
-    unseen = [what for what, found in vars(slower).items() if not found.seen] if slower else []
-    if unseen:
-        notes.append(f"the machine was too busy to see devices slow each other down at: {', '.join(unseen)}")
-    left_out = sorted({point.bytes for link in links for point in link.fit.points if point.outlier})
-    if left_out:
-        named = ", ".join(map(str, left_out))
-        notes.append(f"left out of the fit, which they miss by a factor of five or more: {named} bytes")
+    counts = [count for link in links for count in link.calm_samples.values()]
+    if disturbed := sum(count < MIN_UNDISTURBED_SAMPLES for count in counts):
+        notes.append(
+            f"the machine was busy: {disturbed} of {len(counts)} points are the shortest of samples that waited"
+        )
+    unclear = [work for work, slowdown in vars(contention).items() if not slowdown.seen] if contention else []
+    if unclear:
+        notes.append(f"the machine was too busy to measure how devices slow each other down at: {', '.join(unclear)}")
+    outliers = sorted({point.bytes for link in links for point in link.fit.points if point.outlier})
+    if outliers:
+        sizes = ", ".join(map(str, outliers))
+        notes.append(f"outliers, which differ from the fit by a factor of five or more: {sizes} bytes")
     return tuple(notes)

@@ -10,31 +10,32 @@ import numpy as np
 
 from onnxplace.graph import Bools, Floats
 
-# Faster than any memory: what is written where no transfer measured was large enough to show a bandwidth.
+# Faster than any memory: the bandwidth of a link if no measured transfer was large enough to show one.
 UNBOUNDED_BYTES_PER_SECOND = 1e15
-# A point that is off by more than this factor is an outlier. Smaller ones may be real: caches, and the pages that large
-# copies need, bend the line by a factor of three.
+# A point that differs from the fit by more than this factor is an outlier. Smaller deviations may be real: caches, and
+# the pages that large copies need, bend the line by a factor of three.
 OUTLIER_FACTOR = 5.0
-# Beyond this error (of the logarithm) a point pulls no harder (Huber, Robust estimation of a location parameter, 1964).
-HARDEST_PULL = 0.5
-STEPS, SETTLED = 100, 1e-9
+# Error of the logarithm beyond which the loss is linear (Huber, Robust estimation of a location parameter, 1964).
+HUBER_THRESHOLD = 0.5
+# The second fit ends after these steps, or when a step improves the loss by less than this share.
+MAX_FIT_STEPS, MIN_RELATIVE_GAIN = 100, 1e-9
 
 
 @dataclass(frozen=True)
 class Point:
-    """What transfers of one size took, and what the fit makes of it."""
+    """Measured transfers of one size, and the error of the fit there."""
 
     bytes: int
     seconds: float
     relative_error: float
-    """Of the fit: positive where it says more than was measured."""
+    """Of the fit: positive where it predicts more than was measured."""
     outlier: bool
-    """Whether the fit left it out."""
+    """Whether the fit ignored it."""
 
 
 @dataclass(frozen=True)
 class LinkFit:
-    """A transfer takes `latency_seconds + bytes / bytes_per_second`."""
+    """A linear model: a transfer takes `latency_seconds + bytes / bytes_per_second`."""
 
     latency_seconds: float
     bytes_per_second: float
@@ -42,71 +43,79 @@ class LinkFit:
 
     @property
     def worst_error(self) -> float:
-        """Return the largest relative error over the points that are no outliers."""
+        """Return the largest relative error over all points except outliers."""
         return max((abs(point.relative_error) for point in self.points if not point.outlier), default=0.0)
 
 
 def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit:
-    """Fit non-negative latency and seconds per byte to points, so that the logarithms of predicted and measured agree.
+    """Fit non-negative latency and seconds per byte to measured transfers.
 
-    So an error of a half counts as much where too much is said as where too little is, and at every size. A first fit
-    of least absolute errors goes through two of the points, which outliers do not move; without those, the second is
-    of least squares where errors are small. It moves little when points do. O(n^3) for n points. Raises ValueError
-    without a point or with a time that is not positive.
+    The fit minimises errors of logarithms. So predicting twice the time counts as much as predicting half of it, at
+    every size. A first fit of least absolute errors passes through two of the points, and outliers do not move it. A
+    second fit ignores the outliers, and is of least squares where errors are small. Small changes of points change it
+    little. O(n^3) for n points. Raises ValueError without points, or for a time that is not positive.
+
+    >>> fit = fit_link([1, 1000, 1000000], [1e-5, 1.1e-5, 1e-3])
+    >>> round(fit.latency_seconds * 1e6), round(fit.bytes_per_second / 1e6)
+    (10, 1010)
     """
-    size, took = np.asarray(sizes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
-    if not len(size) or len(size) != len(took) or not (np.isfinite(took) & (took > 0)).all():
-        raise ValueError("a fit needs points of positive times")
-    first = _least_absolute(size, took)
-    outlier: Bools = np.abs(_errors(first, size, took)) > np.log(OUTLIER_FACTOR)
-    base, slope = _refined(first, size[~outlier], took[~outlier])
+    size, measured = np.asarray(sizes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    if not len(size) or len(size) != len(measured) or not (np.isfinite(measured) & (measured > 0)).all():
+        raise ValueError("expected points with positive times")
+    first = _fit_least_absolute(size, measured)
+    outlier: Bools = np.abs(_log_errors(first, size, measured)) > np.log(OUTLIER_FACTOR)
+    base, slope = _refine_fit(first, size[~outlier], measured[~outlier])
     slope = max(slope, 1 / UNBOUNDED_BYTES_PER_SECOND)
-    relative = (base + slope * size) / took - 1
-    points = (Point(int(b), float(t), float(e), bool(o)) for b, t, e, o in zip(size, took, relative, outlier))
+    relative = (base + slope * size) / measured - 1
+    points = (Point(int(b), float(t), float(e), bool(o)) for b, t, e, o in zip(size, measured, relative, outlier))
     return LinkFit(base, 1 / slope, tuple(points))
 
 
-def _errors(line: tuple[float, float], size: Floats, took: Floats) -> Floats:
-    errors: Floats = np.log(np.maximum((line[0] + line[1] * size) / took, 1e-300))
+def _log_errors(line: tuple[float, float], size: Floats, measured: Floats) -> Floats:
+    errors: Floats = np.log(np.maximum((line[0] + line[1] * size) / measured, 1e-300))
     return errors
 
 
-def _least_absolute(size: Floats, took: Floats) -> tuple[float, float]:
-    """Return the line of least absolute errors: through two points, or through one and flat or the origin."""
-    lines = [(float(t), 0.0) for t in took]
-    lines += [(0.0, float(t / b)) for b, t in zip(size, took) if b > 0]
+def _fit_least_absolute(size: Floats, measured: Floats) -> tuple[float, float]:
+    """Return the line of least absolute errors.
+
+    It passes through two points, or through one point and either the origin or with slope zero.
+    """
+    lines = [(float(t), 0.0) for t in measured]
+    lines += [(0.0, float(t / b)) for b, t in zip(size, measured) if b > 0]
     for i, j in combinations(range(len(size)), 2):
         if size[i] != size[j]:
-            slope = float((took[j] - took[i]) / (size[j] - size[i]))
-            base = float(took[i] - slope * size[i])
+            slope = float((measured[j] - measured[i]) / (size[j] - size[i]))
+            base = float(measured[i] - slope * size[i])
             if slope >= 0 and base >= 0:
                 lines.append((base, slope))
-    return min(lines, key=lambda line: float(np.abs(_errors(line, size, took)).sum()))
+    return min(lines, key=lambda line: float(np.abs(_log_errors(line, size, measured)).sum()))
 
 
-def _refined(line: tuple[float, float], size: Floats, took: Floats) -> tuple[float, float]:
-    """Return the line of least Huber loss near a first one, by Gauss-Newton over the logarithms of its coefficients.
+def _refine_fit(line: tuple[float, float], size: Floats, measured: Floats) -> tuple[float, float]:
+    """Return the line of least Huber loss near a first one.
 
-    A coefficient that is zero stays so.
+    Gauss-Newton over the logarithms of the coefficients; a coefficient that is zero stays zero.
     """
-    free = np.array(line) > 0
-    best, least = line, _loss(_errors(line, size, took))
-    for _ in range(STEPS):
+    positive = np.array(line) > 0
+    best, least_loss = line, _huber_loss(_log_errors(line, size, measured))
+    for _ in range(MAX_FIT_STEPS):
         base, slope = best
         parts = np.stack([np.full(len(size), base), slope * size], axis=1) / (base + slope * size)[:, None]
-        error = _errors(best, size, took)
-        weight = np.minimum(1.0, HARDEST_PULL / np.maximum(np.abs(error), 1e-12))
+        error = _log_errors(best, size, measured)
+        weight = np.minimum(1.0, HUBER_THRESHOLD / np.maximum(np.abs(error), 1e-12))
         weighted = parts * weight[:, None]
         step = np.linalg.lstsq(weighted.T @ parts, weighted.T @ error, rcond=1e-12)[0]
-        factor = np.where(free, np.exp(-np.clip(step, -1.0, 1.0)), 1.0)
-        tried = (float(base * factor[0]), float(slope * factor[1]))
-        loss = _loss(_errors(tried, size, took))
-        if not loss < least - SETTLED * least:
+        factor = np.where(positive, np.exp(-np.clip(step, -1.0, 1.0)), 1.0)
+        candidate = (float(base * factor[0]), float(slope * factor[1]))
+        loss = _huber_loss(_log_errors(candidate, size, measured))
+        if not loss < least_loss - MIN_RELATIVE_GAIN * least_loss:
             return best
-        best, least = tried, loss
+        best, least_loss = candidate, loss
     return best
 
 
-def _loss(error: Floats) -> float:
-    far = np.abs(error)
-    return float(np.where(far <= HARDEST_PULL, far**2 / 2, HARDEST_PULL * (far - HARDEST_PULL / 2)).sum())
+def _huber_loss(error: Floats) -> float:
+    distance = np.abs(error)
+    linear = HUBER_THRESHOLD * (distance - HUBER_THRESHOLD / 2)
+    return float(np.where(distance <= HUBER_THRESHOLD, distance**2 / 2, linear).sum())

@@ -1,4 +1,4 @@
-"""Bundles that are made to be timed: segments of one or a few nodes, run by the runtime itself."""
+"""Bundles for benchmarks: segments of one or a few nodes, run by the runtime itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnxplace.target import Target
 
 @dataclass(frozen=True)
 class Probe:
-    """A segment: what it computes, where, from which values to which."""
+    """A segment to time: its device, nodes, inputs and outputs."""
 
     device: str
     nodes: str
@@ -20,20 +20,20 @@ class Probe:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     kind: str = "uint8[?]"
-    """Type of all inputs and outputs, as ONNX's text form has it."""
+    """Type of all inputs and outputs, in ONNX's text form."""
     stage: int = 0
-    """Where several make a bundle: after all those of lower stages."""
+    """Position in a bundle of several probes: after all probes of lower stages."""
 
 
-def probe_bundle(folder: Path, target: Target, probes: Sequence[Probe]) -> Bundle:
+def write_probe_bundle(folder: Path, target: Target, probes: Sequence[Probe]) -> Bundle:
     """Write a segment per probe to `folder` and return the bundle that runs them in this order.
 
-    Segments are named by their position. Values pass between devices as `split` has them, and are freed as soon as
-    nobody reads them any more. What no probe makes is an input. There are no outputs.
+    Segments are named by their position. Values pass between devices as in bundles of `split`, and are freed after
+    their last reader. Values without a producer are inputs. There are no outputs.
     """
-    made = {name: index for index, probe in enumerate(probes) for name in probe.outputs}
-    fed = dict.fromkeys(name for probe in probes for name in probe.inputs if name not in made)
-    segments = tuple(_segment(folder, str(index), probe) for index, probe in enumerate(probes))
+    producers = {name: index for index, probe in enumerate(probes) for name in probe.outputs}
+    fed = dict.fromkeys(name for probe in probes for name in probe.inputs if name not in producers)
+    segments = tuple(_write_segment(folder, str(index), probe) for index, probe in enumerate(probes))
     kinds = {name: probe.kind for probe in probes for name in probe.inputs}
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
@@ -50,7 +50,7 @@ def probe_bundle(folder: Path, target: Target, probes: Sequence[Probe]) -> Bundl
         outputs=(),
         segments=segments,
         values={},
-        programs=_programs(probes, made),
+        programs=_build_programs(probes, producers),
         predicted=Predicted(step_seconds=0, single_device_seconds=0, lower_bound_seconds=0, interval_seconds=0),
         devices=(),
         transfers=0,
@@ -61,11 +61,13 @@ def probe_bundle(folder: Path, target: Target, probes: Sequence[Probe]) -> Bundl
     return Bundle(folder, manifest)
 
 
-def _segment(folder: Path, name: str, probe: Probe) -> SegmentRecord:
+def _write_segment(folder: Path, name: str, probe: Probe) -> SegmentRecord:
     from onnx import parser
 
-    ends = [", ".join(f"{probe.kind} {value}" for value in values) for values in (probe.inputs, probe.outputs)]
-    text = f'<ir_version: 8, opset_import: ["": 17]> probe ({ends[0]}) => ({ends[1]}) {{ {probe.nodes} }}'
+    inputs, outputs = (
+        ", ".join(f"{probe.kind} {value}" for value in values) for values in (probe.inputs, probe.outputs)
+    )
+    text = f'<ir_version: 8, opset_import: ["": 17]> probe ({inputs}) => ({outputs}) {{ {probe.nodes} }}'
     (folder / f"{name}.onnx").write_bytes(parser.parse_model(text).SerializeToString())
     return SegmentRecord(
         id=name,
@@ -80,21 +82,22 @@ def _segment(folder: Path, name: str, probe: Probe) -> SegmentRecord:
     )
 
 
-def _programs(probes: Sequence[Probe], made: Mapping[str, int]) -> dict[str, tuple[Step, ...]]:
+def _build_programs(probes: Sequence[Probe], producers: Mapping[str, int]) -> dict[str, tuple[Step, ...]]:
     """Return the steps of each device: receive, run, send, free."""
-    last = {(name, probe.device): index for index, probe in enumerate(probes) for name in probe.inputs}
+    last_readers = {(name, probe.device): index for index, probe in enumerate(probes) for name in probe.inputs}
     programs: dict[str, list[Step]] = {probe.device: [] for probe in probes}
-    here: set[tuple[str, str]] = set()
+    received: set[tuple[str, str]] = set()
     for index, probe in enumerate(probes):
-        program, home = programs[probe.device], probe.device
+        program, device = programs[probe.device], probe.device
         for name in probe.inputs:
-            if name in made and probes[made[name]].device != home and (name, home) not in here:
-                program.append(Step(op="receive", value=name, peer=probes[made[name]].device))
-                here.add((name, home))
+            source = probes[producers[name]].device if name in producers else device
+            if source != device and (name, device) not in received:
+                program.append(Step(op="receive", value=name, peer=source))
+                received.add((name, device))
         program.append(Step(op="run", segment=str(index)))
-        readers = [(name, device) for name in probe.outputs for device in programs if (name, device) in last]
-        program += [Step(op="send", value=name, peer=device) for name, device in readers if device != home]
-        over = [name for name in probe.inputs if last[name, home] == index]
-        over += [name for name in probe.outputs if (name, home) not in last]
-        program += [Step(op="free", value=name) for name in over]
+        readers = [(name, reader) for name in probe.outputs for reader in programs if (name, reader) in last_readers]
+        program += [Step(op="send", value=name, peer=reader) for name, reader in readers if reader != device]
+        unused = [name for name in probe.inputs if last_readers[name, device] == index]
+        unused += [name for name in probe.outputs if (name, device) not in last_readers]
+        program += [Step(op="free", value=name) for name in unused]
     return {device: tuple(program) for device, program in programs.items()}

@@ -1,4 +1,4 @@
-"""Run bundles: trials, comparison with the whole model, observed devices and memory."""
+"""Run bundles: trials, comparison with the whole model, measured devices and memory."""
 
 from typing import TYPE_CHECKING
 

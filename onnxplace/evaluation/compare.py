@@ -1,4 +1,4 @@
-"""Does a bundle compute what the model computes, and how fast: `compare_outputs` and `bench`."""
+"""Compare a bundle with the unsplit model: outputs (`verify`) and times (`bench`)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import numpy as np
 
 from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle
 from onnxplace.errors import ModelError
-from onnxplace.feeds import Array, describe_input
+from onnxplace.feeds import Array, Declared, describe_input
 from onnxplace.machine import open_session, pin_thread, run_whole_model, session_options
 from onnxplace.model import Lineage, is_quantising, output_lineages
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-# Relative to the largest magnitude of the reference output: cutting a model changes which nodes ONNX Runtime fuses,
+# Relative to the largest magnitude of the reference output: splitting a model changes which nodes ONNX Runtime fuses,
 # and with it the order of floating-point sums (docs/correctness.md).
 TOLERANCE = {"float16": 2e-2, "bfloat16": 5e-2, "float32": 1e-3, "float64": 1e-6}
-# Types of few bits may be off by one step at their largest magnitude.
+# Types of few bits may differ by one step at their largest magnitude.
 TOLERANCE |= {"float8_e4m3fn": 0.125, "float8_e4m3fnuz": 0.125, "float8_e5m2": 0.25, "float8_e5m2fnuz": 0.25}
 TOLERANCE |= {"float4_e2m1fn": 0.34}
 
 
 @dataclass(frozen=True)
 class OutputDifference:
-    """How far one output is from the reference."""
+    """The difference of one output from the reference."""
 
     name: str
     equal: bool
@@ -38,53 +38,62 @@ class OutputDifference:
     max_rel_error: float
     """Largest error over the largest magnitude of the reference."""
     random_nodes: tuple[str, ...] = ()
-    """Nodes that draw random numbers on which it depends, if these are why elements differ.
+    """Nodes drawing random numbers that explain the differing elements; empty if none do.
 
-    Then `equal` is about type, shape and finiteness, and both errors are infinite.
+    If there are any, `equal` is about type, shape and finiteness, and both errors are infinite.
     """
 
 
-def difference(name: str, got: Any, want: Any, lineage: Lineage | None = None) -> OutputDifference:
-    """Compare an output with its reference: whole numbers, truths and strings exactly, floats within tolerance.
+def compare_output(name: str, actual: Any, reference: Any, lineage: Lineage | None = None) -> OutputDifference:
+    """Compare an output with its reference: floats within tolerance, all else exactly.
 
-    The tolerance is that of the coarsest type the `lineage` has, or the output itself. Where the elements of an output
-    that depends on random numbers differ, only their type, shape and finiteness are compared.
+    The tolerance is that of the coarsest type among the `lineage` and the output itself. If elements differ in an
+    output that depends on random numbers, only type, shape and finiteness are compared.
+
+    >>> compare_output("y", np.float32([1, 2]), np.float32([1, 2])).equal
+    True
     """
     lineage = lineage or Lineage()
-    result = _difference(name, got, want, lineage)
+    result = _compare_values(name, actual, reference, lineage)
     if result.equal or not lineage.random_nodes:
         return result
-    alike = _is_alike(got, want, lineage.shape_is_drawn)
-    return OutputDifference(name, alike, float("inf"), float("inf"), tuple(sorted(lineage.random_nodes)))
+    return OutputDifference(
+        name=name,
+        equal=_has_same_form(actual, reference, lineage.shape_is_drawn),
+        max_abs_error=float("inf"),
+        max_rel_error=float("inf"),
+        random_nodes=tuple(sorted(lineage.random_nodes)),
+    )
 
 
-def _difference(name: str, got: Any, want: Any, lineage: Lineage) -> OutputDifference:
-    if isinstance(want, (list, tuple)) and isinstance(got, (list, tuple)):
-        parts = [_difference(name, g, w, lineage) for g, w in zip(got, want)]
-        return _summary(name, parts, len(got) == len(want))
-    if isinstance(want, Mapping) and isinstance(got, Mapping):
-        parts = [_difference(name, got[key], want[key], lineage) for key in want if key in got]
-        return _summary(name, parts, got.keys() == want.keys())
-    if _is_array(want) != _is_array(got) or want is None or got is None:
-        return OutputDifference(name, want is None and got is None, 0.0, 0.0)
-    got, want = np.asarray(got), np.asarray(want)
-    if got.shape != want.shape or got.dtype != want.dtype:
+def _compare_values(name: str, actual: Any, reference: Any, lineage: Lineage) -> OutputDifference:
+    """Compare two values of any ONNX type: sequences, maps, optionals and tensors."""
+    if isinstance(reference, (list, tuple)) and isinstance(actual, (list, tuple)):
+        parts = [_compare_values(name, a, b, lineage) for a, b in zip(actual, reference)]
+        return _summarise_parts(name, parts, len(actual) == len(reference))
+    if isinstance(reference, Mapping) and isinstance(actual, Mapping):
+        parts = [_compare_values(name, actual[key], reference[key], lineage) for key in reference if key in actual]
+        return _summarise_parts(name, parts, actual.keys() == reference.keys())
+    if _is_array(reference) != _is_array(actual) or reference is None or actual is None:
+        return OutputDifference(name, reference is None and actual is None, 0.0, 0.0)
+    actual, reference = np.asarray(actual), np.asarray(reference)
+    if actual.shape != reference.shape or actual.dtype != reference.dtype:
         return OutputDifference(name, False, float("inf"), float("inf"))
-    own = str(want.real.dtype)
-    if own not in TOLERANCE:
-        return _exact_difference(name, got, want)
-    allowed = max(TOLERANCE.get(kind, 0.0) for kind in (own, *lineage.types))
-    if not np.issubdtype(want.dtype, np.inexact):  # of the package ml_dtypes: numpy knows nothing of them
-        got, want = got.astype(np.float32), want.astype(np.float32)
-    return _float_difference(name, got, want, allowed)
+    dtype = str(reference.real.dtype)
+    if dtype not in TOLERANCE:
+        return _compare_exactly(name, actual, reference)
+    tolerance = max(TOLERANCE.get(kind, 0.0) for kind in (dtype, *lineage.types))
+    if not np.issubdtype(reference.dtype, np.inexact):  # a type of the package ml_dtypes, which numpy does not know
+        actual, reference = actual.astype(np.float32), reference.astype(np.float32)
+    return _compare_floats(name, actual, reference, tolerance)
 
 
 def _is_array(value: Any) -> bool:
     return value is not None and not isinstance(value, (list, tuple, Mapping))
 
 
-def _summary(name: str, parts: Sequence[OutputDifference], complete: bool) -> OutputDifference:
-    """Return the difference of an output from those of its parts; `complete`: both have the same ones."""
+def _summarise_parts(name: str, parts: Sequence[OutputDifference], complete: bool) -> OutputDifference:
+    """Return an output's difference from those of its parts; `complete` if no part is missing or extra."""
     return OutputDifference(
         name,
         complete and all(part.equal for part in parts),
@@ -93,47 +102,52 @@ def _summary(name: str, parts: Sequence[OutputDifference], complete: bool) -> Ou
     )
 
 
-def _exact_difference(name: str, got: Array, want: Array) -> OutputDifference:
-    """Compare whole numbers, truths and texts; texts are as far from each other as can be."""
-    if bool((got == want).all()):
+def _compare_exactly(name: str, actual: Array, reference: Array) -> OutputDifference:
+    """Compare integers, booleans and strings; strings that differ have an infinite error."""
+    if bool((actual == reference).all()):
         return OutputDifference(name, True, 0.0, 0.0)
-    if want.dtype.kind not in "iub":
+    if reference.dtype.kind not in "iub":
         return OutputDifference(name, False, float("inf"), float("inf"))
-    exact = _float_difference(name, got.astype(np.float64), want.astype(np.float64), 0.0)
-    return replace(exact, equal=False)
+    difference = _compare_floats(name, actual.astype(np.float64), reference.astype(np.float64), 0.0)
+    return replace(difference, equal=False)
 
 
-def _float_difference(name: str, got: Array, want: Array, allowed: float) -> OutputDifference:
-    odd = ~np.isfinite(want)
-    same_odd = bool(np.array_equal(got[odd], want[odd], equal_nan=True)) and bool((np.isfinite(got) == ~odd).all())
-    error = np.abs(got[~odd].astype(np.complex128 if np.iscomplexobj(want) else np.float64) - want[~odd]).max(
-        initial=0.0
+def _compare_floats(name: str, actual: Array, reference: Array, tolerance: float) -> OutputDifference:
+    """Compare floats: NaN and infinities exactly, the others relative to the largest of the reference."""
+    finite = np.isfinite(reference)
+    same_special = bool(np.array_equal(actual[~finite], reference[~finite], equal_nan=True)) and bool(
+        (np.isfinite(actual) == finite).all()
     )
-    scale = float(np.abs(want[~odd]).max(initial=0.0))
+    precise = np.complex128 if np.iscomplexobj(reference) else np.float64
+    error = np.abs(actual[finite].astype(precise) - reference[finite]).max(initial=0.0)
+    scale = float(np.abs(reference[finite]).max(initial=0.0))
     relative = float(error) / scale if scale > 0 else float(error)
-    return OutputDifference(name, same_odd and relative <= allowed, float(error), relative)
+    return OutputDifference(name, same_special and relative <= tolerance, float(error), relative)
 
 
-def _is_alike(got: Any, want: Any, any_shape: bool) -> bool:
-    """Return whether two outputs have the same type and shape, and `got` is finite if `want` is."""
-    if isinstance(want, (list, tuple)) and isinstance(got, (list, tuple)):
-        return (any_shape or len(got) == len(want)) and all(_is_alike(g, w, any_shape) for g, w in zip(got, want))
-    if not _is_array(want) or not _is_array(got):
-        return type(got) is type(want)
-    got, want = np.asarray(got), np.asarray(want)
-    if got.dtype != want.dtype or (got.shape != want.shape and not any_shape):
+def _has_same_form(actual: Any, reference: Any, any_shape: bool) -> bool:
+    """Return whether types and shapes are equal, and `actual` is finite if `reference` is."""
+    if isinstance(reference, (list, tuple)) and isinstance(actual, (list, tuple)):
+        parts = zip(actual, reference)
+        return (any_shape or len(actual) == len(reference)) and all(_has_same_form(a, b, any_shape) for a, b in parts)
+    if not _is_array(reference) or not _is_array(actual):
+        return type(actual) is type(reference)
+    actual, reference = np.asarray(actual), np.asarray(reference)
+    if actual.dtype != reference.dtype or (actual.shape != reference.shape and not any_shape):
         return False
-    return str(want.real.dtype) not in TOLERANCE or bool(np.isfinite(got).all() or not np.isfinite(want).all())
+    if str(reference.real.dtype) not in TOLERANCE:
+        return True
+    return bool(np.isfinite(actual).all() or not np.isfinite(reference).all())
 
 
 def open_reference(
     bundle: Bundle, against: str | Path | None, all_cores: Sequence[int]
 ) -> Callable[[Mapping[str, Array]], dict[str, Any]]:
-    """Return a function that runs the unsplit model: the bundle's own copy of it, or the file `against`."""
+    """Return a function that runs the unsplit model: the bundle's copy, or the file `against`."""
     model = Path(against) if against else bundle.file(WHOLE_MODEL_FILE)
     if not os.path.isfile(model):
-        what = "it is a folder, not a model" if os.path.isdir(model) else "there is no such file"
-        raise ModelError("M001", what, where=str(model))
+        message = "expected a model file, got a folder" if os.path.isdir(model) else "there is no such file"
+        raise ModelError("M001", message, where=str(model))
     entries = {} if against else bundle.session_entries
     with pin_thread(all_cores):
         session = open_session(model, session_options(all_cores, entries=entries), where=str(model))
@@ -148,16 +162,16 @@ def open_reference(
 
 
 def rounds_to_few_values(bundle: Bundle) -> bool:
-    """Return whether the model quantises, so that the last bit of a float can become a whole step of an output."""
-    return is_quantising(_whole(bundle))
+    """Return whether the model quantises, so that rounding can change an output by a whole step."""
+    return is_quantising(_load_whole_model(bundle))
 
 
 def lineages_of_bundle(bundle: Bundle) -> dict[str, Lineage]:
-    """Return what each output of the model comes from, by name."""
-    return output_lineages(_whole(bundle), {item.input: item.output for item in bundle.manifest.states})
+    """Return the lineage of each output of the model, by name."""
+    return output_lineages(_load_whole_model(bundle), {item.input: item.output for item in bundle.manifest.states})
 
 
-def _whole(bundle: Bundle) -> ModelProto:
+def _load_whole_model(bundle: Bundle) -> ModelProto:
     """Return the bundle's copy of the model, without its weights."""
     import onnx
 
@@ -165,30 +179,29 @@ def _whole(bundle: Bundle) -> ModelProto:
 
 
 def _require_same_interface(bundle: Bundle, session: Any, where: str) -> None:
-    """Raise ModelError if a model does not take and give what the bundle does."""
+    """Raise ModelError unless a model has the inputs and outputs of the bundle."""
     hint = "the bundle was compiled from another model"
-    gives = {output.name for output in session.get_outputs()}
-    if missing := sorted({item.name for item in bundle.outputs} - gives):
+    outputs = {output.name for output in session.get_outputs()}
+    if missing := sorted({item.name for item in bundle.outputs} - outputs):
         raise ModelError("M030", f"it has no output {', '.join(missing)}", where=where, hint=hint)
-    theirs = {item.name: item for item in session.get_inputs()}
-    ours = {item.name: item for item in bundle.inputs if not item.optional}
-    if other := sorted(theirs.keys() ^ ours.keys()):
-        raise ModelError("M030", f"its inputs differ: {', '.join(other)}", where=where, hint=hint)
-    for name, item in ours.items():
-        fixed = [size for size in theirs[name].shape if isinstance(size, int)]
-        same_rank = item.shape is None or not theirs[name].shape or len(theirs[name].shape) == len(item.shape)
-        if (
-            theirs[name].type != item.dtype
-            or not same_rank
-            or any(
-                isinstance(a, int) and isinstance(b, int) and a != b
-                for a, b in zip(theirs[name].shape, item.shape or fixed)
-            )
-        ):
-            theirs_text = f"{theirs[name].type} {theirs[name].shape}"
-            raise ModelError(
-                "M030", f"its input {name!r} is {theirs_text}, not {describe_input(item)}", where=where, hint=hint
-            )
+    model_inputs = {item.name: item for item in session.get_inputs()}
+    bundle_inputs = {item.name: item for item in bundle.inputs if not item.optional}
+    if unmatched := sorted(model_inputs.keys() ^ bundle_inputs.keys()):
+        raise ModelError("M030", f"its inputs differ: {', '.join(unmatched)}", where=where, hint=hint)
+    for name, declared in bundle_inputs.items():
+        if not _is_same_input(model_inputs[name], declared):
+            actual = f"{model_inputs[name].type} {model_inputs[name].shape}"
+            message = f"its input {name!r} is {actual}, expected {describe_input(declared)}"
+            raise ModelError("M030", message, where=where, hint=hint)
+
+
+def _is_same_input(item: Any, declared: Declared) -> bool:
+    """Return whether a session's input has the declared type, rank and fixed sizes, as far as both are known."""
+    fixed = [size for size in item.shape if isinstance(size, int)]
+    same_rank = declared.shape is None or not item.shape or len(item.shape) == len(declared.shape)
+    sizes = zip(item.shape, declared.shape or fixed)
+    same_sizes = not any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in sizes)
+    return bool(item.type == declared.dtype) and same_rank and same_sizes
 
 
 def compare_outputs(
@@ -198,51 +211,62 @@ def compare_outputs(
     names: Sequence[str],
     origins: Mapping[str, Lineage] | None = None,
 ) -> list[OutputDifference]:
-    """Run the same feeds through both and compare output by output; `origins` are the lineages of outputs.
+    """Run the same feeds through both and compare output by output.
 
-    What is wanted is computed first, so that feeds which do not fit the model are reported as such.
+    The reference `want` runs first, so that feeds which do not fit the model are reported as such.
+
+    Args:
+        run: runs the bundle.
+        want: runs the unsplit model.
+        feeds: inputs of both.
+        names: outputs to compare.
+        origins: lineages of outputs, by name.
     """
     expected = want(feeds)
     got = run(feeds)
-    return [difference(name, got[name], expected[name], (origins or {}).get(name)) for name in names]
+    return [compare_output(name, got[name], expected[name], (origins or {}).get(name)) for name in names]
 
 
+# Short calls are repeated within a turn up to this time; all of them take at least this many turns.
 TURN_SECONDS, MIN_TURNS = 0.02, 3
 
 
 @dataclass(frozen=True)
 class Timings:
-    """How long something took, over several runs."""
+    """Times of a call over several runs."""
 
     median_seconds: float
     p90_seconds: float
     runs: int
 
     def per(self, count: int) -> Timings:
-        """Return the time of each of `count` things that were timed as one."""
+        """Return the time of one of `count` things that were timed together."""
         return Timings(self.median_seconds / count, self.p90_seconds / count, self.runs)
 
 
 def time_in_turns(calls: Mapping[str, Callable[[], object]], repeat: int, warm_ups: int = 2) -> dict[str, Timings]:
-    """Time several calls `repeat` times each, in turn, so that a machine that changes speed changes it for all.
+    """Time several calls `repeat` times each, in turn, so that changes of the machine's speed affect all.
 
-    A turn is one call, or as many short ones as make `TURN_SECONDS`, though a third of all at most: caches then hold
-    what the call needs, as where it is made again and again.
+    A turn repeats short calls for up to `TURN_SECONDS`, or for a third of all repetitions. So caches hold the call's
+    data, as they do for a call in a loop.
+
+    >>> time_in_turns({"sleep": lambda: time.sleep(0.001)}, repeat=3)["sleep"].runs
+    3
     """
-    taken: dict[str, list[float]] = {name: [] for name in calls}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
 
-    def turn(count: int) -> None:
+    def take_turn(count: int) -> None:
         for name, call in calls.items():
             for _ in range(count):
                 began = time.perf_counter()
                 call()
-                taken[name].append(time.perf_counter() - began)
+                seconds[name].append(time.perf_counter() - began)
 
     for _ in range(warm_ups):
-        turn(1)
-    slowest = max((times[-1] for times in taken.values() if times), default=TURN_SECONDS)
-    most = max(min(repeat // MIN_TURNS, round(TURN_SECONDS / max(slowest, 1e-9))), 1)
-    for done in range(0, repeat, most):
-        turn(min(most, repeat - done))
-    counted = {name: times[warm_ups:] for name, times in taken.items()}
-    return {name: Timings(float(np.median(t)), float(np.quantile(t, 0.9)), len(t)) for name, t in counted.items()}
+        take_turn(1)
+    slowest = max((times[-1] for times in seconds.values() if times), default=TURN_SECONDS)
+    calls_per_turn = max(min(repeat // MIN_TURNS, round(TURN_SECONDS / max(slowest, 1e-9))), 1)
+    for finished in range(0, repeat, calls_per_turn):
+        take_turn(min(calls_per_turn, repeat - finished))
+    measured = {name: times[warm_ups:] for name, times in seconds.items()}
+    return {name: Timings(float(np.median(t)), float(np.quantile(t, 0.9)), len(t)) for name, t in measured.items()}

@@ -1,4 +1,4 @@
-"""What a step did on each device and link, and what each device held, beside what the compiler predicted."""
+"""Measure time and memory of each device and link in one inference, next to the predictions."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import numpy as np
 
 from onnxplace.bundle import Bundle, DeviceRecord, SegmentRecord, list_crossing_values, record_crossing_values
 from onnxplace.errors import Diagnostic, OnnxplaceError
-from onnxplace.evaluation.memory_use import Memory, memory
-from onnxplace.evaluation.trial import seconds_by_segment
+from onnxplace.evaluation.memory_use import BundleMemory, measure_memory
+from onnxplace.evaluation.trial import measure_segment_seconds
 from onnxplace.machine import available_memory_bytes
 from onnxplace.pipeline import Observer, find_plugin
 from onnxplace.runtime import Event, EventKind, Runtime
 
-WARM_UPS = 2
+WARM_UP_RUNS = 2
 
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """A device in one step; None for what was not predicted, or could not be measured."""
+    """A device in one inference; None for values that were not predicted or not measured."""
 
     id: str
     predicted_busy_seconds: float
     busy_seconds: float
     predicted_peak_bytes: int | None
-    """Of a CPU device what its part of the process takes; of a GPU weights and values."""
+    """Of a CPU device, the memory of its part of the process; of a GPU, weights and values."""
     peak_bytes: int | None
 
 
 @dataclass(frozen=True)
 class LinkUse:
-    """What crosses from one device to another in one step; None for what could not be measured."""
+    """Transfers from one device to another in one inference; None for values that were not measured."""
 
     source: str
     destination: str
@@ -41,14 +41,14 @@ class LinkUse:
     predicted_bytes: int
     bytes: int | None
     predicted_seconds: float
-    """The sum of what each value takes, whether or not they overlap."""
+    """Sum over values, whether or not they overlap."""
     seconds: float
-    """The same sum: from when a value is made and asked for until it is there."""
+    """The same sum: each value from when it is computed and requested until it has arrived."""
 
 
 @dataclass(frozen=True)
 class ProcessUse:
-    """The process that opens and runs the bundle; None for what was not predicted, or could not be measured."""
+    """Memory of the process that opens and runs the bundle; None for values not predicted or not measured."""
 
     predicted_opening_bytes: int | None
     opening_bytes: int | None
@@ -58,163 +58,164 @@ class ProcessUse:
 
 @dataclass(frozen=True)
 class DeviceUsage:
-    """What a step did and took."""
+    """Time and memory of one inference, by device and link."""
 
     devices: tuple[DeviceUse, ...]
     links: tuple[LinkUse, ...]
     process: ProcessUse
     notes: tuple[Diagnostic, ...]
-    """What could not be measured, and why."""
+    """Why some values could not be measured."""
 
 
 class TracedRequests:
-    """Requests that were traced, one after the other."""
+    """Events of requests that were traced one after the other."""
 
     def __init__(self) -> None:
         self._spans: dict[tuple[str, EventKind, str], list[tuple[float, float]]] = {}
         self._segments: dict[str, list[float]] = {}
 
     def add(self, events: Sequence[Event]) -> None:
-        """Add what one request did."""
+        """Add the events of one request."""
         for event in events:
             span = (event.start_seconds, event.finish_seconds)
             self._spans.setdefault((event.device, event.kind, event.name), []).append(span)
-        for segment, seconds in seconds_by_segment(events).items():
+        for segment, seconds in measure_segment_seconds(events).items():
             self._segments.setdefault(segment, []).append(seconds)
 
     def busy(self, segments: Iterable[SegmentRecord]) -> float:
-        """Return the seconds that their device was neither waiting nor copying: the sum of medians of each segment.
+        """Return the seconds in which the segments' device neither waited nor copied.
 
-        Most are short, and seldom wait for a core.
+        It is the sum of the segments' medians: most segments are short, and seldom wait for a core.
         """
         return sum((float(np.median(self._segments[segment.id])) for segment in segments), 0.0)
 
     def copying(self, device: str) -> float:
-        """Return the seconds that a device copied what it received: the sum of medians of each copy."""
+        """Return the seconds that a device copied received values: the sum of the copies' medians."""
         copies = (
-            np.diff(spans) for (where, kind, _), spans in self._spans.items() if (where, kind) == (device, "copy")
+            np.diff(spans) for (owner, kind, _), spans in self._spans.items() if (owner, kind) == (device, "copy")
         )
-        return sum((float(np.median(taken)) for taken in copies), 0.0)
+        return sum((float(np.median(seconds)) for seconds in copies), 0.0)
 
     def transfer(self, value: str, producer: str, source: str, destination: str) -> float:
-        """Return the median seconds from when a value was made, and asked for, until it was there."""
-        made, asked, there = (
+        """Return the median seconds from when a value was computed and requested until it had arrived."""
+        runs, waits, copies = (
             np.array(self._spans[key])
             for key in ((source, "run", producer), (destination, "wait", value), (destination, "copy", value))
         )
-        return float(np.median(there[:, 1] - np.maximum(made[:, 1], asked[:, 0])))
+        return float(np.median(copies[:, 1] - np.maximum(runs[:, 1], waits[:, 0])))
 
 
 def measure_usage(
     bundle: Bundle, feeds: Mapping[str, Any], rounds: int, with_memory: bool, observer: Observer | None = None
 ) -> DeviceUsage:
-    """Run a bundle so many times, each with the same feeds, and find out what it does and takes.
+    """Run a bundle `rounds` times on the same feeds and measure devices, links and memory.
 
-    Feeds include what states begin with. What cannot be measured is noted.
+    The feeds include the initial values of states. Values that cannot be measured are noted.
     """
     runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
     if observer:
         observer("tracing", 0, 1 + with_memory)
-    traced = _traced(runtime, bundle, feeds, rounds)
-    crossed, notes = _crossed(runtime, bundle, feeds)
-    found = memory(bundle, {**feeds, **(crossed or {})}, observer) if with_memory else Memory()
+    traced = _trace_requests(runtime, bundle, feeds, rounds)
+    crossed, notes = _record_crossing(runtime, bundle, feeds)
+    memory = measure_memory(bundle, {**feeds, **(crossed or {})}, observer) if with_memory else BundleMemory()
     return DeviceUsage(
-        _device_uses(bundle, traced, found),
-        _link_uses(bundle, traced, crossed),
-        _process_use(bundle, found),
-        (*notes, *found.notes),
+        _compare_devices(bundle, traced, memory),
+        _compare_links(bundle, traced, crossed),
+        _compare_process(bundle, memory),
+        (*notes, *memory.notes),
     )
 
 
-def _traced(runtime: Runtime, bundle: Bundle, feeds: Mapping[str, Any], rounds: int) -> TracedRequests:
-    found = TracedRequests()
+def _trace_requests(runtime: Runtime, bundle: Bundle, feeds: Mapping[str, Any], rounds: int) -> TracedRequests:
+    traced = TracedRequests()
     with runtime.open(bundle, trace=True) as session:
-        for number in range(WARM_UPS + rounds):
+        for number in range(WARM_UP_RUNS + rounds):
             session.reset_state()  # states that are not fed would go on growing
             events = session.run(feeds).events
-            if number >= WARM_UPS:
-                found.add(events)
-    return found
+            if number >= WARM_UP_RUNS:
+                traced.add(events)
+    return traced
 
 
-def _crossed(
+def _record_crossing(
     runtime: Runtime, bundle: Bundle, feeds: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any] | None, tuple[Diagnostic, ...]]:
-    """Return the values that cross between devices; None, and why, if keeping them all is more than there is room."""
+    """Return the values that cross between devices; None and a note if memory does not suffice to keep them."""
     manifest = bundle.manifest
     crossing = {name for names in list_crossing_values(manifest).values() for name in names}
     if not crossing:
         return {}, ()
     needs = manifest.predicted.running_bytes + sum(manifest.values[name].bytes for name in crossing)
     if needs > (free := available_memory_bytes()):
-        message = f"what crosses was not recorded: that would take {needs} bytes of memory, and {free} are free"
+        message = f"values that cross were not recorded: that needs {needs} bytes of memory, {free} are free"
         return None, (Diagnostic("C020", message, where=manifest.model),)
     try:
         with runtime.open(record_crossing_values(bundle)) as session:
             return session.run(feeds).outputs, ()
     except OnnxplaceError as problem:
-        message = f"what crosses between devices was not recorded: {problem.message}"
+        message = f"values that cross between devices were not recorded: {problem.message}"
         return None, (Diagnostic(problem.code, message, where=problem.where, hint=problem.hint),)
 
 
-def _device_uses(bundle: Bundle, traced: TracedRequests, taken: Memory) -> tuple[DeviceUse, ...]:
+def _compare_devices(bundle: Bundle, traced: TracedRequests, memory: BundleMemory) -> tuple[DeviceUse, ...]:
     return tuple(
         DeviceUse(
-            device.id,
-            device.compute_seconds,
-            traced.busy(segment for segment in bundle.manifest.segments if segment.device == device.id),
-            _predicted_bytes(device),
-            taken.device_bytes.get(device.id),
+            id=device.id,
+            predicted_busy_seconds=device.compute_seconds,
+            busy_seconds=traced.busy(item for item in bundle.manifest.segments if item.device == device.id),
+            predicted_peak_bytes=_get_predicted_bytes(device),
+            peak_bytes=memory.device_bytes.get(device.id),
         )
         for device in bundle.manifest.devices
     )
 
 
-def _predicted_bytes(device: DeviceRecord) -> int | None:
-    """Return what a device's part takes; bundles from before do not say it for CPU devices."""
+def _get_predicted_bytes(device: DeviceRecord) -> int | None:
+    """Return the predicted memory of a device's part; older bundles do not have it for CPU devices."""
     if not device.id.startswith("cpu:"):
         return device.peak_bytes
     return device.process_bytes or (0 if not device.nodes else None)
 
 
-def _link_uses(bundle: Bundle, traced: TracedRequests, crossed: Mapping[str, Any] | None) -> tuple[LinkUse, ...]:
+def _compare_links(bundle: Bundle, traced: TracedRequests, crossed: Mapping[str, Any] | None) -> tuple[LinkUse, ...]:
     manifest, target = bundle.manifest, bundle.target
     latency, per_byte = target.link_arrays()
-    found = []
+    links = []
     for (source, destination), names in list_crossing_values(manifest).items():
         ends = target.position(source), target.position(destination)
         sizes = [manifest.values[name].bytes for name in names]
-        found.append(
+        producers = {name: manifest.values[name].producer or "" for name in names}
+        links.append(
             LinkUse(
-                source,
-                destination,
-                len(names),
-                sum(sizes),
-                None if crossed is None else sum(value_bytes(crossed[name]) for name in names),
-                float(len(names) * latency[ends] + sum(sizes) * per_byte[ends]),
-                sum(traced.transfer(name, manifest.values[name].producer or "", source, destination) for name in names),
+                source=source,
+                destination=destination,
+                values=len(names),
+                predicted_bytes=sum(sizes),
+                bytes=None if crossed is None else sum(count_value_bytes(crossed[name]) for name in names),
+                predicted_seconds=float(len(names) * latency[ends] + sum(sizes) * per_byte[ends]),
+                seconds=sum(traced.transfer(name, producers[name], source, destination) for name in names),
             )
         )
-    return tuple(found)
+    return tuple(links)
 
 
-def _process_use(bundle: Bundle, taken: Memory) -> ProcessUse:
-    predicted, found = bundle.manifest.predicted, taken.process
+def _compare_process(bundle: Bundle, memory: BundleMemory) -> ProcessUse:
+    predicted, process = bundle.manifest.predicted, memory.process
     return ProcessUse(
-        predicted.opening_bytes or None,
-        found.opening_bytes if found else None,
-        predicted.running_bytes or None,
-        found.running_bytes if found else None,
+        predicted_opening_bytes=predicted.opening_bytes or None,
+        opening_bytes=process.opening_bytes if process else None,
+        predicted_running_bytes=predicted.running_bytes or None,
+        running_bytes=process.running_bytes if process else None,
     )
 
 
-def value_bytes(value: Any) -> int:
-    """Return the bytes of an array, of all in a sequence, or of the text of strings; 0 for an absent optional."""
+def count_value_bytes(value: Any) -> int:
+    """Return the bytes of an array, a sequence's elements, or strings' text; 0 for an absent optional."""
     if value is None:
         return 0
     if isinstance(value, (list, tuple)):
-        return sum(map(value_bytes, value))
+        return sum(map(count_value_bytes, value))
     if isinstance(value, Mapping):
-        return sum(value_bytes(part) for pair in value.items() for part in pair)
+        return sum(count_value_bytes(part) for pair in value.items() for part in pair)
     array = np.asarray(value)
     return sum(len(str(text).encode()) for text in array.ravel()) if array.dtype.kind in "OUS" else array.nbytes

@@ -1,4 +1,4 @@
-"""One call after the other of a model with states: what is fed to each, and how a plain session carries states on."""
+"""Inputs of successive calls of a model with states, and a session that carries states between calls."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ Feeds = Mapping[str, Array]
 
 
 class StepInputs:
-    """The inputs of each step: states in the first one only, later ones take over what the step before left.
+    """The inputs of each step; states are fed only to the first, later steps carry them over.
 
-    Where a state grows with each step, as a cache of past tokens does, inputs that are drawn grow with it if their
-    shape names the symbol that grows: `past`, or `past + seq`, or what the output that becomes the state calls it.
+    A state may grow with each step, as a cache of past tokens does. Drawn inputs grow with it if their shape names the
+    growing symbol: `past`, or `past + seq`, or the symbol of the output that becomes the state.
     """
 
     def __init__(self, bundle: Bundle, given: Feeds | None, sizes: Mapping[str, int], seed: int) -> None:
-        """Take the user's inputs, else draw them with these sizes of symbolic dimensions."""
-        self._inputs = bundle.inputs if given is not None else [_ranked(item, sizes) for item in bundle.inputs]
+        """Take the user's inputs, or draw them with these sizes of symbolic dimensions."""
+        self._inputs = (
+            bundle.inputs if given is not None else [_with_sample_rank(item, sizes) for item in bundle.inputs]
+        )
         self._sizes, self._seed = sizes, seed
         self._states = {item.name: item.shape or () for item in bundle.state_inputs}
-        given_back = {item.name: item.shape or () for item in bundle.outputs}
-        self._outputs = {item.input: given_back[item.output] for item in bundle.manifest.states}
+        output_shapes = {item.name: item.shape or () for item in bundle.outputs}
+        self._outputs = {item.input: output_shapes[item.output] for item in bundle.manifest.states}
         self._drawn = given is None
         self._growth: dict[str, int] = {}
         self._output_growth: dict[str, int] = {}
@@ -51,88 +53,95 @@ class StepInputs:
         dimensions_of_feeds(self.first, self._inputs)
 
     def learn(self, states: Feeds) -> None:
-        """Find out from the states after the first step, by input, which symbols grow."""
+        """Learn which symbols grow from the states after the first step, by state input."""
         for name, array in states.items():
             if name in self.first:
-                grown = [after - before for before, after in zip(self.first[name].shape, array.shape)]
-                self._growth |= {s: by for s, by in zip(self._states[name], grown) if isinstance(s, str) and s}
-                named = zip(self._outputs[name], grown)
-                self._output_growth |= {s: by for s, by in named if isinstance(s, str) and s and by > 0}
+                growths = [after - before for before, after in zip(self.first[name].shape, array.shape)]
+                of_input, of_output = zip(self._states[name], growths), zip(self._outputs[name], growths)
+                self._growth |= {symbol: growth for symbol, growth in of_input if isinstance(symbol, str) and symbol}
+                self._output_growth |= {
+                    symbol: growth for symbol, growth in of_output if isinstance(symbol, str) and symbol and growth > 0
+                }
 
     def feeds(self, number: int) -> Feeds:
         """Return the inputs of a step, counted from 0."""
         if number == 0 or not self._states:
             return self.first
-        found = self.first
-        grown = {key: size + number * self._growth_of(key) for key, size in self._sizes.items()}
-        if self._drawn and grown != self._sizes:
+        feeds = self.first
+        sizes = {key: size + number * self._get_growth(key) for key, size in self._sizes.items()}
+        if self._drawn and sizes != self._sizes:
             inputs = [item for item in self._inputs if item.name not in self._states]
-            found = random_feeds(inputs, grown, self._seed)
-        return {name: array for name, array in found.items() if name not in self._states}
+            feeds = random_feeds(inputs, sizes, self._seed)
+        return {name: array for name, array in feeds.items() if name not in self._states}
 
     @contextmanager
     def explained(self, number: int) -> Iterator[None]:
-        """Say in the hint of an error of a later step, counted from 0, which inputs did not grow as the states did."""
+        """Add a hint to errors of later steps, counted from 0: inputs that did not grow with the states."""
         try:
             yield
         except (ExecutionError, ModelError) as problem:
-            hint = self._left_behind() if number else ""
+            hint = self._describe_constant_inputs() if number else ""
             if not hint:
                 raise
             raise type(problem)(problem.code, problem.message, where=problem.where, hint=hint) from None
 
-    def _left_behind(self) -> str:
-        growing = [symbol for symbol, by in self._growth.items() if by > 0]
+    def _describe_constant_inputs(self) -> str:
+        """Return a hint that names the inputs that do not grow with the states; empty if there are none."""
+        growing = [symbol for symbol, growth in self._growth.items() if growth > 0]
         axes = [
             f"{item.name}[{axis}] ({size!r})"
             for item in self._inputs
             for axis, size in enumerate(item.shape or ())
-            # An axis that the states have too, and that did not grow there, has no need to.
+            # An axis that the states have too need not grow if it did not grow there.
             if item.name not in self._states and isinstance(size, str) and size not in self._growth
-            if not self._growth_of(size)
+            if not self._get_growth(size)
         ]
         if not growing or not axes:
             return ""
-        one = "to see one step alone: --steps 1, or --repeat 1"
+        single_step = "to run one step alone: --steps 1, or --repeat 1"
         names = ", ".join(repr(symbol) for symbol in growing)
         if not self._drawn:
-            return f"the given inputs are the same in each step, while states grow along {names}; {one}"
+            return f"the given inputs are the same in each step, while states grow along {names}; {single_step}"
         return (
             f"states grow along {names} from step to step, drawn inputs only along axes that are named after it; if "
-            f"{' or '.join(axes)} has to grow too, rename it ('{growing[0]} + ...'); {one}"
+            f"{' or '.join(axes)} has to grow too, rename it ('{growing[0]} + ...'); {single_step}"
         )
 
-    def _growth_of(self, key: str) -> int:
-        found = [by for symbol, by in self._growth.items() if re.search(rf"(?<!\w){re.escape(symbol)}(?!\w)", key)]
-        return sum(found) if found else self._output_growth.get(key, 0)
+    def _get_growth(self, key: str) -> int:
+        """Return by how much a dimension grows per step: a symbol, or an expression of symbols."""
+        growths = [
+            growth for symbol, growth in self._growth.items() if re.search(rf"(?<!\w){re.escape(symbol)}(?!\w)", key)
+        ]
+        return sum(growths) if growths else self._output_growth.get(key, 0)
 
 
 def choose_step_inputs(bundle: Bundle, inputs: Path | None, sizes: Mapping[str, int], seed: int) -> StepInputs:
-    """Return the inputs in a file, else random ones of the shapes the bundle was compiled with, or of these `sizes`.
+    """Return the inputs in a file, or random ones.
 
-    Raises FeedError for a dimension that the model does not have.
+    Random inputs have the shapes that the bundle was compiled with, except where `sizes` sets other ones. Raises
+    FeedError for a dimension that the model does not have.
     """
-    remembered = bundle.manifest.dimensions
-    ranked = [_ranked(item, remembered) for item in bundle.inputs]
-    keys = dict.fromkeys(key for item in ranked for key, size in dimension_keys(item) if size is None)
+    compiled_sizes = bundle.manifest.dimensions
+    declared = [_with_sample_rank(item, compiled_sizes) for item in bundle.inputs]
+    keys = dict.fromkeys(key for item in declared for key, size in dimension_keys(item) if size is None)
     known = sorted({name for key in keys for name in (key, *symbols_of_dimension(key))})
     for key in sizes:
         if key not in known:
             hint = nearest(key, known) if known else "all its dimensions are fixed"
             raise FeedError("M022", f"the model has no symbolic dimension {key!r}", where="--shape", hint=hint)
-    # What the bundle was compiled with gives way to these sizes, and to what follows from them.
-    given = complete_dimensions(keys, sizes)
-    kept = {
+    # The given sizes, and those that follow from them, override the ones that the bundle was compiled with.
+    overridden = complete_dimensions(keys, sizes)
+    defaults = {
         key: size
-        for key, size in without_derived(remembered).items()
-        if key not in given and not given.keys() & symbols_of_dimension(key)
+        for key, size in without_derived(compiled_sizes).items()
+        if key not in overridden and not overridden.keys() & symbols_of_dimension(key)
     }
-    all_sizes = without_derived(complete_dimensions(keys, {**kept, **sizes}))
+    all_sizes = without_derived(complete_dimensions(keys, {**defaults, **sizes}))
     return StepInputs(bundle, read_npz(inputs) if inputs else None, all_sizes, seed)
 
 
-def _ranked(item: Declared, sizes: Mapping[str, int]) -> Declared:
-    """Return an input of unknown rank with that of the sample it was compiled with, if there was one."""
+def _with_sample_rank(item: Declared, sizes: Mapping[str, int]) -> Declared:
+    """Return an input of unknown rank with the rank of the sample used at compile time, if any."""
     if item.shape is not None:
         return item
     keys = itertools.takewhile(lambda key: key in sizes, (f"{item.name}.{axis}" for axis in itertools.count()))
@@ -140,13 +149,13 @@ def _ranked(item: Declared, sizes: Mapping[str, int]) -> Declared:
 
 
 class StateCarrier:
-    """Call a function that runs the whole model, handing the states that it gives back to the next call."""
+    """Wrap a function that runs the whole model, and carry its states from call to call."""
 
     def __init__(self, run: Callable[[Feeds], Mapping[str, Any]], bundle: Bundle) -> None:
         self._run = run
         self._pairs = [(item.output, item.input) for item in bundle.manifest.states]
         self.states: dict[str, Any] = {}
-        """What the last call left, by state input."""
+        """States after the last call, by state input."""
 
     def __call__(self, feeds: Feeds) -> Mapping[str, Any]:
         outputs = self._run({**self.states, **feeds})

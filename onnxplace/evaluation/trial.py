@@ -1,8 +1,8 @@
-"""Run a bundle once it is compiled, to predict its steps from what its segments take where they are.
+"""Run a compiled bundle, to predict its time from measured times of its segments.
 
-The costs of nodes are those of one session over the whole model. Cut into segments, the same nodes take longer: each
+The costs of nodes are those of one session over the whole model. Split into segments, the same nodes take longer: each
 session has its own copies of weights, caches are cold after a wait, and other devices use the same memory. How much
-depends on model and machine, so it is measured.
+longer depends on model and machine, so it is measured.
 """
 
 from __future__ import annotations
@@ -47,52 +47,55 @@ from onnxplace.simulation import loads_of_simulation
 from onnxplace.target import MAX_SECONDS
 from onnxplace.utils import write_file
 
-# Clocks and caches settle in this time, and sessions in these steps.
-WARM_UP_SECONDS, WARM_UPS = 0.03, 2
-# Until the standard error of the median step is below this share, though not before so many steps; at most these many
-# steps, or seconds.
-ENOUGH = RepeatPolicy(repeat=2000, seconds=1.0, tolerance=0.02, least=9)
+# Clocks and caches settle within this time, and sessions within these steps.
+WARM_UP_SECONDS, WARM_UP_STEPS = 0.03, 2
+# Repeat until the standard error of the median is below the tolerance, but at least `least` times; stop after `repeat`
+# steps, or after these seconds.
+REPEAT_POLICY = RepeatPolicy(repeat=2000, seconds=1.0, tolerance=0.02, least=9)
+# Bundles take turns of this time. Reading how long threads waited takes longer than a small step, so it is done once
+# per turn.
 BURST_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How the steps of a bundle went."""
+    """Measured times of a bundle."""
 
     step_seconds: float
-    """Median, without what the worker that waited longest for a core waited."""
+    """Median time of a request, minus the longest time that a worker waited for a core."""
     request_seconds: float
-    """Of them, before a device began and after the last one ended."""
+    """Part of it before the first device began and after the last one ended."""
     segment_seconds: Mapping[str, float]
-    """By segment, what it took its device beside waits and copies."""
+    """By segment, time of its device without waits and copies."""
     requests: int
     waiting: float
-    """Share of the time of these requests that a thread waited for a core."""
+    """Share of the time of these requests in which a thread waited for a core."""
 
 
 def find_trial_obstacle(*bundles: Bundle) -> Diagnostic | None:
-    """Say why bundles cannot be run here, at the same time, as they are meant to be, or None."""
+    """Return why these bundles cannot be run here at the same time, or None."""
     for manifest in (bundle.manifest for bundle in bundles):
-        if problem := _no_gpu(manifest) or find_core_shortage(manifest):
+        if problem := _find_missing_gpu(manifest) or find_core_shortage(manifest):
             return replace(problem, code="C020", message=f"the bundle was not tried out: {problem.message}")
-    taken = [bundle.manifest.predicted for bundle in bundles]
-    needs, free = sum(max(p.running_bytes, p.opening_bytes) for p in taken), available_memory_bytes()
+    predictions = [bundle.manifest.predicted for bundle in bundles]
+    needs, free = sum(max(p.running_bytes, p.opening_bytes) for p in predictions), available_memory_bytes()
     if needs <= free:
         return None
-    message = f"the bundle was not tried out: it would take {needs} bytes of memory, and {free} are free"
+    message = f"the bundle was not tried out: that needs {needs} bytes of memory, {free} are free"
     return Diagnostic("C020", message, where=bundles[0].manifest.model)
 
 
 def find_core_shortage(manifest: Manifest) -> Diagnostic | None:
-    """Say so if a bundle's CPU devices have more cores than this machine, so that they share some; else None."""
-    asked, there = sum(d.cores for d in manifest.target.devices if d.kind == "cpu"), len(available_cores())
-    if asked <= there:
+    """Return a note if a bundle's CPU devices have more cores than this machine, or None."""
+    needed = sum(device.cores for device in manifest.target.devices if device.kind == "cpu")
+    available = len(available_cores())
+    if needed <= available:
         return None
-    message = f"its CPU devices have {asked} cores, this machine {there}: they get in each other's way"
+    message = f"its CPU devices have {needed} cores, this machine {available}: they compete for cores"
     return Diagnostic("T014", message, where=manifest.model)
 
 
-def _no_gpu(manifest: Manifest) -> Diagnostic | None:
+def _find_missing_gpu(manifest: Manifest) -> Diagnostic | None:
     for device in manifest.target.devices:
         if device.kind == "cuda" and manifest.programs.get(device.id) and (problem := cuda_problem(device.index)):
             return Diagnostic("T011", problem, where=device.id)
@@ -100,38 +103,39 @@ def _no_gpu(manifest: Manifest) -> Diagnostic | None:
 
 
 def run_trials(bundles: Sequence[Bundle], feeds: Mapping[str, Array], *, cached: bool = True) -> tuple[Trial, ...]:
-    """Run bundles for about a second each, though three steps at least, in turns, so that they can be compared.
+    """Run bundles in turns, for about a second each and at least nine steps.
 
-    What was measured before, for equal segments and feeds, is used again. Raises ExecutionError if a part fails,
-    TargetError if a device is not here.
+    Earlier measurements of equal segments and feeds are reused if `cached`. Raises ExecutionError if a segment fails,
+    TargetError if a device is missing.
     """
-    name = measurement_cache.key(["trial", *(_key(bundle, feeds) for bundle in bundles)])
-    if cached and (kept := _recalled(name, bundles)):
-        return kept
+    name = measurement_cache.key(["trial", *(_trial_key(bundle, feeds) for bundle in bundles)])
+    if cached and (cached_trials := _read_cached_trials(name, bundles)):
+        return cached_trials
     runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
     with ExitStack() as stack:
-        sampled = [_Sampled(stack.enter_context(runtime.open(bundle, trace=True)), feeds) for bundle in bundles]
-        for one in sampled:
-            one.warm_up()
-        while not all(one.enough for one in sampled):
-            for one in sampled:
-                one.burst()
-    found = tuple(one.trial() for one in sampled)
-    if cached and not any(map(is_doubtful, found)):
-        with suppress(ValueError):  # a full disk, say: then it is measured again
-            measurement_cache.write(name, {"trials": [asdict(trial) for trial in found]})
-    return found
+        sessions = [_TrialSession(stack.enter_context(runtime.open(bundle, trace=True)), feeds) for bundle in bundles]
+        for session in sessions:
+            session.warm_up()
+        while not all(session.has_enough for session in sessions):
+            for session in sessions:
+                session.run_burst()
+    trials = tuple(session.summarise() for session in sessions)
+    if cached and not any(map(is_doubtful, trials)):
+        with suppress(ValueError):  # for example a full disk: then it is measured again next time
+            measurement_cache.write(name, {"trials": [asdict(trial) for trial in trials]})
+    return trials
 
 
 def is_doubtful(trial: Trial) -> bool:
-    """Return whether other work on the machine may have made the steps of a trial longer."""
+    """Return whether other work on the machine may have slowed a trial."""
     return trial.waiting > DOUBTFUL_WAITING_SHARE
 
 
 def apply_trial(manifest: Manifest, trial: Trial) -> Manifest:
-    """Return a manifest that predicts from the segments' times of a trial.
+    """Return a manifest whose predictions use the segments' times of a trial.
 
-    What the costs of nodes say of a bound, and of one device, stays where what was seen does not contradict it.
+    The lower bound and the time of a single device, both from the costs of nodes, stay unless the trial contradicts
+    them.
     """
     segments = tuple(
         segment.model_copy(update={"seconds": trial.segment_seconds[segment.id]}) for segment in manifest.segments
@@ -163,114 +167,123 @@ def apply_trial(manifest: Manifest, trial: Trial) -> Manifest:
 
 
 def replace_manifest(bundle: Bundle, manifest: Manifest) -> Bundle:
-    """Put another manifest into a bundle, in place of its own at one stroke."""
+    """Replace the manifest of a bundle atomically."""
     text = manifest.model_dump_json(indent=1)
     write_file(bundle.path / MANIFEST_FILE, lambda stream: stream.write(text.encode()))
     return Bundle(bundle.path, manifest)
 
 
-class _Sampled:
-    """An open bundle, and how its steps went."""
+class _TrialSession:
+    """An open bundle and the times of its steps."""
 
     def __init__(self, session: RuntimeSession, feeds: Mapping[str, Array]) -> None:
         self._session, self._feeds = session, feeds
         self._steps: list[tuple[tuple[Event, ...], float]] = []
-        """What each device did, and the seconds of the step."""
-        self._waited: list[float] = []
+        """Events and seconds of each step."""
+        self._waiting_shares: list[float] = []
         """Per step, the share of its burst in which a thread waited for a core."""
 
     def warm_up(self) -> None:
-        began, passed = time.perf_counter(), 0.0
-        while (len(self._steps) < WARM_UPS or passed < WARM_UP_SECONDS) and passed < ENOUGH.seconds:
-            self._step()
-            passed = time.perf_counter() - began
+        """Run uncounted steps until clocks, caches and sessions have settled."""
+        began, elapsed = time.perf_counter(), 0.0
+        while (len(self._steps) < WARM_UP_STEPS or elapsed < WARM_UP_SECONDS) and elapsed < REPEAT_POLICY.seconds:
+            self._run_step()
+            elapsed = time.perf_counter() - began
         self._steps.clear()
 
-    def burst(self) -> None:
-        """Make steps for a moment. To look what threads waited takes longer than a small step, and its caches."""
+    def run_burst(self) -> None:
+        """Run steps for `BURST_SECONDS`, at least one."""
         before, began, first = read_run_delays(pool=True), time.perf_counter(), len(self._steps)
         while len(self._steps) == first or time.perf_counter() - began < BURST_SECONDS:
-            self._step()
+            self._run_step()
         share = longest_wait(before, read_run_delays(pool=True)) / (time.perf_counter() - began)
-        self._waited += [min(share, MAX_CREDIBLE_WAITING_SHARE)] * (len(self._steps) - first)
+        self._waiting_shares += [min(share, MAX_CREDIBLE_WAITING_SHARE)] * (len(self._steps) - first)
 
     @property
-    def enough(self) -> bool:
-        return ENOUGH.enough(self._runs) if self._steps else False
+    def has_enough(self) -> bool:
+        """Return whether the steps so far satisfy `REPEAT_POLICY`."""
+        return REPEAT_POLICY.enough(self._runs) if self._steps else False
 
     @property
     def _runs(self) -> Runs:
-        passed = np.array([seconds for _, seconds in self._steps])
-        return Runs(passed, passed * np.array(self._waited))
+        seconds = np.array([seconds for _, seconds in self._steps])
+        return Runs(seconds, seconds * np.array(self._waiting_shares))
 
-    def _step(self) -> None:
+    def _run_step(self) -> None:
         self._session.reset_state()  # states that are not fed would go on growing
         result = self._session.run(self._feeds)
         self._steps.append((result.events, result.seconds))
 
-    def trial(self) -> Trial:
+    def summarise(self) -> Trial:
+        """Return medians over the steps that waited least for a core."""
         runs = self._runs
-        spent: dict[str, list[float]] = {}
-        besides = []
+        segment_times: dict[str, list[float]] = {}
+        request_times = []
         for index in runs.calm:
             events, seconds = self._steps[index]
-            own = 1 - self._waited[index]  # nobody knows what it was that waited: it is taken off everything alike
-            begin = min((event.start_seconds for event in events), default=0.0)  # no device has anything to do
+            # It is unknown which event the wait fell into, so it is subtracted from all in proportion.
+            working_share = 1 - self._waiting_shares[index]
+            begin = min((event.start_seconds for event in events), default=0.0)  # no events if all devices are idle
             end = max((event.finish_seconds for event in events), default=0.0)
-            besides.append((begin + seconds - end) * own)
-            for segment, taken in seconds_by_segment(events).items():
-                spent.setdefault(segment, []).append(taken * own)
-        segments = {name: float(np.median(times)) for name, times in spent.items()}
-        return Trial(runs.seconds, max(float(np.median(besides)), 0.0), segments, len(runs.calm), runs.waiting)
+            request_times.append((begin + seconds - end) * working_share)
+            for segment, segment_time in measure_segment_seconds(events).items():
+                segment_times.setdefault(segment, []).append(segment_time * working_share)
+        return Trial(
+            step_seconds=runs.seconds,
+            request_seconds=max(float(np.median(request_times)), 0.0),
+            segment_seconds={name: float(np.median(times)) for name, times in segment_times.items()},
+            requests=len(runs.calm),
+            waiting=runs.waiting,
+        )
 
 
-def seconds_by_segment(events: Sequence[Event]) -> dict[str, float]:
-    """Return, by segment, its run, and the time before it in which its device neither waited nor copied."""
+def measure_segment_seconds(events: Sequence[Event]) -> dict[str, float]:
+    """Return, by segment, its run and the time before it in which its device neither waited nor copied."""
     finish: dict[str, float] = {}
-    between: dict[str, float] = {}
-    found = {}
+    gaps: dict[str, float] = {}
+    seconds = {}
     for event in sorted(events, key=lambda event: event.start_seconds):
         gap = event.start_seconds - finish.get(event.device, event.start_seconds)
-        between[event.device] = between.get(event.device, 0.0) + gap
+        gaps[event.device] = gaps.get(event.device, 0.0) + gap
         finish[event.device] = event.finish_seconds
         if event.kind == "run":
-            found[event.name] = event.finish_seconds - event.start_seconds + between.pop(event.device)
-    return found
+            seconds[event.name] = event.finish_seconds - event.start_seconds + gaps.pop(event.device)
+    return seconds
 
 
-def _key(bundle: Bundle, feeds: Mapping[str, Array]) -> str:
-    """Return the key of a trial: what runs where, on which machine, on which inputs."""
+def _trial_key(bundle: Bundle, feeds: Mapping[str, Array]) -> str:
+    """Return the cache key of a trial: segments and their devices, machine, inputs."""
     manifest = bundle.manifest
-    apart = {name: record for name, record in manifest.files.items() if name not in (COSTS_FILE, WHOLE_MODEL_FILE)}
+    run_files = {name: record for name, record in manifest.files.items() if name not in (COSTS_FILE, WHOLE_MODEL_FILE)}
     return measurement_cache.key(
         [
             *(measurement_cache.processor(), import_onnxruntime().__version__),
             *map(measurement_cache.file_described, operator_libraries()),
             *(f"{device.id} {device.cores} {device.model}" for device in manifest.target.devices),
             manifest.model_dump_json(include={"programs", "states"}),
-            *(f"{name} {record.sha256}" for name, record in sorted({**apart, **manifest.linked}.items())),
+            *(f"{name} {record.sha256}" for name, record in sorted({**run_files, **manifest.linked}.items())),
             *(f"{name} {measurement_cache.described(value)}" for name, value in sorted(feeds.items())),
         ]
     )
 
 
-_Kept = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
+_CachedFloat = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
 
 
-class _KeptTrial(BaseModel):
-    """A trial as it is kept, each number within what it can be."""
+class _CachedTrial(BaseModel):
+    """A trial in the cache, with limits for each number."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    step_seconds: _Kept
-    request_seconds: _Kept
-    segment_seconds: dict[str, _Kept]
+    step_seconds: _CachedFloat
+    request_seconds: _CachedFloat
+    segment_seconds: dict[str, _CachedFloat]
     requests: Annotated[int, Field(ge=1, le=10**9)]
     waiting: Annotated[float, Field(ge=0, le=1)]
 
 
-def _recalled(name: str, bundles: Sequence[Bundle]) -> tuple[Trial, ...] | None:
-    """Return what was kept under a key; None if nothing is, or nothing that makes sense, which is removed then."""
+def _read_cached_trials(name: str, bundles: Sequence[Bundle]) -> tuple[Trial, ...] | None:
+    """Return the trials under a key; None if there are none, or invalid ones, which are removed."""
     try:
         data = measurement_cache.read(name)
     except ValueError:
@@ -278,15 +291,15 @@ def _recalled(name: str, bundles: Sequence[Bundle]) -> tuple[Trial, ...] | None:
     if data is None:
         return None
     try:
-        kept = TypeAdapter(list[_KeptTrial]).validate_python(data.get("trials"))
+        trials = TypeAdapter(list[_CachedTrial]).validate_python(data.get("trials"))
     except ValidationError:
-        kept = []
-    if len(kept) == len(bundles) and all(map(_fits, kept, bundles)):
-        return tuple(Trial(**dict(trial)) for trial in kept)
+        trials = []
+    if len(trials) == len(bundles) and all(map(_covers_segments, trials, bundles)):
+        return tuple(Trial(**dict(trial)) for trial in trials)
     measurement_cache.damaged(name, "it does not hold these trials")
     return None
 
 
-def _fits(trial: _KeptTrial, bundle: Bundle) -> bool:
-    """Return whether a trial has a time for each segment of a bundle, and for no other."""
+def _covers_segments(trial: _CachedTrial, bundle: Bundle) -> bool:
+    """Return whether a trial has a time for each segment of a bundle, and no others."""
     return {segment.id for segment in bundle.manifest.segments} == trial.segment_seconds.keys()

@@ -1,4 +1,4 @@
-"""Running a bundle's segments on threads of this process."""
+"""Run a bundle's segments on threads of this process."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
-"""One arena of memory for all sessions on the CPU.
+"""One memory arena for all sessions on the CPU.
 
-A session of its own keeps the most memory that it ever needed, so that a device with many segments would hold the sum
-of what they need, and not what they need at a time.
+An arena keeps its peak memory. With an arena per session, a device with many segments would hold the sum of their
+peaks, instead of the memory needed at a time.
 """
 
 from __future__ import annotations
@@ -14,34 +14,35 @@ from functools import cache
 
 from onnxplace.machine import import_onnxruntime
 
-# A trim takes some 8 ms of CPU after such a session; smaller ones leave little behind.
-WORTH_BYTES = 1 << 20
+# Freed memory is returned after sessions with this many bytes of weights: it takes about 8 ms of CPU, and smaller
+# sessions free little.
+MIN_TRIMMED_BYTES = 1 << 20
 
 
-def shared_memory(kind: str) -> Mapping[str, str]:
-    """Return the options with which a session on a device of this kind shares its arena with others of the process.
+def shared_arena_options(kind: str) -> Mapping[str, str]:
+    """Return the options by which sessions on devices of this kind share one arena.
 
-    The arena stays when sessions are closed, for the next ones. On GPUs each session has its own.
+    The arena outlives its sessions, for the next ones. On GPUs each session has its own.
     """
     if kind != "cpu":
         return {}
-    _register()
+    _register_shared_arena()
     return {"session.use_env_allocators": "1"}
 
 
 @cache
-def _register() -> None:
+def _register_shared_arena() -> None:
     runtime = import_onnxruntime()
-    place = runtime.OrtMemoryInfo("Cpu", runtime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, runtime.OrtMemType.DEFAULT)
-    runtime.create_and_register_allocator(place, runtime.OrtArenaCfg({}))
+    memory = runtime.OrtMemoryInfo("Cpu", runtime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, runtime.OrtMemType.DEFAULT)
+    runtime.create_and_register_allocator(memory, runtime.OrtArenaCfg({}))
 
 
-def give_back(weights_bytes: int) -> None:
-    """Return to the system what opening a session of so many bytes of weights has freed; nothing but on glibc.
+def return_freed_memory(weights_bytes: int) -> None:
+    """Return memory that opening a session freed to the system; only glibc needs it.
 
-    ONNX Runtime rewrites weights of convolutions as it opens a session, and glibc keeps up to one and a half times
-    their size for later.
+    ONNX Runtime rewrites weights of convolutions when it opens a session. glibc keeps up to one and a half times their
+    size for later.
     """
-    if weights_bytes >= WORTH_BYTES and sys.platform == "linux":
+    if weights_bytes >= MIN_TRIMMED_BYTES and sys.platform == "linux":
         with suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Futures that neither an interrupt of who waits nor a callback that fails can turn against the worker."""
+"""Futures that protect workers from interrupted waiters and failing callbacks."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from onnxplace.runtime import Result
-from onnxplace.runtimes.execution.sleepers import Sleepers
+from onnxplace.runtimes.execution.wait_list import WaitList
 from onnxplace.utils import call_guarded
 
 
 class ResultFuture(Future[Result]):
-    """A future under way, which cannot be cancelled.
+    """A running future, which cannot be cancelled.
 
-    Python's own is left with a locked lock if Ctrl-C comes at a bad moment of `result()`, and the worker that
-    completes it then hangs. Here, who waits touches that lock only once the worker is through with it.
+    Python's own future keeps its lock locked if Ctrl-C interrupts `result()` at a bad moment, and the worker that
+    completes it then hangs. Here, a waiting thread uses that lock only after the worker has finished with it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()
         self._finished = False
-        self._sleepers = Sleepers()
-        self._calls: deque[Callable[[Future[Result]], object]] = deque()
+        self._wait_list = WaitList()
+        self._callbacks: deque[Callable[[Future[Result]], object]] = deque()
 
     def finish(self, result: Result | None, failure: BaseException | None) -> None:
-        """Set the result, or the failure, wake who waits, and then call back."""
+        """Set the result or the failure, wake waiting threads, then run callbacks."""
         if failure is not None:
             self.set_exception(failure)
         else:
             assert result is not None
             self.set_result(result)
         self._finished = True
-        self._sleepers.wake()
-        self._call_back()
+        self._wait_list.wake()
+        self._run_callbacks()
 
     def result(self, timeout: float | None = None) -> Result:
         """Return the result; raises the failure, or TimeoutError."""
@@ -48,18 +48,19 @@ class ResultFuture(Future[Result]):
 
     def add_done_callback(self, callback: Callable[[Future[Result]], object]) -> None:
         """Call `callback(future)` when it is done, or now if it is; see `call_guarded`."""
-        self._calls.append(callback)
+        self._callbacks.append(callback)
         if self._finished:
-            self._call_back()
+            self._run_callbacks()
 
     @property
     def is_finished(self) -> bool:
+        """Return whether the result or the failure is set."""
         return self._finished
 
-    def _call_back(self) -> None:
-        while self._calls:
+    def _run_callbacks(self) -> None:
+        while self._callbacks:
             try:
-                callback = self._calls.popleft()
+                callback = self._callbacks.popleft()
             except IndexError:  # another thread was faster
                 return
             call_guarded(callback, self)
@@ -67,8 +68,8 @@ class ResultFuture(Future[Result]):
     def _wait(self, timeout: float | None) -> None:
         if self._finished:
             return
-        asleep = self._sleepers.enter()
-        if not self._finished:  # which may have been set before we were in line
-            asleep.acquire(timeout=-1 if timeout is None else max(timeout, 0))
+        wakeup = self._wait_list.enter()
+        if not self._finished:  # it may have been set before this thread entered
+            wakeup.acquire(timeout=-1 if timeout is None else max(timeout, 0))
         if not self._finished:
             raise TimeoutError

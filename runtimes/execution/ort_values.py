@@ -1,4 +1,4 @@
-"""Values between numpy and ONNX Runtime, also those that numpy or the usual calls cannot express."""
+"""Convert values between numpy and ONNX Runtime, including types that numpy lacks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 from onnxplace.feeds import Array
 from onnxplace.machine import import_onnxruntime
 
-# Several elements to a byte.
+# Types with several elements per byte.
 _PACKED = ("tensor(int4", "tensor(uint4", "tensor(float4", "tensor(int2", "tensor(uint2")
 _PACKED_DTYPES = ("int4", "uint4", "float4_e2m1fn", "int2", "uint2")
-# What ONNX Runtime takes and gives as numpy arrays without a copy.
+# Types that ONNX Runtime accepts and returns as numpy arrays without a copy.
 _NATIVE = frozenset(
     f"tensor({name})"
     for name in (
@@ -25,29 +25,30 @@ _NATIVE = frozenset(
 _NATIVE_KINDS = "fiub"
 
 
-def is_native(declared: str) -> bool:
-    """Return whether numpy has this type, so that such values need no other form on a CPU."""
+def is_native_type(declared: str) -> bool:
+    """Return whether numpy has this type, so that values on a CPU need no conversion."""
     return declared in _NATIVE
 
 
-def is_array(value: Any) -> bool:
+def is_native_array(value: Any) -> bool:
     """Return whether a value is an array of a type that numpy has."""
     return isinstance(value, np.ndarray) and value.dtype.isbuiltin == 1 and value.dtype.kind in _NATIVE_KINDS
 
 
-def to_value(array: Any, declared: str = "") -> Any:
-    """Return an array, or a list of arrays, as an OrtValue on the CPU; it shares an array's memory where possible.
+def to_ort_value(array: Any, declared: str = "") -> Any:
+    """Return an array, or a list of arrays, as an OrtValue on the CPU.
 
-    `declared` is the type the model gives it, which an empty list needs. None stays None: an absent optional.
+    It shares an array's memory where possible. `declared` is the type in the model; an empty list needs it. None stays
+    None: an absent optional.
     """
     if array is None:
         return None
     if isinstance(array, list):
-        return _sequence(array) if array else _empty_sequence(declared)
+        return _make_sequence(array) if array else _make_empty_sequence(declared)
     if array.dtype.kind in "OUS":
-        return _strings(array)
+        return _make_strings(array)
     if array.dtype.name in _PACKED_DTYPES:
-        return _packed(array)
+        return _pack_array(array)
     contiguous = np.ascontiguousarray(array).reshape(array.shape)
     if array.dtype.kind == "V" or array.dtype.name.startswith(("bfloat", "float8")):
         from onnx import helper
@@ -64,21 +65,21 @@ def to_python(value: Any) -> Any:
         return None
     if isinstance(value, (np.ndarray, list, dict)):
         return value
-    return _array(value) if value.is_tensor() else _list(value)
+    return _tensor_to_array(value) if value.is_tensor() else _sequence_to_list(value)
 
 
-def as_value(value: Any) -> Any:
-    """Return a value as an OrtValue, where it can be one, also if it came through Python."""
+def to_ort_value_if_possible(value: Any) -> Any:
+    """Return an array or a list of arrays as an OrtValue, and other values unchanged."""
     tensors = isinstance(value, list) and value and all(isinstance(item, np.ndarray) for item in value)
-    return to_value(value) if tensors or isinstance(value, np.ndarray) else value
+    return to_ort_value(value) if tensors or isinstance(value, np.ndarray) else value
 
 
 def is_absent(value: Any) -> bool:
-    """Return whether a value is an optional that holds nothing."""
+    """Return whether a value is an empty optional."""
     return value is None or (not isinstance(value, (np.ndarray, list, dict)) and not value.has_value())
 
 
-def is_plain(value: Any) -> bool:
+def is_copyable_tensor(value: Any) -> bool:
     """Return whether a value is a tensor whose bytes can be copied."""
     return (
         not isinstance(value, (np.ndarray, list, dict))
@@ -88,7 +89,7 @@ def is_plain(value: Any) -> bool:
     )
 
 
-def _array(value: Any) -> Array:
+def _tensor_to_array(value: Any) -> Array:
     if not value.data_type().startswith((*_PACKED, "tensor(bfloat", "tensor(float8")):
         return np.asarray(value.numpy())
     from onnx import TensorProto, numpy_helper
@@ -98,8 +99,8 @@ def _array(value: Any) -> Array:
     return numpy_helper.to_array(TensorProto(data_type=value.element_type(), dims=value.shape(), raw_data=data))
 
 
-def _packed(array: Array) -> Any:
-    """Return elements that numpy keeps a byte each as an OrtValue, which keeps several to a byte."""
+def _pack_array(array: Array) -> Any:
+    """Return an array of one element per byte as an OrtValue of several elements per byte."""
     from onnx import numpy_helper
 
     tensor = numpy_helper.from_array(array)
@@ -108,8 +109,8 @@ def _packed(array: Array) -> Any:
     return value
 
 
-def _sequence(arrays: list[Any]) -> Any:
-    """Return arrays as one OrtValue: ONNX Runtime makes sequences only as the output of a model."""
+def _make_sequence(arrays: list[Any]) -> Any:
+    """Return arrays as a sequence; ONNX Runtime creates sequences only as outputs of a model."""
     from onnx import TensorProto, helper
 
     kind = helper.np_dtype_to_tensor_dtype(np.asarray(arrays[0]).dtype)
@@ -117,64 +118,64 @@ def _sequence(arrays: list[Any]) -> Any:
     inputs = [helper.make_tensor_value_info(name, kind, None) for name in names]
     output = helper.make_tensor_sequence_value_info("items", kind or TensorProto.FLOAT, None)
     graph = helper.make_graph([helper.make_node("SequenceConstruct", names, ["items"])], "sequence", inputs, [output])
-    feeds = {name: to_value(np.asarray(array)) for name, array in zip(names, arrays)}
-    return _session(graph).run_with_ort_values(["items"], feeds)[0]
+    feeds = {name: to_ort_value(np.asarray(array)) for name, array in zip(names, arrays)}
+    return _open_graph(graph).run_with_ort_values(["items"], feeds)[0]
 
 
-def _empty_sequence(declared: str) -> Any:
-    """Return a sequence of nothing of the declared type, `seq(tensor(float))`."""
+def _make_empty_sequence(declared: str) -> Any:
+    """Return an empty sequence of the declared type, such as `seq(tensor(float))`."""
     from onnx import helper
 
     element = declared.rpartition("tensor(")[2].partition(")")[0]
     kind = _element_kind(element)
     output = helper.make_tensor_sequence_value_info("items", kind, None)
     graph = helper.make_graph([helper.make_node("SequenceEmpty", [], ["items"], dtype=kind)], "empty", [], [output])
-    return _session(graph).run_with_ort_values(["items"], {})[0]
+    return _open_graph(graph).run_with_ort_values(["items"], {})[0]
 
 
 def _element_kind(element: str) -> int:
-    """Return ONNX's number of an element type as ONNX Runtime spells it."""
+    """Return ONNX's number of an element type in ONNX Runtime's spelling."""
     from onnx import TensorProto
 
     return TensorProto.STRING if element == "string" else TensorProto.DataType.Value(element.upper())
 
 
-def _strings(array: Array) -> Any:
-    """Return strings as an OrtValue: ONNX Runtime makes those only as the output of a model."""
+def _make_strings(array: Array) -> Any:
+    """Return strings as an OrtValue; ONNX Runtime creates those only as outputs of a model."""
     from onnx import TensorProto, helper
 
     texts = [item if isinstance(item, bytes) else str(item).encode() for item in array.ravel().tolist()]
     tensor = TensorProto(name="text", data_type=TensorProto.STRING, dims=array.shape, string_data=texts)
     output = helper.make_tensor_value_info("out", TensorProto.STRING, array.shape)
     graph = helper.make_graph([helper.make_node("Identity", ["text"], ["out"])], "strings", [], [output], [tensor])
-    return _session(graph).run_with_ort_values(["out"], {})[0]
+    return _open_graph(graph).run_with_ort_values(["out"], {})[0]
 
 
-def _list(value: Any) -> list[Array]:
-    """Return a sequence of tensors as a list: ONNX Runtime hands elements out only through a model."""
+def _sequence_to_list(value: Any) -> list[Array]:
+    """Return a sequence of tensors as a list; ONNX Runtime returns elements only through a model."""
     element = value.data_type().removeprefix("seq(tensor(").removesuffix("))")
-    session = _sequence_reader(element)
-    count = int(session.run_with_ort_values(["count"], {"items": value, "index": to_value(np.array(0))})[0].numpy())
-    reader = _element_reader(element)
+    counter = _open_sequence_counter(element)
+    count = int(counter.run_with_ort_values(["count"], {"items": value, "index": to_ort_value(np.array(0))})[0].numpy())
+    reader = _open_element_reader(element)
     return [
-        _array(reader.run_with_ort_values(["item"], {"items": value, "index": to_value(np.array(i))})[0])
+        _tensor_to_array(reader.run_with_ort_values(["item"], {"items": value, "index": to_ort_value(np.array(i))})[0])
         for i in range(count)
     ]
 
 
 @lru_cache(maxsize=64)
-def _sequence_reader(element: str) -> Any:
+def _open_sequence_counter(element: str) -> Any:
     """Return a session that counts a sequence of tensors."""
-    return _session(_reader_graph(element, "SequenceLength", ["items"], "count"))
+    return _open_graph(_build_reader_graph(element, "SequenceLength", ["items"], "count"))
 
 
 @lru_cache(maxsize=64)
-def _element_reader(element: str) -> Any:
+def _open_element_reader(element: str) -> Any:
     """Return a session that takes one element out of a sequence of tensors."""
-    return _session(_reader_graph(element, "SequenceAt", ["items", "index"], "item"))
+    return _open_graph(_build_reader_graph(element, "SequenceAt", ["items", "index"], "item"))
 
 
-def _reader_graph(element: str, operator: str, inputs: list[str], output: str) -> Any:
+def _build_reader_graph(element: str, operator: str, inputs: list[str], output: str) -> Any:
     from onnx import TensorProto, helper
 
     kind = _element_kind(element)
@@ -187,7 +188,7 @@ def _reader_graph(element: str, operator: str, inputs: list[str], output: str) -
     )
 
 
-def _session(graph: Any) -> Any:
+def _open_graph(graph: Any) -> Any:
     from onnx import helper
 
     from onnxplace.machine import open_session, session_options

@@ -1,4 +1,4 @@
-"""One set of feeds on its way through the devices of a bundle."""
+"""Requests: one set of feeds, processed by all devices of a bundle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnxplace.feeds import Array
 from onnxplace.machine import import_onnxruntime
 from onnxplace.runtime import Event
 from onnxplace.runtimes.execution.futures import ResultFuture
-from onnxplace.runtimes.execution.sleepers import Sleepers
+from onnxplace.runtimes.execution.wait_list import WaitList
 
 
 class CancelledError(Exception):
@@ -20,77 +20,77 @@ class CancelledError(Exception):
 
 
 class Request:
-    """One set of feeds on its way through all devices."""
+    """One set of feeds, processed by all devices."""
 
     def __init__(
-        self, number: int, feeds: Mapping[str, Array], devices: Collection[str], wanted: Collection[str]
+        self, number: int, feeds: Mapping[str, Array], devices: Collection[str], output_names: Collection[str]
     ) -> None:
         self.number = number
         self.feeds = feeds
-        self.wanted = wanted
-        self.left = set(devices)
-        """Devices that are not through with it."""
+        self.output_names = output_names
+        self.unfinished = set(devices)
+        """Devices that have not finished their part."""
         self.callers_device = ""
         """The device whose program the thread of the caller follows; empty if it follows none."""
-        self.forgets = False
-        """Whether states were reset since the request before."""
+        self.resets_states = False
+        """Whether states were reset since the previous request."""
         self.states: dict[str, Any] | None = None
-        """What it takes over from the request before, by state input; None until it has its turn."""
+        """States of the previous request, by state input; None until it is this request's turn."""
         self.next_states: dict[str, Any] = {}
-        """What it leaves to the next one, by state input."""
+        """States for the next request, by state input."""
         self.options = import_onnxruntime().RunOptions()
-        """Of all its runs: `terminate` ends them at the next node."""
+        """Run options of all its segments: `terminate` ends them at the next node."""
         self.future = ResultFuture()
-        self.began = time.perf_counter()
+        self.start_time = time.perf_counter()
         self.outputs: dict[str, Any] = {}
         self.events: list[Event] = []
-        self.held: list[Any] = []
-        self.at: dict[str, Step] = {}
-        """The step that each device is at, or was at last."""
+        self.kept_alive: list[Any] = []
+        self.current_steps: dict[str, Step] = {}
+        """The current or last step of each device."""
         self.failure: BaseException | None = None
         self._lock = threading.Lock()
         self._arrived: dict[str, dict[str, Any]] = {device: {} for device in devices}
-        self._sleepers = {device: Sleepers() for device in devices}
+        self._wait_lists = {device: WaitList() for device in devices}
 
-    def put(self, value_name: str, device: str, value: Any) -> None:
-        """Hand a value over to another device."""
+    def deliver(self, value_name: str, device: str, value: Any) -> None:
+        """Hand a value to another device."""
         with self._lock:
             self._arrived[device][value_name] = value
-        self._sleepers[device].wake()
+        self._wait_lists[device].wake()
 
-    def take(self, value_name: str, device: str) -> Any:
+    def receive(self, value_name: str, device: str) -> Any:
         """Sleep until a value has arrived; raises CancelledError when the request has failed elsewhere."""
-        arrived, sleepers = self._arrived[device], self._sleepers[device]
+        arrived, wait_list = self._arrived[device], self._wait_lists[device]
         while True:
             with self._lock:
                 if self.failure is not None:
                     raise CancelledError
                 if value_name in arrived:
                     return arrived.pop(value_name)
-                asleep = sleepers.enter()
-            asleep.acquire()
+                wakeup = wait_list.enter()
+            wakeup.acquire()
 
     def fail(self, failure: BaseException) -> None:
         """End the request everywhere; the first failure is the one that is reported."""
         with self._lock:
             self.failure = self.failure or failure
             self.options.terminate = True
-        for sleepers in self._sleepers.values():
-            sleepers.wake()
+        for wait_list in self._wait_lists.values():
+            wait_list.wake()
 
     def stop(self) -> None:
-        """Let what ONNX Runtime computes for this request fail at the next node."""
+        """Let ONNX Runtime end the runs of this request at the next node."""
         self.options.terminate = True
 
-    def whereabouts(self) -> str:
-        """Return what the devices that are not through are at, as in `cpu:0 runs segment cpu0-001`."""
-        told = []
-        for device in sorted(self.left):
-            step = self.at.get(device)
+    def describe_progress(self) -> str:
+        """Return the current steps of unfinished devices, as in `cpu:0 runs segment cpu0-001`."""
+        texts = []
+        for device in sorted(self.unfinished):
+            step = self.current_steps.get(device)
             if step is None:
-                told.append(f"{device} has not begun")
+                texts.append(f"{device} has not begun")
             elif step.op == "receive":
-                told.append(f"{device} waits for value {step.value!r} of {step.peer}")
+                texts.append(f"{device} waits for value {step.value!r} of {step.peer}")
             else:
-                told.append(f"{device} {step.op}s {f'segment {step.segment}' if step.segment else repr(step.value)}")
-        return ", ".join(told) or "no device is at it"
+                texts.append(f"{device} {step.op}s {f'segment {step.segment}' if step.segment else repr(step.value)}")
+        return ", ".join(texts) or "all devices have finished"

@@ -31,7 +31,7 @@ def test_the_schema_describes_the_fields_of_predictions_and_trial():
     for name in ("Predicted", "TrialRecord"):
         descriptions = [field.get("description") for field in parts[name]["properties"].values()]
         assert sum(map(bool, descriptions)) > len(descriptions) // 2
-    assert parts["TrialRecord"]["properties"]["step_seconds"]["description"] == "The median step."
+    assert parts["TrialRecord"]["properties"]["step_seconds"]["description"] == "Median time of a request."
     assert parts["LinkRecord"]["description"].startswith("A weights file")
 
 

@@ -1,4 +1,4 @@
-"""Bundles from strangers: opening one takes bounded time and memory, reads nothing outside, and says what is wrong."""
+"""Untrusted bundles: opening takes bounded time and memory, reads no other files, and reports what is wrong."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 
 import onnxplace
 from onnxplace.bundle import MANIFEST_FILE, bundle as bundle_module
-from onnxplace.bundle.bundle import sha256_of
+from onnxplace.bundle.bundle import compute_sha256
 from tests.conftest import branches
 from tests.support.endless import endless_bundle, feeds
 from tests.support.fuzzing import fuzzed, read_or_refused, texts_of
@@ -27,12 +27,12 @@ def edit(folder, change):
     (folder / MANIFEST_FILE).write_text(json.dumps(data))
 
 
-def assert_refused(run_cli, folder, *said):
+def assert_refused(run_cli, folder, *texts):
     for command in (("run",), ("verify",), ("bench", "--repeat", "1")):
-        ran = run_cli(command[0], folder, *command[1:])
-        assert ran.code == 2, ran
-        for words in said:
-            assert words in ran.err
+        result = run_cli(command[0], folder, *command[1:])
+        assert result.code == 2, result
+        for words in texts:
+            assert words in result.err
     with pytest.raises(onnxplace.BundleError):
         onnxplace.load(folder)
 
@@ -70,7 +70,7 @@ def test_a_manifest_that_links_to_a_file_of_the_bundle_is_read(bundle_copy):
 
 
 @needs_files
-def test_a_bundle_may_be_named_by_a_link(bundle_copy, tmp_path):
+def test_a_bundle_may_be_opened_through_a_link(bundle_copy, tmp_path):
     (tmp_path / "link").symlink_to(bundle_copy)
     assert onnxplace.load(tmp_path / "link")
 
@@ -81,11 +81,11 @@ def test_a_manifest_that_is_too_large_is_not_read(run_cli, bundle_copy, monkeypa
 
 
 def test_a_manifest_of_gigabytes_is_not_read(run_cli, bundle_copy):
-    os.truncate(bundle_copy / MANIFEST_FILE, 1 << 40)  # takes no space
-    assert_refused(run_cli, bundle_copy, "N002", f"it has {1 << 40}")
+    os.truncate(bundle_copy / MANIFEST_FILE, 1 << 40)  # a sparse file
+    assert_refused(run_cli, bundle_copy, "N002", f"got {1 << 40}")
 
 
-def test_a_manifest_with_a_key_twice_is_refused(run_cli, bundle_copy):
+def test_a_manifest_with_a_duplicate_key_is_refused(run_cli, bundle_copy):
     text = (bundle_copy / MANIFEST_FILE).read_text()
     (bundle_copy / MANIFEST_FILE).write_text(text.replace('{\n "', '{\n "model": "another",\n "', 1))
     assert_refused(run_cli, bundle_copy, "N002", "'model' is given twice")
@@ -105,7 +105,7 @@ def test_a_pipe_in_place_of_a_file_is_refused(run_cli, bundle_copy, name):
 @pytest.mark.parametrize(
     "version", ["9" * 5000, "1." + "9" * 5000, "-1", "1", "", "1.1.1", "one.two", "٣.١", 1.1, None]
 )
-def test_a_version_that_is_none_is_refused(run_cli, bundle_copy, version):
+def test_an_invalid_schema_version_is_refused(run_cli, bundle_copy, version):
     edit(bundle_copy, lambda m: m.update(schema_version=version))
     assert_refused(run_cli, bundle_copy, "N002", "expected a schema_version")
 
@@ -125,7 +125,7 @@ def test_a_version_that_is_none_is_refused(run_cli, bundle_copy, version):
         (lambda m: m["predicted"].update(step_seconds=float("inf")), "predicted.step_seconds"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused_by_place(run_cli, bundle_copy, change, place):
+def test_numbers_out_of_range_are_refused_by_field(run_cli, bundle_copy, change, place):
     edit(bundle_copy, change)
     assert_refused(run_cli, bundle_copy, "N002", place)
 
@@ -136,7 +136,7 @@ def test_a_file_name_that_is_too_long_is_refused(run_cli, bundle_copy):
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "\udce9"])
-def test_a_bundle_at_a_name_that_cannot_be_is_no_bundle(path):
+def test_an_invalid_path_is_not_a_bundle(path):
     with pytest.raises(onnxplace.BundleError, match="N001") as raised:
         onnxplace.load(path)
     assert str(raised.value).isprintable() or "\n" in str(raised.value)
@@ -147,7 +147,7 @@ def test_a_bundle_at_a_name_that_cannot_be_is_no_bundle(path):
 
 
 def exchange(bundle, first, second):
-    """Exchange two segment files, and tell the manifest so."""
+    """Exchange two segment files and their records in the manifest."""
     files = [bundle / f"segments/{name}.onnx" for name in (first, second)]
     a, b = (file.read_bytes() for file in files)
     files[0].write_bytes(b)
@@ -155,19 +155,19 @@ def exchange(bundle, first, second):
 
     def change(manifest):
         records = manifest["files"]
-        one, other = (f"segments/{name}.onnx" for name in (first, second))
-        records[one], records[other] = records[other], records[one]
+        first_file, second_file = (f"segments/{name}.onnx" for name in (first, second))
+        records[first_file], records[second_file] = records[second_file], records[first_file]
 
     edit(bundle, change)
 
 
-def test_segments_that_were_exchanged_are_refused_when_they_are_opened(run_cli, bundle_copy):
+def test_exchanged_segments_are_refused_when_they_are_opened(run_cli, bundle_copy):
     exchange(bundle_copy, "cpu0-000", "cpu1-000")
-    ran = run_cli("run", bundle_copy)
-    assert ran.code == 2
-    assert "N012" in ran.err
-    assert "segment cpu0-000 (segments/cpu0-000.onnx)" in ran.err
-    assert "the file belongs to another segment" in ran.err
+    result = run_cli("run", bundle_copy)
+    assert result.code == 2
+    assert "N012" in result.err
+    assert "segment cpu0-000 (segments/cpu0-000.onnx)" in result.err
+    assert "the file belongs to another segment" in result.err
 
 
 @pytest.mark.parametrize(
@@ -181,12 +181,14 @@ def test_segments_that_were_exchanged_are_refused_when_they_are_opened(run_cli, 
 def test_a_segment_of_other_types_or_shapes_is_refused(tmp_path, kind, shape, message):
     bundle = endless_bundle(tmp_path)
     record = next(segment for segment in bundle.manifest.segments if segment.outputs == ("z",))
-    ends = [helper.make_tensor_value_info(name, kind, shape) for name in "xz"]
-    graph = helper.make_graph([helper.make_node("Neg", ["x"], ["z"])], "other", ends[:1], ends[1:])
+    inputs_and_outputs = [helper.make_tensor_value_info(name, kind, shape) for name in "xz"]
+    graph = helper.make_graph(
+        [helper.make_node("Neg", ["x"], ["z"])], "other", inputs_and_outputs[:1], inputs_and_outputs[1:]
+    )
     file = bundle.file(record.file)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     file.write_bytes(model.SerializeToString())
-    about = {"sha256": sha256_of(file), "bytes": file.stat().st_size}
+    about = {"sha256": compute_sha256(file), "bytes": file.stat().st_size}
     edit(bundle.path, lambda m: m["files"].update({record.file: about}))
     with pytest.raises(onnxplace.BundleError) as raised:
         onnxplace.InferenceSession(bundle.path)
@@ -194,24 +196,24 @@ def test_a_segment_of_other_types_or_shapes_is_refused(tmp_path, kind, shape, me
     assert message in raised.value.message
 
 
-def test_an_input_of_another_type_than_its_segment_takes_is_refused(run_cli, bundle_copy):
+def test_an_input_whose_type_contradicts_its_segment_is_refused(run_cli, bundle_copy):
     edit(bundle_copy, lambda m: m["inputs"][0].update(dtype="tensor(string)"))
-    ran = run_cli("run", bundle_copy)
-    assert ran.code == 2
-    assert "N012" in ran.err
+    result = run_cli("run", bundle_copy)
+    assert result.code == 2
+    assert "N012" in result.err
 
 
-def test_a_large_segment_that_is_damaged_is_called_damaged(run_cli, bundle_copy, monkeypatch):
+def test_a_damaged_large_segment_is_reported_as_damaged(run_cli, bundle_copy, monkeypatch):
     """Files too large to be hashed at each opening are hashed when ONNX Runtime refuses them."""
-    monkeypatch.setattr(bundle_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(bundle_module, "MAX_SMALL_FILE_BYTES", 0)
     file = bundle_copy / "segments/cpu0-000.onnx"
     data = file.read_bytes()
     file.write_bytes(b"\xff" * len(data))
-    ran = run_cli("run", bundle_copy)
-    assert ran.code == 2
-    assert "N007" in ran.err
-    assert "not what the compiler wrote" in ran.err
-    assert "version" not in ran.err
+    result = run_cli("run", bundle_copy)
+    assert result.code == 2
+    assert "N007" in result.err
+    assert "changed since the compile" in result.err
+    assert "version" not in result.err
 
 
 # ------------------------------------------------------------------------------------------------ anything else
@@ -226,7 +228,7 @@ def small(tmp_path_factory):
 
 @fuzzed
 @given(st.data())
-def test_any_other_manifest_is_a_bundle_that_runs_or_is_refused(small, data):
+def test_any_altered_manifest_is_refused_or_runs(small, data):
     path, manifest = small
     (path / MANIFEST_FILE).write_bytes(data.draw(texts_of(manifest)))
     if (bundle := read_or_refused(lambda: onnxplace.load(path))) is None:
@@ -240,7 +242,7 @@ def test_any_other_manifest_is_a_bundle_that_runs_or_is_refused(small, data):
 
 
 def read_or_run(session):
-    """Run a session that may want other inputs now; what it takes is bounded by the timeout."""
+    """Run a session that may have other inputs now; the timeout bounds its time."""
     try:
         session.run(None, feeds(2), timeout=20)
     except onnxplace.OnnxplaceError as problem:
@@ -250,54 +252,54 @@ def read_or_run(session):
     assert refused.exit_code in (2, 3) or refused.code in ("X001", "X003"), refused
 
 
-def test_a_bundle_that_never_ends_is_bounded_by_the_timeout(run_cli, tmp_path):
+def test_the_timeout_ends_a_bundle_that_never_ends(run_cli, tmp_path):
     bundle = endless_bundle(tmp_path)
     np.savez(tmp_path / "in.npz", **feeds(None))
-    ran = run_cli("run", bundle.path, "--inputs", tmp_path / "in.npz", "--timeout", "0.2")
-    assert ran.code == 4
-    assert "X007" in ran.err
-    assert "cpu:1 runs segment cpu1-000" in ran.err
+    result = run_cli("run", bundle.path, "--inputs", tmp_path / "in.npz", "--timeout", "0.2")
+    assert result.code == 4
+    assert "X007" in result.err
+    assert "cpu:1 runs segment cpu1-000" in result.err
     np.savez(tmp_path / "in.npz", **feeds(2))
     assert run_cli("run", bundle.path, "--inputs", tmp_path / "in.npz", "--timeout", "20", "--repeat", "3").code == 0
 
 
 @pytest.mark.parametrize("timeout", ["0", "-1", "nan", "x"])
-def test_a_timeout_that_is_none_is_refused_by_the_command(run_cli, bundle_copy, timeout):
+def test_the_command_refuses_an_invalid_timeout(run_cli, bundle_copy, timeout):
     assert run_cli("run", bundle_copy, "--timeout", timeout).code == 2
 
 
-def test_nothing_of_a_bundle_but_its_own_files_is_opened(bundle_copy, monkeypatch, tmp_path):
-    """Names in a manifest that lead elsewhere are refused before anything there is touched."""
+def test_only_the_bundles_own_files_are_opened(bundle_copy, monkeypatch, tmp_path):
+    """Names in a manifest that lead outside are refused before any access to the files there."""
     secret = tmp_path / "secret"
     secret.write_text("secret")
     for name in ("../secret", str(secret), "segments/../../secret", "segments/link"):
         copy = Path(shutil.copytree(bundle_copy, tmp_path / "copy", dirs_exist_ok=True))
         if name.endswith("link"):
             (copy / name).symlink_to(secret)
-        record = {"sha256": sha256_of(secret), "bytes": 6}
+        record = {"sha256": compute_sha256(secret), "bytes": 6}
         edit(copy, lambda m, name=name, record=record: m["files"].update({name: record}))
         with pytest.raises(onnxplace.BundleError, match="N005"):
             onnxplace.load(copy)
 
 
-def test_names_in_a_model_cannot_steer_the_terminal(run_cli, tmp_path):
+def test_names_in_a_model_cannot_control_the_terminal(run_cli, tmp_path):
     model = branches()
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "a\x1b]0;owned\x07\x1b[2J"
     (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
-    ran = run_cli("compile", tmp_path / "m.onnx", "-o", tmp_path / "b")
-    assert ran.code == 2
-    assert "\x1b" not in ran.err
-    assert "\\x1b" in ran.err
+    result = run_cli("compile", tmp_path / "m.onnx", "-o", tmp_path / "b")
+    assert result.code == 2
+    assert "\x1b" not in result.err
+    assert "\\x1b" in result.err
 
 
 @needs_files
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_a_model_that_is_no_file_is_refused(run_cli, tmp_path, kind):
+def test_a_model_that_is_not_a_file_is_refused(run_cli, tmp_path, kind):
     if kind == "pipe":
         os.mkfifo(tmp_path / "m.onnx")
     else:
         (tmp_path / "m.onnx").symlink_to("/dev/zero")
-    ran = run_cli("compile", tmp_path / "m.onnx", "-o", tmp_path / "b")
-    assert ran.code == 2
-    assert "M001" in ran.err
-    assert f"expected a file, got a {kind}" in ran.err
+    result = run_cli("compile", tmp_path / "m.onnx", "-o", tmp_path / "b")
+    assert result.code == 2
+    assert "M001" in result.err
+    assert f"expected a file, got a {kind}" in result.err

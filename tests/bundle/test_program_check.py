@@ -1,4 +1,4 @@
-"""Programs on paper: what passes there runs to its end in whatever order workers come, and gives what it should."""
+"""The dry run of programs: programs that pass run to their ends in any order of workers, with the right results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def manifest(
     outputs: str,
     inputs: str = "x",
 ) -> Any:
-    """Return what of a manifest the check reads; steps are texts such as `run a`, `send v cpu:1`."""
+    """Return a manifest with the fields that the check reads; steps are texts such as `run a`, `send v cpu:1`."""
     return SimpleNamespace(
         segments=[
             SimpleNamespace(id=name, device=device, inputs=tuple(reads), outputs=tuple(makes))
@@ -60,7 +60,7 @@ TWO_SENDERS = {
 
 
 def test_two_devices_that_send_one_value_to_a_third_are_refused():
-    """The runtime goes by value and destination: the second one would replace the first, or never be taken."""
+    """The runtime identifies transfers by value and destination: the second would replace the first, or stay unread."""
     programs = {
         "cpu:0": ["run a", "send v cpu:2", "send v cpu:1"],
         "cpu:1": ["run b", "receive v cpu:0", "send v cpu:2", "send w cpu:2"],
@@ -81,16 +81,24 @@ GOOD = {
     [
         ("cpu:2", ["receive w cpu:0", "receive v cpu:0", "run c"], "cpu:2 is to receive 'w' from 'cpu:0', but cpu:1"),
         ("cpu:2", ["receive v cpu:0", "run c", "receive w cpu:1"], "segment c on cpu:2 needs 'w'"),
-        ("cpu:2", [*GOOD["cpu:2"], "receive v cpu:0"], "cpu:2 is to receive 'v', which it has had already"),
-        ("cpu:2", [*GOOD["cpu:2"], "free v", "receive v cpu:0"], "cpu:2 is to receive 'v', which it has had already"),
+        (
+            "cpu:2",
+            [*GOOD["cpu:2"], "receive v cpu:0"],
+            "cpu:2 is to receive 'v', which it has already received or computed",
+        ),
+        (
+            "cpu:2",
+            [*GOOD["cpu:2"], "free v", "receive v cpu:0"],
+            "cpu:2 is to receive 'v', which it has already received or computed",
+        ),
         ("cpu:2", [*GOOD["cpu:2"], "receive q cpu:0"], "cpu:2 waits for 'q' forever"),
-        ("cpu:2", [*GOOD["cpu:2"], "send x cpu:0"], "cpu:2 is to send 'x', which is not there"),
-        ("cpu:0", ["run a", "send v cpu:2", "send x cpu:1"], "an input of the model, which each device is fed"),
-        ("cpu:0", ["run a", "send v cpu:2", "free v", "free v"], "cpu:0 is to free 'v', which is not there"),
+        ("cpu:2", [*GOOD["cpu:2"], "send x cpu:0"], "cpu:2 is to send 'x', which it does not have"),
+        ("cpu:0", ["run a", "send v cpu:2", "send x cpu:1"], "an input of the model, which is fed to each device"),
+        ("cpu:0", ["run a", "send v cpu:2", "free v", "free v"], "cpu:0 is to free 'v', which it does not have"),
         ("cpu:0", ["run a", "send v cpu:2", "send v cpu:0"], "cpu:0 is to send 'v' to 'cpu:0'"),
     ],
 )
-def test_programs_are_refused_by_what_the_runtime_would_do(device, program, message):
+def test_programs_are_refused_with_the_failure_at_run_time(device, program, message):
     check_programs(manifest(TWO_SENDERS, GOOD, "y"), Path("manifest.json"))
     assert message in refusal(manifest(TWO_SENDERS, {**GOOD, device: program}, "y"))
 
@@ -98,23 +106,23 @@ def test_programs_are_refused_by_what_the_runtime_would_do(device, program, mess
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"b": ("cpu:1", ["x"], ["v"])}, "value 'v' is made twice, the second time by segment b"),
-        ({"b": ("cpu:1", ["x"], ["x"])}, "value 'x' is made twice"),
+        ({"b": ("cpu:1", ["x"], ["v"])}, "value 'v' has two producers, the second is segment b"),
+        ({"b": ("cpu:1", ["x"], ["x"])}, "value 'x' has two producers"),
     ],
 )
-def test_a_value_has_one_maker(change, message):
+def test_a_value_has_one_producer(change, message):
     assert message in refusal(manifest({**TWO_SENDERS, **change}, GOOD, "y"))
 
 
-def test_segments_and_inputs_have_one_name_each():
+def test_names_of_segments_and_inputs_are_unique():
     twice = manifest(TWO_SENDERS, GOOD, "y")
     twice.segments.append(twice.segments[0])
-    assert "two segments have one id" in refusal(twice)
-    assert "two inputs have one name" in refusal(manifest(TWO_SENDERS, GOOD, "y", inputs="x x"))
+    assert "two segments have the same id" in refusal(twice)
+    assert "two inputs have the same name" in refusal(manifest(TWO_SENDERS, GOOD, "y", inputs="x x"))
 
 
-def test_long_programs_of_many_devices_are_checked_in_time_that_grows_with_them():
-    """A token goes round: each device waits for the one before, and the first program is that of the last device."""
+def test_checking_takes_time_proportional_to_the_programs():
+    """A token goes round: each device waits for the previous one, and the first program is that of the last device."""
     devices = [f"cpu:{index}" for index in range(400)]
     rounds = 25
     segments, programs = {}, {device: [] for device in reversed(devices)}
@@ -134,7 +142,7 @@ def test_long_programs_of_many_devices_are_checked_in_time_that_grows_with_them(
 
 @st.composite
 def networks(draw: st.DrawFn) -> Any:
-    """Return segments in a row, most of them right, and programs in which some steps were moved, lost or doubled."""
+    """Return a chain of segments, mostly valid, and programs with some steps moved, removed or duplicated."""
     count = draw(st.integers(1, 6))
     segments, programs, homes = {}, {device: [] for device in DEVICES}, {"x": ""}
     for index in range(count):
@@ -152,14 +160,14 @@ def networks(draw: st.DrawFn) -> Any:
         program = programs[draw(st.sampled_from(DEVICES))]
         if not program:
             continue
-        taken = program.pop(draw(st.integers(0, len(program) - 1)))
+        step = program.pop(draw(st.integers(0, len(program) - 1)))
         for _ in range(draw(st.integers(0, 2))):
-            other = programs[draw(st.sampled_from(DEVICES))]
-            other.insert(draw(st.integers(0, len(other))), taken)
+            destination = programs[draw(st.sampled_from(DEVICES))]
+            destination.insert(draw(st.integers(0, len(destination))), step)
     return manifest(segments, programs, f"v{count - 1}")
 
 
-def run_as_the_runtime_does(checked: Any, order: random.Random) -> set[str]:
+def run_in_random_order(checked: Any, order: random.Random) -> set[str]:
     """Follow the programs in a random order as workers do, by value and destination; return the devices that hang."""
     inputs = {item.name for item in checked.inputs}
     segments = {segment.id: segment for segment in checked.segments}
@@ -167,40 +175,40 @@ def run_as_the_runtime_does(checked: Any, order: random.Random) -> set[str]:
         device: {v for s in checked.segments if s.device == device for v in s.inputs} & inputs for device in DEVICES
     }
     arrived: dict[str, set[str]] = {device: set() for device in DEVICES}
-    left = {device: list(program) for device, program in checked.programs.items()}
+    remaining = {device: list(program) for device, program in checked.programs.items()}
     while True:
         ready = [
-            device for device, steps in left.items()
+            device for device, steps in remaining.items()
             if steps and (steps[0].op != "receive" or steps[0].value in arrived[device])
         ]  # fmt: skip
         if not ready:
-            return {device for device, steps in left.items() if steps}
+            return {device for device, steps in remaining.items() if steps}
         device = order.choice(ready)
-        at = left[device].pop(0)
-        if at.op == "run":
-            assert set(segments[at.segment].inputs) <= values[device]
-            values[device] |= set(segments[at.segment].outputs)
-        elif at.op == "send":
-            assert at.value in values[device]
-            assert at.value not in arrived[at.peer], "it would replace one that was not taken"
-            arrived[at.peer].add(at.value)
-        elif at.op == "receive":
-            arrived[device].remove(at.value)
-            values[device].add(at.value)
+        step = remaining[device].pop(0)
+        if step.op == "run":
+            assert set(segments[step.segment].inputs) <= values[device]
+            values[device] |= set(segments[step.segment].outputs)
+        elif step.op == "send":
+            assert step.value in values[device]
+            assert step.value not in arrived[step.peer], "it would replace a value that was not received"
+            arrived[step.peer].add(step.value)
+        elif step.op == "receive":
+            arrived[device].remove(step.value)
+            values[device].add(step.value)
         else:
-            values[device].discard(at.value)
+            values[device].discard(step.value)
 
 
 @settings(fuzzed, max_examples=3 * fuzzed.max_examples)
 @given(networks(), st.integers(0, 1000))
-def test_what_passes_on_paper_runs_to_its_end_in_any_order(checked: Any, seed: int):
+def test_programs_that_pass_run_to_their_ends_in_any_order(checked: Any, seed: int):
     try:
         check_programs(checked, Path("manifest.json"))
     except BundleError:
         return
     order = random.Random(seed)
     for _ in range(5):
-        assert not run_as_the_runtime_does(checked, order)
+        assert not run_in_random_order(checked, order)
 
 
 def test_a_bundle_whose_program_sends_twice_is_refused_by_the_command(run_cli, bundle_copy):
@@ -209,6 +217,6 @@ def test_a_bundle_whose_program_sends_twice_is_refused_by_the_command(run_cli, b
     sends = next(program for program in data["programs"].values() if any(s["op"] == "send" for s in program))
     sends.append(next(s for s in sends if s["op"] == "send"))
     file.write_text(json.dumps(data))
-    ran = run_cli("run", bundle_copy)
-    assert ran.code == 2
-    assert "N008" in ran.err
+    result = run_cli("run", bundle_copy)
+    assert result.code == 2
+    assert "N008" in result.err

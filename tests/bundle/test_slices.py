@@ -1,4 +1,4 @@
-"""Bundles made of a bundle: what crosses handed out, and one device's part alone, compute what the whole computes."""
+"""Bundles derived from a bundle: recordings of crossing values and parts of devices compute the same as the whole."""
 
 import tempfile
 from dataclasses import replace
@@ -17,7 +17,7 @@ from onnxplace.pipeline import find_plugin
 from tests.end_to_end.test_split_property import RandomPlacement, assert_same, compiled_with, placements
 from tests.support.random_models import RandomModel, random_models, reference
 
-# Both towers read what the other one made, twice over.
+# Both towers read values of the other one, twice.
 TOWERS = """
 <ir_version: 8, opset_import: ["" : 17]>
 towers (float[n] x, float[n] total) => (float[n] y, float[n] total_next) {
@@ -40,7 +40,7 @@ def run(bundle: Bundle, feeds: dict) -> dict:
 
 
 def fed(bundle: Bundle, values: dict) -> dict:
-    """Return those of the values that a bundle takes."""
+    """Return the values that are inputs of a bundle."""
     return {item.name: values[item.name] for item in bundle.inputs if item.name in values}
 
 
@@ -60,21 +60,21 @@ def towers(tmp_path_factory) -> Bundle:
     )  # fmt: skip
 
 
-def test_what_crosses_is_listed_by_source_and_destination(towers):
+def test_crossing_values_are_listed_by_source_and_destination(towers):
     assert list_crossing_values(towers.manifest) == {("cpu:0", "cpu:1"): ("a",), ("cpu:1", "cpu:0"): ("b", "d")}
 
 
-def test_a_recording_gives_what_crosses_and_stores_no_states(towers):
+def test_a_recording_bundle_returns_crossing_values_and_stores_no_states(towers):
     bundle = record_crossing_values(towers)
     assert bundle.manifest.states == ()
-    found = run(bundle, FEEDS)
+    outputs = run(bundle, FEEDS)
     x, total = FEEDS.values()
     for name, value in (("a", np.maximum(x, 0)), ("b", -total), ("d", np.maximum(x, 0) * -total)):
-        np.testing.assert_array_equal(found.pop(name), value)
-    assert found == {}
+        np.testing.assert_array_equal(outputs.pop(name), value)
+    assert outputs == {}
 
 
-def test_a_part_takes_what_it_reads_and_gives_the_outputs_made_there(towers):
+def test_a_part_has_the_inputs_it_reads_and_the_outputs_it_computes(towers):
     first, second, third = (extract_device_part(towers, device) for device in ("cpu:0", "cpu:1", "cpu:2"))
     assert [item.name for item in first.inputs] == ["x", "b", "d"]
     assert [item.name for item in first.outputs] == ["y"]
@@ -86,26 +86,26 @@ def test_a_part_takes_what_it_reads_and_gives_the_outputs_made_there(towers):
     assert first.manifest.values["b"].producer is None
 
 
-def test_the_bundle_itself_stays_what_it_was(towers):
+def test_the_bundle_itself_is_unchanged(towers):
     before = towers.manifest.model_dump_json()
     record_crossing_values(towers)
     extract_device_part(towers, "cpu:0")
     assert towers.manifest.model_dump_json() == before
 
 
-def test_parts_of_a_bundle_with_states_compute_what_its_first_step_does(towers):
+def test_parts_of_a_bundle_with_states_compute_its_first_step(towers):
     values = FEEDS | run(record_crossing_values(towers), FEEDS)
-    found = {}
+    computed = {}
     for device in used(towers):
         part = extract_device_part(towers, device)
-        found |= run(part, fed(part, values))
+        computed |= run(part, fed(part, values))
     expected = run(towers, FEEDS)
     for name in ("y", "total_next"):
-        np.testing.assert_array_equal(found[name], expected[name])
+        np.testing.assert_array_equal(computed[name], expected[name])
 
 
-def test_parts_free_what_is_read_no_more(towers):
-    """All that the towers hold at the end is what they return: on paper, a value that is freed twice is not there."""
+def test_parts_free_values_after_their_last_reader(towers):
+    """At the end the towers hold only what they return; the dry run refuses a value that is freed twice."""
     for device in used(towers):
         part = extract_device_part(record_crossing_values(towers), device)
         check_programs(part.manifest, Path("m"))
@@ -126,7 +126,7 @@ def test_parts_free_what_is_read_no_more(towers):
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 @given(random_models(), placements())
-def test_parts_compute_what_the_whole_computes(model: RandomModel, placement: RandomPlacement) -> None:
+def test_parts_compute_the_same_as_the_whole_bundle(model: RandomModel, placement: RandomPlacement) -> None:
     try:
         reference(model.proto, model.feeds)
     except Exception:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
@@ -140,13 +140,15 @@ def test_parts_compute_what_the_whole_computes(model: RandomModel, placement: Ra
             assert set(crossed) == {
                 value for values in list_crossing_values(bundle.manifest).values() for value in values
             }
-            found: dict = {}
+            outputs: dict = {}
             for device in used(bundle):
-                for whole in (bundle, record):  # what it returns, and what it would send
+                for whole in (bundle, record):  # the values it returns, and those it would send
                     part = extract_device_part(whole, device)
                     check_programs(part.manifest, Path(name))
-                    found |= run(part, fed(part, {**feeds, **crossed}))
-            made = {output for segment in bundle.manifest.segments for output in segment.outputs}
-            wanted = {item.name: expected[item.name] for item in bundle.manifest.outputs if item.value in made}
-            for output, value in {**wanted, **crossed}.items():
-                assert_same(found[output], value)
+                    outputs |= run(part, fed(part, {**feeds, **crossed}))
+            computed = {output for segment in bundle.manifest.segments for output in segment.outputs}
+            expected_part = {
+                item.name: expected[item.name] for item in bundle.manifest.outputs if item.value in computed
+            }
+            for output, value in {**expected_part, **crossed}.items():
+                assert_same(outputs[output], value)

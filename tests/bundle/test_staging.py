@@ -1,4 +1,4 @@
-"""Where bundles go: nothing of the user's is ever lost, and there is a whole bundle or none, whatever happens."""
+"""Writing bundles: no file of the user's is ever lost, and there is a complete bundle or none after any failure."""
 
 import errno
 import json
@@ -24,15 +24,15 @@ LINUX = sys.platform.startswith("linux")
 
 @pytest.fixture(autouse=True)
 def scratch(monkeypatch, tmp_path_factory):
-    """A folder for temporary files, so that no test sweeps what another one needs."""
+    """A folder for temporary files, so that no test sweeps files of another one."""
     folder = tmp_path_factory.mktemp("scratch")
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     return folder
 
 
 @pytest.fixture(params=["atomic", "steps"])
-def renames(request, monkeypatch):
-    """With the renames of Linux, and as on systems without them."""
+def rename_method(request, monkeypatch):
+    """Rename by Linux's renameat2, and in two steps as on other systems."""
     if request.param == "steps":
         monkeypatch.setattr(renames_module, "_renameat2", lambda *_: False)
     elif not LINUX:
@@ -42,7 +42,7 @@ def renames(request, monkeypatch):
 
 @pytest.fixture
 def place(model_file):
-    """The folder of the model, where bundles go."""
+    """The folder of the model, where bundles are written."""
     return model_file.parent
 
 
@@ -57,7 +57,7 @@ def compiling(model_file, fast_pipeline):
 
 @pytest.fixture
 def meanwhile(monkeypatch):
-    """Let something happen while a bundle is being written."""
+    """Run a function while a bundle is being written."""
     actual = emit.write_bundle_files
 
     def during(happen):
@@ -92,9 +92,9 @@ COMES = {
 
 @pytest.mark.parametrize("kind", COMES)
 @pytest.mark.parametrize("output", ["b", "x" * 250])
-def test_what_came_to_the_place_meanwhile_stays(compiling, place, meanwhile, renames, kind, output):
+def test_files_created_at_the_destination_meanwhile_stay(compiling, place, meanwhile, rename_method, kind, output):
     meanwhile(lambda: COMES[kind](place / output))
-    with pytest.raises(UsageError, match="it exists already") as refused:
+    with pytest.raises(UsageError, match="it already exists") as refused:
         compiling(place / output)
     assert refused.value.code == "U030"
     assert refused.value.where.endswith(output[-100:])
@@ -104,7 +104,7 @@ def test_what_came_to_the_place_meanwhile_stays(compiling, place, meanwhile, ren
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])
-def test_force_does_not_replace_what_came_meanwhile_either(compiling, place, meanwhile, renames, kind):
+def test_force_does_not_replace_files_created_meanwhile(compiling, place, meanwhile, rename_method, kind):
     meanwhile(lambda: COMES[kind](place / "b"))
     with pytest.raises(UsageError) as refused:
         compiling(place / "b", force=True)
@@ -112,17 +112,15 @@ def test_force_does_not_replace_what_came_meanwhile_either(compiling, place, mea
     assert names(place) == {"model.onnx", "b"}
 
 
-def test_a_file_that_the_user_puts_into_the_bundle_at_the_last_moment_stays(
-    compiling, place, bundle_copy, renames, monkeypatch
-):
-    actual, seen = staging._require_only_bundle, []
+def test_a_file_added_to_the_bundle_at_the_last_moment_stays(compiling, place, bundle_copy, rename_method, monkeypatch):
+    actual, checked_folders = staging._require_only_bundle, []
 
     def checked(folder, path):
         actual(folder, path)
-        seen.append(folder)
-        if len(seen) == 3:  # before any work, as the bundle is put in place, and what was there at that moment
-            pytest.fail("was not looked at again")
-        if len(seen) == 2:
+        checked_folders.append(folder)
+        if len(checked_folders) == 3:  # before any work, before the exchange, and the exchanged folder after it
+            pytest.fail("was not checked again")
+        if len(checked_folders) == 2:
             (folder / "notes.txt").write_text("mine")
 
     monkeypatch.setattr(staging, "_require_only_bundle", checked)
@@ -134,7 +132,9 @@ def test_a_file_that_the_user_puts_into_the_bundle_at_the_last_moment_stays(
     assert names(place) == {"model.onnx", "bundle"}
 
 
-def test_a_bundle_that_goes_away_meanwhile_need_not_be_replaced(compiling, place, bundle_copy, meanwhile, renames):
+def test_a_bundle_that_disappears_meanwhile_need_not_be_replaced(
+    compiling, place, bundle_copy, meanwhile, rename_method
+):
     meanwhile(lambda: shutil.rmtree(bundle_copy, ignore_errors=True))
     compiling(bundle_copy, force=True)
     assert onnxplace.load(bundle_copy, "all")
@@ -159,24 +159,24 @@ def bundle_with(name):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "text"),
     [
         (lambda path: (shutil.rmtree(path), web_app(path)), "not a bundle"),
         (lambda path: (path / "manifest.json").write_text("{}"), "not a bundle"),
         (lambda path: (path / "manifest.json").write_text("{nope"), "not a bundle"),
         (lambda path: (path / "manifest.json").unlink(), "not a bundle"),
-        (bundle_with("notes.txt"), "not of the bundle: notes.txt"),
-        (bundle_with("segments/.hidden"), "not of the bundle: segments/.hidden"),
-        (bundle_with("data/feeds.npz"), "not of the bundle: data, data/feeds.npz"),
-        (lambda path: (path / "empty").mkdir(), "not of the bundle: empty"),
-        (lambda path: (path / "link").symlink_to("nowhere"), "not of the bundle: link"),
+        (bundle_with("notes.txt"), "not the bundle's: notes.txt"),
+        (bundle_with("segments/.hidden"), "not the bundle's: segments/.hidden"),
+        (bundle_with("data/feeds.npz"), "not the bundle's: data, data/feeds.npz"),
+        (lambda path: (path / "empty").mkdir(), "not the bundle's: empty"),
+        (lambda path: (path / "link").symlink_to("nowhere"), "not the bundle's: link"),
     ],
     ids=["web app", "no format", "no JSON", "no manifest", "file", "hidden", "folder", "empty folder", "link"],
 )
-def test_force_replaces_nothing_of_the_users(compiling, place, bundle_copy, change, said):
+def test_force_replaces_no_files_of_the_user(compiling, place, bundle_copy, change, text):
     change(bundle_copy)
     before = {path: path.read_bytes() for path in bundle_copy.rglob("*") if path.is_file()}
-    with pytest.raises(UsageError, match=said) as refused:
+    with pytest.raises(UsageError, match=text) as refused:
         compiling(bundle_copy, force=True)
     assert refused.value.code == "U031"
     assert refused.value.hint
@@ -200,14 +200,14 @@ def edit(bundle, change):
     ],
     ids=["older", "newer", "missing file", "edited file"],
 )
-def test_force_replaces_every_bundle_of_ours(compiling, place, bundle_copy, renames, change):
+def test_force_replaces_bundles_of_all_formats(compiling, place, bundle_copy, rename_method, change):
     change(bundle_copy)
     compiling(bundle_copy, force=True)
     assert onnxplace.load(bundle_copy, "all").manifest.format == "onnxplace bundle"
     assert names(place) == {"model.onnx", "bundle"}
 
 
-def test_a_bundle_without_a_format_is_read_and_one_of_another_format_is_not(bundle_copy):
+def test_a_missing_format_is_accepted_and_another_format_is_refused(bundle_copy):
     edit(bundle_copy, lambda manifest: manifest.pop("format"))
     assert onnxplace.load(bundle_copy, "all")
     edit(bundle_copy, lambda manifest: manifest.update(format="something else"))
@@ -238,7 +238,7 @@ def test_a_bundle_without_a_format_is_read_and_one_of_another_format_is_not(bund
     ],
 )
 @pytest.mark.parametrize("force", [False, True])
-def test_places_where_no_bundle_can_be_are_refused_in_a_line(compiling, place, monkeypatch, output, code, force):
+def test_invalid_destinations_are_refused_in_one_line(compiling, place, monkeypatch, output, code, force):
     monkeypatch.chdir(place)
     with pytest.raises(UsageError) as refused:
         compiling(output, force=force)
@@ -248,20 +248,20 @@ def test_places_where_no_bundle_can_be_are_refused_in_a_line(compiling, place, m
 
 
 @pytest.mark.parametrize("output", ["/", "..", "", os.fsdecode(b"caf\xe9"), "a\nb", "x" * 300])
-def test_the_command_says_so_too(run_cli, place, monkeypatch, output):
+def test_the_command_refuses_an_invalid_destination(run_cli, place, monkeypatch, output):
     monkeypatch.chdir(place)
     if "\n" in output:
         (place / output).mkdir()
-    ran = run_cli("compile", "model.onnx", "--shape", "batch=4", "-o", output)
-    assert (ran.code, ran.out) == (2, "")
-    assert [line[:8] for line in ran.err.splitlines()] == ["error[U0", "  hint: "]
+    result = run_cli("compile", "model.onnx", "--shape", "batch=4", "-o", output)
+    assert (result.code, result.out) == (2, "")
+    assert [line[:8] for line in result.err.splitlines()] == ["error[U0", "  hint: "]
 
 
 @pytest.mark.parametrize("output", ["x" * 255, "a\nb", "b/", "-", "~", "caf\u00e9 \U0001f600", "new/er/b"])
-def test_unusual_names_are_good(run_cli, place, fast_pipeline, monkeypatch, output):
+def test_unusual_names_are_accepted(run_cli, place, fast_pipeline, monkeypatch, output):
     monkeypatch.chdir(place)
-    ran = run_cli("compile", "model.onnx", "--shape", "batch=4", "-o", output, "--pipeline", fast_pipeline)
-    assert ran.code == 0, ran.err
+    result = run_cli("compile", "model.onnx", "--shape", "batch=4", "-o", output, "--pipeline", fast_pipeline)
+    assert result.code == 0, result.err
     assert run_cli("verify", output).code == 0
 
 
@@ -276,15 +276,13 @@ def test_unusual_names_are_good(run_cli, place, fast_pipeline, monkeypatch, outp
     ],
     ids=lambda command: command[0] + command[-1],
 )
-def test_files_that_cannot_be_written_are_refused_before_any_work(
-    run_cli, place, bundle_copy, monkeypatch, command, name
-):
+def test_unwritable_files_are_refused_before_any_work(run_cli, place, bundle_copy, monkeypatch, command, name):
     monkeypatch.chdir(place)
     monkeypatch.setattr(onnxplace.api, "load", lambda *_: pytest.fail("worked"))
     monkeypatch.setattr("onnxplace.driver.compiler.load_model", lambda *_: pytest.fail("worked"))
-    ran = run_cli(*command, name)
-    assert (ran.code, ran.out) == (2, "")
-    assert [line[:11] for line in ran.err.splitlines()] == ["error[U032]", "  hint: cho"]
+    result = run_cli(*command, name)
+    assert (result.code, result.out) == (2, "")
+    assert [line[:11] for line in result.err.splitlines()] == ["error[U032]", "  hint: cho"]
     assert names(place) == {"model.onnx", "bundle"}
 
 
@@ -293,7 +291,7 @@ def test_files_that_cannot_be_written_are_refused_before_any_work(
 
 @pytest.fixture
 def mounted(tmp_path_factory):
-    """Mount small file systems that live in memory."""
+    """Mount small file systems in memory."""
     points = []
 
     def mount(options):
@@ -311,11 +309,11 @@ def mounted(tmp_path_factory):
         subprocess.run(["umount", point], check=True)
 
 
-def test_a_disk_that_gets_full_at_any_moment_leaves_a_whole_bundle_or_nothing(compiling, place, mounted):
+def test_a_disk_that_fills_up_leaves_a_complete_bundle_or_none(compiling, place, mounted):
     compiling(place / "whole")
     needed = sum(-(-path.stat().st_size // 4096) * 4 for path in (place / "whole").rglob("*") if path.is_file())
     seen = []
-    for size in (*range(4, needed - 8, 24), *range(needed - 8, needed + 24, 4)):  # in KiB; closely where it is decided
+    for size in (*range(4, needed - 8, 24), *range(needed - 8, needed + 24, 4)):  # in KiB; small steps near the limit
         disk = mounted(f"size={size}k")
         failed = None
         try:
@@ -334,16 +332,16 @@ def test_a_disk_that_gets_full_at_any_moment_leaves_a_whole_bundle_or_nothing(co
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_a_disk_that_nothing_can_be_written_to_is_named_before_any_work(compiling, mounted, monkeypatch, force):
+def test_a_read_only_disk_is_reported_before_any_work(compiling, mounted, monkeypatch, force):
     disk = mounted("ro")
     monkeypatch.setattr("onnxplace.driver.compiler.load_model", lambda *_: pytest.fail("worked"))
-    with pytest.raises(UsageError, match="cannot be written to") as refused:
+    with pytest.raises(UsageError, match="is not writable") as refused:
         compiling(disk / "b", force=force)
     assert refused.value.code == "U032"
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_no_room_for_the_manifest_after_the_trial_leaves_what_was_there(
+def test_a_full_disk_after_the_trial_leaves_the_destination_unchanged(
     compiling, place, bundle_copy, monkeypatch, force
 ):
     def full(*_):
@@ -365,22 +363,22 @@ def test_errors_and_notes_never_name_the_unfinished_bundle(compiling, place, mon
     with pytest.raises(ExecutionError) as failed:
         compiling(place / "b")
     path = place / "b"
-    told = failed.value.message, failed.value.where, failed.value.hint
-    assert told == (f"no {path}/x", f"{path}/y", f"look at {path}")
+    texts = failed.value.message, failed.value.where, failed.value.hint
+    assert texts == (f"no {path}/x", f"{path}/y", f"look at {path}")
 
 
 # ---------------------------------------------------------------------------------------------- interrupted
 
 
-def interrupted(folder, bundle, how, what, renames):
-    """Run the script of that name in a process of its own; returns what it printed."""
+def run_interrupted_compiles(folder, bundle, how, destination, rename_method):
+    """Run the script of that name in a process of its own; returns its output."""
     shutil.copytree(bundle, folder / "old")
     manifest = json.loads((folder / "old" / "manifest.json").read_text())
     (folder / "old" / "manifest.json").write_text(json.dumps({**manifest, "placer": "single"}))
     (folder / "tmp").mkdir()
     script = Path(__file__).parents[1] / "support" / "interrupted_compiles.py"
     variables = {**os.environ, "TMPDIR": str(folder / "tmp")}
-    command = [sys.executable, "-W", "ignore", script, folder, how, what, renames]
+    command = [sys.executable, "-W", "ignore", script, folder, how, destination, rename_method]
     ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
@@ -390,28 +388,28 @@ FORKS = pytest.mark.skipif(not LINUX, reason="processes are forked, and killed")
 
 
 @FORKS
-@pytest.mark.slow  # some 30 compiles
+@pytest.mark.slow  # about 30 compiles
 @pytest.mark.parametrize("how", ["kill", "raise"])
-@pytest.mark.parametrize("renames", ["atomic", "steps"])
-@pytest.mark.parametrize("what", ["fresh", "force"])
-def test_a_compile_that_ends_at_any_moment_leaves_the_old_bundle_the_new_one_or_none(
-    place, compiled, how, what, renames
+@pytest.mark.parametrize("rename_method", ["atomic", "steps"])
+@pytest.mark.parametrize("destination", ["fresh", "force"])
+def test_an_interrupted_compile_leaves_the_old_bundle_the_new_one_or_none(
+    place, compiled, how, destination, rename_method
 ):
-    result = interrupted(place, compiled, how, what, renames)
+    result = run_interrupted_compiles(place, compiled, how, destination, rename_method)
     assert result.pop("moments") > 15
-    assert set(result) == {"m-etf", "single" if what == "force" else "none"}
+    assert set(result) == {"m-etf", "single" if destination == "force" else "none"}
 
 
 @FORKS
-@pytest.mark.parametrize("renames", ["atomic", "steps"])
-def test_of_several_compiles_to_one_place_exactly_one_succeeds(place, compiled, renames):
-    assert interrupted(place, compiled, "race", "fresh", renames) == ["0", "30", "30", "30"]
+@pytest.mark.parametrize("rename_method", ["atomic", "steps"])
+def test_of_several_compiles_to_one_destination_exactly_one_succeeds(place, compiled, rename_method):
+    assert run_interrupted_compiles(place, compiled, "race", "fresh", rename_method) == ["0", "30", "30", "30"]
 
 
 @FORKS
-@pytest.mark.parametrize("renames", ["atomic", "steps"])
-def test_several_compiles_that_replace_one_bundle_all_succeed(place, compiled, renames):
-    assert interrupted(place, compiled, "race", "force", renames) == ["0"] * 4
+@pytest.mark.parametrize("rename_method", ["atomic", "steps"])
+def test_several_compiles_that_replace_one_bundle_all_succeed(place, compiled, rename_method):
+    assert run_interrupted_compiles(place, compiled, "race", "force", rename_method) == ["0"] * 4
     assert onnxplace.load(place / "b", "all").manifest.placer == "m-etf"
 
 
@@ -423,27 +421,27 @@ def abandoned(folder, digits="0", journal=None):
 
 
 @pytest.mark.skipif(not LINUX, reason="locks")
-def test_what_killed_processes_left_is_swept_and_said(run_cli, model_file, place, scratch, fast_pipeline):
+def test_leftovers_of_killed_processes_are_removed_with_a_note(run_cli, model_file, place, scratch, fast_pipeline):
     for folder in (place, scratch):
         lease = abandoned(folder)
         lease.with_name(f"{lease.name}.new").mkdir()
         (lease.with_name(f"{lease.name}.new") / "weights.bin").write_bytes(b"half")
-    mine = {".onnxplace-notes", ".onnxplace-0123456789abcdef.new", ".onnxplace-0123456789ABCDEF", ".b.tmp"}
-    for name in mine:
+    foreign_files = {".onnxplace-notes", ".onnxplace-0123456789abcdef.new", ".onnxplace-0123456789ABCDEF", ".b.tmp"}
+    for name in foreign_files:
         (place / name).write_text("mine")
     options = ("--shape", "batch=4", "--pipeline", fast_pipeline, "--json")
-    ran = run_cli("compile", model_file, "-o", place / "b", *options)
-    assert ran.code == 0
-    assert names(place) == {"model.onnx", "b"} | mine
+    result = run_cli("compile", model_file, "-o", place / "b", *options)
+    assert result.code == 0
+    assert names(place) == {"model.onnx", "b"} | foreign_files
     assert names(scratch) == set()
-    notes = [note for note in json.loads(ran.out)["diagnostics"] if note["code"] == "U034"]
+    notes = [note for note in json.loads(result.out)["diagnostics"] if note["code"] == "U034"]
     assert [note["where"] for note in notes] == [str(place), str(scratch)]
     assert f".onnxplace-{'0' * 16}.new" in notes[0]["message"]
     assert "U034" not in (place / "b" / "manifest.json").read_text()
 
 
 @pytest.mark.skipif(not LINUX, reason="locks")
-def test_what_a_living_process_holds_is_not_swept(place):
+def test_files_of_a_living_process_are_not_swept(place):
     with leases.hold_lease(place) as lease:
         lease.beside("new").mkdir()
         assert staging.sweep_output(place / "b") == []
@@ -465,17 +463,17 @@ def test_nothing_is_swept_where_files_cannot_be_locked(place, monkeypatch):
 
 
 @pytest.mark.skipif(not LINUX, reason="locks")
-def test_a_bundle_that_was_moved_aside_is_told_of_and_put_back(run_cli, place, bundle_copy, model_file):
+def test_a_bundle_that_was_moved_aside_is_restored_with_a_note(run_cli, place, bundle_copy, model_file):
     old = abandoned(place, journal="bundle").with_name(f".onnxplace-{'0' * 16}.old")
     bundle_copy.rename(old)
-    ran = run_cli("run", bundle_copy)
-    assert ran.code == 2
-    assert "N001" in ran.err
-    assert old.name in ran.err
-    ran = run_cli("compile", model_file, "--shape", "batch=4", "-o", bundle_copy)
-    assert ran.code == 2
-    assert "U030" in ran.err
-    assert "put back" in ran.err
+    result = run_cli("run", bundle_copy)
+    assert result.code == 2
+    assert "N001" in result.err
+    assert old.name in result.err
+    result = run_cli("compile", model_file, "--shape", "batch=4", "-o", bundle_copy)
+    assert result.code == 2
+    assert "U030" in result.err
+    assert "restored" in result.err
     assert onnxplace.load(bundle_copy, "all")
     assert names(place) == {"model.onnx", "bundle"}
 
@@ -506,7 +504,7 @@ def test_a_link_is_never_swept(place):
 
 
 def planted(place, name):
-    """Put a lease of nobody's there, as it may come out of a stranger's archive; return where it moved things to."""
+    """Create a lease without a process, as from an untrusted archive; returns the folder it moved aside."""
     lease = place / f".onnxplace-{'1' * 16}"
     lease.write_bytes(b"onnxplace moves to " + json.dumps(name).encode())
     return lease.with_name(f"{lease.name}.old")
@@ -522,7 +520,7 @@ def test_a_planted_lease_replaces_no_file(run_cli, place, model_file):
 
 @pytest.mark.skipif(not LINUX, reason="locks")
 @pytest.mark.parametrize("kind", ["file", "link"])
-def test_a_planted_lease_puts_a_folder_only_where_nothing_is(place, kind):
+def test_a_planted_lease_moves_a_folder_only_to_a_free_path(place, kind):
     (place / "elsewhere").mkdir()
     if kind == "file":
         (place / "mine").write_text("precious")
@@ -547,38 +545,38 @@ def test_a_pipe_in_place_of_a_lease_is_not_waited_for(place):
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "./model.onnx"])
-def test_costs_are_not_saved_over_the_model(run_cli, model_file, tmp_path, monkeypatch, name):
+def test_costs_do_not_overwrite_the_model(run_cli, model_file, tmp_path, monkeypatch, name):
     monkeypatch.chdir(model_file.parent)
     before = model_file.read_bytes()
-    ran = run_cli("compile", model_file, "--shape", "batch=4", "-o", tmp_path / "b", "--save-costs", name)
-    assert ran.code == 2
-    assert "U032" in ran.err
-    assert "model.onnx, which is read" in ran.err
+    result = run_cli("compile", model_file, "--shape", "batch=4", "-o", tmp_path / "b", "--save-costs", name)
+    assert result.code == 2
+    assert "U032" in result.err
+    assert "model.onnx, which is read" in result.err
     assert model_file.read_bytes() == before
 
 
 @pytest.mark.parametrize(("option", "name"), [("--outputs", "manifest.json"), ("--trace", "costs.json")])
 def test_results_are_not_written_into_the_bundle(run_cli, bundle_copy, option, name):
-    ran = run_cli("run", bundle_copy, option, bundle_copy / name)
-    assert ran.code == 2
-    assert "which is read" in ran.err
+    result = run_cli("run", bundle_copy, option, bundle_copy / name)
+    assert result.code == 2
+    assert "which is read" in result.err
     assert onnxplace.load(bundle_copy, "all")
 
 
-def test_outputs_are_not_written_over_inputs(run_cli, bundle_copy, tmp_path):
+def test_outputs_do_not_overwrite_inputs(run_cli, bundle_copy, tmp_path):
     np.savez(tmp_path / "in.npz", x=np.zeros((4, 64), np.float32))
-    ran = run_cli("run", bundle_copy, "--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "in.npz")
-    assert ran.code == 2
+    result = run_cli("run", bundle_copy, "--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "in.npz")
+    assert result.code == 2
     assert np.load(tmp_path / "in.npz")["x"].shape == (4, 64)
 
 
-def test_force_replaces_no_folder_that_only_looks_like_an_old_bundle(run_cli, model_file, tmp_path):
+def test_force_replaces_no_folder_that_merely_resembles_an_old_bundle(run_cli, model_file, tmp_path):
     site = tmp_path / "site"
     site.mkdir()
     (site / "index.html").write_text("mine")
     keys = {"schema_version": "1.1", "pipeline": "", "programs": {}, "segments": [], "files": {"index.html": 1}}
     (site / "manifest.json").write_text(json.dumps(keys))
-    ran = run_cli("compile", model_file, "--shape", "batch=4", "-o", site, "--force")
-    assert ran.code == 2
-    assert "U031" in ran.err
+    result = run_cli("compile", model_file, "--shape", "batch=4", "-o", site, "--force")
+    assert result.code == 2
+    assert "U031" in result.err
     assert (site / "index.html").read_text() == "mine"

@@ -86,7 +86,7 @@ def test_truncated_weights_are_named_with_both_sizes(refused, bundle_copy):
 
 
 def test_large_files_are_hashed_by_verify_though_not_by_run(refused, run_cli, bundle_copy, monkeypatch):
-    monkeypatch.setattr("onnxplace.bundle.bundle.SMALL_BYTES", 1000)
+    monkeypatch.setattr("onnxplace.bundle.bundle.MAX_SMALL_FILE_BYTES", 1000)
     file = bundle_copy / "segments" / "weights.bin"
     data = bytearray(file.read_bytes())
     data[0] ^= 1

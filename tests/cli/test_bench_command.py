@@ -11,12 +11,12 @@ from onnx import TensorProto, helper, parser
 
 import onnxplace
 from onnxplace.evaluation import memory_use
-from onnxplace.evaluation.memory_use import measurable
+from onnxplace.evaluation.memory_use import can_measure_memory
 from tests.conftest import FAST_PIPELINE
 from tests.runtimes.test_carried_state import APART, START, STATES, feeds, sums
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
-only_linux = pytest.mark.skipif(not measurable(), reason="only Linux reports the peak memory of a process")
+only_linux = pytest.mark.skipif(not can_measure_memory(), reason="only Linux reports the peak memory of a process")
 
 QUICK = ("--repeat", "2", "--no-memory")
 DEVICE_KEYS = {"id", "predicted_busy_seconds", "busy_seconds", "predicted_peak_bytes", "peak_bytes"}
@@ -93,9 +93,9 @@ def test_memory_is_omitted_on_request_and_on_other_systems(run_cli, compiled, mo
     def refuses(*_):
         raise AssertionError("no process is to be started")
 
-    monkeypatch.setattr(memory_use, "_in_child", refuses)
+    monkeypatch.setattr(memory_use, "_run_in_child", refuses)
     data = bench(run_cli, compiled, *QUICK)
-    monkeypatch.setattr(memory_use, "_CLEAR", tmp_path / "nowhere")
+    monkeypatch.setattr(memory_use, "_CLEAR_REFS", tmp_path / "nowhere")
     for seen in (data, bench(run_cli, compiled, "--repeat", "1")):
         assert [device["peak_bytes"] for device in seen["devices"]] == [None, None]
         assert (seen["process"]["running_bytes"], seen["process"]["opening_bytes"]) == (None, None)
@@ -129,7 +129,7 @@ def test_a_device_without_work_is_a_row_of_zeros(run_cli, tmp_path):
     idle, busy = bench(run_cli, bundle, "--repeat", "1")["devices"]
     assert (idle["busy_seconds"], idle["predicted_busy_seconds"], idle["peak_bytes"]) == (0, 0, None)
     assert busy["busy_seconds"] > 0
-    assert (busy["peak_bytes"] is not None) == measurable()
+    assert (busy["peak_bytes"] is not None) == can_measure_memory()
 
 
 def test_a_model_without_inputs_is_benched(run_cli, tmp_path):
@@ -162,7 +162,7 @@ def test_sequences_and_optionals_may_cross(run_cli, tmp_path):
     data = json.loads(result.out)
     sizes = {"seq(tensor(float))": 24, "optional(tensor(float))": 16}
     assert sum(link["bytes"] for link in data["links"]) == sum(sizes[kind] for kind in kinds)
-    if measurable():
+    if can_measure_memory():
         assert all(device["peak_bytes"] is not None for device in data["devices"])
 
 
@@ -175,7 +175,7 @@ def test_an_input_that_is_an_output_takes_no_time(run_cli, tmp_path):
     data = bench(run_cli, bundle, "--repeat", "1")
     assert data["links"] == []
     assert [device["busy_seconds"] for device in data["devices"]] == [0, 0]
-    assert (data["process"]["running_bytes"] is not None) == measurable()
+    assert (data["process"]["running_bytes"] is not None) == can_measure_memory()
 
 
 def test_each_traced_step_gets_states(run_cli, tmp_path):

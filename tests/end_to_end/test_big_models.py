@@ -1,4 +1,4 @@
-"""Weights in files: copied once and read once, or left where they are; and models measured in pieces."""
+"""Large models: weights copied and read once, or linked; and models measured in chunks."""
 
 import json
 import os
@@ -37,13 +37,13 @@ def chain(layers: int, width: int = 32) -> onnx.ModelProto:
             helper.make_node("Relu", [f"a{layer}"], [f"r{layer}"], name=f"relu{layer}"),
         ]
         value = f"r{layer}"
-    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", width]) for n in ("x", value)]
-    graph = helper.make_graph(nodes, "chain", ends[:1], ends[1:], weights)
+    inputs_and_outputs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", width]) for n in ("x", value)]
+    graph = helper.make_graph(nodes, "chain", inputs_and_outputs[:1], inputs_and_outputs[1:], weights)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
 def saved(folder: Path, model: onnx.ModelProto, location: str = "model.weights") -> Path:
-    """Write a model with all its weights in one file beside it."""
+    """Write a model with all its weights in one file next to it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / location).parent.mkdir(exist_ok=True)
     path = folder / "model.onnx"
@@ -52,7 +52,7 @@ def saved(folder: Path, model: onnx.ModelProto, location: str = "model.weights")
 
 
 def both_devices(tmp_path: Path) -> str:
-    """Return a pipeline that puts the first layer and what is after it on two devices."""
+    """Return a pipeline that puts the first layer and the rest on two devices."""
     (tmp_path / "map.json").write_text(json.dumps({".*0": "cpu:0", ".*": "cpu:1"}))
     return SPLIT.replace("MAP", str(tmp_path / "map.json"))
 
@@ -65,7 +65,7 @@ def compiled(path: Path, tmp_path: Path, **options) -> Bundle:
 
 @pytest.fixture
 def linked(tmp_path) -> tuple[Bundle, Path]:
-    """A bundle that refers to the weights file beside it."""
+    """A bundle that refers to the weights file next to it."""
     path = saved(tmp_path / "here", chain(4))
     return compiled(path, tmp_path, link_weights=True), path.with_name("model.weights")
 
@@ -186,13 +186,13 @@ def test_model_and_linked_bundle_can_move_together(linked, tmp_path):
         assert session.run(None, {"x": np.ones((1, 32), np.float32)})[0].shape == (1, 32)
 
 
-def test_a_copy_of_the_weights_with_another_time_is_as_good(linked):
+def test_a_copy_of_the_weights_with_another_time_is_accepted(linked):
     bundle, weights = linked
     os.utime(weights, ns=(1, 1))
     assert Bundle.open(bundle.path).manifest == bundle.manifest
 
 
-def test_weights_elsewhere_are_refused_before_any_work(tmp_path):
+def test_weights_outside_the_folder_are_refused_before_any_work(tmp_path):
     path, out = saved(tmp_path / "here", chain(2)), tmp_path / "there" / "bundle"
     with pytest.raises(UsageError) as refused:
         compiled(path, tmp_path, link_weights=True, output=out)
@@ -201,23 +201,23 @@ def test_weights_elsewhere_are_refused_before_any_work(tmp_path):
     assert not out.parent.exists()
 
 
-def test_a_model_without_weight_files_is_copied_and_says_so(tmp_path):
+def test_a_model_without_weight_files_is_copied_with_a_note(tmp_path):
     path = tmp_path / "model.onnx"
     path.write_bytes(chain(2).SerializeToString())
-    found = compile_model(
+    result = compile_model(
         path, devices="cpu:0,cpu:1", shape={"batch": 2}, pipeline=both_devices(tmp_path), link_weights=True
     )
-    assert "N011" in {note.code for note in found.diagnostics}
-    with onnxplace.InferenceSession(found.bundle) as session:
+    assert "N011" in {note.code for note in result.diagnostics}
+    with onnxplace.InferenceSession(result.bundle) as session:
         assert session.run(None, {"x": np.ones((1, 32), np.float32)})[0].shape == (1, 32)
 
 
 def test_the_option_can_be_given_on_the_command_line(tmp_path, run_cli):
     path = saved(tmp_path / "here", chain(2))
-    ran = run_cli("compile", path, "--devices", "cpu:0,cpu:1", "--shape", "batch=2", "--link-weights", "--json",
+    result = run_cli("compile", path, "--devices", "cpu:0,cpu:1", "--shape", "batch=2", "--link-weights", "--json",
                   "--pipeline", both_devices(tmp_path))  # fmt: skip
-    assert ran.code == 0, ran.err
-    assert Bundle.open(json.loads(ran.out)["bundle"]).manifest.linked.keys() == {"model.weights"}
+    assert result.code == 0, result.err
+    assert Bundle.open(json.loads(result.out)["bundle"]).manifest.linked.keys() == {"model.weights"}
 
 
 # ---------------------------------------------------------------------------------------------- linked, then changed
@@ -226,11 +226,11 @@ def test_the_option_can_be_given_on_the_command_line(tmp_path, run_cli):
 def test_a_weight_file_of_another_size_is_named(linked, run_cli):
     bundle, weights = linked
     weights.write_bytes(weights.read_bytes() + b"more")
-    ran = run_cli("run", bundle.path)
-    assert ran.code == 2
-    assert "N009" in ran.err
-    assert str(weights) in ran.err
-    assert "changed since the compile" in ran.err
+    result = run_cli("run", bundle.path)
+    assert result.code == 2
+    assert "N009" in result.err
+    assert str(weights) in result.err
+    assert "changed since the compile" in result.err
 
 
 def test_a_weight_file_with_other_bytes_and_another_time_is_named(linked):
@@ -246,11 +246,11 @@ def test_verify_hashes_a_weight_file_whose_time_and_size_are_as_before(linked, r
     about = weights.stat()
     altered(weights)
     os.utime(weights, ns=(about.st_atime_ns, about.st_mtime_ns))
-    Bundle.open(bundle.path)  # nothing to be seen from outside
-    ran = run_cli("verify", bundle.path)
-    assert ran.code == 2
-    assert "N009" in ran.err
-    assert str(weights) in ran.err
+    Bundle.open(bundle.path)  # time and size are unchanged
+    result = run_cli("verify", bundle.path)
+    assert result.code == 2
+    assert "N009" in result.err
+    assert str(weights) in result.err
 
 
 def altered(weights: Path) -> None:
@@ -259,13 +259,13 @@ def altered(weights: Path) -> None:
     weights.write_bytes(data)
 
 
-def test_a_weight_file_that_is_gone_is_named(linked, run_cli):
+def test_a_missing_weight_file_is_named(linked, run_cli):
     bundle, weights = linked
     weights.unlink()
-    ran = run_cli("run", bundle.path)
-    assert ran.code == 2
-    assert "N010" in ran.err
-    assert str(weights) in ran.err
+    result = run_cli("run", bundle.path)
+    assert result.code == 2
+    assert "N010" in result.err
+    assert str(weights) in result.err
 
 
 @pytest.mark.parametrize("name", ["../outside.bin", "/etc/passwd", "model.bundle/../../outside.bin", "nul\0"])
@@ -291,7 +291,7 @@ def structure(model):
 
 
 @pytest.mark.parametrize("limit", [1, 5_000, 10_000, 100_000, 1 << 40])
-def test_pieces_cover_all_nodes_and_keep_within_the_limit(limit):
+def test_chunks_cover_all_nodes_and_respect_the_limit(limit):
     model = bind(load(chain(12)), {"batch": 4}, {})
     graph, _, found = structure(model)
     pieces = chunks.cut_into_chunks(graph, found, limit)
@@ -306,7 +306,7 @@ def held(graph, piece) -> int:
     return sum(int(graph.value_bytes[v]) for v in values) + sum(int(graph.weight_bytes[w]) for w in weights)
 
 
-def test_equal_pieces_are_run_once_and_cost_the_same(monkeypatch):
+def test_equal_chunks_are_run_once_and_cost_the_same(monkeypatch):
     model = bind(load(chain(12)), {"batch": 4}, {})
     graph, kinds, found = structure(model)
     runs = []
@@ -327,7 +327,7 @@ def test_equal_pieces_are_run_once_and_cost_the_same(monkeypatch):
     assert measured.value_bytes["r11"] == 4 * 32 * 4
 
 
-def test_pieces_are_fed_with_what_those_before_them_made(monkeypatch):
+def test_chunks_are_fed_with_the_values_of_earlier_chunks(monkeypatch):
     text = """<ir_version: 8, opset_import: ["": 17]>
     g (float[4] x) => (float[1] y, float[4] z) {
         [a] s = Shape(x)
@@ -339,22 +339,22 @@ def test_pieces_are_fed_with_what_those_before_them_made(monkeypatch):
     }"""  # random indices would be out of range
     model = load(parser.parse_model(text))
     graph, kinds, _ = structure(model)
-    seen = {}
+    fed_values = {}
     actual = MeasurementOptions.measure
 
     def spy(self, part, feeds):
-        seen[part.nodes[0].name] = dict(feeds)
+        fed_values[part.nodes[0].name] = dict(feeds)
         return actual(self, part, feeds)
 
     monkeypatch.setattr(MeasurementOptions, "measure", spy)
     pieces = [range(i, i + 1) for i in range(len(graph))]
     found = chunks.measure_chunks(model, graph, kinds, pieces, model.feeds(), MeasurementOptions("cpu:0", (0,), 3, 0.0))
     assert found.measured.all()
-    assert seen["d"]["i"].tolist() == [0]
-    assert np.array_equal(seen["d"]["z"], 2 * seen["c"]["x"])
+    assert fed_values["d"]["i"].tolist() == [0]
+    assert np.array_equal(fed_values["d"]["z"], 2 * fed_values["c"]["x"])
 
 
-def test_what_cannot_run_alone_is_estimated_with_all_that_needs_it(monkeypatch):
+def test_chunks_that_cannot_run_alone_are_estimated_with_their_readers(monkeypatch):
     model = bind(load(chain(4)), {"batch": 4}, {})
     actual = chunks._run_chunk
 
@@ -362,7 +362,7 @@ def test_what_cannot_run_alone_is_estimated_with_all_that_needs_it(monkeypatch):
         return None if piece.start == 3 else actual(model, piece, *rest)
 
     monkeypatch.setattr(chunks, "_run_chunk", failing)
-    monkeypatch.setattr(chunks, "_chunk_key", lambda *_: object())  # no piece stands in for another
+    monkeypatch.setattr(chunks, "_chunk_key", lambda *_: object())  # no chunk is measured in place of another
     state, _ = Pipeline.parse("profile{repeat=3,seconds=0}").run(small_target().having(model))
     profile = state[Profile]
     assert (profile.sources["cpu/1"] == Source.ESTIMATED).tolist() == [False] * 3 + [True] * 9
@@ -376,7 +376,7 @@ def small_target() -> State:
     return State(replace(target, devices=tuple(replace(d, cores=1, memory_bytes=7_000) for d in target.devices)))
 
 
-def test_a_model_beyond_the_memory_of_all_devices_of_a_class_is_measured_in_pieces():
+def test_a_model_beyond_the_memory_of_all_devices_of_a_class_is_measured_in_chunks():
     model = bind(load(chain(12)), {"batch": 4}, {})
     state, _ = Pipeline.parse("profile{repeat=3,seconds=0}").run(small_target().having(model))
     assert [(note.code, note.where) for note in state.diagnostics] == [("C003", "cpu/1")]
@@ -385,7 +385,7 @@ def test_a_model_beyond_the_memory_of_all_devices_of_a_class_is_measured_in_piec
     assert set(state[Profile].sources["cpu/1"].tolist()) <= {Source.MEASURED, Source.KNOWN}
 
 
-def test_a_model_that_fits_is_measured_whole_and_no_more():
+def test_a_model_that_fits_is_measured_only_as_a_whole():
     model = bind(load(chain(12)), {"batch": 4}, {})
     state, _ = Pipeline.parse("profile{repeat=3,seconds=0}").run(State(local_target("cpu:0,cpu:1")).having(model))
     assert not state.diagnostics
@@ -395,8 +395,8 @@ def test_a_model_that_fits_is_measured_whole_and_no_more():
 def test_a_model_larger_than_a_device_compiles_with_measured_costs(tmp_path, run_cli):
     path = saved(tmp_path / "here", chain(12, 64))
     out = tmp_path / "bundle"
-    ran = run_cli("compile", path, "-o", out, "--devices", "cpu:0,cpu:1", "--shape", "batch=2",
+    result = run_cli("compile", path, "-o", out, "--devices", "cpu:0,cpu:1", "--shape", "batch=2",
                   "--max-memory", "150KiB", "--placer", "fit")  # fmt: skip
-    assert ran.code == 0, ran.err
-    assert "C003" in ran.err
+    assert result.code == 0, result.err
+    assert "C003" in result.err
     assert run_cli("verify", out, "--against", path).code == 0

@@ -1,4 +1,4 @@
-"""A sample of ONNX's conformance suite, cut by force; all of it: `python -m benchmarks.conformance`."""
+"""A sample of ONNX's conformance suite with forced splits; all of it: `python -m benchmarks.conformance`."""
 
 import os
 
@@ -13,9 +13,9 @@ import pytest
 from tests.support.conformance import Case, case, failures, names, outcome, placements, surrounded
 
 HARD = ("loop", "_if", "scan", "sequence", "optional", "string", "strnorm", "int4", "float8", "bfloat16", "quantize")
-"""Parts of the names of cases that each have their own way to break at a cut: every third of them is tried."""
+"""Parts of names of cases that each can fail at a split in their own way; every third is tested."""
 EVERY = 24
-"""Of the other cases, one in so many."""
+"""Of the other cases, one in this many is tested."""
 PARTS = 12
 
 
@@ -31,16 +31,16 @@ def sample() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_what_onnxruntime_passes_passes_wherever_it_is_cut(part: int):
-    found = [outcome(kind, name) for kind, name in sample()[part::PARTS]]
-    assert [item for item in found if item.status == "failed"] == []
-    assert sum(item.status == "passed" for item in found) > len(found) / 4
+def test_cases_that_onnxruntime_passes_pass_in_every_split(part: int):
+    outcomes = [outcome(kind, name) for kind, name in sample()[part::PARTS]]
+    assert [item for item in outcomes if item.status == "failed"] == []
+    assert sum(item.status == "passed" for item in outcomes) > len(outcomes) / 4
 
 
 def small() -> Case:
-    found = case("node", "test_add")
-    assert found is not None
-    return found
+    small_case = case("node", "test_add")
+    assert small_case is not None
+    return small_case
 
 
 def test_a_wrong_result_fails_in_every_placement():
@@ -50,7 +50,7 @@ def test_a_wrong_result_fails_in_every_placement():
     assert list(failures(small())) == []
 
 
-def test_around_a_model_every_input_and_output_goes_through_an_identity():
+def test_every_input_and_output_passes_through_an_identity():
     model = surrounded(small().model)
     assert model is not None
     assert [node.op_type for node in model.graph.node] == ["Identity", "Identity", "Add", "Identity"]

@@ -1,4 +1,4 @@
-"""Operators that ONNX Runtime has not: named when their library is missing, run when it is given."""
+"""Operators that ONNX Runtime lacks: named if their library is missing, run if it is given."""
 
 import os
 
@@ -45,58 +45,58 @@ def model_file(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def library() -> str:
-    """A real library: onnxruntime-extensions, where it is installed."""
+    """A real library: onnxruntime-extensions, if it is installed."""
     return pytest.importorskip("onnxruntime_extensions").get_library_path()
 
 
-def test_a_missing_library_is_asked_for_by_operator_domain_node_and_option(
+def test_the_error_of_a_missing_library_names_operator_domain_node_and_option(
     run_cli: Callable[..., Ran], model_file: Path
 ):
-    ran = run_cli("compile", model_file)
-    assert ran.code == 2
+    result = run_cli("compile", model_file)
+    assert result.code == 2
     for word in ("M010", "NegPos", "ai.onnx.contrib", "special", "--custom-op-library"):
-        assert word in ran.err
+        assert word in result.err
 
 
-def test_a_missing_library_is_asked_for_also_for_what_is_inside_a_body(run_cli: Callable[..., Ran], tmp_path: Path):
+def test_a_missing_library_is_reported_for_operators_in_subgraphs(run_cli: Callable[..., Ran], tmp_path: Path):
     proto = model()
     del proto.graph.node[1:4]
     del proto.graph.output[0]
     (tmp_path / "inner.onnx").write_bytes(proto.SerializeToString())
-    ran = run_cli("compile", tmp_path / "inner.onnx")
-    assert ran.code == 2
+    result = run_cli("compile", tmp_path / "inner.onnx")
+    assert result.code == 2
     for word in ("M010", "NegPos", "within", "--custom-op-library"):
-        assert word in ran.err
+        assert word in result.err
 
 
-def test_an_operator_that_the_standard_has_not_is_no_matter_of_libraries(run_cli: Callable[..., Ran], tmp_path: Path):
+def test_an_unknown_standard_operator_does_not_ask_for_a_library(run_cli: Callable[..., Ran], tmp_path: Path):
     proto = parser.parse_model(
         '<ir_version: 9, opset_import: ["": 18]> g (float[1] x) => (float[1] y) { y = Reelu(x) }'
     )
     (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
-    ran = run_cli("compile", tmp_path / "m.onnx")
-    assert ran.code == 2
-    assert "Relu" in ran.err
-    assert "--custom-op-library" not in ran.err
+    result = run_cli("compile", tmp_path / "m.onnx")
+    assert result.code == 2
+    assert "Relu" in result.err
+    assert "--custom-op-library" not in result.err
 
 
 @pytest.mark.parametrize("command", [("compile",), ("run",), ("verify",), ("bench",)])
-def test_a_library_that_is_not_there_is_named(
+def test_a_missing_library_file_is_named(
     run_cli: Callable[..., Ran], compiled: Path, model_file: Path, command: tuple[str, ...]
 ):
-    given = model_file if command == ("compile",) else compiled
-    ran = run_cli(*command, given, "--custom-op-library", "nowhere.so")
-    assert ran.code == 2
-    assert "M023" in ran.err
-    assert "nowhere.so" in ran.err
+    path = model_file if command == ("compile",) else compiled
+    result = run_cli(*command, path, "--custom-op-library", "nowhere.so")
+    assert result.code == 2
+    assert "M023" in result.err
+    assert "nowhere.so" in result.err
 
 
-def test_a_file_that_is_no_library_is_named(run_cli: Callable[..., Ran], model_file: Path, tmp_path: Path):
+def test_a_file_that_is_not_a_library_is_named(run_cli: Callable[..., Ran], model_file: Path, tmp_path: Path):
     (tmp_path / "text.so").write_text("not a library")
-    ran = run_cli("compile", model_file, "--custom-op-library", tmp_path / "text.so")
-    assert ran.code == 2
-    assert "M023" in ran.err
-    assert "text.so" in ran.err
+    result = run_cli("compile", model_file, "--custom-op-library", tmp_path / "text.so")
+    assert result.code == 2
+    assert "M023" in result.err
+    assert "text.so" in result.err
     with pytest.raises(ModelError, match="M023"):
         onnxplace.compile(model_file, tmp_path / "out", custom_op_libraries=[tmp_path / "text.so"])
     assert operator_libraries() == ()
@@ -114,7 +114,7 @@ def placed(folder: Path, library: str) -> onnxplace.Bundle:
     )
 
 
-def test_a_library_serves_compile_and_run(tmp_path: Path, library: str):
+def test_a_library_works_for_compile_and_run(tmp_path: Path, library: str):
     bundle = placed(tmp_path, library)
     assert bundle.manifest.custom_operators == ("ai.onnx.contrib.NegPos",)
     with onnxplace.InferenceSession(bundle, custom_op_libraries=[library]) as session:
@@ -124,25 +124,25 @@ def test_a_library_serves_compile_and_run(tmp_path: Path, library: str):
             np.testing.assert_array_equal(z, np.minimum(-X, 0) if chosen else X)
 
 
-def test_a_library_serves_all_commands(run_cli: Callable[..., Ran], tmp_path: Path, library: str):
+def test_a_library_works_for_all_commands(run_cli: Callable[..., Ran], tmp_path: Path, library: str):
     bundle = placed(tmp_path, library).path
     for command in (("run",), ("verify",), ("bench", "--repeat", "1")):
-        ran = run_cli(command[0], bundle, *command[1:], "--custom-op-library", library)
-        assert ran.code == 0, ran.err
+        result = run_cli(command[0], bundle, *command[1:], "--custom-op-library", library)
+        assert result.code == 0, result.err
     assert run_cli("run", bundle, "--runtime", "simulated").code == 0
     assert operator_libraries() == ()
 
 
-def test_a_bundle_without_its_library_asks_for_it(run_cli: Callable[..., Ran], tmp_path: Path, library: str):
+def test_running_a_bundle_without_its_library_is_refused(run_cli: Callable[..., Ran], tmp_path: Path, library: str):
     bundle = placed(tmp_path, library).path
     for command in ("run", "verify", "bench"):
-        ran = run_cli(command, bundle)
-        assert ran.code == 2
+        result = run_cli(command, bundle)
+        assert result.code == 2
         for word in ("M010", "NegPos", "ai.onnx.contrib", "--custom-op-library"):
-            assert word in ran.err
+            assert word in result.err
 
 
-def test_a_library_is_loaded_once_however_often_it_is_named(library: str):
+def test_a_library_named_twice_is_loaded_once(library: str):
     with use_custom_operators([library, library]), use_custom_operators([library]):
         assert len(operator_libraries()) == 1
         session_options([0])

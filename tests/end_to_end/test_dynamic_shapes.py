@@ -1,4 +1,4 @@
-"""One bundle, compiled for representative sizes, runs with others: in turn, at once, of one, and of none at all."""
+"""A bundle compiled for representative sizes runs with other sizes: in turn, concurrently, one, and zero."""
 
 import json
 from pathlib import Path
@@ -12,12 +12,12 @@ from onnx import parser
 
 import models
 import onnxplace
-from onnxplace.evaluation.compare import difference
+from onnxplace.evaluation.compare import compare_output
 
 COMPILED = {"batch": 3, "seq": 11}
 SIZES = [(2, 16), (1, 1), (5, 7), (1, 33), (3, 2), (2, 16), (0, 4), (4, 1)]
 
-# Shapes that depend on sizes (a reshape to what Shape says) and on data (NonZero), and a value that may have no rows.
+# Shapes that depend on sizes (a reshape to a Shape) and on data (NonZero), and a value that may have no rows.
 ODD = """
 <ir_version: 8, opset_import: ["" : 17]>
 odd (float[rows, columns] x, float[rows, columns] y, int64[take] which)
@@ -64,7 +64,7 @@ def transformer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, onnxpla
     path = folder / "transformer.onnx"
     models.save(models.build("transformer", layers=2, hidden=32, heads=2, vocab=50, positions=64), path)
     device_map = {".*/mlp.*|pool.*": "cpu:1", ".*": "cpu:0"}
-    made = onnxplace.compile(
+    bundle = onnxplace.compile(
         path,
         folder / "bundle",
         devices="cpu:0,cpu:1",
@@ -72,7 +72,7 @@ def transformer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, onnxpla
         pipeline=pipeline(folder, device_map),
         strict=True,
     )
-    return path, made
+    return path, bundle
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, onnxplace.Bundl
     path = folder / "odd.onnx"
     onnx.save(parser.parse_model(ODD), path)
     device_map = {"sum|exp|zero|places|stacked": "cpu:0", ".*": "cpu:1"}
-    made = onnxplace.compile(
+    bundle = onnxplace.compile(
         path,
         folder / "bundle",
         devices="cpu:0,cpu:1",
@@ -90,14 +90,14 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, onnxplace.Bundl
         pipeline=pipeline(folder, device_map),
         strict=True,
     )
-    return path, made
+    return path, bundle
 
 
-def assert_equal(bundle: onnxplace.Bundle, got: list, want: list) -> None:
-    for item, one, other in zip(bundle.outputs, got, want, strict=True):
-        assert one.shape == other.shape
-        found = difference(item.name, one, other)
-        assert found.equal, found
+def assert_equal(bundle: onnxplace.Bundle, actual: list, expected: list) -> None:
+    for item, first, second in zip(bundle.outputs, actual, expected, strict=True):
+        assert first.shape == second.shape
+        difference = compare_output(item.name, first, second)
+        assert difference.equal, difference
 
 
 def test_sizes_change_from_run_to_run_in_one_session(transformer):
@@ -109,7 +109,7 @@ def test_sizes_change_from_run_to_run_in_one_session(transformer):
             assert_equal(bundle, session.run(None, feeds), reference.run(None, feeds))
 
 
-def test_runs_of_different_sizes_may_be_under_way_together(transformer):
+def test_runs_of_different_sizes_may_be_in_flight_together(transformer):
     path, bundle = transformer
     reference = whole(path)
     with onnxplace.InferenceSession(bundle) as session:
@@ -136,7 +136,7 @@ def test_the_manifest_and_the_segments_keep_dimensions_symbolic(name, request):
             shape = value.type.tensor_type.shape.dim
             record = bundle.manifest.values[value.name]
             assert len(record.shape) == len(shape)
-            # No size that was only bound for the costs is written down: 3 and 11, or 3, 4 and 5, are nowhere.
+            # Sizes that were bound only for the costs must not appear: 3 and 11, or 3, 4 and 5.
             fixed = [d.dim_value for d in shape if d.HasField("dim_value")]
             heads_and_width = {1, 2, 32, 16, 128} if name == "transformer" else {2}
             assert set(fixed) <= heads_and_width
@@ -144,9 +144,9 @@ def test_the_manifest_and_the_segments_keep_dimensions_symbolic(name, request):
                 assert not fixed
 
 
-def test_one_bundle_and_its_segments_are_the_same_whatever_sizes_it_was_compiled_for(transformer, tmp_path):
+def test_segments_do_not_depend_on_the_sizes_of_the_compile(transformer, tmp_path):
     path, bundle = transformer
-    other = onnxplace.compile(
+    second_bundle = onnxplace.compile(
         path,
         tmp_path / "other",
         devices="cpu:0,cpu:1",
@@ -154,11 +154,11 @@ def test_one_bundle_and_its_segments_are_the_same_whatever_sizes_it_was_compiled
         pipeline=pipeline(tmp_path, {".*/mlp.*|pool.*": "cpu:1", ".*": "cpu:0"}),
     )
     segments = [item.file for item in bundle.manifest.segments]
-    assert segments == [item.file for item in other.manifest.segments]
+    assert segments == [item.file for item in second_bundle.manifest.segments]
     for file in segments:
-        assert bundle.file(file).read_bytes() == other.file(file).read_bytes()
+        assert bundle.file(file).read_bytes() == second_bundle.file(file).read_bytes()
     shapes = {name: item.shape for name, item in bundle.manifest.values.items()}
-    assert shapes == {name: item.shape for name, item in other.manifest.values.items()}
+    assert shapes == {name: item.shape for name, item in second_bundle.manifest.values.items()}
 
 
 sizes = st.integers(0, 5)
@@ -166,7 +166,7 @@ sizes = st.integers(0, 5)
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(sizes, sizes, sizes), min_size=1, max_size=4), st.integers(0, 2**32))
-def test_sizes_known_only_at_run_time_may_be_anything(odd, drawn, seed):
+def test_sizes_known_only_at_run_time_may_have_any_value(odd, drawn, seed):
     path, bundle = odd
     reference, random = whole(path), np.random.default_rng(seed)
     with onnxplace.InferenceSession(bundle) as session:
@@ -176,24 +176,24 @@ def test_sizes_known_only_at_run_time_may_be_anything(odd, drawn, seed):
             assert_equal(bundle, session.run(None, feeds), reference.run(None, feeds))
 
 
-def test_the_simulated_step_is_that_of_the_sizes_it_was_compiled_for(transformer):
+def test_the_simulated_step_is_for_the_sizes_of_the_compile(transformer):
     _, bundle = transformer
     with onnxplace.InferenceSession(bundle, runtime="simulated") as session:
-        taken = {session.submit(tokens(batch, seq)).result().seconds for batch, seq in SIZES}
-    assert len(taken) == 1
+        seconds = {session.submit(tokens(batch, seq)).result().seconds for batch, seq in SIZES}
+    assert len(seconds) == 1
 
 
-def test_commands_take_other_sizes(transformer, run_cli, tmp_path):
+def test_commands_accept_other_sizes(transformer, run_cli, tmp_path):
     path, bundle = transformer
     for shape in ("batch=1,seq=1", "batch=3", "seq=40", "batch=0,seq=2"):
         assert run_cli("verify", bundle.path, "--against", path, "--shape", shape).code == 0, shape
-    ran = run_cli("run", bundle.path, "--shape", "batch=3,seq=5", "--json")
-    assert json.loads(ran.out)["outputs"]["last_hidden_state"]["shape"] == [3, 5, 32]
+    result = run_cli("run", bundle.path, "--shape", "batch=3,seq=5", "--json")
+    assert json.loads(result.out)["outputs"]["last_hidden_state"]["shape"] == [3, 5, 32]
     np.savez(tmp_path / "in.npz", **tokens(4, 9))
     assert run_cli("verify", bundle.path, "--inputs", tmp_path / "in.npz").code == 0
 
 
-def test_sizes_that_contradict_each_other_are_refused(transformer):
+def test_contradicting_sizes_are_refused(transformer):
     _, bundle = transformer
     mixed = {**tokens(3, 5), "attention_mask": tokens(3, 6)["attention_mask"]}
     with (
@@ -203,7 +203,7 @@ def test_sizes_that_contradict_each_other_are_refused(transformer):
         session.run(None, mixed)
 
 
-def test_sizes_that_the_model_cannot_do_fail_in_one_run_and_leave_the_session_usable(transformer):
+def test_sizes_that_the_model_cannot_run_leave_the_session_usable(transformer):
     path, bundle = transformer
     with onnxplace.InferenceSession(bundle) as session:
         with pytest.raises(onnxplace.ExecutionError):  # it has positions for 64 tokens

@@ -18,7 +18,7 @@ import pytest
 import models
 import onnxplace
 import onnxplace.model.model
-from onnxplace.evaluation.compare import difference
+from onnxplace.evaluation.compare import compare_output
 from onnxplace.machine import local_target
 
 PLACERS = ("single", "m-topo", "m-etf", "m-sct")
@@ -46,7 +46,7 @@ def assert_valid_onnx(bundle: onnxplace.Bundle) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(models.MODELS))
-def test_bundles_of_real_architectures_are_valid_and_compute_what_the_model_computes(name: str, tmp_path: Path):
+def test_bundles_of_real_architectures_are_valid_and_compute_the_same_as_the_model(name: str, tmp_path: Path):
     path = tmp_path / "model.onnx"
     models.save(models.build(name), path)
     shape = SHAPES.get(name, {})
@@ -70,8 +70,8 @@ def test_bundles_of_real_architectures_are_valid_and_compute_what_the_model_comp
                 outputs = dict(zip([item.name for item in session.get_outputs()], session.run(None, feeds)))
             assert outputs.keys() == expected.keys()
             for output, want in expected.items():
-                found = difference(output, outputs[output], want)
-                assert found.equal, f"{name}, {placer}, {devices} devices: {found}"
+                difference = compare_output(output, outputs[output], want)
+                assert difference.equal, f"{name}, {placer}, {devices} devices: {difference}"
                 assert np.ptp(want.astype(np.float64)) > 0, "a constant output would prove nothing"
             if classes not in costs:
                 costs[classes] = shutil.copy(bundle.path / "costs.json", tmp_path / f"costs-{devices}.json")

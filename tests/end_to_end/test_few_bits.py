@@ -1,4 +1,4 @@
-"""bfloat16, float8 and types of four and two bits: fed, carried across cuts, returned and compared."""
+"""bfloat16, float8 and types of four and two bits: fed, passed between devices, returned and compared."""
 
 import os
 
@@ -14,7 +14,7 @@ from onnx import ModelProto, parser
 
 import onnxplace
 from onnxplace.errors import FeedError
-from onnxplace.evaluation.compare import difference
+from onnxplace.evaluation.compare import compare_output
 from onnxplace.feeds import Declared, check_feeds, random_feeds
 from onnxplace.feeds.feeds import numpy_type
 from tests.conftest import Ran
@@ -57,10 +57,10 @@ def test_values_of_few_bits_may_be_fed_and_returned(tmp_path: Path, element: str
 
 
 @pytest.mark.parametrize("element", FLOATS + INTEGERS)
-def test_values_of_few_bits_may_be_invented(element: str):
-    found = random_feeds([Declared("x", f"tensor({element})", (64,))], {})["x"]
-    assert found.dtype == numpy_type(f"tensor({element})")
-    assert len({float(item) for item in found}) > 1
+def test_values_of_few_bits_may_be_drawn(element: str):
+    drawn = random_feeds([Declared("x", f"tensor({element})", (64,))], {})["x"]
+    assert drawn.dtype == numpy_type(f"tensor({element})")
+    assert len({float(item) for item in drawn}) > 1
 
 
 def test_values_of_few_bits_may_come_from_files(tmp_path: Path, run_cli: Callable[..., Ran]):
@@ -69,35 +69,35 @@ def test_values_of_few_bits_may_come_from_files(tmp_path: Path, run_cli: Callabl
     steps = "optimize,profile{estimate=true},m-etf,split,emit"
     bundle = tmp_path / "bundle"
     onnxplace.compile(tmp_path / "m.onnx", bundle, devices="cpu:0,cpu:1", pipeline=steps)
-    ran = run_cli("run", bundle, "--inputs", tmp_path / "x.npz", "--outputs", tmp_path / "y.npz")
-    assert ran.code == 0, ran.err
+    result = run_cli("run", bundle, "--inputs", tmp_path / "x.npz", "--outputs", tmp_path / "y.npz")
+    assert result.code == 0, result.err
     with np.load(tmp_path / "y.npz") as outputs:
         np.testing.assert_array_equal(outputs["y"], sample("bfloat16").astype(np.float32))
 
 
 @pytest.mark.parametrize(
-    ("element", "given"), [("int4", np.int8), ("bfloat16", np.float32), ("bfloat16", np.float16), ("int2", np.uint8)]
+    ("element", "array"), [("int4", np.int8), ("bfloat16", np.float32), ("bfloat16", np.float16), ("int2", np.uint8)]
 )
-def test_another_type_is_refused_with_the_right_one(element: str, given: type):
+def test_another_type_is_refused_with_the_right_one(element: str, array: type):
     with pytest.raises(FeedError, match=element):
-        check_feeds({"x": np.zeros((3, 3), given)}, [Declared("x", f"tensor({element})", (3, 3))])
+        check_feeds({"x": np.zeros((3, 3), array)}, [Declared("x", f"tensor({element})", (3, 3))])
 
 
 def test_floats_of_few_bits_are_compared_with_their_tolerance():
-    want = np.array([1.0, np.nan, np.inf, 64.0])
+    exact = np.array([1.0, np.nan, np.inf, 64.0])
     for dtype, near, far in (
         (ml_dtypes.bfloat16, 1.5, 16),
         (ml_dtypes.float8_e5m2, 10, 32),
         (ml_dtypes.bfloat16, 0, 8),
     ):
-        one = want.astype(dtype)
-        assert difference("y", np.add(want, [0, 0, 0, near]).astype(dtype), one).equal
-        assert not difference("y", np.add(want, [0, 0, 0, far]).astype(dtype), one).equal
-        assert not difference("y", (want * [1, 0, 1, 1]).astype(np.float32), one).equal
-        assert not difference("y", np.nan_to_num(want, posinf=np.inf).astype(dtype), one).equal
+        reference = exact.astype(dtype)
+        assert compare_output("y", np.add(exact, [0, 0, 0, near]).astype(dtype), reference).equal
+        assert not compare_output("y", np.add(exact, [0, 0, 0, far]).astype(dtype), reference).equal
+        assert not compare_output("y", (exact * [1, 0, 1, 1]).astype(np.float32), reference).equal
+        assert not compare_output("y", np.nan_to_num(exact, posinf=np.inf).astype(dtype), reference).equal
 
 
 def test_integers_of_few_bits_are_compared_exactly():
-    one = np.array([1, -2, 3], ml_dtypes.int4)
-    assert difference("y", one.copy(), one).equal
-    assert not difference("y", np.array([1, -2, 2], ml_dtypes.int4), one).equal
+    reference = np.array([1, -2, 3], ml_dtypes.int4)
+    assert compare_output("y", reference.copy(), reference).equal
+    assert not compare_output("y", np.array([1, -2, 2], ml_dtypes.int4), reference).equal

@@ -1,4 +1,4 @@
-"""Quantised models: what ONNX Runtime would run as one integer kernel stays in one piece, whatever the placement."""
+"""Quantised models: nodes that ONNX Runtime fuses into one integer kernel stay together in every placement."""
 
 import json
 import os
@@ -61,9 +61,9 @@ def quantised(blocks: int = 3) -> ModelProto:
 
     value = quantise("x")
     for block in range(blocks):
-        left = convolution(convolution(value, f"a{block}"), f"b{block}")
+        residual = convolution(convolution(value, f"a{block}"), f"b{block}")
         right = convolution(value, f"c{block}")
-        nodes.append(helper.make_node("Add", [left, right], [f"sum{block}"], f"sum{block}"))
+        nodes.append(helper.make_node("Add", [residual, right], [f"sum{block}"], f"sum{block}"))
         value = quantise(f"sum{block}")
     nodes.append(helper.make_node("Identity", [value], ["y"], "last"))
     shape = [1, 4, 8, 8]
@@ -85,24 +85,24 @@ def nodes_of(file: Path) -> list[onnx.NodeProto]:
     return list(onnx.load(file, load_external_data=False).graph.node)
 
 
-def torn(bundle: Bundle) -> list[str]:
-    """Return the operators whose quantised inputs or outputs are in another segment than they are."""
-    found = []
+def list_split_pairs(bundle: Bundle) -> list[str]:
+    """Return the operators whose quantised inputs or outputs are in another segment."""
+    pairs = []
     for segment in bundle.manifest.segments:
         nodes = nodes_of(bundle.file(segment.file))
-        made = {name: node.op_type for node in nodes for name in node.output}
+        producers = {name: node.op_type for node in nodes for name in node.output}
         read = {name: node.op_type for node in nodes for name in node.input}
         for node in nodes:
             if node.op_type in ("Conv", "Add") and (
-                [made.get(name) for name in node.input] != ["DequantizeLinear"] * 2
+                [producers.get(name) for name in node.input] != ["DequantizeLinear"] * 2
                 or read.get(node.output[0]) != "QuantizeLinear"
             ):
-                found.append(node.name)
-    return found
+                pairs.append(node.name)
+    return pairs
 
 
 def kernels(file: Path, folder: Path) -> list[str]:
-    """Return the operators that ONNX Runtime makes of a model."""
+    """Return the operators of a model after ONNX Runtime's optimisation."""
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(folder / "optimized.onnx")
     options.log_severity_level = 4
@@ -123,16 +123,16 @@ def compiled(folder: Path, placer: RandomPlacement | str, *, estimate: bool = Tr
 def test_every_quantised_unit_lies_in_one_segment(tmp_path: Path, placer: RandomPlacement | str, estimate: bool):
     bundle = compiled(tmp_path, placer, estimate=estimate)
     assert {segment.device for segment in bundle.manifest.segments} == {"cpu:0", "cpu:1"}
-    assert torn(bundle) == []
-    made = [op for s in bundle.manifest.segments for op in kernels(bundle.file(s.file), tmp_path)]
-    assert made.count("QLinearConv") == 9
-    assert made.count("QLinearAdd") == 3
+    assert list_split_pairs(bundle) == []
+    operators = [op for s in bundle.manifest.segments for op in kernels(bundle.file(s.file), tmp_path)]
+    assert operators.count("QLinearConv") == 9
+    assert operators.count("QLinearAdd") == 3
     for file in (bundle.file(WHOLE_MODEL_FILE), quantised().SerializeToString()):
         expected = run_plain(file, [feeds()], "all")[0]
         np.testing.assert_array_equal(run_together(bundle, [feeds()])[0], expected)
 
 
-def test_what_crosses_between_devices_is_quantised(tmp_path: Path):
+def test_values_that_cross_between_devices_are_quantised(tmp_path: Path):
     bundle = compiled(tmp_path, RandomPlacement((0, 1)))
     sent = {step.value for program in bundle.manifest.programs.values() for step in program if step.op == "send"}
     inner = {name for name in sent if not name.startswith("x") and name != "sum2_d"}
@@ -140,7 +140,7 @@ def test_what_crosses_between_devices_is_quantised(tmp_path: Path):
     assert {bundle.manifest.values[name].dtype for name in inner} == {"tensor(uint8)"}
 
 
-def test_each_reader_has_its_own_dequantizer_once_optimised(tmp_path: Path):
+def test_each_reader_has_its_own_dequantizer_after_optimisation(tmp_path: Path):
     bundle = compiled(tmp_path, "m-etf")
     nodes = nodes_of(bundle.file(WHOLE_MODEL_FILE))
     for maker in (node for node in nodes if node.op_type == "DequantizeLinear"):
@@ -149,7 +149,7 @@ def test_each_reader_has_its_own_dequantizer_once_optimised(tmp_path: Path):
     assert len(set(names)) == len(names)
 
 
-def test_the_model_may_be_cut_between_quantiser_and_dequantiser():
+def test_the_model_may_be_split_between_quantiser_and_dequantiser():
     model = load(quantised(1))
     unit = join_quantised_units(model, np.arange(len(model.nodes), dtype=np.int32))
     of = {node.name: unit[index] for index, node in enumerate(model.nodes)}
@@ -160,7 +160,7 @@ def test_the_model_may_be_cut_between_quantiser_and_dequantiser():
     assert set(unit.tolist()) == set(range(int(unit.max()) + 1))
 
 
-def test_a_dequantizer_that_a_body_captures_or_the_caller_reads_is_left_to_them(tmp_path: Path):
+def test_a_dequantizer_that_a_subgraph_or_the_caller_reads_stays(tmp_path: Path):
     model = onnx.parser.parse_model(
         """<ir_version: 9, opset_import: ["": 18]>
         graph (uint8[4] x, bool c) => (float[4] d, float[4] y, float[4] z) <float s = {0.5}, uint8 o = {3}> {
@@ -177,31 +177,31 @@ def test_a_dequantizer_that_a_body_captures_or_the_caller_reads_is_left_to_them(
             >
         }"""
     )
-    given = [{"x": np.arange(4, dtype=np.uint8), "c": np.array(c)} for c in (True, False)]
+    inputs = [{"x": np.arange(4, dtype=np.uint8), "c": np.array(c)} for c in (True, False)]
     steps = (Optimize(), ProfileCosts(estimate=True), RandomPlacement((0, 1)), Split(), Emit())
     bundle = compile_model(model, tmp_path / "bundle", target=TWO, pipeline=Pipeline(steps)).bundle
-    for got, want in zip(run_together(bundle, given), run_plain(model.SerializeToString(), given)):
-        for one, other in zip(got, want):
-            np.testing.assert_array_equal(one, other)
+    for actual, expected in zip(run_together(bundle, inputs), run_plain(model.SerializeToString(), inputs)):
+        for first, second in zip(actual, expected):
+            np.testing.assert_array_equal(first, second)
     assert [node.op_type for node in nodes_of(bundle.file(WHOLE_MODEL_FILE))].count("DequantizeLinear") == 5
 
 
 @pytest.mark.parametrize(("quantises", "code"), [(True, 0), (False, 1)])
-def test_a_quantised_model_that_differs_is_compared_again_unoptimised(
+def test_a_differing_quantised_model_is_compared_again_unoptimised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli, quantises: bool, code: int
 ):
     levels, honest = [], compare.compare_outputs
 
-    def differing_if_optimised(*given):
+    def differing_if_optimised(*arguments):
         levels.append(sessions.session_options([0]).graph_optimization_level)
         optimised = levels[-1] == onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
-        return [replace(item, equal=item.equal and not optimised) for item in honest(*given)]
+        return [replace(item, equal=item.equal and not optimised) for item in honest(*arguments)]
 
     bundle = compiled(tmp_path, RandomPlacement((0, 1)))
     monkeypatch.setattr(compare, "compare_outputs", differing_if_optimised)
     monkeypatch.setattr(compare, "rounds_to_few_values", lambda bundle: quantises and rounds_to_few_values(bundle))
-    ran = run_cli("verify", bundle.path, "--json")
-    said = json.loads(ran.out)
-    assert (ran.code, said["equal"], said["optimised"]) == (code, quantises, not quantises)
+    result = run_cli("verify", bundle.path, "--json")
+    answer = json.loads(result.out)
+    assert (result.code, answer["equal"], answer["optimised"]) == (code, quantises, not quantises)
     assert len(levels) == (2 if quantises else 1)
     assert ("optimisations off" in run_cli("verify", bundle.path).out) == quantises

@@ -1,4 +1,4 @@
-"""What makes cutting a model hard, one small model each, cut between every two nodes and run for real."""
+"""Difficult cases of splitting: small models, split between every two nodes and run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Check = Callable[..., list[Bundle]]
 
 @pytest.fixture
 def check(tmp_path: Path) -> Check:
-    """Compile a model with its nodes on two devices by turns, as it is and optimised; compare all outputs with it."""
+    """Compile a model with nodes alternating between two devices, plain and optimised; compare all outputs."""
 
     def run(
         model: str | ModelProto,
@@ -61,14 +61,14 @@ def parsed(model: str | ModelProto) -> ModelProto:
 
 
 def check_elsewhere(model: str, folder: Path, feeds: Feeds) -> None:
-    """Compile and compare as `check` does, but run the bundle in a process of its own, which may crash."""
+    """Compile and compare like `check`, with the bundle in a process of its own, which may crash."""
     bundle = compiled_with(parsed(model), ALTERNATING, folder, optimized=False)
-    given, made = folder / "given.npz", folder / "made.npz"
-    np.savez(given, **feeds)
-    command = [sys.executable, "-m", "onnxplace", "run", bundle.path, "--inputs", given, "--outputs", made]
+    inputs, outputs = folder / "given.npz", folder / "made.npz"
+    np.savez(inputs, **feeds)
+    command = [sys.executable, "-m", "onnxplace", "run", bundle.path, "--inputs", inputs, "--outputs", outputs]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    with np.load(made) as results:
+    with np.load(outputs) as results:
         assert_same([results[item.name] for item in bundle.outputs], reference(parsed(model), [feeds])[0])
 
 
@@ -79,7 +79,7 @@ def weight(array: np.ndarray, name: str) -> TensorProto:
 # --- one node and its values ------------------------------------------------------------------------------------------
 
 
-def test_operands_are_broadcast_across_a_cut(check: Check):
+def test_operands_are_broadcast_across_devices(check: Check):
     bundles = check(
         """graph (float[2, 3] x, float[3] r, float[2, 1] c) => (float[2, 3] y) {
             a = Neg(r)
@@ -116,7 +116,7 @@ def test_outputs_of_one_node_go_to_different_devices(check: Check):
     )
 
 
-def test_an_output_that_nobody_reads_is_left_where_it_is(check: Check):
+def test_an_output_without_readers_stays_on_its_device(check: Check):
     for bundle in check(
         """graph (float[2, 3] x) => (int64[2, 2] y) <int64[1] k = {2}> {
             a = Neg(x)
@@ -191,7 +191,7 @@ def test_nodes_may_be_listed_in_any_order(check: Check):
     )
 
 
-def test_a_node_may_read_nothing(check: Check):
+def test_a_node_may_have_no_inputs(check: Check):
     check(
         """graph (float[2] x) => (float[2] y, float[2] r) {
             r = RandomUniform<shape = [2], seed = 1.0>()
@@ -208,11 +208,11 @@ def test_a_model_may_have_no_nodes_at_all(check: Check):
     check("graph (float[2, 3] x) => (float[2, 3] x) {}", {"x": X})
 
 
-def test_a_model_may_have_no_node_that_is_needed(check: Check):
+def test_a_model_may_have_only_unused_nodes(check: Check):
     check("graph (float[2, 3] x) => (float[2, 3] x) { y = Neg(x) }", {"x": X}, optimized=(True,))
 
 
-def test_an_input_may_be_an_output_too(check: Check):
+def test_an_input_may_also_be_an_output(check: Check):
     check(
         """graph (float[2, 3] x, int64[2] n) => (float[2, 3] x, float[2, 3] y, int64[2] n) {
             a = Neg(x)
@@ -222,7 +222,7 @@ def test_an_input_may_be_an_output_too(check: Check):
     )
 
 
-def test_an_output_may_be_read_inside(check: Check):
+def test_an_output_may_be_read_by_nodes(check: Check):
     check(
         """graph (float[2, 3] x) => (float[2, 3] a, float[2, 3] y, float[2, 3] b) {
             a = Neg(x)
@@ -290,11 +290,11 @@ OVERRIDABLE = """graph (float[2, 3] x, float[3] w) => (float[2, 3] y) <float[3] 
 }"""
 
 
-def test_a_weight_that_is_an_input_too_may_be_fed_or_not(check: Check):
+def test_a_weight_that_is_also_an_input_may_be_fed_or_not(check: Check):
     check(OVERRIDABLE, {"x": X}, {"x": X, "w": X[0]}, {"x": X})
 
 
-def test_a_large_weight_that_is_an_input_too_may_be_fed_or_not(check: Check):
+def test_a_large_weight_that_is_also_an_input_may_be_fed_or_not(check: Check):
     model = parsed(
         """graph (float[2, 3] x, float[3, 128] w) => (float[2, 128] y) {
             a = MatMul(x, w)
@@ -308,7 +308,7 @@ def test_a_large_weight_that_is_an_input_too_may_be_fed_or_not(check: Check):
     check(model, {"x": X}, {"x": X, "w": -array})
 
 
-def test_a_weight_that_is_an_input_too_may_be_an_output(check: Check):
+def test_a_weight_that_is_also_an_input_may_be_an_output(check: Check):
     model = parsed(OVERRIDABLE)
     model.graph.output.append(model.graph.input[1])
     check(model, {"x": X}, {"x": X, "w": X[0]})
@@ -338,7 +338,7 @@ def test_before_ir_version_4_weights_are_listed_as_inputs_but_cannot_be_fed(chec
         assert [item.name for item in bundle.inputs] == ["x"]
 
 
-def test_constants_may_be_all_there_is(check: Check):
+def test_a_model_may_consist_of_constants(check: Check):
     check(
         """graph () => (float[2] y, int64[1] n, float[2] k) <int64[1] shape = {2}> {
             k = Constant<value = float[2] {1, 2}>()
@@ -362,7 +362,7 @@ def test_folding_writes_no_large_weights(check: Check):
         assert (bundle.path / "segments" / WEIGHTS_FILE).stat().st_size < 65536
 
 
-def test_constants_that_were_folded_may_be_outputs_and_read_on_both_devices(check: Check):
+def test_folded_constants_may_be_outputs_and_read_on_both_devices(check: Check):
     check(
         """graph (float[2, 3] x) => (float[2, 3] y, float[3] c) {
             a = Constant<value = float[3] {1, 2, 3}>()
@@ -375,7 +375,7 @@ def test_constants_that_were_folded_may_be_outputs_and_read_on_both_devices(chec
     )
 
 
-def test_nodes_that_nobody_needs_do_no_harm(check: Check):
+def test_unused_nodes_do_no_harm(check: Check):
     check(
         """graph (float[2, 3] x) => (float[2, 3] y) {
             y = Neg(x)
@@ -385,7 +385,7 @@ def test_nodes_that_nobody_needs_do_no_harm(check: Check):
     )
 
 
-def test_what_the_caller_fed_is_neither_changed_nor_given_back(check: Check):
+def test_feeds_are_neither_changed_nor_returned(check: Check):
     fed = X.copy()
     (bundle, _) = check(
         "graph (float[2, 3] x) => (float[2, 3] x, float[2, 3] y) { a = Identity(x) y = Identity(a) }", {"x": fed}
@@ -437,7 +437,7 @@ def test_values_of_many_types_cross(check: Check):
         pytest.param(19, id="float8e5m2"),
     ],
 )
-def test_values_of_types_that_numpy_does_not_know_cross(check: Check, dtype: int):
+def test_values_of_types_that_numpy_lacks_cross(check: Check, dtype: int):
     check(
         f"""<ir_version: 9, opset_import: ["": 19]>
         graph (float[2, 3] x) => (float[2, 3] y) {{
@@ -524,7 +524,7 @@ def test_symbolic_dimensions_may_be_any_size_at_run_time(check: Check):
     )
 
 
-def test_shapes_that_only_the_data_decides_cross(check: Check):
+def test_values_of_data_dependent_shapes_cross(check: Check):
     check(
         """graph (float[2, 3] x) => (int64[2, n] y, int64[2] s) {
             a = Clip(x)
@@ -538,7 +538,7 @@ def test_shapes_that_only_the_data_decides_cross(check: Check):
     )
 
 
-def test_a_wrong_shape_declared_for_an_output_does_no_harm_where_it_is_read(check: Check):
+def test_a_wrong_declared_output_shape_does_no_harm_to_readers(check: Check):
     check(
         """graph (float[2, 3] x) => (int64[2, 1] b, int64[2, 1] y) {
             a = Neg(x)
@@ -549,7 +549,7 @@ def test_a_wrong_shape_declared_for_an_output_does_no_harm_where_it_is_read(chec
     )
 
 
-def test_types_that_shape_inference_does_not_know_are_found(check: Check):
+def test_types_unknown_to_shape_inference_are_determined(check: Check):
     check(
         """<ir_version: 9, opset_import: ["": 18, "com.microsoft": 1]>
         graph (float[2, 3] x) => (float[2, 2] y) {
@@ -676,7 +676,7 @@ def test_optionals_may_be_fed(check: Check):
     )
 
 
-def test_results_computed_beside_maps_are_kept(tmp_path: Path):
+def test_results_computed_next_to_maps_are_kept(tmp_path: Path):
     model = parsed(
         """<ir_version: 9, opset_import: ["": 18, "ai.onnx.ml": 1]>
         graph (float[1, 2] x) => (seq(map(int64, float)) m, int64[1, 2] y) {
@@ -748,7 +748,7 @@ def test_branches_may_capture_values_and_weights(check: Check):
     )
 
 
-def test_branches_may_read_nothing_but_what_they_capture_through_another_branch(check: Check):
+def test_branches_may_read_only_captures_through_another_branch(check: Check):
     check(
         """graph (float[2, 3] x, bool c) => (float[2, 3] y) {
             a = Neg(x)
@@ -801,7 +801,7 @@ def test_loops_may_capture_values_and_weights(check: Check):
     )
 
 
-def test_what_a_loop_carries_may_grow(check: Check):
+def test_loop_carried_values_may_grow(check: Check):
     check(
         """graph (float[2, 3] x, int64 m) => (float[n, 3] y) {
             a = Neg(x)
@@ -844,7 +844,7 @@ FUNCTION = """
 }"""
 
 
-def test_functions_are_cut_like_what_they_are_made_of(check: Check):
+def test_functions_are_split_like_their_nodes(check: Check):
     check(
         """<ir_version: 9, opset_import: ["": 18, "local": 1]>
         graph (float[2, 3] x, bool c) => (float[2, 3] y, int64[2, 3] r, int32[2, 3] s) {
@@ -914,14 +914,14 @@ def check_file(model: ModelProto, folder: Path, *feeds: Feeds) -> Bundle:
     return bundle
 
 
-def test_weights_that_lie_in_a_file_are_found(tmp_path: Path):
+def test_weights_in_an_external_file_are_read(tmp_path: Path):
     model = parsed("graph (float[2, 3] x) => (float[2, 3] y) { a = Mul(x, w) b = Add(a, w) y = Neg(b) }")
     model.graph.initializer.append(weight(X, "w"))
     saved_outside(list(model.graph.initializer), tmp_path)
     check_file(model, tmp_path, {"x": X})
 
 
-def test_weights_inside_a_subgraph_that_lie_in_a_file_are_found(tmp_path: Path):
+def test_weights_of_a_subgraph_in_an_external_file_are_read(tmp_path: Path):
     model = parsed(
         """graph (float[2, 3] x, bool c) => (float[2, 3] y) {
             a = Neg(x)
@@ -937,7 +937,7 @@ def test_weights_inside_a_subgraph_that_lie_in_a_file_are_found(tmp_path: Path):
     check_file(model, tmp_path, *TRUE_AND_FALSE)
 
 
-def test_constants_that_lie_in_a_file_are_found(tmp_path: Path):
+def test_constants_in_an_external_file_are_read(tmp_path: Path):
     node = helper.make_node("Constant", [], ["w"], value=weight(X, "w"))
     model = parsed("graph (float[2, 3] x) => (float[2, 3] y) { a = Mul(x, w) y = Add(a, w) }")
     model.graph.node.insert(0, node)
@@ -945,8 +945,8 @@ def test_constants_that_lie_in_a_file_are_found(tmp_path: Path):
     check_file(model, tmp_path, {"x": X})
 
 
-def test_a_long_vector_is_not_taken_for_a_shape(tmp_path: Path):
-    """Onnx's shape inference would follow each of its elements, and run out of memory."""
+def test_a_long_vector_is_not_mistaken_for_a_shape(tmp_path: Path):
+    """The shape inference of onnx would follow each of its elements, and run out of memory."""
     text = "g (float[8000000] x) => (float[8000000] y) { a = Relu(x) b = Neg(a) c = Add(a, b) y = Mul(c, b) }"
     (tmp_path / "long.onnx").write_bytes(parsed(text).SerializeToString())
     types = load(tmp_path / "long.onnx").types

@@ -1,4 +1,4 @@
-"""A model that was cut, whichever way, computes what the model computes: random models, random placements."""
+"""A split model computes the same as the model: random models, random placements."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from onnxplace.target import Device, Target
 from tests.support.random_models import Feeds, RandomModel, random_models, reference, run_plain
 
 EXAMPLES = int(os.environ.get("ONNXPLACE_EXAMPLES", "0"))
-"""How many to try; unless it is set, always the same ones."""
+"""Number of models; unless it is set, they are always the same."""
 DEVICES = 4
 HUNG_SECONDS = 10
 
 
 @dataclass(frozen=True)
 class RandomPlacement(Pass):
-    """Place and order nodes as two lists say, begun anew whenever they are used up."""
+    """Place and order nodes by two lists, which are repeated as often as needed."""
 
     name: ClassVar[str] = "random-placement"
     requires: ClassVar[tuple[type, ...]] = (Profile,)
@@ -56,16 +56,16 @@ class RandomPlacement(Pass):
     devices: tuple[int, ...] = (0,)
     """Device of each group of nodes, in the model's order: (0, 1) changes the device at every node without groups."""
     delays: tuple[int, ...] = (0,)
-    """How long after the last of its inputs each node is planned to start; these make the order."""
+    """Planned delay of each node after the last of its inputs; these define the order."""
 
     def run(self, state: State) -> State:
-        asked = placement_problem(state)
-        graph = asked.graph
-        device = np.resize(np.array(self.devices, dtype=np.int32), len(graph))[asked.group]
+        problem = placement_problem(state)
+        graph = problem.graph
+        device = np.resize(np.array(self.devices, dtype=np.int32), len(graph))[problem.group]
         start = np.resize(np.array(self.delays, dtype=np.float64), len(graph))
         for node in graph.order:
             start[node] += start[graph.predecessors[node]].max(initial=0.0)
-        return commit_placement(state, asked, device, start, self.name)
+        return commit_placement(state, problem, device, start, self.name)
 
 
 def placements() -> st.SearchStrategy[RandomPlacement]:
@@ -86,7 +86,7 @@ def compiled_with(
     fused: bool = False,
     dimensions: Mapping[str, int] = MappingProxyType({}),
 ) -> Bundle:
-    """Return the bundle of a model that was placed so on CPU devices, with estimated costs."""
+    """Return the bundle of a model with this placement on CPU devices, with estimated costs."""
     before, after = [Optimize()] if optimized else [], [Coplace(), Fuse()] if fused else []
     steps = (*before, ProfileCosts(estimate=True), *after, placement, Split(), Emit())
     devices = tuple(Device(f"cpu:{index}", 1 << 30) for index in range(max(placement.devices) + 1))
@@ -97,7 +97,7 @@ def compiled_with(
 
 
 def run_together(bundle: Bundle, feeds: Sequence[Feeds], level: Level = "all") -> list[list[Any]]:
-    """Return the outputs for each of several feeds whose requests are under way at the same time."""
+    """Return the outputs for each of several feeds, with their requests in flight at the same time."""
     with mock.patch.object(runtime, "session_options", partial(session_options, level=level)):
         session = onnxplace.InferenceSession(bundle)
     futures = [session.submit(fed) for fed in feeds]
@@ -111,12 +111,12 @@ def run_together(bundle: Bundle, feeds: Sequence[Feeds], level: Level = "all") -
 
 
 def assert_same(actual: Any, expected: Any) -> None:
-    """Raise AssertionError unless both are equal to the bit: types, shapes, elements, NaN included."""
+    """Raise AssertionError unless both are bitwise equal: types, shapes, elements, NaN included."""
     if isinstance(expected, list):
         assert isinstance(actual, list)
         assert len(actual) == len(expected)
-        for one, other in zip(actual, expected):
-            assert_same(one, other)
+        for first, second in zip(actual, expected):
+            assert_same(first, second)
     elif isinstance(expected, np.ndarray):
         assert isinstance(actual, np.ndarray)
         assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
@@ -134,7 +134,7 @@ def assert_same(actual: Any, expected: Any) -> None:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 @given(random_models(), placements(), st.booleans(), st.booleans(), st.sampled_from(("all", "none")))
-def test_a_bundle_computes_what_its_model_computes_wherever_it_is_cut(
+def test_a_bundle_computes_the_same_as_its_model_in_every_split(
     model: RandomModel, placement: RandomPlacement, optimized: bool, fused: bool, level: Level
 ) -> None:
     try:

@@ -1,4 +1,4 @@
-"""The zoo's driver on models made by hand; where torch and transformers are installed, also models of theirs."""
+"""The zoo's driver on handmade models, and on models of torch and transformers if they are installed."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -15,14 +15,14 @@ STEPS = 12
 
 
 def chain(path, scale=0.9, state=False):
-    """Write a model of `STEPS` products, each with a Tanh; its state, if it has one, adds up what they end in."""
+    """Write a model of `STEPS` products, each with a Tanh; its state, if it has one, sums up their results."""
     nodes = " ".join(f"m{i} = MatMul(a{i}, w) a{i + 1} = Tanh(m{i})" for i in range(STEPS))
     inputs = "float[batch, 3] x" + (", float[batch, 3] past" if state else "")
     outputs = "float[batch, 3] y" + (", float[batch, 3] present" if state else "")
-    more = f" present = Add(a{STEPS}, past)" if state else ""
+    state_node = f" present = Add(a{STEPS}, past)" if state else ""
     model = parser.parse_model(
         f'<ir_version: 8, opset_import: ["": 17]> chain ({inputs}) => ({outputs}) '
-        f"{{ a0 = Identity(x) {nodes} y = Identity(a{STEPS}){more} }}"
+        f"{{ a0 = Identity(x) {nodes} y = Identity(a{STEPS}){state_node} }}"
     )
     weight = (np.arange(9, dtype=np.float32).reshape(3, 3) - 3) * scale / 6
     model.graph.initializer.append(numpy_helper.from_array(weight, "w"))
@@ -40,34 +40,34 @@ RUNS = [[feeds(2)], [feeds(5)]]
 
 @pytest.mark.parametrize("placer", ["m-etf", RANDOM])
 @pytest.mark.parametrize("devices", [2, 3])
-def test_a_bundle_is_held_against_its_model_with_several_sizes(tmp_path, placer, devices):
+def test_a_bundle_is_compared_with_its_model_for_several_sizes(tmp_path, placer, devices):
     result = check(chain(tmp_path / "chain.onnx"), "chain", "by hand", devices, placer, RUNS, (), tmp_path / "bundle")
     assert (result.problem, result.exact, result.devices, result.placer) == ("", True, devices, placer)
     assert result.nodes > STEPS
     assert result.segments > devices if placer == RANDOM else result.segments >= 1
 
 
-def test_states_are_carried_through_the_calls_of_a_run(tmp_path):
+def test_states_are_carried_between_the_calls_of_a_run(tmp_path):
     path = chain(tmp_path / "chain.onnx", state=True)
     runs = [[feeds(2, "x", "past"), feeds(2, "x")], [feeds(4, "x", "past"), feeds(4, "x"), feeds(4, "x")]]
     result = check(path, "chain", "by hand", 2, RANDOM, runs, ("present=past",), tmp_path / "bundle")
     assert (result.problem, result.exact) == ("", True)
 
 
-def test_another_model_is_told_apart(tmp_path):
-    path, other = chain(tmp_path / "chain.onnx"), chain(tmp_path / "other.onnx", scale=0.8)
+def test_another_model_is_distinguished(tmp_path):
+    path, changed = chain(tmp_path / "chain.onnx"), chain(tmp_path / "other.onnx", scale=0.8)
     bundle = compiled(path, 2, RANDOM, RUNS[0][0], (), tmp_path / "bundle")
     assert compared(bundle, path, RUNS)["y"] < 1e-3
-    assert compared(bundle, other, RUNS)["y"] == float("inf")
+    assert compared(bundle, changed, RUNS)["y"] == float("inf")
 
 
-def test_what_cannot_be_compiled_is_a_problem_in_the_words_of_its_error(tmp_path):
+def test_a_failed_compile_is_reported_with_its_error(tmp_path):
     path = chain(tmp_path / "chain.onnx")
     result = check(path, "chain", "by hand", 2, "m-etf", RUNS, ("y=nothing",), tmp_path / "bundle")
     assert result.problem.startswith("UsageError: error[S002]")
 
 
-def test_a_model_is_no_reference_if_its_outputs_say_nothing(tmp_path):
+def test_a_model_with_trivial_outputs_is_no_reference(tmp_path):
     assert plainly(chain(tmp_path / "chain.onnx"), RUNS) == ""
     assert "all zeros" in plainly(chain(tmp_path / "zeros.onnx", scale=0.0), RUNS)
     assert plainly(chain(tmp_path / "nan.onnx"), [[{"x": np.full((1, 3), np.nan, np.float32)}]]) != ""
@@ -75,13 +75,13 @@ def test_a_model_is_no_reference_if_its_outputs_say_nothing(tmp_path):
     assert "broken.onnx" in plainly(tmp_path / "broken.onnx", RUNS)
 
 
-def test_the_exit_code_says_whether_anything_failed(capsys):
+def test_the_exit_code_reports_failures(capsys):
     good = Result("bert", "dynamo", 9, 2, "auto", segments=3)
     assert [report([good]), report([good, replace(good, problem="differs: y")]), report([])] == [0, 1, 2]
     assert "1 of 2 bundles" in capsys.readouterr().out
 
 
-def test_the_zoo_has_what_was_promised():
+def test_the_zoo_contains_the_documented_models():
     assert {"bert", "gpt2", "llama", "t5", "vit", "clip", "whisper", "mixtral", "mobilenet"} <= {*ZOO}
     assert {"detr", "segformer"} & {*ZOO}
 
@@ -95,17 +95,18 @@ def test_inputs_fit_the_axes_for_every_size(name):
             key: tuple(sizes.get(axis, axis) for axis in item.axes) for key, item in architecture.inputs.items()
         }
         assert all(
-            np.array_equal(array, again) for array, again in zip(made.values(), architecture.feeds(number).values())
+            np.array_equal(array, repeated)
+            for array, repeated in zip(made.values(), architecture.feeds(number).values())
         )
 
 
-def test_later_calls_leave_the_cache_out_and_see_more():
+def test_later_calls_omit_the_cache_and_see_more_tokens():
     architecture = ZOO["gpt2-cache"]
     sizes = architecture.sizes[0]
     first, second, third = calls(architecture, 0)
     assert {key for key in first if key not in second} == {key for key in first if key.startswith("past_key_values.")}
-    seen = [call["attention_mask"].shape[1] for call in (first, second, third)]
-    assert seen == [sizes["past"] + step * sizes["seq"] for step in (1, 2, 3)]
+    lengths = [call["attention_mask"].shape[1] for call in (first, second, third)]
+    assert lengths == [sizes["past"] + step * sizes["seq"] for step in (1, 2, 3)]
 
 
 @pytest.mark.skipif(not (find_spec("torch") and find_spec("transformers")), reason="needs the extra [zoo]")

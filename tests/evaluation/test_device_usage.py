@@ -1,4 +1,4 @@
-"""What devices and links did, and what processes held, beside predictions."""
+"""Measured time and memory of devices, links and processes, next to predictions."""
 
 import pickle
 import threading
@@ -14,54 +14,54 @@ import onnxplace
 from onnxplace.bundle import record_crossing_values
 from onnxplace.errors import ExecutionError
 from onnxplace.evaluation import TracedRequests, device_usage, measure_usage, memory_use
-from onnxplace.evaluation.device_usage import value_bytes
-from onnxplace.evaluation.memory_use import Memory, Stored, measurable, memory
+from onnxplace.evaluation.device_usage import count_value_bytes
+from onnxplace.evaluation.memory_use import BundleMemory, StoredFeeds, can_measure_memory, measure_memory
 from onnxplace.feeds import random_feeds
 from onnxplace.machine import Gpu
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event
 
 MIB = 1 << 20
-only_linux = pytest.mark.skipif(not measurable(), reason="only Linux tells the most a process held")
+only_linux = pytest.mark.skipif(not can_measure_memory(), reason="only Linux tells the most a process held")
 
 
 # ---------------------------------------------------------------------------------------------- traces
 
 
-def request(begin: float, run: float, copy: float) -> tuple[Event, ...]:
-    """A makes x, which B asked for before; B then copies it, does something else for 1 s, and runs twice."""
-    made, there = begin + run, begin + run + 0.5 + copy
+def make_events(begin: float, run: float, copy: float) -> tuple[Event, ...]:
+    """A computes x, which B requested before; B then copies it, does something else for 1 s, and runs twice."""
+    computed, arrived = begin + run, begin + run + 0.5 + copy
     return (
-        Event("B", "wait", "x", 0.0, made + 0.5),
-        Event("A", "run", "A-0", begin, made),
-        Event("B", "copy", "x", made + 0.5, there),
-        Event("B", "run", "B-0", there + 1, there + 3),
-        Event("B", "run", "B-1", there + 3, there + 7),
+        Event("B", "wait", "x", 0.0, computed + 0.5),
+        Event("A", "run", "A-0", begin, computed),
+        Event("B", "copy", "x", computed + 0.5, arrived),
+        Event("B", "run", "B-0", arrived + 1, arrived + 3),
+        Event("B", "run", "B-1", arrived + 3, arrived + 7),
     )
 
 
 def test_a_device_is_busy_while_it_neither_waits_nor_copies():
     traced = TracedRequests()
     for run in (10.0, 2.0, 3.0):
-        traced.add(request(1.0, run, 0.25))
+        traced.add(make_events(1.0, run, 0.25))
     first, *others = (SimpleNamespace(id=name) for name in ("A-0", "B-0", "B-1"))
     assert traced.busy([first]) == 3.0, "the median: one of them was disturbed"
     assert traced.busy(others) == (1 + 2) + 4
     assert traced.busy([]) == 0.0
 
 
-def test_copies_and_transfers_are_told_apart():
+def test_copies_and_transfers_are_distinguished():
     traced = TracedRequests()
     for copy in (0.25, 9.0, 0.25):
-        traced.add(request(1.0, 2.0, copy))
+        traced.add(make_events(1.0, 2.0, copy))
     assert (traced.copying("B"), traced.copying("A")) == (0.25, 0.0)
     assert traced.transfer("x", "A-0", "A", "B") == 0.5 + 0.25, "from when it was made, as it was asked for before"
 
 
-def test_a_value_that_was_made_long_ago_takes_its_copy_only():
+def test_a_value_computed_long_ago_takes_only_its_copy():
     traced = TracedRequests()
     late = [Event("B", "wait", "x", 8.0, 8.0), Event("B", "copy", "x", 8.0, 8.5), Event("B", "run", "B-0", 8.5, 9.0)]
-    traced.add((*request(1.0, 2.0, 0.25)[1:2], *late))
+    traced.add((*make_events(1.0, 2.0, 0.25)[1:2], *late))
     assert traced.transfer("x", "A-0", "A", "B") == 0.5
 
 
@@ -78,8 +78,8 @@ def test_a_value_that_was_made_long_ago_takes_its_copy_only():
         ({"a": 1.0}, 9),
     ],
 )
-def test_bytes_of_whatever_crosses(value, size):
-    assert value_bytes(value) == size
+def test_bytes_of_values_of_any_type(value, size):
+    assert count_value_bytes(value) == size
 
 
 # ---------------------------------------------------------------------------------------------- a whole step
@@ -92,8 +92,8 @@ def bundle(tmp_path_factory) -> onnxplace.Bundle:
     matrix = np.random.default_rng(0).standard_normal((width, width)).astype(np.float32)
     weights = [numpy_helper.from_array(matrix + index, f"w{index}") for index in range(6)]
     nodes = [helper.make_node("MatMul", [f"x{i}", f"w{i}"], [f"x{i + 1}"], name=f"n{i}") for i in range(6)]
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", width]) for name in ("x0", "x6")]
-    graph = helper.make_graph(nodes, "observed", ends[:1], ends[1:], weights)
+    inputs_and_outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", width]) for name in ("x0", "x6")]
+    graph = helper.make_graph(nodes, "observed", inputs_and_outputs[:1], inputs_and_outputs[1:], weights)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     save(model, folder / "m.onnx")
     (folder / "map.json").write_text('{"n[012]": "cpu:0", ".*": "cpu:1"}')
@@ -103,12 +103,12 @@ def bundle(tmp_path_factory) -> onnxplace.Bundle:
     )
 
 
-def feeds_of(bundle, **sizes):
+def make_feeds(bundle, **sizes):
     return random_feeds(bundle.inputs, {**bundle.manifest.dimensions, **sizes})
 
 
-def test_measured_figures_are_those_of_the_inputs_and_not_of_the_compiler(bundle):
-    few, many = (measure_usage(bundle, feeds_of(bundle, n=n), 3, with_memory=False) for n in (2, 512))
+def test_figures_are_measured_on_the_inputs(bundle):
+    few, many = (measure_usage(bundle, make_feeds(bundle, n=n), 3, with_memory=False) for n in (2, 512))
     (small,), (large,) = few.links, many.links
     assert (small.source, small.destination, small.values) == ("cpu:0", "cpu:1", 1)
     assert (small.bytes, small.predicted_bytes) == (2 * 4096, 2 * 4096)
@@ -123,33 +123,37 @@ def test_measured_figures_are_those_of_the_inputs_and_not_of_the_compiler(bundle
 
 
 def test_a_device_without_work_is_idle(bundle):
-    (idle,) = measure_usage(bundle, feeds_of(bundle), 1, with_memory=False).devices[2:]
+    (idle,) = measure_usage(bundle, make_feeds(bundle), 1, with_memory=False).devices[2:]
     assert (idle.id, idle.busy_seconds, idle.predicted_busy_seconds, idle.predicted_peak_bytes) == ("cpu:2", 0, 0, 0)
 
 
-def test_what_cannot_be_recorded_is_noted_and_the_rest_is_there(bundle, monkeypatch):
+def test_a_failed_recording_is_noted_and_the_rest_is_measured(bundle, monkeypatch):
     def fails(bundle):
         raise ExecutionError("X010", "no room", where="cpu:1", hint="buy some")
 
     monkeypatch.setattr(device_usage, "record_crossing_values", fails)
-    seen: list[dict] = []
-    monkeypatch.setattr(device_usage, "memory", lambda bundle, values, observer: seen.append(values) or Memory())
-    found = measure_usage(bundle, feeds_of(bundle), 1, with_memory=True)
-    (note,) = found.notes
+    measured_values: list[dict] = []
+    monkeypatch.setattr(
+        device_usage,
+        "measure_memory",
+        lambda bundle, values, observer: measured_values.append(values) or BundleMemory(),
+    )
+    usage = measure_usage(bundle, make_feeds(bundle), 1, with_memory=True)
+    (note,) = usage.notes
     assert (note.code, note.where, note.hint) == ("X010", "cpu:1", "buy some")
-    assert note.message == "what crosses between devices was not recorded: no room"
-    assert found.links[0].bytes is None
-    assert found.links[0].seconds > 0
-    assert list(seen[0]) == ["x0"]
+    assert note.message == "values that cross between devices were not recorded: no room"
+    assert usage.links[0].bytes is None
+    assert usage.links[0].seconds > 0
+    assert list(measured_values[0]) == ["x0"]
 
 
-def test_bundles_from_before_do_not_predict_the_part_of_a_device(bundle):
+def test_old_bundles_do_not_predict_the_memory_of_a_device(bundle):
     devices = tuple(device.model_copy(update={"process_bytes": 0}) for device in bundle.manifest.devices)
     predicted = bundle.manifest.predicted.model_copy(update={"running_bytes": 0, "opening_bytes": 0})
     manifest = bundle.manifest.model_copy(update={"devices": devices, "predicted": predicted})
-    found = measure_usage(replace(bundle, manifest=manifest), feeds_of(bundle), 1, with_memory=False)
-    assert [device.predicted_peak_bytes for device in found.devices] == [None, None, 0]
-    assert found.process.predicted_running_bytes is None
+    usage = measure_usage(replace(bundle, manifest=manifest), make_feeds(bundle), 1, with_memory=False)
+    assert [device.predicted_peak_bytes for device in usage.devices] == [None, None, 0]
+    assert usage.process.predicted_running_bytes is None
 
 
 # ---------------------------------------------------------------------------------------------- memory
@@ -157,72 +161,72 @@ def test_bundles_from_before_do_not_predict_the_part_of_a_device(bundle):
 
 @pytest.fixture(scope="module")
 def values(bundle) -> dict:
-    """Feeds for 1024 rows, and what crosses with them: 4 MiB each."""
-    feeds = feeds_of(bundle, n=1024)
+    """Feeds for 1024 rows, and the values that cross with them: 4 MiB each."""
+    feeds = make_feeds(bundle, n=1024)
     with find_plugin("runtimes", "onnxruntime")().open(record_crossing_values(bundle)) as session:
         return {**feeds, **session.run(feeds).outputs}
 
 
 @only_linux
 def test_each_device_is_measured_alone_and_the_process_as_a_whole(bundle, values):
-    told: list[tuple[str, int, int]] = []
-    found = memory(bundle, values, lambda *said: told.append(said))
-    assert found.notes == ()
-    assert told == [("memory of the process", 0, 3), ("memory of cpu:0", 1, 3), ("memory of cpu:1", 2, 3)]
+    notifications: list[tuple[str, int, int]] = []
+    memory = measure_memory(bundle, values, lambda *arguments: notifications.append(arguments))
+    assert memory.notes == ()
+    assert notifications == [("memory of the process", 0, 3), ("memory of cpu:0", 1, 3), ("memory of cpu:1", 2, 3)]
     weights, rows = 12 * MIB, 4 * MIB
-    assert set(found.device_bytes) == {"cpu:0", "cpu:1"}
-    for taken in found.device_bytes.values():  # its three matrices, what it reads, and what it makes of that
-        assert weights + 2 * rows < taken < weights + 6 * rows
-    assert 2 * weights + 2 * rows < found.process.own_bytes < found.process.running_bytes
-    assert found.process.opening_bytes > 2 * weights
+    assert set(memory.device_bytes) == {"cpu:0", "cpu:1"}
+    for device_bytes in memory.device_bytes.values():  # its three matrices, its inputs, and its outputs
+        assert weights + 2 * rows < device_bytes < weights + 6 * rows
+    assert 2 * weights + 2 * rows < memory.process.own_bytes < memory.process.running_bytes
+    assert memory.process.opening_bytes > 2 * weights
 
 
 @only_linux
-def test_of_one_device_the_process_says_what_it_takes(tmp_path, model_file):
+def test_the_process_is_the_measurement_of_a_single_device(tmp_path, model_file):
     alone = onnxplace.compile(model_file, tmp_path / "b", devices="cpu:0", shape={"batch": 4}, placer="single")
-    told: list[str] = []
-    found = memory(alone, feeds_of(alone), lambda name, *_: told.append(name))
-    assert told == ["memory of the process"]
-    assert found.device_bytes == {"cpu:0": found.process.own_bytes}
-    assert found.process.own_bytes < 3 * MIB // 2, "two weights of 16 KiB: what any process takes is left out"
+    names: list[str] = []
+    memory = measure_memory(alone, make_feeds(alone), lambda name, *_: names.append(name))
+    assert names == ["memory of the process"]
+    assert memory.device_bytes == {"cpu:0": memory.process.own_bytes}
+    assert memory.process.own_bytes < 3 * MIB // 2, "two weights of 16 KiB: what any process takes is left out"
 
 
 @only_linux
-def test_a_device_whose_values_are_not_known_is_left_out(bundle, values):
-    found = memory(bundle, {"x0": values["x0"]})
-    assert set(found.device_bytes) == {"cpu:0"}
-    assert found.notes == ()
+def test_a_device_without_its_received_values_is_left_out(bundle, values):
+    memory = measure_memory(bundle, {"x0": values["x0"]})
+    assert set(memory.device_bytes) == {"cpu:0"}
+    assert memory.notes == ()
 
 
-def test_elsewhere_nothing_is_measured(bundle, values, monkeypatch, tmp_path):
-    monkeypatch.setattr(memory_use, "_CLEAR", tmp_path / "nowhere")
-    assert memory(bundle, values) == Memory()
+def test_nothing_is_measured_except_on_linux(bundle, values, monkeypatch, tmp_path):
+    monkeypatch.setattr(memory_use, "_CLEAR_REFS", tmp_path / "nowhere")
+    assert measure_memory(bundle, values) == BundleMemory()
 
 
 @only_linux
 def test_a_process_that_fails_is_noted_by_device(bundle, values):
     wrong = {**values, "x3": values["x3"][:, :7]}
-    found = memory(bundle, wrong)
-    (note,) = found.notes
+    memory = measure_memory(bundle, wrong)
+    (note,) = memory.notes
     assert note.message.startswith("the memory of cpu:1 was not measured: segment cpu1-000 failed")
     assert note.code == "X001"
     assert "\n" not in note.message
-    assert set(found.device_bytes) == {"cpu:0"}
-    assert found.process is not None
+    assert set(memory.device_bytes) == {"cpu:0"}
+    assert memory.process is not None
 
 
 @only_linux
-def test_where_values_cannot_be_stored_nothing_is_measured(bundle, values, monkeypatch):
+def test_nothing_is_measured_if_values_cannot_be_stored(bundle, values, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np, "save", full)
-    found = memory(bundle, values)
-    assert (found.process, found.device_bytes) == (None, {})
-    assert "the memory of the process was not measured" in found.notes[0].message
+    memory = measure_memory(bundle, values)
+    assert (memory.process, memory.device_bytes) == (None, {})
+    assert "the memory of the process was not measured" in memory.notes[0].message
 
 
-def test_values_come_back_from_files_as_they_were(tmp_path):
+def test_values_round_trip_through_files(tmp_path):
     values = {
         "float": np.arange(6, dtype=np.float32).reshape(2, 3),
         "transposed": np.arange(6, dtype=np.int64).reshape(2, 3).T,
@@ -233,21 +237,21 @@ def test_values_come_back_from_files_as_they_were(tmp_path):
         "list": [np.ones(2), np.zeros(3)],
         "absent": None,
     }
-    stored: Stored = pickle.loads(pickle.dumps(Stored.write(values, tmp_path)))
+    stored: StoredFeeds = pickle.loads(pickle.dumps(StoredFeeds.write(values, tmp_path)))
     assert set(stored) == set(values)
     assert len(stored) == len(values)
     for name, value in values.items():
-        found = stored[name]
+        loaded = stored[name]
         if isinstance(value, np.ndarray):
-            assert (found.dtype, found.shape) == (value.dtype, value.shape)
-        np.testing.assert_equal(found, value)
-    assert stored["float"] is not stored["float"], "mapped anew, so that whoever lets go of it gives its memory back"
-    assert set(stored.only(["float", "absent", "more"])) == {"float", "absent"}
+            assert (loaded.dtype, loaded.shape) == (value.dtype, value.shape)
+        np.testing.assert_equal(loaded, value)
+    assert stored["float"] is not stored["float"], "mapped again, so that its memory is free after the last use"
+    assert set(stored.select(["float", "absent", "more"])) == {"float", "absent"}
     with pytest.raises(KeyError):
         stored["more"]
 
 
-def test_gpus_are_watched_for_the_most_in_use(monkeypatch):
+def test_the_peak_memory_of_gpus_is_measured(monkeypatch):
     used, over = iter([100, 150, 900]), threading.Event()
 
     def gpus():
@@ -258,21 +262,21 @@ def test_gpus_are_watched_for_the_most_in_use(monkeypatch):
 
     monkeypatch.setattr(memory_use, "list_gpus", gpus)
     monkeypatch.setattr(memory_use, "GPU_POLL_SECONDS", 0)
-    with memory_use._watched(["cuda:0"]) as most:
+    with memory_use._watch_gpus(["cuda:0"]) as most:
         assert over.wait(30)
     assert most == {"cuda:0": 800}
 
 
-@pytest.mark.parametrize("asked", [[], ["cuda:0"]])
-def test_without_gpus_nothing_is_watched(monkeypatch, asked):
-    monkeypatch.setattr(memory_use, "list_gpus", lambda: () if asked else pytest.fail("nobody asked for it"))
-    with memory_use._watched(asked) as most:
+@pytest.mark.parametrize("devices", [[], ["cuda:0"]])
+def test_without_gpus_nothing_is_polled(monkeypatch, devices):
+    monkeypatch.setattr(memory_use, "list_gpus", lambda: () if devices else pytest.fail("it was not requested"))
+    with memory_use._watch_gpus(devices) as most:
         pass
     assert most == {}
 
 
-def test_what_crosses_is_not_recorded_where_memory_lacks(bundle, monkeypatch):
+def test_crossing_values_are_not_recorded_if_memory_does_not_suffice(bundle, monkeypatch):
     monkeypatch.setattr(device_usage, "available_memory_bytes", lambda: 1000)
-    found, notes = device_usage._crossed(find_plugin("runtimes", "onnxruntime")(), bundle, {})
-    assert found is None
-    assert "and 1000 are free" in notes[0].message
+    recorded, notes = device_usage._record_crossing(find_plugin("runtimes", "onnxruntime")(), bundle, {})
+    assert recorded is None
+    assert "1000 are free" in notes[0].message

@@ -1,4 +1,4 @@
-"""A compiled bundle is run once, and predicts from what its segments took."""
+"""Trials: a compiled bundle is run once, and its prediction uses the measured times of its segments."""
 
 import json
 from dataclasses import replace
@@ -27,29 +27,31 @@ TWO = {"devices": "cpu:0,cpu:1", "shape": {"batch": 4}, "device_map": {"left|rel
 
 
 @pytest.fixture(autouse=True)
-def brief(monkeypatch):
-    """Do not try out for long."""
-    monkeypatch.setattr(trial, "ENOUGH", replace(trial.ENOUGH, repeat=3))
+def short_trials(monkeypatch):
+    """Keep trials short."""
+    monkeypatch.setattr(trial, "REPEAT_POLICY", replace(trial.REPEAT_POLICY, repeat=3))
     monkeypatch.setattr(trial, "BURST_SECONDS", 0.0)
 
 
 @pytest.fixture
-def opened(monkeypatch) -> list[object]:
+def open_calls(monkeypatch) -> list[object]:
     """Return the list of bundles that are opened from now on."""
-    seen: list[object] = []
+    opened_bundles: list[object] = []
     actual = OnnxRuntime.open
     monkeypatch.setattr(
-        OnnxRuntime, "open", lambda self, bundle, **options: seen.append(bundle) or actual(self, bundle, **options)
+        OnnxRuntime,
+        "open",
+        lambda self, bundle, **options: opened_bundles.append(bundle) or actual(self, bundle, **options),
     )
-    return seen
+    return opened_bundles
 
 
-def compiled(model_file, path, **options):
+def compile_bundle(model_file, path, **options):
     return onnxplace.compile(model_file, path, **{**TWO, "force": True, **options})
 
 
-def test_predictions_come_from_the_segments_as_they_ran(model_file, tmp_path):
-    manifest = compiled(model_file, tmp_path / "b").manifest
+def test_predictions_use_measured_times_of_segments(model_file, tmp_path):
+    manifest = compile_bundle(model_file, tmp_path / "b").manifest
     predicted, tried = manifest.predicted, manifest.trial
     assert tried is not None
     assert 1 <= tried.requests <= 3
@@ -60,59 +62,59 @@ def test_predictions_come_from_the_segments_as_they_ran(model_file, tmp_path):
     simulation = simulate_manifest(manifest)
     assert predicted.step_seconds == pytest.approx(simulation.makespan_seconds + predicted.request_seconds)
     for device in manifest.devices:
-        own = sum(segment.seconds for segment in manifest.segments if segment.device == device.id)
-        assert device.compute_seconds == pytest.approx(own)
+        busy_seconds = sum(segment.seconds for segment in manifest.segments if segment.device == device.id)
+        assert device.compute_seconds == pytest.approx(busy_seconds)
 
 
-def test_what_is_on_disk_is_what_is_returned(model_file, tmp_path):
-    bundle = compiled(model_file, tmp_path / "b")
+def test_the_returned_manifest_is_the_one_on_disk(model_file, tmp_path):
+    bundle = compile_bundle(model_file, tmp_path / "b")
     assert onnxplace.load(bundle.path, "all").manifest == bundle.manifest
 
 
-def test_the_plan_is_what_compiling_without_a_trial_predicts(model_file, tmp_path):
-    tried = compiled(model_file, tmp_path / "a").manifest
-    planned = compiled(model_file, tmp_path / "b", trial=False).manifest
+def test_the_planned_time_is_the_prediction_without_a_trial(model_file, tmp_path):
+    tried = compile_bundle(model_file, tmp_path / "a").manifest
+    planned = compile_bundle(model_file, tmp_path / "b", trial=False).manifest
     assert planned.trial is None
     assert tried.trial.planned_seconds == pytest.approx(planned.predicted.step_seconds)
     assert planned.predicted.request_seconds > 0
 
 
-def test_a_trial_is_kept_and_not_made_again(model_file, tmp_path, opened):
-    first, second = (compiled(model_file, tmp_path / name).manifest for name in "ab")
-    assert len(opened) == 1
+def test_a_trial_is_cached(model_file, tmp_path, open_calls):
+    first, second = (compile_bundle(model_file, tmp_path / name).manifest for name in "ab")
+    assert len(open_calls) == 1
     assert second.predicted == first.predicted
-    compiled(model_file, tmp_path / "c", cache=False)
-    assert len(opened) == 2
+    compile_bundle(model_file, tmp_path / "c", cache=False)
+    assert len(open_calls) == 2
 
 
-def test_another_placement_is_tried_out_again(model_file, tmp_path, opened):
-    compiled(model_file, tmp_path / "a")
-    compiled(model_file, tmp_path / "b", device_map={".*": "cpu:1"})
-    assert len(opened) == 2
+def test_another_placement_has_its_own_trial(model_file, tmp_path, open_calls):
+    compile_bundle(model_file, tmp_path / "a")
+    compile_bundle(model_file, tmp_path / "b", device_map={".*": "cpu:1"})
+    assert len(open_calls) == 2
 
 
-def test_a_trial_on_a_busy_machine_is_said_so_and_not_kept(model_file, tmp_path, monkeypatch, opened):
-    waited = iter(range(0, 10**15, 10**12))  # each burst, a thread waits 1000 s: as much of it as can be
+def test_a_trial_on_a_busy_machine_is_noted_and_not_cached(model_file, tmp_path, monkeypatch, open_calls):
+    waited = iter(range(0, 10**15, 10**12))  # a thread waits 1000 s in each burst, more than its whole time
     monkeypatch.setattr(trial, "read_run_delays", lambda pool: {"": next(waited)})
     monkeypatch.setattr(trial, "DOUBTFUL_WAITING_SHARE", 0.05)
     for name in "ab":
         result = compile_model(model_file, tmp_path / name, **TWO)
         messages = [note.message for note in result.diagnostics if note.code == "C004"]
         assert "the trial is less sure than usual: steps waited 90% of their time for a core" in messages
-    assert len(opened) == 2
+    assert len(open_calls) == 2
 
 
 @given(st.floats(0.0, 0.9))
-def test_what_was_waited_is_taken_off_segments_as_off_the_step(share):
+def test_waiting_is_subtracted_from_segments_and_from_the_step(share):
     events = (Event("cpu:0", "run", "a", 1.0, 5.0), Event("cpu:1", "run", "b", 5.0, 9.0))
-    sampled = trial._Sampled(None, {})
-    sampled._steps, sampled._waited = [(events, 10.0)] * 3, [share] * 3
-    found = sampled.trial()
-    own = 1 - share
-    assert found.step_seconds == pytest.approx(10 * own)
-    assert found.segment_seconds == pytest.approx({"a": 4 * own, "b": 4 * own})
-    assert found.request_seconds == pytest.approx(2 * own)
-    assert found.waiting == pytest.approx(share)
+    session = trial._TrialSession(None, {})
+    session._steps, session._waiting_shares = [(events, 10.0)] * 3, [share] * 3
+    result = session.summarise()
+    working_share = 1 - share
+    assert result.step_seconds == pytest.approx(10 * working_share)
+    assert result.segment_seconds == pytest.approx({"a": 4 * working_share, "b": 4 * working_share})
+    assert result.request_seconds == pytest.approx(2 * working_share)
+    assert result.waiting == pytest.approx(share)
 
 
 DAMAGES = [
@@ -122,86 +124,86 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: next(iter(damage)))
-def test_a_kept_trial_that_makes_no_sense_is_made_again(model_file, tmp_path, opened, damage):
-    compiled(model_file, tmp_path / "a")
+def test_an_invalid_cached_trial_is_measured_again(model_file, tmp_path, open_calls, damage):
+    compile_bundle(model_file, tmp_path / "a")
     for path in measurement_cache.folder().glob("*"):
         data = json.loads(path.read_text())
         if "trials" in data:
             path.write_text(json.dumps({**data, "trials": [{**data["trials"][0], **damage}]}))
-    compiled(model_file, tmp_path / "b")
-    assert len(opened) == 2
+    compile_bundle(model_file, tmp_path / "b")
+    assert len(open_calls) == 2
 
 
-def test_estimated_costs_are_not_tried_out(model_file, tmp_path, opened):
+def test_estimated_costs_are_not_tried_out(model_file, tmp_path, open_calls):
     pipeline = "optimize,profile{estimate=true},coplace,m-topo,split,emit"
     bundle = onnxplace.compile(model_file, tmp_path / "b", devices="cpu:0,cpu:1", shape={"batch": 4}, pipeline=pipeline)
     assert bundle.manifest.trial is None
-    assert not opened
+    assert not open_calls
 
 
-def test_costs_of_a_file_are_what_the_user_wants_to_see_used(model_file, tmp_path, opened):
+def test_given_costs_are_used_without_a_trial(model_file, tmp_path, open_calls):
     costs = tmp_path / "costs.json"
-    compiled(model_file, tmp_path / "a", save_costs=costs, trial=False)
+    compile_bundle(model_file, tmp_path / "a", save_costs=costs, trial=False)
     result = compile_model(model_file, tmp_path / "b", costs=costs, **TWO)
     assert [note.message for note in result.diagnostics if note.code == "C020"] == [
         "the bundle was not tried out: predictions are for the costs that were given"
     ]
     assert result.bundle.manifest.trial is None
-    assert not opened
+    assert not open_calls
 
 
-def test_a_pipeline_that_measures_anew_tries_out_anew_with_the_same_inputs(model_file, tmp_path, opened, monkeypatch):
+def test_a_pipeline_without_cache_repeats_the_trial_with_the_same_inputs(model_file, tmp_path, open_calls, monkeypatch):
     seeds = []
     feeds = Model.feeds
     monkeypatch.setattr(Model, "feeds", lambda self, seed=0: seeds.append(seed) or feeds(self, seed))
     pipeline = "optimize,profile{cache=false,seed=11},coplace,m-topo,split,emit"
     for name in "ab":
         onnxplace.compile(model_file, tmp_path / name, devices="cpu:0,cpu:1", shape={"batch": 4}, pipeline=pipeline)
-    assert len(opened) == 2
+    assert len(open_calls) == 2
     assert set(seeds) == {11}
 
 
 def test_after_a_trial_bounds_do_not_contradict_it(model_file, tmp_path):
-    predicted = compiled(model_file, tmp_path / "a", device_map={".*": "cpu:0"}).manifest.predicted
+    predicted = compile_bundle(model_file, tmp_path / "a", device_map={".*": "cpu:0"}).manifest.predicted
     assert predicted.lower_bound_seconds <= predicted.step_seconds
     assert predicted.single_device_seconds <= predicted.step_seconds
 
 
-def untried(bundle, **changes):
+def find_untried_note(bundle, **changes):
     target = bundle.manifest.target.model_copy(update=changes)
     return trial.find_trial_obstacle(replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target})))
 
 
-def test_a_bundle_whose_devices_are_not_here_is_not_tried_out(compiled_branches):
+def test_a_bundle_with_missing_devices_is_not_tried_out(branches_bundle):
     many = tuple(Device(f"cpu:{index}", 1 << 30) for index in range(4096))
-    note = untried(compiled_branches, devices=many)
+    note = find_untried_note(branches_bundle, devices=many)
     assert note.code == "C020"
     assert "4096 cores" in note.message
     gpu = replace(Target(many[:2]).devices[0], id="cuda:99")
-    programs = {**compiled_branches.manifest.programs, "cuda:99": compiled_branches.manifest.programs["cpu:0"]}
-    manifest = compiled_branches.manifest.model_copy(update={"programs": programs})
-    note = untried(replace(compiled_branches, manifest=manifest), devices=(*many[:1], gpu))
+    programs = {**branches_bundle.manifest.programs, "cuda:99": branches_bundle.manifest.programs["cpu:0"]}
+    manifest = branches_bundle.manifest.model_copy(update={"programs": programs})
+    note = find_untried_note(replace(branches_bundle, manifest=manifest), devices=(*many[:1], gpu))
     assert note.where == "cuda:99"
 
 
-def test_a_bundle_that_memory_lacks_for_is_not_tried_out(model_file, tmp_path, monkeypatch, opened):
+def test_a_bundle_that_does_not_fit_into_memory_is_not_tried_out(model_file, tmp_path, monkeypatch, open_calls):
     monkeypatch.setattr(trial, "available_memory_bytes", lambda: 1000)
     result = compile_model(model_file, tmp_path / "b", **TWO)
     (note,) = [note for note in result.diagnostics if note.code == "C020"]
-    assert "and 1000 are free" in note.message
+    assert "1000 are free" in note.message
     assert result.bundle.manifest.trial is None
     assert [item.code for item in onnxplace.load(tmp_path / "b").manifest.diagnostics] == [
         item.code for item in result.diagnostics
     ]
-    assert not opened
+    assert not open_calls
 
 
 @pytest.fixture
-def compiled_branches(compiled):
+def branches_bundle(compiled):
     return onnxplace.load(compiled)
 
 
-def test_running_on_fewer_cores_than_it_was_compiled_for_is_said(bundle_copy, run_cli):
+def test_running_on_fewer_cores_than_compiled_for_is_noted(bundle_copy, run_cli):
     manifest = bundle_copy / "manifest.json"
     data = json.loads(manifest.read_text())
     data["target"]["devices"][0]["cores"] = 4096
@@ -211,15 +213,15 @@ def test_running_on_fewer_cores_than_it_was_compiled_for_is_said(bundle_copy, ru
     assert "T014" not in run_cli("run", bundle_copy, "--runtime", "simulated").err
 
 
-def test_a_trial_that_fails_leaves_the_bundle_and_says_so(model_file, tmp_path, run_cli, monkeypatch):
+def test_a_failed_trial_leaves_the_bundle_with_a_note(model_file, tmp_path, run_cli, monkeypatch):
     def fail(*_, **__):
         raise ExecutionError("X001", "segment cpu0-000 failed: out of order", where="cpu:0")
 
     monkeypatch.setattr("onnxplace.driver.finishing.run_trials", fail)
-    ran = run_cli("compile", model_file, "-o", tmp_path / "b", "--devices", "cpu:0,cpu:1", "--shape", "batch=4")
-    assert ran.code == 0
-    assert "note[C021] cpu:0: the bundle fails in its trial: segment cpu0-000 failed: out of order" in ran.err
-    assert "onnxplace verify" in ran.err
+    result = run_cli("compile", model_file, "-o", tmp_path / "b", "--devices", "cpu:0,cpu:1", "--shape", "batch=4")
+    assert result.code == 0
+    assert "note[C021] cpu:0: the bundle fails in its trial: segment cpu0-000 failed: out of order" in result.err
+    assert "onnxplace verify" in result.err
     assert onnxplace.load(tmp_path / "b").manifest.trial is None
 
 
@@ -229,11 +231,11 @@ def test_an_interrupt_during_the_trial_leaves_nothing(model_file, tmp_path, monk
 
     monkeypatch.setattr("onnxplace.driver.finishing.run_trials", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        compiled(model_file, tmp_path / "b")
+        compile_bundle(model_file, tmp_path / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
-def test_the_command_shows_the_trial_and_can_do_without(model_file, tmp_path, run_cli):
+def test_the_command_shows_the_trial_and_can_skip_it(model_file, tmp_path, run_cli):
     command = ["compile", model_file, "-o", tmp_path / "b", "--devices", "cpu:0,cpu:1", "--shape", "batch=4", "--force"]
     assert "predicted from a trial, whose steps took " in run_cli(*command).out
     data = json.loads(run_cli(*command, "--json").out)
@@ -243,7 +245,7 @@ def test_the_command_shows_the_trial_and_can_do_without(model_file, tmp_path, ru
     assert json.loads(run_cli(*command, "--no-trial", "--json").out)["trial"] is None
 
 
-def test_a_segment_is_charged_with_what_its_device_does_around_it():
+def test_a_segments_time_includes_the_work_before_it():
     events = (
         Event("cpu:0", "run", "a", 1.0, 2.0),
         Event("cpu:1", "wait", "v", 1.0, 3.0),
@@ -251,15 +253,15 @@ def test_a_segment_is_charged_with_what_its_device_does_around_it():
         Event("cpu:1", "run", "b", 4.5, 5.0),
         Event("cpu:0", "run", "c", 2.5, 3.0),
     )
-    assert trial.seconds_by_segment(events) == {"a": 1.0, "b": 0.25 + 0.5 + 0.5, "c": 0.5 + 0.5}
+    assert trial.measure_segment_seconds(events) == {"a": 1.0, "b": 0.25 + 0.5 + 0.5, "c": 0.5 + 0.5}
 
 
 # ---------------------------------------------------------------------------------------------- think again
 
 
 @pytest.fixture
-def worth_two(model_file, tmp_path):
-    """Compile with `auto` and costs that make two devices look good; the trial says what the test wants it to."""
+def make_model_for_two(model_file, tmp_path):
+    """Compile with `auto` and costs that favour two devices; the test sets the results of the trial."""
     costs = {name: {"seconds": {"cpu/1": 0.01}} for name in ("left", "right", "relu", "tanh", "sum")}
     file = tmp_path / "costs.json"
     file.write_text(json.dumps({"format": "onnxplace-costs", "version": 1, "nodes": costs}))
@@ -267,13 +269,13 @@ def worth_two(model_file, tmp_path):
     return lambda **more: compile_model(model_file, tmp_path / "out" / "b", **options, **more)
 
 
-def pretend(monkeypatch, seconds_by_devices):
-    """Let a trial find these times of a step, by the number of devices that a bundle uses."""
+def pretend_trials(monkeypatch, seconds_by_devices):
+    """Let trials return these times of a step, by the number of devices that a bundle uses."""
 
     def result(bundles, feeds, cached):
         return tuple(
             trial.Trial(
-                seconds_by_devices[len(devices_of(bundle))],
+                seconds_by_devices[len(list_devices(bundle))],
                 1e-5,
                 {segment.id: 0.001 for segment in bundle.manifest.segments},
                 5,
@@ -289,18 +291,18 @@ def pretend(monkeypatch, seconds_by_devices):
     )
 
 
-def devices_of(bundle):
+def list_devices(bundle):
     return {segment.device for segment in bundle.manifest.segments}
 
 
-def test_one_device_is_kept_if_it_does_better_in_a_trial(worth_two, monkeypatch, tmp_path):
-    pretend(monkeypatch, {2: 0.03, 1: 0.025})
-    result = worth_two()
+def test_a_single_device_is_chosen_if_its_trial_is_faster(make_model_for_two, monkeypatch, tmp_path):
+    pretend_trials(monkeypatch, {2: 0.03, 1: 0.025})
+    result = make_model_for_two()
     (note,) = [note for note in result.diagnostics if note.code == "P042"]
     assert note.message == "in a trial, a step took 30 ms, and on cpu:0 alone 25 ms: kept cpu:0"
     manifest = onnxplace.load(tmp_path / "out" / "b", "all").manifest
     assert manifest == result.bundle.manifest
-    assert len(devices_of(result.bundle)) == 1
+    assert len(list_devices(result.bundle)) == 1
     assert (manifest.placer, manifest.trial.step_seconds) == ("single", 0.025)
     assert ",single,split,emit" in manifest.pipeline == result.pipeline
     assert [note.where for note in result.diagnostics if note.code == "P010"] == ["cpu:1"]
@@ -308,48 +310,48 @@ def test_one_device_is_kept_if_it_does_better_in_a_trial(worth_two, monkeypatch,
 
 
 @pytest.mark.parametrize("alone", [0.0295, 0.03, 0.04])
-def test_two_devices_are_kept_unless_one_does_clearly_better(worth_two, monkeypatch, tmp_path, alone):
-    pretend(monkeypatch, {2: 0.03, 1: alone})
-    result = worth_two()
-    assert len(devices_of(result.bundle)) == 2
+def test_two_devices_are_chosen_unless_one_is_clearly_faster(make_model_for_two, monkeypatch, tmp_path, alone):
+    pretend_trials(monkeypatch, {2: 0.03, 1: alone})
+    result = make_model_for_two()
+    assert len(list_devices(result.bundle)) == 2
     assert "P042" not in {note.code for note in result.diagnostics}
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b"]
 
 
-def test_two_devices_are_kept_if_there_is_no_room_for_another_bundle(worth_two, monkeypatch, tmp_path):
-    pretend(monkeypatch, {2: 0.03, 1: 0.025})
+def test_two_devices_are_chosen_if_there_is_no_room_for_another_bundle(make_model_for_two, monkeypatch, tmp_path):
+    pretend_trials(monkeypatch, {2: 0.03, 1: 0.025})
 
     write = emit.write_bundle_files
 
-    def full(state, folder, *more):
+    def full(state, folder, *arguments):
         if len(set(state[Placement].device.tolist())) < 2:
             raise OSError(28, "No space left on device")
-        return write(state, folder, *more)
+        return write(state, folder, *arguments)
 
     monkeypatch.setattr(emit, "write_bundle_files", full)
-    result = worth_two()
-    assert len(devices_of(result.bundle)) == 2
+    result = make_model_for_two()
+    assert len(list_devices(result.bundle)) == 2
     assert onnxplace.load(tmp_path / "out" / "b", "all").manifest == result.bundle.manifest
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b"]
 
 
-def test_nobody_thinks_again_where_all_devices_are_to_work(worth_two, monkeypatch):
-    pretend(monkeypatch, {2: 0.03, 1: 0.001})
-    assert len(devices_of(worth_two(strict=True).bundle)) == 2
+def test_a_required_use_of_all_devices_is_not_reconsidered(make_model_for_two, monkeypatch):
+    pretend_trials(monkeypatch, {2: 0.03, 1: 0.001})
+    assert len(list_devices(make_model_for_two(strict=True).bundle)) == 2
 
 
 def test_every_request_of_a_trial_begins_with_the_same_states(tmp_path, monkeypatch):
     model = sums()
     model.graph.initializer.append(numpy_helper.from_array(np.zeros(6, "f4"), "log"))  # so that it need not be fed
-    seen = []
+    inputs = []
     actual = OpenSegment.run
 
-    def run(self, values, held, options):
-        seen.append("log" in values)
-        actual(self, values, held, options)
+    def run(self, values, kept_alive, options):
+        inputs.append("log" in values)
+        actual(self, values, kept_alive, options)
 
     monkeypatch.setattr(OpenSegment, "run", run)
     bundle = onnxplace.compile(model, tmp_path / "b", devices="cpu:0", shape={"n": 2, "m": 6}, state=STATES)
     assert bundle.manifest.trial is not None
-    assert seen
-    assert not any(seen)
+    assert inputs
+    assert not any(inputs)

@@ -15,7 +15,7 @@ import pytest
 from onnx import ModelProto, numpy_helper, parser
 
 from onnxplace.evaluation import OutputDifference
-from onnxplace.evaluation.compare import difference
+from onnxplace.evaluation.compare import compare_output
 from onnxplace.model import Lineage, is_quantising, output_lineages
 from tests.conftest import Ran
 from tests.end_to_end.test_split_property import RandomPlacement, compiled_with
@@ -78,10 +78,10 @@ def test_a_state_has_the_types_and_random_numbers_of_the_previous_step():
 def test_the_coarsest_type_on_the_way_determines_the_tolerance(through: str, error: float):
     expected = np.array([1.0, -4.0], np.float32)
     actual = expected * np.float32(1 + error)
-    assert not difference("y", actual, expected).equal
-    assert difference("y", actual, expected, Lineage(frozenset({"float32", through}))).equal
-    assert not difference("y", actual * 2, expected, Lineage(frozenset({"float32", through}))).equal
-    assert not difference("y", np.array([1]), np.array([2]), Lineage(frozenset({through}))).equal
+    assert not compare_output("y", actual, expected).equal
+    assert compare_output("y", actual, expected, Lineage(frozenset({"float32", through}))).equal
+    assert not compare_output("y", actual * 2, expected, Lineage(frozenset({"float32", through}))).equal
+    assert not compare_output("y", np.array([1]), np.array([2]), Lineage(frozenset({through}))).equal
 
 
 def build_half_precision_model() -> ModelProto:
@@ -110,10 +110,10 @@ def test_float16_on_the_way_to_a_float32_output_widens_the_tolerance(
     def report_difference(
         name: str, actual: object, expected: np.ndarray, lineage: Lineage | None = None
     ) -> OutputDifference:
-        seen.append(difference(name, expected * np.float32(1.0016), expected, lineage))
+        seen.append(compare_output(name, expected * np.float32(1.0016), expected, lineage))
         return seen[-1]
 
-    monkeypatch.setattr(compare, "difference", report_difference)
+    monkeypatch.setattr(compare, "compare_output", report_difference)
     result = run_cli("verify", bundle.path)
     assert result.code == 0, result.out
     assert seen[0].max_rel_error == pytest.approx(0.0016, rel=0.01)
@@ -211,30 +211,30 @@ def test_outputs_that_do_not_depend_on_random_numbers_are_not_random(text: str):
 def test_random_outputs_must_agree_in_type_shape_and_finiteness():
     drawn = Lineage(frozenset({"float32"}), frozenset({"noise"}))
     expected = np.array([1.0, 2.0], np.float32)
-    assert difference("y", expected + 1, expected, drawn) == OutputDifference("y", True, np.inf, np.inf, ("noise",))
-    assert difference("y", expected, expected, drawn) == difference("y", expected, expected)
-    assert difference("y", expected + np.nan, expected + np.nan, drawn).equal
+    assert compare_output("y", expected + 1, expected, drawn) == OutputDifference("y", True, np.inf, np.inf, ("noise",))
+    assert compare_output("y", expected, expected, drawn) == compare_output("y", expected, expected)
+    assert compare_output("y", expected + np.nan, expected + np.nan, drawn).equal
     for wrong in (expected.astype(np.float64), expected[:1], expected + np.inf, expected * np.nan, None, [expected]):
-        assert not difference("y", wrong, expected, drawn).equal
-    assert difference("y", [expected, expected + 1], [expected, expected], drawn).random_nodes == ("noise",)
-    assert not difference("y", [expected], [expected, expected], drawn).equal
+        assert not compare_output("y", wrong, expected, drawn).equal
+    assert compare_output("y", [expected, expected + 1], [expected, expected], drawn).random_nodes == ("noise",)
+    assert not compare_output("y", [expected], [expected, expected], drawn).equal
     longer = Lineage(frozenset({"float32"}), frozenset({"noise"}), shape_is_drawn=True)
-    assert difference("y", expected[:1], expected, longer).equal
-    assert difference("y", [expected + 1], [expected, expected], longer).equal
+    assert compare_output("y", expected[:1], expected, longer).equal
+    assert compare_output("y", [expected + 1], [expected, expected], longer).equal
 
 
 def test_maps_are_compared_key_by_key_within_tolerance_and_kinds_are_not_mixed():
     expected = [{"a": 1.0, "b": 2.0}, {"a": 3.0}]
     near = Lineage(frozenset({"float32"}))
-    assert difference("y", [{"a": 1.0001, "b": 2.0}, {"a": 3.0}], expected, near).equal
-    assert not difference("y", [{"a": 1.1, "b": 2.0}, {"a": 3.0}], expected, near).equal
-    assert not difference("y", [{"a": 1.0}, {"a": 3.0}], expected, near).equal
-    assert not difference("y", [{"a": 1.0, "c": 2.0}, {"a": 3.0}], expected, near).equal
+    assert compare_output("y", [{"a": 1.0001, "b": 2.0}, {"a": 3.0}], expected, near).equal
+    assert not compare_output("y", [{"a": 1.1, "b": 2.0}, {"a": 3.0}], expected, near).equal
+    assert not compare_output("y", [{"a": 1.0}, {"a": 3.0}], expected, near).equal
+    assert not compare_output("y", [{"a": 1.0, "c": 2.0}, {"a": 3.0}], expected, near).equal
     array = np.ones(2, np.float32)
     for one, other in ((None, array), (array, [array, array[:1]]), ({"a": 1.0}, array), (None, [])):
-        assert difference("y", one, other).equal is False
-        assert difference("y", other, one).equal is False
-    assert difference("y", None, None).equal is True
+        assert compare_output("y", one, other).equal is False
+        assert compare_output("y", other, one).equal is False
+    assert compare_output("y", None, None).equal is True
 
 
 def test_a_nan_error_is_null_in_json(tmp_path: Path, run_cli: Callable[..., Ran]):
@@ -247,7 +247,7 @@ def test_a_nan_error_is_null_in_json(tmp_path: Path, run_cli: Callable[..., Ran]
 
 
 def test_errors_of_whole_numbers_are_reported():
-    report = difference("n", np.array([2, 5]), np.array([2, 4]))
+    report = compare_output("n", np.array([2, 5]), np.array([2, 4]))
     assert (report.equal, report.max_abs_error, report.max_rel_error) == (False, 1.0, 0.25)
     large = np.array([1 << 62, (1 << 62) + 1])
-    assert not difference("n", large, large[::-1]).equal
+    assert not compare_output("n", large, large[::-1]).equal

@@ -1,4 +1,4 @@
-"""Values that a model hands to its next call: bound, kept on their device, carried in order, refused with a reason."""
+"""Carried states: bound by name, kept on their device, passed on in order, and refused with a reason."""
 
 import gc
 import json
@@ -19,8 +19,8 @@ from onnx import numpy_helper, parser
 
 import decoder as decoder_example
 import onnxplace
-import onnxplace.runtimes.execution.engine as engine_module
 import onnxplace.runtimes.execution.segments as segments_module
+import onnxplace.runtimes.execution.workers as workers_module
 from decoder import decoder, generate
 from onnxplace.driver import compile_model
 from onnxplace.errors import ExecutionError, FeedError, ModelError, UsageError
@@ -30,7 +30,7 @@ from onnxplace.feeds import Declared
 from onnxplace.model import bind, bind_states, load as load_model
 from onnxplace.pipeline import Pipeline, make_pass
 from onnxplace.problem import commit_placement, placement_problem
-from onnxplace.runtimes.execution.carried_state import States
+from onnxplace.runtimes.execution.carried_state import CarriedStates
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from onnxplace.state import Pass, State
 from onnxplace.target import Device, Target
@@ -121,7 +121,7 @@ def test_states_are_carried_from_run_to_run_over_two_devices(bundle, session):
         assert picked == [number]
 
 
-def test_a_run_gives_states_only_if_they_are_asked_for(session):
+def test_a_run_returns_states_only_on_request(session):
     assert [item.name for item in session.get_outputs()] == ["y", "picked"]
     assert [item.name for item in session.get_inputs()] == ["x", "pick", "total", "log"]
     assert len(session.run(None, feeds(1, **START))) == 2
@@ -132,7 +132,7 @@ def test_a_run_gives_states_only_if_they_are_asked_for(session):
     assert set(session.submit(feeds(0), ["total_next"]).result().outputs) == {"y", "picked", "total_next"}
 
 
-def test_a_state_that_is_fed_replaces_what_was_stored_and_the_others_stay(session):
+def test_a_fed_state_replaces_the_stored_one_and_the_others_stay(session):
     session.run(None, feeds(1, **START))
     total, log = session.run(["total_next", "log_next"], feeds(1, total=np.array([100, 200], "f4")))
     assert total.tolist() == [101, 202]
@@ -141,7 +141,7 @@ def test_a_state_that_is_fed_replaces_what_was_stored_and_the_others_stay(sessio
     assert total.tolist() == [102, 204]
 
 
-def test_a_reset_forgets_everything_and_the_next_run_must_begin_anew(session):
+def test_after_a_reset_the_next_run_must_be_fed_all_states(session):
     session.run(None, feeds(1, **START))
     session.reset_state()
     with pytest.raises(FeedError, match="no value for state input 'total' and 1 more, and none is stored") as caught:
@@ -156,15 +156,15 @@ def test_the_first_run_must_be_fed_all_states(session):
         session.run(None, feeds(1, total=START["total"]))
 
 
-def test_zero_states_are_zeros_of_the_sizes_asked_for(bundle):
-    found = bundle.zero_states(n=3, m=0)
-    assert {name: array.tolist() for name, array in found.items()} == {"total": [0, 0, 0], "log": []}
-    assert {array.dtype for array in found.values()} == {np.dtype("f4")}
+def test_zero_states_are_zeros_of_the_requested_sizes(bundle):
+    zeros = bundle.zero_states(n=3, m=0)
+    assert {name: array.tolist() for name, array in zeros.items()} == {"total": [0, 0, 0], "log": []}
+    assert {array.dtype for array in zeros.values()} == {np.dtype("f4")}
     with pytest.raises(FeedError, match="without a value: m"):
         bundle.zero_states(n=3)
 
 
-def test_what_is_returned_and_what_was_fed_may_be_altered_without_harm(session):
+def test_feeds_and_outputs_may_be_altered_after_a_run(session):
     start = {name: array.copy() for name, array in START.items()}
     (total,) = session.run(["total_next"], feeds(1, **start))
     total[:] = 77
@@ -173,10 +173,10 @@ def test_what_is_returned_and_what_was_fed_may_be_altered_without_harm(session):
     assert total.tolist() == [2, 4]
 
 
-def test_an_input_with_a_default_begins_with_it(tmp_path):
+def test_an_input_with_a_default_starts_from_it(tmp_path):
     model = sums()
     model.graph.initializer.append(numpy_helper.from_array(np.array([10, 20], "f4"), "total"))
-    found = onnxplace.compile(
+    bundle = onnxplace.compile(
         model,
         tmp_path / "out",
         devices="cpu:0,cpu:1",
@@ -184,10 +184,10 @@ def test_an_input_with_a_default_begins_with_it(tmp_path):
         state=STATES,
         pipeline=pipeline(tmp_path, APART),
     )
-    with onnxplace.InferenceSession(found) as session:
+    with onnxplace.InferenceSession(bundle) as session:
         for expected in ([11, 22], [12, 24]):
-            more = {"log": START["log"]} if expected[0] == 11 else {}
-            (total,) = session.run(["total_next"], feeds(1, **more))
+            states = {"log": START["log"]} if expected[0] == 11 else {}
+            (total,) = session.run(["total_next"], feeds(1, **states))
             assert total.tolist() == expected
         session.reset_state()
         assert session.run(["total_next"], feeds(1, log=START["log"]))[0].tolist() == [11, 22]
@@ -202,8 +202,8 @@ def test_states_never_leave_their_device(bundle, session, monkeypatch):
     assert not sent & {"total", "log", "total_next", "log_next"}
     session.run(None, feeds(0, **START))
     moved = []
-    to_python = engine_module.to_python
-    for module in (engine_module, segments_module):
+    to_python = workers_module.to_python
+    for module in (workers_module, segments_module):
         monkeypatch.setattr(module, "to_python", lambda value: moved.append(value) or to_python(value))
     session.run(None, feeds(1))
     assert len(moved) == len(sent) + len(session.get_outputs()), "only what is sent or returned goes through the host"
@@ -211,7 +211,7 @@ def test_states_never_leave_their_device(bundle, session, monkeypatch):
     assert not any(name in text for text in copied for name in ("total", "log_next"))
 
 
-def test_the_maker_and_the_readers_of_a_state_form_a_group():
+def test_the_producer_and_the_readers_of_a_state_form_a_group():
     target = Target((Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30)))
     model = bind_states(bind(load_model(sums()), {"n": 2, "m": 2}, {}), STATES)
     state, _ = Pipeline.parse("profile{estimate=true},coplace{join=never}").run(State(target).having(model))
@@ -222,8 +222,8 @@ def test_the_maker_and_the_readers_of_a_state_form_a_group():
     assert groups.reasons[group["add"]] == ""
 
 
-def test_a_state_that_another_device_reads_too_is_sent_there_and_said_so(tmp_path):
-    found = compile_model(
+def test_a_state_that_another_device_reads_is_sent_there_with_a_note(tmp_path):
+    result = compile_model(
         sums(),
         tmp_path / "out",
         devices="cpu:0,cpu:1",
@@ -231,10 +231,10 @@ def test_a_state_that_another_device_reads_too_is_sent_there_and_said_so(tmp_pat
         state=STATES,
         pipeline=pipeline(tmp_path, {"add|double|append|pick": "cpu:0", ".*": "cpu:1"}),
     )
-    notes = {note.message for note in found.diagnostics if note.code == "S010"}
+    notes = {note.message for note in result.diagnostics if note.code == "S010"}
     assert len(notes) == 2
     assert "state 'log_next' stays on its device, but is read on cpu:1 too: a copy crosses" in notes
-    with onnxplace.InferenceSession(found.bundle) as session:
+    with onnxplace.InferenceSession(result.bundle) as session:
         reference = new_reference()
         for number in range(3):
             y, _ = session.run(None, feeds(number, **(START if number == 0 else {})))
@@ -243,20 +243,20 @@ def test_a_state_that_another_device_reads_too_is_sent_there_and_said_so(tmp_pat
 
 @dataclass(frozen=True)
 class Scatter(Pass):
-    """Put the nodes on the devices in turn, whatever belongs together."""
+    """Put the nodes on the devices in turn, ignoring groups."""
 
     name: ClassVar[str] = "scatter"
     requires: ClassVar[tuple[type, ...]] = (Profile,)
     provides: ClassVar[tuple[type, ...]] = (Placement, Schedule)
 
     def run(self, state: State) -> State:
-        asked = placement_problem(state)
-        device = (np.arange(len(asked.graph)) % 2).astype(np.int32)
-        order = asked.graph.order
-        return commit_placement(state, asked, device, asked.simulate(device, order).start_seconds, self.name)
+        problem = placement_problem(state)
+        device = (np.arange(len(problem.graph)) % 2).astype(np.int32)
+        order = problem.graph.order
+        return commit_placement(state, problem, device, problem.simulate(device, order).start_seconds, self.name)
 
 
-def test_a_placement_that_tears_a_state_apart_is_refused(tmp_path):
+def test_a_placement_that_splits_a_state_is_refused(tmp_path):
     steps = (make_pass("profile", {"estimate": "true"}), Scatter(), make_pass("split"), make_pass("emit"))
     with pytest.raises(UsageError, match=r"state 'log_next' = 'log' is made on cpu:0 and read on cpu:1 by 'double'"):
         compile_model(
@@ -272,7 +272,7 @@ def test_a_placement_that_tears_a_state_apart_is_refused(tmp_path):
 # ---------------------------------------------------------------------------------------------- several at once
 
 
-def test_runs_under_way_together_take_their_turns(session):
+def test_runs_in_flight_take_turns(session):
     reference = new_reference()
     futures = [session.submit(feeds(n, **(START if n == 0 else {})), ["total_next"]) for n in range(20)]
     for number, future in enumerate(futures):
@@ -283,17 +283,17 @@ def test_runs_under_way_together_take_their_turns(session):
 
 
 def test_run_async_carries_states_too(session):
-    heard, done = [], threading.Event()
+    results, finished = [], threading.Event()
 
     def callback(outputs, error):
-        heard.append(error or outputs[0].tolist())
-        if len(heard) == 6:
-            done.set()
+        results.append(error or outputs[0].tolist())
+        if len(results) == 6:
+            finished.set()
 
     for number in range(6):
         session.run_async(["total_next"], feeds(1, **(START if number == 0 else {})), callback)
-    assert done.wait(60)
-    assert sorted(heard) == [[n, 2 * n] for n in range(1, 7)]
+    assert finished.wait(60)
+    assert sorted(results) == [[n, 2 * n] for n in range(1, 7)]
 
 
 def test_threads_that_share_a_session_share_its_states(session):
@@ -303,7 +303,7 @@ def test_threads_that_share_a_session_share_its_states(session):
     assert sorted(totals) == list(range(1, 41)), "each run adds to what exactly one other left"
 
 
-def test_a_reset_counts_from_the_next_run_on_and_does_not_touch_those_under_way(session):
+def test_a_reset_applies_to_the_next_run_and_not_to_those_in_flight(session):
     before = [session.submit(feeds(1, **(START if n == 0 else {})), ["total_next"]) for n in range(5)]
     session.reset_state()
     refused, begun = session.submit(feeds(1)), session.submit(feeds(1, **START), ["total_next"])
@@ -312,7 +312,7 @@ def test_a_reset_counts_from_the_next_run_on_and_does_not_touch_those_under_way(
     assert begun.result(60).outputs["total_next"].tolist() == [1, 2]
 
 
-def test_closing_lets_runs_end_that_wait_for_their_turn(bundle):
+def test_closing_waits_for_runs_that_wait_for_their_turn(bundle):
     session = onnxplace.InferenceSession(bundle)
     futures = [session.submit(feeds(1, **(START if n == 0 else {})), ["total_next"]) for n in range(6)]
     session.close()
@@ -320,12 +320,12 @@ def test_closing_lets_runs_end_that_wait_for_their_turn(bundle):
     session.reset_state()
 
 
-def test_a_run_that_fails_loses_the_states_and_says_so_until_they_are_fed_again(session):
+def test_a_failed_run_loses_the_states_until_they_are_fed_again(session):
     session.run(None, feeds(1, **START))
     failing = session.submit({**feeds(1), "pick": np.array([9], "i8")})
     after = session.submit(feeds(1))
     assert isinstance(failing.exception(60), onnxplace.ExecutionError)
-    assert "the request before failed and took it along" in str(after.exception(60))
+    assert "the previous request failed and lost it" in str(after.exception(60))
     (total,) = session.run(["total_next"], feeds(1, **START))
     assert total.tolist() == [1, 2]
 
@@ -333,7 +333,7 @@ def test_a_run_that_fails_loses_the_states_and_says_so_until_they_are_fed_again(
 ON_ONE = Target((Device("cpu:0", 1 << 30),))
 
 
-def test_a_state_that_only_passes_through_does_not_hang_on_the_callers_memory(tmp_path):
+def test_a_state_that_only_passes_through_does_not_share_the_callers_memory(tmp_path):
     text = """<ir_version: 8, opset_import: ["" : 17]>
     g (float[2] x, float[n] kept, float[1, n] flat) => (float[n] kept_next, float[1, n] flat_next, float[n] y) {
         kept_next = Identity(kept)
@@ -341,11 +341,11 @@ def test_a_state_that_only_passes_through_does_not_hang_on_the_callers_memory(tm
         flat_next = Reshape(flat, row)
         y = Add(kept, x)
     }"""
-    found = onnxplace.compile(
+    bundle = onnxplace.compile(
         parser.parse_model(text), tmp_path / "out", target=ON_ONE, shape={"n": 2}, state=["*_next=*"]
     )
     start = {"kept": np.array([5, 6], "f4"), "flat": np.array([[7, 8]], "f4")}
-    with onnxplace.InferenceSession(found) as session:
+    with onnxplace.InferenceSession(bundle) as session:
         session.run(None, {"x": np.zeros(2, "f4"), **start})
         start["kept"][:], start["flat"][:] = 0, 0
         for _ in range(3):
@@ -353,7 +353,7 @@ def test_a_state_that_only_passes_through_does_not_hang_on_the_callers_memory(tm
             assert (y.tolist(), flat.tolist()) == ([6, 7], [[7, 8]])
 
 
-def test_states_may_be_texts_and_half_floats_and_truths(tmp_path):
+def test_states_may_be_strings_and_half_floats_and_booleans(tmp_path):
     text = """<ir_version: 8, opset_import: ["" : 17]>
     g (string[1] word, string[n] said, float16[2] half, bool[m] flags, float[1] x)
         => (string[k] said_next, float16[2] half_next, bool[j] flags_next, float[1] y) {
@@ -363,19 +363,19 @@ def test_states_may_be_texts_and_half_floats_and_truths(tmp_path):
         flags_next = Concat<axis = 0>(flags, some)
         y = Neg(x)
     }"""
-    found = onnxplace.compile(
+    bundle = onnxplace.compile(
         parser.parse_model(text), tmp_path / "out", target=ON_ONE, shape={"n": 1, "m": 1}, state=["*_next=*"]
     )
-    with onnxplace.InferenceSession(found) as session:
+    with onnxplace.InferenceSession(bundle) as session:
         new = {"word": np.array(["a"], object), "x": np.ones(1, "f4")}
-        session.run(None, {**new, **found.zero_states(n=0, m=0), "half": np.ones(2, "f2")})
+        session.run(None, {**new, **bundle.zero_states(n=0, m=0), "half": np.ones(2, "f2")})
         session.run(None, {**new, "word": np.array(["b"], object), "x": np.zeros(1, "f4")})
-        said, half, flags = session.run(["said_next", "half_next", "flags_next"], new)
-    assert (said.tolist(), half.tolist(), flags.tolist()) == (["a", "b", "a"], [8, 8], [True, False, True])
+        strings, half, flags = session.run(["said_next", "half_next", "flags_next"], new)
+    assert (strings.tolist(), half.tolist(), flags.tolist()) == (["a", "b", "a"], [8, 8], [True, False, True])
     assert half.dtype == np.float16
 
 
-def test_what_a_run_took_over_is_freed(session):
+def test_states_of_the_previous_run_are_freed(session):
     session.run(None, feeds(1, **START))
     for number in range(3):
         before = [weakref.ref(value) for value in session._session.engine._states._stored.values()]
@@ -386,22 +386,22 @@ def test_what_a_run_took_over_is_freed(session):
         assert not any(reference() is not None for reference in before)
 
 
-def test_what_is_handed_out_is_stored_no_longer(bundle):
-    states = States(bundle)
+def test_states_are_removed_when_a_run_takes_them(bundle):
+    states = CarriedStates(bundle)
     states.store({"total": np.ones(2, "f4"), "log": np.ones(3, "f4")})
-    taken = states.take(feeds(1, log=np.zeros(1, "f4")))
-    assert list(taken) == ["total"], "so that it can be freed as soon as its last reader has run"
+    states_taken = states.take(feeds(1, log=np.zeros(1, "f4")))
+    assert list(states_taken) == ["total"], "so that it can be freed as soon as its last reader has run"
     with pytest.raises(FeedError, match="no value for state input 'total' and 1 more"):
         states.take(feeds(1))
 
 
-def test_an_output_that_equals_a_state_may_be_altered_without_harm(tmp_path):
+def test_an_output_that_equals_a_state_may_be_altered(tmp_path):
     text = """<ir_version: 8, opset_import: ["" : 17]> g (float[2] x, float[2] total) => (float[2] now, float[2] same) {
         now = Add(total, x)
         same = Identity(now)
     }"""
-    found = onnxplace.compile(parser.parse_model(text), tmp_path / "out", target=ON_ONE, state=["now=total"])
-    with onnxplace.InferenceSession(found) as session:
+    bundle = onnxplace.compile(parser.parse_model(text), tmp_path / "out", target=ON_ONE, state=["now=total"])
+    with onnxplace.InferenceSession(bundle) as session:
         (same,) = session.run(None, {"x": np.ones(2, "f4"), "total": np.zeros(2, "f4")})
         same[:] = 50
         assert session.run(None, {"x": np.ones(2, "f4")})[0].tolist() == [2, 2]
@@ -412,10 +412,10 @@ operations = st.lists(st.sampled_from(["run", "run", "run", "feed", "reset", "se
 
 @settings(max_examples=30)
 @given(operations)
-def test_whatever_is_run_fed_and_reset_the_states_are_those_of_one_session(bundle, asked):
+def test_states_equal_those_of_one_session_after_any_runs_and_resets(bundle, states):
     with onnxplace.InferenceSession(bundle) as session:
         reference, stored = new_reference(), False
-        for operation in asked:
+        for operation in states:
             if operation == "reset":
                 session.reset_state()
                 stored = False
@@ -428,8 +428,8 @@ def test_whatever_is_run_fed_and_reset_the_states_are_those_of_one_session(bundl
                 session.submit(feeds(n, **(first if n == 0 else {}))) for n in range(3 if operation == "several" else 1)
             ]
             for number, future in enumerate(futures):
-                want = reference.step(feeds(number)["x"])
-                np.testing.assert_allclose(future.result(60).outputs["y"], want, rtol=1e-6)
+                expected = reference.step(feeds(number)["x"])
+                np.testing.assert_allclose(future.result(60).outputs["y"], expected, rtol=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------- refused
@@ -443,7 +443,7 @@ def test_whatever_is_run_fed_and_reset_the_states_are_those_of_one_session(bundl
         (np.zeros(5, "f4"), r"dimension 'n' is 5 here and 2 in x\[0\]"),
     ],
 )
-def test_a_state_that_is_fed_wrong_is_refused_and_what_is_stored_stays(session, fed, message):
+def test_an_invalid_fed_state_is_refused_and_stored_states_stay(session, fed, message):
     session.run(None, feeds(1, **START))
     with pytest.raises(FeedError, match=message) as caught:
         session.run(None, feeds(1, total=fed))
@@ -451,7 +451,7 @@ def test_a_state_that_is_fed_wrong_is_refused_and_what_is_stored_stays(session, 
     assert session.run(["total_next"], feeds(1))[0].tolist() == [2, 4]
 
 
-def test_inputs_that_do_not_fit_the_stored_state_are_refused_and_it_stays(session):
+def test_inputs_that_contradict_the_stored_state_are_refused_and_it_stays(session):
     session.run(None, feeds(1, **START))
     longer = {"x": np.ones(3, "f4"), "pick": np.zeros(1, "i8")}
     with pytest.raises(FeedError, match=r"stored state 'total': dimension 'n' is 2 here and 3 in x\[0\]") as caught:
@@ -461,7 +461,7 @@ def test_inputs_that_do_not_fit_the_stored_state_are_refused_and_it_stays(sessio
 
 
 @pytest.mark.parametrize(
-    ("asked", "code", "message", "hint"),
+    ("states", "code", "message", "hint"),
     [
         (["total"], "S001", "expected OUTPUT=INPUT, got 'total'", "OUTPUT=INPUT"),
         (["=total"], "S001", "expected OUTPUT=INPUT, got '=total'", "OUTPUT=INPUT"),
@@ -474,9 +474,9 @@ def test_inputs_that_do_not_fit_the_stored_state_are_refused_and_it_stays(sessio
         (["total_next=pick"], "S003", "total_next tensor(float) [n], the input takes pick tensor(int64) [1]", "type"),
     ],
 )
-def test_states_that_cannot_be_are_refused_with_what_is_near(asked, code, message, hint):
+def test_invalid_states_are_refused_with_similar_names(states, code, message, hint):
     with pytest.raises(onnxplace.InputError) as caught:
-        bind_states(load_model(sums()), asked)
+        bind_states(load_model(sums()), states)
     assert caught.value.code == code
     assert message in caught.value.message
     assert hint in caught.value.hint
@@ -499,7 +499,7 @@ def test_an_output_whose_type_is_not_declared_is_inferred():
         bind_states(load_model(model), {"c": "a"})
 
 
-def test_an_input_handed_back_and_what_is_no_tensor_cannot_be_states():
+def test_inputs_returned_as_outputs_and_values_other_than_tensors_cannot_be_states():
     model = parser.parse_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[3] a, float[3] b, seq(float[3]) s) => (float[3] a, float[3] c) { c = Add(b, b) }"""
@@ -520,29 +520,29 @@ def test_patterns_bind_name_by_name_and_may_overlap_themselves():
             [onnx.helper.make_tensor_value_info(f"now.{n}.k", 1, [2]) for n in names],
         )
     )
-    want = {"past.a_0.k": "now.a_0.k", "past.a_1.k": "now.a_1.k"}
-    for asked in (["now.*=past.*"], {"now.*.*": "past.*.*"}, ["now.a_*.k = past.a_*.k"], ["now.*=past.*"] * 2):
-        assert bind_states(load_model(model), asked).states == want
+    expected = {"past.a_0.k": "now.a_0.k", "past.a_1.k": "now.a_1.k"}
+    for states in (["now.*=past.*"], {"now.*.*": "past.*.*"}, ["now.a_*.k = past.a_*.k"], ["now.*=past.*"] * 2):
+        assert bind_states(load_model(model), states).states == expected
 
 
-def test_a_device_map_that_tears_a_state_apart_is_refused_by_name(run_cli, tmp_path):
+def test_a_device_map_that_splits_a_state_is_refused_by_name(run_cli, tmp_path):
     onnx.save(sums(), tmp_path / "sums.onnx")
     (tmp_path / "map.json").write_text('{"double": "cpu:0", ".*": "cpu:1"}')
-    ran = run_cli(
+    result = run_cli(
         *("compile", tmp_path / "sums.onnx", "-o", tmp_path / "out", "--devices", "cpu:0,cpu:1", "--shape", "n=2,m=2"),
         *("--state", "log_next=log", "--device-map", tmp_path / "map.json"),
     )
-    assert ran.code == 2
-    assert "error[S005] --state: state 'log_next' = 'log' stays on one device" in ran.err
-    assert "node 'append' to cpu:1 and node 'double' to cpu:0" in ran.err
+    assert result.code == 2
+    assert "error[S005] --state: state 'log_next' = 'log' stays on one device" in result.err
+    assert "node 'append' to cpu:1 and node 'double' to cpu:0" in result.err
     assert not (tmp_path / "out").exists()
 
 
-def test_a_command_that_names_an_unknown_state_says_what_is_near(run_cli, tmp_path):
+def test_an_unknown_state_in_a_command_is_refused_with_similar_names(run_cli, tmp_path):
     onnx.save(sums(), tmp_path / "sums.onnx")
-    ran = run_cli("compile", tmp_path / "sums.onnx", "--shape", "n=2,m=2", "--state", "log_nxt=log")
-    assert (ran.code, ran.out) == (2, "")
-    assert ran.err == "error[S002] --state: the model has no output 'log_nxt'\n  hint: did you mean 'log_next'?\n"
+    result = run_cli("compile", tmp_path / "sums.onnx", "--shape", "n=2,m=2", "--state", "log_nxt=log")
+    assert (result.code, result.out) == (2, "")
+    assert result.err == "error[S002] --state: the model has no output 'log_nxt'\n  hint: did you mean 'log_next'?\n"
     assert [path.name for path in tmp_path.iterdir()] == ["sums.onnx"]
 
 
@@ -555,12 +555,12 @@ def test_a_runtime_that_keeps_no_states_is_refused(bundle, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"device": "cpu:1"}, "state 'total_next' = 'total' is not made on 'cpu:1'"),
+        ({"device": "cpu:1"}, "state 'total_next' = 'total' is not computed on 'cpu:1'"),
         ({"output": "y"}, None),
-        ({"input": "odd"}, "is not made"),
+        ({"input": "odd"}, "is not computed"),
     ],
 )
-def test_a_manifest_with_states_that_cannot_be_is_refused(bundle, tmp_path, change, message):
+def test_a_manifest_with_invalid_states_is_refused(bundle, tmp_path, change, message):
     copy = shutil.copytree(bundle.path, tmp_path / "copy")
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["states"][0] |= change
@@ -572,7 +572,7 @@ def test_a_manifest_with_states_that_cannot_be_is_refused(bundle, tmp_path, chan
         onnxplace.load(copy)
 
 
-def test_a_manifest_of_before_there_were_states_has_none(compiled, tmp_path):
+def test_a_manifest_of_format_1_0_has_no_states(compiled, tmp_path):
     copy = shutil.copytree(compiled, tmp_path / "copy")
     manifest = json.loads((copy / "manifest.json").read_text())
     assert manifest.pop("states") == []
@@ -583,50 +583,50 @@ def test_a_manifest_of_before_there_were_states_has_none(compiled, tmp_path):
 # ---------------------------------------------------------------------------------------------- commands
 
 
-def test_run_verify_and_bench_carry_states_on(bundle, run_cli, tmp_path):
-    ran = run_cli(
+def test_run_verify_and_bench_carry_states(bundle, run_cli, tmp_path):
+    result = run_cli(
         "run", bundle.path, "--repeat", 4, "--json", "--outputs", tmp_path / "o.npz", "--trace", tmp_path / "t"
     )
-    assert ran.code == 0, ran.err
-    assert list(json.loads(ran.out)["outputs"]) == ["y", "picked"]
-    with np.load(tmp_path / "o.npz") as found:
-        assert set(found) == {"y", "picked"}
-    ran = run_cli("verify", bundle.path, "--json")
-    found = json.loads(ran.out)
-    assert (ran.code, found["equal"], found["steps"]) == (0, True, 3)
-    assert {item["name"] for item in found["outputs"]} == {"y", "picked", "total_next", "log_next"}
-    ran = run_cli("verify", bundle.path, "--steps", 2)
-    assert ran.out.splitlines()[-1] == "2 steps, each with the states of the one before"
-    ran = run_cli("bench", bundle.path, "--no-memory", "--repeat", 3, "--json")
-    assert ran.code == 0, ran.err
-    assert json.loads(ran.out)["bundle"]["runs"] == 3
+    assert result.code == 0, result.err
+    assert list(json.loads(result.out)["outputs"]) == ["y", "picked"]
+    with np.load(tmp_path / "o.npz") as answer:
+        assert set(answer) == {"y", "picked"}
+    result = run_cli("verify", bundle.path, "--json")
+    answer = json.loads(result.out)
+    assert (result.code, answer["equal"], answer["steps"]) == (0, True, 3)
+    assert {item["name"] for item in answer["outputs"]} == {"y", "picked", "total_next", "log_next"}
+    result = run_cli("verify", bundle.path, "--steps", 2)
+    assert result.out.splitlines()[-1] == "2 steps, each with the states of the one before"
+    result = run_cli("bench", bundle.path, "--no-memory", "--repeat", 3, "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["bundle"]["runs"] == 3
 
 
-def test_verify_finds_a_difference_that_only_a_later_step_shows(bundle, run_cli, tmp_path):
-    """The other model forgets: it adds to twice the total less the total, which is the same only where it is zero."""
+def test_verify_finds_a_difference_in_a_later_step(bundle, run_cli, tmp_path):
+    """The other model subtracts the total, which gives the same result only while the total is zero."""
     model = sums()
     model.graph.node[0].CopyFrom(onnx.helper.make_node("Sub", ["x", "total"], ["total_next"], name="add"))
     onnx.save(model, tmp_path / "other.onnx")
     np.savez(tmp_path / "in.npz", **feeds(1, **START))
     options = ("verify", bundle.path, "--against", tmp_path / "other.onnx", "--inputs", tmp_path / "in.npz")
     assert run_cli(*options, "--steps", 1).code == 0
-    ran = run_cli(*options, "--steps", 2)
-    assert ran.code == 1
-    (line,) = [line for line in ran.out.splitlines() if "total_next" in line]
+    result = run_cli(*options, "--steps", 2)
+    assert result.code == 1
+    (line,) = [line for line in result.out.splitlines() if "total_next" in line]
     assert line.startswith("DIFFERS total_next")
     assert line.endswith(", first in step 2")
 
 
 def test_real_inputs_without_the_states_are_refused_by_name(bundle, run_cli, tmp_path):
     np.savez(tmp_path / "in.npz", **feeds(1))
-    ran = run_cli("run", bundle.path, "--inputs", tmp_path / "in.npz")
-    assert ran.code == 2
-    assert "no value for 'total', 'log'" in ran.err
+    result = run_cli("run", bundle.path, "--inputs", tmp_path / "in.npz")
+    assert result.code == 2
+    assert "no value for 'total', 'log'" in result.err
 
 
-def test_the_simulated_runtime_takes_a_bundle_with_states(bundle, run_cli):
-    ran = run_cli("run", bundle.path, "--runtime", "simulated", "--repeat", 3)
-    assert ran.code == 0, ran.err
+def test_the_simulated_runtime_accepts_a_bundle_with_states(bundle, run_cli):
+    result = run_cli("run", bundle.path, "--runtime", "simulated", "--repeat", 3)
+    assert result.code == 0, result.err
     with onnxplace.InferenceSession(bundle, runtime="simulated") as session:
         session.run(None, feeds(0))
         session.reset_state()
@@ -654,7 +654,7 @@ def test_drawn_inputs_grow_with_the_state_that_they_name():
 
 
 class OwnName(Cached):
-    """Its mask is named as the output is that becomes the state, or like nothing."""
+    """A bundle whose mask has the symbol of the state output, or a symbol of its own."""
 
     inputs: ClassVar = [
         *Cached.inputs,
@@ -666,7 +666,7 @@ class OwnName(Cached):
 SIZED = {"batch": 2, "seq": 3, "past": 5, "past + seq": 8, "total": 8, "odd": 8}
 
 
-def test_drawn_inputs_grow_with_what_the_output_calls_the_state():
+def test_drawn_inputs_grow_with_the_symbol_of_the_state_output():
     steps = StepInputs(OwnName, None, SIZED, seed=1)
     steps.learn({"past.0": np.zeros((2, 8, 4), "f4")})
     assert [steps.feeds(number)["own"].shape for number in (1, 2)] == [(11,), (14,)]
@@ -675,21 +675,21 @@ def test_drawn_inputs_grow_with_what_the_output_calls_the_state():
 
 
 @pytest.mark.parametrize("given_by_file", [False, True])
-def test_a_later_step_that_fails_names_the_inputs_that_did_not_grow(given_by_file):
+def test_a_failing_later_step_names_the_inputs_that_did_not_grow(given_by_file):
     drawn = StepInputs(OwnName, None, SIZED, seed=1)
     steps = StepInputs(OwnName, drawn.first, SIZED, seed=1) if given_by_file else drawn
     steps.learn({"past.0": np.zeros((2, 8, 4), "f4")})
     problem = ExecutionError("X001", "5 by 6", where="cpu:0", hint="verify")
-    for number, said in ((0, "verify"), (1, "--steps 1")):
+    for number, text in ((0, "verify"), (1, "--steps 1")):
         with pytest.raises(ExecutionError, match="5 by 6") as raised, steps.explained(number):
             raise problem
-        assert said in raised.value.hint
+        assert text in raised.value.hint
     assert "'past'" in raised.value.hint
     assert ("odd[0] ('odd')" in raised.value.hint) is not given_by_file
     assert "own[0]" not in raised.value.hint
 
 
-def test_inputs_that_are_given_stay_as_they_are():
+def test_given_inputs_do_not_grow():
     given_feeds = {"tokens": np.ones((1, 1), "i8"), "mask": np.ones((1, 3), "i8"), "past.0": np.ones((1, 2, 4), "f4")}
     steps = StepInputs(Cached, given_feeds, {"batch": 9}, seed=0)
     steps.learn({"past.0": np.zeros((1, 3, 4), "f4")})
@@ -718,7 +718,7 @@ def decoding(tmp_path_factory: pytest.TempPathFactory) -> onnxplace.Bundle:
     )
 
 
-def on_one_session(prompt: np.ndarray, count: int, cache: dict[str, np.ndarray]) -> np.ndarray:
+def decode_on_one_session(prompt: np.ndarray, count: int, cache: dict[str, np.ndarray]) -> np.ndarray:
     import onnxruntime
 
     model = decoder(seed=5, **SIZES).SerializeToString()
@@ -758,7 +758,7 @@ def test_a_decoder_over_two_devices_generates_what_one_session_generates(decodin
                 return logits
 
             tokens = generate(step, prompt, 12)
-            assert tokens.tolist() == on_one_session(prompt, 12, empty).tolist()
+            assert tokens.tolist() == decode_on_one_session(prompt, 12, empty).tolist()
             assert len(np.unique(tokens)) > 3, "tokens that are all the same prove little"
             copied = {event["name"] for event in session.trace()["traceEvents"] if event.get("cat") == "copy"}
             assert copied
@@ -767,9 +767,9 @@ def test_a_decoder_over_two_devices_generates_what_one_session_generates(decodin
 
 
 def test_a_decoder_is_verified_step_by_step(decoding, run_cli):
-    ran = run_cli("verify", decoding.path, "--steps", 4, "--shape", "past=0,seq=3", "--json")
-    assert ran.code == 0, ran.out
-    assert json.loads(ran.out)["steps"] == 4
+    result = run_cli("verify", decoding.path, "--steps", 4, "--shape", "past=0,seq=3", "--json")
+    assert result.code == 0, result.out
+    assert json.loads(result.out)["steps"] == 4
 
 
 def test_the_example_generates_the_same_tokens_on_two_devices(capsys):

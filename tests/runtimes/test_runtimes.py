@@ -1,4 +1,4 @@
-"""Both runtimes keep the contract, and the worker-per-device one behaves under load and failure."""
+"""Both runtimes satisfy the contract, and the one with workers behaves well under load and failure."""
 
 import gc
 import json
@@ -19,11 +19,11 @@ from onnxplace.runtimes.simulated import Simulated
 from onnxplace.testing import check_runtime
 
 
-def test_the_onnxruntime_runtime_keeps_the_contract():
+def test_the_onnxruntime_runtime_satisfies_the_contract():
     check_runtime(OnnxRuntime)
 
 
-def test_the_simulated_runtime_keeps_the_contract_and_computes_nothing():
+def test_the_simulated_runtime_satisfies_the_contract_without_computing():
     check_runtime(Simulated, computes=False)
 
 
@@ -32,61 +32,61 @@ def bundle(compiled):
     return onnxplace.load(compiled)
 
 
-def feeds_of(bundle, seed):
+def make_feeds(bundle, seed):
     from onnxplace.feeds import random_feeds
 
     return random_feeds(bundle.inputs, bundle.manifest.dimensions, seed)
 
 
-def test_requests_under_way_together_do_not_mix(bundle):
-    feeds = [feeds_of(bundle, seed) for seed in range(24)]
+def test_requests_in_flight_do_not_mix(bundle):
+    feeds = [make_feeds(bundle, seed) for seed in range(24)]
     with onnxplace.InferenceSession(bundle) as session:
-        alone = [session.run(None, each) for each in feeds]
+        alone = [session.run(None, item) for item in feeds]
         with ThreadPoolExecutor(6) as pool:
-            together = list(pool.map(lambda each: session.run(None, each), feeds))
-    for one, other in zip(alone, together):
-        for a, b in zip(one, other):
+            together = list(pool.map(lambda item: session.run(None, item), feeds))
+    for first, second in zip(alone, together):
+        for a, b in zip(first, second):
             np.testing.assert_array_equal(a, b)
 
 
 def test_run_async_calls_back_with_outputs_or_with_the_error(bundle):
-    feeds, done, heard = feeds_of(bundle, 0), threading.Event(), []
+    feeds, finished, results = make_feeds(bundle, 0), threading.Event(), []
 
     def callback(outputs, error):
-        heard.append((outputs, error))
-        done.set()
+        results.append((outputs, error))
+        finished.set()
 
     with onnxplace.InferenceSession(bundle) as session:
         expected = session.run(None, feeds)
         session.run_async(None, feeds, callback)
-        assert done.wait(30)
-    ((outputs, error),) = heard
+        assert finished.wait(30)
+    ((outputs, error),) = results
     assert error is None
-    for got, want in zip(outputs, expected):
-        np.testing.assert_array_equal(got, want)
+    for actual, want in zip(outputs, expected):
+        np.testing.assert_array_equal(actual, want)
 
 
 def test_run_async_with_user_data_calls_back_as_onnx_runtime_does(bundle):
-    feeds, done, heard = feeds_of(bundle, 0), threading.Event(), []
+    feeds, finished, results = make_feeds(bundle, 0), threading.Event(), []
 
     def callback(outputs, user_data, text):
-        heard.append((outputs, user_data, text))
-        done.set()
+        results.append((outputs, user_data, text))
+        finished.set()
 
     with onnxplace.InferenceSession(bundle) as session:
         expected = session.run(None, feeds)
         for given in ({"mine": 1}, None):
-            done.clear()
+            finished.clear()
             session.run_async(None, feeds, callback, given)
-            assert done.wait(30)
-            outputs, user_data, text = heard.pop()
+            assert finished.wait(30)
+            outputs, user_data, text = results.pop()
             assert user_data is given
             assert text == ""
             np.testing.assert_array_equal(outputs[0], expected[0])
 
 
 def test_outputs_outlive_the_session(bundle):
-    feeds = feeds_of(bundle, 0)
+    feeds = make_feeds(bundle, 0)
     with onnxplace.InferenceSession(bundle) as session:
         outputs = session.run(None, feeds)
         copies = [np.array(output) for output in outputs]
@@ -96,23 +96,23 @@ def test_outputs_outlive_the_session(bundle):
         np.testing.assert_array_equal(output, copy)
 
 
-def test_a_session_that_is_forgotten_ends_its_threads(bundle):
+def test_a_deleted_session_ends_its_threads(bundle):
     def workers():
         return {thread for thread in threading.enumerate() if thread.name.startswith("onnxplace c")}
 
     before = workers()
     session = onnxplace.InferenceSession(bundle)
-    own = workers() - before
-    assert own
+    workers_of_session = workers() - before
+    assert workers_of_session
     del session
     gc.collect()
-    for thread in own:  # nothing waited for them
+    for thread in workers_of_session:  # the session did not wait for them
         thread.join(30)
     assert workers() == before
 
 
 def test_outputs_can_be_chosen_and_unknown_ones_are_refused(bundle):
-    feeds = feeds_of(bundle, 0)
+    feeds = make_feeds(bundle, 0)
     with onnxplace.InferenceSession(bundle) as session:
         names = [item.name for item in session.get_outputs()]
         assert len(session.run(names[:1], feeds)) == 1
@@ -120,34 +120,34 @@ def test_outputs_can_be_chosen_and_unknown_ones_are_refused(bundle):
             session.run(["odd"], feeds)
 
 
-def test_a_trace_names_what_ran_where(bundle):
+def test_a_trace_names_segments_and_devices(bundle):
     with onnxplace.InferenceSession(bundle, trace=True) as session:
-        session.run(None, feeds_of(bundle, 0))
+        session.run(None, make_feeds(bundle, 0))
         events = session.trace()["traceEvents"]
-    ran = {event["name"] for event in events if event.get("cat") == "run"}
-    assert ran == {segment.id for segment in bundle.manifest.segments}
+    runs = {event["name"] for event in events if event.get("cat") == "run"}
+    assert runs == {segment.id for segment in bundle.manifest.segments}
     assert json.dumps(events)
 
 
-def test_the_simulated_step_is_the_one_the_compiler_predicted(bundle):
-    found = simulate_manifest(bundle.manifest)
+def test_the_simulated_step_equals_the_prediction(bundle):
+    simulation = simulate_manifest(bundle.manifest)
     predicted = bundle.manifest.predicted
-    assert found.makespan_seconds + predicted.request_seconds == pytest.approx(predicted.step_seconds, rel=1e-9)
-    assert len(found.transfers) == bundle.manifest.transfers
+    assert simulation.makespan_seconds + predicted.request_seconds == pytest.approx(predicted.step_seconds, rel=1e-9)
+    assert len(simulation.transfers) == bundle.manifest.transfers
 
 
 def test_a_callback_may_run_the_session_again_and_close_it(bundle):
-    feeds, done, heard = feeds_of(bundle, 0), threading.Event(), []
+    feeds, finished, results = make_feeds(bundle, 0), threading.Event(), []
     session = onnxplace.InferenceSession(bundle)
 
     def callback(outputs, error):
-        heard.append(session.run(None, feeds))
+        results.append(session.run(None, feeds))
         session.close()
-        done.set()
+        finished.set()
 
     session.run_async(None, feeds, callback)
-    assert done.wait(30)
-    assert len(heard[0]) == len(session.get_outputs())
+    assert finished.wait(30)
+    assert len(results[0]) == len(session.get_outputs())
 
 
 @pytest.fixture
@@ -160,48 +160,48 @@ def first_device(bundle):
     return bundle.manifest.segments[0].device
 
 
-def ran_in(session, monkeypatch):
+def record_threads(session, monkeypatch):
     """Return a dictionary that will hold, by device, the names of the threads that followed its program."""
-    threads, follow = {}, session.engine.follow
+    threads, follow = {}, session.engine.follow_program
 
     def noting(device, program, request):
         threads.setdefault(device.id, set()).add(threading.current_thread().name)
         follow(device, program, request)
 
-    monkeypatch.setattr(session.engine, "follow", noting)
+    monkeypatch.setattr(session.engine, "follow_program", noting)
     return threads
 
 
-def test_run_does_one_devices_part_in_the_callers_thread_when_nothing_else_is_under_way(bundle, opened, monkeypatch):
-    threads = ran_in(opened, monkeypatch)
-    expected = opened.submit(feeds_of(bundle, 0)).result().outputs
+def test_run_does_one_devices_part_in_the_callers_thread_if_no_other_is_in_flight(bundle, opened, monkeypatch):
+    threads = record_threads(opened, monkeypatch)
+    expected = opened.submit(make_feeds(bundle, 0)).result().outputs
     assert threads == {device.id: {f"onnxplace {device.id}"} for device in bundle.target.devices}
     threads.clear()
-    found = opened.run(feeds_of(bundle, 0)).outputs
-    here = threading.current_thread().name
+    outputs = opened.run(make_feeds(bundle, 0)).outputs
+    caller = threading.current_thread().name
     assert threads == {
-        device.id: {here if device.id == first_device(bundle) else f"onnxplace {device.id}"}
+        device.id: {caller if device.id == first_device(bundle) else f"onnxplace {device.id}"}
         for device in bundle.target.devices
     }
     for name, value in expected.items():
-        np.testing.assert_array_equal(found[name], value)
+        np.testing.assert_array_equal(outputs[name], value)
 
 
-def test_run_leaves_the_work_to_the_workers_while_other_requests_are_under_way(bundle, opened, monkeypatch):
-    threads, begun, go_on = ran_in(opened, monkeypatch), threading.Event(), threading.Event()
-    follow = opened.engine.follow
+def test_run_leaves_the_work_to_the_workers_while_others_are_in_flight(bundle, opened, monkeypatch):
+    threads, begun, go_on = record_threads(opened, monkeypatch), threading.Event(), threading.Event()
+    follow = opened.engine.follow_program
 
     def held_up(*arguments):
         begun.set()
         assert go_on.wait(30)
         follow(*arguments)
 
-    monkeypatch.setattr(opened.engine, "follow", held_up)
-    before = opened.submit(feeds_of(bundle, 0))
+    monkeypatch.setattr(opened.engine, "follow_program", held_up)
+    before = opened.submit(make_feeds(bundle, 0))
     assert begun.wait(30)
-    monkeypatch.setattr(opened.engine, "follow", follow)
+    monkeypatch.setattr(opened.engine, "follow_program", follow)
     with ThreadPoolExecutor(1, "caller") as pool:
-        after = pool.submit(opened.run, feeds_of(bundle, 1))
+        after = pool.submit(opened.run, make_feeds(bundle, 1))
         assert not after.done()
         go_on.set()
         before.result(30)
@@ -210,48 +210,50 @@ def test_run_leaves_the_work_to_the_workers_while_other_requests_are_under_way(b
 
 
 def test_a_request_that_comes_while_a_caller_runs_waits_for_its_device(bundle, opened, monkeypatch):
-    under_way, most, follow = [], [], opened.engine.follow
+    in_flight, counts, follow = [], [], opened.engine.follow_program
 
     def counted(device, program, request):
         if device.id == first_device(bundle):
-            under_way.append(request)
-            most.append(len(under_way))
+            in_flight.append(request)
+            counts.append(len(in_flight))
         follow(device, program, request)
         if device.id == first_device(bundle):
-            under_way.remove(request)
+            in_flight.remove(request)
 
-    monkeypatch.setattr(opened.engine, "follow", counted)
-    feeds = [feeds_of(bundle, seed) for seed in range(40)]
+    monkeypatch.setattr(opened.engine, "follow_program", counted)
+    feeds = [make_feeds(bundle, seed) for seed in range(40)]
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda fed: opened.run(fed).outputs, feeds))
     monkeypatch.undo()
-    assert max(most) == 1
+    assert max(counts) == 1
     for fed, outputs in zip(feeds, results):
         for name, value in opened.run(fed).outputs.items():
             np.testing.assert_array_equal(outputs[name], value)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinities here")
-def test_run_leaves_the_callers_thread_on_its_cores(bundle, opened, monkeypatch):
-    before, seen, follow = os.sched_getaffinity(0), [], opened.engine.follow
+def test_run_does_not_change_the_cores_of_the_callers_thread(bundle, opened, monkeypatch):
+    before, affinities, follow = os.sched_getaffinity(0), [], opened.engine.follow_program
     monkeypatch.setattr(
-        opened.engine, "follow", lambda *arguments: (seen.append(os.sched_getaffinity(0)), follow(*arguments))
+        opened.engine,
+        "follow_program",
+        lambda *arguments: (affinities.append(os.sched_getaffinity(0)), follow(*arguments)),
     )
-    opened.run(feeds_of(bundle, 0))
-    assert before in seen
+    opened.run(make_feeds(bundle, 0))
+    assert before in affinities
     assert os.sched_getaffinity(0) == before
 
 
-def test_what_fails_in_the_callers_thread_is_raised_there_and_the_next_run_is_well(bundle, opened, monkeypatch):
+def test_an_error_in_the_callers_thread_is_raised_there_and_the_next_run_succeeds(bundle, opened, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(opened.engine, "run_segment", lambda *arguments: 1 / 0)
         with pytest.raises(onnxplace.ExecutionError, match="division by zero"):
-            opened.run(feeds_of(bundle, 0))
-    assert opened.run(feeds_of(bundle, 0)).outputs
+            opened.run(make_feeds(bundle, 0))
+    assert opened.run(make_feeds(bundle, 0)).outputs
 
 
-def test_an_interrupt_in_the_callers_thread_ends_the_request_everywhere_and_is_passed_on(bundle, opened, monkeypatch):
-    follow = opened.engine.follow
+def test_an_interrupt_in_the_callers_thread_ends_the_request_and_is_raised_again(bundle, opened, monkeypatch):
+    follow = opened.engine.follow_program
 
     def interrupted(device, program, request):
         if device.id == first_device(bundle):
@@ -259,16 +261,16 @@ def test_an_interrupt_in_the_callers_thread_ends_the_request_everywhere_and_is_p
         follow(device, program, request)
 
     with monkeypatch.context() as patch:
-        patch.setattr(opened.engine, "follow", interrupted)
+        patch.setattr(opened.engine, "follow_program", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            opened.run(feeds_of(bundle, 0))
-    assert opened.submit(feeds_of(bundle, 0)).result(30).outputs
-    assert opened.run(feeds_of(bundle, 0)).outputs
+            opened.run(make_feeds(bundle, 0))
+    assert opened.submit(make_feeds(bundle, 0)).result(30).outputs
+    assert opened.run(make_feeds(bundle, 0)).outputs
 
 
 def test_closing_waits_for_a_caller_that_runs(bundle, monkeypatch):
     session, begun, go_on = OnnxRuntime().open(bundle), threading.Event(), threading.Event()
-    follow = session.engine.follow
+    follow = session.engine.follow_program
 
     def held_up(device, program, request):
         if device.id == first_device(bundle):
@@ -276,16 +278,16 @@ def test_closing_waits_for_a_caller_that_runs(bundle, monkeypatch):
             assert go_on.wait(30)
         follow(device, program, request)
 
-    monkeypatch.setattr(session.engine, "follow", held_up)
+    monkeypatch.setattr(session.engine, "follow_program", held_up)
     with ThreadPoolExecutor(2) as pool:
-        result = pool.submit(session.run, feeds_of(bundle, 0))
+        result = pool.submit(session.run, make_feeds(bundle, 0))
         assert begun.wait(30)
         closed = pool.submit(session.close)
         go_on.set()
         closed.result(30)
         assert result.result(30).outputs
     with pytest.raises(onnxplace.ExecutionError, match="closed"):
-        session.run(feeds_of(bundle, 0))
+        session.run(make_feeds(bundle, 0))
 
 
 def resident_bytes():
@@ -293,16 +295,18 @@ def resident_bytes():
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc here")
-def test_many_segments_need_the_memory_of_what_is_alive_and_not_the_sum_of_all(tmp_path):
+def test_many_segments_need_the_memory_of_live_values_and_not_the_sum_of_all(tmp_path):
     value_bytes, steps = 4 << 20, 24
     names = [f"v{index}" for index in range(steps + 1)]
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [value_bytes // 4]) for name in ("v0", names[-1])]
+    inputs_and_outputs = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, [value_bytes // 4]) for name in ("v0", names[-1])
+    ]
     nodes = [helper.make_node("Neg", [a], [b], name=b) for a, b in pairwise(names)]
-    graph = helper.make_graph(nodes, "chain", ends[:1], ends[1:])
+    graph = helper.make_graph(nodes, "chain", inputs_and_outputs[:1], inputs_and_outputs[1:])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    wanted = tmp_path / "map.json"
-    wanted.write_text(json.dumps({name: f"cpu:{index % 2}" for index, name in enumerate(names[1:])}))
-    pipeline = f'profile{{estimate=true}},coplace{{join=never,device_map="{wanted}"}},m-topo,split,emit'
+    device_map = tmp_path / "map.json"
+    device_map.write_text(json.dumps({name: f"cpu:{index % 2}" for index, name in enumerate(names[1:])}))
+    pipeline = f'profile{{estimate=true}},coplace{{join=never,device_map="{device_map}"}},m-topo,split,emit'
     bundle = onnxplace.compile(model, tmp_path / "out", devices="cpu:0,cpu:1", pipeline=pipeline)
     assert len(bundle.manifest.segments) == steps
     feeds = {"v0": np.ones(value_bytes // 4, np.float32)}

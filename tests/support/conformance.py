@@ -32,7 +32,7 @@ import onnxplace
 from onnxplace.driver import compile_model
 from onnxplace.model.model import MAX_IR_VERSION
 from onnxplace.model.nested_graphs import rename_reads
-from onnxplace.runtimes.execution.ort_values import to_python, to_value
+from onnxplace.runtimes.execution.ort_values import to_ort_value, to_python
 from onnxplace.state import Pass
 from onnxplace.target import Device, Target
 from tests.end_to_end.test_split_property import HUNG_SECONDS, RandomPlacement
@@ -336,7 +336,9 @@ class _Plain:
         try:
             return list(self._session.run(None, feeds))
         except Exception:  # noqa: BLE001 - bfloat16 and its like: "no corresponding Numpy type"
-            values = {item.name: to_value(value, item.type) for item, value in zip(inputs, given) if value is not None}
+            values = {
+                item.name: to_ort_value(value, item.type) for item, value in zip(inputs, given) if value is not None
+            }
             names = [item.name for item in self._session.get_outputs()]
             return [to_python(value) for value in self._session.run_with_ort_values(names, values)]
 

@@ -1,4 +1,4 @@
-"""Bundles that go on for as long as they are told to: what timeouts, interrupts and closing are tried on."""
+"""Bundles that run for a given number of rounds, to test timeouts, interrupts and closing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ endless (int64 limit, float[4] x) => (float[4] y, float[4] z)
     [last] y = Neg(spun)
 }
 """
-FOR_EVER = np.array(1 << 62, dtype=np.int64)
+ENDLESS_ROUNDS = np.array(1 << 62, dtype=np.int64)
 X = np.arange(4, dtype=np.float32)
 
 
@@ -32,16 +32,16 @@ def endless_model() -> ModelProto:
 
 
 def endless_bundle(folder: Path, spin: str = "cpu:1", last: str = "cpu:0") -> onnxplace.Bundle:
-    """Return a bundle whose first device is the one that does not spin, unless told otherwise."""
-    wanted = folder / "map.json"
-    wanted.write_text(json.dumps({"spin": spin, "last": last, "other": "cpu:0"}))
-    pipeline = f'profile{{estimate=true}},coplace{{join=never,device_map="{wanted}"}},m-topo,split,emit'
+    """Return a bundle whose loop is on `spin`; by default that is not the first device."""
+    device_map = folder / "map.json"
+    device_map.write_text(json.dumps({"spin": spin, "last": last, "other": "cpu:0"}))
+    pipeline = f'profile{{estimate=true}},coplace{{join=never,device_map="{device_map}"}},m-topo,split,emit'
     return onnxplace.compile(endless_model(), folder / "endless.bundle", devices="cpu:0,cpu:1", pipeline=pipeline)
 
 
 def feeds(rounds: int | None = 3) -> dict[str, np.ndarray]:
-    """Return feeds for so many rounds; None for more than anybody will see the end of."""
-    return {"limit": FOR_EVER if rounds is None else np.array(rounds, dtype=np.int64), "x": X}
+    """Return feeds for a number of rounds; None for practically endless ones."""
+    return {"limit": ENDLESS_ROUNDS if rounds is None else np.array(rounds, dtype=np.int64), "x": X}
 
 
 def expected(rounds: int) -> list[np.ndarray]:

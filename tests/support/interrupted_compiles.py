@@ -1,10 +1,10 @@
-"""Compile in forked processes: each ends at another touch of the disk, or all of them write to one place at once.
+"""Compile in forked processes: each ends at another access to the disk, or all write to one destination at once.
 
     python tests/support/interrupted_compiles.py FOLDER {kill,raise,race} {fresh,force} {atomic,steps}
 
-FOLDER holds model.onnx, tmp, and `old`, a bundle that `force` replaces. `kill` and `raise` print how many moments were
-tried, and what was at the place of the bundle after each, as JSON. They fail if that was not whole, or if anything was
-left after the next sweep (after `raise`, at once). `race` prints how each compile ended.
+FOLDER contains model.onnx, tmp, and `old`, a bundle that `force` replaces. `kill` and `raise` print the number of
+moments and the bundles found at the destination after them, as JSON. They fail if a bundle was incomplete, or if files
+were left over after the next sweep (after `raise`, at once). `race` prints how each compile ended.
 """
 
 import json
@@ -21,35 +21,35 @@ from onnxplace.driver import compile_model
 from onnxplace.errors import UsageError
 from onnxplace.utils import renames
 
-# The second placer gives other files than the first, so that old and new can be told apart.
+# The second placer writes other files than the first, so that old and new bundles can be distinguished.
 PIPELINE = "optimize,profile{estimate=true},coplace{join=never},PLACER,split,emit"
 WRITES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree", "open")
 TERMINATED = 143
 
 
 class Moments:
-    """Counts what is about to be done to the disk below a folder, and ends the process at one of these moments."""
+    """Counts accesses to the disk below a folder, and ends the process at one of these moments."""
 
     def __init__(self, folder: Path, last: int, killed: bool) -> None:
         self.folder, self.last, self.killed = str(folder), last, killed
         self.count = 0
         sys.addaudithook(self.hook)
         self.actual = renames._renameat2
-        renames._renameat2 = self.renamed
+        renames._renameat2 = self.exchange
 
     def hook(self, event: str, arguments: tuple[object, ...]) -> None:
         if event not in WRITES or not str(arguments[0]).startswith(self.folder):
             return
         if event != "open" or int(str(arguments[2])) & (os.O_WRONLY | os.O_RDWR):
-            self.pass_by()
+            self.count_moment()
 
-    def renamed(self, *arguments: object) -> bool:
-        self.pass_by()
-        done = self.actual(*arguments)
-        self.pass_by()
-        return done
+    def exchange(self, *arguments: object) -> bool:
+        self.count_moment()
+        succeeded = self.actual(*arguments)
+        self.count_moment()
+        return succeeded
 
-    def pass_by(self) -> None:
+    def count_moment(self) -> None:
         self.count += 1
         if self.count == self.last:
             if self.killed:
@@ -57,22 +57,22 @@ class Moments:
             raise SystemExit(TERMINATED)
 
 
-def compiled(folder: Path, force: bool) -> None:
+def compile_into(folder: Path, force: bool) -> None:
     pipeline = PIPELINE.replace("PLACER", "m-etf")
     compile_model(
         folder / "model.onnx", folder / "b", devices="cpu:0,cpu:1", shape={"batch": 4}, pipeline=pipeline, force=force
     )
 
 
-def ended(folder: Path, force: bool, last: int, killed: bool) -> tuple[int, int]:
-    """Fork a compile that ends at its `last` moment; returns how it ended, and the moments of one that did not."""
+def fork_interrupted(folder: Path, force: bool, last: int, killed: bool) -> tuple[int, int]:
+    """Fork a compile that ends at its `last` moment; returns its exit code, and all moments if it completed."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         code = 1
         try:
             moments = Moments(folder, last, killed)
-            compiled(folder, force)
+            compile_into(folder, force)
             os.write(write, str(moments.count).encode())
             code = 0
         except SystemExit as leaving:
@@ -81,21 +81,21 @@ def ended(folder: Path, force: bool, last: int, killed: bool) -> tuple[int, int]
             os._exit(code)
     os.close(write)
     with os.fdopen(read) as stream:
-        said = stream.read()
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), int(said or 0)
+        count = stream.read()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), int(count or 0)
 
 
-def left(folder: Path) -> set[str]:
+def list_results(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} - {"model.onnx", "old", "tmp"}
 
 
-def placer(folder: Path) -> str:
-    """Return which bundle is there; raises OnnxplaceError if it is not whole."""
+def read_placer(folder: Path) -> str:
+    """Return the placer of the bundle, or "none"; raises OnnxplaceError if the bundle is incomplete."""
     return onnxplace.load(folder / "b", "all").manifest.placer if (folder / "b").exists() else "none"
 
 
 def race(folder: Path, force: bool, count: int = 4) -> list[str]:
-    """Let forked compiles write to one place at once; returns how they ended."""
+    """Let forked compiles write to one destination at once; returns their exit codes."""
     begin, go = os.pipe()
     children = []
     for _ in range(count):
@@ -104,8 +104,8 @@ def race(folder: Path, force: bool, count: int = 4) -> list[str]:
             code = 1
             try:
                 os.close(go)
-                os.read(begin, 1)  # until all are there
-                compiled(folder, force)
+                os.read(begin, 1)  # until all have started
+                compile_into(folder, force)
                 code = 0
             except UsageError as problem:
                 code = int(problem.code[1:])
@@ -118,25 +118,25 @@ def race(folder: Path, force: bool, count: int = 4) -> list[str]:
 
 
 def interrupt(folder: Path, force: bool, killed: bool) -> dict[str, int]:
-    """Try every moment; returns how many there were, and how often which bundle was there afterwards."""
-    seen: Counter[str] = Counter()
+    """Interrupt at every moment; returns their number, and how often each bundle was found afterwards."""
+    placers: Counter[str] = Counter()
     moment = 0
     while True:
         moment += 1
         prepare(folder, force)
-        code, count = ended(folder, force, moment, killed)
+        code, count = fork_interrupted(folder, force, moment, killed)
         if count:
             break
         assert code == (-signal.SIGKILL if killed else TERMINATED), (moment, code)
-        before = left(folder) - {"b"}
+        leftovers = list_results(folder) - {"b"}
         notes = sweep_output(folder / "b") if killed else []
-        assert left(folder) <= {"b"}, (moment, left(folder))
-        assert notes or not before, (moment, before)
+        assert list_results(folder) <= {"b"}, (moment, list_results(folder))
+        assert notes or not leftovers, (moment, leftovers)
         assert not any((folder / "tmp").iterdir()), moment
-        seen[placer(folder)] += 1
-        assert not force or not seen["none"], moment
-    assert placer(folder) == "m-etf"
-    return {"moments": moment - 1, **seen}
+        placers[read_placer(folder)] += 1
+        assert not force or not placers["none"], moment
+    assert read_placer(folder) == "m-etf"
+    return {"moments": moment - 1, **placers}
 
 
 def prepare(folder: Path, force: bool) -> None:
@@ -146,13 +146,14 @@ def prepare(folder: Path, force: bool) -> None:
 
 
 def main() -> None:
-    folder, (how, what, kind_of_renames) = Path(sys.argv[1]), sys.argv[2:]
-    compiled(folder, force=True)  # so that the children need not load what this one has
-    if kind_of_renames == "steps":
+    folder, (ending, destination, exchange) = Path(sys.argv[1]), sys.argv[2:]
+    force = destination == "force"
+    compile_into(folder, force=True)  # so that the children inherit all loaded modules
+    if exchange == "steps":
         renames._renameat2 = lambda *_: False
-    prepare(folder, what == "force")
-    result = race(folder, what == "force") if how == "race" else interrupt(folder, what == "force", how == "kill")
-    assert left(folder) == {"b"}, left(folder)
+    prepare(folder, force)
+    result = race(folder, force) if ending == "race" else interrupt(folder, force, ending == "kill")
+    assert list_results(folder) == {"b"}, list_results(folder)
     print(json.dumps(result))  # noqa: T201
 
 

@@ -1,0 +1,295 @@
+"""The worker threads of an engine: each follows its device's program, request after request.
+
+The requests in flight are one dictionary in the order of submission: each worker does its part of the first request
+that still needs it.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from onnxplace.bundle import Bundle, Step
+from onnxplace.errors import ExecutionError, OnnxplaceError, one_line
+from onnxplace.machine import is_foreign_error, pin_thread
+from onnxplace.runtime import Event, EventKind, Result
+from onnxplace.runtimes.execution.carried_state import CarriedStates
+from onnxplace.runtimes.execution.ort_values import to_python
+from onnxplace.runtimes.execution.requests import CancelledError, Request
+from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice, describe_segment_failure
+from onnxplace.runtimes.execution.wait_list import WaitList
+
+# Idle workers check this often whether their engine still has an owner.
+OWNER_CHECK_SECONDS = 3.0
+
+
+class Worker(threading.Thread):
+    """The thread that follows one device's program."""
+
+    def __init__(self, engine: WorkLoop, device: PlacedDevice) -> None:
+        super().__init__(target=engine.work, args=(device,), name=f"onnxplace {device.id}", daemon=True)
+        self.engine = engine
+
+
+class WorkLoop:
+    """The part of an engine that workers run."""
+
+    def __init__(
+        self, bundle: Bundle, devices: Mapping[str, PlacedDevice], segments: Mapping[str, OpenSegment], trace: bool
+    ) -> None:
+        self.bundle = bundle
+        self._segments = segments
+        self._devices = devices
+        self._trace = trace
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._request_changes = WaitList()
+        """Woken when a request ends or fails: a free slot, the turn of the next request, the end of all."""
+        self._in_flight: dict[int, Request] = {}
+        self._tokens: dict[str, queue.SimpleQueue[None]] = {device: queue.SimpleQueue() for device in devices}
+        """A token makes a worker look for work; a superfluous one does no harm."""
+        self._closed = False
+        self.owner: weakref.ref[object] | None = None
+        """The session that closes or abandons the engine, if there is one."""
+        self._broken: ExecutionError | None = None
+        self._index_values(bundle)
+        self._states = CarriedStates(bundle)
+        self._stored_values = {value for states in self._states.value_names.values() for value in states.values()}
+        self._reset = False
+
+    def _index_values(self, bundle: Bundle) -> None:
+        """Build the tables of values that each request needs."""
+        manifest = bundle.manifest
+        self._types = {item.name: item.dtype for item in manifest.inputs}
+        self._inputs = set(self._types)
+        self._read_inputs = {
+            device: {v for s in manifest.segments if s.device == device for v in s.inputs} & self._inputs
+            for device in self._devices
+        }
+        producers = {value: segment.device for segment in manifest.segments for value in segment.outputs}
+        returned = dict.fromkeys(item.value for item in manifest.outputs)
+        self._owns_buffers = {
+            name: item.owns_buffers for item in self._segments.values() for name in item.record.outputs
+        }
+        self._returned_values = {
+            device: [v for v in returned if producers.get(v) == device] for device in self._devices
+        }
+        self._returned_names = frozenset(item.name for item in bundle.returned)
+        self._outputs = [(item.name, item.value) for item in manifest.outputs]
+
+    def work(self, device: PlacedDevice) -> None:
+        """Follow the device's program, request after request, until the engine is closed."""
+        tokens = self._tokens[device.id]
+        try:
+            with pin_thread(device.cores):
+                while not self._is_finished(device.id):
+                    self._await_token(tokens)
+                    while (request := self._next_request(device.id)) is not None:
+                        with suppress(BaseException):  # the request has it
+                            self._run_part(device, request)
+                        self._finish_part(request, device.id)
+        except BaseException as cause:  # noqa: BLE001 - whatever ends a thread, such as an exception set from outside
+            self._mark_broken(device, cause)
+
+    def _await_token(self, tokens: queue.SimpleQueue[None]) -> None:
+        """Wait for a token.
+
+        The finalizer of a session abandons its engine, but an interrupt may prevent it. So the worker checks now and
+        then whether its owner still exists.
+        """
+        while True:
+            with suppress(queue.Empty):
+                return tokens.get(timeout=OWNER_CHECK_SECONDS)
+            if self.owner is not None and self.owner() is None:
+                self.abandon()
+
+    def _next_request(self, device: str) -> Request | None:
+        """Return the first request that needs a device; None if there is none, or its caller does that part."""
+        with self._lock:
+            for request in self._in_flight.values():
+                if device in request.unfinished:
+                    return None if request.callers_device == device else request
+        return None
+
+    def _is_finished(self, device: str) -> bool:
+        """Return whether the engine is closed and no request needs a device any more."""
+        with self._lock:
+            return self._closed and not any(device in request.unfinished for request in self._in_flight.values())
+
+    def _mark_broken(self, device: PlacedDevice, cause: BaseException) -> None:
+        """Fail all requests after a worker died, so that no thread waits for it."""
+        message = f"its worker died: {type(cause).__name__}: {cause}".rstrip(": ")
+        self._broken = ExecutionError("X005", message, where=device.id, hint="open a new session")
+        self._closed = True
+        for request in list(self._in_flight.values()):
+            self._fail(request, self._broken)
+            self._finish_part(request, device.id)
+        self._wake()
+
+    def _run_part(self, device: PlacedDevice, request: Request) -> None:
+        """Follow a device's program for one request; an error ends the request, an interrupt is raised again."""
+        try:
+            self.follow_program(device, self.bundle.manifest.programs[device.id], request)
+        except CancelledError:
+            pass
+        except OnnxplaceError as failure:
+            self._fail(request, failure)
+        except BaseException as failure:
+            message = f"the worker failed: {type(failure).__name__}: {failure}"
+            self._fail(request, ExecutionError("X001", message, where=device.id))
+            if not isinstance(failure, Exception) or is_foreign_error(failure):
+                raise
+
+    def _finish_part(self, request: Request, device: str) -> None:
+        """Note that a device finished its part; the last device stores the states and delivers the result."""
+        with self._lock:
+            request.unfinished.discard(device)
+            last = not request.unfinished and request.number in self._in_flight
+            if last:
+                self._store_states(request)
+                del self._in_flight[request.number]
+            more = bool(self._in_flight) or self._closed
+        if last:
+            self._request_changes.wake()
+            self._deliver_result(request)
+        if more and (self._closed or request.callers_device):
+            self._wake()
+
+    def _wake(self, excluded: str = "") -> None:
+        """Make all workers look for work, except that of the device `excluded`."""
+        for device, tokens in self._tokens.items():
+            if device != excluded:
+                tokens.put(None)
+
+    def _fail(self, request: Request, failure: BaseException) -> None:
+        """End a request with a failure."""
+        request.fail(failure)
+        with self._lock:  # so that no thread is between its check and its entry in the list
+            self._request_changes.wake()
+
+    def abandon(self) -> None:
+        """Let the workers end after requests in flight, without waiting: for finalizers, which may hold any lock."""
+        self._closed = True
+        if os.getpid() == self._process:
+            self._wake()
+
+    # -- programs ------------------------------------------------------------------------------------
+
+    def follow_program(self, device: PlacedDevice, program: Sequence[Step], request: Request) -> None:
+        """Execute the steps of a device's program for one request."""
+        stored, states = self._take_states(request), self._states.value_names.get(device.id, {})
+        values = {
+            name: device.feed(request.feeds[name], self._types[name])
+            for name in self._read_inputs[device.id]
+            if name in request.feeds
+        }
+        values.update({name: stored.pop(name) for name in states if name in stored})
+        for step in program:
+            if request.failure is not None:
+                raise CancelledError
+            request.current_steps[device.id] = step
+            if step.op == "run":
+                self.run_segment(device, self._segments[step.segment], values, request)
+            elif step.op == "send":
+                request.deliver(step.value, step.peer, values[step.value])
+            elif step.op == "receive":
+                began = time.perf_counter()
+                arrived = request.receive(step.value, device.id)
+                self._record(request, device, "wait", step.value, began)
+                began = time.perf_counter()
+                values[step.value] = device.receive(arrived)
+                self._record(request, device, "copy", step.value, began)
+            else:
+                values.pop(step.value, None)
+        request.outputs.update((name, values[name]) for name in self._returned_values[device.id])
+        next_states = {name: values[value] for name, value in states.items()}
+        request.next_states.update(
+            {name: self._detach(device, states[name], value) for name, value in next_states.items()}
+        )
+
+    def run_segment(self, device: PlacedDevice, segment: OpenSegment, values: dict[str, Any], request: Request) -> None:
+        """Run one segment; raises ExecutionError naming segment and device."""
+        began = time.perf_counter()
+        try:
+            segment.run(values, request.kept_alive, request.options)
+        except OnnxplaceError:
+            raise
+        except Exception as problem:
+            if is_foreign_error(problem):
+                raise
+            raise describe_segment_failure(problem, segment.record.id, device.id) from problem
+        self._record(request, device, "run", segment.record.id, began)
+
+    def _detach(self, device: PlacedDevice, name: str, value: Any) -> Any:
+        """Return a value that outlives its request: sequences and optionals may refer to memory of its feeds."""
+        return value if self._owns_buffers[name] else device.receive(value)
+
+    def _record(self, request: Request, device: PlacedDevice, kind: EventKind, name: str, began: float) -> None:
+        if self._trace:
+            now = time.perf_counter()
+            request.events.append(
+                Event(device.id, kind, name, began - request.start_time, now - request.start_time, request.number)
+            )
+
+    # -- states and results ------------------------------------------------------------------------------------
+
+    def _take_states(self, request: Request) -> dict[str, Any]:
+        """Wait for the request's turn, then return the stored states; each device removes its own.
+
+        Raises FeedError if a state has no value.
+        """
+        if not self._states.value_names:
+            return {}
+        while True:
+            with self._lock:
+                if request.failure is not None:
+                    raise CancelledError
+                if next(iter(self._in_flight.values())) is request:
+                    if request.states is None:  # the first worker takes them for all
+                        if request.resets_states:
+                            self._states.clear()
+                        request.states = self._states.take(request.feeds)
+                    return request.states
+                wakeup = self._request_changes.enter()
+            wakeup.acquire()
+
+    def _store_states(self, request: Request) -> None:
+        """Store the states of a request for the next one, which begins when this one is no longer in flight."""
+        if not self._states.value_names:
+            return
+        if request.failure is None:
+            self._states.store(request.next_states)
+        elif request.states is not None:
+            self._states.lose()
+        if self._reset and len(self._in_flight) == 1:
+            self._states.clear()
+
+    def _deliver_result(self, request: Request) -> None:
+        """Complete the future of a request, by its result or its failure."""
+        if request.failure is not None:
+            request.future.finish(None, request.failure)
+            return
+        try:
+            outputs = {
+                name: self._read_output(value, request) for name, value in self._outputs if name in request.output_names
+            }
+        except Exception as problem:  # noqa: BLE001 - a future that is never set would hang its caller
+            message = f"an output cannot be read: {one_line(problem) or type(problem).__name__}"
+            request.future.finish(None, ExecutionError("X003", message, where="outputs"))
+            return
+        events = tuple(sorted(request.events, key=lambda event: event.start_seconds))
+        request.future.finish(Result(outputs, events, time.perf_counter() - request.start_time), None)
+
+    def _read_output(self, value: str, request: Request) -> Any:
+        """Return an output as numpy; the caller may alter it without altering feeds or stored states."""
+        if value in self._inputs:
+            return copy.deepcopy(request.feeds[value])
+        array = to_python(request.outputs[value])
+        return array.copy() if value in self._stored_values else array
