@@ -50,7 +50,7 @@ def test_the_sum_of_blocks_bounds_every_step(state, max_nodes):
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
-@given(states(most=40), st.integers(2, 20))
+@given(states(max_nodes=40), st.integers(2, 20))
 def test_blocks_cut_the_path_and_hold_what_is_between(state, max_nodes):
     problem = placement_problem(state)
     blocks_in_series, least = decompose_series(problem, max_nodes), problem.seconds.min(axis=0)
@@ -70,7 +70,7 @@ def test_blocks_cut_the_path_and_hold_what_is_between(state, max_nodes):
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
-@given(states(most=40), st.integers(2, 20), st.integers(0, 5))
+@given(states(max_nodes=40), st.integers(2, 20), st.integers(0, 5))
 def test_steps_of_blocks_make_a_step_that_keeps_groups_and_pins(state, max_nodes, seed):
     problem, random = placement_problem(state), np.random.default_rng(seed)
 
