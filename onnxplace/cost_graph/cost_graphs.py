@@ -78,7 +78,7 @@ def read_cost_graph(
 def write_cost_graph(path: str | Path, graph: CostGraph | State, placed: PlacedGraph | None = None) -> None:
     """Write a cost graph, or a state with a Profile, as GraphML or GEXF, by the ending of the file's name.
 
-    `placed` is what `onnxplace.driver.place_cost_graph` returned for it: nodes get their device, its colour, start and finish.
+    `placed` is what `onnxplace.driver.place_cost_graph` returned: nodes get their device, its colour, start and finish.
     Raises InputError for names that XML cannot hold, UsageError for another ending or place.
     """
     write_graph(Path(path), to_networkx(graph, placed))

@@ -1,7 +1,7 @@
-"""Compile the loops of the default placer with all cores, on a machine that has not compiled them yet.
+"""Compile the loops of the default placer in several processes, on a machine that has not compiled them yet.
 
-numba compiles in one thread at a time, so the work is shared between this process and others, which leave what they
-compile on disk. It is done before anything is measured or timed.
+numba compiles in one thread at a time. So this process starts helpers, which leave compiled loops on disk. It does that
+before anything is measured or timed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from onnxplace.graph import Csr
 from onnxplace.machine import available_cores
 from onnxplace.utils import compiled_loops
 
-# The errands that compile what a pass needs; loops of other passes are compiled when they are called.
-NEEDS: Mapping[str, frozenset[str]] = {
+# The warm-ups that compile the loops of a pass; loops of other passes are compiled when they are called.
+WARM_UPS_OF_PASS: Mapping[str, frozenset[str]] = {
     "profile": frozenset({"layers"}),
     "coplace": frozenset({"groups"}),
     "fuse": frozenset({"levels"}),
@@ -29,59 +29,65 @@ NEEDS: Mapping[str, frozenset[str]] = {
     "multilevel": frozenset({"lists", "simulation", "bounds", "levels", "paths", "search"}),
     "auto": frozenset({"lists", "simulation", "bounds", "levels", "paths", "search"}),
 }
-# One that takes long enough to share it.
-LONG = "lists"
-# Where the errands are that compile them; the core knows passes by name only.
-ERRANDS = "onnxplace.passes.placement.search.first_use"
-# Which errands this process runs, and which each of the others, by how many there are: about as long each, and this
-# process, which has begun already, compiles small loops before and after.
-SHARES: tuple[tuple[tuple[str, ...], ...], ...] = (
+# Helpers are worth their start only if this warm-up is needed.
+LONGEST_WARM_UP = "lists"
+# The module of the warm-ups; the core knows passes by name only.
+WARM_UP_MODULE = "onnxplace.passes.placement.search.first_use"
+# Warm-ups of this process, then of each helper, by the number of helpers. Shares take about the same time; this process
+# has started already, and compiles small loops before and after.
+PROCESS_SHARES: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("groups", "simulation", "paths", "lists"), ("search", "levels", "bounds", "layers", "readers")),
     (("groups", "simulation", "lists"), ("search", "layers"), ("levels", "bounds", "paths", "readers")),
     (("layers", "groups", "simulation"), ("lists",), ("search",), ("levels", "bounds", "paths", "readers")),
 )
-# After which a process is given up; what it did not compile is compiled when it is called.
-PATIENCE_SECONDS = 120
+# A helper is killed after this time; loops that it has not compiled are compiled when they are called.
+HELPER_TIMEOUT_SECONDS = 120
 
-_shared = False
+_warmed_up = False
 
 
 def compile_loops(passes: Iterable[str]) -> None:
-    """Compile what these passes need, if that takes long and this process had to compile anything yet.
+    """Compile the loops of these passes, if that takes long and they are not on disk yet.
 
-    Once per process. Call it before work whose time counts.
+    It works once per process. Call it before any work that is timed.
     """
-    global _shared
-    errands = frozenset[str]().union(*(NEEDS.get(name, ()) for name in passes))
-    if _shared or LONG not in errands or len(available_cores()) < 2 or not sys.executable or not _is_first():
+    global _warmed_up
+    warm_ups = frozenset[str]().union(*(WARM_UPS_OF_PASS.get(name, ()) for name in passes))
+    if (
+        _warmed_up
+        or LONGEST_WARM_UP not in warm_ups
+        or len(available_cores()) < 2
+        or not sys.executable
+        or not _has_compiled_first_loop()
+    ):
         return
-    _shared = True
-    shares = SHARES[min(len(available_cores()) - 2, len(SHARES) - 1)]
-    own, *others = ([name for name in share if name in errands] for share in shares)
-    with _helpers(filter(None, others)) as helpers:
-        import_module(ERRANDS).run_errands(own)
+    _warmed_up = True
+    shares = PROCESS_SHARES[min(len(available_cores()) - 2, len(PROCESS_SHARES) - 1)]
+    own, *others = ([name for name in share if name in warm_ups] for share in shares)
+    with _start_helpers(filter(None, others)) as helpers:
+        import_module(WARM_UP_MODULE).run_warm_ups(own)
         for helper in helpers:
-            helper.wait(PATIENCE_SECONDS)
+            helper.wait(HELPER_TIMEOUT_SECONDS)
 
 
-def _is_first() -> bool:
-    """Return whether the loop that everything begins with had to be compiled, and could be kept."""
+def _has_compiled_first_loop() -> bool:
+    """Return whether the first loop of any run had to be compiled, and could be written to disk."""
     from onnxplace.graph import group_items
 
-    one = np.zeros(1, dtype=np.int32)
-    Csr.grouped(one, one, 1)
+    item = np.zeros(1, dtype=np.int32)
+    Csr.grouped(item, item, 1)
     return compiled_loops() > 0 and group_items.stats.cache_path is not None  # type: ignore[attr-defined]
 
 
 @contextmanager
-def _helpers(shares: Iterable[Sequence[str]]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Run errands in processes of their own, which end with the block; what cannot be started is left out."""
+def _start_helpers(shares: Iterable[Sequence[str]]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Run warm-ups in helper processes, which end with the block; a helper that cannot start is left out."""
     helpers: list[subprocess.Popen[bytes]] = []
     paths = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     try:
         for share in shares:
-            # -P: files in the current folder are no modules of ours.
-            command = [sys.executable, "-P", "-c", f"from {__name__} import help_out; help_out()", *share]
+            # -P: files in the current folder must not shadow modules of this package.
+            command = [sys.executable, "-P", "-c", f"from {__name__} import run_helper; run_helper()", *share]
             with suppress(OSError):
                 helpers.append(
                     subprocess.Popen(
@@ -96,10 +102,10 @@ def _helpers(shares: Iterable[Sequence[str]]) -> Iterator[list[subprocess.Popen[
             yield helpers
     finally:
         for helper in helpers:
-            helper.kill()  # nothing happens to one that has ended
+            helper.kill()  # without effect on a helper that has ended
             helper.wait()
 
 
-def help_out() -> None:
-    """Run, in a helper, the errands that the command line names."""
-    import_module(ERRANDS).run_errands(sys.argv[1:])
+def run_helper() -> None:
+    """Run the warm-ups that the command line of a helper names."""
+    import_module(WARM_UP_MODULE).run_warm_ups(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Compiled loops that execute a placed graph on paper: times, spans, memory peaks."""
+"""Compiled loops of the simulator: times of nodes and transfers, live spans of buffers, memory peaks."""
 
 # Compiled loops get their types from numba.
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
@@ -9,24 +9,24 @@ import numpy as np
 
 from onnxplace.utils import in_place
 
-# What `execute` knows about a device.
+# The state of a device in `run_events`.
 DEVICE = np.dtype(
     [
-        ("head", np.int64),  # where it is in its queue
+        ("head", np.int64),  # its position in its queue
         ("running", np.int64),  # node, or -1
-        ("stamp", np.int64),  # the value that was last sent to it, or -1
+        ("stamp", np.int64),  # the value last sent to it, or -1
         ("touched", np.int64),  # 1 if it may be able to start a node
         ("free", np.float64),  # seconds
         ("sending", np.float64),
         ("receiving", np.float64),
-        ("arrival", np.float64),  # when it has the value `stamp`
+        ("arrival", np.float64),  # when the value `stamp` arrives
     ],
     align=True,
 )
 
 
 @in_place
-def execute(
+def run_events(
     queue_starts,
     queue,
     device,
@@ -55,12 +55,13 @@ def execute(
     incoming channel; 1: no contention; 2: one channel per device for both directions. Transfers are booked when
     they become ready, in that order, so none delays one that was ready before it.
 
-    `waiting` holds how many inputs of each node are made, `available` zeros, `devices` records of `DEVICE`. Fills
-    start and finish (seconds per node, -1 before; they stay where the order deadlocks), and of each transfer
-    `sent_nodes` (value, source, destination) and `sent_times` (ready, start, finish). Returns how many transfers.
+    `waiting` holds the number of inputs of each node that nodes produce, `available` zeros, `devices` records of
+    `DEVICE`. Fills start and finish (seconds per node; they stay -1 where the order deadlocks), and of each transfer
+    `sent_nodes` (value, source, destination) and `sent_times` (ready, start, finish). Returns the number of transfers.
     """
     device_count, sent = len(devices), 0
     while True:
+        # Start the next node of each idle device, if its inputs are produced.
         for d in range(device_count):
             if devices[d].touched > 0 and devices[d].running < 0 and devices[d].head < queue_starts[d + 1]:
                 first = queue[devices[d].head]
@@ -70,55 +71,57 @@ def execute(
                     start[first] = max(devices[d].free, available[first])
                     finish[first] = start[first] + seconds[first]
             devices[d].touched = 0
-        node = -1  # which is done next; of several, the one of least index
+        # Find the node that finishes next; of several, the one of least index.
+        node = -1
         for d in range(device_count):
-            other = devices[d].running
-            if other >= 0 and (
-                node < 0 or finish[other] < finish[node] or (finish[other] == finish[node] and other < node)
+            candidate = devices[d].running
+            if candidate >= 0 and (
+                node < 0 or finish[candidate] < finish[node] or (finish[candidate] == finish[node] and candidate < node)
             ):
-                node = other
+                node = candidate
         if node < 0:
             break
         now, home = finish[node], device[node]
         devices[home].running = -1
         devices[home].free = now
         devices[home].touched = 1
+        # Send each output once to each device that reads it.
         for k in range(out_starts[node], out_starts[node + 1]):
             value = outs[k]
             for j in range(read_starts[value], read_starts[value + 1]):
                 reader = readers[j]
-                there = device[reader]
-                when = now
-                if there != home:
-                    if devices[there].stamp != value:
-                        devices[there].stamp = value
+                destination = device[reader]
+                arrival = now
+                if destination != home:
+                    if devices[destination].stamp != value:
+                        devices[destination].stamp = value
                         begin = now
                         if link_model == 0:
-                            begin = max(now, max(devices[home].sending, devices[there].receiving))
+                            begin = max(now, max(devices[home].sending, devices[destination].receiving))
                         elif link_model == 2:
                             begin = max(
                                 now,
                                 max(
                                     max(devices[home].sending, devices[home].receiving),
-                                    max(devices[there].sending, devices[there].receiving),
+                                    max(devices[destination].sending, devices[destination].receiving),
                                 ),
                             )
-                        end = begin + latency[home, there] + value_bytes[value] * per_byte[home, there]
+                        end = begin + latency[home, destination] + value_bytes[value] * per_byte[home, destination]
                         devices[home].sending = end
-                        devices[there].receiving = end
-                        devices[there].arrival = end
-                        sent_nodes[0, sent], sent_nodes[1, sent], sent_nodes[2, sent] = value, home, there
+                        devices[destination].receiving = end
+                        devices[destination].arrival = end
+                        sent_nodes[0, sent], sent_nodes[1, sent], sent_nodes[2, sent] = value, home, destination
                         sent_times[0, sent], sent_times[1, sent], sent_times[2, sent] = now, begin, end
                         sent += 1
-                    when = devices[there].arrival
-                available[reader] = max(available[reader], when)
+                    arrival = devices[destination].arrival
+                available[reader] = max(available[reader], arrival)
                 waiting[reader] -= 1
-                devices[there].touched = 1
+                devices[destination].touched = 1
     return sent
 
 
 @in_place
-def live_spans(
+def compute_live_spans(
     device,
     start,
     finish,
@@ -139,30 +142,30 @@ def live_spans(
     death_rank,
     root,
 ):
-    """When each buffer is born and dies. Buffer `v` is value `v` where it is made; buffer `V + c` is copy `c`.
+    """Compute birth and death of each buffer: `v` is value `v` on its producer's device, `V + c` is copy `c`.
 
-    A view shares the buffer of the value it looks at, where both are on one device. Fills birth, death (seconds;
-    infinity and -1 before) and, to order events at one instant, a position in the schedule for each (0 and -1 before).
-    `root` is the buffer whose memory each one shares, itself before.
+    A view shares the buffer of its source, where both are on one device. Fills birth and death (seconds; infinity and
+    -1 before) and, to order events at one instant, a position in the schedule for each (0 and -1 before). `root` is the
+    buffer whose memory each one shares, itself before.
     """
     values = len(producer)
     for value in range(values):
-        made = producer[value]
-        home = device[made] if made >= 0 else -1
-        if made >= 0:
-            birth[value] = start[made]
-            birth_rank[value] = 2 * rank[made]
-            death[value] = finish[made]
-            death_rank[value] = 2 * rank[made] + 1
+        producer_node = producer[value]
+        home = device[producer_node] if producer_node >= 0 else -1
+        if producer_node >= 0:
+            birth[value] = start[producer_node]
+            birth_rank[value] = 2 * rank[producer_node]
+            death[value] = finish[producer_node]
+            death_rank[value] = 2 * rank[producer_node] + 1
             if is_output[value]:
                 death[value] = end_of_step
-                death_rank[value] = 2 * len(rank) + 1  # after whatever else happens at the end
+                death_rank[value] = 2 * len(rank) + 1  # after all other events at the end
         for c in range(copy_starts[value], copy_starts[value + 1]):
             birth[values + c] = copy_begin[c]
-            # An input of the model is there before anything happens; a copy counts once it starts to arrive.
-            birth_rank[values + c] = -2 if made < 0 else 2 * len(rank)
+            # An input of the model is there before all events; a copy counts once it starts to arrive.
+            birth_rank[values + c] = -2 if producer_node < 0 else 2 * len(rank)
             death[values + c] = copy_end[c]
-            if made >= 0 and copy_end[c] > death[value]:
+            if producer_node >= 0 and copy_end[c] > death[value]:
                 death[value] = copy_end[c]
                 death_rank[value] = -1
         for j in range(read_starts[value], read_starts[value + 1]):
@@ -177,6 +180,7 @@ def live_spans(
             ):
                 death[buffer] = finish[reader]
                 death_rank[buffer] = 2 * rank[reader] + 1
+    # A buffer lives as long as its views, the last of which have the highest indices.
     for value in range(values - 1, -1, -1):
         if alias[value] >= 0 and producer[value] >= 0:
             home = device[producer[value]]
@@ -195,9 +199,9 @@ def live_spans(
 
 
 @in_place
-def device_peaks(events, where, change, live, peak):
+def device_peaks(events, event_device, change, live, peak):
     """Find the most bytes alive at one time on each device, taking the changes in the order of `events`."""
     for k in range(len(events)):
-        d = where[events[k]]
+        d = event_device[events[k]]
         live[d] += change[events[k]]
         peak[d] = max(peak[d], live[d])

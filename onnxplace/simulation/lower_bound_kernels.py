@@ -1,4 +1,4 @@
-"""The loops behind `bounds`, compiled by numba."""
+"""Compiled loops of lower bounds: heads, tails and thresholds of work."""
 
 # Compiled loops get their types from numba.
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
@@ -16,17 +16,17 @@ Floats = NDArray[np.float64]
 Longs = NDArray[np.int64]
 
 
-class Near(NamedTuple):
-    """Scratch: the neighbours of a node, the first few of each array, which has the length of the nodes."""
+class Neighbourhood(NamedTuple):
+    """Scratch for the neighbours of one node; each array has one entry per node, of which the first few are used."""
 
     place: Longs
-    """Of each node of the graph, its index as a neighbour; else -1."""
+    """Per node of the graph, its index as a neighbour, else -1."""
     node_of: Longs
     work: Floats
     beyond: Floats
-    """Seconds that lie beyond a neighbour."""
+    """Seconds from the end of a neighbour to the end of the step (or from the start)."""
     far: Floats
-    """What a neighbour on another device waits for what it reads."""
+    """Seconds that a neighbour on another device waits for its inputs."""
     alone: Floats
     remote: Floats
     by_remote: Longs
@@ -34,85 +34,96 @@ class Near(NamedTuple):
     rank: Longs
 
 
-def new_near(nodes: int) -> Near:
-    """Return scratch for a graph of so many nodes."""
+def new_neighbourhood(nodes: int) -> Neighbourhood:
+    """Return scratch for a graph with this number of nodes."""
     place, node_of, by_remote, by_beyond, rank = np.full((5, nodes), -1, dtype=np.int64)
     work, beyond, far, alone, remote = np.zeros((5, nodes))
-    return Near(place, node_of, work, beyond, far, alone, remote, by_remote, by_beyond, rank)
+    return Neighbourhood(place, node_of, work, beyond, far, alone, remote, by_remote, by_beyond, rank)
 
 
 @compiled_part
-def _descending(keys, count, ranked):
+def _sort_descending(keys, count, ranked):
     """Write the indices of the first `count` keys to `ranked`, largest key first, ties by index; a heap sort.
 
     numpy's own sort takes numba five seconds to compile.
     """
     for i in range(count):
         ranked[i] = i
-    for turn in range(count // 2 + count - 1, 0, -1):  # the first half of the turns make the heap
+    for turn in range(count // 2 + count - 1, 0, -1):  # the first half of the turns builds the heap
+        # Sift one item down; in the second half, the root is swapped with the last item first.
         slot, end = turn - count, count
         if slot < 0:
             slot, end = 0, turn
             ranked[0], ranked[end] = ranked[end], ranked[0]
-        moved = ranked[slot]
+        item = ranked[slot]
         while 2 * slot + 1 < end:
-            below = 2 * slot + 1
-            if below + 1 < end and _after(keys, ranked[below + 1], ranked[below]):
-                below += 1
-            if not _after(keys, ranked[below], moved):
+            child = 2 * slot + 1
+            if child + 1 < end and _comes_after(keys, ranked[child + 1], ranked[child]):
+                child += 1
+            if not _comes_after(keys, ranked[child], item):
                 break
-            ranked[slot] = ranked[below]
-            slot = below
-        ranked[slot] = moved
+            ranked[slot] = ranked[child]
+            slot = child
+        ranked[slot] = item
 
 
 @compiled_part
-def _after(keys, one, other):
-    """Whether `one` comes after `other` in descending order."""
+def _comes_after(keys, one, other):
+    """Return whether `one` comes after `other` in descending order."""
     return keys[one] < keys[other] or (keys[one] == keys[other] and one > other)
 
 
 @compiled_part
-def _star(count, alone, queues, near):
-    """Least time from when a node is done to when the last of its `count` neighbours, and what lies beyond, is done.
+def _bound_star(count, alone, has_channels, neighbourhood):
+    """Return the least time from the end of a node to the end of its last neighbour, with the path beyond.
 
-    Neighbours on the node's device run one after the other; the others wait `far` seconds for what they read. With
-    the longest ways first, the first few must be on the device for the rest to be no later. Where channels are shared
-    (`queues`), `alone` is what a neighbour's own transfers take of the node's channel: each neighbour takes time on
-    the device or on the channel, and the longer of the two is at least any weighted mean of them.
+    Neighbours on the node's device run one after the other; the others wait `far` seconds for what they read. With the
+    longest ways first, the first few must be on the device for the rest to be no later. Where channels are shared
+    (`has_channels`), `alone` is what a neighbour's own transfers take of the node's channel: each neighbour takes time
+    on the device or on the channel, and the longer of the two is at least any weighted mean of them.
     """
-    work, beyond, far, remote, rank = near.work, near.beyond, near.far, near.remote, near.rank
-    by_remote, by_beyond = near.by_remote, near.by_beyond
+    work, beyond, far, remote, rank = (
+        neighbourhood.work,
+        neighbourhood.beyond,
+        neighbourhood.far,
+        neighbourhood.remote,
+        neighbourhood.rank,
+    )
+    by_remote, by_beyond = neighbourhood.by_remote, neighbourhood.by_beyond
+    # The longest path over one neighbour.
     longest = 0.0
     for i in range(count):
         longest = max(longest, work[i] + beyond[i])
     if count < 2:
         return longest
+    # Rank neighbours by their end if they are remote, and by the path beyond.
     for i in range(count):
         remote[i] = far[i] + work[i] + beyond[i]
-    _descending(remote, count, by_remote)
-    _descending(beyond, count, by_beyond)
+    _sort_descending(remote, count, by_remote)
+    _sort_descending(beyond, count, by_beyond)
     for i in range(count):
         rank[by_remote[i]] = i
+    # Binary search for the number of local neighbours where both kinds end at the same time.
     low, high = 1, count
-    reached = 0.0
+    split_bound = 0.0
     while low <= high:
-        local = (low + high) // 2
+        local_count = (low + high) // 2
         total = 0.0
-        needed = 0.0
+        local_end = 0.0
         for i in range(count):
-            if rank[by_beyond[i]] < local:
+            if rank[by_beyond[i]] < local_count:
                 total += work[by_beyond[i]]
-                needed = max(needed, total + beyond[by_beyond[i]])
-        here = remote[by_remote[local - 1]]
-        # With `local` neighbours or more on the device it takes `needed`, with fewer at least `here`.
-        reached = max(reached, min(needed, here))
-        if needed >= here:
-            high = local - 1
+                local_end = max(local_end, total + beyond[by_beyond[i]])
+        remote_end = remote[by_remote[local_count - 1]]
+        # With `local_count` or more local neighbours it takes `local_end`, with fewer at least `remote_end`.
+        split_bound = max(split_bound, min(local_end, remote_end))
+        if local_end >= remote_end:
+            high = local_count - 1
         else:
-            low = local + 1
-    longest = max(longest, reached)
-    if queues:
+            low = local_count + 1
+    longest = max(longest, split_bound)
+    if has_channels:
+        # Weigh the device against its channel, by three shares.
         nearest = beyond[by_beyond[count - 1]]
         for quarter in range(1, 4):
             share = 0.25 * quarter
@@ -124,60 +135,76 @@ def _star(count, alone, queues, near):
 
 
 @in_place
-def tails_of(order, out_starts, outs, read_starts, readers, least, send, queues, near, tail):
-    """Fill `tail`: seconds from the end of each node to the end of the step, at least."""
-    place, node_of, work, beyond, far, alone = near.place, near.node_of, near.work, near.beyond, near.far, near.alone
+def compute_tails(order, out_starts, outs, read_starts, readers, least, send, has_channels, neighbourhood, tail):
+    """Fill `tail`: least seconds from the end of each node to the end of the step."""
+    place, node_of, work, beyond, far, alone = (
+        neighbourhood.place,
+        neighbourhood.node_of,
+        neighbourhood.work,
+        neighbourhood.beyond,
+        neighbourhood.far,
+        neighbourhood.alone,
+    )
     for position in range(len(order) - 1, -1, -1):
         node = order[position]
-        found = np.int64(0)
+        # Collect the readers, each once, with what it waits for if it is remote.
+        count = np.int64(0)
         for k in range(out_starts[node], out_starts[node + 1]):
             value = outs[k]
-            single = read_starts[value + 1] - read_starts[value] == 1
+            has_one_reader = read_starts[value + 1] - read_starts[value] == 1
             for j in range(read_starts[value], read_starts[value + 1]):
                 reader = readers[j]
-                at = place[reader]
-                if at < 0:
-                    at = found
-                    place[reader] = at
-                    node_of[at] = reader
-                    work[at], beyond[at], far[at], alone[at] = least[reader], tail[reader], 0.0, 0.0
-                    found += 1
-                far[at] = far[at] + send[value] if queues else max(far[at], send[value])
-                if single:
-                    alone[at] += send[value]
-        tail[node] = _star(found, alone, queues, near)
-        for i in range(found):
+                slot = place[reader]
+                if slot < 0:
+                    slot = count
+                    place[reader] = slot
+                    node_of[slot] = reader
+                    work[slot], beyond[slot], far[slot], alone[slot] = least[reader], tail[reader], 0.0, 0.0
+                    count += 1
+                far[slot] = far[slot] + send[value] if has_channels else max(far[slot], send[value])
+                if has_one_reader:
+                    alone[slot] += send[value]
+        tail[node] = _bound_star(count, alone, has_channels, neighbourhood)
+        for i in range(count):
             place[node_of[i]] = -1
 
 
 @in_place
-def heads_of(order, producer, in_starts, ins, least, send, queues, near, head):
-    """Fill `head`: seconds before the start of each node, at least."""
-    place, node_of, work, beyond, far = near.place, near.node_of, near.work, near.beyond, near.far
+def compute_heads(order, producer, in_starts, ins, least, send, has_channels, neighbourhood, head):
+    """Fill `head`: least seconds from the start of the step to the start of each node."""
+    place, node_of, work, beyond, far = (
+        neighbourhood.place,
+        neighbourhood.node_of,
+        neighbourhood.work,
+        neighbourhood.beyond,
+        neighbourhood.far,
+    )
     for position in range(len(order)):
         node = order[position]
-        found = np.int64(0)
+        # Collect the producers, each once, with what the node waits for if they are remote.
+        count = np.int64(0)
         for k in range(in_starts[node], in_starts[node + 1]):
             value = ins[k]
             source = producer[value]
             if source < 0:
                 continue
-            at = place[source]
-            if at < 0:
-                at = found
-                place[source] = at
-                node_of[at] = source
-                work[at], beyond[at], far[at] = least[source], head[source], 0.0
-                found += 1
-            far[at] = far[at] + send[value] if queues else max(far[at], send[value])
-        head[node] = _star(found, far, queues, near)
-        for i in range(found):
+            slot = place[source]
+            if slot < 0:
+                slot = count
+                place[source] = slot
+                node_of[slot] = source
+                work[slot], beyond[slot], far[slot] = least[source], head[source], 0.0
+                count += 1
+            far[slot] = far[slot] + send[value] if has_channels else max(far[slot], send[value])
+        head[node] = _bound_star(count, far, has_channels, neighbourhood)
+        for i in range(count):
             place[node_of[i]] = -1
 
 
 @in_place
 def best_threshold(by_tail, levels, head, tail, work, devices):
-    """Largest head level + work / devices + tail over the nodes with at least that head and at least that tail."""
+    """Return the largest head level + work / devices + tail, over nodes with at least that head and that tail."""
+    # Nodes come by falling tail, so that `total` is the work with at least the tail of the current one.
     best = 0.0
     for k in range(len(levels)):
         total = 0.0
@@ -190,8 +217,9 @@ def best_threshold(by_tail, levels, head, tail, work, devices):
 
 
 @compiled_loop
-def connected(producer, in_starts, ins):
-    """Whether all nodes hang together by values that one of them makes and another reads."""
+def is_connected(producer, in_starts, ins):
+    """Return whether the graph is connected by values between nodes."""
+    # Disjoint sets; each edge joins two or closes a loop.
     count = len(in_starts) - 1
     root = np.arange(count)
     pieces = count

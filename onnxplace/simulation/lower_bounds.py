@@ -1,7 +1,7 @@
-"""Times that no placement can beat: what every report holds a makespan against.
+"""Lower bounds on the makespan of any placement.
 
-All bounds are for the causal simulator and hold in each of its link models; each relaxes something: that devices
-compute one thing at a time, that values have to be sent, or both but around one node.
+All bounds are for the causal simulator and hold in each of its link models. Each relaxes something: that devices
+compute one node at a time, that values have to be sent, or both except around one node.
 """
 
 from __future__ import annotations
@@ -12,20 +12,26 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxplace.graph import Bools, Floats, Ints, Longs, OpGraph, sum_by
-from onnxplace.simulation.lower_bound_kernels import best_threshold, connected, heads_of, new_near, tails_of
+from onnxplace.simulation.lower_bound_kernels import (
+    best_threshold,
+    compute_heads,
+    compute_tails,
+    is_connected,
+    new_neighbourhood,
+)
 from onnxplace.target import Target
 
-# How many head lengths are combined with every tail length.
-HEADS = 16
-# How many groups, those with the most work first, are looked at one by one.
-GROUPS = 16
-# Steps of the search for the weights of devices of different speed.
-STEPS = 12
+# Head lengths that are combined with every tail length.
+MAX_HEAD_LEVELS = 16
+# Groups with the most work that give a bound each.
+MAX_GROUPS = 16
+# Steps of the search for dual weights of devices of different speed.
+SUBGRADIENT_STEPS = 12
 
 
 @dataclass(frozen=True)
 class Reach:
-    """What has to happen before and after each node, in seconds; its own time not counted."""
+    """Lower bounds on the seconds before and after each node, without its own."""
 
     head: Floats
     tail: Floats
@@ -41,27 +47,37 @@ class Reach:
 
 
 def heads_and_tails(graph: OpGraph, seconds: Floats, target: Target | None = None) -> Reach:
-    """Return heads and tails: longest paths, tightened where a node has several successors (or predecessors).
+    """Compute heads and tails: longest paths, tightened where a node has several neighbours.
 
-    Those either follow one after the other on the node's device, or wait for a transfer, for which they queue where
-    channels are shared; the cheapest such split counts (Papadimitriou and Yannakakis 1990, for direct neighbours
-    only). Without a target, transfers count nothing. O((N + E) log N).
+    Its successors (or predecessors) either run one after the other on the node's device, or wait for a transfer, for
+    which they queue where channels are shared. The cheapest such split counts (Papadimitriou and Yannakakis 1990, for
+    direct neighbours only). Without a target, transfers count nothing. O((N + E) log N).
     """
     least = seconds.min(axis=0)
     send = np.zeros(len(graph.value_names))
-    queues = target is not None and target.link_model != "parallel"
+    has_channels = target is not None and target.link_model != "parallel"
     if target is not None and len(target.devices) > 1:
         latency, per_byte = target.link_arrays()
-        apart = ~np.eye(len(latency), dtype=bool)
-        pairs = sorted(set(zip(latency[apart].tolist(), per_byte[apart].tolist())))
-        send = np.min([fixed + graph.value_bytes * each for fixed, each in pairs], axis=0)
+        off_diagonal = ~np.eye(len(latency), dtype=bool)
+        pairs = sorted(set(zip(latency[off_diagonal].tolist(), per_byte[off_diagonal].tolist())))
+        send = np.min([fixed + graph.value_bytes * rate for fixed, rate in pairs], axis=0)
     elif target is not None:
         send = np.full(len(graph.value_names), np.inf)
     outputs, inputs, readers = graph.outputs, graph.inputs, graph.readers
-    scratch, (head, tail) = new_near(len(graph)), np.zeros((2, len(graph)))
-    heads_of(graph.order, graph.producer, inputs.starts, inputs.items, least, send, queues, scratch, head)
-    tails_of(graph.order, outputs.starts, outputs.items, readers.starts, readers.items, least, send, queues, scratch,
-             tail)  # fmt: skip
+    scratch, (head, tail) = new_neighbourhood(len(graph)), np.zeros((2, len(graph)))
+    compute_heads(graph.order, graph.producer, inputs.starts, inputs.items, least, send, has_channels, scratch, head)
+    compute_tails(
+        graph.order,
+        outputs.starts,
+        outputs.items,
+        readers.starts,
+        readers.items,
+        least,
+        send,
+        has_channels,
+        scratch,
+        tail,
+    )
     return Reach(head, tail, least, send)
 
 
@@ -72,7 +88,7 @@ def lower_bound_seconds(
     group: Ints | None = None,
     pinned: Ints | None = None,
 ) -> float:
-    """Return a time no placement can beat: the largest of several bounds, each cheap. O((N + E) log N).
+    """Return a lower bound on the makespan: the largest of several cheap bounds. O((N + E) log N).
 
     - the longest way through one node (`heads_and_tails`);
     - heads, work and tails: what starts after `a` and has `b` to come must share all devices in between; what is
@@ -84,42 +100,44 @@ def lower_bound_seconds(
     """
     if not len(graph):
         return 0.0
-    around = heads_and_tails(graph, seconds, target)
-    bound = max(around.longest_seconds, _shared(around.least, around, len(seconds)))
+    reach = heads_and_tails(graph, seconds, target)
+    bound = max(reach.longest_seconds, _threshold_bound(reach.least, reach, len(seconds)))
     if (seconds != seconds[0]).any():
-        bound = max(bound, _spread(seconds))
-    homes = pinned[group] if group is not None and pinned is not None else np.full(len(graph), -1, dtype=np.int32)
-    devices = np.unique(homes[homes >= 0])
+        bound = max(bound, _fractional_bound(seconds))
+    pinned_device = (
+        pinned[group] if group is not None and pinned is not None else np.full(len(graph), -1, dtype=np.int32)
+    )
+    devices = np.unique(pinned_device[pinned_device >= 0])
     for device in devices.tolist():
-        bound = max(bound, _shared(np.where(homes == device, seconds[device], 0.0), around, 1))
-    for members in _heaviest(around.least, group):
-        bound = max(bound, _shared(np.where(members, around.least, 0.0), around, 1))
-    if target is not None and (len(devices) > 1 or not _fits_somewhere(graph, target)):
-        bound = max(bound, _cheapest_cut(graph, around))
+        bound = max(bound, _threshold_bound(np.where(pinned_device == device, seconds[device], 0.0), reach, 1))
+    for is_member in _heaviest_groups(reach.least, group):
+        bound = max(bound, _threshold_bound(np.where(is_member, reach.least, 0.0), reach, 1))
+    if target is not None and (len(devices) > 1 or not _fits_on_one_device(graph, target)):
+        bound = max(bound, _cheapest_cut_bound(graph, reach))
     return bound
 
 
-def _shared(work: Floats, around: Reach, devices: int) -> float:
+def _threshold_bound(work: Floats, reach: Reach, devices: int) -> float:
     """Return the largest `a + work / devices + b` over what has a head of at least `a` and a tail of at least `b`."""
     busy = np.flatnonzero(work > 0).astype(np.int64)
     if not len(busy):
         return 0.0
-    levels = np.unique(np.quantile(around.head[busy], np.linspace(0, 1, HEADS), method="lower"))
-    by_tail = busy[np.argsort(-around.tail[busy], kind="stable")]
-    return float(best_threshold(by_tail, levels, around.head, around.tail, work, devices))
+    levels = np.unique(np.quantile(reach.head[busy], np.linspace(0, 1, MAX_HEAD_LEVELS), method="lower"))
+    by_tail = busy[np.argsort(-reach.tail[busy], kind="stable")]
+    return float(best_threshold(by_tail, levels, reach.head, reach.tail, work, devices))
 
 
-def _heaviest(least: Floats, group: Ints | None) -> Iterator[Bools]:
-    """Yield the nodes of each group of several that has a large part of the work."""
+def _heaviest_groups(least: Floats, group: Ints | None) -> Iterator[Bools]:
+    """Yield the nodes of each of the heaviest groups of several nodes."""
     if group is None:
         return
     work, size = np.bincount(group, least), np.bincount(group)
-    for heavy in np.argsort(-np.where(size > 1, work, 0.0), kind="stable")[:GROUPS].tolist():
+    for heavy in np.argsort(-np.where(size > 1, work, 0.0), kind="stable")[:MAX_GROUPS].tolist():
         if size[heavy] > 1:
             yield group == heavy
 
 
-def _spread(seconds: Floats) -> float:
+def _fractional_bound(seconds: Floats) -> float:
     """Return a bound on the largest load of any fractional placement.
 
     For weights `p` of the devices that sum to one, the largest load is at least the sum over nodes of
@@ -127,11 +145,11 @@ def _spread(seconds: Floats) -> float:
     """
     weight = np.full(len(seconds), 1 / len(seconds))
     best = 0.0
-    for step in range(STEPS):
-        weighed = weight[:, None] * seconds
-        home = weighed.argmin(axis=0)
-        best = max(best, float(weighed.min(axis=0).sum()))
-        load = sum_by(home.astype(np.int32), seconds[home, np.arange(len(home))], len(seconds))
+    for step in range(SUBGRADIENT_STEPS):
+        weighted = weight[:, None] * seconds
+        cheapest = weighted.argmin(axis=0)
+        best = max(best, float(weighted.min(axis=0).sum()))
+        load = sum_by(cheapest.astype(np.int32), seconds[cheapest, np.arange(len(cheapest))], len(seconds))
         if not load.sum():
             break
         weight = weight * np.exp((load / load.sum() - 1 / len(load)) * 2 / (1 + step))
@@ -140,25 +158,25 @@ def _spread(seconds: Floats) -> float:
 
 
 def node_bytes(graph: OpGraph) -> Longs:
-    """Return, per node, memory its device must have free of weights while it runs: workspace, inputs and outputs.
+    """Return, per node, the bytes next to weights that it needs while it runs: workspace, inputs and outputs.
 
-    Views are not counted, nor what they look at where it may be elsewhere.
+    Views are not counted, nor are their roots, which may be on another device.
     """
-    own = np.where(graph.alias < 0, graph.value_bytes, 0)
-    made = np.flatnonzero(graph.producer >= 0)
-    outputs = np.bincount(graph.producer[made], own[made], len(graph))
-    inputs = np.bincount(graph.inputs.rows, own[graph.inputs.items], len(graph))
+    owned_bytes = np.where(graph.alias < 0, graph.value_bytes, 0)
+    produced = np.flatnonzero(graph.producer >= 0)
+    outputs = np.bincount(graph.producer[produced], owned_bytes[produced], len(graph))
+    inputs = np.bincount(graph.inputs.rows, owned_bytes[graph.inputs.items], len(graph))
     return graph.workspace_bytes + (outputs + inputs).astype(np.int64)
 
 
-def _fits_somewhere(graph: OpGraph, target: Target) -> bool:
+def _fits_on_one_device(graph: OpGraph, target: Target) -> bool:
     needs = graph.total_weight_bytes + int(node_bytes(graph).max(initial=0))
     return any(needs <= device.memory_bytes for device in target.devices)
 
 
-def _cheapest_cut(graph: OpGraph, around: Reach) -> float:
-    """Return what the cheapest edge costs that may be cut, with what comes before and after; 0 if none need be."""
-    if not connected(graph.producer, graph.inputs.starts, graph.inputs.items):
+def _cheapest_cut_bound(graph: OpGraph, reach: Reach) -> float:
+    """Return the least length of a path over a cut edge; 0 if no edge has to be cut."""
+    if not is_connected(graph.producer, graph.inputs.starts, graph.inputs.items):
         return 0.0
     reader, value = graph.inputs.rows, graph.inputs.items
     inner = graph.producer[value] >= 0
@@ -166,5 +184,5 @@ def _cheapest_cut(graph: OpGraph, around: Reach) -> float:
     if not len(value):
         return 0.0
     source = graph.producer[value]
-    before, after = around.head + around.least, around.least + around.tail
-    return float((before[source] + around.send[value] + after[reader]).min())
+    before, after = reach.head + reach.least, reach.least + reach.tail
+    return float((before[source] + reach.send[value] + after[reader]).min())

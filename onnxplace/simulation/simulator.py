@@ -1,6 +1,6 @@
-"""The causal simulator: when everything runs, what crosses which link, and how much memory it takes.
+"""The causal simulator: start and finish of nodes and transfers, and the memory of devices.
 
-One model of time for placers, reports and the `simulated` runtime; DESIGN section 4 states its rules.
+Placers, reports and the `simulated` runtime share this model of time; DESIGN section 4 states its rules.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph, sum_by
-from onnxplace.simulation.kernels import DEVICE, device_peaks, execute, live_spans
+from onnxplace.simulation.kernels import DEVICE, compute_live_spans, device_peaks, run_events
 from onnxplace.target import LINK_MODELS, Target
 
 
 @dataclass(frozen=True)
 class Transfers:
-    """What crosses between devices, in the order in which it was booked; parallel arrays."""
+    """Transfers between devices as parallel arrays, in the order in which they were booked."""
 
     value: Ints
     source: Ints
     destination: Ints
     ready_seconds: Floats
-    """When the value was made."""
+    """When the value was produced."""
     start_seconds: Floats
     finish_seconds: Floats
 
@@ -40,50 +40,65 @@ class Simulation:
     transfers: Transfers
     makespan_seconds: float
     compute_seconds: Floats
-    """Per device: time it computes."""
+    """Per device: the time that it computes."""
     weights_bytes: Longs
-    """Per device: the weights its nodes read, each once."""
+    """Per device: the weights that its nodes read, each once."""
     peak_bytes: Longs
-    """Per device: the most it holds at one time, weights included."""
+    """Per device: the most bytes at one time, weights included."""
 
 
 def simulate(graph: OpGraph, seconds: Floats, target: Target, device: Ints, order: Ints) -> Simulation:
-    """Run `graph` with each node on `device` (index into the target), each device following `order`.
+    """Simulate a step of a placed graph, in which each device runs its nodes in the given order.
 
-    `seconds` is [device, node]; `order` holds every node once. A model's inputs are on the devices that read them
-    from the start, its outputs stay to the end. O((N + E) log N). Raises ValueError if the order cannot be run.
+    A model's inputs are on the devices that read them from the start; its outputs stay to the end. O((N + E) log N).
+
+    Args:
+        graph: The graph.
+        seconds: [device, node].
+        target: Its devices and links.
+        device: Per node, an index into the target.
+        order: Each node once.
+
+    Raises:
+        ValueError: A device would wait forever for a node that is later in the order.
     """
     device, order = device.astype(np.int32, copy=False), order.astype(np.int32, copy=False)
     own_seconds = seconds[device, np.arange(len(graph))]
     start, finish, transfers = _execute(graph, own_seconds, target, device, order)
     if len(finish) and finish.min() < 0:
-        stuck = graph.names[int(order[np.argmax(finish[order] < 0)])]
-        raise ValueError(f"the order cannot be run: {stuck!r} waits for a node that is behind it")
+        blocked_node = graph.names[int(order[np.argmax(finish[order] < 0)])]
+        raise ValueError(f"the order cannot be run: {blocked_node!r} waits for a node that is behind it")
     end = float(max(finish.max(initial=0.0), transfers.finish_seconds.max(initial=0.0)))
     weights = device_weights(graph, device, len(target.devices))
-    dynamic = _peak_of_values(graph, device, order, start, finish, transfers, end, len(target.devices))
+    dynamic = _peak_value_bytes(graph, device, order, start, finish, transfers, end, len(target.devices))
     return Simulation(
-        start, finish, transfers, end, sum_by(device, own_seconds, len(target.devices)), weights, weights + dynamic
+        start_seconds=start,
+        finish_seconds=finish,
+        transfers=transfers,
+        makespan_seconds=end,
+        compute_seconds=sum_by(device, own_seconds, len(target.devices)),
+        weights_bytes=weights,
+        peak_bytes=weights + dynamic,
     )
 
 
 def _execute(
     graph: OpGraph, own_seconds: Floats, target: Target, device: Ints, order: Ints
 ) -> tuple[Floats, Floats, Transfers]:
-    """Return when nodes start and finish, -1 for those that cannot run in this order, and what is sent."""
+    """Return start and finish of nodes, -1 for those that cannot run in this order, and all transfers."""
     latency, per_byte = target.link_arrays()
     outputs, inputs, readers = graph.outputs, graph.inputs, graph.readers
-    home = device[order]
-    queue_starts = np.concatenate([[0], np.cumsum(np.bincount(home, minlength=len(target.devices)))])
+    queue_device = device[order]
+    queue_starts = np.concatenate([[0], np.cumsum(np.bincount(queue_device, minlength=len(target.devices)))])
     devices = np.zeros(len(target.devices), DEVICE)
     devices["head"], devices["running"], devices["stamp"], devices["touched"] = queue_starts[:-1], -1, -1, 1
     waiting = np.bincount(inputs.rows[graph.producer[inputs.items] >= 0], minlength=len(graph))
     start, finish, available = np.full(len(graph), -1.0), np.full(len(graph), -1.0), np.zeros(len(graph))
-    most = len(readers.items)  # each reader gets a value once
-    sent_nodes, sent_times = np.empty((3, most), dtype=np.int32), np.empty((3, most))
-    sent = execute(
+    max_transfers = len(readers.items)  # each reader gets a value once
+    sent_nodes, sent_times = np.empty((3, max_transfers), dtype=np.int32), np.empty((3, max_transfers))
+    sent = run_events(
         queue_starts,
-        order[np.argsort(home, kind="stable")],
+        order[np.argsort(queue_device, kind="stable")],
         device,
         own_seconds,
         graph.producer,
@@ -107,13 +122,13 @@ def _execute(
 
 
 def device_weights(graph: OpGraph, device: Ints, device_count: int) -> Longs:
-    """Return the bytes of weights that the nodes of each device read, each once per device."""
-    held = Csr.grouped(device[graph.weights.rows].astype(np.int32), graph.weights.items, device_count)
-    sums = sum_by(held.rows, graph.weight_bytes[held.items], device_count)
+    """Return, per device, the bytes of weights that its nodes read, each once."""
+    stored = Csr.grouped(device[graph.weights.rows].astype(np.int32), graph.weights.items, device_count)
+    sums = sum_by(stored.rows, graph.weight_bytes[stored.items], device_count)
     return np.rint(sums).astype(np.int64)
 
 
-def _peak_of_values(
+def _peak_value_bytes(
     graph: OpGraph,
     device: Ints,
     order: Ints,
@@ -123,14 +138,14 @@ def _peak_of_values(
     end: float,
     device_count: int,
 ) -> Longs:
-    """Return, per device, the most bytes of values and workspace at one time."""
+    """Return, per device, the most bytes of values and workspaces at one time."""
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
-    copies = _copies(graph, device, transfers)
+    copies = _collect_copies(graph, device, transfers)
     buffers = len(graph.producer) + len(copies.device)
     birth, death, root = np.full(buffers, np.inf), np.full(buffers, -1.0), np.arange(buffers)
     birth_rank, death_rank = np.zeros(buffers, dtype=np.int64), np.full(buffers, -1, dtype=np.int64)
-    live_spans(
+    compute_live_spans(
         device,
         start,
         finish,
@@ -155,19 +170,19 @@ def _peak_of_values(
     home = np.concatenate([device[graph.producer], copies.device]) if len(device) else copies.device
     size = np.concatenate([graph.value_bytes, graph.value_bytes[copies.value]])
     work = np.flatnonzero(graph.workspace_bytes > 0)
-    where = np.concatenate([home[owned], home[owned], device[work], device[work]])
-    when = np.concatenate([birth[owned], death[owned], start[work], finish[work]])
-    at = np.concatenate([birth_rank[owned], death_rank[owned], 2 * rank[work], 2 * rank[work] + 1])
+    event_device = np.concatenate([home[owned], home[owned], device[work], device[work]])
+    event_time = np.concatenate([birth[owned], death[owned], start[work], finish[work]])
+    event_rank = np.concatenate([birth_rank[owned], death_rank[owned], 2 * rank[work], 2 * rank[work] + 1])
     change = np.concatenate([size[owned], -size[owned], graph.workspace_bytes[work], -graph.workspace_bytes[work]])
     # At one instant and rank there are only births or only deaths.
     live, peaks = np.zeros((2, device_count), dtype=np.int64)
-    device_peaks(np.lexsort((at, when)), where, change, live, peaks)
+    device_peaks(np.lexsort((event_rank, event_time)), event_device, change, live, peaks)
     return peaks
 
 
 @dataclass(frozen=True)
 class _Copies:
-    """Values present on a device that did not make them: received, or fed from outside; sorted by value."""
+    """Copies of values on devices that did not produce them: received, or inputs of the model; sorted by value."""
 
     value: Ints
     starts: Longs
@@ -176,15 +191,15 @@ class _Copies:
     end: Floats
 
 
-def _copies(graph: OpGraph, device: Ints, transfers: Transfers) -> _Copies:
-    fed_reads = np.flatnonzero(graph.producer[graph.inputs.items] < 0)
-    pairs = np.stack([graph.inputs.items[fed_reads], device[graph.inputs.rows[fed_reads]]])
-    fed = np.unique(pairs, axis=1) if pairs.size else pairs
-    value = np.concatenate([transfers.value, fed[0]]).astype(np.int32)
-    there = np.concatenate([transfers.destination, fed[1]]).astype(np.int32)
-    begin = np.concatenate([transfers.start_seconds, np.zeros(fed.shape[1])])
-    end = np.concatenate([transfers.finish_seconds, np.zeros(fed.shape[1])])
-    order = np.lexsort((there, value))
+def _collect_copies(graph: OpGraph, device: Ints, transfers: Transfers) -> _Copies:
+    input_reads = np.flatnonzero(graph.producer[graph.inputs.items] < 0)
+    pairs = np.stack([graph.inputs.items[input_reads], device[graph.inputs.rows[input_reads]]])
+    inputs = np.unique(pairs, axis=1) if pairs.size else pairs
+    value = np.concatenate([transfers.value, inputs[0]]).astype(np.int32)
+    destination = np.concatenate([transfers.destination, inputs[1]]).astype(np.int32)
+    begin = np.concatenate([transfers.start_seconds, np.zeros(inputs.shape[1])])
+    end = np.concatenate([transfers.finish_seconds, np.zeros(inputs.shape[1])])
+    order = np.lexsort((destination, value))
     starts = np.zeros(len(graph.value_names) + 1, dtype=np.int64)
     np.cumsum(np.bincount(value, minlength=len(graph.value_names)), out=starts[1:])
-    return _Copies(value[order], starts, there[order], begin[order], end[order])
+    return _Copies(value[order], starts, destination[order], begin[order], end[order])

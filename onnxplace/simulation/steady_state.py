@@ -1,4 +1,4 @@
-"""Steady-state loads: how busy devices and channels are when many requests are pipelined through a placement.
+"""Steady-state loads: seconds of devices and channels per request, when requests are pipelined.
 
 The objective of Tarnawski, Phanishayee, Devanur, Mahajan and Nina Paravecino, "Efficient Algorithms for Device
 Placement of DNN Graph Operators" (NeurIPS 2020): with requests in flight everywhere, a result comes out once per
@@ -22,7 +22,7 @@ Count = Literal["max", "sum"]
 
 @dataclass(frozen=True)
 class Loads:
-    """Seconds of work that one request brings to each device and to its channels."""
+    """Seconds that one request takes on each device and on its channels."""
 
     compute_seconds: Floats
     """Per device."""
@@ -35,11 +35,11 @@ class Loads:
 
     @property
     def by_resource(self) -> dict[str, Floats]:
-        """Return, per kind of resource, the load (seconds) of that of each device.
+        """Return, per kind of resource, its load on each device in seconds.
 
         With `max`, computing is one resource, and so is each channel: two for each device in a duplex target, one
-        in a sequential one, none in a parallel one, where transfers do not contend. With `sum`, all that a device
-        computes, sends and receives is one load, whatever the link model: the device itself is taken to do it.
+        in a sequential one, none in a parallel one, where transfers do not contend. With `sum`, compute, sends and
+        receives of a device are one load in any link model: the device itself is busy with all of them.
         """
         if self.count == "sum":
             return {"computes and transfers": self.compute_seconds + self.sent_seconds + self.received_seconds}
@@ -54,14 +54,14 @@ class Loads:
     @property
     def interval_seconds(self) -> float:
         """Return the time between two results in steady state: the largest load."""
-        return float(max(row.max() for row in self.by_resource.values()))
+        return float(max(loads.max() for loads in self.by_resource.values()))
 
     @property
     def largest(self) -> tuple[int, str]:
-        """Return the device with the largest load, and what it does for so long; the first of several."""
+        """Return the device with the largest load, and its activity; the first of several."""
         by_resource = self.by_resource
-        what = max(by_resource, key=lambda name: float(by_resource[name].max()))
-        return int(by_resource[what].argmax()), what
+        activity = max(by_resource, key=lambda name: float(by_resource[name].max()))
+        return int(by_resource[activity].argmax()), activity
 
 
 def steady_state_loads(graph: OpGraph, seconds: Floats, target: Target, device: Ints, count: Count = "max") -> Loads:
@@ -70,36 +70,36 @@ def steady_state_loads(graph: OpGraph, seconds: Floats, target: Target, device: 
     own_seconds = seconds[device, np.arange(len(graph))]
     value, source, destination = list_transfers(graph, device, devices)
     latency, per_byte = target.link_arrays()
-    took = latency[source, destination] + graph.value_bytes[value] * per_byte[source, destination]
+    transfer_seconds = latency[source, destination] + graph.value_bytes[value] * per_byte[source, destination]
     return Loads(
-        sum_by(device, own_seconds, devices),
-        sum_by(source, took, devices),
-        sum_by(destination, took, devices),
-        target.link_model,
-        count,
+        compute_seconds=sum_by(device, own_seconds, devices),
+        sent_seconds=sum_by(source, transfer_seconds, devices),
+        received_seconds=sum_by(destination, transfer_seconds, devices),
+        link_model=target.link_model,
+        count=count,
     )
 
 
 def loads_of_simulation(simulation: Simulation, target: Target) -> Loads:
-    """Return the steady-state loads of a step that was simulated: what it computes and sends, if it repeats."""
-    devices, sent = len(target.devices), simulation.transfers
-    took = sent.finish_seconds - sent.start_seconds
+    """Return the steady-state loads of a simulated step that repeats."""
+    devices, transfers = len(target.devices), simulation.transfers
+    transfer_seconds = transfers.finish_seconds - transfers.start_seconds
     return Loads(
-        simulation.compute_seconds,
-        sum_by(sent.source, took, devices),
-        sum_by(sent.destination, took, devices),
-        target.link_model,
-        "max",
+        compute_seconds=simulation.compute_seconds,
+        sent_seconds=sum_by(transfers.source, transfer_seconds, devices),
+        received_seconds=sum_by(transfers.destination, transfer_seconds, devices),
+        link_model=target.link_model,
+        count="max",
     )
 
 
 def list_transfers(graph: OpGraph, device: Ints, device_count: int) -> tuple[Ints, Ints, Ints]:
-    """Return what crosses between devices as parallel arrays: value, source, destination; each pair of them once."""
+    """Return transfers as parallel arrays of value, source and destination; each value once per destination."""
     value, reader = graph.readers.rows, graph.readers.items
-    made = graph.producer[value] >= 0
-    value, reader = value[made], reader[made]
+    is_produced = graph.producer[value] >= 0
+    value, reader = value[is_produced], reader[is_produced]
     source, destination = device[graph.producer[value]], device[reader]
-    away = source != destination
-    pairs = np.unique(value[away].astype(np.int64) * device_count + destination[away])
+    crosses = source != destination
+    pairs = np.unique(value[crosses].astype(np.int64) * device_count + destination[crosses])
     crossing = (pairs // device_count).astype(np.int32)
     return crossing, device[graph.producer[crossing]].astype(np.int32), (pairs % device_count).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Breadth-first branch and bound over partial steps, with dominance; wider and wider until nothing is left out."""
+"""Breadth-first branch and bound over partial steps, with dominance and layers of limited width."""
 
 from __future__ import annotations
 
@@ -10,178 +10,216 @@ from itertools import permutations
 import numpy as np
 
 from onnxplace.graph import Bools, Csr, Floats, Ints, Longs
-from onnxplace.passes.placement.exact.branch_kernels import (
-    NEVER,
-    ProblemTables,
-    distances,
-    expand,
-    far_tails,
-    level,
-    select,
-)
+from onnxplace.passes.placement.exact.bound_kernels import compute_distances, compute_far_tails, fill_level
+from onnxplace.passes.placement.exact.branch_kernels import ProblemTables, expand_states, select_states
 from onnxplace.passes.placement.exact.residency import held_bytes, reachable
+from onnxplace.passes.placement.exact.state_kernels import NEVER
 from onnxplace.passes.placement.search import interchangeable_devices
 from onnxplace.problem import PlacementProblem
 from onnxplace.simulation import heads_and_tails, node_bytes
 
-# Sets of nodes are the bits of one integer; tuples of destinations are listed.
+# A set of nodes is the bits of one integer of 64 bits; all tuples of destinations are enumerated.
 MAX_NODES, MAX_DEVICES = 62, 4
 # States expanded between two looks at the clock.
-STRIDE = 500
-# How much the guide counts against the bound when states are ranked.
-GUIDED = 1.0
-# Joins that are looked at in every state.
-JOINS = 6
-# Complete steps per layer that are simulated, and as long as none is known that fits.
-TRIED, TRIED_FIRST = 16, 500
+STATES_PER_CALL = 500
+# Weight of the guide next to the bound when states are ranked.
+GUIDE_WEIGHT = 1.0
+# Joins that bound every state.
+MAX_JOINS = 6
+# Complete steps per layer that are simulated; more of them until one fits.
+MAX_SIMULATED, MAX_SIMULATED_FIRST = 16, 500
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found out."""
+    """The result of a search."""
 
     bound_seconds: float
-    """No step is shorter, as far as the search models it."""
+    """Lower bound on all steps, within the model of the search."""
     makespan_seconds: float
-    """Simulated, of the best step found; infinite if none was better than what was known."""
+    """Simulated, of the best step; infinite if none was shorter than the known one."""
     device: Ints
     order: Ints
     complete: bool
-    """Nothing was left out for want of room or time."""
+    """Whether no state was dropped for want of width or time."""
 
 
-def build_tables(asked: PlacementProblem) -> ProblemTables:
+def build_tables(problem: PlacementProblem) -> ProblemTables:
     """Return the tables of a problem of at most MAX_NODES nodes and MAX_DEVICES devices."""
-    graph, devices = asked.graph, len(asked.target.devices)
+    graph, devices = problem.graph, len(problem.target.devices)
     inner = np.flatnonzero((graph.producer >= 0) & (np.diff(graph.readers.starts) > 0))
     number = np.full(len(graph.value_names), -1, dtype=np.int32)
     number[inner] = np.arange(len(inner), dtype=np.int32)
-    latency, per_byte = asked.target.link_arrays()
+    latency, per_byte = problem.target.link_arrays()
     send = latency[None] + graph.value_bytes[inner][:, None, None] * per_byte[None]
     send[:, np.arange(devices), np.arange(devices)] = 0.0
-    ins, outs = (
+    inputs, outputs = (
         Csr.of([number[row][number[row] >= 0].tolist() for row in (part[node] for node in range(len(graph)))])
         for part in (graph.inputs, graph.outputs)
     )
     readers = Csr.of([graph.readers[int(value)].tolist() for value in inner])
     bits = np.int64(1) << np.arange(len(graph), dtype=np.int64)
-    group_mask = np.zeros(len(asked.pinned), dtype=np.int64)
-    np.bitwise_or.at(group_mask, asked.group, bits)
-    held, needed = _own_weights(asked), node_bytes(graph).astype(np.float64)
-    waiting = held_bytes(graph, asked.group, reachable(graph.order, graph.predecessors))
-    needed += waiting[np.arange(len(graph)), asked.group]
-    largest = np.zeros(len(group_mask))
-    np.maximum.at(largest, asked.group, needed)
-    allowed = held[:, None] + largest[:, None] <= asked.limit_bytes[None]
-    allowed &= (asked.pinned[:, None] < 0) | (asked.pinned[:, None] == np.arange(devices))
-    around, crossing = heads_and_tails(graph, asked.seconds, asked.target), _crossing(asked, send, inner)
-    after = graph.successors
-    tail: Floats = far_tails(graph.order, after.starts, after.items, crossing, around.least, around.tail)
-    like = interchangeable_devices(asked)
-    shuffles = [p for p in permutations(range(devices)) if all(like[p[d]] == like[d] for d in range(devices))]
-    choices = [[*p, *[-1] * (devices - k)] for k in range(devices) for p in permutations(range(devices), k)]
+    group_mask = np.zeros(len(problem.pinned), dtype=np.int64)
+    np.bitwise_or.at(group_mask, problem.group, bits)
+    weight_bytes, needed_bytes = _own_weight_bytes(problem), _needed_bytes(problem)
+    reach = heads_and_tails(graph, problem.seconds, problem.target)
+    crossing, successors = _crossing_seconds(problem, send, inner), graph.successors
+    tail: Floats = compute_far_tails(
+        graph.order, successors.starts, successors.items, crossing, reach.least, reach.tail
+    )
+    joins, interchangeable = _choose_joins(problem, crossing, reach.least, tail), interchangeable_devices(problem)
     return ProblemTables(
-        devices, asked.group.astype(np.int32), group_mask, held, needed, graph.value_bytes[inner].astype(np.float64),
-        asked.limit_bytes.astype(np.float64), allowed, like, asked.seconds, asked.seconds.min(axis=0), send,
-        graph.order, np.argsort(-tail, kind="stable").astype(np.int32), tail, ins.starts, ins.items, outs.starts,
-        outs.items, readers.starts, readers.items, _masks(readers, bits), _masks(graph.predecessors, bits),
-        *_joins(asked, crossing, around.least, tail),
-        np.array(choices, dtype=np.int32), np.array(shuffles, dtype=np.int32),
-        asked.target.link_model == "parallel" or devices == 1, asked.target.link_model == "sequential",
-        False, False, False, False,
+        devices=devices, group=problem.group.astype(np.int32), group_mask=group_mask, group_bytes=weight_bytes,
+        node_bytes=needed_bytes, value_bytes=graph.value_bytes[inner].astype(np.float64),
+        limit=problem.limit_bytes.astype(np.float64), allowed=_allowed(problem, weight_bytes, needed_bytes),
+        alike=interchangeable, seconds=problem.seconds, least=problem.seconds.min(axis=0), send=send,
+        order=graph.order, by_tail=np.argsort(-tail, kind="stable").astype(np.int32), tail=tail,
+        in_starts=inputs.starts, ins=inputs.items, out_starts=outputs.starts, outs=outputs.items,
+        read_starts=readers.starts, readers=readers.items, read_mask=_build_masks(readers, bits),
+        before_mask=_build_masks(graph.predecessors, bits), joins=joins.joins, join_starts=joins.starts,
+        join_nodes=joins.nodes, join_distance=joins.distance, join_remote=joins.remote,
+        tuples=_destination_tuples(devices), shuffles=_shuffles(interchangeable),
+        free_links=problem.target.link_model == "parallel" or devices == 1,
+        one_channel=problem.target.link_model == "sequential",
+        receives=False, delays=False, careful=False, patient=False,
     )  # fmt: skip
 
 
-def _masks(lists: Csr, bits: Longs) -> Longs:
+def _needed_bytes(problem: PlacementProblem) -> Floats:
+    """Return, per node, the bytes next to weights that its device certainly holds while it runs."""
+    graph = problem.graph
+    waiting = held_bytes(graph, problem.group, reachable(graph.order, graph.predecessors))
+    needed: Floats = node_bytes(graph).astype(np.float64) + waiting[np.arange(len(graph)), problem.group]
+    return needed
+
+
+def _allowed(problem: PlacementProblem, weight_bytes: Floats, needed_bytes: Floats) -> Bools:
+    """Return [group, device]: whether pins and memory allow the group there."""
+    largest = np.zeros(len(problem.pinned))
+    np.maximum.at(largest, problem.group, needed_bytes)
+    allowed: Bools = weight_bytes[:, None] + largest[:, None] <= problem.limit_bytes[None]
+    allowed &= (problem.pinned[:, None] < 0) | (problem.pinned[:, None] == np.arange(len(problem.limit_bytes)))
+    return allowed
+
+
+def _destination_tuples(devices: int) -> Ints:
+    """Return all ordered choices of destinations for one value, padded with -1."""
+    choices = [[*p, *[-1] * (devices - k)] for k in range(devices) for p in permutations(range(devices), k)]
+    return np.array(choices, dtype=np.int32)
+
+
+def _shuffles(interchangeable: Ints) -> Ints:
+    """Return the permutations of devices that only exchange interchangeable ones."""
+    devices = range(len(interchangeable))
+    shuffles = [p for p in permutations(devices) if all(interchangeable[p[d]] == interchangeable[d] for d in devices)]
+    return np.array(shuffles, dtype=np.int32)
+
+
+def _build_masks(lists: Csr, bits: Longs) -> Longs:
     masks = np.zeros(len(lists), dtype=np.int64)
     np.bitwise_or.at(masks, lists.rows, bits[lists.items])
     return masks
 
 
-def _own_weights(asked: PlacementProblem) -> Floats:
-    """Return, per group, the bytes of weights that it alone reads."""
-    weights, count = asked.graph.weights, len(asked.graph.weight_names)
-    readers = Csr.grouped(weights.items, asked.group[weights.rows].astype(np.int32), count)
+def _own_weight_bytes(problem: PlacementProblem) -> Floats:
+    """Return, per group, the bytes of weights that no other group reads."""
+    weights, count = problem.graph.weights, len(problem.graph.weight_names)
+    readers = Csr.grouped(weights.items, problem.group[weights.rows].astype(np.int32), count)
     own = np.flatnonzero(np.diff(readers.starts) == 1)
     first = readers.items[readers.starts[own]]
-    return np.bincount(first, asked.graph.weight_bytes[own], len(asked.pinned)).astype(np.float64)
+    return np.bincount(first, problem.graph.weight_bytes[own], len(problem.pinned)).astype(np.float64)
 
 
-def _crossing(asked: PlacementProblem, send: Floats, inner: Longs) -> Floats:
-    """Return, per edge of `successors`, the least time of a transfer; never where both ends share a device.
+def _crossing_seconds(problem: PlacementProblem, send: Floats, inner: Longs) -> Floats:
+    """Return, per edge of `successors`, the least seconds of a transfer, NEVER where both ends share a device.
 
     `send` is [inner value, source, destination].
     """
-    graph, after = asked.graph, asked.graph.successors
-    apart = ~np.eye(len(asked.target.devices), dtype=bool)
+    graph, after = problem.graph, problem.graph.successors
+    off_diagonal = ~np.eye(len(problem.target.devices), dtype=bool)
     least = np.zeros(len(graph.value_names))
-    least[inner] = send[:, apart].min(axis=1, initial=NEVER)
+    least[inner] = send[:, off_diagonal].min(axis=1, initial=NEVER)
     crossing = np.full(len(after.items), NEVER)
     for edge, (node, reader) in enumerate(zip(after.rows, after.items)):
-        if asked.group[node] != asked.group[reader]:
-            carried = np.intersect1d(graph.outputs[int(node)], graph.inputs[int(reader)])
-            crossing[edge] = least[carried].max()
+        if problem.group[node] != problem.group[reader]:
+            sent_values = np.intersect1d(graph.outputs[int(node)], graph.inputs[int(reader)])
+            crossing[edge] = least[sent_values].max()
     return crossing
 
 
-def _joins(
-    asked: PlacementProblem, crossing: Floats, least: Floats, tail: Floats
-) -> tuple[Ints, Longs, Ints, Floats, Floats]:
-    """Return the joins that bound the step best, what comes before each, and how far from it."""
-    graph, after = asked.graph, asked.graph.successors
-    distance, remote = distances(graph.order, after.starts, after.items, crossing, least)
-    opening, bounds = np.zeros(len(asked.target.devices)), np.zeros(len(graph))
-    before = [np.flatnonzero(distance[:, join] >= 0).astype(np.int32) for join in range(len(graph))]
-    before = [nodes[np.argsort(-remote[nodes, join], kind="stable")] for join, nodes in enumerate(before)]
-    for join, nodes in enumerate(before):
+@dataclass(frozen=True)
+class _Joins:
+    """Nodes with much work before them, as in `ProblemTables`."""
+
+    joins: Ints
+    starts: Longs
+    nodes: Ints
+    distance: Floats
+    remote: Floats
+
+
+def _choose_joins(problem: PlacementProblem, crossing: Floats, least: Floats, tail: Floats) -> _Joins:
+    """Return the joins that bound the step best, with the nodes before each and their distances."""
+    graph, after = problem.graph, problem.graph.successors
+    distance, remote = compute_distances(graph.order, after.starts, after.items, crossing, least)
+    opening, bounds = np.zeros(len(problem.target.devices)), np.zeros(len(graph))
+    nodes_before = [np.flatnonzero(distance[:, join] >= 0).astype(np.int32) for join in range(len(graph))]
+    nodes_before = [nodes[np.argsort(-remote[nodes, join], kind="stable")] for join, nodes in enumerate(nodes_before)]
+    for join, nodes in enumerate(nodes_before):
         nearest = np.minimum.accumulate(distance[nodes, join])
-        later, totals = remote[nodes, join] - nearest, np.cumsum(least[nodes])
-        done = [level(opening, 0, 0.0, *each) for each in zip(later.tolist(), totals.tolist())]
-        bounds[join] = (np.array(done) + nearest).max(initial=0.0) + least[join] + tail[join]
-    joins = np.argsort(-bounds, kind="stable")[:JOINS].astype(np.int32)
-    listed = Csr.of([before[join] for join in joins.tolist()])
-    ends = joins[listed.rows]
-    return joins, listed.starts, listed.items, distance[listed.items, ends], remote[listed.items, ends]
+        later_opening, totals = remote[nodes, join] - nearest, np.cumsum(least[nodes])
+        levels = [fill_level(opening, 0, 0.0, *pair) for pair in zip(later_opening.tolist(), totals.tolist())]
+        bounds[join] = (np.array(levels) + nearest).max(initial=0.0) + least[join] + tail[join]
+    joins = np.argsort(-bounds, kind="stable")[:MAX_JOINS].astype(np.int32)
+    join_lists = Csr.of([nodes_before[join] for join in joins.tolist()])
+    ends = joins[join_lists.rows]
+    return _Joins(
+        joins=joins,
+        starts=join_lists.starts,
+        nodes=join_lists.items,
+        distance=distance[join_lists.items, ends],
+        remote=remote[join_lists.items, ends],
+    )
 
 
 def branch_and_bound_search(
-    asked: PlacementProblem, known: ProblemTables, upper_seconds: float, gap: float, width: int, deadline: float
+    problem: PlacementProblem, tables: ProblemTables, upper_seconds: float, gap: float, width: int, deadline: float
 ) -> SearchResult:
-    """Search for a step that is shorter than `upper_seconds` by the part `gap`, keeping `width` states per layer.
+    """Search for a step that is shorter than `upper_seconds` by the share `gap`.
 
-    Layer k holds states after k actions. `deadline` is a time of `time.perf_counter`.
+    Layer k holds the best `width` states after k actions. `deadline` is a time of `time.perf_counter`.
     """
-    layer = _first_layer(known)
+    layer = _root_layer(tables)
     history: list[tuple[Ints, Ints]] = []
-    nobody = np.zeros(0, dtype=np.int32)
-    found = SearchResult(upper_seconds, np.inf, nobody, nobody, True)
+    empty = np.zeros(0, dtype=np.int32)
+    result = SearchResult(upper_seconds, np.inf, empty, empty, True)
     while len(layer.masks):
-        threshold = min(upper_seconds, found.makespan_seconds) * (1 - gap)
+        threshold = min(upper_seconds, result.makespan_seconds) * (1 - gap)
         children = _Children(4096)
         cut = NEVER
-        for begin in range(0, len(layer.masks), STRIDE):
-            cut = min(cut, children.add(layer, begin, threshold, known))
+        for first in range(0, len(layer.masks), STATES_PER_CALL):
+            cut = min(cut, children.add(layer, first, threshold, tables))
             if time.perf_counter() > deadline:
                 open_bound = min(cut, float(layer.bounds.min()))
                 return SearchResult(
-                    min(found.bound_seconds, open_bound), found.makespan_seconds, found.device, found.order,
+                    min(result.bound_seconds, open_bound), result.makespan_seconds, result.device, result.order,
                              False)  # fmt: skip
-        layer, parents, actions, dropped = _next_layer(layer, children, width, known)
+        layer, parents, actions, dropped = _next_layer(layer, children, width, tables)
         history.append((parents, actions))
-        done = layer.masks == np.int64((1 << len(known.group)) - 1)
-        bound = min(found.bound_seconds, cut, dropped)
-        if done.any():
-            ends = layer.reals[:, 1 : 1 + known.devices].max(axis=1)
-            bound = min(bound, float(ends[done].min()))
-            ranked = np.flatnonzero(done)[np.argsort(ends[done], kind="stable")]
-            most = TRIED if np.isfinite(threshold) else TRIED_FIRST
-            found = _better(asked, found, history, ranked[:most])
-            layer = layer.where(~done)
-            history[-1] = (parents[~done], actions[~done])
-        found = SearchResult(
-            bound, found.makespan_seconds, found.device, found.order, found.complete and dropped >= NEVER
+        is_complete = layer.masks == np.int64((1 << len(tables.group)) - 1)
+        bound = min(result.bound_seconds, cut, dropped)
+        if is_complete.any():
+            ends = layer.reals[:, 1 : 1 + tables.devices].max(axis=1)
+            bound = min(bound, float(ends[is_complete].min()))
+            ranked = np.flatnonzero(is_complete)[np.argsort(ends[is_complete], kind="stable")]
+            max_simulated = MAX_SIMULATED if np.isfinite(threshold) else MAX_SIMULATED_FIRST
+            result = _simulate_complete(problem, result, history, ranked[:max_simulated])
+            layer = layer.where(~is_complete)
+            history[-1] = (parents[~is_complete], actions[~is_complete])
+        result = SearchResult(
+            bound, result.makespan_seconds, result.device, result.order, result.complete and dropped >= NEVER
         )
-    return found
+    return result
 
 
 @dataclass(frozen=True)
@@ -195,8 +233,8 @@ class _Layer:
         return _Layer(self.reals[kept], self.ints[kept], self.masks[kept], self.bounds[kept])
 
 
-def _first_layer(known: ProblemTables) -> _Layer:
-    devices, groups, values = known.devices, len(known.group_mask), len(known.read_mask)
+def _root_layer(tables: ProblemTables) -> _Layer:
+    devices, groups, values = tables.devices, len(tables.group_mask), len(tables.read_mask)
     reals = np.zeros((1, 1 + 4 * devices + values * devices))
     reals[:, 1 + 4 * devices :] = NEVER
     ints = np.zeros((1, groups + 2 * devices + 1 + values), dtype=np.int32)
@@ -205,21 +243,21 @@ def _first_layer(known: ProblemTables) -> _Layer:
 
 
 class _Children:
-    """What the states of a layer lead to: parent, action and bound of each, in arrays that grow."""
+    """The children of a layer: parent, action, bound and guide of each, in arrays that grow."""
 
-    def __init__(self, room: int) -> None:
-        self.parents = np.empty(room, dtype=np.int32)
-        self.actions = np.empty(room, dtype=np.int32)
-        self.bounds = np.empty(room)
-        self.guides = np.empty(room)
+    def __init__(self, capacity: int) -> None:
+        self.parents = np.empty(capacity, dtype=np.int32)
+        self.actions = np.empty(capacity, dtype=np.int32)
+        self.bounds = np.empty(capacity)
+        self.guides = np.empty(capacity)
         self.filled = 0
 
-    def add(self, layer: _Layer, begin: int, threshold: float, known: ProblemTables) -> float:
-        """Add the children of STRIDE states; returns the least bound of those that were cut off."""
-        end, cut = min(begin + STRIDE, len(layer.masks)), NEVER
+    def add(self, layer: _Layer, begin: int, threshold: float, tables: ProblemTables) -> float:
+        """Add the children of STATES_PER_CALL states; return the least bound of those cut off."""
+        end, cut = min(begin + STATES_PER_CALL, len(layer.masks)), NEVER
         while begin < end:
-            self.filled, least, begin = expand(
-                layer.reals, layer.ints, layer.masks, layer.bounds, begin, end, threshold, known, self.parents,
+            self.filled, least, begin = expand_states(
+                layer.reals, layer.ints, layer.masks, layer.bounds, begin, end, threshold, tables, self.parents,
                 self.actions, self.bounds, self.guides, self.filled,
             )  # fmt: skip
             cut = min(cut, least)
@@ -232,46 +270,46 @@ class _Children:
 
 
 def _next_layer(
-    layer: _Layer, children: _Children, width: int, known: ProblemTables
+    layer: _Layer, children: _Children, width: int, tables: ProblemTables
 ) -> tuple[_Layer, Ints, Ints, float]:
-    """Return the best children that none dominates, their parents and actions, and the least bound of those dropped."""
+    """Return the best undominated children, their parents and actions, and the least bound of dropped ones."""
     bounds = children.bounds[: children.filled]
     room = min(width, len(bounds))
-    ranked = np.argsort(bounds + GUIDED * children.guides[: children.filled], kind="stable")
+    ranked = np.argsort(bounds + GUIDE_WEIGHT * children.guides[: children.filled], kind="stable")
     reals, ints = np.empty((room, layer.reals.shape[1])), np.empty((room, layer.ints.shape[1]), dtype=np.int32)
     masks, chosen = np.empty(room, dtype=np.int64), np.empty(room, dtype=np.int64)
-    kept, looked_at = select(
-        ranked, children.parents, children.actions, layer.reals, layer.ints, layer.masks, known, reals, ints, masks,
+    kept, looked_at = select_states(
+        ranked, children.parents, children.actions, layer.reals, layer.ints, layer.masks, tables, reals, ints, masks,
         chosen,
     )  # fmt: skip
     dropped = float(bounds[ranked[looked_at:]].min(initial=NEVER))
     chosen = chosen[:kept]
-    made = _Layer(reals[:kept], ints[:kept], masks[:kept], bounds[chosen])
-    return made, children.parents[chosen], children.actions[chosen], dropped
+    next_layer = _Layer(reals[:kept], ints[:kept], masks[:kept], bounds[chosen])
+    return next_layer, children.parents[chosen], children.actions[chosen], dropped
 
 
-def _better(
-    asked: PlacementProblem, found: SearchResult, history: list[tuple[Ints, Ints]], candidates: Longs
+def _simulate_complete(
+    problem: PlacementProblem, result: SearchResult, history: list[tuple[Ints, Ints]], candidates: Longs
 ) -> SearchResult:
-    """Simulate complete states; keep the best that fits."""
+    """Simulate complete states and keep the best one that fits."""
     for index in candidates.tolist():
-        device, order = _replay(history, index, len(asked.graph), len(asked.target.devices))
-        step = asked.simulate(device, order)
-        if step.makespan_seconds < found.makespan_seconds and not asked.excess_bytes(step).any():
-            found = SearchResult(found.bound_seconds, step.makespan_seconds, device, order, found.complete)
-    return found
+        device, order = _replay_actions(history, index, len(problem.graph), len(problem.target.devices))
+        step = problem.simulate(device, order)
+        if step.makespan_seconds < result.makespan_seconds and not problem.excess_bytes(step).any():
+            result = SearchResult(result.bound_seconds, step.makespan_seconds, device, order, result.complete)
+    return result
 
 
-def _replay(history: list[tuple[Ints, Ints]], index: int, nodes: int, devices: int) -> tuple[Ints, Ints]:
-    """Return device and order of the nodes, following the parents of a state back."""
-    started = list(_starts(history, index, nodes * devices))[::-1]
-    device, order = np.empty(nodes, dtype=np.int32), np.array([code // devices for code in started], dtype=np.int32)
-    device[order] = [code % devices for code in started]
+def _replay_actions(history: list[tuple[Ints, Ints]], index: int, nodes: int, devices: int) -> tuple[Ints, Ints]:
+    """Return device and order of the nodes from the actions that led to a state."""
+    start_codes = list(_trace_starts(history, index, nodes * devices))[::-1]
+    device, order = np.empty(nodes, dtype=np.int32), np.array([code // devices for code in start_codes], dtype=np.int32)
+    device[order] = [code % devices for code in start_codes]
     return device, order
 
 
-def _starts(history: list[tuple[Ints, Ints]], index: int, below: int) -> Iterator[int]:
+def _trace_starts(history: list[tuple[Ints, Ints]], index: int, first_send_code: int) -> Iterator[int]:
     for parents, actions in reversed(history):
-        if actions[index] < below:
+        if actions[index] < first_send_code:
             yield int(actions[index])
         index = int(parents[index])

@@ -1,4 +1,4 @@
-"""The placement and scheduling of a small graph as a mixed-integer program, for HiGHS."""
+"""Placement and scheduling of a small graph as a mixed-integer program, solved by HiGHS."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from onnxplace.passes.placement.exact.residency import held_bytes, reachable
 from onnxplace.problem import PlacementProblem
 from onnxplace.simulation import heads_and_tails, node_bytes
 
-# Thresholds of heads and of tails for which the work between them is held against each device.
-LEVELS = 6
-# Beyond this, the order on devices is left out: the program has O(N^2) rows for it.
-MAX_ORDERED = 120
+# Thresholds of heads, and of tails; the work between two of them bounds the load of each device.
+MAX_THRESHOLDS = 6
+# In larger graphs, the order on devices is left out: it needs O(N^2) rows.
+MAX_ORDERED_NODES = 120
 # HiGHS takes seeds of 31 bits.
 MAX_SEED = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
-class Solved:
-    """What the solver found: a bound in seconds, and a step as device and planned start per node, if any."""
+class MilpSolution:
+    """The solver's bound in seconds, and its best step as device and planned start per node, if any."""
 
     bound_seconds: float
     device: Ints | None
     start_seconds: Floats | None
     infeasible: bool
-    """No placement keeps the weights within the devices."""
+    """Whether the program has no solution: the weights do not fit."""
 
 
 @dataclass
 class _Rows:
-    """Constraints `lower <= A v <= upper`, gathered row by row; v in columns with bounds."""
+    """Constraints `lower <= A v <= upper` on columns with bounds, added row by row."""
 
     lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
@@ -43,15 +43,15 @@ class _Rows:
     value: list[float] = field(default_factory=list)
     column_lower: list[float] = field(default_factory=list)
     column_upper: list[float] = field(default_factory=list)
-    whole: list[bool] = field(default_factory=list)
+    is_integer: list[bool] = field(default_factory=list)
 
-    def column(self, lower: float, upper: float, whole: bool = False) -> int:
+    def add_column(self, lower: float, upper: float, is_integer: bool = False) -> int:
         self.column_lower.append(lower)
         self.column_upper.append(upper)
-        self.whole.append(whole)
-        return len(self.whole) - 1
+        self.is_integer.append(is_integer)
+        return len(self.is_integer) - 1
 
-    def at_least(self, terms: list[tuple[int, float]], lower: float, upper: float = np.inf) -> None:
+    def add_row(self, terms: list[tuple[int, float]], lower: float, upper: float = np.inf) -> None:
         self.index += [column for column, _ in terms]
         self.value += [factor for _, factor in terms]
         self.starts.append(len(self.index))
@@ -59,174 +59,182 @@ class _Rows:
         self.upper.append(upper)
 
 
-def solve_milp(asked: PlacementProblem, upper_seconds: float, gap: float, deadline: float, seed: int) -> Solved:
+def solve_milp(problem: PlacementProblem, upper_seconds: float, gap: float, deadline: float, seed: int) -> MilpSolution:
     """Solve the program until `gap` or the time `deadline` (of `time.perf_counter`) is reached.
 
     Columns: the device of each group (binary), the start of each node, for pairs of nodes that could run in either
     order which is first (binary), for each edge whether it is cut, for each value the devices that receive it, the
     makespan. Rows: a reader starts after what it reads is there; nodes of one device do not overlap (big M from heads,
     tails and `upper_seconds`); work between thresholds of heads and tails, and what a device receives, fit into the
-    makespan; weights, what the running node needs and what groups surely hold meanwhile fit into memory. It relaxes
-    the simulator (transfers queue only in total, few values take room while they wait), so its bound holds there.
-    Steps longer than `upper_seconds` may be left out.
+    makespan; weights, the needs of the running node and the values that groups certainly hold meanwhile fit into
+    memory. It relaxes the simulator (transfers queue only in total, few waiting values take memory), so its bound holds
+    there. Steps longer than `upper_seconds` may be left out.
     """
-    program = _Program(asked, upper_seconds)
+    program = _Program(problem, upper_seconds)
     return program.solve(gap, deadline, seed)
 
 
 class _Program:
-    def __init__(self, asked: PlacementProblem, upper_seconds: float) -> None:
-        self.asked, self.graph, self.devices = asked, asked.graph, len(asked.target.devices)
-        self.around = heads_and_tails(asked.graph, asked.seconds, asked.target)
-        self.before = reachable(self.graph.order, self.graph.predecessors)
+    def __init__(self, problem: PlacementProblem, upper_seconds: float) -> None:
+        self.problem, self.graph, self.devices = problem, problem.graph, len(problem.target.devices)
+        self.reach = heads_and_tails(problem.graph, problem.seconds, problem.target)
+        self.is_before = reachable(self.graph.order, self.graph.predecessors)
         self.scale = upper_seconds
         self.rows = _Rows()
-        self.makespan = self.rows.column(self.around.longest_seconds / self.scale, 1.0)
-        self.home = np.array([[self._home(group, device) for device in range(self.devices)]
-                              for group in range(len(asked.pinned))], dtype=np.int64)  # fmt: skip
-        latest = 1 - (self.around.least + self.around.tail) / self.scale
-        earliest = self.around.head / self.scale
-        self.start = [self.rows.column(float(low), float(max(low, high))) for low, high in zip(earliest, latest)]
-        for row in self.home:
-            self.rows.at_least([(int(column), 1.0) for column in row], 1.0, 1.0)
-        self._ends()
-        self._transfers()
-        self._capacity()
-        self._memory()
-        if len(self.graph) <= MAX_ORDERED:
-            self._order(earliest, latest)
+        self.makespan = self.rows.add_column(self.reach.longest_seconds / self.scale, 1.0)
+        self.home = np.array([[self._add_home(group, device) for device in range(self.devices)]
+                              for group in range(len(problem.pinned))], dtype=np.int64)  # fmt: skip
+        latest = 1 - (self.reach.least + self.reach.tail) / self.scale
+        earliest = self.reach.head / self.scale
+        self.start = [self.rows.add_column(float(low), float(max(low, high))) for low, high in zip(earliest, latest)]
+        for home_columns in self.home:
+            self.rows.add_row([(int(column), 1.0) for column in home_columns], 1.0, 1.0)
+        self._constrain_ends()
+        self._constrain_transfers()
+        self._constrain_work()
+        self._constrain_memory()
+        if len(self.graph) <= MAX_ORDERED_NODES:
+            self._constrain_order(earliest, latest)
 
-    def _home(self, group: int, device: int) -> int:
-        pin = int(self.asked.pinned[group])
-        return self.rows.column(float(pin == device), float(pin in (-1, device)), whole=True)
+    def _add_home(self, group: int, device: int) -> int:
+        pin = int(self.problem.pinned[group])
+        return self.rows.add_column(float(pin == device), float(pin in (-1, device)), is_integer=True)
 
-    def _busy(self, node: int, sign: float) -> list[tuple[int, float]]:
-        """Return the terms of a node's own time."""
-        row = self.home[self.asked.group[node]]
-        return [(int(row[d]), sign * float(self.asked.seconds[d, node]) / self.scale) for d in range(self.devices)]
+    def _own_time(self, node: int, sign: float) -> list[tuple[int, float]]:
+        """Return the terms of a node's own seconds."""
+        row = self.home[self.problem.group[node]]
+        return [(int(row[d]), sign * float(self.problem.seconds[d, node]) / self.scale) for d in range(self.devices)]
 
-    def _ends(self) -> None:
+    def _constrain_ends(self) -> None:
         for node in range(len(self.graph)):
-            tail = float(self.around.tail[node]) / self.scale
-            self.rows.at_least([(self.makespan, 1.0), (self.start[node], -1.0), *self._busy(node, -1.0)], tail)
+            tail = float(self.reach.tail[node]) / self.scale
+            self.rows.add_row([(self.makespan, 1.0), (self.start[node], -1.0), *self._own_time(node, -1.0)], tail)
 
-    def _transfers(self) -> None:
-        """A reader starts after the producer, and after a transfer where the edge is cut."""
-        graph, group, rows = self.graph, self.asked.group, self.rows
+    def _constrain_transfers(self) -> None:
+        """Constrain readers to start after their producers, and after a transfer where the edge is cut."""
+        graph, group, rows = self.graph, self.problem.group, self.rows
         received: dict[tuple[int, int], int] = {}
         for reader in range(len(graph)):
             for value in graph.inputs[reader].tolist():
                 source = int(graph.producer[value])
                 if source < 0:
                     continue
-                send = float(self.around.send[value]) / self.scale
-                apart = [(self.start[reader], 1.0), (self.start[source], -1.0), *self._busy(source, -1.0)]
+                send = float(self.reach.send[value]) / self.scale
+                order_terms = [(self.start[reader], 1.0), (self.start[source], -1.0), *self._own_time(source, -1.0)]
                 if group[source] == group[reader] or self.devices == 1:
-                    rows.at_least(apart, 0.0)
+                    rows.add_row(order_terms, 0.0)
                     continue
-                cut = rows.column(0.0, 1.0)
-                rows.at_least([*apart, (cut, -send)], 0.0)
+                cut = rows.add_column(0.0, 1.0)
+                rows.add_row([*order_terms, (cut, -send)], 0.0)
                 for device in range(self.devices):
-                    here, there = int(self.home[group[source], device]), int(self.home[group[reader], device])
-                    rows.at_least([(cut, 1.0), (here, 1.0), (there, -1.0)], 0.0)
+                    source_home, reader_home = (
+                        int(self.home[group[source], device]),
+                        int(self.home[group[reader], device]),
+                    )
+                    rows.add_row([(cut, 1.0), (source_home, 1.0), (reader_home, -1.0)], 0.0)
                     if (value, device) not in received:
-                        received[value, device] = rows.column(0.0, 1.0)
-                    rows.at_least([(received[value, device], 1.0), (here, 1.0), (there, -1.0)], 0.0)
-        if self.asked.target.link_model != "parallel" and received:
-            self._channels(received)
+                        received[value, device] = rows.add_column(0.0, 1.0)
+                    rows.add_row([(received[value, device], 1.0), (source_home, 1.0), (reader_home, -1.0)], 0.0)
+        if self.problem.target.link_model != "parallel" and received:
+            self._constrain_channels(received)
 
-    def _channels(self, received: dict[tuple[int, int], int]) -> None:
-        """What a device receives goes through its channel one after the other, between the first end and the last."""
-        around, producer = self.around, self.graph.producer
+    def _constrain_channels(self, received: dict[tuple[int, int], int]) -> None:
+        """Constrain the transfers to a device to fit between the first end of a producer and the last reader."""
+        reach, producer = self.reach, self.graph.producer
         values = np.array(sorted({value for value, _ in received}))
-        before = float((around.head + around.least)[producer[values]].min()) / self.scale
+        before = float((reach.head + reach.least)[producer[values]].min()) / self.scale
         readers = np.unique(np.concatenate([self.graph.readers[value] for value in values.tolist()]))
-        after = float((around.least + around.tail)[readers].min()) / self.scale
+        after = float((reach.least + reach.tail)[readers].min()) / self.scale
         for device in range(self.devices):
-            terms = [(column, -float(around.send[value]) / self.scale)
-                     for (value, there), column in received.items() if there == device]  # fmt: skip
-            # Without a transfer nothing comes before or after; the first term of the bound is then not met anyhow.
-            if terms and before + after <= around.longest_seconds / self.scale:
-                self.rows.at_least([(self.makespan, 1.0), *terms], before + after)
+            terms = [(column, -float(reach.send[value]) / self.scale)
+                     for (value, destination), column in received.items() if destination == device]  # fmt: skip
+            # Without a transfer nothing comes before or after; the row then holds by the bound on the makespan.
+            if terms and before + after <= reach.longest_seconds / self.scale:
+                self.rows.add_row([(self.makespan, 1.0), *terms], before + after)
 
-    def _capacity(self) -> None:
-        head, tail = self.around.head, self.around.tail
-        levels = np.linspace(0, 1, LEVELS)
+    def _constrain_work(self) -> None:
+        head, tail = self.reach.head, self.reach.tail
+        levels = np.linspace(0, 1, MAX_THRESHOLDS)
         for a in np.unique(np.quantile(head, levels, method="lower")):
             for b in np.unique(np.quantile(tail, levels, method="lower")):
-                inside = np.flatnonzero((head >= a) & (tail >= b))
-                # A device that does nothing in between needs the other side of the sum to hold by itself.
-                if not len(inside) or a + b > self.around.longest_seconds:
+                chosen = np.flatnonzero((head >= a) & (tail >= b))
+                # The row must also hold for a device without work in between.
+                if not len(chosen) or a + b > self.reach.longest_seconds:
                     continue
                 for device in range(self.devices):
-                    work = np.bincount(self.asked.group[inside], self.asked.seconds[device, inside], len(self.home))
+                    work = np.bincount(self.problem.group[chosen], self.problem.seconds[device, chosen], len(self.home))
                     terms = [(int(self.home[g, device]), -float(work[g]) / self.scale) for g in np.flatnonzero(work)]
-                    self.rows.at_least([(self.makespan, 1.0), *terms], float(a + b) / self.scale)
+                    self.rows.add_row([(self.makespan, 1.0), *terms], float(a + b) / self.scale)
 
-    def _memory(self) -> None:
-        """While a node runs, weights, what it needs itself and what groups surely hold then fit into each device."""
-        graph, group = self.graph, self.asked.group
-        needed, held = node_bytes(graph).astype(np.float64), held_bytes(graph, group, self.before)
+    def _constrain_memory(self) -> None:
+        """Constrain weights, needs of the running node and values held by groups to fit into each device."""
+        graph, group = self.graph, self.problem.group
+        needed, held = node_bytes(graph).astype(np.float64), held_bytes(graph, group, self.is_before)
         held[np.arange(len(graph)), group] += needed
         demands = np.unique(held, axis=0)
         everything = graph.total_weight_bytes + held.sum(axis=1).max(initial=0.0)
-        for device in np.flatnonzero(self.asked.limit_bytes < everything).tolist():
-            terms, per_group = self._weights(device, everything)
-            room = float(self.asked.limit_bytes[device]) / everything
+        for device in np.flatnonzero(self.problem.limit_bytes < everything).tolist():
+            terms, per_group = self._add_weights(device, everything)
+            room = float(self.problem.limit_bytes[device]) / everything
             for demand in [np.zeros(len(self.home)), *demands]:
-                asked = (demand + per_group) / everything
-                own = [(int(self.home[g, device]), float(asked[g])) for g in np.flatnonzero(asked)]
-                if terms or own:
-                    self.rows.at_least([*terms, *own], -np.inf, room)
+                need = (demand + per_group) / everything
+                group_terms = [(int(self.home[g, device]), float(need[g])) for g in np.flatnonzero(need)]
+                if terms or group_terms:
+                    self.rows.add_row([*terms, *group_terms], -np.inf, room)
 
-    def _weights(self, device: int, everything: float) -> tuple[list[tuple[int, float]], Floats]:
-        """Return the terms of weights that groups share, in parts of `everything`, and what each group reads alone."""
-        graph, group = self.graph, self.asked.group
-        users = Csr.grouped(graph.weights.items, group[graph.weights.rows].astype(np.int32), len(graph.weight_bytes))
+    def _add_weights(self, device: int, everything: float) -> tuple[list[tuple[int, float]], Floats]:
+        """Return the terms of shared weights, as shares of `everything`, and the bytes that each group reads alone."""
+        graph, group = self.graph, self.problem.group
+        reading_groups = Csr.grouped(
+            graph.weights.items, group[graph.weights.rows].astype(np.int32), len(graph.weight_bytes)
+        )
         per_group = np.zeros(len(self.home))
         terms: list[tuple[int, float]] = []
         for weight, size in enumerate(graph.weight_bytes.tolist()):
-            if len(users[weight]) == 1:
-                per_group[users[weight][0]] += size
-            elif len(users[weight]) and size:
-                stored = self.rows.column(0.0, 1.0)
+            if len(reading_groups[weight]) == 1:
+                per_group[reading_groups[weight][0]] += size
+            elif len(reading_groups[weight]) and size:
+                stored = self.rows.add_column(0.0, 1.0)
                 terms.append((stored, size / everything))
-                for user in users[weight].tolist():
-                    self.rows.at_least([(stored, 1.0), (int(self.home[user, device]), -1.0)], 0.0)
+                for user in reading_groups[weight].tolist():
+                    self.rows.add_row([(stored, 1.0), (int(self.home[user, device]), -1.0)], 0.0)
         return terms, per_group
 
-    def _order(self, earliest: Floats, latest: Floats) -> None:
-        """Nodes that no path connects and that may share a device run one after the other there."""
-        before = self.before
-        least, tail = self.around.least / self.scale, self.around.tail / self.scale
+    def _constrain_order(self, earliest: Floats, latest: Floats) -> None:
+        """Constrain unordered nodes that share a device to run one after the other."""
+        is_before = self.is_before
+        least, tail = self.reach.least / self.scale, self.reach.tail / self.scale
         for i in range(len(self.graph)):
             for j in range(i):
-                if before[i, j] or before[j, i]:
+                if is_before[i, j] or is_before[j, i]:
                     continue
-                first = [earliest[a] + least[a] + least[b] + tail[b] <= 1 + 1e-9 for a, b in ((i, j), (j, i))]
-                i_first, j_first = (self.rows.column(0.0, float(possible), whole=True) for possible in first)
-                gi, gj = self.asked.group[i], self.asked.group[j]
+                may_precede = [earliest[a] + least[a] + least[b] + tail[b] <= 1 + 1e-9 for a, b in ((i, j), (j, i))]
+                i_first, j_first = (
+                    self.rows.add_column(0.0, float(possible), is_integer=True) for possible in may_precede
+                )
+                gi, gj = self.problem.group[i], self.problem.group[j]
                 for device in range(self.devices):
-                    together = [(int(self.home[gi, device]), -1.0), (int(self.home[gj, device]), -1.0)]
+                    sharing = [(int(self.home[gi, device]), -1.0), (int(self.home[gj, device]), -1.0)]
                     if gi == gj:
-                        together = []
-                    self.rows.at_least([(i_first, 1.0), (j_first, 1.0), *together], -1.0 if together else 1.0)
-                for a, b, chosen in ((i, j, i_first), (j, i, j_first)):
+                        sharing = []
+                    self.rows.add_row([(i_first, 1.0), (j_first, 1.0), *sharing], -1.0 if sharing else 1.0)
+                for a, b, precedes in ((i, j, i_first), (j, i, j_first)):
                     # start[b] >= start[a] + own time of a - slack * (1 - chosen)
                     slack = max(0.0, float(latest[a] + least[a] - earliest[b]))
-                    longest = float(self.asked.seconds[:, a].max() - self.asked.seconds[:, a].min()) / self.scale
+                    longest = float(self.problem.seconds[:, a].max() - self.problem.seconds[:, a].min()) / self.scale
                     slack += longest
-                    self.rows.at_least(
-                        [(self.start[b], 1.0), (self.start[a], -1.0), *self._busy(a, -1.0), (chosen, -slack)], -slack
+                    self.rows.add_row(
+                        [(self.start[b], 1.0), (self.start[a], -1.0), *self._own_time(a, -1.0), (precedes, -slack)],
+                        -slack,
                     )
 
-    def solve(self, gap: float, deadline: float, seed: int) -> Solved:
+    def solve(self, gap: float, deadline: float, seed: int) -> MilpSolution:
         import highspy
 
         rows = self.rows
         program = highspy.HighsLp()
-        program.num_col_, program.num_row_ = len(rows.whole), len(rows.lower)
-        program.col_cost_ = np.eye(1, len(rows.whole)).ravel()
+        program.num_col_, program.num_row_ = len(rows.is_integer), len(rows.lower)
+        program.col_cost_ = np.eye(1, len(rows.is_integer)).ravel()
         program.col_lower_, program.col_upper_ = np.array(rows.column_lower), np.array(rows.column_upper)
         program.row_lower_, program.row_upper_ = np.array(rows.lower), np.array(rows.upper)
         program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
@@ -234,21 +242,21 @@ class _Program:
         program.a_matrix_.index_ = np.array(rows.index, dtype=np.int32)
         program.a_matrix_.value_ = np.array(rows.value)
         kinds = highspy.HighsVarType
-        program.integrality_ = [kinds.kInteger if whole else kinds.kContinuous for whole in rows.whole]
+        program.integrality_ = [kinds.kInteger if is_integer else kinds.kContinuous for is_integer in rows.is_integer]
         solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-        left = max(deadline - time.perf_counter(), 0.05)
+        remaining = max(deadline - time.perf_counter(), 0.05)
         for option, value in (("output_flag", False), ("threads", 1), ("random_seed", seed & MAX_SEED),
-                              ("time_limit", left), ("mip_rel_gap", gap), ("mip_feasibility_tolerance", 1e-9),
+                              ("time_limit", remaining), ("mip_rel_gap", gap), ("mip_feasibility_tolerance", 1e-9),
                               ("primal_feasibility_tolerance", 1e-9)):  # fmt: skip
             solver.setOptionValue(option, value)
         solver.passModel(program)
         solver.run()
         infeasible = solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible
         info = solver.getInfo()
-        # Feasibility holds to 1e-9 of the largest numbers only: the bound gives that much away.
+        # Feasibility holds to 1e-9 of the largest numbers only, so the bound is lowered by more than that.
         bound = (float(info.mip_dual_bound) - 1e-7) * self.scale if np.isfinite(info.mip_dual_bound) else 0.0
         solution = np.asarray(solver.getSolution().col_value, dtype=np.float64)
-        if info.primal_solution_status != 2 or len(solution) != len(rows.whole):
-            return Solved(self.scale if infeasible else bound, None, None, infeasible)
-        device = solution[self.home].argmax(axis=1)[self.asked.group].astype(np.int32)
-        return Solved(bound, device, solution[self.start] * self.scale, infeasible)
+        if info.primal_solution_status != 2 or len(solution) != len(rows.is_integer):
+            return MilpSolution(self.scale if infeasible else bound, None, None, infeasible)
+        device = solution[self.home].argmax(axis=1)[self.problem.group].astype(np.int32)
+        return MilpSolution(bound, device, solution[self.start] * self.scale, infeasible)

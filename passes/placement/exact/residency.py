@@ -1,4 +1,4 @@
-"""What a device surely holds while a node runs, wherever that runs: values between nodes of one group."""
+"""Lower bounds on the bytes that a device holds while a node runs: values between nodes of one group."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from onnxplace.graph import Bools, Csr, Floats, Ints, OpGraph
 
 
 def held_bytes(graph: OpGraph, group: Ints, before: Bools) -> Floats:
-    """Return [node, group]: bytes of values that lie where the group is while the node runs, in any schedule.
+    """Return [node, group]: bytes on the group's device while the node runs, in any schedule.
 
-    A member of the group that has to run before the node made them, and one that has to run after it reads them. What
-    the node itself reads is left out, and so are views. `before` is that of `reachable`. O(N V).
+    These values are produced by a member of the group that must run before the node, and read by one that must run
+    after it. Inputs of the node itself are left out, and so are views. `before` is that of `reachable`. O(N V).
     """
     held = np.zeros((len(graph), int(group.max(initial=-1)) + 1))
-    made = np.flatnonzero((graph.producer >= 0) & (graph.alias < 0) & (graph.value_bytes > 0))
-    for value in made.tolist():
-        maker, readers = int(graph.producer[value]), graph.readers[value]
-        home = int(group[maker])
-        own = readers[group[readers] == home]
-        if len(own):
-            between = before[:, maker] & before[own].any(axis=0)
+    values = np.flatnonzero((graph.producer >= 0) & (graph.alias < 0) & (graph.value_bytes > 0))
+    for value in values.tolist():
+        producer, readers = int(graph.producer[value]), graph.readers[value]
+        group_of_producer = int(group[producer])
+        readers_in_group = readers[group[readers] == group_of_producer]
+        if len(readers_in_group):
+            between = before[:, producer] & before[readers_in_group].any(axis=0)
             between[readers] = False
-            held[between, home] += graph.value_bytes[value]
+            held[between, group_of_producer] += graph.value_bytes[value]
     return held
 
 
 def reachable(order: Ints, predecessors: Csr) -> Bools:
-    """Return [node, earlier]: whether a path leads from `earlier` to `node`."""
+    """Return [node, predecessor]: whether a path leads from the predecessor to the node."""
     before = np.zeros((len(order), len(order)), dtype=bool)
     for node in order.tolist():
-        for earlier in predecessors[node].tolist():
-            before[node] |= before[earlier]
-            before[node, earlier] = True
+        for predecessor in predecessors[node].tolist():
+            before[node] |= before[predecessor]
+            before[node, predecessor] = True
     return before

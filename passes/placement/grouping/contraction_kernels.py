@@ -1,4 +1,4 @@
-"""The hot loops of `fuse`: merge what is linked within groups, and keep the graph acyclic."""
+"""Compiled loops of `fuse`: merge linked clusters within groups, and keep the graph acyclic."""
 
 # Compiled loops get their types from numba.
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
@@ -10,29 +10,31 @@ import heapq
 import numpy as np
 
 from onnxplace.graph import cluster_edges
-from onnxplace.passes.placement.grouping.group_kernels import find, number_sets
+from onnxplace.passes.placement.grouping.group_kernels import find_root, number_sets
 from onnxplace.utils import compiled_loop, compiled_part
 
 
 @compiled_part
-def _only_neighbour(node, parent, ends, head, tail, following, size):
-    """The one cluster that all edges of `node` on one side lead to, else -1; `ends` is the other end of each edge.
+def _find_only_neighbour(node, parent, ends, head, tail, following, size):
+    """Return the only cluster that edges of `node` on one side lead to, else -1; `ends` are their other ends.
 
-    Drops edges within the cluster, and those beside the first one that lead to the same cluster: clusters only grow,
-    so they are never needed again, and each edge is looked at once or is one of the first two.
+    Edges within the cluster are dropped, and so are repeated edges to the first neighbour. Clusters only grow, so these
+    are never needed again. Each edge is visited once or is one of the first two.
     """
+    # Drop edges at the front that have become internal.
     first = head[node]
-    while first >= 0 and find(parent, ends[first]) == node:
+    while first >= 0 and find_root(parent, ends[first]) == node:
         first = following[first]
         size[node] -= 1
     head[node] = first
     if first < 0:
         tail[node] = -1
         return -1
-    other = find(parent, ends[first])
+    # Drop edges behind the first one until one leads to another cluster.
+    other = find_root(parent, ends[first])
     second = following[first]
     while second >= 0:
-        end = find(parent, ends[second])
+        end = find_root(parent, ends[second])
         if end not in (node, other):
             break
         second = following[second]
@@ -45,47 +47,49 @@ def _only_neighbour(node, parent, ends, head, tail, following, size):
 
 
 @compiled_part
-def _append(kept, gone, head, tail, following, size):
-    """Append the edges of `gone` to those of `kept`."""
-    if head[gone] < 0:
+def _append_edges(kept, absorbed, head, tail, following, size):
+    """Append the edges of `absorbed` to those of `kept`, in constant time."""
+    if head[absorbed] < 0:
         return
     if head[kept] < 0:
-        head[kept] = head[gone]
+        head[kept] = head[absorbed]
     else:
-        following[tail[kept]] = head[gone]
-    tail[kept] = tail[gone]
-    size[kept] += size[gone]
+        following[tail[kept]] = head[absorbed]
+    tail[kept] = tail[absorbed]
+    size[kept] += size[absorbed]
 
 
 @compiled_part
-def _push(stack, count, waiting, node):
-    """Put `node` on the stack unless it is there; returns the new height."""
-    if waiting[node]:
+def _push_once(stack, count, is_waiting, node):
+    """Push `node` on the stack unless it is there; return the new height."""
+    if is_waiting[node]:
         return count
-    waiting[node] = True
+    is_waiting[node] = True
     stack[count] = node
     return count + 1
 
 
 @compiled_loop
 def contract(group, cluster, producer, in_starts, ins):
-    """Merge clusters u and v of one group while v is all that follows u, or u all that precedes v; O(E log E).
+    """Merge clusters u and v of one group while v alone follows u, or u alone precedes v; O(E log E).
 
-    `cluster` holds a dense id per node, in order of first nodes, of what is one already.
+    `cluster` holds a dense id per node, in order of first nodes, of the clusters to begin with.
 
-    Clusters keep their edges in linked lists that are joined in constant time. A merge can give a neighbour a single
-    neighbour in turn only if it was adjacent to both, so it is found on the shorter of the two lists. What follows is
-    tried first: a node and its only reader lose nothing by being one. Returns a dense cluster id per node.
+    Clusters keep their edges in linked lists that are joined in constant time. A merge can leave a neighbour with a
+    single neighbour only if it was adjacent to both, so it is found on the shorter of the two lists. Successors are
+    tried first: a node and its only reader lose nothing by merging. Returns a dense cluster id per node.
     """
+    # The first node of each cluster is its root.
     count = len(group)
     parent = np.empty(count, np.int32)
-    first = np.empty(count, np.int32)
+    first_node = np.empty(count, np.int32)
     clusters = 0
     for node in range(count):
         if cluster[node] == clusters:
-            first[clusters] = node
+            first_node[clusters] = node
             clusters += 1
-        parent[node] = first[cluster[node]]
+        parent[node] = first_node[cluster[node]]
+    # Linked lists of edges: out of and into each cluster.
     edges = 0
     for k in range(in_starts[count]):
         edges += producer[ins[k]] >= 0
@@ -102,10 +106,10 @@ def contract(group, cluster, producer, in_starts, ins):
     edge = 0
     for node in range(count):
         for k in range(in_starts[node], in_starts[node + 1]):
-            maker = producer[ins[k]]
-            if maker < 0:
+            source_node = producer[ins[k]]
+            if source_node < 0:
                 continue
-            u, v = parent[maker], parent[node]
+            u, v = parent[source_node], parent[node]
             source[edge] = u
             target[edge] = v
             if out_tail[u] >= 0:
@@ -122,6 +126,7 @@ def contract(group, cluster, producer, in_starts, ins):
             in_size[v] += 1
             edge += 1
 
+    # Two stacks of clusters to check: for a single successor, for a single predecessor.
     out_stack = np.arange(count).astype(np.int32)
     in_stack = np.arange(count)[::-1].astype(np.int32)
     out_waits = np.ones(count, np.bool_)
@@ -135,34 +140,36 @@ def contract(group, cluster, producer, in_starts, ins):
             out_waits[node] = False
             if parent[node] != node:
                 continue
-            other = _only_neighbour(node, parent, target, out_head, out_tail, after, out_size)
+            other = _find_only_neighbour(node, parent, target, out_head, out_tail, after, out_size)
         else:
             in_count -= 1
             node = in_stack[in_count]
             in_waits[node] = False
             if parent[node] != node:
                 continue
-            other = _only_neighbour(node, parent, source, in_head, in_tail, before, in_size)
+            other = _find_only_neighbour(node, parent, source, in_head, in_tail, before, in_size)
         if other < 0 or group[other] != group[node]:
             continue
-        fewer = node if in_size[node] < in_size[other] else other
-        edge = in_head[fewer]
+        # Neighbours of both clusters may now have a single neighbour: check them again.
+        shorter = node if in_size[node] < in_size[other] else other
+        edge = in_head[shorter]
         while edge >= 0:
-            out_count = _push(out_stack, out_count, out_waits, np.int64(find(parent, source[edge])))
+            out_count = _push_once(out_stack, out_count, out_waits, np.int64(find_root(parent, source[edge])))
             edge = before[edge]
-        fewer = node if out_size[node] < out_size[other] else other
-        edge = out_head[fewer]
+        shorter = node if out_size[node] < out_size[other] else other
+        edge = out_head[shorter]
         while edge >= 0:
-            in_count = _push(in_stack, in_count, in_waits, np.int64(find(parent, target[edge])))
+            in_count = _push_once(in_stack, in_count, in_waits, np.int64(find_root(parent, target[edge])))
             edge = after[edge]
-        kept, gone = node, other
-        if in_size[gone] + out_size[gone] > in_size[kept] + out_size[kept]:
-            kept, gone = gone, kept
-        parent[gone] = kept
-        _append(kept, gone, out_head, out_tail, after, out_size)
-        _append(kept, gone, in_head, in_tail, before, in_size)
-        out_count = _push(out_stack, out_count, out_waits, kept)
-        in_count = _push(in_stack, in_count, in_waits, kept)
+        # The cluster with more edges keeps its lists, which bounds the work of all merges.
+        kept, absorbed = node, other
+        if in_size[absorbed] + out_size[absorbed] > in_size[kept] + out_size[kept]:
+            kept, absorbed = absorbed, kept
+        parent[absorbed] = kept
+        _append_edges(kept, absorbed, out_head, out_tail, after, out_size)
+        _append_edges(kept, absorbed, in_head, in_tail, before, in_size)
+        out_count = _push_once(out_stack, out_count, out_waits, kept)
+        in_count = _push_once(in_stack, in_count, in_waits, kept)
     return number_sets(parent)[0]
 
 
@@ -180,38 +187,41 @@ def merge_runs(group, cluster, producer, in_starts, ins):
     color = np.empty(count, np.int32)
     for node in range(len(group)):
         color[cluster[node]] = group[node]
+    # Predecessors that each cluster waits for, and its readers.
     waiting, starts, readers = cluster_edges(cluster, count, producer, in_starts, ins)
 
-    mates = np.full(count, -1, np.int32)  # the next cluster of its group that is ready too
+    next_mate = np.full(count, -1, np.int32)  # the next cluster of its group that is ready too
     first_mate = np.full(color.max() + 1 if count else 0, -1, np.int32)
     ready = [np.int64(0) for _ in range(0)]
     for index in range(count - 1, -1, -1):
         if waiting[index] == 0:
             heapq.heappush(ready, np.int64(index))
-            mates[index] = first_mate[color[index]]
+            next_mate[index] = first_mate[color[index]]
             first_mate[color[index]] = index
+    # Kahn's algorithm that stays in a group for as long as it has ready clusters: each stay is a run.
     run = np.full(count, -1, np.int32)
     runs = 0
     while len(ready) > 0:
-        here = color[heapq.heappop(ready)]
-        while first_mate[here] >= 0:
-            index = first_mate[here]
-            first_mate[here] = mates[index]
+        current_color = color[heapq.heappop(ready)]
+        while first_mate[current_color] >= 0:
+            index = first_mate[current_color]
+            first_mate[current_color] = next_mate[index]
             run[index] = runs
             for k in range(starts[index], starts[index + 1]):
                 reader = readers[k]
                 waiting[reader] -= 1
                 if waiting[reader] == 0:
-                    mates[reader] = first_mate[color[reader]]
+                    next_mate[reader] = first_mate[color[reader]]
                     first_mate[color[reader]] = reader
                     heapq.heappush(ready, np.int64(reader))
         runs += 1
 
+    # Within a run, clusters merge along edges.
     parent = np.arange(count).astype(np.int32)
     for index in range(count):
         for k in range(starts[index], starts[index + 1]):
             if run[readers[k]] == run[index]:
-                a, b = find(parent, index), find(parent, readers[k])
+                a, b = find_root(parent, index), find_root(parent, readers[k])
                 parent[max(a, b)] = min(a, b)
     merged = number_sets(parent)[0]
     result = np.empty(len(group), np.int32)

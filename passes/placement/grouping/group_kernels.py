@@ -1,4 +1,4 @@
-"""The hot loops of grouping: disjoint sets, who reads what, who follows whom, which device has room."""
+"""Compiled loops of grouping: disjoint sets, only readers, owners of backward nodes, and room on devices."""
 
 # Compiled loops get their types from numba.
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
@@ -11,8 +11,8 @@ from onnxplace.utils import compiled_loop, in_place
 
 
 @in_place
-def find(parent, node):
-    """Root of the set of `node`; halves the path on the way."""
+def find_root(parent, node):
+    """Return the root of the set of `node`; halve the path on the way."""
     while parent[node] != node:
         parent[node] = parent[parent[node]]
         node = parent[node]
@@ -20,15 +20,16 @@ def find(parent, node):
 
 
 @compiled_loop
-def join(parent, pinned, reason, first, second, code):
+def join_sets(parent, pinned, reason, first, second, code):
     """Join `first[i]` and `second[i]`, in that order, unless they are pinned to different devices.
 
     The root of a set is its lowest node and holds its pin and its reason: the lowest code that joined two of its
     nodes. Returns which pairs were refused.
     """
     refused = np.zeros(len(first), np.bool_)
+    # Refuse a pair whose sets are pinned to two devices; else the lower root keeps the pin and the earliest reason.
     for k in range(len(first)):
-        a, b = find(parent, np.int64(first[k])), find(parent, np.int64(second[k]))
+        a, b = find_root(parent, np.int64(first[k])), find_root(parent, np.int64(second[k]))
         if a == b:
             continue
         if pinned[a] >= 0 and pinned[b] >= 0 and pinned[a] != pinned[b]:
@@ -47,14 +48,15 @@ def join(parent, pinned, reason, first, second, code):
 
 
 @in_place
-def join_light_groups(parent, pinned, load, first, second, most):
-    """Join `first[i]` and `second[i]`, in that order, unless they are pinned apart or together heavier than `most`.
+def join_light_groups(parent, pinned, load, first, second, max_load):
+    """Join `first[i]` and `second[i]`, in that order, unless they are pinned apart or together heavier than `max_load`.
 
     The root of a set holds its load and its pin.
     """
+    # In the given order, so that the caller decides which pairs take the room that the limit leaves.
     for k in range(len(first)):
-        a, b = find(parent, np.int64(first[k])), find(parent, np.int64(second[k]))
-        if a == b or load[a] + load[b] > most:
+        a, b = find_root(parent, np.int64(first[k])), find_root(parent, np.int64(second[k]))
+        if a == b or load[a] + load[b] > max_load:
             continue
         if pinned[a] >= 0 and pinned[b] >= 0 and pinned[a] != pinned[b]:
             continue
@@ -66,12 +68,13 @@ def join_light_groups(parent, pinned, load, first, second, most):
 
 @compiled_loop
 def number_sets(parent):
-    """Dense number per node of its set, by first node, and how many sets there are."""
+    """Return a dense number per node for its set, in order of first nodes, and the number of sets."""
     numbers = np.full(len(parent), -1, np.int32)
     numbered = np.empty(len(parent), np.int32)
+    # The first node of a set gives it the next number.
     count = 0
     for node in range(len(parent)):
-        root = find(parent, node)
+        root = find_root(parent, node)
         if numbers[root] < 0:
             numbers[root] = count
             count += 1
@@ -80,42 +83,44 @@ def number_sets(parent):
 
 
 @compiled_loop
-def first_readers(producer, value_bytes, in_starts, ins, counts):
-    """Who reads each node's values, of the readers that count.
+def first_readers(producer, value_bytes, in_starts, ins, is_counted):
+    """Return, per node, its lowest and highest counted reader, and the number and bytes of values that are read.
 
-    Returns per node: its lowest reader (-1 if none), its highest, how many of its values are read, and their bytes.
+    Readers are -1 for none.
     """
     count = len(in_starts) - 1
     lowest = np.full(count, -1, np.int32)
     highest = np.full(count, -1, np.int32)
     sent = np.zeros(count, np.int64)
     sent_bytes = np.zeros(count, np.int64)
-    seen = np.zeros(len(producer), np.bool_)
+    is_seen = np.zeros(len(producer), np.bool_)
+    # Readers come in ascending order: the first one met is the lowest, the last one the highest.
     for node in range(count):
-        if not counts[node]:
+        if not is_counted[node]:
             continue
         for k in range(in_starts[node], in_starts[node + 1]):
             value = ins[k]
-            maker = producer[value]
-            if maker < 0:
+            source = producer[value]
+            if source < 0:
                 continue
-            if lowest[maker] < 0:
-                lowest[maker] = node
-            highest[maker] = node
-            if not seen[value]:
-                seen[value] = True
-                sent[maker] += 1
-                sent_bytes[maker] += value_bytes[value]
+            if lowest[source] < 0:
+                lowest[source] = node
+            highest[source] = node
+            if not is_seen[value]:
+                is_seen[value] = True
+                sent[source] += 1
+                sent_bytes[source] += value_bytes[value]
     return lowest, highest, sent, sent_bytes
 
 
 @compiled_loop
-def owners(order, backward, color, producer, out_starts, outs, in_starts, ins, read_starts, readers):
-    """The forward node that each backward node belongs to, -1 for none and for forward nodes.
+def assign_owners(order, backward, color, producer, out_starts, outs, in_starts, ins, read_starts, readers):
+    """Return the forward node of each backward node, -1 for none and for forward nodes.
 
-    By color (-1: none), by what it reads, else that of the nearest backward node: `coplace` states the rule.
+    It is found by color (-1: none), by inputs, else through the nearest backward node: `coplace` states the rule.
     """
     count = len(order)
+    # The latest forward node of each color, and positions in topological order.
     latest = np.full(color.max() + 1 if count else 0, -1, np.int32)
     position = np.empty(count, np.int64)
     for k in range(count):
@@ -123,43 +128,45 @@ def owners(order, backward, color, producer, out_starts, outs, in_starts, ins, r
         position[node] = k
         if not backward[node] and color[node] >= 0:
             latest[color[node]] = node
+    # Owners by inputs or by color; these backward nodes start the queue of the search below.
     owner = np.full(count, -1, np.int32)
     queue = np.empty(count, np.int32)
     tail = 0
-    for at in range(count):
-        node = order[at]
+    for index in range(count):
+        node = order[index]
         if not backward[node]:
             continue
         colored = color[node] >= 0 and latest[color[node]] >= 0
         best = -1
         for k in range(in_starts[node], in_starts[node + 1]):
-            maker = producer[ins[k]]
-            if maker < 0 or backward[maker] or (colored and color[maker] != color[node]):
+            source = producer[ins[k]]
+            if source < 0 or backward[source] or (colored and color[source] != color[node]):
                 continue
-            if best < 0 or position[maker] > position[best]:
-                best = maker
+            if best < 0 or position[source] > position[best]:
+                best = source
         if best < 0 and colored:
             best = latest[color[node]]
         if best >= 0:
             owner[node] = best
             queue[tail] = node
             tail += 1
+    # Spread owners breadth first to backward nodes without one, over readers and producers.
     head = 0
     while head < tail:
         node = queue[head]
         head += 1
         for k in range(out_starts[node], out_starts[node + 1]):
             for j in range(read_starts[outs[k]], read_starts[outs[k] + 1]):
-                other = readers[j]
-                if backward[other] and owner[other] < 0:
-                    owner[other] = owner[node]
-                    queue[tail] = other
+                neighbour = readers[j]
+                if backward[neighbour] and owner[neighbour] < 0:
+                    owner[neighbour] = owner[node]
+                    queue[tail] = neighbour
                     tail += 1
         for k in range(in_starts[node], in_starts[node + 1]):
-            other = producer[ins[k]]
-            if other >= 0 and backward[other] and owner[other] < 0:
-                owner[other] = owner[node]
-                queue[tail] = other
+            neighbour = producer[ins[k]]
+            if neighbour >= 0 and backward[neighbour] and owner[neighbour] < 0:
+                owner[neighbour] = owner[node]
+                queue[tail] = neighbour
                 tail += 1
     return owner
 
@@ -168,29 +175,31 @@ def owners(order, backward, color, producer, out_starts, outs, in_starts, ins, r
 def choose_devices(sequence, choices, pinned, weight_starts, weights, weight_bytes, staying_bytes, step_bytes, limit):
     """Give each group, in `sequence`, the first of its `choices` (or its pin) that has room for it.
 
-    A device holds each weight once, what stays of each group, and what the neediest step of one takes. Returns the
+    A device holds each weight once, `staying_bytes` of each group, and the largest `step_bytes` of one. Returns the
     device per group, -1 from the first group on that fits nowhere, and that group (-1 if all fit).
     """
-    held = np.zeros((len(limit), len(weight_bytes)), np.bool_)
-    used = np.zeros(len(limit), np.int64)
-    step = np.zeros(len(limit), np.int64)
+    stored = np.zeros((len(limit), len(weight_bytes)), np.bool_)
+    used_bytes = np.zeros(len(limit), np.int64)
+    largest_step = np.zeros(len(limit), np.int64)
     device = np.full(len(pinned), -1, np.int32)
     for group in sequence:
         for choice in choices[group]:
             if pinned[group] >= 0 and choice != pinned[group]:
                 continue
-            more = staying_bytes[group]
+            # Weights that the device stores already cost nothing.
+            added_bytes = staying_bytes[group]
             for k in range(weight_starts[group], weight_starts[group + 1]):
-                if not held[choice, weights[k]]:
-                    more += weight_bytes[weights[k]]
-            need = max(step[choice], step_bytes[group])
-            if used[choice] + more + need <= limit[choice]:
+                if not stored[choice, weights[k]]:
+                    added_bytes += weight_bytes[weights[k]]
+            needed_step = max(largest_step[choice], step_bytes[group])
+            if used_bytes[choice] + added_bytes + needed_step <= limit[choice]:
                 device[group] = choice
-                used[choice] += more
-                step[choice] = need
+                used_bytes[choice] += added_bytes
+                largest_step[choice] = needed_step
                 for k in range(weight_starts[group], weight_starts[group + 1]):
-                    held[choice, weights[k]] = True
+                    stored[choice, weights[k]] = True
                 break
+        # Stop at the first group without room; the caller names it.
         if device[group] < 0:
             return device, group
     return device, -1

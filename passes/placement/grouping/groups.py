@@ -1,4 +1,4 @@
-"""Which nodes must or should share a device: what `coplace` decides before a placer runs, and `adjust` after it."""
+"""Group nodes that must or should share a device, for `coplace` before a placer and `adjust` after it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from onnxplace.errors import MAX_LISTED, Diagnostic, InputError, TargetError, Us
 from onnxplace.facts import Groups, Profile
 from onnxplace.graph import Bools, Floats, Ints, OpGraph
 from onnxplace.model import HostValue, Model, find_host_values
-from onnxplace.passes.placement.grouping.group_kernels import find, first_readers, join, number_sets, owners
+from onnxplace.passes.placement.grouping.group_kernels import (
+    assign_owners,
+    find_root,
+    first_readers,
+    join_sets,
+    number_sets,
+)
 from onnxplace.problem import device_seconds
 from onnxplace.state import State
 from onnxplace.target import Target
@@ -20,8 +26,8 @@ from onnxplace.utils import match_names, parse_json, read_json
 
 Join = Literal["worth", "always", "never"]
 Backward = Literal["free", "follow"]
-# The reason of groups around a value that a model hands to its next call.
-STATE = "state"
+# The reason of groups around a tensor that is kept between calls.
+CARRIED_STATE = "state"
 
 
 def group_nodes(
@@ -34,15 +40,15 @@ def group_nodes(
     device_map: str,
     keep: bool = False,
 ) -> tuple[Groups, tuple[Diagnostic, ...]]:
-    """Return the groups by the options of `coplace`, and what the user should know about them.
+    """Group nodes by the options of `coplace`; return the groups, and notes for the user.
 
-    `keep`: groups that the state has stay together with their pins, unless the device map says otherwise.
+    With `keep`, groups of `state` stay together with their pins, unless the device map says otherwise.
     """
     profile, target = state[Profile], state.target
     graph, notes = profile.graph, list[Diagnostic]()
     removed = state[Model].removed if Model in state else ()
-    pinned, said = _pins(device_map, graph, target, removed)
-    notes += said
+    pinned, pin_notes = _read_pins(device_map, graph, target, removed)
+    notes += pin_notes
     keep = keep and Groups in state
     if keep:
         pinned = np.where(pinned >= 0, pinned, state[Groups].pinned[state[Groups].group])
@@ -50,20 +56,20 @@ def group_nodes(
     if keep:
         union.join(first_equal(state[Groups].group), np.arange(len(graph)), "grouped before")
     if Model in state:
-        _join_states(union, graph, state[Model], target)
-    notes += _join_matching(union, graph, colocate, removed)
+        _join_carried_states(union, graph, state[Model], target)
+    notes += _join_patterns(union, graph, colocate, removed)
     if Model in state:
-        notes += _keep_on_host(union, graph, state[Model], target)
+        notes += _pin_to_host(union, graph, state[Model], target)
     if given and profile.given is not None:
         colored = np.flatnonzero(profile.given >= 0)
         union.join(colored[first_equal(profile.given[colored])], colored, "the graph's own group")
-    torn = union.join(first_equal(profile.unit), np.arange(len(graph)), "one kernel")
-    if torn.any():
-        where = graph.names[int(torn.argmax())]
-        notes.append(Diagnostic("G010", "the device map splits what ONNX Runtime would run as one kernel", where))
+    split_kernels = union.join(first_equal(profile.unit), np.arange(len(graph)), "one kernel")
+    if split_kernels.any():
+        first_split = graph.names[int(split_kernels.argmax())]
+        notes.append(Diagnostic("G010", "the device map splits what ONNX Runtime would run as one kernel", first_split))
     owner = np.full(len(graph), -1, dtype=np.int32)
     if backward == "follow":
-        owner = forward_owners(profile)
+        owner = find_forward_owners(profile)
         if not (owner >= 0).any():
             notes.append(Diagnostic("G011", "no backward node follows a forward node: the graph marks none that can"))
     follows = owner >= 0
@@ -74,8 +80,8 @@ def group_nodes(
     return union.groups(), tuple(notes)
 
 
-def forward_owners(profile: Profile) -> Ints:
-    """Return the forward node that each backward node belongs to, -1 for none and for forward nodes.
+def find_forward_owners(profile: Profile) -> Ints:
+    """Return the forward node of each backward node, -1 for none and for forward nodes.
 
     `Coplace` states the rule. Near-linear.
     """
@@ -86,15 +92,15 @@ def forward_owners(profile: Profile) -> Ints:
     if profile.given is not None:
         colored = np.flatnonzero(profile.given >= 0)
         color[colored] = first_equal(profile.given[colored])
-    found: Ints = owners(
+    owner: Ints = assign_owners(
         graph.order, profile.backward, color, graph.producer, graph.outputs.starts, graph.outputs.items,
         graph.inputs.starts, graph.inputs.items, graph.readers.starts, graph.readers.items,
     )  # fmt: skip
-    return found
+    return owner
 
 
 class Union:
-    """Disjoint sets of nodes that refuse to join nodes pinned to different devices."""
+    """Disjoint sets of nodes; nodes pinned to different devices are not joined."""
 
     def __init__(self, pinned: Ints) -> None:
         self._parent = np.arange(len(pinned), dtype=np.int32)
@@ -103,19 +109,19 @@ class Union:
         self._labels = [""]
 
     def join(self, first: NDArray[np.integer], second: NDArray[np.integer], reason: str) -> Bools:
-        """Join nodes pair by pair; returns which pairs are pinned apart. Earlier reasons count more than later ones."""
+        """Join nodes pair by pair; return which pairs are pinned apart. A set keeps its earliest reason."""
         self._labels.append(reason)
         first, second = first.astype(np.int32), second.astype(np.int32)
-        refused: Bools = join(self._parent, self._pinned, self._reason, first, second, len(self._labels) - 1)
+        refused: Bools = join_sets(self._parent, self._pinned, self._reason, first, second, len(self._labels) - 1)
         return refused
 
     def pin_to(self, node: int, device: int) -> None:
         """Pin the set of a node to a device."""
-        self._pinned[find(self._parent, node)] = device
+        self._pinned[find_root(self._parent, node)] = device
 
     def pin(self, node: int) -> int:
         """Return the device that the set of a node is pinned to, -1 for none."""
-        return int(self._pinned[find(self._parent, node)])
+        return int(self._pinned[find_root(self._parent, node)])
 
     def groups(self) -> Groups:
         group, count = number_sets(self._parent)
@@ -135,74 +141,81 @@ def first_equal(keys: Ints) -> NDArray[np.int64]:
 
 
 def only_readers(
-    graph: OpGraph, seconds: Floats, target: Target, counts: Bools, always: bool
+    graph: OpGraph, seconds: Floats, target: Target, is_counted: Bools, always: bool
 ) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
-    """Return the nodes that do well to join a reader, because it is the only one, and those readers.
+    """Return the nodes that should join their only reader, and those readers.
 
-    `seconds` is [device, node]. A node joins if sending its values would take longer than computing it, or `always`;
-    nodes that do not count neither join nor read. A constant that costs nothing has no reason to be alone: it joins
-    the first of its readers.
+    A node joins if sending its values would take longer than computing it, or `always`. A constant that costs nothing
+    joins the first of its readers.
+
+    Args:
+        graph: The graph.
+        seconds: [device, node].
+        target: Its links are what transfers take.
+        is_counted: Per node; other nodes neither join nor read.
+        always: Whether nodes join at any cost.
     """
     latency, per_byte = target.link_arrays()
-    apart = ~np.eye(len(latency), dtype=bool)
-    lowest, highest, sent, sent_bytes = first_readers(
-        graph.producer, graph.value_bytes, graph.inputs.starts, graph.inputs.items, counts
+    off_diagonal = ~np.eye(len(latency), dtype=bool)
+    lowest, highest, sent_values, sent_bytes = first_readers(
+        graph.producer, graph.value_bytes, graph.inputs.starts, graph.inputs.items, is_counted
     )
-    own = seconds.min(axis=0)
-    transfer = sent * latency[apart].min() + sent_bytes * per_byte[apart].min()
-    single = (lowest == highest) & (np.True_ if always else own <= transfer)
+    least_seconds = seconds.min(axis=0)
+    transfer = sent_values * latency[off_diagonal].min() + sent_bytes * per_byte[off_diagonal].min()
+    single = (lowest == highest) & (np.True_ if always else least_seconds <= transfer)
     reads = graph.inputs.rows[graph.producer[graph.inputs.items] >= 0]
-    constant = own == 0.0
+    constant = least_seconds == 0.0
     constant[reads] = False
-    joins = np.flatnonzero((lowest >= 0) & counts & (single | (constant & (lowest != highest))))
+    joins = np.flatnonzero((lowest >= 0) & is_counted & (single | (constant & (lowest != highest))))
     return joins, lowest[joins]
 
 
-def _join_states(union: Union, graph: OpGraph, model: Model, target: Target) -> None:
-    """Join what makes the next value of a state with all that read the last one: it stays on their device.
+def _join_carried_states(union: Union, graph: OpGraph, model: Model, target: Target) -> None:
+    """Join the producer of each carried state with its readers in the next call, on whose device it stays.
 
-    Raises UsageError that lists the states which the device map tears apart.
+    Raises:
+        UsageError: The device map pins them to different devices.
     """
     index = {name: value for value, name in enumerate(graph.value_names)}
-    torn = []
+    conflicts = []
     for name, output in model.states.items():
-        maker = int(graph.producer[index[model.sources.get(output, output)]])
+        producer = int(graph.producer[index[model.sources.get(output, output)]])
         readers = graph.readers[index[name]]
-        refused = union.join(np.full_like(readers, maker), readers, STATE)
+        refused = union.join(np.full_like(readers, producer), readers, CARRIED_STATE)
         if refused.any():
-            places = [
+            pins = [
                 f"node {graph.names[node]!r} to {target.devices[union.pin(node)].id}"
-                for node in (maker, int(readers[refused.argmax()]))
+                for node in (producer, int(readers[refused.argmax()]))
             ]
-            torn.append(
-                f"state {output!r} = {name!r} stays on one device, but the device map pins {' and '.join(places)}"
+            conflicts.append(
+                f"state {output!r} = {name!r} stays on one device, but the device map pins {' and '.join(pins)}"
             )
-    if torn:
+    if conflicts:
         hint = "pin both to one device, or leave one of them free"
-        raise UsageError("S005", _listed(torn, "; "), where="--state", hint=hint)
+        raise UsageError("S005", _format_list(conflicts, "; "), where="--state", hint=hint)
 
 
-def _keep_on_host(union: Union, graph: OpGraph, model: Model, target: Target) -> list[Diagnostic]:
-    """Join what makes and reads a value that a GPU cannot hold, and pin it to a host device, if there is one.
+def _pin_to_host(union: Union, graph: OpGraph, model: Model, target: Target) -> list[Diagnostic]:
+    """Join producers and readers of values that a GPU cannot hold, and pin them to a host device, if any.
 
-    On CPU devices alone nothing is done: they hand such values over as they are.
+    Between CPU devices alone, such values need no group.
     """
     if all(device.kind == "cpu" for device in target.devices):
         return []
-    found = list(find_host_values(model))
-    for value in found:
+    host_values = list(find_host_values(model))
+    for value in host_values:
         union.join(np.full_like(value.nodes, value.nodes[0]), value.nodes, "values that only a host can hold")
     host = next((index for index, device in enumerate(target.devices) if device.kind == "cpu"), -1)
-    places: dict[int, list[HostValue]] = {}
-    for value in found:
+    values_by_device: dict[int, list[HostValue]] = {}
+    for value in host_values:
         if union.pin(int(value.nodes[0])) < 0 and host >= 0:
             union.pin_to(int(value.nodes[0]), host)
-        places.setdefault(union.pin(int(value.nodes[0])), []).append(value)
-    return [_host_note(device, values, graph, target) for device, values in places.items()]
+        values_by_device.setdefault(union.pin(int(value.nodes[0])), []).append(value)
+    return [_note_host_values(device, values, graph, target) for device, values in values_by_device.items()]
 
 
-def _host_note(device: int, values: Sequence[HostValue], graph: OpGraph, target: Target) -> Diagnostic:
-    """Say which nodes stay together, and why."""
+def _note_host_values(device: int, values: Sequence[HostValue], graph: OpGraph, target: Target) -> Diagnostic:
+    """Return the note that says which nodes stay together, and why."""
     nodes = sorted({node for value in values for node in value.nodes.tolist()})
     kinds = " and ".join(dict.fromkeys(value.kind for value in values))
     message = (
@@ -212,61 +225,61 @@ def _host_note(device: int, values: Sequence[HostValue], graph: OpGraph, target:
     if device >= 0 and target.devices[device].kind == "cpu":
         return Diagnostic("G012", message, where=target.devices[device].id)
     where, hint = target.devices[device].id if device >= 0 else "", "add a host device, such as cpu:0"
-    return Diagnostic("G012", f"{message}; ONNX Runtime computes them on the host, copying to and fro", where, hint)
+    return Diagnostic("G012", f"{message}; ONNX Runtime computes them on the host, copying back and forth", where, hint)
 
 
-def _join_matching(union: Union, graph: OpGraph, patterns: Sequence[str], removed: Sequence[str]) -> list[Diagnostic]:
-    """Join the nodes that each pattern matches; returns a note for those of which optimisation left none."""
-    where, torn, empty = "--colocate", list[str](), list[str]()
+def _join_patterns(union: Union, graph: OpGraph, patterns: Sequence[str], removed: Sequence[str]) -> list[Diagnostic]:
+    """Join the nodes that each pattern matches; return a note for patterns that match only removed nodes."""
+    where, conflicts, unmatched = "--colocate", list[str](), list[str]()
     for pattern, positions in zip(patterns, match_names(patterns, graph.names, where)):
         matching = np.array(positions, dtype=np.int32)
         if not len(matching):
-            empty.append(pattern)
+            unmatched.append(pattern)
             continue
         refused = union.join(np.broadcast_to(matching[0], matching.shape), matching, f"--colocate {pattern}")
         if refused.any():
-            torn.append(f"{pattern!r}, with {graph.names[matching[refused.argmax()]]!r}")
-    gone = _only_removed(empty, removed, where)
-    if missing := [pattern for pattern in empty if pattern not in gone]:
-        listed = _listed(repr(pattern) for pattern in missing)
-        raise UsageError("U020", f"no node's name matches {listed}", where=where, hint=_names_hint(graph))
-    if torn:
+            conflicts.append(f"{pattern!r}, with {graph.names[matching[refused.argmax()]]!r}")
+    removed_matches = _match_removed(unmatched, removed, where)
+    if unknown := [pattern for pattern in unmatched if pattern not in removed_matches]:
+        listed = _format_list(repr(pattern) for pattern in unknown)
+        raise UsageError("U020", f"no node's name matches {listed}", where=where, hint=_suggest_names(graph))
+    if conflicts:
         raise UsageError(
             "U021",
-            f"joins nodes that the device map puts on different devices: {_listed(torn, '; ')}",
+            f"joins nodes that the device map puts on different devices: {_format_list(conflicts, '; ')}",
             where=where,
             hint="leave these nodes out of one of the two",
         )
-    return [_removed_note(gone, where)] if gone else []
+    return [_note_removed(removed_matches, where)] if removed_matches else []
 
 
-def _only_removed(patterns: Sequence[str], removed: Sequence[str], where: str) -> dict[str, str]:
-    """Return, of patterns without a node, those that match one which optimisation removed, and that node."""
+def _match_removed(patterns: Sequence[str], removed: Sequence[str], where: str) -> dict[str, str]:
+    """Return the patterns that match nodes which optimisation removed, each with the first such node."""
     if not patterns or not removed:
         return {}
     matches = match_names(patterns, removed, where)
-    return {pattern: removed[found[0]] for pattern, found in zip(patterns, matches) if found}
+    return {pattern: removed[positions[0]] for pattern, positions in zip(patterns, matches) if positions}
 
 
-def _removed_note(gone: Mapping[str, str], where: str) -> Diagnostic:
-    listed = _listed(f"{pattern!r} ({name!r})" for pattern, name in gone.items())
+def _note_removed(removed_matches: Mapping[str, str], where: str) -> Diagnostic:
+    listed = _format_list(f"{pattern!r} ({name!r})" for pattern, name in removed_matches.items())
     message = f"only nodes that optimisation removed match {listed}: no effect"
     return Diagnostic("U025", message, where=where, hint="leave it out, or name nodes that remain")
 
 
-def _names_hint(graph: OpGraph) -> str:
+def _suggest_names(graph: OpGraph) -> str:
     return f"names look like {', '.join(repr(name) for name in graph.names[:3])}"
 
 
-def _listed(items: Iterable[str], separator: str = ", ") -> str:
-    """Return the first of several things in a row, and how many more there are."""
+def _format_list(items: Iterable[str], separator: str = ", ") -> str:
+    """Join the first of several items to one text, with the number of the others."""
     entries = list(items)
     more = len(entries) - MAX_LISTED
     return separator.join(entries[:MAX_LISTED]) + (f"{separator}and {more} more" if more > 0 else "")
 
 
-def _pins(path: str, graph: OpGraph, target: Target, removed: Sequence[str]) -> tuple[Ints, list[Diagnostic]]:
-    """Return the device each node is pinned to by the user's device map, -1 for none, and what to say of the map.
+def _read_pins(path: str, graph: OpGraph, target: Target, removed: Sequence[str]) -> tuple[Ints, list[Diagnostic]]:
+    """Return the device that the user's device map pins each node to, -1 for none, and notes about the map.
 
     The first pattern that matches a node decides.
     """
@@ -275,7 +288,7 @@ def _pins(path: str, graph: OpGraph, target: Target, removed: Sequence[str]) -> 
         return pinned, []
     rules = _read_map(path)
     where = "device map" if path.startswith("{") else path
-    devices = [_device(device, target, where) for device in rules.values()]
+    devices = [_find_device(device, target, where) for device in rules.values()]
     unused, unmatched = [], []
     for pattern, device, positions in zip(rules, devices, match_names(list(rules), graph.names, where)):
         free = [node for node in positions if pinned[node] < 0]
@@ -284,18 +297,18 @@ def _pins(path: str, graph: OpGraph, target: Target, removed: Sequence[str]) -> 
             unused.append(pattern)
         if not positions:
             unmatched.append(pattern)
-    gone = _only_removed(unmatched, removed, where)
-    if left := [pattern for pattern in unused if pattern not in gone]:
-        hint = f"{_names_hint(graph)}; the first match wins"
-        raise UsageError("U020", f"no node is left for {_listed(map(repr, left))}", where=where, hint=hint)
-    return pinned, [_removed_note(gone, where)] if gone else []
+    removed_matches = _match_removed(unmatched, removed, where)
+    if without_node := [pattern for pattern in unused if pattern not in removed_matches]:
+        hint = f"{_suggest_names(graph)}; the first match wins"
+        raise UsageError("U020", f"no node is left for {_format_list(map(repr, without_node))}", where=where, hint=hint)
+    return pinned, [_note_removed(removed_matches, where)] if removed_matches else []
 
 
-def _device(name: str, target: Target, path: str) -> int:
+def _find_device(name: str, target: Target, path: str) -> int:
     try:
         return target.position(name)
-    except TargetError as problem:
-        raise TargetError(problem.code, problem.message, where=path, hint=problem.hint) from None
+    except TargetError as error:
+        raise TargetError(error.code, error.message, where=path, hint=error.hint) from None
 
 
 def _read_map(path: str) -> Mapping[str, str]:

@@ -1,8 +1,8 @@
-"""The favourite child of each node: SCT's linear program, relaxed, solved by HiGHS and rounded.
+"""The favourite child of each node, from the relaxed linear program of SCT.
 
 Hanen and Munier 1995; Baechi (SoCC 2020, section 3.3). On infinitely many devices without memory limits or
-contention, at most one successor of a node can follow it without a transfer, and each node can follow at most one
-predecessor so. The program decides for which edge that is worth most.
+contention, at most one successor of a node can follow it without a transfer, and likewise at most one predecessor
+can precede it. The program decides for which edges that is worth most; HiGHS solves it.
 """
 
 from __future__ import annotations
@@ -16,25 +16,27 @@ from onnxplace.errors import ExecutionError
 from onnxplace.graph import Floats, Ints, sum_by
 from onnxplace.problem import PlacementProblem
 
-# How far from 0 or 1 the solver's values may be.
+# Tolerance of the solver around 0 and 1.
 TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
 class Edges:
-    """The edges between nodes, with what a transfer along each costs in seconds."""
+    """Edges between nodes, with the seconds of a transfer along each."""
 
     source: Ints
     destination: Ints
     seconds: Floats
 
 
-def transfer_edges(asked: PlacementProblem) -> Edges:
-    """Return the edges between nodes with what sending all their values takes over the mean link of the target."""
-    graph = asked.graph
-    latency, per_byte = asked.target.link_arrays()
-    apart = ~np.eye(len(latency), dtype=bool)
-    mean_latency, mean_byte = (float(array[apart].mean()) if apart.any() else 0.0 for array in (latency, per_byte))
+def transfer_edges(problem: PlacementProblem) -> Edges:
+    """Return the edges between nodes, with the seconds to send all their values over the mean link."""
+    graph = problem.graph
+    latency, per_byte = problem.target.link_arrays()
+    off_diagonal = ~np.eye(len(latency), dtype=bool)
+    mean_latency, mean_byte = (
+        float(array[off_diagonal].mean()) if off_diagonal.any() else 0.0 for array in (latency, per_byte)
+    )
     inner = graph.producer[graph.inputs.items] >= 0
     values, readers = graph.inputs.items[inner], graph.inputs.rows[inner]
     count = max(len(graph), 1)
@@ -47,35 +49,35 @@ def transfer_edges(asked: PlacementProblem) -> Edges:
 def favourite_children(node_seconds: Floats, edges: Edges, threshold: float) -> Ints:
     """Return the favourite child of each node, -1 for none.
 
-    Minimise W subject to `s_i + w_i + c_e x_e <= s_j`, `s_i + w_i <= W`, at most one edge out of each node and one
-    into each node with `x_e = 0`; `0 <= x_e <= 1`. An edge is favourite if `x_e <= threshold`; where two at one node
+    Minimise W subject to `s_i + w_i + c_e x_e <= s_j`, `s_i + w_i <= W`, at most one edge out of each node and one into
+    each node with `x_e = 0`; `0 <= x_e <= 1`. An edge is favourite if `x_e <= threshold`. Where two edges of one node
     are (possible from 0.5 on), the one of lower x, then of lower index, is. Deterministic: one thread, dual simplex.
 
-    The program has many optima, which differ in edges off the critical path. Of these, one is taken in which no edge
-    could be favourite besides: edges between nodes all of whose transfers are fine are added, longest first.
+    The program has many optima, which differ in edges off the critical path. A maximal one is chosen: edges between
+    nodes without any favourite edge are added, longest first.
     """
     favourite = np.full(len(node_seconds), -1, dtype=np.int32)
     if not len(edges.source):
         return favourite
-    share = solve_relaxation(node_seconds, edges)
+    remote_share = solve_relaxation(node_seconds, edges)
     nodes, source, destination = len(node_seconds), edges.source, edges.destination
-    idle_source = sum_by(source, 1.0 - share, nodes) < TOLERANCE
-    idle_destination = sum_by(destination, 1.0 - share, nodes) < TOLERANCE
-    chosen = np.flatnonzero(share <= threshold + TOLERANCE)
-    possible = np.flatnonzero(idle_source[source] & idle_destination[destination])
-    chosen = chosen[np.lexsort((chosen, share[chosen]))]
-    possible = possible[np.lexsort((possible, -edges.seconds[possible]))]
-    taken = np.zeros(nodes, dtype=bool)
-    for edge in [*chosen.tolist(), *possible.tolist()]:
+    may_stay_source = sum_by(source, 1.0 - remote_share, nodes) < TOLERANCE
+    idle_destination = sum_by(destination, 1.0 - remote_share, nodes) < TOLERANCE
+    chosen = np.flatnonzero(remote_share <= threshold + TOLERANCE)
+    candidates = np.flatnonzero(may_stay_source[source] & idle_destination[destination])
+    chosen = chosen[np.lexsort((chosen, remote_share[chosen]))]
+    candidates = candidates[np.lexsort((candidates, -edges.seconds[candidates]))]
+    has_parent = np.zeros(nodes, dtype=bool)
+    for edge in [*chosen.tolist(), *candidates.tolist()]:
         i, j = int(source[edge]), int(destination[edge])
-        if favourite[i] < 0 and not taken[j]:
+        if favourite[i] < 0 and not has_parent[j]:
             favourite[i] = j
-            taken[j] = True
+            has_parent[j] = True
     return favourite
 
 
 def solve_relaxation(node_seconds: Floats, edges: Edges) -> Floats:
-    """Return x per edge of the relaxed program: 0 where the edge wants to be local, 1 where a transfer is fine."""
+    """Return x per edge of the relaxed program: 0 for a local edge, 1 for a transfer."""
     import highspy
 
     nodes, count = len(node_seconds), len(edges.source)
@@ -86,11 +88,15 @@ def solve_relaxation(node_seconds: Floats, edges: Edges) -> Floats:
     program.col_cost_ = np.r_[np.zeros(count + nodes), 1.0]
     program.col_lower_ = np.zeros(count + nodes + 1)
     program.col_upper_ = np.r_[np.ones(count), np.full(nodes + 1, highspy.kHighsInf)]
-    rows = _rows(weight, cost, edges, highspy.kHighsInf)
-    program.num_row_ = len(rows.lower)
-    program.row_lower_, program.row_upper_ = rows.lower, rows.upper
+    constraints = _build_constraints(weight, cost, edges, highspy.kHighsInf)
+    program.num_row_ = len(constraints.lower)
+    program.row_lower_, program.row_upper_ = constraints.lower, constraints.upper
     program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    program.a_matrix_.start_, program.a_matrix_.index_, program.a_matrix_.value_ = rows.starts, rows.index, rows.value
+    program.a_matrix_.start_, program.a_matrix_.index_, program.a_matrix_.value_ = (
+        constraints.starts,
+        constraints.index,
+        constraints.value,
+    )
     solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     for option, value in (("output_flag", False), ("threads", 1), ("random_seed", 0), ("solver", "simplex")):
         solver.setOptionValue(option, value)
@@ -103,7 +109,7 @@ def solve_relaxation(node_seconds: Floats, edges: Edges) -> Floats:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _Constraints:
     """Constraints `lower <= A v <= upper`, A by rows."""
 
     lower: Floats
@@ -113,28 +119,28 @@ class _Rows:
     value: Floats
 
 
-def _rows(weight: Floats, cost: Floats, edges: Edges, infinity: float) -> _Rows:
+def _build_constraints(weight: Floats, cost: Floats, edges: Edges, infinity: float) -> _Constraints:
     nodes, count = len(weight), len(cost)
     source, destination = edges.source.astype(np.int64), edges.destination.astype(np.int64)
-    each = np.arange(count)
+    edge_index = np.arange(count)
     # s_j - s_i - c_e x_e >= w_i
-    order_index = np.stack([each, count + source, count + destination], axis=1).ravel()
+    order_index = np.stack([edge_index, count + source, count + destination], axis=1).ravel()
     order_value = np.stack([-cost, -np.ones(count), np.ones(count)], axis=1).ravel()
     # W - s_i >= w_i, for nodes without successors; the others follow from them
     sinks = np.setdiff1d(np.arange(nodes), source)
     end_index = np.stack([count + sinks, np.full(len(sinks), count + nodes)], axis=1).ravel()
     end_value = np.tile([-1.0, 1.0], len(sinks))
     # sum of x over the edges out of a node >= its out-degree - 1; likewise into a node
-    parts, degrees = [], []
+    index_lists, degrees = [], []
     for end in (source, destination):
         by_node = np.argsort(end, kind="stable")
         degree = np.bincount(end, minlength=nodes)
         several = degree > 1
-        parts.append(by_node[several[end[by_node]]])
+        index_lists.append(by_node[several[end[by_node]]])
         degrees.append(degree[several])
     lengths = np.concatenate([np.full(count, 3), np.full(len(sinks), 2), *degrees])
     lower = np.concatenate([weight[source], weight[sinks], *[degree - 1.0 for degree in degrees]])
-    index = np.concatenate([order_index, end_index, *parts])
-    value = np.concatenate([order_value, end_value, np.ones(sum(len(part) for part in parts))])
+    index = np.concatenate([order_index, end_index, *index_lists])
+    value = np.concatenate([order_value, end_value, np.ones(sum(len(part) for part in index_lists))])
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    return _Rows(lower, np.full(len(lower), infinity), starts.astype(np.int32), index.astype(np.int32), value)
+    return _Constraints(lower, np.full(len(lower), infinity), starts.astype(np.int32), index.astype(np.int32), value)

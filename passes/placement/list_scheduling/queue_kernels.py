@@ -1,7 +1,7 @@
-"""The list scheduler's small kernels: heaps, when inputs can be there, what fits, and what placing a node changes.
+"""Small loops of the list scheduler: heaps, arrival of inputs, memory, and the effects of placing a node.
 
-They are compiled into `list_schedule`, which is what is kept on disk. Arguments are never literals, nor of several
-types: numba compiles once more for each.
+They are compiled into `list_schedule`, which is cached on disk. Arguments are never literals, nor of several types:
+numba would compile once more for each.
 """
 
 # Compiled loops get their types from numba.
@@ -15,8 +15,9 @@ from onnxplace.utils import compiled_part
 
 
 @compiled_part
-def put(q, rank, key, queues):
-    """Enter the node at position `rank` into heap `q`, or give it another key there."""
+def push(q, rank, key, queues):
+    """Push the node at position `rank` into heap `q`, or change its key there."""
+    # A new node starts at the end of the heap; either way it moves up first, then down.
     slot = np.int64(queues.slot[q, rank]) - 1
     if slot < 0:
         slot = queues.size[q]
@@ -58,8 +59,9 @@ def sink(q, rank, slot, queues):
 
 
 @compiled_part
-def take(q, queues):
-    """Remove and return the first position of heap `q`."""
+def pop(q, queues):
+    """Pop the first position of heap `q`."""
+    # The last node of the heap fills the gap.
     first = np.int64(queues.heap[q, 0])
     queues.slot[q, first] = 0
     queues.size[q] -= 1
@@ -69,72 +71,75 @@ def take(q, queues):
 
 
 @compiled_part
-def settle(g, d, work):
-    """Make `d` the home of group `g` and reserve there what it needs."""
+def settle_group(g, d, work):
+    """Place group `g` on device `d` and reserve its memory there."""
+    # A weight that another group has brought along costs nothing.
     work.groups[g].home = d
     work.devices[d].used += work.groups[g].extra
     for k in range(work.groups[g].weights, work.groups[g + 1].weights):
         weight = work.items[k]
-        if not work.held[d, weight]:
-            work.held[d, weight] = True
+        if not work.stored[d, weight]:
+            work.stored[d, weight] = True
             work.devices[d].used += work.weight_bytes[weight]
 
 
 @compiled_part
-def crossing(value, source, d, work):
-    """Ticks that sending a value takes."""
+def transfer_ticks(value, source, d, work):
+    """Return the ticks of sending a value."""
     return np.int64(np.rint(work.latency[source, d] + work.values[value].bytes * work.per_byte[source, d]))
 
 
 @compiled_part
-def input_ready(node, d, work):
-    """When all inputs of `node` can be on device `d`, sending what is not there yet one after the other."""
+def inputs_arrival(node, d, work):
+    """Return when all inputs of `node` can be on device `d`, with missing ones sent one after the other."""
     earliest = np.int64(0)
     channel = work.devices[d].receiving
     for k in range(work.nodes[node].inputs, work.nodes[node + 1].inputs):
         value = work.items[k]
-        maker = work.values[value].producer
-        if maker < 0:
+        producer = work.values[value].producer
+        if producer < 0:
             continue
-        source = work.nodes[maker].device
+        source = work.nodes[producer].device
         if source == d:
-            earliest = max(earliest, work.nodes[maker].finish)
+            earliest = max(earliest, work.nodes[producer].finish)
         elif work.arrival[value, d] >= 0:
             earliest = max(earliest, work.arrival[value, d])
         else:
-            begin = work.nodes[maker].finish
+            # Transfers queue for both channels, unless links serve any number at a time.
+            begin = work.nodes[producer].finish
             if work.link_model != 1:
                 begin = max(begin, max(work.devices[source].sending, channel))
-            channel = begin + crossing(value, source, d, work)
+            channel = begin + transfer_ticks(value, source, d, work)
             earliest = max(earliest, channel)
     return earliest
 
 
 @compiled_part
 def need_bytes(node, d, work):
-    """Bytes that running `node` on device `d` would add there now; the weights of its whole group if it decides."""
-    need = work.nodes[node].workspace
+    """Return the bytes that `node` would add on device `d`; with its group's weights, if that has no device yet."""
+    # Views share the memory of their root; inputs count unless they are there already.
+    needed = work.nodes[node].workspace
     for k in range(work.nodes[node].outputs, work.nodes[node + 1].outputs):
         if work.values[work.items[k]].root == work.items[k]:
-            need += work.values[work.items[k]].bytes
+            needed += work.values[work.items[k]].bytes
     for k in range(work.nodes[node].inputs, work.nodes[node + 1].inputs):
         value = work.items[k]
         if work.arrival[value, d] < 0:
-            maker = work.values[value].producer
-            if maker < 0 or work.nodes[maker].device != d:
-                need += work.values[value].bytes
+            producer = work.values[value].producer
+            if producer < 0 or work.nodes[producer].device != d:
+                needed += work.values[value].bytes
     g = work.nodes[node].group
     if work.groups[g].home < 0:
-        need += work.groups[g].extra
+        needed += work.groups[g].extra
         for k in range(work.groups[g].weights, work.groups[g + 1].weights):
-            if not work.held[d, work.items[k]]:
-                need += work.weight_bytes[work.items[k]]
-    return need
+            if not work.stored[d, work.items[k]]:
+                needed += work.weight_bytes[work.items[k]]
+    return needed
 
 
 @compiled_part
 def room_left(node, d, nodes, groups, devices):
-    """Bytes that `node` may still take on device `d`: less if it would bring a group of several nodes with it."""
+    """Return the bytes that `node` may still take on device `d`; less if it brings a group of several nodes."""
     g = nodes[node].group
     opens = groups[g].home < 0 and groups[g + 1].members - groups[g].members > 1
     return (devices[d].admit if opens else devices[d].limit) - devices[d].used
@@ -142,66 +147,71 @@ def room_left(node, d, nodes, groups, devices):
 
 @compiled_part
 def may_run(node, d, nodes, groups):
-    """Whether `node` is still to be placed and its group does not keep it from `d`."""
+    """Return whether `node` is unplaced and its group allows device `d`."""
     home = groups[nodes[node].group].home
     return nodes[node].device < 0 and (home < 0 or home == d)
 
 
 @compiled_part
-def fetch(node, d, work, queues):
-    """Book the transfers that bring the inputs of `node` to device `d`, which other nodes may then start sooner on."""
+def book_transfers(node, d, work, queues):
+    """Book the transfers of inputs of `node` to device `d`; other readers may start sooner there."""
     devices = len(work.devices)
     for k in range(work.nodes[node].inputs, work.nodes[node + 1].inputs):
         value = work.items[k]
-        maker = work.values[value].producer
-        if work.arrival[value, d] >= 0 or (maker >= 0 and work.nodes[maker].device == d):
+        producer = work.values[value].producer
+        if work.arrival[value, d] >= 0 or (producer >= 0 and work.nodes[producer].device == d):
             continue
         work.devices[d].used += work.values[value].bytes
         work.arrival[value, d] = 0
-        if maker < 0:
+        if producer < 0:
             continue
-        source = work.nodes[maker].device
-        begin = work.nodes[maker].finish
+        source = work.nodes[producer].device
+        begin = work.nodes[producer].finish
         if work.link_model != 1:
             begin = max(begin, max(work.devices[source].sending, work.devices[d].receiving))
-        end = begin + crossing(value, source, d, work)
+        end = begin + transfer_ticks(value, source, d, work)
         work.devices[source].sending = end
         work.devices[d].receiving = end
         if work.link_model == 2:
             work.devices[source].receiving = end
             work.devices[d].sending = end
         work.arrival[value, d] = end
+        # Other readers of the value move forward in the heaps of this device.
         for j in range(work.values[value].readers, work.values[value + 1].readers):
             reader = work.items[j]
             rank = work.nodes[reader].position
             if reader != node and queues.slot[d, rank] > 0:
-                put(d, rank, input_ready(reader, d, work), queues)
+                push(d, rank, inputs_arrival(reader, d, work), queues)
             if reader != node and len(queues.size) > 3 * devices:
                 home = work.groups[work.nodes[reader].group].home
                 late = 3 * devices + (home if home >= 0 else devices)
                 if queues.slot[late, rank] > 0:
-                    put(late, rank, np.int64(0), queues)  # to be looked at again when it comes up
+                    push(late, rank, np.int64(0), queues)  # its time is computed again when it comes up
 
 
 @compiled_part
-def let_go(node, work, queues):
-    """Free what `node` was the last to read; nodes that did not fit before are looked at again."""
+def release_inputs(node, work, queues):
+    """Free values that `node` was the last to read, and requeue nodes that now fit."""
     devices = len(work.devices)
     for k in range(work.nodes[node].inputs, work.nodes[node + 1].inputs):
         value = work.items[k]
+        # A view keeps its root alive: count both down.
         while value >= 0:
             work.values[value].unread -= 1
             if work.values[value].unread == 0:
                 for d in range(devices):
-                    maker = work.values[value].producer
-                    made_here = maker >= 0 and work.nodes[maker].device == d and work.values[value].root == value
-                    if made_here or work.arrival[value, d] >= 0:
+                    producer = work.values[value].producer
+                    is_produced = (
+                        producer >= 0 and work.nodes[producer].device == d and work.values[value].root == value
+                    )
+                    if is_produced or work.arrival[value, d] >= 0:
                         work.devices[d].used -= work.values[value].bytes
+                        # Nodes that were set aside for want of memory may fit now.
                         blocked = 2 * devices + d
                         while (
                             queues.size[blocked] > 0
                             and work.devices[d].used + queues.key[blocked, queues.heap[blocked, 0]]
                             <= work.devices[d].limit
                         ):
-                            put(d, take(blocked, queues), np.int64(0), queues)
+                            push(d, pop(blocked, queues), np.int64(0), queues)
             value = work.values[value].root if work.values[value].root != value else -1

@@ -1,7 +1,7 @@
-"""What the list scheduler works on: a few arrays of records, passed from kernel to kernel as one argument.
+"""Arrays of records that the list scheduler works on, passed between compiled loops as one argument.
 
-Records keep what belongs to one node, value, group or device together, in memory too, and few arrays are what numba
-compiles fast and calls fast. Time is counted in whole ticks: sums of floats would break ties by their rounding.
+A record holds all about one node, value, group or device, next to each other in memory. numba compiles and calls fast
+with few arrays. Time is counted in whole ticks: sums of floats would break ties by their rounding.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph
 from onnxplace.problem import PlacementProblem
 from onnxplace.target import LINK_MODELS
 
-# Ticks that any plan ends within; sums of two such fit into 64 bits.
-LATEST = 1 << 61
+# Upper bound on the ticks of any plan; sums of two such fit into 64 bits.
+MAX_TICKS = 1 << 61
 # A field named as a list (inputs, readers, ...) is where that list starts in `Work.items`; it ends where that of the
 # next record starts, which is why there is one record more than there are nodes, values and groups.
 NODE = np.dtype(
@@ -26,11 +26,11 @@ NODE = np.dtype(
         ("outputs", np.int64),
         ("workspace", np.int64),
         ("position", np.int64),  # in topological order
-        ("in_order", np.int64),  # not of this node: which node is at this position
+        ("in_order", np.int64),  # not about this node: the node at this position
         ("group", np.int64),
         ("favourite", np.int64),  # favourite child (m-SCT), or -1
         ("device", np.int64),  # -1 until it is placed
-        ("waiting", np.int64),  # inputs that are still to be made
+        ("waiting", np.int64),  # inputs that no placed node produces yet
         ("start", np.int64),
         ("finish", np.int64),
         ("parents_done", np.int64),  # when the last of its placed predecessors finishes
@@ -41,7 +41,7 @@ VALUE = np.dtype(
     [
         ("readers", np.int64),
         ("bytes", np.int64),
-        ("unread", np.int64),  # readers, its own and of its views, that are still to be placed; outputs: one more
+        ("unread", np.int64),  # unplaced readers of it and of its views; for outputs one more
         ("producer", np.int64),
         ("root", np.int64),  # the value that owns its memory
     ],
@@ -51,8 +51,8 @@ GROUP = np.dtype(
     [
         ("members", np.int64),
         ("weights", np.int64),
-        ("extra", np.int64),  # bytes it reserves beside its weights until its last node is placed
-        ("left", np.int64),  # members that are still to be placed
+        ("extra", np.int64),  # bytes reserved next to its weights until its last node is placed
+        ("unplaced", np.int64),  # unplaced members
         ("pinned", np.int64),
         ("home", np.int64),  # device, -1 until its first node is placed
     ],
@@ -61,19 +61,19 @@ GROUP = np.dtype(
 DEVICE = np.dtype(
     [
         ("limit", np.int64),
-        ("admit", np.int64),  # bytes up to which it takes on further groups of several nodes
+        ("admit", np.int64),  # bytes up to which it accepts further groups of several nodes
         ("used", np.int64),
-        ("free", np.int64),  # when it has computed what it was given
+        ("free", np.int64),  # when its last node finishes
         ("sending", np.int64),  # when its outgoing channel is free
         ("receiving", np.int64),
-        ("last", np.int64),  # what it was given last; -1 before that
+        ("last", np.int64),  # the node placed on it last, or -1
     ],
     align=True,
 )
 
 
 class Work(NamedTuple):
-    """The problem and the plan so far."""
+    """The problem, and the plan as it grows."""
 
     nodes: NDArray[Any]
     values: NDArray[Any]
@@ -84,9 +84,9 @@ class Work(NamedTuple):
     duration: Longs
     """Ticks [device, node]."""
     arrival: Longs
-    """Tick at which a value was sent to a device [value, device]; -1 if it was not."""
-    held: Bools
-    """[device, weight]."""
+    """[value, device]: tick at which the value arrives there; -1 if it is not sent there."""
+    stored: Bools
+    """[device, weight]: whether the device stores the weight."""
     weight_bytes: Longs
     latency: Floats
     """Ticks [source, destination]."""
@@ -99,98 +99,107 @@ class Work(NamedTuple):
 class Queues(NamedTuple):
     """Binary heaps of nodes, each node by its topological position and at most once in a heap.
 
-    Heaps 0 to D - 1 hold, per device, the nodes whose inputs will be there later (by that time), the next D those
-    whose inputs can be there by now, the next D those that do not fit (by the bytes they need). For favourite
-    children, D + 1 more hold the nodes by when they become late, and another D + 1 those that are: per device the
-    nodes bound to it, then those that are not bound.
+    Heaps 0 to D - 1 hold, per device, the nodes whose inputs arrive later, by that time. The next D hold those whose
+    inputs can arrive by now, the next D those that do not fit, by the bytes they need. With favourite children, D + 1
+    more hold nodes by when they become late, and another D + 1 the late ones: per device the nodes bound to it, then
+    those that are not bound.
     """
 
     heap: Ints
     """[heap, slot]."""
     slot: Ints
-    """[heap, position]: one more than the slot, 0 if it is not in the heap."""
+    """[heap, position]: the slot plus one, 0 if it is not in the heap."""
     key: Longs
-    """[heap, position]: what the heap is ordered by; ties go to the lower position."""
+    """[heap, position]: the key that orders the heap; ties go to the lower position."""
     size: Longs
     """Per heap."""
     fresh: Ints
     """Nodes in the order in which their last predecessor was placed."""
 
 
-def nothing_placed(asked: PlacementProblem, limit: Longs, extra: Longs, share: float) -> tuple[Work, float]:
-    """Return the empty plan for a problem under these limits (bytes per device), and the seconds of a tick.
+def start_plan(problem: PlacementProblem, limit: Longs, extra: Longs, share: float) -> tuple[Work, float]:
+    """Return the empty plan for a problem, and the seconds of a tick.
 
-    `extra` is what each group reserves beside its weights; of the device's own limit, groups of several nodes are
-    taken on until `share` is used.
+    Args:
+        problem: The problem to plan.
+        limit: Bytes per device.
+        extra: Bytes that each group reserves next to its weights.
+        share: Groups of several nodes are accepted until this share of the device's own limit is used.
     """
-    graph, devices = asked.graph, len(limit)
-    latency, per_byte = asked.target.link_arrays()
-    tick = _tick_seconds(asked, latency, per_byte)
+    graph, devices = problem.graph, len(limit)
+    latency, per_byte = problem.target.link_arrays()
+    tick = choose_tick_seconds(problem, latency, per_byte)
     nodes, values = np.zeros(len(graph) + 1, NODE), np.zeros(len(graph.producer) + 1, VALUE)
-    groups, device = np.zeros(len(asked.pinned) + 1, GROUP), np.zeros(devices, DEVICE)
-    weights = Csr.grouped(asked.group[graph.weights.rows], graph.weights.items, len(asked.pinned))
-    size = np.bincount(asked.group, minlength=len(asked.pinned))
-    members = Csr(np.concatenate([[0], np.cumsum(size)]), np.argsort(asked.group, kind="stable").astype(np.int32))
+    groups, device = np.zeros(len(problem.pinned) + 1, GROUP), np.zeros(devices, DEVICE)
+    weights = Csr.grouped(problem.group[graph.weights.rows], graph.weights.items, len(problem.pinned))
+    size = np.bincount(problem.group, minlength=len(problem.pinned))
+    members = Csr(np.concatenate([[0], np.cumsum(size)]), np.argsort(problem.group, kind="stable").astype(np.int32))
     lists = (graph.inputs, graph.outputs, graph.readers, members, weights)
-    places = ((nodes, "inputs"), (nodes, "outputs"), (values, "readers"), (groups, "members"), (groups, "weights"))
-    begin = 0
-    for part, (table, name) in zip(lists, places):
-        table[name] = part.starts + begin
-        begin += len(part.items)
-    _fill_nodes(nodes[:-1], asked)
+    destinations = (
+        (nodes, "inputs"),
+        (nodes, "outputs"),
+        (values, "readers"),
+        (groups, "members"),
+        (groups, "weights"),
+    )
+    offset = 0
+    for part, (table, name) in zip(lists, destinations):
+        table[name] = part.starts + offset
+        offset += len(part.items)
+    _fill_nodes(nodes[:-1], problem)
     _fill_values(values[:-1], graph)
-    for name, column in (("extra", extra), ("left", size), ("pinned", asked.pinned), ("home", -1)):
+    for name, column in (("extra", extra), ("unplaced", size), ("pinned", problem.pinned), ("home", -1)):
         groups[name][:-1] = column
     device["limit"], device["last"] = limit, -1
-    device["admit"] = np.minimum(limit, (asked.limit_bytes * share).astype(np.int64))
+    device["admit"] = np.minimum(limit, (problem.limit_bytes * share).astype(np.int64))
     return Work(
-        nodes,
-        values,
-        groups,
-        device,
-        np.concatenate([part.items for part in lists], dtype=np.int64),
-        np.rint(asked.seconds / tick).astype(np.int64),
-        np.full((len(graph.producer), devices), -1, dtype=np.int64),
-        np.zeros((devices, len(graph.weight_bytes)), dtype=bool),
-        graph.weight_bytes,
-        latency / tick,
-        per_byte / tick,
-        LINK_MODELS.index(asked.target.link_model),
+        nodes=nodes,
+        values=values,
+        groups=groups,
+        devices=device,
+        items=np.concatenate([part.items for part in lists], dtype=np.int64),
+        duration=np.rint(problem.seconds / tick).astype(np.int64),
+        arrival=np.full((len(graph.producer), devices), -1, dtype=np.int64),
+        stored=np.zeros((devices, len(graph.weight_bytes)), dtype=bool),
+        weight_bytes=graph.weight_bytes,
+        latency=latency / tick,
+        per_byte=per_byte / tick,
+        link_model=LINK_MODELS.index(problem.target.link_model),
     ), tick
 
 
-def _fill_nodes(nodes: NDArray[Any], asked: PlacementProblem) -> None:
-    graph = asked.graph
-    made = graph.inputs.rows[graph.producer[graph.inputs.items] >= 0]
+def _fill_nodes(nodes: NDArray[Any], problem: PlacementProblem) -> None:
+    graph = problem.graph
+    read_by_nodes = graph.inputs.rows[graph.producer[graph.inputs.items] >= 0]
     nodes["workspace"], nodes["position"], nodes["in_order"] = graph.workspace_bytes, graph.positions, graph.order
-    nodes["group"], nodes["favourite"], nodes["device"] = asked.group, -1, -1
-    nodes["waiting"] = np.bincount(made, minlength=len(graph))
+    nodes["group"], nodes["favourite"], nodes["device"] = problem.group, -1, -1
+    nodes["waiting"] = np.bincount(read_by_nodes, minlength=len(graph))
 
 
 def _fill_values(values: NDArray[Any], graph: OpGraph) -> None:
-    own = np.diff(graph.readers.starts) + graph.is_output
+    own_readers = np.diff(graph.readers.starts) + graph.is_output
     views = np.flatnonzero(graph.alias >= 0)
-    together = own.copy()
-    np.add.at(together, graph.alias_roots[views], own[views])
-    values["bytes"], values["unread"] = graph.value_bytes, together
+    all_readers = own_readers.copy()
+    np.add.at(all_readers, graph.alias_roots[views], own_readers[views])
+    values["bytes"], values["unread"] = graph.value_bytes, all_readers
     values["producer"], values["root"] = graph.producer, graph.alias_roots
 
 
-def _tick_seconds(asked: PlacementProblem, latency: Floats, per_byte: Floats) -> float:
-    """Return a picosecond, or the least power of ten of it in which all work and all transfers can be counted."""
-    graph, devices = asked.graph, len(latency)
+def choose_tick_seconds(problem: PlacementProblem, latency: Floats, per_byte: Floats) -> float:
+    """Return the seconds of a tick: a picosecond, or the least power of ten of it that avoids overflow."""
+    graph, devices = problem.graph, len(latency)
     transfers = len(graph.value_bytes) * latency.max() + graph.value_bytes.sum() * per_byte.max()
-    longest = float(asked.seconds.max(axis=0).sum() + devices * transfers)
-    return float(10.0 ** max(-12, math.ceil(math.log10(max(longest, 1e-300) / LATEST))))
+    longest = float(problem.seconds.max(axis=0).sum() + devices * transfers)
+    return float(10.0 ** max(-12, math.ceil(math.log10(max(longest, 1e-300) / MAX_TICKS))))
 
 
-def empty_queues(nodes: int, devices: int, guided: bool) -> Queues:
-    """Return heaps for so many nodes and devices; `guided` if there are favourite children."""
-    heaps = 5 * devices + 2 if guided else 3 * devices
+def new_queues(nodes: int, devices: int, has_favourites: bool) -> Queues:
+    """Return empty heaps for these numbers of nodes and devices."""
+    heaps = 5 * devices + 2 if has_favourites else 3 * devices
     return Queues(
-        np.empty((heaps, nodes), dtype=np.int32),
-        np.zeros((heaps, nodes), dtype=np.int32),
-        np.empty((heaps, nodes), dtype=np.int64),
-        np.zeros(heaps, dtype=np.int64),
-        np.empty(nodes, dtype=np.int32),
+        heap=np.empty((heaps, nodes), dtype=np.int32),
+        slot=np.zeros((heaps, nodes), dtype=np.int32),
+        key=np.empty((heaps, nodes), dtype=np.int64),
+        size=np.zeros(heaps, dtype=np.int64),
+        fresh=np.empty(nodes, dtype=np.int32),
     )

@@ -1,7 +1,7 @@
-"""Move connected regions of a placed graph between devices, at random, keeping what helps: simulated annealing.
+"""Simulated annealing of a placement: move connected regions of the graph between devices at random.
 
-A region grows around a node that the step waits for, over readers, over producers or both, and goes where it would
-wait less. Most proposals are dropped unsimulated, since a path through the new placement is already too long.
+A region grows around a node that delays the step: over readers, over producers or both. It moves to a device where it
+would wait less. Most proposals are dropped unsimulated, since a path through the new placement is already too long.
 """
 
 # Compiled loops get their types from numba.
@@ -20,76 +20,78 @@ from onnxplace.utils import compiled_part, in_place
 
 
 class Atoms(NamedTuple):
-    """What moves as a whole: the groups of a problem, and how values tie them together."""
+    """The groups of a problem, which move as a whole, and their neighbours."""
 
-    of: Ints
+    atom_of: Ints
     """The atom of each node."""
     member_starts: Longs
     members: Ints
-    next_starts: Longs
-    nexts: Ints
-    """Neighbours of each atom, those that read from it first."""
+    neighbour_starts: Longs
+    neighbours: Ints
+    """Neighbours of each atom, its readers first."""
     reader_count: Longs
-    """How many of the neighbours read from it."""
+    """How many of the neighbours are readers."""
     pinned: Ints
 
 
 class Walk(NamedTuple):
-    """Where a search is; arrays are of node length unless said otherwise."""
+    """The state of one annealing search; arrays have one entry per node unless noted."""
 
     device: Ints
     bias: Floats
     """Added to the urgency of each node."""
     chain: Ints
-    """The nodes that decide the makespan, each blaming the next, the last to finish first."""
+    """The critical chain: nodes that decide the makespan, each delayed by the next, the last to finish first."""
     chain_kind: Ints
     stamp: Longs
     """Per atom: the number of the proposal that last saw it."""
     region: Ints
-    """Per atom: those that the proposal moves."""
-    before: Ints
-    """Per atom: where those of the region were."""
+    """Atoms that the proposal moves."""
+    old_device: Ints
+    """Per atom of the region, its device before the proposal; the frontier while the region grows."""
     times: Floats
-    """[energy, makespan, best makespan, makespan proposed, transfers proposed], seconds."""
+    """Seconds, indexed by `ENERGY`, `MAKESPAN`, `BEST_MAKESPAN`, `NEW_MAKESPAN` and `NEW_TRAFFIC`."""
     counts: Longs
-    """[chain length, proposals, taken, size of the region, node whose bias changed or -1]."""
+    """Indexed by `CHAIN_LENGTH`, `PROPOSALS`, `ACCEPTED`, `REGION_SIZE`, and `BIASED_NODE` (-1 for none)."""
     saved_bias: Floats
-    """[bias before the proposal]."""
+    """One entry: the bias before the proposal."""
     rng: Longs
 
 
-ENERGY, MAKESPAN, BEST, NEW, TRAFFIC = range(5)
-CHAIN, TRIED, TAKEN, REGION, BIASED = range(5)
-# How often a proposal starts from a node on the critical chain; the others start anywhere.
-CRITICAL = 0.75
-# How often a region may not leave the device it starts on.
-LOYAL = 0.85
-# What part of the time that transfers take counts as if it were time of the step: least traffic among equals.
+ENERGY, MAKESPAN, BEST_MAKESPAN, NEW_MAKESPAN, NEW_TRAFFIC = range(5)
+CHAIN_LENGTH, PROPOSALS, ACCEPTED, REGION_SIZE, BIASED_NODE = range(5)
+# Share of proposals that start from a node on the critical chain; the others start anywhere.
+CRITICAL_SHARE = 0.75
+# Share of regions that stay within the device where they start.
+LOYAL_SHARE = 0.85
+# Share of the transfer time that counts as time of the step: of equal steps, the one with least traffic wins.
 TRAFFIC_WEIGHT = 0.01
 
 
-def atoms(asked: PlacementProblem) -> Atoms:
-    """Return what moves as a whole in a problem."""
-    graph, group, count = asked.graph, asked.group.astype(np.int32), len(asked.pinned)
+def build_atoms(problem: PlacementProblem) -> Atoms:
+    """Return the atoms of a problem: its groups."""
+    graph, group, count = problem.graph, problem.group.astype(np.int32), len(problem.pinned)
     members = Csr.grouped(group, np.arange(len(graph), dtype=np.int32), count)
-    before = graph.predecessors
-    source, reader = group[before.items], group[before.rows]
-    apart = source != reader
-    after = Csr.grouped(source[apart], reader[apart], count)
-    both = Csr.grouped(np.concatenate([after.rows, reader[apart]]), np.concatenate([after.items, source[apart]]), count)
+    predecessors = graph.predecessors
+    source, reader = group[predecessors.items], group[predecessors.rows]
+    crossing = source != reader
+    readers = Csr.grouped(source[crossing], reader[crossing], count)
+    neighbours = Csr.grouped(
+        np.concatenate([readers.rows, reader[crossing]]), np.concatenate([readers.items, source[crossing]]), count
+    )
     return Atoms(
-        group,
-        members.starts,
-        members.items,
-        both.starts,
-        both.items,
-        np.diff(after.starts),
-        asked.pinned.astype(np.int32),
+        atom_of=group,
+        member_starts=members.starts,
+        members=members.items,
+        neighbour_starts=neighbours.starts,
+        neighbours=neighbours.items,
+        reader_count=np.diff(readers.starts),
+        pinned=problem.pinned.astype(np.int32),
     )
 
 
-def walk(device: Ints, bias: Floats, count: int, seed: int) -> Walk:
-    """Return the beginning of a search from a placement, with `count` atoms."""
+def start_walk(device: Ints, bias: Floats, count: int, seed: int) -> Walk:
+    """Return the state of a search that begins from a placement, with `count` atoms."""
 
     def ints(length: int) -> Ints:
         return np.zeros(length, dtype=np.int32)
@@ -97,14 +99,23 @@ def walk(device: Ints, bias: Floats, count: int, seed: int) -> Walk:
     nodes = len(device)
     state = np.random.SeedSequence(seed).generate_state(1, np.uint64)
     return Walk(
-        device.astype(np.int32), bias.copy(), ints(nodes), ints(nodes), np.zeros(count, dtype=np.int64), ints(count),
-        ints(count), np.full(5, np.inf), np.array([0, 0, 0, 0, -1]), np.zeros(1), (state | np.uint64(1)).view(np.int64),
-    )  # fmt: skip
+        device=device.astype(np.int32),
+        bias=bias.copy(),
+        chain=ints(nodes),
+        chain_kind=ints(nodes),
+        stamp=np.zeros(count, dtype=np.int64),
+        region=ints(count),
+        old_device=ints(count),
+        times=np.full(5, np.inf),
+        counts=np.array([0, 0, 0, 0, -1]),
+        saved_bias=np.zeros(1),
+        rng=(state | np.uint64(1)).view(np.int64),  # the generator needs a seed other than zero
+    )
 
 
 @compiled_part
-def _uniform(rng):
-    """Draw from [0, 1): xorshift64 (Marsaglia 2003)."""
+def _random_uniform(rng):
+    """Draw uniformly from [0, 1): xorshift64 (Marsaglia 2003)."""
     x = np.uint64(rng[0])
     x ^= x << np.uint64(13)
     x ^= x >> np.uint64(7)
@@ -114,154 +125,180 @@ def _uniform(rng):
 
 
 @compiled_part
-def _below(rng, count):
-    return min(np.int64(_uniform(rng) * count), count - 1)
+def _random_below(rng, count):
+    """Draw an integer uniformly from 0 to `count` - 1."""
+    return min(np.int64(_random_uniform(rng) * count), count - 1)
 
 
 @compiled_part
-def _home(device, members, starts, atom):  # only what it needs: numba compiles the passing of each array of a tuple
-    return device[members[starts[atom]]]
+def _device_of_atom(device, members, member_starts, atom):
+    """Return the device of an atom: that of its first node."""
+    # It takes only the arrays that it needs: numba compiles the passing of each array of a tuple.
+    return device[members[member_starts[atom]]]
 
 
 @compiled_part
-def _grow(a, k, seed, largest):
-    """Collect a region around an atom; returns its size and a device that it borders on, or -1."""
-    origin = _home(k.device, a.members, a.member_starts, seed)
-    wanted = np.int64(np.exp(_uniform(k.rng) * np.log(largest)))
-    direction = _below(k.rng, 3)
-    loyal = _uniform(k.rng) < LOYAL
-    mark = k.counts[TRIED]
-    k.stamp[seed] = mark
-    k.before[0] = seed  # the frontier, until the region is known
-    waiting, size, border = 1, 0, -1
-    while waiting > 0 and size < wanted:
-        pick = _below(k.rng, waiting)
-        atom = k.before[pick]
-        waiting -= 1
-        k.before[pick] = k.before[waiting]
-        if a.pinned[atom] >= 0:
+def _grow_region(atoms, walk, seed, largest):
+    """Collect a region around an atom; return its size and a device that it borders on, or -1."""
+    # Draw what kind of region: sizes are log-uniform, so that most are small and some hold a third of the graph.
+    origin = _device_of_atom(walk.device, atoms.members, atoms.member_starts, seed)
+    max_size = np.int64(np.exp(_random_uniform(walk.rng) * np.log(largest)))
+    direction = _random_below(walk.rng, 3)
+    loyal = _random_uniform(walk.rng) < LOYAL_SHARE
+    mark = walk.counts[PROPOSALS]
+    walk.stamp[seed] = mark
+    walk.old_device[0] = seed  # the frontier shares this array with the old devices
+    # Grow by random atoms of the frontier, until the region is large enough or surrounded.
+    frontier_size, size, border = 1, 0, -1
+    while frontier_size > 0 and size < max_size:
+        pick = _random_below(walk.rng, frontier_size)
+        atom = walk.old_device[pick]
+        frontier_size -= 1
+        walk.old_device[pick] = walk.old_device[frontier_size]
+        if atoms.pinned[atom] >= 0:
             continue
-        k.region[size] = atom
+        walk.region[size] = atom
         size += 1
-        first, end = a.next_starts[atom], a.next_starts[atom + 1]
+        # One direction follows readers only, another producers only, the third both.
+        first, end = atoms.neighbour_starts[atom], atoms.neighbour_starts[atom + 1]
         if direction == 1:
-            end = first + a.reader_count[atom]
+            end = first + atoms.reader_count[atom]
         elif direction == 2:
-            first += a.reader_count[atom]
+            first += atoms.reader_count[atom]
         for n in range(first, end):
-            other = a.nexts[n]
-            if k.stamp[other] != mark:
-                k.stamp[other] = mark
-                there = _home(k.device, a.members, a.member_starts, other)
-                if there != origin:
-                    border = there
-                if there == origin or not loyal:
-                    k.before[waiting] = other
-                    waiting += 1
+            neighbour = atoms.neighbours[n]
+            if walk.stamp[neighbour] != mark:
+                walk.stamp[neighbour] = mark
+                neighbour_device = _device_of_atom(walk.device, atoms.members, atoms.member_starts, neighbour)
+                if neighbour_device != origin:
+                    border = neighbour_device
+                if neighbour_device == origin or not loyal:
+                    walk.old_device[frontier_size] = neighbour
+                    frontier_size += 1
     return size, border
 
 
 @in_place
-def propose(devices, a, k):
-    """Alter the walk's placement, or the urgency of a node; `undo` takes it back."""
-    k.counts[TRIED] += 1
-    k.counts[REGION] = 0
-    k.counts[BIASED] = -1
+def propose(devices, atoms, walk):
+    """Change the placement, or the urgency of a node, at random; `undo` reverts it."""
+    walk.counts[PROPOSALS] += 1
+    walk.counts[REGION_SIZE] = 0
+    walk.counts[BIASED_NODE] = -1
+    # Choose where the region starts. On the critical chain, what delayed the node says which move may help.
     seed, target = np.int64(-1), -1
-    if k.counts[CHAIN] > 0 and _uniform(k.rng) < CRITICAL:
-        c = _below(k.rng, k.counts[CHAIN])
-        seed = np.int64(k.chain[c])
-        if k.chain_kind[c] == FROM_THERE:
-            other = k.chain[c + 1]
-            target = k.device[other]
-            if _uniform(k.rng) < 0.5:
-                seed, target = np.int64(other), k.device[seed]
-        elif k.chain_kind[c] == AHEAD:
-            if _uniform(k.rng) < 0.3:
-                k.counts[BIASED] = seed
-                k.saved_bias[0] = k.bias[seed]
-                k.bias[seed] += (2 * _uniform(k.rng) - 0.7) * 0.1 * k.times[MAKESPAN]
-                if _uniform(k.rng) < 0.2:
-                    k.bias[seed] = 0.0
+    if walk.counts[CHAIN_LENGTH] > 0 and _random_uniform(walk.rng) < CRITICAL_SHARE:
+        link = _random_below(walk.rng, walk.counts[CHAIN_LENGTH])
+        seed = np.int64(walk.chain[link])
+        if walk.chain_kind[link] == FROM_THERE:
+            # It waited for a transfer: bring producer and reader together, on either device.
+            other = walk.chain[link + 1]
+            target = walk.device[other]
+            if _random_uniform(walk.rng) < 0.5:
+                seed, target = np.int64(other), walk.device[seed]
+        elif walk.chain_kind[link] == AHEAD:
+            # It waited for its device: run it earlier, or move one of the two nodes away.
+            if _random_uniform(walk.rng) < 0.3:
+                walk.counts[BIASED_NODE] = seed
+                walk.saved_bias[0] = walk.bias[seed]
+                walk.bias[seed] += (2 * _random_uniform(walk.rng) - 0.7) * 0.1 * walk.times[MAKESPAN]
+                if _random_uniform(walk.rng) < 0.2:
+                    walk.bias[seed] = 0.0
                 return
-            if _uniform(k.rng) < 0.5:
-                seed = np.int64(k.chain[c + 1])
+            if _random_uniform(walk.rng) < 0.5:
+                seed = np.int64(walk.chain[link + 1])
     else:
-        seed = _below(k.rng, len(k.device))
-    origin = k.device[seed]
-    size, border = _grow(a, k, a.of[seed], max(2.0, len(a.pinned) / 3.0))
+        seed = _random_below(walk.rng, len(walk.device))
+    origin = walk.device[seed]
+    size, border = _grow_region(atoms, walk, atoms.atom_of[seed], max(2.0, len(atoms.pinned) / 3.0))
+    # Choose the device: a neighbour's, which saves a transfer, or any other one.
     if target < 0:
-        if border >= 0 and _uniform(k.rng) < 0.6:
+        if border >= 0 and _random_uniform(walk.rng) < 0.6:
             target = border
         else:
-            target = _below(k.rng, devices - 1)
+            target = _random_below(walk.rng, devices - 1)
             if target >= origin:
                 target += 1
+    # Move the region, and remember where each atom was for `undo`.
     for r in range(size):
-        atom = k.region[r]
-        k.before[r] = _home(k.device, a.members, a.member_starts, atom)
-        for m in range(a.member_starts[atom], a.member_starts[atom + 1]):
-            k.device[a.members[m]] = target
-    k.counts[REGION] = size
+        atom = walk.region[r]
+        walk.old_device[r] = _device_of_atom(walk.device, atoms.members, atoms.member_starts, atom)
+        for m in range(atoms.member_starts[atom], atoms.member_starts[atom + 1]):
+            walk.device[atoms.members[m]] = target
+    walk.counts[REGION_SIZE] = size
 
 
 @in_place
-def undo(a, k):
-    """Take the last proposal back."""
-    if k.counts[BIASED] >= 0:
-        k.bias[k.counts[BIASED]] = k.saved_bias[0]
-    for r in range(k.counts[REGION]):
-        atom = k.region[r]
-        for m in range(a.member_starts[atom], a.member_starts[atom + 1]):
-            k.device[a.members[m]] = k.before[r]
+def undo(atoms, walk):
+    """Revert the last proposal."""
+    if walk.counts[BIASED_NODE] >= 0:
+        walk.bias[walk.counts[BIASED_NODE]] = walk.saved_bias[0]
+    for r in range(walk.counts[REGION_SIZE]):
+        atom = walk.region[r]
+        for m in range(atoms.member_starts[atom], atoms.member_starts[atom + 1]):
+            walk.device[atoms.members[m]] = walk.old_device[r]
 
 
 @in_place
-def take(s, k):
-    """Go on from the last proposal, which `s` holds the simulation of; returns whether it is the best so far."""
-    k.counts[TAKEN] += 1
-    k.times[MAKESPAN] = k.times[NEW]
-    k.times[ENERGY] = k.times[NEW] + k.times[TRAFFIC]
+def accept(scratch, walk):
+    """Accept the last proposal, whose simulation `scratch` holds; return whether it is the best so far."""
+    walk.counts[ACCEPTED] += 1
+    walk.times[MAKESPAN] = walk.times[NEW_MAKESPAN]
+    walk.times[ENERGY] = walk.times[NEW_MAKESPAN] + walk.times[NEW_TRAFFIC]
+    # Trace the critical chain back from the node that finishes last.
     last = 0
-    for node in range(len(k.device)):
-        if s.finish[node] > s.finish[last]:
+    for node in range(len(walk.device)):
+        if scratch.finish[node] > scratch.finish[last]:
             last = node
     size, node = 0, last
     while node >= 0:
-        k.chain[size] = node
-        k.chain_kind[size] = s.blame_kind[node]
+        walk.chain[size] = node
+        walk.chain_kind[size] = scratch.blame_kind[node]
         size += 1
-        node = s.blame[node]
-    k.counts[CHAIN] = size
-    if k.times[NEW] < k.times[BEST]:
-        k.times[BEST] = k.times[NEW]
+        node = scratch.blame[node]
+    walk.counts[CHAIN_LENGTH] = size
+    if walk.times[NEW_MAKESPAN] < walk.times[BEST_MAKESPAN]:
+        walk.times[BEST_MAKESPAN] = walk.times[NEW_MAKESPAN]
         return True
     return False
 
 
 @in_place
-def anneal(w, s, a, k, lean, proposals, hot, progress, step, ask, best_device, best_bias):
-    """Try so many proposals, taking those that pass at the temperature of the moment; the best goes to `best_*`.
+def anneal(
+    wiring,
+    scratch,
+    atoms,
+    walk,
+    level_weight,
+    proposals,
+    start_temperature,
+    progress,
+    step,
+    ask_before,
+    best_device,
+    best_bias,
+):
+    """Try some proposals and accept those that pass at the current temperature; the best goes to `best_*`.
 
-    The temperature, in seconds, is `hot * (1 - progress)^2`, and each proposal makes `step` progress. With `ask`,
-    returns early, True, at each one that would be taken, for the caller to `take` or to `undo` it.
+    The temperature, in seconds, is `start_temperature * (1 - progress)^2`; each proposal adds `step` to the progress.
+    With `ask_before`, it returns True early at each proposal that passes, for the caller to `accept` or to `undo`.
     """
-    weight = TRAFFIC_WEIGHT / len(w.latency)
-    end = k.counts[TRIED] + proposals
-    while k.counts[TRIED] < end:
-        propose(len(w.latency), a, k)
+    weight = TRAFFIC_WEIGHT / len(wiring.latency)
+    end = walk.counts[PROPOSALS] + proposals
+    while walk.counts[PROPOSALS] < end:
+        propose(len(wiring.latency), atoms, walk)
         progress += step
-        if k.counts[REGION] == 0 and k.counts[BIASED] < 0:
+        if walk.counts[REGION_SIZE] == 0 and walk.counts[BIASED_NODE] < 0:
             continue
-        temperature = hot * max(0.0, 1.0 - progress) ** 2
-        limit = k.times[ENERGY] - temperature * np.log(max(_uniform(k.rng), 1e-300))
-        k.times[NEW], traffic = decode(w, k.device, k.bias, lean, limit, s)
-        k.times[TRAFFIC] = weight * traffic
-        if k.times[NEW] + k.times[TRAFFIC] > limit:
-            undo(a, k)
-        elif ask:
+        # The acceptable energy is drawn first (Metropolis): the simulation stops as soon as it exceeds that.
+        temperature = start_temperature * max(0.0, 1.0 - progress) ** 2
+        limit = walk.times[ENERGY] - temperature * np.log(max(_random_uniform(walk.rng), 1e-300))
+        walk.times[NEW_MAKESPAN], traffic = decode(wiring, walk.device, walk.bias, level_weight, limit, scratch)
+        walk.times[NEW_TRAFFIC] = weight * traffic
+        if walk.times[NEW_MAKESPAN] + walk.times[NEW_TRAFFIC] > limit:
+            undo(atoms, walk)
+        elif ask_before:
             return True
-        elif take(s, k):
-            for node in range(len(best_bias)):  # numba takes seconds to compile a copy from slice to slice
-                best_device[node], best_bias[node] = k.device[node], k.bias[node]
+        elif accept(scratch, walk):
+            for node in range(len(best_bias)):  # numba takes seconds to compile a copy of slices
+                best_device[node], best_bias[node] = walk.device[node], walk.bias[node]
     return False

@@ -1,6 +1,7 @@
-"""Errands that compile the loops of `auto` and `multilevel`, each on a graph of four nodes.
+"""Warm-ups that compile the loops of `auto` and `multilevel`, each on a graph of four nodes.
 
-Each runs what placers run, so that numba sees the same types; `onnxplace.driver.first_use` shares them out.
+Each calls the functions that placers call, so that numba sees the same types. `onnxplace.driver.first_use` distributes
+them to processes.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from onnxplace.passes.placement.grouping import Union, only_readers
 from onnxplace.passes.placement.list_scheduling import plan
 from onnxplace.passes.placement.search.coarsening import coarsen
 from onnxplace.passes.placement.search.heft_kernels import critical_path_plan
-from onnxplace.passes.placement.search.search import Budget, SearchSpace, by_urgency, improve
+from onnxplace.passes.placement.search.search import Budget, SearchSpace, decode_candidate, improve
 from onnxplace.passes.profiling import find_repeats
 from onnxplace.problem import PlacementProblem, placement_problem
 from onnxplace.simulation import lower_bound_seconds
 
 
-def run_errands(names: Sequence[str]) -> None:
-    """Run errands by name."""
-    small = _small_problem()
+def run_warm_ups(names: Sequence[str]) -> None:
+    """Run warm-ups by name."""
+    problem = _small_problem()
     for name in names:
-        ERRANDS[name](small)
+        WARM_UPS[name](problem)
 
 
 def _small_problem() -> PlacementProblem:
@@ -40,58 +41,58 @@ def _small_problem() -> PlacementProblem:
     return placement_problem(graph.state())
 
 
-def _groups(small: PlacementProblem) -> None:
-    nodes = np.arange(len(small.graph), dtype=np.int32)
+def _compile_groups(problem: PlacementProblem) -> None:
+    nodes = np.arange(len(problem.graph), dtype=np.int32)
     union = Union(np.full(len(nodes), -1, dtype=np.int32))
     union.join(nodes[:0], nodes[:0], "")
     union.groups()
 
 
-def _layers(small: PlacementProblem) -> None:
-    """What is done with models only: find layers, check that what became one node makes no cycle."""
-    graph, nodes = small.graph, np.arange(len(small.graph), dtype=np.int32)
+def _compile_layers(problem: PlacementProblem) -> None:
+    """Compile the loops for models only: find repeated layers, check that contracted kernels make no cycle."""
+    graph, nodes = problem.graph, np.arange(len(problem.graph), dtype=np.int32)
     find_repeats(nodes, graph)
     is_acyclic(nodes, len(nodes), graph.producer, graph.inputs.starts, graph.inputs.items)
 
 
-def _readers(small: PlacementProblem) -> None:
-    only_readers(small.graph, small.seconds, small.target, np.ones(len(small.graph), dtype=bool), True)
+def _compile_readers(problem: PlacementProblem) -> None:
+    only_readers(problem.graph, problem.seconds, problem.target, np.ones(len(problem.graph), dtype=bool), True)
 
 
-def _lists(small: PlacementProblem) -> None:
-    plan(small, small.limit_bytes, np.full(len(small.graph), -1, dtype=np.int32), False)
+def _compile_lists(problem: PlacementProblem) -> None:
+    plan(problem, problem.limit_bytes, np.full(len(problem.graph), -1, dtype=np.int32), False)
 
 
-def _simulation(small: PlacementProblem) -> None:
-    small.simulate(np.zeros(len(small.graph), dtype=np.int32), small.graph.order)
+def _compile_simulation(problem: PlacementProblem) -> None:
+    problem.simulate(np.zeros(len(problem.graph), dtype=np.int32), problem.graph.order)
 
 
-def _paths(small: PlacementProblem) -> None:
-    critical_path_plan(small, SearchSpace(small).wiring, 0.5)
+def _compile_paths(problem: PlacementProblem) -> None:
+    critical_path_plan(problem, SearchSpace(problem).wiring, 0.5)
 
 
-def _bounds(small: PlacementProblem) -> None:
-    lower_bound_seconds(small.graph, small.seconds, small.target, small.group, small.pinned)
+def _compile_bounds(problem: PlacementProblem) -> None:
+    lower_bound_seconds(problem.graph, problem.seconds, problem.target, problem.group, problem.pinned)
 
 
-def _levels(small: PlacementProblem) -> None:
-    coarsen(small)
+def _compile_levels(problem: PlacementProblem) -> None:
+    coarsen(problem)
 
 
-def _search(small: PlacementProblem) -> None:
-    ground, count = SearchSpace(small), len(small.graph)
-    begin = by_urgency(ground, "", np.zeros(count, dtype=np.int32), np.zeros(count), 1.0)
-    improve(ground, begin, Budget(0, 1), 0)
+def _compile_search(problem: PlacementProblem) -> None:
+    space, count = SearchSpace(problem), len(problem.graph)
+    start = decode_candidate(space, "", np.zeros(count, dtype=np.int32), np.zeros(count), 1.0)
+    improve(space, start, Budget(0, 1), 0)
 
 
-ERRANDS: Mapping[str, Callable[[PlacementProblem], None]] = {
-    "layers": _layers,
-    "groups": _groups,
-    "readers": _readers,
-    "lists": _lists,
-    "simulation": _simulation,
-    "paths": _paths,
-    "bounds": _bounds,
-    "levels": _levels,
-    "search": _search,
+WARM_UPS: Mapping[str, Callable[[PlacementProblem], None]] = {
+    "layers": _compile_layers,
+    "groups": _compile_groups,
+    "readers": _compile_readers,
+    "lists": _compile_lists,
+    "simulation": _compile_simulation,
+    "paths": _compile_paths,
+    "bounds": _compile_bounds,
+    "levels": _compile_levels,
+    "search": _compile_search,
 }

@@ -1,4 +1,4 @@
-"""Try placements, search from them, and keep the best by simulation."""
+"""Try the placements of all placers, search from them, and keep the best by simulation."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from onnxplace.passes.placement.search.search import (
     Budget,
     Candidate,
     SearchSpace,
-    distinct_devices,
     evaluate_candidate,
     explore,
-    on_one,
+    list_distinct_devices,
+    place_on_one_device,
     polish,
 )
 from onnxplace.passes.placement.search.series_blocks import BlockChain, BlockPlan, compose_blocks, decompose_series
@@ -35,24 +35,24 @@ from onnxplace.problem import (
 from onnxplace.simulation import lower_bound_seconds
 from onnxplace.state import State
 
-# The linear program of m-SCT takes 0.3 s at 3 000 nodes and seven at 20 000.
-SCT_NODES = 3_000
-# Blocks are looked for in graphs of so many nodes, and searched if they hold this part of the work, and none of them
-# more than half of the nodes.
-ROW_NODES, ROW_WORK = 30_000, 0.9
-# How large a block may be, how many moves each search of it may try, and their part of the time.
-BLOCK_NODES, BLOCK_PROPOSALS, BLOCKS_SHARE = 100, 500, 0.2
+# The linear program of m-SCT takes 0.3 s at 3 000 nodes and 7 s at 20 000.
+MAX_SCT_NODES = 3_000
+# Graphs of at most so many nodes are decomposed into blocks. The blocks are searched if they hold this share of the
+# work, and none of them more than half of the nodes.
+MAX_SERIES_NODES, MIN_SERIES_WORK_SHARE = 30_000, 0.9
+# Nodes of a block, proposals of each search of it, and the share of the time for all of them.
+MAX_BLOCK_NODES, MAX_BLOCK_PROPOSALS, BLOCK_TIME_SHARE = 100, 500, 0.2
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a placer came up with."""
+    """The placement of one placer."""
 
     name: str
     device: Ints
     """Per node of the problem."""
     order: Ints
-    """The nodes as they are to run."""
+    """The nodes in the order in which they run."""
 
     @property
     def rank(self) -> Floats:
@@ -63,156 +63,176 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A plan that was carried out on paper, and fits."""
+class SimulatedPlan:
+    """A plan that fits, with its simulated step."""
 
     plan: Plan
     seconds: float
-    """The step, calls of segments counted."""
+    """The step, with the calls of segments."""
 
 
-def published_plans(asked: PlacementProblem) -> list[Plan]:
-    """Return the placements of the other placers: each device alone, m-TOPO, m-ETF, m-SCT; those that fit."""
-    graph, nobody = asked.graph, np.full(len(asked.graph), -1, dtype=np.int32)
-    names = [device.id for device in asked.target.devices]
-    plans = [Plan(names[index], on_one(asked, index), graph.order) for index in distinct_devices(asked)]
+def published_plans(problem: PlacementProblem) -> list[Plan]:
+    """Return the fitting plans of single devices, m-TOPO, m-ETF and m-SCT."""
+    graph, no_favourite = problem.graph, np.full(len(problem.graph), -1, dtype=np.int32)
+    names = [device.id for device in problem.target.devices]
+    plans = [
+        Plan(names[index], place_on_one_device(problem, index), graph.order) for index in list_distinct_devices(problem)
+    ]
 
-    def listed(favourite: Ints) -> tuple[Ints, Ints]:
-        device, start = find_best_plan(asked, favourite)
+    def plan_by_list(favourite: Ints) -> tuple[Ints, Ints]:
+        device, start = find_best_plan(problem, favourite)
         return device, sort_by_start(graph, start)
 
-    ways: dict[str, Callable[[], tuple[Ints, Ints]]] = {
-        "m-topo": lambda: (fill_devices(asked), graph.order),
-        "m-etf": lambda: listed(nobody),
+    planners: dict[str, Callable[[], tuple[Ints, Ints]]] = {
+        "m-topo": lambda: (fill_devices(problem), graph.order),
+        "m-etf": lambda: plan_by_list(no_favourite),
     }
-    if len(graph) <= SCT_NODES:
-        ways["m-sct"] = lambda: listed(favourites(asked))
-    for name, way in ways.items():
+    if len(graph) <= MAX_SCT_NODES:
+        planners["m-sct"] = lambda: plan_by_list(find_favourites(problem))
+    for name, planner in planners.items():
         try:
-            plans.append(Plan(name, *way()))
+            plans.append(Plan(name, *planner()))
         except InfeasibleError:
             continue
     return plans
 
 
-def favourites(asked: PlacementProblem) -> Ints:
-    """Return the favourite children that m-SCT goes by."""
-    return favourite_children(asked.seconds.min(axis=0), transfer_edges(asked), 0.1)
+def find_favourites(problem: PlacementProblem) -> Ints:
+    """Return the favourite children of m-SCT."""
+    return favourite_children(problem.seconds.min(axis=0), transfer_edges(problem), 0.1)
 
 
-def plan_of_blocks(asked: PlacementProblem, budget: Budget, seed: int) -> list[Plan]:
-    """Return the plan that comes of searching blocks that run one after the other; none where they hold too little."""
-    if len(asked.graph) > ROW_NODES or len(asked.target.devices) < 2:
+def plan_blocks(problem: PlacementProblem, budget: Budget, seed: int) -> list[Plan]:
+    """Search blocks in series and return the composed plan; return none where blocks hold too little work."""
+    if len(problem.graph) > MAX_SERIES_NODES or len(problem.target.devices) < 2:
         return []
-    row, least = decompose_series(asked, BLOCK_NODES), asked.seconds.min(axis=0)
-    if not row.forks or not _worthwhile(row, least):
+    chain, least = decompose_series(problem, MAX_BLOCK_NODES), problem.seconds.min(axis=0)
+    if not chain.forks or not _blocks_suffice(chain, least):
         return []
-    share = Budget(budget.seconds / len(row.forks), min(BLOCK_PROPOSALS, budget.proposals or BLOCK_PROPOSALS))
-    until = time.perf_counter() + budget.seconds if budget.seconds else np.inf
+    share = Budget(budget.seconds / len(chain.forks), min(MAX_BLOCK_PROPOSALS, budget.proposals or MAX_BLOCK_PROPOSALS))
+    deadline = time.perf_counter() + budget.seconds if budget.seconds else np.inf
 
-    def searched(part: PlacementProblem) -> BlockPlan:
-        ground = SearchSpace(part)
-        begin = [
-            evaluate_candidate(ground, "", on_one(part, index), part.graph.order) for index in distinct_devices(part)
+    def search_block(block: PlacementProblem) -> BlockPlan:
+        space = SearchSpace(block)
+        candidates = [
+            evaluate_candidate(space, "", place_on_one_device(block, index), block.graph.order)
+            for index in list_distinct_devices(block)
         ]
-        fitting, goal = [one for one in begin if one], _goal(part)
-        best = min(fitting, key=lambda one: one.seconds)
-        if best.seconds > goal and time.perf_counter() < until:
-            best = explore(coarsen(part), fitting, share, seed, goal).best
+        fitting, goal = [candidate for candidate in candidates if candidate], _goal_seconds(block)
+        best = min(fitting, key=lambda candidate: candidate.seconds)
+        if best.seconds > goal and time.perf_counter() < deadline:
+            best = explore(coarsen(block), fitting, share, seed, goal).best
         return best.device, best.order
 
-    steps = [searched(part) for part in row.problems]
-    return [Plan("blocks", *compose_blocks(asked, row, steps, searched))]
+    plans = [search_block(block) for block in chain.problems]
+    return [Plan("blocks", *compose_blocks(problem, chain, plans, search_block))]
 
 
-def _worthwhile(row: BlockChain, least: Floats) -> bool:
-    """Return whether the blocks hold most of the work, and none of them most of the graph."""
-    held = np.zeros(len(least), dtype=bool)
-    for block in row.blocks:
-        held[block.nodes] = True
-    largest = max(len(row.problems[index].graph) for index in row.forks)
-    return bool(least[held].sum() >= ROW_WORK * least.sum()) and 2 * largest <= len(least)
+def _blocks_suffice(chain: BlockChain, least: Floats) -> bool:
+    """Return whether the blocks hold most of the work, and no single one most of the graph."""
+    covered = np.zeros(len(least), dtype=bool)
+    for block in chain.blocks:
+        covered[block.nodes] = True
+    largest = max(len(chain.problems[index].graph) for index in chain.forks)
+    return bool(least[covered].sum() >= MIN_SERIES_WORK_SHARE * least.sum()) and 2 * largest <= len(least)
 
 
 def search_and_commit(
-    state: State, asked: PlacementProblem, plans: Sequence[Plan], placer: str, budget: Budget, seed: int
+    state: State, problem: PlacementProblem, plans: Sequence[Plan], placer: str, budget: Budget, seed: int
 ) -> State:
-    """Search from the plans and from scratch; return `state` with the best placement of all, and a note about it.
+    """Search from the plans and from scratch; commit the best placement to `state`, with a note about it.
 
-    Raises InfeasibleError if nothing fits.
+    Raises:
+        InfeasibleError: No placement fits.
     """
-    ground, effort = SearchSpace(asked), ""
-    known = {plan.name: evaluate_candidate(ground, plan.name, plan.device, plan.order) for plan in plans}
-    began = time.perf_counter()
-    if any(known.get(device.id) for device in asked.target.devices):
-        for plan in plan_of_blocks(asked, replace(budget, seconds=BLOCKS_SHARE * budget.seconds), seed):
+    space, effort = SearchSpace(problem), ""
+    candidates = {plan.name: evaluate_candidate(space, plan.name, plan.device, plan.order) for plan in plans}
+    start_time = time.perf_counter()
+    if any(candidates.get(device.id) for device in problem.target.devices):
+        for plan in plan_blocks(problem, replace(budget, seconds=BLOCK_TIME_SHARE * budget.seconds), seed):
             plans = [*plans, plan]
-            known[plan.name] = evaluate_candidate(ground, plan.name, plan.device, plan.order)
-    left = replace(budget, seconds=max(budget.seconds - (time.perf_counter() - began), budget.seconds / 2))
-    tried = list[Tried]()
+            candidates[plan.name] = evaluate_candidate(space, plan.name, plan.device, plan.order)
+    remaining = replace(budget, seconds=max(budget.seconds - (time.perf_counter() - start_time), budget.seconds / 2))
+    simulated = list[SimulatedPlan]()
     try:
-        found = explore(coarsen(asked), [each for each in known.values() if each], left, seed, _goal(asked))
+        exploration = explore(
+            coarsen(problem),
+            [candidate for candidate in candidates.values() if candidate],
+            remaining,
+            seed,
+            _goal_seconds(problem),
+        )
     except LookupError:
         pass
     else:
-        effort = f"{found.proposals} moves{budget}"
-        begun = known.get(found.best.name)
-        gained = begun is not None and found.best.seconds < begun.seconds
-        tried += _tried(state, asked, _searched(found.best, "improved" if gained else ""), found.best)
+        effort = f"{exploration.proposals} moves{budget}"
+        before = candidates.get(exploration.best.name)
+        improved = before is not None and exploration.best.seconds < before.seconds
+        simulated += _simulate_if_fitting(
+            state, problem, _to_plan(exploration.best, "improved" if improved else ""), exploration.best
+        )
     for plan in plans:
-        tried += _tried(state, asked, plan, known[plan.name])
-    if not tried:
-        raise out_of_memory_error(asked, placer)
-    best = min(tried, key=lambda one: one.seconds)
-    after = commit_placement(state, asked, best.plan.device, best.plan.rank, placer)
-    return after.saying(_note(best, tried, effort, after[Schedule].lower_bound_seconds, placer))
+        simulated += _simulate_if_fitting(state, problem, plan, candidates[plan.name])
+    if not simulated:
+        raise out_of_memory_error(problem, placer)
+    best = min(simulated, key=lambda option: option.seconds)
+    after = commit_placement(state, problem, best.plan.device, best.plan.rank, placer)
+    return after.saying(_describe_result(best, simulated, effort, after[Schedule].lower_bound_seconds, placer))
 
 
-def improve_and_commit(state: State, asked: PlacementProblem, plan: Plan, budget: Budget, seed: int) -> State:
-    """Return `state` with the plan it has, or a better one, and a note about that."""
-    ground, had = SearchSpace(asked), state[Schedule].simulation.makespan_seconds
-    begin = evaluate_candidate(ground, plan.name, plan.device, plan.order)
-    if begin is None:
+def improve_and_commit(state: State, problem: PlacementProblem, plan: Plan, budget: Budget, seed: int) -> State:
+    """Search from the plan of `state`; commit a better one if there is one, with a note."""
+    space, seconds_before = SearchSpace(problem), state[Schedule].simulation.makespan_seconds
+    start = evaluate_candidate(space, plan.name, plan.device, plan.order)
+    if start is None:
         return state
-    found = polish(ground, begin, budget, seed, _goal(asked))
-    better = _searched(found.best, "refined")
-    message = f"nothing better than {had * 1e3:.4g} ms"
-    if any(one.seconds < had for one in _tried(state, asked, better, None)):
-        state = commit_placement(state, asked, better.device, better.rank, better.name)
-        message = f"{had * 1e3:.4g} ms -> {state[Schedule].simulation.makespan_seconds * 1e3:.4g} ms"
-    return state.saying(Diagnostic("P041", f"{message}; {found.proposals} moves{budget}", where="refine"))
+    exploration = polish(space, start, budget, seed, _goal_seconds(problem))
+    improved = _to_plan(exploration.best, "refined")
+    message = f"nothing better than {seconds_before * 1e3:.4g} ms"
+    if any(option.seconds < seconds_before for option in _simulate_if_fitting(state, problem, improved, None)):
+        state = commit_placement(state, problem, improved.device, improved.rank, improved.name)
+        message = f"{seconds_before * 1e3:.4g} ms -> {state[Schedule].simulation.makespan_seconds * 1e3:.4g} ms"
+    return state.saying(Diagnostic("P041", f"{message}; {exploration.proposals} moves{budget}", where="refine"))
 
 
-def _goal(asked: PlacementProblem) -> float:
-    """Return the time of a step below which there is nothing to find."""
-    bound = lower_bound_seconds(asked.graph, asked.seconds, asked.target, asked.group, asked.pinned)
+def _goal_seconds(problem: PlacementProblem) -> float:
+    """Return the lower bound on a step, raised by what rounding may add."""
+    bound = lower_bound_seconds(problem.graph, problem.seconds, problem.target, problem.group, problem.pinned)
     return bound * (1 + 1e-9)
 
 
-def _searched(found: Candidate, how: str) -> Plan:
-    return Plan(f"{found.name}, {how}" if how else found.name, found.device, found.order)
+def _to_plan(candidate: Candidate, suffix: str) -> Plan:
+    return Plan(f"{candidate.name}, {suffix}" if suffix else candidate.name, candidate.device, candidate.order)
 
 
-def _tried(state: State, asked: PlacementProblem, plan: Plan, known: Candidate | None) -> list[Tried]:
-    """Return a plan with the step that comes of it, or nothing if it does not fit."""
-    _, _, simulation = simulate_plan(state, asked, plan.device, plan.rank)
-    if describe_shortage(asked.target, simulation.peak_bytes):
+def _simulate_if_fitting(
+    state: State, problem: PlacementProblem, plan: Plan, candidate: Candidate | None
+) -> list[SimulatedPlan]:
+    """Return a plan with its simulated step, or nothing if it does not fit."""
+    _, _, simulation = simulate_plan(state, problem, plan.device, plan.rank)
+    if describe_shortage(problem.target, simulation.peak_bytes):
         return []
     seconds = simulation.makespan_seconds
-    if known and any(device.segment_seconds for device in asked.target.devices):
-        # The schedule leaves out what cuts cost; the candidate has them.
-        seconds += max(0.0, known.seconds - asked.simulate(plan.device, plan.order).makespan_seconds)
-    return [Tried(plan, seconds)]
+    if candidate and any(device.segment_seconds for device in problem.target.devices):
+        # The schedule leaves out the cost of cuts; the candidate includes it.
+        seconds += max(0.0, candidate.seconds - problem.simulate(plan.device, plan.order).makespan_seconds)
+    return [SimulatedPlan(plan, seconds)]
 
 
-def _note(best: Tried, tried: Sequence[Tried], effort: str, bound: float, placer: str) -> Diagnostic:
-    over = f"{100 * (best.seconds / bound - 1):.1f} % over the lower bound" if bound > 0 else "the lower bound is zero"
+def _describe_result(
+    best: SimulatedPlan, simulated: Sequence[SimulatedPlan], effort: str, bound: float, placer: str
+) -> Diagnostic:
+    excess = (
+        f"{100 * (best.seconds / bound - 1):.1f} % over the lower bound" if bound > 0 else "the lower bound is zero"
+    )
     others = ", ".join(
-        f"{one.plan.name} {one.seconds * 1e3:.4g} ms" for one in tried if one.plan.name != best.plan.name
+        f"{option.plan.name} {option.seconds * 1e3:.4g} ms"
+        for option in simulated
+        if option.plan.name != best.plan.name
     )
     return Diagnostic(
         "P040",
-        f"kept {best.plan.name}: {best.seconds * 1e3:.4g} ms, {over}"
+        f"kept {best.plan.name}: {best.seconds * 1e3:.4g} ms, {excess}"
         + (f"; tried {others}" if others else "")
         + (f"; {effort}" if effort else ""),
         where=placer,

@@ -1,4 +1,4 @@
-"""Search for better placements of a problem: where to begin, for how long, and what came of it."""
+"""Search for better placements of a problem from several starts, within a budget."""
 
 from __future__ import annotations
 
@@ -12,46 +12,55 @@ import numpy as np
 
 from onnxplace.graph import Floats, Ints
 from onnxplace.passes.placement.list_scheduling import generate_plans as list_plans
-from onnxplace.passes.placement.search.anneal_kernels import BEST, TRIED, Atoms, anneal, atoms, take, undo, walk
+from onnxplace.passes.placement.search.anneal_kernels import (
+    BEST_MAKESPAN,
+    PROPOSALS,
+    Atoms,
+    accept,
+    anneal,
+    build_atoms,
+    start_walk,
+    undo,
+)
 from onnxplace.passes.placement.search.coarsening import Level
-from onnxplace.passes.placement.search.decode_kernels import Wiring, decode, run_order, scratch, wiring
+from onnxplace.passes.placement.search.decode_kernels import Wiring, build_wiring, decode, new_scratch, run_order
 from onnxplace.passes.placement.search.heft_kernels import critical_path_plan
 from onnxplace.problem import PlacementProblem, sort_by_start
 
-# The temperature that a search begins with, as a part of the step.
-HOT = 4e-4
-# Proposals beyond which a search of so many atoms finds nothing more.
-ENOUGH, ENOUGH_PER_ATOM = 20_000, 1_000
-# How the budget is shared between the first searches and those that go on from the best of them.
-ROUNDS = (0.65, 0.35)
+# The temperature at the start of a search, as a share of the step.
+START_TEMPERATURE = 4e-4
+# Beyond this number of proposals, with so many more for each atom, a search finds nothing better.
+MAX_PROPOSALS, MAX_PROPOSALS_PER_ATOM = 20_000, 1_000
+# Shares of the budget: for the first searches, and for those that continue from the best of them.
+ROUND_SHARES = (0.65, 0.35)
 MULTILEVEL = "multilevel"
-# What one call of the kernel should take: it cannot be interrupted.
+# One call of the compiled loop should take this long: it cannot be interrupted.
 SLICE_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """A problem with what searches of it share."""
+    """A problem with the arrays that its searches share."""
 
     problem: PlacementProblem
 
     @cached_property
     def wiring(self) -> Wiring:
-        return wiring(self.problem.graph, self.problem.seconds, self.problem.target)
+        return build_wiring(self.problem.graph, self.problem.seconds, self.problem.target)
 
     @cached_property
     def atoms(self) -> Atoms:
-        return atoms(self.problem)
+        return build_atoms(self.problem)
 
     @cached_property
     def memory_binds(self) -> bool:
-        """Return whether some device could be given more than it holds."""
+        """Return whether some placement could exceed the memory of a device."""
         graph = self.problem.graph
-        most = graph.total_weight_bytes + int(graph.value_bytes.sum()) + int(graph.workspace_bytes.max(initial=0))
-        return bool((self.problem.limit_bytes < most).any())
+        max_bytes = graph.total_weight_bytes + int(graph.value_bytes.sum()) + int(graph.workspace_bytes.max(initial=0))
+        return bool((self.problem.limit_bytes < max_bytes).any())
 
     def fits(self, device: Ints, order: Ints) -> bool:
-        """Return whether a placement keeps within memory, run in this order."""
+        """Return whether a placement fits into memory if it runs in this order."""
         if not self.memory_binds:
             return True
         simulation = self.problem.simulate(device, order)
@@ -60,26 +69,26 @@ class SearchSpace:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement, with the urgencies that make devices run their nodes in a good order."""
+    """A placement with the urgencies that order the nodes of each device."""
 
     name: str
     device: Ints
     """Per node of the problem."""
     bias: Floats
-    lean: float
-    """How much bottom levels count beside `bias`."""
+    level_weight: float
+    """Factor of the bottom level in the urgency, to which `bias` is added."""
     order: Ints
-    """The nodes as they run."""
+    """The nodes in the order of their starts."""
     seconds: float
-    """The step, calls of segments counted."""
+    """The step, with the calls of segments."""
 
 
-Improve = Callable[[int, "Candidate"], "Candidate"]
+ImproveLevel = Callable[[int, "Candidate"], "Candidate"]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How long to search: the wall clock, or a number of proposals, whichever ends first; 0 for no such limit."""
+    """Limits of a search in seconds and in proposals, whichever ends first; 0 for no limit."""
 
     seconds: float
     proposals: int
@@ -91,205 +100,239 @@ class Budget:
         return Budget(self.seconds * share, int(np.ceil(self.proposals * share)))
 
 
-def evaluate_candidate(ground: SearchSpace, name: str, device: Ints, order: Ints) -> Candidate | None:
-    """Return a placement as a candidate, its nodes by bottom level or in the order given, whichever is better.
+def evaluate_candidate(space: SearchSpace, name: str, device: Ints, order: Ints) -> Candidate | None:
+    """Return a placement as a candidate, None if it does not fit.
 
-    None if it does not fit.
+    Its nodes run by bottom level or in the given order, whichever is better.
     """
-    planned = np.empty(len(device))
-    planned[order] = -np.arange(len(device), dtype=np.float64)
-    options = (by_urgency(ground, name, device, bias, lean) for bias, lean in ((0 * planned, 1.0), (planned, 0.0)))
-    fitting = [option for option in options if ground.fits(device, option.order)]
+    rank_bias = np.empty(len(device))
+    rank_bias[order] = -np.arange(len(device), dtype=np.float64)
+    options = (
+        decode_candidate(space, name, device, bias, level_weight)
+        for bias, level_weight in ((0 * rank_bias, 1.0), (rank_bias, 0.0))
+    )
+    fitting = [option for option in options if space.fits(device, option.order)]
     return min(fitting, key=lambda option: option.seconds, default=None)
 
 
-def by_urgency(ground: SearchSpace, name: str, device: Ints, bias: Floats, lean: float) -> Candidate:
-    """Return a placement whose nodes run by urgency."""
-    s = scratch(len(device), len(ground.problem.target.devices))
-    seconds, _ = decode(ground.wiring, device.astype(np.int32), bias, lean, np.inf, s)
-    return Candidate(name, device.astype(np.int32), bias, lean, run_order(ground.problem.graph, s), float(seconds))
+def decode_candidate(space: SearchSpace, name: str, device: Ints, bias: Floats, level_weight: float) -> Candidate:
+    """Return a placement as a candidate whose nodes run by urgency."""
+    scratch = new_scratch(len(device), len(space.problem.target.devices))
+    seconds, _ = decode(space.wiring, device.astype(np.int32), bias, level_weight, np.inf, scratch)
+    return Candidate(
+        name, device.astype(np.int32), bias, level_weight, run_order(space.problem.graph, scratch), float(seconds)
+    )
 
 
-def project(ground: SearchSpace, found: Candidate, coarse: SearchSpace, cluster: Ints) -> Candidate | None:
-    """Return a candidate of the finer problem from one of a coarser one; None if it does not fit there."""
+def project(space: SearchSpace, candidate: Candidate, coarse: SearchSpace, cluster: Ints) -> Candidate | None:
+    """Carry a candidate of a coarser problem over to a finer one; return None if it does not fit there."""
     rank = np.empty(len(coarse.problem.graph))
-    rank[found.order] = np.arange(len(rank))
-    inherited = by_urgency(ground, found.name, found.device[cluster], found.bias[cluster], found.lean)
-    order = np.lexsort((ground.problem.graph.positions, rank[cluster])).astype(np.int32)
-    planned = evaluate_candidate(ground, found.name, found.device[cluster], order)
-    options = [planned] if planned else []
-    if ground.fits(inherited.device, inherited.order):
+    rank[candidate.order] = np.arange(len(rank))
+    inherited = decode_candidate(
+        space, candidate.name, candidate.device[cluster], candidate.bias[cluster], candidate.level_weight
+    )
+    order = np.lexsort((space.problem.graph.positions, rank[cluster])).astype(np.int32)
+    ordered = evaluate_candidate(space, candidate.name, candidate.device[cluster], order)
+    options = [ordered] if ordered else []
+    if space.fits(inherited.device, inherited.order):
         options.append(inherited)
     return min(options, key=lambda option: option.seconds, default=None)
 
 
 def improve(
-    ground: SearchSpace, begin: Candidate, budget: Budget, seed: int, hot: float = HOT, goal: float = 0.0
+    space: SearchSpace,
+    start: Candidate,
+    budget: Budget,
+    seed: int,
+    temperature: float = START_TEMPERATURE,
+    goal: float = 0.0,
 ) -> tuple[Candidate, int]:
-    """Anneal from a candidate; returns the best one met, at least as good, and how many proposals were tried.
+    """Anneal from a candidate; return the best candidate, at least as good, and the number of proposals.
 
     Deterministic under `seed` as long as proposals, not the wall clock, end the search. Stops at `goal` seconds.
     """
-    asked, a, w = ground.problem, ground.atoms, ground.wiring
-    free = int((asked.pinned < 0).sum())
-    if len(asked.target.devices) < 2 or not free or begin.seconds <= goal:
-        return begin, 0
-    most = ENOUGH + ENOUGH_PER_ATOM * free
-    most = min(most, budget.proposals) if budget.proposals else most
-    s, k = scratch(len(asked.graph), len(asked.target.devices)), walk(begin.device, begin.bias, len(asked.pinned), seed)
-    best_device, best_bias = begin.device.copy(), begin.bias.copy()
-    seconds, _ = decode(w, k.device, k.bias, begin.lean, np.inf, s)
-    k.times[3:] = seconds, 0.0
-    take(s, k)
-    began, size = time.perf_counter(), 8
-    while (done := int(k.counts[TRIED])) < most and k.times[BEST] > goal:
+    problem, atoms, wiring = space.problem, space.atoms, space.wiring
+    free = int((problem.pinned < 0).sum())
+    if len(problem.target.devices) < 2 or not free or start.seconds <= goal:
+        return start, 0
+    max_proposals = MAX_PROPOSALS + MAX_PROPOSALS_PER_ATOM * free
+    max_proposals = min(max_proposals, budget.proposals) if budget.proposals else max_proposals
+    scratch = new_scratch(len(problem.graph), len(problem.target.devices))
+    walk = start_walk(start.device, start.bias, len(problem.pinned), seed)
+    best_device, best_bias = start.device.copy(), start.bias.copy()
+    seconds, _ = decode(wiring, walk.device, walk.bias, start.level_weight, np.inf, scratch)
+    walk.times[3:] = seconds, 0.0
+    accept(scratch, walk)
+    start_time, size = time.perf_counter(), 8
+    while (proposals := int(walk.counts[PROPOSALS])) < max_proposals and walk.times[BEST_MAKESPAN] > goal:
         now = time.perf_counter()
-        by_clock = (now - began) / budget.seconds if budget.seconds else 0.0
-        if by_clock >= 1.0:
+        clock_progress = (now - start_time) / budget.seconds if budget.seconds else 0.0
+        if clock_progress >= 1.0:
             break
-        # Cool by the count while the count is what will end the search: then nothing depends on the clock.
-        by_count, step = done / most, 1.0 / most
-        progress, step = (by_count, step) if by_count >= by_clock else (by_clock, 0.0)
-        asks = anneal(w, s, a, k, begin.lean, min(size, most - done), hot * begin.seconds, progress, step,
-                      ground.memory_binds, best_device, best_bias)  # fmt: skip
-        if asks and not ground.fits(k.device, run_order(asked.graph, s)):
-            undo(a, k)
-        elif asks and take(s, k):
-            best_device, best_bias = k.device.copy(), k.bias.copy()
-        if not asks:
+        # Cool by the count while the count will end the search: then nothing depends on the clock.
+        count_progress, step = proposals / max_proposals, 1.0 / max_proposals
+        progress, step = (count_progress, step) if count_progress >= clock_progress else (clock_progress, 0.0)
+        passes = anneal(
+            wiring, scratch, atoms, walk, start.level_weight, min(size, max_proposals - proposals),
+            temperature * start.seconds, progress, step, space.memory_binds, best_device, best_bias,
+        )  # fmt: skip
+        if passes and not space.fits(walk.device, run_order(problem.graph, scratch)):
+            undo(atoms, walk)
+        elif passes and accept(scratch, walk):
+            best_device, best_bias = walk.device.copy(), walk.bias.copy()
+        if not passes:
             size = max(1, int(size * min(2.0, SLICE_SECONDS / max(time.perf_counter() - now, 1e-6))))
-    found = by_urgency(ground, begin.name, best_device, best_bias, begin.lean)
-    return (replace(found, name=begin.name) if found.seconds < begin.seconds else begin), int(k.counts[TRIED])
+    improved = decode_candidate(space, start.name, best_device, best_bias, start.level_weight)
+    return (replace(improved, name=start.name) if improved.seconds < start.seconds else start), int(
+        walk.counts[PROPOSALS]
+    )
 
 
 @dataclass(frozen=True)
 class Explored:
-    """What a search came to."""
+    """The result of a search."""
 
     best: Candidate
     proposals: int
-    """How many were tried, by all searches together."""
+    """The number of proposals of all searches together."""
 
 
-def explore(ladder: Sequence[Level], begin: Sequence[Candidate], budget: Budget, seed: int, goal: float) -> Explored:
-    """Search from coarse placements of our own, then from the best of what they come to and of some candidates.
+def explore(ladder: Sequence[Level], given: Sequence[Candidate], budget: Budget, seed: int, goal: float) -> Explored:
+    """Search from coarse constructed placements, then from the best of their results and the given candidates.
 
-    `ladder` is the problem and its coarser versions. Two searches run at a time: they descend from two of those, or
-    one starts from the best candidate where there are not two; then two more go on from the best of all. `goal`:
-    seconds not to be beaten. Raises LookupError if no candidate fits.
+    Two searches run at a time. The first two descend from two coarser versions, or one of them starts from the best
+    candidate where there are not two. Two more continue from the best of all.
+
+    Args:
+        ladder: The problem and its coarser versions.
+        given: Candidates to start from, too.
+        budget: Of all searches together.
+        seed: Of the random moves.
+        goal: Seconds of a step at which the search stops.
+
+    Raises:
+        LookupError: No candidate fits.
     """
-    grounds = [SearchSpace(level.problem) for level in ladder]
-    coarse = [_best_plan(ground) for ground in grounds]
-    starts = [*begin, *(_descend(ladder, grounds, level, found, None) for level, found in enumerate(coarse) if found)]
-    fitting = [found for found in starts if found is not None]
+    spaces = [SearchSpace(level.problem) for level in ladder]
+    constructed = [_construct_candidate(space) for space in spaces]
+    projected = (_descend(ladder, spaces, level, start, None) for level, start in enumerate(constructed) if start)
+    fitting = [candidate for candidate in [*given, *projected] if candidate is not None]
     if not fitting:
         raise LookupError("no candidate fits")
-    best = min(fitting, key=lambda found: found.seconds)
-    _compile(grounds[0], best)
-    first, second = (budget.part(share) for share in ROUNDS)
-    coarser = [(level, found) for level, found in enumerate(coarse) if level and found]
+    best = min(fitting, key=lambda candidate: candidate.seconds)
+    _compile_loops(spaces[0], best)
+    first, second = (budget.part(share) for share in ROUND_SHARES)
+    coarser = [(level, candidate) for level, candidate in enumerate(constructed) if level and candidate]
 
-    def from_level(level: int, own: Candidate) -> Callable[[], tuple[Candidate, int]]:
-        return lambda: _search_down(ladder, grounds, level, own, first, seed + 100 * level, goal)
+    def descend_from(level: int, candidate: Candidate) -> Callable[[], tuple[Candidate, int]]:
+        return lambda: _search_levels(ladder, spaces, level, candidate, first, seed + 100 * level, goal)
 
     # The finest of the coarser levels keeps most of the choice, the coarsest most of the overview.
-    jobs = [from_level(*each) for each in coarser[:1] + coarser[1:][-1:]]
+    jobs = [descend_from(level, candidate) for level, candidate in coarser[:1] + coarser[1:][-1:]]
     if len(jobs) < 2:
-        jobs.append(lambda: improve(grounds[0], best, first, seed, goal=goal))
-    results = _in_parallel(jobs)
-    proposals = sum(tried for _, tried in results)
-    best = min([best, *(found for found, _ in results)], key=lambda found: found.seconds)
-    best, tried = _two(grounds[0], best, second, seed + 2, HOT / 4, goal)
-    proposals += tried
-    return Explored(best, proposals)
+        jobs.append(lambda: improve(spaces[0], best, first, seed, goal=goal))
+    results = _run_in_parallel(jobs)
+    proposals = sum(count for _, count in results)
+    best = min([best, *(candidate for candidate, _ in results)], key=lambda candidate: candidate.seconds)
+    best, further = _improve_twice(spaces[0], best, second, seed + 2, START_TEMPERATURE / 4, goal)
+    return Explored(best, proposals + further)
 
 
-def polish(ground: SearchSpace, begin: Candidate, budget: Budget, seed: int, goal: float) -> Explored:
-    """Search from a candidate, two searches at a time, the second pair from the best of the first."""
-    _compile(ground, begin)
-    first, second = (budget.part(share) for share in ROUNDS)
-    best, tried = _two(ground, begin, first, seed, HOT, goal)
-    best, more = _two(ground, best, second, seed + 2, HOT / 4, goal)
-    return Explored(best, tried + more)
+def polish(space: SearchSpace, start: Candidate, budget: Budget, seed: int, goal: float) -> Explored:
+    """Search from a candidate with two searches at a time, the second pair from the best of the first."""
+    _compile_loops(space, start)
+    first, second = (budget.part(share) for share in ROUND_SHARES)
+    best, proposals = _improve_twice(space, start, first, seed, START_TEMPERATURE, goal)
+    best, further = _improve_twice(space, best, second, seed + 2, START_TEMPERATURE / 4, goal)
+    return Explored(best, proposals + further)
 
 
-def _two(
-    ground: SearchSpace, begin: Candidate, budget: Budget, seed: int, hot: float, goal: float
+def _improve_twice(
+    space: SearchSpace, start: Candidate, budget: Budget, seed: int, temperature: float, goal: float
 ) -> tuple[Candidate, int]:
-    """Search twice from one candidate, at two temperatures at a time; returns the better result."""
-    results = _in_parallel([
-        lambda: improve(ground, begin, budget, seed, hot, goal),
-        lambda: improve(ground, begin, budget, seed + 1, HOT, goal),
+    """Run two searches from one candidate, at two temperatures; return the better result and all proposals."""
+    results = _run_in_parallel([
+        lambda: improve(space, start, budget, seed, temperature, goal),
+        lambda: improve(space, start, budget, seed + 1, START_TEMPERATURE, goal),
     ])  # fmt: skip
-    return min((found for found, _ in results), key=lambda found: found.seconds), sum(tried for _, tried in results)
+    best = min((candidate for candidate, _ in results), key=lambda candidate: candidate.seconds)
+    return best, sum(proposals for _, proposals in results)
 
 
-def _best_plan(ground: SearchSpace) -> Candidate | None:
-    """Return the best placement of a problem that takes no search: list schedules, and one device after the other."""
-    asked = ground.problem
-    plans = [critical_path_plan(asked, ground.wiring, weight) for weight in (0.0, 0.5, 1.0)]
-    plans += [next(list_plans(asked, np.full(len(asked.graph), -1, dtype=np.int32), False), plans[0])]
-    placed = [(device, sort_by_start(asked.graph, start)) for device, start in plans if device.min(initial=0) >= 0]
-    placed += [(on_one(asked, device), asked.graph.order) for device in distinct_devices(asked)]
-    found = (evaluate_candidate(ground, MULTILEVEL, device, order) for device, order in placed)
-    return min((option for option in found if option), key=lambda option: option.seconds, default=None)
+def _construct_candidate(space: SearchSpace) -> Candidate | None:
+    """Return the best placement without a search: of list schedules and of single devices."""
+    problem = space.problem
+    plans = [critical_path_plan(problem, space.wiring, weight) for weight in (0.0, 0.5, 1.0)]
+    plans += [next(list_plans(problem, np.full(len(problem.graph), -1, dtype=np.int32), False), plans[0])]
+    placements = [
+        (device, sort_by_start(problem.graph, start)) for device, start in plans if device.min(initial=0) >= 0
+    ]
+    placements += [
+        (place_on_one_device(problem, device), problem.graph.order) for device in list_distinct_devices(problem)
+    ]
+    candidates = (evaluate_candidate(space, MULTILEVEL, device, order) for device, order in placements)
+    return min((option for option in candidates if option), key=lambda option: option.seconds, default=None)
 
 
-def on_one(asked: PlacementProblem, device: int) -> Ints:
+def place_on_one_device(problem: PlacementProblem, device: int) -> Ints:
     """Return the placement with every free group on one device."""
-    return np.where(asked.pinned >= 0, asked.pinned, device)[asked.group].astype(np.int32)
+    return np.where(problem.pinned >= 0, problem.pinned, device)[problem.group].astype(np.int32)
 
 
-def distinct_devices(asked: PlacementProblem) -> list[int]:
-    """Return the devices but those that are just like an earlier one, which a pin would tell apart."""
-    if (asked.pinned >= 0).any():
-        return list(range(len(asked.target.devices)))
+def list_distinct_devices(problem: PlacementProblem) -> list[int]:
+    """Return the devices that differ from all earlier ones; with pins, all devices."""
+    if (problem.pinned >= 0).any():
+        return list(range(len(problem.target.devices)))
     first: dict[tuple[str, int], int] = {}
-    for index, device in enumerate(asked.target.devices):
+    for index, device in enumerate(problem.target.devices):
         first.setdefault((device.cost_class, device.memory_bytes), index)
     return list(first.values())
 
 
 def _descend(
-    ladder: Sequence[Level], grounds: Sequence[SearchSpace], level: int, found: Candidate | None, then: Improve | None
-) -> Candidate | None:
-    """Carry a candidate of a coarse level down to the problem itself, improving it by `then` on each level below."""
-    while level > 0 and found is not None:
-        found = project(grounds[level - 1], found, grounds[level], ladder[level].cluster)
-        level -= 1
-        if found is not None and then is not None:
-            found = then(level, found)
-    return found
-
-
-def _search_down(
     ladder: Sequence[Level],
-    grounds: Sequence[SearchSpace],
+    spaces: Sequence[SearchSpace],
+    level: int,
+    candidate: Candidate | None,
+    improve_level: ImproveLevel | None,
+) -> Candidate | None:
+    """Carry a candidate of a coarse level down to the problem itself, improving it on each finer level."""
+    while level > 0 and candidate is not None:
+        candidate = project(spaces[level - 1], candidate, spaces[level], ladder[level].cluster)
+        level -= 1
+        if candidate is not None and improve_level is not None:
+            candidate = improve_level(level, candidate)
+    return candidate
+
+
+def _search_levels(
+    ladder: Sequence[Level],
+    spaces: Sequence[SearchSpace],
     top: int,
-    begin: Candidate,
+    start: Candidate,
     budget: Budget,
     seed: int,
     goal: float,
 ) -> tuple[Candidate, int]:
-    """Search on the coarsest level, then on each finer one; half of what is left of the budget on each."""
-    tried = [0]
+    """Search on level `top`, then on each finer one, with half of the remaining budget on each."""
+    proposals = [0]
 
-    def search(level: int, found: Candidate) -> Candidate:
+    def search(level: int, candidate: Candidate) -> Candidate:
         share = 0.5 ** (top - level + (level > 0))
-        better, proposals = improve(grounds[level], found, budget.part(share), seed + 10 * level, goal=goal)
-        tried[0] += proposals
-        return better
+        improved, count = improve(spaces[level], candidate, budget.part(share), seed + 10 * level, goal=goal)
+        proposals[0] += count
+        return improved
 
-    found = _descend(ladder, grounds, top, search(top, begin), search)
-    return (found or begin, tried[0]) if found else (replace(begin, seconds=np.inf), tried[0])
-
-
-def _compile(ground: SearchSpace, begin: Candidate) -> None:
-    """Have the kernels compiled before the clock runs."""
-    improve(ground, begin, Budget(0, 1), 0)
+    candidate = _descend(ladder, spaces, top, search(top, start), search)
+    return candidate or replace(start, seconds=np.inf), proposals[0]
 
 
-def _in_parallel(jobs: Sequence[Callable[[], tuple[Candidate, int]]]) -> list[tuple[Candidate, int]]:
-    """Run searches at the same time; kernels do not hold the interpreter's lock."""
+def _compile_loops(space: SearchSpace, start: Candidate) -> None:
+    """Compile the loops before the clock runs."""
+    improve(space, start, Budget(0, 1), 0)
+
+
+def _run_in_parallel(jobs: Sequence[Callable[[], tuple[Candidate, int]]]) -> list[tuple[Candidate, int]]:
+    """Run searches at the same time; compiled loops do not hold the interpreter's lock."""
     with ThreadPoolExecutor(len(jobs)) as pool:
         return [job.result() for job in [pool.submit(job) for job in jobs]]

@@ -1,4 +1,4 @@
-"""Blocks that a step goes through one after the other: pieces of its longest path with what runs beside them."""
+"""Decompose a graph into blocks in series: sections of its longest path with the nodes parallel to them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph
 from onnxplace.problem import PlacementProblem, sort_by_start
 
-# More than a block needs.
-ENOUGH_BYTES = 1 << 60
+# More memory than any block needs.
+AMPLE_BYTES = 1 << 60
 
 
 BlockPlan = tuple[Ints, Ints]
@@ -21,138 +21,149 @@ BlockPlan = tuple[Ints, Ints]
 
 @dataclass(frozen=True)
 class Block:
-    """What runs between the end of one node of the path and the end of a later one."""
+    """Nodes that run between the end of one node of the path and the end of a later one."""
 
     nodes: Ints
-    """In topological order; the first is the node at whose end it begins, unless the path begins here."""
+    """In topological order; the first is the node at whose end the block begins, unless the path begins here."""
     enters: bool
-    """Whether it is."""
+    """Whether the block begins at the end of its first node."""
     path_seconds: float
-    """What its piece of the path takes at least."""
+    """Lower bound on its section of the path."""
     forks: bool
-    """Whether anything runs beside the path."""
+    """Whether any node is parallel to the path."""
 
 
 @dataclass(frozen=True)
 class BlockChain:
-    """Blocks in the order they run, and the problems that they are by themselves."""
+    """Blocks in series, and the distinct placement problems among them."""
 
     blocks: tuple[Block, ...]
     problems: tuple[PlacementProblem, ...]
-    """Each once, however many blocks are equal."""
+    """One for all blocks that are equal."""
     which: tuple[int, ...]
-    """Of each block, the index of its problem."""
+    """Per block, the index of its problem."""
 
     @property
     def forks(self) -> list[int]:
-        """Return the problems in which anything runs beside the path, by index, small ones first."""
-        found = {index for block, index in zip(self.blocks, self.which) if block.forks}
-        return sorted(found, key=lambda index: (len(self.problems[index].graph), index))
+        """Return the indices of problems with nodes parallel to the path, small ones first."""
+        fork_indices = {index for block, index in zip(self.blocks, self.which) if block.forks}
+        return sorted(fork_indices, key=lambda index: (len(self.problems[index].graph), index))
 
 
-def decompose_series(asked: PlacementProblem, most: int) -> BlockChain:
-    """Return blocks of at most `most` nodes, unless they are chains: no step is shorter than what they take in sum.
+def decompose_series(problem: PlacementProblem, max_nodes: int) -> BlockChain:
+    """Return blocks of at most `max_nodes` nodes; the sum of their times is a lower bound on a step.
 
-    The path that takes longest without transfers is cut into pieces. A node beside it can only run between the last
-    node of the path that it needs and the first that needs it: it joins all between them, and itself, into one piece,
-    nodes that span least first, as long as there is room. The others are in no block. Memory is left out, and what
-    groups and pins ask of nodes in different blocks. O(N log N + E).
+    A block without parallel nodes may be longer. The path that takes longest without transfers is cut into sections. A
+    node parallel to it can only run between the last node of the path that it needs and the first that needs it. It
+    joins itself and all between them into one section, nodes of the shortest span first, as long as there is room. The
+    others are in no block. Memory is left out, and so are groups and pins across blocks. O(N log N + E).
     """
-    blocks = _blocks(asked, most)
-    known = dict[tuple[bytes, ...], int]()
+    blocks = _find_blocks(problem, max_nodes)
+    problem_index = dict[tuple[bytes, ...], int]()
     problems, which = list[PlacementProblem](), list[int]()
     for block in blocks:
-        part = alone(asked, block)
-        arrays = (part.seconds, part.group, part.pinned, part.graph.producer, part.graph.value_bytes,
-                  part.graph.inputs.starts, part.graph.inputs.items)  # fmt: skip
-        which.append(known.setdefault(tuple(array.tobytes() for array in arrays), len(problems)))
-        problems += [part][: which[-1] == len(problems)]
+        isolated = isolate_block(problem, block)
+        graph = isolated.graph
+        arrays = (isolated.seconds, isolated.group, isolated.pinned, graph.producer, graph.value_bytes,
+                  graph.inputs.starts, graph.inputs.items)  # fmt: skip
+        which.append(problem_index.setdefault(tuple(array.tobytes() for array in arrays), len(problems)))
+        problems += [isolated][: which[-1] == len(problems)]
     return BlockChain(tuple(blocks), tuple(problems), tuple(which))
 
 
-def _blocks(asked: PlacementProblem, most: int) -> list[Block]:
-    graph, least = asked.graph, asked.seconds.min(axis=0)
+def _find_blocks(problem: PlacementProblem, max_nodes: int) -> list[Block]:
+    graph, least = problem.graph, problem.seconds.min(axis=0)
     if not len(graph):
         return []
     path = _longest_path(graph, least)
-    first, last = _spans(graph, path)
-    beside = np.flatnonzero((first < last) & (first >= 0) & (last < len(path)))
-    beside = beside[np.argsort(last[beside] - first[beside], kind="stable")]
-    pieces = _Pieces(len(path), most - 1)
-    joined = np.array([n for n in beside.tolist() if pieces.join(int(first[n]) + 1, int(last[n]))], dtype=np.int32)
-    begins = np.array([pieces.begin(place) for place in range(len(path))])
-    forks = np.isin(begins, begins[first[joined] + 1])
-    # What has nothing beside it is one piece with its like.
-    starts = [k for k in range(len(path)) if begins[k] == k and (k == 0 or forks[k] or forks[k - 1])]
-    piece = np.searchsorted(starts, np.arange(len(path)), side="right") - 1
+    first, last = _find_spans(graph, path)
+    parallel = np.flatnonzero((first < last) & (first >= 0) & (last < len(path)))
+    parallel = parallel[np.argsort(last[parallel] - first[parallel], kind="stable")]
+    sections = _PathSections(len(path), max_nodes - 1)
+    joined = np.array([n for n in parallel.tolist() if sections.join(int(first[n]) + 1, int(last[n]))], dtype=np.int32)
+    section_starts = np.array([sections.first_position(position) for position in range(len(path))])
+    forks = np.isin(section_starts, section_starts[first[joined] + 1])
+    # Neighbouring sections without parallel nodes become one block.
+    starts = [k for k in range(len(path)) if section_starts[k] == k and (k == 0 or forks[k] or forks[k - 1])]
+    section = np.searchsorted(starts, np.arange(len(path)), side="right") - 1
     blocks = []
     for index, (start, stop) in enumerate(pairwise([*starts, len(path)])):
-        own = joined[piece[first[joined] + 1] == index]
-        nodes = np.concatenate([path[max(start - 1, 0) : stop], own])
+        members = joined[section[first[joined] + 1] == index]
+        nodes = np.concatenate([path[max(start - 1, 0) : stop], members])
         nodes = nodes[np.argsort(graph.positions[nodes])]
         blocks.append(Block(nodes, start > 0, float(least[path[start:stop]].sum()), bool(forks[start])))
     return blocks
 
 
-def alone(asked: PlacementProblem, block: Block) -> PlacementProblem:
-    """Return the problem of a block by itself, groups and pins kept, memory ample; any step of the whole contains it.
+def isolate_block(problem: PlacementProblem, block: Block) -> PlacementProblem:
+    """Return the problem of a single block: groups and pins are kept, memory is ample.
 
-    The node it enters by has no time of its own. Equal blocks give equal problems, but for names.
+    Any step of the whole graph contains a step of the block. The node at whose end the block begins takes no time.
+    Equal blocks give equal problems, except for names.
     """
     nodes = block.nodes
-    seconds = np.ascontiguousarray(asked.seconds[:, nodes])
+    seconds = np.ascontiguousarray(problem.seconds[:, nodes])
     if block.enters:
         seconds[:, 0] = 0.0
-    _, begins, rank = np.unique(asked.group[nodes], return_index=True, return_inverse=True)
+    _, begins, rank = np.unique(problem.group[nodes], return_index=True, return_inverse=True)
     group: Ints = np.argsort(np.argsort(begins))[rank].astype(np.int32)
-    pinned = asked.pinned[asked.group[nodes[np.sort(begins)]]]
-    target = asked.target.limiting({device.id: ENOUGH_BYTES for device in asked.target.devices})
-    limits = np.full(len(target.devices), ENOUGH_BYTES, dtype=np.int64)
+    pinned = problem.pinned[problem.group[nodes[np.sort(begins)]]]
+    target = problem.target.limiting({device.id: AMPLE_BYTES for device in problem.target.devices})
+    limits = np.full(len(target.devices), AMPLE_BYTES, dtype=np.int64)
     members = np.arange(len(nodes), dtype=np.int32)
-    return PlacementProblem(_within(asked.graph, nodes), seconds, target, limits, group, pinned, members)
+    return PlacementProblem(_subgraph(problem.graph, nodes), seconds, target, limits, group, pinned, members)
 
 
 def compose_blocks(
-    asked: PlacementProblem, row: BlockChain, steps: Sequence[BlockPlan], again: Callable[[PlacementProblem], BlockPlan]
+    problem: PlacementProblem,
+    chain: BlockChain,
+    plans: Sequence[BlockPlan],
+    solve_again: Callable[[PlacementProblem], BlockPlan],
 ) -> tuple[Ints, Ints]:
-    """Return device and order of all nodes: the blocks one after the other, each begun where the last one ended.
+    """Compose plans of blocks to device and order of all nodes, each block after the one before.
 
-    `steps` holds a step per problem of the row. Where an earlier block has put a group elsewhere, the block is solved
-    `again` with that pinned. What is in no block joins what reads it, or else what it reads.
+    Where an earlier block has placed a group elsewhere, the block is solved again with that group pinned. Nodes in no
+    block join their readers, or else their producers.
+
+    Args:
+        problem: The problem of the whole graph.
+        chain: Its blocks.
+        plans: One per problem of the chain.
+        solve_again: Returns a plan for a block with more pins.
     """
-    graph, home, like = asked.graph, asked.pinned.copy(), interchangeable_devices(asked)
+    graph, group_device, interchangeable = problem.graph, problem.pinned.copy(), interchangeable_devices(problem)
     rank = np.full(len(graph), np.inf)
-    begin = 0
-    for block, index in zip(row.blocks, row.which):
-        (device, order), groups = steps[index], asked.group[block.nodes]
-        there, here = int(home[groups[0]]), int(device[0])
-        if block.enters and there >= 0 and like[there] == like[here]:
-            swapped = np.arange(len(like), dtype=np.int32)
-            swapped[[there, here]] = here, there
+    position = 0
+    for block, index in zip(chain.blocks, chain.which):
+        (device, order), groups = plans[index], problem.group[block.nodes]
+        path_device, block_device = int(group_device[groups[0]]), int(device[0])
+        if block.enters and path_device >= 0 and interchangeable[path_device] == interchangeable[block_device]:
+            swapped = np.arange(len(interchangeable), dtype=np.int32)
+            swapped[[path_device, block_device]] = block_device, path_device
             device = swapped[device]
-        if ((home[groups] >= 0) & (home[groups] != device)).any():
-            device, order = again(alone(replace(asked, pinned=home), block))
-        home[groups] = device
-        rank[block.nodes[order]] = begin + np.arange(len(order))
-        begin += len(order)
+        if ((group_device[groups] >= 0) & (group_device[groups] != device)).any():
+            device, order = solve_again(isolate_block(replace(problem, pinned=group_device), block))
+        group_device[groups] = device
+        rank[block.nodes[order]] = position + np.arange(len(order))
+        position += len(order)
     for node in graph.order[::-1].tolist():
-        _follow(node, graph.successors[node], asked.group, home)
+        _join_neighbours(node, graph.successors[node], problem.group, group_device)
         rank[node] = min(rank[node], rank[graph.successors[node]].min(initial=np.inf))
     for node in graph.order.tolist():
-        _follow(node, graph.predecessors[node], asked.group, home)
+        _join_neighbours(node, graph.predecessors[node], problem.group, group_device)
         rank[node] = max(rank[node], rank[graph.predecessors[node]].max(initial=-np.inf))
-    return np.maximum(home, 0)[asked.group].astype(np.int32), sort_by_start(graph, rank)
+    return np.maximum(group_device, 0)[problem.group].astype(np.int32), sort_by_start(graph, rank)
 
 
-def _follow(node: int, others: Ints, group: Ints, home: Ints) -> None:
-    """Put the group of a node where one of some others is, unless it is somewhere."""
-    if home[group[node]] < 0:
-        home[group[node]] = home[group[others]].max(initial=-1)
+def _join_neighbours(node: int, neighbours: Ints, group: Ints, group_device: Ints) -> None:
+    """Place the group of a node on the device of a neighbour, unless it has a device."""
+    if group_device[group[node]] < 0:
+        group_device[group[node]] = group_device[group[neighbours]].max(initial=-1)
 
 
-def interchangeable_devices(asked: PlacementProblem) -> Ints:
-    """Return, per device, the first one that it can be exchanged with."""
-    latency, per_byte = asked.target.link_arrays()
+def interchangeable_devices(problem: PlacementProblem) -> Ints:
+    """Return, per device, the first device that it is interchangeable with."""
+    latency, per_byte = problem.target.link_arrays()
     count = len(latency)
     first = np.arange(count, dtype=np.int32)
     for b in range(count):
@@ -160,9 +171,9 @@ def interchangeable_devices(asked: PlacementProblem) -> Ints:
             swapped = np.arange(count)
             swapped[[a, b]] = b, a
             if (
-                not np.isin(asked.pinned, (a, b)).any()
-                and (asked.seconds[a] == asked.seconds[b]).all()
-                and asked.limit_bytes[a] == asked.limit_bytes[b]
+                not np.isin(problem.pinned, (a, b)).any()
+                and (problem.seconds[a] == problem.seconds[b]).all()
+                and problem.limit_bytes[a] == problem.limit_bytes[b]
                 and all((links[np.ix_(swapped, swapped)] == links).all() for links in (latency, per_byte))
             ):
                 first[b] = first[a]
@@ -171,25 +182,25 @@ def interchangeable_devices(asked: PlacementProblem) -> Ints:
 
 
 def _longest_path(graph: OpGraph, seconds: Floats) -> Ints:
-    """Return the nodes of the path that takes longest without transfers, first node first; ties by index."""
+    """Return the nodes of the longest path without transfers, first node first; ties go by index."""
     tail = np.zeros(len(graph))
-    following = np.full(len(graph), -1, dtype=np.int32)
+    next_node = np.full(len(graph), -1, dtype=np.int32)
     for node in graph.order[::-1].tolist():
-        after = graph.successors[node]
-        if len(after):
-            following[node] = after[tail[after].argmax()]
-            tail[node] = tail[following[node]]
+        readers = graph.successors[node]
+        if len(readers):
+            next_node[node] = readers[tail[readers].argmax()]
+            tail[node] = tail[next_node[node]]
         tail[node] += seconds[node]
     path = [int(tail.argmax())]
-    while following[path[-1]] >= 0:
-        path.append(int(following[path[-1]]))
+    while next_node[path[-1]] >= 0:
+        path.append(int(next_node[path[-1]]))
     return np.array(path, dtype=np.int32)
 
 
-def _spans(graph: OpGraph, path: Ints) -> tuple[Longs, Longs]:
-    """Return, per node, the place on the path of the last node that it needs and of the first that needs it.
+def _find_spans(graph: OpGraph, path: Ints) -> tuple[Longs, Longs]:
+    """Return, per node, its span on the path: positions of the last node it needs and the first that needs it.
 
-    A node of the path counts as its own; -1 and the length of the path where there is none.
+    The span of a node of the path is its own position. -1 and the length of the path stand for none.
     """
     first, last = np.full(len(graph), -1), np.full(len(graph), len(path))
     first[path] = last[path] = np.arange(len(path))
@@ -200,42 +211,42 @@ def _spans(graph: OpGraph, path: Ints) -> tuple[Longs, Longs]:
     return first, last
 
 
-class _Pieces:
-    """A path in pieces, each of so many nodes on it and beside it."""
+class _PathSections:
+    """Sections of a path with their numbers of nodes: disjoint sets of neighbouring positions."""
 
-    def __init__(self, length: int, most: int) -> None:
-        self.before, self.most = list(range(length)), most
+    def __init__(self, length: int, max_nodes: int) -> None:
+        self.parent, self.max_nodes = list(range(length)), max_nodes
         self.size = [1] * length
 
-    def begin(self, place: int) -> int:
-        """Return where the piece begins that holds a place of the path."""
-        while self.before[place] != place:
-            self.before[place] = self.before[self.before[place]]
-            place = self.before[place]
-        return place
+    def first_position(self, position: int) -> int:
+        """Return the first position of the section that holds a position."""
+        while self.parent[position] != position:
+            self.parent[position] = self.parent[self.parent[position]]
+            position = self.parent[position]
+        return position
 
     def join(self, start: int, stop: int) -> bool:
-        """Join the pieces from one place to another and a node beside them, or return False for want of room."""
-        begins, place = [], stop
-        while place >= start:
-            begins.append(self.begin(place))
-            place = begins[-1] - 1
-            if 1 + sum(self.size[begin] for begin in begins) > self.most:
+        """Join the sections of a span and a node parallel to it; return False if that exceeds the limit."""
+        section_starts, position = [], stop
+        while position >= start:
+            section_starts.append(self.first_position(position))
+            position = section_starts[-1] - 1
+            if 1 + sum(self.size[begin] for begin in section_starts) > self.max_nodes:
                 return False
-        for begin in begins[:-1]:
-            self.before[begin] = begins[-1]
-        self.size[begins[-1]] = 1 + sum(self.size[begin] for begin in begins)
+        for begin in section_starts[:-1]:
+            self.parent[begin] = section_starts[-1]
+        self.size[section_starts[-1]] = 1 + sum(self.size[begin] for begin in section_starts)
         return True
 
 
-def _within(graph: OpGraph, nodes: Ints) -> OpGraph:
-    """Return the graph of some nodes, in their order: no weights, no workspace, values between them only."""
+def _subgraph(graph: OpGraph, nodes: Ints) -> OpGraph:
+    """Return the subgraph of some nodes, in their order: no weights, no workspace, only values between them."""
     number = np.full(len(graph) + 1, -1, dtype=np.int32)
     number[nodes] = np.arange(len(nodes), dtype=np.int32)
     reader, producer = number[graph.inputs.rows], number[graph.producer]
     inside = (reader >= 0) & (producer[graph.inputs.items] >= 0)
     values, value = np.unique(graph.inputs.items[inside], return_inverse=True)
-    nothing = Csr(np.zeros(len(nodes) + 1, dtype=np.int64), np.zeros(0, dtype=np.int32))
+    no_weights = Csr(np.zeros(len(nodes) + 1, dtype=np.int64), np.zeros(0, dtype=np.int32))
     return OpGraph(
         names=tuple(graph.names[node] for node in nodes.tolist()),
         ops=tuple(graph.ops[node] for node in nodes.tolist()),
@@ -247,6 +258,6 @@ def _within(graph: OpGraph, nodes: Ints) -> OpGraph:
         inputs=Csr.grouped(reader[inside], value.astype(np.int32), len(nodes)),
         weight_names=(),
         weight_bytes=np.zeros(0, dtype=np.int64),
-        weights=nothing,
+        weights=no_weights,
         workspace_bytes=np.zeros(len(nodes), dtype=np.int64),
     )

@@ -10,13 +10,6 @@ if TYPE_CHECKING:
         RESIDENT_SHARES as RESIDENT_SHARES,
         split_into_stages as split_into_stages,
     )
-    from onnxplace.passes.placement.stages.ideal_kernels import (
-        DUPLEX as DUPLEX,
-        PARALLEL as PARALLEL,
-        SEQUENTIAL as SEQUENTIAL,
-        SUM as SUM,
-        TRAFFIC as TRAFFIC,
-    )
     from onnxplace.passes.placement.stages.local_search_kernels import LocalSearch as LocalSearch
     from onnxplace.passes.placement.stages.stage_dp import (
         CROSSING_BYTES as CROSSING_BYTES,
@@ -24,13 +17,20 @@ if TYPE_CHECKING:
         prepare_cuts as prepare_cuts,
         unit_seconds as unit_seconds,
     )
+    from onnxplace.passes.placement.stages.stage_kernels import (
+        DUPLEX as DUPLEX,
+        PARALLEL as PARALLEL,
+        SEQUENTIAL as SEQUENTIAL,
+        SUM as SUM,
+        TRAFFIC as TRAFFIC,
+    )
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "contiguous_split": "MAX_MOVES RESIDENT_SHARES split_into_stages",
-        "ideal_kernels": "DUPLEX PARALLEL SEQUENTIAL SUM TRAFFIC",
         "local_search_kernels": "LocalSearch",
         "stage_dp": "CROSSING_BYTES least_held_bytes prepare_cuts unit_seconds",
+        "stage_kernels": "DUPLEX PARALLEL SEQUENTIAL SUM TRAFFIC",
     },
 )

@@ -1,4 +1,4 @@
-"""Which nodes must be in one piece if pieces are to follow one another: strongly connected components of groups."""
+"""Nodes that must share a pipeline stage: strongly connected components of groups."""
 
 # Compiled loops get their types from numba.
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
@@ -11,8 +11,8 @@ from onnxplace.graph import Csr, Ints, OpGraph
 from onnxplace.utils import compiled_loop
 
 
-def inseparable(graph: OpGraph, group: Ints) -> Ints:
-    """Return a dense id per node: groups, joined where values run from one to another and back.
+def find_inseparable(graph: OpGraph, group: Ints) -> Ints:
+    """Return a dense id per node: groups are joined where values run from one to another and back.
 
     Ids are in order of their first node. Contracting them leaves an acyclic graph. O(N + E).
     """
@@ -21,8 +21,8 @@ def inseparable(graph: OpGraph, group: Ints) -> Ints:
     edges = graph.predecessors
     source, reader = group[edges.items], group[edges.rows]
     between = source != reader
-    after = Csr.grouped(source[between], reader[between], int(group.max()) + 1)
-    component = strong_components(after.starts, after.items)[group]
+    successors = Csr.grouped(source[between], reader[between], int(group.max()) + 1)
+    component = find_strong_components(successors.starts, successors.items)[group]
     _, first, dense = np.unique(component, return_index=True, return_inverse=True)
     rank = np.empty(len(first), dtype=np.int32)
     rank[np.argsort(first)] = np.arange(len(first), dtype=np.int32)
@@ -30,8 +30,8 @@ def inseparable(graph: OpGraph, group: Ints) -> Ints:
 
 
 @compiled_loop
-def strong_components(starts, successors):
-    """Tarjan's algorithm (SIAM J. Comput. 1972) without recursion: the component of each node."""
+def find_strong_components(starts, successors):
+    """Return the component of each node by Tarjan's algorithm (SIAM J. Comput. 1972), without recursion."""
     count = len(starts) - 1
     index = np.full(count, -1, np.int64)
     low = np.zeros(count, np.int64)
@@ -39,40 +39,44 @@ def strong_components(starts, successors):
     pending = np.empty(count, np.int64)
     path = np.empty(count, np.int64)
     pointer = starts[:-1].copy()
-    waiting = 0
-    seen = 0
-    found = 0
+    pending_count = 0
+    visited = 0
+    components = 0
+    # Start a depth-first search at each node that no earlier one has visited.
     for root in range(count):
         if index[root] >= 0:
             continue
         depth = 0
         path[0] = root
-        index[root] = low[root] = seen
-        seen += 1
-        pending[waiting] = root
-        waiting += 1
+        index[root] = low[root] = visited
+        visited += 1
+        pending[pending_count] = root
+        pending_count += 1
         while depth >= 0:
             node = path[depth]
+            # Descend into the next successor, or take its index if it belongs to no component yet.
             if pointer[node] < starts[node + 1]:
-                other = successors[pointer[node]]
+                successor = successors[pointer[node]]
                 pointer[node] += 1
-                if index[other] < 0:
-                    index[other] = low[other] = seen
-                    seen += 1
-                    pending[waiting] = other
-                    waiting += 1
+                if index[successor] < 0:
+                    index[successor] = low[successor] = visited
+                    visited += 1
+                    pending[pending_count] = successor
+                    pending_count += 1
                     depth += 1
-                    path[depth] = other
-                elif component[other] < 0:
-                    low[node] = min(low[node], index[other])
+                    path[depth] = successor
+                elif component[successor] < 0:
+                    low[node] = min(low[node], index[successor])
                 continue
+            # The node reaches nothing older: it is the root of a component, which is all that is pending above it.
             if low[node] == index[node]:
                 while True:
-                    waiting -= 1
-                    component[pending[waiting]] = found
-                    if pending[waiting] == node:
+                    pending_count -= 1
+                    component[pending[pending_count]] = components
+                    if pending[pending_count] == node:
                         break
-                found += 1
+                components += 1
+            # Return to the parent, which reaches all that the node reaches.
             depth -= 1
             if depth >= 0:
                 low[path[depth]] = min(low[path[depth]], low[node])

@@ -1,8 +1,9 @@
-"""What is cut into stages, what stages cost, and the best way to cut, by dynamic programming over ideals.
+"""The best contiguous split into stages, by dynamic programming over ideals.
 
-A contiguous split orders its stages so that values only run forward: each is an ideal of the graph less a smaller one.
-The dynamic program is that of Tarnawski et al. (NeurIPS 2020): the best split of an ideal, given the devices used, is
-its last stage and the best split of what is before it. See `_ideals` for how ideals are enumerated and walked.
+A contiguous split orders its stages so that values only run forward: each stage is an ideal of the graph less a smaller
+one. The dynamic program is that of Tarnawski et al. (NeurIPS 2020): the best split of an ideal, given the devices used,
+is its last stage and the best split of the ideal before it. `ideal_kernels` enumerates ideals, `stage_kernels` walks
+them.
 """
 
 from __future__ import annotations
@@ -16,49 +17,51 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph, sum_by
-from onnxplace.passes.placement.stages.component_kernels import inseparable
-from onnxplace.passes.placement.stages.ideal_kernels import TRAFFIC, enumerate_ideals, removals, sweep, windows
+from onnxplace.passes.placement.stages.component_kernels import find_inseparable
+from onnxplace.passes.placement.stages.ideal_kernels import enumerate_ideals, invert_additions
+from onnxplace.passes.placement.stages.stage_kernels import TRAFFIC, fill_table, mark_possible
 from onnxplace.problem import PlacementProblem
 from onnxplace.utils import budget_clock
 
-# What a crossing counts besides its bytes, so that of splits with equal traffic the one with fewer values wins.
+# Added to the bytes of each crossing value: of splits with equal traffic, the one with fewer values wins.
 CROSSING_BYTES = 2.0**-16
-# Entries of the table of the dynamic program, 13 bytes each.
-TABLE_ENTRIES = 40_000_000
-# With more sets of devices than this, that is with over eight that all differ, their order is given.
-SETS = 256
-CHUNK = 256
+# Limit on entries of the table of the dynamic program, 13 bytes each.
+MAX_TABLE_ENTRIES = 40_000_000
+# With more sets of devices, that is with over eight different devices, the order of devices is fixed.
+MAX_DEVICE_SETS = 256
+# Ideals that one call of the compiled loop fills in, between two looks at the clock.
+IDEALS_PER_CALL = 256
 
 
 @dataclass(frozen=True)
 class Cutting:
-    """A graph to cut into stages: its nodes are in topological order, and cannot be cut further."""
+    """A graph to cut into stages, with its costs; nodes are indivisible and in topological order."""
 
     graph: OpGraph
     node: Ints
-    """Per node of the problem's graph, the node of this graph that it is in."""
+    """Per node of the problem's graph, the node of this graph that contains it."""
     kinds: tuple[tuple[int, ...], ...]
-    """Devices, those that are interchangeable together."""
+    """Groups of interchangeable devices."""
     seconds: Floats
     """[kind, node]; infinite where a pin forbids it."""
     send: Floats
-    """[kind, value]: what sending it to one other device costs the channel, to the closest if they differ."""
+    """[kind, value]: seconds of the channel for sending it to one other device, the closest if links differ."""
     receive: Floats
     limit_bytes: Longs
     """Per kind."""
     need_bytes: Longs
-    """Per node, what its device holds besides weights at some moment, whatever the schedule."""
+    """Per node, bytes next to weights that its device holds at some moment in any schedule."""
     rule: int
-    """One of those in `_ideals`."""
+    """`DUPLEX`, `SEQUENTIAL`, `PARALLEL`, `SUM` or `TRAFFIC`."""
     exact_receives: bool
-    """All links are alike, so that `send` and `receive` are not just lower bounds."""
+    """All links are alike, so `send` and `receive` are exact, not just lower bounds."""
 
     @cached_property
     def arrays(self) -> tuple[Any, ...]:
         """Return the graph as `stages_below` takes it."""
-        g = self.graph
-        return (g.producer, g.outputs.starts, g.outputs.items, g.inputs.starts, g.inputs.items,
-                g.weights.starts, g.weights.items, g.weight_bytes)  # fmt: skip
+        graph = self.graph
+        return (graph.producer, graph.outputs.starts, graph.outputs.items, graph.inputs.starts, graph.inputs.items,
+                graph.weights.starts, graph.weights.items, graph.weight_bytes)  # fmt: skip
 
     @cached_property
     def costs(self) -> tuple[Any, ...]:
@@ -67,19 +70,19 @@ class Cutting:
 
     @cached_property
     def exhaustive(self) -> bool:
-        """Return whether every set of devices is looked at; else they are used in the order of `kinds` only."""
+        """Return whether all sets of devices are searched; else devices are used in the order of `kinds`."""
         sets = math.prod(len(kind) + 1 for kind in self.kinds)
-        return sets <= min(SETS, TABLE_ENTRIES // (len(self.graph) + 1))
+        return sets <= min(MAX_DEVICE_SETS, MAX_TABLE_ENTRIES // (len(self.graph) + 1))
 
     @cached_property
     def step(self) -> Longs:
-        """Return, per kind, by how much the number of a set of devices grows with one more of it."""
+        """Return, per kind, how much one more device of it adds to the number of a set."""
         sizes = [len(kind) + 1 if self.exhaustive else 1 for kind in self.kinds]
         return np.cumprod([1, *sizes[:-1]]).astype(np.int64)
 
     @cached_property
     def has(self) -> Bools:
-        """Return whether the last stage may go to a device of this kind: [set, kind]."""
+        """Return [set, kind]: whether the last stage may go to a device of this kind."""
         if self.exhaustive:
             return self._digits > 0
         sequence = np.repeat(np.arange(len(self.kinds)), [len(kind) for kind in self.kinds])
@@ -88,17 +91,17 @@ class Cutting:
 
     @cached_property
     def used(self) -> Longs:
-        """Return how many devices each set has."""
+        """Return the number of devices in each set."""
         return self._digits.sum(axis=1) if self.exhaustive else np.arange(len(self.has))
 
     @property
     def _digits(self) -> Longs:
-        """Return how many devices of each kind each set has: [set, kind]."""
+        """Return [set, kind]: the number of devices of each kind."""
         sizes = np.array([len(kind) + 1 for kind in self.kinds], dtype=np.int64)
         return (np.arange(int(sizes.prod()))[:, None] // self.step % sizes).astype(np.int64)
 
     def reordered(self, order: Ints) -> Cutting:
-        """Return this with its nodes numbered in another topological order."""
+        """Return a copy with nodes numbered in another topological order."""
         rank = np.empty(len(order), dtype=np.int32)
         rank[order] = np.arange(len(order), dtype=np.int32)
         g = self.graph
@@ -107,15 +110,15 @@ class Cutting:
             names=tuple(g.names[node] for node in order),
             ops=tuple(g.ops[node] for node in order),
             producer=np.where(g.producer >= 0, rank[np.maximum(g.producer, 0)], -1).astype(np.int32),
-            inputs=_permuted(g.inputs, order),
-            weights=_permuted(g.weights, order),
+            inputs=_permute_lists(g.inputs, order),
+            weights=_permute_lists(g.weights, order),
             workspace_bytes=g.workspace_bytes[order],
         )
         return replace(self, graph=graph, node=rank[self.node], seconds=np.ascontiguousarray(self.seconds[:, order]),
                        need_bytes=self.need_bytes[order])  # fmt: skip
 
 
-def _permuted(lists: Csr, order: Ints) -> Csr:
+def _permute_lists(lists: Csr, order: Ints) -> Csr:
     sizes = np.diff(lists.starts)[order]
     starts = np.zeros(len(order) + 1, dtype=np.int64)
     np.cumsum(sizes, out=starts[1:])
@@ -124,42 +127,47 @@ def _permuted(lists: Csr, order: Ints) -> Csr:
 
 
 def prepare_cuts(
-    asked: PlacementProblem, rule: int, limit_bytes: Longs, devices: tuple[int, ...], resident: float = 0.0
+    problem: PlacementProblem, rule: int, limit_bytes: Longs, devices: tuple[int, ...], resident: float = 0.0
 ) -> Cutting:
-    """Return what is to be cut, for some of the devices of a problem, with these limits (per device of the target).
+    """Prepare a problem for cutting into stages on some of its devices.
 
-    A share `resident` of all outputs is counted as if it stayed, as weights do; with none, too little is counted.
+    Args:
+        problem: The problem to cut.
+        rule: How the load of a stage follows from its parts, such as `DUPLEX`.
+        limit_bytes: Per device of the target.
+        devices: Indices into the target.
+        resident: Share of all outputs that is counted as staying, as weights do; 0 counts too little.
     """
-    unit = inseparable(asked.graph, asked.group)
-    graph = _with_resident(asked.graph.contract(unit), asked.graph, unit, resident)
-    seconds = unit_seconds(asked, unit)[list(devices)]
-    latency, per_byte = (matrix[np.ix_(devices, devices)] for matrix in asked.target.link_arrays())
+    unit = find_inseparable(problem.graph, problem.group)
+    graph = _add_resident_weights(problem.graph.contract(unit), problem.graph, unit, resident)
+    seconds = unit_seconds(problem, unit)[list(devices)]
+    latency, per_byte = (matrix[np.ix_(devices, devices)] for matrix in problem.target.link_arrays())
     limit = limit_bytes[list(devices)]
-    kinds = _interchangeable(seconds, limit, latency, per_byte)
+    kinds = _group_interchangeable(seconds, limit, latency, per_byte)
     first = [kind[0] for kind in kinds]
-    send = np.stack([_closest(graph, latency[d], per_byte[d], d) for d in first])
-    receive = np.stack([_closest(graph, latency[:, d], per_byte[:, d], d) for d in first])
+    send = np.stack([_least_transfer_seconds(graph, latency[d], per_byte[d], d) for d in first])
+    receive = np.stack([_least_transfer_seconds(graph, latency[:, d], per_byte[:, d], d) for d in first])
     if rule == TRAFFIC:
         seconds = np.where(np.isfinite(seconds), 0.0, np.inf)
         send, receive = np.zeros_like(send), np.broadcast_to(graph.value_bytes + CROSSING_BYTES, send.shape).copy()
-    away = ~np.eye(len(devices), dtype=bool)
-    alike = len(np.unique(latency[away])) < 2 and len(np.unique(per_byte[away])) < 2
+    off_diagonal = ~np.eye(len(devices), dtype=bool)
+    equal_links = len(np.unique(latency[off_diagonal])) < 2 and len(np.unique(per_byte[off_diagonal])) < 2
     return Cutting(
-        graph,
-        unit,
-        tuple(tuple(devices[d] for d in kind) for kind in kinds),
-        seconds[first],
-        send,
-        receive,
-        limit[first],
-        least_held_bytes(asked, unit),
-        rule,
-        alike or rule == TRAFFIC,
+        graph=graph,
+        node=unit,
+        kinds=tuple(tuple(devices[d] for d in kind) for kind in kinds),
+        seconds=seconds[first],
+        send=send,
+        receive=receive,
+        limit_bytes=limit[first],
+        need_bytes=least_held_bytes(problem, unit),
+        rule=rule,
+        exact_receives=equal_links or rule == TRAFFIC,
     ).reordered(graph.order)
 
 
-def _with_resident(graph: OpGraph, fine: OpGraph, unit: Ints, share: float) -> OpGraph:
-    """Return the contracted graph with a weight more for each node: a share of all that its nodes put out."""
+def _add_resident_weights(graph: OpGraph, fine: OpGraph, unit: Ints, share: float) -> OpGraph:
+    """Return the contracted graph with one more weight per node: a share of the outputs in it."""
     if share <= 0:
         return graph
     owned = np.flatnonzero((fine.producer >= 0) & (fine.alias < 0))
@@ -177,38 +185,38 @@ def _with_resident(graph: OpGraph, fine: OpGraph, unit: Ints, share: float) -> O
     )
 
 
-def unit_seconds(asked: PlacementProblem, unit: Ints) -> Floats:
-    """Return the seconds of each unit on each device, infinite where a pin keeps it off: [device, unit]."""
+def unit_seconds(problem: PlacementProblem, unit: Ints) -> Floats:
+    """Return [device, unit]: seconds of each unit, infinite where a pin forbids the device."""
     count = int(unit.max(initial=-1)) + 1
-    seconds = np.stack([sum_by(unit, row, count) for row in asked.seconds])
-    pin = asked.pinned[asked.group]
+    seconds = np.stack([sum_by(unit, row, count) for row in problem.seconds])
+    pin = problem.pinned[problem.group]
     for node in np.flatnonzero(pin >= 0):
-        elsewhere = np.arange(len(seconds)) != pin[node]
-        seconds[elsewhere, unit[node]] = np.inf
+        other_devices = np.arange(len(seconds)) != pin[node]
+        seconds[other_devices, unit[node]] = np.inf
     return seconds
 
 
-def least_held_bytes(asked: PlacementProblem, unit: Ints) -> Longs:
-    """Return, per unit, what its device holds besides weights at some moment, however it runs: a lower bound.
+def least_held_bytes(problem: PlacementProblem, unit: Ints) -> Longs:
+    """Return, per unit, a lower bound on the bytes next to weights that its device holds at some moment.
 
-    A node holds its workspace and its outputs at one time; of a contracted one, only its largest output is sure.
+    A node holds its workspace and its outputs at one time; of a contracted node, only the largest output is certain.
     """
-    graph = asked.graph
+    graph = problem.graph
     owned = np.flatnonzero((graph.producer >= 0) & (graph.alias < 0))
-    output = np.zeros(len(graph), dtype=np.int64)
-    if len(asked.members) == len(graph):
-        np.add.at(output, graph.producer[owned], graph.value_bytes[owned])
-        held = output + graph.workspace_bytes
+    output_bytes = np.zeros(len(graph), dtype=np.int64)
+    if len(problem.members) == len(graph):
+        np.add.at(output_bytes, graph.producer[owned], graph.value_bytes[owned])
+        held_bytes = output_bytes + graph.workspace_bytes
     else:
-        np.maximum.at(output, graph.producer[owned], graph.value_bytes[owned])
-        held = np.maximum(output, graph.workspace_bytes)
-    most = np.zeros(int(unit.max(initial=-1)) + 1, dtype=np.int64)
-    np.maximum.at(most, unit, held)
-    return most
+        np.maximum.at(output_bytes, graph.producer[owned], graph.value_bytes[owned])
+        held_bytes = np.maximum(output_bytes, graph.workspace_bytes)
+    most_bytes = np.zeros(int(unit.max(initial=-1)) + 1, dtype=np.int64)
+    np.maximum.at(most_bytes, unit, held_bytes)
+    return most_bytes
 
 
-def _interchangeable(seconds: Floats, limit: Longs, latency: Floats, per_byte: Floats) -> list[list[int]]:
-    """Group devices that can be swapped without changing anything."""
+def _group_interchangeable(seconds: Floats, limit: Longs, latency: Floats, per_byte: Floats) -> list[list[int]]:
+    """Group devices that can be swapped without any effect."""
     kinds: list[list[int]] = []
     for d in range(len(limit)):
         for kind in kinds:
@@ -223,7 +231,7 @@ def _interchangeable(seconds: Floats, limit: Longs, latency: Floats, per_byte: F
     return kinds
 
 
-def _closest(graph: OpGraph, latency: Floats, per_byte: Floats, device: int) -> Floats:
+def _least_transfer_seconds(graph: OpGraph, latency: Floats, per_byte: Floats, device: int) -> Floats:
     """Return, per value, the least seconds of a transfer between `device` and another one."""
     others = [d for d in range(len(latency)) if d != device]
     if not others:
@@ -234,37 +242,37 @@ def _closest(graph: OpGraph, latency: Floats, per_byte: Floats, device: int) -> 
 
 @dataclass(frozen=True)
 class Lattice:
-    """Ideals of a graph, numbered so that supersets come later: all of them, or those of one topological order."""
+    """Ideals of a graph, all or those of one topological order; supersets have higher numbers."""
 
     parent: Ints
     """Per ideal, the one without its last node; -1 for the empty one."""
     last: Ints
     starts: Longs
-    """Where the list of each ideal starts: nodes that can be removed, ascending, and the ideals that leaves."""
+    """Where the lists of each ideal start: removable nodes, ascending, and the ideals that remain."""
     node: Ints
     below: Ints
-    cut: Bools
-    """Whether stages may begin and end there."""
+    is_cut: Bools
+    """Whether stages may begin and end at an ideal."""
     away: Floats
-    """What a stage must at least compute to get from there to where it may begin; filled in by `tabulate`."""
+    """Lower bound on the seconds from an ideal down to one where a stage may begin; filled in by `tabulate`."""
 
     def __len__(self) -> int:
         return len(self.parent)
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        return self.starts, self.node, self.below, self.cut, self.away
+        return self.starts, self.node, self.below, self.is_cut, self.away
 
     def inside(self, ideal: int, nodes: int) -> Bools:
-        """Return which nodes an ideal holds."""
-        held = np.zeros(nodes, dtype=bool)
+        """Return whether each node is in an ideal."""
+        is_inside = np.zeros(nodes, dtype=bool)
         while ideal > 0:
-            held[self.last[ideal]] = True
+            is_inside[self.last[ideal]] = True
             ideal = int(self.parent[ideal])
-        return held
+        return is_inside
 
 
-def all_ideals(graph: OpGraph, limit: int) -> Lattice | None:
+def enumerate_lattice(graph: OpGraph, limit: int) -> Lattice | None:
     """Return all ideals of a graph with topologically numbered nodes, None if there are more than `limit`."""
     if len(graph) >= limit:
         return None
@@ -273,86 +281,108 @@ def all_ideals(graph: OpGraph, limit: int) -> Lattice | None:
     )
     if len(starts) == 1:
         return None
-    starts, node, below = removals(starts, add, leads)
-    return Lattice(parent, last, starts, node, below, np.ones(len(parent), dtype=bool), np.zeros(len(parent)))
+    starts, node, below = invert_additions(starts, add, leads)
+    return Lattice(
+        parent=parent,
+        last=last,
+        starts=starts,
+        node=node,
+        below=below,
+        is_cut=np.ones(len(parent), dtype=bool),
+        away=np.zeros(len(parent)),
+    )
 
 
-def chain(nodes: int, cuts: int) -> Lattice:
-    """Return the ideals of the order 0, 1, 2, ..., with stages ending at about `cuts` positions, evenly spread."""
+def build_chain_lattice(nodes: int, cuts: int) -> Lattice:
+    """Return the ideals of the order 0, 1, 2, ..., with about `cuts` evenly spread positions to cut."""
     position = np.arange(nodes + 1, dtype=np.int32)
     starts = np.maximum(np.arange(-1, nodes + 1, dtype=np.int64), 0)
-    cut = np.zeros(nodes + 1, dtype=bool)
-    cut[np.linspace(0, nodes, min(cuts, nodes) + 1).round().astype(np.int64)] = True
-    return Lattice(position - 1, position - 1, starts, position[:-1], position[:-1], cut, np.zeros(nodes + 1))
+    is_cut = np.zeros(nodes + 1, dtype=bool)
+    is_cut[np.linspace(0, nodes, min(cuts, nodes) + 1).round().astype(np.int64)] = True
+    return Lattice(
+        parent=position - 1,
+        last=position - 1,
+        starts=starts,
+        node=position[:-1],
+        below=position[:-1],
+        is_cut=is_cut,
+        away=np.zeros(nodes + 1),
+    )
 
 
 @dataclass(frozen=True)
 class Table:
-    """What the dynamic program found for each ideal and set of devices."""
+    """The result of the dynamic program for each ideal and set of devices."""
 
     best: Floats
-    """[ideal, set]: infinite where nothing under the bound is possible."""
+    """[ideal, set]: the least largest load; infinite where no split is below the bound."""
     origin: Ints
+    """[ideal, set]: the ideal where the last stage begins."""
     by: NDArray[np.int8]
+    """[ideal, set]: the kind of device of the last stage."""
     complete: bool
-    """The time did not run out."""
+    """Whether the table was completed within the time."""
 
     @property
     def least(self) -> float:
-        """Return the best for the whole graph and all devices."""
+        """Return the optimum for the whole graph and all devices."""
         return float(self.best[-1, -1])
 
 
-def tabulate(cut: Cutting, lattice: Lattice, bound: float, deadline: float) -> Table | None:
+def tabulate(cutting: Cutting, lattice: Lattice, bound: float, deadline: float) -> Table | None:
     """Run the dynamic program for splits that cost less than `bound`; None if its table would be too large.
 
     `deadline` is on the clock of `onnxplace.utils.clock`.
     """
-    sets = len(cut.used)
-    if len(lattice) * sets > TABLE_ENTRIES:
+    sets = len(cutting.used)
+    if len(lattice) * sets > MAX_TABLE_ENTRIES:
         return None
-    g = cut.graph
-    walked = (g.producer, g.outputs.starts, g.outputs.items, g.inputs.starts, g.inputs.items, g.readers.starts)
+    graph = cutting.graph
+    inputs, outputs = graph.inputs, graph.outputs
+    graph_lists = (
+        graph.producer, outputs.starts, outputs.items, inputs.starts, inputs.items, graph.readers.starts
+    )  # fmt: skip
     possible = np.ones((len(lattice), sets), dtype=bool)
-    if cut.rule != TRAFFIC:
-        windows(
-            lattice.parent, lattice.last, lattice.cut, walked, cut.rule, bound, cut.seconds.min(axis=0),
-            cut.send.min(axis=0), cut.receive.min(axis=0), cut.used, possible,
+    if cutting.rule != TRAFFIC:
+        mark_possible(
+            lattice.parent, lattice.last, lattice.is_cut, graph_lists, cutting.rule, bound, cutting.seconds.min(axis=0),
+            cutting.send.min(axis=0), cutting.receive.min(axis=0), cutting.used, possible,
         )  # fmt: skip
-    lattice = replace(lattice, cut=lattice.cut & possible.any(axis=1), away=np.zeros(len(lattice)))
+    lattice = replace(lattice, is_cut=lattice.is_cut & possible.any(axis=1), away=np.zeros(len(lattice)))
     best = np.full((len(lattice), sets), np.inf)
     best[0] = 0.0
     origin = np.zeros((len(lattice), sets), dtype=np.int32)
     by = np.zeros((len(lattice), sets), dtype=np.int8)
-    for first in range(0, len(lattice), CHUNK):
+    for first in range(0, len(lattice), IDEALS_PER_CALL):
         if budget_clock() > deadline:
             return Table(best, origin, by, False)
-        sweep(
-            first, min(first + CHUNK, len(lattice)), lattice.parent, lattice.last, lattice.arrays, cut.arrays, walked,
-            cut.costs, cut.rule, bound, cut.step, cut.has, possible, cut.seconds.min(axis=0), best, origin, by,
+        fill_table(
+            first, min(first + IDEALS_PER_CALL, len(lattice)), lattice.parent, lattice.last, lattice.arrays,
+            cutting.arrays, graph_lists, cutting.costs, cutting.rule, bound, cutting.step, cutting.has, possible,
+            cutting.seconds.min(axis=0), best, origin, by,
         )  # fmt: skip
     return Table(best, origin, by, True)
 
 
-def traced(cut: Cutting, lattice: Lattice, table: Table) -> Ints | None:
-    """Return the device of each node in the best split, None if there was none under the bound."""
+def trace_devices(cutting: Cutting, lattice: Lattice, table: Table) -> Ints | None:
+    """Return the device of each node in the best split, None if no split is below the bound."""
     if not np.isfinite(table.least):
         return None
     stages = []
-    ideal, left = len(lattice) - 1, len(cut.used) - 1
+    ideal, remaining = len(lattice) - 1, len(cutting.used) - 1
     while ideal > 0:
-        kind = int(table.by[ideal, left])
-        before = int(table.origin[ideal, left])
-        stages.append((before, ideal, kind))
-        ideal, left = before, left - int(cut.step[kind])
-    return assigned(cut, lattice, stages[::-1])
+        kind = int(table.by[ideal, remaining])
+        begin = int(table.origin[ideal, remaining])
+        stages.append((begin, ideal, kind))
+        ideal, remaining = begin, remaining - int(cutting.step[kind])
+    return assign_devices(cutting, lattice, stages[::-1])
 
 
-def assigned(cut: Cutting, lattice: Lattice, stages: list[tuple[int, int, int]]) -> Ints:
+def assign_devices(cutting: Cutting, lattice: Lattice, stages: list[tuple[int, int, int]]) -> Ints:
     """Return the device of each node for stages (ideal before, ideal after, kind of device), the first one first."""
-    device = np.zeros(len(cut.graph), dtype=np.int32)
-    free = [list(kind) for kind in cut.kinds]
-    for before, after, kind in stages:
-        nodes = lattice.inside(after, len(device)) & ~lattice.inside(before, len(device))
-        device[nodes] = free[kind].pop(0)
+    device = np.zeros(len(cutting.graph), dtype=np.int32)
+    free_devices = [list(kind) for kind in cutting.kinds]
+    for begin, end, kind in stages:
+        nodes = lattice.inside(end, len(device)) & ~lattice.inside(begin, len(device))
+        device[nodes] = free_devices[kind].pop(0)
     return device

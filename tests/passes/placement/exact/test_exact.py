@@ -9,8 +9,8 @@ from hypothesis import given, settings, strategies as st
 
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Groups, Placement, Profile, Schedule
+from onnxplace.passes.placement.exact.bound_kernels import fill_level
 from onnxplace.passes.placement.exact.branch_and_bound import branch_and_bound_search, build_tables
-from onnxplace.passes.placement.exact.branch_kernels import level
 from onnxplace.passes.placement.exact.milp import solve_milp
 from onnxplace.passes.placement.exact.residency import held_bytes, reachable
 from onnxplace.pipeline import make_pass, run_pass
@@ -151,9 +151,9 @@ def test_what_fits_nowhere_is_refused():
 
 def test_a_device_that_sends_has_less_time_than_the_one_it_sends_to():
     # One device from 0, the others from 2 after they open.
-    assert level(np.zeros(2), 0, 0.0, 2.0, 10.0) == 6
-    assert level(np.zeros(2), 0, 0.0, 20.0, 10.0) == 10
-    assert level(np.array([0.0, 1.0, 5.0]), 1, 1.0, 0.0, 5.0) == 3
+    assert fill_level(np.zeros(2), 0, 0.0, 2.0, 10.0) == 6
+    assert fill_level(np.zeros(2), 0, 0.0, 20.0, 10.0) == 10
+    assert fill_level(np.array([0.0, 1.0, 5.0]), 1, 1.0, 0.0, 5.0) == 3
 
 
 def test_chains_that_end_in_one_node_are_bounded_by_what_they_must_send():

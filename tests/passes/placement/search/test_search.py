@@ -11,11 +11,20 @@ from onnxplace.cost_graph import GENERATORS
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Groups, Placement, Profile, Schedule
 from onnxplace.passes.placement.search import Budget, SearchSpace, coarsen, evaluate_candidate
-from onnxplace.passes.placement.search.anneal_kernels import BIASED, CHAIN, REGION, atoms, propose, take, undo, walk
-from onnxplace.passes.placement.search.coarsening import SHARES
-from onnxplace.passes.placement.search.decode_kernels import decode, run_order, scratch, wiring
+from onnxplace.passes.placement.search.anneal_kernels import (
+    BIASED_NODE,
+    CHAIN_LENGTH,
+    REGION_SIZE,
+    accept,
+    build_atoms,
+    propose,
+    start_walk,
+    undo,
+)
+from onnxplace.passes.placement.search.coarsening import WORK_SHARES
+from onnxplace.passes.placement.search.decode_kernels import build_wiring, decode, new_scratch, run_order
 from onnxplace.passes.placement.search.heft_kernels import critical_path_plan
-from onnxplace.passes.placement.search.search import by_urgency, improve, on_one, project
+from onnxplace.passes.placement.search.search import decode_candidate, improve, place_on_one_device, project
 from onnxplace.pipeline import Pipeline, make_pass, run_pass
 from onnxplace.problem import placement_problem
 from onnxplace.target import LINK_MODELS, Device, Target
@@ -23,7 +32,7 @@ from onnxplace.testing import check_pass, random_state
 from tests.passes.placement.test_placers import state_of
 from tests.support.reference_simulator import even_target, graph_of
 
-FEW = {"seconds": "0", "proposals": "300"}
+FEW_PROPOSALS = {"seconds": "0", "proposals": "300"}
 seeds = st.integers(0, 2**32 - 1)
 thorough = settings(deadline=None, derandomize=True, max_examples=150)
 
@@ -41,15 +50,15 @@ def problems(draw, facts=(Profile,), tight=False):
     return placement_problem(replace(state, target=target))
 
 
-def placed_at_random(asked, random):
-    home = random.integers(0, len(asked.target.devices), len(asked.pinned))
-    return np.where(asked.pinned >= 0, asked.pinned, home)[asked.group].astype(np.int32)
+def place_at_random(problem, random):
+    home = random.integers(0, len(problem.target.devices), len(problem.pinned))
+    return np.where(problem.pinned >= 0, problem.pinned, home)[problem.group].astype(np.int32)
 
 
-def scored(asked, device, bias, lean=1.0, limit=np.inf):
-    s = scratch(len(asked.graph), len(asked.target.devices))
-    w = wiring(asked.graph, asked.seconds, asked.target)
-    return decode(w, device, bias, lean, limit, s), s
+def score(problem, device, bias, level_weight=1.0, limit=np.inf):
+    scratch = new_scratch(len(problem.graph), len(problem.target.devices))
+    wiring = build_wiring(problem.graph, problem.seconds, problem.target)
+    return decode(wiring, device, bias, level_weight, limit, scratch), scratch
 
 
 # ---------------------------------------------------------------------------------------------- simulation
@@ -57,35 +66,35 @@ def scored(asked, device, bias, lean=1.0, limit=np.inf):
 
 @thorough
 @given(problems(), seeds, st.sampled_from([0.0, 1.0]))
-def test_what_the_search_scores_is_what_the_simulator_says(asked, seed, lean):
+def test_the_search_scores_placements_as_the_simulator_does(problem, seed, level_weight):
     random = np.random.default_rng(seed)
-    device = placed_at_random(asked, random)
-    (seconds, traffic), s = scored(asked, device, random.normal(size=len(device)), lean)
-    simulation = asked.simulate(device, run_order(asked.graph, s))
+    device = place_at_random(problem, random)
+    (seconds, traffic), scratch = score(problem, device, random.normal(size=len(device)), level_weight)
+    simulation = problem.simulate(device, run_order(problem.graph, scratch))
     assert seconds == pytest.approx(simulation.finish_seconds.max(), rel=1e-12)
-    assert s.start == pytest.approx(simulation.start_seconds, rel=1e-12, abs=1e-15)
+    assert scratch.start == pytest.approx(simulation.start_seconds, rel=1e-12, abs=1e-15)
     transfers = simulation.transfers
     assert traffic == pytest.approx((transfers.finish_seconds - transfers.start_seconds).sum(), rel=1e-9, abs=1e-15)
 
 
 @thorough
 @given(problems(), seeds, st.floats(0.2, 1.5))
-def test_a_simulation_gives_up_exactly_when_the_limit_is_exceeded(asked, seed, share):
+def test_a_simulation_stops_exactly_when_the_limit_is_exceeded(problem, seed, share):
     random = np.random.default_rng(seed)
-    device, none = placed_at_random(asked, random), np.zeros(len(asked.graph))
-    (seconds, _), _ = scored(asked, device, none)
-    (limited, _), _ = scored(asked, device, none, limit=share * seconds)
+    device, none = place_at_random(problem, random), np.zeros(len(problem.graph))
+    (seconds, _), _ = score(problem, device, none)
+    (limited, _), _ = score(problem, device, none, limit=share * seconds)
     assert limited == (seconds if share >= 1.0 or seconds == 0.0 else np.inf)
 
 
 def test_more_urgent_nodes_run_first():
     # One source, then a long and a short branch on the same device.
     graph = graph_of({"a": [], "short": ["a"], "long": ["a"]})
-    asked = placement_problem(state_of(graph, [1.0, 1.0, 5.0], even_target(1)))
-    _, s = scored(asked, np.zeros(3, dtype=np.int32), np.zeros(3))
-    assert s.start.tolist() == [0.0, 6.0, 1.0]
-    _, s = scored(asked, np.zeros(3, dtype=np.int32), np.array([0.0, 100.0, 0.0]))
-    assert s.start.tolist() == [0.0, 1.0, 2.0]
+    problem = placement_problem(state_of(graph, [1.0, 1.0, 5.0], even_target(1)))
+    _, scratch = score(problem, np.zeros(3, dtype=np.int32), np.zeros(3))
+    assert scratch.start.tolist() == [0.0, 6.0, 1.0]
+    _, scratch = score(problem, np.zeros(3, dtype=np.int32), np.array([0.0, 100.0, 0.0]))
+    assert scratch.start.tolist() == [0.0, 1.0, 2.0]
 
 
 def test_a_cut_costs_a_call_on_both_sides():
@@ -95,8 +104,8 @@ def test_a_cut_costs_a_call_on_both_sides():
     none = tuple(replace(device, segment_seconds=0.0) for device in target.devices)
     free, dear = (placement_problem(state_of(graph, [1.0, 1.0], replace(target, devices=d))) for d in (none, calls))
     apart = np.array([0, 1], dtype=np.int32)
-    assert scored(dear, apart, np.zeros(2))[0][0] == scored(free, apart, np.zeros(2))[0][0] + 1.0
-    assert scored(dear, 0 * apart, np.zeros(2))[0][0] == 2.0
+    assert score(dear, apart, np.zeros(2))[0][0] == score(free, apart, np.zeros(2))[0][0] + 1.0
+    assert score(dear, 0 * apart, np.zeros(2))[0][0] == 2.0
 
 
 # ---------------------------------------------------------------------------------------------- moves
@@ -104,79 +113,82 @@ def test_a_cut_costs_a_call_on_both_sides():
 
 @thorough
 @given(problems(facts=(Profile, Groups)), seeds)
-def test_moves_keep_groups_and_pins_and_can_be_taken_back(asked, seed):
-    if len(asked.target.devices) < 2:
+def test_moves_keep_groups_and_pins_and_can_be_undone(problem, seed):
+    if len(problem.target.devices) < 2:
         return
     random = np.random.default_rng(seed)
-    device = placed_at_random(asked, random)
-    w, a = wiring(asked.graph, asked.seconds, asked.target), atoms(asked)
-    s, k = scratch(len(device), len(asked.target.devices)), walk(device, np.zeros(len(device)), len(asked.pinned), seed)
+    device = place_at_random(problem, random)
+    wiring, atoms = build_wiring(problem.graph, problem.seconds, problem.target), build_atoms(problem)
+    scratch, walk = (
+        new_scratch(len(device), len(problem.target.devices)),
+        start_walk(device, np.zeros(len(device)), len(problem.pinned), seed),
+    )
     for _ in range(40):
-        k.times[3], k.times[4] = decode(w, k.device, k.bias, 1.0, np.inf, s)
-        take(s, k)
-        assert 0 < k.counts[CHAIN] <= len(device)
-        before, bias = k.device.copy(), k.bias.copy()
-        propose(len(w.latency), a, k)
-        home = np.full(len(asked.pinned), -1)
-        home[asked.group] = k.device
-        assert (home[asked.group] == k.device).all()
-        assert ((asked.pinned < 0) | (asked.pinned == home)).all()
-        assert (k.device != before).any() == (k.counts[REGION] > 0)
-        assert (k.bias == bias).all() or k.counts[BIASED] >= 0
-        kept = k.device.copy()
-        undo(a, k)
-        assert (k.device == before).all()
-        assert (k.bias == bias).all()
-        k.device[:] = kept
+        walk.times[3], walk.times[4] = decode(wiring, walk.device, walk.bias, 1.0, np.inf, scratch)
+        accept(scratch, walk)
+        assert 0 < walk.counts[CHAIN_LENGTH] <= len(device)
+        before, bias = walk.device.copy(), walk.bias.copy()
+        propose(len(wiring.latency), atoms, walk)
+        home = np.full(len(problem.pinned), -1)
+        home[problem.group] = walk.device
+        assert (home[problem.group] == walk.device).all()
+        assert ((problem.pinned < 0) | (problem.pinned == home)).all()
+        assert (walk.device != before).any() == (walk.counts[REGION_SIZE] > 0)
+        assert (walk.bias == bias).all() or walk.counts[BIASED_NODE] >= 0
+        moved = walk.device.copy()
+        undo(atoms, walk)
+        assert (walk.device == before).all()
+        assert (walk.bias == bias).all()
+        walk.device[:] = moved
 
 
 @thorough
 @given(problems(facts=(Profile, Groups)), seeds)
-def test_a_search_is_never_worse_than_its_beginning_and_repeats_itself(asked, seed):
-    ground = SearchSpace(asked)
-    device = placed_at_random(asked, np.random.default_rng(seed))
-    begin = by_urgency(ground, "random", device, np.zeros(len(device)), 1.0)
-    if not ground.fits(begin.device, begin.order):
+def test_a_search_is_deterministic_and_never_worse_than_its_start(problem, seed):
+    space = SearchSpace(problem)
+    device = place_at_random(problem, np.random.default_rng(seed))
+    start = decode_candidate(space, "random", device, np.zeros(len(device)), 1.0)
+    if not space.fits(start.device, start.order):
         return
-    found, tried = improve(ground, begin, Budget(0, 60), 7)
-    again, _ = improve(ground, begin, Budget(0, 60), 7)
-    assert found.seconds <= begin.seconds
-    assert tried <= 60
-    assert found.device.tolist() == again.device.tolist()
-    assert found.bias.tolist() == again.bias.tolist()
-    assert ground.fits(found.device, found.order)
+    best, proposals = improve(space, start, Budget(0, 60), 7)
+    repeated, _ = improve(space, start, Budget(0, 60), 7)
+    assert best.seconds <= start.seconds
+    assert proposals <= 60
+    assert best.device.tolist() == repeated.device.tolist()
+    assert best.bias.tolist() == repeated.bias.tolist()
+    assert space.fits(best.device, best.order)
 
 
 @thorough
 @given(problems(facts=(Profile, Groups)), seeds)
-def test_coarser_levels_keep_groups_and_come_down_again(asked, seed):
-    ladder = coarsen(asked)
+def test_coarser_levels_keep_groups_and_project_to_finer_ones(problem, seed):
+    ladder = coarsen(problem)
     for fine, coarse in pairwise(ladder):
         assert len(coarse.problem.pinned) < len(fine.problem.pinned)
         assert len(coarse.problem.graph) <= len(fine.problem.graph)
         assert len(coarse.problem.graph.order) == len(coarse.problem.graph)
         assert coarse.problem.seconds.sum() == pytest.approx(fine.problem.seconds.sum())
-        device = placed_at_random(coarse.problem, np.random.default_rng(seed))
+        device = place_at_random(coarse.problem, np.random.default_rng(seed))
         down = device[coarse.cluster]
         for group in range(len(fine.problem.pinned)):
             assert len(set(down[fine.problem.group == group].tolist())) <= 1
         pin = fine.problem.pinned[fine.problem.group]
         assert ((pin < 0) | (pin == down)).all()
-        grounds = SearchSpace(fine.problem), SearchSpace(coarse.problem)
-        found = evaluate_candidate(grounds[1], "random", device, coarse.problem.graph.order)
-        if found and (projected := project(grounds[0], found, grounds[1], coarse.cluster)):
+        spaces = SearchSpace(fine.problem), SearchSpace(coarse.problem)
+        best = evaluate_candidate(spaces[1], "random", device, coarse.problem.graph.order)
+        if best and (projected := project(spaces[0], best, spaces[1], coarse.cluster)):
             assert projected.device.tolist() == down.tolist()
 
 
 def test_a_value_with_one_reader_is_joined_before_one_with_many():
     # Sixteen readers have to follow "wide" to save its transfer; one is enough for "narrow", which is smaller.
-    fans = {f"r{index:02}": ["wide"] for index in range(16)}
-    reads = {"wide": [], **fans, "narrow": [], "end": ["narrow"]}
-    sizes = {"wide": 1000, "narrow": 900} | dict.fromkeys((*fans, "end"), 1)
-    asked = placement_problem(
+    readers = {f"r{index:02}": ["wide"] for index in range(16)}
+    reads = {"wide": [], **readers, "narrow": [], "end": ["narrow"]}
+    sizes = {"wide": 1000, "narrow": 900} | dict.fromkeys((*readers, "end"), 1)
+    problem = placement_problem(
         state_of(graph_of(reads, sizes=sizes), [1.0] * len(reads), even_target(2, memory_bytes=1 << 40))
     )
-    first = coarsen(asked)[1]
+    first = coarsen(problem)[1]
     names = list(reads)
     assert (
         first.problem.group[first.cluster[names.index("narrow")]]
@@ -189,17 +201,17 @@ def test_the_largest_values_are_joined_first_and_no_node_gets_too_much_work():
     # Twenty chains of twenty nodes; the value in the middle of each is small, the others are large.
     reads = {f"{c}.{n}": [f"{c}.{n - 1}"] if n else [] for c in range(20) for n in range(20)}
     sizes = {name: 1 if name.endswith(".9") else 1000 for name in reads}
-    asked = placement_problem(state_of(graph_of(reads, sizes=sizes), [1.0] * 400, even_target(2)))
-    ladder = coarsen(asked)
+    problem = placement_problem(state_of(graph_of(reads, sizes=sizes), [1.0] * 400, even_target(2)))
+    ladder = coarsen(problem)
     assert [len(level.problem.graph) for level in ladder] == sorted(
         (len(level.problem.graph) for level in ladder), reverse=True
     )
-    assert all(level.problem.seconds.max() <= SHARES[-1] * 200 for level in ladder)
+    assert all(level.problem.seconds.max() <= WORK_SHARES[-1] * 200 for level in ladder)
     halves = next(level for level in ladder if level.problem.seconds.max() > 5).problem
     names = np.array(list(reads))
     for cluster in range(len(halves.graph)):
-        held = names[halves.members == cluster].tolist()
-        assert not {name.split(".")[1] for name in held} >= {"9", "10"}
+        members = names[halves.members == cluster].tolist()
+        assert not {name.split(".")[1] for name in members} >= {"9", "10"}
 
 
 # ---------------------------------------------------------------------------------------------- plans
@@ -207,22 +219,22 @@ def test_the_largest_values_are_joined_first_and_no_node_gets_too_much_work():
 
 @thorough
 @given(problems(facts=(Profile, Groups)), st.sampled_from([0.0, 0.5, 1.0]))
-def test_list_schedules_by_bottom_level_keep_groups_and_pins_and_run_inputs_first(asked, weight):
-    device, start = critical_path_plan(asked, wiring(asked.graph, asked.seconds, asked.target), weight)
+def test_list_schedules_by_bottom_level_keep_groups_and_pins_and_run_inputs_first(problem, weight):
+    device, start = critical_path_plan(problem, build_wiring(problem.graph, problem.seconds, problem.target), weight)
     assert (device >= 0).all()
-    for group in range(len(asked.pinned)):
-        assert len(set(device[asked.group == group].tolist())) == 1
-    pin = asked.pinned[asked.group]
+    for group in range(len(problem.pinned)):
+        assert len(set(device[problem.group == group].tolist())) == 1
+    pin = problem.pinned[problem.group]
     assert ((pin < 0) | (pin == device)).all()
-    before = asked.graph.predecessors
+    before = problem.graph.predecessors
     assert (start[before.items] <= start[before.rows] + 1e-12).all()
 
 
 def test_a_chain_stays_where_it_runs_fastest():
     graph = graph_of({"a": [], "b": ["a"], "c": ["b"]})
     target = Target((Device("cpu:0", 1 << 40), Device("cuda:0", 1 << 40)))
-    asked = placement_problem(state_of(graph, [[5.0] * 3, [1.0] * 3], target))
-    device, start = critical_path_plan(asked, wiring(asked.graph, asked.seconds, target), 1.0)
+    problem = placement_problem(state_of(graph, [[5.0] * 3, [1.0] * 3], target))
+    device, start = critical_path_plan(problem, build_wiring(problem.graph, problem.seconds, target), 1.0)
     assert device.tolist() == [1, 1, 1]
     assert start.tolist() == [0.0, 1.0, 2.0]
 
@@ -230,11 +242,11 @@ def test_a_chain_stays_where_it_runs_fastest():
 def test_weights_that_fill_a_device_send_the_rest_to_the_next():
     graph = graph_of({"a": [], "b": []}, weights={"a": ["v"], "b": ["w"]}, sizes={"v": 60, "w": 60})
     target = even_target(2, memory_bytes=100)
-    asked = placement_problem(state_of(graph, [1.0, 1.0], target))
-    device, _ = critical_path_plan(asked, wiring(asked.graph, asked.seconds, target), 1.0)
+    problem = placement_problem(state_of(graph, [1.0, 1.0], target))
+    device, _ = critical_path_plan(problem, build_wiring(problem.graph, problem.seconds, target), 1.0)
     assert sorted(device.tolist()) == [0, 1]
     full = placement_problem(state_of(graph, [1.0, 1.0], even_target(1, memory_bytes=100)))
-    device, _ = critical_path_plan(full, wiring(full.graph, full.seconds, full.target), 1.0)
+    device, _ = critical_path_plan(full, build_wiring(full.graph, full.seconds, full.target), 1.0)
     assert sorted(device.tolist()) == [-1, 0]
 
 
@@ -242,26 +254,26 @@ def test_weights_that_fill_a_device_send_the_rest_to_the_next():
 
 
 @pytest.mark.parametrize("name", ["multilevel", "auto", "refine"])
-def test_they_do_what_passes_promise(name):
-    check_pass(lambda: make_pass(name, {**FEW, "proposals": "40"}))
+def test_searching_passes_keep_the_contract_of_passes(name):
+    check_pass(lambda: make_pass(name, {**FEW_PROPOSALS, "proposals": "40"}))
 
 
 def makespan(state, *passes):
-    for each in passes:
-        state = run_pass(each, state)
+    for placement_pass in passes:
+        state = run_pass(placement_pass, state)
     return state[Schedule].simulation.makespan_seconds
 
 
 @pytest.mark.parametrize("family", sorted(GENERATORS))
 @pytest.mark.parametrize("groups", ["", "coplace{join=never}", "coplace{join=always},fuse"])
-def test_auto_is_never_worse_than_the_others_and_refine_than_what_it_is_given(family, groups):
+def test_auto_is_never_worse_than_other_placers_and_refine_than_its_input(family, groups):
     state = GENERATORS[family](150, 3).state()
     if groups:
         state, _ = Pipeline.parse(groups).run(state)
     others = {name: makespan(state, make_pass(name)) for name in ("single", "m-topo", "m-etf", "m-sct")}
-    assert makespan(state, make_pass("auto", FEW)) <= min(others.values()) * (1 + 1e-12)
+    assert makespan(state, make_pass("auto", FEW_PROPOSALS)) <= min(others.values()) * (1 + 1e-12)
     for name in ("m-topo", "m-etf"):
-        refined = makespan(state, make_pass(name), make_pass("refine", FEW))
+        refined = makespan(state, make_pass(name), make_pass("refine", FEW_PROPOSALS))
         assert refined <= others[name] * (1 + 1e-12)
 
 
@@ -279,15 +291,15 @@ def test_auto_fits_wherever_another_placer_does(seed, nodes, devices, pinned):
         except InfeasibleError:
             continue
     try:
-        found = makespan(state, make_pass("auto", {**FEW, "proposals": "50"}))
+        best = makespan(state, make_pass("auto", {**FEW_PROPOSALS, "proposals": "50"}))
     except InfeasibleError:
         assert not fits
     else:
-        assert found <= min(fits, default=np.inf) * (1 + 1e-12)
+        assert best <= min(fits, default=np.inf) * (1 + 1e-12)
 
 
-def test_auto_says_what_it_tried_and_how_far_the_bound_is():
-    state = run_pass(make_pass("auto", FEW), GENERATORS["layered"](100, 0).state())
+def test_a_note_of_auto_lists_the_plans_and_the_gap():
+    state = run_pass(make_pass("auto", FEW_PROPOSALS), GENERATORS["layered"](100, 0).state())
     (note,) = [note for note in state.diagnostics if note.code == "P040"]
     assert state[Placement].placer == "auto"
     for word in ("kept", "over the lower bound", "m-topo", "m-etf", "m-sct", "cuda:0", "moves"):
@@ -296,13 +308,13 @@ def test_auto_says_what_it_tried_and_how_far_the_bound_is():
 
 def test_independent_work_is_spread_evenly():
     graph = graph_of({name: [] for name in "abcdefgh"})
-    found = makespan(state_of(graph, [1.0] * 8, even_target(4)), make_pass("multilevel", FEW))
-    assert found == 2.0
+    best = makespan(state_of(graph, [1.0] * 8, even_target(4)), make_pass("multilevel", FEW_PROPOSALS))
+    assert best == 2.0
 
 
 def test_work_that_cannot_be_spread_stays_together():
     graph = graph_of({"a": [], "b": ["a"], "c": ["b"], "d": ["c"]}, sizes=dict.fromkeys("abc", 1 << 30))
-    state = run_pass(make_pass("auto", FEW), state_of(graph, [1.0] * 4, even_target(3)))
+    state = run_pass(make_pass("auto", FEW_PROPOSALS), state_of(graph, [1.0] * 4, even_target(3)))
     assert len(set(state[Placement].device.tolist())) == 1
 
 
@@ -311,7 +323,7 @@ def test_a_slow_device_is_the_last_resort():
     weights = {"a": ["u"], "b": ["v"], "c": ["w"]}
     graph = graph_of({"a": [], "b": ["a"], "c": ["b"]}, weights=weights, sizes=dict.fromkeys("uvw", 40))
     target = Target((Device("cuda:0", 100), Device("cpu:0", 1 << 40)))
-    state = run_pass(make_pass("auto", FEW), state_of(graph, [[1.0] * 3, [50.0] * 3], target))
+    state = run_pass(make_pass("auto", FEW_PROPOSALS), state_of(graph, [[1.0] * 3, [50.0] * 3], target))
     assert sorted(state[Placement].device.tolist()) == [0, 0, 1]
 
 
@@ -334,22 +346,22 @@ def test_on_unlike_devices_auto_is_never_worse_than_the_best_device_that_fits(se
     state = replace(state, target=replace(target, devices=unlike)).having(
         replace(profile, seconds=seconds, sources=sources, whole_seconds={}), state[Groups]
     )
-    simulation = run_pass(make_pass("auto", {**FEW, "proposals": "50"}), state)[Schedule].simulation
-    asked = placement_problem(state)
-    assert not asked.excess_bytes(simulation).any()
+    simulation = run_pass(make_pass("auto", {**FEW_PROPOSALS, "proposals": "50"}), state)[Schedule].simulation
+    problem = placement_problem(state)
+    assert not problem.excess_bytes(simulation).any()
     for device in range(devices):
-        alone = asked.simulate(on_one(asked, device), asked.graph.order)
-        if not asked.excess_bytes(alone).any():
+        alone = problem.simulate(place_on_one_device(problem, device), problem.graph.order)
+        if not problem.excess_bytes(alone).any():
             assert simulation.makespan_seconds <= alone.makespan_seconds * (1 + 1e-12)
 
 
 def test_where_everything_is_pinned_there_is_nothing_to_search():
     graph = graph_of({"a": [], "b": ["a"]})
     state = state_of(graph, [1.0, 1.0], even_target(2), groups=[0, 1], pins=[1, 0])
-    assert run_pass(make_pass("auto", FEW), state)[Placement].device.tolist() == [1, 0]
+    assert run_pass(make_pass("auto", FEW_PROPOSALS), state)[Placement].device.tolist() == [1, 0]
 
 
 def test_one_device_for_the_rest_of_a_pinned_graph():
     graph = graph_of({"a": [], "b": ["a"], "c": ["a"]})
-    asked = placement_problem(state_of(graph, [1.0] * 3, even_target(2), groups=[0, 1, 2], pins=[-1, 1, -1]))
-    assert on_one(asked, 0).tolist() == [0, 1, 0]
+    problem = placement_problem(state_of(graph, [1.0] * 3, even_target(2), groups=[0, 1, 2], pins=[-1, 1, -1]))
+    assert place_on_one_device(problem, 0).tolist() == [0, 1, 0]

@@ -9,8 +9,8 @@ from hypothesis import assume, given, settings, strategies as st
 
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule
-from onnxplace.passes.placement.stages.component_kernels import inseparable
-from onnxplace.passes.placement.stages.stage_dp import all_ideals, chain
+from onnxplace.passes.placement.stages.component_kernels import find_inseparable
+from onnxplace.passes.placement.stages.stage_dp import build_chain_lattice, enumerate_lattice
 from onnxplace.passes.stages import Stages
 from onnxplace.pipeline import Pipeline, run_pass
 from onnxplace.problem import placement_problem
@@ -95,7 +95,7 @@ def test_ideals_are_all_sets_with_their_predecessors_each_once_and_behind_their_
         for some in combinations(range(nodes), size)
         if all(before[node] <= set(some) for node in some)
     }
-    lattice = all_ideals(graph, 1 << nodes | 16)
+    lattice = enumerate_lattice(graph, 1 << nodes | 16)
     ideals = [frozenset(np.flatnonzero(lattice.inside(i, nodes)).tolist()) for i in range(len(lattice))]
     assert len(ideals) == len(wanted)
     assert set(ideals) == wanted
@@ -109,13 +109,13 @@ def test_ideals_are_all_sets_with_their_predecessors_each_once_and_behind_their_
 
 def test_too_many_ideals_are_none():
     wide = graph_of({f"n{i}": [] for i in range(12)})
-    assert all_ideals(wide, 4096) is not None
-    assert all_ideals(wide, 4095) is None
-    assert all_ideals(graph_of({f"n{i}": [] for i in range(300)}), 50_000) is None
+    assert enumerate_lattice(wide, 4096) is not None
+    assert enumerate_lattice(wide, 4095) is None
+    assert enumerate_lattice(graph_of({f"n{i}": [] for i in range(300)}), 50_000) is None
 
 
 def test_a_chain_has_the_ideals_of_its_order_and_may_be_cut_at_few_of_them():
-    lattice = chain(10, 5)
+    lattice = build_chain_lattice(10, 5)
     assert len(lattice) == 11
     assert np.flatnonzero(lattice.cut).tolist() == [0, 2, 4, 6, 8, 10]
     assert np.flatnonzero(lattice.inside(3, 10)).tolist() == [0, 1, 2]
@@ -127,7 +127,7 @@ def test_groups_that_wait_for_each_other_are_inseparable_and_others_are_not(seed
     graph = random_graph(seed, nodes, shuffled=True)
     drawn = np.random.default_rng(seed).integers(0, groups, nodes)
     group = np.unique(drawn, return_inverse=True)[1].astype(np.int32)
-    unit = inseparable(graph, group)
+    unit = find_inseparable(graph, group)
     assert sorted(set(unit.tolist())) == list(range(unit.max() + 1))
     assert len(graph.contract(unit).order) == unit.max() + 1
     reach = np.zeros((group.max() + 1,) * 2, dtype=bool)
