@@ -32,8 +32,8 @@ from _tables import print_table, report_progress
 from onnx import ModelProto, TensorProto
 
 from onnxplace.bundle import Bundle
-from onnxplace.machine import local_target, open_session, session_options
-from onnxplace.model import bind, load, op_graph, static_shapes, value_bytes
+from onnxplace.machine import local_target, make_session_options, open_session
+from onnxplace.model import bind, build_op_graph, infer_static_shapes, load, value_bytes
 from onnxplace.passes.profiling import MeasurementOptions, measure_chunks, node_kinds, pool_by_kind
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
@@ -81,7 +81,7 @@ def _time_passes(path: Path, bundle: Path, *, sessions: bool) -> dict[str, Any]:
     shutil.rmtree(bundle)
     for level in ("none", "all") if sessions else ():
         start = time.perf_counter()
-        open_session(path, session_options([0], level))
+        open_session(path, make_session_options([0], level))
         row[f"session {level}"] = time.perf_counter() - start
     return row
 
@@ -107,9 +107,9 @@ def measure_pooling() -> None:
     Compares times as measured with medians over equal kernels. Also prints the time of equal layers if one is measured.
     """
     model = bind(load(build_transformer(8, 256, 64, make_weight)), {"batch": 1}, {})
-    kinds = node_kinds(model, static_shapes(model))
+    kinds = node_kinds(model, infer_static_shapes(model))
     reference = MeasurementOptions("cpu:0", (0,), 60, 30.0).measure(model, model.feeds())[0]
-    graph = op_graph(model, value_bytes(model, static_shapes(model)))
+    graph = build_op_graph(model, value_bytes(model, infer_static_shapes(model)))
     layers = [range(first, min(first + 39, len(graph))) for first in range(0, len(graph), 39)]
     layer_seconds = measure_chunks(
         model, graph, kinds, layers, model.feeds(), MeasurementOptions("cpu:0", (0,), 9, 30.0)

@@ -27,7 +27,7 @@ import numpy as np
 from _tables import Row, divide, print_table, report_progress
 
 from onnxplace.cost_graph import GENERATORS, CostGraph, read_cost_graph
-from onnxplace.driver import with_devices
+from onnxplace.driver import replace_devices
 from onnxplace.errors import InfeasibleError, OnnxplaceError
 from onnxplace.facts import Groups, Profile, Schedule
 from onnxplace.graph import Ints
@@ -142,7 +142,7 @@ def change_machine(graph: CostGraph, devices: int, links: LinkModel, faster: int
 
     0 devices: as many as the graph names.
     """
-    changed = with_devices(graph, devices or None, None)
+    changed = replace_devices(graph, devices or None, None)
     fast_links = tuple(
         replace(link, latency_seconds=link.latency_seconds / faster, bytes_per_second=link.bytes_per_second * faster)
         for link in changed.target.links

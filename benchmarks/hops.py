@@ -24,7 +24,7 @@ from onnx import ModelProto, TensorProto, helper
 import onnxplace
 from onnxplace.evaluation import time_in_turns
 from onnxplace.feeds import random_feeds
-from onnxplace.machine import available_cores, open_session, session_options
+from onnxplace.machine import available_cores, make_session_options, open_session
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import models
@@ -60,7 +60,7 @@ def measure_calls() -> None:
         pipeline = f'optimize,profile{{estimate=true}},coplace{{device_map="{folder / "half.json"}"}},m-topo,split,emit'
         one = onnxplace.compile(model, folder / "one", devices="cpu:0", shape=shape, placer="single")
         two = onnxplace.compile(model, folder / "two", devices="cpu:0,cpu:1", shape=shape, pipeline=pipeline)
-        plain = open_session(one.file(one.manifest.segments[0].file), session_options(available_cores()))
+        plain = open_session(one.file(one.manifest.segments[0].file), make_session_options(available_cores()))
         feeds, names = (
             random_feeds(one.inputs, one.manifest.dimensions),
             [item.name for item in plain.get_outputs()],

@@ -35,7 +35,7 @@ import onnxplace
 from onnxplace.bundle import Bundle
 from onnxplace.evaluation import StateCarrier, compare, compare_outputs, open_reference
 from onnxplace.feeds import Array
-from onnxplace.machine import available_cores, local_target, open_session, session_options
+from onnxplace.machine import available_cores, local_target, make_session_options, open_session
 from onnxplace.pipeline import Pipeline
 from onnxplace.runtimes.execution import segments
 from onnxplace.target import Link, Target
@@ -158,7 +158,7 @@ def calls(architecture: Architecture, number: int, count: int = 3) -> Iterator[d
 def plainly(path: Path, runs: Sequence[Calls]) -> str:
     """Return why a model cannot be a reference; empty if it can."""
     try:
-        session = open_session(path, session_options(available_cores()), where=str(path))
+        session = open_session(path, make_session_options(available_cores()), where=str(path))
         outputs = [session.run(None, dict(run[0])) for run in runs]
     except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
         return _shorten_error(problem)
@@ -235,8 +235,11 @@ def _make_target(devices: int) -> Target:
 
 def compared_unoptimised(bundle: Bundle, path: Path, runs: Sequence[Calls]) -> dict[str, float]:
     """Compare as `compared`, with one core and no fusion: only the split can change bits."""
-    plain = partial(session_options, level="none")
-    with mock.patch.object(segments, "session_options", plain), mock.patch.object(compare, "session_options", plain):
+    plain = partial(make_session_options, level="none")
+    with (
+        mock.patch.object(segments, "make_session_options", plain),
+        mock.patch.object(compare, "make_session_options", plain),
+    ):
         return compared(bundle, path, runs, available_cores()[:1])
 
 

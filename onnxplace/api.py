@@ -14,11 +14,11 @@ import numpy as np
 
 from onnxplace.bundle import Bundle, Check
 from onnxplace.driver import Compiled, CompileOptions, compile_model
-from onnxplace.errors import UsageError, nearest
+from onnxplace.errors import UsageError, suggest_nearest
 from onnxplace.feeds import Declared, check_feeds
 from onnxplace.machine import use_custom_operators
 from onnxplace.pipeline import find_plugin
-from onnxplace.runtime import Event, Result, Runtime, closing_timeout, unpicklable
+from onnxplace.runtime import Event, Result, Runtime, choose_closing_timeout, unpicklable_error
 from onnxplace.utils import Callbacks
 
 if TYPE_CHECKING:
@@ -237,17 +237,19 @@ class InferenceSession:
         names = list(output_names or ())
         for name in names:
             if name not in self._output_names:
-                raise UsageError("U050", f"the model has no output {name!r}", hint=nearest(name, self._output_names))
+                raise UsageError(
+                    "U050", f"the model has no output {name!r}", hint=suggest_nearest(name, self._output_names)
+                )
         return names or list(self._returned_names)
 
     def __enter__(self) -> InferenceSession:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(closing_timeout(kind))
+        self.close(choose_closing_timeout(kind))
 
     def __reduce__(self) -> NoReturn:
-        raise unpicklable("an InferenceSession")
+        raise unpicklable_error("an InferenceSession")
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if hasattr(self, "_callbacks") and not is_finalizing():  # then modules are empty, and all threads have ended

@@ -111,7 +111,7 @@ class PluginError(OnnxplaceError):
     """A plugin that cannot be loaded; names its distribution."""
 
 
-def one_line(problem: BaseException) -> str:
+def format_one_line(problem: BaseException) -> str:
     r"""Return the message of an error in one line.
 
     >>> one_line(ValueError("first\nsecond"))
@@ -121,10 +121,10 @@ def one_line(problem: BaseException) -> str:
 
 
 def _shorten(text: str) -> str:
-    return printable(text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}...")
+    return escape_unprintable(text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}...")
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     r"""Return a text with unprintable characters escaped, except for line ends.
 
     Names in files from strangers may hold control sequences, which a terminal would obey.
@@ -139,7 +139,7 @@ def printable(text: str) -> str:
     )
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Return a value as it appears in messages: shortened, and a text in quotes.
 
     >>> shown("a" * 100)
@@ -154,7 +154,7 @@ def shown(value: object) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
-def counted(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """Return a number with its noun, in singular or plural.
 
     >>> counted(0, "value"), counted(1, "value")
@@ -163,7 +163,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def listed(names: Iterable[str], *, quoted: bool = True) -> str:
+def format_names(names: Iterable[str], *, quoted: bool = True) -> str:
     """Return names separated by commas, at most ten.
 
     >>> listed(["noise", "mask"])
@@ -174,7 +174,7 @@ def listed(names: Iterable[str], *, quoted: bool = True) -> str:
     return ", ".join(texts[:MAX_LISTED]) + more
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest_nearest(name: str, known: Iterable[str]) -> str:
     """Return a hint that offers the nearest known name, or lists all.
 
     Case does not matter, nor does `_` for `-`.
@@ -185,7 +185,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     names = list(known)
     if close := _find_nearest(name, names):
         return f"did you mean '{close}'?"
-    return f"known: {listed(names, quoted=False)}"
+    return f"known: {format_names(names, quoted=False)}"
 
 
 def _find_nearest(name: str, names: list[str]) -> str | None:

@@ -84,16 +84,16 @@ class RuntimeSession(ABC):
         """Stop without waiting: the session was garbage-collected, and a finalizer may run in any thread."""
 
     def __reduce__(self) -> NoReturn:
-        raise unpicklable("a session")
+        raise unpicklable_error("a session")
 
     def __enter__(self) -> RuntimeSession:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(closing_timeout(kind))
+        self.close(choose_closing_timeout(kind))
 
 
-def closing_timeout(kind: type[BaseException] | None) -> float | None:
+def choose_closing_timeout(kind: type[BaseException] | None) -> float | None:
     """Return the timeout of a `with` block left by this exception: no waiting after an interrupt.
 
     >>> closing_timeout(None), closing_timeout(KeyboardInterrupt)
@@ -102,7 +102,7 @@ def closing_timeout(kind: type[BaseException] | None) -> float | None:
     return None if kind is None or issubclass(kind, Exception) else 0.0
 
 
-def unpicklable(what: str) -> UsageError:
+def unpicklable_error(what: str) -> UsageError:
     """Return the error for an object with threads and devices, which cannot be copied.
 
     >>> unpicklable("a session").message

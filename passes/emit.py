@@ -13,7 +13,7 @@ from onnxplace.model import Model, require_unchanged
 from onnxplace.passes.cost_files import format_costs
 from onnxplace.passes.segments import write_bundle_files
 from onnxplace.state import Pass, State
-from onnxplace.utils import disk_error, path_text
+from onnxplace.utils import disk_error, format_path
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Emit(Pass):
             try:
                 linked = write_bundle_files(state, staging.folder, self.pipeline, costs, linkable_folder)
             except OSError as error:
-                raise disk_error(error, path_text(path)) from None
+                raise disk_error(error, format_path(path)) from None
             require_unchanged(state[Model])
             staging.place(staging.folder)
         if self.link_weights and not linked:

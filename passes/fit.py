@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 from annotated_types import Ge
 
-from onnxplace.errors import Diagnostic, InfeasibleError, counted
+from onnxplace.errors import Diagnostic, InfeasibleError, format_count
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph import Ints, Longs
 from onnxplace.passes.placement.list_scheduling import place_by_list_schedule
@@ -170,7 +170,7 @@ class Fit(Pass):
         device, graph = state[Placement].device, state[Profile].graph
         value, _, _ = list_transfers(graph, device, len(state.target.devices))
         used = ", ".join(state.target.devices[index].id for index in np.unique(device))
-        values, size = counted(len(value), "value"), counted(int(graph.value_bytes[value].sum()), "byte")
+        values, size = format_count(len(value), "value"), format_count(int(graph.value_bytes[value].sum()), "byte")
         crossing = (
             f"{values} with {size} {'crosses' if len(value) == 1 else 'cross'}" if len(value) else "nothing crosses"
         )

@@ -10,8 +10,8 @@ from annotated_types import Ge
 from onnx import NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
 from onnxplace.errors import Diagnostic, OnnxplaceError
-from onnxplace.machine import open_session, session_options
-from onnxplace.model import DEQUANTIZE, Model, captured_names, is_quantization_node, subgraphs, tensor_size
+from onnxplace.machine import make_session_options, open_session
+from onnxplace.model import DEQUANTIZE, Model, captured_names, is_quantization_node, iterate_subgraphs, tensor_size
 from onnxplace.state import Pass, State
 
 # Their results differ from inference to inference, so they must run.
@@ -78,7 +78,7 @@ def _duplicate_dequantisers(model: Model) -> Model:
     maker = {node.output[0]: node for node in model.nodes if node.output and is_quantization_node(node, DEQUANTIZE)}
     if not maker:
         return model
-    inner = {name for node in model.nodes for graph in subgraphs(node) for name in captured_names(graph)}
+    inner = {name for node in model.nodes for graph in iterate_subgraphs(node) for name in captured_names(graph)}
     taken = {name for node in model.nodes for name in (node.name, *node.output)} | set(model.initializers)
     taken |= model.input_names
     shared = inner | {model.sources.get(output.name, output.name) for output in model.outputs}
@@ -130,7 +130,7 @@ def _find_foldable(model: Model, limit_bytes: int) -> list[int]:
 
 
 def _is_pure(node: NodeProto) -> bool:
-    has_subgraphs = any(True for _ in subgraphs(node))
+    has_subgraphs = any(True for _ in iterate_subgraphs(node))
     return node.domain in ("", "ai.onnx") and node.op_type not in _RANDOM | _QUANTISERS and not has_subgraphs
 
 
@@ -165,7 +165,7 @@ def _evaluate(model: Model, positions: Sequence[int], names: Sequence[str]) -> d
     weights = [model.initializers[name] for name in reads]
     proto = model.proto(nodes, weights, [], [ValueInfoProto(name=name) for name in names])
     session = open_session(
-        proto.SerializeToString(), session_options([0], "none", model.session_entries), where=model.name
+        proto.SerializeToString(), make_session_options([0], "none", model.session_entries), where=model.name
     )
     try:
         arrays = session.run(list(names), {})

@@ -13,7 +13,7 @@ from onnxplace.errors import Diagnostic
 from onnxplace.facts import Profile
 from onnxplace.graph import Floats
 from onnxplace.machine import available_cores
-from onnxplace.model import Model, join_quantised_units, static_shapes, value_bytes
+from onnxplace.model import Model, infer_static_shapes, join_quantised_units, value_bytes
 from onnxplace.passes.cost_files import (
     ImportedCosts,
     format_costs,
@@ -78,7 +78,7 @@ class ProfileCosts(Pass):
         if self.costs and not is_foreign_file(self.costs):
             profile, notes = read_costs(self.costs, model, state.target)
             return self._finish(state, _join_units(profile, model), notes)
-        shapes = static_shapes(model)
+        shapes = infer_static_shapes(model)
         sizes = value_bytes(model, {**shapes, **model.input_shapes()})
         imported = read_foreign(self.costs, model, shapes, sizes) if self.costs else ImportedCosts()
         structure = ModelStructure.of(model, shapes, sizes)

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 import onnxplace
 from onnxplace import errors
 from onnxplace.cli import app
-from onnxplace.errors import OnnxplaceError, nearest
+from onnxplace.errors import OnnxplaceError, suggest_nearest
 
 CLASSES = {
     name: kind
@@ -99,27 +99,27 @@ def test_every_class_is_public_and_documented(name):
 
 
 def test_the_nearest_name_is_offered():
-    assert nearest("m-eft", ["single", "m-topo", "m-etf"]) == "did you mean 'm-etf'?"
-    assert nearest("cpu", ["cpu", "cuda"]) == "did you mean 'cpu'?"
+    assert suggest_nearest("m-eft", ["single", "m-topo", "m-etf"]) == "did you mean 'm-etf'?"
+    assert suggest_nearest("cpu", ["cpu", "cuda"]) == "did you mean 'cpu'?"
 
 
 def test_case_and_underscores_do_not_matter():
-    assert nearest("M_ETF", ["single", "m-etf"]) == "did you mean 'm-etf'?"
-    assert nearest("prof", ["coplace", "profile"]) == "did you mean 'profile'?"
+    assert suggest_nearest("M_ETF", ["single", "m-etf"]) == "did you mean 'm-etf'?"
+    assert suggest_nearest("prof", ["coplace", "profile"]) == "did you mean 'profile'?"
 
 
 def test_a_gpu_is_a_cuda_device_never_a_cpu():
-    assert nearest("gpu:1", ["cpu:1", "cuda:0", "cuda:1"]) == "did you mean 'cuda:1'?"
-    assert nearest("GPU", ["cpu", "cuda"]) == "did you mean 'cuda'?"
-    assert nearest("gpu:0", ["cpu:0", "cpu:1"]) == "known: cpu:0, cpu:1"
+    assert suggest_nearest("gpu:1", ["cpu:1", "cuda:0", "cuda:1"]) == "did you mean 'cuda:1'?"
+    assert suggest_nearest("GPU", ["cpu", "cuda"]) == "did you mean 'cuda'?"
+    assert suggest_nearest("gpu:0", ["cpu:0", "cpu:1"]) == "known: cpu:0, cpu:1"
 
 
 def test_all_names_are_listed_when_none_is_near():
-    assert nearest("zzz", ["single", "m-etf"]) == "known: single, m-etf"
+    assert suggest_nearest("zzz", ["single", "m-etf"]) == "known: single, m-etf"
 
 
 @given(st.sampled_from(["optimize", "profile", "coplace"]), st.data())
 def test_one_wrong_letter_is_corrected(name, data):
     position = data.draw(st.integers(0, len(name) - 1))
     misspelled = name[:position] + data.draw(st.sampled_from("abcxyz")) + name[position + 1 :]
-    assert nearest(misspelled, ["optimize", "profile", "coplace"]) == f"did you mean '{name}'?"
+    assert suggest_nearest(misspelled, ["optimize", "profile", "coplace"]) == f"did you mean '{name}'?"

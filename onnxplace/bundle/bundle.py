@@ -28,7 +28,7 @@ from onnxplace.bundle.program_check import check_programs
 from onnxplace.errors import BundleError, InputError, TargetError, UsageError
 from onnxplace.feeds import Array, Declared, zero_feeds
 from onnxplace.target import Target
-from onnxplace.utils import find_moved_aside, open_input, parse_json, path_text
+from onnxplace.utils import find_moved_aside, format_path, open_input, parse_json
 
 BUNDLE_FORMAT = "onnxplace bundle"
 MANIFEST_FILE = "manifest.json"
@@ -163,7 +163,7 @@ def _read_manifest(path: Path) -> Manifest:
         hint = "`onnxplace compile MODEL -o DIR` writes one"
         if aside := find_moved_aside(path):
             hint = f"an interrupted compile moved it to {aside}; move it back, or compile again, which restores it"
-        raise BundleError("N001", "not a bundle: it has no manifest.json", where=path_text(path), hint=hint)
+        raise BundleError("N001", "not a bundle: it has no manifest.json", where=format_path(path), hint=hint)
     data = _parse_manifest(path, file)
     version = data.get("schema_version") if isinstance(data, dict) else None
     if not isinstance(version, str) or not _VERSION_PATTERN.fullmatch(version):

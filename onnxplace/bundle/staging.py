@@ -28,12 +28,12 @@ from onnxplace.utils import (
     cannot_write_error,
     disk_error,
     exchange_names,
+    format_path,
     hold_lease,
-    is_full,
-    path_text,
+    is_disk_full,
     read_json,
     rename_new,
-    require_name,
+    require_valid_path,
     sweep_leftovers,
 )
 
@@ -75,13 +75,13 @@ class Staging:
                 if _try_place(self.lease, folder, self.path, self.force):
                     return
         except OSError as problem:
-            raise disk_error(problem, path_text(self.path)) from None
+            raise disk_error(problem, format_path(self.path)) from None
         raise cannot_write_error("other programs keep replacing it", self.path)
 
 
 def require_output_free(path: Path, force: bool) -> None:
     """Raise UsageError unless `path` is free, or a bundle that `force` may replace."""
-    require_name(path)
+    require_valid_path(path)
     try:
         if path.is_symlink():
             raise _irreplaceable_error(path, "expected a bundle, got a symbolic link", "name the folder itself")
@@ -94,7 +94,7 @@ def require_output_free(path: Path, force: bool) -> None:
         parent = next(folder for folder in path.absolute().parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             reason = "is not a folder" if not parent.is_dir() else "is not writable"
-            raise cannot_write_error(f"{path_text(parent)} {reason}", path)
+            raise cannot_write_error(f"{format_path(parent)} {reason}", path)
         if path.exists():
             if not force:
                 raise _occupied_error(path)
@@ -115,12 +115,12 @@ def prepare_output(path: Path, force: bool, *more: Path) -> list[Diagnostic]:
     Returns:
         notes on what was removed or restored.
     """
-    require_name(path)
+    require_valid_path(path)
     notes = sweep_output(path, *more)
     try:
         require_output_free(path, force)
     except UsageError as problem:
-        if any(note.code == "U035" and note.where == path_text(path.absolute()) for note in notes):
+        if any(note.code == "U035" and note.where == format_path(path.absolute()) for note in notes):
             message = f"{problem.message}: an interrupted compile had moved it, and it was restored"
             raise UsageError(problem.code, message, where=problem.where, hint=problem.hint) from None
         raise
@@ -157,7 +157,7 @@ def sweep_output(path: Path, *more: Path) -> list[Diagnostic]:
         swept = sweep_leftovers(folder)
         notes += [
             Diagnostic(
-                "U035", "an interrupted compile had moved this bundle; it was restored", where=path_text(item.path)
+                "U035", "an interrupted compile had moved this bundle; it was restored", where=format_path(item.path)
             )
             for item in swept
             if item.restored
@@ -165,7 +165,7 @@ def sweep_output(path: Path, *more: Path) -> list[Diagnostic]:
         if names := [item.path.name for item in swept if not item.restored]:
             more_names = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
             message = f"removed leftovers of an interrupted process: {', '.join(names[:MAX_LISTED])}{more_names}"
-            notes.append(Diagnostic("U034", message, where=path_text(folder)))
+            notes.append(Diagnostic("U034", message, where=format_path(folder)))
     return notes
 
 
@@ -182,7 +182,9 @@ def _hold_lease_next_to(path: Path) -> Iterator[Lease]:
                 # Another compile may have failed, and removed the folder that both had to create.
                 if not isinstance(problem, FileNotFoundError) or attempt == _MAX_ATTEMPTS - 1:
                     failure = (
-                        disk_error(problem, path_text(path)) if is_full(problem) else cannot_write_error(problem, path)
+                        disk_error(problem, format_path(path))
+                        if is_disk_full(problem)
+                        else cannot_write_error(problem, path)
                     )
                     raise failure from None
         yield lease
@@ -281,7 +283,7 @@ def _require_only_bundle(folder: Path, path: Path) -> None:
         raise _irreplaceable_error(path, "it is not a bundle", "choose another -o")
     bundle_files |= {parent.as_posix() for name in bundle_files for parent in Path(name).parents}
     if foreign := sorted(entries - bundle_files):
-        names = ", ".join(path_text(name) for name in foreign[:MAX_LISTED])
+        names = ", ".join(format_path(name) for name in foreign[:MAX_LISTED])
         more = f" and {len(foreign) - MAX_LISTED} more" if len(foreign) > MAX_LISTED else ""
         hint = "move them elsewhere, or choose another -o"
         raise _irreplaceable_error(path, f"it contains files that are not the bundle's: {names}{more}", hint)
@@ -306,12 +308,12 @@ def _read_bundle_files(manifest: Path) -> set[str] | None:
 
 
 def _irreplaceable_error(path: Path, reason: str, hint: str) -> UsageError:
-    return UsageError("U031", f"{reason}, so --force does not replace it", where=path_text(path), hint=hint)
+    return UsageError("U031", f"{reason}, so --force does not replace it", where=format_path(path), hint=hint)
 
 
 def _occupied_error(path: Path) -> UsageError:
     hint = "choose another -o, or replace it with --force"
-    return UsageError("U030", "it already exists", where=path_text(path), hint=hint)
+    return UsageError("U030", "it already exists", where=format_path(path), hint=hint)
 
 
 def _remove_empty_folders(folders: list[Path]) -> None:

@@ -22,7 +22,7 @@ from onnxplace.calibration.microbenchmarks import (
 )
 from onnxplace.calibration.samples import MIN_UNDISTURBED_SAMPLES, Samples, take_turns
 from onnxplace.errors import UsageError
-from onnxplace.machine import available_memory_bytes, link_technology, require_cuda
+from onnxplace.machine import available_memory_bytes, find_link_technology, require_cuda
 from onnxplace.target import SEGMENT_OVERHEAD_SECONDS, Device, Link, LinkModel, Shared, Target
 from onnxplace.utils import temporary_folder
 
@@ -179,7 +179,7 @@ def _fit_links(
     if symmetric:
         joined = {size: _join_samples(samples[0][size], samples[1][size]) for size in samples[0]}
         samples, fits = [joined] * 2, [_fit_direction(joined, sum(waking) / 2)] * 2
-    via = link_technology(a.id, b.id)
+    via = find_link_technology(a.id, b.id)
     return [
         LinkMeasurement(
             link=Link(*direction, fit.latency_seconds, fit.bytes_per_second, via),

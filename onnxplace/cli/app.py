@@ -24,8 +24,8 @@ from onnxplace.cli.options import as_json, print_json, suggest_command
 from onnxplace.cli.place import place
 from onnxplace.cli.run import run
 from onnxplace.cli.verify import verify
-from onnxplace.errors import ExecutionError, OnnxplaceError, UsageError, nearest
-from onnxplace.machine import stop_runs_on
+from onnxplace.errors import ExecutionError, OnnxplaceError, UsageError, suggest_nearest
+from onnxplace.machine import register_ending_handler
 
 # Errors about paths that are not a model, a bundle or a cost graph, with the command that takes such a path.
 COMMANDS_BY_PATH_ERROR = {"M001": "compile", "M002": "compile", "N001": "run", "D001": "place"}
@@ -43,7 +43,7 @@ class CommandGroup(click.Group):
         """Return the name and command of the first argument, and the rest."""
         if args[0] in self.commands or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
-        raise click.UsageError(f"No such command {args[0]!r}: {nearest(args[0], self.commands)}", ctx)
+        raise click.UsageError(f"No such command {args[0]!r}: {suggest_nearest(args[0], self.commands)}", ctx)
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -247,7 +247,7 @@ def entry() -> None:
     for name in ("stdout", "stderr"):  # closed by the user (`>&-`); some versions of click fail then
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
-    stop_runs_on(_handle_signal)
+    register_ending_handler(_handle_signal)
     signal.signal(signal.SIGTERM, _handle_signal)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise it is ignored, for example by `nohup`
         signal.signal(signal.SIGINT, _handle_signal)

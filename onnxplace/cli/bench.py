@@ -17,7 +17,7 @@ from onnxplace.cli.options import (
     note_core_shortage,
     parse_shape,
     print_json,
-    say,
+    print_notes,
     seed_option,
     shape_option,
     show_progress,
@@ -89,7 +89,7 @@ def bench(
         times = _time_steps(opened, against, steps, repeat, in_flight)
         usage = measure_usage(opened, steps.first, min(repeat, MAX_TRACED), not no_memory, observer)
     ratio = times["bundle"].median_seconds / times["model"].median_seconds
-    say([*_report_other_sizes(opened, steps.first), *usage.notes])
+    print_notes([*_report_other_sizes(opened, steps.first), *usage.notes])
     with suppress(BrokenPipeError):  # the exit code still tells the result
         if json_:
             print_json(_build_json(opened, times, usage))

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onnxplace.cli.options import (
+    announce_loop_compilation,
     as_json,
     budget_option,
     inputs_option,
     objective_option,
     parse_shape,
     print_json,
-    say,
+    print_notes,
     seed_option,
     shape_option,
     show_progress,
-    tell_of_compiling,
     with_operator_libraries,
 )
 from onnxplace.errors import ModelError
@@ -109,7 +109,7 @@ def compile(  # noqa: A001
 
     if os.path.isdir(model):
         raise ModelError("M001", "it cannot be read: it is a folder (directory), not a model", where=str(model))
-    tell_of_compiling(json_)
+    announce_loop_compilation(json_)
     with show_progress(json_, "reading the model") as observer:
         compiled = compile_model(
             model,
@@ -123,7 +123,7 @@ def compile(  # noqa: A001
             observer=observer,
             **options,
         )
-    say(compiled.diagnostics)
+    print_notes(compiled.diagnostics)
     if json_:
         print_json(_build_json(compiled))
     else:

@@ -13,7 +13,7 @@ import click
 
 from onnxplace._version import __version__
 from onnxplace.cli.options import as_json, print_json, show_progress
-from onnxplace.errors import UsageError, counted
+from onnxplace.errors import UsageError, format_count
 from onnxplace.report import format_bytes, format_table
 
 if TYPE_CHECKING:
@@ -37,12 +37,12 @@ def devices(
     """
     from onnxplace.machine import describe_machine, local_target, measurement_cache
     from onnxplace.target import format_target
-    from onnxplace.utils import require_place, write_file
+    from onnxplace.utils import require_writable, write_file
 
     if (sizes or seconds is not None) and not calibrate:
         raise UsageError("U014", "--sizes and --seconds are options of --calibrate", hint="add --calibrate")
     if output:
-        require_place(output)
+        require_writable(output)
     default = local_target(devices)
     calibration = _calibrate(default, sizes, seconds, json_) if calibrate else None
     target = calibration.target if calibration else default.with_all_links()
@@ -59,7 +59,9 @@ def devices(
         print_json({**about, "default": [asdict(device) for device in default.devices], **measured, **written})
         return
     click.echo(format_devices(about, default))
-    click.echo(f"cached costs: {counted(cache.files, 'file')}, {format_bytes(cache.size_bytes)}, in {cache.folder}")
+    click.echo(
+        f"cached costs: {format_count(cache.files, 'file')}, {format_bytes(cache.size_bytes)}, in {cache.folder}"
+    )
     if calibration:
         click.echo(f"\n{format_calibration(calibration)}")
         if not output:

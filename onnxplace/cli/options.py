@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.errors import UsageError, printable, shown
+from onnxplace.errors import UsageError, escape_unprintable, format_value
 
 if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
@@ -98,14 +98,14 @@ def parse_shape(text: str) -> dict[str, int]:
         key, size = key.strip(), size.strip()
         if not key or not size.isdecimal() or len(size) > MAX_DIGITS:
             hint = "write dimensions as batch=8,seq=128"
-            raise UsageError("U011", f"not a dimension: {shown(item)}", where="--shape", hint=hint)
+            raise UsageError("U011", f"not a dimension: {format_value(item)}", where="--shape", hint=hint)
         if key in sizes:
             raise UsageError("U011", f"dimension {key!r} is given twice", where="--shape", hint="give it once")
         sizes[key] = int(size)
     return sizes
 
 
-def tell_of_compiling(quiet: bool) -> None:
+def announce_loop_compilation(quiet: bool) -> None:
     """Report on a terminal that loops are being compiled; nothing if `quiet`."""
     if quiet or not sys.stderr.isatty():
         return
@@ -131,13 +131,13 @@ def show_progress(quiet: bool, first: str) -> Iterator[Callable[[str, int, int],
         yield lambda name, index, count: status.update(f"[{index + 1}/{count}] {name}")
 
 
-def say(diagnostics: Sequence[Diagnostic]) -> None:
+def print_notes(diagnostics: Sequence[Diagnostic]) -> None:
     """Print notes on stderr."""
     for note in diagnostics:
         place = f"{note.where}: " if note.where else ""
         hint = f"\n  hint: {note.hint}" if note.hint else ""
         with suppress(OSError):  # a note is no reason to stop
-            click.echo(printable(f"note[{note.code}] {place}{note.message}{hint}"), err=True)
+            click.echo(escape_unprintable(f"note[{note.code}] {place}{note.message}{hint}"), err=True)
 
 
 def note_core_shortage(bundle: Bundle, runtime: str = "onnxruntime") -> None:
@@ -145,7 +145,7 @@ def note_core_shortage(bundle: Bundle, runtime: str = "onnxruntime") -> None:
     from onnxplace.evaluation import find_core_shortage
 
     if runtime != "simulated" and (note := find_core_shortage(bundle.manifest)):
-        say([note])
+        print_notes([note])
 
 
 def make_no_outputs_error(runtime: str, where: str) -> UsageError:

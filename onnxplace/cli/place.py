@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from onnxplace.errors import counted
+from onnxplace.errors import format_count
 from onnxplace.report import format_bytes, format_milliseconds, format_table
 
 if TYPE_CHECKING:
@@ -19,7 +19,14 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from onnxplace.cli.options import as_json, budget_option, objective_option, print_json, say, tell_of_compiling
+from onnxplace.cli.options import (
+    announce_loop_compilation,
+    as_json,
+    budget_option,
+    objective_option,
+    print_json,
+    print_notes,
+)
 from onnxplace.errors import UsageError
 
 
@@ -74,23 +81,23 @@ def place(
     Prints how long a step takes and what each device holds; --json also prints the device of each node.
     """
     from onnxplace.cost_graph import read_cost_graph, write_cost_graph
-    from onnxplace.driver import evaluate_placement, place_cost_graph, read_placement, with_devices
+    from onnxplace.driver import evaluate_placement, place_cost_graph, read_placement, replace_devices
     from onnxplace.target import parse_bytes
 
     if placement:
         _require_scoring_only(["budget", *options])
     if output:
         _require_output(output, graph, placement)
-    tell_of_compiling(json_)
+    announce_loop_compilation(json_)
     memory = parse_bytes(max_memory) if max_memory else None
-    problem = with_devices(read_cost_graph(graph, graph_format, devices), devices, memory)
+    problem = replace_devices(read_cost_graph(graph, graph_format, devices), devices, memory)
     if placement:
         found = evaluate_placement(problem, read_placement(placement), links=links, strict=strict)
     else:
         found = place_cost_graph(problem, links=links, budget_seconds=budget, strict=strict, **options)
     if output:
         write_cost_graph(output, problem, found)
-    say(found.diagnostics)
+    print_notes(found.diagnostics)
     if json_:
         entries = {**vars(found), "peak_bytes": found.peak_bytes.tolist(), "placement": dict(found.placement)}
         del entries["start_seconds"], entries["finish_seconds"]
@@ -104,11 +111,11 @@ def place(
 
 def _require_output(output: Path, graph: Path, placement: Path | None) -> None:
     """Raise UsageError, before any work, if the placed graph cannot be written there."""
-    from onnxplace.cost_graph import require_writable
-    from onnxplace.utils import require_place
+    from onnxplace.cost_graph import require_graph_format
+    from onnxplace.utils import require_writable
 
-    require_writable(output)
-    require_place(output, graph, *([placement] if placement else []))
+    require_graph_format(output)
+    require_writable(output, graph, *([placement] if placement else []))
 
 
 def _require_scoring_only(options: Iterable[str]) -> None:
@@ -130,7 +137,7 @@ def placed_summary(found: PlacementResult, graph: CostGraph) -> str:
     gap = found.makespan_seconds / found.lower_bound_seconds - 1 if found.lower_bound_seconds else 0.0
     return "\n".join(
         [
-            f"{graph.name}: {counted(len(graph.ids), 'node')}, placer {found.placer}, "
+            f"{graph.name}: {format_count(len(graph.ids), 'node')}, placer {found.placer}, "
             f"{format_milliseconds(found.seconds)} to place",
             format_table(("device", "nodes", "peak", "limit"), rows),
             f"step {format_milliseconds(found.makespan_seconds)}, {gap:.1%} above a bound of "

@@ -73,11 +73,11 @@ def run(bundle: Path, inputs: Path | None, shape: str, seed: int, json_: bool, *
     from onnxplace.api import load
     from onnxplace.evaluation import choose_step_inputs
     from onnxplace.feeds import require_storable, write_npz
-    from onnxplace.utils import require_place
+    from onnxplace.utils import require_writable
 
     plan = RunPlan(**options)
     for path in filter(None, (plan.outputs, plan.trace)):
-        require_place(path, bundle, *([inputs] if inputs else []))
+        require_writable(path, bundle, *([inputs] if inputs else []))
     opened = load(bundle)
     if plan.outputs:
         require_storable(opened.returned)

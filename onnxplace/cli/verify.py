@@ -22,7 +22,7 @@ from onnxplace.cli.options import (
     shape_option,
     with_operator_libraries,
 )
-from onnxplace.errors import ExecutionError, ModelError, listed
+from onnxplace.errors import ExecutionError, ModelError, format_names
 
 if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
@@ -114,10 +114,10 @@ def _compare_steps(
     The unsplit model runs on `cores`.
     """
     from onnxplace.api import InferenceSession
-    from onnxplace.evaluation import StateCarrier, compare_outputs, lineages_of_bundle, open_reference
+    from onnxplace.evaluation import StateCarrier, compare_outputs, find_bundle_lineages, open_reference
 
     names = [item.name for item in bundle.outputs]
-    lineages = lineages_of_bundle(bundle)
+    lineages = find_bundle_lineages(bundle)
     reference = StateCarrier(open_reference(bundle, against, cores), bundle)
     differences: list[list[OutputDifference]] = []
     with InferenceSession(bundle, runtime=runtime) as session:
@@ -158,7 +158,7 @@ def _format_error(difference: OutputDifference) -> str:
     if not difference.random_nodes:
         relative = f"relative to its largest value {difference.max_rel_error:.3g}"
         return f"max abs error {difference.max_abs_error:.3g}, {relative}"
-    nodes = listed(difference.random_nodes)
+    nodes = format_names(difference.random_nodes)
     if difference.equal:
         return f"depends on random numbers of {nodes}: type, shape and finiteness agree, elements are not compared"
     return f"depends on random numbers of {nodes}, and differs in type, shape or finiteness too"

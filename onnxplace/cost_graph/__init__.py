@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     )
     from onnxplace.cost_graph.data import CostGraph as CostGraph
     from onnxplace.cost_graph.generators import GENERATORS as GENERATORS, tf_like as tf_like
-    from onnxplace.cost_graph.graph_files import require_writable as require_writable
+    from onnxplace.cost_graph.graph_files import require_graph_format as require_graph_format
     from onnxplace.cost_graph.networkx_graphs import to_networkx as to_networkx
 
 __getattr__, __dir__, __all__ = attach(
@@ -22,7 +22,7 @@ __getattr__, __dir__, __all__ = attach(
         "cost_graphs": "from_networkx parse_cost_graph read_cost_graph write_cost_graph",
         "data": "CostGraph",
         "generators": "GENERATORS tf_like",
-        "graph_files": "require_writable",
+        "graph_files": "require_graph_format",
         "networkx_graphs": "to_networkx",
     },
 )

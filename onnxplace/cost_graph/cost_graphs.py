@@ -28,7 +28,7 @@ from onnxplace.cost_graph.data import CostGraph
 from onnxplace.cost_graph.graph_attributes import attributed, describe, exact_profile
 from onnxplace.cost_graph.graph_files import GraphFormat, format_of, read_graph, write_graph
 from onnxplace.cost_graph.networkx_graphs import to_networkx
-from onnxplace.errors import Diagnostic, InputError, shown
+from onnxplace.errors import Diagnostic, InputError, format_value
 from onnxplace.facts import Profile, Source
 from onnxplace.graph import Bools, Csr, Floats, Ints, Longs, OpGraph
 from onnxplace.state import State
@@ -204,7 +204,7 @@ def _number(entry: Mapping[str, Any], key: str, where: str, missing: float = 0) 
     if not _is_number(value) or not 0 <= value <= MOST:
         name = entry.get("name", entry.get("id", "?"))
         hint = f"a number from 0 to {MOST:.0e}"
-        message = f"{key} of {shown(name)} is {shown(value)}, which is no cost"
+        message = f"{key} of {format_value(name)} is {format_value(value)}, which is no cost"
         raise InputError("D004", message, where=where, hint=hint)
     return value
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnxplace.cost_graph.graph_xml import AttributedGraph
-from onnxplace.errors import Diagnostic, InputError, shown
+from onnxplace.errors import Diagnostic, InputError, format_value
 from onnxplace.facts import Profile, Source
 from onnxplace.graph import Csr, Floats, OpGraph
 from onnxplace.target import Target
@@ -137,14 +137,13 @@ def _json_node(
     if weights is not None:
         total = sum(weights.values())
         if persistent != total and "weights_bytes" in data:
-            message = (
-                f"weights_bytes of {_label(node)} is {shown(persistent)}, expected {total}, as its weights add up to"
-            )
+            found = f"weights_bytes of {_label(node)} is {format_value(persistent)}"
+            message = f"{found}, expected {total}, as its weights add up to"
             raise InputError("D004", message, where=where, hint="correct one of them, or leave weights_bytes out")
         persistent = total
     backward = data.get("backward", False)
     if not isinstance(backward, (bool, np.bool_)) and (isinstance(backward, str) or backward not in (0, 1)):
-        message = f"backward of {_label(node)} is {shown(backward)}, expected true or false"
+        message = f"backward of {_label(node)} is {format_value(backward)}, expected true or false"
         raise InputError("D008", message, where=where)
     name = next((data[key] for key in ("name", "label") if data.get(key) is not None), node)
     return {
@@ -176,7 +175,7 @@ def _label(*item: Hashable) -> str:
     """Return how messages call a node (its id), an edge (its ends) or the graph (neither)."""
     if not item:
         return "the graph"
-    return f"{'node' if len(item) == 1 else 'edge'} {' -> '.join(map(shown, item))}"
+    return f"{'node' if len(item) == 1 else 'edge'} {' -> '.join(map(format_value, item))}"
 
 
 def _number(data: Mapping[str, Any], key: str, where: str, *item: Hashable) -> float:
@@ -185,7 +184,7 @@ def _number(data: Mapping[str, Any], key: str, where: str, *item: Hashable) -> f
     most = MAX_SECONDS if key.partition(":")[0].endswith("seconds") else MAX_NUMBER
     number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not number or not 0 <= value <= most:
-        message = f"{key} of {_label(*item)} is {shown(value)}, expected a number from 0 to {most:.0e}"
+        message = f"{key} of {_label(*item)} is {format_value(value)}, expected a number from 0 to {most:.0e}"
         hint = f"declare {key} as a number (double or long), not as a text" if isinstance(value, str) else ""
         raise InputError("D004", message, where=where, hint=hint)
     return value  # type: ignore[no-any-return]
@@ -196,7 +195,7 @@ def _bandwidth(attributes: Mapping[str, Any], where: str) -> float:
     value = attributes.get("bytes_per_second", math.inf)
     number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not number or not (value == math.inf or MIN_BYTES_PER_SECOND <= value <= sys.float_info.max):
-        message = f"bytes_per_second of the graph is {shown(value)}, expected a number above 0"
+        message = f"bytes_per_second of the graph is {format_value(value)}, expected a number above 0"
         raise InputError("D004", message, where=where, hint="leave it out if transfers take no time per byte")
     return float(value)
 
@@ -213,7 +212,7 @@ def _devices(attributes: Mapping[str, Any], where: str, device_count: int | None
         hint = f"give --devices N and --max-memory SIZE, or the graph an attribute devices such as {example}"
         raise InputError("D006", "expected a graph that names devices, found none", where=where, hint=hint)
     if not isinstance(devices, (list, tuple)) or not all(isinstance(device, Mapping) for device in devices):
-        message = f"the graph's devices are {shown(devices)}, expected a list such as {example}"
+        message = f"the graph's devices are {format_value(devices)}, expected a list such as {example}"
         raise InputError("D006", message, where=where)
     return [{key: device[key] for key in ("id", "memory_bytes") if key in device} for device in devices]
 
@@ -226,7 +225,7 @@ def _weight_table(data: Mapping[str, Any], where: str, node: Hashable) -> dict[s
     if isinstance(table, str):
         table = parse_json(table, "D004", f"the weights of {_label(node)}, by name", where)
     if not isinstance(table, Mapping) or not all(_is_size(key, size) for key, size in table.items()):
-        message = f"weights of {_label(node)} are {shown(table)}, expected bytes by name"
+        message = f"weights of {_label(node)} are {format_value(table)}, expected bytes by name"
         raise InputError("D004", message, where=where, hint='write them like {"kernel": 4096}')
     return {name: int(size) for name, size in table.items()}
 
@@ -242,7 +241,7 @@ def _require_same_sizes(tables: Sequence[Mapping[str, int] | None], where: str) 
     for table in tables:
         for name, size in (table or {}).items():
             if sizes.setdefault(name, size) != size:
-                message = f"weight {shown(name)} has {size} bytes at one node and {sizes[name]} at another"
+                message = f"weight {format_value(name)} has {size} bytes at one node and {sizes[name]} at another"
                 raise InputError("D004", message, where=where, hint="give it one size, or two names")
 
 
@@ -268,6 +267,3 @@ def _missing(items: Sequence[tuple[Any, ...]], key: str, what: str, where: str) 
     label = _label(*without[0][:-1])
     message = f"{len(without)} of {len(items)} {what}s have no {key}, such as {label}: that counts as zero"
     return (Diagnostic("D010", message, where=where, hint=hint),)
-
-
-__all__ = ["KNOWN", "Description", "attributed", "describe", "exact_profile"]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from onnxplace.cost_graph.graph_attributes import KNOWN
 from onnxplace.cost_graph.graph_formats import read_graph_xml
 from onnxplace.cost_graph.graph_xml import AttributedGraph
-from onnxplace.errors import InputError, UsageError, shown
-from onnxplace.utils import path_text, write_file
+from onnxplace.errors import InputError, UsageError, format_value
+from onnxplace.utils import format_path, write_file
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
@@ -59,25 +59,26 @@ def _restored_id(text: Any, attributes: Mapping[str, Any], where: str) -> Hashab
         restored: Hashable = text if kind == "str" else _ID_TYPES[kind](text)
         return restored
     except (KeyError, ValueError, TypeError):
-        message = f"node {shown(text)} has the id_type {shown(kind)}, expected one of str, int, float, bool that fits"
+        kinds = "expected one of str, int, float, bool that fits"
+        message = f"node {format_value(text)} has the id_type {format_value(kind)}, {kinds}"
         raise InputError("D002", message, where=where, hint="correct id_type, or remove it") from None
 
 
-def require_writable(path: Path) -> None:
+def require_graph_format(path: Path) -> None:
     """Raise UsageError unless the ending of a name is that of a format in which graphs are written."""
     if format_of(path) == "json":
         hint = "end it in .graphml (networkx, yEd, Gephi) or .gexf (Gephi); .gz after it compresses"
-        message = f"expected a file of GraphML or GEXF, got {shown(path.name)}"
-        raise UsageError("D009", message, where=path_text(path), hint=hint)
+        message = f"expected a file of GraphML or GEXF, got {format_value(path.name)}"
+        raise UsageError("D009", message, where=format_path(path), hint=hint)
 
 
 def write_graph(path: Path, graph: networkx.MultiDiGraph[Any]) -> None:
     """Write what `to_networkx` returned as GraphML or GEXF, by the file's ending; raises InputError or UsageError."""
-    require_writable(path)
+    require_graph_format(path)
     packed = path.name.lower().endswith(".gz")
     write = _write_graphml if format_of(path) == "graphml" else _write_gexf
     stream = io.BytesIO()
-    write(_texts_only(graph, path_text(path)), stream)
+    write(_texts_only(graph, format_path(path)), stream)
     # Outside of attributes, where it is escaped already, XML reads a carriage return as a new line.
     data = stream.getvalue().replace(b"\r", b"&#13;")
     write_file(path, lambda file: file.write(gzip.compress(data, mtime=0) if packed else data))
@@ -118,15 +119,15 @@ def _texts_only(graph: networkx.MultiDiGraph[Any], where: str) -> networkx.Multi
     for node, attributes in graph.nodes(data=True):
         text = _id_text(node, where)
         if text in texts:
-            message = f"expected ids that differ as texts, found {shown(texts[text])} and {shown(node)}"
+            message = f"expected ids that differ as texts, found {format_value(texts[text])} and {format_value(node)}"
             raise InputError("D009", message, where=where, hint="rename one of the two nodes")
         texts[text] = node
         own = {"label": attributes["name"]} | {key: value for key, value in attributes.items() if key != "name"}
         if not isinstance(node, str):
             own["id_type"] = type(node).__name__
-        result.add_node(text, **_attribute_texts(own, f"node {shown(node)}", where))
+        result.add_node(text, **_attribute_texts(own, f"node {format_value(node)}", where))
     for source, destination, key, attributes in graph.edges(keys=True, data=True):
-        label = f"edge {shown(source)} -> {shown(destination)}"
+        label = f"edge {format_value(source)} -> {format_value(destination)}"
         ends = str(source), str(destination)
         result.add_edges_from([(*ends, key, _attribute_texts(attributes, label, where))])
     return result
@@ -137,7 +138,7 @@ def _graph_texts(attributes: Mapping[str, Any], where: str) -> dict[str, Any]:
     try:
         devices = json.dumps(attributes["devices"])
     except TypeError:
-        message = f"expected ids of devices that are texts or numbers, found {shown(attributes['devices'])}"
+        message = f"expected ids of devices that are texts or numbers, found {format_value(attributes['devices'])}"
         raise InputError("D009", message, where=where) from None
     return _attribute_texts({**attributes, "devices": devices}, "the graph", where)
 
@@ -146,9 +147,9 @@ def _id_text(node: Hashable, where: str) -> str:
     """Return the text of an id; raises InputError for one that cannot be read back from it."""
     if type(node).__name__ not in ("str", *_ID_TYPES):
         hint = "networkx.convert_node_labels_to_integers gives every node a number"
-        message = f"expected ids that are texts or numbers, found {shown(node)}"
+        message = f"expected ids that are texts or numbers, found {format_value(node)}"
         raise InputError("D009", message, where=where, hint=hint)
-    return _require_xml(str(node), f"the id of node {shown(node)}", where)
+    return _require_xml(str(node), f"the id of node {format_value(node)}", where)
 
 
 def _attribute_texts(attributes: Mapping[str, Any], label: str, where: str) -> dict[str, Any]:
@@ -168,9 +169,6 @@ def _attribute_texts(attributes: Mapping[str, Any], label: str, where: str) -> d
 def _require_xml(text: str, what: str, where: str) -> str:
     """Return a text; raises InputError for characters that XML cannot hold."""
     if bad := _NO_XML.search(text):
-        message = f"{what} has the character U+{ord(bad.group()):04X}, which XML cannot hold: {shown(text)}"
+        message = f"{what} has the character U+{ord(bad.group()):04X}, which XML cannot hold: {format_value(text)}"
         raise InputError("D009", message, where=where, hint="rename it, or keep the graph in JSON")
     return text
-
-
-__all__ = ["GRAPH_FORMATS", "GraphFormat", "format_of", "read_graph", "require_writable", "write_graph"]

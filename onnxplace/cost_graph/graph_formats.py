@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from onnxplace.cost_graph.graph_xml import AttributedGraph, Column, GraphReader, Handlers
-from onnxplace.errors import shown
+from onnxplace.errors import format_value
 from onnxplace.utils import parse_json
 
 
@@ -56,7 +56,7 @@ class _GraphmlReader(GraphReader):
         key = attributes.get("key", "")
         self.key = self.columns.get(("", key))
         if self.key is None:
-            message = f"{self.item.label} has data of key {shown(key)}, expected a <key> for it"
+            message = f"{self.item.label} has data of key {format_value(key)}, expected a <key> for it"
             raise self.error("D001", message, "export the file again")
 
     def _end_data(self, text: str) -> None:
@@ -125,7 +125,7 @@ class _GexfReader(GraphReader):
         key = attributes.get("for", attributes.get("id", ""))
         column = self.columns.get((self.item.scope, key))
         if column is None:
-            message = f"{self.item.label} has a value of attribute {shown(key)}, expected an <attribute> for it"
+            message = f"{self.item.label} has a value of attribute {format_value(key)}, expected an <attribute> for it"
             raise self.error("D001", message, "export the file again")
         self.store(column, attributes.get("value", ""))
 
@@ -141,6 +141,3 @@ def read_graph_xml(data: bytes, kind: str, known: frozenset[str], where: str) ->
     [('a', {})]
     """
     return (_GraphmlReader if kind == "graphml" else _GexfReader)(known, where).read(data)
-
-
-__all__ = ["read_graph_xml"]

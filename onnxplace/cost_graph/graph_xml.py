@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 from xml.parsers import expat
 
-from onnxplace.errors import InputError, shown
+from onnxplace.errors import InputError, format_value
 
 # An element is a tag that is opened; a node has about eight. Together they bound time: about a minute.
 MAX_ELEMENTS = 1 << 24
@@ -179,9 +179,9 @@ class GraphReader:
         if node_id is None:
             raise self.error("D002", "expected a node with an id, found one without", 'give each node its own "id"')
         if node_id in self.nodes:
-            raise self.error("D002", f"two nodes have the id {shown(node_id)}", 'give each node its own "id"')
+            raise self.error("D002", f"two nodes have the id {format_value(node_id)}", 'give each node its own "id"')
         self._count()
-        self.item = Item("node", f"node {shown(node_id)}")
+        self.item = Item("node", f"node {format_value(node_id)}")
         self.nodes[node_id] = self.item.data
 
     def start_edge(self, attributes: dict[str, str], directed: bool) -> None:
@@ -189,7 +189,7 @@ class GraphReader:
         source, destination = attributes.get("source"), attributes.get("target")
         if source is None or destination is None:
             raise self.error("D003", "expected an edge with source and target, found one without")
-        label = f"edge {shown(source)} -> {shown(destination)}"
+        label = f"edge {format_value(source)} -> {format_value(destination)}"
         if not directed:
             hint = f'say {self.directed_by}="directed" if each edge leads from its source to its target'
             raise self.error("D008", f"expected directed edges, found {label} without a direction", hint)
@@ -202,7 +202,7 @@ class GraphReader:
     def require_node(self, node_id: str, line: int) -> None:
         """Raise InputError unless there is such a node."""
         if node_id not in self.nodes:
-            message = f"an edge names node {shown(node_id)}, which is not there"
+            message = f"an edge names node {format_value(node_id)}, which is not there"
             raise self.error("D003", message, "declare the node, or correct the edge", line=line)
 
     def end_item(self, _: str) -> None:
@@ -215,7 +215,7 @@ class GraphReader:
     def declare(self, section: str, key: str | None, column: Column) -> None:
         """Note an attribute that the file declares."""
         if key is None or (section, key) in self.columns:
-            found = "one without" if key is None else f"a second one with the id {shown(key)}"
+            found = "one without" if key is None else f"a second one with the id {format_value(key)}"
             raise self.error("D001", f"expected an attribute with its own id, found {found}", "export the file again")
         self.columns[section, key] = column
 
@@ -247,7 +247,8 @@ class GraphReader:
             elif kind in _WHOLE | _REAL | {"boolean"}:
                 raise ValueError
         except (ValueError, KeyError):
-            message = f"{column.name} of {self.item.label} is {shown(text)}, expected a value of type {shown(kind)}"
+            found = f"{column.name} of {self.item.label} is {format_value(text)}"
+            message = f"{found}, expected a value of type {format_value(kind)}"
             raise self.error("D004", message, "correct the value, or the type that the file declares") from None
         return text
 
@@ -255,6 +256,3 @@ class GraphReader:
         if len(self.nodes) + len(self.edges) >= MAX_ITEMS:
             message = f"expected at most {MAX_ITEMS} nodes and edges, found more"
             raise self.error("D001", message, "make the graph smaller")
-
-
-__all__ = ["AttributedGraph", "Column", "GraphReader", "Handlers"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from onnxplace.errors import InputError, shown
+from onnxplace.errors import InputError, format_value
 from onnxplace.facts import Groups, Placement, Profile, Schedule
 from onnxplace.graph import Floats, Ints, OpGraph, sum_by
 from onnxplace.state import State
@@ -126,7 +126,7 @@ def _placing_of(graph: CostGraph, placed: PlacedGraph) -> _Placing:
         device = [index[placed.placement[str(node)]] for node in graph.ids]
     except KeyError as problem:
         hint = "give the cost graph that was placed, after with_devices"
-        message = f"expected a placement of this graph, found none of {shown(problem.args[0])}"
+        message = f"expected a placement of this graph, found none of {format_value(problem.args[0])}"
         raise InputError("D007", message, where=graph.name, hint=hint) from None
     return _Placing(np.array(device, dtype=np.int32), placed.start_seconds, placed.finish_seconds)
 
@@ -238,6 +238,3 @@ def _color(index: int) -> str:
     """Return the colour of a device, `#rrggbb`."""
     channels = colorsys.hsv_to_rgb(index * _HUE_STEP % 1, 0.55, 0.9)
     return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
-
-
-__all__ = ["to_networkx"]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
         evaluate_placement as evaluate_placement,
         place_cost_graph as place_cost_graph,
         read_placement as read_placement,
-        with_devices as with_devices,
+        replace_devices as replace_devices,
     )
 
 __getattr__, __dir__, __all__ = attach(
@@ -21,6 +21,6 @@ __getattr__, __dir__, __all__ = attach(
     {
         "compiler": "Compiled compile_model",
         "options": "CompileOptions",
-        "placer": "Grouping PlacementResult evaluate_placement place_cost_graph read_placement with_devices",
+        "placer": ("Grouping PlacementResult evaluate_placement place_cost_graph read_placement replace_devices"),
     },
 )

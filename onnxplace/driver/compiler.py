@@ -13,13 +13,13 @@ from onnxplace.driver.first_use import compile_loops
 from onnxplace.driver.options import CompileOptions, CompileSettings
 from onnxplace.errors import Diagnostic, InfeasibleError, ModelError, UsageError
 from onnxplace.facts import Placement, Profile
-from onnxplace.machine import cuda_problem, list_gpus, local_target, measurement_cache, use_custom_operators
+from onnxplace.machine import find_cuda_problem, list_gpus, local_target, measurement_cache, use_custom_operators
 from onnxplace.model import (
     Model,
     bind,
     bind_states,
     load as load_model,
-    require_beside,
+    require_linkable,
     require_operators,
     require_unchanged,
     tensor_size,
@@ -27,7 +27,7 @@ from onnxplace.model import (
 from onnxplace.pipeline import OBJECTIVES, Observer, Pipeline, Timing, report_idle_devices, require_all_devices_used
 from onnxplace.state import State
 from onnxplace.target import Target, parse_memory
-from onnxplace.utils import require_place
+from onnxplace.utils import require_writable
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -66,7 +66,7 @@ def compile_model(
     state = State(target).having(loaded).saying(*notes)
     link_weights = settings.link_weights or getattr(steps.passes[-1], "link_weights", False)
     if link_weights:
-        require_beside(loaded, path)
+        require_linkable(loaded, path)
     with stage_output(path, settings.force) as staging, use_custom_operators(settings.custom_op_libraries):
         steps = redirect_emit(staging.folder, steps, link_weights)
         try:
@@ -97,7 +97,7 @@ def _prepare_paths(model: object, output: Path, steps: Pipeline, force: bool) ->
     """
     saved = [Path(file) for step in steps.passes if (file := getattr(step, "save", ""))]
     for file in saved:
-        require_place(file, *([Path(model)] if isinstance(model, (str, Path)) else []))
+        require_writable(file, *([Path(model)] if isinstance(model, (str, Path)) else []))
     return prepare_output(output, force, *(file.parent for file in saved), measurement_cache.folder())
 
 
@@ -195,7 +195,7 @@ def _report_unused_gpus(target: Target, devices: object) -> list[Diagnostic]:
     return [
         Diagnostic(
             "T012",
-            f"this GPU ({gpu.name}) is not used: {cuda_problem(gpu.index)}",
+            f"this GPU ({gpu.name}) is not used: {find_cuda_problem(gpu.index)}",
             where=f"cuda:{gpu.index}",
             hint="pip uninstall -y onnxruntime; pip install 'onnxplace[gpu]'",
         )

@@ -11,7 +11,7 @@ import numpy as np
 
 from onnxplace.cost_graph import CostGraph
 from onnxplace.driver.first_use import compile_loops
-from onnxplace.errors import Diagnostic, InputError, counted, nearest
+from onnxplace.errors import Diagnostic, InputError, format_count, suggest_nearest
 from onnxplace.facts import Groups, Placement, Schedule
 from onnxplace.graph import Floats, Longs
 from onnxplace.pipeline import (
@@ -148,17 +148,19 @@ def evaluate_placement(
     nodes = {str(node) for node in graph.ids}
     if missing := sorted(nodes - placement.keys()):
         raise InputError(
-            "D007", f"no device for {counted(len(missing), 'node')}, such as {missing[0]!r}", where="--placement"
+            "D007", f"no device for {format_count(len(missing), 'node')}, such as {missing[0]!r}", where="--placement"
         )
     if unknown := sorted(placement.keys() - nodes):
-        raise InputError("D007", f"unknown node {unknown[0]!r}", where="--placement", hint=nearest(unknown[0], nodes))
+        raise InputError(
+            "D007", f"unknown node {unknown[0]!r}", where="--placement", hint=suggest_nearest(unknown[0], nodes)
+        )
     for node, device in placement.items():
         if str(device) not in index:
             raise InputError(
                 "D007",
                 f"node {node!r} is on unknown device {device!r}",
                 where="--placement",
-                hint=nearest(str(device), index),
+                hint=suggest_nearest(str(device), index),
             )
     pinned = np.array([index[str(placement[str(node)])] for node in graph.ids], dtype=np.int32)
     single = np.arange(len(pinned), dtype=np.int32)
@@ -195,7 +197,7 @@ def _build_result(
     )
 
 
-def with_devices(graph: CostGraph, count: int | None, memory_bytes: int | None) -> CostGraph:
+def replace_devices(graph: CostGraph, count: int | None, memory_bytes: int | None) -> CostGraph:
     """Return the cost graph on `count` devices, with other memory limits.
 
     All links are like the link between its first two devices.

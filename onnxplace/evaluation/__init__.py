@@ -9,7 +9,7 @@ if TYPE_CHECKING:
         OutputDifference as OutputDifference,
         Timings as Timings,
         compare_outputs as compare_outputs,
-        lineages_of_bundle as lineages_of_bundle,
+        find_bundle_lineages as find_bundle_lineages,
         open_reference as open_reference,
         rounds_to_few_values as rounds_to_few_values,
         time_in_turns as time_in_turns,
@@ -43,7 +43,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "compare": (
-            "OutputDifference Timings compare_outputs lineages_of_bundle open_reference rounds_to_few_values "
+            "OutputDifference Timings compare_outputs find_bundle_lineages open_reference rounds_to_few_values "
             "time_in_turns"
         ),
         "device_usage": "DeviceUsage TracedRequests measure_usage",

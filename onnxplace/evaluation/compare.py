@@ -14,7 +14,7 @@ import numpy as np
 from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle
 from onnxplace.errors import ModelError
 from onnxplace.feeds import Array, Declared, describe_input
-from onnxplace.machine import open_session, pin_thread, run_whole_model, session_options
+from onnxplace.machine import make_session_options, open_session, pin_thread, run_whole_model
 from onnxplace.model import Lineage, is_quantising, output_lineages
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def open_reference(
         raise ModelError("M001", message, where=str(model))
     entries = {} if against else bundle.session_entries
     with pin_thread(all_cores):
-        session = open_session(model, session_options(all_cores, entries=entries), where=str(model))
+        session = open_session(model, make_session_options(all_cores, entries=entries), where=str(model))
     names = [output.name for output in session.get_outputs()]
     _require_same_interface(bundle, session, str(model))
 
@@ -166,7 +166,7 @@ def rounds_to_few_values(bundle: Bundle) -> bool:
     return is_quantising(_load_whole_model(bundle))
 
 
-def lineages_of_bundle(bundle: Bundle) -> dict[str, Lineage]:
+def find_bundle_lineages(bundle: Bundle) -> dict[str, Lineage]:
     """Return the lineage of each output of the model, by name."""
     return output_lineages(_load_whole_model(bundle), {item.input: item.output for item in bundle.manifest.states})
 

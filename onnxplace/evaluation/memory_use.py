@@ -20,11 +20,11 @@ import numpy as np
 from onnxplace.bundle import Bundle, extract_device_part
 from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.machine import (
+    build_one_node_model,
     list_gpus,
-    one_node_model,
+    list_operator_libraries,
+    make_session_options,
     open_session,
-    operator_libraries,
-    session_options,
     use_custom_operators,
 )
 from onnxplace.pipeline import Observer, find_plugin
@@ -109,7 +109,7 @@ class MemoryJob:
     device: str = ""
     """The device whose part is run; empty for the whole bundle."""
     runs: int = MEMORY_RUNS
-    libraries: tuple[str, ...] = field(default_factory=operator_libraries)
+    libraries: tuple[str, ...] = field(default_factory=list_operator_libraries)
     """Libraries of custom operators."""
 
 
@@ -191,7 +191,9 @@ def run_memory_job(job: MemoryJob) -> ProcessMemory:
     runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
     gpu_ids = [device.id for device in bundle.target.devices if device.kind == "cuda"]
     with use_custom_operators(job.libraries), _watch_gpus(gpu_ids) as gpu_bytes:
-        open_session(one_node_model(), session_options(()))  # memory of the first session belongs to no bundle
+        open_session(
+            build_one_node_model(), make_session_options(())
+        )  # memory of the first session belongs to no bundle
         before, code = _read_memory_status("VmRSS"), _sum_library_bytes()
         _reset_peak()
         with runtime.open(bundle) as session:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxplace.bundle import Bundle
-from onnxplace.errors import ExecutionError, FeedError, ModelError, nearest
+from onnxplace.errors import ExecutionError, FeedError, ModelError, suggest_nearest
 from onnxplace.feeds import (
     Array,
     Declared,
@@ -19,10 +19,10 @@ from onnxplace.feeds import (
     complete_dimensions,
     dimension_keys,
     dimensions_of_feeds,
+    drop_derived_sizes,
     random_feeds,
     read_npz,
     symbols_of_dimension,
-    without_derived,
 )
 
 Feeds = Mapping[str, Array]
@@ -127,16 +127,16 @@ def choose_step_inputs(bundle: Bundle, inputs: Path | None, sizes: Mapping[str, 
     known = sorted({name for key in keys for name in (key, *symbols_of_dimension(key))})
     for key in sizes:
         if key not in known:
-            hint = nearest(key, known) if known else "all its dimensions are fixed"
+            hint = suggest_nearest(key, known) if known else "all its dimensions are fixed"
             raise FeedError("M022", f"the model has no symbolic dimension {key!r}", where="--shape", hint=hint)
     # The given sizes, and those that follow from them, override the ones that the bundle was compiled with.
     overridden = complete_dimensions(keys, sizes)
     defaults = {
         key: size
-        for key, size in without_derived(compiled_sizes).items()
+        for key, size in drop_derived_sizes(compiled_sizes).items()
         if key not in overridden and not overridden.keys() & symbols_of_dimension(key)
     }
-    all_sizes = without_derived(complete_dimensions(keys, {**defaults, **sizes}))
+    all_sizes = drop_derived_sizes(complete_dimensions(keys, {**defaults, **sizes}))
     return StepInputs(bundle, read_npz(inputs) if inputs else None, all_sizes, seed)
 
 

@@ -34,11 +34,11 @@ from onnxplace.machine import (
     Runs,
     available_cores,
     available_memory_bytes,
-    cuda_problem,
+    find_cuda_problem,
     import_onnxruntime,
+    list_operator_libraries,
     longest_wait,
     measurement_cache,
-    operator_libraries,
     read_run_delays,
 )
 from onnxplace.pipeline import find_plugin
@@ -97,7 +97,7 @@ def find_core_shortage(manifest: Manifest) -> Diagnostic | None:
 
 def _find_missing_gpu(manifest: Manifest) -> Diagnostic | None:
     for device in manifest.target.devices:
-        if device.kind == "cuda" and manifest.programs.get(device.id) and (problem := cuda_problem(device.index)):
+        if device.kind == "cuda" and manifest.programs.get(device.id) and (problem := find_cuda_problem(device.index)):
             return Diagnostic("T011", problem, where=device.id)
     return None
 
@@ -258,7 +258,7 @@ def _trial_key(bundle: Bundle, feeds: Mapping[str, Array]) -> str:
     return measurement_cache.key(
         [
             *(measurement_cache.processor(), import_onnxruntime().__version__),
-            *map(measurement_cache.file_described, operator_libraries()),
+            *map(measurement_cache.file_described, list_operator_libraries()),
             *(f"{device.id} {device.cores} {device.model}" for device in manifest.target.devices),
             manifest.model_dump_json(include={"programs", "states"}),
             *(f"{name} {record.sha256}" for name, record in sorted({**run_files, **manifest.linked}.items())),

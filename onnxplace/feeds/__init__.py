@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from onnxplace.feeds.expressions import (
         MAX_DIMENSION as MAX_DIMENSION,
         MAX_RANK as MAX_RANK,
-        without_derived as without_derived,
+        drop_derived_sizes as drop_derived_sizes,
     )
     from onnxplace.feeds.feeds import (
         Array as Array,
@@ -31,7 +31,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "dimensions": ("complete_dimensions dimension_keys dimensions_of_feeds resolve_shapes symbols_of_dimension"),
-        "expressions": "MAX_DIMENSION MAX_RANK without_derived",
+        "expressions": "MAX_DIMENSION MAX_RANK drop_derived_sizes",
         "feeds": "Array Declared check_feeds check_shape describe_input",
         "npz": "read_npz require_storable write_npz",
         "synthetic": "random_feeds zero_feeds",

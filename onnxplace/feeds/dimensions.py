@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from onnxplace.errors import MAX_LISTED, FeedError, listed
+from onnxplace.errors import MAX_LISTED, FeedError, format_names
 from onnxplace.feeds.expressions import NoSizeError, complete_sizes, parse_size, symbols_of
 from onnxplace.feeds.feeds import Declared
 
@@ -56,7 +56,7 @@ def _unbound_error(names: Sequence[str]) -> FeedError:
     """Return the error for dimensions without a size, with an example of how to give them."""
     example = shlex.quote(",".join(f"{name}=1" for name in names[:MAX_LISTED]) + ",..." * (len(names) > MAX_LISTED))
     hint = f"give them, such as --shape {example}, or real inputs with --inputs F.npz"
-    return FeedError("M020", f"symbolic dimensions without a value: {listed(names, quoted=False)}", hint=hint)
+    return FeedError("M020", f"symbolic dimensions without a value: {format_names(names, quoted=False)}", hint=hint)
 
 
 def dimensions_of_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[str, int]:

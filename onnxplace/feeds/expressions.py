@@ -259,7 +259,7 @@ def complete_sizes(names: Iterable[str], sizes: Mapping[str, int]) -> dict[str, 
     return result
 
 
-def without_derived(sizes: Mapping[str, int]) -> dict[str, int]:
+def drop_derived_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the sizes that do not follow from the others.
 
     >>> without_derived({"past": 5, "seq": 1, "past + seq": 6})

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.errors import FeedError, listed, nearest, shown
+from onnxplace.errors import FeedError, format_names, format_value, suggest_nearest
 
 Array = NDArray[Any]
 # ONNX Runtime's name of a type -> numpy's.
@@ -88,15 +88,15 @@ def check_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[st
     {'x': array([ True, False])}
     """
     if not isinstance(feeds, Mapping):
-        raise FeedError("F007", f"expected a mapping from input names to arrays, got {shown(feeds)}")
+        raise FeedError("F007", f"expected a mapping from input names to arrays, got {format_value(feeds)}")
     known = {item.name: item for item in inputs}
     for name in feeds:
         if name not in known:
-            raise FeedError("F001", f"the model has no input {name!r}", hint=nearest(name, known))
+            raise FeedError("F001", f"the model has no input {name!r}", hint=suggest_nearest(name, known))
     missing = [item.name for item in inputs if item.name not in feeds and not item.optional]
     if missing:
-        hint = f"inputs of this model: {listed(map(describe_input, inputs), quoted=False)}"
-        raise FeedError("F002", f"no value for {listed(missing)}", hint=hint)
+        hint = f"inputs of this model: {format_names(map(describe_input, inputs), quoted=False)}"
+        raise FeedError("F002", f"no value for {format_names(missing)}", hint=hint)
     symbols: dict[str, tuple[int, str]] = {}
     return {
         name: _check_tensor(_as_array(name, value), known[name], symbols)

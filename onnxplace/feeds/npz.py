@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from onnxplace.errors import FeedError, InputError, one_line
+from onnxplace.errors import FeedError, InputError, format_one_line
 from onnxplace.feeds.feeds import Array, Declared
 from onnxplace.utils import open_input, write_file
 
@@ -116,11 +116,11 @@ def read_npz(path: str | Path) -> dict[str, Array]:
     except OSError as problem:
         reason = problem.strerror or str(problem)
     except ValueError as problem:
-        reason = "it holds objects, not plain arrays" if "allow_pickle" in str(problem) else one_line(problem)
+        reason = "it holds objects, not plain arrays" if "allow_pickle" in str(problem) else format_one_line(problem)
     except MemoryError:
         reason = "an array in it is too large for this machine's memory"
     except Exception as problem:  # noqa: BLE001 - numpy, zipfile and decompressors raise errors of many types
-        reason = f"it is cut off or damaged ({one_line(problem)})"
+        reason = f"it is cut off or damaged ({format_one_line(problem)})"
     raise FeedError("F006", f"not an .npz file of plain arrays: {reason}", where=str(path), hint=hint)
 
 

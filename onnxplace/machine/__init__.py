@@ -12,19 +12,19 @@ if TYPE_CHECKING:
         assign_cores as assign_cores,
         available_cores as available_cores,
         available_memory_bytes as available_memory_bytes,
-        cuda_problem as cuda_problem,
+        build_one_node_model as build_one_node_model,
         describe_machine as describe_machine,
+        find_cuda_problem as find_cuda_problem,
+        find_link_technology as find_link_technology,
         import_onnxruntime as import_onnxruntime,
-        link_technology as link_technology,
         list_gpus as list_gpus,
         local_target as local_target,
-        one_node_model as one_node_model,
         require_cuda as require_cuda,
     )
     from onnxplace.machine.interrupts import (
         interruptible as interruptible,
         prepare_interrupts as prepare_interrupts,
-        stop_runs_on as stop_runs_on,
+        register_ending_handler as register_ending_handler,
     )
     from onnxplace.machine.refusals import LIBRARY_HINT as LIBRARY_HINT, find_disk_full as find_disk_full
     from onnxplace.machine.repeated_runs import (
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from onnxplace.machine.sessions import (
         end_openings as end_openings,
         is_foreign_error as is_foreign_error,
+        list_operator_libraries as list_operator_libraries,
+        make_session_options as make_session_options,
         open_session as open_session,
-        operator_libraries as operator_libraries,
         pin_thread as pin_thread,
         require_interpreter as require_interpreter,
         run_whole_model as run_whole_model,
-        session_options as session_options,
         use_custom_operators as use_custom_operators,
         without_optimisations as without_optimisations,
     )
@@ -54,18 +54,19 @@ __getattr__, __dir__, __all__ = attach(
     {
         "measurement_cache": "",
         "hardware": (
-            "Gpu RUNTIME_BYTES assign_cores available_cores available_memory_bytes cuda_problem describe_machine "
-            "import_onnxruntime link_technology list_gpus local_target one_node_model require_cuda"
+            "Gpu RUNTIME_BYTES assign_cores available_cores available_memory_bytes build_one_node_model "
+            "describe_machine find_cuda_problem find_link_technology import_onnxruntime list_gpus local_target "
+            "require_cuda"
         ),
-        "interrupts": "interruptible prepare_interrupts stop_runs_on",
+        "interrupts": "interruptible prepare_interrupts register_ending_handler",
         "refusals": "LIBRARY_HINT find_disk_full",
         "repeated_runs": (
             "BUSY_WAITING_SHARE DOUBTFUL_WAITING_SHARE MAX_CREDIBLE_WAITING_SHARE MIN_RUNS RepeatPolicy Runs"
         ),
         "run_delay": "longest_wait read_run_delays",
         "sessions": (
-            "end_openings is_foreign_error open_session operator_libraries pin_thread require_interpreter "
-            "run_whole_model session_options use_custom_operators without_optimisations"
+            "end_openings is_foreign_error list_operator_libraries make_session_options open_session pin_thread "
+            "require_interpreter run_whole_model use_custom_operators without_optimisations"
         ),
     },
 )

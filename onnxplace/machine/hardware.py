@@ -87,7 +87,7 @@ def list_gpus() -> tuple[Gpu, ...]:
     return tuple(gpus)
 
 
-def link_technology(source: str, destination: str) -> str:
+def find_link_technology(source: str, destination: str) -> str:
     """Return the link between two devices of this machine.
 
     It is `memory`, `nvlink`, `pcie` or `host`.
@@ -200,7 +200,7 @@ def local_target(devices: str | Sequence[str] | None = None) -> Target:
 
 def choose_default_device_ids(gpus: tuple[Gpu, ...]) -> tuple[str, ...]:
     """Return the usable GPUs, or else two CPU devices."""
-    usable = tuple(f"cuda:{gpu.index}" for gpu in gpus if cuda_problem(gpu.index) is None)
+    usable = tuple(f"cuda:{gpu.index}" for gpu in gpus if find_cuda_problem(gpu.index) is None)
     return usable or ("cpu:0", "cpu:1")
 
 
@@ -228,7 +228,7 @@ def require_cuda(device_id: str, instead: str = "") -> None:
         device_id: The GPU, such as `cuda:0`.
         instead: A way to do without it, for the hint.
     """
-    problem = cuda_problem(int(device_id.partition(":")[2]))
+    problem = find_cuda_problem(int(device_id.partition(":")[2]))
     if problem:
         raise TargetError(
             "T011",
@@ -241,7 +241,7 @@ def require_cuda(device_id: str, instead: str = "") -> None:
 
 
 @cache
-def cuda_problem(index: int) -> str | None:
+def find_cuda_problem(index: int) -> str | None:
     """Return why ONNX Runtime cannot use GPU `index`; None if it can.
 
     It opens a session, since the list of available providers names those compiled in, whether they work or not.
@@ -253,7 +253,7 @@ def cuda_problem(index: int) -> str | None:
     options.log_severity_level = 4  # failures arrive as exceptions
     providers = [("CUDAExecutionProvider", {"device_id": str(index)})]
     try:
-        session = runtime.InferenceSession(one_node_model(), options, providers=providers)
+        session = runtime.InferenceSession(build_one_node_model(), options, providers=providers)
     except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
         return f"ONNX Runtime cannot open it: {str(problem).splitlines()[0]}"
     if session.get_providers()[0] != "CUDAExecutionProvider":
@@ -261,7 +261,7 @@ def cuda_problem(index: int) -> str | None:
     return None
 
 
-def one_node_model() -> bytes:
+def build_one_node_model() -> bytes:
     """Return a serialised model of one node."""
     from onnx import parser
 
@@ -280,7 +280,7 @@ def describe_machine() -> dict[str, Any]:
             "name": gpu.name,
             "memory_bytes": gpu.memory_bytes,
             "free_bytes": gpu.free_bytes,
-            "problem": cuda_problem(gpu.index),
+            "problem": find_cuda_problem(gpu.index),
         }
         for gpu in list_gpus()
     ]

@@ -29,7 +29,7 @@ MIN_REPEAT_SECONDS = 0.3
 _ending_handlers: list[object] = [signal.default_int_handler]
 
 
-def stop_runs_on(handler: Callable[..., object]) -> None:
+def register_ending_handler(handler: Callable[..., object]) -> None:
     """Let signals with this handler stop computations of the main thread.
 
     The handler has to raise.

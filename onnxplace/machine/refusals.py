@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onnxplace.errors import ModelError, OnnxplaceError, one_line
+from onnxplace.errors import ModelError, OnnxplaceError, format_one_line
 from onnxplace.utils import disk_error
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def explain_refusal(problem: Exception, model: Path | bytes, folder: str, device
     """
     if folder and (full := find_disk_full(folder, len(model) if isinstance(model, bytes) else 0)):
         return full
-    text = one_line(problem).rpartition("[ONNXRuntimeError] : ")[2]
+    text = format_one_line(problem).rpartition("[ONNXRuntimeError] : ")[2]
     if unknown := _UNKNOWN_OPERATOR.search(text):
         message = f"ONNX Runtime has no operator {unknown['name']} in domain {unknown['domain']!r}"
         return ModelError("M010", message, where=where, hint=LIBRARY_HINT)

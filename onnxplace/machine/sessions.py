@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
-from onnxplace.errors import ExecutionError, ModelError, OnnxplaceError, one_line
+from onnxplace.errors import ExecutionError, ModelError, OnnxplaceError, format_one_line
 from onnxplace.machine.hardware import import_onnxruntime
 from onnxplace.machine.interrupts import interruptible, run_interruptibly
 from onnxplace.machine.refusals import explain_refusal, find_written_folder
@@ -71,7 +71,7 @@ def without_optimisations() -> Iterator[None]:
         _default_level.reset(token)
 
 
-def operator_libraries() -> tuple[str, ...]:
+def list_operator_libraries() -> tuple[str, ...]:
     """Return the libraries of custom operators in use, as set by `use_custom_operators`."""
     return _custom_libraries.get()
 
@@ -80,12 +80,14 @@ def _register_library(options: Any, path: str) -> None:
     try:
         options.register_custom_ops_library(path)
     except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
-        message = f"ONNX Runtime cannot load operators from it: {one_line(problem)}"
+        message = f"ONNX Runtime cannot load operators from it: {format_one_line(problem)}"
         hint = "it must be a shared library that exports RegisterCustomOps"
         raise ModelError("M023", message, where=path, hint=hint) from None
 
 
-def session_options(cores: Sequence[int], level: Level | None = None, entries: Mapping[str, str] | None = None) -> Any:
+def make_session_options(
+    cores: Sequence[int], level: Level | None = None, entries: Mapping[str, str] | None = None
+) -> Any:
     """Return options for a session that computes on `cores` only.
 
     The calling thread has to pin itself (`pin_thread`).
@@ -110,7 +112,7 @@ def session_options(cores: Sequence[int], level: Level | None = None, entries: M
         options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_MICROSECONDS))
     for key, value in (entries or {}).items():
         options.add_session_config_entry(key, value)
-    for path in operator_libraries():
+    for path in list_operator_libraries():
         _register_library(options, path)
     return options
 
@@ -176,7 +178,7 @@ def open_session(model: str | Path | bytes, options: Any, device_id: str = "cpu:
 
     Args:
         model: Path or bytes of an ONNX model.
-        options: As `session_options` returns them.
+        options: As `make_session_options` returns them.
         device_id: Such as `cpu:0` or `cuda:1`.
         where: Place for error messages; by default the path.
 
@@ -216,7 +218,7 @@ def run_whole_model(session: Any, names: Sequence[str] | None, feeds: Mapping[st
     except Exception as problem:
         if is_foreign_error(problem):
             raise
-        text = one_line(problem)
+        text = format_one_line(problem)
         hint = "random inputs may not fit this model: give real ones with --inputs F.npz, other sizes with --shape"
         raise ModelError("M017", f"the model cannot be run with these inputs: {text}", where=where, hint=hint) from None
 

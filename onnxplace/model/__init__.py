@@ -20,21 +20,25 @@ if TYPE_CHECKING:
     )
     from onnxplace.model.loading import (
         load as load,
-        require_beside as require_beside,
+        require_linkable as require_linkable,
         require_unchanged as require_unchanged,
     )
-    from onnxplace.model.lowering import op_graph as op_graph
+    from onnxplace.model.lowering import build_op_graph as build_op_graph
     from onnxplace.model.model import Model as Model, declaration_of as declaration_of
-    from onnxplace.model.nested_graphs import captured_names as captured_names, subgraphs as subgraphs
+    from onnxplace.model.nested_graphs import captured_names as captured_names, iterate_subgraphs as iterate_subgraphs
     from onnxplace.model.precision import find_scales_to_protect as find_scales_to_protect
     from onnxplace.model.session_model import store_for_session as store_for_session
-    from onnxplace.model.shapes import bind as bind, static_shapes as static_shapes, value_bytes as value_bytes
+    from onnxplace.model.shapes import (
+        bind as bind,
+        infer_static_shapes as infer_static_shapes,
+        value_bytes as value_bytes,
+    )
     from onnxplace.model.supported_operators import (
         list_custom_operators as list_custom_operators,
         require_operators as require_operators,
     )
     from onnxplace.model.tensors import tensor_size as tensor_size
-    from onnxplace.model.value_types import shape_entries as shape_entries, type_name as type_name
+    from onnxplace.model.value_types import format_type as format_type, read_shape_entries as read_shape_entries
     from onnxplace.model.weights import WeightFile as WeightFile
 
 __getattr__, __dir__, __all__ = attach(
@@ -43,16 +47,16 @@ __getattr__, __dir__, __all__ = attach(
         "carried_state": "StateRequest bind_states",
         "host_values": "DEQUANTIZE HostValue find_host_values is_quantization_node join_quantised_units",
         "lineage": "Lineage is_quantising output_lineages",
-        "loading": "load require_beside require_unchanged",
-        "lowering": "op_graph",
+        "loading": "load require_linkable require_unchanged",
+        "lowering": "build_op_graph",
         "model": "Model declaration_of",
-        "nested_graphs": "captured_names subgraphs",
+        "nested_graphs": "captured_names iterate_subgraphs",
         "precision": "find_scales_to_protect",
         "session_model": "store_for_session",
-        "shapes": "bind static_shapes value_bytes",
+        "shapes": "bind infer_static_shapes value_bytes",
         "supported_operators": "list_custom_operators require_operators",
         "tensors": "tensor_size",
-        "value_types": "shape_entries type_name",
+        "value_types": "format_type read_shape_entries",
         "weights": "WeightFile",
     },
 )

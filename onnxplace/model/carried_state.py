@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from onnxplace.errors import ModelError, UsageError, nearest
+from onnxplace.errors import ModelError, UsageError, suggest_nearest
 from onnxplace.feeds import Declared, describe_input
 from onnxplace.model.model import Model, declaration_of
-from onnxplace.model.value_types import shape_entries, type_name
+from onnxplace.model.value_types import format_type, read_shape_entries
 from onnxplace.utils import match_stars
 
 OPTION = "--state"
@@ -68,7 +68,7 @@ def _expand_pair(left: str, right: str, model: Model) -> Iterator[tuple[str, str
     matching = [name for name in outputs if match_stars(left, left, name, name) is not None]
     if not matching:
         message = f"no output matches {left!r}" if "*" in left else f"the model has no output {left!r}"
-        raise UsageError("S002", message, where=OPTION, hint=nearest(left, outputs))
+        raise UsageError("S002", message, where=OPTION, hint=suggest_nearest(left, outputs))
     parts = right.split("*")
     candidates = [name for name in inputs if name.startswith(parts[0]) and name.endswith(parts[-1])]
     for output in matching:
@@ -77,7 +77,7 @@ def _expand_pair(left: str, right: str, model: Model) -> Iterator[tuple[str, str
         if not matching_inputs:
             name = _fill_stars(right, match_stars(left, left, output, output) or ())
             message = f"the model has no input {name!r} for output {output!r}"
-            raise UsageError("S002", message, where=OPTION, hint=nearest(name, inputs))
+            raise UsageError("S002", message, where=OPTION, hint=suggest_nearest(name, inputs))
         yield from ((output, name) for name in matching_inputs)
 
 
@@ -102,7 +102,7 @@ def _require_fit(model: Model, output: str, name: str) -> None:
         kind = model.types.get(source, kind)
     if not kind.WhichOneof("value"):
         return
-    returned = Declared(output, type_name(kind), shape_entries(kind))
+    returned = Declared(output, format_type(kind), read_shape_entries(kind))
     if returned.dtype != expected.dtype or not _are_compatible(returned.shape, expected.shape):
         message = f"the output is {describe_input(returned)}, the input takes {describe_input(expected)}"
         raise ModelError("S003", message, where=where, hint="bind values of one type and shape")

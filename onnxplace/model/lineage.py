@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from onnxplace.model.nested_graphs import is_tensor_constant, iterate_reads, subgraphs, walk_nodes
+from onnxplace.model.nested_graphs import is_tensor_constant, iterate_reads, iterate_subgraphs, walk_nodes
 
 # Operators that draw random numbers; Dropout does so in training mode only.
 _RANDOM_OPERATORS = {
@@ -130,7 +130,7 @@ class _Tracer:
             carried = sources.random_nodes if shape_is_drawn else frozenset()
             return Lineage(random_nodes=drawing | carried, shape_is_drawn=shape_is_drawn)
         cast = _to_numpy_names([kind]) if (kind := _read_cast_type(node)) else frozenset()
-        types = _unite([sources.types, cast, *(_collect_subgraph_types(graph) for graph in subgraphs(node))])
+        types = _unite([sources.types, cast, *(_collect_subgraph_types(graph) for graph in iterate_subgraphs(node))])
         return Lineage(types, sources.random_nodes | drawing, shape_is_drawn)
 
     def _find_random_nodes(self, node: NodeProto) -> list[str]:
@@ -165,7 +165,7 @@ def _iterate_constants(graph: GraphProto) -> Iterator[tuple[str, TensorProto]]:
     for node in graph.node:
         if is_tensor_constant(node):
             yield node.output[0], node.attribute[0].t
-        for inner in subgraphs(node):
+        for inner in iterate_subgraphs(node):
             yield from _iterate_constants(inner)
 
 
@@ -206,7 +206,7 @@ def _collect_subgraph_types(graph: GraphProto) -> frozenset[str]:
     Those of nested subgraphs are included.
     """
     casts = _to_numpy_names(kind for node in graph.node if (kind := _read_cast_type(node)))
-    inner = (_collect_subgraph_types(nested) for node in graph.node for nested in subgraphs(node))
+    inner = (_collect_subgraph_types(nested) for node in graph.node for nested in iterate_subgraphs(node))
     return _unite([casts, *_collect_value_types(graph).values(), *inner])
 
 

@@ -107,7 +107,7 @@ def require_unchanged(model: Model) -> None:
             raise ModelError("M025", "this weights file changed while it was compiled", where=str(file), hint=hint)
 
 
-def require_beside(model: Model, bundle: Path) -> None:
+def require_linkable(model: Model, bundle: Path) -> None:
     """Raise UsageError if a bundle could not link to the weights files.
 
     `bundle` is its path, which need not exist.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 VIEW_OPERATORS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity"})
 
 
-def op_graph(model: Model, value_bytes: Mapping[str, int]) -> OpGraph:
+def build_op_graph(model: Model, value_bytes: Mapping[str, int]) -> OpGraph:
     """Return the operator graph of a model.
 
     An initializer that the caller may override is an input, any other one is a weight. Outputs of a node come after

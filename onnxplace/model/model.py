@@ -18,7 +18,7 @@ from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorPr
 from onnxplace.feeds import Array, Declared, random_feeds, resolve_shapes
 from onnxplace.model.nested_graphs import iterate_reads
 from onnxplace.model.tensors import Fingerprint, strip_data, tensor_size
-from onnxplace.model.value_types import shape_entries, type_name
+from onnxplace.model.value_types import format_type, read_shape_entries
 from onnxplace.model.weights import WeightFile
 
 if TYPE_CHECKING:
@@ -229,4 +229,4 @@ class Model:
 
 def declaration_of(value: ValueInfoProto, model: Model) -> Declared:
     """Describe an input or output of `model`."""
-    return Declared(value.name, type_name(value.type), shape_entries(value.type), model.overridable(value.name))
+    return Declared(value.name, format_type(value.type), read_shape_entries(value.type), model.overridable(value.name))

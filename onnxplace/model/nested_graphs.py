@@ -17,7 +17,7 @@ from onnxplace.model.tensors import embed_external_data, tensor_size
 MAX_INNER_WEIGHT_BYTES = 1024
 
 
-def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
+def iterate_subgraphs(node: NodeProto) -> Iterator[GraphProto]:
     """Yield the graphs that a node holds as attributes."""
     for attribute in node.attribute:
         if attribute.type == AttributeProto.GRAPH:
@@ -30,7 +30,7 @@ def walk_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
     """Yield nodes, and after each one the nodes of its subgraphs."""
     for node in nodes:
         yield node
-        for graph in subgraphs(node):
+        for graph in iterate_subgraphs(node):
             yield from walk_nodes(graph.node)
 
 
@@ -40,7 +40,7 @@ def iterate_reads(node: NodeProto) -> Iterator[str]:
     Names captured by its subgraphs are included.
     """
     yield from filter(None, node.input)
-    for graph in subgraphs(node):
+    for graph in iterate_subgraphs(node):
         yield from captured_names(graph)
 
 
@@ -97,15 +97,15 @@ def make_self_contained(
     """
     result = []
     for node in nodes:
-        has_subgraphs = any(True for _ in subgraphs(node))
+        has_subgraphs = any(True for _ in iterate_subgraphs(node))
         if has_subgraphs or any(True for _ in _iterate_external_tensors(node)):
             copy = NodeProto()
             copy.CopyFrom(node)
-            for graph in subgraphs(copy):
+            for graph in iterate_subgraphs(copy):
                 _lift_weights(graph, copy.name, initializers)
             for tensor in iterate_tensors(copy):
                 embed_external_data(tensor, folder)
-            for graph in subgraphs(copy):
+            for graph in iterate_subgraphs(copy):
                 _name_subgraph_nodes(graph, used)
             node = copy
         result.append(node)
@@ -135,7 +135,7 @@ def iterate_tensors(node: NodeProto) -> Iterator[TensorProto]:
             yield from (attribute.sparse_tensor.values, attribute.sparse_tensor.indices)
         for sparse in attribute.sparse_tensors:
             yield from (sparse.values, sparse.indices)
-    for graph in subgraphs(node) if holders else ():
+    for graph in iterate_subgraphs(node) if holders else ():
         yield from graph.initializer
         for sparse in graph.sparse_initializer:
             yield from (sparse.values, sparse.indices)
@@ -150,7 +150,7 @@ def iterate_node_texts(node: NodeProto) -> Iterator[str]:
         yield attribute.name
     for tensor in iterate_tensors(node):
         yield from _iterate_tensor_texts(tensor)
-    for graph in subgraphs(node):
+    for graph in iterate_subgraphs(node):
         yield from iterate_graph_texts(graph)
         for inner in graph.node:
             yield from iterate_node_texts(inner)
@@ -186,7 +186,7 @@ def _name_subgraph_nodes(graph: GraphProto, used: set[str]) -> None:
     del graph.node[:]
     graph.node.extend(nodes)
     for node in graph.node:
-        for nested in subgraphs(node):
+        for nested in iterate_subgraphs(node):
             _name_subgraph_nodes(nested, used)
 
 
@@ -223,7 +223,7 @@ def _lift_weights(graph: GraphProto, owner: str, initializers: dict[str, TensorP
         for node in graph.node:
             rename_reads(node, new_names)
     for node in graph.node:
-        for inner in subgraphs(node):
+        for inner in iterate_subgraphs(node):
             _lift_weights(inner, owner, initializers)
 
 
@@ -243,7 +243,7 @@ def rename_reads(node: NodeProto, new_names: Mapping[str, str]) -> None:
     Values of a subgraph hide outer values of the same name.
     """
     node.input[:] = [new_names.get(name, name) for name in node.input]
-    for graph in subgraphs(node):
+    for graph in iterate_subgraphs(node):
         own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
         own |= {name for inner in graph.node for name in inner.output}
         if visible := {old: new for old, new in new_names.items() if old not in own}:

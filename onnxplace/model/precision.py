@@ -23,7 +23,7 @@ from onnx import TensorProto
 from onnxplace.graph import Ints
 from onnxplace.model.host_values import DEQUANTIZE, QUANTIZE, is_quantization_node
 from onnxplace.model.model import Model
-from onnxplace.model.nested_graphs import subgraphs
+from onnxplace.model.nested_graphs import iterate_subgraphs
 from onnxplace.model.tensors import read_tensor_bytes
 
 # ONNX Runtime merges equal constants of up to this many elements; the result has the readers of all of them.
@@ -135,7 +135,7 @@ def _iterate_folded_nodes(model: Model) -> Iterator[int]:
         is_never_folded = (
             is_quantization_node(node, QUANTIZE)
             or is_quantization_node(node, DEQUANTIZE)
-            or any(True for _ in subgraphs(node))
+            or any(True for _ in iterate_subgraphs(node))
         )
         if not is_never_folded and reads and all(name in constant or _is_constant(model, name) for name in reads):
             constant.update(filter(None, node.output))

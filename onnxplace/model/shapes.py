@@ -11,7 +11,7 @@ from typing import TypeGuard
 
 from onnx import TensorProto, ValueInfoProto
 
-from onnxplace.errors import ModelError, nearest
+from onnxplace.errors import ModelError, suggest_nearest
 from onnxplace.feeds import (
     MAX_DIMENSION,
     Array,
@@ -23,7 +23,7 @@ from onnxplace.feeds import (
 )
 from onnxplace.model.model import Model, declaration_of
 from onnxplace.model.tensors import find_unknown_element, packed_size
-from onnxplace.model.value_types import shape_entries
+from onnxplace.model.value_types import read_shape_entries
 
 # More than any machine holds; sums of such sizes still fit into 64 bits.
 MAX_VALUE_BYTES = 1 << 50
@@ -67,14 +67,14 @@ def _require_dimensions(keys: Iterable[str], dimensions: Mapping[str, int]) -> N
                 "M022",
                 f"the model has no symbolic dimension {key!r}",
                 where="--shape",
-                hint=nearest(key, sorted(known)) if known else "all its dimensions are fixed",
+                hint=suggest_nearest(key, sorted(known)) if known else "all its dimensions are fixed",
             )
         if not isinstance(size, Integral) or not 0 <= size <= MAX_DIMENSION:
             message = f"dimension {key!r} is {size!r}, expected a whole number from 0 to {MAX_DIMENSION}"
             raise ModelError("M022", message, where="--shape", hint=f"such as --shape {key}=1")
 
 
-def static_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+def infer_static_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     """Return the shapes that shape inference finds for bound dimensions."""
     sizes = model.input_shapes()
     inputs = []
@@ -89,7 +89,8 @@ def static_shapes(model: Model) -> dict[str, tuple[int, ...]]:
         inputs.append(bound)
     outputs = tuple(_drop_shape(output) for output in model.outputs)
     entries = {
-        name: shape_entries(kind) for name, kind in replace(model, inputs=tuple(inputs), outputs=outputs).types.items()
+        name: read_shape_entries(kind)
+        for name, kind in replace(model, inputs=tuple(inputs), outputs=outputs).types.items()
     }
     return {name: shape for name, shape in entries.items() if shape is not None and _is_known(shape)}
 

@@ -7,8 +7,14 @@ from functools import lru_cache
 
 from onnx import NodeProto, TensorProto, helper
 
-from onnxplace.errors import ExecutionError, ModelError, nearest
-from onnxplace.machine import LIBRARY_HINT, import_onnxruntime, open_session, operator_libraries, session_options
+from onnxplace.errors import ExecutionError, ModelError, suggest_nearest
+from onnxplace.machine import (
+    LIBRARY_HINT,
+    import_onnxruntime,
+    list_operator_libraries,
+    make_session_options,
+    open_session,
+)
 from onnxplace.model.model import Model
 from onnxplace.model.nested_graphs import walk_nodes
 
@@ -30,7 +36,7 @@ def require_operators(model: Model) -> None:
         domain = "" if node.domain == "ai.onnx" else node.domain
         since = known.get(domain, {}).get(node.op_type)
         if since is None:
-            if domain and operator_libraries():
+            if domain and list_operator_libraries():
                 continue  # ONNX Runtime does not list the operators of libraries; opening a session checks them
             raise _build_unknown_operator_error(domain, node, known)
         if since > versions.get(domain, since):
@@ -58,7 +64,7 @@ def list_custom_operators(model: Model) -> tuple[str, ...]:
 
 
 def _build_unknown_operator_error(domain: str, node: NodeProto, known: Mapping[str, Mapping[str, int]]) -> ModelError:
-    hint = nearest(node.op_type, known[domain]) if domain in known else f"known domains: {_list_domains(known)}"
+    hint = suggest_nearest(node.op_type, known[domain]) if domain in known else f"known domains: {_list_domains(known)}"
     return ModelError(
         "M010",
         f"ONNX Runtime has no operator {_qualify(domain, node.op_type)}",
@@ -91,7 +97,7 @@ def _require_opsets(model: Model) -> None:
     node = helper.make_node("Identity", ["x"], ["y"])
     proto = helper.make_model(helper.make_graph([node], "probe", [value], [result]), opset_imports=opsets, ir_version=8)
     try:
-        open_session(proto.SerializeToString(), session_options([0], "none"))
+        open_session(proto.SerializeToString(), make_session_options([0], "none"))
     except ModelError:
         raise ModelError(
             "M011",

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from onnx import TensorProto, TypeProto, helper, numpy_helper
 
-from onnxplace.errors import ModelError, one_line
+from onnxplace.errors import ModelError, format_one_line
 from onnxplace.feeds import MAX_RANK
 
 # Bytes of files are read in pieces of this size, so that a large weight never has to fit into memory.
@@ -153,7 +153,7 @@ def find_external_file(tensor: TensorProto, folder: Path | None) -> Path:
         inside = "\0" not in location and bool(location) and file.resolve().is_relative_to(folder.resolve())
         exists = inside and file.is_file()
     except (OSError, RuntimeError, ValueError) as problem:  # a name that is too long, a circle of links
-        message = f"its external data file cannot be opened: {one_line(problem)[:_MAX_SHOWN_CHARACTERS]}"
+        message = f"its external data file cannot be opened: {format_one_line(problem)[:_MAX_SHOWN_CHARACTERS]}"
         raise ModelError("M005", message, where=where, hint=_DAMAGED_HINT) from None
     if not inside:
         message = f"its external data is outside the model's folder: {location[:_MAX_SHOWN_CHARACTERS]!r}"

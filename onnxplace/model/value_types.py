@@ -7,7 +7,7 @@ from onnx import TensorProto, TypeProto
 from onnxplace.feeds import MAX_DIMENSION
 
 
-def type_name(kind: TypeProto) -> str:
+def format_type(kind: TypeProto) -> str:
     """Return ONNX Runtime's spelling of a type: `tensor(float)`, `seq(tensor(int64))`.
 
     >>> from onnx import helper
@@ -19,15 +19,17 @@ def type_name(kind: TypeProto) -> str:
         element = TensorProto.DataType.Name(getattr(kind, which).elem_type).lower()
         return f"{'sparse_' if which.startswith('sparse') else ''}tensor({element})"
     if which == "sequence_type":
-        return f"seq({type_name(kind.sequence_type.elem_type)})"
+        return f"seq({format_type(kind.sequence_type.elem_type)})"
     if which == "optional_type":
-        return f"optional({type_name(kind.optional_type.elem_type)})"
+        return f"optional({format_type(kind.optional_type.elem_type)})"
     if which == "map_type":
-        return f"map({TensorProto.DataType.Name(kind.map_type.key_type).lower()},{type_name(kind.map_type.value_type)})"
+        return (
+            f"map({TensorProto.DataType.Name(kind.map_type.key_type).lower()},{format_type(kind.map_type.value_type)})"
+        )
     return "unknown"
 
 
-def shape_entries(kind: TypeProto) -> tuple[int | str | None, ...] | None:
+def read_shape_entries(kind: TypeProto) -> tuple[int | str | None, ...] | None:
     """Return the entries of a tensor's shape: sizes, symbols, or None.
 
     Returns None for a type without a shape.

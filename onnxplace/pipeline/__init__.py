@@ -27,8 +27,8 @@ if TYPE_CHECKING:
         build_pass as build_pass,
         format_pipeline as format_pipeline,
         format_tuple as format_tuple,
+        make_spec as make_spec,
         parse_pipeline as parse_pipeline,
-        spec_of as spec_of,
     )
 
 __getattr__, __dir__, __all__ = attach(
@@ -39,6 +39,6 @@ __getattr__, __dir__, __all__ = attach(
         "select_placer": (
             "BAECHI OBJECTIVES Objective USE_FEWER_DEVICES choose_placer report_idle_devices require_all_devices_used"
         ),
-        "text_form": "PassSpec build_pass format_pipeline format_tuple parse_pipeline spec_of",
+        "text_form": "PassSpec build_pass format_pipeline format_tuple make_spec parse_pipeline",
     },
 )

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from onnxplace.errors import BrokenPassError, InfeasibleError, OnnxplaceError, UsageError
 from onnxplace.facts import Placement, Schedule
 from onnxplace.pipeline.registry import find_plugin
-from onnxplace.pipeline.text_form import build_pass, format_pipeline, parse_pipeline, spec_of
+from onnxplace.pipeline.text_form import build_pass, format_pipeline, make_spec, parse_pipeline
 from onnxplace.state import Fact, Pass, State
 from onnxplace.utils import budget_clock
 
@@ -43,7 +43,7 @@ class Pipeline:
         return Pipeline(tuple(make_pass(spec.name, spec.options) for spec in parse_pipeline(text)))
 
     def __str__(self) -> str:
-        return format_pipeline(spec_of(step) for step in self.passes)
+        return format_pipeline(make_spec(step) for step in self.passes)
 
     def require(self, given: Iterable[type]) -> None:
         """Raise UsageError if no earlier pass provides a required fact."""

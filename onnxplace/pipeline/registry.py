@@ -14,7 +14,7 @@ from importlib import import_module, metadata
 from types import MappingProxyType
 from typing import Literal
 
-from onnxplace.errors import PluginError, UsageError, nearest
+from onnxplace.errors import PluginError, UsageError, suggest_nearest
 
 Kind = Literal["passes", "runtimes"]
 
@@ -107,7 +107,7 @@ def find_plugin(kind: Kind, name: str) -> type:
     known = list_entries(kind)
     if name not in known:
         raise UsageError(
-            "U001", f"unknown {noun} {name!r}", hint=f"{nearest(name, known)} (`onnxplace {kind}` lists them)"
+            "U001", f"unknown {noun} {name!r}", hint=f"{suggest_nearest(name, known)} (`onnxplace {kind}` lists them)"
         )
     entry = known[name]
     module, _, attribute = entry.path.partition(":")

@@ -7,7 +7,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Literal
 
-from onnxplace.errors import Diagnostic, InfeasibleError, UsageError, nearest
+from onnxplace.errors import Diagnostic, InfeasibleError, UsageError, suggest_nearest
 from onnxplace.facts import Placement
 from onnxplace.pipeline.pipeline import make_pass
 from onnxplace.pipeline.registry import list_entries
@@ -41,7 +41,7 @@ def choose_placer(
         hint = "auto{seconds=0,proposals=N} limits the search by number of moves"
         raise UsageError("U053", f"expected more than 0 seconds, got {seconds:g} seconds", where="--budget", hint=hint)
     if objective not in OBJECTIVES:
-        raise UsageError("U048", f"unknown objective {objective!r}", hint=nearest(str(objective), OBJECTIVES))
+        raise UsageError("U048", f"unknown objective {objective!r}", hint=suggest_nearest(str(objective), OBJECTIVES))
     if placer and objective != "latency":
         hint = f"omit --placer to use {OBJECTIVES[objective]!r}, or omit --objective"
         raise UsageError("U046", "--placer and --objective exclude each other", hint=hint)
@@ -71,7 +71,7 @@ def _make_placer(spec: PassSpec) -> Pass:
     known = list_entries("passes")
     # Whether a plugin is a placer is not known before it is loaded.
     placers = [name for name, entry in known.items() if entry.distribution or entry.summary.startswith("placer:")]
-    hint = f"{nearest(spec.name, placers)} (`onnxplace passes` lists them)"
+    hint = f"{suggest_nearest(spec.name, placers)} (`onnxplace passes` lists them)"
     if spec.name not in known:
         raise UsageError("U001", f"unknown placer {spec.name!r}", where="--placer", hint=hint)
     placer = make_pass(spec.name, spec.options)

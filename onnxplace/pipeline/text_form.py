@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
-from onnxplace.errors import UsageError, nearest, shown
+from onnxplace.errors import UsageError, format_value, suggest_nearest
 from onnxplace.state import Pass
 
 _TOKEN = re.compile(r'\s*(?:(?P<word>[^\s{}=,"]+)|(?P<string>"(?:[^"\\]|\\.)*")|(?P<mark>[{}=,]))')
@@ -140,7 +140,7 @@ def build_pass(kind: type[Pass], options: Mapping[str, str]) -> Pass:
             raise UsageError(
                 "U004",
                 f"pass {kind.name!r} has no option {key!r}",
-                hint=nearest(key, known) if known else "it has no options",
+                hint=suggest_nearest(key, known) if known else "it has no options",
             )
         option_type = _resolve_option_type(kind, key)
         try:
@@ -150,7 +150,7 @@ def build_pass(kind: type[Pass], options: Mapping[str, str]) -> Pass:
         except ValidationError as problem:
             reason = problem.errors()[0]["msg"]
         if reason:
-            message = f"option {key!r} cannot be {shown(text)}: {reason}"
+            message = f"option {key!r} cannot be {format_value(text)}: {reason}"
             raise UsageError("U005", message, where=f"pass {kind.name!r}")
     try:
         return kind(**values)
@@ -200,7 +200,7 @@ def _read_value(text: str, option_type: Any) -> object:
     return None if text == "none" and optional else text
 
 
-def spec_of(step: Pass) -> PassSpec:
+def make_spec(step: Pass) -> PassSpec:
     """Return the spec of a pass: its name and options without defaults."""
     options = {}
     for item in fields(step):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from onnxplace.errors import counted
+from onnxplace.errors import format_count
 
 if TYPE_CHECKING:
     from onnxplace.bundle import Bundle, Manifest, Predicted, RepeatRecord
@@ -66,7 +66,7 @@ def compile_summary(bundle: Bundle) -> str:
         for device in manifest.devices
     ]
     transfer_size = format_bytes(manifest.transfer_bytes)
-    nodes = counted(sum(device.nodes for device in manifest.devices), "node")
+    nodes = format_count(sum(device.nodes for device in manifest.devices), "node")
     return "\n".join(
         [
             f"{manifest.model}: {nodes}, placer {manifest.placer}",

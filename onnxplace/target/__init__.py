@@ -7,7 +7,7 @@ from onnxplace._lazy import attach
 if TYPE_CHECKING:
     from onnxplace.target.limits import MAX_SECONDS as MAX_SECONDS, require_device_limit as require_device_limit
     from onnxplace.target.parsing import (
-        KINDS as KINDS,
+        DEVICE_KINDS as DEVICE_KINDS,
         parse_bytes as parse_bytes,
         parse_device_ids as parse_device_ids,
         parse_memory as parse_memory,
@@ -30,7 +30,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "limits": "MAX_SECONDS require_device_limit",
-        "parsing": "KINDS parse_bytes parse_device_ids parse_memory",
+        "parsing": "DEVICE_KINDS parse_bytes parse_device_ids parse_memory",
         "target": (
             "Device LINK_MODELS Link LinkModel REQUEST_SECONDS SEGMENT_OVERHEAD_SECONDS Shared Target "
             "WAKING_SECONDS default_link"

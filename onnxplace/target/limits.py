@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.errors import TargetError, shown
+from onnxplace.errors import TargetError, format_value
 
 # Each pair of devices has its links, so that a target grows with the square of this.
 MAX_DEVICES = 256
@@ -25,7 +25,7 @@ def require_number(
     is_number = isinstance(value, (int, np.integer) if whole else (int, float, np.integer, np.floating))
     if not is_number or isinstance(value, bool) or not minimum <= value <= maximum:
         kind = "whole number" if whole else "number"
-        message = f"expected a {kind} from {minimum} to {maximum} for {name}, got {shown(value)}"
+        message = f"expected a {kind} from {minimum} to {maximum} for {name}, got {format_value(value)}"
         raise TargetError("T008", message, where=where)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from onnxplace.errors import MAX_SHOWN, TargetError, UsageError, nearest, shown
+from onnxplace.errors import MAX_SHOWN, TargetError, UsageError, format_value, suggest_nearest
 from onnxplace.target.limits import MAX_INDEX, MAX_MEMORY_BYTES, require_device_limit
 
 # The first part of a device id, `cpu:0`.
-KINDS = ("cpu", "cuda")
+DEVICE_KINDS = ("cpu", "cuda")
 
 
 def parse_device_id(text: str, where: str) -> str:
@@ -19,11 +19,11 @@ def parse_device_id(text: str, where: str) -> str:
     'cpu:0'
     """
     kind, _, index = text.partition(":")
-    if kind not in KINDS:
+    if kind not in DEVICE_KINDS:
         if match := re.fullmatch(r"([A-Za-z]+)([0-9]+)", text):  # the colon is missing
             kind, index = match.groups()
         number = index if index.isascii() and index.isdecimal() else "0"
-        hint = nearest(f"{kind}:{number}", [f"{known}:{number}" for known in KINDS])
+        hint = suggest_nearest(f"{kind}:{number}", [f"{known}:{number}" for known in DEVICE_KINDS])
         hint += " (devices are written kind:index, such as cpu:0)"
         raise TargetError("T005", f"unknown device {text!r}", where=where, hint=hint)
     if not (index.isascii() and index.isdecimal()):
@@ -31,7 +31,7 @@ def parse_device_id(text: str, where: str) -> str:
         raise TargetError("T005", f"device {text!r} has no index", where=where, hint=hint)
     index = index.lstrip("0") or "0"
     if len(index) > len(str(MAX_INDEX)):
-        message = f"expected an index of at most {MAX_INDEX}, got device {shown(text)}"
+        message = f"expected an index of at most {MAX_INDEX}, got device {format_value(text)}"
         raise TargetError("T005", message, where=where)
     return f"{kind}:{index}"
 
@@ -84,7 +84,7 @@ def parse_bytes(text: str) -> int:
     # Texts that are too long to be shown are no amounts; matching them could take long.
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text if len(text) <= MAX_SHOWN else "")
     if not match or match[2].lower() not in _UNIT_BYTES:
-        raise UsageError("U010", f"expected an amount of memory, got {shown(text)}", hint=hint)
+        raise UsageError("U010", f"expected an amount of memory, got {format_value(text)}", hint=hint)
     amount = float(match[1]) * _UNIT_BYTES[match[2].lower()]
     if amount > MAX_MEMORY_BYTES:
         raise UsageError("U010", f"expected at most 2**60 bytes of memory, got {text!r}", hint=hint)
@@ -105,7 +105,7 @@ def parse_memory(text: str, device_ids: Iterable[str]) -> dict[str, int]:
         device_id, _, amount = item.strip().partition("=")
         if device_id not in ids:
             message = f"no device {device_id!r} to limit"
-            raise TargetError("T004", message, where="--max-memory", hint=nearest(device_id, ids))
+            raise TargetError("T004", message, where="--max-memory", hint=suggest_nearest(device_id, ids))
         if device_id in limits:
             raise TargetError(
                 "T002", f"{device_id} is limited twice", where="--max-memory", hint="name each device once"

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.errors import MAX_LISTED, TargetError, nearest
+from onnxplace.errors import MAX_LISTED, TargetError, suggest_nearest
 from onnxplace.target.limits import (
     MAX_BYTES_PER_SECOND,
     MAX_CORES,
@@ -152,7 +152,7 @@ class Target:
         for entry, device_id in self._references():
             if device_id not in position:
                 message = f"the {entry} names an unknown device: {device_id!r}"
-                raise TargetError("T003", message, where="target", hint=nearest(device_id, position))
+                raise TargetError("T003", message, where="target", hint=suggest_nearest(device_id, position))
         object.__setattr__(self, "_position", position)
 
     def _references(self) -> Iterator[tuple[str, str]]:
@@ -168,7 +168,7 @@ class Target:
         """Return the index of a device; raises TargetError with the nearest name if there is none."""
         if device_id not in self._position:
             message = f"no device {device_id!r} in this target"
-            raise TargetError("T004", message, hint=nearest(device_id, self._position))
+            raise TargetError("T004", message, hint=suggest_nearest(device_id, self._position))
         return self._position[device_id]
 
     def with_all_links(self) -> Target:

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TypeVar
 
-from onnxplace.errors import InputError, TargetError, listed, nearest, one_line, shown
+from onnxplace.errors import InputError, TargetError, format_names, format_one_line, format_value, suggest_nearest
 from onnxplace.target.limits import require_device_limit
 from onnxplace.target.target import LINK_MODELS, Device, Link, Shared, Target
 from onnxplace.utils import read_text
@@ -32,7 +32,7 @@ def read_target(path: str | Path) -> Target:
     except RecursionError:
         raise TargetError("T006", "not TOML: it is nested too deeply", where=str(path)) from None
     except ValueError as problem:  # a syntax error, or a number of thousands of digits
-        raise TargetError("T006", f"not TOML: {one_line(problem)}", where=str(path)) from None
+        raise TargetError("T006", f"not TOML: {format_one_line(problem)}", where=str(path)) from None
     try:
         return _parse_target(data)
     except TargetError as problem:
@@ -46,10 +46,10 @@ def _parse_target(data: dict[str, object]) -> Target:
     """Return the target that the tables of a file describe; raises TargetError or ValueError."""
     for key in data:
         if key not in _ENTRIES:
-            raise ValueError(f"unknown entry {shown(key)}; {nearest(key, _ENTRIES)}")
+            raise ValueError(f"unknown entry {format_value(key)}; {suggest_nearest(key, _ENTRIES)}")
     model = data.get("link_model", "duplex")
     if model not in LINK_MODELS:
-        raise ValueError(f"expected one of {listed(LINK_MODELS)} for link_model, got {shown(model)}")
+        raise ValueError(f"expected one of {format_names(LINK_MODELS)} for link_model, got {format_value(model)}")
     shared = _parse_records(data, "shared", Shared)
     return Target(_parse_records(data, "devices", Device), _parse_records(data, "links", Link), model, shared)
 
@@ -60,7 +60,7 @@ def _parse_records(data: Mapping[str, object], key: str, kind: type[Record]) -> 
 
     entries = data.get(key, [])
     if not isinstance(entries, list):
-        raise ValueError(f"expected a list of tables for {key!r}, got {shown(entries)}; write [[{key}]]")
+        raise ValueError(f"expected a list of tables for {key!r}, got {format_value(entries)}; write [[{key}]]")
     if key == "devices":
         require_device_limit(len(entries), "")
     names = [item.name for item in fields(kind) if item.init]  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ def _require_plain_fields(entry: Mapping[str, object], key: str, names: Sequence
     """Raise ValueError unless all fields of an entry have these names, and none is true or false."""
     for name, value in entry.items():
         if name not in names:
-            raise ValueError(f"unknown entry {shown(name)} in {key}; {nearest(name, names)}")
+            raise ValueError(f"unknown entry {format_value(name)} in {key}; {suggest_nearest(name, names)}")
         if isinstance(value, bool):  # pydantic would take it for 0 or 1
             raise ValueError(f"expected a number, a text or a list for {name} in {key}, got {str(value).lower()}")
 

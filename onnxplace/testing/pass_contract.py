@@ -24,7 +24,7 @@ import numpy as np
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule, Source
 from onnxplace.graph import Csr, Ints, OpGraph
-from onnxplace.pipeline import build_pass, make_pass as make_named_pass, parse_pipeline, run_pass, spec_of
+from onnxplace.pipeline import build_pass, make_pass as make_named_pass, make_spec, parse_pipeline, run_pass
 from onnxplace.simulation import lower_bound_seconds, simulate
 from onnxplace.state import Pass, State
 from onnxplace.target import LINK_MODELS, Device, Link, LinkModel, Target
@@ -241,7 +241,7 @@ def _check_options(step: Pass) -> None:
     require(isinstance(step, Pass), f"{kind.__name__} is not a Pass")
     frozen = is_dataclass(step) and "__dataclass_params__" in vars(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
     require(frozen, f"{kind.__name__} itself is not a frozen dataclass")
-    text = str(spec_of(step))
+    text = str(make_spec(step))
     again = build_pass(kind, parse_pipeline(text)[0].options)
     require(again == step, f"pass {step.name!r}: its text {text!r} is read as another pass: {again}")
 

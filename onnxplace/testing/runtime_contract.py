@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnxplace.bundle import Bundle
 from onnxplace.errors import ExecutionError, FeedError
 from onnxplace.feeds import Array
-from onnxplace.pipeline import make_pass, spec_of
+from onnxplace.pipeline import make_pass, make_spec
 from onnxplace.runtime import Result, Runtime, RuntimeSession
 from onnxplace.target import Device, Target
 from onnxplace.utils import temporary_folder
@@ -86,7 +86,7 @@ def _compile_small_bundle(folder: Path, text: str, device_map: str, state: Seque
         node.name = node.output[0]
     (folder / "map.json").write_text(device_map, encoding="utf-8")
     coplace = replace(make_pass("coplace"), join="never", device_map=str(folder / "map.json"))  # type: ignore[call-arg]
-    passes = f"profile{{estimate=true}},{spec_of(coplace)},fuse,m-etf,split,emit"
+    passes = f"profile{{estimate=true}},{make_spec(coplace)},fuse,m-etf,split,emit"
     target = Target((Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30)))
     path = folder / f"{model.graph.name}.bundle"
     return compile_model(model, path, target=target, pipeline=passes, state=state).bundle

@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from onnxplace.utils.files import (
         cannot_write_error as cannot_write_error,
         disk_error as disk_error,
-        is_full as is_full,
+        format_path as format_path,
+        is_disk_full as is_disk_full,
         open_input as open_input,
         parse_json as parse_json,
-        path_text as path_text,
         read_bytes as read_bytes,
         read_json as read_json,
         read_text as read_text,
-        require_name as require_name,
-        require_place as require_place,
+        require_valid_path as require_valid_path,
+        require_writable as require_writable,
         write_file as write_file,
     )
     from onnxplace.utils.jit import (
@@ -52,8 +52,8 @@ __getattr__, __dir__, __all__ = attach(
         "callbacks": "Callbacks call_guarded start_thread",
         "docstrings": "read_field_docs",
         "files": (
-            "cannot_write_error disk_error is_full open_input parse_json path_text read_bytes read_json read_text "
-            "require_name require_place write_file"
+            "cannot_write_error disk_error format_path is_disk_full open_input parse_json read_bytes read_json "
+            "read_text require_valid_path require_writable write_file"
         ),
         "jit": "budget_clock compiled_loop compiled_loops compiled_part in_place on_compiling",
         "leases": ("Lease OCCUPIED_ERRORS OLD_SUFFIX find_moved_aside hold_lease sweep_leftovers temporary_folder"),

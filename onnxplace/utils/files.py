@@ -30,7 +30,7 @@ _FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MAX_PATH_CHARACTERS = 300
 
 
-def path_text(path: str | os.PathLike[str]) -> str:
+def format_path(path: str | os.PathLike[str]) -> str:
     r"""Return a path as one readable line: escaped where unprintable, and shortened.
 
     >>> path_text("a\nb"), path_text(b"caf\xe9".decode(errors="surrogateescape"))
@@ -46,14 +46,14 @@ def path_text(path: str | os.PathLike[str]) -> str:
     )
 
 
-def is_full(problem: OSError) -> bool:
+def is_disk_full(problem: OSError) -> bool:
     """Return whether an error means that a disk is full, or that a quota or limit is reached."""
     return problem.errno in _FULL_ERRORS
 
 
 def disk_error(problem: OSError, where: str) -> OnnxplaceError:
     """Return the error for a file system that refuses to write: exit 4, with advice for a full one."""
-    if is_full(problem):
+    if is_disk_full(problem):
         hint = "free some space, or choose another -o (for temporary files, another TMPDIR)"
         return ExecutionError("E001", "no space left", where=where, hint=hint)
     message = f"cannot be written: {problem.strerror or problem}"
@@ -63,10 +63,10 @@ def disk_error(problem: OSError, where: str) -> OnnxplaceError:
 def cannot_write_error(problem: OSError | ValueError | str, path: Path) -> UsageError:
     """Return the error for a path that the user chose and that cannot be written."""
     reason = (problem.strerror or problem) if isinstance(problem, OSError) else problem
-    return UsageError("U032", f"cannot write there: {reason}", where=path_text(path), hint="choose another place")
+    return UsageError("U032", f"cannot write there: {reason}", where=format_path(path), hint="choose another place")
 
 
-def require_name(path: Path) -> None:
+def require_valid_path(path: Path) -> None:
     """Raise UsageError unless manifests and ONNX Runtime can take a path: UTF-8, without NUL."""
     if "\0" in os.fspath(path):
         raise cannot_write_error("embedded null byte", path)
@@ -76,12 +76,12 @@ def require_name(path: Path) -> None:
         raise cannot_write_error("expected a name in UTF-8", path) from None
 
 
-def require_place(path: Path, *inputs: Path) -> None:
+def require_writable(path: Path, *inputs: Path) -> None:
     """Raise UsageError if a file cannot be written, before any work is done.
 
     `inputs` are files and bundles that the same command reads, and must not overwrite.
     """
-    require_name(path)
+    require_valid_path(path)
     try:
         reason = _find_obstacle(path, inputs)
     except OSError as problem:
@@ -95,16 +95,16 @@ def _find_obstacle(path: Path, inputs: Sequence[Path]) -> str:
     for source in inputs:
         inside = source.is_dir() and path.resolve().is_relative_to(source.resolve())
         if inside or (path.exists() and source.exists() and path.samefile(source)):
-            return f"it is {'in ' if inside else ''}{path_text(source)}, which is read"
+            return f"it is {'in ' if inside else ''}{format_path(source)}, which is read"
     mode = path.stat().st_mode if path.exists() else None
     folder = path.absolute().parent
     if mode is not None and stat.S_ISDIR(mode):
         return "it is a folder"
     if not folder.is_dir():
-        return f"there is no folder {path_text(folder)}"
+        return f"there is no folder {format_path(folder)}"
     is_replaced = mode is None or stat.S_ISREG(mode)  # devices and pipes are written to in place
     if is_replaced and not os.access(folder, os.W_OK):
-        return f"{path_text(folder)} cannot be written to"
+        return f"{format_path(folder)} cannot be written to"
     return ""
 
 
@@ -114,7 +114,7 @@ def write_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
     A link is followed. A device or a pipe is written to, never replaced.
     """
     try:
-        require_name(path)
+        require_valid_path(path)
         path = path.resolve() if path.is_symlink() else path
         if path.exists() and not path.is_file():
             with _open_existing(path) as stream:
@@ -128,12 +128,14 @@ def write_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
                 fill(stream)
             lease.path.replace(path)
     except OSError as problem:
-        raise disk_error(problem, path_text(path)) if is_full(problem) else cannot_write_error(problem, path) from None
+        raise (
+            disk_error(problem, format_path(path)) if is_disk_full(problem) else cannot_write_error(problem, path)
+        ) from None
 
 
 def read_json(path: str | Path, code: str, what: str) -> Any:
     """Read a JSON file; raises InputError with `code`, naming the file and the expected kind `what`."""
-    return parse_json(read_bytes(path, code), code, what, path_text(path))
+    return parse_json(read_bytes(path, code), code, what, format_path(path))
 
 
 def read_text(path: str | Path, code: str, what: str, encoding: str = "utf-8") -> str:
@@ -141,7 +143,7 @@ def read_text(path: str | Path, code: str, what: str, encoding: str = "utf-8") -
     try:
         return read_bytes(path, code).decode(encoding)
     except UnicodeDecodeError:
-        raise InputError(code, f"not {what}: it is a binary file", where=path_text(path)) from None
+        raise InputError(code, f"not {what}: it is a binary file", where=format_path(path)) from None
 
 
 def read_bytes(path: str | Path, code: str, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
@@ -157,10 +159,10 @@ def read_bytes(path: str | Path, code: str, max_bytes: int = MAX_TEXT_BYTES) -> 
                 raise _too_large_error(path, code, max_bytes, f"{status.st_size} bytes")
             data = _read_up_to(stream, max_bytes + 1, is_pipe=stat.S_ISFIFO(status.st_mode))
     except OSError as problem:
-        raise InputError(code, f"it cannot be read: {problem.strerror or problem}", where=path_text(path)) from None
+        raise InputError(code, f"it cannot be read: {problem.strerror or problem}", where=format_path(path)) from None
     if data is None:
         hint = "start the program that writes to it first"
-        raise InputError(code, "it is a pipe to which nothing is written", where=path_text(path), hint=hint)
+        raise InputError(code, "it is a pipe to which nothing is written", where=format_path(path), hint=hint)
     if len(data) > max_bytes:
         raise _too_large_error(path, code, max_bytes, "more")
     return data
@@ -174,22 +176,22 @@ def open_input(path: str | Path, code: str, *, pipes: bool = False) -> io.FileIO
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except FileNotFoundError:
-        raise InputError(code, "there is no such file", where=path_text(path)) from None
+        raise InputError(code, "there is no such file", where=format_path(path)) from None
     except (OSError, ValueError) as problem:
         if sys.platform == "win32" and os.path.isdir(path):
-            raise InputError(code, "it is a folder, not a file", where=path_text(path)) from None
+            raise InputError(code, "it is a folder, not a file", where=format_path(path)) from None
         reason = problem.strerror if isinstance(problem, OSError) else problem
-        raise InputError(code, f"it cannot be read: {reason}", where=path_text(path)) from None
+        raise InputError(code, f"it cannot be read: {reason}", where=format_path(path)) from None
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode) or (pipes and stat.S_ISFIFO(mode)):
         return io.FileIO(descriptor)
     os.close(descriptor)
     if stat.S_ISDIR(mode):
-        raise InputError(code, "it is a folder, not a file", where=path_text(path))
+        raise InputError(code, "it is a folder, not a file", where=format_path(path))
     raise InputError(
         code,
         f"expected a file, got a {'pipe' if stat.S_ISFIFO(mode) else 'device'}",
-        where=path_text(path),
+        where=format_path(path),
         hint="write its content to a file, and name that",
     )
 
@@ -272,4 +274,4 @@ def _read_up_to(stream: io.FileIO, count: int, is_pipe: bool) -> bytes | None:
 def _too_large_error(path: str | Path, code: str, max_bytes: int, size: str) -> InputError:
     """Return the error for a file or pipe with more than `max_bytes`."""
     hint = "is it the file you meant?"
-    return InputError(code, f"expected at most {max_bytes} bytes, got {size}", where=path_text(path), hint=hint)
+    return InputError(code, f"expected at most {max_bytes} bytes, got {size}", where=format_path(path), hint=hint)

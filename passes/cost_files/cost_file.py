@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.errors import Diagnostic, InputError, ModelError, shown
+from onnxplace.errors import Diagnostic, InputError, ModelError, format_value
 from onnxplace.facts import Profile, Quality, Source
-from onnxplace.model import Model, op_graph, static_shapes, value_bytes
+from onnxplace.model import Model, build_op_graph, infer_static_shapes, value_bytes
 from onnxplace.passes.cost_files.csv_table import FORMAT, VERSION, node_entries, read_table, require_version
 from onnxplace.passes.profiling import MAX_ALL_BYTES, MAX_BYTES, MAX_FIGURE, MAX_WHOLE_SECONDS, fingerprints
 from onnxplace.target import MAX_SECONDS, Target
@@ -56,7 +56,7 @@ def read_costs(path: str | Path, model: Model, target: Target) -> tuple[Profile,
         ModelError: the file is for another model.
     """
     data = read_table(path, model) if str(path).endswith(".csv") else _read_json_costs(path)
-    shapes = static_shapes(model)
+    shapes = infer_static_shapes(model)
     prints = fingerprints(model, shapes)
     entries, notes = _match_entries(data["nodes"], prints, path, model)
     nodes = [_NodeCosts(node.name, entry, path) for node, entry in zip(model.nodes, entries)]
@@ -71,7 +71,7 @@ def read_costs(path: str | Path, model: Model, target: Target) -> tuple[Profile,
     sizes = value_bytes(model, {**shapes, **model.input_shapes()}) | _read_bytes(data, "value_bytes", path)
     whole_hint = f"write a number of seconds, from 0 to {MAX_WHOLE_SECONDS:g}"
     profile = Profile(
-        graph=replace(op_graph(model, sizes), workspace_bytes=_read_workspace(nodes, path)),
+        graph=replace(build_op_graph(model, sizes), workspace_bytes=_read_workspace(nodes, path)),
         seconds=MappingProxyType(seconds),
         sources=MappingProxyType(sources),
         unit=unit.astype(np.int32),
@@ -135,7 +135,7 @@ def _require_entry(entry: Any, path: str | Path, name: str) -> Entry:
     """Return a node's entry; raises InputError if it is malformed."""
     is_valid = isinstance(entry, dict) and isinstance(entry.get("seconds"), dict)
     if not is_valid or not all(isinstance(entry.get(key, {}), dict) for key in ("source", "spread")):
-        message = f"expected an object with 'seconds' for node {name!r}, got {shown(entry)}"
+        message = f"expected an object with 'seconds' for node {name!r}, got {format_value(entry)}"
         raise _entry_error(message, path, _ENTRY_HINT)
     return entry  # type: ignore[no-any-return]
 
@@ -157,7 +157,7 @@ class _NodeCosts:
         unit = self.entry.get("unit", default)
         is_whole = unit.is_integer() if isinstance(unit, float) else type(unit) is int
         if not is_whole:
-            message = f"the unit of node {self.name!r} is {shown(unit)}, expected a whole number"
+            message = f"the unit of node {self.name!r} is {format_value(unit)}, expected a whole number"
             raise _entry_error(message, self.path, "give nodes of one kernel the same whole number")
         return int(unit)
 
@@ -195,7 +195,7 @@ class _NodeCosts:
 
 def _require_seconds(value: Any, name: str, path: str | Path) -> float:
     if not _is_number(value, MAX_SECONDS):
-        raise _entry_error(f"{name} is {shown(value)}, expected a time", path, _SECONDS_HINT)
+        raise _entry_error(f"{name} is {format_value(value)}, expected a time", path, _SECONDS_HINT)
     return float(value)
 
 
@@ -228,7 +228,7 @@ def _read_bytes(data: Mapping[str, Any], key: str, path: str | Path) -> dict[str
     amounts = _read_numbers(data, key, path, MAX_BYTES, _BYTES_HINT)
     for name, amount in amounts.items():
         if amount != int(amount):
-            raise _entry_error(f"{key} of {shown(name)} is {shown(amount)}", path, _BYTES_HINT)
+            raise _entry_error(f"{key} of {format_value(name)} is {format_value(amount)}", path, _BYTES_HINT)
     if (total := sum(amounts.values())) > MAX_ALL_BYTES:
         raise _entry_error(f"{key} add up to {total:.3g}", path, f"at most {MAX_ALL_BYTES} bytes are allowed in total")
     return {name: int(amount) for name, amount in amounts.items()}
@@ -241,9 +241,9 @@ def _read_numbers(data: Mapping[str, Any], key: str, path: str | Path, maximum: 
     """
     amounts = data.get(key, {})
     if not isinstance(amounts, dict):
-        message = f"expected an object of numbers by name under {key}, got {shown(amounts)}"
+        message = f"expected an object of numbers by name under {key}, got {format_value(amounts)}"
         raise _entry_error(message, path, "see docs/costs.md")
     for name, amount in amounts.items():
         if not _is_number(amount, maximum):
-            raise _entry_error(f"{key} of {shown(name)} is {shown(amount)}", path, hint)
+            raise _entry_error(f"{key} of {format_value(name)} is {format_value(amount)}", path, hint)
     return amounts

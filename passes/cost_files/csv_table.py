@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from onnxplace.errors import InputError, shown
+from onnxplace.errors import InputError, format_value
 from onnxplace.facts import Profile, Source
 from onnxplace.model import Model
 from onnxplace.utils import read_text
@@ -67,7 +67,7 @@ def format_costs_csv(profile: Profile, model: Model) -> str:
 def require_version(version: object, path: str | Path) -> None:
     """Raise InputError unless a cost file has the supported version."""
     if version != VERSION:
-        message = f"its version is {shown(version)}, this onnxplace reads {VERSION}"
+        message = f"its version is {format_value(version)}, this onnxplace reads {VERSION}"
         raise InputError("C012", message, where=str(path))
 
 

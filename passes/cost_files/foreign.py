@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onnxplace.errors import Diagnostic, InputError, ModelError, counted
+from onnxplace.errors import Diagnostic, InputError, ModelError, format_count
 from onnxplace.graph import Longs
 from onnxplace.model import Model
 from onnxplace.passes.cost_files.csv_table import read_lines
@@ -90,7 +90,8 @@ def _import_node_memory(
     new_sizes = find_unknown_sizes(rows, nodes, model, sizes)
     message = (
         f"the workspace of {len(set(nodes.values()))} of {len(model.nodes)} nodes is from the file, at most "
-        f"{int(workspace.max(initial=0))} bytes, and the size of {counted(len(new_sizes), 'value')} that was unknown; "
+        f"{int(workspace.max(initial=0))} bytes, and the size of {format_count(len(new_sizes), 'value')} that was "
+        "unknown; "
         "it holds no times"
     )
     notes = [Diagnostic("C007", message, where=str(path))]

@@ -16,8 +16,8 @@ import numpy as np
 from onnx import NodeProto
 
 from onnxplace.graph import Floats, Ints
-from onnxplace.model import Model, subgraphs, tensor_size
-from onnxplace.passes.profiling import TYPICAL_PEAKS, PeakRates, bytes_moved, operations
+from onnxplace.model import Model, iterate_subgraphs, tensor_size
+from onnxplace.passes.profiling import TYPICAL_PEAKS, PeakRates, count_moved_bytes, count_operations
 from onnxplace.target import Device
 
 Shapes = Mapping[str, Sequence[int]]
@@ -66,7 +66,7 @@ def module_work(rows: Mapping[str, Figures], model: Model, shapes: Shapes, sizes
     members: dict[str, list[int]] = {}
     for index, node in enumerate(model.nodes):
         module = next((name for name in _module_paths(node) if name in rows), None)
-        if module is not None and not any(True for _ in subgraphs(node)):
+        if module is not None and not any(True for _ in iterate_subgraphs(node)):
             members.setdefault(module, []).append(index)
     figures = _own_figures(rows, members)
     known_shapes = {**shapes, **{name: tuple(tensor.dims) for name, tensor in model.initializers.items()}}
@@ -118,7 +118,7 @@ def _own_figures(rows: Mapping[str, Figures], members: Mapping[str, object]) -> 
 
 def _distribute_operations(file_operations: float, nodes: Sequence[NodeProto], shapes: Shapes) -> Floats:
     """Distribute a module's operations in proportion to the model's counts."""
-    counts = np.array([operations(node, shapes) for node in nodes])
+    counts = np.array([count_operations(node, shapes) for node in nodes])
     if file_operations == 0:
         return counts
     total = file_operations * _count_positions(nodes[int(counts.argmax())], shapes)
@@ -151,7 +151,9 @@ def _distribute_bytes(
     scaled = {name: round(size * file_bytes / weight_bytes) for name, size in weights.items()} if weight_bytes else {}
     names = {name for index in nodes for name in (*model.reads[index], *model.nodes[index].output)}
     known = {name: scaled.get(name, sizes.get(name, 0)) for name in names}
-    moved = np.array([bytes_moved(model.nodes[index], model.reads[index], known) for index in nodes], dtype=np.float64)
+    moved = np.array(
+        [count_moved_bytes(model.nodes[index], model.reads[index], known) for index in nodes], dtype=np.float64
+    )
     if weight_bytes == 0:
         moved += file_bytes * (work / work.sum() if work.any() else np.full(len(nodes), 1 / len(nodes)))
     return moved

@@ -6,7 +6,10 @@ from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
     from onnxplace.passes.profiling.chunks import measure_chunks as measure_chunks
-    from onnxplace.passes.profiling.node_work import bytes_moved as bytes_moved, operations as operations
+    from onnxplace.passes.profiling.node_work import (
+        count_moved_bytes as count_moved_bytes,
+        count_operations as count_operations,
+    )
     from onnxplace.passes.profiling.plausible import (
         MAX_ALL_BYTES as MAX_ALL_BYTES,
         MAX_BYTES as MAX_BYTES,
@@ -38,7 +41,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "chunks": "measure_chunks",
-        "node_work": "bytes_moved operations",
+        "node_work": "count_moved_bytes count_operations",
         "plausible": "MAX_ALL_BYTES MAX_BYTES MAX_FIGURE MAX_WHOLE_SECONDS",
         "profile_model": (
             "ModelProfiler ModelStructure assemble_profile find_measurement_obstacle report_unknown_sizes"

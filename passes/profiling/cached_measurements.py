@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from onnxplace.errors import Diagnostic
 from onnxplace.facts import Quality
 from onnxplace.graph import OpGraph
-from onnxplace.machine import import_onnxruntime, measurement_cache, operator_libraries
+from onnxplace.machine import import_onnxruntime, list_operator_libraries, measurement_cache
 from onnxplace.model import Model
 from onnxplace.passes.profiling.plausible import MAX_ALL_BYTES, MAX_BYTES, MAX_FIGURE, MAX_WHOLE_SECONDS
 from onnxplace.passes.profiling.repeated_layers import small_integer_bytes
@@ -68,7 +68,7 @@ def measurement_key(
             graph.inputs.items.tobytes(),
             *graph.names,
             *graph.value_names,
-            *map(measurement_cache.file_described, operator_libraries()),
+            *map(measurement_cache.file_described, list_operator_libraries()),
             *(f"{name} {measurement_cache.described(value)}" for name, value in sorted(feeds.items())),
             *(output.name for output in model.outputs),
         ]

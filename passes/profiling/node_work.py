@@ -35,7 +35,7 @@ _REDUCTION_PREFIXES = ("Reduce", "Global", "ArgM", "CumSum")
 _SORTS = {"TopK", "Unique", "NonMaxSuppression"}
 
 
-def bytes_moved(node: NodeProto, reads: Sequence[str], sizes: Mapping[str, int]) -> int:
+def count_moved_bytes(node: NodeProto, reads: Sequence[str], sizes: Mapping[str, int]) -> int:
     """Return the bytes that a node reads and writes.
 
     An unknown size counts as zero.
@@ -50,7 +50,7 @@ def bytes_moved(node: NodeProto, reads: Sequence[str], sizes: Mapping[str, int])
     return written + sum(sizes.get(name, 0) for name in reads)
 
 
-def operations(node: NodeProto, shapes: Shapes) -> float:
+def count_operations(node: NodeProto, shapes: Shapes) -> float:
     """Return the floating-point operations of a node.
 
     Exact for products, convolutions and recurrent layers. Other operators have a fixed number per element, unknown

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.errors import Diagnostic, counted
+from onnxplace.errors import Diagnostic, format_count
 from onnxplace.facts import Profile, Repeat, Source
 from onnxplace.graph import Floats, Ints, Longs, OpGraph
-from onnxplace.machine import DOUBTFUL_WAITING_SHARE, MIN_RUNS, available_cores, cuda_problem, list_gpus
-from onnxplace.model import Model, op_graph
+from onnxplace.machine import DOUBTFUL_WAITING_SHARE, MIN_RUNS, available_cores, find_cuda_problem, list_gpus
+from onnxplace.model import Model, build_op_graph
 from onnxplace.passes.profiling.cached_measurements import measurement_key, recall_measurement, store_measurement
 from onnxplace.passes.profiling.chunks import cut_into_chunks, measure_chunks, session_bytes
 from onnxplace.passes.profiling.repeated_layers import find_repeats, fingerprints, node_kinds, pool_by_kind
@@ -43,7 +43,7 @@ class ModelStructure:
     @staticmethod
     def of(model: Model, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]) -> ModelStructure:
         """Find the structure of a model with these shapes and sizes."""
-        graph, kinds = op_graph(model, sizes), node_kinds(model, shapes)
+        graph, kinds = build_op_graph(model, sizes), node_kinds(model, shapes)
         return ModelStructure(
             model=model,
             shapes=shapes,
@@ -133,7 +133,7 @@ def find_measurement_obstacle(device: Device) -> str | None:
         local_name = next((gpu.name for gpu in list_gpus() if gpu.index == device.index), None)
         if device.model and local_name is not None and device.model != local_name:
             return f"{device.id} on this machine is a {local_name}"
-        return cuda_problem(device.index)
+        return find_cuda_problem(device.index)
     if device.cores > len(available_cores()):
         return f"it has {device.cores} cores, this machine {len(available_cores())}"
     return None
@@ -156,7 +156,7 @@ def report_unknown_sizes(model: Model, sizes: Mapping[str, int], unit: Ints) -> 
     ]
     if not unknown:
         return []
-    message = f"the size of {counted(len(unknown), 'value')} is unknown and counts as zero, such as {unknown[0]!r}"
+    message = f"the size of {format_count(len(unknown), 'value')} is unknown and counts as zero, such as {unknown[0]!r}"
     return [Diagnostic("C002", message, where=model.name)]
 
 

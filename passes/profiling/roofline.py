@@ -14,9 +14,9 @@ import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto, numpy_helper, parser
 
 from onnxplace.graph import Floats
-from onnxplace.machine import RepeatPolicy, open_session, pin_thread, session_options
-from onnxplace.model import Model, subgraphs, tensor_size, value_bytes
-from onnxplace.passes.profiling.node_work import bytes_moved, operations
+from onnxplace.machine import RepeatPolicy, make_session_options, open_session, pin_thread
+from onnxplace.model import Model, iterate_subgraphs, tensor_size, value_bytes
+from onnxplace.passes.profiling.node_work import count_moved_bytes, count_operations
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def measure_peaks(core: int) -> PeakRates:
     matrix = np.ones((MATRIX_SIDE, MATRIX_SIDE), dtype=np.float32)
     source, copy = np.ones(COPY_BYTES, dtype=np.uint8), np.empty(COPY_BYTES, dtype=np.uint8)
     with pin_thread((core,)):
-        session = open_session(parser.parse_model(text).SerializeToString(), session_options((core,)))
+        session = open_session(parser.parse_model(text).SerializeToString(), make_session_options((core,)))
         policy = RepeatPolicy(TRIES, 0.0, 0.0)
         products = policy.run(lambda: session.run(None, {"a": matrix, "b": matrix}), pool=False)[0]
         copies = policy.run(lambda: np.copyto(copy, source), pool=False)[0]
@@ -98,11 +98,11 @@ class _Roofline:
 
     def seconds(self, node: NodeProto, reads: Sequence[str]) -> float:
         """Return the seconds of a node that reads these names."""
-        subgraph_seconds = [self._subgraph_seconds(graph) for graph in subgraphs(node)]
+        subgraph_seconds = [self._subgraph_seconds(graph) for graph in iterate_subgraphs(node)]
         if subgraph_seconds:
             return max(subgraph_seconds) * self._count_iterations(node) + self.launch
-        moved_bytes = bytes_moved(node, reads, self.sizes)
-        return max(operations(node, self.shapes) / self.operations, moved_bytes / self.bandwidth) + self.launch
+        moved_bytes = count_moved_bytes(node, reads, self.sizes)
+        return max(count_operations(node, self.shapes) / self.operations, moved_bytes / self.bandwidth) + self.launch
 
     def _subgraph_seconds(self, graph: GraphProto) -> float:
         return sum(self.seconds(node, node.input) for node in graph.node if node.op_type != "Constant")

@@ -24,11 +24,11 @@ from onnxplace.machine import (
     RepeatPolicy,
     Runs,
     find_disk_full,
+    list_operator_libraries,
+    make_session_options,
     open_session,
-    operator_libraries,
     pin_thread,
     run_whole_model,
-    session_options,
     use_custom_operators,
 )
 from onnxplace.model import Model, store_for_session
@@ -109,7 +109,9 @@ class MeasurementOptions:
                 kernels, session = profile(job)
             else:
                 kernels = profile_blocking(job)
-                session = open_session(source, session_options(self.cores, "all", entries), self.device_id, model.name)
+                session = open_session(
+                    source, make_session_options(self.cores, "all", entries), self.device_id, model.name
+                )
             runs, results = _run_repeatedly(session, job, RepeatPolicy(self.repeat, self.seconds, self.tolerance))
             del session
             fused, ran = (
@@ -131,7 +133,7 @@ class Job:
     folder: str
     """Receives the graphs after fusion and after all optimisations, as extended.onnx and all.onnx."""
     where: str
-    libraries: tuple[str, ...] = field(default_factory=operator_libraries)
+    libraries: tuple[str, ...] = field(default_factory=list_operator_libraries)
     """Of custom operators."""
 
 
@@ -190,7 +192,7 @@ def _saving_options(job: Job, level: Any) -> Any:
         "session.optimized_model_external_initializers_file_name": f"{level}.bin",
         "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
     }
-    options = session_options(job.cores, level, saved)
+    options = make_session_options(job.cores, level, saved)
     options.optimized_model_filepath = str(Path(job.folder) / f"{level}.onnx")
     return options
 

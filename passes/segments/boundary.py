@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from onnx import TensorProto, TypeProto, ValueInfoProto
 
 from onnxplace.errors import ModelError
-from onnxplace.machine import open_session, session_options
+from onnxplace.machine import make_session_options, open_session
 from onnxplace.model import Model, store_for_session
 from onnxplace.utils import temporary_folder
 
@@ -36,7 +36,7 @@ def _infer_with_onnxruntime(model: Model, names: list[str]) -> dict[str, TypePro
     """Open the model with these values as outputs and read types."""
     with temporary_folder() as folder:
         source, entries = store_for_session(model, folder, [ValueInfoProto(name=name) for name in names])
-        session = open_session(source, session_options([0], "none", entries), where=model.name)
+        session = open_session(source, make_session_options([0], "none", entries), where=model.name)
         unknown = set(names)
         outputs = [output for output in session.get_outputs() if output.name in unknown]
         types = {output.name: parse_type(output.type, output.shape) for output in outputs}

@@ -28,7 +28,7 @@ from onnxplace.bundle import (
 )
 from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segment, Segments
 from onnxplace.graph import Ints
-from onnxplace.model import Model, declaration_of, list_custom_operators, shape_entries, type_name
+from onnxplace.model import Model, declaration_of, format_type, list_custom_operators, read_shape_entries
 from onnxplace.passes.segments.process_footprint import Footprint, predict_footprint
 from onnxplace.problem import fits_single_device, single_device_seconds
 from onnxplace.simulation import device_weights, loads_of_simulation
@@ -86,8 +86,8 @@ def _output_records(model: Model) -> tuple[OutputRecord, ...]:
     return tuple(
         OutputRecord(
             name=value.name,
-            dtype=type_name(value.type) if value.HasField("type") else "unknown",
-            shape=shape_entries(value.type),
+            dtype=format_type(value.type) if value.HasField("type") else "unknown",
+            shape=read_shape_entries(value.type),
             value=model.sources.get(value.name, value.name),
         )
         for value in model.outputs
@@ -196,8 +196,8 @@ def _value_records(state: State, ids: Sequence[str], types: dict[str, TypeProto]
     types = {**{value.name: value.type for value in state[Model].inputs}, **types}
     return {
         name: ValueRecord(
-            dtype=type_name(types[name]),
-            shape=shape_entries(types[name]),
+            dtype=format_type(types[name]),
+            shape=read_shape_entries(types[name]),
             bytes=int(size[name]),
             producer=producer.get(name),
             readers=tuple(segments),

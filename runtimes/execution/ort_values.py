@@ -191,7 +191,7 @@ def _build_reader_graph(element: str, operator: str, inputs: list[str], output: 
 def _open_graph(graph: Any) -> Any:
     from onnx import helper
 
-    from onnxplace.machine import open_session, session_options
+    from onnxplace.machine import make_session_options, open_session
 
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    return open_session(model.SerializeToString(), session_options([0], "none"))
+    return open_session(model.SerializeToString(), make_session_options([0], "none"))

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from onnxplace.bundle import Bundle, SegmentRecord
-from onnxplace.errors import BundleError, ExecutionError, ModelError, one_line
+from onnxplace.errors import BundleError, ExecutionError, ModelError, format_one_line
 from onnxplace.feeds import Array
-from onnxplace.machine import import_onnxruntime, open_session, pin_thread, session_options
+from onnxplace.machine import import_onnxruntime, make_session_options, open_session, pin_thread
 from onnxplace.runtimes.execution.arena import return_freed_memory, shared_arena_options
 from onnxplace.runtimes.execution.ort_values import (
     is_absent,
@@ -112,7 +112,9 @@ def open_segment(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) ->
     refuses it although it did not change.
     """
     with pin_thread(device.cores):
-        options = session_options(device.cores, entries={**bundle.session_entries, **shared_arena_options(device.kind)})
+        options = make_session_options(
+            device.cores, entries={**bundle.session_entries, **shared_arena_options(device.kind)}
+        )
         options.enable_mem_pattern = (
             device.kind != "cpu"
         )  # it allocates the memory of a run a second time, as one block
@@ -169,7 +171,7 @@ def _wrong_segment_error(record: SegmentRecord, message: str) -> BundleError:
 
 def describe_segment_failure(problem: Exception, segment: str, device: str) -> ExecutionError:
     """Return the error of a segment that ONNX Runtime failed to run."""
-    text = one_line(problem)
+    text = format_one_line(problem)
     if isinstance(problem, MemoryError) or any(words in text for words in _OUT_OF_MEMORY_TEXTS):
         hint = "close other programs, run fewer requests at a time, or compile for smaller inputs or more devices"
         message = f"segment {segment} ran out of memory" + (f": {text}" if text else "")

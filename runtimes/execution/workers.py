@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from onnxplace.bundle import Bundle, Step
-from onnxplace.errors import ExecutionError, OnnxplaceError, one_line
+from onnxplace.errors import ExecutionError, OnnxplaceError, format_one_line
 from onnxplace.machine import is_foreign_error, pin_thread
 from onnxplace.runtime import Event, EventKind, Result
 from onnxplace.runtimes.execution.carried_state import CarriedStates
@@ -281,7 +281,7 @@ class WorkLoop:
                 name: self._read_output(value, request) for name, value in self._outputs if name in request.output_names
             }
         except Exception as problem:  # noqa: BLE001 - a future that is never set would hang its caller
-            message = f"an output cannot be read: {one_line(problem) or type(problem).__name__}"
+            message = f"an output cannot be read: {format_one_line(problem) or type(problem).__name__}"
             request.future.finish(None, ExecutionError("X003", message, where="outputs"))
             return
         events = tuple(sorted(request.events, key=lambda event: event.start_seconds))

@@ -17,7 +17,7 @@ from onnxplace.calibration.microbenchmarks import CallCosts, HopSamples, _make_h
 from onnxplace.calibration.probe_bundles import Probe, write_probe_bundle
 from onnxplace.calibration.samples import RequestTimes, Samples, read_waited_seconds, run_once, take_turns
 from onnxplace.errors import TargetError, UsageError
-from onnxplace.machine import link_technology
+from onnxplace.machine import find_link_technology
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event, Result, RuntimeSession
 from onnxplace.target import Device, Link, Shared, Target, format_target, read_target
@@ -298,13 +298,13 @@ def driver(monkeypatch):
 @pytest.mark.parametrize(("good", "via"), [((0, 2), "nvlink"), ((0,), "pcie"), ((), "host")])
 def test_link_technologies_are_distinguished(driver, good, via):
     driver(*good)
-    assert link_technology("cuda:0", "cuda:1") == via
-    assert link_technology("cuda:0", "cpu:0") == "host"
-    assert link_technology("cpu:0", "cpu:1") == "memory"
+    assert find_link_technology("cuda:0", "cuda:1") == via
+    assert find_link_technology("cuda:0", "cpu:0") == "host"
+    assert find_link_technology("cpu:0", "cpu:1") == "memory"
 
 
 def test_links_without_driver_information_pass_through_the_host(driver, monkeypatch):
     driver()
-    assert link_technology("cuda:0", "cuda:5") == "host"
+    assert find_link_technology("cuda:0", "cuda:5") == "host"
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert link_technology("cuda:0", "cuda:1") == "host"
+    assert find_link_technology("cuda:0", "cuda:1") == "host"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from onnxplace.machine import cuda_problem
+from onnxplace.machine import find_cuda_problem
 from tests.support.bad_input import contents
 
 
@@ -46,7 +46,7 @@ def refused(run_cli, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def unusable_gpu() -> None:
-    if cuda_problem(0) is None:
+    if find_cuda_problem(0) is None:
         pytest.skip("ONNX Runtime can use a GPU here")
 
 

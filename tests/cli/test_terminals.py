@@ -83,17 +83,17 @@ def test_loop_compilation_is_announced_once_on_a_terminal(
 ) -> None:
     import numba
 
-    from onnxplace.cli.options import tell_of_compiling
+    from onnxplace.cli.options import announce_loop_compilation
     from onnxplace.utils import on_compiling
 
     on_compiling(lambda: None)
-    tell_of_compiling(False)
+    announce_loop_compilation(False)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert numba.njit(lambda x: x + 3)(1) == 4
-    tell_of_compiling(True)  # as with --json
+    announce_loop_compilation(True)  # as with --json
     assert numba.njit(lambda x: x + 4)(1) == 5
     assert capsys.readouterr().err == ""
-    tell_of_compiling(False)
+    announce_loop_compilation(False)
     assert capsys.readouterr().err == ""
     for add in (1, 2):
         assert numba.njit(lambda x, add=add: x + add)(1) == 1 + add

@@ -10,7 +10,7 @@ import pytest
 
 from onnxplace.cost_graph import from_networkx, parse_cost_graph, read_cost_graph
 from onnxplace.cost_graph.cost_graphs import MOST
-from onnxplace.driver import with_devices
+from onnxplace.driver import replace_devices
 from onnxplace.errors import FeedError, InputError, TargetError, UsageError
 from onnxplace.feeds import read_npz
 from onnxplace.pipeline import Pipeline
@@ -127,7 +127,7 @@ def test_too_many_devices_are_refused_everywhere(run_cli, model_file, tmp_path):
 def test_the_maximum_number_of_devices_is_accepted():
     devices = [{"id": index, "memory_bytes": 9} for index in range(MAX_DEVICES)]
     graph = parse_cost_graph({"nodes": [{"id": 0, "compute_time_us": 1}], "devices": devices})
-    assert len(with_devices(graph, MAX_DEVICES, 5).target.devices) == MAX_DEVICES
+    assert len(replace_devices(graph, MAX_DEVICES, 5).target.devices) == MAX_DEVICES
     with pytest.raises(TargetError, match="T015"):
         Target(tuple(Device(f"cpu:{index}", 1) for index in range(MAX_DEVICES + 1)))
 

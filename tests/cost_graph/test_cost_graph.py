@@ -9,7 +9,7 @@ import pytest
 
 from onnxplace import InfeasibleError, InputError
 from onnxplace.cost_graph import from_networkx, parse_cost_graph, read_cost_graph
-from onnxplace.driver import evaluate_placement, place_cost_graph, with_devices
+from onnxplace.driver import evaluate_placement, place_cost_graph, replace_devices
 from onnxplace.facts import Placement, Profile
 from onnxplace.pipeline import Pipeline
 from onnxplace.target import Device, Target
@@ -69,7 +69,7 @@ def test_groups_of_the_graph_stay_together_and_can_be_ignored():
 
 
 def test_a_placement_is_scored_as_it_is_whether_it_fits_or_not():
-    graph = with_devices(parse_cost_graph(fork()), None, 250)
+    graph = replace_devices(parse_cost_graph(fork()), None, 250)
     found = evaluate_placement(graph, dict.fromkeys("0123", "a"))
     assert found.makespan_seconds == pytest.approx(202e-6)
     assert not found.feasible
@@ -85,7 +85,7 @@ def test_scoring_what_was_placed_gives_the_same_step():
 @pytest.mark.parametrize("placer", ["single", "m-topo", "m-etf", "m-sct"])
 def test_a_graph_that_fits_nowhere_is_infeasible_and_the_message_says_what_is_missing(placer):
     with pytest.raises(InfeasibleError, match=r"cuda:0 lacks \d+ bytes"):
-        place_cost_graph(with_devices(parse_cost_graph(fork()), 1, 250), placer, groups="none")
+        place_cost_graph(replace_devices(parse_cost_graph(fork()), 1, 250), placer, groups="none")
 
 
 def test_topo_order_breaks_ties_whatever_the_order_in_the_file():
@@ -168,7 +168,7 @@ def test_nodes_without_a_compute_time_are_counted_and_one_is_named():
     assert note in place_cost_graph(parse_cost_graph(data), "m-etf").diagnostics
     assert (
         note
-        in evaluate_placement(with_devices(parse_cost_graph(data), 2, None), dict.fromkeys("0123", "a")).diagnostics
+        in evaluate_placement(replace_devices(parse_cost_graph(data), 2, None), dict.fromkeys("0123", "a")).diagnostics
     )
 
 
@@ -263,7 +263,7 @@ def test_options_that_say_how_to_place_do_not_go_with_a_placement(run_cli, tmp_p
 
 def test_a_placement_that_search_did_not_improve_is_not_called_improved():
     data = fork(edges=[{"src": i, "dst": i + 1, "bytes": 10**6} for i in range(3)])
-    graph = with_devices(parse_cost_graph(data), None, 10**9)
+    graph = replace_devices(parse_cost_graph(data), None, 10**9)
     (note,) = [note for note in place_cost_graph(graph, budget_seconds=0.1).diagnostics if note.code == "P040"]
     kept = note.message.partition(";")[0]
     assert kept.startswith("kept cuda:0:")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from onnxplace.cost_graph import GENERATORS, parse_cost_graph
-from onnxplace.driver import evaluate_placement, place_cost_graph, with_devices
+from onnxplace.driver import evaluate_placement, place_cost_graph, replace_devices
 from onnxplace.errors import InfeasibleError, UsageError
 from onnxplace.pipeline import Pipeline, choose_placer
 from onnxplace.utils import jit
@@ -92,7 +92,7 @@ def test_the_time_to_place_excludes_the_compilation_of_loops(monkeypatch):
     monkeypatch.setattr(jit, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(jit._compiling, "seconds", jit._compiling.seconds)
     monkeypatch.setattr(Pipeline, "run", compile_and_run)
-    graph = with_devices(cramped(), None, 16 * GIB)
+    graph = replace_devices(cramped(), None, 16 * GIB)
     assert place_cost_graph(graph, "single").seconds == pytest.approx(2)
     assert evaluate_placement(graph, dict.fromkeys("0123", 0)).seconds == pytest.approx(2)
 
@@ -137,5 +137,5 @@ def test_the_command_searches_within_its_budget_and_reports_its_trials(run_cli, 
 
 
 def test_the_objective_fit_uses_as_few_devices_as_needed():
-    placed = place_cost_graph(with_devices(cramped(), 4, 8 * GIB), objective="fit")
+    placed = place_cost_graph(replace_devices(cramped(), 4, 8 * GIB), objective="fit")
     assert len(set(placed.placement.values())) == 2

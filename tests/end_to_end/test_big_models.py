@@ -16,7 +16,15 @@ from onnxplace.driver import compile_model
 from onnxplace.errors import BundleError, UsageError
 from onnxplace.facts import Profile, Source
 from onnxplace.machine import local_target
-from onnxplace.model import WeightFile, bind, load, op_graph, static_shapes, value_bytes, weights as weights_module
+from onnxplace.model import (
+    WeightFile,
+    bind,
+    build_op_graph,
+    infer_static_shapes,
+    load,
+    value_bytes,
+    weights as weights_module,
+)
 from onnxplace.passes.profiling import MeasurementOptions, chunks, find_repeats, node_kinds
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
@@ -154,12 +162,12 @@ def test_a_linked_bundle_holds_no_weights_and_computes_the_same(linked, tmp_path
 
 
 def test_plain_onnxruntime_loads_linked_segments_with_one_option(linked):
-    from onnxplace.machine import open_session, session_options
+    from onnxplace.machine import make_session_options, open_session
 
     bundle, weights = linked
     assert list(bundle.session_entries.values()) == [str(weights.parent)]
     for segment in bundle.manifest.segments:
-        open_session(bundle.file(segment.file), session_options([0], entries=bundle.session_entries))
+        open_session(bundle.file(segment.file), make_session_options([0], entries=bundle.session_entries))
 
 
 def test_the_weights_file_keeps_its_name_links_and_time(tmp_path):
@@ -285,8 +293,8 @@ def test_a_manifest_that_links_to_a_file_outside_the_folder_is_refused(linked, n
 
 
 def structure(model):
-    shapes = {**static_shapes(model), **model.input_shapes()}
-    graph, kinds = op_graph(model, value_bytes(model, shapes)), node_kinds(model, shapes)
+    shapes = {**infer_static_shapes(model), **model.input_shapes()}
+    graph, kinds = build_op_graph(model, value_bytes(model, shapes)), node_kinds(model, shapes)
     return graph, kinds, find_repeats(kinds, graph)
 
 

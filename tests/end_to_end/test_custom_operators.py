@@ -15,7 +15,7 @@ from onnx import ModelProto, parser
 import onnxplace
 from onnxplace.bundle import MANIFEST_FILE
 from onnxplace.errors import ModelError
-from onnxplace.machine import operator_libraries, session_options, use_custom_operators
+from onnxplace.machine import list_operator_libraries, make_session_options, use_custom_operators
 from tests.conftest import Ran
 
 X = np.array([[1, -2, 3], [-4, 5, -6]], dtype=np.float32)
@@ -99,7 +99,7 @@ def test_a_file_that_is_not_a_library_is_named(run_cli: Callable[..., Ran], mode
     assert "text.so" in result.err
     with pytest.raises(ModelError, match="M023"):
         onnxplace.compile(model_file, tmp_path / "out", custom_op_libraries=[tmp_path / "text.so"])
-    assert operator_libraries() == ()
+    assert list_operator_libraries() == ()
 
 
 STEPS = "optimize,profile,coplace{join=never,device_map=MAP},m-etf,split,emit"
@@ -130,7 +130,7 @@ def test_a_library_works_for_all_commands(run_cli: Callable[..., Ran], tmp_path:
         result = run_cli(command[0], bundle, *command[1:], "--custom-op-library", library)
         assert result.code == 0, result.err
     assert run_cli("run", bundle, "--runtime", "simulated").code == 0
-    assert operator_libraries() == ()
+    assert list_operator_libraries() == ()
 
 
 def test_running_a_bundle_without_its_library_is_refused(run_cli: Callable[..., Ran], tmp_path: Path, library: str):
@@ -144,9 +144,9 @@ def test_running_a_bundle_without_its_library_is_refused(run_cli: Callable[..., 
 
 def test_a_library_named_twice_is_loaded_once(library: str):
     with use_custom_operators([library, library]), use_custom_operators([library]):
-        assert len(operator_libraries()) == 1
-        session_options([0])
-    assert operator_libraries() == ()
+        assert len(list_operator_libraries()) == 1
+        make_session_options([0])
+    assert list_operator_libraries() == ()
 
 
 def test_a_bundle_of_standard_operators_needs_no_library(compiled: Path):

@@ -193,7 +193,7 @@ def test_a_differing_quantised_model_is_compared_again_unoptimised(
     levels, honest = [], compare.compare_outputs
 
     def differing_if_optimised(*arguments):
-        levels.append(sessions.session_options([0]).graph_optimization_level)
+        levels.append(sessions.make_session_options([0]).graph_optimization_level)
         optimised = levels[-1] == onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
         return [replace(item, equal=item.equal and not optimised) for item in honest(*arguments)]
 

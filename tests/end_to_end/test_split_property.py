@@ -25,7 +25,7 @@ import onnxplace.runtimes.execution.segments as runtime
 from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle
 from onnxplace.driver import compile_model
 from onnxplace.facts import Placement, Profile, Schedule
-from onnxplace.machine import session_options
+from onnxplace.machine import make_session_options
 from onnxplace.machine.sessions import Level
 from onnxplace.passes.coplace import Coplace
 from onnxplace.passes.emit import Emit
@@ -98,7 +98,7 @@ def compiled_with(
 
 def run_together(bundle: Bundle, feeds: Sequence[Feeds], level: Level = "all") -> list[list[Any]]:
     """Return the outputs for each of several feeds, with their requests in flight at the same time."""
-    with mock.patch.object(runtime, "session_options", partial(session_options, level=level)):
+    with mock.patch.object(runtime, "make_session_options", partial(make_session_options, level=level)):
         session = onnxplace.InferenceSession(bundle)
     futures = [session.submit(fed) for fed in feeds]
     try:

@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper, parser
 
 from onnxplace.errors import ExecutionError, ModelError
-from onnxplace.machine import find_disk_full, open_session, refusals, session_options
+from onnxplace.machine import find_disk_full, make_session_options, open_session, refusals
 from onnxplace.machine.refusals import explain_refusal
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ INSIDE = f"""{HEADER} g (bool[] c, bfloat16[2] x) => (bfloat16[2] y) {{
 )
 def test_a_missing_kernel_is_reported_with_operator_and_type(text, where, types):
     with pytest.raises(ModelError) as caught:
-        open_session(parser.parse_model(text).SerializeToString(), session_options([0]), where="part")
+        open_session(parser.parse_model(text).SerializeToString(), make_session_options([0]), where="part")
     problem = caught.value
     assert (problem.code, problem.where) == ("M012", where)
     assert problem.message == f"ONNX Runtime has no kernel of Add (opset 14) for {types} on a CPU"
@@ -46,7 +46,7 @@ def test_a_missing_kernel_is_reported_with_operator_and_type(text, where, types)
 def test_a_missing_kernel_is_reported_for_models_in_files(tmp_path):
     onnx.save(parser.parse_model(PLAIN), tmp_path / "m.onnx")
     with pytest.raises(ModelError, match="no kernel of Add \\(opset 14\\) for bfloat16"):
-        open_session(tmp_path / "m.onnx", session_options([0]))
+        open_session(tmp_path / "m.onnx", make_session_options([0]))
 
 
 @pytest.mark.parametrize("model", [b"junk", b"", Path("nowhere.onnx")], ids=["junk", "empty", "no file"])
@@ -59,7 +59,7 @@ def test_a_missing_kernel_is_reported_even_if_the_model_cannot_be_read(model):
 def test_large_models_are_not_searched_for_types(monkeypatch):
     monkeypatch.setattr(refusals, "MAX_SEARCHED_BYTES", 10)
     with pytest.raises(ModelError, match="its input types"):
-        open_session(parser.parse_model(PLAIN).SerializeToString(), session_options([0]))
+        open_session(parser.parse_model(PLAIN).SerializeToString(), make_session_options([0]))
 
 
 def test_the_command_reports_a_missing_kernel(run_cli, tmp_path):

@@ -7,7 +7,7 @@ from onnx import AttributeProto, ModelProto, TensorProto, helper, numpy_helper, 
 
 from onnxplace import FeedError
 from onnxplace.feeds import Declared, check_feeds
-from onnxplace.model import load, op_graph
+from onnxplace.model import build_op_graph, load
 from tests.end_to_end.test_split_property import RandomPlacement, assert_same, compiled_with, run_together
 from tests.support.model_texts import IF, X, find_then_branch, parse_graph
 
@@ -227,7 +227,7 @@ def test_a_custom_operator_named_like_a_view_is_not_a_view():
     model = parser.parse_model(
         '<ir_version: 8, opset_import: ["": 17, "own": 1]> g (float[4] x) => (float[4] y) { y = own.Identity(x) }'
     )
-    assert op_graph(load(model), {}).alias.tolist() == [-1, -1]
+    assert build_op_graph(load(model), {}).alias.tolist() == [-1, -1]
 
 
 # ---------------------------------------------------------------------------------------------- too much of something

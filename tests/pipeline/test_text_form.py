@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from onnxplace.errors import UsageError
-from onnxplace.pipeline import PassSpec, Pipeline, build_pass, format_pipeline, parse_pipeline, spec_of
+from onnxplace.pipeline import PassSpec, Pipeline, build_pass, format_pipeline, make_spec, parse_pipeline
 from onnxplace.pipeline.registry import BUILTIN
 from onnxplace.state import Pass, State
 
@@ -149,13 +149,13 @@ rich = st.builds(
 
 @given(rich)
 def test_a_pass_is_read_back_equal_from_its_text(step):
-    (spec,) = parse_pipeline(str(spec_of(step)))
+    (spec,) = parse_pipeline(str(make_spec(step)))
     assert build_pass(Rich, spec.options) == step
 
 
 def test_options_at_their_defaults_are_not_written():
-    assert str(spec_of(Rich())) == "rich"
-    assert str(spec_of(Rich(count=2, sizes=()))) == 'rich{count=2,sizes=""}'
+    assert str(make_spec(Rich())) == "rich"
+    assert str(make_spec(Rich(count=2, sizes=()))) == 'rich{count=2,sizes=""}'
 
 
 @pytest.mark.parametrize("name", BUILTIN["passes"])
@@ -193,7 +193,7 @@ def test_none_is_plain_text_if_none_is_not_allowed():
 
 def test_a_semicolon_in_an_item_of_a_tuple_survives():
     step = Rich(patterns=("a;b",))
-    assert build_pass(Rich, spec_of(step).options) == step
+    assert build_pass(Rich, make_spec(step).options) == step
 
 
 @dataclass(frozen=True)

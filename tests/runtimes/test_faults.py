@@ -21,7 +21,7 @@ from onnx import parser
 
 import onnxplace
 from onnxplace.bundle import WHOLE_MODEL_FILE
-from onnxplace.machine import open_session, session_options
+from onnxplace.machine import make_session_options, open_session
 from onnxplace.runtimes.execution import engine as engine_module, workers as workers_module
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from tests.support.endless import endless_bundle, expected, feeds
@@ -594,7 +594,7 @@ def test_an_error_of_a_signal_handler_passes_through_the_opening_of_a_session(bu
             try:
                 signal.setitimer(signal.ITIMER_REAL, 0.003)
                 while True:
-                    open_session(bundle.file(WHOLE_MODEL_FILE), session_options([0]))
+                    open_session(bundle.file(WHOLE_MODEL_FILE), make_session_options([0]))
             except AlarmError:
                 rung += 1
             finally:

@@ -33,7 +33,7 @@ from onnx import (
     parser,
 )
 
-from onnxplace.machine import session_options
+from onnxplace.machine import make_session_options
 from onnxplace.machine.sessions import Level
 
 Array = NDArray[Any]
@@ -824,7 +824,7 @@ def reference(proto: ModelProto, feeds: Iterable[Feeds], level: Level = "none") 
 
 def run_plain(model: bytes | Path, feeds: Iterable[Feeds], level: Level = "none") -> list[list[Any]]:
     """Return the outputs of a model in one session, without optimisations by default."""
-    options = session_options([0], level)
+    options = make_session_options([0], level)
     options.log_severity_level = 4
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     return [session.run(None, fed) for fed in feeds]

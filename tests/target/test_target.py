@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from onnxplace.errors import TargetError, UsageError
 from onnxplace.target import (
-    KINDS,
+    DEVICE_KINDS,
     LINK_MODELS,
     Device,
     Link,
@@ -21,7 +21,7 @@ from onnxplace.target import (
     read_target,
 )
 
-device_ids = st.builds("{}:{}".format, st.sampled_from(KINDS), st.integers(0, 99))
+device_ids = st.builds("{}:{}".format, st.sampled_from(DEVICE_KINDS), st.integers(0, 99))
 id_lists = st.lists(device_ids, min_size=1, max_size=5, unique=True)
 positive = st.floats(min_value=1e-12, max_value=1e12, allow_subnormal=False)
 seconds = st.floats(min_value=0, max_value=1e3, allow_subnormal=False)

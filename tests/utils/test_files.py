@@ -156,7 +156,7 @@ def test_files_of_unknown_size_are_read_completely_up_to_a_limit():
 
 @given(st.text(st.characters(codec=None, categories=None), max_size=2000))
 def test_a_path_is_formatted_as_one_readable_line(path):
-    text = files.path_text(path)
+    text = files.format_path(path)
     assert text.isprintable()
     assert len(text) < 320
     text.encode()

@@ -14,7 +14,7 @@ from onnx import parser
 from onnxplace.errors import InputError, ModelError
 from onnxplace.facts import Profile, Quality, Source
 from onnxplace.machine import local_target
-from onnxplace.model import Model, bind, load, static_shapes
+from onnxplace.model import Model, bind, infer_static_shapes, load
 from onnxplace.passes.cost_files import format_costs, format_costs_csv, read_costs
 from onnxplace.passes.profiling import fingerprints
 from onnxplace.pipeline import Pipeline
@@ -345,12 +345,12 @@ def test_measured_costs_hold_their_quality(tmp_path):
 
 
 def test_fingerprints_depend_on_operators_and_shapes_not_on_names():
-    base = fingerprints(small_model(), static_shapes(small_model()))
+    base = fingerprints(small_model(), infer_static_shapes(small_model()))
     renamed = small_model(text=TEXT.replace("[mul] a", "[product] v").replace("Add(a", "Add(v"))
-    assert fingerprints(renamed, static_shapes(renamed)) == base
+    assert fingerprints(renamed, infer_static_shapes(renamed)) == base
     newer = small_model(text=TEXT.replace(": 17", ": 18"))
-    assert not set(fingerprints(newer, static_shapes(newer))) & set(base)
-    larger = fingerprints(small_model(8), static_shapes(small_model(8)))
+    assert not set(fingerprints(newer, infer_static_shapes(newer))) & set(base)
+    larger = fingerprints(small_model(8), infer_static_shapes(small_model(8)))
     assert [a == b for a, b in zip(larger, base)] == [False] * 4
 
 

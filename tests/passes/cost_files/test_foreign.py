@@ -17,7 +17,7 @@ from onnxplace.facts import Profile, Source
 from onnxplace.machine import local_target
 from onnxplace.model import Model, bind, load
 from onnxplace.passes.cost_files.ort_node_memory import node_hash
-from onnxplace.passes.profiling import TYPICAL_PEAKS, operations
+from onnxplace.passes.profiling import TYPICAL_PEAKS, count_operations
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
 from onnxplace.target import Device, Target
@@ -249,7 +249,7 @@ def test_figures_of_modules_without_nodes_stay_in_the_enclosing_module(tmp_path)
 def test_operations_that_a_file_lacks_are_counted_in_the_model(tmp_path):
     path, model = tmp_path / "cost.csv", layered_model()
     path.write_text("module,num_params,num_bytes,num_flops\nmodel.layers.0.mlp.down,1,1e6,0\n")
-    node_operations = operations(model.nodes[5], {"m": (2, 5, 16), "d": (2, 5, 16), "down": (16, 16)})
+    node_operations = count_operations(model.nodes[5], {"m": (2, 5, 16), "d": (2, 5, 16), "down": (16, 16)})
     node_seconds = seconds(profile_model(model, path))[5]
     peaks = TYPICAL_PEAKS["cpu"]
     moved = 2 * 10 * 16 * 4 + 1e6

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper, parser
 
 from onnxplace.facts import Profile, Repeat
 from onnxplace.machine import local_target
-from onnxplace.model import bind, load, op_graph, static_shapes, value_bytes
+from onnxplace.model import bind, build_op_graph, infer_static_shapes, load, value_bytes
 from onnxplace.passes.profiling import find_repeats, node_kinds, pool_by_kind
 from onnxplace.passes.profiling.repeat_kernels import find_runs
 from onnxplace.passes.profiling.repeated_layers import substring_names
@@ -23,7 +23,7 @@ def kinds_of(text: str, *weights: onnx.TensorProto) -> dict[str, int]:
     proto = parser.parse_model(f'<ir_version: 8, opset_import: ["": 18, "own": 1]> {text}')
     proto.graph.initializer.extend(weights)
     model = load(proto)
-    shapes = {**static_shapes(model), **model.input_shapes()}
+    shapes = {**infer_static_shapes(model), **model.input_shapes()}
     return dict(zip([node.name for node in model.nodes], node_kinds(model, shapes).tolist()))
 
 
@@ -33,8 +33,8 @@ def tensor(name: str, values, dtype=np.float32) -> onnx.TensorProto:
 
 def graph_and_kinds(proto: onnx.ModelProto, **sizes):
     model = bind(load(proto), sizes, {})
-    shapes = {**static_shapes(model), **model.input_shapes()}
-    graph = op_graph(model, value_bytes(model, shapes))
+    shapes = {**infer_static_shapes(model), **model.input_shapes()}
+    graph = build_op_graph(model, value_bytes(model, shapes))
     return graph, node_kinds(model, shapes)
 
 

@@ -8,14 +8,14 @@ from hypothesis import given, strategies as st
 from onnx import helper, parser
 
 from onnxplace.facts import Profile, Source
-from onnxplace.model import bind, load, static_shapes
+from onnxplace.model import bind, infer_static_shapes, load
 from onnxplace.passes.profiling import (
     TYPICAL_PEAKS,
     PeakRates,
-    bytes_moved,
+    count_moved_bytes,
+    count_operations,
     estimate_seconds,
     measure_peaks,
-    operations,
 )
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
@@ -56,12 +56,14 @@ SHAPES = {
     ],
 )
 def test_operations_are_those_of_the_definition(op, inputs, output, attributes, count):
-    assert operations(helper.make_node(op, inputs.split(), [output], **attributes), SHAPES) == pytest.approx(count)
+    assert count_operations(helper.make_node(op, inputs.split(), [output], **attributes), SHAPES) == pytest.approx(
+        count
+    )
 
 
 def test_attention_with_projections_counts_them():
     node = helper.make_node("Attention", ["q", "qkv"], ["q"], domain="com.microsoft", num_heads=2)
-    assert operations(node, SHAPES) == 2 * 2 * 6 * 8 * 24 + 4 * 2 * 6 * 8 * 6
+    assert count_operations(node, SHAPES) == 2 * 2 * 6 * 8 * 24 + 4 * 2 * 6 * 8 * 6
 
 
 @pytest.mark.parametrize(
@@ -71,14 +73,14 @@ def test_attention_with_projections_counts_them():
 def test_unknown_or_odd_shapes_are_never_an_error(op, known, rank):
     node = helper.make_node(op, ["i0", "i1", "i2"], ["o"])
     shapes = {name: (2,) * max(rank, 2 if op == "Gemm" else 0) for name in known}
-    assert operations(node, shapes) >= 0
+    assert count_operations(node, shapes) >= 0
 
 
 def test_views_move_no_bytes_and_a_lookup_moves_the_selected_rows():
     sizes = {"table": 1000_000, "ids": 80, "found": 400, "x": 64, "y": 64}
-    assert bytes_moved(helper.make_node("Reshape", ["x", "ids"], ["y"]), ("x", "ids"), sizes) == 0
-    assert bytes_moved(helper.make_node("Gather", ["table", "ids"], ["found"]), ("table", "ids"), sizes) == 880
-    assert bytes_moved(helper.make_node("Add", ["x", "x"], ["y"]), ("x",), sizes) == 128
+    assert count_moved_bytes(helper.make_node("Reshape", ["x", "ids"], ["y"]), ("x", "ids"), sizes) == 0
+    assert count_moved_bytes(helper.make_node("Gather", ["table", "ids"], ["found"]), ("table", "ids"), sizes) == 880
+    assert count_moved_bytes(helper.make_node("Add", ["x", "x"], ["y"]), ("x",), sizes) == 128
 
 
 TEXT = """<ir_version: 8, opset_import: ["": 17]>
@@ -87,7 +89,7 @@ g (float[256, 256] x, float[256, 256] w) => (float[256, 256] y) { [mul] a = MatM
 
 def test_the_slower_of_computing_and_moving_decides_the_time():
     model = load(parser.parse_model(TEXT))
-    shapes = static_shapes(model)
+    shapes = infer_static_shapes(model)
     seconds = estimate_seconds(model, shapes, "cpu/1", PeakRates(1e9, 1e30, 1.0))
     assert seconds.tolist() == pytest.approx([2 * 256**3 / 1e9 + 1, 256**2 / 1e9 + 1])
     seconds = estimate_seconds(model, shapes, "cpu/4", PeakRates(1e30, 1e6, 0.0))
@@ -130,5 +132,5 @@ def test_a_cpu_that_cannot_be_measured_is_estimated_from_local_peaks(monkeypatch
 def test_estimates_are_finite_with_and_without_shapes():
     text = TEXT.replace("256, 256] x", "n, 256] x").replace("float[256, 256] y", "float[n, 256] y")
     model = bind(load(parser.parse_model(text)), {"n": 3}, {})
-    assert np.isfinite(estimate_seconds(model, static_shapes(model), "cpu/1")).all()
+    assert np.isfinite(estimate_seconds(model, infer_static_shapes(model), "cpu/1")).all()
     assert np.isfinite(estimate_seconds(model, {}, "cpu/1")).all()

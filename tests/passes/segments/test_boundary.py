@@ -5,7 +5,7 @@ import pytest
 from onnx import ModelProto, NodeProto, TensorProto, TypeProto, helper
 
 from onnxplace import OnnxplaceError
-from onnxplace.model import load, type_name
+from onnxplace.model import format_type, load
 from onnxplace.passes.segments.boundary import infer_boundary_types, parse_type
 from tests.end_to_end.test_split_property import RandomPlacement, assert_same, compiled_with, run_together
 from tests.support.random_models import reference
@@ -135,7 +135,7 @@ def test_only_types_of_crossing_values_are_inferred(monkeypatch):
     ],
 )
 def test_types_in_the_spelling_of_onnxruntime_are_parsed(text):
-    assert type_name(parse_type(text, [])) == text
+    assert format_type(parse_type(text, [])) == text
 
 
 @pytest.mark.parametrize("text", ["opaque(a,b)", "seq(opaque(a,b))", "map(odd,tensor(float))", "tensor(odd)", "", "?"])
