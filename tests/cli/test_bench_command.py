@@ -13,7 +13,7 @@ import onnxplace
 from onnxplace.evaluation import memory_use
 from onnxplace.evaluation.memory_use import can_measure_memory
 from tests.conftest import FAST_PIPELINE
-from tests.runtimes.test_carried_state import APART, START, STATES, feeds, sums
+from tests.runtimes.state_checks import APART, START, STATES, feeds, sums
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
 only_linux = pytest.mark.skipif(not can_measure_memory(), reason="only Linux reports the peak memory of a process")

@@ -1,0 +1,284 @@
+"""Interrupts while a bundle opens or runs, and the end of the interpreter."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pytest
+from onnx import parser
+
+from onnxplace.bundle import WHOLE_MODEL_FILE
+from onnxplace.machine import make_session_options, open_session
+from onnxplace.runtimes.execution import engine as engine_module, workers as workers_module
+from tests.runtimes.fault_checks import HUNG_SECONDS, ROOT, assert_expected
+from tests.support.endless import endless_bundle, feeds
+
+# --------------------------------------------------------------------------------------- as processes: Ctrl-C and exits
+
+
+PRELUDE = """
+import os, sys, threading, time
+sys.path.insert(0, {root!r})
+import onnxplace
+from tests.support.endless import endless_bundle, feeds
+session = onnxplace.InferenceSession(onnxplace.load({bundle!r}))
+session.run(None, feeds(2))
+def run_quietly():
+    try:
+        session.run(None, feeds(None))
+    except onnxplace.ExecutionError:
+        pass
+"""
+
+
+def start(bundle, text):
+    prelude = PRELUDE.format(root=str(ROOT), bundle=str(bundle.path))
+    code = prelude + textwrap.dedent(text)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=bundle.path.parent
+    )
+
+
+def wait_for_end(process):
+    try:
+        out, err = process.communicate(timeout=HUNG_SECONDS)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize(
+    ("work", "seconds"),
+    [
+        ("futures = [session.submit(feeds(100_000)) for _ in range(3)]", 10.0),
+        ("futures = [session.submit(feeds(None)) for _ in range(3)]", 0.3),
+        ("session.run_async(None, feeds(100_000), lambda outputs, error: print(outputs is not None))", 10.0),
+        ("threading.Thread(target=run_quietly, daemon=True).start(); time.sleep(0.2)", 0.3),
+        ("bundle = session._bundle; del session; onnxplace.InferenceSession(bundle).submit(feeds(None))", 0.3),
+    ],
+)
+def test_the_interpreter_ends_with_runs_in_flight(bundle, work, seconds):
+    patch = f"from onnxplace.runtimes.execution import lifecycle; lifecycle.EXIT_SECONDS = {seconds}"
+    code, out, err = wait_for_end(start(bundle, f"{patch}\n{work}\nprint('end')"))
+    assert (code, err) == (0, "")
+    assert out in ("end\n", "end\nTrue\n", "True\nend\n")
+    assert ("True" in out) == ("run_async" in work), "callbacks of completed runs are called"
+
+
+def test_a_session_that_outlives_its_modules_touches_nothing(session, monkeypatch):
+    """At the very end of the interpreter, the names in modules are None."""
+    for module in (engine_module, workers_module):
+        monkeypatch.setattr(module, "os", None)
+    session.__del__(lambda: True)
+    monkeypatch.undo()
+    assert_expected(session.run(None, feeds(1)), 1)
+
+
+def interrupt(process, times=1, number=signal.SIGINT):
+    assert process.stdout.readline() == "ready\n"
+    for index in range(times):
+        time.sleep(0.5 if index else 0.2)
+        process.send_signal(number)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+@pytest.mark.parametrize("callers", ["cpu:0", "cpu:1"])
+def test_one_interrupt_ends_a_run_on_any_device(tmp_path, callers):
+    bundle = endless_bundle(tmp_path, spin=callers, last="cpu:0" if callers == "cpu:1" else "cpu:1")
+    text = """
+        print("ready", flush=True)
+        try:
+            with session:
+                session.run(None, feeds(None))
+        except KeyboardInterrupt:
+            print("interrupted")
+    """
+    process = start(bundle, text)
+    interrupt(process)
+    assert wait_for_end(process) == (0, "interrupted\n", "")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+def test_an_interrupted_session_goes_on(bundle):
+    text = """
+        print("ready", flush=True)
+        try:
+            session.run(None, feeds(None))
+        except KeyboardInterrupt:
+            print(session.run(None, feeds(2))[0].tolist())
+    """
+    process = start(bundle, text)
+    interrupt(process)
+    assert wait_for_end(process) == (0, "[-0.0, -1.0, -2.0, -3.0]\n", "")
+
+
+# Simulates a node that never ends: a thread that waits for a lock it holds itself, without the GIL.
+HANGING = """
+    import ctypes
+    from onnxplace.runtimes.execution import engine
+    engine.END_GRACE_SECONDS = 0.3
+    library, lock = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+    def hang(*arguments):
+        while True:
+            library.pthread_mutex_lock(lock)
+    for segment in session._session.engine._segments.values():
+        segment.run = hang
+    print("ready", flush=True)
+    with session:
+        {work}
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library of Linux")
+@pytest.mark.parametrize("work", ["session.run(None, feeds(2))", "session.submit(feeds(2)).result()"])
+def test_a_second_interrupt_ends_a_process_whose_node_hangs(bundle, work):
+    process = start(bundle, HANGING.format(work=work))
+    interrupt(process, times=2)
+    code, _, err = wait_for_end(process)
+    assert code in (130, -signal.SIGINT)
+    assert "terminate called" not in err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library of Linux")
+def test_after_one_interrupt_a_message_suggests_a_second_one(bundle):
+    process = start(bundle, HANGING.format(work="session.run(None, feeds(2))"))
+    interrupt(process)
+    assert "Interrupt again to end the process" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    assert wait_for_end(process)[0] == 130
+
+
+# --------------------------------------------------------------------------------- opening, and what users' code raises
+
+
+# ONNX Runtime folds these products while it opens the model, for longer than any test waits.
+FOLDING = """
+<ir_version: 8, opset_import: ["" : 17]>
+folding_model (float[1] x) => (float[1200, 1200] y) {{
+    shape = Constant <value = int64[2] {{1200, 1200}}> ()
+    v0 = ConstantOfShape (shape)
+    {products}
+    y = Add(v400, x)
+}}
+"""
+
+
+@pytest.fixture(scope="module")
+def folding_model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("folding_model") / "folding_model.onnx"
+    products = "\n".join(f"v{index + 1} = MatMul(v{index}, v0)" for index in range(400))
+    path.write_bytes(parser.parse_model(FOLDING.format(products=products)).SerializeToString())
+    return path
+
+
+OPENING = """
+    from onnxplace.machine import open_session, session_options
+    print("ready", flush=True)
+    try:
+        open_session({path!r}, session_options([0]))
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+def test_an_interrupt_ends_the_opening_of_a_session(bundle, folding_model):
+    process = start(bundle, OPENING.format(path=str(folding_model)))
+    interrupt(process, times=2)
+    code, out, _ = wait_for_end(process)
+    assert (code, out) in ((0, "interrupted\n"), (130, ""))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+@pytest.mark.parametrize("command", ["run", "verify", "bench"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_signal_ends_a_command_while_it_computes(tmp_path, command, number):
+    bundle = endless_bundle(tmp_path, spin="cpu:0", last="cpu:0")
+    np.savez(tmp_path / "in.npz", **feeds(None))
+    arguments = [command, str(bundle.path), "--inputs", str(tmp_path / "in.npz")]
+    code = "import sys; from onnxplace.cli import entry; print('ready', flush=True); "
+    code += f"sys.argv[1:] = {arguments!r}; entry()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(2.5)
+    process.send_signal(number)
+    code, _, err = wait_for_end(process)
+    assert code == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
+    assert "interrupted" in err
+
+
+def test_the_interpreter_ends_while_daemon_threads_open_sessions(bundle):
+    text = """
+        def work():
+            while True:
+                try:
+                    with onnxplace.InferenceSession(session._bundle) as other:
+                        other.run(None, feeds(2000))
+                except onnxplace.ExecutionError as problem:
+                    assert problem.code in ("X002", "X013"), problem
+                    time.sleep(100)
+        for _ in range(3):
+            threading.Thread(target=work, daemon=True).start()
+        time.sleep(0.5)
+    """
+    assert wait_for_end(start(bundle, text)) == (0, "", "")
+
+
+class AlarmError(Exception):
+    """An error raised by a user's signal handler."""
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")
+def test_an_error_of_a_signal_handler_passes_through_the_opening_of_a_session(bundle):
+    def ring(*_):
+        raise AlarmError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    rung = 0
+    try:
+        for _ in range(10):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.003)
+                while True:
+                    open_session(bundle.file(WHOLE_MODEL_FILE), make_session_options([0]))
+            except AlarmError:
+                rung += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert rung == 10
+
+
+def test_an_error_of_a_signal_handler_passes_through_a_run(session, monkeypatch):
+    def ring(*_):
+        raise AlarmError
+
+    engine = session._session.engine
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._segments["cpu1-000"], "run", ring)  # which the caller's own thread runs
+        with pytest.raises(AlarmError):
+            session.run(None, feeds(1))
+    assert_expected(session.run(None, feeds(2), timeout=HUNG_SECONDS), 2)
+
+
+def test_a_failing_excepthook_does_not_end_a_worker(session, monkeypatch, capsys):
+    def fail(*_):
+        raise ValueError("mine")
+
+    monkeypatch.setattr(threading, "excepthook", fail)
+    for _ in range(3):
+        session.submit(feeds(20_000)).add_done_callback(fail)
+    for rounds in range(5):
+        assert_expected(session.run(None, feeds(rounds), timeout=HUNG_SECONDS), rounds)
+    assert "mine" in capsys.readouterr().err
+
+
+def test_a_timeout_may_be_a_numpy_number(session):
+    assert_expected(session.run(None, feeds(1), timeout=np.float32(20)), 1)
