@@ -258,8 +258,8 @@ def test_a_measured_target_round_trips_through_its_file(tmp_path):
     ("entry", "text"),
     [
         ('devices = ["cpu:0", "cpu:7"]', "'cpu:7'"),
-        ('devices = ["cpu:0"]', "two devices"),
-        ('devices = ["cpu:0", "cpu:0"]', "two devices"),
+        ('devices = ["cpu:0"]', "two or more devices"),
+        ('devices = ["cpu:0", "cpu:0"]', "two or more devices"),
         ('devices = ["cpu:0", "cpu:1"]\nmemory_slowdown = 0.5', "memory_slowdown"),
         ('devices = ["cpu:0", "cpu:1"]\ncompute_slowdown = nan', "compute_slowdown"),
         ('devices = ["cpu:0", "cpu:1"]\nmemory_bytes_per_second = -1.0', "memory_bytes_per_second"),

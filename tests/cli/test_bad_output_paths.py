@@ -32,18 +32,24 @@ def test_force_replaces_an_empty_folder(run_cli, model_file, fast_pipeline):
     assert onnxplace.load(empty).manifest.placer == "m-etf"
 
 
-@pytest.mark.parametrize("kind", ["folder", "file", "model", "link", "working folder"])
-def test_force_never_replaces_what_is_not_a_bundle(refused, model_file, fast_pipeline, kind):
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        ("precious", "not a bundle"),
+        ("letter", "not a bundle"),
+        ("model.onnx", "not a bundle"),
+        ("link", "expected a bundle, got a symbolic link"),
+        (".", "expected a bundle, got the current folder"),
+    ],
+)
+def test_force_never_replaces_what_is_not_a_bundle(refused, model_file, fast_pipeline, output, reason):
     folder = model_file.parent
     (folder / "precious").mkdir()
     (folder / "precious" / "thesis.tex").write_text("years of work")
     (folder / "letter").write_text("dear")
     (folder / "link").symlink_to("precious")
-    output = {"folder": "precious", "file": "letter", "model": "model.onnx", "link": "link", "working folder": "."}[
-        kind
-    ]
     options = ("-o", output, "--pipeline", fast_pipeline, "--force")
-    refused(2, (output, "not a bundle", "--force"), "compile", model_file, *SHAPE, *options)
+    refused(2, (output, reason, "--force"), "compile", model_file, *SHAPE, *options)
 
 
 def test_a_folder_that_cannot_be_created_is_named(refused, model_file, fast_pipeline):

@@ -326,7 +326,7 @@ def test_an_empty_group_or_tensor_is_none():
         ({"x": {"group": []}}, "D002", "[] is no group"),
         ({"x": {"weights": {"w": 9}}}, "D004", "weights_bytes of node 'x' is 8, expected 9, as its weights add up to"),
         ({"x": {"weights": {"w": -9}}}, "D004", "weights of node 'x' are {'w': -9}, expected bytes by name"),
-        ({"x": {"weights": "{"}}, "D004", "not the weights of node 'x', by name: no JSON at line 1"),
+        ({"x": {"weights": "{"}}, "D004", "not the weights of node 'x', by name: invalid JSON at line 1"),
         ({"x": {"weights": {"w": 8}}, "y": {"weights": {"w": 7}}}, "D004", "weight 'w' has 7 bytes at one node and 8"),
         ({"edge": {"bytes": -1}}, "D004", "bytes of edge 'x' -> 'y' is -1, expected a number"),
         ({"edge": {"order": None}}, "D004", "order of edge 'x' -> 'y' is None, expected a number"),
