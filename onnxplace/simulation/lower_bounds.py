@@ -63,11 +63,13 @@ def heads_and_tails(graph: OpGraph, seconds: Floats, target: Target | None = Non
         send = np.min([fixed + graph.value_bytes * rate for fixed, rate in pairs], axis=0)
     elif target is not None:
         send = np.full(len(graph.value_names), np.inf)
-    outputs, inputs, readers = graph.outputs, graph.inputs, graph.readers scratch, (head, tail) =
-    new_neighbourhood(len(graph)), np.zeros((2, len(graph))) compute_heads(graph.order, graph.producer, inputs.starts,
-    inputs.items, least, send, has_channels, scratch, head) compute_tails(graph.order, outputs.starts, outputs.items,
-    readers.starts, readers.items, least, send, has_channels, scratch,
-             tail)  # fmt: skip
+    outputs, inputs, readers = graph.outputs, graph.inputs, graph.readers
+    scratch, (head, tail) = new_neighbourhood(len(graph)), np.zeros((2, len(graph)))
+    compute_heads(graph.order, graph.producer, inputs.starts, inputs.items, least, send, has_channels, scratch, head)
+    compute_tails(
+        graph.order, outputs.starts, outputs.items, readers.starts, readers.items, least, send, has_channels, scratch,
+        tail,
+    )  # fmt: skip
     return Reach(head, tail, least, send)
 
 

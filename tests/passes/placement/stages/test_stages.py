@@ -117,7 +117,7 @@ def test_too_many_ideals_are_none():
 def test_a_chain_has_the_ideals_of_its_order_and_may_be_cut_at_few_of_them():
     lattice = build_chain_lattice(10, 5)
     assert len(lattice) == 11
-    assert np.flatnonzero(lattice.cut).tolist() == [0, 2, 4, 6, 8, 10]
+    assert np.flatnonzero(lattice.is_cut).tolist() == [0, 2, 4, 6, 8, 10]
     assert np.flatnonzero(lattice.inside(3, 10)).tolist() == [0, 1, 2]
 
 
