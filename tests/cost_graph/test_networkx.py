@@ -323,7 +323,7 @@ def test_an_empty_group_or_tensor_is_none():
         ({"x": {"seconds:cpu/1": []}}, "D004", "seconds:cpu/1 of node 'x' is []"),
         ({"x": {"backward": "false"}}, "D008", "backward of node 'x' is 'false', expected true or false"),
         ({"x": {"backward": 2}}, "D008", "backward of node 'x' is 2, expected true or false"),
-        ({"x": {"group": []}}, "D002", "[] is no group"),
+        ({"x": {"group": []}}, "D002", "expected a group that is a number or a text, got []"),
         ({"x": {"weights": {"w": 9}}}, "D004", "weights_bytes of node 'x' is 8, expected 9, as its weights add up to"),
         ({"x": {"weights": {"w": -9}}}, "D004", "weights of node 'x' are {'w': -9}, expected bytes by name"),
         ({"x": {"weights": "{"}}, "D004", "not the weights of node 'x', by name: no JSON at line 1"),
