@@ -66,7 +66,7 @@ from onnxplace.errors import UsageError
 @click.option("--strict", is_flag=True, help="Fail instead of leaving a device unused.")
 @as_json
 def place(
-    graph: Path, output: Path | None, graph_format: Any, devices: int | None, max_memory: str | None, links: Any,
+    *, graph: Path, output: Path | None, graph_format: Any, devices: int | None, max_memory: str | None, links: Any,
     placement: Path | None, budget: float | None, strict: bool, json_: bool, **options: Any
 ) -> None:  # fmt: skip
     """Place the cost graph GRAPH (JSON, .graphml, .gexf, or one of them with .gz; docs/cost-graphs.md); no ONNX needed.
