@@ -181,7 +181,7 @@ def test_the_result_is_signed_by_the_pass():
     assert run_pass(make_pass("adjust"), torn(FOUR, "0101", "0011", [1] * 4))[Placement].placer == "adjust"
 
 
-def test_steady_state_needs_a_placement():
+def test_adjust_needs_a_placement():
     with pytest.raises(UsageError, match="Placement"):
         Pipeline.parse("adjust").run(random_state(1))
 
