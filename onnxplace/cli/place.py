@@ -73,7 +73,7 @@ from onnxplace.errors import UsageError
 @click.option("--strict", is_flag=True, help="Fail instead of leaving a device unused.")
 @as_json
 def place(
-    graph: Path, output: Path | None, graph_format: Any, devices: int | None, max_memory: str | None, links: Any,
+    *, graph: Path, output: Path | None, graph_format: Any, devices: int | None, max_memory: str | None, links: Any,
     placement: Path | None, budget: float | None, strict: bool, json_: bool, **options: Any
 ) -> None:  # fmt: skip
     """Place the cost graph GRAPH (JSON, .graphml, .gexf, or one of them with .gz; docs/cost-graphs.md); no ONNX needed.
@@ -89,28 +89,28 @@ def place(
     if output:
         _require_output(output, graph, placement)
     announce_loop_compilation(json_)
-    memory = parse_bytes(max_memory) if max_memory else None
-    problem = replace_devices(read_cost_graph(graph, graph_format, devices), devices, memory)
+    memory_bytes = parse_bytes(max_memory) if max_memory else None
+    cost_graph = replace_devices(read_cost_graph(graph, graph_format, devices), devices, memory_bytes)
     if placement:
-        found = evaluate_placement(problem, read_placement(placement), links=links, strict=strict)
+        result = evaluate_placement(cost_graph, read_placement(placement), links=links, strict=strict)
     else:
-        found = place_cost_graph(problem, links=links, budget_seconds=budget, strict=strict, **options)
+        result = place_cost_graph(cost_graph, links=links, budget_seconds=budget, strict=strict, **options)
     if output:
-        write_cost_graph(output, problem, found)
-    print_notes(found.diagnostics)
+        write_cost_graph(output, cost_graph, result)
+    print_notes(result.diagnostics)
     if json_:
-        entries = {**vars(found), "peak_bytes": found.peak_bytes.tolist(), "placement": dict(found.placement)}
+        entries = {**vars(result), "peak_bytes": result.peak_bytes.tolist(), "placement": dict(result.placement)}
         del entries["start_seconds"], entries["finish_seconds"]
-        lists = {"passes": [vars(t) for t in found.passes], "diagnostics": [vars(note) for note in found.diagnostics]}
+        lists = {"passes": [vars(t) for t in result.passes], "diagnostics": [vars(note) for note in result.diagnostics]}
         print_json({**entries, **lists, **({"output": str(output)} if output else {})})
     else:
-        click.echo(placed_summary(found, problem))
+        click.echo(format_placement(result, cost_graph))
         if output:
             click.echo(f"written to {output}")
 
 
 def _require_output(output: Path, graph: Path, placement: Path | None) -> None:
-    """Raise UsageError, before any work, if the placed graph cannot be written there."""
+    """Raise UsageError before any work if the placed graph cannot be written to `output`."""
     from onnxplace.cost_graph import require_graph_format
     from onnxplace.utils import require_writable
 
@@ -119,28 +119,28 @@ def _require_output(output: Path, graph: Path, placement: Path | None) -> None:
 
 
 def _require_scoring_only(options: Iterable[str]) -> None:
-    """Raise UsageError for options that say how to place, where a placement is given."""
+    """Raise UsageError for options about placing, where a placement is given."""
     source = click.get_current_context().get_parameter_source
-    given = [name for name in options if source(name) is ParameterSource.COMMANDLINE]
-    if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    conflicting = [name for name in options if source(name) is ParameterSource.COMMANDLINE]
+    if conflicting:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in conflicting)
         raise UsageError("U052", f"--placement is scored as it is: it excludes {names}", hint="leave one of them out")
 
 
-def placed_summary(found: PlacementResult, graph: CostGraph) -> str:
-    """Return how a placement of a cost graph does, on one screen."""
-    counts = Counter(found.placement.values())
+def format_placement(result: PlacementResult, graph: CostGraph) -> str:
+    """Format a placement of a cost graph and its costs for one screen."""
+    counts = Counter(result.placement.values())
     rows = [
         (str(name), str(counts[name]), format_bytes(int(peak)), format_bytes(device.memory_bytes))
-        for name, peak, device in zip(graph.device_ids, found.peak_bytes, graph.target.devices)
+        for name, peak, device in zip(graph.device_ids, result.peak_bytes, graph.target.devices)
     ]
-    gap = found.makespan_seconds / found.lower_bound_seconds - 1 if found.lower_bound_seconds else 0.0
+    gap = result.makespan_seconds / result.lower_bound_seconds - 1 if result.lower_bound_seconds else 0.0
     return "\n".join(
         [
-            f"{graph.name}: {format_count(len(graph.ids), 'node')}, placer {found.placer}, "
-            f"{format_milliseconds(found.seconds)} to place",
+            f"{graph.name}: {format_count(len(graph.ids), 'node')}, placer {result.placer}, "
+            f"{format_milliseconds(result.seconds)} to place",
             format_table(("device", "nodes", "peak", "limit"), rows),
-            f"step {format_milliseconds(found.makespan_seconds)}, {gap:.1%} above a bound of "
-            f"{format_milliseconds(found.lower_bound_seconds)}" + ("" if found.feasible else "; DOES NOT FIT"),
+            f"step {format_milliseconds(result.makespan_seconds)}, {gap:.1%} above a bound of "
+            f"{format_milliseconds(result.lower_bound_seconds)}" + ("" if result.feasible else "; DOES NOT FIT"),
         ]
     )

@@ -14,7 +14,7 @@ from onnxplace.target import Link, Target
 
 @dataclass(frozen=True)
 class CostGraph:
-    """A graph with its costs, as it was given: nodes are in the order in which ties are broken."""
+    """A graph with its costs; the order of nodes breaks ties."""
 
     name: str
     ids: tuple[Hashable, ...]
@@ -23,14 +23,14 @@ class CostGraph:
     profile: Profile
     target: Target
     link: Link
-    """What connects each pair of its devices; the names of its ends mean nothing."""
+    """The link between each pair of devices; the names of its ends have no meaning."""
     notes: tuple[Diagnostic, ...] = ()
-    """What looks like an oversight."""
+    """Notes on likely mistakes in the file."""
 
     def state(self) -> State:
         """Return the state that a pipeline of coplace, fuse and a placer starts from."""
         return State(self.target).having(self.profile).saying(*self.notes)
 
     def device_of(self, device: Ints) -> dict[str, Hashable]:
-        """Return a placement as people write it: device id by node id."""
+        """Return a placement as device ids by node id."""
         return {str(node): self.device_ids[index] for node, index in zip(self.ids, device.tolist())}

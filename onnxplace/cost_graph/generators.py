@@ -1,4 +1,4 @@
-"""Cost graphs of our own, drawn from a seed: families with the shapes that make placement hard, of any size.
+"""Generate cost graphs from a seed: families of graphs that are hard to place, of any size.
 
     >>> GENERATORS["layered"](300, 0).name
     'layered_300_0'
@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from onnxplace.cost_graph.cost_graphs import assembled
+from onnxplace.cost_graph.cost_graphs import assemble_cost_graph
 from onnxplace.cost_graph.data import CostGraph
 from onnxplace.graph import Csr, Floats, Ints, Longs, OpGraph
 
@@ -27,29 +27,29 @@ MACHINE = MappingProxyType(
         "comm": {"coef_us_per_byte": 0.0001754, "intercept_us": 134},
     }
 )
-# All weights, and all tensors, of a graph keep within this, so that even a million nodes fit one device; larger draws
-# are scaled down.
-TOTAL_BYTES = 4 << 30
-LARGEST_BYTES = 64 << 20
-# The part of the nodes that need memory while they run.
-WORKING = 0.1
-SHORTEST_SECONDS, LONGEST_SECONDS = 1e-7, 2e-3
+# Limit of all weights, and of all tensors, of a graph, so that even a million nodes fit on one device. Larger draws are
+# scaled down.
+MAX_TOTAL_BYTES = 4 << 30
+MAX_VALUE_BYTES = 64 << 20
+# Share of the nodes that need workspace.
+WORKSPACE_SHARE = 0.1
+MIN_SECONDS, MAX_SECONDS = 1e-7, 2e-3
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """A type of operator: medians of what its nodes cost."""
+    """A type of operator, with the medians of its costs."""
 
     op: str
     microseconds: float
     output_bytes: float
-    """Zero: as large as its weights, which it hands out."""
+    """Zero for a node that outputs its weights."""
     weight_bytes: float = 0.0
     spread: float = 0.8
     """Standard deviation of the logarithm of its times; sizes vary twice as much."""
 
 
-_TINY = _Kind("Reshape", 2, 64)
+_RESHAPE = _Kind("Reshape", 2, 64)
 _VARIABLE = _Kind("Variable", 0.5, 0, 32 << 10)
 _DENSE = _Kind("MatMul", 40, 32 << 10, 256 << 10)
 _POINTWISE = _Kind("Add", 8, 32 << 10)
@@ -57,12 +57,12 @@ _KERNEL = _Kind("Conv", 80, 16 << 10, 64 << 10)
 _COMPUTE = _Kind("MatMul", 30, 16 << 10, spread=0.7)
 
 _Step = tuple[_Kind, Sequence[tuple[int, int]]]
-"""An operator of a block that repeats, and what it reads: (blocks back, position in that block) each."""
+"""An operator of a repeated block, and its inputs: (blocks back, position in that block) each."""
 
 
 @dataclass(frozen=True)
 class _Draft:
-    """A graph without costs. Every node makes one value, which has its number."""
+    """A graph without costs; every node produces one value, which has its number."""
 
     kinds: tuple[_Kind, ...]
     kind: Ints
@@ -82,56 +82,60 @@ def layered(nodes: int, seed: int, width: int = 16) -> CostGraph:
     A few tensors of each layer have many readers.
     """
     rng = np.random.default_rng(seed)
-    level = _levels(rng, nodes, max(1, nodes // width))
-    return _costed("layered", seed, rng, _Draft((_KERNEL,), np.zeros(nodes, dtype=np.int32), *_layer_edges(rng, level)))
+    level = _draw_levels(rng, nodes, max(1, nodes // width))
+    return _draw_costs(
+        "layered", seed, rng, _Draft((_KERNEL,), np.zeros(nodes, dtype=np.int32), *_draw_layer_edges(rng, level))
+    )
 
 
 def wide(nodes: int, seed: int, levels: int = 4) -> CostGraph:
     """Return few layers with very many nodes each, so that a large part of the graph is ready at one time."""
     rng = np.random.default_rng(seed)
-    level = _levels(rng, nodes, min(levels, nodes))
-    return _costed("wide", seed, rng, _Draft((_KERNEL,), np.zeros(nodes, dtype=np.int32), *_layer_edges(rng, level)))
+    level = _draw_levels(rng, nodes, min(levels, nodes))
+    return _draw_costs(
+        "wide", seed, rng, _Draft((_KERNEL,), np.zeros(nodes, dtype=np.int32), *_draw_layer_edges(rng, level))
+    )
 
 
 def tf_like(nodes: int, seed: int) -> CostGraph:
-    """Return what TensorFlow graphs look like: a narrow backbone of compute, variables that feed it, tiny chains.
+    """Return a graph like those of TensorFlow: a narrow backbone of compute, variables and tiny chains.
 
-    A third of the nodes are variables: sources that cost next to nothing and hold weights, some read by two nodes,
-    each in a group with its first reader. Another third are reshapes and the like, in chains behind a third of the
+    A third of the nodes are variables: cheap sources with weights, each in a group with its first reader. Some have two
+    readers. Another third are reshapes and the like, in chains behind a third of the
     compute nodes. Compute takes 1 to 150 us.
     """
     rng = np.random.default_rng(seed)
     variables = tiny = nodes // 3
     count = nodes - variables - tiny
-    level = _levels(rng, count, max(1, count // 8))
-    sources, readers = _layer_edges(rng, level)
+    level = _draw_levels(rng, count, max(1, count // 8))
+    sources, readers = _draw_layer_edges(rng, level)
     first = np.flatnonzero(np.diff(level, prepend=-1)).astype(np.int32)
     owner = np.sort(rng.integers(count, size=variables)).astype(np.int32)
-    behind = np.sort(rng.integers((count + 2) // 3, size=tiny)).astype(np.int32) * 3
-    feeding = count + np.arange(variables, dtype=np.int32)
-    links = count + variables + np.arange(tiny, dtype=np.int32)
+    chain_owner = np.sort(rng.integers((count + 2) // 3, size=tiny)).astype(np.int32) * 3
+    variable_nodes = count + np.arange(variables, dtype=np.int32)
+    chain_nodes = count + variables + np.arange(tiny, dtype=np.int32)
     end = np.arange(count, dtype=np.int32)
-    end[behind] = links
+    end[chain_owner] = chain_nodes
     shared = rng.random(variables) < 0.2
-    also = np.minimum(owner[shared] + rng.integers(1, 9, size=int(shared.sum()), dtype=np.int32), count - 1)
-    starts_chain = np.diff(behind, prepend=-1) != 0
+    second_reader = np.minimum(owner[shared] + rng.integers(1, 9, size=int(shared.sum()), dtype=np.int32), count - 1)
+    starts_chain = np.diff(chain_owner, prepend=-1) != 0
     kind = np.repeat(np.arange(3, dtype=np.int32), (count, variables, tiny))
     group = np.full(nodes, -1, dtype=np.int32)
-    owned, group[feeding] = np.unique(owner, return_inverse=True)
-    group[owned] = np.arange(len(owned))
+    owner_ids, group[variable_nodes] = np.unique(owner, return_inverse=True)
+    group[owner_ids] = np.arange(len(owner_ids))
     draft = _Draft(
-        (_COMPUTE, _VARIABLE, _TINY),
+        (_COMPUTE, _VARIABLE, _RESHAPE),
         kind,
         np.concatenate([
             np.where(rng.random(len(sources)) < 0.5, end[sources], sources),
-            first[:-1], feeding, feeding[shared], np.where(starts_chain, behind, links - 1),
+            first[:-1], variable_nodes, variable_nodes[shared], np.where(starts_chain, chain_owner, chain_nodes - 1),
         ]),
-        np.concatenate([readers, first[1:], owner, also, links]),
+        np.concatenate([readers, first[1:], owner, second_reader, chain_nodes]),
         group=group,
     )  # fmt: skip
-    # Variables right before the node they feed, chains right behind the node they hang on.
-    place = np.concatenate([2 * np.arange(count) + 1, 2 * owner, 2 * behind + 1])
-    return _costed("tf_like", seed, rng, _renumbered(draft, np.argsort(place, kind="stable")), 150e-6)
+    # Variables come right before their reader, chains right after the node that they start from.
+    sort_key = np.concatenate([2 * np.arange(count) + 1, 2 * owner, 2 * chain_owner + 1])
+    return _draw_costs("tf_like", seed, rng, _renumber_nodes(draft, np.argsort(sort_key, kind="stable")), 150e-6)
 
 
 def chains(nodes: int, seed: int, count: int = 8) -> CostGraph:
@@ -142,11 +146,11 @@ def chains(nodes: int, seed: int, count: int = 8) -> CostGraph:
     ends = np.flatnonzero(np.diff(chain, append=count))
     sources = np.concatenate([inner, ends]).astype(np.int32)
     readers = np.concatenate([inner + 1, np.full(len(ends), nodes - 1)]).astype(np.int32)
-    return _costed("chains", seed, rng, _Draft((_DENSE,), np.zeros(nodes, dtype=np.int32), sources, readers))
+    return _draw_costs("chains", seed, rng, _Draft((_DENSE,), np.zeros(nodes, dtype=np.int32), sources, readers))
 
 
 def two_tower(nodes: int, seed: int) -> CostGraph:
-    """Return an image tower of residual blocks beside a text tower of attention blocks, joined by a last node."""
+    """Return an image tower of residual blocks and a text tower of attention blocks, joined by a last node."""
     rng = np.random.default_rng(seed)
     norm, gelu = _Kind("LayerNormalization", 10, 32 << 10), _Kind("Gelu", 8, 128 << 10)
     image: list[_Step] = [(_KERNEL, [(1, 5)]), (norm, [(0, 0)]), (gelu, [(0, 1)]), (_KERNEL, [(0, 2)]),
@@ -156,10 +160,10 @@ def two_tower(nodes: int, seed: int) -> CostGraph:
                          (_DENSE, [(0, 4), (0, 5), (0, 6), (0, 7)]), (_DENSE, [(0, 8)]), (gelu, [(0, 9)]),
                          (_POINTWISE, [(0, 8), (0, 10)])]  # fmt: skip
     half = nodes // 2
-    left, right = _repeated(image, half), _repeated(text, nodes - half - 1)
+    left, right = _repeat_block(image, half), _repeat_block(text, nodes - half - 1)
     ends = np.unique([max(half - 1, 0), max(nodes - 2, 0)]).astype(np.int32)
     ends = ends[ends < nodes - 1]
-    return _costed("two_tower", seed, rng, _Draft(
+    return _draw_costs("two_tower", seed, rng, _Draft(
         (*left.kinds, *right.kinds, _COMPUTE),
         np.concatenate([left.kind, right.kind + len(image), [len(image) + len(text)]]).astype(np.int32),
         np.concatenate([left.sources, right.sources + half, ends]).astype(np.int32),
@@ -175,22 +179,24 @@ def recurrent(nodes: int, seed: int, layers: int = 4) -> CostGraph:
     rng = np.random.default_rng(seed)
     step: list[_Step] = []
     for layer in range(layers):
-        at = 6 * layer
-        below = [(0, at - 1)] if layer else []
+        first_position = 6 * layer
+        below = [(0, first_position - 1)] if layer else []
         step += [
-            (_DENSE, [*below, (1, at + 5)]),
-            (_POINTWISE, [(0, at), (1, at + 3)]),
-            (_POINTWISE, [(0, at)]),
-            (_POINTWISE, [(0, at + 1), (0, at + 2)]),
-            (_POINTWISE, [(0, at)]),
-            (_POINTWISE, [(0, at + 3), (0, at + 4)]),
+            (_DENSE, [*below, (1, first_position + 5)]),
+            (_POINTWISE, [(0, first_position), (1, first_position + 3)]),
+            (_POINTWISE, [(0, first_position)]),
+            (_POINTWISE, [(0, first_position + 1), (0, first_position + 2)]),
+            (_POINTWISE, [(0, first_position)]),
+            (_POINTWISE, [(0, first_position + 3), (0, first_position + 4)]),
         ]
     step.append((_DENSE, [(0, 6 * layers - 1)]))
-    draft = _repeated(step, nodes)
+    draft = _repeat_block(step, nodes)
     layer_of = (draft.kind // 6).astype(np.int32)
     weight = np.where(draft.kind % 6 == 0, layer_of, -1).astype(np.int32)
     group = np.where(layer_of < layers, layer_of, -1).astype(np.int32)
-    return _costed("recurrent", seed, rng, _Draft(draft.kinds, draft.kind, draft.sources, draft.readers, weight, group))
+    return _draw_costs(
+        "recurrent", seed, rng, _Draft(draft.kinds, draft.kind, draft.sources, draft.readers, weight, group)
+    )
 
 
 GENERATORS: Mapping[str, Callable[[int, int], CostGraph]] = MappingProxyType(
@@ -199,13 +205,13 @@ GENERATORS: Mapping[str, Callable[[int, int], CostGraph]] = MappingProxyType(
 """Family -> function of a number of nodes and a seed."""
 
 
-def _levels(rng: np.random.Generator, nodes: int, levels: int) -> Ints:
+def _draw_levels(rng: np.random.Generator, nodes: int, levels: int) -> Ints:
     """Return the level of each node, ascending from 0 without gaps."""
     _, level = np.unique(np.sort(rng.integers(levels, size=nodes)), return_inverse=True)
     return level.astype(np.int32)
 
 
-def _layer_edges(rng: np.random.Generator, level: Ints) -> tuple[Ints, Ints]:
+def _draw_layer_edges(rng: np.random.Generator, level: Ints) -> tuple[Ints, Ints]:
     """Return sources and readers of edges: each node reads one of the level before, and up to two of the last four."""
     starts = np.flatnonzero(np.diff(level, prepend=-1))
     sizes = np.diff(starts, append=len(level))
@@ -213,44 +219,44 @@ def _layer_edges(rng: np.random.Generator, level: Ints) -> tuple[Ints, Ints]:
     reader = np.repeat(inner, 1 + rng.integers(3, size=len(inner)))
     back = np.where(np.diff(reader, prepend=-1) != 0, 1, rng.integers(1, 5, size=len(reader)))
     origin = np.maximum(level[reader] - back, 0)
-    # The square makes the first nodes of a level popular: their tensors have many readers.
+    # The square favours the first nodes of a level: their tensors have many readers.
     source = starts[origin] + (sizes[origin] * rng.random(len(reader)) ** 2).astype(np.int64)
     return source.astype(np.int32), reader.astype(np.int32)
 
 
-def _repeated(block: Sequence[_Step], nodes: int) -> _Draft:
-    """Return `nodes` nodes of a block that repeats, the last one cut off where they end; `kind` is the position."""
+def _repeat_block(block: Sequence[_Step], nodes: int) -> _Draft:
+    """Return `nodes` nodes of a repeated block, the last one perhaps incomplete; `kind` is the position."""
     node = np.arange(nodes, dtype=np.int32)
     position, size = node % len(block), len(block)
     edges = [
-        (node[position == at] + (there - at - size * back), node[position == at])
-        for at, (_, reads) in enumerate(block)
-        for back, there in reads
+        (node[position == index] + (source_position - index - size * back), node[position == index])
+        for index, (_, reads) in enumerate(block)
+        for back, source_position in reads
     ]
     sources, readers = (np.concatenate(ends).astype(np.int32) for ends in zip(*edges))
     real = sources >= 0
     return _Draft(tuple(kind for kind, _ in block), position, sources[real], readers[real])
 
 
-def _renumbered(draft: _Draft, order: Longs) -> _Draft:
-    """Return the draft (without weights of its own) with its nodes in this order."""
+def _renumber_nodes(draft: _Draft, order: Longs) -> _Draft:
+    """Return a draft without weights with its nodes in another order."""
     number = np.empty(len(order), dtype=np.int32)
     number[order] = np.arange(len(order))
     group = None if draft.group is None else draft.group[order]
     return _Draft(draft.kinds, draft.kind[order], number[draft.sources], number[draft.readers], group=group)
 
 
-def _costed(
-    family: str, seed: int, rng: np.random.Generator, draft: _Draft, longest_seconds: float = LONGEST_SECONDS
+def _draw_costs(
+    family: str, seed: int, rng: np.random.Generator, draft: _Draft, longest_seconds: float = MAX_SECONDS
 ) -> CostGraph:
-    """Return the cost graph of a draft, with what it costs drawn."""
+    """Draw the costs of a draft, and return its cost graph."""
     nodes = len(draft.kind)
-    seconds = np.clip(_drawn(rng, draft, "microseconds", 1) * 1e-6, SHORTEST_SECONDS, longest_seconds)
-    weight, owners, weight_bytes = _weights(draft, _drawn(rng, draft, "weight_bytes", 2))
-    made = _drawn(rng, draft, "output_bytes", 2)
-    hands_out = np.flatnonzero(made == 0)
-    value_bytes = _whole(made)
-    value_bytes[hands_out] = weight_bytes[weight[hands_out]]
+    seconds = np.clip(_draw_costs_of(rng, draft, "microseconds", 1) * 1e-6, MIN_SECONDS, longest_seconds)
+    weight, owners, weight_bytes = _assign_weights(draft, _draw_costs_of(rng, draft, "weight_bytes", 2))
+    output_bytes = _draw_costs_of(rng, draft, "output_bytes", 2)
+    weight_outputs = np.flatnonzero(output_bytes == 0)
+    value_bytes = _round_to_bytes(output_bytes)
+    value_bytes[weight_outputs] = weight_bytes[weight[weight_outputs]]
     ops = tuple(draft.kinds[kind].op for kind in draft.kind.tolist())
     names = tuple(f"{op}_{node}" for node, op in enumerate(ops))
     reads = np.flatnonzero(weight >= 0).astype(np.int32)
@@ -266,40 +272,45 @@ def _costed(
         weight_names=tuple(f"{names[node]}:weight" for node in owners.tolist()),
         weight_bytes=weight_bytes,
         weights=Csr.grouped(reads, weight[reads], nodes),
-        workspace_bytes=np.where(rng.random(nodes) < WORKING, 2 * value_bytes, 0),
+        workspace_bytes=np.where(rng.random(nodes) < WORKSPACE_SHARE, 2 * value_bytes, 0),
     )
     group = np.full(nodes, -1, dtype=np.int32) if draft.group is None else draft.group
-    return assembled(
+    return assemble_cost_graph(
         f"{family}_{nodes}_{seed}", range(nodes), graph, seconds, MACHINE, group, np.zeros(nodes, dtype=bool)
     )
 
 
-def _weights(draft: _Draft, held: Floats) -> tuple[Ints, Ints, Longs]:
-    """Return the weight that each node reads (-1: none), and the first reader and the bytes of each weight.
+def _assign_weights(draft: _Draft, drawn_bytes: Floats) -> tuple[Ints, Ints, Longs]:
+    """Return the weight of each node (-1: none), and the first reader and the bytes of each weight.
 
-    `held` is what was drawn per node; a weight is as large as its first reader drew.
+    `drawn_bytes` has one draw per node; the first reader decides the size of a weight.
     """
     if draft.weight is not None:
         reads = np.flatnonzero(draft.weight >= 0)
         owners = reads[np.unique(draft.weight[reads], return_index=True)[1]].astype(np.int32)
-        return draft.weight, owners, _whole(held[owners])
-    owners = np.flatnonzero(held > 0).astype(np.int32)
-    weight = np.full(len(held), -1, dtype=np.int32)
+        return draft.weight, owners, _round_to_bytes(drawn_bytes[owners])
+    owners = np.flatnonzero(drawn_bytes > 0).astype(np.int32)
+    weight = np.full(len(drawn_bytes), -1, dtype=np.int32)
     weight[owners] = np.arange(len(owners))
-    return weight, owners, _whole(held[owners])
+    return weight, owners, _round_to_bytes(drawn_bytes[owners])
 
 
-def _drawn(
-    rng: np.random.Generator, draft: _Draft, cost: Literal["microseconds", "weight_bytes", "output_bytes"], widen: float
+def _draw_costs_of(
+    rng: np.random.Generator,
+    draft: _Draft,
+    cost: Literal["microseconds", "weight_bytes", "output_bytes"],
+    spread_factor: float,
 ) -> Floats:
-    """Return a log-normal draw per node around the median of its kind, `widen` times as wide as its times are."""
+    """Return a log-normal draw per node around the median of its kind, with a scaled spread."""
     medians, spreads = np.array([(getattr(kind, cost), kind.spread) for kind in draft.kinds]).T
-    drawn: Floats = medians[draft.kind] * np.exp(widen * spreads[draft.kind] * rng.standard_normal(len(draft.kind)))
+    drawn: Floats = medians[draft.kind] * np.exp(
+        spread_factor * spreads[draft.kind] * rng.standard_normal(len(draft.kind))
+    )
     return drawn
 
 
-def _whole(sizes: Floats) -> Longs:
-    """Return sizes in whole bytes, each and together within the limits."""
-    sizes = np.minimum(sizes, LARGEST_BYTES)
-    scaled: Longs = np.rint(sizes * min(1.0, TOTAL_BYTES / max(float(sizes.sum()), 1.0))).astype(np.int64)
+def _round_to_bytes(sizes: Floats) -> Longs:
+    """Round sizes to whole bytes, each and in total within the limits."""
+    sizes = np.minimum(sizes, MAX_VALUE_BYTES)
+    scaled: Longs = np.rint(sizes * min(1.0, MAX_TOTAL_BYTES / max(float(sizes.sum()), 1.0))).astype(np.int64)
     return scaled

@@ -35,7 +35,7 @@ MIN_BYTES_PER_SECOND = 1e-12
 
 @dataclass(frozen=True)
 class Description:
-    """A graph with attributes in the form of a JSON cost graph, and what that form cannot hold."""
+    """A graph with attributes as a JSON cost graph, with the data that JSON cannot hold."""
 
     document: dict[str, Any]
     """Without times."""
@@ -49,8 +49,8 @@ class Description:
     notes: tuple[Diagnostic, ...]
 
 
-def attributed(graph: networkx.DiGraph[Any]) -> AttributedGraph:
-    """Return what a networkx digraph holds; raises InputError for one that is not directed, and for anything else."""
+def read_attributes(graph: networkx.DiGraph[Any]) -> AttributedGraph:
+    """Return the nodes, edges and attributes of a networkx digraph; raise InputError for any other object."""
     if not hasattr(graph, "is_directed"):
         message = f"expected a networkx.DiGraph or MultiDiGraph, got {type(graph).__name__}"
         raise InputError("D008", message, where="from_networkx")
@@ -61,10 +61,12 @@ def attributed(graph: networkx.DiGraph[Any]) -> AttributedGraph:
 
 
 def describe(graph: AttributedGraph, where: str, device_count: int | None = None) -> Description:
-    """Return the description of the cost graph that a graph with attributes stands for.
+    """Describe the cost graph that a graph with attributes stands for.
 
-    `device_count`: of how many devices without memory the machine is made, if the graph names none. Raises InputError
-    for attributes that cannot be, and for a graph without devices.
+    `device_count` is the number of devices without memory, for a graph that names none.
+
+    Raises:
+        InputError: An attribute is invalid, or there are no devices.
     """
     nodes = sorted(graph.nodes, key=lambda node: _number(node[1], "topo_order", where, node[0]))
     edges = sorted(graph.edges, key=lambda edge: _number(edge[2], "order", where, *edge[:2]))
@@ -81,7 +83,7 @@ def describe(graph: AttributedGraph, where: str, device_count: int | None = None
         "devices": _devices(graph.attributes, where, device_count),
     }
     latency = _number(graph.attributes, "latency_seconds", where)
-    notes = (*_missing(nodes, "seconds", "node", where), *_missing(edges, "bytes", "edge", where))
+    notes = (*_note_missing_costs(nodes, "seconds", "node", where), *_note_missing_costs(edges, "bytes", "edge", where))
     classes = _class_seconds(nodes, seconds, where)
     return Description(
         document=document,
@@ -132,7 +134,7 @@ def _share_weights(graph: OpGraph, tables: Sequence[Mapping[str, int] | None]) -
 def _json_node(
     node: Hashable, data: Mapping[str, Any], weights: Mapping[str, int] | None, where: str
 ) -> dict[str, Any]:
-    """Return a node as a JSON cost graph has it; raises InputError for what its attributes cannot be."""
+    """Return a node as in a JSON cost graph; raise InputError for invalid attributes."""
     persistent, temporary, output = (_number(data, key, where, node) for key in NODE_NUMBERS[:3])
     if weights is not None:
         total = sum(weights.values())
@@ -154,14 +156,14 @@ def _json_node(
         "memory_bytes": persistent,
         "temp_bytes": temporary,
         "output_bytes": output,
-        # Tables of Gephi have an empty text where there is nothing.
+        # Tables of Gephi have an empty text for a missing entry.
         "group": None if _is_empty(data.get("group")) else data["group"],
         "is_backward": bool(backward),
     }
 
 
 def _json_edge(source: Hashable, destination: Hashable, data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return an edge as a JSON cost graph has it."""
+    """Return an edge as in a JSON cost graph."""
     size = _number(data, "bytes", where, source, destination)
     tensor = None if _is_empty(data.get("tensor")) else data["tensor"]
     return {"src": source, "dst": destination, "bytes": size, "tensor": tensor}
@@ -172,36 +174,36 @@ def _is_empty(value: object) -> bool:
 
 
 def _label(*item: Hashable) -> str:
-    """Return how messages call a node (its id), an edge (its ends) or the graph (neither)."""
+    """Return the name of a node (by its id), an edge (by its ends) or the graph (neither) for messages."""
     if not item:
         return "the graph"
     return f"{'node' if len(item) == 1 else 'edge'} {' -> '.join(map(format_value, item))}"
 
 
 def _number(data: Mapping[str, Any], key: str, where: str, *item: Hashable) -> float:
-    """Return a number of a node, an edge or the graph, 0 if it is missing; raises InputError naming it."""
+    """Return a number of a node, an edge or the graph, 0 if it is missing; raise InputError naming it."""
     value = data.get(key, 0)
-    most = MAX_SECONDS if key.partition(":")[0].endswith("seconds") else MAX_NUMBER
-    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not number or not 0 <= value <= most:
-        message = f"{key} of {_label(*item)} is {format_value(value)}, expected a number from 0 to {most:.0e}"
+    max_value = MAX_SECONDS if key.partition(":")[0].endswith("seconds") else MAX_NUMBER
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= max_value:
+        message = f"{key} of {_label(*item)} is {format_value(value)}, expected a number from 0 to {max_value:.0e}"
         hint = f"declare {key} as a number (double or long), not as a text" if isinstance(value, str) else ""
         raise InputError("D004", message, where=where, hint=hint)
     return value  # type: ignore[no-any-return]
 
 
 def _bandwidth(attributes: Mapping[str, Any], where: str) -> float:
-    """Return the bytes that a link carries in a second, infinity if the graph does not say."""
+    """Return the bandwidth of a link in bytes per second, by default infinity."""
     value = attributes.get("bytes_per_second", math.inf)
-    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not number or not (value == math.inf or MIN_BYTES_PER_SECOND <= value <= sys.float_info.max):
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not is_number or not (value == math.inf or MIN_BYTES_PER_SECOND <= value <= sys.float_info.max):
         message = f"bytes_per_second of the graph is {format_value(value)}, expected a number above 0"
         raise InputError("D004", message, where=where, hint="leave it out if transfers take no time per byte")
     return float(value)
 
 
 def _devices(attributes: Mapping[str, Any], where: str, device_count: int | None) -> list[dict[str, Any]]:
-    """Return the devices as a JSON cost graph has them; raises InputError if there are none."""
+    """Return the devices as in a JSON cost graph; raise InputError if there are none."""
     example = '[{"id": 0, "memory_bytes": 8000000000}]'
     devices = attributes.get("devices")
     if isinstance(devices, str):
@@ -218,21 +220,21 @@ def _devices(attributes: Mapping[str, Any], where: str, device_count: int | None
 
 
 def _weight_table(data: Mapping[str, Any], where: str, node: Hashable) -> dict[str, int] | None:
-    """Return the weights of a node by name, None if it does not give them so; raises InputError."""
+    """Return the weights of a node by name, None if they have no names; raise InputError for others."""
     table = data.get("weights")
     if _is_empty(table):
         return None
     if isinstance(table, str):
         table = parse_json(table, "D004", f"the weights of {_label(node)}, by name", where)
-    if not isinstance(table, Mapping) or not all(_is_size(key, size) for key, size in table.items()):
+    if not isinstance(table, Mapping) or not all(_is_valid_size(key, size) for key, size in table.items()):
         message = f"weights of {_label(node)} are {format_value(table)}, expected bytes by name"
         raise InputError("D004", message, where=where, hint='write them like {"kernel": 4096}')
     return {name: int(size) for name, size in table.items()}
 
 
-def _is_size(name: object, size: object) -> bool:
-    whole = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
-    return isinstance(name, str) and whole and 0 <= size <= MAX_NUMBER  # type: ignore[operator]
+def _is_valid_size(name: object, size: object) -> bool:
+    is_integer = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
+    return isinstance(name, str) and is_integer and 0 <= size <= MAX_NUMBER  # type: ignore[operator]
 
 
 def _require_same_sizes(tables: Sequence[Mapping[str, int] | None], where: str) -> None:
@@ -257,13 +259,13 @@ def _class_seconds(
     return classes
 
 
-def _missing(items: Sequence[tuple[Any, ...]], key: str, what: str, where: str) -> tuple[Diagnostic, ...]:
+def _note_missing_costs(items: Sequence[tuple[Any, ...]], key: str, kind: str, where: str) -> tuple[Diagnostic, ...]:
     """Return a note if nodes or edges lack a cost, which counts as zero."""
-    without = [item for item in items if key not in item[-1]]
-    if not without:
+    incomplete = [item for item in items if key not in item[-1]]
+    if not incomplete:
         return ()
-    close = difflib.get_close_matches(key, [str(name) for name in without[0][-1]], n=1, cutoff=0.5)
-    hint = f"it has {close[0]!r}; call it {key}" if close else f"give every {what} {key}, 0 where there are none"
-    label = _label(*without[0][:-1])
-    message = f"{len(without)} of {len(items)} {what}s have no {key}, such as {label}: that counts as zero"
+    similar = difflib.get_close_matches(key, [str(name) for name in incomplete[0][-1]], n=1, cutoff=0.5)
+    hint = f"it has {similar[0]!r}; call it {key}" if similar else f"give every {kind} {key}, 0 where there are none"
+    label = _label(*incomplete[0][:-1])
+    message = f"{len(incomplete)} of {len(items)} {kind}s have no {key}, such as {label}: that counts as zero"
     return (Diagnostic("D010", message, where=where, hint=hint),)

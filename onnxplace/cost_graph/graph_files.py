@@ -1,4 +1,4 @@
-"""GraphML and GEXF files of cost graphs: which format a file has, its bytes, and ids that are not texts."""
+"""Read and write GraphML and GEXF files of cost graphs, with ids that are not texts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 GraphFormat = Literal["json", "graphml", "gexf"]
 GRAPH_FORMATS: tuple[GraphFormat, ...] = ("json", "graphml", "gexf")
-# What XML 1.0 cannot hold.
-_NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-# Ids that are not texts have their type in the file.
+# Characters that XML 1.0 cannot hold.
+_NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+# The type of an id that is not a text is stored in the file.
 _ID_TYPES: Mapping[str, type] = {"int": int, "float": float, "bool": bool}
 
 
 def format_of(path: Path) -> GraphFormat:
-    """Return the format that the ending of a name stands for; JSON, unless it is that of another.
+    """Return the format for the ending of a name, by default JSON.
 
     >>> format_of(Path("placed.GEXF.gz")), format_of(Path("graph.json"))
     ('gexf', 'json')
@@ -39,9 +39,9 @@ def format_of(path: Path) -> GraphFormat:
     return {".graphml": "graphml", ".gexf": "gexf"}.get(suffix, "json")  # type: ignore[return-value]
 
 
-def read_graph(data: bytes, kind: GraphFormat, where: str) -> AttributedGraph:
-    """Return the graph with attributes that a file of GraphML or GEXF holds, with ids as they were written."""
-    graph = read_graph_xml(data, kind, KNOWN, where)
+def read_graph(data: bytes, graph_format: GraphFormat, where: str) -> AttributedGraph:
+    """Read a graph with attributes from GraphML or GEXF, and restore ids that are not texts."""
+    graph = read_graph_xml(data, graph_format, KNOWN, where)
     ids = {text: _restored_id(text, attributes, where) for text, attributes in graph.nodes}
     if all(text is node_id for text, node_id in ids.items()):
         return graph
@@ -51,7 +51,7 @@ def read_graph(data: bytes, kind: GraphFormat, where: str) -> AttributedGraph:
 
 
 def _restored_id(text: Any, attributes: Mapping[str, Any], where: str) -> Hashable:
-    """Return the id that a text stands for; raises InputError if it is not of the type that the file says."""
+    """Return the id that a text stands for; raise InputError if it does not have the declared type."""
     kind = attributes.get("id_type", "str")
     try:
         if kind == "bool":
@@ -65,7 +65,7 @@ def _restored_id(text: Any, attributes: Mapping[str, Any], where: str) -> Hashab
 
 
 def require_graph_format(path: Path) -> None:
-    """Raise UsageError unless the ending of a name is that of a format in which graphs are written."""
+    """Raise UsageError unless a name ends in .graphml or .gexf, perhaps with .gz."""
     if format_of(path) == "json":
         hint = "end it in .graphml (networkx, yEd, Gephi) or .gexf (Gephi); .gz after it compresses"
         message = f"expected a file of GraphML or GEXF, got {format_value(path.name)}"
@@ -73,15 +73,15 @@ def require_graph_format(path: Path) -> None:
 
 
 def write_graph(path: Path, graph: networkx.MultiDiGraph[Any]) -> None:
-    """Write what `to_networkx` returned as GraphML or GEXF, by the file's ending; raises InputError or UsageError."""
+    """Write a graph from `to_networkx` as GraphML or GEXF, by the ending of the name."""
     require_graph_format(path)
-    packed = path.name.lower().endswith(".gz")
+    is_gzipped = path.name.lower().endswith(".gz")
     write = _write_graphml if format_of(path) == "graphml" else _write_gexf
     stream = io.BytesIO()
-    write(_texts_only(graph, format_path(path)), stream)
-    # Outside of attributes, where it is escaped already, XML reads a carriage return as a new line.
+    write(_convert_to_texts(graph, format_path(path)), stream)
+    # XML reads a carriage return as a new line, except in attributes, where it is escaped already.
     data = stream.getvalue().replace(b"\r", b"&#13;")
-    write_file(path, lambda file: file.write(gzip.compress(data, mtime=0) if packed else data))
+    write_file(path, lambda file: file.write(gzip.compress(data, mtime=0) if is_gzipped else data))
 
 
 def _write_graphml(graph: networkx.MultiDiGraph[Any], stream: io.BytesIO) -> None:
@@ -91,7 +91,7 @@ def _write_graphml(graph: networkx.MultiDiGraph[Any], stream: io.BytesIO) -> Non
 
 
 def _write_gexf(graph: networkx.MultiDiGraph[Any], stream: io.BytesIO) -> None:
-    """Write GEXF: the same whenever it is written, and with the machine, for which the format has no place."""
+    """Write GEXF without a date, and with the machine, for which the format has no place, as description."""
     from xml.etree.ElementTree import SubElement
 
     from networkx.readwrite.gexf import GEXFWriter
@@ -110,14 +110,14 @@ def _write_gexf(graph: networkx.MultiDiGraph[Any], stream: io.BytesIO) -> None:
     writer.write(stream)
 
 
-def _texts_only(graph: networkx.MultiDiGraph[Any], where: str) -> networkx.MultiDiGraph[Any]:
-    """Return the graph with texts as ids, attributes of one type each; raises InputError for what XML cannot hold."""
+def _convert_to_texts(graph: networkx.MultiDiGraph[Any], where: str) -> networkx.MultiDiGraph[Any]:
+    """Convert ids to texts, and attributes to one type each; raise InputError for data that XML cannot hold."""
     import networkx
 
     texts: dict[str, Hashable] = {}
-    result: networkx.MultiDiGraph[Any] = networkx.MultiDiGraph(**_graph_texts(graph.graph, where))
+    result: networkx.MultiDiGraph[Any] = networkx.MultiDiGraph(**_convert_graph_attributes(graph.graph, where))
     for node, attributes in graph.nodes(data=True):
-        text = _id_text(node, where)
+        text = _convert_id(node, where)
         if text in texts:
             message = f"expected ids that differ as texts, found {format_value(texts[text])} and {format_value(node)}"
             raise InputError("D009", message, where=where, hint="rename one of the two nodes")
@@ -125,26 +125,26 @@ def _texts_only(graph: networkx.MultiDiGraph[Any], where: str) -> networkx.Multi
         own = {"label": attributes["name"]} | {key: value for key, value in attributes.items() if key != "name"}
         if not isinstance(node, str):
             own["id_type"] = type(node).__name__
-        result.add_node(text, **_attribute_texts(own, f"node {format_value(node)}", where))
+        result.add_node(text, **_convert_attributes(own, f"node {format_value(node)}", where))
     for source, destination, key, attributes in graph.edges(keys=True, data=True):
         label = f"edge {format_value(source)} -> {format_value(destination)}"
         ends = str(source), str(destination)
-        result.add_edges_from([(*ends, key, _attribute_texts(attributes, label, where))])
+        result.add_edges_from([(*ends, key, _convert_attributes(attributes, label, where))])
     return result
 
 
-def _graph_texts(attributes: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _convert_graph_attributes(attributes: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the attributes of the graph, its devices as JSON."""
     try:
         devices = json.dumps(attributes["devices"])
     except TypeError:
         message = f"expected ids of devices that are texts or numbers, found {format_value(attributes['devices'])}"
         raise InputError("D009", message, where=where) from None
-    return _attribute_texts({**attributes, "devices": devices}, "the graph", where)
+    return _convert_attributes({**attributes, "devices": devices}, "the graph", where)
 
 
-def _id_text(node: Hashable, where: str) -> str:
-    """Return the text of an id; raises InputError for one that cannot be read back from it."""
+def _convert_id(node: Hashable, where: str) -> str:
+    """Return the text of an id; raise InputError if it cannot be read back."""
     if type(node).__name__ not in ("str", *_ID_TYPES):
         hint = "networkx.convert_node_labels_to_integers gives every node a number"
         message = f"expected ids that are texts or numbers, found {format_value(node)}"
@@ -152,8 +152,8 @@ def _id_text(node: Hashable, where: str) -> str:
     return _require_xml(str(node), f"the id of node {format_value(node)}", where)
 
 
-def _attribute_texts(attributes: Mapping[str, Any], label: str, where: str) -> dict[str, Any]:
-    """Return attributes as files have them: numbers as they are, the rest as text."""
+def _convert_attributes(attributes: Mapping[str, Any], label: str, where: str) -> dict[str, Any]:
+    """Convert attributes for a file: numbers stay, all else becomes text."""
     result: dict[str, Any] = {}
     for key, value in attributes.items():
         if key == "device":  # of one type, so that it becomes one column
@@ -166,9 +166,9 @@ def _attribute_texts(attributes: Mapping[str, Any], label: str, where: str) -> d
     return result
 
 
-def _require_xml(text: str, what: str, where: str) -> str:
-    """Return a text; raises InputError for characters that XML cannot hold."""
-    if bad := _NO_XML.search(text):
-        message = f"{what} has the character U+{ord(bad.group()):04X}, which XML cannot hold: {format_value(text)}"
+def _require_xml(text: str, label: str, where: str) -> str:
+    """Return a text; raise InputError for characters that XML cannot hold."""
+    if match := _NOT_IN_XML.search(text):
+        message = f"{label} has the character U+{ord(match.group()):04X}, which XML cannot hold: {format_value(text)}"
         raise InputError("D009", message, where=where, hint="rename it, or keep the graph in JSON")
     return text

@@ -16,7 +16,7 @@ class _GraphmlReader(GraphReader):
     directed_by = "edgedefault"
 
     key: Column | None = None
-    """The one that is being declared, or of which data is being read."""
+    """The attribute that is being declared, or whose data is being read."""
 
     def handlers(self) -> Handlers:
         graph = "graphml/graph"
@@ -93,8 +93,8 @@ class _GexfReader(GraphReader):
         return Handlers(starts, ends, {f"{node}/nodes": "nodes in a node", f"{node}/edges": "edges in a node"})
 
     def _end_description(self, text: str) -> None:
-        if text.lstrip().startswith("{"):  # anything else is for people
-            described = parse_json(text, "D001", "what onnxplace describes a machine with", self.where)
+        if text.lstrip().startswith("{"):  # any other description is for people
+            described = parse_json(text, "D001", "the description of a machine by onnxplace", self.where)
             self.graph.data.update(described)
 
     def _start_graph(self, attributes: dict[str, str]) -> None:
@@ -131,10 +131,12 @@ class _GexfReader(GraphReader):
 
 
 def read_graph_xml(data: bytes, kind: str, known: frozenset[str], where: str) -> AttributedGraph:
-    """Return the graph that a file of GraphML or GEXF (`kind`) holds; ids are texts.
+    """Read a graph from a file of GraphML or GEXF (`kind`); ids are texts.
 
-    Attributes whose names are not among `known` stay texts, whatever the file says of their types. Raises InputError
-    naming the file and the line.
+    Attributes whose names are not in `known` stay texts, whatever type the file declares.
+
+    Raises:
+        InputError: The file is invalid; the error names the file and the line.
 
     >>> text = b'<graphml><graph edgedefault="directed"><node id="a"/></graph></graphml>'
     >>> read_graph_xml(text, "graphml", frozenset(), "g.graphml").nodes

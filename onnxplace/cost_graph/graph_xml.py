@@ -1,6 +1,6 @@
 """Read graphs from XML in one pass and within limits: what GraphML and GEXF share.
 
-networkx reads both too, but merges nodes that are there twice, makes up nodes that edges misspell, expands entities and
+networkx reads both too. But it merges duplicate nodes, creates nodes for misspelt ids in edges, expands entities and
 names no line (docs/decisions/0007-graph-files.md).
 """
 
@@ -14,11 +14,11 @@ from xml.parsers import expat
 
 from onnxplace.errors import InputError, format_value
 
-# An element is a tag that is opened; a node has about eight. Together they bound time: about a minute.
+# A node has about eight elements. This bounds the time to about a minute.
 MAX_ELEMENTS = 1 << 24
-# Nodes and edges together: they bound memory, which is about 2 GiB.
+# Nodes and edges together. This bounds memory to about 2 GiB.
 MAX_ITEMS = 1 << 21
-# yEd nests its drawings about ten deep.
+# Drawings of yEd are nested about ten deep.
 MAX_DEPTH = 64
 
 _WHOLE = frozenset({"int", "integer", "long", "short", "byte", "biginteger"})
@@ -38,14 +38,14 @@ class AttributedGraph:
 
 @dataclass(frozen=True)
 class Handlers:
-    """What happens at an element, by its path from the root, such as `gexf/graph/nodes`."""
+    """Callbacks for elements, by their path from the root, such as `gexf/graph/nodes`."""
 
     starts: dict[str, Callable[[dict[str, str]], None]] = field(default_factory=dict)
-    """What to do with its XML attributes where it begins."""
+    """Called with the XML attributes at the start of an element."""
     ends: dict[str, Callable[[str], None]] = field(default_factory=dict)
-    """What to do with its text where it ends."""
+    """Called with the text at the end of an element."""
     refused: dict[str, str] = field(default_factory=dict)
-    """What messages call an element that cost graphs do not have."""
+    """Name in messages of an element that cost graphs do not have."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class Item:
 
     scope: str
     label: str
-    """How messages call it."""
+    """Its name in messages."""
     data: dict[str, Any] = field(default_factory=dict)
 
 
 class GraphReader:
-    """What both formats share: elements by their path, attributes by their type, and the limits."""
+    """Base of both readers: elements by their path, attributes by their type, and limits."""
 
     root = ""
     directed_by = ""
@@ -102,18 +102,18 @@ class GraphReader:
         self.parser.StartDoctypeDeclHandler = self._refuse_doctype
 
     def handlers(self) -> Handlers:
-        """Return what this format has to do at its elements."""
+        """Return the callbacks of this format."""
         raise NotImplementedError
 
     def read(self, data: bytes) -> AttributedGraph:
         """Return the graph that the file holds."""
         try:
             self.parser.Parse(data, True)
-        except expat.ExpatError as problem:
-            reason = f"expected XML, found at column {problem.offset + 1}: {expat.ErrorString(problem.code)}"
-            raise self.error("D001", reason, "export it again", line=problem.lineno) from None
-        except (LookupError, ValueError) as problem:
-            raise self.error("D001", f"its encoding cannot be read: {problem}", "save it as UTF-8") from None
+        except expat.ExpatError as error:
+            reason = f"expected XML, found at column {error.offset + 1}: {expat.ErrorString(error.code)}"
+            raise self.error("D001", reason, "export it again", line=error.lineno) from None
+        except (LookupError, ValueError) as error:
+            raise self.error("D001", f"its encoding cannot be read: {error}", "save it as UTF-8") from None
         if not self.has_graph:
             raise InputError("D001", f"expected a <graph> in <{self.root}>, found none", where=self.where)
         for end, line in self.unresolved:
@@ -121,7 +121,7 @@ class GraphReader:
         return AttributedGraph(list(self.nodes.items()), self.edges, self.graph.data)
 
     def error(self, code: str, message: str, hint: str = "", line: int | None = None) -> InputError:
-        """Return the error for what is wrong in a line, or where the parser is."""
+        """Return an error in a line, by default the current one of the parser."""
         line = self.parser.CurrentLineNumber if line is None else line
         return InputError(code, message, where=f"{self.where}, line {line}", hint=hint)
 
@@ -142,7 +142,7 @@ class GraphReader:
             hint = "say what it is with --graph-format json, graphml or gexf"
             raise self.error("D001", f"expected <{self.root}>, found <{name[:60]}>", hint)
         parent = self.paths[-1] if self.paths else ""
-        # Below what is unknown, and so without children of interest, paths do not grow.
+        # Below an unknown element, which has no children of interest, paths do not grow.
         path = name if not self.paths else f"{parent}/{name}" if parent in self.inner else ""
         self.paths.append(path)
         if path in self.at.refused:
@@ -164,10 +164,10 @@ class GraphReader:
         if self.text is not None:
             self.text.append(text)
 
-    # ------------------------------------------------------------------------------------------ what both have
+    # ------------------------------------------------------------------------------------------ parts of both formats
 
     def start_graph(self, attributes: dict[str, str]) -> None:
-        """Begin the graph, of which a file has one."""
+        """Begin the only graph of the file."""
         if self.has_graph:
             raise self.error("D001", "expected one graph, found another", "write each graph to a file of its own")
         self.has_graph = True
@@ -200,44 +200,44 @@ class GraphReader:
         self.edges.append((source, destination, self.item.data))
 
     def require_node(self, node_id: str, line: int) -> None:
-        """Raise InputError unless there is such a node."""
+        """Raise InputError unless the node exists."""
         if node_id not in self.nodes:
-            message = f"an edge names node {format_value(node_id)}, which is not there"
+            message = f"an edge names node {format_value(node_id)}, expected the id of a node"
             raise self.error("D003", message, "declare the node, or correct the edge", line=line)
 
     def end_item(self, _: str) -> None:
-        """Give the node or edge that ends the attributes that it does not have, and go back to the graph."""
+        """End a node or an edge: add the defaults of missing attributes, and return to the graph."""
         for (scope, name), (column, text) in self.defaults.items():
             if scope in (self.item.scope, "all") and name not in self.item.data:
                 self.item.data[name] = self.cast(column, text)
         self.item = self.graph
 
     def declare(self, section: str, key: str | None, column: Column) -> None:
-        """Note an attribute that the file declares."""
+        """Record an attribute that the file declares."""
         if key is None or (section, key) in self.columns:
             found = "one without" if key is None else f"a second one with the id {format_value(key)}"
             raise self.error("D001", f"expected an attribute with its own id, found {found}", "export the file again")
         self.columns[section, key] = column
 
     def set_default(self, column: Column | None, text: str) -> None:
-        """Note what an attribute is where it is not given."""
+        """Record the default of an attribute."""
         if column is not None and column.name in self.known:
             self.defaults[column.scope, column.name] = column, text
 
     def store(self, column: Column, text: str) -> None:
-        """Give the node, edge or graph that is being read an attribute."""
-        if column.name in self.item.data and column.name != "label":  # which Gephi has in two places
+        """Store an attribute of the current node, edge or graph."""
+        if column.name in self.item.data and column.name != "label":  # Gephi writes labels in two places
             message = f"{column.name} of {self.item.label} is given twice"
             raise self.error("D008", message, "give it once")
         self.item.data[column.name] = self.cast(column, text)
 
     def cast(self, column: Column, text: str) -> Any:
-        """Return an attribute as its type has it; raises InputError."""
+        """Convert the text of an attribute to its type; raise InputError for an invalid one."""
         if column.name not in self.known:
             return text
         kind = column.type.lower()
         try:
-            if "_" not in text:  # which Python allows in numbers
+            if "_" not in text:  # Python allows underscores in numbers
                 if kind in _WHOLE:
                     return int(text)
                 if kind in _REAL:

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
     from onnxplace.cost_graph.data import CostGraph
 
-# The golden section of a circle: hues of devices that follow one another are far apart.
+# The golden section of the color circle: hues of consecutive devices are far apart.
 _HUE_STEP = 0.618034
 
 
 @dataclass(frozen=True)
-class _Placing:
+class _PlacedNodes:
     """Where and when each node runs."""
 
     device: Ints
@@ -62,15 +62,15 @@ def to_networkx(graph: CostGraph | State, placed: PlacedGraph | None = None) -> 
     """Return a cost graph, or the profile of a model, as a networkx digraph; with its placement, where there is one.
 
     A node of a cost graph keeps its id, a node of a model has its name. Edges are parallel where several values go from
-    one node to another. The docs list the attributes of nodes, edges and the graph. `from_networkx` turns what was a
-    cost graph back into the same one.
+    one node to another. The docs list the attributes of nodes, edges and the graph. `from_networkx` turns the
+    digraph of a cost graph back into the same cost graph.
 
     Args:
         graph: a cost graph, or a state with a Profile (and a Placement and a Schedule, if it is placed).
         placed: what `onnxplace.driver.place_cost_graph` returned for this cost graph.
 
     Raises:
-        InputError: `placed` is of another graph.
+        InputError: `placed` belongs to another graph.
 
     >>> from onnxplace.cost_graph import cost_graph
     >>> nodes = [{"id": "a", "compute_time_us": 2e6}, {"id": "b", "compute_time_us": 0}]
@@ -86,24 +86,24 @@ def to_networkx(graph: CostGraph | State, placed: PlacedGraph | None = None) -> 
     if isinstance(graph, State):
         ids: Sequence[Hashable] = profile.graph.names
         device_ids: Sequence[Hashable] = [device.id for device in devices]
-        placing, attributes = _placing_of_state(graph), _machine(device_ids, devices)
+        placed_nodes, attributes = _index_state_placement(graph), _describe_machine(device_ids, devices)
     else:
         ids, device_ids = graph.ids, graph.device_ids
-        placing = None if placed is None else _placing_of(graph, placed)
+        placed_nodes = None if placed is None else _index_placement(graph, placed)
         attributes = _graph_attributes(graph, placed)
-    columns = _columns(profile, devices, placing) | _placed_columns(placing, device_ids)
+    columns = _node_columns(profile, devices, placed_nodes) | _placement_columns(placed_nodes, device_ids)
     if isinstance(graph, State):
-        columns |= _wishes(graph)
+        columns |= _group_columns(graph)
     result: networkx.MultiDiGraph[Any] = networkx.MultiDiGraph(**attributes)
     for index, node_id in enumerate(ids):
         result.add_node(node_id, **{key: column[index] for key, column in columns.items() if column[index] is not None})
-    result.add_edges_from(_edges(profile.graph, ids))
+    result.add_edges_from(_generate_edges(profile.graph, ids))
     return result
 
 
 def _graph_attributes(graph: CostGraph, placed: PlacedGraph | None) -> dict[str, Any]:
     """Return the name of a cost graph, its machine, and how good its placement is."""
-    attributes = {"name": graph.name, **_machine(graph.device_ids, graph.target.devices)}
+    attributes = {"name": graph.name, **_describe_machine(graph.device_ids, graph.target.devices)}
     attributes["latency_seconds"] = float(graph.link.latency_seconds)
     if math.isfinite(graph.link.bytes_per_second):
         attributes["bytes_per_second"] = float(graph.link.bytes_per_second)
@@ -114,42 +114,44 @@ def _graph_attributes(graph: CostGraph, placed: PlacedGraph | None) -> dict[str,
     return attributes
 
 
-def _machine(device_ids: Sequence[Hashable], devices: Sequence[Device]) -> dict[str, Any]:
+def _describe_machine(device_ids: Sequence[Hashable], devices: Sequence[Device]) -> dict[str, Any]:
     entries = [{"id": name, "memory_bytes": device.memory_bytes} for name, device in zip(device_ids, devices)]
     return {"devices": entries}
 
 
-def _placing_of(graph: CostGraph, placed: PlacedGraph) -> _Placing:
-    """Return the placement of a cost graph by device index; raises InputError if it is another graph's."""
+def _index_placement(graph: CostGraph, placed: PlacedGraph) -> _PlacedNodes:
+    """Return the placement of a cost graph by device index; raise InputError for that of another graph."""
     index = {device: position for position, device in enumerate(graph.device_ids)}
     try:
         device = [index[placed.placement[str(node)]] for node in graph.ids]
-    except KeyError as problem:
-        hint = "give the cost graph that was placed, after with_devices"
-        message = f"expected a placement of this graph, found none of {format_value(problem.args[0])}"
+    except KeyError as error:
+        hint = "give the cost graph that was placed, after replace_devices"
+        message = f"expected a placement of this graph, found none of {format_value(error.args[0])}"
         raise InputError("D007", message, where=graph.name, hint=hint) from None
-    return _Placing(np.array(device, dtype=np.int32), placed.start_seconds, placed.finish_seconds)
+    return _PlacedNodes(np.array(device, dtype=np.int32), placed.start_seconds, placed.finish_seconds)
 
 
-def _placing_of_state(state: State) -> _Placing | None:
+def _index_state_placement(state: State) -> _PlacedNodes | None:
     if Placement not in state or Schedule not in state:
         return None
     simulation = state[Schedule].simulation
-    return _Placing(state[Placement].device, simulation.start_seconds, simulation.finish_seconds)
+    return _PlacedNodes(state[Placement].device, simulation.start_seconds, simulation.finish_seconds)
 
 
-def _columns(profile: Profile, devices: Sequence[Device], placing: _Placing | None) -> dict[str, Sequence[Any]]:
-    """Return what nodes cost: attribute -> one entry per node, None where a node does not have it."""
+def _node_columns(
+    profile: Profile, devices: Sequence[Device], placed_nodes: _PlacedNodes | None
+) -> dict[str, Sequence[Any]]:
+    """Return the costs of nodes: attribute -> one entry per node, None where a node does not have it."""
     graph, count = profile.graph, len(profile.graph)
     weights = sum_by(graph.weights.rows, graph.weight_bytes[graph.weights.items], count).astype(np.int64)
     columns: dict[str, Sequence[Any]] = {
         "name": graph.names,
         "op": [op or None for op in graph.ops],
-        **_seconds(profile, devices, placing),
+        **_time_columns(profile, devices, placed_nodes),
         "weights_bytes": weights.tolist(),
         "workspace_bytes": graph.workspace_bytes.tolist(),
         "output_bytes": _output_bytes(graph),
-        "weights": _weights(graph),
+        "weights": _weight_tables(graph),
     }
     if profile.given is not None:
         columns["group"] = [group if group >= 0 else None for group in profile.given.tolist()]
@@ -158,12 +160,14 @@ def _columns(profile: Profile, devices: Sequence[Device], placing: _Placing | No
     return columns
 
 
-def _seconds(profile: Profile, devices: Sequence[Device], placing: _Placing | None) -> dict[str, Sequence[Any]]:
-    """Return the time of each node where it is, or on the first device; where classes differ, of each class too."""
+def _time_columns(
+    profile: Profile, devices: Sequence[Device], placed_nodes: _PlacedNodes | None
+) -> dict[str, Sequence[Any]]:
+    """Return the seconds of each node on its device, or on the first one; on each class, if classes differ."""
     classes = list(dict.fromkeys(device.cost_class for device in devices))
     table = np.array([profile.seconds[name] for name in classes]).reshape(len(classes), -1)
     row = np.array([classes.index(device.cost_class) for device in devices])
-    own = row[placing.device] if placing is not None else np.full(table.shape[1], row[0])
+    own = row[placed_nodes.device] if placed_nodes is not None else np.full(table.shape[1], row[0])
     columns: dict[str, Sequence[Any]] = {"seconds": table[own, np.arange(table.shape[1])].tolist()}
     if (table != table[0]).any():
         columns |= {f"seconds:{name}": seconds.tolist() for name, seconds in zip(classes, table)}
@@ -179,34 +183,34 @@ def _output_bytes(graph: OpGraph) -> list[int | None]:
     return [int(graph.value_bytes[outputs[n]].sum()) if n in producers else None for n in range(len(graph))]
 
 
-def _weights(graph: OpGraph) -> list[dict[str, int] | None]:
+def _weight_tables(graph: OpGraph) -> list[dict[str, int] | None]:
     """Return, per node, the bytes of its weights by name; None if it has one at most, of its own and with its name."""
     readers = np.bincount(graph.weights.items, minlength=len(graph.weight_names))
     result: list[dict[str, int] | None] = []
     for node, name in enumerate(graph.names):
         weights = graph.weights[node].tolist()
-        own = [graph.weight_names[w] == name and readers[w] == 1 and graph.weight_bytes[w] > 0 for w in weights]
-        plain = not weights or own == [True]
+        is_own = [graph.weight_names[w] == name and readers[w] == 1 and graph.weight_bytes[w] > 0 for w in weights]
+        plain = not weights or is_own == [True]
         result.append(None if plain else {graph.weight_names[w]: int(graph.weight_bytes[w]) for w in weights})
     return result
 
 
-def _placed_columns(placing: _Placing | None, device_ids: Sequence[Hashable]) -> dict[str, Sequence[Any]]:
+def _placement_columns(placed_nodes: _PlacedNodes | None, device_ids: Sequence[Hashable]) -> dict[str, Sequence[Any]]:
     """Return where and when nodes run, and a colour for each device."""
-    if placing is None:
+    if placed_nodes is None:
         return {}
-    device = placing.device.tolist()
-    colors = [_color(index) for index in range(len(device_ids))]
+    device = placed_nodes.device.tolist()
+    colors = [_device_color(index) for index in range(len(device_ids))]
     return {
         "device": [device_ids[index] for index in device],
-        "start_seconds": placing.start_seconds.tolist(),
-        "finish_seconds": placing.finish_seconds.tolist(),
+        "start_seconds": placed_nodes.start_seconds.tolist(),
+        "finish_seconds": placed_nodes.finish_seconds.tolist(),
         "color": [colors[index] for index in device],
     }
 
 
-def _wishes(state: State) -> dict[str, Sequence[Any]]:
-    """Return the groups of nodes that must share a device, and the devices that users asked for."""
+def _group_columns(state: State) -> dict[str, Sequence[Any]]:
+    """Return the groups of nodes that must share a device, and the devices that nodes are pinned to."""
     if Groups not in state:
         return {}
     groups, names = state[Groups], [device.id for device in state.target.devices]
@@ -217,10 +221,12 @@ def _wishes(state: State) -> dict[str, Sequence[Any]]:
     }
 
 
-def _edges(graph: OpGraph, ids: Sequence[Hashable]) -> Iterable[tuple[Hashable, Hashable, int, dict[str, Any]]]:
-    """Yield an edge for each value that a node reads from another, in an order that numbers values as they are.
+def _generate_edges(
+    graph: OpGraph, ids: Sequence[Hashable]
+) -> Iterable[tuple[Hashable, Hashable, int, dict[str, Any]]]:
+    """Yield an edge for each value between two nodes, in an order that preserves the numbers of values.
 
-    A node's inputs stay in their order: an edge waits for the last value that stands before it.
+    The inputs of a node stay in their order: an edge comes after the last value that precedes it.
     """
     rows, values, count = graph.inputs.rows.astype(np.int64), graph.inputs.items, len(graph.value_names)
     latest = np.maximum.accumulate(rows * count + values) - rows * count
@@ -234,7 +240,7 @@ def _edges(graph: OpGraph, ids: Sequence[Hashable]) -> Iterable[tuple[Hashable, 
             order += 1
 
 
-def _color(index: int) -> str:
+def _device_color(index: int) -> str:
     """Return the colour of a device, `#rrggbb`."""
     channels = colorsys.hsv_to_rgb(index * _HUE_STEP % 1, 0.55, 0.9)
     return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)

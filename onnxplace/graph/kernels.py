@@ -1,7 +1,7 @@
-"""The hot loops, on flat arrays.
+"""Compiled loops on flat arrays of a graph.
 
-Kernels know integers and floats only; their callers give them names, units and errors. Ties are broken by index
-everywhere, so that results do not depend on anything but the input.
+They know integers and floats only; callers add names, units and errors. Ties go to the lower index everywhere, so that
+results depend on the input alone.
 """
 
 # Compiled loops get their types from numba.
@@ -15,26 +15,29 @@ from onnxplace.utils import compiled_loop, compiled_part, in_place
 
 
 @in_place
-def group_items(keys, items, ends, seen_by, starts, kept):
-    """Collect `items` into `kept`, one list per key, in order and each once; returns how many there are.
+def group_items(keys, items, ends, seen_by, starts, grouped):
+    """Collect `items` into `grouped`, one list per key, in order and each once; return their number.
 
-    `starts` and `ends` begin as zeros, one more than there are keys; `seen_by`, per item, as -1.
+    `starts` and `ends` are zeros at first, one more than there are keys; `seen_by`, per item, -1.
     """
+    # Count the items of each key, then turn counts into the starts of lists.
     count = len(starts) - 1
     for k in range(len(keys)):
         ends[keys[k]] += 1
     total = 0
     for key in range(count):
         total, ends[key] = total + ends[key], total
+    # Fill the lists; `ends` moves to the end of each.
     for k in range(len(keys)):
-        kept[ends[keys[k]]] = items[k]
+        grouped[ends[keys[k]]] = items[k]
         ends[keys[k]] += 1
+    # Remove repeats within each list, and close the gaps.
     done, begin = 0, 0
     for key in range(count):
         for k in range(begin, ends[key]):
-            if seen_by[kept[k]] != key:
-                seen_by[kept[k]] = key
-                kept[done] = kept[k]
+            if seen_by[grouped[k]] != key:
+                seen_by[grouped[k]] = key
+                grouped[done] = grouped[k]
                 done += 1
         begin = ends[key]
         starts[key + 1] = done
@@ -43,7 +46,7 @@ def group_items(keys, items, ends, seen_by, starts, kept):
 
 @compiled_part
 def push_least(heap, size, item):
-    """Add an item to a heap of `size` items whose top is the least."""
+    """Add an item to a min-heap of `size` items."""
     slot = size
     while slot > 0:
         above = (slot - 1) // 2
@@ -56,7 +59,8 @@ def push_least(heap, size, item):
 
 @compiled_part
 def pop_least(heap, size):
-    """Remove and return the least of a heap of `size` items, which is one shorter afterwards."""
+    """Remove and return the least item of a min-heap of `size` items."""
+    # The last item fills the gap at the top and moves down.
     least, item, slot = heap[0], heap[size - 1], 0
     while 2 * slot + 1 < size - 1:
         below = 2 * slot + 1
@@ -72,14 +76,14 @@ def pop_least(heap, size):
 
 @in_place
 def topological_order(waiting, succ_starts, succs, heap, order):
-    """Kahn's algorithm with a heap: the ready node of lowest index first. Returns how many; fewer if there is a cycle.
+    """Order nodes by Kahn's algorithm, the ready node of lowest index first; return their number.
 
-    `waiting` is the number of predecessors of each node.
+    `waiting` is the number of predecessors of each node. Nodes on or after a cycle are left out.
     """
     height, done = 0, 0
     for node in range(len(waiting)):
         if waiting[node] == 0:
-            heap[height] = node  # ascending, which is a heap already
+            heap[height] = node  # ascending, so it is a heap already
             height += 1
     while height > 0:
         node = pop_least(heap, height)
@@ -106,16 +110,18 @@ def inner_peak(
     in_starts,
     ins,
     workspace,
-    left,
+    unread,
     live,
     peak,
 ):
-    """Find the most bytes of inner values plus workspace alive at one time in each cluster, running it in `order`.
+    """Find the peak bytes of inner values and workspace in each cluster when it runs in `order`.
 
-    `left` (per value), `live` and `peak` (per cluster) begin as zeros; `peak` is the result.
+    `unread` (per value), `live` and `peak` (per cluster) are zeros at first; `peak` is the result.
     """
+    # Count the readers of each buffer, those of its views included.
     for k in range(len(ins)):
-        left[roots[ins[k]]] += 1
+        unread[roots[ins[k]]] += 1
+    # Run the nodes: outputs are allocated, and inputs freed after their last reader.
     for position in range(len(order)):
         node = order[position]
         home = cluster[node]
@@ -125,41 +131,43 @@ def inner_peak(
         peak[home] = max(peak[home], live[home] + workspace[node])
         for k in range(in_starts[node], in_starts[node + 1]):
             root = roots[ins[k]]
-            left[root] -= 1
-            if left[root] == 0 and inner[root]:
+            unread[root] -= 1
+            if unread[root] == 0 and inner[root]:
                 live[home] -= value_bytes[root]
         for k in range(out_starts[node], out_starts[node + 1]):
-            if inner[outs[k]] and roots[outs[k]] == outs[k] and left[outs[k]] == 0:
+            if inner[outs[k]] and roots[outs[k]] == outs[k] and unread[outs[k]] == 0:
                 live[home] -= value_bytes[outs[k]]
 
 
 @compiled_loop
 def cluster_edges(cluster, count, producer, in_starts, ins):
-    """How many edges lead into each of `count` clusters, and those that lead out: starts and readers, with repeats."""
+    """Return, per cluster, the number of edges into it, and the edges out of it: starts and readers, with repeats."""
+    # Count first, then fill.
     waiting = np.zeros(count, np.int64)
     starts = np.zeros(count + 1, np.int64)
     for node in range(len(cluster)):
         for k in range(in_starts[node], in_starts[node + 1]):
-            maker = producer[ins[k]]
-            if maker >= 0 and cluster[maker] != cluster[node]:
+            source = producer[ins[k]]
+            if source >= 0 and cluster[source] != cluster[node]:
                 waiting[cluster[node]] += 1
-                starts[cluster[maker] + 1] += 1
+                starts[cluster[source] + 1] += 1
     for index in range(count):
         starts[index + 1] += starts[index]
     readers = np.empty(starts[count], np.int32)
     filled = starts[:-1].copy()
     for node in range(len(cluster)):
         for k in range(in_starts[node], in_starts[node + 1]):
-            maker = producer[ins[k]]
-            if maker >= 0 and cluster[maker] != cluster[node]:
-                readers[filled[cluster[maker]]] = cluster[node]
-                filled[cluster[maker]] += 1
+            source = producer[ins[k]]
+            if source >= 0 and cluster[source] != cluster[node]:
+                readers[filled[cluster[source]]] = cluster[node]
+                filled[cluster[source]] += 1
     return waiting, starts, readers
 
 
 @compiled_loop
 def is_acyclic(cluster, count, producer, in_starts, ins):
-    """Whether the graph of clusters, each one node, has no cycle."""
+    """Return whether the graph of clusters has no cycle."""
+    # Kahn's algorithm in any order: all clusters are reached only without a cycle.
     waiting, starts, readers = cluster_edges(cluster, count, producer, in_starts, ins)
     ready = np.empty(count, np.int64)
     height = 0

@@ -1,7 +1,7 @@
-"""The operator graph as flat arrays: what placers, the simulator and the splitter work on.
+"""The operator graph as flat arrays, for placers, the simulator and the splitter.
 
-Nodes, values and weights are dense integers. A *value* has one producer (or none: it is fed from outside) and any
-number of readers; a *weight* has no producer and is stored on each device that reads it.
+Nodes, values and weights are dense integers. A *value* has one producer (or none, if it is an input of the graph) and
+any number of readers. A *weight* has no producer and is stored on each device that reads it.
 """
 
 from __future__ import annotations
@@ -48,26 +48,29 @@ class Csr:
         >>> Csr.of([[1, 2], [], [3]])[2].tolist()
         [3]
         """
-        kept = [np.asarray(row, dtype=np.int32) for row in lists]
-        starts = np.zeros(len(kept) + 1, dtype=np.int64)
-        np.cumsum([len(row) for row in kept], out=starts[1:])
-        return Csr(starts, np.concatenate(kept) if kept else np.zeros(0, dtype=np.int32))
+        arrays = [np.asarray(array, dtype=np.int32) for array in lists]
+        starts = np.zeros(len(arrays) + 1, dtype=np.int64)
+        np.cumsum([len(array) for array in arrays], out=starts[1:])
+        return Csr(starts, np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int32))
 
     @staticmethod
     def grouped(keys: Ints, items: Ints, count: int) -> Csr:
         """Collect `items` (0 and up) by their `keys` into `count` lists, in order and without repeats within a list.
 
-        Linear in all three. Raises ValueError for a key that is none of them.
+        Linear in all three.
+
+        Raises:
+            ValueError: A key is not from 0 to `count` - 1.
         """
         from onnxplace.graph.kernels import group_items
 
         if len(keys) and not 0 <= keys.min() <= keys.max() < count:
-            raise ValueError(f"keys from {keys.min()} to {keys.max()} for {count} lists")
+            raise ValueError(f"expected keys from 0 to {count - 1}, got {keys.min()} to {keys.max()}")
         keys, items = np.ascontiguousarray(keys, dtype=np.int32), np.ascontiguousarray(items, dtype=np.int32)
         seen_by = np.full(int(items.max(initial=-1)) + 1, -1, dtype=np.int64)
-        starts, kept = np.zeros(count + 1, dtype=np.int64), np.empty(len(items), dtype=np.int32)
-        done = group_items(keys, items, np.zeros(count + 1, dtype=np.int64), seen_by, starts, kept)
-        return Csr(starts, kept[:done].copy())
+        starts, unique_items = np.zeros(count + 1, dtype=np.int64), np.empty(len(items), dtype=np.int32)
+        unique_count = group_items(keys, items, np.zeros(count + 1, dtype=np.int64), seen_by, starts, unique_items)
+        return Csr(starts, unique_items[:unique_count].copy())
 
 
 def sum_by(keys: Ints, amounts: Floats | Longs, count: int) -> Floats:
@@ -77,7 +80,7 @@ def sum_by(keys: Ints, amounts: Floats | Longs, count: int) -> Floats:
 
 @dataclass(frozen=True)
 class OpGraph:
-    """A directed acyclic graph of operators, their values and their weights. Never altered."""
+    """A directed acyclic graph of operators, their values and their weights; immutable."""
 
     names: tuple[str, ...]
     """Unique name of each node."""
@@ -86,22 +89,22 @@ class OpGraph:
     value_names: tuple[str, ...]
     value_bytes: Longs
     producer: Ints
-    """Producing node of each value, -1 where it is fed from outside."""
+    """Producing node of each value, -1 for inputs of the graph."""
     is_output: Bools
-    """Values the caller gets back; they live to the end."""
+    """Whether the graph returns the value; such values live to the end."""
     alias: Ints
     """The value whose memory this one shares when both are on one device (a view), else -1.
 
-    A view has a higher index than what it looks at, and its producer reads that value.
+    A view has a higher index than its source, and its producer reads the source.
     """
     inputs: Csr
-    """Values each node reads, each once."""
+    """Values that each node reads, each once."""
     weight_names: tuple[str, ...]
     weight_bytes: Longs
     weights: Csr
-    """Weights each node reads, each once."""
+    """Weights that each node reads, each once."""
     workspace_bytes: Longs
-    """Memory each node needs only while it runs; of a contracted node, its internal peak."""
+    """Memory that each node needs only while it runs; of a contracted node, its internal peak."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -109,8 +112,8 @@ class OpGraph:
     @cached_property
     def outputs(self) -> Csr:
         """Return the values each node produces."""
-        made = np.flatnonzero(self.producer >= 0).astype(np.int32)
-        return Csr.grouped(self.producer[made], made, len(self))
+        produced = np.flatnonzero(self.producer >= 0).astype(np.int32)
+        return Csr.grouped(self.producer[produced], produced, len(self))
 
     @cached_property
     def readers(self) -> Csr:
@@ -127,20 +130,20 @@ class OpGraph:
     @cached_property
     def successors(self) -> Csr:
         """Return the nodes that read a value of each node, each once."""
-        before = self.predecessors
-        return Csr.grouped(before.items, before.rows, len(self))
+        predecessors = self.predecessors
+        return Csr.grouped(predecessors.items, predecessors.rows, len(self))
 
     @cached_property
     def order(self) -> Ints:
-        """Return the nodes in topological order, lower index first; raises ValueError naming a node on a cycle."""
+        """Return the nodes in topological order, lower index first; raise ValueError for a cycle."""
         from onnxplace.graph.kernels import topological_order
 
-        waiting, after = np.diff(self.predecessors.starts), self.successors
+        waiting, successors = np.diff(self.predecessors.starts), self.successors
         heap, order = np.empty((2, len(self)), dtype=np.int32)
-        done = topological_order(waiting, after.starts, after.items, heap, order)
+        done = topological_order(waiting, successors.starts, successors.items, heap, order)
         if done < len(self):
-            stuck = np.setdiff1d(np.arange(len(self)), order[:done])
-            raise ValueError(f"the graph has a cycle through {', '.join(self._cycle(stuck))}")
+            blocked = np.setdiff1d(np.arange(len(self)), order[:done])
+            raise ValueError(f"the graph has a cycle through {', '.join(self._find_cycle(blocked))}")
         return order
 
     @cached_property
@@ -150,13 +153,13 @@ class OpGraph:
         positions[self.order] = np.arange(len(self))
         return positions
 
-    def _cycle(self, stuck: NDArray[np.int64]) -> list[str]:
-        """Walk back from a node that never became ready until one repeats; return the names on that loop."""
-        among, node, seen = set(stuck.tolist()), int(stuck[0]), list[int]()
-        while node not in seen:
-            seen.append(node)
-            node = next(int(p) for p in self.predecessors[node] if int(p) in among)
-        return [self.names[n] for n in reversed(seen[seen.index(node) :])]
+    def _find_cycle(self, blocked: NDArray[np.int64]) -> list[str]:
+        """Walk back from a node that never became ready until a node repeats; return the names on that cycle."""
+        is_blocked, node, path = set(blocked.tolist()), int(blocked[0]), list[int]()
+        while node not in path:
+            path.append(node)
+            node = next(int(p) for p in self.predecessors[node] if int(p) in is_blocked)
+        return [self.names[n] for n in reversed(path[path.index(node) :])]
 
     @cached_property
     def total_weight_bytes(self) -> int:
@@ -166,9 +169,9 @@ class OpGraph:
     def contract(self, cluster: Ints) -> OpGraph:
         """Return the graph in which the nodes of each cluster are one node.
 
-        `cluster` holds a dense cluster id per node. Values read only inside their cluster vanish from the graph;
-        the memory they need while the cluster runs stays, as part of its workspace. The result may have cycles if
-        the clusters were not convex; its `order` says so.
+        `cluster` holds a dense cluster id per node. Values that are read only inside their cluster vanish from the
+        graph; their memory becomes part of the cluster's workspace. If a cluster is not convex, the result may have
+        cycles; its `order` then raises ValueError.
         """
         if not len(self):
             return self
@@ -178,10 +181,10 @@ class OpGraph:
         renumbered = np.full(len(self.value_names), -1, dtype=np.int32)
         renumbered[kept] = np.arange(len(kept), dtype=np.int32)
         reads = cluster[self.inputs.rows]
-        own = self.producer[self.inputs.items]
-        crossing = (own < 0) | (cluster[np.maximum(own, 0)] != reads)
+        producer_of_read = self.producer[self.inputs.items]
+        crossing = (producer_of_read < 0) | (cluster[np.maximum(producer_of_read, 0)] != reads)
         producer = self.producer[kept]
-        alias = self._kept_alias(inner)[kept]
+        alias = self._alias_of_kept(inner)[kept]
         first = np.full(count, -1, dtype=np.int64)
         first[cluster[::-1]] = np.arange(len(cluster))[::-1]
         heads = list(zip(first.tolist(), np.bincount(cluster, minlength=count).tolist()))
@@ -201,26 +204,26 @@ class OpGraph:
         )
 
     def _inner_values(self, cluster: Ints) -> Bools:
-        """Return which values are made in a cluster, read nowhere else, and not given back to the caller."""
-        own = cluster[np.maximum(self.producer, 0)]
-        leaves = self.is_output | (self.producer < 0)
-        reads = self.readers
-        leaves[reads.rows[cluster[reads.items] != own[reads.rows]]] = True
-        return ~leaves
+        """Return which values are produced in a cluster, read nowhere else, and not outputs of the graph."""
+        own_cluster = cluster[np.maximum(self.producer, 0)]
+        is_visible = self.is_output | (self.producer < 0)
+        readers = self.readers
+        is_visible[readers.rows[cluster[readers.items] != own_cluster[readers.rows]]] = True
+        return ~is_visible
 
-    def _kept_alias(self, inner: Bools) -> Ints:
+    def _alias_of_kept(self, inner: Bools) -> Ints:
         """Return, per value, the value that owns or lends its memory once inner values have vanished, or -1.
 
         Of several views of one vanished value, the first becomes the owner.
         """
-        alias, heirs = np.full(len(inner), -1, dtype=np.int32), dict[int, int]()
+        alias, new_owners = np.full(len(inner), -1, dtype=np.int32), dict[int, int]()
         for value in np.flatnonzero((self.alias >= 0) & ~inner).tolist():
-            vanished, looked_at = -1, int(self.alias[value])
-            while looked_at >= 0 and inner[looked_at]:
-                vanished, looked_at = looked_at, int(self.alias[looked_at])
-            if looked_at < 0:
-                looked_at = heirs.setdefault(vanished, value)
-            alias[value] = looked_at if looked_at != value else -1
+            vanished, source = -1, int(self.alias[value])
+            while source >= 0 and inner[source]:
+                vanished, source = source, int(self.alias[source])
+            if source < 0:
+                source = new_owners.setdefault(vanished, value)
+            alias[value] = source if source != value else -1
         return alias
 
     def _inner_peak(self, cluster: Ints, inner: Bools, count: int) -> Longs:
@@ -228,14 +231,14 @@ class OpGraph:
         from onnxplace.graph.kernels import inner_peak
 
         roots = self.alias_roots
-        # A buffer that leaves as a view is counted there, not inside.
-        stays = inner.copy()
-        stays[roots[~inner]] = False
-        left, live, peak = (np.zeros(length, dtype=np.int64) for length in (len(inner), count, count))
+        # A buffer that leaves its cluster as a view is counted there, not inside.
+        is_inner = inner.copy()
+        is_inner[roots[~inner]] = False
+        unread, live, peak = (np.zeros(length, dtype=np.int64) for length in (len(inner), count, count))
         inner_peak(
             self.order,
             cluster,
-            stays,
+            is_inner,
             roots,
             self.value_bytes,
             self.outputs.starts,
@@ -243,7 +246,7 @@ class OpGraph:
             self.inputs.starts,
             self.inputs.items,
             self.workspace_bytes,
-            left,
+            unread,
             live,
             peak,
         )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from onnxplace.cost_graph import from_networkx, parse_cost_graph, read_cost_graph
-from onnxplace.cost_graph.cost_graphs import MOST
+from onnxplace.cost_graph.cost_graphs import MAX_COST
 from onnxplace.driver import replace_devices
 from onnxplace.errors import FeedError, InputError, TargetError, UsageError
 from onnxplace.feeds import read_npz
@@ -137,12 +137,12 @@ def test_the_maximum_number_of_devices_is_accepted():
 
 @pytest.mark.parametrize("key", ["compute_time_us", "memory_bytes", "temp_bytes", "output_bytes"])
 def test_costs_of_a_graph_that_add_up_to_too_much_are_refused(key):
-    nodes = [{"id": index, "compute_time_us": 1, key: MOST // 2} for index in range(3)]
+    nodes = [{"id": index, "compute_time_us": 1, key: MAX_COST // 2} for index in range(3)]
     with pytest.raises(InputError, match=f"{key} add up to 1.5e") as caught:
         parse_cost_graph({"nodes": nodes, "devices": [{"id": 0}]})
     assert caught.value.code == "D004"
     nodes = [{"id": index, "compute_time_us": 1} for index in range(21)]
-    edges = [{"src": index, "dst": index + 1, "bytes": MOST // 2} for index in range(20)]
+    edges = [{"src": index, "dst": index + 1, "bytes": MAX_COST // 2} for index in range(20)]
     with pytest.raises(InputError, match=r"bytes add up to 1e\+19"):
         parse_cost_graph({"nodes": nodes, "edges": edges, "devices": [{"id": 0}]})
 

@@ -109,7 +109,7 @@ def test_digraphs(data):
 
 
 @pytest.mark.parametrize("kind", ["graphml", "gexf"])
-def test_what_is_fuzzed_is_read_as_it_stands(tmp_path, kind):
+def test_fuzzed_inputs_are_valid_before_mutation(tmp_path, kind):
     for data in (own(kind), GIVEN[kind]):
         (tmp_path / f"g.{kind}").write_bytes(data)
         assert len(read_cost_graph(tmp_path / f"g.{kind}").ids) > 1

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from onnxplace.cost_graph import GENERATORS
-from onnxplace.cost_graph.generators import MACHINE, TOTAL_BYTES, chains, layered, recurrent, wide
+from onnxplace.cost_graph.generators import MACHINE, MAX_TOTAL_BYTES, chains, layered, recurrent, wide
 from onnxplace.driver import place_cost_graph
 from onnxplace.facts import Source
 from onnxplace.graph import Csr, OpGraph
@@ -19,37 +19,45 @@ PLACERS = ("single", "m-topo", "m-etf", "m-sct", "auto{seconds=0,proposals=200}"
 
 def depth(graph):
     """Return, per node, the number of nodes on the longest path that ends there."""
-    found = np.ones(len(graph), dtype=int)
+    result = np.ones(len(graph), dtype=int)
     for node in graph.order:
-        found[node] = 1 + max((found[p] for p in graph.predecessors[node]), default=0)
-    return found
+        result[node] = 1 + max((result[p] for p in graph.predecessors[node]), default=0)
+    return result
 
 
-def seconds(made):
-    (only,) = made.profile.seconds.values()
+def seconds(built):
+    (only,) = built.profile.seconds.values()
     return only
 
 
-def described(made):
+def described(built):
     """Return everything a cost graph holds, in a form that compares."""
-    graph = made.profile.graph
+    graph = built.profile.graph
     parts = [getattr(graph, item.name) for item in fields(OpGraph)]
     parts = [(part.starts.tolist(), part.items.tolist()) if isinstance(part, Csr) else part for part in parts]
     parts = [part.tolist() if isinstance(part, np.ndarray) else part for part in parts]
-    return [made.name, made.ids, *parts, seconds(made).tolist(), made.profile.given.tolist(), made.target, made.link]
+    return [
+        built.name,
+        built.ids,
+        *parts,
+        seconds(built).tolist(),
+        built.profile.given.tolist(),
+        built.target,
+        built.link,
+    ]
 
 
 # ---------------------------------------------------------------------------------------------- all families
 
 
 @given(st.sampled_from(FAMILIES), st.integers(1, 120), st.integers(0, 1000))
-def test_a_graph_has_the_size_asked_for_and_is_numbered_in_topological_order(family, nodes, seed):
-    made = GENERATORS[family](nodes, seed)
-    graph = made.profile.graph
-    assert len(graph) == len(made.ids) == nodes
+def test_a_graph_has_the_given_size_and_topological_numbers(family, nodes, seed):
+    built = GENERATORS[family](nodes, seed)
+    graph = built.profile.graph
+    assert len(graph) == len(built.ids) == nodes
     assert (graph.producer[graph.inputs.items] < graph.inputs.rows).all()
     assert graph.order.tolist() == list(range(nodes))
-    made.profile.check(made.state())
+    built.profile.check(built.state())
 
 
 @given(st.sampled_from(FAMILIES), st.integers(1, 120), st.integers(0, 1000))
@@ -64,8 +72,8 @@ def test_another_seed_is_another_graph(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_costs_are_realistic(family):
-    made = GENERATORS[family](3000, 0)
-    graph, time = made.profile.graph, seconds(made)
+    built = GENERATORS[family](3000, 0)
+    graph, time = built.profile.graph, seconds(built)
     assert 5e-6 < time.mean() < 200e-6
     assert time.min() >= 1e-7
     assert time.max() <= 2e-3
@@ -73,7 +81,7 @@ def test_costs_are_realistic(family):
     assert graph.value_bytes.max() > 1 << 20
     assert (graph.workspace_bytes > 0).any()
     assert graph.total_weight_bytes > 1 << 20
-    assert (next(iter(made.profile.sources.values())) == Source.GIVEN).all()
+    assert (next(iter(built.profile.sources.values())) == Source.GIVEN).all()
     assert len(set(graph.names)) == len(set(graph.value_names)) == 3000
 
 
@@ -86,31 +94,31 @@ def test_some_tensors_have_several_readers_but_in_chains(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_large_graph_still_fits_one_device(family):
     graph = GENERATORS[family](30_000, 0).profile.graph
-    assert graph.total_weight_bytes <= 1.01 * TOTAL_BYTES
-    assert graph.value_bytes.sum() <= 2.01 * TOTAL_BYTES < MACHINE["devices"][0]["memory_bytes"]
+    assert graph.total_weight_bytes <= 1.01 * MAX_TOTAL_BYTES
+    assert graph.value_bytes.sum() <= 2.01 * MAX_TOTAL_BYTES < MACHINE["devices"][0]["memory_bytes"]
 
 
 def test_the_machine_is_four_devices_and_the_link_of_the_published_measurements():
-    made = layered(20, 0)
-    assert [device.memory_bytes for device in made.target.devices] == [16 << 30] * 4
-    assert made.link.latency_seconds == pytest.approx(134e-6)
-    assert 1 / made.link.bytes_per_second == pytest.approx(0.0001754e-6)
+    built = layered(20, 0)
+    assert [device.memory_bytes for device in built.target.devices] == [16 << 30] * 4
+    assert built.link.latency_seconds == pytest.approx(134e-6)
+    assert 1 / built.link.bytes_per_second == pytest.approx(0.0001754e-6)
 
 
 @pytest.mark.parametrize("placer", PLACERS)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("groups", ["none", "given+coplace"])
 def test_every_placer_places_every_family(family, placer, groups):
-    found = place_cost_graph(GENERATORS[family](300, 0), placer, groups=groups)
-    assert found.feasible
-    assert found.makespan_seconds >= found.lower_bound_seconds > 0
+    result = place_cost_graph(GENERATORS[family](300, 0), placer, groups=groups)
+    assert result.feasible
+    assert result.makespan_seconds >= result.lower_bound_seconds > 0
 
 
 # ---------------------------------------------------------------------------------------------- each family
 
 
 @pytest.mark.parametrize("width", [4, 32])
-def test_layers_are_as_wide_as_asked_for(width):
+def test_layers_have_the_given_width(width):
     level = depth(layered(1600, 0, width=width).profile.graph)
     assert np.bincount(level)[1:].mean() == pytest.approx(width, rel=0.05)
 
@@ -122,8 +130,8 @@ def test_a_wide_graph_has_few_levels():
 
 
 def test_a_tensorflow_like_graph_has_variables_that_feed_compute_and_chains_of_tiny_operators():
-    made = GENERATORS["tf_like"](3000, 0)
-    graph, time = made.profile.graph, seconds(made)
+    built = GENERATORS["tf_like"](3000, 0)
+    graph, time = built.profile.graph, seconds(built)
     op = np.array(graph.ops)
     variable, tiny, compute = op == "Variable", op == "Reshape", op == "MatMul"
     reads, read_by = np.diff(graph.inputs.starts), np.diff(graph.readers.starts)
@@ -141,8 +149,8 @@ def test_a_tensorflow_like_graph_has_variables_that_feed_compute_and_chains_of_t
 
 
 def test_a_variable_is_in_the_group_of_its_first_reader():
-    made = GENERATORS["tf_like"](300, 0)
-    graph, group = made.profile.graph, made.profile.given
+    built = GENERATORS["tf_like"](300, 0)
+    graph, group = built.profile.graph, built.profile.given
     variables = [node for node, op in enumerate(graph.ops) if op == "Variable"]
     assert all(group[node] == group[graph.readers[node].min()] >= 0 for node in variables)
     assert sorted(set(group.tolist()) - {-1}) == list(range(group.max() + 1))
@@ -168,8 +176,8 @@ def test_two_towers_touch_only_in_their_last_node():
 
 
 def test_all_steps_of_a_recurrent_layer_share_its_weight_and_its_group():
-    made = recurrent(25 * 40, 0, layers=4)
-    graph, group = made.profile.graph, made.profile.given
+    built = recurrent(25 * 40, 0, layers=4)
+    graph, group = built.profile.graph, built.profile.given
     assert len(graph.weight_bytes) == 5
     assert np.bincount(graph.weights.items).tolist() == [40] * 5
     assert np.bincount(group + 1).tolist() == [40, 240, 240, 240, 240]
@@ -179,8 +187,8 @@ def test_all_steps_of_a_recurrent_layer_share_its_weight_and_its_group():
 
 def test_a_recurrent_grid_runs_along_its_diagonal():
     """The cell of layer l at step t waits for l + t others."""
-    made = recurrent(25 * 10, 0, layers=4)
-    level = depth(made.profile.graph)
+    built = recurrent(25 * 10, 0, layers=4)
+    level = depth(built.profile.graph)
     gates = [[25 * step + 6 * layer for step in range(10)] for layer in range(4)]
     cells = level[np.array(gates)]
     assert (np.diff(cells, axis=0) > 0).all()

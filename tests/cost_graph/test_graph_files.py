@@ -96,7 +96,7 @@ def test_files_in_other_encodings_are_read(file, encoding):
 
 @pytest.mark.parametrize("make", [networkx.DiGraph, networkx.MultiDiGraph])
 @pytest.mark.parametrize("kind", TEXTS)
-def test_what_networkx_writes_is_read_as_it_would_be_from_networkx(tmp_path, kind, make):
+def test_files_of_networkx_are_read_like_its_graphs(tmp_path, kind, make):
     digraph = make(two_nodes())
     digraph.nodes["y"].update(group="left", backward=True, score=float("nan"))
     digraph.graph.clear()
@@ -155,8 +155,8 @@ REFUSED = [
     ("graphml", '<node id="y">', '<node id="x">', "D002", 10, "two nodes have the id 'x'"),
     ("gexf", '<node id="y">', '<node id="x">', "D002", 10, "two nodes have the id 'x'"),
     ("graphml", ' target="y"', "", "D003", 11, "expected an edge with source and target, found one without"),
-    ("graphml", 'target="y"', 'target="z"', "D003", 11, "an edge names node 'z', which is not there"),
-    ("gexf", 'source="x"', 'source="q"', "D003", 12, "an edge names node 'q', which is not there"),
+    ("graphml", 'target="y"', 'target="z"', "D003", 11, "an edge names node 'z', expected the id of a node"),
+    ("gexf", 'source="x"', 'source="q"', "D003", 12, "an edge names node 'q', expected the id of a node"),
     ("graphml", ">1.5<", ">fast<", "D004", 9, "seconds of node 'x' is 'fast', expected a value of type 'double'"),
     ("graphml", ">1.5<", "><", "D004", 9, "seconds of node 'x' is '', expected a value of type 'double'"),
     ("gexf", 'value="4"', 'value="4_0"', "D004", 12, "bytes of edge 'x' -> 'y' is '4_0', expected a value of type"),
@@ -305,7 +305,7 @@ def test_a_graph_is_written_the_same_on_any_day(tmp_path, monkeypatch, name):
     ],
 )
 @pytest.mark.parametrize("kind", TEXTS)
-def test_what_xml_cannot_hold_is_refused_and_nothing_is_written(tmp_path, kind, changes, words):
+def test_characters_that_xml_cannot_hold_are_an_error_and_write_nothing(tmp_path, kind, changes, words):
     graph = parse_cost_graph({**fork(edges=[]), **changes})
     with pytest.raises(InputError, match=words) as refused:
         write_cost_graph(tmp_path / f"p.{kind}", graph)

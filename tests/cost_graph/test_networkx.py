@@ -244,8 +244,8 @@ def test_a_profile_without_a_placement_goes_out_too():
 def test_a_digraph_is_placed_on_the_devices_that_it_names():
     graph = from_networkx(two_nodes(latency_seconds=0.5, bytes_per_second=8))
     assert graph.device_ids == ("a", "b")
-    found = evaluate_placement(graph, {"x": "a", "y": "b"})
-    assert found.makespan_seconds == 1.0 + 0.5 + 4 / 8 + 2.0
+    result = evaluate_placement(graph, {"x": "a", "y": "b"})
+    assert result.makespan_seconds == 1.0 + 0.5 + 4 / 8 + 2.0
 
 
 def test_a_digraph_is_placed_on_a_target_with_times_for_each_class():
@@ -267,11 +267,11 @@ def test_nodes_may_be_any_object_and_edges_may_be_parallel():
     graph.add_node(frozenset("a"), seconds=np.int64(1), backward=0)
     graph.add_edge((0, 1), frozenset("a"), bytes=np.int16(3))
     graph.add_edge((0, 1), frozenset("a"), bytes=5, tensor="u")
-    made = from_networkx(graph)
-    assert made.ids == ((0, 1), frozenset("a"))
-    assert made.profile.graph.value_bytes.tolist() == [3, 5]
-    assert made.profile.backward.tolist() == [True, False]
-    assert made.profile.given.tolist() == [0, -1]
+    built = from_networkx(graph)
+    assert built.ids == ((0, 1), frozenset("a"))
+    assert built.profile.graph.value_bytes.tolist() == [3, 5]
+    assert built.profile.backward.tolist() == [True, False]
+    assert built.profile.given.tolist() == [0, -1]
 
 
 def test_topo_order_and_order_say_which_nodes_and_values_come_first():
@@ -280,12 +280,12 @@ def test_topo_order_and_order_say_which_nodes_and_values_come_first():
     graph.add_node("z", topo_order=1)
     graph.add_edge("x", "z", bytes=1, tensor="first", order=0)
     graph["x"]["y"]["order"] = 1
-    made = from_networkx(graph)
-    assert made.ids == ("y", "z", "x")
-    assert made.profile.graph.value_names == ("first", "t")
+    built = from_networkx(graph)
+    assert built.ids == ("y", "z", "x")
+    assert built.profile.graph.value_names == ("first", "t")
 
 
-def test_what_has_no_time_or_no_bytes_is_noted_with_a_guess_at_what_was_meant():
+def test_missing_costs_are_noted_with_a_similar_name():
     graph = two_nodes()
     del graph.nodes["y"]["seconds"]
     graph.nodes["y"]["second"] = 3
@@ -323,7 +323,7 @@ def test_an_empty_group_or_tensor_is_none():
         ({"x": {"seconds:cpu/1": []}}, "D004", "seconds:cpu/1 of node 'x' is []"),
         ({"x": {"backward": "false"}}, "D008", "backward of node 'x' is 'false', expected true or false"),
         ({"x": {"backward": 2}}, "D008", "backward of node 'x' is 2, expected true or false"),
-        ({"x": {"group": []}}, "D002", "[] is no group"),
+        ({"x": {"group": []}}, "D002", "expected a group that is a number or a text, got []"),
         ({"x": {"weights": {"w": 9}}}, "D004", "weights_bytes of node 'x' is 8, expected 9, as its weights add up to"),
         ({"x": {"weights": {"w": -9}}}, "D004", "weights of node 'x' are {'w': -9}, expected bytes by name"),
         ({"x": {"weights": "{"}}, "D004", "not the weights of node 'x', by name: invalid JSON at line 1"),
@@ -375,8 +375,8 @@ SCALARS = st.one_of(st.none(), st.booleans(), st.floats(), st.integers(), st.tex
 
 
 @given(st.recursive(SCALARS, st.lists, max_leaves=3), st.sampled_from(ATTRIBUTES))
-def test_whatever_a_node_has_is_taken_or_refused(value, key):
+def test_any_attribute_of_a_node_is_read_or_refused(value, key):
     graph = two_nodes()
     graph.nodes["x"][key] = value
-    made = read_or_refused(lambda: from_networkx(graph))
-    assert made is None or np.isfinite(next(iter(made.profile.seconds.values()))).all()
+    built = read_or_refused(lambda: from_networkx(graph))
+    assert built is None or np.isfinite(next(iter(built.profile.seconds.values()))).all()

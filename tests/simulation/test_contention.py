@@ -35,44 +35,44 @@ def graph(seconds: list[float], edges: list[tuple[int, int]] = (), weights: list
 
 
 def step(seconds, device, target, edges=(), weights=None):
-    found = graph(seconds, list(edges), weights)
+    result = graph(seconds, list(edges), weights)
     costs = np.tile(np.array(seconds, dtype=np.float64), (len(target.devices), 1))
     placed = np.array(device, dtype=np.int32)
-    return simulate_with_contention(found, costs, target, placed, np.arange(len(seconds), dtype=np.int32))
+    return simulate_with_contention(result, costs, target, placed, np.arange(len(seconds), dtype=np.int32))
 
 
 def test_two_devices_busy_all_the_time_take_the_whole_slowdown():
-    found = step([1.0, 1.0], [0, 1], machine(2, memory_slowdown=1.5))
-    assert found.makespan_seconds == pytest.approx(1.5, rel=1e-3)
-    np.testing.assert_allclose(found.compute_seconds, [1.5, 1.5], rtol=1e-3)
+    result = step([1.0, 1.0], [0, 1], machine(2, memory_slowdown=1.5))
+    assert result.makespan_seconds == pytest.approx(1.5, rel=1e-3)
+    np.testing.assert_allclose(result.compute_seconds, [1.5, 1.5], rtol=1e-3)
 
 
 def test_only_the_time_that_both_are_busy_counts():
-    found = step([1.0, 0.5], [0, 1], machine(2, memory_slowdown=1.5))
+    result = step([1.0, 0.5], [0, 1], machine(2, memory_slowdown=1.5))
     # The short one is slow to its end at 0.75; until then the long one did a half of its work.
-    np.testing.assert_allclose(found.finish_seconds, [1.25, 0.75], rtol=1e-3)
+    np.testing.assert_allclose(result.finish_seconds, [1.25, 0.75], rtol=1e-3)
 
 
 def test_devices_that_work_in_turn_do_not_slow_each_other_down():
-    found = step([1.0, 1.0, 1.0], [0, 1, 0], machine(2, memory_slowdown=3.0), edges=[(0, 1), (1, 2)])
-    assert found.makespan_seconds == pytest.approx(3.0)
+    result = step([1.0, 1.0, 1.0], [0, 1, 0], machine(2, memory_slowdown=3.0), edges=[(0, 1), (1, 2)])
+    assert result.makespan_seconds == pytest.approx(3.0)
 
 
 def test_each_further_busy_device_adds_the_same():
-    found = step([1.0, 1.0, 1.0], [0, 1, 2], machine(3, memory_slowdown=1.5))
-    assert found.makespan_seconds == pytest.approx(2.0, rel=1e-3)
+    result = step([1.0, 1.0, 1.0], [0, 1, 2], machine(3, memory_slowdown=1.5))
+    assert result.makespan_seconds == pytest.approx(2.0, rel=1e-3)
 
 
 def test_devices_outside_the_group_are_left_alone():
     target = machine(3)
     target = replace(target, shared=(Shared(("cpu:0", "cpu:1"), memory_slowdown=2.0),))
-    found = step([1.0, 1.0, 1.0], [0, 1, 2], target)
-    np.testing.assert_allclose(found.finish_seconds, [2.0, 2.0, 1.0], rtol=1e-3)
+    result = step([1.0, 1.0, 1.0], [0, 1, 2], target)
+    np.testing.assert_allclose(result.finish_seconds, [2.0, 2.0, 1.0], rtol=1e-3)
 
 
-def test_without_anything_shared_it_is_the_plain_simulation():
+def test_without_shared_memory_contention_changes_nothing():
     target = machine(2)
-    found = step([1.0, 2.0, 0.5], [0, 1, 0], target, edges=[(0, 2)])
+    result = step([1.0, 2.0, 0.5], [0, 1, 0], target, edges=[(0, 2)])
     plain = simulate(
         graph([1.0, 2.0, 0.5], [(0, 2)]),
         np.tile([1.0, 2.0, 0.5], (2, 1)),
@@ -80,16 +80,16 @@ def test_without_anything_shared_it_is_the_plain_simulation():
         np.array([0, 1, 0], dtype=np.int32),
         np.arange(3, dtype=np.int32),
     )
-    np.testing.assert_array_equal(found.finish_seconds, plain.finish_seconds)
+    np.testing.assert_array_equal(result.finish_seconds, plain.finish_seconds)
 
 
 def test_work_is_slowed_by_how_much_of_it_waits_for_memory():
     # One node reads its weights for a half of its time, the other computes all the time.
     target = machine(2, memory_slowdown=2.0, compute_slowdown=1.0, memory_bytes_per_second=1e9)
-    found = step([1.0, 1.0], [0, 1], target, weights=[500_000_000, 0])
-    np.testing.assert_allclose(found.finish_seconds[1], 1.0, rtol=1e-6)
+    result = step([1.0, 1.0], [0, 1], target, weights=[500_000_000, 0])
+    np.testing.assert_allclose(result.finish_seconds[1], 1.0, rtol=1e-6)
     # At 1.5 times the time alone while the other runs: two thirds of the work until then.
-    np.testing.assert_allclose(found.finish_seconds[0], 1.0 + (1 - 1 / 1.5), rtol=1e-3)
+    np.testing.assert_allclose(result.finish_seconds[0], 1.0 + (1 - 1 / 1.5), rtol=1e-3)
 
 
 def test_the_share_of_memory_is_at_most_all_of_the_time():
@@ -110,10 +110,10 @@ def test_a_step_is_longer_than_alone_and_no_longer_than_with_everything_slow(nod
     seconds, device = [taken for taken, _ in nodes], [home for _, home in nodes]
     edges = [(a, b) for b in range(len(nodes)) for a in range(b) if random.random() < 0.2]
     alone = step(seconds, device, machine(3), edges)
-    found = step(seconds, device, machine(3, memory_slowdown=slowdown), edges)
+    result = step(seconds, device, machine(3, memory_slowdown=slowdown), edges)
     worst = 1 + 2 * (slowdown - 1)
-    assert alone.makespan_seconds * (1 - 1e-9) <= found.makespan_seconds
-    assert found.makespan_seconds <= alone.makespan_seconds * worst * (1 + 1e-3)
-    taken = found.finish_seconds - found.start_seconds
+    assert alone.makespan_seconds * (1 - 1e-9) <= result.makespan_seconds
+    assert result.makespan_seconds <= alone.makespan_seconds * worst * (1 + 1e-3)
+    taken = result.finish_seconds - result.start_seconds
     assert (taken >= np.array(seconds) * (1 - 1e-9)).all()
     assert (taken <= np.array(seconds) * worst * (1 + 1e-3)).all()

@@ -95,18 +95,18 @@ def test_devices_of_different_speed_share_as_well_as_a_fraction_could():
     assert 3.8 <= lower_bound_seconds(apart, seconds) <= 4
 
 
-def test_what_is_pinned_shares_its_device():
+def test_pinned_work_shares_its_device():
     apart = graph_of({name: [] for name in "abc"})
     pins = {"group": np.arange(3, dtype=np.int32), "pinned": np.array([1, 1, -1], dtype=np.int32)}
     assert bound(apart, [3, 3, 3], even_target(), **pins) == 6
 
 
-def test_what_is_in_one_group_shares_a_device_too():
+def test_work_of_one_group_shares_its_device():
     apart = graph_of({name: [] for name in "abc"})
     assert bound(apart, [3, 3, 3], even_target(), group=np.array([0, 1, 1], dtype=np.int32)) == 6
 
 
-def test_what_fits_no_device_is_cut_at_the_cheapest_edge():
+def test_a_graph_that_fits_on_no_device_is_cut_at_the_cheapest_edge():
     graph = graph_of({"a": [], "b": ["a"]}, sizes={"a": 5, "u": 10, "v": 10}, weights={"a": ["u"], "b": ["v"]})
     assert bound(graph, [1, 2], even_target(memory_bytes=100)) == 3
     assert bound(graph, [1, 2], even_target(memory_bytes=20)) == 3 + 5
@@ -133,7 +133,7 @@ def test_heads_and_tails_leave_the_node_itself_out():
     assert around.tail.tolist() == [6, 4, 0]
 
 
-def test_a_node_needs_room_for_what_it_reads_and_makes_but_not_for_views():
+def test_a_node_needs_memory_for_inputs_and_outputs_except_views():
     graph = graph_of(
         {"a": ["x"], "b": ["a"]}, fed=["x"], sizes={"x": 2, "a": 3, "b": 9}, views={"b": "a"}, workspace={"b": 7}
     )

@@ -127,7 +127,7 @@ def test_no_channel_carries_two_transfers_at_once_and_each_serves_in_order_of_re
 
 @thorough
 @given(placed_graphs())
-def test_nothing_starts_before_what_it_reads_is_there_and_no_device_computes_two_things_at_once(case):
+def test_nodes_start_after_their_inputs_and_one_at_a_time_on_a_device(case):
     graph, seconds, _, device, order = case
     step = simulate(*case)
     t = step.transfers
@@ -166,8 +166,8 @@ def test_each_device_holds_its_weights_once_and_computes_the_sum_of_its_nodes(ca
     step = simulate(*case)
     for d in range(len(seconds)):
         nodes = np.flatnonzero(device == d)
-        held = {int(w) for n in nodes for w in graph.weights[n]}
-        assert step.weights_bytes[d] == sum(graph.weight_bytes[w] for w in held)
+        stored = {int(w) for n in nodes for w in graph.weights[n]}
+        assert step.weights_bytes[d] == sum(graph.weight_bytes[w] for w in stored)
         assert step.compute_seconds[d] == sum(seconds[d][nodes])
 
 
@@ -189,11 +189,11 @@ def test_a_placement_on_one_device_sends_nothing_and_takes_the_sum_of_all_nodes(
 
 @thorough
 @given(placed_graphs())
-def test_simulating_alters_nothing_and_gives_the_same_step_again(case):
+def test_simulating_is_deterministic_and_leaves_its_input_unchanged(case):
     _, seconds, _, device, order = case
-    kept = seconds.copy(), device.copy(), order.copy()
+    remaining = seconds.copy(), device.copy(), order.copy()
     first, again = simulate(*case), simulate(*case)
-    assert all((a == b).all() for a, b in zip(kept, (seconds, device, order)))
+    assert all((a == b).all() for a, b in zip(remaining, (seconds, device, order)))
     assert first.finish_seconds.tobytes() == again.finish_seconds.tobytes()
     assert first.peak_bytes.tolist() == again.peak_bytes.tolist()
 
@@ -273,9 +273,9 @@ def test_a_value_is_held_while_it_is_sent_although_its_local_readers_are_done():
 def test_outputs_of_the_model_stay_to_the_end_and_other_values_until_they_are_read():
     reads = {"a": [], "b": ["a"], "c": ["b"], "d": ["c"]}
     plain = graph_of(reads, sizes=dict.fromkeys(reads, 10))
-    kept = graph_of(reads, sizes=dict.fromkeys(reads, 10), outputs=["a", "d"])
+    remaining = graph_of(reads, sizes=dict.fromkeys(reads, 10), outputs=["a", "d"])
     assert run(plain, [1] * 4, even_target(1), [0] * 4).peak_bytes.tolist() == [20]
-    assert run(kept, [1] * 4, even_target(1), [0] * 4).peak_bytes.tolist() == [30]
+    assert run(remaining, [1] * 4, even_target(1), [0] * 4).peak_bytes.tolist() == [30]
 
 
 def test_inputs_of_the_model_are_on_each_device_that_reads_them_until_their_last_reader_there():
@@ -298,7 +298,7 @@ def test_workspace_counts_only_while_its_node_runs():
     assert run(graph, [1, 1], even_target(1), [0, 0]).peak_bytes.tolist() == [105]
 
 
-def test_a_view_takes_no_memory_beside_what_it_looks_at_and_keeps_it_alive():
+def test_a_view_shares_the_memory_of_its_source_and_keeps_it_alive():
     reads = {"a": [], "v": ["a"], "b": [], "c": ["v"]}
     sizes = {"a": 10, "v": 10, "b": 3, "c": 1}
     order = [0, 1, 2, 3]
@@ -314,7 +314,7 @@ def test_a_view_of_a_received_value_shares_the_copy_on_its_own_device():
     assert step.peak_bytes.tolist() == [10, 11]
 
 
-def test_a_view_that_is_sent_takes_memory_where_it_arrives_and_holds_what_it_looks_at_until_then():
+def test_a_sent_view_takes_memory_where_it_arrives_and_keeps_its_source_alive_until_then():
     graph = graph_of({"a": [], "v": ["a"], "b": [], "c": ["v"]}, sizes={"a": 10, "v": 10, "b": 3}, views={"v": "a"})
     step = run(graph, [1] * 4, even_target(), [0, 0, 0, 1], order=[0, 1, 2, 3])
     assert step.peak_bytes.tolist() == [13, 11]
@@ -335,7 +335,7 @@ def test_an_output_is_still_there_while_a_node_that_takes_no_time_runs_last():
     assert run(graph, [1, 0], even_target(1), [0, 0], order=[0, 1]).peak_bytes.tolist() == [110]
 
 
-def test_what_a_view_looks_at_is_there_while_a_node_that_takes_no_time_reads_the_view():
+def test_the_source_of_a_view_is_alive_while_a_node_without_time_reads_the_view():
     graph = graph_of({"a": [], "v": ["a"], "b": ["v"]}, sizes={"a": 10, "v": 10, "b": 5}, views={"v": "a"})
     assert run(graph, [1, 1, 0], even_target(1), [0] * 3).peak_bytes.tolist() == [15]
 
@@ -346,7 +346,7 @@ def test_of_nodes_that_finish_at_one_instant_the_lowest_number_sends_first():
     assert [t[0] for t in sent(step, graph)] == ["a", "b"]
 
 
-def test_a_deadlock_is_refused_by_the_name_of_the_node_that_waits_for_one_behind_it():
+def test_a_deadlock_is_an_error_that_names_the_waiting_node():
     graph = graph_of({"a": [], "b": ["a"], "c": []})
     with pytest.raises(ValueError, match="'b' waits for a node that is behind it"):
         run(graph, [1, 1, 1], even_target(1), [0, 0, 0], order=[1, 0, 2])

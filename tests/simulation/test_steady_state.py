@@ -23,10 +23,10 @@ SECONDS = np.array([[2.0, 4.0, 5.0, 1.0]] * 3)
 
 
 def test_a_value_is_sent_once_to_each_device_that_reads_it():
-    found = steady_state_loads(fork(), SECONDS, even_target(3, latency=0.5), np.array([0, 1, 2, 1], dtype=np.int32))
-    assert found.compute_seconds.tolist() == [2, 5, 5]
-    assert found.sent_seconds.tolist() == [7, 0, 1.5]
-    assert found.received_seconds.tolist() == [0, 5, 3.5]
+    result = steady_state_loads(fork(), SECONDS, even_target(3, latency=0.5), np.array([0, 1, 2, 1], dtype=np.int32))
+    assert result.compute_seconds.tolist() == [2, 5, 5]
+    assert result.sent_seconds.tolist() == [7, 0, 1.5]
+    assert result.received_seconds.tolist() == [0, 5, 3.5]
     together = steady_state_loads(fork(), SECONDS, even_target(3, latency=0.5), np.array([0, 1, 1, 1], dtype=np.int32))
     assert together.sent_seconds.tolist() == [3.5, 0, 0]
 
@@ -44,15 +44,15 @@ def test_a_value_is_sent_once_to_each_device_that_reads_it():
 )
 def test_the_interval_is_the_largest_load(link_model, count, interval, largest):
     target = even_target(3, latency=0.5, link_model=link_model)
-    found = steady_state_loads(fork(), SECONDS, target, np.array([0, 1, 2, 1], dtype=np.int32), count)
-    assert found.interval_seconds == interval
-    assert found.largest == largest
+    result = steady_state_loads(fork(), SECONDS, target, np.array([0, 1, 2, 1], dtype=np.int32), count)
+    assert result.interval_seconds == interval
+    assert result.largest == largest
 
 
-def test_fed_values_are_everywhere_and_an_empty_graph_loads_nothing():
+def test_inputs_are_on_all_devices_and_an_empty_graph_has_no_load():
     graph = graph_of({"a": ["x"], "b": ["x"]}, fed=["x"])
-    found = steady_state_loads(graph, np.ones((2, 2)), even_target(2), np.array([0, 1], dtype=np.int32))
-    assert found.sent_seconds.tolist() == found.received_seconds.tolist() == [0, 0]
+    result = steady_state_loads(graph, np.ones((2, 2)), even_target(2), np.array([0, 1], dtype=np.int32))
+    assert result.sent_seconds.tolist() == result.received_seconds.tolist() == [0, 0]
     empty = steady_state_loads(graph_of({}), np.ones((2, 0)), even_target(2), np.zeros(0, dtype=np.int32))
     assert empty.interval_seconds == 0
 
@@ -69,9 +69,9 @@ def by_hand(graph, seconds, target, device, count):
             continue
         home = device[maker]
         for there in {device[reader] for reader in graph.readers[value].tolist()} - {home}:
-            took = latency[home, there] + int(graph.value_bytes[value]) * per_byte[home, there]
-            sent[home] += took
-            received[there] += took
+            seconds_taken = latency[home, there] + int(graph.value_bytes[value]) * per_byte[home, there]
+            sent[home] += seconds_taken
+            received[there] += seconds_taken
     if count == "sum":
         return max(a + b + c for a, b, c in zip(compute, sent, received))
     if target.link_model == "parallel":
@@ -95,8 +95,8 @@ def test_loads_agree_with_counting_by_hand(seed, nodes, devices, link_model, cou
     random = np.random.default_rng(seed)
     seconds = random.integers(0, 100, (devices, nodes)) * 2.0**-20
     device = random.integers(0, devices, nodes).astype(np.int32)
-    found = steady_state_loads(graph, seconds, target, device, count)
-    assert found.interval_seconds == pytest.approx(by_hand(graph, seconds, target, device.tolist(), count))
+    result = steady_state_loads(graph, seconds, target, device, count)
+    assert result.interval_seconds == pytest.approx(by_hand(graph, seconds, target, device.tolist(), count))
     value, source, destination = list_transfers(graph, device, devices)
     assert len(set(zip(value.tolist(), destination.tolist()))) == len(value)
     assert (source != destination).all()

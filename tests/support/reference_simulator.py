@@ -171,8 +171,8 @@ def _peaks(
     for d in range(plain.devices):
         weights = {w for node in plain.order if plain.device[node] == d for w in plain.weights[node]}
         mine = [(room, birth, death) for home, room, birth, death in lives if home == d]
-        held = [sum(room for room, birth, death in mine if birth <= moment < death) for _, moment, _ in mine]
-        peaks.append(sum(plain.weight_bytes[w] for w in weights) + max(held, default=0))
+        stored = [sum(room for room, birth, death in mine if birth <= moment < death) for _, moment, _ in mine]
+        peaks.append(sum(plain.weight_bytes[w] for w in weights) + max(stored, default=0))
     return peaks
 
 

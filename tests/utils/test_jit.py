@@ -54,30 +54,30 @@ def compilations(folder: Path) -> tuple[int, bool]:
     return fresh(folder).run(1), bool(seen)
 
 
-def test_a_kernel_is_compiled_once_and_again_when_one_that_it_calls_has_changed(folder):
+def test_a_loop_is_compiled_again_only_when_a_loop_that_it_calls_has_changed(folder):
     assert compilations(folder) == (2, True)
     assert compilations(folder) == (2, False)
     (folder / "kept_parts.py").write_text(PART.format(step=41))
     assert compilations(folder) == (42, True)
 
 
-def test_what_cannot_be_read_any_more_is_made_anew(folder):
+def test_an_unreadable_cache_file_is_replaced(folder):
     assert compilations(folder) == (2, True)
-    kept = list(Path(fresh(folder).run.stats.cache_path).glob("kept_caller.run*.nbi"))
-    assert len(kept) == 1
-    begin = kept[0].read_bytes()
-    kept[0].write_bytes(begin[: len(begin) // 2])
+    remaining = list(Path(fresh(folder).run.stats.cache_path).glob("kept_caller.run*.nbi"))
+    assert len(remaining) == 1
+    begin = remaining[0].read_bytes()
+    remaining[0].write_bytes(begin[: len(begin) // 2])
     assert compilations(folder) == (2, True)
     assert compilations(folder) == (2, False)
 
 
-def test_the_clock_of_searches_stands_still_while_kernels_are_compiled(folder):
+def test_the_clock_of_searches_stops_while_loops_are_compiled(folder):
     began, clock_began = time.perf_counter(), budget_clock()
     assert compilations(folder) == (2, True)
     assert budget_clock() - clock_began < time.perf_counter() - began
 
 
-def test_a_kernel_that_cannot_be_kept_runs_all_the_same(folder, monkeypatch):
+def test_a_loop_that_cannot_be_cached_still_runs(folder, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

@@ -76,12 +76,12 @@ def chains(count: int, length: int) -> OpGraph:
 
 
 @pytest.mark.parametrize("name", [*PLACERS, "coplace", "fuse"])
-def test_the_pass_keeps_its_word_on_random_states(name):
+def test_the_pass_keeps_the_contract_of_passes_on_random_states(name):
     check_pass(lambda: make_pass(name))
 
 
 @pytest.mark.parametrize("join", ["worth", "always", "never"])
-def test_coplace_keeps_its_word_whatever_it_joins(join):
+def test_coplace_keeps_the_contract_of_passes_with_any_join(join):
     check_pass(lambda: make_pass("coplace", {"join": join}))
 
 
@@ -239,13 +239,13 @@ class HasAnOption(OnOne):
         (lambda: HasAnOption("none"), "is read as another pass"),
     ],
 )
-def test_check_pass_finds_the_promise_that_is_broken(kind, message):
+def test_check_pass_finds_the_broken_rule(kind, message):
     with pytest.raises(AssertionError, match=message):
         check_pass(kind)
 
 
 @pytest.mark.parametrize("make", [OnOne, lambda: HasAnOption(("a", "b c"))])
-def test_check_pass_finds_nothing_wrong_with_a_pass_that_keeps_its_word(make):
+def test_check_pass_accepts_a_correct_pass(make):
     check_pass(make)
 
 
@@ -261,7 +261,7 @@ def _ones(profile: Profile) -> Profile:
     return replace(profile, seconds={name: np.ones(len(profile.graph)) for name in profile.seconds})
 
 
-def test_check_pass_asks_for_states_where_random_ones_lack_a_fact():
+def test_check_pass_needs_states_where_random_ones_lack_a_fact():
     with pytest.raises(ValueError, match="Model"):
         check_pass(lambda: make_pass("profile"))
 
@@ -365,7 +365,7 @@ def test_m_etf_moves_on_when_a_device_is_full():
     assert sorted(homes) == [0, 0, 1, 1]
 
 
-def test_m_etf_lets_go_of_values_that_nobody_reads():
+def test_m_etf_frees_values_without_readers():
     names = [f"n{i}" for i in range(20)]
     reads = {name: [names[i - 1]] if i else [] for i, name in enumerate(names)}
     reads |= {f"unread{i}": [names[i]] for i in range(20)}
@@ -476,9 +476,9 @@ def test_coplace_refuses_to_join_what_the_map_keeps_apart(tmp_path):
 @given(states())
 def test_coplace_joins_all_or_nothing_of_a_unit_and_leaves_no_gap_in_its_numbers(state):
     after = run_pass(make_pass("coplace"), state)
-    found, unit = after[Groups].group, state[Profile].unit
-    assert sorted(set(found.tolist())) == list(range(len(after[Groups].reasons)))
-    assert all(len(set(found[unit == u].tolist())) == 1 for u in range(int(unit.max()) + 1))
+    result, unit = after[Groups].group, state[Profile].unit
+    assert sorted(set(result.tolist())) == list(range(len(after[Groups].reasons)))
+    assert all(len(set(result[unit == u].tolist())) == 1 for u in range(int(unit.max()) + 1))
 
 
 # fuse

@@ -67,8 +67,8 @@ def tiny_states(draw, tight=False):
 
 
 def gap_said(state):
-    (said,) = [d for d in state.diagnostics if d.code == "P021"]
-    return said.message
+    (note,) = [d for d in state.diagnostics if d.code == "P021"]
+    return note.message
 
 
 @cases
@@ -107,9 +107,9 @@ def test_bounds_of_the_search_hold_at_any_width(state):
     best, known = brute_force(asked), build_tables(asked)
     for width in (1, 3, 1000):
         for variant in (known, known._replace(receives=True, delays=True)):
-            found = branch_and_bound_search(asked, variant, np.inf, 1e-9, width, np.inf)
-            assert found.bound_seconds <= best * (1 + 1e-9)
-            assert found.makespan_seconds >= best * (1 - 1e-9)
+            result = branch_and_bound_search(asked, variant, np.inf, 1e-9, width, np.inf)
+            assert result.bound_seconds <= best * (1 + 1e-9)
+            assert result.makespan_seconds >= best * (1 - 1e-9)
 
 
 @settings(deadline=None, derandomize=True, max_examples=15)
@@ -144,7 +144,7 @@ def test_weights_that_fit_no_single_device_are_spread():
     assert device[1] != device[2]
 
 
-def test_what_fits_nowhere_is_refused():
+def test_a_graph_that_fits_nowhere_is_infeasible():
     with pytest.raises(InfeasibleError, match="lacks"):
         run_pass(make_pass("exact", {"seconds": "2"}), fork(memory_bytes=9))
 
@@ -163,20 +163,20 @@ def test_chains_that_end_in_one_node_are_bounded_by_what_they_must_send():
         graph_of({**chains, "end": list("abcd")}, sizes=dict.fromkeys("abcd", 2)), [2] * 4 + [1], even_target()
     )
     asked = placement_problem(state)
-    found = branch_and_bound_search(asked, build_tables(asked), np.inf, 1e-9, 1, np.inf)
-    assert lower_bound_seconds(asked.graph, asked.seconds, asked.target) < found.bound_seconds <= brute_force(asked)
+    result = branch_and_bound_search(asked, build_tables(asked), np.inf, 1e-9, 1, np.inf)
+    assert lower_bound_seconds(asked.graph, asked.seconds, asked.target) < result.bound_seconds <= brute_force(asked)
 
 
 def test_a_group_holds_what_it_reads_later():
     group = np.array([0, 1, 1, 0], dtype=np.int32)
 
-    def held(reads):
+    def stored(reads):
         graph = graph_of(reads, sizes={"a": 4, "b": 3, "c": 2, "d": 1})
         return held_bytes(graph, group, reachable(graph.order, graph.predecessors))[:, 0].tolist()
 
-    assert held({"a": [], "b": ["a"], "c": ["b"], "d": ["a", "c"]}) == [0, 0, 4, 0]  # b reads it itself
-    assert held({"a": [], "b": [], "c": ["b"], "d": ["a", "c"]}) == [0, 0, 0, 0]  # nothing has to run in between
-    assert held({"a": [], "b": ["a"], "c": ["b"], "d": ["c"]}) == [0, 0, 0, 0]  # read by another group only
+    assert stored({"a": [], "b": ["a"], "c": ["b"], "d": ["a", "c"]}) == [0, 0, 4, 0]  # b reads it itself
+    assert stored({"a": [], "b": [], "c": ["b"], "d": ["a", "c"]}) == [0, 0, 0, 0]  # nothing has to run in between
+    assert stored({"a": [], "b": ["a"], "c": ["b"], "d": ["c"]}) == [0, 0, 0, 0]  # read by another group only
 
 
 def test_a_graph_too_large_to_search_gets_an_honest_gap():

@@ -139,8 +139,8 @@ def test_a_group_that_fits_nowhere_is_named():
     with pytest.raises(InfeasibleError) as refusal:
         adjusted(state)
     assert (refusal.value.code, refusal.value.where) == ("P004", "adjust")
-    for said in ("'a'", "25 bytes of weights", "cpu:0 (20 bytes)", "cpu:1 (20 bytes)"):
-        assert said in refusal.value.message
+    for note in ("'a'", "25 bytes of weights", "cpu:0 (20 bytes)", "cpu:1 (20 bytes)"):
+        assert note in refusal.value.message
 
 
 def test_a_group_that_does_not_fit_on_its_pin_is_named_with_it(tmp_path):
@@ -181,7 +181,7 @@ def test_the_result_is_signed_by_the_pass():
     assert run_pass(make_pass("adjust"), torn(FOUR, "0101", "0011", [1] * 4))[Placement].placer == "adjust"
 
 
-def test_it_needs_a_placement():
+def test_adjust_needs_a_placement():
     with pytest.raises(UsageError, match="Placement"):
         Pipeline.parse("adjust").run(random_state(1))
 
@@ -219,14 +219,14 @@ def test_groups_end_up_whole_on_the_device_that_drew_them_most_unless_memory_for
         for place in range(len(fitting)):
             members = np.flatnonzero((group == index) & (before == place))
             weights = {int(w) for node in members for w in graph.weights[node]}
-            held = sum(int(graph.weight_bytes[w]) for w in weights) + int(graph.workspace_bytes[members].sum())
-            drawn.append({"compute": float(own[members].sum()), "memory": held, "majority": len(members)}[by])
+            stored = sum(int(graph.weight_bytes[w]) for w in weights) + int(graph.workspace_bytes[members].sum())
+            drawn.append({"compute": float(own[members].sum()), "memory": stored, "majority": len(members)}[by])
         assert set(device[group == index].tolist()) == {drawn.index(max(drawn))}
 
 
 @pytest.mark.parametrize("by", RULES)
 @pytest.mark.parametrize("join", ["worth", "always", "never"])
-def test_adjust_keeps_its_word(by, join):
+def test_adjust_keeps_the_contract_of_passes(by, join):
     check_pass(lambda: make_pass("adjust", {"by": by, "join": join}))
 
 

@@ -45,10 +45,10 @@ def grouped(state: State, text: str) -> Groups:
 def together(state: State, text: str) -> list[str]:
     """Return the groups of several nodes, as the names of their nodes."""
     groups, names = grouped(state, text), state[Profile].graph.names
-    found = defaultdict(list)
+    result = defaultdict(list)
     for node, group in enumerate(groups.group.tolist()):
-        found[group].append(names[node])
-    return [" ".join(row) for row in found.values() if len(row) > 1]
+        result[group].append(names[node])
+    return [" ".join(row) for row in result.values() if len(row) > 1]
 
 
 @st.composite
@@ -92,9 +92,9 @@ def plain_owners(profile: Profile) -> list[int]:
             owner[node] = max(choices, key=rank.__getitem__, default=-1)
     queue = [n for n in graph.order.tolist() if owner[n] >= 0]
     for node in queue:
-        made = [r for value in graph.outputs[node] for r in graph.readers[value].tolist()]
+        built = [r for value in graph.outputs[node] for r in graph.readers[value].tolist()]
         read = [int(p) for p in graph.producer[graph.inputs[node]] if p >= 0]
-        for other in [*made, *read]:
+        for other in [*built, *read]:
             if backward[other] and owner[other] < 0:
                 owner[other] = owner[node]
                 queue.append(other)
@@ -132,10 +132,10 @@ def test_groups_are_those_of_a_plain_account_of_the_rules(join, follow, state, c
     if join != "never":
         joins += plain_readers(state, [forward < 0 for forward in owner], join == "always")
     expected = partition(count, joins)
-    found = grouped(state, f"coplace{{join={join},given={str(colors).lower()},backward={follow}}}").group
-    lowest = [int(np.argmax(found == group)) for group in found]
+    result = grouped(state, f"coplace{{join={join},given={str(colors).lower()},backward={follow}}}").group
+    lowest = [int(np.argmax(result == group)) for group in result]
     assert lowest == expected
-    assert list(dict.fromkeys(found.tolist())) == list(range(len(set(expected))))
+    assert list(dict.fromkeys(result.tolist())) == list(range(len(set(expected))))
 
 
 # Reasons and pins
@@ -151,7 +151,7 @@ def test_a_group_says_why_the_strongest_reason_first():
     assert grouped(state, "coplace{join=never,given=false}").reasons == ("", "one kernel", "", "", "")
 
 
-def test_what_is_pinned_apart_is_not_joined_by_traffic_or_colors(tmp_path):
+def test_nodes_pinned_to_different_devices_are_not_joined(tmp_path):
     path = tmp_path / "map.json"
     path.write_text(json.dumps({"a": "cpu:1", "c": "cpu:0"}))
     state = state_of(graph_of({"a": [], "b": ["a"], "c": ["b"]}), given=[7, 7, 7])
@@ -289,7 +289,7 @@ def test_backward_nodes_share_a_group_with_a_forward_node_wherever_one_can_be_re
 
 @thorough
 @given(state=training_states())
-def test_what_follows_is_counted_in_time_memory_and_schedule(state):
+def test_following_nodes_count_in_time_memory_and_schedule(state):
     text = "coplace{join=always,backward=follow},fuse"
     after, _ = Pipeline.parse(text).run(state)
     fine, coarse = placement_problem(state), placement_problem(after)
@@ -313,7 +313,7 @@ def test_activations_that_a_gradient_reads_stay_in_memory_until_it_has_run():
         Pipeline.parse(text).run(tight)
 
 
-def test_coplace_keeps_its_word_when_backward_nodes_follow():
+def test_coplace_keeps_the_contract_of_passes_when_backward_nodes_follow():
     check_pass(lambda: make_pass("coplace", {"join": "always", "backward": "follow"}))
 
 

@@ -17,9 +17,9 @@ thorough = settings(deadline=None, derandomize=True, max_examples=200)
 
 
 def fused(graph: OpGraph, groups: list[int], runs: bool = False) -> list[int]:
-    found = contract_groups(graph, np.array(groups, dtype=np.int32), runs).tolist()
-    assert list(dict.fromkeys(found)) == list(range(len(set(found)))), "ids are dense, in order of first nodes"
-    return found
+    result = contract_groups(graph, np.array(groups, dtype=np.int32), runs).tolist()
+    assert list(dict.fromkeys(result)) == list(range(len(set(result)))), "ids are dense, in order of first nodes"
+    return result
 
 
 def edges_only(count: int, edges: list[tuple[int, int]]) -> OpGraph:
@@ -64,10 +64,10 @@ def test_as_much_is_contracted_as_one_edge_at_a_time_and_no_cycle_is_made(seed, 
     state = random_state(seed, nodes, shuffled=shuffled)
     graph = state[Profile].graph
     group = np.random.default_rng(seed).integers(0, groups, nodes).astype(np.int32)
-    found = np.array(fused(graph, group.tolist()), dtype=np.int32)
-    assert len(set(found.tolist())) <= plainly(graph, group.tolist())
-    assert len(graph.contract(found).order) == len(set(found.tolist()))
-    assert all(len(set(group[found == cluster].tolist())) == 1 for cluster in range(len(set(found.tolist()))))
+    result = np.array(fused(graph, group.tolist()), dtype=np.int32)
+    assert len(set(result.tolist())) <= plainly(graph, group.tolist())
+    assert len(graph.contract(result).order) == len(set(result.tolist()))
+    assert all(len(set(group[result == cluster].tolist())) == 1 for cluster in range(len(set(result.tolist()))))
 
 
 @thorough
@@ -102,7 +102,7 @@ def test_several_values_between_two_nodes_are_one_edge():
     assert fused(doubled, [0, 0]) == [0, 0]
 
 
-def test_what_is_fed_from_outside_is_no_predecessor():
+def test_inputs_of_the_graph_are_no_predecessors():
     assert fused(graph_of({"a": ["x"], "b": ["a", "x"]}, fed=["x"]), [0, 0]) == [0, 0]
 
 
@@ -113,7 +113,7 @@ def test_a_merge_that_leaves_a_neighbour_a_single_neighbour_is_followed_up():
     assert fused(graph, [0, 0, 0, 0]) == [0, 0, 0, 0]
 
 
-def test_an_edge_beside_a_longer_path_through_another_group_stays():
+def test_an_edge_parallel_to_a_path_through_another_group_stays():
     graph = graph_of({"a": [], "x": ["a"], "b": ["a", "x"], "c": ["b"]})
     assert fused(graph, [0, 1, 0, 0]) == [0, 1, 2, 2]
 
@@ -180,7 +180,7 @@ def test_runs_leave_of_a_single_group_its_connected_parts(seed, nodes):
     assert max(fused(graph, [0] * nodes, runs=True)) + 1 == parts
 
 
-def test_runs_cross_an_edge_that_has_others_beside_it():
+def test_runs_cross_an_edge_with_parallel_edges():
     """Edge u -> v is neither the only one out of u nor the only one into v, and yet no other path joins them."""
     graph = graph_of({"u": [], "x": [], "v": ["u", "x"], "w": ["u"]})
     assert fused(graph, [0, 1, 0, 2]) == [0, 1, 2, 3]
@@ -197,5 +197,5 @@ def test_runs_of_a_large_graph():
 
 
 @pytest.mark.parametrize("merge", ["edges", "runs"])
-def test_fuse_keeps_its_word(merge):
+def test_fuse_keeps_the_contract_of_passes(merge):
     check_pass(lambda: make_pass("fuse", {"merge": merge}))

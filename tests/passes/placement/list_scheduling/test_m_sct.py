@@ -15,11 +15,11 @@ def edges(*pairs):
     return Edges(np.array(source, np.int32), np.array(destination, np.int32), np.array(seconds, dtype=float))
 
 
-def test_the_pass_keeps_its_word_on_random_states():
+def test_the_pass_keeps_the_contract_of_passes_on_random_states():
     check_pass(MSct)
 
 
-def test_in_a_chain_everybody_is_the_favourite_child_of_its_only_parent():
+def test_in_a_chain_each_node_is_the_favourite_child_of_its_only_parent():
     chain = edges((0, 1, 3.0), (1, 2, 3.0))
     assert favourite_children(np.ones(3), chain, 0.1).tolist() == [1, 2, -1]
 
@@ -31,11 +31,11 @@ def test_of_two_children_the_one_with_the_longer_way_to_go_is_the_favourite():
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.integers(2, 12), st.sampled_from([0.0, 0.1, 0.5, 1.0]))
-def test_nobody_has_two_favourites_and_nobody_is_the_favourite_of_two(seed, count, threshold):
+def test_no_node_has_two_favourites_or_is_the_favourite_of_two(seed, count, threshold):
     random = np.random.default_rng(seed)
     pairs = [(i, j) for j in range(count) for i in range(j) if random.random() < 0.4] or [(0, 1)]
-    asked = edges(*[(i, j, random.random()) for i, j in pairs])
-    favourite = favourite_children(random.random(count), asked, threshold)
+    problem = edges(*[(i, j, random.random()) for i, j in pairs])
+    favourite = favourite_children(random.random(count), problem, threshold)
     chosen = favourite[favourite >= 0].tolist()
     assert len(chosen) == len(set(chosen))
     assert all((i, j) in set(pairs) for i, j in enumerate(favourite.tolist()) if j >= 0)
@@ -49,13 +49,13 @@ def test_the_program_reaches_the_optimum_that_can_be_worked_out_by_hand():
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.integers(2, 12))
-def test_of_the_optima_one_is_taken_in_which_no_edge_could_be_favourite_besides(seed, count):
+def test_of_all_optima_a_maximal_one_is_chosen(seed, count):
     random = np.random.default_rng(seed)
     pairs = [(i, j) for j in range(count) for i in range(j) if random.random() < 0.4] or [(0, 1)]
-    made = edges(*[(i, j, random.random()) for i, j in pairs])
+    built = edges(*[(i, j, random.random()) for i, j in pairs])
     seconds = random.random(count)
-    share = solve_relaxation(seconds, made)
-    favourite = favourite_children(seconds, made, 0.1).tolist()
+    share = solve_relaxation(seconds, built)
+    favourite = favourite_children(seconds, built, 0.1).tolist()
     fine = [all(share[k] > 1 - 1e-6 for k, pair in enumerate(pairs) if pair[0] == i) for i in range(count)]
-    wanted = [all(share[k] > 1 - 1e-6 for k, pair in enumerate(pairs) if pair[1] == j) for j in range(count)]
-    assert not any(fine[i] and wanted[j] and favourite[i] < 0 and j not in favourite for i, j in pairs)
+    expected = [all(share[k] > 1 - 1e-6 for k, pair in enumerate(pairs) if pair[1] == j) for j in range(count)]
+    assert not any(fine[i] and expected[j] and favourite[i] < 0 and j not in favourite for i, j in pairs)

@@ -195,7 +195,7 @@ def test_auto_starts_from_the_plan_of_searched_blocks():
     assert "blocks" in note.message
 
 
-def test_auto_does_not_look_for_blocks_where_one_is_most_of_the_graph():
+def test_auto_searches_no_blocks_where_one_is_most_of_the_graph():
     assert plan_blocks(placement_problem(forks(1)), Budget(0, 100), 0) == []
     wide = graph_of({"a": [], **{name: ["a"] for name in "bcdefgh"}})
     assert plan_blocks(placement_problem(state_of(wide, [1] * 8, even_target())), Budget(0, 100), 0) == []

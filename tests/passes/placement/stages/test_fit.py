@@ -30,17 +30,17 @@ def traffic(graph, device, devices):
 def by_brute_force(state):
     """Return the least traffic of all placements that fit."""
     asked, devices = placement_problem(state), len(state.target.devices)
-    found = []
+    result = []
     for home in product(range(devices), repeat=len(asked.pinned)):
         device = np.array(home, dtype=np.int32)[asked.group]
         if not asked.excess_bytes(asked.simulate(device, asked.graph.order)).any():
-            found.append(traffic(asked.graph, device, devices))
-    return min(found, default=None)
+            result.append(traffic(asked.graph, device, devices))
+    return min(result, default=None)
 
 
-def crossing(wanted):
+def crossing(expected):
     """Return how many bytes in how many values cross, as the note says it."""
-    size, count = wanted
+    size, count = expected
     if not count:
         return "nothing crosses"
     return f"{count} value{'s' * (count > 1)} with {size} byte{'s' * (size > 1)} cross{'es' * (count == 1)}"
@@ -89,14 +89,14 @@ def test_a_chain_is_cut_where_it_is_thinnest(sizes, devices, room):
     names = [f"n{index}" for index in range(len(sizes))]
     reads = {name: [names[index - 1]] if index else [] for index, name in enumerate(names)}
     state = weighty(reads, dict(zip(names, sizes)), {}, [100 * room + 99] * devices)
-    wanted = by_brute_force(state)
-    if wanted is None:
+    expected = by_brute_force(state)
+    if expected is None:
         with pytest.raises(InfeasibleError):
             answered(state)
         return
     device, message = answered(state)
-    assert traffic(state[Profile].graph, device, devices) == wanted
-    assert crossing(wanted) in message
+    assert traffic(state[Profile].graph, device, devices) == expected
+    assert crossing(expected) in message
 
 
 @thorough
@@ -108,9 +108,9 @@ def test_two_branches_are_cut_as_brute_force_would(sizes, weight):
     """A fork, two branches of three, and a join."""
     reads = {"s": [], "a": ["s"], "b": ["a"], "c": ["b"], "d": ["s"], "e": ["d"], "f": ["e"], "t": ["c", "f"]}
     state = weighty(reads, dict(zip(reads, sizes)), dict(zip(reads, weight)), [sum(weight) * 2 // 3 + 99] * 2)
-    wanted = by_brute_force(state)
-    assert wanted is not None
-    assert traffic(state[Profile].graph, answered(state)[0], 2) == wanted
+    expected = by_brute_force(state)
+    assert expected is not None
+    assert traffic(state[Profile].graph, answered(state)[0], 2) == expected
 
 
 def test_of_equal_traffic_fewer_values_cross():
@@ -141,7 +141,7 @@ def test_a_pin_brings_its_device_in():
     assert answered(apart)[0] == [2, 1]
 
 
-def test_what_does_not_fit_says_what_is_missing():
+def test_a_placement_that_does_not_fit_reports_the_missing_bytes():
     with pytest.raises(InfeasibleError, match="cpu:0 lacks"):
         answered(weighty({"a": [], "b": ["a"]}, {}, {}, [90, 90]))
 
@@ -162,5 +162,5 @@ def test_limits_groups_and_pins_hold_and_what_m_etf_fits_fits(data):
     assert all(peak <= device.memory_bytes for peak, device in zip(peaks, state.target.devices))
 
 
-def test_fit_keeps_its_word_on_random_states():
+def test_fit_keeps_the_contract_of_passes_on_random_states():
     check_pass(lambda: make_pass("fit"))

@@ -89,7 +89,7 @@ def alike(state, latency, per_byte, link_model):
 def test_ideals_are_all_sets_with_their_predecessors_each_once_and_behind_their_subsets(seed, nodes):
     graph = numbered(seed, nodes)
     before = [set(graph.predecessors[node].tolist()) for node in range(nodes)]
-    wanted = {
+    expected = {
         frozenset(some)
         for size in range(nodes + 1)
         for some in combinations(range(nodes), size)
@@ -97,17 +97,17 @@ def test_ideals_are_all_sets_with_their_predecessors_each_once_and_behind_their_
     }
     lattice = enumerate_lattice(graph, 1 << nodes | 16)
     ideals = [frozenset(np.flatnonzero(lattice.inside(i, nodes)).tolist()) for i in range(len(lattice))]
-    assert len(ideals) == len(wanted)
-    assert set(ideals) == wanted
+    assert len(ideals) == len(expected)
+    assert set(ideals) == expected
     for i, ideal in enumerate(ideals):
         assert not any(ideals[j] < ideal for j in range(i, len(ideals)))
         removable = lattice.node[lattice.starts[i] : lattice.starts[i + 1]].tolist()
         below = lattice.below[lattice.starts[i] : lattice.starts[i + 1]].tolist()
-        assert removable == sorted(node for node in ideal if ideal - {node} in wanted)
+        assert removable == sorted(node for node in ideal if ideal - {node} in expected)
         assert [ideals[j] for j in below] == [ideal - {node} for node in removable]
 
 
-def test_too_many_ideals_are_none():
+def test_too_many_ideals_return_none():
     wide = graph_of({f"n{i}": [] for i in range(12)})
     assert enumerate_lattice(wide, 4096) is not None
     assert enumerate_lattice(wide, 4095) is None
@@ -117,7 +117,7 @@ def test_too_many_ideals_are_none():
 def test_a_chain_has_the_ideals_of_its_order_and_may_be_cut_at_few_of_them():
     lattice = build_chain_lattice(10, 5)
     assert len(lattice) == 11
-    assert np.flatnonzero(lattice.cut).tolist() == [0, 2, 4, 6, 8, 10]
+    assert np.flatnonzero(lattice.is_cut).tolist() == [0, 2, 4, 6, 8, 10]
     assert np.flatnonzero(lattice.inside(3, 10)).tolist() == [0, 1, 2]
 
 
@@ -163,7 +163,7 @@ def test_contiguous_stages_are_the_optimum_of_brute_force_where_links_are_alike(
 @pytest.mark.parametrize("count", ["max", "sum"])
 @thorough
 @given(seed=seeds, pinned=st.booleans())
-def test_what_is_called_optimal_is_and_bounds_hold_where_links_differ_and_groups_are_pinned(count, seed, pinned):
+def test_proofs_and_bounds_hold_where_links_differ_and_groups_are_pinned(count, seed, pinned):
     state = random_state(seed, 6, 3, facts=(Profile, Groups), pinned=pinned)
     optimum = by_brute_force(state, count)
     try:
@@ -235,7 +235,7 @@ def test_a_limit_moves_the_cut():
     assert device == [0, 1, 1, 1]
 
 
-def test_what_fits_nowhere_is_refused_by_name():
+def test_a_graph_that_fits_nowhere_is_infeasible_with_a_name():
     graph = graph_of({"a": []}, weights={"a": ["w"]}, sizes={"w": 90})
     with pytest.raises(InfeasibleError, match="cpu:1 lacks"):
         answered(state_of(graph, [1], even_target(2, memory_bytes=50)))
@@ -263,5 +263,5 @@ def test_distinct_devices_beyond_what_the_table_holds_still_get_an_answer():
 
 
 @pytest.mark.parametrize("text", ["stages", "stages{load=sum}", "stages{contiguous=false}"])
-def test_stages_keep_their_word_on_random_states(text):
+def test_stages_keep_the_contract_of_passes_on_random_states(text):
     check_pass(lambda: Pipeline.parse(text).passes[0])
