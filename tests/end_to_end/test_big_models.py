@@ -34,8 +34,8 @@ def test_each_byte_of_external_data_is_read_once_and_equal_tensors_are_stored_on
     tensors = [external(f"t{i}", 5000, "data", i * 20000) for i in range(4)]
     tensors.append(external("again", 5000, "data", 20000))
     read = []
-    actual = weights_module.tensor_bytes
-    monkeypatch.setattr(weights_module, "tensor_bytes", lambda t, f: read.append(t.name) or actual(t, f))
+    actual = weights_module.read_tensor_bytes
+    monkeypatch.setattr(weights_module, "read_tensor_bytes", lambda t, f: read.append(t.name) or actual(t, f))
     with WeightFile(tmp_path / "out.bin", "out.bin") as weights:
         placed = [weights.place(tensor, tmp_path) for tensor in (*tensors, tensors[0])]
         size, digest = weights.bytes_written, weights.digest

@@ -242,7 +242,7 @@ def test_a_nan_error_is_null_in_json(tmp_path: Path, run_cli: Callable[..., Ran]
     bundle = compiled_with(parse_model(text.replace("WEIGHTS", "1, 2, 3, nan")), RandomPlacement((0, 1)), tmp_path)
     (tmp_path / "other.onnx").write_bytes(parse_model(text.replace("WEIGHTS", "1, 2, 3, 4")).SerializeToString())
     result = run_cli("verify", bundle.path, "--against", tmp_path / "other.onnx", "--json")
-    report = json.loads(result.out, parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
+    report = json.loads(result.out, parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
     assert (result.code, report["outputs"][0]["max_abs_error"]) == (1, None)
 
 
