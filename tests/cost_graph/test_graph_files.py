@@ -195,7 +195,7 @@ def test_a_file_that_makes_no_sense_is_refused_with_its_line(run_cli, file, kind
         ("graphml", DEVICES, "[]", "D006", "expected a graph that names devices, found none"),
         ("graphml", DEVICES, "{}", "D006", "expected a graph that names devices, found none"),
         ("graphml", DEVICES, "[5]", "D006", "the graph's devices are [5], expected a list"),
-        ("gexf", DEVICES, "[", "D001", "not the description of a machine by onnxplace: no JSON at line 1"),
+        ("gexf", DEVICES, "[", "D001", "not the description of a machine by onnxplace: invalid JSON at line 1"),
         ("gexf", f'"devices": {DEVICES}', "", "D006", "give --devices N and --max-memory SIZE"),
         ("gexf", '"devices"', '"bytes_per_second": -1, "devices"', "D004", "bytes_per_second of the graph is -1, e"),
         ("graphml", '"b" for="edge" attr.name="bytes"', '"b" for="edge" attr.name="tensor"', "", ""),
