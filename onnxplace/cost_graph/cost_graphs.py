@@ -20,11 +20,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from onnxplace.cost_graph.data import CostGraph
+from onnxplace.cost_graph.entries import read_cost, read_costs, require_ids, require_list
 from onnxplace.cost_graph.graph_attributes import describe, exact_profile, read_attributes
 from onnxplace.cost_graph.graph_files import GraphFormat, format_of, read_graph, write_graph
 from onnxplace.cost_graph.networkx_graphs import to_networkx
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 
 DEVICE_MODEL = "cost-graph"
 GZIP = b"\x1f\x8b"
-# Sums of larger numbers of bytes would not fit into 64 bits.
-MAX_COST = 10**18
 # Limit of a decompressed file, which has room for more than a million nodes.
 MAX_FILE_BYTES = 1 << 28
 
@@ -122,14 +121,14 @@ def parse_cost_graph(data: Mapping[str, Any], name: str = "graph") -> CostGraph:
     ('a', 'b')
     """
     where = str(data.get("name") or name)
-    nodes = _require_list(data, "nodes", where)
-    topo_orders = [_read_cost(node, "topo_order", where, index) for index, node in enumerate(nodes)]
+    nodes = require_list(data, "nodes", where)
+    topo_orders = [read_cost(node, "topo_order", where, index) for index, node in enumerate(nodes)]
     nodes = [nodes[index] for index in sorted(range(len(nodes)), key=topo_orders.__getitem__)]
-    ids = _require_ids([node.get("id") for node in nodes], "nodes", where)
+    ids = require_ids([node.get("id") for node in nodes], "nodes", where)
     position = {node_id: index for index, node_id in enumerate(ids)}
-    values = _collect_values(_require_list(data, "edges", where, optional=True), position, where)
+    values = _collect_values(require_list(data, "edges", where, optional=True), position, where)
     graph = _build_op_graph(nodes, values, where)
-    seconds = _read_costs(nodes, "compute_time_us", where) * 1e-6
+    seconds = read_costs(nodes, "compute_time_us", where) * 1e-6
     groups = [node.get("group") for node in nodes]
     if (invalid := next((group for group in groups if not isinstance(group, Hashable)), None)) is not None:
         message = f"expected a group that is a number or a text, got {invalid!r}"
@@ -147,21 +146,6 @@ def parse_cost_graph(data: Mapping[str, Any], name: str = "graph") -> CostGraph:
         assemble_cost_graph(where, ids, graph, seconds, data, given_group, backward),
         notes=_note_missing_times(nodes, where),
     )
-
-
-def _require_ids(ids: Sequence[Any], kind: str, where: str) -> tuple[Hashable, ...]:
-    """Return ids; raise InputError for one that is missing, a list or an object, or not unique."""
-    seen: set[Hashable] = set()
-    for node_id in ids:
-        if node_id is None:
-            raise InputError("D002", f"one of the {kind} has no id", where=where, hint='give each its own "id"')
-        if not isinstance(node_id, Hashable):
-            message = f"expected an id that is a number or a text, got {node_id!r}"
-            raise InputError("D002", message, where=where, hint="change the id, and the edges that name it")
-        if node_id in seen:
-            raise InputError("D002", f"two {kind} have the id {node_id!r}", where=where)
-        seen.add(node_id)
-    return tuple(ids)
 
 
 def _note_missing_times(nodes: Sequence[Mapping[str, Any]], where: str) -> tuple[Diagnostic, ...]:
@@ -212,40 +196,6 @@ def assemble_cost_graph(
     return CostGraph(name, tuple(ids), device_ids, profile, target, link)
 
 
-def _require_list(data: Mapping[str, Any], key: str, where: str, optional: bool = False) -> list[Mapping[str, Any]]:
-    items = data.get(key, [] if optional else None)
-    if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items):
-        raise InputError("D001", f"not a cost graph: it has no list of {key}", where=where)
-    return items
-
-
-def _read_costs(entries: Sequence[Mapping[str, Any]], key: str, where: str) -> Floats:
-    """Return one cost of all entries, zero where it is missing; raise InputError if their sum is too large."""
-    numbers = np.array([_read_cost(entry, key, where) for entry in entries], dtype=np.float64)
-    if float(numbers.sum()) > MAX_COST:
-        message, hint = (
-            f"{key} add up to {numbers.sum():.3g}, expected at most {MAX_COST:.0e}",
-            "correct the unit of the numbers",
-        )
-        raise InputError("D004", message, where=where, hint=hint)
-    return numbers
-
-
-def _read_cost(entry: Mapping[str, Any], key: str, where: str, missing: float = 0) -> float:
-    """Return one cost of an entry; raise InputError unless it is a number from 0 to the limit."""
-    value = entry.get(key, missing)
-    if not _is_number(value) or not 0 <= value <= MAX_COST:
-        name = entry.get("name", entry.get("id", "?"))
-        hint = "correct the number, or leave it out for zero"
-        message = f"{key} of {format_value(name)} is {format_value(value)}, expected a number from 0 to {MAX_COST:.0e}"
-        raise InputError("D004", message, where=where, hint=hint)
-    return value
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-
-
 @dataclass(frozen=True)
 class _EdgeValues:
     """The values that edges carry: producer and bytes of each, and (value, reader) pairs."""
@@ -279,7 +229,7 @@ def _collect_values(edges: Sequence[Mapping[str, Any]], position: Mapping[Hashab
                 sizes_by_value.append({"name": f"{source}->{destination}", "bytes": tensor.get("bytes", 0)})
             value_of_read.append(index[key])
             readers.append(position[destination])
-    sizes = np.rint(_read_costs(sizes_by_value, "bytes", where)).astype(np.int64)
+    sizes = np.rint(read_costs(sizes_by_value, "bytes", where)).astype(np.int64)
     return _EdgeValues(
         names, producer, sizes, np.array(value_of_read, dtype=np.int32), np.array(readers, dtype=np.int32)
     )
@@ -301,11 +251,11 @@ def _build_op_graph(nodes: Sequence[Mapping[str, Any]], values: _EdgeValues, whe
     """Build the operator graph; outputs that no edge carries become a value without readers."""
     count = len(nodes)
     producer = np.array(values.producer, dtype=np.int32)
-    output = _read_costs(nodes, "output_bytes", where).astype(np.int64)
+    output = read_costs(nodes, "output_bytes", where).astype(np.int64)
     carried = np.zeros(count, dtype=np.int64)
     np.add.at(carried, producer, values.bytes)
     unread = np.flatnonzero(output > carried).astype(np.int32)
-    persistent = _read_costs(nodes, "memory_bytes", where).astype(np.int64)
+    persistent = read_costs(nodes, "memory_bytes", where).astype(np.int64)
     weight_owners = np.flatnonzero(persistent > 0)
     names = _number_repeated_names([str(node.get("name", node.get("id"))) for node in nodes])
     return OpGraph(
@@ -323,7 +273,7 @@ def _build_op_graph(nodes: Sequence[Mapping[str, Any]], values: _EdgeValues, whe
             np.concatenate([[0], np.cumsum(persistent > 0)]).astype(np.int64),
             np.arange(len(weight_owners), dtype=np.int32),
         ),
-        workspace_bytes=_read_costs(nodes, "temp_bytes", where).astype(np.int64),
+        workspace_bytes=read_costs(nodes, "temp_bytes", where).astype(np.int64),
     )
 
 
@@ -344,21 +294,21 @@ def _number_repeated_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _build_target(data: Mapping[str, Any], where: str) -> tuple[Target, tuple[Hashable, ...], Link]:
-    entries = _require_list(data, "devices", where)
+    entries = require_list(data, "devices", where)
     if not entries:
         raise InputError(
             "D006", "the list of devices is empty", where=where, hint="name at least one, or give --devices N"
         )
     require_device_limit(len(entries), where)
-    memory = [_read_cost(entry, "memory_bytes", where) for entry in entries]
-    ids = _require_ids([entry.get("id", index) for index, entry in enumerate(entries)], "devices", where)
+    memory = [read_cost(entry, "memory_bytes", where) for entry in entries]
+    ids = require_ids([entry.get("id", index) for index, entry in enumerate(entries)], "devices", where)
     comm = data.get("comm", {})
     if not isinstance(comm, Mapping):
         hint = 'write it like {"coef_us_per_byte": 0.0002, "intercept_us": 100}'
         raise InputError(
             "D001", f"not a cost graph: expected comm to be an object, got {format_value(comm)}", where=where, hint=hint
         )
-    coefficient, intercept = (float(_read_costs([comm], key, where)[0]) for key in ("coef_us_per_byte", "intercept_us"))
+    coefficient, intercept = (float(read_costs([comm], key, where)[0]) for key in ("coef_us_per_byte", "intercept_us"))
     devices = tuple(
         Device(f"cuda:{index}", int(size), model=DEVICE_MODEL, segment_seconds=0.0) for index, size in enumerate(memory)
     )
