@@ -97,11 +97,12 @@ def test_passes_run_in_order_and_hand_their_facts_on():
 
 def test_the_time_of_a_pass_excludes_the_compilation_of_loops(monkeypatch):
     now = [100.0]
+    event = SimpleNamespace(data={"dispatcher": SimpleNamespace(py_func=len)})
 
     def compile_and_work(state: State) -> State:
-        jit._compiling.on_start(None)
+        jit._compiling.on_start(event)
         now[0] += 17
-        jit._compiling.on_end(None)
+        jit._compiling.on_end(event)
         now[0] += 2
         return state
 

@@ -128,7 +128,7 @@ def test_a_plugin_compiles_and_runs_like_built_in_passes(site, commands, model_f
     assert [device["nodes"] for device in json.loads(other.out)["devices"]] == [2, 3]
     assert json.loads(verified.out)["equal"] is True
     assert json.loads(runtime.out)["runtime"] == "one-thread"
-    assert "Deal groups" in shown.out
+    assert "Assign groups" in shown.out
     assert "first" in shown.out
     assert misspelt.code == 2
     assert "did you mean 'round-robin'?" in misspelt.err

@@ -176,10 +176,10 @@ def folding_model(tmp_path_factory):
 
 
 OPENING = """
-    from onnxplace.machine import open_session, session_options
+    from onnxplace.machine import open_session, make_session_options
     print("ready", flush=True)
     try:
-        open_session({path!r}, session_options([0]))
+        open_session({path!r}, make_session_options([0]))
     except KeyboardInterrupt:
         print("interrupted")
 """
