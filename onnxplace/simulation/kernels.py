@@ -48,7 +48,7 @@ def run_events(
     sent_nodes,
     sent_times,
 ):
-    """Run a placement in simulated time, event by event (DESIGN section 4).
+    """Run a placement in simulated time, event by event (docs/architecture.md).
 
     Each device computes its nodes in the sequence of its `queue`, one at a time. When a node finishes, its values are
     sent to every other device that reads them, once each. `link_model` 0: each device has one outgoing and one

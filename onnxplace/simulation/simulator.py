@@ -1,6 +1,6 @@
 """The causal simulator: start and finish of nodes and transfers, and the memory of devices.
 
-Placers, reports and the `simulated` runtime share this model of time; DESIGN section 4 states its rules.
+Placers, reports and the `simulated` runtime share this model of time; docs/architecture.md states its rules.
 """
 
 from __future__ import annotations

@@ -6,6 +6,10 @@ from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
     from onnxplace.passes.profiling.chunks import measure_chunks as measure_chunks
+    from onnxplace.passes.profiling.node_measurement import (
+        Measurement as Measurement,
+        MeasurementOptions as MeasurementOptions,
+    )
     from onnxplace.passes.profiling.node_work import (
         count_moved_bytes as count_moved_bytes,
         count_operations as count_operations,
@@ -35,12 +39,12 @@ if TYPE_CHECKING:
         estimate_seconds as estimate_seconds,
         measure_peaks as measure_peaks,
     )
-    from onnxplace.passes.profiling.timer import Measurement as Measurement, MeasurementOptions as MeasurementOptions
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "chunks": "measure_chunks",
+        "node_measurement": "Measurement MeasurementOptions",
         "node_work": "count_moved_bytes count_operations",
         "plausible": "MAX_ALL_BYTES MAX_BYTES MAX_FIGURE MAX_WHOLE_SECONDS",
         "profile_model": (
@@ -48,6 +52,5 @@ __getattr__, __dir__, __all__ = attach(
         ),
         "repeated_layers": "find_repeats fingerprints node_kinds pool_by_kind",
         "roofline": "PeakRates TYPICAL_PEAKS estimate_seconds measure_peaks",
-        "timer": "Measurement MeasurementOptions",
     },
 )

@@ -18,8 +18,8 @@ from onnxplace.errors import OnnxplaceError
 from onnxplace.facts import Repeat
 from onnxplace.graph import Csr, Ints, OpGraph
 from onnxplace.model import Model
+from onnxplace.passes.profiling.node_measurement import Measurement, MeasurementOptions
 from onnxplace.passes.profiling.repeated_layers import wiring
-from onnxplace.passes.profiling.timer import Measurement, MeasurementOptions
 
 # By position of a node in its chunk, and of the output at the node.
 _OutputSlot = tuple[int, int]

@@ -18,8 +18,8 @@ from onnxplace.machine import DOUBTFUL_WAITING_SHARE, MIN_RUNS, available_cores,
 from onnxplace.model import Model, build_op_graph
 from onnxplace.passes.profiling.cached_measurements import measurement_key, recall_measurement, store_measurement
 from onnxplace.passes.profiling.chunks import cut_into_chunks, measure_chunks, session_bytes
+from onnxplace.passes.profiling.node_measurement import Measurement, MeasurementOptions
 from onnxplace.passes.profiling.repeated_layers import find_repeats, fingerprints, node_kinds, pool_by_kind
-from onnxplace.passes.profiling.timer import Measurement, MeasurementOptions
 from onnxplace.target import Device
 
 # The code of the note that a measurement is doubtful; such measurements are not stored.

@@ -12,7 +12,8 @@ pytestmark = pytest.mark.usefixtures("no_gpus")
 
 def test_limits_below_the_weights_are_refused_before_measuring(refused, model_file, monkeypatch):
     monkeypatch.setattr(
-        "onnxplace.passes.profiling.timer.MeasurementOptions.measure", lambda *_: pytest.fail("no need to measure")
+        "onnxplace.passes.profiling.node_measurement.MeasurementOptions.measure",
+        lambda *_: pytest.fail("no need to measure"),
     )
     expected_words = refused(
         3, ("--max-memory",), "compile", model_file, *SHAPE, "--max-memory", "cpu:0=1000,cpu:1=2000"

@@ -1,4 +1,4 @@
-"""DESIGN section 4 once more, as plainly as possible: dicts and lists, no heap, every event looked at.
+"""The model of time (docs/architecture.md) once more, as plainly as possible: dicts and lists, no heap.
 
 Time. A device computes the nodes it was given one at a time, in the given order; a node starts once its device is
 free and all it reads is there. When a node finishes, each of its values is sent once to each other device that reads

@@ -1,6 +1,6 @@
 """Simulate a placement in which each device runs its most urgent ready node first.
 
-It has the same model of time as the simulator (DESIGN section 4), in one call on arrays that are allocated once. The
+It has the model of time of the simulator (docs/architecture.md), in one call on arrays that are allocated once. The
 search calls it thousands of times a second.
 """
 

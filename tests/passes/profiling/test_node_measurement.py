@@ -16,7 +16,7 @@ from onnxplace.machine import RepeatPolicy, Runs, local_target, longest_wait, re
 from onnxplace.model import load, store_for_session
 from onnxplace.passes.profiling import report_unknown_sizes
 from onnxplace.passes.profiling.kernel_attribution import Attribution, attribute_kernels, remove_overhead
-from onnxplace.passes.profiling.timer import Job, collect_kernels, measure, profile, profile_blocking
+from onnxplace.passes.profiling.node_measurement import Job, collect_kernels, measure, profile, profile_blocking
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
 
@@ -63,7 +63,7 @@ def test_the_child_process_starts_from_a_script_without_a_guard(tmp_path):
         "from pathlib import Path\n"
         "import models\n"
         "from onnxplace.model import load, store_for_session\n"
-        "from onnxplace.passes.profiling.timer import Job, profile_blocking\n"
+        "from onnxplace.passes.profiling.node_measurement import Job, profile_blocking\n"
         "from onnxplace.machine import RepeatPolicy\n"
         "model = load(models.build('squeezenet'))\n"
         "source, entries = store_for_session(model, Path('.'))\n"
