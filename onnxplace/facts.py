@@ -1,5 +1,6 @@
 """Facts, the results of passes: frozen records with their invariants as code.
 
+    Model -> Shards
     Model -> Profile -> Groups -> Clusters
                      -> Placement -> Schedule -> Segments -> Emitted
 
@@ -115,6 +116,8 @@ class Profile:
     """Cost class -> reliability of its measurement; only for classes measured on the whole model."""
     prints: tuple[str, ...] = ()
     """Fingerprint per node, which identifies it in cost files and other models; empty if not computed."""
+    unsharded_seconds: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    """Cost class -> seconds of the whole model before it was sharded; empty for models that are not."""
 
     def check(self, state: State) -> None:
         """Raise ValueError unless every device's class has a finite cost for every node."""
@@ -131,6 +134,46 @@ class Profile:
             _require(is_valid, f"{name}: expected a finite, non-negative spread per node")
         _require(len(self.unit) == count, f"expected {count} units, one per node, got {len(self.unit)}")
         _require(len(self.prints) in (0, count), f"expected {count} fingerprints or none, got {len(self.prints)}")
+
+
+@dataclass(frozen=True)
+class ShardedKind:
+    """Nodes of one operator that are split alike."""
+
+    op: str
+    layout: str
+    """How their results are split, in words: `axis 1`, `summed axis`, or `whole` for not at all."""
+    count: int
+    """Number of nodes of the original model."""
+    seconds: float
+    """What they take together on one device."""
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Which nodes are parts of operators, and the devices that hold them."""
+
+    derived_from: ClassVar[tuple[type, ...]] = (Model,)
+
+    device: Ints
+    """Per node, the index of the device that it is a part for; -1 for free nodes."""
+    ways: int = 1
+    """Number of devices that share operators; 1 if none are split."""
+    kinds: tuple[ShardedKind, ...] = ()
+    """What was split how, the most expensive first."""
+    exchanges: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Kind of exchange (all-gather, all-to-all, reduce-scatter, all-reduce, halo) -> number."""
+    lower_bound_seconds: float = 0.0
+    """No choice of layouts has a shorter predicted step."""
+    split_states: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    """Carried state of the original model (input name) -> inputs that hold its parts."""
+
+    def check(self, state: State) -> None:
+        """Raise ValueError unless every node has a device of the target, or none."""
+        count = len(state[Profile].graph)
+        _require(len(self.device) == count, f"expected {count} devices, one per node, got {len(self.device)}")
+        devices = len(state.target.devices)
+        _require(bool(((self.device >= -1) & (self.device < devices)).all()), "a part is on no device of the target")
 
 
 @dataclass(frozen=True)

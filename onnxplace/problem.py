@@ -65,9 +65,15 @@ class PlacementProblem:
 
 
 def single_device_seconds(profile: Profile, target: Target) -> Floats:
-    """Return, per device, the seconds of a step that it runs alone, as one segment."""
+    """Return, per device, the seconds of a step that it runs alone, as one segment.
+
+    For a sharded model, that is the step of the original.
+    """
     call_seconds = np.array([device.segment_seconds for device in target.devices])
-    step_seconds: Floats = device_seconds(profile, target).sum(axis=1) + call_seconds
+    node_seconds = device_seconds(profile, target).sum(axis=1)
+    if profile.unsharded_seconds:
+        node_seconds = np.array([profile.unsharded_seconds[device.cost_class] for device in target.devices])
+    step_seconds: Floats = node_seconds + call_seconds
     return step_seconds
 
 

@@ -25,7 +25,12 @@ if TYPE_CHECKING:
     )
     from onnxplace.model.lowering import build_op_graph as build_op_graph
     from onnxplace.model.model import Model as Model, declaration_of as declaration_of
-    from onnxplace.model.nested_graphs import captured_names as captured_names, iterate_subgraphs as iterate_subgraphs
+    from onnxplace.model.nested_graphs import (
+        captured_names as captured_names,
+        iterate_reads as iterate_reads,
+        iterate_subgraphs as iterate_subgraphs,
+        rename_reads as rename_reads,
+    )
     from onnxplace.model.precision import find_scales_to_protect as find_scales_to_protect
     from onnxplace.model.session_model import store_for_session as store_for_session
     from onnxplace.model.shapes import (
@@ -37,7 +42,12 @@ if TYPE_CHECKING:
         list_custom_operators as list_custom_operators,
         require_operators as require_operators,
     )
-    from onnxplace.model.tensors import tensor_size as tensor_size
+    from onnxplace.model.tensors import (
+        find_external_range as find_external_range,
+        packed_size as packed_size,
+        read_tensor_bytes as read_tensor_bytes,
+        tensor_size as tensor_size,
+    )
     from onnxplace.model.value_types import format_type as format_type, read_shape_entries as read_shape_entries
     from onnxplace.model.weights import WeightFile as WeightFile
 
@@ -50,12 +60,12 @@ __getattr__, __dir__, __all__ = attach(
         "loading": "load require_linkable require_unchanged",
         "lowering": "build_op_graph",
         "model": "Model declaration_of",
-        "nested_graphs": "captured_names iterate_subgraphs",
+        "nested_graphs": "captured_names iterate_reads iterate_subgraphs rename_reads",
         "precision": "find_scales_to_protect",
         "session_model": "store_for_session",
         "shapes": "bind infer_static_shapes value_bytes",
         "supported_operators": "list_custom_operators require_operators",
-        "tensors": "tensor_size",
+        "tensors": "find_external_range packed_size read_tensor_bytes tensor_size",
         "value_types": "format_type read_shape_entries",
         "weights": "WeightFile",
     },

@@ -174,7 +174,10 @@ def _suggest_providers(kind: type) -> str:
     """Return a hint at the passes that provide a fact."""
     from onnxplace.pipeline.registry import BUILTIN
 
+    plugins = {name: find_plugin("passes", name) for name in BUILTIN["passes"]}
     names: Sequence[str] = [
-        name for name in BUILTIN["passes"] if kind in getattr(find_plugin("passes", name), "provides", ())
+        name
+        for name, plugin in plugins.items()
+        if kind in getattr(plugin, "provides", ()) and kind not in getattr(plugin, "requires", ())
     ]
     return f"put {' or '.join(names)} before it" if names else f"a plugin must provide {kind.__name__}"

@@ -27,6 +27,7 @@ BUILTIN: Mapping[Kind, Mapping[str, tuple[str, str]]] = MappingProxyType(
                     "onnxplace.passes.profile:ProfileCosts",
                     "measure what each node costs on each class of device",
                 ),
+                "shard": ("onnxplace.passes.shard:Shard", "split operators over devices"),
                 "coplace": ("onnxplace.passes.coplace:Coplace", "group nodes that must or should share a device"),
                 "fuse": ("onnxplace.passes.fuse:Fuse", "contract groups into single nodes for the placer"),
                 "single": ("onnxplace.passes.single:Single", "placer: everything on the best single device that fits"),

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.errors import MAX_LISTED, Diagnostic, InputError, TargetError, UsageError
-from onnxplace.facts import Groups, Profile
+from onnxplace.facts import Groups, Profile, Shards
 from onnxplace.graph import Bools, Floats, Ints, OpGraph
 from onnxplace.model import HostValue, Model, find_host_values
 from onnxplace.passes.placement.grouping.group_kernels import (
@@ -42,13 +42,17 @@ def group_nodes(
 ) -> tuple[Groups, tuple[Diagnostic, ...]]:
     """Group nodes by the options of `coplace`; return the groups, and notes for the user.
 
-    With `keep`, groups of `state` stay together with their pins, unless the device map says otherwise.
+    Parts of sharded operators are pinned to their devices. With `keep`, groups of `state` stay together with their
+    pins, unless the device map says otherwise.
     """
     profile, target = state[Profile], state.target
     graph, notes = profile.graph, list[Diagnostic]()
     removed = state[Model].removed if Model in state else ()
     pinned, pin_notes = _read_pins(device_map, graph, target, removed)
     notes += pin_notes
+    if Shards in state:
+        shard_device = state[Shards].device
+        pinned = np.where(shard_device >= 0, shard_device, pinned)
     keep = keep and Groups in state
     if keep:
         pinned = np.where(pinned >= 0, pinned, state[Groups].pinned[state[Groups].group])

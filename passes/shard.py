@@ -1,0 +1,44 @@
+"""Split operators over devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge
+
+from onnxplace.facts import Profile, Shards
+from onnxplace.model import Model
+from onnxplace.passes.sharding import shard_state
+from onnxplace.state import Pass, State
+
+
+@dataclass(frozen=True)
+class Shard(Pass):
+    """Split operators over devices: heads, columns, channels, rows or batch.
+
+    Each value gets a layout: replicated, split along an axis, or partial (a summand on each device). The layouts are
+    chosen for the whole graph at once, so that compute, exchanges and copies take the least time together. The result
+    is plain ONNX: a copy of each node per device, pinned to it, with slices, concatenations and sums where layouts
+    change. Operators without a rule are computed on every device. If nothing gains, the model stays as it is.
+
+    The choice is exact where the tables of variable elimination stay small. The time of a part is that of the whole
+    node, scaled by a roofline. Layouts follow OneFlow's SBP; the choice is the intra-operator part of Alpa (OSDI 2022).
+
+    Raises:
+        UsageError: the map names no node, or asks for a split that an operator does not have.
+    """
+
+    name: ClassVar[str] = "shard"
+    requires: ClassVar[tuple[type, ...]] = (Model, Profile)
+    provides: ClassVar[tuple[type, ...]] = (Model, Profile, Shards)
+
+    ways: Annotated[int, Ge(0)] = 0
+    """The most devices that share an operator; 0 for all devices."""
+    weights: Literal["fit", "least"] = "fit"
+    """`fit`: split weights as far as the memory of the devices demands. `least`: split as many as possible."""
+    map: str = ""
+    """How to split the nodes that a regular expression matches: a JSON file, or text, {"layers.*": "columns"}."""
+
+    def run(self, state: State) -> State:
+        return shard_state(state, ways=self.ways, weights=self.weights, shard_map=self.map)

@@ -1,0 +1,175 @@
+"""Shard a model: try groups of devices, choose layouts, and write the model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from onnxplace.errors import Diagnostic
+from onnxplace.facts import Profile, ShardedKind, Shards
+from onnxplace.graph import Floats
+from onnxplace.model import Model, tensor_size
+from onnxplace.passes.sharding.choice import Choice, ChoiceProblem, is_sharded
+from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
+from onnxplace.passes.sharding.layouts import PARTIAL, Division, Layout
+from onnxplace.passes.sharding.rewrite import write_sharded_model
+from onnxplace.passes.sharding.scale_profile import scale_profile
+from onnxplace.passes.sharding.shard_map import restrict_space
+from onnxplace.passes.sharding.space import StrategySpace, build_space
+from onnxplace.passes.sharding.strategies import Strategy
+from onnxplace.passes.sharding.tensor_facts import TensorFacts
+from onnxplace.passes.sharding.work_costs import WorkCosts, peak_rates
+from onnxplace.problem import device_seconds, placement_problem
+from onnxplace.state import State
+from onnxplace.target import Target
+
+# A sharded step is worth its exchanges only if it is clearly shorter than that of one device.
+_CLEAR_GAIN = 0.99
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A choice for a group of devices."""
+
+    devices: tuple[int, ...]
+    work: WorkCosts
+    costs: ExchangeCosts
+    choice: Choice
+
+    @property
+    def space(self) -> StrategySpace:
+        return self.work.space
+
+
+def shard_state(state: State, *, ways: int, weights: str, shard_map: str) -> State:
+    """Return the state with the sharded model, its profile and `Shards`; see the pass `shard`."""
+    model, profile, target = state[Model], state[Profile], state.target
+    seconds = device_seconds(profile, target)
+    facts = TensorFacts.of(model)
+    candidates = [
+        _choose(facts, state, seconds, group, weights, shard_map)
+        for group in _groups(target, seconds, ways or len(target.devices))
+    ]
+    useful = [candidate for candidate in candidates if candidate is not None and is_sharded(candidate.choice)]
+    if not useful:
+        return _unsharded(state)
+    best = min(useful, key=lambda candidate: candidate.choice.seconds)
+    fits_alone = _weights_limit(state, range(len(target.devices))) is None
+    if weights == "fit" and not shard_map and fits_alone:
+        alone = float(seconds.sum(axis=1).min())
+        if best.choice.seconds > _CLEAR_GAIN * alone:
+            return _unsharded(state)
+    return _apply(state, best)
+
+
+def _groups(target: Target, seconds: Floats, ways: int) -> list[tuple[int, ...]]:
+    """Return the groups of devices to try: the fastest two, four and so on, and as many as may be used."""
+    order = np.argsort(seconds.sum(axis=1), kind="stable").tolist()
+    most = min(ways, len(target.devices))
+    sizes = sorted({size for size in (2, 4, 8, 16, 32) if size < most} | {most})
+    return [tuple(sorted(order[:size])) for size in sizes if size > 1]
+
+
+def _choose(
+    facts: TensorFacts, state: State, seconds: Floats, group: tuple[int, ...], weights: str, shard_map: str
+) -> _Candidate | None:
+    """Return the best choice for a group of devices; None if its weights do not fit."""
+    target = state.target
+    group_seconds = seconds[list(group)]
+    division = Division(_shares(group_seconds))
+    space = build_space(facts, division)
+    if shard_map:
+        space = restrict_space(space, shard_map)
+    peaks = tuple(peak_rates(target.devices[device]) for device in group)
+    costs = ExchangeCosts.of(
+        target, group, min(peak.bytes_per_second for peak in peaks), max(peak.kernel_seconds for peak in peaks)
+    )
+    work = WorkCosts(space, peaks)
+    problem = ChoiceProblem(space, work.table(group_seconds, costs), costs)
+    choice = problem.solve_least_weights() if weights == "least" else problem.solve(_weights_limit(state, group))
+    return None if choice is None else _Candidate(group, work, costs, choice)
+
+
+def _shares(seconds: Floats) -> tuple[float, ...]:
+    """Return the share of the work of each device: by its speed on the whole model; equal for like devices."""
+    totals = seconds.sum(axis=1)
+    if not (totals > 0).all() or totals.max() <= totals.min() * (1 + 1e-9):
+        return (1.0,) * len(totals)
+    return tuple(float(totals.min() / total) for total in totals)
+
+
+def _weights_limit(state: State, group: object) -> int | None:
+    """Return how many bytes of weights a device may have; None if some device has room for the whole model."""
+    devices = [int(device) for device in group]  # type: ignore[attr-defined]
+    problem = placement_problem(state)
+    alone = problem.alone_bytes()
+    if (alone <= problem.limit_bytes).any():
+        return None
+    total = sum(tensor_size(tensor) for tensor in state[Model].initializers.values())
+    values = int(alone.min()) - total
+    return max(int(problem.limit_bytes[devices].min()) - max(values, 0), 0)
+
+
+def _unsharded(state: State) -> State:
+    """Return the state as it is, with the fact that nothing is sharded."""
+    free = np.full(len(state[Profile].graph), -1, dtype=np.int32)
+    return state.having(Shards(device=free))
+
+
+def _apply(state: State, candidate: _Candidate) -> State:
+    sharded = write_sharded_model(candidate.space, candidate.choice, candidate.costs)
+    profile = scale_profile(state[Profile], sharded, candidate.choice, candidate.work, state.target)
+    device = np.array([candidate.devices[origin.device] for origin in sharded.origins], dtype=np.int32)
+    kinds, unsplit = _summarise(state, candidate)
+    shards = Shards(
+        device=device,
+        ways=len(candidate.devices),
+        kinds=kinds,
+        exchanges=MappingProxyType(dict(sharded.exchanges)),
+        lower_bound_seconds=candidate.choice.lower_bound_seconds,
+        split_states=MappingProxyType(dict(sharded.split_states)),
+    )
+    notes = [_note(candidate, shards), *unsplit]
+    return state.having(sharded.model, profile, shards).saying(*notes)
+
+
+def _note(candidate: _Candidate, shards: Shards) -> Diagnostic:
+    exchanges = ", ".join(f"{count} {kind}" for kind, count in shards.exchanges.items()) or "no exchanges"
+    kinds = "; ".join(f"{item.count} {item.op}: {item.layout}" for item in shards.kinds[:4])
+    return Diagnostic("P060", f"operators are split over {shards.ways} devices ({exchanges}): {kinds}")
+
+
+def _summarise(state: State, candidate: _Candidate) -> tuple[tuple[ShardedKind, ...], list[Diagnostic]]:
+    """Return what was split how, by operator, and a note on expensive operators that were not."""
+    seconds = device_seconds(state[Profile], state.target)[list(candidate.devices)].max(axis=0)
+    counts: Counter[tuple[str, str]] = Counter()
+    times: Counter[tuple[str, str]] = Counter()
+    for node, strategy, time in zip(state[Model].nodes, candidate.choice.strategies, seconds.tolist()):
+        key = node.op_type, describe_strategy(strategy)
+        counts[key] += 1
+        times[key] += time
+    kinds = tuple(
+        ShardedKind(op=op, layout=layout, count=counts[op, layout], seconds=time)
+        for (op, layout), time in times.most_common()
+    )
+    whole = [kind for kind in kinds if kind.layout == "whole" and kind.seconds > 0.02 * float(seconds.sum())]
+    if not whole:
+        return kinds, []
+    listed = ", ".join(f"{kind.count} {kind.op} ({kind.seconds * 1e3:.3g} ms)" for kind in whole[:3])
+    message = f"these operators are computed on every device: {listed}"
+    return kinds, [Diagnostic("P061", message, hint="no rule splits them, or exchanges would cost more")]
+
+
+def describe_strategy(strategy: Strategy) -> str:
+    """Return in words how a node is split."""
+    first = next((layout for layout in strategy.outputs if layout is not None), None)
+    if not strategy.is_split:
+        return "summands" if first == PARTIAL else "whole"
+    if first == PARTIAL:
+        return "summed axis"
+    if first is not None and first.is_split:
+        return str(Layout(*first)) + (", with halos" if strategy.window is not None else "")
+    return "whole"

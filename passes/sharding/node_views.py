@@ -1,0 +1,159 @@
+"""What a sharding rule sees of a node: operator, attributes, shapes and constants, but no names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import NodeProto, helper
+
+from onnxplace.passes.sharding.layouts import Layout
+
+Shape = tuple[int, ...]
+
+
+def split_words(text: str) -> list[str]:
+    """Return the words of a text, for long lists of operators."""
+    return text.split()
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """A node as rules see it. Nodes with equal views have equal strategies."""
+
+    node: NodeProto
+    inputs: tuple[Shape | None, ...]
+    """Shape of each input, None for an omitted one."""
+    outputs: tuple[Shape | None, ...]
+    """Shape of each output, None for an omitted one."""
+    opset: int
+    """Version of the standard operators."""
+    constants: Mapping[int, NDArray[Any]] = field(default_factory=dict)
+    """Input position -> value, for small integer constants."""
+    element_types: tuple[int, ...] = ()
+    """Element type of each output."""
+
+    @property
+    def op(self) -> str:
+        return self.node.op_type
+
+    def has(self, position: int) -> bool:
+        """Return whether the node has this input."""
+        return position < len(self.inputs) and self.inputs[position] is not None
+
+    def shape(self, position: int) -> Shape:
+        """Return the shape of an input; raises LookupError if it is omitted."""
+        if not self.has(position):
+            raise LookupError(f"no input {position}")
+        shape = self.inputs[position]
+        assert shape is not None
+        return shape
+
+    def result(self, position: int = 0) -> Shape:
+        """Return the shape of an output; raises LookupError if it is omitted."""
+        shape = self.outputs[position]
+        if shape is None:
+            raise LookupError(f"no output {position}")
+        return shape
+
+    def rank(self, position: int = 0) -> int:
+        """Return the rank of an input."""
+        return len(self.shape(position))
+
+    def attribute(self, name: str, default: Any = None) -> Any:
+        """Return the value of an attribute; texts as str."""
+        for attribute in self.node.attribute:
+            if attribute.name == name:
+                value = helper.get_attribute_value(attribute)
+                return value.decode() if isinstance(value, bytes) else value
+        return default
+
+    def axis(self, default: int, rank: int | None = None) -> int:
+        """Return the attribute `axis`, from 0."""
+        return int(self.attribute("axis", default)) % (self.rank() if rank is None else rank)
+
+    def present_outputs(self) -> list[int]:
+        """Return the positions of the outputs that are not omitted."""
+        return [position for position, shape in enumerate(self.outputs) if shape is not None]
+
+
+@dataclass
+class LocalNode:
+    """A device's copy of a node, for edits: its names are already those of the device's parts."""
+
+    proto: NodeProto
+    view: NodeView
+    device: int
+    inputs: tuple[Shape | None, ...]
+    """Shapes of the device's parts."""
+    outputs: tuple[Shape | None, ...]
+    layouts: tuple[Layout | None, ...]
+    """Layout of each output."""
+    make_ints: Callable[[Sequence[int]], str]
+    """Adds a constant vector of 64-bit integers and returns its name."""
+    make_override: Callable[[str, int, int, int], str]
+    """Adds a node that replaces one entry of a vector: (name, length, index, entry) -> name of the result."""
+
+    def set_attribute(self, name: str, value: Any) -> None:
+        """Set an attribute, or remove it if `value` is None."""
+        for index, attribute in enumerate(self.proto.attribute):
+            if attribute.name == name:
+                del self.proto.attribute[index]
+                break
+        if value is not None:
+            self.proto.attribute.append(helper.make_attribute(name, value))
+
+    def set_input(self, position: int, name: str) -> None:
+        """Replace an input; missing ones before it become omitted."""
+        while len(self.proto.input) <= position:
+            self.proto.input.append("")
+        self.proto.input[position] = name
+
+    def drop_input(self, position: int) -> None:
+        """Omit an optional input."""
+        if position < len(self.proto.input):
+            self.proto.input[position] = ""
+        while self.proto.input and not self.proto.input[-1]:
+            del self.proto.input[-1]
+
+    def override_entry(self, position: int, first_axis: int, axis: int, size: int) -> None:
+        """Set the entry of an axis in an input that holds sizes of the axes from `first_axis` on."""
+        index = axis - first_axis
+        if position in self.view.constants:
+            values = self.view.constants[position].reshape(-1).tolist()
+            values[index] = size
+            self.set_input(position, self.make_ints(values))
+        else:
+            length = self.view.shape(position)[0]
+            self.set_input(position, self.make_override(self.proto.input[position], length, index, size))
+
+    def out_shape(self, position: int = 0) -> Shape:
+        """Return the local shape of an output."""
+        shape = self.outputs[position]
+        assert shape is not None
+        return shape
+
+
+Edit = Callable[[LocalNode], None]
+"""Adapts a device's copy of a node to its parts."""
+
+
+def chain(*edits: Edit | None) -> Edit | None:
+    """Return one edit that does several, in order; None for none."""
+    present = [edit for edit in edits if edit is not None]
+    if not present:
+        return None
+
+    def apply(local: LocalNode) -> None:
+        for edit in present:
+            edit(local)
+
+    return apply
+
+
+def as_array(values: Sequence[int]) -> NDArray[np.int64]:
+    """Return integers as an array of 64 bits."""
+    return np.array(list(values), dtype=np.int64)

@@ -1,0 +1,1 @@
+"""Sharding rules by families of operators; `table` lists all of them."""

@@ -1,0 +1,144 @@
+"""Rules of normalisations, softmax, reductions, and operators that work along one axis."""
+
+from __future__ import annotations
+
+from onnxplace.passes.sharding.node_views import NodeView
+from onnxplace.passes.sharding.rules.axis_rules import AxisRule, Effect, Rule, other_axes, split_same
+
+
+def batch_normalization(view: NodeView) -> list[AxisRule]:
+    """BatchNormalization in inference: every axis; channels with their statistics."""
+    if len(view.present_outputs()) > 1 or view.attribute("training_mode", 0):
+        return []
+    rules = split_same(view, other_axes(view, 1)) if view.rank() > 1 else []
+    channels = AxisRule({0: 1, 1: 0, 2: 0, 3: 0, 4: 0}, {0: 1})
+    return [*rules, channels] if view.rank() > 1 else []
+
+
+def instance_normalization(view: NodeView) -> list[AxisRule]:
+    """InstanceNormalization: by batch and channels."""
+    return [AxisRule({0: 0}, {0: 0}), AxisRule({0: 1, 1: 0, 2: 0}, {0: 1})]
+
+
+def group_normalization(view: NodeView) -> list[AxisRule]:
+    """GroupNormalization: by batch."""
+    return [AxisRule({0: 0}, {0: 0})]
+
+
+def local_response(view: NodeView) -> list[AxisRule]:
+    """LRN sums over neighbouring channels: every other axis."""
+    return split_same(view, other_axes(view, 1))
+
+
+def trailing_normalization(view: NodeView) -> list[AxisRule]:
+    """LayerNormalization and its relatives: the axes before the normalised ones.
+
+    Scale and bias may be broadcast over those axes, so only vectors of the normalised axes are taken.
+    """
+    first = view.axis(-1)
+    normalised = view.rank() - first
+    if any(view.has(position) and view.rank(position) > normalised for position in (1, 2)):
+        return []
+    outputs = [position for position in view.present_outputs() if len(view.result(position)) == view.rank()]
+    if len(outputs) != len(view.present_outputs()):
+        return []
+    return split_same(view, range(first), outputs=outputs)
+
+
+def skip_normalization(view: NodeView) -> list[AxisRule]:
+    """SkipLayerNormalization and SkipSimplifiedLayerNormalization: all axes but the last, of input and skip."""
+    outputs = [position for position in view.present_outputs() if view.result(position) == view.shape(0)]
+    if len(outputs) != len(view.present_outputs()) or view.shape(1) != view.shape(0):
+        return []
+    return split_same(view, range(view.rank() - 1), inputs=(0, 1), outputs=outputs)
+
+
+def softmax(view: NodeView) -> list[AxisRule]:
+    """Softmax, LogSoftmax and Hardmax: before opset 13, they work on all axes from `axis` on."""
+    if view.opset < 13:
+        return split_same(view, range(view.axis(1)))
+    return split_same(view, other_axes(view, view.axis(-1)))
+
+
+def along_axis(view: NodeView) -> list[AxisRule]:
+    """TopK: every axis but its own."""
+    return split_same(view, other_axes(view, view.axis(-1)))
+
+
+def arg_extreme(view: NodeView) -> list[AxisRule]:
+    """ArgMax and ArgMin: every axis but their own, which may vanish."""
+    axis = view.axis(0)
+    if view.attribute("keepdims", 1):
+        return split_same(view, other_axes(view, axis))
+    return [
+        AxisRule({0: other}, {0: other - (other > axis)})
+        for other in other_axes(view, axis)
+        if view.shape(0)[other] > 1
+    ]
+
+
+def cumulative_sum(view: NodeView) -> list[AxisRule]:
+    """CumSum along a constant axis: every other axis."""
+    if 1 not in view.constants:
+        return []
+    return split_same(view, other_axes(view, int(view.constants[1].reshape(-1)[0])))
+
+
+def _reduced_axes(view: NodeView) -> set[int] | None:
+    """Return the axes that a reduction reduces, None if they are computed."""
+    axes = view.attribute("axes")
+    if axes is None and view.has(1):
+        if 1 not in view.constants:
+            return None
+        axes = view.constants[1].reshape(-1).tolist()
+    if axes is None or not len(axes):
+        return set() if view.attribute("noop_with_empty_axes", 0) else set(range(view.rank()))
+    return {int(axis) % view.rank() for axis in axes}
+
+
+def _reduction(effect: Effect | None) -> Rule:
+    """Return the rule of a reduction; `effect` is that of a split reduced axis, None if it stays whole."""
+
+    def rule(view: NodeView) -> list[AxisRule]:
+        reduced = _reduced_axes(view)
+        if reduced is None:
+            return []
+        keeps_axes, rules, position = view.attribute("keepdims", 1), [], 0
+        for axis, size in enumerate(view.shape(0)):
+            if axis in reduced:
+                if effect and size > 1:
+                    rules.append(AxisRule({0: axis}, {}, effect))
+                position += 1 if keeps_axes else 0
+            else:
+                if size > 1:
+                    rules.append(AxisRule({0: axis}, {0: position}))
+                position += 1
+        return rules
+
+    return rule
+
+
+REDUCTIONS: dict[tuple[str, str], Rule] = {
+    ("", "BatchNormalization"): batch_normalization,
+    ("", "InstanceNormalization"): instance_normalization,
+    ("", "GroupNormalization"): group_normalization,
+    ("", "LRN"): local_response,
+    ("", "LayerNormalization"): trailing_normalization,
+    ("", "RMSNormalization"): trailing_normalization,
+    ("", "SimplifiedLayerNormalization"): trailing_normalization,
+    ("com.microsoft", "SkipLayerNormalization"): skip_normalization,
+    ("com.microsoft", "SkipSimplifiedLayerNormalization"): skip_normalization,
+    ("", "Softmax"): softmax,
+    ("", "LogSoftmax"): softmax,
+    ("", "Hardmax"): softmax,
+    ("", "TopK"): along_axis,
+    ("", "ArgMax"): arg_extreme,
+    ("", "ArgMin"): arg_extreme,
+    ("", "CumSum"): cumulative_sum,
+    ("", "ReduceSum"): _reduction("sum"),
+    ("", "ReduceMean"): _reduction("mean"),
+    ("", "ReduceSumSquare"): _reduction("sum"),
+    ("", "ReduceL1"): _reduction("sum"),
+    **{("", op): _reduction(None) for op in ["ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2", "ReduceLogSum"]},
+    ("", "ReduceLogSumExp"): _reduction(None),
+}

@@ -1,0 +1,132 @@
+"""Infer shapes further than ONNX does: compute what only depends on shapes, and infer again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+import numpy as np
+from onnx import NodeProto, TensorProto, ValueInfoProto, numpy_helper
+
+from onnxplace.errors import OnnxplaceError
+from onnxplace.machine import make_session_options, open_session
+from onnxplace.model import Model, infer_static_shapes, iterate_subgraphs
+from onnxplace.passes.sharding.node_views import Shape, split_words
+
+# Larger values are not shapes.
+_MAX_ELEMENTS = 256
+# Each round finds shapes that depend on those of the round before.
+_MAX_ROUNDS = 12
+_INTEGERS = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
+# Values of these operators are shapes, or are computed from shapes.
+_ARITHMETIC = frozenset(
+    split_words(
+        """
+    Add And Cast Ceil Concat ConstantOfShape Div Equal Expand Flatten Floor Gather Greater GreaterOrEqual Identity
+    Less LessOrEqual Max Min Mod Mul Neg Not Or Range ReduceMax ReduceMin ReduceProd ReduceSum Reshape Slice Split
+    Sqrt Squeeze Sub Transpose Unsqueeze Where
+"""
+    )
+)
+
+
+def infer_all_shapes(model: Model) -> dict[str, Shape]:
+    """Return the shapes of all values that only depend on the bound sizes of the inputs.
+
+    Inference of ONNX stops at targets of Reshape or Expand that are computed from shapes in several steps. Here such
+    steps are computed, for the bound sizes, and their results take part in the next inference as constants.
+    """
+    shapes = {**infer_static_shapes(model), **model.input_shapes()}
+    known = _small_constants(model)
+    for _ in range(_MAX_ROUNDS):
+        nodes = _computable(model, shapes, known)
+        values = _evaluate(model, nodes, shapes, known)
+        if not values:
+            break
+        known.update(values)
+        folded = _with_constants(model, known)
+        found = {**infer_static_shapes(folded), **{name: tuple(tensor.dims) for name, tensor in known.items()}}
+        before = len(shapes)
+        shapes = {**found, **shapes}
+        if len(shapes) == before:
+            break
+    return shapes
+
+
+def _small_constants(model: Model) -> dict[str, TensorProto]:
+    return {
+        name: tensor
+        for name, tensor in model.initializers.items()
+        if not model.overridable(name)
+        and math.prod(tensor.dims) <= _MAX_ELEMENTS
+        and tensor.data_location != TensorProto.EXTERNAL
+        and tensor.data_type != TensorProto.STRING
+    }
+
+
+def _computable(model: Model, shapes: Mapping[str, Shape], known: Mapping[str, TensorProto]) -> list[NodeProto]:
+    """Return the nodes, in order, whose values follow from known values and shapes, and are not known yet."""
+    names = set(known)
+    nodes = []
+    for node in model.nodes:
+        if node.domain not in ("", "ai.onnx") or all(name in names for name in node.output if name):
+            continue
+        if node.op_type in ("Shape", "Size"):
+            is_computable = node.input[0] in shapes
+        else:
+            is_computable = (
+                node.op_type in _ARITHMETIC
+                and all(name in names for name in node.input if name)
+                and all(math.prod(shapes.get(name, (0,))) <= _MAX_ELEMENTS for name in node.output if name)
+                and not any(True for _ in iterate_subgraphs(node))
+            )
+        if is_computable:
+            nodes.append(node)
+            names.update(filter(None, node.output))
+    return nodes
+
+
+def _evaluate(
+    model: Model, nodes: Sequence[NodeProto], shapes: Mapping[str, Shape], known: Mapping[str, TensorProto]
+) -> dict[str, TensorProto]:
+    """Return the small values that some nodes compute; none if ONNX Runtime refuses them."""
+    given: dict[str, TensorProto] = {}
+    computed: list[NodeProto] = []
+    for node in nodes:
+        if node.op_type in ("Shape", "Size"):
+            given[node.output[0]] = _describe(node, shapes[node.input[0]])
+        else:
+            computed.append(node)
+    read = {name for node in computed for name in node.input if name}
+    weights = [tensor for name, tensor in {**known, **given}.items() if name in read]
+    if not computed:
+        return given
+    names = [name for node in computed for name in node.output if name]
+    proto = model.proto(computed, weights, [], [ValueInfoProto(name=name) for name in names])
+    try:
+        session = open_session(proto.SerializeToString(), make_session_options([0], "none"), where=model.name)
+        arrays = session.run(names, {})
+    except (OnnxplaceError, Exception):  # noqa: BLE001 - a value without numpy form, or sizes that do not fit
+        return given
+    values = {name: array for name, array in zip(names, arrays) if isinstance(array, np.ndarray)}
+    small = {
+        name: array for name, array in values.items() if array.size <= _MAX_ELEMENTS and array.dtype.kind in "iubf"
+    }
+    return {**given, **{name: numpy_helper.from_array(array, name) for name, array in small.items()}}
+
+
+def _describe(node: NodeProto, shape: Shape) -> TensorProto:
+    """Return the result of a Shape or Size."""
+    if node.op_type == "Size":
+        return numpy_helper.from_array(np.array(math.prod(shape), np.int64), node.output[0])
+    attributes = {attribute.name: attribute.i for attribute in node.attribute}
+    part = shape[slice(attributes.get("start", 0), attributes.get("end", len(shape)))]
+    return numpy_helper.from_array(np.array(part, np.int64), node.output[0])
+
+
+def _with_constants(model: Model, known: Mapping[str, TensorProto]) -> Model:
+    """Return the model with known values as initializers instead of the nodes that compute them."""
+    nodes = [node for node in model.nodes if not (node.output and all(name in known for name in node.output if name))]
+    return replace(model, nodes=tuple(nodes), initializers=MappingProxyType({**model.initializers, **known}))

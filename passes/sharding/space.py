@@ -1,0 +1,170 @@
+"""The space of strategies: spread candidate layouts through a model until no node asks for a new one."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onnx import NodeProto
+
+from onnxplace.model import iterate_subgraphs
+from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
+from onnxplace.passes.sharding.node_views import NodeView
+from onnxplace.passes.sharding.strategies import Cuts, Strategy, StrategyTable
+from onnxplace.passes.sharding.tensor_facts import TensorFacts
+
+# More cuts of one axis would only slow the choice down.
+_MAX_CUTS = 6
+_STANDARD_DOMAINS = ("", "ai.onnx", "com.microsoft", "ai.onnx.ml")
+# Their results differ from run to run, so that two devices would compute two values.
+_RANDOM = frozenset(
+    ["RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout"]
+)
+_AxisCuts = tuple[Cuts, ...]
+
+
+@dataclass(frozen=True)
+class StrategySpace:
+    """All strategies of each node of a model."""
+
+    facts: TensorFacts
+    division: Division
+    views: tuple[NodeView | None, ...]
+    strategies: tuple[Sequence[Strategy], ...]
+    """Per node; the first one computes the node whole on every device. Equal nodes share one sequence."""
+    kinds: tuple[int, ...]
+    """Per node; nodes of one kind have equal views."""
+
+
+def is_unrepeatable(node: NodeProto) -> bool:
+    """Return whether a node has to run once: its result is random, or its operator is not a standard one."""
+    if node.domain not in _STANDARD_DOMAINS:
+        return True
+    if node.op_type in _RANDOM and not (node.op_type == "Dropout" and len(node.input) < 3):
+        return True
+    return any(is_unrepeatable(inner) for graph in iterate_subgraphs(node) for inner in graph.node)
+
+
+def build_space(facts: TensorFacts, division: Division) -> StrategySpace:
+    """Return the strategies of all nodes.
+
+    Every axis that may be split starts with its evenest cut. The rules carry cuts from one value to the next, so that
+    reshapes find those that keep heads and fused parts together.
+    """
+    return _Spreader(facts, division).run()
+
+
+class _Spreader:
+    def __init__(self, facts: TensorFacts, division: Division) -> None:
+        self._facts, self._division = facts, division
+        self._table = StrategyTable(division)
+        nodes = facts.model.nodes
+        self._views = [None if is_unrepeatable(node) else facts.view(index) for index, node in enumerate(nodes)]
+        self._kinds = self._number_kinds()
+        self._cuts = {name: self._first_cuts(name) for name in facts.shapes}
+        self._users: dict[str, list[int]] = defaultdict(list)
+        for index, node in enumerate(nodes):
+            if self._views[index] is not None:
+                for name in dict.fromkeys((*node.input, *node.output)):
+                    self._users[name].append(index)
+        given = facts.is_weight | facts.model.input_names
+        self._given = [tuple(name in given for name in node.input) for node in nodes]
+        self._cache: dict[object, Sequence[Strategy]] = {}
+
+    def _number_kinds(self) -> list[int]:
+        numbers: dict[object, int] = {}
+        kinds = []
+        for index, view in enumerate(self._views):
+            key: object = index
+            if view is not None:
+                node, fixed = view.node, self._facts.fixed
+                key = (
+                    node.domain,
+                    node.op_type,
+                    tuple(attribute.SerializeToString() for attribute in node.attribute),
+                    view.inputs,
+                    view.outputs,
+                    tuple((position, array.tobytes()) for position, array in view.constants.items()),
+                    view.element_types,
+                    tuple(fixed.get(name) for name in (*node.input, *node.output)),
+                    tuple(name in self._facts.is_weight for name in node.input),
+                )
+            kinds.append(numbers.setdefault(key, len(numbers)))
+        return kinds
+
+    def _first_cuts(self, name: str) -> _AxisCuts:
+        cuts = []
+        for axis, size in enumerate(self._facts.shapes[name]):
+            layout = self._division.split(axis, size) if self._is_free(name, axis) else None
+            cuts.append(frozenset() if layout is None else frozenset([(layout.outer, layout.blocks)]))
+        return tuple(cuts)
+
+    def _is_free(self, name: str, axis: int) -> bool:
+        fixed = self._facts.fixed.get(name)
+        return fixed is not None and fixed[axis]
+
+    def run(self) -> StrategySpace:
+        nodes = self._facts.model.nodes
+        strategies: list[Sequence[Strategy]] = [()] * len(nodes)
+        queue = deque(range(len(nodes)))
+        queued = [True] * len(nodes)
+        while queue:
+            index = queue.popleft()
+            queued[index] = False
+            strategies[index] = self._strategies(index)
+            for user in self._spread(index, strategies[index]):
+                if not queued[user]:
+                    queued[user] = True
+                    queue.append(user)
+        return StrategySpace(self._facts, self._division, tuple(self._views), tuple(strategies), tuple(self._kinds))
+
+    def _strategies(self, index: int) -> Sequence[Strategy]:
+        view, node = self._views[index], self._facts.model.nodes[index]
+        if view is None:
+            whole = Strategy(
+                tuple(REPLICATED if name else None for name in node.input),
+                tuple(REPLICATED if name else None for name in node.output),
+            )
+            return (whole,)
+        cuts = tuple(self._cuts.get(name, ()) if name else () for name in (*node.input, *node.output))
+        key = self._kinds[index], cuts, self._given[index]
+        if key not in self._cache:
+            self._cache[key] = self._compute(index, view, cuts)
+        return self._cache[key]
+
+    def _compute(self, index: int, view: NodeView, cuts: tuple[_AxisCuts, ...]) -> Sequence[Strategy]:
+        node, count = view.node, len(view.inputs)
+        by_axis: dict[tuple[str, int, int], Cuts] = {}
+        free: dict[tuple[str, int], tuple[bool, ...]] = {}
+        for number, (name, axes) in enumerate(zip((*node.input, *node.output), cuts)):
+            side, position = ("in", number) if number < count else ("out", number - count)
+            free[side, position] = self._facts.fixed.get(name, ())
+            for axis, options in enumerate(axes):
+                if options:
+                    by_axis[side, position, axis] = options
+        given = self._given[index]
+        return tuple(
+            strategy
+            for strategy in self._table.list(view, by_axis, free)
+            if not any(is_given and layout == PARTIAL for is_given, layout in zip(given, strategy.inputs))
+        )
+
+    def _spread(self, index: int, strategies: Sequence[Strategy]) -> list[int]:
+        """Add the layouts that a node may have to its values; return the nodes whose values got new ones."""
+        node = self._facts.model.nodes[index]
+        touched: list[int] = []
+        names = (*node.input, *node.output)
+        for strategy in strategies:
+            for name, layout in zip(names, (*strategy.inputs, *strategy.outputs)):
+                if layout is not None and layout.is_split and self._add(name, layout):
+                    touched += self._users[name]
+        return touched
+
+    def _add(self, name: str, layout: Layout) -> bool:
+        cuts = self._cuts[name]
+        options, cut = cuts[layout.axis], (layout.outer, layout.blocks)
+        if cut in options or len(options) >= _MAX_CUTS:
+            return False
+        self._cuts[name] = (*cuts[: layout.axis], options | {cut}, *cuts[layout.axis + 1 :])
+        return True

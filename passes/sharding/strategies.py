@@ -1,0 +1,262 @@
+"""Strategies: the ways to compute a node on the devices of a group, from the rule of its operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from onnx import TensorProto
+
+from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
+from onnxplace.passes.sharding.node_views import Edit, NodeView, split_words
+from onnxplace.passes.sharding.reshapes import (
+    RESHAPES,
+    can_reshape_parts,
+    equal_parts,
+    reshape_layout,
+    set_reshape_target,
+    set_split_sizes,
+)
+from onnxplace.passes.sharding.rules.axis_rules import AxisRule
+from onnxplace.passes.sharding.rules.table import RULES
+from onnxplace.passes.sharding.windows import ROW_AXIS, WINDOWED, Window, find_window
+
+Layouts = tuple[Layout | None, ...]
+Cuts = frozenset[tuple[int, int]]
+"""(outer, blocks) of the split layouts that an axis may get."""
+
+# Operators that are linear in their first input alone, and in all inputs together.
+_LINEAR_IN_FIRST = frozenset(
+    split_words(
+        """
+    Identity Neg Reshape Transpose Squeeze Unsqueeze Flatten Slice Gather Expand ReduceSum ReduceMean
+    GlobalAveragePool DepthToSpace SpaceToDepth Trilu Split
+"""
+    )
+)
+_LINEAR_TOGETHER = frozenset(("Add", "Sub", "Sum", "Concat"))
+_BILINEAR = frozenset(("Mul", "MatMul"))
+_SUMMABLE_TYPES = frozenset((TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16))
+# Exact, so that sums of parts may be of integers too.
+_SUMMED_TYPES = _SUMMABLE_TYPES | {TensorProto.INT32, TensorProto.INT64}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to compute a node on the devices of a group."""
+
+    inputs: Layouts
+    outputs: Layouts
+    edit: Edit | None = None
+    """Adapts each device's copy of the node."""
+    window: Window | None = None
+    """Rows of an input that are read with halos."""
+    weighs_means: bool = False
+    """Outputs are means of the parts, and are weighted by their sizes."""
+    only_first: int = -1
+    """Position of a replicated summand that only the first device adds; the others pass the other one on."""
+    overrides_shape: bool = False
+    """A Shape of a part, whose split axis is replaced by the size of the whole."""
+
+    @property
+    def is_split(self) -> bool:
+        """Return whether the devices share the work."""
+        return any(layout is not None and layout.is_split for layout in (*self.inputs, *self.outputs))
+
+
+class StrategyTable:
+    """Computes the strategies of nodes; equal nodes are computed once."""
+
+    def __init__(self, division: Division) -> None:
+        self.division = division
+
+    def whole(self, view: NodeView) -> Strategy:
+        """Return the strategy that computes a node on every device."""
+        return Strategy(
+            tuple(None if shape is None else REPLICATED for shape in view.inputs),
+            tuple(None if shape is None else REPLICATED for shape in view.outputs),
+        )
+
+    def list(
+        self,
+        view: NodeView,
+        cuts: Mapping[tuple[str, int, int], Cuts],
+        free: Mapping[tuple[str, int], tuple[bool, ...]],
+    ) -> list[Strategy]:
+        """Return the strategies of a node: first the whole one, then the split ones without duplicates.
+
+        Args:
+            view: The node.
+            cuts: ("in" or "out", position, axis) -> cuts of that axis that other nodes may ask for.
+            free: ("in" or "out", position) -> per axis, whether it may be split.
+        """
+        candidates = [self.whole(view), *self._split_strategies(view, cuts)]
+        distinct: dict[tuple[Layouts, Layouts], Strategy] = {}
+        for strategy in candidates:
+            if self._is_allowed(strategy, free):
+                distinct.setdefault((strategy.inputs, strategy.outputs), strategy)
+        return [*distinct.values()]
+
+    def _is_allowed(self, strategy: Strategy, free: Mapping[tuple[str, int], tuple[bool, ...]]) -> bool:
+        for side, layouts in (("in", strategy.inputs), ("out", strategy.outputs)):
+            for position, layout in enumerate(layouts):
+                if layout is not None and layout.is_split and not free[side, position][layout.axis]:
+                    return False
+        return True
+
+    def _split_strategies(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[Strategy]:
+        if view.node.op_type == "Shape" and view.node.domain == "":
+            yield from self._shapes(view, cuts)
+            return
+        rule = RULES.get((view.node.domain if view.node.domain != "ai.onnx" else "", view.op))
+        if rule is not None:
+            try:
+                rules = list(rule(view))
+            except (LookupError, TypeError, ValueError):
+                rules = []
+            for item in rules:
+                yield from self._by_rule(view, item, cuts)
+        if view.node.domain not in ("", "ai.onnx"):
+            return
+        if view.op in RESHAPES:
+            yield from self._reshapes(view, cuts)
+        if view.op in ("Split", "Concat"):
+            yield from self._own_axis(view, cuts)
+        if view.op in WINDOWED and view.rank() > ROW_AXIS:
+            yield from self._windows(view, cuts)
+        yield from self._partials(view)
+
+    def _by_rule(self, view: NodeView, rule: AxisRule, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[Strategy]:
+        """Yield the strategies of an axis rule, one per cut that some of its axes may have."""
+        asked: set[tuple[int, int]] = set()
+        sizes = {}
+        for side, axes, shapes in (("in", rule.inputs, view.inputs), ("out", rule.outputs, view.outputs)):
+            for position, axis in axes.items():
+                shape = shapes[position]
+                if shape is None:
+                    return
+                asked |= cuts.get((side, position, axis), frozenset())
+                sizes[side, position] = axis, shape[axis]
+        if rule.units and sizes:
+            asked.add((1, rule.units))
+        for outer, blocks in sorted(asked):
+            if rule.units and (outer > 1 or rule.units % blocks):
+                continue
+            layouts = {key: self.division.split(axis, size, outer, blocks) for key, (axis, size) in sizes.items()}
+            if any(layout is None for layout in layouts.values()):
+                continue
+            if rule.effect != "map" and not all(kind in _SUMMED_TYPES for kind in view.element_types):
+                continue
+            rest = REPLICATED if rule.effect == "map" else PARTIAL
+            outputs = tuple(
+                None if shape is None else layouts.get(("out", position), rest)
+                for position, shape in enumerate(view.outputs)
+            )
+            if rule.effect == "map" and REPLICATED in outputs:
+                continue
+            yield Strategy(
+                tuple(
+                    None if shape is None else layouts.get(("in", position), REPLICATED)
+                    for position, shape in enumerate(view.inputs)
+                ),
+                outputs,
+                edit=rule.edit,
+                weighs_means=rule.effect == "mean",
+            )
+
+    def _with_first(self, view: NodeView, source: Layout, result: Layout, edit: Edit | None) -> Strategy:
+        """Return a strategy of a node with one output, whose other inputs are replicated."""
+        others = (None if shape is None else REPLICATED for shape in view.inputs[1:])
+        return Strategy((source, *others), (result,), edit=edit)
+
+    def _reshapes(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[Strategy]:
+        source, result = view.shape(0), view.result()
+        pairs: set[tuple[Layout, Layout]] = set()
+        for layout in self._layouts("in", source, cuts):
+            if (other := reshape_layout(source, result, layout, self.division)) is not None:
+                pairs.add((layout, other))
+        for layout in self._layouts("out", result, cuts):
+            if (other := reshape_layout(result, source, layout, self.division)) is not None:
+                pairs.add((other, layout))
+        for before, after in sorted(pairs):
+            if can_reshape_parts(view, before, self.division):
+                edit = cast("Edit", set_reshape_target(before)) if view.op == "Reshape" else None
+                yield self._with_first(view, before, after, edit)
+
+    def _layouts(
+        self, side: str, shape: tuple[int, ...], cuts: Mapping[tuple[str, int, int], Cuts]
+    ) -> Iterator[Layout]:
+        """Yield the split layouts that the first input or output may have."""
+        for axis, size in enumerate(shape):
+            for outer, blocks in sorted(cuts.get((side, 0, axis), frozenset())):
+                if (layout := self.division.split(axis, size, outer, blocks)) is not None:
+                    yield layout
+
+    def _own_axis(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[Strategy]:
+        """Yield strategies that split every part of a Split or Concat along its own axis."""
+        equal = equal_parts(view)
+        if equal is None:
+            return
+        axis, parts = equal
+        is_split = view.op == "Split"
+        one = view.shape(0) if is_split else view.result()
+        asked = {
+            cut for position in range(parts) for cut in cuts.get(("out" if is_split else "in", position, axis), ())
+        }
+        for outer, blocks in cuts.get(("in" if is_split else "out", 0, axis), ()):
+            if outer % parts == 0:
+                asked.add((outer // parts, blocks))
+        for outer, blocks in sorted(asked):
+            part = self.division.split(axis, one[axis] // parts, outer, blocks)
+            if outer > 1:
+                continue  # parts that are fused themselves would interleave
+            whole = self.division.split(axis, one[axis], outer * parts, blocks)
+            if part is None or whole is None:
+                continue
+            if is_split:
+                rest = (None if shape is None else REPLICATED for shape in view.inputs[1:])
+                yield Strategy((whole, *rest), (part,) * parts, edit=set_split_sizes)
+            else:
+                yield Strategy((part,) * parts, (whole,))
+
+    def _shapes(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[Strategy]:
+        for layout in self._layouts("in", view.shape(0), cuts):
+            yield Strategy((layout,), (REPLICATED,), overrides_shape=True)
+
+    def _windows(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[Strategy]:
+        """Yield strategies by rows: of a whole input, and of one that is split by rows, with halos."""
+        division, size, result_size = self.division, view.shape(0)[ROW_AXIS], view.result()[ROW_AXIS]
+        result = division.split(ROW_AXIS, result_size)
+        if result is None:
+            return
+        found = find_window(view, result, division)
+        if found is None:
+            return
+        window, edit = found
+        rest = tuple(None if shape is None else REPLICATED for shape in view.inputs[1:])
+        yield Strategy((REPLICATED, *rest), (result,), edit=edit, window=window)
+        source = division.split(ROW_AXIS, size)
+        if source is not None:
+            yield Strategy((source, *rest), (result,), edit=edit, window=window)
+
+    def _partials(self, view: NodeView) -> Iterator[Strategy]:
+        """Yield strategies that pass summands on, for linear operators."""
+        if not all(kind in _SUMMABLE_TYPES for kind in view.element_types) or not view.outputs:
+            return
+        outputs = tuple(None if shape is None else PARTIAL for shape in view.outputs)
+        whole = tuple(None if shape is None else REPLICATED for shape in view.inputs)
+        count = len(view.inputs)
+        if view.op in _LINEAR_IN_FIRST:
+            yield Strategy((PARTIAL, *whole[1:]), outputs)
+        if view.op in _LINEAR_TOGETHER:
+            yield Strategy((PARTIAL,) * count, outputs)
+        if view.op in _BILINEAR and count == 2:
+            yield Strategy((PARTIAL, REPLICATED), outputs)
+            yield Strategy((REPLICATED, PARTIAL), outputs)
+        if view.op == "Div":
+            yield Strategy((PARTIAL, REPLICATED), outputs)
+        if view.op in ("Add", "Sub") and view.shape(0) == view.result():
+            yield Strategy((PARTIAL, REPLICATED), outputs, only_first=1)
+        if view.op == "Add" and view.shape(1) == view.result():
+            yield Strategy((REPLICATED, PARTIAL), outputs, only_first=0)

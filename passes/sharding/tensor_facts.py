@@ -1,0 +1,136 @@
+"""Shapes, element types, constants and fixed axes of a model's values, as far as sharding may rely on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from numpy.typing import NDArray
+from onnx import TensorProto, numpy_helper
+
+from onnxplace.errors import OnnxplaceError
+from onnxplace.feeds import complete_dimensions, symbols_of_dimension
+from onnxplace.model import Model, iterate_subgraphs, packed_size, read_shape_entries, value_bytes
+from onnxplace.passes.sharding.node_views import NodeView, Shape
+from onnxplace.passes.sharding.shape_folding import infer_all_shapes
+
+# Larger constants hold no shapes, axes or paddings.
+_MAX_CONSTANT_ELEMENTS = 64
+# How other sizes of symbolic dimensions are drawn: a * size + b. An axis that has the same size for all is fixed.
+_OTHER_SIZES = ((0, 2), (2, 3), (11, 17))
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """What sharding knows of the values of a model; values of unknown shape are never split."""
+
+    model: Model
+    shapes: Mapping[str, Shape]
+    """By value and initializer, at the sizes that the model is compiled for."""
+    fixed: Mapping[str, tuple[bool, ...]]
+    """Per axis, whether its size is the same whatever the symbolic dimensions are."""
+    types: Mapping[str, int]
+    """Element type by value and initializer."""
+    constants: Mapping[str, NDArray[Any]]
+    """Small integer initializers."""
+
+    @staticmethod
+    def of(model: Model) -> TensorFacts:
+        """Collect the facts of a model with bound dimensions."""
+        shapes = infer_all_shapes(model)
+        fixed = _find_fixed_axes(model, shapes)
+        types = {name: kind.tensor_type.elem_type for name, kind in model.types.items() if kind.HasField("tensor_type")}
+        constants = {}
+        for name, tensor in model.initializers.items():
+            if model.overridable(name):
+                continue
+            shapes[name] = tuple(tensor.dims)
+            fixed[name] = (True,) * len(tensor.dims)
+            types[name] = tensor.data_type
+            is_small = math.prod(tensor.dims) <= _MAX_CONSTANT_ELEMENTS
+            is_integer = tensor.data_type in (TensorProto.INT64, TensorProto.INT32)
+            if is_small and is_integer and tensor.data_location != TensorProto.EXTERNAL:
+                constants[name] = numpy_helper.to_array(tensor)
+        return TensorFacts(model, shapes, fixed, types, constants)
+
+    @cached_property
+    def opset(self) -> int:
+        """Return the version of the standard operators."""
+        return next((item.version for item in self.model.opsets if item.domain in ("", "ai.onnx")), 0)
+
+    @cached_property
+    def is_weight(self) -> frozenset[str]:
+        """Return the initializers that the caller cannot override."""
+        return frozenset(name for name in self.model.initializers if not self.model.overridable(name))
+
+    def bytes(self, name: str) -> int:
+        """Return the bytes of a value, 0 for an unknown size."""
+        kind = self.types.get(name, TensorProto.UNDEFINED)
+        if name not in self.shapes or kind in (TensorProto.STRING, TensorProto.UNDEFINED):
+            return 0
+        return packed_size(kind, self.shapes[name])
+
+    def view(self, index: int) -> NodeView | None:
+        """Return what rules see of a node; None if a shape is unknown, or for a node with subgraphs."""
+        node = self.model.nodes[index]
+        if any(True for _ in iterate_subgraphs(node)):
+            return None
+        shapes = self.shapes
+        if any(name and name not in shapes for name in (*node.input, *node.output)):
+            return None
+        return NodeView(
+            node=node,
+            inputs=tuple(shapes[name] if name else None for name in node.input),
+            outputs=tuple(shapes[name] if name else None for name in node.output),
+            opset=self.opset,
+            constants={i: self.constants[name] for i, name in enumerate(node.input) if name in self.constants},
+            element_types=tuple(self.types.get(name, 0) for name in node.output if name),
+        )
+
+    @cached_property
+    def value_bytes(self) -> dict[str, int]:
+        """Return the bytes of all values of known size."""
+        return value_bytes(self.model, self.shapes)
+
+
+def _find_fixed_axes(model: Model, shapes: Mapping[str, Shape]) -> dict[str, tuple[bool, ...]]:
+    """Return, per value, which axes keep their size when symbolic dimensions change.
+
+    An axis is fixed if shape inference says so, or finds one size for all of several very different sizes.
+    """
+    declared = {name: read_shape_entries(kind) for name, kind in model.types.items()}
+    inputs = [read_shape_entries(value.type) for value in model.inputs]
+    if all(entries is not None and all(isinstance(size, int) for size in entries) for entries in inputs):
+        return {name: (True,) * len(shape) for name, shape in shapes.items()}
+    others = [_infer_at(model, factor, offset) for factor, offset in _OTHER_SIZES]
+    fixed = {}
+    for name, shape in shapes.items():
+        entries = declared.get(name)
+        axes = []
+        for axis, size in enumerate(shape):
+            is_declared = entries is not None and len(entries) == len(shape) and entries[axis] == size
+            is_constant = all(
+                name in other and len(other[name]) == len(shape) and other[name][axis] == size for other in others
+            )
+            axes.append(is_declared or is_constant)
+        fixed[name] = tuple(axes)
+    return fixed
+
+
+def _infer_at(model: Model, factor: int, offset: int) -> dict[str, Shape]:
+    """Return the shapes at other sizes of the symbolic dimensions; empty if there are none."""
+    sizes = {
+        name: factor * size + offset + index
+        for index, (name, size) in enumerate(sorted(model.dimensions.items()))
+        if symbols_of_dimension(name) == [name]
+    }
+    try:
+        dimensions = complete_dimensions(model.dimensions, sizes)
+        other = replace(model, dimensions=MappingProxyType(dict(dimensions)), samples=MappingProxyType({}))
+        return infer_all_shapes(other)
+    except OnnxplaceError:
+        return {}
