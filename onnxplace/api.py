@@ -105,7 +105,7 @@ class InferenceSession:
             raise UsageError("S008", f"runtime {runtime!r} keeps no states", where=str(self._bundle.path), hint=hint)
         self._run_inputs = _make_states_optional(self._bundle)
         self._output_names = [item.name for item in self._bundle.outputs]
-        self._returned_names = [item.name for item in self._bundle.returned]
+        self._returned_names = [item.name for item in self._bundle.returned_outputs]
         self._state_outputs = {item.output for item in self._bundle.manifest.states}
         with use_custom_operators(custom_op_libraries):
             self._session = runtime_class().open(self._bundle, trace=trace)
@@ -119,7 +119,7 @@ class InferenceSession:
 
     def get_outputs(self) -> list[Declared]:
         """Return the outputs of `run(None, ...)`, without states: name, dtype, shape."""
-        return self._bundle.returned
+        return self._bundle.returned_outputs
 
     def run(
         self, output_names: Iterable[str] | None, input_feed: Mapping[str, Any], *, timeout: float | None = None

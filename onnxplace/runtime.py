@@ -52,20 +52,20 @@ class RuntimeSession(ABC):
     """
 
     @abstractmethod
-    def submit(self, feeds: Mapping[str, Array], also: Collection[str] = ()) -> Future[Result]:
+    def submit(self, feeds: Mapping[str, Array], states: Collection[str] = ()) -> Future[Result]:
         """Start a request with checked feeds; several requests may run at the same time.
 
-        Its result has every output except carried states, and those states that `also` names. Requests that carry
-        states run one after the other, in the order of submission. The future raises ExecutionError, naming segment
-        and device, if a segment fails, and FeedError if a state is neither fed nor stored.
+        Its result has every output except carried states. Of these it has those that `states` names. Requests that
+        carry states run one after the other, in the order of submission. The future raises ExecutionError, naming
+        segment and device, if a segment fails, and FeedError if a state is neither fed nor stored.
         """
 
-    def run(self, feeds: Mapping[str, Array], also: Collection[str] = (), timeout: float | None = None) -> Result:
+    def run(self, feeds: Mapping[str, Array], states: Collection[str] = (), timeout: float | None = None) -> Result:
         """Return the result of a request; a runtime may work in the caller's thread.
 
         Raises RunTimeoutError, and abandons the request, if there is no result within `timeout` seconds.
         """
-        future = self.submit(feeds, also)
+        future = self.submit(feeds, states)
         try:
             return future.result(timeout)
         except TimeoutError:

@@ -55,15 +55,15 @@ class OnnxRuntimeSession(RuntimeSession):
         self.finalizer.atexit = False  # the engines' own hook waits for them
         engine.start()
 
-    def submit(self, feeds: Mapping[str, Array], also: Collection[str] = ()) -> Future[Result]:
+    def submit(self, feeds: Mapping[str, Array], states: Collection[str] = ()) -> Future[Result]:
         """Start a request; blocks while as many requests are in flight as allowed."""
-        request = self.engine.request(feeds, also)
+        request = self.engine.request(feeds, states)
         self.engine.submit(request)
         return request.future
 
-    def run(self, feeds: Mapping[str, Array], also: Collection[str] = (), timeout: float | None = None) -> Result:
+    def run(self, feeds: Mapping[str, Array], states: Collection[str] = (), timeout: float | None = None) -> Result:
         """Return the result of a request; with no other in flight, do one device's part in this thread."""
-        return self.engine.run(self.engine.request(feeds, also), timeout)
+        return self.engine.run(self.engine.request(feeds, states), timeout)
 
     def reset_state(self) -> None:
         """Discard states before the next request, or at once if none is in flight."""

@@ -33,7 +33,7 @@ class SimulatedSession(RuntimeSession):
         self._trace = trace
         self._closed = False
 
-    def submit(self, feeds: Mapping[str, Array], also: Collection[str] = ()) -> Future[Result]:
+    def submit(self, feeds: Mapping[str, Array], states: Collection[str] = ()) -> Future[Result]:
         """Return the predicted timeline at once."""
         if self._closed:
             raise ExecutionError("X002", "the session is closed", where=str(self._bundle.path))

@@ -64,8 +64,8 @@ class _Session(RuntimeSession):
             for segment in bundle.manifest.segments
         ]
 
-    def submit(self, feeds: Mapping[str, Any], also: Collection[str] = ()) -> Future[Result]:
-        """Return a completed future; `also` names carried states, which this runtime does not support."""
+    def submit(self, feeds: Mapping[str, Any], states: Collection[str] = ()) -> Future[Result]:
+        """Return a completed future; `states` are carried states to return, which this runtime does not support."""
         if self._closed:
             raise ExecutionError("X901", "the session is closed")
         future: Future[Result] = Future()

@@ -132,7 +132,7 @@ class Bundle:
         return [Declared(item.name, item.dtype, item.shape) for item in self.manifest.outputs]
 
     @property
-    def returned(self) -> list[Declared]:
+    def returned_outputs(self) -> list[Declared]:
         """Return the outputs that a run returns by default: all except states."""
         state_outputs = {item.output for item in self.manifest.states}
         return [item for item in self.outputs if item.name not in state_outputs]

@@ -66,7 +66,7 @@ class Staging:
 
     def beside(self, ending: str) -> Path:
         """Return another temporary path like `folder`, removed at the end unless it is placed."""
-        return self.lease.beside(ending)
+        return self.lease.path_with_ending(ending)
 
     def place(self, folder: Path) -> None:
         """Move a finished folder, one next to `path`, to `path`; raises UsageError or ExecutionError."""
@@ -137,7 +137,7 @@ def stage_output(path: Path, force: bool) -> Iterator[Staging]:
     missing = [parent for parent in path.parents if not parent.exists()]
     try:
         with _hold_lease_next_to(path) as lease:
-            staging = Staging(lease.beside("new"), path, force, lease)
+            staging = Staging(lease.path_with_ending("new"), path, force, lease)
             try:
                 yield staging
             except OnnxplaceError as problem:
@@ -230,7 +230,7 @@ def _rename_if_free(lease: Lease, folder: Path, path: Path) -> bool:
 
 def _claim_name(lease: Lease, path: Path) -> None:
     """Create an empty folder at a free path; raises FileExistsError."""
-    moved = lease.beside(OLD_SUFFIX).exists()  # then the lease names this path already
+    moved = lease.path_with_ending(OLD_SUFFIX).exists()  # then the lease names this path already
     if not moved:
         lease.note_move(path.name)
     try:
@@ -243,7 +243,7 @@ def _claim_name(lease: Lease, path: Path) -> None:
 
 def _replace_in_two_steps(lease: Lease, folder: Path, path: Path) -> bool:
     """Move the old bundle aside, then rename a folder to `path`; the end of the lease restores a missing one."""
-    old = lease.beside(OLD_SUFFIX)
+    old = lease.path_with_ending(OLD_SUFFIX)
     shutil.rmtree(old, ignore_errors=True)  # left by a previous attempt
     lease.note_move(path.name)
     path.rename(old)

@@ -65,11 +65,10 @@ class Calibration:
 
     target: Target
     links: tuple[LinkMeasurement, ...]
-    calls: Mapping[str, CallCosts]
+    call_costs: Mapping[str, CallCosts]
     """Costs of calls, by device."""
-    together: tuple[str, ...]
-    """The CPU devices."""
-    at_once: Contention | None
+    cpu_devices: tuple[str, ...]
+    contention: Contention | None
     """Contention between CPU devices; None for fewer than two."""
     notes: tuple[str, ...]
     """Limitations of these figures."""
@@ -113,9 +112,9 @@ def calibrate(
     return Calibration(
         target=_build_target(target, links, calls, contention),
         links=tuple(links),
-        calls=calls,
-        together=_list_cpus(target),
-        at_once=contention,
+        call_costs=calls,
+        cpu_devices=_list_cpus(target),
+        contention=contention,
         notes=_list_notes(links, contention),
         seconds=time.perf_counter() - began,
     )

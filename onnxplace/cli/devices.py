@@ -96,10 +96,10 @@ def _build_calibration_json(measured: Calibration) -> dict[str, Any]:
         "seconds": measured.seconds,
         "link_model": measured.target.link_model,
         "links": [_build_link_json(link) for link in measured.links],
-        "devices": [_build_calls_json(measured, device) for device in measured.calls],
+        "devices": [_build_calls_json(measured, device) for device in measured.call_costs],
         "shared": [
-            {"devices": list(measured.together), **{name: asdict(item) for name, item in vars(slower).items()}}
-            for slower in ([measured.at_once] if measured.at_once else [])
+            {"devices": list(measured.cpu_devices), **{name: asdict(item) for name, item in vars(slower).items()}}
+            for slower in ([measured.contention] if measured.contention else [])
         ],
         "notes": list(measured.notes),
     }
@@ -112,7 +112,7 @@ def _build_calls_json(measured: Calibration, device: str) -> dict[str, Any]:
     """
     from onnxplace.target import SEGMENT_OVERHEAD_SECONDS
 
-    calls, costs = measured.calls[device], measured.target.devices[measured.target.position(device)]
+    calls, costs = measured.call_costs[device], measured.target.devices[measured.target.position(device)]
     return {
         "id": device,
         "segment_seconds": costs.segment_seconds,
@@ -149,7 +149,7 @@ def format_calibration(measured: Calibration) -> str:
                 f"{seconds * 1e6:.1f} us"
                 for seconds in (
                     device.segment_seconds,
-                    measured.calls[device.id].segment_seconds,
+                    measured.call_costs[device.id].segment_seconds,
                     SEGMENT_OVERHEAD_SECONDS,
                     device.input_seconds,
                     device.output_seconds,
@@ -160,12 +160,12 @@ def format_calibration(measured: Calibration) -> str:
     ]
     header = ("each segment", "costs", "its call, measured", "caches and copies, assumed", "each input", "each output")
     blocks.append(format_table(header, calls))
-    if measured.at_once:
+    if measured.contention:
         rows = [
             (name, f"{slower.factor:.2f}x" if slower.seen else "not seen")
-            for name, slower in vars(measured.at_once).items()
+            for name, slower in vars(measured.contention).items()
         ]
-        blocks.append(format_table((f"{', '.join(measured.together)} at once", "slower"), rows))
+        blocks.append(format_table((f"{', '.join(measured.cpu_devices)} at once", "slower"), rows))
     return "\n\n".join([*blocks, *[f"note: {note}" for note in measured.notes]])
 
 

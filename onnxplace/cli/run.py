@@ -80,7 +80,7 @@ def run(bundle: Path, inputs: Path | None, shape: str, seed: int, json_: bool, *
         require_writable(path, bundle, *([inputs] if inputs else []))
     opened = load(bundle)
     if plan.outputs:
-        require_storable(opened.returned)
+        require_storable(opened.returned_outputs)
     note_core_shortage(opened, plan.runtime)
     steps = choose_step_inputs(opened, inputs, parse_shape(shape), seed)
     summary = _run_steps(opened, steps, plan)

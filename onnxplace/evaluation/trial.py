@@ -51,7 +51,7 @@ from onnxplace.utils import write_file
 WARM_UP_SECONDS, WARM_UP_STEPS = 0.03, 2
 # Repeat until the standard error of the median is below the tolerance, but at least `least` times; stop after `repeat`
 # steps, or after these seconds.
-REPEAT_POLICY = RepeatPolicy(repeat=2000, seconds=1.0, tolerance=0.02, least=9)
+REPEAT_POLICY = RepeatPolicy(max_runs=2000, seconds=1.0, tolerance=0.02, min_runs=9)
 # Bundles take turns of this time. Reading how long threads waited takes longer than a small step, so it is done once
 # per turn.
 BURST_SECONDS = 0.01
@@ -202,7 +202,7 @@ class _TrialSession:
     @property
     def has_enough(self) -> bool:
         """Return whether the steps so far satisfy `REPEAT_POLICY`."""
-        return REPEAT_POLICY.enough(self._runs) if self._steps else False
+        return REPEAT_POLICY.has_enough(self._runs) if self._steps else False
 
     @property
     def _runs(self) -> Runs:
@@ -219,7 +219,7 @@ class _TrialSession:
         runs = self._runs
         segment_times: dict[str, list[float]] = {}
         request_times = []
-        for index in runs.calm:
+        for index in runs.undisturbed:
             events, seconds = self._steps[index]
             # It is unknown which event the wait fell into, so it is subtracted from all in proportion.
             working_share = 1 - self._waiting_shares[index]
@@ -232,7 +232,7 @@ class _TrialSession:
             step_seconds=runs.seconds,
             request_seconds=max(float(np.median(request_times)), 0.0),
             segment_seconds={name: float(np.median(times)) for name, times in segment_times.items()},
-            requests=len(runs.calm),
+            requests=len(runs.undisturbed),
             waiting=runs.waiting,
         )
 

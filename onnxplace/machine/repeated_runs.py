@@ -41,39 +41,39 @@ MIN_SECONDS = 0.25
 class Runs:
     """Times of equal runs, in their order."""
 
-    passed: Floats
+    elapsed_seconds: Floats
     """Seconds from start to end of each run."""
-    waited: Floats
+    waiting_seconds: Floats
     """Seconds of each run without a core."""
 
     @cached_property
-    def calm(self) -> Longs:
+    def undisturbed(self) -> Longs:
         """Return the indices of the undisturbed runs.
 
         If these are too few, return the less disturbed half of all runs.
         """
-        shares = self.waited / np.maximum(self.passed, 1e-9)
+        shares = self.waiting_seconds / np.maximum(self.elapsed_seconds, 1e-9)
         by_share = np.argsort(shares, kind="stable")
         min_count = min(MIN_RUNS, len(shares))
-        undisturbed = int((shares <= MAX_WAITING_SHARE).sum())
-        count = undisturbed if undisturbed >= MIN_RUNS else max(len(shares) // 2, min_count)
+        undisturbed_count = int((shares <= MAX_WAITING_SHARE).sum())
+        count = undisturbed_count if undisturbed_count >= MIN_RUNS else max(len(shares) // 2, min_count)
         return np.sort(by_share[:count]).astype(np.int64)
 
     @property
-    def own(self) -> Floats:
+    def computing_seconds(self) -> Floats:
         """Return the seconds of the undisturbed runs, without those that they waited."""
-        own: Floats = (self.passed - self.waited)[self.calm]
-        return own
+        computing_seconds: Floats = (self.elapsed_seconds - self.waiting_seconds)[self.undisturbed]
+        return computing_seconds
 
     @property
     def seconds(self) -> float:
         """Return the median of the undisturbed runs in seconds."""
-        return float(np.median(self.own))
+        return float(np.median(self.computing_seconds))
 
     @property
     def spread(self) -> float:
         """Return the median deviation from the median, as a share of it."""
-        return float(np.median(np.abs(self.own - self.seconds)) / max(self.seconds, 1e-12))
+        return float(np.median(np.abs(self.computing_seconds - self.seconds)) / max(self.seconds, 1e-12))
 
     @property
     def uncertainty(self) -> float:
@@ -82,25 +82,26 @@ class Runs:
         It is that of a normal distribution.
         """
         # 1.4826 turns a median deviation into a standard deviation; a median is 1.2533 times less exact than a mean.
-        return 1.2533 * 1.4826 * self.spread / float(np.sqrt(len(self.own)))
+        return 1.2533 * 1.4826 * self.spread / float(np.sqrt(len(self.computing_seconds)))
 
     @property
     def waiting(self) -> float:
         """Return the share of time that undisturbed runs waited for a core."""
-        return float(self.waited[self.calm].sum() / max(float(self.passed[self.calm].sum()), 1e-9))
+        waited, elapsed = self.waiting_seconds[self.undisturbed].sum(), self.elapsed_seconds[self.undisturbed].sum()
+        return float(waited / max(float(elapsed), 1e-9))
 
 
 @dataclass(frozen=True)
 class RepeatPolicy:
     """Limits for repeated runs: they end once their median is stable."""
 
-    repeat: int
+    max_runs: int
     """Highest number of runs."""
     seconds: float
     """Stop after this time, but not before `MIN_RUNS` runs."""
     tolerance: float
     """A median is stable if its standard error is below this share of it."""
-    least: int = MIN_RUNS
+    min_runs: int = MIN_RUNS
     """No median is stable before this number of runs."""
 
     def run(self, call: Callable[[], T], pool: bool) -> tuple[Runs, T]:
@@ -110,28 +111,28 @@ class RepeatPolicy:
             call: The work of one run.
             pool: Whether other threads of this process compute for the call.
         """
-        passed: list[float] = []
-        waited: list[float] = []
+        elapsed: list[float] = []
+        waiting: list[float] = []
         while True:
             delays, start = read_run_delays(pool), time.perf_counter()
             result = call()
-            passed.append(time.perf_counter() - start)
-            waited.append(min(longest_wait(delays, read_run_delays(pool)), MAX_CREDIBLE_WAITING_SHARE * passed[-1]))
+            elapsed.append(time.perf_counter() - start)
+            waiting.append(min(longest_wait(delays, read_run_delays(pool)), MAX_CREDIBLE_WAITING_SHARE * elapsed[-1]))
             # Not after each run: the statistics take longer than a small model.
-            count = len(passed)
-            if count < self.repeat and count % max(count // 8, 1):
+            count = len(elapsed)
+            if count < self.max_runs and count % max(count // 8, 1):
                 continue
-            runs = Runs(np.array(passed), np.array(waited))
-            if self.enough(runs):
+            runs = Runs(np.array(elapsed), np.array(waiting))
+            if self.has_enough(runs):
                 return runs, result
 
-    def enough(self, runs: Runs) -> bool:
+    def has_enough(self, runs: Runs) -> bool:
         """Return whether no more runs are needed."""
-        count, spent = len(runs.passed), float(runs.passed.sum())
-        if count < min(MIN_RUNS, self.repeat):
+        count, spent = len(runs.elapsed_seconds), float(runs.elapsed_seconds.sum())
+        if count < min(MIN_RUNS, self.max_runs):
             return False
-        if count >= self.repeat or spent >= self.seconds:
+        if count >= self.max_runs or spent >= self.seconds:
             return True
-        if spent < MIN_SECONDS or count < self.least:
+        if spent < MIN_SECONDS or count < self.min_runs:
             return False
         return runs.uncertainty <= self.tolerance and (runs.waiting <= BUSY_WAITING_SHARE or count >= BUSY_RUNS)

@@ -5,8 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from importlib import import_module
 from typing import Any
+
+# A thread of its own imports numba, so that numba starts on an empty stack. Python keeps frames in chunks of 16 KiB.
+# Where the end of a chunk falls into a loop of `numba.core.typeconv.rules`, each call maps and unmaps a chunk. That
+# happens by chance, below deep imports such as those of commands, and takes up to 0.2 s. An error recurs below.
+with ThreadPoolExecutor(max_workers=1) as _executor:
+    _executor.submit(import_module, "numba")
 
 import numba
 from numba.core.caching import FunctionCache

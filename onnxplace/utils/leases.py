@@ -41,7 +41,7 @@ class Lease:
     descriptor: int
     """The lock's file descriptor, which child processes may inherit; -1 on systems without locks."""
 
-    def beside(self, ending: str) -> Path:
+    def path_with_ending(self, ending: str) -> Path:
         """Return the path with this ending, which belongs to the lease."""
         return self.path.with_name(f"{self.path.name}.{ending}")
 

@@ -214,8 +214,8 @@ def collect_kernels(events: Sequence[Mapping[str, Any]], runs: Runs) -> Kernels:
     These runs are the last in the profile. Times are whole microseconds, so the mean of the middle half says more than
     the median; in runs that waited for a core, the mean of the smaller half does.
     """
-    begins = np.sort([event["ts"] for event in events if event["name"] == "model_run"])[-len(runs.passed) :]
-    counted = set(runs.calm.tolist())
+    begins = np.sort([event["ts"] for event in events if event["name"] == "model_run"])[-len(runs.elapsed_seconds) :]
+    counted = set(runs.undisturbed.tolist())
     durations: dict[str, list[int]] = {}
     output_bytes: dict[str, list[int]] = {}
     for event in events:
@@ -289,7 +289,7 @@ def _attribute_measurement(
         if size >= 0
     }
     quality = Quality(
-        runs=len(runs.own),
+        runs=len(runs.computing_seconds),
         spread=runs.spread,
         uncertainty=runs.uncertainty,
         waiting=runs.waiting,

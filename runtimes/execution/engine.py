@@ -58,13 +58,13 @@ class Engine(WorkLoop):
 
     # -- requests ------------------------------------------------------------------------------------
 
-    def request(self, feeds: Mapping[str, Array], also: Collection[str]) -> Request:
-        """Return a new request for these feeds, with the outputs `also`; raises ExecutionError in a forked process."""
+    def request(self, feeds: Mapping[str, Array], states: Collection[str]) -> Request:
+        """Return a new request that also returns these carried states; raises ExecutionError in a forked process."""
         if os.getpid() != self._process:  # checked before any use of ONNX Runtime, whose locks may be held
             message = f"the session was opened in process {self._process}, and this is a fork of it without its threads"
             hint = "open a session in each process, or start processes by 'spawn'"
             raise ExecutionError("X006", message, where=str(self.bundle.path), hint=hint)
-        output_names = self._returned_names.union(also) if also else self._returned_names
+        output_names = self._returned_names.union(states) if states else self._returned_names
         return Request(next(self._numbers), feeds, self._devices, output_names)
 
     def submit(self, request: Request) -> None:

@@ -81,7 +81,7 @@ class WorkLoop:
         self._returned_values = {
             device: [v for v in returned if producers.get(v) == device] for device in self._devices
         }
-        self._returned_names = frozenset(item.name for item in bundle.returned)
+        self._returned_names = frozenset(item.name for item in bundle.returned_outputs)
         self._outputs = [(item.name, item.value) for item in manifest.outputs]
 
     def work(self, device: PlacedDevice) -> None:

@@ -175,9 +175,9 @@ def test_leftovers_of_killed_processes_are_removed_with_a_note(run_cli, model_fi
 @pytest.mark.skipif(not LINUX, reason="locks")
 def test_files_of_a_living_process_are_not_swept(place):
     with leases.hold_lease(place) as lease:
-        lease.beside("new").mkdir()
+        lease.path_with_ending("new").mkdir()
         assert staging.sweep_output(place / "b") == []
-        assert lease.beside("new").is_dir()
+        assert lease.path_with_ending("new").is_dir()
     assert names(place) == {"model.onnx"}
 
 

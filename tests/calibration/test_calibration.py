@@ -122,7 +122,7 @@ class Replayed(RuntimeSession):
     def __init__(self, events):
         self._events = tuple(events)
 
-    def submit(self, feeds, also=()):
+    def submit(self, feeds, states=()):
         future = Future()
         future.set_result(Result({}, self._events, 1.0))
         return future

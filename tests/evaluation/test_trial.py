@@ -29,7 +29,7 @@ TWO = {"devices": "cpu:0,cpu:1", "shape": {"batch": 4}, "device_map": {"left|rel
 @pytest.fixture(autouse=True)
 def short_trials(monkeypatch):
     """Keep trials short."""
-    monkeypatch.setattr(trial, "REPEAT_POLICY", replace(trial.REPEAT_POLICY, repeat=3))
+    monkeypatch.setattr(trial, "REPEAT_POLICY", replace(trial.REPEAT_POLICY, max_runs=3))
     monkeypatch.setattr(trial, "BURST_SECONDS", 0.0)
 
 

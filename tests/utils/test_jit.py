@@ -1,5 +1,6 @@
 """What is kept of compiled kernels, and when it no longer holds."""
 
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -84,3 +85,26 @@ def test_a_loop_that_cannot_be_cached_still_runs(folder, monkeypatch):
     monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", full)
     assert compilations(folder) == (2, True)
     assert compilations(folder) == (2, True)
+
+
+def test_numba_is_imported_on_an_empty_stack_however_deep_its_importer_is():
+    """Frames are counted where numba is slow if a chunk of Python's stack ends there."""
+    script = """
+import subprocess
+import sys
+class Depth:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numba.core.typeconv.rules":
+            frame, count = sys._getframe(), 0
+            while frame := frame.f_back:
+                count += 1
+            print(count)
+sys.meta_path.insert(0, Depth())
+def descend(depth):
+    if depth:
+        return descend(depth - 1)
+    import onnxplace.utils.jit
+descend(500)
+"""
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(process.stdout) < 100

@@ -97,7 +97,7 @@ class BlockSearch:
         self.series = decompose_series(whole.problem, MAX_NODES)
         # Half of the gap is left for the costs of groups and transfers between the blocks.
         self.incumbents = [_begin_from_placers(problem, whole.max_gap / 2)[0] for problem in self.series.problems]
-        self.distinct = [self.incumbents[index] for index in self.series.forks]
+        self.distinct = [self.incumbents[index] for index in self.series.fork_indices]
 
     def search(self, deadline: float) -> None:
         """Search each block, then add up steps and bounds; time that one block leaves goes to the next."""
@@ -107,7 +107,7 @@ class BlockSearch:
                 share = (deadline - now) / (len(self.distinct) - index)
                 _search_heuristically(best, [], HEURISTIC_SHARE * share, self.seed)
                 _search_widening(best, FIRST_WIDTH, now + share)
-        self.whole.raise_bound(sum(self.incumbents[index].bound_seconds for index in self.series.which))
+        self.whole.raise_bound(sum(self.incumbents[index].bound_seconds for index in self.series.problem_indices))
         steps = [(best.device, best.order) for best in self.incumbents]
         self.whole.offer_step(*compose_blocks(self.whole.problem, self.series, steps, self._search_again))
 

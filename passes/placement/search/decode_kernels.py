@@ -82,6 +82,8 @@ class Scratch(NamedTuple):
     blame_kind: Ints
     """`NOTHING`, `AHEAD`, `FROM_HERE` or `FROM_THERE`."""
     last_input: Ints
+    sequence: Ints
+    """The number of nodes that started before, on any device."""
     ready_heap: Ints
     """[device, node]."""
     future_heap: Ints
@@ -131,6 +133,7 @@ def new_scratch(nodes: int, devices: int) -> Scratch:
         blame=ints(),
         blame_kind=ints(),
         last_input=ints(),
+        sequence=ints(),
         ready_heap=np.zeros((devices, nodes), dtype=np.int32),
         future_heap=np.zeros((devices, nodes), dtype=np.int32),
         devices=np.zeros(devices, DEVICE),
@@ -140,9 +143,11 @@ def new_scratch(nodes: int, devices: int) -> Scratch:
 def run_order(graph: OpGraph, scratch: Scratch) -> Ints:
     """Return the nodes in the order of their simulated starts.
 
-    Of those that start together on one device, those that take no time ran first.
+    Of those that start together on one device, those that take no time ran first, in the sequence of the simulation.
     """
-    return np.lexsort((graph.positions, scratch.finish, scratch.start)).astype(np.int32)
+    # Several nodes of one device have the same times only if they take none. Other ties are between devices.
+    tie = np.where(scratch.finish > scratch.start, graph.positions, scratch.sequence)
+    return np.lexsort((tie, scratch.finish, scratch.start)).astype(np.int32)
 
 
 @compiled_part
@@ -210,6 +215,7 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
             push_largest(scratch.ready_heap[d], scratch.devices[d].ready, node, scratch.key)
             scratch.devices[d].ready += 1
     now = 0.0
+    started = 0
     while True:
         # Start a node on each idle device, if one is ready.
         for d in range(devices):
@@ -233,6 +239,8 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
                     duration += _call_seconds(wiring, device, node, d)
                 scratch.start[node] = begin
                 scratch.finish[node] = begin + duration
+                scratch.sequence[node] = started
+                started += 1
                 # Note what delayed the start: the search moves nodes along this chain.
                 if scratch.devices[d].free > scratch.available[node] or (
                     scratch.devices[d].free == scratch.available[node] and scratch.last_input[node] < 0
@@ -256,82 +264,80 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
             now = min(now, min(scratch.devices[d].ends, scratch.devices[d].wake))
         if now == np.inf:
             break
-        # Finish all nodes that end now, the lowest index first, and send their values.
-        while True:
-            home = -1
-            for d in range(devices):
-                if scratch.devices[d].ends == now and (
-                    home < 0 or scratch.devices[d].running < scratch.devices[home].running
-                ):
-                    home = d
-            if home < 0:
-                break
-            node = scratch.devices[home].running
-            scratch.devices[home].running = -1
-            scratch.devices[home].ends = np.inf
-            scratch.devices[home].free = now
-            makespan = now
-            for k in range(wiring.out_starts[node], wiring.out_starts[node + 1]):
-                value = wiring.outs[k]
-                for j in range(wiring.read_starts[value], wiring.read_starts[value + 1]):
-                    reader = wiring.readers[j]
-                    destination = device[reader]
-                    arrival = now
-                    if destination != home:
-                        # A value is sent once to each device, however many nodes read it there.
-                        if scratch.devices[destination].stamp != value:
-                            scratch.devices[destination].stamp = value
-                            begin = now
-                            # Duplex links have a channel for each direction, sequential ones one for both.
-                            if wiring.link_model == 0:
-                                begin = max(
-                                    now, max(scratch.devices[home].sending, scratch.devices[destination].receiving)
-                                )
-                            elif wiring.link_model == 2:
-                                begin = max(
-                                    now,
-                                    max(
-                                        max(scratch.devices[home].sending, scratch.devices[home].receiving),
-                                        max(
-                                            scratch.devices[destination].sending, scratch.devices[destination].receiving
-                                        ),
-                                    ),
-                                )
-                            transfer_seconds = (
-                                wiring.latency[home, destination]
-                                + wiring.value_bytes[value] * wiring.per_byte[home, destination]
-                            )
-                            traffic += transfer_seconds
-                            scratch.devices[home].sending = begin + transfer_seconds
-                            scratch.devices[destination].receiving = begin + transfer_seconds
-                            scratch.devices[destination].arrival = begin + transfer_seconds
-                        arrival = scratch.devices[destination].arrival
-                    if arrival >= scratch.available[reader]:
-                        scratch.available[reader] = arrival
-                        scratch.last_input[reader] = node
-                    scratch.waiting[reader] -= 1
-                    # The last input makes the reader ready, now or when it arrives.
-                    if scratch.waiting[reader] == 0:
-                        if scratch.available[reader] <= now:
-                            push_largest(
-                                scratch.ready_heap[destination], scratch.devices[destination].ready, reader, scratch.key
-                            )
-                            scratch.devices[destination].ready += 1
-                        else:
-                            push_soonest(
-                                scratch.future_heap[destination],
-                                scratch.devices[destination].future,
-                                reader,
-                                scratch.available,
-                            )
-                            scratch.devices[destination].future += 1
-                            if scratch.devices[destination].running < 0:
-                                scratch.devices[destination].wake = min(
-                                    scratch.devices[destination].wake, scratch.available[reader]
-                                )
+        # Idle devices first start the nodes whose input arrives now: those that take no time may be next to finish.
+        woken = False
         for d in range(devices):
             if scratch.devices[d].wake <= now:
                 scratch.devices[d].wake = np.inf
+                woken = True
+        if woken:
+            continue
+        # Finish the node of lowest index that ends now, and send its values. Others follow after its device went on.
+        home = -1
+        for d in range(devices):
+            if scratch.devices[d].ends == now and (
+                home < 0 or scratch.devices[d].running < scratch.devices[home].running
+            ):
+                home = d
+        node = scratch.devices[home].running
+        scratch.devices[home].running = -1
+        scratch.devices[home].ends = np.inf
+        scratch.devices[home].free = now
+        makespan = now
+        for k in range(wiring.out_starts[node], wiring.out_starts[node + 1]):
+            value = wiring.outs[k]
+            for j in range(wiring.read_starts[value], wiring.read_starts[value + 1]):
+                reader = wiring.readers[j]
+                destination = device[reader]
+                arrival = now
+                if destination != home:
+                    # A value is sent once to each device, however many nodes read it there.
+                    if scratch.devices[destination].stamp != value:
+                        scratch.devices[destination].stamp = value
+                        begin = now
+                        # Duplex links have a channel for each direction, sequential ones one for both.
+                        if wiring.link_model == 0:
+                            begin = max(now, max(scratch.devices[home].sending, scratch.devices[destination].receiving))
+                        elif wiring.link_model == 2:
+                            begin = max(
+                                now,
+                                max(
+                                    max(scratch.devices[home].sending, scratch.devices[home].receiving),
+                                    max(scratch.devices[destination].sending, scratch.devices[destination].receiving),
+                                ),
+                            )
+                        transfer_seconds = (
+                            wiring.latency[home, destination]
+                            + wiring.value_bytes[value] * wiring.per_byte[home, destination]
+                        )
+                        traffic += transfer_seconds
+                        scratch.devices[home].sending = begin + transfer_seconds
+                        scratch.devices[destination].receiving = begin + transfer_seconds
+                        scratch.devices[destination].arrival = begin + transfer_seconds
+                    arrival = scratch.devices[destination].arrival
+                if arrival >= scratch.available[reader]:
+                    scratch.available[reader] = arrival
+                    scratch.last_input[reader] = node
+                scratch.waiting[reader] -= 1
+                # The last input makes the reader ready, now or when it arrives.
+                if scratch.waiting[reader] == 0:
+                    if scratch.available[reader] <= now:
+                        push_largest(
+                            scratch.ready_heap[destination], scratch.devices[destination].ready, reader, scratch.key
+                        )
+                        scratch.devices[destination].ready += 1
+                    else:
+                        push_soonest(
+                            scratch.future_heap[destination],
+                            scratch.devices[destination].future,
+                            reader,
+                            scratch.available,
+                        )
+                        scratch.devices[destination].future += 1
+                        if scratch.devices[destination].running < 0:
+                            scratch.devices[destination].wake = min(
+                                scratch.devices[destination].wake, scratch.available[reader]
+                            )
     return makespan, traffic
 
 

@@ -107,9 +107,10 @@ def plan_blocks(problem: PlacementProblem, budget: Budget, seed: int) -> list[Pl
     if len(problem.graph) > MAX_SERIES_NODES or len(problem.target.devices) < 2:
         return []
     chain, least = decompose_series(problem, MAX_BLOCK_NODES), problem.seconds.min(axis=0)
-    if not chain.forks or not _blocks_suffice(chain, least):
+    if not chain.fork_indices or not _blocks_suffice(chain, least):
         return []
-    share = Budget(budget.seconds / len(chain.forks), min(MAX_BLOCK_PROPOSALS, budget.proposals or MAX_BLOCK_PROPOSALS))
+    proposals = min(MAX_BLOCK_PROPOSALS, budget.proposals or MAX_BLOCK_PROPOSALS)
+    share = Budget(budget.seconds / len(chain.fork_indices), proposals)
     deadline = time.perf_counter() + budget.seconds if budget.seconds else np.inf
 
     def search_block(block: PlacementProblem) -> BlockPlan:
@@ -133,7 +134,7 @@ def _blocks_suffice(chain: BlockChain, least: Floats) -> bool:
     covered = np.zeros(len(least), dtype=bool)
     for block in chain.blocks:
         covered[block.nodes] = True
-    largest = max(len(chain.problems[index].graph) for index in chain.forks)
+    largest = max(len(chain.problems[index].graph) for index in chain.fork_indices)
     return bool(least[covered].sum() >= MIN_SERIES_WORK_SHARE * least.sum()) and 2 * largest <= len(least)
 
 

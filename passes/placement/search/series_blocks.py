@@ -40,14 +40,14 @@ class BlockChain:
     blocks: tuple[Block, ...]
     problems: tuple[PlacementProblem, ...]
     """One for all blocks that are equal."""
-    which: tuple[int, ...]
+    problem_indices: tuple[int, ...]
     """Per block, the index of its problem."""
 
     @property
-    def forks(self) -> list[int]:
+    def fork_indices(self) -> list[int]:
         """Return the indices of problems with nodes parallel to the path, small ones first."""
-        fork_indices = {index for block, index in zip(self.blocks, self.which) if block.forks}
-        return sorted(fork_indices, key=lambda index: (len(self.problems[index].graph), index))
+        indices = {index for block, index in zip(self.blocks, self.problem_indices) if block.forks}
+        return sorted(indices, key=lambda index: (len(self.problems[index].graph), index))
 
 
 def decompose_series(problem: PlacementProblem, max_nodes: int) -> BlockChain:
@@ -59,16 +59,16 @@ def decompose_series(problem: PlacementProblem, max_nodes: int) -> BlockChain:
     others are in no block. Memory is left out, and so are groups and pins across blocks. O(N log N + E).
     """
     blocks = _find_blocks(problem, max_nodes)
-    problem_index = dict[tuple[bytes, ...], int]()
-    problems, which = list[PlacementProblem](), list[int]()
+    index_by_content = dict[tuple[bytes, ...], int]()
+    problems, indices = list[PlacementProblem](), list[int]()
     for block in blocks:
         isolated = isolate_block(problem, block)
         graph = isolated.graph
         arrays = (isolated.seconds, isolated.group, isolated.pinned, graph.producer, graph.value_bytes,
                   graph.inputs.starts, graph.inputs.items)  # fmt: skip
-        which.append(problem_index.setdefault(tuple(array.tobytes() for array in arrays), len(problems)))
-        problems += [isolated][: which[-1] == len(problems)]
-    return BlockChain(tuple(blocks), tuple(problems), tuple(which))
+        indices.append(index_by_content.setdefault(tuple(array.tobytes() for array in arrays), len(problems)))
+        problems += [isolated][: indices[-1] == len(problems)]
+    return BlockChain(tuple(blocks), tuple(problems), tuple(indices))
 
 
 def _find_blocks(problem: PlacementProblem, max_nodes: int) -> list[Block]:
@@ -134,7 +134,7 @@ def compose_blocks(
     graph, group_device, interchangeable = problem.graph, problem.pinned.copy(), interchangeable_devices(problem)
     rank = np.full(len(graph), np.inf)
     position = 0
-    for block, index in zip(chain.blocks, chain.which):
+    for block, index in zip(chain.blocks, chain.problem_indices):
         (device, order), groups = plans[index], problem.group[block.nodes]
         path_device, block_device = int(group_device[groups[0]]), int(device[0])
         if block.enters and path_device >= 0 and interchangeable[path_device] == interchangeable[block_device]:

@@ -79,13 +79,13 @@ def test_the_child_process_starts_from_a_script_without_a_guard(tmp_path):
 # ---------------------------------------------------------------------------------------------- runs, waiting
 
 
-def make_runs(passed, waited) -> Runs:
-    return Runs(np.array(passed, dtype=float), np.array(waited, dtype=float))
+def make_runs(elapsed, waiting) -> Runs:
+    return Runs(np.array(elapsed, dtype=float), np.array(waiting, dtype=float))
 
 
 def test_waiting_is_taken_off_and_undisturbed_runs_count():
     runs = make_runs([1.0, 1.01, 3.0, 0.99, 9.0], [0.0, 0.0, 1.9, 0.0, 8.0])
-    assert runs.calm.tolist() == [0, 1, 3]
+    assert runs.undisturbed.tolist() == [0, 1, 3]
     assert runs.seconds == 1.0
     assert runs.waiting == 0.0
     assert runs.spread == pytest.approx(0.01)
@@ -93,18 +93,18 @@ def test_waiting_is_taken_off_and_undisturbed_runs_count():
 
 def test_if_all_runs_waited_the_less_disturbed_half_counts():
     runs = make_runs([2.0, 4.0, 3.0, 1.5, 8.0, 9.0], [1.0, 3.1, 1.9, 0.5, 7.0, 8.1])
-    assert runs.calm.tolist() == [0, 2, 3]
+    assert runs.undisturbed.tolist() == [0, 2, 3]
     assert runs.seconds == pytest.approx(1.0)
     assert runs.waiting == pytest.approx(3.4 / 6.5)
 
 
 @given(st.lists(st.tuples(st.floats(1e-6, 10), st.floats(0, 1)), min_size=1, max_size=30))
 def test_corrected_times_are_between_zero_and_the_elapsed_time(samples):
-    passed = [time for time, _ in samples]
-    runs = make_runs(passed, [time * share for time, share in samples])
-    assert 0 <= runs.seconds <= max(passed)
+    elapsed = [time for time, _ in samples]
+    runs = make_runs(elapsed, [time * share for time, share in samples])
+    assert 0 <= runs.seconds <= max(elapsed)
     assert 0 <= runs.waiting <= 1
-    assert min(len(samples), 3) <= len(runs.own) <= len(samples)
+    assert min(len(samples), 3) <= len(runs.computing_seconds) <= len(samples)
     assert runs.spread >= 0
 
 
@@ -125,30 +125,30 @@ class Clock:
 
 def test_equal_runs_stop_early(monkeypatch):
     runs, last = RepeatPolicy(100, 60.0, 0.02).run(Clock(monkeypatch, [0.1]), pool=False)
-    assert len(runs.passed) == last == 3
+    assert len(runs.elapsed_seconds) == last == 3
 
 
 def test_different_runs_are_repeated_until_the_median_is_known(monkeypatch):
     runs, _ = RepeatPolicy(1000, 600.0, 0.02).run(Clock(monkeypatch, [0.1, 0.12, 0.14] * 1000), pool=False)
-    assert 10 < len(runs.passed) < 1000
+    assert 10 < len(runs.elapsed_seconds) < 1000
     assert runs.uncertainty <= 0.02
 
 
 @pytest.mark.parametrize(("repeat", "seconds", "count"), [(7, 60.0, 7), (1, 60.0, 1), (1000, 1.0, 10), (1000, 0.0, 3)])
 def test_repeating_ends_at_the_limit_of_runs_or_time(monkeypatch, repeat, seconds, count):
     clock = Clock(monkeypatch, [0.05, 0.15] * 500)
-    assert len(RepeatPolicy(repeat, seconds, 0.0).run(clock, pool=False)[0].passed) == count
+    assert len(RepeatPolicy(repeat, seconds, 0.0).run(clock, pool=False)[0].elapsed_seconds) == count
 
 
 def test_a_wait_longer_than_the_run_leaves_some_time(monkeypatch):
     runs, _ = RepeatPolicy(5, 60.0, 0.02).run(Clock(monkeypatch, [0.2], [0.7]), pool=False)
-    assert runs.own.min() > 0
+    assert runs.computing_seconds.min() > 0
     assert runs.seconds == pytest.approx(0.02)
 
 
 def test_on_a_busy_machine_more_runs_are_made(monkeypatch):
     runs, _ = RepeatPolicy(1000, 60.0, 0.02).run(Clock(monkeypatch, [0.2], [0.1]), pool=False)
-    assert len(runs.passed) == 15
+    assert len(runs.elapsed_seconds) == 15
     assert runs.seconds == pytest.approx(0.1)
 
 

@@ -46,7 +46,7 @@ def test_the_sum_of_blocks_bounds_every_step(state, max_nodes):
     problem = placement_problem(state)
     blocks_in_series = decompose_series(problem, max_nodes)
     bounds = [search_block(block)[0] for block in blocks_in_series.problems]
-    assert sum(bounds[index] for index in blocks_in_series.which) <= brute_force(problem) * (1 + 1e-9)
+    assert sum(bounds[index] for index in blocks_in_series.problem_indices) <= brute_force(problem) * (1 + 1e-9)
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
@@ -110,8 +110,8 @@ def test_equal_blocks_are_one_problem():
     blocks_in_series = decompose_series(placement_problem(forks(30)), 10)
     assert len(blocks_in_series.blocks) == 31  # the first node, then the forks
     assert len(blocks_in_series.problems) == 2
-    assert blocks_in_series.which == (0, *[1] * 30)
-    assert blocks_in_series.forks == [1]
+    assert blocks_in_series.problem_indices == (0, *[1] * 30)
+    assert blocks_in_series.fork_indices == [1]
 
 
 def test_a_path_without_parallel_nodes_is_one_block():
@@ -170,7 +170,7 @@ def test_a_conflict_between_blocks_is_solved_again():
     first_plan, fork_plan = np.zeros(1, dtype=np.int32), np.array([0, 1, 0, 0], dtype=np.int32)
     nodes = np.arange(4, dtype=np.int32)
     plans = [
-        (first_plan, nodes[:1]) if index not in blocks_in_series.forks else (fork_plan, nodes)
+        (first_plan, nodes[:1]) if index not in blocks_in_series.fork_indices else (fork_plan, nodes)
         for index in range(len(blocks_in_series.problems))
     ]
     device, _ = compose_blocks(problem, blocks_in_series, plans, solve_again)
