@@ -11,7 +11,8 @@ from functools import partial
 import numpy as np
 
 from onnxplace.model import captured_names, iterate_subgraphs
-from onnxplace.passes.sharding.elimination import Factor, Solution, Table, minimise, order_factor
+from onnxplace.passes.sharding.cost_tables import Factor, Table, order_factor
+from onnxplace.passes.sharding.elimination import Solution, minimise
 from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
 from onnxplace.passes.sharding.space import StrategySpace
