@@ -21,7 +21,7 @@ from onnxplace.bundle import (
     FileRecord,
     describe_linked_file,
 )
-from onnxplace.facts import Segment, Segments
+from onnxplace.facts import Segment, Segments, Shards
 from onnxplace.model import Model, WeightFile, find_scales_to_protect
 from onnxplace.passes.segments.boundary import infer_boundary_types
 from onnxplace.passes.segments.fill_manifest import build_manifest
@@ -58,7 +58,8 @@ def write_bundle_files(state: State, path: Path, pipeline: str, costs: str, link
         for segment, name, scales in zip(segments, ids, protected_scales):
             proto = _segment_bytes(model, segment, name, weights, types, scales)
             folder.write(f"{SEGMENTS_FOLDER}/{name}.onnx", proto)
-        folder.write(WHOLE_MODEL_FILE, model.whole_proto(weights).SerializeToString())
+        whole = state[Shards].whole or model if Shards in state else model
+        folder.write(WHOLE_MODEL_FILE, whole.whole_proto(weights).SerializeToString())
     record = FileRecord(sha256=weights.digest, bytes=weights.bytes_written)
     folder.records[f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"] = record
     folder.write(COSTS_FILE, costs.encode())

@@ -9,18 +9,19 @@ from types import MappingProxyType
 import numpy as np
 
 from onnxplace.errors import Diagnostic
-from onnxplace.facts import Profile, ShardedKind, Shards
+from onnxplace.facts import Profile, ShardedKind, Shards, SplitState
 from onnxplace.graph import Floats
 from onnxplace.model import Model, tensor_size
 from onnxplace.passes.sharding.choice import Choice, ChoiceProblem, is_sharded
 from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
 from onnxplace.passes.sharding.layouts import PARTIAL, Division, Layout
-from onnxplace.passes.sharding.rewrite import write_sharded_model
+from onnxplace.passes.sharding.rewrite import ShardedModel, write_sharded_model
 from onnxplace.passes.sharding.scale_profile import scale_profile
 from onnxplace.passes.sharding.shard_map import restrict_space
 from onnxplace.passes.sharding.space import StrategySpace, build_space
 from onnxplace.passes.sharding.strategies import Strategy
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
+from onnxplace.passes.sharding.whole_model import build_whole_model
 from onnxplace.passes.sharding.work_costs import WorkCosts, peak_rates
 from onnxplace.problem import device_seconds, placement_problem
 from onnxplace.state import State
@@ -130,10 +131,24 @@ def _apply(state: State, candidate: _Candidate) -> State:
         kinds=kinds,
         exchanges=MappingProxyType(dict(sharded.exchanges)),
         lower_bound_seconds=candidate.choice.lower_bound_seconds,
-        split_states=MappingProxyType(dict(sharded.split_states)),
+        split_states=_split_states(sharded, candidate.space),
+        whole=build_whole_model(state[Model], sharded, candidate.space.division),
     )
     notes = [_note(candidate, shards), *unsplit]
     return state.having(sharded.model, profile, shards).saying(*notes)
+
+
+def _split_states(sharded: ShardedModel, space: StrategySpace) -> tuple[SplitState, ...]:
+    states = []
+    for name, parts in sharded.split_states.items():
+        layout, shape = parts.layout, space.facts.shapes.get(name, ())
+        sizes: tuple[int, ...] = ()
+        if layout.is_split:
+            devices = range(space.division.count)
+            sizes = tuple(space.division.local_size(layout, shape[layout.axis], device) for device in devices)
+        axis = layout.axis if layout.is_split else -1
+        states.append(SplitState(name, parts.output, axis, parts.inputs, parts.outputs, sizes))
+    return tuple(states)
 
 
 def _note(candidate: _Candidate, shards: Shards) -> Diagnostic:

@@ -60,7 +60,12 @@ class _Spreader:
         self._facts, self._division = facts, division
         self._table = StrategyTable(division)
         nodes = facts.model.nodes
-        self._views = [None if is_unrepeatable(node) else facts.view(index) for index, node in enumerate(nodes)]
+        # Outputs that are initializers: their nodes stand for the initializer itself, which stays whole.
+        returned = set(facts.model.sources.values())
+        self._views = [
+            None if is_unrepeatable(node) or returned.intersection(node.output) else facts.view(index)
+            for index, node in enumerate(nodes)
+        ]
         self._kinds = self._number_kinds()
         self._cuts = {name: self._first_cuts(name) for name in facts.shapes}
         self._users: dict[str, list[int]] = defaultdict(list)
