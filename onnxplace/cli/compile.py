@@ -156,6 +156,7 @@ def _build_json(compiled: Compiled) -> dict[str, Any]:
         "predicted": manifest.predicted.model_dump(),
         "trial": manifest.trial.model_dump() if manifest.trial else None,
         "repeats": [repeat.model_dump() for repeat in manifest.repeats],
+        "sharding": manifest.sharding.model_dump() if manifest.sharding else None,
         "devices": [device.model_dump() for device in manifest.devices],
         "segments": len(manifest.segments),
         "transfers": manifest.transfers,
