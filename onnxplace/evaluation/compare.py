@@ -197,7 +197,10 @@ def _require_same_interface(bundle: Bundle, session: Any, where: str, split_stat
         part = bundle_inputs[parts[0]]
         for item in parts:
             del bundle_inputs[item]
-        bundle_inputs[name] = replace(part, name=name, shape=None)  # the split axis is longer than that of the part
+        # The split axis is longer than that of the part: it is taken from the model.
+        sizes = model_inputs[name].shape if name in model_inputs else []
+        shape = [size if isinstance(size, int) else str(size) for size in sizes]
+        bundle_inputs[name] = replace(part, name=name, shape=tuple(shape))
     if unmatched := sorted(model_inputs.keys() ^ bundle_inputs.keys()):
         raise ModelError("M030", f"its inputs differ: {', '.join(unmatched)}", where=where, hint=hint)
     for name, declared in bundle_inputs.items():

@@ -338,7 +338,7 @@ class _Writer:
                 continue
             layout = self._choice.states[name]
             self._layouts[name] = layout
-            parts = tuple(self._name(self._part_name(name, layout, device)) for device in self._devices)
+            parts = tuple(self._name(f"{name}/state{device}") for device in self._devices)
             for device, part in enumerate(parts):
                 self._parts[name, layout, device] = part
             split[name] = parts
@@ -516,7 +516,7 @@ class _Writer:
                 continue
             name = input_of[output.name]
             layout = self._choice.states[name]
-            results = [self._name(self._part_name(output.name, layout, device)) for device in self._devices]
+            results = [self._name(f"{output.name}/state{device}") for device in self._devices]
             for device, (part, result) in enumerate(zip(split_inputs[name], results)):
                 returned[result] = self.get(source, layout, device), device
                 states[part] = result
