@@ -177,6 +177,8 @@ class Shards:
     """Per node, the index of the device that it is a part for; -1 for free nodes."""
     ways: int = 1
     """Number of devices that share operators; 1 if none are split."""
+    stages: int = 1
+    """Number of pipeline stages, each on a group of `ways` devices."""
     kinds: tuple[ShardedKind, ...] = ()
     """What was split how, the most expensive first."""
     exchanges: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
@@ -186,7 +188,9 @@ class Shards:
     split_states: tuple[SplitState, ...] = ()
     """Carried states, each of which lies in parts on the devices."""
     whole: Model | None = None
-    """The unsharded model, with the inputs, outputs and weights of the sharded one; None if nothing is split."""
+    """The unsharded model, with the inputs and outputs of the sharded one; None if nothing is split."""
+    whole_of_parts: Model | None = None
+    """The same, with the weights of the sharded model, which it puts together."""
 
     def check(self, state: State) -> None:
         """Raise ValueError unless every node has a device of the target, or none."""

@@ -136,6 +136,8 @@ class ShardingRecord(Record):
 
     ways: Annotated[int, Field(ge=2)]
     """Number of devices that share operators."""
+    stages: Annotated[int, Field(ge=1)] = 1
+    """Number of pipeline stages, each on a group of `ways` devices."""
     exchanges: dict[str, int]
     """Kind of exchange -> number."""
     kinds: tuple[ShardedKindRecord, ...]

@@ -70,6 +70,7 @@ def _build_shard(settings: CompileSettings) -> list[PassSpec]:
         return []
     options = {
         "ways": str(ways or ""),
+        "stages": "0" if settings.objective == "throughput" else "",
         "weights": "least" if settings.objective == "fit" else "",
         "map": settings.shard_map_text,
     }

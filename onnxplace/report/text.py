@@ -119,7 +119,8 @@ def _format_sharding(sharding: ShardingRecord | None) -> list[str]:
     for kind in sharding.kinds:
         by_op.setdefault(kind.op, []).append(kind)
     total = sum(kind.seconds for kind in sharding.kinds)
-    lines = [f"operators split over {sharding.ways} devices: {exchanges}"]
+    stages = f" in each of {sharding.stages} stages" if sharding.stages > 1 else ""
+    lines = [f"operators split over {sharding.ways} devices{stages}: {exchanges}"]
     ranked = sorted(by_op.items(), key=lambda item: -sum(kind.seconds for kind in item[1]))
     for op, kinds in ranked[:MAX_SHARDED_LINES]:
         share = sum(kind.seconds for kind in kinds) / total if total else 0.0

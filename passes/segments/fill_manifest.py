@@ -129,6 +129,7 @@ def _sharding_record(state: State) -> ShardingRecord | None:
     shards = state[Shards]
     return ShardingRecord(
         ways=shards.ways,
+        stages=shards.stages,
         exchanges=dict(shards.exchanges),
         kinds=tuple(ShardedKindRecord(**asdict(kind)) for kind in shards.kinds),
         states=tuple(SplitStateRecord(**asdict(item)) for item in shards.split_states),

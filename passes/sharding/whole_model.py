@@ -14,17 +14,18 @@ from onnxplace.passes.sharding.layouts import Division, Layout
 from onnxplace.passes.sharding.rewrite import ShardedModel, StateLayout
 
 
-def build_whole_model(model: Model, sharded: ShardedModel, division: Division) -> Model:
+def build_whole_model(model: Model, sharded: ShardedModel, division: Division, *, from_parts: bool) -> Model:
     """Return a model that computes what the original does.
 
-    It puts weights together from their parts, so that the bundle stores each byte once. Carried states are taken and
-    returned in the same parts as by the sharded model.
+    Carried states are taken and returned in the same parts as by the sharded model. With `from_parts`, weights are put
+    together from their parts, so that a bundle stores each byte once.
     """
-    return _WholeModel(model, sharded, division).build()
+    return _WholeModel(model, sharded, division, from_parts).build()
 
 
 class _WholeModel:
-    def __init__(self, model: Model, sharded: ShardedModel, division: Division) -> None:
+    def __init__(self, model: Model, sharded: ShardedModel, division: Division, from_parts: bool) -> None:
+        self._weight_parts = sharded.weight_parts if from_parts else {}
         self._model, self._sharded, self._division = model, sharded, division
         self._opset = next((item.version for item in model.opsets if item.domain in ("", "ai.onnx")), 0)
         self._weights: dict[str, TensorProto] = {}
@@ -34,7 +35,7 @@ class _WholeModel:
     def build(self) -> Model:
         model, sharded = self._model, self._sharded
         for name, tensor in model.initializers.items():
-            parts = sharded.weight_parts.get(name)
+            parts = self._weight_parts.get(name)
             if parts is None:
                 self._weights[name] = tensor
                 continue
