@@ -17,6 +17,7 @@ from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorPr
 
 from onnxplace.feeds import Array, Declared, random_feeds, resolve_shapes
 from onnxplace.model.nested_graphs import iterate_reads
+from onnxplace.model.tensor_parts import embed_part
 from onnxplace.model.tensors import Fingerprint, strip_data, tensor_size
 from onnxplace.model.value_types import format_type, read_shape_entries
 from onnxplace.model.weights import WeightFile
@@ -176,6 +177,8 @@ class Model:
         tensors = list(self.initializers.values())
         if weights:
             tensors = [weights.place(tensor, self.folder) for tensor in tensors]
+        else:
+            tensors = [embed_part(tensor, self.folder) for tensor in tensors]
         return self.proto(nodes, tensors, self.inputs, [*self.outputs, *more])
 
     @property

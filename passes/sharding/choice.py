@@ -174,7 +174,7 @@ class _Network:
         state_of_output = {model.sources.get(out, out): name for name, out in model.states.items()}
         for name in model.states:
             wants = {layout for index in readers[name] for want in self._wants(index, name) for layout in want}
-            layouts = [REPLICATED, *sorted(layout for layout in wants if layout.is_split)]
+            layouts = [REPLICATED, *sorted(layout for layout in wants if layout.is_split and layout.outer == 1)]
             self._state_layouts[name] = self._new_variable(len(layouts)), layouts
         for value in model.inputs:
             if value.name in weights:

@@ -43,6 +43,28 @@ class NodeOrigin:
 
 
 @dataclass(frozen=True)
+class StateLayout:
+    """The parts of a carried state."""
+
+    output: str
+    """The output of the original model that becomes the state."""
+    layout: Layout
+    inputs: tuple[str, ...]
+    """Inputs that hold the parts, by device."""
+    outputs: tuple[str, ...]
+    """Outputs that become the parts, by device."""
+
+
+@dataclass(frozen=True)
+class WeightParts:
+    """The parts of a weight, which together hold all its bytes."""
+
+    layout: Layout
+    names: tuple[str, ...]
+    """By device."""
+
+
+@dataclass(frozen=True)
 class ShardedModel:
     """A model whose nodes are parts of operators, with the device of each."""
 
@@ -51,8 +73,10 @@ class ShardedModel:
     """Per node."""
     exchanges: Mapping[str, int]
     """Number of exchanges by kind: all-gather, all-to-all, reduce-scatter, all-reduce, halo."""
-    split_states: Mapping[str, tuple[str, ...]]
-    """Carried state (input name) -> names of its parts, by device."""
+    split_states: Mapping[str, StateLayout]
+    """Carried state (input name) -> how its parts lie on the devices."""
+    weight_parts: Mapping[str, WeightParts]
+    """Weight -> its parts, for weights that all devices hold parts of."""
 
 
 def write_sharded_model(space: StrategySpace, choice: Choice, costs: ExchangeCosts) -> ShardedModel:
@@ -291,6 +315,18 @@ class _Writer:
             self._add_node(index, strategy)
         return self._finish(split_inputs)
 
+    def _weight_parts(self) -> dict[str, WeightParts]:
+        """Return, for weights that are only there in parts, one complete set of parts."""
+        complete: dict[str, WeightParts] = {}
+        for name, layout, _ in self._parts:
+            if name not in self._facts.is_weight or name in self._weights or name in complete:
+                continue
+            names = [self._parts.get((name, layout, device)) for device in self._devices]
+            present = [part for part in names if part is not None]
+            if len(present) == len(names):
+                complete[name] = WeightParts(layout, tuple(present))
+        return complete
+
     def _add_inputs(self) -> dict[str, tuple[str, ...]]:
         """Make the inputs available on every device; return the parts of carried states."""
         split: dict[str, tuple[str, ...]] = {}
@@ -302,7 +338,7 @@ class _Writer:
                 continue
             layout = self._choice.states[name]
             self._layouts[name] = layout
-            parts = tuple(self._name(self._part_name(name, layout, device)) for device in self._devices)
+            parts = tuple(self._name(f"{name}/state{device}") for device in self._devices)
             for device, part in enumerate(parts):
                 self._parts[name, layout, device] = part
             split[name] = parts
@@ -470,6 +506,7 @@ class _Writer:
         outputs: list[ValueInfoProto] = []
         returned: dict[str, tuple[str, int]] = {}
         states: dict[str, str] = {}
+        state_layouts: dict[str, StateLayout] = {}
         input_of = {output: name for name, output in model.states.items()}
         for output in model.outputs:
             source = model.sources.get(output.name, output.name)
@@ -479,11 +516,12 @@ class _Writer:
                 continue
             name = input_of[output.name]
             layout = self._choice.states[name]
-            for device, part in enumerate(split_inputs[name]):
-                result = self._name(self._part_name(output.name, layout, device))
+            results = [self._name(f"{output.name}/state{device}") for device in self._devices]
+            for device, (part, result) in enumerate(zip(split_inputs[name], results)):
                 returned[result] = self.get(source, layout, device), device
                 states[part] = result
                 outputs.append(self._part_info(output, result, layout, source, device))
+            state_layouts[name] = StateLayout(output.name, layout, split_inputs[name], tuple(results))
         inputs: list[ValueInfoProto] = []
         for value in model.inputs:
             if value.name in model.initializers:
@@ -499,6 +537,7 @@ class _Writer:
         self._name_results(returned)
         nodes, origins = _drop_unused(self._nodes, self._origins, set(returned))
         read = {name for node in nodes for name in iterate_reads(node)} | {value.name for value in inputs}
+        weight_parts = self._weight_parts()
         sharded = replace(
             model,
             nodes=tuple(nodes),
@@ -508,7 +547,15 @@ class _Writer:
             states=MappingProxyType(states),
         )
         exchanges = {kind: len(keys) for kind, keys in sorted(self._exchanges.items())}
-        return ShardedModel(sharded, tuple(origins), exchanges, MappingProxyType(dict(split_inputs)))
+        return ShardedModel(
+            model=sharded,
+            origins=tuple(origins),
+            exchanges=exchanges,
+            split_states=MappingProxyType(state_layouts),
+            weight_parts=MappingProxyType(
+                {name: parts for name, parts in weight_parts.items() if read.issuperset(parts.names)}
+            ),
+        )
 
     def _name_results(self, returned: Mapping[str, tuple[str, int]]) -> None:
         """Give returned values the names that the outputs have; copy those that are returned twice."""
