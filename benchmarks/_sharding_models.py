@@ -52,7 +52,7 @@ def _recurrent_model(torch: Any, _: Any) -> tuple[Any, tuple[Any, ...]]:
 def _Wrapped(torch: Any, model: Any, call: Callable[[Any, Any], Any]) -> Any:  # noqa: N802 - it returns a module
     """Return a module with one input and one output."""
 
-    class Wrapped(torch.nn.Module):  # type: ignore[misc, name-defined]
+    class Wrapped(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.model = model
@@ -135,12 +135,15 @@ class _Builder:
 
 
 def write_transformer(name: str, path: Path, batch: int, tokens: int, past: int) -> dict[str, str]:
-    """Write a transformer with weights in a sparse file; return its carried states, output by input."""
+    """Write a transformer with weights in a sparse file; return its carried states, output by input.
+
+    Caches have a symbolic size, `past`.
+    """
     sizes, build = TRANSFORMERS[name], _Builder(path)
     head = sizes.width // sizes.heads
     build.ints("heads", [0, 0, -1, head])
     build.ints("flat", [0, 0, -1])
-    value, states, cached = "x", dict[str, str](), []
+    value, states = "x", dict[str, str]()
     for layer in range(sizes.layers):
         value = _attention(build, sizes, f"layer{layer}", value, past, states)
         value = _feed_forward(build, sizes, f"layer{layer}", value)
@@ -149,10 +152,9 @@ def write_transformer(name: str, path: Path, batch: int, tokens: int, past: int)
     inputs = [helper.make_tensor_value_info("x", half, shape)]
     outputs = [helper.make_tensor_value_info("y", half, shape)]
     for source, output in states.items():
-        cache = [batch, sizes.kv_heads, past, head]
+        cache = [batch, sizes.kv_heads, "past", head]
         inputs.append(helper.make_tensor_value_info(source, half, cache))
-        outputs.append(helper.make_tensor_value_info(output, half, [*cache[:2], past + tokens, head]))
-        cached.append(source)
+        outputs.append(helper.make_tensor_value_info(output, half, [*cache[:2], "present", head]))
     graph = helper.make_graph(build.nodes, name, inputs, outputs, build.weights)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11), path)
     with open(f"{path}.data", "wb") as stream:

@@ -103,7 +103,9 @@ def simulate(case: tuple[str, int, int, int], folder: Path) -> Iterable[list[str
     report_progress(f"{name}, batch {batch}, {tokens} tokens, {past} past")
     path = folder / f"{name}-{batch}-{tokens}-{past}.onnx"
     states = write_transformer(name, path, batch, tokens, past)
-    model = bind_states(bind(load(path), {}, {}), {output: source for source, output in states.items()})
+    model = bind_states(
+        bind(load(path), {"past": past} if past else {}, {}), {output: source for source, output in states.items()}
+    )
     for link in LINKS:
         cells = []
         for ways in (2, 4, 8):
