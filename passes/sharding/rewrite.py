@@ -21,7 +21,7 @@ from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
 from onnxplace.passes.sharding.node_views import LocalNode, NodeView
 from onnxplace.passes.sharding.shard_weights import shard_weight
-from onnxplace.passes.sharding.space import StrategySpace, is_unrepeatable
+from onnxplace.passes.sharding.space import StrategySpace
 from onnxplace.passes.sharding.strategies import Strategy
 from onnxplace.passes.sharding.windows import ROW_AXIS
 from onnxplace.passes.sharding.work_costs import local_shapes
@@ -349,7 +349,7 @@ class _Writer:
         for name, layout in zip(node.output, strategy.outputs):
             if name and layout is not None:
                 self._layouts[name] = layout
-        if is_unrepeatable(node):
+        if index in self._space.single:
             self._add_single(index)
             return
         for device in self._devices:
