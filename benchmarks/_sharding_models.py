@@ -152,7 +152,7 @@ def write_transformer(name: str, path: Path, batch: int, tokens: int, past: int)
     inputs = [helper.make_tensor_value_info("x", half, shape)]
     outputs = [helper.make_tensor_value_info("y", half, shape)]
     for source, output in states.items():
-        cache = [batch, sizes.kv_heads, "past", head]
+        cache: list[int | str | None] = [batch, sizes.kv_heads, "past", head]
         inputs.append(helper.make_tensor_value_info(source, half, cache))
         outputs.append(helper.make_tensor_value_info(output, half, [*cache[:2], "present", head]))
     graph = helper.make_graph(build.nodes, name, inputs, outputs, build.weights)
