@@ -50,7 +50,7 @@ def compile(  # noqa: A001
     - `device_map`: {"encoder.*": "cpu:0"} or a file, `colocate`: regular expressions, `strict`: fail if a device
       is idle.
     - `shard`: "auto", "off", or how many devices may share an operator; `shard_map`: {"layers.*": "columns"} or a
-      file (docs/sharding.md).
+      file (docs/sharding.md); `shard_metadata`: write the layouts into the bundle's whole model too.
     - `costs`: a cost file; `save_costs`: path of a new one; `cache`: whether earlier measurements may be used; `trial`:
       whether the bundle is run for a moment, so that predictions use measured segments (docs/costs.md).
     - `state`: outputs that are inputs of the next call, {"present.*": "past.*"} or texts "OUT=IN", each `*` standing

@@ -44,9 +44,11 @@ class Shard(Pass):
     """Use exactly `ways` devices, even where fewer, or one alone, are expected to be faster."""
     weights: Literal["fit", "least"] = "fit"
     """`fit`: split weights as far as the memory of the devices demands. `least`: split as many as possible."""
+    metadata: bool = False
+    """Write the layouts into the bundle's whole model too, in ONNX's own sharding specifications."""
     map: str = ""
     """How to split the nodes that a regular expression matches: a JSON file, or text, {"layers.*": "columns"}."""
 
     def run(self, state: State) -> State:
-        options = ShardingOptions(self.ways, self.stages, self.exact, self.weights, self.map)
+        options = ShardingOptions(self.ways, self.stages, self.exact, self.weights, self.metadata, self.map)
         return shard_state(state, options)

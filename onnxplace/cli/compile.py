@@ -90,6 +90,11 @@ if TYPE_CHECKING:
     metavar="JSON",
     help='How to split which nodes: \'{"layers.*.mlp.*": "columns"}\', or a file (docs/sharding.md).',
 )
+@click.option(
+    "--shard-metadata",
+    is_flag=True,
+    help="Write the layouts into segments/whole.onnx, as ONNX describes them.",
+)
 @seed_option
 @click.option("--strict", is_flag=True, help="Fail if a requested device is idle.")
 @click.option(

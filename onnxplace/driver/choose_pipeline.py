@@ -72,6 +72,7 @@ def _build_shard(settings: CompileSettings) -> list[PassSpec]:
         "ways": str(ways or ""),
         "stages": "0" if settings.objective == "throughput" else "",
         "weights": "least" if settings.objective == "fit" else "",
+        "metadata": "true" if settings.shard_metadata else "",
         "map": settings.shard_map_text,
     }
     return [PassSpec("shard", _drop_empty(options))]

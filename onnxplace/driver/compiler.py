@@ -146,7 +146,12 @@ def _run_pipeline(steps: Pipeline, state: State, settings: CompileSettings) -> t
     compile_loops(step.name for step in steps.passes)
     state, second = run_slice(state, measures, measures + 1)
     placed, third = place_or_shard(
-        steps, state, measures + 1, compare=settings.chooses_sharding, observer=settings.observer
+        steps,
+        state,
+        measures + 1,
+        compare=settings.chooses_sharding,
+        metadata=settings.shard_metadata,
+        observer=settings.observer,
     )
     unused = report_idle_devices(placed.state)
     if settings.strict:

@@ -39,6 +39,7 @@ class CompileOptions(TypedDict, total=False):
     colocate: Sequence[str]
     shard: str | int
     shard_map: str | Path | Mapping[str, str] | None
+    shard_metadata: bool
     seed: int
     strict: bool
     force: bool
@@ -69,6 +70,7 @@ class CompileSettings:
     colocate: Sequence[str] = ()
     shard: str | int = "auto"
     shard_map: str | Path | Mapping[str, str] | None = None
+    shard_metadata: bool = False
     seed: int = 0
     strict: bool = False
     force: bool = False

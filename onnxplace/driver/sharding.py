@@ -37,18 +37,19 @@ class PlacedModel:
 
 
 def place_or_shard(
-    steps: Pipeline, state: State, first: int, *, compare: bool, observer: Observer | None
+    steps: Pipeline, state: State, first: int, *, compare: bool, metadata: bool, observer: Observer | None
 ) -> tuple[PlacedModel, tuple[Timing, ...]]:
     """Run the passes of a pipeline from position `first` on, except the last one, which emits.
 
-    With `compare`, they also run after the pass `shard`, and the result with the shorter predicted step is kept.
+    `metadata` asks the pass `shard` for ONNX's sharding specifications. With `compare`, they also run after the pass
+    `shard`, and the result with the shorter predicted step is kept.
     A placement that does not fit gives way to a sharded one that does.
     """
     if not compare or len(state.target.devices) < 2:
         placed, timings = _run(steps, state, first, observer)
         is_sharded = Shards in placed and placed[Shards].ways > 1
         return PlacedModel(steps, placed, state if is_sharded else None), timings
-    sharding = _insert_shard(steps, first)
+    sharding = _insert_shard(steps, first, PassSpec(SHARD, {"metadata": "true"} if metadata else {}))
     sharded, sharding_times = _run_until(sharding, state, first, first + 1, observer)
     if sharded[Shards].ways == 1:
         placed, timings = _run(steps, state, first, observer)
@@ -84,13 +85,13 @@ def _run_until(
     return Pipeline(steps.passes[first:end]).run(state, report)
 
 
-def _insert_shard(steps: Pipeline, position: int) -> Pipeline:
+def _insert_shard(steps: Pipeline, position: int, spec: PassSpec) -> Pipeline:
     """Return a pipeline that splits operators before it places them; its bundle records that."""
     emit: Any = steps.passes[-1]
     specs = [*parse_pipeline(emit.pipeline)]
-    specs.insert(position, PassSpec(SHARD))
+    specs.insert(position, spec)
     emit = replace(emit, pipeline=format_pipeline(specs))
-    return Pipeline((*steps.passes[:position], make_pass(SHARD), *steps.passes[position:-1], emit))
+    return Pipeline((*steps.passes[:position], make_pass(SHARD, spec.options), *steps.passes[position:-1], emit))
 
 
 def _is_better(parts: State, whole: State) -> bool:

@@ -13,7 +13,16 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 import onnx
-from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TypeProto, ValueInfoProto
+from onnx import (
+    DeviceConfigurationProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    OperatorSetIdProto,
+    TensorProto,
+    TypeProto,
+    ValueInfoProto,
+)
 
 from onnxplace.feeds import Array, Declared, random_feeds, resolve_shapes
 from onnxplace.model.nested_graphs import iterate_reads
@@ -75,6 +84,8 @@ class Model:
     """Carried state: input name -> name of the output whose value it takes in the next call."""
     removed: tuple[str, ...] = ()
     """Names of the nodes that optimisation removed, in their order."""
+    device_configurations: tuple[DeviceConfigurationProto, ...] = ()
+    """ONNX's own description of devices, which sharding specifications of nodes refer to."""
     weights_files: Mapping[Path, Fingerprint] = field(default_factory=lambda: MappingProxyType({}))
     """Files of external data, with their fingerprints when the model was read."""
 
@@ -179,7 +190,9 @@ class Model:
             tensors = [weights.place(tensor, self.folder) for tensor in tensors]
         else:
             tensors = [embed_part(tensor, self.folder) for tensor in tensors]
-        return self.proto(nodes, tensors, self.inputs, [*self.outputs, *more])
+        proto = self.proto(nodes, tensors, self.inputs, [*self.outputs, *more])
+        proto.configuration.extend(self.device_configurations)
+        return proto
 
     @property
     def session_entries(self) -> dict[str, str]:

@@ -17,6 +17,7 @@ from onnxplace.model import Model, tensor_size
 from onnxplace.passes.sharding.choice import Choice, ChoiceProblem, is_sharded
 from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
 from onnxplace.passes.sharding.layouts import PARTIAL, Division, Layout
+from onnxplace.passes.sharding.onnx_metadata import annotate_model
 from onnxplace.passes.sharding.rewrite import ShardedModel, write_sharded_model
 from onnxplace.passes.sharding.scale_profile import scale_profile
 from onnxplace.passes.sharding.shard_map import restrict_space
@@ -56,6 +57,7 @@ class ShardingOptions:
     stages: int = 1
     exact: bool = False
     weights: Literal["fit", "least"] = "fit"
+    metadata: bool = False
     shard_map: str = ""
 
 
@@ -70,7 +72,7 @@ def shard_state(state: State, options: ShardingOptions) -> State:
         return _leave_whole(state).saying(_report_nothing_split(candidates))
     best = min(useful, key=lambda candidate: candidate.choice.seconds)
     fits_alone = _find_weights_limit(state, range(len(target.devices))) is None
-    if options == ShardingOptions(options.ways) and fits_alone:
+    if options == ShardingOptions(options.ways, metadata=options.metadata) and fits_alone:
         alone = float(seconds.sum(axis=1).min())
         if best.choice.seconds > CLEAR_GAIN * alone:
             return _leave_whole(state).saying(_report_no_gain(alone, best))
@@ -177,11 +179,22 @@ def _apply(state: State, candidate: _Candidate, options: ShardingOptions) -> Sta
         exchanges=MappingProxyType(dict(sharded.exchanges)),
         lower_bound_seconds=candidate.choice.lower_bound_seconds,
         split_states=_split_states(sharded, candidate.space),
-        whole=build_whole_model(state[Model], sharded, candidate.space.division, from_parts=False),
-        whole_of_parts=build_whole_model(state[Model], sharded, candidate.space.division, from_parts=True),
+        whole=_build_whole(state, sharded, candidate, options, from_parts=False),
+        whole_of_parts=_build_whole(state, sharded, candidate, options, from_parts=True),
     )
     notes = [_note(candidate, shards), *unsplit]
     return state.having(sharded.model, profile, shards).saying(*notes)
+
+
+def _build_whole(
+    state: State, sharded: ShardedModel, candidate: _Candidate, options: ShardingOptions, *, from_parts: bool
+) -> Model:
+    """Return the unsharded model that the bundle keeps as its reference."""
+    whole = build_whole_model(state[Model], sharded, candidate.space.division, from_parts=from_parts)
+    if not options.metadata:
+        return whole
+    ids = [state.target.devices[device].id for device in candidate.devices]
+    return annotate_model(whole, candidate.space, candidate.choice.strategies, ids)
 
 
 def _split_states(sharded: ShardedModel, space: StrategySpace) -> tuple[SplitState, ...]:

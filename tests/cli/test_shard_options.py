@@ -220,6 +220,21 @@ def test_linked_weights_are_referred_to_in_parts_and_the_others_named(run_cli, c
     assert run_cli("verify", "out", "--against", "linked.onnx").code == 0
 
 
+def test_layouts_are_written_in_words_of_onnx_on_request(run_cli, chain):
+    shard = r'shard{ways=2,exact=true,metadata=true,map="{\"layer.*up\": \"columns\", \"layer.*down\": \"sum\"}"}'
+    bundle = compile_exactly(run_cli, chain, EXACT.replace("shard{ways=2,exact=true}", shard))
+    whole = onnx.load(bundle.file("segments/whole.onnx"), load_external_data=False)
+    (configuration,) = whole.configuration
+    assert list(configuration.device) == ["cpu:0", "cpu:1"]
+    up = next(node for node in whole.graph.node if node.name == "layer0_up")
+    specs = {spec.tensor_name: spec for spec in up.device_configurations[0].sharding_spec}
+    (dimension,) = specs["w0"].sharded_dim
+    assert dimension.axis == 1
+    assert [(part.dim_value, part.num_shards) for part in dimension.simple_sharding] == [(1024, 2)]
+    assert not specs["x"].sharded_dim
+    assert run_cli("verify", "out").code == 0
+
+
 def test_plan_lists_the_strategies_and_writes_nothing(run_cli, chain):
     before = sorted(Path().iterdir())
     result = run_cli("plan", chain, "--estimate", "--devices", "cpu:0,cpu:1")
