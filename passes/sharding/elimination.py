@@ -16,12 +16,12 @@ import numpy as np
 
 from onnxplace.passes.sharding.cost_tables import Factor, Joins, Table, drop_constants, evaluate, round_costs
 
-# Limits of tables that are tried in turn: small ones often prove an assignment optimal, and take the least time.
-_FIRST_LIMITS = (1 << 12, 1 << 16)
+# Limits of tables that are tried in turn where larger ones take too much work.
+_SMALLER_LIMITS = (1 << 16, 1 << 12, 1 << 8)
 # One elimination may add up this many entries of tables, about a second of work.
 MAX_WORK = 1 << 28
-# Assignments this close to the lower bound are not improved further; and are optimal, but for rounding.
-_SMALL_GAP, _NO_GAP = 1e-4, 1e-9
+# Assignments this close to the lower bound are not improved further; sweeps that gain less are the last ones.
+_SMALL_GAP, _SMALL_GAIN = 1e-4, 1e-9
 # Overlapping windows of variables are improved, wide ones first, until this many variables were.
 _WINDOW_WIDTHS = (256, 64)
 _MAX_SWEPT_VARIABLES = 100_000
@@ -52,17 +52,12 @@ def minimise(sizes: Sequence[int], factors: Sequence[Factor], max_entries: int =
     variables = [variable for variable, size in enumerate(sizes) if size > 1]
     joins, bound, values = Joins(sizes), -math.inf, [0] * len(sizes)
     cost = evaluate(rounded, values)
-    for limit in (*(limit for limit in _FIRST_LIMITS if limit < max_entries), max_entries):
+    for limit in (max_entries, *(limit for limit in _SMALLER_LIMITS if limit < max_entries)):
         attempt = Elimination(joins, rounded, variables, limit)
-        if not attempt.run():
-            break
-        bound = max(bound, attempt.bound)
-        candidate = attempt.assign(values)
-        candidate_cost = evaluate(rounded, candidate)
-        if candidate_cost < cost:
-            values, cost = candidate, candidate_cost
-        if attempt.is_exact or cost - bound <= _NO_GAP * abs(cost):
-            bound = cost
+        if attempt.run():
+            values = attempt.assign(values)
+            cost = evaluate(rounded, values)
+            bound = cost if attempt.is_exact else attempt.bound
             break
     if cost - bound > _SMALL_GAP * abs(cost):
         cost = _improve_windows(joins, rounded, values, max_entries, sweeps, cost)
@@ -203,7 +198,7 @@ def _improve_windows(
             if swept >= _MAX_SWEPT_VARIABLES:
                 return cost - gain
         cost -= gain
-        if gain <= _NO_GAP * abs(cost):
+        if gain <= _SMALL_GAIN * abs(cost):
             break
     return cost
 

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from onnxplace.facts import Profile, Source
 from onnxplace.graph import Floats, Ints, Longs
-from onnxplace.model import build_op_graph
+from onnxplace.model import build_op_graph, value_bytes
 from onnxplace.passes.sharding.choice import Choice
 from onnxplace.passes.sharding.rewrite import ShardedModel
-from onnxplace.passes.sharding.tensor_facts import TensorFacts
+from onnxplace.passes.sharding.shape_folding import infer_all_shapes
 from onnxplace.passes.sharding.work_costs import WorkCosts
 from onnxplace.target import Target
 
@@ -29,8 +29,7 @@ def scale_profile(profile: Profile, sharded: ShardedModel, choice: Choice, work:
     is_part = source >= 0
     fraction = _fractions(sharded, choice, work)
     moved = np.array([origin.moved_bytes for origin in origins], dtype=np.float64)
-    facts = TensorFacts.of(sharded.model)
-    graph = build_op_graph(sharded.model, facts.value_bytes)
+    graph = build_op_graph(sharded.model, value_bytes(sharded.model, infer_all_shapes(sharded.model)))
     peaks = work.peaks[0]
     copy_seconds = moved / peaks.bytes_per_second + np.where(moved > 0, peaks.kernel_seconds, 0.0)
     seconds: dict[str, Floats] = {}

@@ -14,7 +14,7 @@ from onnx import TensorProto, numpy_helper
 
 from onnxplace.errors import OnnxplaceError
 from onnxplace.feeds import complete_dimensions, symbols_of_dimension
-from onnxplace.model import Model, iterate_subgraphs, packed_size, read_shape_entries, value_bytes
+from onnxplace.model import Model, iterate_subgraphs, packed_size, read_shape_entries
 from onnxplace.passes.sharding.node_views import NodeView, Shape
 from onnxplace.passes.sharding.shape_folding import infer_all_shapes
 
@@ -91,11 +91,6 @@ class TensorFacts:
             constants={i: self.constants[name] for i, name in enumerate(node.input) if name in self.constants},
             element_types=tuple(self.types.get(name, 0) for name in node.output if name),
         )
-
-    @cached_property
-    def value_bytes(self) -> dict[str, int]:
-        """Return the bytes of all values of known size."""
-        return value_bytes(self.model, self.shapes)
 
 
 def _find_fixed_axes(model: Model, shapes: Mapping[str, Shape]) -> dict[str, tuple[bool, ...]]:
