@@ -60,7 +60,7 @@ def minimise(sizes: Sequence[int], factors: Sequence[Factor], max_entries: int =
             bound = cost if attempt.is_exact else attempt.bound
             break
     if cost - bound > _SMALL_GAP * abs(cost):
-        cost = _improve_windows(joins, rounded, values, max_entries, sweeps, cost)
+        cost = improve_windows(joins, rounded, values, max_entries, sweeps, cost)
     cost = evaluate(factors, values)
     return Solution(tuple(values), cost, math.inf if bound > max_cost else min(bound, cost))
 
@@ -177,7 +177,7 @@ def _partition(bucket: Sequence[Factor], sizes: Sequence[int], max_entries: int)
     return [members for _, members in parts]
 
 
-def _improve_windows(
+def improve_windows(
     joins: Joins, factors: Sequence[Factor], values: list[int], max_entries: int, sweeps: int, cost: float
 ) -> float:
     """Improve windows of consecutive variables, the others fixed; change `values`, and return the cost."""
@@ -185,7 +185,8 @@ def _improve_windows(
     for index, factor in enumerate(factors):
         for variable in factor.scope:
             by_variable.setdefault(variable, []).append(index)
-    free = sorted(by_variable)
+    # A variable stays next to the first one that it shares a table with: a value next to the node that makes it.
+    free = sorted(by_variable, key=lambda item: (min(factors[index].scope[0] for index in by_variable[item]), item))
     swept = 0
     for _ in range(sweeps):
         gain = 0.0

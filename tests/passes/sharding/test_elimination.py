@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from onnxplace.passes.sharding import elimination
 from onnxplace.passes.sharding.cost_tables import Factor, Joins, evaluate, order_factor, round_costs
-from onnxplace.passes.sharding.elimination import Elimination, Solution, minimise
+from onnxplace.passes.sharding.elimination import Elimination, Solution, improve_windows, minimise
 
 
 @dataclass(frozen=True)
@@ -119,3 +119,16 @@ def test_order_factor_sorts_the_variables_of_a_table() -> None:
     factor = order_factor((7, 3), table)
     assert factor.scope == (3, 7)
     np.testing.assert_array_equal(factor.table, table.T)
+
+
+def test_windows_hold_values_next_to_the_nodes_that_make_them() -> None:
+    """Nodes 0 to 299 prefer 1; values 300 to 599 must be equal to them, so neither changes without the other."""
+    count = 300
+    equal = np.where(np.eye(2) > 0, 0.0, 1e3)
+    factors = [Factor((node,), np.array([1.0, 0.0])) for node in range(count)]
+    factors += [Factor((node, count + node), equal) for node in range(count)]
+    factors += [Factor((node, count + node - 1), np.zeros((2, 2))) for node in range(1, count)]
+    values = [0] * (2 * count)
+    joins = Joins((2,) * (2 * count))
+    cost = improve_windows(joins, factors, values, max_entries=1 << 10, sweeps=1, cost=float(count))
+    assert cost == evaluate(factors, values) == 0.0
