@@ -92,7 +92,7 @@ class Division:
 
         Without `blocks`, the axis is cut as evenly as the shares ask for.
         """
-        if outer < 1 or size % outer:
+        if min(outer, size) < 1 or size % outer:
             return None
         inner = size // outer
         blocks = blocks or inner

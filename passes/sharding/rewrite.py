@@ -6,7 +6,7 @@ it, as any other value that crosses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -95,6 +95,13 @@ class _Writer:
         self._weights: dict[str, TensorProto] = {}
         self._parts: dict[_Part, str] = {}
         self._layouts: dict[str, Layout] = {}
+        self._vectors: dict[tuple[int, ...], str] = {}
+        # Names that subgraphs capture; most nodes have none.
+        self._captured = {
+            index: sorted({name for graph in iterate_subgraphs(node) for name in captured_names(graph)})
+            for index, node in enumerate(self._model.nodes)
+            if any(True for _ in iterate_subgraphs(node))
+        }
         self._slices: dict[tuple[str, int, int, int], str] = {}
         self._halos: dict[tuple[str, tuple[int, int], int], str] = {}
         self._exchanges: dict[str, set[object]] = {}
@@ -121,7 +128,10 @@ class _Writer:
         return key
 
     def _ints(self, values: Sequence[int]) -> str:
-        return self._constant("shard", np.array([int(value) for value in values], np.int64))
+        key = tuple(values)
+        if key not in self._vectors:
+            self._vectors[key] = self._constant("shard", np.array([int(value) for value in values], np.int64))
+        return self._vectors[key]
 
     def _add(self, proto: NodeProto, origin: NodeOrigin) -> None:
         self._nodes.append(proto)
@@ -360,16 +370,15 @@ class _Writer:
         copy = NodeProto()
         copy.CopyFrom(self._model.nodes[index])
         copy.input[:] = [self.get(name, REPLICATED, 0) if name else "" for name in copy.input]
-        self._rename_captured(copy, 0)
+        self._rename_captured(copy, index, 0)
         self._add(copy, NodeOrigin(0, index))
         for name in filter(None, copy.output):
             for device in self._devices:
                 self._parts[name, REPLICATED, device] = name
 
-    def _rename_captured(self, copy: NodeProto, device: int) -> None:
-        captured = {name for graph in iterate_subgraphs(copy) for name in captured_names(graph)}
-        if captured:
-            names = {name: self.get(name, REPLICATED, device) for name in sorted(captured) if self._is_known(name)}
+    def _rename_captured(self, copy: NodeProto, index: int, device: int) -> None:
+        if index in self._captured:
+            names = {name: self.get(name, REPLICATED, device) for name in self._captured[index] if self._is_known(name)}
             _rename_in_subgraphs(copy, names)
 
     def _is_known(self, name: str) -> bool:
@@ -386,7 +395,7 @@ class _Writer:
         copy.CopyFrom(node)
         copy.name = self._name(f"{node.name}/shard{device}")
         copy.input[:] = [self._input(node, strategy, position, device) for position in range(len(node.input))]
-        self._rename_captured(copy, device)
+        self._rename_captured(copy, index, device)
         copy.output[:] = [
             self._name(self._part_name(name, layout, device)) if name and layout is not None else ""
             for name, layout in zip(node.output, strategy.outputs)
@@ -535,8 +544,8 @@ class _Writer:
                 for device, part in enumerate(split_inputs[value.name])
             ]
         self._name_results(returned)
-        nodes, origins = _drop_unused(self._nodes, self._origins, set(returned))
-        read = {name for node in nodes for name in iterate_reads(node)} | {value.name for value in inputs}
+        nodes, origins, read = self._list_used(set(returned))
+        read.update(value.name for value in inputs)
         weight_parts = self._weight_parts()
         sharded = replace(
             model,
@@ -569,13 +578,28 @@ class _Writer:
                 names[part] = name
             else:
                 copies.append((name, part, device))
-        for node in self._nodes:
-            node.output[:] = [names.get(item, item) for item in node.output]
-            if any(item in names for item in iterate_reads(node)):
+        for node, origin in zip(self._nodes, self._origins):
+            if not names.keys().isdisjoint(node.output):
+                node.output[:] = [names.get(item, item) for item in node.output]
+            if not names.keys().isdisjoint(self._reads(node, origin)):
                 rename_reads(node, names)
         for name, part, device in copies:
             node = helper.make_node("Identity", [names.get(part, part)], [name], name=self._name(f"{name}/copy"))
             self._add(node, NodeOrigin(device, -1))
+
+    def _reads(self, node: NodeProto, origin: NodeOrigin) -> Iterable[str]:
+        """Return what a node reads; only nodes with subgraphs are searched."""
+        return iterate_reads(node) if origin.source in self._captured else node.input
+
+    def _list_used(self, needed: set[str]) -> tuple[list[NodeProto], list[NodeOrigin], set[str]]:
+        """Return the nodes that the needed values depend on, with their origins, and all values that are needed."""
+        used = []
+        for node, origin in zip(reversed(self._nodes), reversed(self._origins)):
+            if not needed.isdisjoint(node.output):
+                used.append((node, origin))
+                needed.update(self._reads(node, origin))
+                needed.discard("")
+        return [node for node, _ in reversed(used)], [origin for _, origin in reversed(used)], needed
 
     def _part_info(self, value: ValueInfoProto, name: str, layout: Layout, source: str, device: int) -> ValueInfoProto:
         """Return the declaration of a part of an input or output."""
@@ -595,15 +619,3 @@ def _rename_in_subgraphs(node: NodeProto, names: Mapping[str, str]) -> None:
     own = list(node.input)
     rename_reads(node, names)
     node.input[:] = own
-
-
-def _drop_unused(
-    nodes: Sequence[NodeProto], origins: Sequence[NodeOrigin], needed: set[str]
-) -> tuple[list[NodeProto], list[NodeOrigin]]:
-    """Return the nodes that the needed values depend on, with their origins."""
-    kept = []
-    for node, origin in zip(reversed(nodes), reversed(origins)):
-        if any(name in needed for name in node.output if name):
-            kept.append((node, origin))
-            needed.update(iterate_reads(node))
-    return [node for node, _ in reversed(kept)], [origin for _, origin in reversed(kept)]

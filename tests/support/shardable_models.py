@@ -212,7 +212,100 @@ class Builder:
         else:
             self.add("Einsum", [value, value], (value.shape[0], inner), equation="abc,abc->ac")
 
+    def add_fused_heads(self) -> None:
+        """Add one product for queries, keys and values, whose heads attend; the parts lie one after the other."""
+        value = self.pick(lambda v: v.rank == 3 and isinstance(v.shape[2], int))
+        if value is None:
+            return
+        batch, length, width = value.shape
+        heads, depth = self.one_of(((2, 2), (3, 2), (4, 3), (6, 1)))
+        weight = self.weight(int(width), 3 * heads * depth, scale=int(width) ** -0.5)
+        fused = self.add("MatMul", [value, weight], (batch, length, 3 * heads * depth))
+        if self.chance(0.5):
+            fused = self.add("Add", [fused, self.weight(3 * heads * depth)], fused.shape)
+        shape = batch, heads, length, depth
+        if self.chance(0.5):
+            parted = self.add("Reshape", [fused, self.ints(0, 0, 3, heads, depth)], (batch, length, 3, heads, depth))
+            turned = self.add("Transpose", [parted], (3, batch, heads, length, depth), perm=[2, 0, 3, 1, 4])
+            q, k, v = (
+                self.add("Gather", [turned, self.initializer(np.array(i, np.int64))], shape, axis=0) for i in range(3)
+            )
+        else:
+            parts = [Value(self.fresh(), FLOAT, (batch, length, heads * depth)) for _ in range(3)]
+            self.node("Split", [fused, self.ints(*[heads * depth] * 3)], [part.name for part in parts], axis=2)
+            q, k, v = (
+                self.add(
+                    "Transpose",
+                    [self.add("Reshape", [part, self.ints(0, 0, heads, depth)], (batch, length, heads, depth))],
+                    shape,
+                    perm=[0, 2, 1, 3],
+                )
+                for part in parts
+            )
+        flipped = self.add("Transpose", [k], (batch, heads, depth, length), perm=[0, 1, 3, 2])
+        scores = self.add("MatMul", [q, flipped], (batch, heads, length, length))
+        weights = self.add("Softmax", [scores], scores.shape, axis=-1)
+        mixed = self.add("MatMul", [weights, v], shape)
+        back = self.add("Transpose", [mixed], (batch, length, heads, depth), perm=[0, 2, 1, 3])
+        self.add("Reshape", [back, self.ints(0, 0, heads * depth)], (batch, length, heads * depth))
+
+    def add_attention(self) -> None:
+        value = self.pick(lambda v: v.rank == 3 and v.shape[2] in (6, 8, 12))
+        if value is None or self.opset < 23:
+            return
+        heads = self.one_of([h for h in (2, 3, 4) if int(value.shape[2]) % h == 0])
+        attributes = {"q_num_heads": heads, "kv_num_heads": heads}
+        self.add("Attention", [value, value, value], value.shape, is_causal=self.one_of((0, 1)), **attributes)
+
+    def add_integer_product(self) -> None:
+        value = self.pick(lambda v: v.rank >= 2 and isinstance(v.shape[-1], int))
+        if value is None:
+            return
+        width = int(value.shape[-1])
+        scale = self.initializer(np.array(0.05, np.float32))
+        zero = self.initializer(np.array(128, np.uint8))
+        clipped = self.add("Clip", [self.add("Round", [value], value.shape)], value.shape)
+        quantised = self.add("QuantizeLinear", [clipped, scale, zero], value.shape, TensorProto.UINT8)
+        if self.chance(0.5):
+            self.add("DequantizeLinear", [quantised, scale, zero], value.shape)
+            return
+        random = np.random.default_rng(self.random.randrange(99))
+        weight = self.initializer(random.integers(0, 255, (width, 6)).astype(np.uint8))
+        inputs = [quantised, weight, *self.one_of(([], [zero], [zero, zero]))]
+        product = self.add("MatMulInteger", inputs, (*value.shape[:-1], 6), INT32)
+        cast = self.add("Cast", [product], product.shape, FLOAT, to=FLOAT)
+        self.add("Mul", [cast, self.initializer(np.array(1e-4, np.float32))], product.shape)
+
+    def add_recurrent(self) -> None:
+        value = self.pick(lambda v: v.rank == 3 and isinstance(v.shape[2], int))
+        if value is None:
+            return
+        op, gates = self.one_of((("LSTM", 4), ("GRU", 3), ("RNN", 1)))
+        ways, hidden, width = self.one_of((1, 2)), 4, int(value.shape[2])
+        inputs: list[Value | str] = [value, self.weight(ways, gates * hidden, width, scale=0.3)]
+        inputs.append(self.weight(ways, gates * hidden, hidden, scale=0.3))
+        if self.chance(0.5):
+            inputs.append(self.weight(ways, 2 * gates * hidden, scale=0.3))
+        length, batch, _ = value.shape
+        every = Value(self.fresh(), FLOAT, (length, ways, batch, hidden))
+        last = Value(self.fresh(), FLOAT, (ways, batch, hidden))
+        direction = "forward" if ways == 1 else "bidirectional"
+        outputs = self.one_of(([every.name, last.name], [every.name], ["", last.name]))
+        self.node(op, inputs, outputs, hidden_size=hidden, direction=direction)
+        self.values += [item for item in (every, last) if item.name in outputs]
+
     # --- images ---
+
+    def add_transposed_convolution(self) -> None:
+        value = self.pick(lambda v: v.rank == 4 and all(isinstance(size, int) for size in v.shape[1:]))
+        if value is None:
+            return
+        n, channels, height, width = value.shape
+        groups = self.one_of([g for g in (1, 1, 2) if int(channels) % g == 0])
+        weight = self.weight(int(channels), 4 // groups, 2, 2, scale=0.3)
+        inputs = [value, weight, self.weight(4)] if self.chance(0.5) else [value, weight]
+        shape = (n, 4, 2 * int(height), 2 * int(width))
+        self.add("ConvTranspose", inputs, shape, strides=[2, 2], kernel_shape=[2, 2], group=groups)
 
     def add_convolution(self) -> None:
         value = self.pick(
@@ -608,6 +701,58 @@ class Builder:
             shape = tuple(1 if i == axis else size for i, size in enumerate(value.shape) if keeps or i != axis)
             self.add("ArgMax", [value], shape, INT64, axis=axis, keepdims=keeps)
 
+    def add_unsplittable(self) -> None:
+        """Add an operator that no rule splits, with a size that depends on its input, or not."""
+        value = self.pick(lambda v: v.rank >= 1 and isinstance(v.shape[0], int) and v.shape[0] >= 2)
+        if value is None:
+            return
+        if self.chance(0.5):
+            updates = self.weight(*[1 for _ in range(value.rank)], scale=0.5)
+            indices = self.initializer(np.zeros((1,) * value.rank, np.int64))
+            self.add("ScatterElements", [value, indices, updates], value.shape, axis=0)
+        else:
+            mask = self.initializer(np.array([True, True]))
+            self.add("Compress", [value, mask], (2, *value.shape[1:]), axis=0)
+
+    def add_positions(self) -> None:
+        """Look up a row per position of an axis, as position embeddings do."""
+        value = self.pick(lambda v: v.rank >= 2)
+        if value is None:
+            return
+        axis = self.random.randrange(value.rank - 1)
+        size = self.add(
+            "Shape", [value], (1,), INT64, start=axis, end=axis + 1 if self.chance(0.5) else axis + 1 - value.rank
+        )
+        end = self.add("Squeeze", [size], (), INT64)
+        zero, one = (self.initializer(np.array(i, np.int64)) for i in (0, 1))
+        positions = self.add("Range", [zero, end, one], (value.shape[axis],), INT64)
+        rows = self.initializer(np.random.default_rng(3).standard_normal((16, 6)).astype(np.float32))
+        bound = self.initializer(np.array(16, np.int64))
+        wrapped = self.add("Mod", [positions, bound], positions.shape, INT64)
+        self.add("Gather", [rows, wrapped], (value.shape[axis], 6), axis=0)
+
+    def add_capped(self) -> None:
+        """Add an axis whose size depends on a symbol only at some sizes: at most two or six of them, or rounded."""
+        value = self.pick(lambda v: v.rank >= 1 and isinstance(v.shape[0], str))
+        if value is None:
+            return
+        kind = self.random.randrange(3)
+        rest = value.shape[1:]
+        if kind == 0:
+            high = self.ints(self.one_of((2, 4, 6)))
+            self.add("Slice", [value, self.ints(0), high, self.ints(0)], (self.unknown_size(), *rest))
+            return
+        size = self.add("Shape", [value], (1,), INT64, start=0, end=1)
+        op, number = self.one_of((("Min", 6), ("Mod", 4), ("Max", 9)))
+        changed = self.add(op, [size, self.ints(number)], (1,), INT64)
+        if kind == 1:
+            self.add("ConstantOfShape", [changed], (self.unknown_size(),))
+        else:
+            target = self.add("Concat", [changed, self.ints(4)], (2,), INT64, axis=0)
+            row = self.weight(1, 4)
+            expanded = self.add("Expand", [row, target], (self.unknown_size(), 4))
+            self.add("MatMul", [expanded, self.weight(4, 6)], (expanded.shape[0], 6))
+
     # --- other types ---
 
     def add_integers(self) -> None:
@@ -662,7 +807,7 @@ class Builder:
     def add_random(self) -> None:
         """Add a random value; every reader must see the same one."""
         value = self.pick()
-        if value is not None:
+        if value is not None and self.opset < 22:  # ONNX Runtime has no later ones
             noise = self.add("RandomNormalLike", [value], value.shape)
             del self.values[-1]
             copy = self.add(self.one_of(("Identity", "Neg")), [noise], value.shape)
@@ -749,7 +894,7 @@ COMMON: tuple[Callable[[Builder], None], ...] = (
     Builder.add_product,
     Builder.add_gemm,
     Builder.add_heads,
-    Builder.add_heads,
+    Builder.add_fused_heads,
     Builder.add_reshape,
     Builder.add_transpose,
     Builder.add_softmax,
@@ -767,6 +912,14 @@ COMMON: tuple[Callable[[Builder], None], ...] = (
 )
 OTHERS: tuple[Callable[[Builder], None], ...] = (
     Builder.add_einsum,
+    Builder.add_attention,
+    Builder.add_integer_product,
+    Builder.add_recurrent,
+    Builder.add_transposed_convolution,
+    Builder.add_unsplittable,
+    Builder.add_positions,
+    Builder.add_capped,
+    Builder.add_capped,
     Builder.add_pool,
     Builder.add_channel_norm,
     Builder.add_depth_to_space,
@@ -809,8 +962,9 @@ def make_model(random: Random, max_nodes: int = 14) -> ShardableModel:
     outputs = _draw_outputs(builder, inputs)
     graph = builder.graph(outputs, [*inputs, *builder.overridable])
     opsets = [helper.make_opsetid("", builder.opset)]
-    proto = helper.make_model(graph, opset_imports=opsets, ir_version=8 if builder.opset < 19 else 10)
-    sizes = [{"N": n, "M": m} for n, m in ((random.choice((2, 6, 12)), random.choice((6, 4, 5))), (3, 5), (7, 2))]
+    proto = helper.make_model(graph, opset_imports=opsets, ir_version=8 if builder.opset < 19 else 11)
+    bound = random.choice((1, 2, 6, 8, 12)), random.choice((1, 4, 5, 6))
+    sizes = [{"N": n, "M": m} for n, m in (bound, (3, 5), (7, 2), (1, 1))]
     feeds = tuple(_draw_feeds(random, inputs, builder.overridable, size) for size in sizes)
     used = {size for value in inputs for size in value.shape if isinstance(size, str)}
     dimensions = tuple({name: size for name, size in item.items() if name in used} for item in sizes)
@@ -818,7 +972,7 @@ def make_model(random: Random, max_nodes: int = 14) -> ShardableModel:
 
 
 def builder_opset(random: Random) -> int:
-    return (17, 18, 21)[random.randrange(3)]
+    return (17, 18, 21, 23)[random.randrange(4)]
 
 
 def _draw_outputs(builder: Builder, inputs: Sequence[Value]) -> list[Value]:

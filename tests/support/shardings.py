@@ -36,16 +36,20 @@ def make_costs(count: int, latency_seconds: float = 1e-6) -> ExchangeCosts:
     )
 
 
-def shard_randomly(space: StrategySpace, random: Random) -> tuple[Choice, ShardedModel]:
-    """Return a choice of a random strategy per node, and its model."""
+def choose_randomly(space: StrategySpace, random: Random) -> Choice:
+    """Return a choice of a random strategy per node."""
     share = min(1.0, 2 * random.random())  # of split nodes
     strategies = []
     for options in space.strategies:
-        split = len(options) > 1 and random.random() < share
-        strategies.append(options[random.randrange(1, len(options))] if split else options[0])
-    choice = Choice(tuple(strategies), {}, 0.0, 0.0, 0)
+        is_split = len(options) > 1 and random.random() < share
+        strategies.append(options[random.randrange(1, len(options))] if is_split else options[0])
+    return Choice(tuple(strategies), {}, 0.0, 0.0, 0)
+
+
+def shard_randomly(space: StrategySpace, random: Random) -> ShardedModel:
+    """Return a model with a random strategy per node."""
     costs = make_costs(space.division.count, random.choice((0.0, 1.0)))
-    return choice, write_sharded_model(space, choice, costs)
+    return write_sharded_model(space, choose_randomly(space, random), costs)
 
 
 def check_structure(original: Model, sharded: ShardedModel) -> None:

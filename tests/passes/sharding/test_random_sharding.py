@@ -54,7 +54,7 @@ def test_every_sharding_of_a_model_computes_the_same_at_every_size(first: int) -
         if not results:
             continue
         space = make_space(model.proto, model.dimensions[0], random.choice(SHARES))
-        _, sharded = shard_randomly(space, random)
+        sharded = shard_randomly(space, random)
         try:
             check_structure(space.facts.model, sharded)
             proto = sharded.model.whole_proto().SerializeToString()
@@ -80,7 +80,7 @@ def test_a_sharding_of_any_model_computes_the_same_bits(model: RandomModel, seed
     note(printer.to_text(model.proto))
     random = Random(seed)
     space = make_space(model.proto, model.dimensions, random.choice(SHARES))
-    _, sharded = shard_randomly(space, random)
+    sharded = shard_randomly(space, random)
     check_structure(space.facts.model, sharded)
     assert_same(run_plain(sharded.model.whole_proto().SerializeToString(), model.feeds), expected)
 
@@ -100,7 +100,7 @@ def test_a_weight_that_is_an_output_stays_whole() -> None:
     feeds = {"x": np.ones((4, 4), np.float32)}
     for seed in range(10):
         space = make_space(proto, {})
-        _, sharded = shard_randomly(space, Random(seed))
+        sharded = shard_randomly(space, Random(seed))
         check_structure(load(proto), sharded)
         actual = run_plain(sharded.model.whole_proto().SerializeToString(), [feeds])
         assert_same(actual, run_plain(proto.SerializeToString(), [feeds]))
