@@ -193,7 +193,7 @@ class StrategyTable:
             if (other := reshape_layout(result, source, layout, self.division)) is not None:
                 pairs.add((other, layout))
         for before, after in sorted(pairs):
-            if can_reshape_parts(view, before, self.division):
+            if can_reshape_parts(view, before, after, self.division):
                 edit = cast("Edit", set_reshape_target(before)) if view.op == "Reshape" else None
                 yield self._with_first(view, before, after, edit)
 

@@ -144,16 +144,27 @@ def _read_geometry(view: NodeView) -> _Geometry | None:
     strides = view.attribute("strides") or [1] * spatial
     dilations = view.attribute("dilations") or [1] * spatial
     pads, mode = list(view.attribute("pads") or [0] * (2 * spatial)), view.attribute("auto_pad", "NOTSET")
+    if mode != "NOTSET" and view.op in _POOLS and max(dilations) > 1:
+        return None  # ONNX Runtime leaves dilations out of the sizes that it computes here
     if mode == "VALID":
         pads = [0] * (2 * spatial)
     elif mode in ("SAME_UPPER", "SAME_LOWER"):
         totals = [
-            max((result[2 + i] - 1) * strides[i] + (kernel[i] - 1) * dilations[i] + 1 - source[2 + i], 0)
+            (result[2 + i] - 1) * strides[i] + (kernel[i] - 1) * dilations[i] + 1 - source[2 + i]
             for i in range(spatial)
         ]
+        if min(totals) < 0:
+            return None  # strides beyond the kernels: ONNX Runtime then starts some windows later
         begin = [total // 2 if mode == "SAME_UPPER" else total - total // 2 for total in totals]
         pads = [*begin, *(total - low for total, low in zip(totals, begin))]
     if view.op == "AveragePool" and view.attribute("ceil_mode", 0) and view.attribute("count_include_pad", 0):
         # The padding of rounded-up windows is not counted, other padding is.
         return None
+    reached = [
+        (result[2 + i] - 1) * strides[i] + (kernel[i] - 1) * dilations[i] + 1 - pads[i] - pads[spatial + i]
+        for i in range(spatial)
+    ]
+    may_reach_further = view.op == "ConvTranspose" or view.attribute("ceil_mode", 0)
+    if not may_reach_further and any(reached[i] > source[2 + i] for i in range(spatial)):
+        return None  # a kernel larger than the input, which ONNX Runtime may compute in some way
     return _Geometry(list(kernel), strides, dilations, pads[:spatial], pads[spatial:])
