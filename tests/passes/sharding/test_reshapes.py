@@ -57,7 +57,7 @@ def layouts(draw, shape: tuple[int, ...], division: Division) -> Layout:
 
 
 @given(st.data(), reshapes(), SHARES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_a_reshaped_part_is_the_part_of_the_reshaped_tensor(data, shapes, shares):
     source, result = shapes
     division = Division(shares)
