@@ -19,9 +19,10 @@ def gather(view: NodeView) -> list[AxisRule]:
 
 
 def gather_elements(view: NodeView) -> list[AxisRule]:
-    """GatherElements: other axes, where data and indices have the same size."""
-    axes = [axis for axis in other_axes(view, view.axis(0)) if view.shape(0)[axis] == view.shape(1)[axis]]
-    return split_same(view, axes, inputs=(0, 1))
+    """GatherElements: its own axis of the indices, and other axes where data and indices have the same size."""
+    own = view.axis(0)
+    axes = [axis for axis in other_axes(view, own) if view.shape(0)[axis] == view.shape(1)[axis]]
+    return [*split_same(view, axes, inputs=(0, 1)), AxisRule({1: own}, {0: own})]
 
 
 def gather_nd(view: NodeView) -> list[AxisRule]:

@@ -593,10 +593,10 @@ MOVES = {
         "(float[4,6,2] x, int64 i) => (float[4,2] y) { y = Gather<axis=1>(x, i) }", splits="0. -> 0, 2. -> 1"
     ),
     "GatherElements": RuleCase(
-        "(float[4,6] x, int64[4,3] i) => (float[4,3] y) { y = GatherElements<axis=1>(x, i) }", splits="00 -> 0"
+        "(float[4,6] x, int64[4,3] i) => (float[4,3] y) { y = GatherElements<axis=1>(x, i) }", splits=".1 -> 1, 00 -> 0"
     ),
     "GatherElements, fewer": RuleCase(
-        "(float[4,6] x, int64[2,3] i) => (float[2,3] y) { y = GatherElements<axis=1>(x, i) }"
+        "(float[4,6] x, int64[2,3] i) => (float[2,3] y) { y = GatherElements<axis=1>(x, i) }", splits=".1 -> 1"
     ),
     "GatherND": RuleCase(
         "(float[4,3,5,6] x, int64[4,2,1] i) => (float[4,2,5,6] y) { y = GatherND<batch_dims=1>(x, i) }",
