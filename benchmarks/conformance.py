@@ -1,7 +1,8 @@
 """Run ONNX's conformance suite through `compile` with forced placements; print the table of docs/conformance.md.
 
-    python -m benchmarks.conformance [--jobs 2] [--kinds node,light] [--list failed]
+    python -m benchmarks.conformance [--jobs 2] [--kinds node,light] [--list failed] [--shard]
 
+With `--shard`, the cases are not placed: every sharding strategy of every node is run, over two and three devices.
 Some minutes with two processes. A case that ends its process counts as failed, and the others go on. Exit code 1 if a
 case fails.
 """
@@ -14,12 +15,14 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from time import perf_counter
+from typing import Any
 
 from tests.support.conformance import KINDS, STATUSES, Outcome, names, outcome
+from tests.support.forced_sharding import ShardOutcome, shard_case
 
 Cases = Sequence[tuple[str, str]]
 
@@ -30,40 +33,72 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of cases, of: " + ", ".join(KINDS))
     parser.add_argument("--list", default="failed", metavar="STATUS", help="name the cases whose status starts so")
+    parser.add_argument("--shard", action="store_true", help="run all sharding strategies instead of placements")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        return _run_worker()
+        return _run_worker(shard_case if options.shard else outcome)
     cases = [(kind, name) for kind in options.kinds.split(",") for name in names(kind)][::-1]  # large models first
     started = perf_counter()
     with ThreadPoolExecutor(options.jobs) as pool:
         shares = [cases[start :: options.jobs] for start in range(options.jobs)]
-        outcomes = [item for share in pool.map(lambda share: list(_run_in_processes(share)), shares) for item in share]
-    _print_report(outcomes, options.kinds.split(","), options.list, perf_counter() - started)
+        finished = pool.map(lambda share: list(_run_in_processes(share, options.shard)), shares)
+        results = [item for share in finished for item in share]
+    kinds, seconds = options.kinds.split(","), perf_counter() - started
+    if options.shard:
+        return _print_shard_report([ShardOutcome(**item) for item in results], kinds, seconds)
+    outcomes = [Outcome(**item) for item in results]
+    _print_report(outcomes, kinds, options.list, seconds)
     return 1 if any(item.status == "failed" for item in outcomes) else 0
 
 
-def _run_worker() -> int:
+def _run_worker(run: Callable[[str, str], Outcome | ShardOutcome]) -> int:
     """Run the cases on stdin; print a line of JSON for each."""
     warnings.simplefilter("ignore")
     for kind, name in json.load(sys.stdin):
-        print(json.dumps(vars(outcome(kind, name))), flush=True)
+        print(json.dumps(vars(run(kind, name))), flush=True)
     return 0
 
 
-def _run_in_processes(cases: Cases) -> Iterator[Outcome]:
-    """Yield the outcome of each case; a new process continues where one has died."""
+def _run_in_processes(cases: Cases, shard: bool) -> Iterator[dict[str, Any]]:
+    """Yield the fields of the outcome of each case; a new process continues where one has died."""
     while cases:
-        command = [sys.executable, "-m", "benchmarks.conformance", "--worker"]
+        command = [sys.executable, "-m", "benchmarks.conformance", "--worker", *(["--shard"] if shard else [])]
         worker = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, check=False)
-        finished = [Outcome(**json.loads(line)) for line in worker.stdout.splitlines() if line.startswith("{")]
+        finished = [json.loads(line) for line in worker.stdout.splitlines() if line.startswith("{")]
         yield from finished
         cases = cases[len(finished) :]
         if cases:
             kind, name = cases[0]
             last_line = (worker.stderr.strip().splitlines() or [""])[-1]
-            yield Outcome(name, kind, "failed", f"its process ended with {worker.returncode}: {last_line}")
+            problem = f"its process ended with {worker.returncode}: {last_line}"
+            failure = {"failures": [problem]} if shard else {"status": "failed", "detail": problem}
+            yield {"name": name, "kind": kind, **failure}
             cases = cases[1:]
+
+
+def _print_shard_report(outcomes: Sequence[ShardOutcome], kinds: Sequence[str], seconds: float) -> int:
+    """Print the table of sharded cases, the operators and the failures; return the exit code."""
+    groups = [[item for item in outcomes if item.kind == kind] for kind in kinds]
+    rows: dict[str, Callable[[Sequence[ShardOutcome]], int]] = {
+        "cases that ONNX Runtime runs": lambda items: sum(not item.refused for item in items),
+        "cases with a split strategy": lambda items: sum(item.tried > 0 for item in items),
+        "strategies tried": lambda items: sum(item.tried for item in items),
+        "cases with a failure": lambda items: sum(bool(item.failures) for item in items),
+    }
+    print("| | " + " | ".join((*kinds, "all")) + " |")
+    print("|---|" + "---:|" * (len(kinds) + 1))
+    for title, count in rows.items():
+        print(f"| {title} | " + " | ".join(str(count(group)) for group in (*groups, outcomes)) + " |")
+    operators: Counter[str] = Counter()
+    for item in outcomes:
+        operators.update(item.operators)
+    print(f"\nonnx {version('onnx')}, onnxruntime {version('onnxruntime')}; {seconds:.0f} s\n")
+    print(f"{len(operators)} operators: " + ", ".join(f"{name} {count}" for name, count in sorted(operators.items())))
+    failed = [item for item in outcomes if item.failures]
+    for item in failed:
+        print(f"{item.kind}/{item.name}  {'; '.join(item.failures[:3])}")
+    return 1 if failed else 0
 
 
 def _print_report(outcomes: Sequence[Outcome], kinds: Sequence[str], listed: str, seconds: float) -> None:

@@ -94,30 +94,31 @@ def measure(name: str, folder: Path, repeat: int) -> list[str]:
 
 
 def simulate(case: tuple[str, int, int, int], folder: Path) -> Iterable[list[str]]:
-    """Yield a row per link: predicted speed-up over one device for 2, 4 and 8 ways.
+    """Yield two rows per link: predicted speed-ups over one device for at most 2, 4 and 8 ways.
 
-    The first figure is for segments that are waited for, and a message to each other device; the second for exchanges
-    that cost one message.
+    The first row is for segments that are waited for, and a message to each other device; the second for exchanges that
+    cost one message. Each cell has two figures: by the costs that the choice adds up, and simulated, where the messages
+    of an exchange also compete for channels.
     """
     name, batch, tokens, past = case
     report_progress(f"{name}, batch {batch}, {tokens} tokens, {past} past")
     path = folder / f"{name}-{batch}-{tokens}-{past}.onnx"
     states = write_transformer(name, path, batch, tokens, past)
-    model = bind_states(
-        bind(load(path), {"past": past} if past else {}, {}), {output: source for source, output in states.items()}
-    )
+    bound = bind(load(path), {"past": past} if past else {}, {})
+    model = bind_states(bound, {output: source for source, output in states.items()})
     for link in LINKS:
-        cells, best = [], [1.0, 1.0]
-        for ways in (2, 4, 8):
-            targets = [make_target(ways, link, collective) for collective in (False, True)]
-            # N ways at most: fewer are used where more gain nothing.
-            best = [max(known, speed_up(model, target)) for known, target in zip(best, targets)]
-            cells.append(" / ".join(f"{figure:.2f}" for figure in best))
-        yield [name, str(batch), str(tokens), str(past), link, *cells]
+        for kind, collective in (("waits", False), ("one message", True)):
+            cells, best = [], (1.0, 1.0)
+            for ways in (2, 4, 8):
+                chosen, simulated = speed_up(model, make_target(ways, link, collective))
+                # N ways at most: fewer are used where more gain nothing.
+                best = max(best[0], chosen), max(best[1], simulated)
+                cells.append(f"{best[0]:.2f}, {best[1]:.2f}")
+            yield [name, str(batch), str(tokens), str(past), link, kind, *cells]
 
 
-def speed_up(model: Any, target: Target) -> float:
-    """Return the predicted speed-up of a model split over all GPUs of a target."""
+def speed_up(model: Any, target: Target) -> tuple[float, float]:
+    """Return the speed-ups of a model split over all GPUs of a target: as the choice counts it, and simulated."""
     count = len(target.devices)
     text = f"shard{{ways={count},exact=true}},coplace{{join=never}},fuse,m-etf,split"
     profiled, _ = Pipeline.parse("optimize,profile{estimate=true}").run(State(target).having(model))
@@ -125,10 +126,10 @@ def speed_up(model: Any, target: Target) -> float:
     try:
         after, _ = Pipeline.parse(text).run(profiled)
     except InfeasibleError:
-        return 1.0
+        return 1.0, 1.0
     if after[Shards].ways == 1:
-        return 1.0
-    return max(alone / after[Segments].simulation.makespan_seconds, 1.0)
+        return 1.0, 1.0
+    return alone / after[Shards].seconds, alone / after[Segments].simulation.makespan_seconds
 
 
 def make_target(count: int, link: str, collective: bool) -> Target:
@@ -174,7 +175,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if arguments.simulate:
             cases = [case for case in CASES if not arguments.models or case[0] in arguments.models]
-            header = ["model", "batch", "tokens", "past", "link", "2 ways", "4 ways", "8 ways"]
+            header = ["model", "batch", "tokens", "past", "link", "exchange", "2 ways", "4 ways", "8 ways"]
             print_markdown(header, (row for case in cases for row in simulate(case, Path(temporary))))
             return
         names = arguments.models or list(EXPORTED)

@@ -183,8 +183,10 @@ class Shards:
     """What was split how, the most expensive first."""
     exchanges: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """Kind of exchange (all-gather, all-to-all, reduce-scatter, all-reduce, halo) -> number."""
+    seconds: float = 0.0
+    """The step as the choice of layouts counts it: parts and exchanges one after the other, without contention."""
     lower_bound_seconds: float = 0.0
-    """No choice of layouts has a shorter predicted step."""
+    """No choice of layouts has a shorter such step."""
     split_states: tuple[SplitState, ...] = ()
     """Carried states, each of which lies in parts on the devices."""
     whole: Model | None = None

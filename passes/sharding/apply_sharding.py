@@ -177,6 +177,7 @@ def _apply(state: State, candidate: _Candidate, options: ShardingOptions) -> Sta
         stages=len(groups),
         kinds=kinds,
         exchanges=MappingProxyType(dict(sharded.exchanges)),
+        seconds=candidate.choice.seconds,
         lower_bound_seconds=candidate.choice.lower_bound_seconds,
         split_states=_split_states(sharded, candidate.space),
         whole=_build_whole(state, sharded, candidate, options, from_parts=False),

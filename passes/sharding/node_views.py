@@ -32,7 +32,7 @@ class NodeView:
     opset: int
     """Version of the standard operators."""
     constants: Mapping[int, NDArray[Any]] = field(default_factory=dict)
-    """Input position -> value, for small integer constants."""
+    """Input position -> value, for small integer constants and the scales of Resize."""
     element_types: tuple[int, ...] = ()
     """Element type of each output."""
 
@@ -72,8 +72,11 @@ class NodeView:
         return default
 
     def axis(self, default: int, rank: int | None = None) -> int:
-        """Return the attribute `axis`, from 0."""
-        return int(self.attribute("axis", default)) % (self.rank() if rank is None else rank)
+        """Return the attribute `axis`, from 0; raises LookupError for a scalar."""
+        rank = self.rank() if rank is None else rank
+        if rank == 0:
+            raise LookupError("a scalar has no axes")
+        return int(self.attribute("axis", default)) % rank
 
     def present_outputs(self) -> list[int]:
         """Return the positions of the outputs that are not omitted."""

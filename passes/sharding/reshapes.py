@@ -85,18 +85,24 @@ def set_reshape_target(source: Layout) -> object:
     return edit
 
 
-def can_reshape_parts(view: NodeView, source: Layout, division: Division) -> bool:
+def can_reshape_parts(view: NodeView, source: Layout, result: Layout, division: Division) -> bool:
     """Return whether the node itself reshapes parts correctly.
 
-    A Squeeze without axes would also remove a part's axis of size 1. Zeros of a computed target are not known.
+    A Squeeze without axes would also remove a part's axis of size 1. A computed target may have a zero, which copies
+    the size of the part instead of the whole.
     """
     if view.op == "Squeeze":
         named = view.attribute("axes") is not None or view.has(1)
         size = view.shape(0)[source.axis]
         return named or all(division.local_size(source, size, device) > 1 for device in range(division.count))
-    if view.op == "Flatten":
+    if view.op != "Reshape":
         return True
-    return not (view.op == "Reshape" and view.attribute("allowzero", 0) and 0 in view.shape(0))
+    if view.attribute("allowzero", 0) and 0 in view.shape(0):
+        return False
+    copied, shape = source.axis, view.result()
+    is_computed = view.has(1) and 1 not in view.constants
+    may_copy = is_computed and copied != result.axis and copied < len(shape)
+    return not (may_copy and shape[copied] == view.shape(0)[copied])
 
 
 def equal_parts(view: NodeView) -> tuple[int, int] | None:

@@ -14,6 +14,7 @@ from onnxplace.errors import OnnxplaceError
 from onnxplace.machine import make_session_options, open_session
 from onnxplace.model import Model, infer_static_shapes, iterate_subgraphs
 from onnxplace.passes.sharding.node_views import Shape, split_words
+from onnxplace.passes.sharding.runtime_shapes import infer_with_runtime
 
 # Larger values are not shapes.
 _MAX_ELEMENTS = 256
@@ -38,7 +39,7 @@ def infer_all_shapes(model: Model) -> dict[str, Shape]:
     Inference of ONNX stops at targets of Reshape or Expand that are computed from shapes in several steps. Here such
     steps are computed, for the bound sizes, and their results take part in the next inference as constants.
     """
-    shapes = {**infer_static_shapes(model), **model.input_shapes()}
+    shapes = _infer(model)
     known = _small_constants(model)
     for _ in range(_MAX_ROUNDS):
         nodes = _computable(model, shapes, known)
@@ -47,12 +48,17 @@ def infer_all_shapes(model: Model) -> dict[str, Shape]:
             break
         known.update(values)
         folded = _with_constants(model, known)
-        found = {**infer_static_shapes(folded), **{name: tuple(tensor.dims) for name, tensor in known.items()}}
+        found = {**_infer(folded), **{name: tuple(tensor.dims) for name, tensor in known.items()}}
         before = len(shapes)
         shapes = {**found, **shapes}
         if len(shapes) == before:
             break
     return shapes
+
+
+def _infer(model: Model) -> dict[str, Shape]:
+    given = model.input_shapes()
+    return {**infer_with_runtime(model, given).shapes, **infer_static_shapes(model), **given}
 
 
 def _small_constants(model: Model) -> dict[str, TensorProto]:

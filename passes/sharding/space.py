@@ -101,7 +101,7 @@ class _Spreader:
                     view.outputs,
                     tuple((position, array.tobytes()) for position, array in view.constants.items()),
                     view.element_types,
-                    tuple(fixed.get(name) for name in (*node.input, *node.output)),
+                    tuple((fixed.get(name), self._facts.can_split(name)) for name in (*node.input, *node.output)),
                     tuple(name in self._facts.is_weight for name in node.input),
                 )
             kinds.append(numbers.setdefault(key, len(numbers)))
@@ -116,7 +116,7 @@ class _Spreader:
 
     def _is_free(self, name: str, axis: int) -> bool:
         fixed = self._facts.fixed.get(name)
-        return fixed is not None and fixed[axis]
+        return fixed is not None and fixed[axis] and self._facts.can_split(name)
 
     def run(self) -> StrategySpace:
         nodes = self._facts.model.nodes
@@ -160,7 +160,9 @@ class _Spreader:
         free: dict[tuple[str, int], tuple[bool, ...]] = {}
         for number, (name, axes) in enumerate(zip((*node.input, *node.output), cuts)):
             side, position = ("in", number) if number < count else ("out", number - count)
-            free[side, position] = self._facts.fixed.get(name, ())
+            free[side, position] = tuple(
+                self._is_free(name, axis) for axis in range(len(self._facts.shapes.get(name, ())))
+            )
             for axis, options in enumerate(axes):
                 if options:
                     by_axis[side, position, axis] = options

@@ -38,8 +38,11 @@ _LINEAR_IN_FIRST = frozenset(
 _LINEAR_TOGETHER = frozenset(("Add", "Sub", "Sum", "Concat"))
 _BILINEAR = frozenset(("Mul", "MatMul"))
 _SUMMABLE_TYPES = frozenset((TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16))
-# Exact, so that sums of parts may be of integers too.
+# Sums of integers are exact modulo their range; means of them are not.
 _SUMMED_TYPES = _SUMMABLE_TYPES | {TensorProto.INT32, TensorProto.INT64}
+
+# The first opset in which ONNX Runtime can add summands, and make them of a whole value (Add, Where).
+_MIN_SUM_OPSET = 9
 
 
 @dataclass(frozen=True)
@@ -133,20 +136,27 @@ class StrategyTable:
         sizes = {}
         for side, axes, shapes in (("in", rule.inputs, view.inputs), ("out", rule.outputs, view.outputs)):
             for position, axis in axes.items():
-                shape = shapes[position]
+                shape = shapes[position] if position < len(shapes) else None
                 if shape is None:
                     return
-                asked |= cuts.get((side, position, axis), frozenset())
-                sizes[side, position] = axis, shape[axis]
+                fused = rule.fused.get(position, 1) if side == "in" else 1
+                for outer, blocks in cuts.get((side, position, axis), frozenset()):
+                    if outer % fused == 0:
+                        asked.add((outer // fused, blocks))
+                sizes[side, position] = axis, shape[axis], fused
         if rule.units and sizes:
             asked.add((1, rule.units))
+        summed = {"map": None, "sum": _SUMMED_TYPES, "mean": _SUMMABLE_TYPES}[rule.effect]
+        if summed is not None and not self._can_sum(view, summed):
+            return
         for outer, blocks in sorted(asked):
             if rule.units and (outer > 1 or rule.units % blocks):
                 continue
-            layouts = {key: self.division.split(axis, size, outer, blocks) for key, (axis, size) in sizes.items()}
+            layouts = {
+                key: self.division.split(axis, size, outer * fused, blocks)
+                for key, (axis, size, fused) in sizes.items()
+            }
             if any(layout is None for layout in layouts.values()):
-                continue
-            if rule.effect != "map" and not all(kind in _SUMMED_TYPES for kind in view.element_types):
                 continue
             rest = REPLICATED if rule.effect == "map" else PARTIAL
             outputs = tuple(
@@ -165,6 +175,9 @@ class StrategyTable:
                 weighs_means=rule.effect == "mean",
             )
 
+    def _can_sum(self, view: NodeView, types: frozenset[int]) -> bool:
+        return view.opset >= _MIN_SUM_OPSET and all(kind in types for kind in view.element_types)
+
     def _with_first(self, view: NodeView, source: Layout, result: Layout, edit: Edit | None) -> Strategy:
         """Return a strategy of a node with one output, whose other inputs are replicated."""
         others = (None if shape is None else REPLICATED for shape in view.inputs[1:])
@@ -180,7 +193,7 @@ class StrategyTable:
             if (other := reshape_layout(result, source, layout, self.division)) is not None:
                 pairs.add((other, layout))
         for before, after in sorted(pairs):
-            if can_reshape_parts(view, before, self.division):
+            if can_reshape_parts(view, before, after, self.division):
                 edit = cast("Edit", set_reshape_target(before)) if view.op == "Reshape" else None
                 yield self._with_first(view, before, after, edit)
 
@@ -242,7 +255,7 @@ class StrategyTable:
 
     def _partials(self, view: NodeView) -> Iterator[Strategy]:
         """Yield strategies that pass summands on, for linear operators."""
-        if not all(kind in _SUMMABLE_TYPES for kind in view.element_types) or not view.outputs:
+        if not self._can_sum(view, _SUMMABLE_TYPES) or not view.outputs:
             return
         outputs = tuple(None if shape is None else PARTIAL for shape in view.outputs)
         whole = tuple(None if shape is None else REPLICATED for shape in view.inputs)

@@ -16,6 +16,7 @@ from onnxplace.errors import OnnxplaceError
 from onnxplace.feeds import complete_dimensions, symbols_of_dimension
 from onnxplace.model import Model, iterate_subgraphs, packed_size, read_shape_entries
 from onnxplace.passes.sharding.node_views import NodeView, Shape
+from onnxplace.passes.sharding.runtime_shapes import infer_with_runtime
 from onnxplace.passes.sharding.shape_folding import infer_all_shapes
 
 # Larger constants hold no shapes, axes or paddings.
@@ -23,6 +24,10 @@ _MAX_CONSTANT_ELEMENTS = 64
 # How other sizes of symbolic dimensions are drawn: a * size + b, and c more per further dimension. An axis that has
 # the same size for all is fixed: not min(size, 2) nor max(size, 1000), for which the first and the last ones are.
 _OTHER_SIZES = ((0, 1, 0), (2, 3, 1), (11, 17, 1), (0, 100_003, 1))
+
+# Slice and Concat do not take these types; before this opset, Concat took floats only.
+_UNCUT_TYPES = ("FLOAT8", "FLOAT4", "INT4", "UINT4", "INT2", "UINT2", "UNDEFINED")
+_MIN_CONCAT_OPSET = 4
 
 
 @dataclass(frozen=True)
@@ -37,15 +42,19 @@ class TensorFacts:
     types: Mapping[str, int]
     """Element type by value and initializer."""
     constants: Mapping[str, NDArray[Any]]
-    """Small integer initializers."""
+    """Small integer initializers, and scales of Resize."""
 
     @staticmethod
     def of(model: Model) -> TensorFacts:
         """Collect the facts of a model with bound dimensions."""
         shapes = infer_all_shapes(model)
         fixed = _find_fixed_axes(model, shapes)
-        types = {name: kind.tensor_type.elem_type for name, kind in model.types.items() if kind.HasField("tensor_type")}
+        types = dict(infer_with_runtime(model, model.input_shapes()).types)
+        types |= {
+            name: kind.tensor_type.elem_type for name, kind in model.types.items() if kind.HasField("tensor_type")
+        }
         constants = {}
+        scales = {name for node in model.nodes if node.op_type in ("Resize", "Upsample") for name in node.input[1:3]}
         for name, tensor in model.initializers.items():
             if model.overridable(name):
                 continue
@@ -53,8 +62,8 @@ class TensorFacts:
             fixed[name] = (True,) * len(tensor.dims)
             types[name] = tensor.data_type
             is_small = math.prod(tensor.dims) <= _MAX_CONSTANT_ELEMENTS
-            is_integer = tensor.data_type in (TensorProto.INT64, TensorProto.INT32)
-            if is_small and is_integer and tensor.data_location != TensorProto.EXTERNAL:
+            is_read = tensor.data_type in (TensorProto.INT64, TensorProto.INT32) or name in scales
+            if is_small and is_read and tensor.data_location != TensorProto.EXTERNAL:
                 constants[name] = numpy_helper.to_array(tensor)
         return TensorFacts(model, shapes, fixed, types, constants)
 
@@ -62,6 +71,15 @@ class TensorFacts:
     def opset(self) -> int:
         """Return the version of the standard operators."""
         return next((item.version for item in self.model.opsets if item.domain in ("", "ai.onnx")), 0)
+
+    def can_split(self, name: str) -> bool:
+        """Return whether a value has a type that Slice and Concat take; weights are cut before the model runs."""
+        if name in self.is_weight:
+            return True
+        kind = TensorProto.DataType.Name(self.types.get(name, TensorProto.UNDEFINED))
+        if self.opset < _MIN_CONCAT_OPSET:
+            return self.opset > 0 and kind in ("FLOAT", "DOUBLE", "FLOAT16")
+        return not kind.startswith(_UNCUT_TYPES)
 
     @cached_property
     def is_weight(self) -> frozenset[str]:

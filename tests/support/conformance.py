@@ -217,15 +217,15 @@ def outcome(kind: str, name: str) -> Outcome:
     if found is None:
         return Outcome(name, kind, "not available", "its model would have to be downloaded")
     try:
-        plain = _Plain(found.model)
+        plain = PlainSession(found.model)
         results = [plain.run(given) for given, _ in found.data_sets]
     except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
-        return Outcome(name, kind, "refused by ONNX Runtime", _first_line(problem))
+        return Outcome(name, kind, "refused by ONNX Runtime", first_line(problem))
     try:
         for (_, expected), made in zip(found.data_sets, results):
             require_similar(expected, made, found)
     except Exception as problem:  # noqa: BLE001 - a comparison that is impossible is no success
-        return Outcome(name, kind, "other results in ONNX Runtime", _first_line(problem))
+        return Outcome(name, kind, "other results in ONNX Runtime", first_line(problem))
     if not (wrong := list(failures(found))):
         return Outcome(name, kind, "passed")
     # Within one session, ONNX Runtime drops the rounding between two float16 nodes on a CPU; across a cut it cannot.
@@ -247,13 +247,13 @@ def failures(found: Case) -> Iterator[str]:
         try:
             run_placed(found, model, forced)
         except Exception as problem:  # noqa: BLE001 - whatever it is, it counts
-            yield f"{forced.name}: {_first_line(problem)}"
+            yield f"{forced.name}: {first_line(problem)}"
 
 
 def _plain_passes(found: Case, model: ModelProto) -> bool:
     """Return whether ONNX Runtime passes, with and without leave to remove the nodes that were added."""
     try:
-        for plain in (_Plain(model), _Plain(model, optimized=False)):
+        for plain in (PlainSession(model), PlainSession(model, optimized=False)):
             for given, expected in found.data_sets:
                 require_similar(expected, plain.run(given), found)
     except Exception:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
@@ -269,7 +269,7 @@ def run_placed(found: Case, model: ModelProto, forced: Forced) -> None:
     placer = Pipeline.parse(forced.placer).passes if isinstance(forced.placer, str) else (forced.placer,)
     steps = (*Pipeline.parse(forced.passes).passes, *placer, *Pipeline.parse("split,emit").passes)
     with tempfile.TemporaryDirectory(prefix="onnxplace-") as folder:
-        fed = [dict(zip(_fed_names(model), given)) for given, _ in found.data_sets]
+        fed = [dict(zip(fed_names(model), given)) for given, _ in found.data_sets]
         compiled = compile_model(
             model, Path(folder) / "bundle", target=Target(devices), inputs=fed[0], pipeline=Pipeline(steps)
         )
@@ -311,12 +311,12 @@ def _flat(values: Sequence[Any]) -> list[Any]:
     return flat
 
 
-def _fed_names(model: ModelProto) -> list[str]:
+def fed_names(model: ModelProto) -> list[str]:
     weights = {tensor.name for tensor in model.graph.initializer}
     return [value.name for value in model.graph.input if value.name not in weights]
 
 
-class _Plain:
+class PlainSession:
     """A model in ONNX Runtime, without us, but for its IR version, which is lowered to the latest one it takes."""
 
     def __init__(self, model: ModelProto, optimized: bool = True) -> None:
@@ -352,7 +352,7 @@ def _with_ir(model: ModelProto, version: int) -> ModelProto:
     return result
 
 
-def _first_line(problem: Exception) -> str:
+def first_line(problem: Exception) -> str:
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     return f"{type(problem).__name__}: {' '.join(lines[:4])[:300]}"
 
@@ -363,8 +363,11 @@ __all__ = [
     "Case",
     "Forced",
     "Outcome",
+    "PlainSession",
     "case",
     "failures",
+    "fed_names",
+    "first_line",
     "names",
     "outcome",
     "placements",

@@ -7,7 +7,7 @@ omitted; the node then stays whole. Rules never guess: what they do not list is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from onnxplace.passes.sharding.node_views import Edit, NodeView
@@ -27,6 +27,8 @@ class AxisRule:
     """`map`: outputs are split. `sum`: they are summands. `mean`: they are means of the parts, to be weighted."""
     units: int = 0
     """Number of indivisible units along the axes, such as heads; 0 for any cut."""
+    fused: Mapping[int, int] = field(default_factory=dict)
+    """Input position -> number of equal tensors that lie one after the other along its axis, such as q, k and v."""
     edit: Edit | None = None
     """Adapts a device's copy of the node."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onnxplace.passes.sharding.node_views import NodeView, split_words
-from onnxplace.passes.sharding.rules.axis_rules import AxisRule, Rule, elementwise
+from onnxplace.passes.sharding.rules.axis_rules import AxisRule, Rule, elementwise, split_same
 
 _UNARY = split_words(
     """
@@ -18,7 +18,14 @@ _BROADCASTING = split_words(
     Mod Mul Or PRelu Pow Sub Sum Where Xor
 """
 )
-_MICROSOFT = ["FastGelu", "QuickGelu", "Gelu", "BiasGelu", "BiasAdd"]
+_MICROSOFT = split_words(
+    "FastGelu QuickGelu Gelu BiasGelu QLinearAdd QLinearMul QLinearSigmoid QLinearLeakyRelu QLinearWhere"
+)
+
+
+def broadcasting(view: NodeView) -> list[AxisRule]:
+    """Rule of operators with several inputs; before opset 7, their attributes could align axes in other ways."""
+    return [] if view.attribute("broadcast", 0) else elementwise(view)
 
 
 def dropout(view: NodeView) -> list[AxisRule]:
@@ -28,38 +35,37 @@ def dropout(view: NodeView) -> list[AxisRule]:
 
 def cast_like(view: NodeView) -> list[AxisRule]:
     """The second input gives only a type: it is replicated."""
+    return split_same(view, range(view.rank()))
+
+
+def quantise(view: NodeView) -> list[AxisRule]:
+    """QuantizeLinear and DequantizeLinear, with a scale per tensor, per index of an axis, or per block of indices."""
+    scales = [position for position in (1, 2) if view.has(position)]
+    shape, axis_of_scales = view.shape(0), view.axis(1) if view.rank() else 0
+    if view.attribute("block_size", 0):
+        return [
+            AxisRule(
+                {0: axis, **dict.fromkeys(scales, axis)},
+                {0: axis},
+                units=view.shape(1)[axis] if axis == axis_of_scales else 0,
+            )
+            for axis in range(len(shape))
+        ]
+    if any(view.rank(position) > 1 for position in scales):
+        return []
+    per_index = {position: 0 for position in scales if view.rank(position) == 1 and view.shape(position)[0] > 1}
     return [
-        AxisRule({0: axis}, dict.fromkeys(view.present_outputs(), axis))
-        for axis, size in enumerate(view.result())
+        AxisRule({0: axis, **(per_index if axis == axis_of_scales else {})}, {0: axis})
+        for axis, size in enumerate(shape)
         if size > 1
     ]
 
 
-def quantise(view: NodeView) -> list[AxisRule]:
-    """QuantizeLinear and DequantizeLinear with a scale per tensor or per axis; blocks of scales stay whole."""
-    if view.attribute("block_size", 0):
-        return []
-    axis_of_scales = view.axis(1) if view.rank() else 0
-    rules = []
-    for axis, size in enumerate(view.shape(0)):
-        if size <= 1:
-            continue
-        inputs = {0: axis}
-        for position in (1, 2):
-            if view.has(position) and view.rank(position) == 1 and view.shape(position)[0] > 1:
-                if axis == axis_of_scales:
-                    inputs[position] = 0
-            elif view.has(position) and view.rank(position) > 1:
-                return []
-        rules.append(AxisRule(inputs, {0: axis}))
-    return rules
-
-
 POINTWISE: dict[tuple[str, str], Rule] = {
-    **{("", op): elementwise for op in (*_UNARY, *_BROADCASTING)},
+    **{("", op): elementwise for op in _UNARY},
+    **{("", op): broadcasting for op in _BROADCASTING},
     **{("com.microsoft", op): elementwise for op in _MICROSOFT},
     ("", "Dropout"): dropout,
     ("", "CastLike"): cast_like,
-    ("", "QuantizeLinear"): quantise,
-    ("", "DequantizeLinear"): quantise,
+    **{(domain, op): quantise for domain in ("", "com.microsoft") for op in ("QuantizeLinear", "DequantizeLinear")},
 }

@@ -2,69 +2,92 @@
 
 from __future__ import annotations
 
-from onnxplace.passes.sharding.node_views import LocalNode, NodeView
+from collections.abc import Mapping
+from dataclasses import replace
+
+from onnxplace.passes.sharding.node_views import Edit, LocalNode, NodeView, Shape
 from onnxplace.passes.sharding.rules.axis_rules import AxisRule, Rule
 
 
-def _product(view: NodeView, left: int, right: int) -> list[AxisRule]:
-    """Rules of a numpy-like product of two inputs, by their positions."""
-    a, b, result = view.shape(left), view.shape(right), view.result()
-    if len(a) < 2 or len(b) < 2:
-        return []
-    rules = []
-    for axis in range(len(result) - 2):
+def product_rules(a: Shape, b: Shape, result: Shape, left: int, right: int) -> dict[str, AxisRule]:
+    """Return the rules of a numpy-like product: `batch N`, `rows`, `columns` and `sum`, as far as there are such axes.
+
+    Args:
+        a: Shape of the first factor; a vector is a row without its axis.
+        b: Shape of the second factor; a vector is a column without its axis.
+        result: Shape of the product.
+        left: Input position of the first factor.
+        right: Input position of the second factor.
+    """
+    if not a or not b:
+        return {}
+    has_rows, has_columns = len(a) > 1, len(b) > 1
+    rules = {}
+    batch_rank = len(result) - has_rows - has_columns
+    for axis in range(batch_rank):
         inputs = {}
         for position, shape in ((left, a), (right, b)):
-            own = axis - (len(result) - len(shape))
-            if 0 <= own < len(shape) - 2 and shape[own] == result[axis]:
+            own = axis - (batch_rank - (len(shape) - 2))
+            if len(shape) > 2 and own >= 0 and shape[own] == result[axis]:
                 inputs[position] = own
         if result[axis] > 1:
-            rules.append(AxisRule(inputs, {0: axis}))
-    rules.append(AxisRule({left: len(a) - 2}, {0: len(result) - 2}))
-    rules.append(AxisRule({right: len(b) - 1}, {0: len(result) - 1}))
-    rules.append(AxisRule({left: len(a) - 1, right: len(b) - 2}, {}, "sum"))
+            rules[f"batch {axis}"] = AxisRule(inputs, {0: axis})
+    if has_rows:
+        rules["rows"] = AxisRule({left: len(a) - 2}, {0: len(result) - 1 - has_columns})
+    if has_columns:
+        rules["columns"] = AxisRule({right: len(b) - 1}, {0: len(result) - 1})
+    rules["sum"] = AxisRule({left: len(a) - 1, right: max(len(b) - 2, 0)}, {}, "sum")
     return rules
+
+
+def add_inputs(rules: dict[str, AxisRule], name: str, more: Mapping[int, int]) -> None:
+    """Split more inputs (position -> axis) in the rule of this name, if there is one."""
+    if name in rules:
+        rules[name] = replace(rules[name], inputs={**rules[name].inputs, **more})
+
+
+def is_per_tensor(view: NodeView, position: int) -> bool:
+    """Return whether a scale or zero point is omitted, or a single number."""
+    return not view.has(position) or max(view.shape(position), default=1) <= 1
 
 
 def matmul(view: NodeView) -> list[AxisRule]:
     """MatMul."""
-    return _product(view, 0, 1)
+    return [*product_rules(view.shape(0), view.shape(1), view.result(), 0, 1).values()]
 
 
 def matmul_integer(view: NodeView) -> list[AxisRule]:
-    """MatMulInteger; zero points of rows or columns are split with them, and the summed axis stays whole then."""
-    rules = _product(view, 0, 1)
-    if not rules:
-        return []
-    result, kept = view.result(), []
-    per_row = view.has(2) and max(view.shape(2), default=1) > 1
-    per_column = view.has(3) and max(view.shape(3), default=1) > 1
-    for rule in rules:
-        axis = rule.outputs.get(0)
-        inputs = dict(rule.inputs)
-        if axis is None and (view.has(2) or view.has(3)):
-            continue
-        if per_row and axis != len(result) - 1:
-            continue
-        if per_column:
-            if axis == len(result) - 1 and view.rank(3) == 1:
-                inputs[3] = 0
-            elif axis != len(result) - 2 or view.rank(3) != 1:
-                continue
-        kept.append(AxisRule(inputs, rule.outputs, rule.effect))
-    return kept
+    """MatMulInteger: zero points of rows or columns are split with them; sums of integers are exact."""
+    rules = product_rules(view.shape(0), view.shape(1), view.result(), 0, 1)
+    for position, name in ((2, "rows"), (3, "columns")):
+        if not is_per_tensor(view, position):
+            if view.rank(position) != 1:
+                return []
+            add_inputs(rules, name, {position: 0})
+    return [*rules.values()]
 
 
 def qlinear_matmul(view: NodeView) -> list[AxisRule]:
-    """QLinearMatMul with scales per tensor: rows, columns and batch; its sum is rounded, so it stays whole."""
-    if any(view.has(position) and max(view.shape(position), default=1) > 1 for position in (1, 2, 4, 5, 6, 7)):
+    """QLinearMatMul: rows, columns with their scales, and batch; its sum is rounded, so it stays whole."""
+    if not all(is_per_tensor(view, position) for position in (1, 2, 6, 7)):
         return []
-    return [rule for rule in _product(view, 0, 3) if rule.effect == "map"]
+    rules = product_rules(view.shape(0), view.shape(3), view.result(), 0, 3)
+    for position in (4, 5):
+        if not is_per_tensor(view, position):
+            if view.rank(position) != 1:
+                return []
+            add_inputs(rules, "columns", {position: 0})
+    return [rule for name, rule in rules.items() if name != "sum"]
 
 
-def _drop_bias_except_first(local: LocalNode) -> None:
-    if local.device > 0:
-        local.drop_input(2)
+def drop_bias_except_first(position: int) -> Edit:
+    """Return the edit by which only the first device adds a bias to its summand."""
+
+    def edit(local: LocalNode) -> None:
+        if local.device > 0:
+            local.drop_input(position)
+
+    return edit
 
 
 def gemm(view: NodeView) -> list[AxisRule]:
@@ -80,8 +103,9 @@ def gemm(view: NodeView) -> list[AxisRule]:
         return {2: own} if own >= 0 and shape[own] == view.result()[axis] > 1 else {}
 
     rules = [AxisRule({0: row, **bias(0)}, {0: 0}), AxisRule({1: width, **bias(1)}, {0: 1})]
+    # Before opset 11, the bias cannot be omitted.
     if view.opset >= 11 or not view.has(2):
-        rules.append(AxisRule({0: column, 1: inner}, {}, "sum", edit=_drop_bias_except_first))
+        rules.append(AxisRule({0: column, 1: inner}, {}, "sum", edit=drop_bias_except_first(2)))
     return rules
 
 

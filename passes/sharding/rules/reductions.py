@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from onnxplace.passes.sharding.node_views import NodeView
-from onnxplace.passes.sharding.rules.axis_rules import AxisRule, Effect, Rule, other_axes, split_same
+from onnxplace.passes.sharding.node_views import LocalNode, NodeView
+from onnxplace.passes.sharding.rules.axis_rules import AxisRule, Effect, Rule, aligned_axes, other_axes, split_same
 
 
 def batch_normalization(view: NodeView) -> list[AxisRule]:
     """BatchNormalization in inference: every axis; channels with their statistics."""
     if len(view.present_outputs()) > 1 or view.attribute("training_mode", 0):
         return []
-    rules = split_same(view, other_axes(view, 1)) if view.rank() > 1 else []
-    channels = AxisRule({0: 1, 1: 0, 2: 0, 3: 0, 4: 0}, {0: 1})
-    return [*rules, channels] if view.rank() > 1 else []
+    # Before opset 9, statistics could be per element.
+    if view.rank() < 2 or any(view.rank(position) != 1 for position in range(1, 5)):
+        return []
+    return [*split_same(view, other_axes(view, 1)), AxisRule({0: 1, 1: 0, 2: 0, 3: 0, 4: 0}, {0: 1})]
 
 
 def instance_normalization(view: NodeView) -> list[AxisRule]:
@@ -21,13 +22,18 @@ def instance_normalization(view: NodeView) -> list[AxisRule]:
 
 
 def group_normalization(view: NodeView) -> list[AxisRule]:
-    """GroupNormalization: by batch."""
-    return [AxisRule({0: 0}, {0: 0})]
+    """GroupNormalization: by batch and whole groups; scales are per group before opset 21, then per channel."""
+    groups = int(view.attribute("num_groups", 0))
+
+    def scale_groups(local: LocalNode) -> None:
+        local.set_attribute("num_groups", groups * local.out_shape()[1] // view.result()[1])
+
+    return [AxisRule({0: 0}, {0: 0}), AxisRule({0: 1, 1: 0, 2: 0}, {0: 1}, units=groups, edit=scale_groups)]
 
 
-def local_response(view: NodeView) -> list[AxisRule]:
-    """LRN sums over neighbouring channels: every other axis."""
-    return split_same(view, other_axes(view, 1))
+def lp_normalization(view: NodeView) -> list[AxisRule]:
+    """LpNormalization: every axis but its own."""
+    return split_same(view, other_axes(view, view.axis(-1)))
 
 
 def trailing_normalization(view: NodeView) -> list[AxisRule]:
@@ -46,16 +52,35 @@ def trailing_normalization(view: NodeView) -> list[AxisRule]:
 
 
 def skip_normalization(view: NodeView) -> list[AxisRule]:
-    """SkipLayerNormalization and SkipSimplifiedLayerNormalization: all axes but the last, of input and skip."""
-    outputs = [position for position in view.present_outputs() if view.result(position) == view.shape(0)]
-    if len(outputs) != len(view.present_outputs()) or view.shape(1) != view.shape(0):
+    """SkipLayerNormalization and its relatives: all axes but the last, of input and skip, which may be broadcast."""
+    outputs = view.present_outputs()
+    if any(view.result(position) != view.shape(0) for position in outputs):
         return []
-    return split_same(view, range(view.rank() - 1), inputs=(0, 1), outputs=outputs)
+    return [
+        AxisRule(aligned_axes(view, axis, (0, 1)), dict.fromkeys(outputs, axis))
+        for axis in range(view.rank() - 1)
+        if view.shape(0)[axis] > 1
+    ]
+
+
+def embedding_normalization(view: NodeView) -> list[AxisRule]:
+    """EmbedLayerNormalization and QEmbedLayerNormalization: by batch."""
+    batch = view.shape(0)[0]
+    positions = (0, 1, 7, 8) if view.op == "EmbedLayerNormalization" else (0, 1, 7)
+    inputs = {position: 0 for position in positions if view.has(position) and view.shape(position)[0] == batch}
+    return [AxisRule(inputs, dict.fromkeys(view.present_outputs(), 0))]
 
 
 def softmax(view: NodeView) -> list[AxisRule]:
     """Softmax, LogSoftmax and Hardmax: before opset 13, they work on all axes from `axis` on."""
     if view.opset < 13:
+        return split_same(view, range(view.axis(1)))
+    return split_same(view, other_axes(view, view.axis(-1)))
+
+
+def quantised_softmax(view: NodeView) -> list[AxisRule]:
+    """QLinearSoftmax, which names the opset of its Softmax."""
+    if int(view.attribute("opset", 1)) < 13:
         return split_same(view, range(view.axis(1)))
     return split_same(view, other_axes(view, view.axis(-1)))
 
@@ -77,8 +102,8 @@ def arg_extreme(view: NodeView) -> list[AxisRule]:
     ]
 
 
-def cumulative_sum(view: NodeView) -> list[AxisRule]:
-    """CumSum along a constant axis: every other axis."""
+def cumulative(view: NodeView) -> list[AxisRule]:
+    """CumSum and CumProd along a constant axis: every other axis."""
     if 1 not in view.constants:
         return []
     return split_same(view, other_axes(view, int(view.constants[1].reshape(-1)[0])))
@@ -122,19 +147,23 @@ REDUCTIONS: dict[tuple[str, str], Rule] = {
     ("", "BatchNormalization"): batch_normalization,
     ("", "InstanceNormalization"): instance_normalization,
     ("", "GroupNormalization"): group_normalization,
-    ("", "LRN"): local_response,
+    ("", "LpNormalization"): lp_normalization,
     ("", "LayerNormalization"): trailing_normalization,
     ("", "RMSNormalization"): trailing_normalization,
     ("", "SimplifiedLayerNormalization"): trailing_normalization,
     ("com.microsoft", "SkipLayerNormalization"): skip_normalization,
     ("com.microsoft", "SkipSimplifiedLayerNormalization"): skip_normalization,
+    ("com.microsoft", "EmbedLayerNormalization"): embedding_normalization,
+    ("com.microsoft", "QEmbedLayerNormalization"): embedding_normalization,
+    ("com.microsoft", "QLinearSoftmax"): quantised_softmax,
     ("", "Softmax"): softmax,
     ("", "LogSoftmax"): softmax,
     ("", "Hardmax"): softmax,
     ("", "TopK"): along_axis,
     ("", "ArgMax"): arg_extreme,
     ("", "ArgMin"): arg_extreme,
-    ("", "CumSum"): cumulative_sum,
+    ("", "CumSum"): cumulative,
+    ("", "CumProd"): cumulative,
     ("", "ReduceSum"): _reduction("sum"),
     ("", "ReduceMean"): _reduction("mean"),
     ("", "ReduceSumSquare"): _reduction("sum"),

@@ -1,6 +1,6 @@
-"""Rules of operators that move elements: transpose, slice, gather, pad, expand and others.
+"""Rules of operators that move elements: transpose, slice, pad, expand and others; by indices: in `gathers`.
 
-Reshape, Squeeze, Unsqueeze, Flatten, and Split and Concat along their own axis are in `reshapes`.
+Reshape, Squeeze, Unsqueeze, Flatten, and Split and Concat along their own axis are in `strategies`.
 """
 
 from __future__ import annotations
@@ -71,54 +71,77 @@ def expand(view: NodeView) -> list[AxisRule]:
     return rules
 
 
-def gather(view: NodeView) -> list[AxisRule]:
-    """Gather: the other axes of the data, and the axes of the indices."""
-    axis, index_rank = view.axis(0), view.rank(1)
-    rules = [
-        AxisRule({0: other}, {0: other if other < axis else other + index_rank - 1})
-        for other in other_axes(view, axis)
-        if view.shape(0)[other] > 1
-    ]
-    rules += [AxisRule({1: own}, {0: axis + own}) for own in range(index_rank) if view.shape(1)[own] > 1]
-    return rules
-
-
-def gather_elements(view: NodeView) -> list[AxisRule]:
-    """GatherElements: other axes, where data and indices have the same size."""
-    axes = [axis for axis in other_axes(view, view.axis(0)) if view.shape(0)[axis] == view.shape(1)[axis]]
-    return split_same(view, axes, inputs=(0, 1))
-
-
 def resize(view: NodeView) -> list[AxisRule]:
-    """Resize by constant scales or sizes: batch and channels, where they keep their size.
+    """Resize and Upsample: the axes that keep their size because their scale is exactly 1.
 
     Sizes name the whole of these axes, so they are set to those of the part.
     """
-    if view.attribute("axes") is not None or view.attribute("coordinate_transformation_mode") == "tf_crop_and_resize":
+    if view.attribute("coordinate_transformation_mode") == "tf_crop_and_resize":
         return []
-    if view.opset < 11 or view.rank() < 3:
+    if view.has(3) and view.shape(3) != (0,):
+        return _resize_to_sizes(view)
+    scales = view.attribute("scales")
+    if scales is None:
+        position = 1 if view.op == "Upsample" or view.opset < 11 else 2
+        if position not in view.constants:
+            return []
+        scales = view.constants[position].reshape(-1).tolist()
+    named = _resized_axes(view, len(scales))
+    resized = {axis for axis, scale in zip(named, scales) if scale != 1.0}
+    return split_same(view, other_axes(view, *resized))
+
+
+def _resize_to_sizes(view: NodeView) -> list[AxisRule]:
+    if 3 not in view.constants:
         return []
-    sizes = view.has(3) and view.shape(3) != (0,)
-    if sizes and 3 not in view.constants:
-        return []
+    named = _resized_axes(view, view.shape(3)[0])
+    # With another policy, the sizes only limit a scale that all these axes share.
+    is_exact = view.attribute("keep_aspect_ratio_policy", "stretch") == "stretch"
+    rules = []
+    for axis in range(view.rank()):
+        if axis in named and not (is_exact and view.shape(0)[axis] == view.result()[axis]):
+            continue
 
-    def set_sizes(local: LocalNode) -> None:
-        layout = local.layouts[0]
-        assert layout is not None
-        local.override_entry(3, 0, layout.axis, local.out_shape()[layout.axis])
+        def set_sizes(local: LocalNode, axis: int = axis) -> None:
+            local.override_entry(3, 0, named.index(axis), local.out_shape()[axis])
 
-    axes = [axis for axis in (0, 1) if view.shape(0)[axis] == view.result()[axis]]
-    return split_same(view, axes, edit=set_sizes if sizes else None)
-
-
-def batch_only(view: NodeView) -> list[AxisRule]:
-    """DepthToSpace and SpaceToDepth: by batch."""
-    return split_same(view, (0,))
+        rules += split_same(view, (axis,), edit=set_sizes if axis in named else None)
+    return rules
 
 
-def triangle(view: NodeView) -> list[AxisRule]:
-    """Trilu: every axis before the matrices."""
+def _resized_axes(view: NodeView, count: int) -> list[int]:
+    """Return the axes that scales or sizes are for, from 0."""
+    axes = view.attribute("axes")
+    return [axis % view.rank() for axis in (range(count) if axes is None else axes)]
+
+
+def depth_to_space(view: NodeView) -> list[AxisRule]:
+    """DepthToSpace: by batch, rows and columns; in mode CRD also by channels, whose depths follow each other."""
+    rules = split_same(view, (0,)) + [AxisRule({0: axis}, {0: axis}, units=view.shape(0)[axis]) for axis in (2, 3)]
+    if view.attribute("mode", "DCR") == "CRD":
+        rules.append(AxisRule({0: 1}, {0: 1}, units=view.result()[1]))
+    return rules
+
+
+def space_to_depth(view: NodeView) -> list[AxisRule]:
+    """SpaceToDepth: by batch, and by rows and columns of blocks."""
+    return split_same(view, (0,)) + [AxisRule({0: axis}, {0: axis}, units=view.result()[axis]) for axis in (2, 3)]
+
+
+def matrices(view: NodeView) -> list[AxisRule]:
+    """Det and Trilu: every axis before the matrices."""
     return split_same(view, range(view.rank() - 2))
+
+
+def reverse_sequence(view: NodeView) -> list[AxisRule]:
+    """ReverseSequence: every axis but that of time; the batch with its lengths."""
+    batch, time = (int(view.attribute(name, default)) for name, default in (("batch_axis", 1), ("time_axis", 0)))
+    batch, time = batch % view.rank(), time % view.rank()
+    return [
+        AxisRule({0: axis, 1: 0} if axis == batch else {0: axis}, {0: axis})
+        for axis in range(view.rank())
+        if axis != time
+    ]
 
 
 def split_others(view: NodeView) -> list[AxisRule]:
@@ -131,18 +154,28 @@ def concat_others(view: NodeView) -> list[AxisRule]:
     return split_same(view, other_axes(view, view.axis(0)), inputs=range(len(view.inputs)))
 
 
+def quantised_concat(view: NodeView) -> list[AxisRule]:
+    """QLinearConcat, whose inputs follow the scale and zero point of the result, each with its own: other axes."""
+    parts, axis = range(2, len(view.inputs), 3), view.axis(0, len(view.result()))
+    others = [other for other in range(len(view.result())) if other != axis]
+    return [AxisRule(dict.fromkeys(parts, other), {0: other}) for other in others]
+
+
 SHAPES: dict[tuple[str, str], Rule] = {
     ("", "Transpose"): transpose,
     ("", "Slice"): slice_,
     ("", "Pad"): pad,
     ("", "Tile"): tile,
     ("", "Expand"): expand,
-    ("", "Gather"): gather,
-    ("", "GatherElements"): gather_elements,
     ("", "Resize"): resize,
-    ("", "DepthToSpace"): batch_only,
-    ("", "SpaceToDepth"): batch_only,
-    ("", "Trilu"): triangle,
+    ("", "Upsample"): resize,
+    ("", "DepthToSpace"): depth_to_space,
+    ("", "SpaceToDepth"): space_to_depth,
+    ("", "Det"): matrices,
+    ("", "Trilu"): matrices,
+    ("com.microsoft", "Trilu"): matrices,
+    ("", "ReverseSequence"): reverse_sequence,
     ("", "Split"): split_others,
     ("", "Concat"): concat_others,
+    ("com.microsoft", "QLinearConcat"): quantised_concat,
 }

@@ -3,6 +3,9 @@
 from onnxplace.passes.sharding.rules.attention import ATTENTION
 from onnxplace.passes.sharding.rules.axis_rules import Rule
 from onnxplace.passes.sharding.rules.convolutions import CONVOLUTIONS
+from onnxplace.passes.sharding.rules.fused_attention import FUSED_ATTENTION
+from onnxplace.passes.sharding.rules.fused_products import FUSED_PRODUCTS
+from onnxplace.passes.sharding.rules.gathers import GATHERS
 from onnxplace.passes.sharding.rules.pointwise import POINTWISE
 from onnxplace.passes.sharding.rules.products import PRODUCTS
 from onnxplace.passes.sharding.rules.recurrent import RECURRENT
@@ -15,7 +18,10 @@ RULES: dict[tuple[str, str], Rule] = {
     **CONVOLUTIONS,
     **REDUCTIONS,
     **SHAPES,
+    **GATHERS,
     **ATTENTION,
     **RECURRENT,
+    **FUSED_PRODUCTS,
+    **FUSED_ATTENTION,
 }
 """(domain, operator) -> its rule; the domain of the standard operators is empty."""

@@ -1,0 +1,79 @@
+"""Each rule: which splits it gives, and that every one computes what the whole operator does."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from onnx import ModelProto, helper, parser
+
+from onnxplace.model import bind, load
+from onnxplace.passes.sharding.layouts import PARTIAL, Layout
+from onnxplace.passes.sharding.rules.table import RULES
+from onnxplace.passes.sharding.space import build_space
+from onnxplace.passes.sharding.tensor_facts import TensorFacts
+from tests.passes.sharding.rule_cases import CASES, RuleCase
+from tests.support.forced_sharding import DIVISIONS, Feeds, Trial, try_strategies, with_weights
+
+
+def parse(case: RuleCase) -> ModelProto:
+    header = f'<ir_version: 10, opset_import: ["": {case.opset}, "com.microsoft": 1]>'
+    return parser.parse_model(f"{header} g {case.text}")
+
+
+def draw_feeds(model: ModelProto, case: RuleCase) -> Feeds:
+    """Return random inputs: small indices, scales near one, and the case's own."""
+    random = np.random.default_rng(0)
+    feeds = {}
+    for value in model.graph.input:
+        kind = value.type.tensor_type
+        shape = [dim.dim_value for dim in kind.shape.dim]
+        dtype = helper.tensor_dtype_to_np_dtype(kind.elem_type)
+        if dtype.kind == "f":
+            array = random.uniform(0.5, 1.5, shape) if len(shape) < 2 else random.normal(size=shape)
+        elif dtype.itemsize == 1:
+            array = random.integers(0, 2 if dtype.kind == "b" else 100, shape)
+        else:
+            array = random.integers(0, 3, shape)
+        feeds[value.name] = np.asarray(case.feeds.get(value.name, array)).astype(dtype)
+    return feeds
+
+
+def splits(model: ModelProto, case: RuleCase) -> str:
+    facts = TensorFacts.of(bind(load(model), {}, dict(draw_feeds(model, case))))
+    strategies = build_space(facts, DIVISIONS["2 ways"]).strategies[0]
+    texts = (f"{_axes(item.inputs)} -> {_axes(item.outputs)}" for item in strategies[1:])
+    return ", ".join(sorted(set(texts)))
+
+
+def _axes(layouts: tuple[Layout | None, ...]) -> str:
+    return "".join(
+        "-" if item is None else "+" if item == PARTIAL else str(item.axis) if item.is_split else "."
+        for item in layouts
+    )
+
+
+def trials(case: RuleCase) -> Iterator[tuple[str, list[Trial]]]:
+    """Yield the trials of a case with all inputs given, and with all but the first as weights."""
+    model = parse(case)
+    feeds = draw_feeds(model, case)
+    yield "given", list(try_strategies(model, [feeds], case.returns_all))
+    if (fixed := with_weights(model, feeds)) is not None:
+        first = fixed.graph.input[0].name
+        yield "weights", list(try_strategies(fixed, [{first: feeds[first]}], case.returns_all))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rule_gives_these_splits(name: str):
+    case = CASES[name]
+    assert splits(parse(case), case) == case.splits
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_split_computes_what_the_whole_operator_does(name: str):
+    for form, results in trials(CASES[name]):
+        assert [(form, item) for item in results if item.problem] == []
+
+
+def test_operators_without_a_rule_stay_whole():
+    for op in ("NonZero", "Compress", "DynamicQuantizeLinear", "EyeLike", "Range", "ConstantOfShape", "Unique"):
+        assert ("", op) not in RULES
