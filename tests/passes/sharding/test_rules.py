@@ -11,8 +11,18 @@ from onnxplace.passes.sharding.layouts import PARTIAL, Layout
 from onnxplace.passes.sharding.rules.table import RULES
 from onnxplace.passes.sharding.space import build_space
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
-from tests.passes.sharding.rule_cases import CASES, RuleCase
 from tests.support.forced_sharding import DIVISIONS, Feeds, Trial, try_strategies, with_weights
+from tests.support.sharding_cases.attention import ATTENTION
+from tests.support.sharding_cases.convolutions import CONVOLUTIONS
+from tests.support.sharding_cases.moves import MOVES
+from tests.support.sharding_cases.normalizations import NORMALIZATIONS
+from tests.support.sharding_cases.pointwise import POINTWISE
+from tests.support.sharding_cases.products import PRODUCTS
+from tests.support.sharding_cases.recurrent import RECURRENT
+from tests.support.sharding_cases.reductions import REDUCTIONS
+from tests.support.sharding_cases.rule_case import RuleCase
+
+CASES = {**PRODUCTS, **CONVOLUTIONS, **NORMALIZATIONS, **REDUCTIONS, **MOVES, **POINTWISE, **ATTENTION, **RECURRENT}
 
 
 def parse(case: RuleCase) -> ModelProto:
