@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Unpack, cast
 
 import numpy as np
 
-from onnxplace.bundle import Bundle, Check
+from onnxplace.bundle import Bundle, Check, SplitStates
 from onnxplace.driver import Compiled, CompileOptions, compile_model
 from onnxplace.errors import UsageError, suggest_nearest
 from onnxplace.feeds import Declared, check_feeds
@@ -49,6 +49,8 @@ def compile(  # noqa: A001
       "fit"); `budget_seconds`: limit of its search; `seed`; `pipeline`: text of all passes, which replaces these.
     - `device_map`: {"encoder.*": "cpu:0"} or a file, `colocate`: regular expressions, `strict`: fail if a device
       is idle.
+    - `shard`: "auto", "off", or how many devices may share an operator; `shard_map`: {"layers.*": "columns"} or a
+      file (docs/sharding.md); `shard_metadata`: write the layouts into the bundle's whole model too.
     - `costs`: a cost file; `save_costs`: path of a new one; `cache`: whether earlier measurements may be used; `trial`:
       whether the bundle is run for a moment, so that predictions use measured segments (docs/costs.md).
     - `state`: outputs that are inputs of the next call, {"present.*": "past.*"} or texts "OUT=IN", each `*` standing
@@ -87,7 +89,8 @@ class InferenceSession:
     Carried states (`onnxplace compile --state OUT=IN`) stay on their devices between runs. The first run takes their
     initial values as inputs; a state that is an input later replaces the stored one. Runs with states follow one
     another in the order of their start, whether by `run`, `run_async` or `submit`, and from several threads. A run that
-    fails loses the states. A run with refused inputs leaves them unchanged.
+    fails loses the states. A run with refused inputs leaves them unchanged. States that are split over devices are fed
+    and returned whole, under the names of the original model; `submit` and `run_timed` return their parts.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class InferenceSession:
         self._run_inputs = _make_states_optional(self._bundle)
         self._output_names = [item.name for item in self._bundle.outputs]
         self._returned_names = [item.name for item in self._bundle.returned_outputs]
+        self._split_states = SplitStates(self._bundle.manifest)
         self._state_outputs = {item.output for item in self._bundle.manifest.states}
         with use_custom_operators(custom_op_libraries):
             self._session = runtime_class().open(self._bundle, trace=trace)
@@ -136,8 +140,11 @@ class InferenceSession:
                 the end of the nodes that they execute. It is also a TimeoutError.
         """
         names = self._resolve_names(output_names)
-        result = self._run(names, input_feed, timeout)
-        return [result.outputs.get(name) for name in names]
+        if not self._split_states:
+            result = self._run(names, input_feed, timeout)
+            return [result.outputs.get(name) for name in names]
+        result = self._run(self._split_states.expand_names(names), input_feed, timeout)
+        return [self._split_states.find_output(result.outputs, name) for name in names]
 
     def run_timed(
         self,
@@ -150,7 +157,7 @@ class InferenceSession:
 
         Raises the errors of `run`.
         """
-        return self._run(self._resolve_names(output_names), input_feed, timeout)
+        return self._run(self._resolve_parts(output_names), input_feed, timeout)
 
     def _run(self, names: Sequence[str], input_feed: Mapping[str, Any], timeout: float | None) -> Result:
         feeds, states = self._check_feeds(input_feed, names)
@@ -175,13 +182,13 @@ class InferenceSession:
 
         def finish(future: Future[Result]) -> None:
             error = future.exception()
-            outputs = None if error else [future.result().outputs.get(name) for name in names]
+            outputs = None if error else [split_states.find_output(future.result().outputs, name) for name in names]
             if user_data is _NO_USER_DATA:
                 callback(outputs, error)
             else:
                 callback(outputs or [], user_data, str(error) if error else "")
 
-        callbacks = self._callbacks  # a reference to this session would keep it alive
+        callbacks, split_states = self._callbacks, self._split_states  # a reference to this session would keep it alive
         self.submit(input_feed, names).add_done_callback(lambda future: callbacks.call(lambda: finish(future)))
 
     def submit(self, input_feed: Mapping[str, Any], output_names: Iterable[str] | None = None) -> Future[Result]:
@@ -191,7 +198,7 @@ class InferenceSession:
         The result has every output except states, and the states that are named. A worker calls the future's own
         callbacks and does nothing else meanwhile: they cannot `run` the session.
         """
-        feeds, states = self._check_feeds(input_feed, self._resolve_names(output_names))
+        feeds, states = self._check_feeds(input_feed, self._resolve_parts(output_names))
         return self._session.submit(feeds, states) if states else self._session.submit(feeds)
 
     def reset_state(self) -> None:
@@ -222,6 +229,8 @@ class InferenceSession:
     def _check_feeds(self, input_feed: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """Return the feeds as arrays, and the states among the output names."""
         states = [name for name in names if name in self._state_outputs] if self._state_outputs else []
+        if self._split_states:
+            input_feed = self._split_states.cut_feeds(input_feed)
         signature = _make_signature(input_feed)
         if signature is not None and signature == self._accepted_signature:
             return dict(input_feed), states
@@ -230,13 +239,17 @@ class InferenceSession:
             self._accepted_signature = signature
         return feeds, states
 
+    def _resolve_parts(self, output_names: Iterable[str] | None) -> list[str]:
+        """Return the names of outputs, with those of parts in place of states that are split over devices."""
+        return self._split_states.expand_names(self._resolve_names(output_names))
+
     def _resolve_names(self, output_names: Iterable[str] | None) -> list[str]:
         if isinstance(output_names, str):
             hint = f"write [{output_names!r}]"
             raise UsageError("U050", f"expected a list of output names, got {output_names!r}", hint=hint)
         names = list(output_names or ())
         for name in names:
-            if name not in self._output_names:
+            if name not in self._output_names and not self._split_states.expand_names([name])[1:]:
                 raise UsageError(
                     "U050", f"the model has no output {name!r}", hint=suggest_nearest(name, self._output_names)
                 )

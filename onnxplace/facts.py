@@ -150,6 +150,24 @@ class ShardedKind:
 
 
 @dataclass(frozen=True)
+class SplitState:
+    """A carried state that lies in parts on several devices."""
+
+    input: str
+    """Name in the original model."""
+    output: str
+    """Output of the original model that becomes the state."""
+    axis: int
+    """Axis along which the parts follow one another; -1 if each part is a copy of the whole."""
+    inputs: tuple[str, ...]
+    """Inputs of the parts, in their order along the axis."""
+    outputs: tuple[str, ...]
+    """Outputs of the parts, in the same order."""
+    sizes: tuple[int, ...] = ()
+    """Size of each part along the axis."""
+
+
+@dataclass(frozen=True)
 class Shards:
     """Which nodes are parts of operators, and the devices that hold them."""
 
@@ -159,14 +177,22 @@ class Shards:
     """Per node, the index of the device that it is a part for; -1 for free nodes."""
     ways: int = 1
     """Number of devices that share operators; 1 if none are split."""
+    stages: int = 1
+    """Number of pipeline stages, each on a group of `ways` devices."""
     kinds: tuple[ShardedKind, ...] = ()
     """What was split how, the most expensive first."""
     exchanges: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """Kind of exchange (all-gather, all-to-all, reduce-scatter, all-reduce, halo) -> number."""
+    seconds: float = 0.0
+    """The step as the choice of layouts counts it: parts and exchanges one after the other, without contention."""
     lower_bound_seconds: float = 0.0
-    """No choice of layouts has a shorter predicted step."""
-    split_states: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
-    """Carried state of the original model (input name) -> inputs that hold its parts."""
+    """No choice of layouts has a shorter such step."""
+    split_states: tuple[SplitState, ...] = ()
+    """Carried states, each of which lies in parts on the devices."""
+    whole: Model | None = None
+    """The unsharded model, with the inputs and outputs of the sharded one; None if nothing is split."""
+    whole_of_parts: Model | None = None
+    """The same, with the weights of the sharded model, which it puts together."""
 
     def check(self, state: State) -> None:
         """Raise ValueError unless every node has a device of the target, or none."""

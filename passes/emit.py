@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from onnxplace.bundle import require_output_free, stage_output
-from onnxplace.errors import Diagnostic
+from onnxplace.errors import Diagnostic, format_count
 from onnxplace.facts import Emitted, Placement, Profile, Schedule, Segments
 from onnxplace.model import Model, require_unchanged
 from onnxplace.passes.cost_files import format_costs
@@ -43,12 +43,18 @@ class Emit(Pass):
         costs = format_costs(state[Profile])
         with stage_output(path, self.force) as staging:
             try:
-                linked = write_bundle_files(state, staging.folder, self.pipeline, costs, linkable_folder)
+                written = write_bundle_files(state, staging.folder, self.pipeline, costs, linkable_folder)
             except OSError as error:
                 raise disk_error(error, format_path(path)) from None
             require_unchanged(state[Model])
             staging.place(staging.folder)
-        if self.link_weights and not linked:
+        if written.copied:
+            count = format_count(len(written.copied), "part")
+            message = (
+                f"{count} of weights were copied, such as {written.copied[0]!r}: they are not contiguous in the file"
+            )
+            state = state.saying(Diagnostic("N013", message, where=state[Model].name))
+        if self.link_weights and not written.is_linked:
             message = "there is nothing to link to: the model has no weights file of its own"
             state = state.saying(Diagnostic("N011", message, where=state[Model].name))
         return state.having(Emitted(path))

@@ -28,6 +28,7 @@ from onnxplace.passes.profiling import (
     ModelProfiler,
     ModelStructure,
     assemble_profile,
+    device_peaks,
     estimate_seconds,
     find_measurement_obstacle,
     measure_peaks,
@@ -155,15 +156,15 @@ class ProfileCosts(Pass):
         cpu_peaks = measure_peaks(available_cores()[0]) if needs_peaks else None
         estimates: dict[str, Floats] = {}
         for cost_class, device in devices.items():
-            peaks = cpu_peaks if device.kind == "cpu" else None
+            peaks = cpu_peaks if self._uses_local_peaks(device) else device_peaks(device)
             estimates[cost_class] = estimate_seconds(structure.model, structure.shapes, cost_class, peaks)
             if imported.work is not None:
                 estimates[cost_class][imported.work.nodes] = imported.work.seconds(device, peaks)
         return estimates
 
     def _uses_local_peaks(self, device: Device) -> bool:
-        """Return whether estimates use peaks of this machine's processor."""
-        return device.kind == "cpu" and not self.estimate
+        """Return whether estimates use peaks of this machine's processor: if the target does not give any."""
+        return device.kind == "cpu" and not self.estimate and not device.operations_per_second
 
 
 def _join_units(profile: Profile, model: Model) -> Profile:

@@ -9,7 +9,7 @@ from annotated_types import Ge
 
 from onnxplace.facts import Profile, Shards
 from onnxplace.model import Model
-from onnxplace.passes.sharding import shard_state
+from onnxplace.passes.sharding import ShardingOptions, shard_state
 from onnxplace.state import Pass, State
 
 
@@ -21,6 +21,9 @@ class Shard(Pass):
     chosen for the whole graph at once, so that compute, exchanges and copies take the least time together. The result
     is plain ONNX: a copy of each node per device, pinned to it, with slices, concatenations and sums where layouts
     change. Operators without a rule are computed on every device. If nothing gains, the model stays as it is.
+
+    With several stages, the model is also cut into consecutive parts of about equal time, each on a group of its own:
+    the inter-operator part of Alpa, for many requests in flight.
 
     The choice is exact where the tables of variable elimination stay small. The time of a part is that of the whole
     node, scaled by a roofline. Layouts follow OneFlow's SBP; the choice is the intra-operator part of Alpa (OSDI 2022).
@@ -35,10 +38,17 @@ class Shard(Pass):
 
     ways: Annotated[int, Ge(0)] = 0
     """The most devices that share an operator; 0 for all devices."""
+    stages: Annotated[int, Ge(0)] = 1
+    """Number of pipeline stages, each on a group of `ways` devices of one kind; 0 for as many as there are groups."""
+    exact: bool = False
+    """Use exactly `ways` devices, even where fewer, or one alone, are expected to be faster."""
     weights: Literal["fit", "least"] = "fit"
     """`fit`: split weights as far as the memory of the devices demands. `least`: split as many as possible."""
+    metadata: bool = False
+    """Write the layouts into the bundle's whole model too, in ONNX's own sharding specifications."""
     map: str = ""
     """How to split the nodes that a regular expression matches: a JSON file, or text, {"layers.*": "columns"}."""
 
     def run(self, state: State) -> State:
-        return shard_state(state, ways=self.ways, weights=self.weights, shard_map=self.map)
+        options = ShardingOptions(self.ways, self.stages, self.exact, self.weights, self.metadata, self.map)
+        return shard_state(state, options)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
         Predicted as Predicted,
         RepeatRecord as RepeatRecord,
         SegmentRecord as SegmentRecord,
+        ShardedKindRecord as ShardedKindRecord,
+        ShardingRecord as ShardingRecord,
+        SplitStateRecord as SplitStateRecord,
         StateRecord as StateRecord,
         Step as Step,
         TargetRecord as TargetRecord,
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
         list_crossing_values as list_crossing_values,
         record_crossing_values as record_crossing_values,
     )
+    from onnxplace.bundle.split_states import SplitStates as SplitStates
     from onnxplace.bundle.staging import (
         Staging as Staging,
         prepare_output as prepare_output,
@@ -54,10 +58,12 @@ __getattr__, __dir__, __all__ = attach(
         ),
         "manifest": (
             "DeviceRecord DiagnosticRecord FileRecord InputRecord Manifest OutputRecord Predicted RepeatRecord "
-            "SCHEMA_VERSION SegmentRecord StateRecord Step TargetRecord TrialRecord ValueRecord json_schema"
+            "SCHEMA_VERSION SegmentRecord ShardedKindRecord ShardingRecord SplitStateRecord StateRecord Step "
+            "TargetRecord TrialRecord ValueRecord json_schema"
         ),
         "simulate_bundle": "simulate_manifest",
         "slices": "extract_device_part list_crossing_values record_crossing_values",
+        "split_states": "SplitStates",
         "staging": "Staging prepare_output require_output_free stage_output",
     },
 )

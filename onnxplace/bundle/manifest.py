@@ -105,6 +105,46 @@ class RepeatRecord(Record):
     """The first node of the first layer."""
 
 
+class ShardedKindRecord(Record):
+    """Nodes of one operator that are split alike."""
+
+    op: str
+    layout: str
+    """How their results are split, in words; `whole` for not at all."""
+    count: Bytes
+    """Number of nodes of the original model."""
+    seconds: Seconds
+    """What they take together on one device."""
+
+
+class SplitStateRecord(Record):
+    """A carried state that lies in parts on several devices."""
+
+    input: str
+    """Name in the original model."""
+    output: str
+    axis: Annotated[int, Field(ge=-1)]
+    """Axis along which the parts follow one another; -1 if each part is a copy of the whole."""
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    sizes: tuple[Bytes, ...] = ()
+    """Size of each part along the axis."""
+
+
+class ShardingRecord(Record):
+    """How operators are split over devices."""
+
+    ways: Annotated[int, Field(ge=2)]
+    """Number of devices that share operators."""
+    stages: Annotated[int, Field(ge=1)] = 1
+    """Number of pipeline stages, each on a group of `ways` devices."""
+    exchanges: dict[str, int]
+    """Kind of exchange -> number."""
+    kinds: tuple[ShardedKindRecord, ...]
+    """The most expensive first."""
+    states: tuple[SplitStateRecord, ...] = ()
+
+
 class Predicted(Record):
     """The compiler's prediction for one inference."""
 
@@ -223,6 +263,8 @@ class Manifest(Record):
     custom_operators: tuple[str, ...] = ()
     """Operators that ONNX Runtime lacks, as `domain.Name`; they need a library; since format 1.1."""
     repeats: tuple[RepeatRecord, ...] = ()
+    sharding: ShardingRecord | None = None
+    """None if no operator is split."""
     linked: dict[str, LinkRecord] = {}
     """Weights files that the segments refer to, by their path below the folder that contains the bundle."""
 

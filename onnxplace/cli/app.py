@@ -22,6 +22,7 @@ from onnxplace.cli.compile import compile as compile_
 from onnxplace.cli.devices import devices
 from onnxplace.cli.options import as_json, print_json, suggest_command
 from onnxplace.cli.place import place
+from onnxplace.cli.plan import plan
 from onnxplace.cli.run import run
 from onnxplace.cli.verify import verify
 from onnxplace.errors import ExecutionError, OnnxplaceError, UsageError, suggest_nearest
@@ -62,7 +63,7 @@ def cli() -> None:
     """  # noqa: D301 - \b tells click to keep the line breaks
 
 
-for command in (compile_, run, verify, bench, place, devices):
+for command in (compile_, run, verify, bench, plan, place, devices):
     cli.add_command(command)
 
 

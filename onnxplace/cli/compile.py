@@ -78,6 +78,23 @@ if TYPE_CHECKING:
 @click.option(
     "--colocate", multiple=True, metavar="REGEX", help="Nodes with matching names share a device; may be repeated."
 )
+@click.option(
+    "--shard",
+    default="auto",
+    show_default=True,
+    metavar="auto|off|N",
+    help="Split operators over at most N devices; auto: where that is faster.",
+)
+@click.option(
+    "--shard-map",
+    metavar="JSON",
+    help='How to split which nodes: \'{"layers.*.mlp.*": "columns"}\', or a file (docs/sharding.md).',
+)
+@click.option(
+    "--shard-metadata",
+    is_flag=True,
+    help="Write the layouts into segments/whole.onnx, as ONNX describes them.",
+)
 @seed_option
 @click.option("--strict", is_flag=True, help="Fail if a requested device is idle.")
 @click.option(
@@ -144,6 +161,7 @@ def _build_json(compiled: Compiled) -> dict[str, Any]:
         "predicted": manifest.predicted.model_dump(),
         "trial": manifest.trial.model_dump() if manifest.trial else None,
         "repeats": [repeat.model_dump() for repeat in manifest.repeats],
+        "sharding": manifest.sharding.model_dump() if manifest.sharding else None,
         "devices": [device.model_dump() for device in manifest.devices],
         "segments": len(manifest.segments),
         "transfers": manifest.transfers,

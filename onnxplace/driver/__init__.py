@@ -15,12 +15,14 @@ if TYPE_CHECKING:
         read_placement as read_placement,
         replace_devices as replace_devices,
     )
+    from onnxplace.driver.planning import Plan as Plan, PlannedStrategy as PlannedStrategy, plan_model as plan_model
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "compiler": "Compiled compile_model",
         "options": "CompileOptions",
+        "planning": "Plan PlannedStrategy plan_model",
         "placer": ("Grouping PlacementResult evaluate_placement place_cost_graph read_placement replace_devices"),
     },
 )

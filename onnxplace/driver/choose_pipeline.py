@@ -53,6 +53,7 @@ def _build_default(settings: CompileSettings) -> Pipeline:
     specs = [
         PassSpec("optimize"),
         PassSpec("profile", _drop_empty(profile)),
+        *_build_shard(settings),
         PassSpec("coplace", _drop_empty(coplace)),
         PassSpec("fuse"),
         placer,
@@ -60,6 +61,21 @@ def _build_default(settings: CompileSettings) -> Pipeline:
         PassSpec("emit"),
     ]
     return Pipeline.parse(format_pipeline(specs))
+
+
+def _build_shard(settings: CompileSettings) -> list[PassSpec]:
+    """Return the pass that splits operators, if the user asked for it."""
+    ways = settings.shard_ways
+    if ways is None or ways == 1:
+        return []
+    options = {
+        "ways": str(ways or ""),
+        "stages": "0" if settings.objective == "throughput" else "",
+        "weights": "least" if settings.objective == "fit" else "",
+        "metadata": "true" if settings.shard_metadata else "",
+        "map": settings.shard_map_text,
+    }
+    return [PassSpec("shard", _drop_empty(options))]
 
 
 def _drop_empty(options: dict[str, str]) -> dict[str, str]:

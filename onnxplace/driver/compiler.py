@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -11,6 +11,7 @@ from onnxplace.driver.choose_pipeline import choose_output, choose_pipeline, red
 from onnxplace.driver.finishing import FinishedBundle, finish_bundle
 from onnxplace.driver.first_use import compile_loops
 from onnxplace.driver.options import CompileOptions, CompileSettings
+from onnxplace.driver.sharding import PlacedModel, place_or_shard, report_spare_ways
 from onnxplace.errors import Diagnostic, InfeasibleError, ModelError, UsageError
 from onnxplace.facts import Placement, Profile
 from onnxplace.machine import find_cuda_problem, list_gpus, local_target, measurement_cache, use_custom_operators
@@ -24,7 +25,7 @@ from onnxplace.model import (
     require_unchanged,
     tensor_size,
 )
-from onnxplace.pipeline import OBJECTIVES, Observer, Pipeline, Timing, report_idle_devices, require_all_devices_used
+from onnxplace.pipeline import OBJECTIVES, Pipeline, Timing, report_idle_devices, require_all_devices_used
 from onnxplace.state import State
 from onnxplace.target import Target, parse_memory
 from onnxplace.utils import require_writable
@@ -70,11 +71,11 @@ def compile_model(
     with stage_output(path, settings.force) as staging, use_custom_operators(settings.custom_op_libraries):
         steps = redirect_emit(staging.folder, steps, link_weights)
         try:
-            state, timings = _run_pipeline(steps, state, settings.strict, settings.observer)
+            placed, timings = _run_pipeline(steps, state, settings)
         except ModelError:
             require_unchanged(loaded)  # ONNX Runtime may have read weights while another program wrote them
             raise
-        finished = _finish(steps, state, staging, settings)
+        finished = _finish(placed, staging, settings)
         staging.place(finished.bundle.path)
     emit: Any = finished.steps.passes[-1]
     diagnostics = (*swept, *finished.state.diagnostics)
@@ -109,33 +110,31 @@ def _choose_target(settings: CompileSettings) -> Target:
     return target.limiting(parse_memory(str(settings.max_memory), [device.id for device in target.devices]))
 
 
-def _finish(steps: Pipeline, state: State, staging: Staging, settings: CompileSettings) -> FinishedBundle:
+def _finish(placed: PlacedModel, staging: Staging, settings: CompileSettings) -> FinishedBundle:
     """Run the trial.
 
-    Compare with one device only where the default latency placer was used.
+    Compare with one device only where the default latency placer was used, and sharding was not asked for.
     """
-    count, observer = len(steps.passes), settings.observer
-    latency = settings.pipeline is None and state[Placement].placer == OBJECTIVES["latency"]
+    count, observer = len(placed.steps.passes), settings.observer
+    latency = settings.pipeline is None and placed.state[Placement].placer == OBJECTIVES["latency"]
     return finish_bundle(
-        steps,
-        state,
+        placed,
         staging,
         trial=settings.trial,
-        cache=settings.cache and all(getattr(step, "cache", True) for step in steps.passes),
-        compare_one_device=latency and not settings.strict,
+        cache=settings.cache and all(getattr(step, "cache", True) for step in placed.steps.passes),
+        compare_one_device=latency and not settings.strict and settings.shard_ways in (None, 1),
         on_trial=(lambda: observer("trial", count, count + 1)) if observer else (lambda: None),
     )
 
 
-def _run_pipeline(
-    steps: Pipeline, state: State, strict: bool, observer: Observer | None
-) -> tuple[State, tuple[Timing, ...]]:
+def _run_pipeline(steps: Pipeline, state: State, settings: CompileSettings) -> tuple[PlacedModel, tuple[Timing, ...]]:
     """Run the pipeline.
 
-    Check the memory before measuring, and idle devices before emitting.
+    Check the memory before measuring, and idle devices before emitting. Between measuring and emitting, compare placing
+    with sharding if the user left that open.
     """
     steps.require(state.facts)
-    count = len(steps.passes)
+    count, observer = len(steps.passes), settings.observer
     measures = next((index for index, step in enumerate(steps.passes) if Profile in step.provides), 0)
 
     def run_slice(state: State, begin: int, end: int) -> tuple[State, tuple[Timing, ...]]:
@@ -145,12 +144,24 @@ def _run_pipeline(
     state, first = run_slice(state, 0, measures)
     _require_room(state)
     compile_loops(step.name for step in steps.passes)
-    state, second = run_slice(state, measures, count - 1)
-    unused = report_idle_devices(state)
-    if strict:
+    state, second = run_slice(state, measures, measures + 1)
+    placed, third = place_or_shard(
+        steps,
+        state,
+        measures + 1,
+        compare=settings.chooses_sharding,
+        metadata=settings.shard_metadata,
+        observer=settings.observer,
+    )
+    unused = report_idle_devices(placed.state)
+    if settings.strict:
         require_all_devices_used(unused)
-    state, third = run_slice(state.saying(*unused), count - 1, count)
-    return state, first + second + third
+    notes = (*unused, *report_spare_ways(settings.shard_ways, state.target))
+    emitter = Pipeline(placed.steps.passes[-1:])
+    last = len(placed.steps.passes) - 1
+    report = (lambda name, *_: observer(name, last, last + 1)) if observer else None
+    after, fourth = emitter.run(placed.state.saying(*notes), report)
+    return replace(placed, state=after), first + second + third + fourth
 
 
 def _require_room(state: State) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from onnxplace.bundle import Bundle, DiagnosticRecord, Manifest, Staging
+from onnxplace.driver.sharding import SHARD, PlacedModel
 from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.evaluation import Trial, apply_trial, find_trial_obstacle, is_doubtful, replace_manifest, run_trials
-from onnxplace.facts import Emitted, Placement, Profile, Source
+from onnxplace.facts import Emitted, Placement, Profile, Shards, Source
 from onnxplace.model import Model
 from onnxplace.pipeline import (
     OBJECTIVES,
@@ -46,8 +47,7 @@ class FinishedBundle:
 
 
 def finish_bundle(
-    steps: Pipeline,
-    state: State,
+    placed: PlacedModel,
     staging: Staging,
     *,
     trial: bool,
@@ -61,22 +61,24 @@ def finish_bundle(
     `compare_one_device`: if one device alone may be faster, that is tried too, and the faster bundle is the result.
     `on_trial` is called before the trial. Nothing is moved into its final place yet.
     """
+    steps, state = placed.steps, placed.state
     measured, timings = None, []
     obstacles = _find_unmeasured_costs(state) if trial else []
     if obstacles is None:
         on_trial()
         start, feeds = time.perf_counter(), state[Model].feeds(_find_seed(steps))
         measured, state = _try_bundle(state, feeds, cache)
-        faster_device = _find_faster_device(state, measured.step_seconds) if measured and compare_one_device else None
+        faster_device = _find_faster_device(placed, measured.step_seconds) if measured and compare_one_device else None
         if measured and faster_device:
-            steps, state, measured = _compare_with_one_device(steps, state, measured, feeds, cache, staging)
+            steps, state, measured = _compare_with_one_device(placed, state, measured, cache, staging)
         timings.append(Timing("trial", time.perf_counter() - start))
     else:
         state = state.saying(*obstacles)
     bundle = Bundle.open(state[Emitted].path)
     manifest = bundle.manifest if measured is None else apply_trial(bundle.manifest, measured)
+    after = replace(placed, state=state, whole=placed.whole if Shards in state else None)
     state = state.saying(
-        *_report_faster_device(state, manifest.predicted.step_seconds), *_report_exceeded_limits(manifest)
+        *_report_faster_device(after, manifest.predicted.step_seconds), *_report_exceeded_limits(manifest)
     )
     state = replace(state, diagnostics=tuple(dict.fromkeys(state.diagnostics)))  # emitting twice repeats notes
     state = replace(state, diagnostics=tuple(_name_result(note, staging) for note in state.diagnostics))
@@ -132,16 +134,17 @@ def _try_bundle(state: State, feeds: Mapping[str, Any], cache: bool) -> tuple[Tr
 
 
 def _compare_with_one_device(
-    steps: Pipeline, state: State, measured: Trial, feeds: Mapping[str, Any], cache: bool, staging: Staging
+    placed: PlacedModel, state: State, measured: Trial, cache: bool, staging: Staging
 ) -> tuple[Pipeline, State, Trial]:
     """Return the bundle on one device if faster, else the given one.
 
     Both run in turns, since the speed of a machine changes from second to second.
     """
-    placer_index = next(index for index, step in enumerate(steps.passes) if Placement in step.provides)
+    steps, feeds = placed.steps, (placed.whole or state)[Model].feeds(_find_seed(placed.steps))
     other_path = staging.beside("alone")
+    one_device, begin = _replace_placer(placed, other_path)
     try:
-        alone, _ = Pipeline(_replace_placer(steps, placer_index, other_path).passes[placer_index:]).run(state)
+        alone, _ = Pipeline(one_device.passes[begin:]).run(placed.whole or state)
         bundles = [Bundle.open(state[Emitted].path), Bundle.open(other_path)]
         if find_trial_obstacle(*bundles):
             return steps, state, measured
@@ -156,22 +159,31 @@ def _compare_with_one_device(
         f"and on {home} alone {format_milliseconds(one.step_seconds)}"
     )
     note = Diagnostic("P042", f"in a trial, {times}: kept {home}", where=state[Placement].placer)
-    return _replace_placer(steps, placer_index, other_path), alone.saying(note, *report_idle_devices(alone)), one
+    return one_device, alone.saying(note, *report_idle_devices(alone)), one
 
 
-def _replace_placer(steps: Pipeline, placer_index: int, path: Path) -> Pipeline:
-    """Return the pipeline with `single` as its placer, writing to `path`."""
+def _replace_placer(placed: PlacedModel, path: Path) -> tuple[Pipeline, int]:
+    """Return the pipeline with `single` as its placer, without sharding, writing to `path`.
+
+    Also the position of the first pass to run: the placer, or for a sharded model the pass that came after `shard`.
+    """
+    steps = placed.steps
     emit: Any = steps.passes[-1]
-    specs = [*parse_pipeline(emit.pipeline)]
-    specs[placer_index] = PassSpec("single")
+    specs, passes = [*parse_pipeline(emit.pipeline)], [*steps.passes[:-1]]
+    begin = placer = next(index for index, step in enumerate(passes) if Placement in step.provides)
+    passes[placer], specs[placer] = make_pass("single"), PassSpec("single")
+    if placed.whole is not None:
+        begin = next(index for index, step in enumerate(passes) if step.name == SHARD)
+        del passes[begin], specs[begin]
     emit = replace(emit, path=str(path), pipeline=format_pipeline(specs))
-    return Pipeline((*steps.passes[:placer_index], make_pass("single"), *steps.passes[placer_index + 1 : -1], emit))
+    return Pipeline((*passes, emit)), begin
 
 
-def _find_faster_device(state: State, step_seconds: float) -> tuple[int, float] | None:
+def _find_faster_device(placed: PlacedModel, step_seconds: float) -> tuple[int, float] | None:
     """Return the fastest single device and its step, if below `step_seconds`."""
-    if len(set(state[Placement].device.tolist())) < 2:
+    if len(set(placed.state[Placement].device.tolist())) < 2:
         return None
+    state = placed.whole or placed.state
     seconds = np.where(
         fits_single_device(state), single_device_seconds(state[Profile], state.target) + REQUEST_SECONDS, np.inf
     )
@@ -179,12 +191,13 @@ def _find_faster_device(state: State, step_seconds: float) -> tuple[int, float] 
     return (best, float(seconds[best])) if seconds[best] < step_seconds else None
 
 
-def _report_faster_device(state: State, step_seconds: float) -> list[Diagnostic]:
+def _report_faster_device(placed: PlacedModel, step_seconds: float) -> list[Diagnostic]:
     """Return a note if one device should be faster than the bundle."""
+    state = placed.state
     aims = (OBJECTIVES["throughput"], OBJECTIVES["fit"])  # which do not aim at the time of one step
     if (
         state[Placement].placer in aims
-        or (faster := _find_faster_device(state, CLEAR_STEP_RATIO * step_seconds)) is None
+        or (faster := _find_faster_device(placed, CLEAR_STEP_RATIO * step_seconds)) is None
     ):
         return []
     expected = f"{format_milliseconds(faster[1])} a step, the bundle {format_milliseconds(step_seconds)}"

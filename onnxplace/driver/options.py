@@ -14,6 +14,9 @@ from onnxplace.model import StateRequest
 from onnxplace.pipeline import Objective, Observer, Pipeline
 from onnxplace.target import Target
 
+# No target has as many devices.
+MAX_WAYS_DIGITS = 4
+
 
 class CompileOptions(TypedDict, total=False):
     """The keyword arguments of `onnxplace.compile`, which documents them."""
@@ -34,6 +37,9 @@ class CompileOptions(TypedDict, total=False):
     pipeline: str | Pipeline | None
     device_map: str | Path | Mapping[str, str] | None
     colocate: Sequence[str]
+    shard: str | int
+    shard_map: str | Path | Mapping[str, str] | None
+    shard_metadata: bool
     seed: int
     strict: bool
     force: bool
@@ -62,6 +68,9 @@ class CompileSettings:
     pipeline: str | Pipeline | None = None
     device_map: str | Path | Mapping[str, str] | None = None
     colocate: Sequence[str] = ()
+    shard: str | int = "auto"
+    shard_map: str | Path | Mapping[str, str] | None = None
+    shard_metadata: bool = False
     seed: int = 0
     strict: bool = False
     force: bool = False
@@ -75,6 +84,35 @@ class CompileSettings:
         if isinstance(self.device_map, Mapping):
             return json.dumps(dict(self.device_map))
         return str(self.device_map or "")
+
+    @property
+    def shard_map_text(self) -> str:
+        """Return the shard map as text: a path, JSON, or nothing."""
+        if isinstance(self.shard_map, Mapping):
+            return json.dumps(dict(self.shard_map))
+        return str(self.shard_map or "")
+
+    @property
+    def shard_ways(self) -> int | None:
+        """Return the most devices that may share an operator: 1 for none, 0 for all, None to choose.
+
+        Raises UsageError for other words and numbers.
+        """
+        text = str(self.shard)
+        if text == "auto":
+            return 0 if self.shard_map_text else None
+        if text == "off":
+            return 1
+        if text.isdecimal() and len(text) <= MAX_WAYS_DIGITS and int(text) > 0:
+            return int(text)
+        hint = "--shard 2 splits operators over two devices; auto splits them where that is faster"
+        raise UsageError("U073", f"expected auto, off or a number of devices, got {text!r}", where="--shard", hint=hint)
+
+    @property
+    def chooses_sharding(self) -> bool:
+        """Return whether placing and sharding are compared: where the user left both open."""
+        is_open = self.pipeline is None and self.placer is None and not self.device_map_text and not self.colocate
+        return is_open and self.shard_ways is None and self.objective != "throughput"
 
     @property
     def sets_pass_options(self) -> bool:
@@ -93,6 +131,23 @@ class CompileSettings:
         ):
             message = "--pipeline excludes --placer, --objective and --budget"
             raise UsageError("U044", message, hint="name the placer in the pipeline, as in auto{seconds=10}")
+        self._check_sharding()
+
+    def _check_sharding(self) -> None:
+        ways = self.shard_ways
+        if self.shard_map_text and ways == 1:
+            message = "--shard-map says how to split operators, and --shard off not to"
+            raise UsageError("U074", message, where="--shard-map", hint="omit one of the two")
+        if ways in (None, 1):
+            return
+        if self.pipeline is not None:
+            hint = "name the pass after profile: optimize,profile,shard{ways=2},coplace,..."
+            raise UsageError("U074", "--pipeline excludes --shard and --shard-map", hint=hint)
+        if self.device_map_text or self.colocate:
+            message = (
+                "--shard and --shard-map exclude --device-map and --colocate: parts of operators have their devices"
+            )
+            raise UsageError("U074", message, hint="omit one of the two")
 
     def _check_types(self) -> None:
         if not (self.devices is None or isinstance(self.devices, (str, Sequence))):

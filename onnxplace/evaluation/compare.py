@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle
+from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle, SplitStates
 from onnxplace.errors import ModelError
 from onnxplace.feeds import Array, Declared, describe_input
 from onnxplace.machine import make_session_options, open_session, pin_thread, run_whole_model
@@ -152,11 +152,16 @@ def open_reference(
     with pin_thread(all_cores):
         session = open_session(model, make_session_options(all_cores, entries=entries), where=str(model))
     names = [output.name for output in session.get_outputs()]
-    _require_same_interface(bundle, session, str(model))
+    # The bundle's copy has the bundle's own parts of states, other files have whole states.
+    split_states = SplitStates(bundle.manifest) if against else None
+    _require_same_interface(bundle, session, str(model), split_states)
 
     def run(feeds: Mapping[str, Array]) -> dict[str, Any]:
+        if split_states:
+            feeds = split_states.join_feeds(feeds)
         with pin_thread(all_cores):
-            return dict(zip(names, run_whole_model(session, names, feeds, str(model))))
+            outputs = dict(zip(names, run_whole_model(session, names, feeds, str(model))))
+        return split_states.cut_outputs(outputs) if split_states else outputs
 
     return run
 
@@ -178,14 +183,24 @@ def _load_whole_model(bundle: Bundle) -> ModelProto:
     return onnx.load(bundle.file(WHOLE_MODEL_FILE), load_external_data=False)
 
 
-def _require_same_interface(bundle: Bundle, session: Any, where: str) -> None:
+def _require_same_interface(bundle: Bundle, session: Any, where: str, split_states: SplitStates | None) -> None:
     """Raise ModelError unless a model has the inputs and outputs of the bundle."""
     hint = "the bundle was compiled from another model"
     outputs = {output.name for output in session.get_outputs()}
+    if split_states:
+        outputs |= set(split_states.expand_names(outputs))
     if missing := sorted({item.name for item in bundle.outputs} - outputs):
         raise ModelError("M030", f"it has no output {', '.join(missing)}", where=where, hint=hint)
     model_inputs = {item.name: item for item in session.get_inputs()}
     bundle_inputs = {item.name: item for item in bundle.inputs if not item.optional}
+    for name, parts in (split_states.whole_names if split_states else {}).items():
+        part = bundle_inputs[parts[0]]
+        for item in parts:
+            del bundle_inputs[item]
+        # The split axis is longer than that of the part: it is taken from the model.
+        sizes = model_inputs[name].shape if name in model_inputs else []
+        shape = [size if isinstance(size, int) else str(size) for size in sizes]
+        bundle_inputs[name] = replace(part, name=name, shape=tuple(shape))
     if unmatched := sorted(model_inputs.keys() ^ bundle_inputs.keys()):
         raise ModelError("M030", f"its inputs differ: {', '.join(unmatched)}", where=where, hint=hint)
     for name, declared in bundle_inputs.items():

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         list_custom_operators as list_custom_operators,
         require_operators as require_operators,
     )
+    from onnxplace.model.tensor_parts import make_tensor_part as make_tensor_part
     from onnxplace.model.tensors import (
         find_external_range as find_external_range,
         packed_size as packed_size,
@@ -65,6 +66,7 @@ __getattr__, __dir__, __all__ = attach(
         "session_model": "store_for_session",
         "shapes": "bind infer_static_shapes value_bytes",
         "supported_operators": "list_custom_operators require_operators",
+        "tensor_parts": "make_tensor_part",
         "tensors": "find_external_range packed_size read_tensor_bytes tensor_size",
         "value_types": "format_type read_shape_entries",
         "weights": "WeightFile",

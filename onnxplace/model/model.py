@@ -13,10 +13,20 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 import onnx
-from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TypeProto, ValueInfoProto
+from onnx import (
+    DeviceConfigurationProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    OperatorSetIdProto,
+    TensorProto,
+    TypeProto,
+    ValueInfoProto,
+)
 
 from onnxplace.feeds import Array, Declared, random_feeds, resolve_shapes
 from onnxplace.model.nested_graphs import iterate_reads
+from onnxplace.model.tensor_parts import embed_part
 from onnxplace.model.tensors import Fingerprint, strip_data, tensor_size
 from onnxplace.model.value_types import format_type, read_shape_entries
 from onnxplace.model.weights import WeightFile
@@ -74,6 +84,8 @@ class Model:
     """Carried state: input name -> name of the output whose value it takes in the next call."""
     removed: tuple[str, ...] = ()
     """Names of the nodes that optimisation removed, in their order."""
+    device_configurations: tuple[DeviceConfigurationProto, ...] = ()
+    """ONNX's own description of devices, which sharding specifications of nodes refer to."""
     weights_files: Mapping[Path, Fingerprint] = field(default_factory=lambda: MappingProxyType({}))
     """Files of external data, with their fingerprints when the model was read."""
 
@@ -176,7 +188,11 @@ class Model:
         tensors = list(self.initializers.values())
         if weights:
             tensors = [weights.place(tensor, self.folder) for tensor in tensors]
-        return self.proto(nodes, tensors, self.inputs, [*self.outputs, *more])
+        else:
+            tensors = [embed_part(tensor, self.folder) for tensor in tensors]
+        proto = self.proto(nodes, tensors, self.inputs, [*self.outputs, *more])
+        proto.configuration.extend(self.device_configurations)
+        return proto
 
     @property
     def session_entries(self) -> dict[str, str]:

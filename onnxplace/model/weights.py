@@ -12,6 +12,7 @@ from typing import BinaryIO
 from onnx import TensorProto
 
 from onnxplace.errors import UsageError
+from onnxplace.model.tensor_parts import describe_part, embed_part, is_tensor_part, read_part_bytes
 from onnxplace.model.tensors import (
     FOUR_BIT_TYPES,
     READ_BYTES,
@@ -38,8 +39,8 @@ class WeightFile:
     without raw bytes stay as they are. Bytes are read once: they are hashed while they are copied. Bytes that the file
     already has are then truncated again.
 
-    With `linked_below`, nothing is copied. External data stays in its file, referred to by its path below that folder.
-    Data inside the model stays in the model.
+    With `linked_below`, external data stays in its file, referred to by its path below that folder. Only parts of
+    weights that are not contiguous there are copied, into the model. Data inside the model stays in the model.
 
     Args:
         path: The file, which is created or emptied.
@@ -52,6 +53,8 @@ class WeightFile:
         self.location = location
         self.linked: dict[str, Path] = {}
         """Location -> file, for each weight file that is linked to."""
+        self.copied: list[str] = []
+        """Parts of weights that could not be linked to: they are not contiguous in their file."""
         self.bytes_written = 0
         self._linked_below = linked_below.resolve() if linked_below else None
         self._offsets: dict[tuple[object, ...], int] = {}
@@ -89,11 +92,21 @@ class WeightFile:
         size = tensor_size(tensor)
         if tensor.data_type == TensorProto.STRING or packed or (size < MIN_PLACED_BYTES and not external):
             return tensor
-        source = find_external_range(tensor, folder) if external else None
-        if self._linked_below is not None:
-            return tensor if source is None else _make_reference(tensor, self._link(source[0]), source[1], size)
+        source: tuple[object, ...] | None = None
+        if is_tensor_part(tensor):
+            if self._linked_below is not None:
+                self.copied.append(tensor.name)
+                return embed_part(tensor, folder)
+            source = describe_part(tensor, folder)
+        elif external:
+            file, start, _ = source = find_external_range(tensor, folder)
+            if self._linked_below is not None:
+                return _make_reference(tensor, self._link(file), start, size)
+        elif self._linked_below is not None:
+            return tensor
         if source not in self._offsets or source is None:
-            offset = self._append(read_tensor_bytes(tensor, folder), size)
+            read = read_part_bytes if is_tensor_part(tensor) else read_tensor_bytes
+            offset = self._append(read(tensor, folder), size)
             if source is not None:
                 self._offsets[source] = offset
         else:

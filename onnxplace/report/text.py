@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from onnxplace.errors import format_count
 
 if TYPE_CHECKING:
-    from onnxplace.bundle import Bundle, Manifest, Predicted, RepeatRecord
+    from onnxplace.bundle import Bundle, Manifest, Predicted, RepeatRecord, ShardedKindRecord, ShardingRecord
 
 
 def format_milliseconds(seconds: float) -> str:
@@ -71,6 +71,7 @@ def compile_summary(bundle: Bundle) -> str:
         [
             f"{manifest.model}: {nodes}, placer {manifest.placer}",
             *_format_repeats(manifest.repeats),
+            *_format_sharding(manifest.sharding),
             format_table(("device", "nodes", "compute", "weights", "peak", "limit"), rows),
             f"segments: {len(manifest.segments)}, transfers: {manifest.transfers} ({transfer_size})",
             *_format_steps(manifest),
@@ -103,6 +104,33 @@ def _format_process(predicted: Predicted) -> list[str]:
         return []
     running, opening = format_bytes(predicted.running_bytes), format_bytes(predicted.opening_bytes)
     return [f"a process that runs it takes {running}, and at most {opening} while it opens sessions"]
+
+
+# Lines of operators in the summary; the manifest has all of them.
+MAX_SHARDED_LINES = 4
+
+
+def _format_sharding(sharding: ShardingRecord | None) -> list[str]:
+    """Return lines that say how operators are split, the most expensive first."""
+    if sharding is None:
+        return []
+    exchanges = ", ".join(f"{count} {kind}" for kind, count in sharding.exchanges.items()) or "no exchanges"
+    by_op: dict[str, list[ShardedKindRecord]] = {}
+    for kind in sharding.kinds:
+        by_op.setdefault(kind.op, []).append(kind)
+    total = sum(kind.seconds for kind in sharding.kinds)
+    stages = f" in each of {sharding.stages} stages" if sharding.stages > 1 else ""
+    lines = [f"operators split over {sharding.ways} devices{stages}: {exchanges}"]
+    ranked = sorted(by_op.items(), key=lambda item: -sum(kind.seconds for kind in item[1]))
+    for op, kinds in ranked[:MAX_SHARDED_LINES]:
+        share = sum(kind.seconds for kind in kinds) / total if total else 0.0
+        layouts = ", ".join(f"{kind.count} {_describe_layout(kind.layout)}" for kind in kinds[:4])
+        lines.append(f"  {op} ({share:.0%} of the time): {layouts}")
+    return lines
+
+
+def _describe_layout(layout: str) -> str:
+    return "on every device" if layout == "whole" else f"by {layout}"
 
 
 def _format_repeats(repeats: Sequence[RepeatRecord]) -> list[str]:

@@ -14,6 +14,7 @@ MAX_MEMORY_BYTES = 1 << 60
 MAX_CORES, MAX_INDEX = 1 << 16, 10**6 - 1
 # Beyond these, times and rates lose their meaning, and sums of them their digits.
 MAX_SECONDS, MAX_LATENCY_SECONDS, MAX_SLOWDOWN = 1e6, 1e12, 1e6
+MAX_RATE = 1e24
 MIN_BYTES_PER_SECOND, MAX_BYTES_PER_SECOND = 1e-12, 1e18
 
 

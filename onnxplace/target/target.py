@@ -17,6 +17,7 @@ from onnxplace.target.limits import (
     MAX_CORES,
     MAX_LATENCY_SECONDS,
     MAX_MEMORY_BYTES,
+    MAX_RATE,
     MAX_SECONDS,
     MAX_SLOWDOWN,
     MIN_BYTES_PER_SECOND,
@@ -60,12 +61,20 @@ class Device:
     """Additional overhead for each input of a segment."""
     output_seconds: float = 0.0
     """Additional overhead for each output of a segment."""
+    operations_per_second: float = 0.0
+    """Peak rate of floating-point operations, for estimates; 0 for what is typical of its kind."""
+    memory_bytes_per_second: float = 0.0
+    """Peak rate of its memory, for estimates; 0 for what is typical of its kind."""
+    kernel_seconds: float = 0.0
+    """The least that an operator takes, for estimates; 0 for what is typical of its kind."""
 
     def __post_init__(self) -> None:
         parse_device_id(self.id, "a device")
         require_number(self, "memory_bytes", self.id, 0, MAX_MEMORY_BYTES, whole=True)
         require_number(self, "cores", self.id, 1, MAX_CORES, whole=True)
-        for name in ("segment_seconds", "input_seconds", "output_seconds"):
+        for name in ("operations_per_second", "memory_bytes_per_second"):
+            require_number(self, name, self.id, 0, MAX_RATE)
+        for name in ("segment_seconds", "input_seconds", "output_seconds", "kernel_seconds"):
             require_number(self, name, self.id, 0, MAX_SECONDS)
 
     @property

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from onnxplace.passes.profiling.roofline import (
         TYPICAL_PEAKS as TYPICAL_PEAKS,
         PeakRates as PeakRates,
+        device_peaks as device_peaks,
         estimate_seconds as estimate_seconds,
         measure_peaks as measure_peaks,
     )
@@ -51,6 +52,6 @@ __getattr__, __dir__, __all__ = attach(
             "ModelProfiler ModelStructure assemble_profile find_measurement_obstacle report_unknown_sizes"
         ),
         "repeated_layers": "find_repeats fingerprints node_kinds pool_by_kind",
-        "roofline": "PeakRates TYPICAL_PEAKS estimate_seconds measure_peaks",
+        "roofline": "PeakRates TYPICAL_PEAKS device_peaks estimate_seconds measure_peaks",
     },
 )

@@ -17,6 +17,7 @@ from onnxplace.graph import Floats
 from onnxplace.machine import RepeatPolicy, make_session_options, open_session, pin_thread
 from onnxplace.model import Model, iterate_subgraphs, tensor_size, value_bytes
 from onnxplace.passes.profiling.node_work import count_moved_bytes, count_operations
+from onnxplace.target import Device
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,17 @@ MATRIX_SIDE, COPY_BYTES, TRIES = 512, 64 << 20, 5
 DEFAULT_ITERATIONS = 8
 # A Loop with a larger limit is one that ends by its condition.
 MAX_ITERATIONS = 1_000_000
+
+
+def device_peaks(device: Device) -> PeakRates:
+    """Return the peaks of a device: its own where its target gives them, else typical ones of its kind."""
+    typical = TYPICAL_PEAKS.get(device.kind, TYPICAL_PEAKS["cpu"])
+    cores = device.cores if device.kind == "cpu" else 1
+    return PeakRates(
+        operations_per_second=device.operations_per_second / cores or typical.operations_per_second,
+        bytes_per_second=device.memory_bytes_per_second or typical.bytes_per_second,
+        kernel_seconds=device.kernel_seconds or typical.kernel_seconds,
+    )
 
 
 def measure_peaks(core: int) -> PeakRates:

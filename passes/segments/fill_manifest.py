@@ -21,12 +21,15 @@ from onnxplace.bundle import (
     Predicted,
     RepeatRecord,
     SegmentRecord,
+    ShardedKindRecord,
+    ShardingRecord,
+    SplitStateRecord,
     StateRecord,
     Step,
     TargetRecord,
     ValueRecord,
 )
-from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segment, Segments
+from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segment, Segments, Shards
 from onnxplace.graph import Ints
 from onnxplace.model import Model, declaration_of, format_type, list_custom_operators, read_shape_entries
 from onnxplace.passes.segments.process_footprint import Footprint, predict_footprint
@@ -78,6 +81,7 @@ def build_manifest(
         diagnostics=tuple(DiagnosticRecord(**asdict(note)) for note in state.diagnostics),
         files=files,
         repeats=_repeat_records(state[Profile]),
+        sharding=_sharding_record(state),
         custom_operators=list_custom_operators(model),
     )
 
@@ -115,6 +119,20 @@ def _repeat_records(profile: Profile) -> tuple[RepeatRecord, ...]:
     return tuple(
         RepeatRecord(count=repeat.count, nodes=repeat.nodes, first=profile.graph.names[repeat.start])
         for repeat in profile.repeats
+    )
+
+
+def _sharding_record(state: State) -> ShardingRecord | None:
+    """Return how operators are split; None if they are not."""
+    if Shards not in state or state[Shards].ways < 2:
+        return None
+    shards = state[Shards]
+    return ShardingRecord(
+        ways=shards.ways,
+        stages=shards.stages,
+        exchanges=dict(shards.exchanges),
+        kinds=tuple(ShardedKindRecord(**asdict(kind)) for kind in shards.kinds),
+        states=tuple(SplitStateRecord(**asdict(item)) for item in shards.split_states),
     )
 
 

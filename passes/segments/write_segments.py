@@ -21,7 +21,7 @@ from onnxplace.bundle import (
     FileRecord,
     describe_linked_file,
 )
-from onnxplace.facts import Segment, Segments
+from onnxplace.facts import Segment, Segments, Shards
 from onnxplace.model import Model, WeightFile, find_scales_to_protect
 from onnxplace.passes.segments.boundary import infer_boundary_types
 from onnxplace.passes.segments.fill_manifest import build_manifest
@@ -41,11 +41,23 @@ class _BundleFolder:
         self.records[name] = FileRecord(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
 
 
-def write_bundle_files(state: State, path: Path, pipeline: str, costs: str, linkable_folder: Path | None) -> bool:
+@dataclass(frozen=True)
+class WrittenWeights:
+    """Where the weights of a bundle are."""
+
+    is_linked: bool
+    """Whether it refers to weights files of the model."""
+    copied: tuple[str, ...]
+    """Parts of weights that were copied nevertheless: they are not contiguous in their file."""
+
+
+def write_bundle_files(
+    state: State, path: Path, pipeline: str, costs: str, linkable_folder: Path | None
+) -> WrittenWeights:
     """Create and fill the folder of a bundle.
 
-    `costs` is the text of its cost file. Returns whether it refers to weights files in `linkable_folder`; without such
-    a folder all weights are copied.
+    `costs` is the text of its cost file. Weights files in `linkable_folder` are referred to; without such a folder all
+    weights are copied.
     """
     path.mkdir()
     (path / SEGMENTS_FOLDER).mkdir()
@@ -58,7 +70,7 @@ def write_bundle_files(state: State, path: Path, pipeline: str, costs: str, link
         for segment, name, scales in zip(segments, ids, protected_scales):
             proto = _segment_bytes(model, segment, name, weights, types, scales)
             folder.write(f"{SEGMENTS_FOLDER}/{name}.onnx", proto)
-        folder.write(WHOLE_MODEL_FILE, model.whole_proto(weights).SerializeToString())
+        folder.write(WHOLE_MODEL_FILE, _whole_model(state, linkable_folder).whole_proto(weights).SerializeToString())
     record = FileRecord(sha256=weights.digest, bytes=weights.bytes_written)
     folder.records[f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"] = record
     folder.write(COSTS_FILE, costs.encode())
@@ -66,7 +78,18 @@ def write_bundle_files(state: State, path: Path, pipeline: str, costs: str, link
     linked = {location: describe_linked_file(file) for location, file in sorted(weights.linked.items())}
     text = manifest.model_copy(update={"linked": linked}).model_dump_json(indent=1)
     (path / MANIFEST_FILE).write_text(text, encoding="utf-8")
-    return bool(linked)
+    return WrittenWeights(bool(linked), tuple(weights.copied))
+
+
+def _whole_model(state: State, linkable_folder: Path | None) -> Model:
+    """Return the unsplit model, the reference of the bundle.
+
+    For a sharded model that is the original, of the same weights: in parts if they are copied, else as in its file.
+    """
+    if Shards not in state:
+        return state[Model]
+    shards = state[Shards]
+    return (shards.whole_of_parts if linkable_folder is None else shards.whole) or state[Model]
 
 
 def name_segments(segments: Sequence[Segment], target: Target) -> list[str]:

@@ -5,6 +5,6 @@ from typing import TYPE_CHECKING
 from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
-    from onnxplace.passes.sharding.apply_sharding import shard_state as shard_state
+    from onnxplace.passes.sharding.apply_sharding import ShardingOptions as ShardingOptions, shard_state as shard_state
 
-__getattr__, __dir__, __all__ = attach(__name__, {"apply_sharding": "shard_state"})
+__getattr__, __dir__, __all__ = attach(__name__, {"apply_sharding": "ShardingOptions shard_state"})

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 
 from onnxplace.errors import Diagnostic
-from onnxplace.facts import Profile, ShardedKind, Shards
+from onnxplace.facts import Profile, ShardedKind, Shards, SplitState
 from onnxplace.graph import Floats
 from onnxplace.model import Model, tensor_size
 from onnxplace.passes.sharding.choice import Choice, ChoiceProblem, is_sharded
 from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
 from onnxplace.passes.sharding.layouts import PARTIAL, Division, Layout
-from onnxplace.passes.sharding.rewrite import write_sharded_model
+from onnxplace.passes.sharding.onnx_metadata import annotate_model
+from onnxplace.passes.sharding.rewrite import ShardedModel, write_sharded_model
 from onnxplace.passes.sharding.scale_profile import scale_profile
 from onnxplace.passes.sharding.shard_map import restrict_space
 from onnxplace.passes.sharding.space import StrategySpace, build_space
+from onnxplace.passes.sharding.stages import cut_into_stages, list_stage_groups
 from onnxplace.passes.sharding.strategies import Strategy
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
+from onnxplace.passes.sharding.whole_model import build_whole_model
 from onnxplace.passes.sharding.work_costs import WorkCosts, peak_rates
 from onnxplace.problem import device_seconds, placement_problem
 from onnxplace.state import State
 from onnxplace.target import Target
 
 # A sharded step is worth its exchanges only if it is clearly shorter than that of one device.
-_CLEAR_GAIN = 0.99
+CLEAR_GAIN = 0.99
 
 
 @dataclass(frozen=True)
@@ -44,52 +49,73 @@ class _Candidate:
         return self.work.space
 
 
-def shard_state(state: State, *, ways: int, weights: str, shard_map: str) -> State:
+@dataclass(frozen=True)
+class ShardingOptions:
+    """The options of the pass `shard`."""
+
+    ways: int = 0
+    stages: int = 1
+    exact: bool = False
+    weights: Literal["fit", "least"] = "fit"
+    metadata: bool = False
+    shard_map: str = ""
+
+
+def shard_state(state: State, options: ShardingOptions) -> State:
     """Return the state with the sharded model, its profile and `Shards`; see the pass `shard`."""
     model, profile, target = state[Model], state[Profile], state.target
     seconds = device_seconds(profile, target)
     facts = TensorFacts.of(model)
-    candidates = [
-        _choose(facts, state, seconds, group, weights, shard_map)
-        for group in _groups(target, seconds, ways or len(target.devices))
-    ]
+    candidates = [_choose(facts, state, seconds, group, options) for group in _list_groups(target, seconds, options)]
     useful = [candidate for candidate in candidates if candidate is not None and is_sharded(candidate.choice)]
     if not useful:
-        return _unsharded(state)
+        return _leave_whole(state).saying(_report_nothing_split(candidates))
     best = min(useful, key=lambda candidate: candidate.choice.seconds)
-    fits_alone = _weights_limit(state, range(len(target.devices))) is None
-    if weights == "fit" and not shard_map and fits_alone:
+    fits_alone = _find_weights_limit(state, range(len(target.devices))) is None
+    if options == ShardingOptions(options.ways, metadata=options.metadata) and fits_alone:
         alone = float(seconds.sum(axis=1).min())
-        if best.choice.seconds > _CLEAR_GAIN * alone:
-            return _unsharded(state)
-    return _apply(state, best)
+        if best.choice.seconds > CLEAR_GAIN * alone:
+            return _leave_whole(state).saying(_report_no_gain(alone, best))
+    return _apply(state, best, options)
 
 
-def _groups(target: Target, seconds: Floats, ways: int) -> list[tuple[int, ...]]:
-    """Return the groups of devices to try: the fastest two, four and so on, and as many as may be used."""
+def _list_groups(target: Target, seconds: Floats, options: ShardingOptions) -> list[tuple[int, ...]]:
+    """Return the groups of devices to try: the fastest two, four and so on, and as many as may be used.
+
+    With several stages there is one size: that of the groups.
+    """
     order = np.argsort(seconds.sum(axis=1), kind="stable").tolist()
-    most = min(ways, len(target.devices))
+    most = min(options.ways or len(order), len(order))
+    if options.exact and options.stages == 1:
+        return [tuple(sorted(order[:most]))] if most > 1 else []
+    if options.stages != 1:
+        return [tuple(sorted(order[: options.ways or len(order) // max(options.stages, 1)]))]
     sizes = sorted({size for size in (2, 4, 8, 16, 32) if size < most} | {most})
     return [tuple(sorted(order[:size])) for size in sizes if size > 1]
 
 
 def _choose(
-    facts: TensorFacts, state: State, seconds: Floats, group: tuple[int, ...], weights: str, shard_map: str
+    facts: TensorFacts, state: State, seconds: Floats, group: tuple[int, ...], options: ShardingOptions
 ) -> _Candidate | None:
     """Return the best choice for a group of devices; None if its weights do not fit."""
     target = state.target
     group_seconds = seconds[list(group)]
     division = Division(_shares(group_seconds))
     space = build_space(facts, division)
-    if shard_map:
-        space = restrict_space(space, shard_map)
+    if options.shard_map:
+        space = restrict_space(space, options.shard_map)
     peaks = tuple(peak_rates(target.devices[device]) for device in group)
     costs = ExchangeCosts.of(
         target, group, min(peak.bytes_per_second for peak in peaks), max(peak.kernel_seconds for peak in peaks)
     )
     work = WorkCosts(space, peaks)
     problem = ChoiceProblem(space, work.table(group_seconds, costs), costs)
-    choice = problem.solve_least_weights() if weights == "least" else problem.solve(_weights_limit(state, group))
+    if options.weights == "least":
+        return _Candidate(group, work, costs, problem.solve_least_weights())
+    limit = _find_weights_limit(state, group)
+    if limit is not None and options.stages != 1:
+        limit *= len(list_stage_groups(target, group, options.stages))  # each stage has its share of the weights
+    choice = problem.solve(limit)
     return None if choice is None else _Candidate(group, work, costs, choice)
 
 
@@ -101,7 +127,7 @@ def _shares(seconds: Floats) -> tuple[float, ...]:
     return tuple(float(totals.min() / total) for total in totals)
 
 
-def _weights_limit(state: State, group: object) -> int | None:
+def _find_weights_limit(state: State, group: object) -> int | None:
     """Return how many bytes of weights a device may have; None if some device has room for the whole model."""
     devices = [int(device) for device in group]  # type: ignore[attr-defined]
     problem = placement_problem(state)
@@ -113,33 +139,83 @@ def _weights_limit(state: State, group: object) -> int | None:
     return max(int(problem.limit_bytes[devices].min()) - max(values, 0), 0)
 
 
-def _unsharded(state: State) -> State:
+def _leave_whole(state: State) -> State:
     """Return the state as it is, with the fact that nothing is sharded."""
     free = np.full(len(state[Profile].graph), -1, dtype=np.int32)
     return state.having(Shards(device=free))
 
 
-def _apply(state: State, candidate: _Candidate) -> State:
+def _report_no_gain(alone: float, best: _Candidate) -> Diagnostic:
+    message = (
+        f"no operator is split: a step would take {best.choice.seconds * 1e3:.3g} ms on {len(best.devices)} devices, "
+        f"and {alone * 1e3:.3g} ms on one"
+    )
+    return Diagnostic("P064", message, hint="shard{exact=true} in a --pipeline splits all the same")
+
+
+def _report_nothing_split(candidates: Sequence[_Candidate | None]) -> Diagnostic:
+    """Return why nothing is split: no operator has a rule, exchanges cost more, or weights do not fit."""
+    if candidates and all(candidate is None for candidate in candidates):
+        message = "no operator is split: even in parts, the weights do not fit"
+        return Diagnostic("P064", message, hint="add devices, or raise --max-memory")
+    return Diagnostic("P064", "no operator is split: none has a rule and gains more than its exchanges cost")
+
+
+def _apply(state: State, candidate: _Candidate, options: ShardingOptions) -> State:
+    groups = list_stage_groups(state.target, candidate.devices, options.stages)
     sharded = write_sharded_model(candidate.space, candidate.choice, candidate.costs)
     profile = scale_profile(state[Profile], sharded, candidate.choice, candidate.work, state.target)
-    device = np.array([candidate.devices[origin.device] for origin in sharded.origins], dtype=np.int32)
+    lane = np.array([origin.device for origin in sharded.origins], dtype=np.int32)
+    stage = cut_into_stages(
+        sharded.model, device_seconds(profile, state.target)[candidate.devices[0]], lane, len(groups)
+    )
+    device = np.array(groups, dtype=np.int32)[stage, lane]
     kinds, unsplit = _summarise(state, candidate)
     shards = Shards(
         device=device,
         ways=len(candidate.devices),
+        stages=len(groups),
         kinds=kinds,
         exchanges=MappingProxyType(dict(sharded.exchanges)),
+        seconds=candidate.choice.seconds,
         lower_bound_seconds=candidate.choice.lower_bound_seconds,
-        split_states=MappingProxyType(dict(sharded.split_states)),
+        split_states=_split_states(sharded, candidate.space),
+        whole=_build_whole(state, sharded, candidate, options, from_parts=False),
+        whole_of_parts=_build_whole(state, sharded, candidate, options, from_parts=True),
     )
     notes = [_note(candidate, shards), *unsplit]
     return state.having(sharded.model, profile, shards).saying(*notes)
 
 
+def _build_whole(
+    state: State, sharded: ShardedModel, candidate: _Candidate, options: ShardingOptions, *, from_parts: bool
+) -> Model:
+    """Return the unsharded model that the bundle keeps as its reference."""
+    whole = build_whole_model(state[Model], sharded, candidate.space.division, from_parts=from_parts)
+    if not options.metadata:
+        return whole
+    ids = [state.target.devices[device].id for device in candidate.devices]
+    return annotate_model(whole, candidate.space, candidate.choice.strategies, ids)
+
+
+def _split_states(sharded: ShardedModel, space: StrategySpace) -> tuple[SplitState, ...]:
+    states = []
+    for name, parts in sharded.split_states.items():
+        layout, shape = parts.layout, space.facts.shapes.get(name, ())
+        sizes: tuple[int, ...] = ()
+        if layout.is_split:
+            devices = range(space.division.count)
+            sizes = tuple(space.division.local_size(layout, shape[layout.axis], device) for device in devices)
+        axis = layout.axis if layout.is_split else -1
+        states.append(SplitState(name, parts.output, axis, parts.inputs, parts.outputs, sizes))
+    return tuple(states)
+
+
 def _note(candidate: _Candidate, shards: Shards) -> Diagnostic:
     exchanges = ", ".join(f"{count} {kind}" for kind, count in shards.exchanges.items()) or "no exchanges"
     kinds = "; ".join(f"{item.count} {item.op}: {item.layout}" for item in shards.kinds[:4])
-    return Diagnostic("P060", f"operators are split over {shards.ways} devices ({exchanges}): {kinds}")
+    stages = f" in each of {shards.stages} stages" if shards.stages > 1 else ""
+    return Diagnostic("P060", f"operators are split over {shards.ways} devices{stages} ({exchanges}): {kinds}")
 
 
 def _summarise(state: State, candidate: _Candidate) -> tuple[tuple[ShardedKind, ...], list[Diagnostic]]:

@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Table = NDArray[np.float64]
+from onnxplace.passes.sharding.cost_tables import Factor, Joins, Table, drop_constants, evaluate, round_costs
 
-
-class Factor(NamedTuple):
-    """A cost table over some variables."""
-
-    scope: tuple[int, ...]
-    """Variables, rising."""
-    table: Table
-    """One axis per variable of the scope."""
+# Limits of tables that are tried in turn: small ones often prove an assignment optimal, and take the least time.
+_FIRST_LIMITS = (1 << 12, 1 << 16)
+# One elimination may add up this many entries of tables, about a second of work.
+MAX_WORK = 1 << 28
+# Assignments this close to the lower bound are not improved further; and are optimal, but for rounding.
+_SMALL_GAP, _NO_GAP = 1e-4, 1e-9
+# Overlapping windows of variables are improved, wide ones first, until this many variables were.
+_WINDOW_WIDTHS = (256, 64)
+_MAX_SWEPT_VARIABLES = 100_000
+# More entries than any limit: tables beyond it are not told apart.
+_MANY_ENTRIES = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,6 @@ class Solution:
     """No assignment costs less."""
 
 
-def order_factor(scope: Sequence[int], table: Table) -> Factor:
-    """Return a factor with its variables in rising order."""
-    order = sorted(range(len(scope)), key=scope.__getitem__)
-    if order == list(range(len(scope))):
-        return Factor(tuple(scope), table)
-    return Factor(tuple(scope[index] for index in order), table.transpose(order))
-
-
 def minimise(sizes: Sequence[int], factors: Sequence[Factor], max_entries: int = 1 << 20, sweeps: int = 3) -> Solution:
     """Return an assignment of least cost.
 
@@ -55,97 +48,123 @@ def minimise(sizes: Sequence[int], factors: Sequence[Factor], max_entries: int =
         max_entries: The largest table. If larger ones would be needed, the result may not be optimal.
         sweeps: How often windows of variables are then improved.
     """
-    factors = [_drop_constants(factor, sizes) for factor in factors]
-    values, bound, is_exact = _eliminate(sizes, factors, max_entries)
+    rounded, max_cost = round_costs(drop_constants(factors, sizes))
+    variables = [variable for variable, size in enumerate(sizes) if size > 1]
+    joins, bound, values = Joins(sizes), -math.inf, [0] * len(sizes)
+    cost = evaluate(rounded, values)
+    for limit in (*(limit for limit in _FIRST_LIMITS if limit < max_entries), max_entries):
+        attempt = Elimination(joins, rounded, variables, limit)
+        if not attempt.run():
+            break
+        bound = max(bound, attempt.bound)
+        candidate = attempt.assign(values)
+        candidate_cost = evaluate(rounded, candidate)
+        if candidate_cost < cost:
+            values, cost = candidate, candidate_cost
+        if attempt.is_exact or cost - bound <= _NO_GAP * abs(cost):
+            bound = cost
+            break
+    if cost - bound > _SMALL_GAP * abs(cost):
+        cost = _improve_windows(joins, rounded, values, max_entries, sweeps, cost)
     cost = evaluate(factors, values)
-    if not is_exact:
-        for _ in range(sweeps):
-            improved = _improve_windows(sizes, factors, values, max_entries)
-            if improved >= cost - 1e-12:
+    return Solution(tuple(values), cost, math.inf if bound > max_cost else min(bound, cost))
+
+
+class Elimination:
+    """Eliminates variables, the one with the smallest table first."""
+
+    def __init__(self, joins: Joins, factors: Sequence[Factor], variables: Sequence[int], max_entries: int) -> None:
+        self._joins, self._sizes, self._max_entries = joins, joins.sizes, max_entries
+        self.bound = 0.0
+        """After `run`: no assignment costs less."""
+        self.is_exact = True
+        """After `run`: whether the assignment is optimal."""
+        self._count, self._max_work = 0, joins.work + MAX_WORK
+        self._pool: dict[int, Factor] = {}
+        self._factors_of: dict[int, list[int]] = {variable: [] for variable in variables}
+        self._neighbours: dict[int, set[int]] = {variable: set() for variable in variables}
+        self._buckets: list[tuple[int, list[Factor]]] = []
+        for factor in factors:
+            self._add(factor)
+        self._turns = dict.fromkeys(variables, 0)
+        self._entries: dict[int, int] = {}
+        self._heap: list[tuple[int, int, int]] = []
+        for variable in variables:
+            self._push(variable)
+
+    def _add(self, factor: Factor) -> None:
+        scope = factor.scope
+        if not scope:
+            self.bound += float(factor.table)
+            return
+        self._pool[self._count] = factor
+        for variable in scope:
+            self._factors_of[variable].append(self._count)
+            if len(scope) > 1:
+                self._neighbours[variable].update(scope)
+                self._neighbours[variable].discard(variable)
+        self._count += 1
+
+    def _push(self, variable: int) -> None:
+        """Queue a variable by the entries of the table that eliminating it takes."""
+        sizes, entries = self._sizes, self._sizes[variable]
+        for other in self._neighbours[variable]:
+            entries *= sizes[other]
+            if entries >= _MANY_ENTRIES:
+                entries = _MANY_ENTRIES
                 break
-            cost = improved
-    return Solution(tuple(values), cost, min(bound, cost))
+        if self._entries.get(variable) != entries:
+            self._entries[variable] = entries
+            heapq.heappush(self._heap, (entries, self._turns[variable], variable))
 
+    def run(self) -> bool:
+        """Eliminate all variables; return whether the work kept within its limit."""
+        heap, turns = self._heap, self._turns
+        while heap and self._joins.work <= self._max_work:
+            entries, turn, variable = heapq.heappop(heap)
+            if variable not in self._factors_of or self._entries[variable] != entries:
+                continue
+            # Of equal variables, those touched last come last: equal parts of a model then have equal sums.
+            if turn < turns[variable]:
+                heapq.heappush(heap, (entries, turns[variable], variable))
+                continue
+            self._eliminate(variable, entries)
+        return self._joins.work <= self._max_work
 
-def evaluate(factors: Iterable[Factor], values: Sequence[int]) -> float:
-    """Return the cost of an assignment."""
-    return float(sum(factor.table[tuple(values[v] for v in factor.scope)] for factor in factors))
-
-
-def _drop_constants(factor: Factor, sizes: Sequence[int]) -> Factor:
-    """Return a factor without the variables that have one value."""
-    if all(sizes[variable] > 1 for variable in factor.scope):
-        return factor
-    scope = tuple(variable for variable in factor.scope if sizes[variable] > 1)
-    return Factor(scope, factor.table.reshape([sizes[variable] for variable in scope]))
-
-
-def _eliminate(
-    sizes: Sequence[int], factors: Sequence[Factor], max_entries: int, only: Iterable[int] | None = None
-) -> tuple[list[int], float, bool]:
-    """Eliminate variables, the one with the smallest table first.
-
-    Returns values, a lower bound of the cost, and whether both are exact.
-    """
-    variables = list(range(len(sizes)) if only is None else only)
-    live: dict[int, set[int]] = {variable: set() for variable in variables}
-    pool: dict[int, Factor] = {}
-    constant = 0.0
-    for index, factor in enumerate(factors):
-        if not factor.scope:
-            constant += float(factor.table)
-            continue
-        pool[index] = factor
-        for variable in factor.scope:
-            live[variable].add(index)
-    neighbours: dict[int, set[int]] = {
-        variable: {other for index in live[variable] for other in pool[index].scope} - {variable}
-        for variable in variables
-    }
-
-    def entries(variable: int) -> float:
-        return math.prod((sizes[other] for other in neighbours[variable]), start=sizes[variable])
-
-    heap = [(entries(variable), variable) for variable in variables]
-    heapq.heapify(heap)
-    current = {variable: size for size, variable in heap}
-    buckets: list[tuple[int, list[Factor]]] = []
-    number, is_exact = len(factors), True
-    while heap:
-        size, variable = heapq.heappop(heap)
-        if variable not in live or current[variable] != size:
-            continue
-        bucket = [pool.pop(index) for index in sorted(live[variable])]
-        del live[variable]
-        for factor in bucket:
-            for other in factor.scope:
-                if other != variable:
-                    live[other] = {index for index in live[other] if index in pool}
-        parts = [bucket] if size <= max_entries else _partition(bucket, sizes, max_entries)
-        is_exact = is_exact and len(parts) == 1
-        touched = neighbours.pop(variable)
+    def _eliminate(self, variable: int, entries: int) -> None:
+        pool = self._pool
+        bucket = [pool.pop(number) for number in self._factors_of.pop(variable) if number in pool]
+        touched = sorted(self._neighbours.pop(variable))
         for other in touched:
-            neighbours[other].discard(variable)
-        for part in parts:
-            scope, table = _join(part, variable, sizes)
-            reduced = table.min(axis=-1)
-            if scope:
-                pool[number] = Factor(scope, reduced)
-                for other in scope:
-                    live[other].add(number)
-                    neighbours[other].update(scope)
-                    neighbours[other].discard(other)
-                number += 1
-            else:
-                constant += float(reduced)
-        buckets.append((variable, bucket))
+            self._neighbours[other].discard(variable)
+            self._turns[other] += 1
+        if entries <= self._max_entries:
+            self._add(self._minimum(bucket, variable, tuple(touched)))
+        else:
+            parts = _partition(bucket, self._sizes, self._max_entries)
+            self.is_exact = self.is_exact and len(parts) == 1
+            for part in parts:
+                scope = sorted({item for factor in part for item in factor.scope} - {variable})
+                self._add(self._minimum(part, variable, tuple(scope)))
+        self._buckets.append((variable, bucket))
         for other in touched:
-            current[other] = entries(other)
-            heapq.heappush(heap, (current[other], other))
-    values = [0] * len(sizes)
-    for variable, bucket in reversed(buckets):
-        values[variable] = _best_value(bucket, variable, sizes, values)
-    return values, constant, is_exact
+            self._push(other)
+
+    def _minimum(self, factors: Sequence[Factor], variable: int, scope: tuple[int, ...]) -> Factor:
+        table, least = self._joins.minimum(factors, variable, scope)
+        self.bound += least
+        return Factor(scope, table)
+
+    def assign(self, values: Sequence[int]) -> list[int]:
+        """Return `values` with the best ones of the eliminated variables, after `run`."""
+        result = list(values)
+        for variable, bucket in reversed(self._buckets):
+            total: Table = np.zeros(self._sizes[variable])
+            for factor in bucket:
+                place = tuple([slice(None) if item == variable else result[item] for item in factor.scope])
+                total = total + factor.table[place]
+            result[variable] = int(total.argmin())
+        return result
 
 
 def _partition(bucket: Sequence[Factor], sizes: Sequence[int], max_entries: int) -> list[list[Factor]]:
@@ -163,64 +182,50 @@ def _partition(bucket: Sequence[Factor], sizes: Sequence[int], max_entries: int)
     return [members for _, members in parts]
 
 
-def _join(factors: Sequence[Factor], last: int, sizes: Sequence[int]) -> tuple[tuple[int, ...], Table]:
-    """Return the sum of factors as a table whose last axis is one variable; and its other variables."""
-    scope = sorted({variable for factor in factors for variable in factor.scope} - {last})
-    position = {variable: index for index, variable in enumerate((*scope, last))}
-    total = np.zeros([sizes[variable] for variable in (*scope, last)])
-    for factor in factors:
-        table = factor.table
-        if last in factor.scope and factor.scope[-1] != last:
-            table = np.moveaxis(table, factor.scope.index(last), -1)
-        shape = [1] * (len(scope) + 1)
-        for variable in factor.scope:
-            shape[position[variable]] = sizes[variable]
-        total += table.reshape(shape)
-    return tuple(scope), total
-
-
-def _best_value(bucket: Sequence[Factor], variable: int, sizes: Sequence[int], values: Sequence[int]) -> int:
-    """Return the best value of a variable, given those of the others."""
-    total = np.zeros(sizes[variable])
-    for factor in bucket:
-        index = tuple(slice(None) if item == variable else values[item] for item in factor.scope)
-        total += factor.table[index]
-    return int(total.argmin())
-
-
-def _improve_windows(sizes: Sequence[int], factors: Sequence[Factor], values: list[int], max_entries: int) -> float:
+def _improve_windows(
+    joins: Joins, factors: Sequence[Factor], values: list[int], max_entries: int, sweeps: int, cost: float
+) -> float:
     """Improve windows of consecutive variables, the others fixed; change `values`, and return the cost."""
     by_variable: dict[int, list[int]] = {}
     for index, factor in enumerate(factors):
         for variable in factor.scope:
             by_variable.setdefault(variable, []).append(index)
     free = sorted(by_variable)
-    for width in (256, 64):
-        for start in range(0, len(free), width // 2):
-            window = free[start : start + width]
-            _improve_window(window, sizes, [factors[i] for i in _touching(window, by_variable)], values, max_entries)
-    return evaluate(factors, values)
-
-
-def _touching(window: Sequence[int], by_variable: dict[int, list[int]]) -> list[int]:
-    return sorted({index for variable in window for index in by_variable[variable]})
+    swept = 0
+    for _ in range(sweeps):
+        gain = 0.0
+        for width in _WINDOW_WIDTHS:
+            for start in range(0, len(free), width // 2):
+                window = free[start : start + width]
+                numbers = sorted({index for variable in window for index in by_variable[variable]})
+                gain += _improve_window(window, [factors[number] for number in numbers], joins, values, max_entries)
+            swept += 2 * len(free)
+            if swept >= _MAX_SWEPT_VARIABLES:
+                return cost - gain
+        cost -= gain
+        if gain <= _NO_GAP * abs(cost):
+            break
+    return cost
 
 
 def _improve_window(
-    window: Sequence[int], sizes: Sequence[int], factors: Sequence[Factor], values: list[int], max_entries: int
-) -> None:
-    """Set the variables of a window to their best values, the others fixed, unless that costs more."""
+    window: Sequence[int], factors: Sequence[Factor], joins: Joins, values: list[int], max_entries: int
+) -> float:
+    """Set the variables of a window to their best values, the others fixed; return what that saves."""
     inside = set(window)
     conditioned = []
     for factor in factors:
-        index = tuple(slice(None) if variable in inside else values[variable] for variable in factor.scope)
-        scope = tuple(variable for variable in factor.scope if variable in inside)
-        conditioned.append(Factor(scope, np.asarray(factor.table[index])))
-    best, _, _ = _eliminate(sizes, conditioned, max_entries, only=window)
-    before = [values[variable] for variable in window]
-    cost = evaluate(factors, values)
-    for variable in window:
-        values[variable] = best[variable]
-    if evaluate(factors, values) > cost:
-        for variable, value in zip(window, before):
-            values[variable] = value
+        scope = tuple([variable for variable in factor.scope if variable in inside])
+        table = factor.table
+        if len(scope) < len(factor.scope):
+            table = table[tuple([slice(None) if item in inside else values[item] for item in factor.scope])]
+        conditioned.append(Factor(scope, np.asarray(table)))
+    elimination = Elimination(Joins(joins.sizes), conditioned, window, max_entries)
+    if not elimination.run():
+        return 0.0
+    best = elimination.assign(values)
+    saved = evaluate(conditioned, values) - evaluate(conditioned, best)
+    if saved <= 0:
+        return 0.0
+    values[:] = best
+    return saved

@@ -92,7 +92,7 @@ class Division:
 
         Without `blocks`, the axis is cut as evenly as the shares ask for.
         """
-        if outer < 1 or size % outer:
+        if min(outer, size) < 1 or size % outer:
             return None
         inner = size // outer
         blocks = blocks or inner
@@ -130,3 +130,9 @@ class Division:
             return 1.0
         cuts = self.cuts(layout.blocks)
         return (cuts[device + 1] - cuts[device]) / layout.blocks
+
+    def largest_fraction(self, layout: Layout | None) -> float:
+        """Return the largest fraction of a value that a device has; 1 for an omitted one."""
+        if layout is None:
+            return 1.0
+        return max(self.fraction(layout, device) for device in range(self.count))

@@ -6,7 +6,7 @@ it, as any other value that crosses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,7 @@ from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
 from onnxplace.passes.sharding.node_views import LocalNode, NodeView
 from onnxplace.passes.sharding.shard_weights import shard_weight
-from onnxplace.passes.sharding.space import StrategySpace, is_unrepeatable
+from onnxplace.passes.sharding.space import StrategySpace
 from onnxplace.passes.sharding.strategies import Strategy
 from onnxplace.passes.sharding.windows import ROW_AXIS
 from onnxplace.passes.sharding.work_costs import local_shapes
@@ -43,6 +43,28 @@ class NodeOrigin:
 
 
 @dataclass(frozen=True)
+class StateLayout:
+    """The parts of a carried state."""
+
+    output: str
+    """The output of the original model that becomes the state."""
+    layout: Layout
+    inputs: tuple[str, ...]
+    """Inputs that hold the parts, by device."""
+    outputs: tuple[str, ...]
+    """Outputs that become the parts, by device."""
+
+
+@dataclass(frozen=True)
+class WeightParts:
+    """The parts of a weight, which together hold all its bytes."""
+
+    layout: Layout
+    names: tuple[str, ...]
+    """By device."""
+
+
+@dataclass(frozen=True)
 class ShardedModel:
     """A model whose nodes are parts of operators, with the device of each."""
 
@@ -51,8 +73,10 @@ class ShardedModel:
     """Per node."""
     exchanges: Mapping[str, int]
     """Number of exchanges by kind: all-gather, all-to-all, reduce-scatter, all-reduce, halo."""
-    split_states: Mapping[str, tuple[str, ...]]
-    """Carried state (input name) -> names of its parts, by device."""
+    split_states: Mapping[str, StateLayout]
+    """Carried state (input name) -> how its parts lie on the devices."""
+    weight_parts: Mapping[str, WeightParts]
+    """Weight -> its parts, for weights that all devices hold parts of."""
 
 
 def write_sharded_model(space: StrategySpace, choice: Choice, costs: ExchangeCosts) -> ShardedModel:
@@ -71,6 +95,13 @@ class _Writer:
         self._weights: dict[str, TensorProto] = {}
         self._parts: dict[_Part, str] = {}
         self._layouts: dict[str, Layout] = {}
+        self._vectors: dict[tuple[int, ...], str] = {}
+        # Names that subgraphs capture; most nodes have none.
+        self._captured = {
+            index: sorted({name for graph in iterate_subgraphs(node) for name in captured_names(graph)})
+            for index, node in enumerate(self._model.nodes)
+            if any(True for _ in iterate_subgraphs(node))
+        }
         self._slices: dict[tuple[str, int, int, int], str] = {}
         self._halos: dict[tuple[str, tuple[int, int], int], str] = {}
         self._exchanges: dict[str, set[object]] = {}
@@ -97,7 +128,10 @@ class _Writer:
         return key
 
     def _ints(self, values: Sequence[int]) -> str:
-        return self._constant("shard", np.array([int(value) for value in values], np.int64))
+        key = tuple(values)
+        if key not in self._vectors:
+            self._vectors[key] = self._constant("shard", np.array([int(value) for value in values], np.int64))
+        return self._vectors[key]
 
     def _add(self, proto: NodeProto, origin: NodeOrigin) -> None:
         self._nodes.append(proto)
@@ -291,6 +325,18 @@ class _Writer:
             self._add_node(index, strategy)
         return self._finish(split_inputs)
 
+    def _weight_parts(self) -> dict[str, WeightParts]:
+        """Return, for weights that are only there in parts, one complete set of parts."""
+        complete: dict[str, WeightParts] = {}
+        for name, layout, _ in self._parts:
+            if name not in self._facts.is_weight or name in self._weights or name in complete:
+                continue
+            names = [self._parts.get((name, layout, device)) for device in self._devices]
+            present = [part for part in names if part is not None]
+            if len(present) == len(names):
+                complete[name] = WeightParts(layout, tuple(present))
+        return complete
+
     def _add_inputs(self) -> dict[str, tuple[str, ...]]:
         """Make the inputs available on every device; return the parts of carried states."""
         split: dict[str, tuple[str, ...]] = {}
@@ -302,7 +348,7 @@ class _Writer:
                 continue
             layout = self._choice.states[name]
             self._layouts[name] = layout
-            parts = tuple(self._name(self._part_name(name, layout, device)) for device in self._devices)
+            parts = tuple(self._name(f"{name}/state{device}") for device in self._devices)
             for device, part in enumerate(parts):
                 self._parts[name, layout, device] = part
             split[name] = parts
@@ -313,7 +359,7 @@ class _Writer:
         for name, layout in zip(node.output, strategy.outputs):
             if name and layout is not None:
                 self._layouts[name] = layout
-        if is_unrepeatable(node):
+        if index in self._space.single:
             self._add_single(index)
             return
         for device in self._devices:
@@ -324,16 +370,15 @@ class _Writer:
         copy = NodeProto()
         copy.CopyFrom(self._model.nodes[index])
         copy.input[:] = [self.get(name, REPLICATED, 0) if name else "" for name in copy.input]
-        self._rename_captured(copy, 0)
+        self._rename_captured(copy, index, 0)
         self._add(copy, NodeOrigin(0, index))
         for name in filter(None, copy.output):
             for device in self._devices:
                 self._parts[name, REPLICATED, device] = name
 
-    def _rename_captured(self, copy: NodeProto, device: int) -> None:
-        captured = {name for graph in iterate_subgraphs(copy) for name in captured_names(graph)}
-        if captured:
-            names = {name: self.get(name, REPLICATED, device) for name in sorted(captured) if self._is_known(name)}
+    def _rename_captured(self, copy: NodeProto, index: int, device: int) -> None:
+        if index in self._captured:
+            names = {name: self.get(name, REPLICATED, device) for name in self._captured[index] if self._is_known(name)}
             _rename_in_subgraphs(copy, names)
 
     def _is_known(self, name: str) -> bool:
@@ -350,7 +395,7 @@ class _Writer:
         copy.CopyFrom(node)
         copy.name = self._name(f"{node.name}/shard{device}")
         copy.input[:] = [self._input(node, strategy, position, device) for position in range(len(node.input))]
-        self._rename_captured(copy, device)
+        self._rename_captured(copy, index, device)
         copy.output[:] = [
             self._name(self._part_name(name, layout, device)) if name and layout is not None else ""
             for name, layout in zip(node.output, strategy.outputs)
@@ -470,6 +515,7 @@ class _Writer:
         outputs: list[ValueInfoProto] = []
         returned: dict[str, tuple[str, int]] = {}
         states: dict[str, str] = {}
+        state_layouts: dict[str, StateLayout] = {}
         input_of = {output: name for name, output in model.states.items()}
         for output in model.outputs:
             source = model.sources.get(output.name, output.name)
@@ -479,11 +525,12 @@ class _Writer:
                 continue
             name = input_of[output.name]
             layout = self._choice.states[name]
-            for device, part in enumerate(split_inputs[name]):
-                result = self._name(self._part_name(output.name, layout, device))
+            results = [self._name(f"{output.name}/state{device}") for device in self._devices]
+            for device, (part, result) in enumerate(zip(split_inputs[name], results)):
                 returned[result] = self.get(source, layout, device), device
                 states[part] = result
                 outputs.append(self._part_info(output, result, layout, source, device))
+            state_layouts[name] = StateLayout(output.name, layout, split_inputs[name], tuple(results))
         inputs: list[ValueInfoProto] = []
         for value in model.inputs:
             if value.name in model.initializers:
@@ -497,8 +544,9 @@ class _Writer:
                 for device, part in enumerate(split_inputs[value.name])
             ]
         self._name_results(returned)
-        nodes, origins = _drop_unused(self._nodes, self._origins, set(returned))
-        read = {name for node in nodes for name in iterate_reads(node)} | {value.name for value in inputs}
+        nodes, origins, read = self._list_used(set(returned))
+        read.update(value.name for value in inputs)
+        weight_parts = self._weight_parts()
         sharded = replace(
             model,
             nodes=tuple(nodes),
@@ -508,7 +556,15 @@ class _Writer:
             states=MappingProxyType(states),
         )
         exchanges = {kind: len(keys) for kind, keys in sorted(self._exchanges.items())}
-        return ShardedModel(sharded, tuple(origins), exchanges, MappingProxyType(dict(split_inputs)))
+        return ShardedModel(
+            model=sharded,
+            origins=tuple(origins),
+            exchanges=exchanges,
+            split_states=MappingProxyType(state_layouts),
+            weight_parts=MappingProxyType(
+                {name: parts for name, parts in weight_parts.items() if read.issuperset(parts.names)}
+            ),
+        )
 
     def _name_results(self, returned: Mapping[str, tuple[str, int]]) -> None:
         """Give returned values the names that the outputs have; copy those that are returned twice."""
@@ -522,13 +578,28 @@ class _Writer:
                 names[part] = name
             else:
                 copies.append((name, part, device))
-        for node in self._nodes:
-            node.output[:] = [names.get(item, item) for item in node.output]
-            if any(item in names for item in iterate_reads(node)):
+        for node, origin in zip(self._nodes, self._origins):
+            if not names.keys().isdisjoint(node.output):
+                node.output[:] = [names.get(item, item) for item in node.output]
+            if not names.keys().isdisjoint(self._reads(node, origin)):
                 rename_reads(node, names)
         for name, part, device in copies:
             node = helper.make_node("Identity", [names.get(part, part)], [name], name=self._name(f"{name}/copy"))
             self._add(node, NodeOrigin(device, -1))
+
+    def _reads(self, node: NodeProto, origin: NodeOrigin) -> Iterable[str]:
+        """Return what a node reads; only nodes with subgraphs are searched."""
+        return iterate_reads(node) if origin.source in self._captured else node.input
+
+    def _list_used(self, needed: set[str]) -> tuple[list[NodeProto], list[NodeOrigin], set[str]]:
+        """Return the nodes that the needed values depend on, with their origins, and all values that are needed."""
+        used = []
+        for node, origin in zip(reversed(self._nodes), reversed(self._origins)):
+            if not needed.isdisjoint(node.output):
+                used.append((node, origin))
+                needed.update(self._reads(node, origin))
+                needed.discard("")
+        return [node for node, _ in reversed(used)], [origin for _, origin in reversed(used)], needed
 
     def _part_info(self, value: ValueInfoProto, name: str, layout: Layout, source: str, device: int) -> ValueInfoProto:
         """Return the declaration of a part of an input or output."""
@@ -548,15 +619,3 @@ def _rename_in_subgraphs(node: NodeProto, names: Mapping[str, str]) -> None:
     own = list(node.input)
     rename_reads(node, names)
     node.input[:] = own
-
-
-def _drop_unused(
-    nodes: Sequence[NodeProto], origins: Sequence[NodeOrigin], needed: set[str]
-) -> tuple[list[NodeProto], list[NodeOrigin]]:
-    """Return the nodes that the needed values depend on, with their origins."""
-    kept = []
-    for node, origin in zip(reversed(nodes), reversed(origins)):
-        if any(name in needed for name in node.output if name):
-            kept.append((node, origin))
-            needed.update(iterate_reads(node))
-    return [node for node, _ in reversed(kept)], [origin for _, origin in reversed(kept)]

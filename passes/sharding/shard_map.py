@@ -21,7 +21,8 @@ the last one. `columns`: the last axis, or the channels of a convolution. `sum`:
 def restrict_space(space: StrategySpace, shard_map: str) -> StrategySpace:
     """Return the space with only those strategies that the user's map allows.
 
-    Raises UsageError for a map that is malformed, matches no node, or asks for a split that a node does not have.
+    Raises UsageError for a map that matches no node, or asks for a split that a node does not have. Raises InputError
+    for a file that cannot be read.
     """
     rules = _read_map(shard_map)
     names = [node.name for node in space.facts.model.nodes]

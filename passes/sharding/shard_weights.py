@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from onnx import TensorProto, numpy_helper
 
-from onnxplace.model import find_external_range, packed_size, read_tensor_bytes
+from onnxplace.model import find_external_range, make_tensor_part, packed_size, read_tensor_bytes
 
 _PACKED_TYPES = frozenset(("INT4", "UINT4", "FLOAT4E2M1", "INT2", "UINT2"))
 
@@ -19,8 +19,8 @@ def shard_weight(
 ) -> TensorProto:
     """Return some ranges of a weight along an axis.
 
-    A contiguous range of external data stays in its file, and is referred to by offset and length. Other parts are
-    copied into memory, row by row.
+    External data stays in its file: a contiguous range is referred to by offset and length, and other parts are read
+    when the bundle is written. Parts of weights inside the model are copied.
 
     Args:
         tensor: The weight.
@@ -34,9 +34,12 @@ def shard_weight(
     rows, size = math.prod(tensor.dims[:axis]), tensor.dims[axis]
     inner = tuple(tensor.dims[axis + 1 :])
     is_external = tensor.data_location == TensorProto.EXTERNAL
-    if is_external and rows == 1 and len(ranges) == 1:
+    is_packed = TensorProto.DataType.Name(tensor.data_type) in _PACKED_TYPES
+    if is_external and not is_packed and rows == 1 and len(ranges) == 1:
         return _refer_to_range(tensor, name, dims, packed_size(tensor.data_type, (ranges[0][0], *inner)), folder)
-    if TensorProto.DataType.Name(tensor.data_type) in _PACKED_TYPES or tensor.data_type == TensorProto.STRING:
+    if is_external and not is_packed:
+        return make_tensor_part(tensor, name, axis, ranges)
+    if is_packed or tensor.data_type == TensorProto.STRING:
         array = numpy_helper.to_array(_embedded(tensor, folder))
         pieces = [array.take(range(low, high), axis) for low, high in ranges]
         return numpy_helper.from_array(np.concatenate(pieces, axis), name)

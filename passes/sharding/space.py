@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from onnx import NodeProto
 
-from onnxplace.model import iterate_subgraphs
+from onnxplace.model import Model, iterate_subgraphs
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
 from onnxplace.passes.sharding.node_views import NodeView
 from onnxplace.passes.sharding.strategies import Cuts, Strategy, StrategyTable
@@ -35,6 +35,19 @@ class StrategySpace:
     """Per node; the first one computes the node whole on every device. Equal nodes share one sequence."""
     kinds: tuple[int, ...]
     """Per node; nodes of one kind have equal views."""
+    single: frozenset[int] = frozenset()
+    """Nodes that run once, on the first device."""
+
+
+def find_single_nodes(model: Model) -> frozenset[int]:
+    """Return the nodes that run once: unrepeatable ones, and those that return an initializer.
+
+    Weights that the model returns must stay whole.
+    """
+    returned = set(model.sources.values())
+    return frozenset(
+        index for index, node in enumerate(model.nodes) if is_unrepeatable(node) or not returned.isdisjoint(node.output)
+    )
 
 
 def is_unrepeatable(node: NodeProto) -> bool:
@@ -60,12 +73,8 @@ class _Spreader:
         self._facts, self._division = facts, division
         self._table = StrategyTable(division)
         nodes = facts.model.nodes
-        # A node that returns a weight stays as it is: the whole model returns the weight without it.
-        returned = set(facts.model.sources.values())
-        self._views = [
-            None if is_unrepeatable(node) or not returned.isdisjoint(node.output) else facts.view(index)
-            for index, node in enumerate(nodes)
-        ]
+        self._single = find_single_nodes(facts.model)
+        self._views = [None if index in self._single else facts.view(index) for index in range(len(nodes))]
         self._kinds = self._number_kinds()
         self._cuts = {name: self._first_cuts(name) for name in facts.shapes}
         self._users: dict[str, list[int]] = defaultdict(list)
@@ -122,7 +131,14 @@ class _Spreader:
                 if not queued[user]:
                     queued[user] = True
                     queue.append(user)
-        return StrategySpace(self._facts, self._division, tuple(self._views), tuple(strategies), tuple(self._kinds))
+        return StrategySpace(
+            facts=self._facts,
+            division=self._division,
+            views=tuple(self._views),
+            strategies=tuple(strategies),
+            kinds=tuple(self._kinds),
+            single=self._single,
+        )
 
     def _strategies(self, index: int) -> Sequence[Strategy]:
         view, node = self._views[index], self._facts.model.nodes[index]

@@ -21,8 +21,9 @@ from onnxplace.passes.sharding.shape_folding import infer_all_shapes
 
 # Larger constants hold no shapes, axes or paddings.
 _MAX_CONSTANT_ELEMENTS = 64
-# How other sizes of symbolic dimensions are drawn: a * size + b. An axis that has the same size for all is fixed.
-_OTHER_SIZES = ((0, 2), (1, 1), (2, 3), (11, 17))
+# How other sizes of symbolic dimensions are drawn: a * size + b, and c more per further dimension. An axis that has
+# the same size for all is fixed: not min(size, 2) nor max(size, 1000), for which the first and the last ones are.
+_OTHER_SIZES = ((0, 1, 0), (0, 2, 1), (2, 3, 1), (11, 17, 1), (0, 100_003, 1))
 # Large sizes may be impossible, such as more tokens than positions: so many of the others must be possible.
 _MIN_OTHER_SIZES = 2
 
@@ -126,7 +127,7 @@ def _find_fixed_axes(model: Model, shapes: Mapping[str, Shape]) -> dict[str, tup
     inputs = [read_shape_entries(value.type) for value in model.inputs]
     if all(entries is not None and all(isinstance(size, int) for size in entries) for entries in inputs):
         return {name: (True,) * len(shape) for name, shape in shapes.items()}
-    others = [_infer_at(model, factor, offset) for factor, offset in _OTHER_SIZES]
+    others = [_infer_at(model, *other) for other in _OTHER_SIZES]
     fixed = {}
     for name, shape in shapes.items():
         entries = declared.get(name)
@@ -142,10 +143,10 @@ def _find_fixed_axes(model: Model, shapes: Mapping[str, Shape]) -> dict[str, tup
     return fixed
 
 
-def _infer_at(model: Model, factor: int, offset: int) -> dict[str, Shape]:
+def _infer_at(model: Model, factor: int, offset: int, step: int) -> dict[str, Shape]:
     """Return the shapes at other sizes of the symbolic dimensions; empty if there are none."""
     sizes = {
-        name: factor * size + offset + index
+        name: factor * size + offset + step * index
         for index, (name, size) in enumerate(sorted(model.dimensions.items()))
         if symbols_of_dimension(name) == [name]
     }

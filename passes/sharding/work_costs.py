@@ -9,7 +9,7 @@ import numpy as np
 
 from onnxplace.graph import Floats
 from onnxplace.model import packed_size
-from onnxplace.passes.profiling import TYPICAL_PEAKS, PeakRates, count_moved_bytes, count_operations
+from onnxplace.passes.profiling import PeakRates, count_moved_bytes, count_operations, device_peaks
 from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
 from onnxplace.passes.sharding.layouts import Layout
 from onnxplace.passes.sharding.node_views import NodeView, Shape
@@ -22,7 +22,7 @@ from onnxplace.target import Device
 
 def peak_rates(device: Device) -> PeakRates:
     """Return the assumed peaks of a device; only their proportions matter where times were measured."""
-    peaks = TYPICAL_PEAKS.get(device.kind, TYPICAL_PEAKS["cpu"])
+    peaks = device_peaks(device)
     if device.kind != "cpu":
         return peaks
     return PeakRates(peaks.operations_per_second * device.cores, peaks.bytes_per_second, peaks.kernel_seconds)

@@ -60,7 +60,8 @@ MAY_IMPORT = {
     "report": "bundle errors pipeline runtime",
     # from a model to a bundle, and the interfaces to it
     "driver": (
-        "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem report state target utils"
+        "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem report simulation state "
+        "target utils"
     ),
     "api": "bundle driver errors feeds machine pipeline report runtime utils",
     "testing": "bundle driver errors facts feeds graph pipeline runtime simulation state target utils",

@@ -29,7 +29,7 @@ def target_texts():
     """Yield the text of a target file and the name of its absurd number."""
     for value in ABSURD:
         yield DEVICES.format(value), "memory_bytes"
-        for name in ("cores", "segment_seconds", "input_seconds", "output_seconds"):
+        for name in ("cores", "segment_seconds", "input_seconds", "output_seconds", "kernel_seconds"):
             yield f"{DEVICES.format(10**9)}{name} = {value}\n", name
         yield DEVICES.format(10**9) + LINK.format(value, 1e9), "latency_seconds"
         if value not in ("inf", "1e308", "9223372036854775808"):  # transfers that take no time

@@ -1,0 +1,123 @@
+"""Decide between placing whole operators and splitting them over devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from onnxplace.errors import Diagnostic, InfeasibleError
+from onnxplace.facts import Placement, Profile, Segments, Shards
+from onnxplace.pipeline import (
+    OBJECTIVES,
+    Observer,
+    PassSpec,
+    Pipeline,
+    Timing,
+    format_pipeline,
+    make_pass,
+    parse_pipeline,
+)
+from onnxplace.problem import single_device_seconds
+from onnxplace.report import format_milliseconds
+from onnxplace.state import State
+from onnxplace.target import Target
+
+SHARD = "shard"
+"""The pass that splits operators."""
+
+
+@dataclass(frozen=True)
+class PlacedModel:
+    """A placed and split model, with the pipeline that leads to it."""
+
+    steps: Pipeline
+    state: State
+    whole: State | None = None
+    """The state before operators were split; None if they were not."""
+
+
+def place_or_shard(
+    steps: Pipeline, state: State, first: int, *, compare: bool, metadata: bool, observer: Observer | None
+) -> tuple[PlacedModel, tuple[Timing, ...]]:
+    """Run the passes of a pipeline from position `first` on, except the last one, which emits.
+
+    `metadata` asks the pass `shard` for ONNX's sharding specifications. With `compare`, they also run after the pass
+    `shard`, and the result with the shorter predicted step is kept.
+    A placement that does not fit gives way to a sharded one that does.
+    """
+    if not compare or len(state.target.devices) < 2:
+        placed, timings = _run(steps, state, first, observer)
+        is_sharded = Shards in placed and placed[Shards].ways > 1
+        return PlacedModel(steps, placed, state if is_sharded else None), timings
+    sharding = _insert_shard(steps, first, PassSpec(SHARD, {"metadata": "true"} if metadata else {}))
+    sharded, sharding_times = _run_until(sharding, state, first, first + 1, observer)
+    if sharded[Shards].ways == 1:
+        placed, timings = _run(steps, state, first, observer)
+        return PlacedModel(steps, placed), timings
+    problem, whole, whole_times = None, None, tuple[Timing, ...]()
+    try:
+        whole, whole_times = _run(steps, state, first, observer)
+    except InfeasibleError as error:
+        problem = error
+    try:
+        parts, part_times = _run(sharding, sharded, first + 1, observer)
+    except InfeasibleError:
+        if problem is not None:
+            raise problem from None
+        assert whole is not None
+        return PlacedModel(steps, whole), whole_times
+    note = _compare(state, whole, parts)
+    if whole is not None and not _is_better(parts, whole):
+        return PlacedModel(steps, whole.saying(note)), whole_times
+    return PlacedModel(sharding, parts.saying(note), state), sharding_times + part_times
+
+
+def _run(steps: Pipeline, state: State, first: int, observer: Observer | None) -> tuple[State, tuple[Timing, ...]]:
+    return _run_until(steps, state, first, len(steps.passes) - 1, observer)
+
+
+def _run_until(
+    steps: Pipeline, state: State, first: int, end: int, observer: Observer | None
+) -> tuple[State, tuple[Timing, ...]]:
+    """Run some passes of a pipeline; report their positions in it."""
+    count = len(steps.passes)
+    report = (lambda name, index, _: observer(name, index + first, count)) if observer else None
+    return Pipeline(steps.passes[first:end]).run(state, report)
+
+
+def _insert_shard(steps: Pipeline, position: int, spec: PassSpec) -> Pipeline:
+    """Return a pipeline that splits operators before it places them; its bundle records that."""
+    emit: Any = steps.passes[-1]
+    specs = [*parse_pipeline(emit.pipeline)]
+    specs.insert(position, spec)
+    emit = replace(emit, pipeline=format_pipeline(specs))
+    return Pipeline((*steps.passes[:position], make_pass(SHARD, spec.options), *steps.passes[position:-1], emit))
+
+
+def _is_better(parts: State, whole: State) -> bool:
+    """Return whether the sharded step is shorter; a placement that only has to fit is kept if it does."""
+    if whole[Placement].placer == OBJECTIVES["fit"]:
+        return False
+    return parts[Segments].simulation.makespan_seconds < whole[Segments].simulation.makespan_seconds
+
+
+def _compare(state: State, whole: State | None, parts: State) -> Diagnostic:
+    """Return the note that lists what was considered."""
+    alone = format_milliseconds(float(single_device_seconds(state[Profile], state.target).min()))
+    placed = "does not fit"
+    if whole is not None:
+        placed = format_milliseconds(whole[Segments].simulation.makespan_seconds)
+    sharded = format_milliseconds(parts[Segments].simulation.makespan_seconds)
+    ways = parts[Shards].ways
+    kept = "whole operators" if whole is not None and not _is_better(parts, whole) else "sharding"
+    message = f"one device: {alone}; whole operators placed: {placed}; sharded {ways} ways: {sharded}: kept {kept}"
+    return Diagnostic("P062", message)
+
+
+def report_spare_ways(ways: int | None, target: Target) -> list[Diagnostic]:
+    """Return a note if the user asked for more ways than there are devices."""
+    count = len(target.devices)
+    if ways is None or ways <= count:
+        return []
+    message = f"operators can be split over {count} devices at most, {ways} were asked for"
+    return [Diagnostic("P063", message, where="--shard", hint="name more devices with --devices")]

@@ -1,0 +1,238 @@
+"""The choice of strategies as a sum of cost tables."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from onnxplace.model import captured_names, iterate_subgraphs
+from onnxplace.passes.sharding.cost_tables import Factor, Table, order_factor
+from onnxplace.passes.sharding.elimination import Solution, minimise
+from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
+from onnxplace.passes.sharding.layouts import REPLICATED, Layout
+from onnxplace.passes.sharding.space import StrategySpace
+from onnxplace.passes.sharding.strategies import Strategy
+
+Option = tuple[Layout, Layout]
+"""How a value is available: as its producer makes it, and in one more layout (the same one if none is needed)."""
+
+
+class ChoiceNetwork:
+    """The choice as cost tables over variables: a strategy per node, and an option per value."""
+
+    def __init__(self, space: StrategySpace, strategy_seconds: Sequence[Sequence[float]], costs: ExchangeCosts) -> None:
+        self._space, self._costs = space, costs
+        self._facts, self._model = space.facts, space.facts.model
+        self._sizes: list[int] = [len(strategies) for strategies in space.strategies]
+        self._factors: list[Factor] = []
+        self._tables: dict[object, Table] = {}
+        self._state_layouts: dict[str, tuple[int, list[Layout]]] = {}
+        self._captured = [
+            frozenset(name for graph in iterate_subgraphs(node) for name in captured_names(graph))
+            for node in self._model.nodes
+        ]
+        self._wants_cache: dict[object, list[tuple[Layout, ...]]] = {}
+        self._strategy_seconds = [np.array(seconds) for seconds in strategy_seconds]
+        cache: dict[object, Table] = {}
+        self._read_bytes = [self._weigh(index, cache) for index in range(len(self._sizes))]
+        self._add_values()
+
+    def solve(self, price: float, max_entries: int) -> Solution:
+        """Return the cheapest choice when each byte of weights that a node reads costs this many seconds."""
+        terms = zip(self._strategy_seconds, self._read_bytes)
+        unary = [Factor((index,), seconds + price * weights) for index, (seconds, weights) in enumerate(terms)]
+        return minimise(self._sizes, [*unary, *self._factors], max_entries)
+
+    def seconds(self, values: Sequence[int]) -> float:
+        """Return the seconds of the nodes alone, without exchanges."""
+        return float(sum(seconds[value] for seconds, value in zip(self._strategy_seconds, values)))
+
+    def read_bytes(self, values: Sequence[int]) -> float:
+        """Return the bytes of weights that nodes read, each on the device that reads most of it."""
+        return float(sum(weights[value] for weights, value in zip(self._read_bytes, values)))
+
+    def strategies(self, values: Sequence[int]) -> tuple[Strategy, ...]:
+        return tuple(options[value] for options, value in zip(self._space.strategies, values))
+
+    def states(self, values: Sequence[int]) -> dict[str, Layout]:
+        """Return the layouts of carried states; values without those of the states leave these whole."""
+        return {
+            name: layouts[values[variable]] if variable < len(values) else REPLICATED
+            for name, (variable, layouts) in self._state_layouts.items()
+        }
+
+    def whole_values(self) -> list[int] | None:
+        """Return the values of the nodes that compute all of them whole; None if some node must be split."""
+        values = []
+        for options in self._space.strategies:
+            whole = (number for number, strategy in enumerate(options) if is_whole(strategy))
+            if (value := next(whole, None)) is None:
+                return None
+            values.append(value)
+        return values
+
+    def _weigh(self, index: int, cache: dict[object, Table]) -> Table:
+        """Return, per strategy of a node, the bytes of weights that it reads on the device with the most."""
+        node, weights = self._model.nodes[index], self._facts.is_weight
+        division = self._space.division
+        held = tuple((position, self._facts.bytes(name)) for position, name in enumerate(node.input) if name in weights)
+        options = self._space.strategies[index]
+        key = held, (id(options) if held else len(options))
+        if key not in cache:
+            cache[key] = np.array(
+                [
+                    sum(size * division.largest_fraction(strategy.inputs[position]) for position, size in held)
+                    for strategy in options
+                ],
+                dtype=np.float64,
+            )
+        return cache[key]
+
+    def _new_variable(self, size: int) -> int:
+        self._sizes.append(size)
+        return len(self._sizes) - 1
+
+    def _add_values(self) -> None:
+        model, weights = self._model, self._facts.is_weight
+        readers: dict[str, list[int]] = defaultdict(list)
+        for index, reads in enumerate(model.reads):
+            for name in reads:
+                readers[name].append(index)
+        returned = {model.sources.get(output.name, output.name) for output in model.outputs}
+        state_of_output = {model.sources.get(out, out): name for name, out in model.states.items()}
+        for name in model.states:
+            wants = {layout for index in readers[name] for want in self._wants(index, name) for layout in want}
+            layouts = [REPLICATED, *sorted(layout for layout in wants if layout.is_split and layout.outer == 1)]
+            self._state_layouts[name] = self._new_variable(len(layouts)), layouts
+        for value in model.inputs:
+            if value.name in weights:
+                continue
+            if value.name in self._state_layouts:
+                variable, layouts = self._state_layouts[value.name]
+                self._add_value(value.name, variable, layouts, readers[value.name], False, None)
+            else:
+                self._add_value(value.name, None, [REPLICATED], readers[value.name], False, None)
+        for index, node in enumerate(model.nodes):
+            for position, name in enumerate(node.output):
+                if name:
+                    made = [strategy.outputs[position] or REPLICATED for strategy in self._space.strategies[index]]
+                    state = state_of_output.get(name)
+                    self._add_value(name, index, made, readers[name], name in returned and state is None, state)
+
+    def _wants(self, index: int, name: str) -> list[tuple[Layout, ...]]:
+        """Return, per strategy of a reader, the layouts in which it reads a value."""
+        options, node = self._space.strategies[index], self._model.nodes[index]
+        positions = tuple([position for position, item in enumerate(node.input) if item == name])
+        is_captured = name in self._captured[index]
+        key = id(options), positions, is_captured
+        if key in self._wants_cache:
+            return self._wants_cache[key]
+        result = []
+        for strategy in options:
+            layouts = [strategy.inputs[position] or REPLICATED for position in positions]
+            if is_captured:
+                layouts.append(REPLICATED)
+            result.append(tuple(dict.fromkeys(layouts)))
+        self._wants_cache[key] = result
+        return result
+
+    def _add_value(
+        self,
+        name: str,
+        producer: int | None,
+        made: Sequence[Layout],
+        readers: Sequence[int],
+        is_output: bool,
+        state: str | None,
+    ) -> None:
+        """Add the tables of a value: what its layouts cost its producer, and each of its readers.
+
+        A producer without a choice (an input of the model) has no variable of its own.
+        """
+        users: list[tuple[int, list[tuple[Layout, ...]]]] = [(index, self._wants(index, name)) for index in readers]
+        if state is not None:
+            variable, layouts = self._state_layouts[state]
+            users.append((variable, [(layout,) for layout in layouts]))
+        size = self._facts.bytes(name)
+        sources = list(dict.fromkeys(made))
+        wanted = {layout for _, wants in users for want in wants for layout in want}
+        if not users and not is_output:
+            return
+        options = self._options(sources, wanted, size)
+        if len(options) == 1 and options[0] == (REPLICATED, REPLICATED):
+            for index, wants in users:
+                self._add_table(("local", tuple(wants), size), (index,), partial(self._local_table, wants, size))
+            return
+        variable = self._new_variable(len(options))
+        key = tuple(options), size
+        unary = self._table(("unary", key, is_output), lambda: self._option_table(options, size, is_output))
+        self._factors.append(Factor((variable,), unary))
+        if producer is not None:
+            self._add_table(
+                ("made", key, tuple(made)), (producer, variable), lambda: self._producer_table(made, options)
+            )
+        for index, wants in users:
+            if index == producer:
+                continue  # a state that its own producer variable reads
+            self._add_table(
+                ("read", key, tuple(wants)), (index, variable), partial(self._reader_table, wants, options, size)
+            )
+
+    def _table(self, key: object, build: Callable[[], Table]) -> Table:
+        if key not in self._tables:
+            self._tables[key] = build()
+        return self._tables[key]
+
+    def _add_table(self, key: object, scope: tuple[int, ...], build: Callable[[], Table]) -> None:
+        self._factors.append(order_factor(scope, self._table(key, build)))
+
+    def _options(self, sources: Sequence[Layout], wanted: set[Layout], size: int) -> list[Option]:
+        seconds = self._costs.seconds
+        options = []
+        for source in sources:
+            options.append((source, source))
+            if source == REPLICATED:
+                continue  # all others are local then
+            others = sorted(wanted | {REPLICATED})
+            options += [
+                (source, other) for other in others if other != source and seconds(source, other, size) < math.inf
+            ]
+        return options
+
+    def _option_table(self, options: Sequence[Option], size: int, is_output: bool) -> Table:
+        """Return what each option costs: its exchange, and that of an output of the model."""
+        seconds = self._costs.seconds
+        costs = [seconds(source, other, size) for source, other in options]
+        if is_output:
+            for index, option in enumerate(options):
+                if REPLICATED not in option:
+                    costs[index] += seconds(option[0], REPLICATED, size)
+        return np.array(costs)
+
+    def _producer_table(self, made: Sequence[Layout], options: Sequence[Option]) -> Table:
+        return np.array([[0.0 if layout == source else math.inf for source, _ in options] for layout in made])
+
+    def _reader_table(self, wants: Sequence[tuple[Layout, ...]], options: Sequence[Option], size: int) -> Table:
+        return np.array(
+            [[sum(self._read_seconds(layout, option, size) for layout in want) for option in options] for want in wants]
+        )
+
+    def _read_seconds(self, layout: Layout, option: Option, size: int) -> float:
+        if layout in option:
+            return 0.0
+        if REPLICATED in option:
+            return self._costs.seconds(REPLICATED, layout, size)
+        return math.inf
+
+    def _local_table(self, wants: Sequence[tuple[Layout, ...]], size: int) -> Table:
+        option = REPLICATED, REPLICATED
+        return np.array([sum(self._read_seconds(layout, option, size) for layout in want) for want in wants])
+
+
+def is_whole(strategy: Strategy) -> bool:
+    """Return whether a strategy computes a node on every device, from whole inputs."""
+    return all(layout in (None, REPLICATED) for layout in (*strategy.inputs, *strategy.outputs))

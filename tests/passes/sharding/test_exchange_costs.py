@@ -1,0 +1,92 @@
+"""What it costs to change a layout."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
+from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
+from onnxplace.target import Device, Link, Target
+
+ROWS, COLUMNS = Layout(0, 1, 2), Layout(1, 1, 2)
+LAYOUTS = (REPLICATED, PARTIAL, ROWS, COLUMNS)
+
+
+def make_costs(count: int = 2) -> ExchangeCosts:
+    return ExchangeCosts(
+        count=count,
+        latency_seconds=1e-5,
+        seconds_per_byte=1e-9,
+        segment_seconds=2e-5,
+        copy_seconds_per_byte=1e-10,
+        kernel_seconds=1e-6,
+    )
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_only_copies_become_summands(count: int) -> None:
+    costs = make_costs(count)
+    for source, result in itertools.product(LAYOUTS, LAYOUTS):
+        is_possible = result != PARTIAL or source in (PARTIAL, REPLICATED)
+        assert math.isfinite(costs.seconds(source, result, 1000)) == is_possible
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_that_stays_costs_nothing(layout: Layout) -> None:
+    assert make_costs().seconds(layout, layout, 1 << 30) == 0.0
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_more_bytes_never_cost_less(count: int) -> None:
+    costs = make_costs(count)
+    for source, result in itertools.product(LAYOUTS, LAYOUTS):
+        seconds = [costs.seconds(source, result, size) for size in (0, 1, 1000, 10**6, 10**9)]
+        assert seconds == sorted(seconds)
+        assert all(item >= 0 for item in seconds)
+
+
+def test_slices_of_copies_need_no_message() -> None:
+    assert make_costs().seconds(REPLICATED, ROWS, 0) == pytest.approx(1e-6)
+    assert make_costs().seconds(ROWS, REPLICATED, 0) == pytest.approx(3e-5)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_exchanges_are_ordered_by_what_they_send(count: int) -> None:
+    """An all-to-all sends less than an all-gather, and a reduce-scatter less than an all-reduce."""
+    costs, size = make_costs(count), 10**6
+    assert costs.seconds(ROWS, COLUMNS, size) < costs.seconds(ROWS, REPLICATED, size)
+    assert costs.seconds(PARTIAL, ROWS, size) < costs.seconds(PARTIAL, REPLICATED, size)
+
+
+def test_large_sums_of_many_devices_take_two_steps() -> None:
+    costs = make_costs(8)
+    assert costs.two_step_sum_seconds(10**7) < costs.direct_sum_seconds(10**7)
+    assert costs.two_step_sum_seconds(100) > costs.direct_sum_seconds(100)
+    assert make_costs(2).two_step_sum_seconds(10**9) == math.inf
+    for size in (100, 10**7):
+        least = min(costs.two_step_sum_seconds(size), costs.direct_sum_seconds(size))
+        assert costs.seconds(PARTIAL, REPLICATED, size) == least
+
+
+def test_halos_cost_nothing_where_no_rows_are_missing() -> None:
+    costs = make_costs()
+    assert costs.halo_seconds(0, 1000) == 0.0
+    assert 3e-5 < costs.halo_seconds(10, 1000) < costs.halo_seconds(1000, 1000)
+
+
+def test_a_group_costs_what_its_slowest_link_and_device_cost() -> None:
+    devices = tuple(Device(f"cpu:{index}", 1 << 30, segment_seconds=index * 1e-5) for index in range(3))
+    links = (
+        Link("cpu:0", "cpu:1", latency_seconds=1e-6, bytes_per_second=1e9),
+        Link("cpu:1", "cpu:0", latency_seconds=3e-6, bytes_per_second=1e8),
+        Link("cpu:0", "cpu:2", latency_seconds=1.0, bytes_per_second=1.0),
+    )
+    costs = ExchangeCosts.of(Target(devices, links), (0, 1), copy_bytes_per_second=1e10, kernel_seconds=1e-6)
+    assert costs.count == 2
+    assert costs.latency_seconds == pytest.approx(3e-6)
+    assert costs.seconds_per_byte == pytest.approx(1e-8)
+    assert costs.segment_seconds == pytest.approx(1e-5)
+    assert costs.copy_seconds_per_byte == pytest.approx(1e-10)

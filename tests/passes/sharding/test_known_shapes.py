@@ -1,0 +1,85 @@
+"""What sharding knows of values: shapes behind operators of other domains, and values that cannot be cut or summed."""
+
+import ml_dtypes
+import numpy as np
+from onnx import ModelProto, TensorProto, parser
+
+from onnxplace.model import bind, load
+from onnxplace.passes.sharding.layouts import PARTIAL, Layout
+from onnxplace.passes.sharding.space import StrategySpace, build_space
+from onnxplace.passes.sharding.strategies import Strategy
+from onnxplace.passes.sharding.tensor_facts import TensorFacts
+from tests.support.forced_sharding import DIVISIONS, try_strategies, with_weights
+
+
+def parse(text: str, opset: int = 21) -> ModelProto:
+    return parser.parse_model(f'<ir_version: 10, opset_import: ["": {opset}, "com.microsoft": 1]> g {text}')
+
+
+def space_of(text: str, opset: int = 21, **sizes: int) -> StrategySpace:
+    return build_space(TensorFacts.of(bind(load(parse(text, opset)), sizes, {})), DIVISIONS["2 ways"])
+
+
+def layouts(strategies: tuple[Strategy, ...]) -> set[Layout | None]:
+    return {layout for strategy in strategies for layout in (*strategy.inputs, *strategy.outputs)}
+
+
+def test_shapes_and_types_are_known_behind_operators_of_onnxruntime():
+    text = """(float[n,4,8] x, float[8] b) => (float[m,4,8] y) {
+        g = com.microsoft.BiasGelu(x, b) h = Relu(g) y = com.microsoft.FastGelu(h) }"""
+    facts = TensorFacts.of(bind(load(parse(text)), {"n": 2}, {}))
+    assert {name: facts.shapes[name] for name in "ghy"} == dict.fromkeys("ghy", (2, 4, 8))
+    assert {facts.types[name] for name in "ghy"} == {TensorProto.FLOAT}
+    assert facts.fixed["h"] == (False, True, True)
+
+
+def test_shapes_are_known_behind_functions_that_onnx_does_not_infer():
+    text = """(float[2,4,3] x, float[4] s, float[4] b) => (float[2,4,3] y) {
+        g = GroupNormalization<num_groups=2>(x, s, b) y = Relu(g) }"""
+    assert TensorFacts.of(bind(load(parse(text)), {}, {})).shapes["g"] == (2, 4, 3)
+
+
+def test_unknown_operators_leave_shapes_unknown():
+    text = "(float[2,4] x) => (float[2,4] y) { g = com.microsoft.NoSuchOperator(x) y = Relu(g) }"
+    facts = TensorFacts.of(bind(load(parse(text)), {}, {}))
+    assert "g" not in facts.shapes
+    assert facts.view(0) is None
+
+
+def test_values_of_few_bits_are_not_cut_but_weights_are():
+    model = parse("""(int4[6,8] v, int4[6,8] w, float[8] s) => (float[6,8] y) {
+        a = DequantizeLinear(v, s) b = DequantizeLinear(w, s) y = Add(a, b) }""")
+    fours = np.ones((6, 8), ml_dtypes.int4)
+    fixed = with_weights(model, {"v": fours, "w": fours, "s": np.ones(8, np.float32)})
+    given, weight, _ = build_space(TensorFacts.of(bind(load(fixed), {}, {})), DIVISIONS["2 ways"]).strategies
+    assert not any(strategy.is_split for strategy in given)
+    assert any(strategy.is_split for strategy in weight)
+
+
+def test_four_bits_are_cut_between_bytes():
+    model = parse("""(float[4,6] x, int4[6,7] w, float[7] s) => (float[4,7] y) {
+        d = DequantizeLinear(w, s) y = MatMul(x, d) }""")
+    numbers = (np.arange(42).reshape(6, 7) % 15 - 7).astype(ml_dtypes.int4)
+    x = np.ones((4, 6), np.float32)
+    trials = list(try_strategies(with_weights(model, {"x": x, "w": numbers, "s": np.ones(7, np.float32)}), [{"x": x}]))
+    assert [trial for trial in trials if trial.problem] == []
+    assert sum(name == "DequantizeLinear" for trial in trials for name in trial.nodes) > 3
+
+
+def test_old_opsets_have_no_summands():
+    text = "(float[4,6] x, float[6,8] w) => (float[4,8] y) { y = MatMul(x, w) }"
+    assert PARTIAL in layouts(tuple(space_of(text, opset=9).strategies[0]))
+    assert PARTIAL not in layouts(tuple(space_of(text, opset=8).strategies[0]))
+
+
+def test_booleans_are_not_cut_before_concat_takes_them():
+    text = "(bool[4,6] x) => (bool[4,6] y) { y = Not(x) }"
+    assert not any(strategy.is_split for strategy in space_of(text, opset=3).strategies[0])
+    assert any(strategy.is_split for strategy in space_of(text, opset=4).strategies[0])
+
+
+def test_a_returned_weight_stays_whole():
+    text = "(float[4] x) => (float[4] y, float[4] w) <float[4] w = {1, 2, 3, 4}> { y = Add(x, w) }"
+    trials = list(try_strategies(parse(text), [{"x": np.ones(4, np.float32)}]))
+    assert [trial for trial in trials if trial.problem] == []
+    assert trials

@@ -1,0 +1,63 @@
+"""Sharded bundles compute the same as their models: random models, random strategies, whole pipelines."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+import onnxplace
+from onnxplace.bundle import WHOLE_MODEL_FILE
+from onnxplace.driver import compile_model
+from onnxplace.passes.sharding.choice import Choice, ChoiceProblem
+from onnxplace.target import Device, Target
+from tests.passes.sharding.test_random_sharding import assert_close, run_sizes
+from tests.support.random_models import run_plain
+from tests.support.shardable_models import make_model
+from tests.support.shardings import choose_randomly
+
+EXAMPLES = int(os.environ.get("ONNXPLACE_EXAMPLES", "0"))
+"""Number of models; unless it is set, they are always the same."""
+# `weights=least`: operators of a few numbers never gain by themselves.
+PIPELINE = "optimize,profile{estimate=true},shard{weights=least},coplace,m-etf,split,emit"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_random", [False, True], ids=["chosen", "random"])
+def test_sharded_bundles_compute_the_same_at_every_size(
+    is_random: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(EXAMPLES or 30):
+        random = Random(seed)
+        model = make_model(random)
+        results = run_sizes(model.proto, model.feeds)
+        if not results:
+            continue
+        if is_random:
+
+            def choose(problem: ChoiceProblem, random: Random = random) -> Choice:
+                return choose_randomly(problem.space, random)
+
+            monkeypatch.setattr(ChoiceProblem, "solve_least_weights", choose)
+        devices = tuple(Device(f"cpu:{index}", 1 << 30) for index in range(random.choice((2, 3))))
+        compiled = compile_model(
+            model.proto,
+            tmp_path / f"bundle{seed}",
+            target=Target(devices),
+            shape=model.dimensions[0],
+            pipeline=PIPELINE,
+        )
+        try:
+            with onnxplace.InferenceSession(compiled.bundle) as session:
+                for feeds, expected in results:
+                    assert_close(list(session.run(None, feeds)), expected, model.tolerance)
+                    actual = run_plain(compiled.bundle.file(WHOLE_MODEL_FILE), [feeds])[0]
+                    assert_close(actual, expected, model.tolerance)
+        except Exception as problem:
+            problem.add_note(f"seed {seed}, model {model!r}")
+            raise

@@ -1,0 +1,109 @@
+"""The time of parts of operators, as a share of the whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from onnx import parser
+
+from onnxplace.passes.profiling import PeakRates
+from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED
+from onnxplace.passes.sharding.space import StrategySpace
+from onnxplace.passes.sharding.strategies import Strategy
+from onnxplace.passes.sharding.work_costs import WorkCosts, local_shapes, peak_rates, window_rows_outside
+from onnxplace.target import Device
+from tests.support.shardings import make_costs, make_space
+
+PEAKS = PeakRates(operations_per_second=1e9, bytes_per_second=1e9, kernel_seconds=1e-9)
+PRODUCT = """
+<ir_version: 8, opset_import: ["": 18]>
+g (float[64, 256] x, float[256, 128] w) => (z) { y = MatMul(x, w) z = Shape(y) }
+"""
+IMAGE = """
+<ir_version: 8, opset_import: ["": 18]>
+g (float[1, 3, 16, 16] x, float[5, 3, 3, 3] w) => (z)
+{ h = Relu(x) y = Conv <pads = [1, 1, 1, 1]> (h, w) z = Relu(y) }
+"""
+
+
+def space_of(text: str, *shares: float) -> StrategySpace:
+    return make_space(parser.parse_model(text), {}, shares or (1.0, 1.0))
+
+
+def costs_of(space: StrategySpace) -> WorkCosts:
+    return WorkCosts(space, (PEAKS,) * space.division.count)
+
+
+def find(space: StrategySpace, index: int, axis: int) -> Strategy:
+    """Return the first strategy of a node whose result is split along an axis; -2 for summands."""
+    return next(item for item in space.strategies[index] if item.outputs[0] and item.outputs[0].axis == axis)
+
+
+def test_parts_of_a_product_take_their_share_of_its_operations() -> None:
+    space = space_of(PRODUCT, 3.0, 1.0)
+    work = costs_of(space)
+    for axis in (0, 1, PARTIAL.axis):
+        strategy = find(space, 0, axis)
+        assert work.fraction(0, strategy, 0) == pytest.approx(0.75, rel=1e-3)
+        assert work.fraction(0, strategy, 1) == pytest.approx(0.25, rel=1e-3)
+
+
+def test_whole_nodes_take_the_whole_time() -> None:
+    space = space_of(PRODUCT)
+    assert costs_of(space).fraction(0, space.strategies[0][0], 1) == 1.0
+
+
+def test_a_part_never_takes_less_than_a_kernel_nor_more_than_the_whole() -> None:
+    space = space_of(PRODUCT)
+    slow = PeakRates(operations_per_second=1e15, bytes_per_second=1e15, kernel_seconds=1.0)
+    work = WorkCosts(space, (slow, slow))
+    assert all(0.99 < work.fraction(0, strategy, 0) <= 1.0 for strategy in space.strategies[0])
+
+
+def test_the_slowest_device_counts() -> None:
+    space = space_of(PRODUCT, 3.0, 1.0)
+    work = costs_of(space)
+    options = list(space.strategies[0])
+    seconds = np.array([[1.0, 0.0], [9.0, 0.0]])  # [device, node]
+    table = work.table(seconds, make_costs(2))
+    assert table[0][options.index(find(space, 0, 0))] == pytest.approx(9 * 0.25, rel=1e-3)
+    assert table[0][0] == 9.0
+
+
+def test_shapes_of_parts_follow_the_layouts() -> None:
+    space = space_of(PRODUCT, 3.0, 1.0)
+    view = space.views[0]
+    assert view is not None
+    assert local_shapes(space, view, find(space, 0, 1), 1) == (((64, 256), (256, 32)), ((64, 32),))
+    assert local_shapes(space, view, find(space, 0, PARTIAL.axis), 0) == (((64, 192), (192, 128)), ((64, 128),))
+
+
+def test_windows_have_halos_and_cost_their_exchange() -> None:
+    space = space_of(IMAGE)
+    view = space.views[1]
+    assert view is not None
+    windowed = [strategy for strategy in space.strategies[1] if strategy.window is not None]
+    from_whole = next(item for item in windowed if item.inputs[0] == REPLICATED)
+    from_rows = next(item for item in windowed if item.inputs[0] != REPLICATED)
+    assert local_shapes(space, view, from_rows, 0)[0][0] == (1, 3, 9, 16)
+    work, costs = costs_of(space), make_costs(2)
+    table = work.table(np.ones((2, 3)), costs)
+    options = list(space.strategies[1])
+    share = work.fraction(1, from_rows, 0)
+    assert 0.5 < share < 0.6
+    row_bytes = 3 * 16 * 4
+    assert table[1][options.index(from_rows)] - share == pytest.approx(costs.halo_seconds(row_bytes, 9 * row_bytes))
+    assert 0 < table[1][options.index(from_whole)] - share < table[1][options.index(from_rows)] - share
+
+
+def test_rows_outside_of_a_part_are_counted() -> None:
+    assert window_rows_outside(2, 9, (3, 8)) == 2
+    assert window_rows_outside(3, 8, (0, 16)) == 0
+    assert window_rows_outside(0, 4, (6, 8)) == 4
+
+
+def test_cores_multiply_the_peak_of_a_cpu_only() -> None:
+    one, four = (peak_rates(Device("cpu:0", 1 << 30, cores=cores)) for cores in (1, 4))
+    assert four.operations_per_second == 4 * one.operations_per_second
+    assert four.bytes_per_second == one.bytes_per_second
+    assert peak_rates(Device("cuda:0", 1 << 30)).operations_per_second > one.operations_per_second

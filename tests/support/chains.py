@@ -1,0 +1,57 @@
+"""Chains of matrix products, which only gain from several devices if their operators are split."""
+
+import numpy as np
+import onnx
+from onnx import numpy_helper, parser
+
+
+def mlp(layers: int = 3, rows: int = 128, width: int = 512, inner: int = 1024, seed: int = 0) -> onnx.ModelProto:
+    """Return a chain of `layers` blocks: x + relu(x W) V, for x [rows, width]."""
+    lines, value = [], "x"
+    random, weights = np.random.default_rng(seed), []
+    for layer in range(layers):
+        lines += [
+            f"[layer{layer}_up] u{layer} = MatMul({value}, w{layer})",
+            f"[layer{layer}_act] a{layer} = Relu(u{layer})",
+            f"[layer{layer}_down] d{layer} = MatMul(a{layer}, v{layer})",
+            f"[layer{layer}_add] x{layer} = Add({value}, d{layer})",
+        ]
+        value = f"x{layer}"
+        for name, shape in ((f"w{layer}", (width, inner)), (f"v{layer}", (inner, width))):
+            weights.append(numpy_helper.from_array(random.standard_normal(shape).astype(np.float32) / 30, name))
+    text = f"""<ir_version: 8, opset_import: ["": 17]>
+    mlp (float[{rows}, {width}] x) => (float[{rows}, {width}] y) {{ {" ".join(lines)} [end] y = Identity({value}) }}"""
+    model = parser.parse_model(text)
+    model.graph.initializer.extend(weights)
+    return model
+
+
+def cached_decoder(heads: int = 4, width: int = 64) -> onnx.ModelProto:
+    """Return one attention layer with a cache: `past` [1, heads, past, width / heads] grows by the new tokens."""
+    size = width // heads
+    text = f"""<ir_version: 8, opset_import: ["": 17]>
+    decoder (float[1, seq, {width}] x, float[1, {heads}, past, {size}] past)
+        => (float[1, seq, {width}] y, float[1, {heads}, total, {size}] present)
+    {{
+        shape = Constant<value_ints: ints = [0, -1, {heads}, {size}]>()
+        flat = Constant<value_ints: ints = [0, -1, {width}]>()
+        [query] q = MatMul(x, wq)
+        [key] k = MatMul(x, wk)
+        q4 = Reshape(q, shape)
+        k4 = Reshape(k, shape)
+        qh = Transpose<perm=[0, 2, 1, 3]>(q4)
+        kh = Transpose<perm=[0, 2, 1, 3]>(k4)
+        [grow] present = Concat<axis=2>(past, kh)
+        kt = Transpose<perm=[0, 1, 3, 2]>(present)
+        [scores] s = MatMul(qh, kt)
+        p = Softmax<axis=-1>(s)
+        [mix] o = MatMul(p, present)
+        ot = Transpose<perm=[0, 2, 1, 3]>(o)
+        of = Reshape(ot, flat)
+        [out] y = MatMul(of, wo)
+    }}"""
+    model, random = parser.parse_model(text), np.random.default_rng(0)
+    for name in ("wq", "wk", "wo"):
+        array = random.standard_normal((width, width)).astype(np.float32) / 8
+        model.graph.initializer.append(numpy_helper.from_array(array, name))
+    return model
