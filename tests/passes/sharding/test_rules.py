@@ -84,6 +84,12 @@ def test_every_split_computes_what_the_whole_operator_does(name: str):
         assert [(form, item) for item in results if item.problem] == []
 
 
+def test_each_rule_has_a_case_except_those_of_single_elements():
+    tried = {(node.domain, node.op_type) for case in CASES.values() for node in parse(case).graph.node}
+    by_element = {key for key, rule in RULES.items() if rule in (RULES["", "Abs"], RULES["", "Mul"])}
+    assert {*RULES} - tried - by_element == set()
+
+
 def test_operators_without_a_rule_stay_whole():
     for op in ("NonZero", "Compress", "DynamicQuantizeLinear", "EyeLike", "Range", "ConstantOfShape", "Unique"):
         assert ("", op) not in RULES

@@ -150,4 +150,9 @@ CONVOLUTIONS = {
         splits=".1 -> 2, .2 -> 3, 00 -> 0, 1. -> 1",
     ),
     "LRN": RuleCase("(float[2,6,4,4] x) => (float[2,6,4,4] y) { y = LRN<size=3>(x) }", splits="0 -> 0, 2 -> 2, 3 -> 3"),
+    "QLinearConv, Microsoft": RuleCase(
+        """(uint8[2,4,6,5] x, float sx, uint8 zx, uint8[8,4,3,3] w, float sw, uint8 zw, float sy, uint8 zy)
+        => (uint8[2,8,4,3] y) { y = com.microsoft.QLinearConv(x, sx, zx, w, sw, zw, sy, zy) }""",
+        splits="...0.... -> 1, 0....... -> 0",
+    ),
 }

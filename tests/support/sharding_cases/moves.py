@@ -164,4 +164,17 @@ MOVES = {
             y = com.microsoft.GatherBlockQuantized<bits=4,block_size=16,quantize_axis=1>(x, i, s) }""",
         splits=".0. -> 0",
     ),
+    "GatherND, Microsoft": RuleCase(
+        "(float[4,3,6] x, int64[5,1] i) => (float[5,3,6] y) { y = com.microsoft.GatherND(x, i) }",
+        splits=".0 -> 0, 1. -> 1, 2. -> 2",
+    ),
+    "Trilu, Microsoft": RuleCase(
+        "(float[2,4,4] x) => (float[2,4,4] y) { y = com.microsoft.Trilu(x) }", splits="0 -> 0"
+    ),
+    "Scatter": RuleCase(
+        "(float[4,6] x, int64[4,3] i, float[4,3] u) => (float[4,6] y) { y = Scatter<axis=1>(x, i, u) }",
+        splits="000 -> 0",
+        opset=10,
+        feeds={"i": i64(0, 1, 2, 2, 1, 0, 0, 2, 4, 1, 3, 5).reshape(4, 3)},
+    ),
 }

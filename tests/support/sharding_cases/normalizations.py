@@ -92,4 +92,13 @@ NORMALIZATIONS = {
         splits="0.... -> 0, 2.... -> 2",
         feeds={"sy": np.float32(1 / 256), "zy": np.uint8(0)},
     ),
+    "QEmbedLayerNormalization": RuleCase(
+        """(int32[4,3] i, int32[4,3] t, uint8[5,6] w, uint8[8,6] p, uint8[2,6] q, uint8[6] s, uint8[6] b, int32[4,3] m,
+            float sw, float sp, float sq, float ss, float sb, uint8 zw, uint8 zp, uint8 zq, uint8 zs, uint8 zb)
+        => (float[4,3,6] y, int32[4] k) {
+            y, k = com.microsoft.QEmbedLayerNormalization
+                (i, t, w, p, q, s, b, m, sw, sp, sq, ss, sb, zw, zp, zq, zs, zb) }""",
+        splits="00.....0.......... -> 00",
+        feeds={"t": i32([[0, 1, 0]] * 4), "m": i32([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]])},
+    ),
 }

@@ -67,4 +67,22 @@ POINTWISE = {
     "scalars": RuleCase("(float a, float b) => (float y) { y = Add(a, b) }"),
     "no elements": RuleCase("(float[0,6] a, float[6] b) => (float[0,6] y) { y = Add(a, b) }", splits="10 -> 1"),
     "scalar, Softmax": RuleCase("(float x) => (float y) { y = Exp(x) }"),
+    "Not": RuleCase("(bool[4,6] x) => (bool[4,6] y) { y = Not(x) }", splits="0 -> 0, 1 -> 1"),
+    "Gelu, Microsoft": RuleCase(
+        "(float[4,6] x) => (float[4,6] y) { y = com.microsoft.Gelu(x) }", splits="0 -> 0, 1 -> 1"
+    ),
+    "QLinearWhere": RuleCase(
+        """(bool[4,6] c, uint8[4,6] a, float sa, uint8 za, uint8[6] b, float sb, uint8 zb, float s, uint8 z)
+        => (uint8[4,6] y) { y = com.microsoft.QLinearWhere(c, a, sa, za, b, sb, zb, s, z) }""",
+        splits="00....... -> 0, 11..0.... -> 1",
+    ),
+    "QuantizeLinear, Microsoft": RuleCase(
+        """(float[4,6] x, float[6] s, uint16[6] z) => (uint16[4,6] y) {
+            y = com.microsoft.QuantizeLinear<axis=1>(x, s, z) }""",
+        splits="0.. -> 0, 100 -> 1",
+    ),
+    "DequantizeLinear, Microsoft": RuleCase(
+        "(int8[4,6] x, float s, int8 z) => (float[4,6] y) { y = com.microsoft.DequantizeLinear(x, s, z) }",
+        splits="0.. -> 0, 1.. -> 1",
+    ),
 }

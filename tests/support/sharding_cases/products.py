@@ -142,4 +142,8 @@ PRODUCTS = {
             y = com.microsoft.QMoE<k=1,expert_weight_bits=4,activation_type="relu">(x, r, w, s, , v, t) }""",
         splits="00..-.. -> 0",
     ),
+    "TransposeMatMul": RuleCase(
+        "(float[6,4] a, float[6,8] b) => (float[4,8] y) { y = com.microsoft.TransposeMatMul<transA=1>(a, b) }",
+        splits=".1 -> 1, 00 -> +, 1. -> 0",
+    ),
 }

@@ -62,4 +62,9 @@ REDUCTIONS = {
         splits="0. -> 0",
         feeds={"x": np.arange(1, 25, dtype=np.float32).reshape(4, 6)},
     ),
+    "CumProd": RuleCase(
+        "(float[4,6] x) => (float[4,6] y) <int64 a = {0}> { y = CumProd<exclusive=1>(x, a) }",
+        splits="1. -> 1",
+        opset=26,
+    ),
 }
