@@ -66,6 +66,13 @@ class WorkCosts:
         whole = self._seconds(view, view.inputs, view.outputs, device)
         return min(1.0, self._seconds(view, inputs, outputs, device) / whole)
 
+    def whole_seconds(self, index: int) -> float:
+        """Return the seconds of a whole node on the first device, by the roofline; those of a kernel if unknown."""
+        view = self.space.views[index]
+        if view is None:
+            return self.peaks[0].kernel_seconds
+        return self._seconds(view, view.inputs, view.outputs, 0)
+
     def _seconds(
         self, view: NodeView, inputs: Sequence[Shape | None], outputs: Sequence[Shape | None], device: int
     ) -> float:
