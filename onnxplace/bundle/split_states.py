@@ -42,7 +42,9 @@ class SplitStates:
         result = dict(feeds)
         for name, state in self._by_input.items():
             if all(part in feeds for part in state.inputs):
-                result[name] = _join(state, [result.pop(part) for part in state.inputs])
+                parts = [result.pop(part) for part in state.inputs]
+                # A whole state is fed anew, parts may be left from the call before.
+                result.setdefault(name, _join(state, parts))
         return result
 
     def expand_names(self, names: Iterable[str]) -> list[str]:
