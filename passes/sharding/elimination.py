@@ -16,15 +16,17 @@ import numpy as np
 
 from onnxplace.passes.sharding.cost_tables import Factor, Joins, Table, drop_constants, evaluate, round_costs
 
-# Limits of tables that are tried in turn where larger ones take too much work.
-_SMALLER_LIMITS = (1 << 16, 1 << 12, 1 << 8)
+# Limits of tables that are tried in turn, where larger ones take too much work or prove little.
+_SMALLER_LIMITS = (1 << 16, 1 << 12)
 # One elimination may add up this many entries of tables, about a second of work.
 MAX_WORK = 1 << 28
-# Assignments this close to the lower bound are not improved further; sweeps that gain less are the last ones.
-_SMALL_GAP, _SMALL_GAIN = 1e-4, 1e-9
-# Overlapping windows of variables are improved, wide ones first, until this many variables were.
+_WORK_PER_VARIABLE = 1 << 14
+# Assignments this close to the lower bound are not improved further.
+_SMALL_GAP = 1e-4
+# Overlapping windows of variables are improved, wide ones first, until this many variables were or this took this work.
 _WINDOW_WIDTHS = (256, 64)
-_MAX_SWEPT_VARIABLES = 100_000
+_MAX_WINDOW_WORK, _MAX_SWEPT_WORK = MAX_WORK >> 3, MAX_WORK << 1
+_MAX_SWEPT_VARIABLES = 40_000
 # More entries than any limit: tables beyond it are not told apart.
 _MANY_ENTRIES = 1 << 40
 
@@ -50,17 +52,21 @@ def minimise(sizes: Sequence[int], factors: Sequence[Factor], max_entries: int =
     """
     rounded, max_cost = round_costs(drop_constants(factors, sizes))
     variables = [variable for variable, size in enumerate(sizes) if size > 1]
-    joins, bound, values = Joins(sizes), -math.inf, [0] * len(sizes)
-    cost = evaluate(rounded, values)
+    joins, bound, starts = Joins(sizes), -math.inf, [[0] * len(sizes)]
+    max_work = max(MAX_WORK, _WORK_PER_VARIABLE * len(variables))
     for limit in (max_entries, *(limit for limit in _SMALLER_LIMITS if limit < max_entries)):
-        attempt = Elimination(joins, rounded, variables, limit)
-        if attempt.run():
-            values = attempt.assign(values)
-            cost = evaluate(rounded, values)
-            bound = cost if attempt.is_exact else attempt.bound
+        attempt = Elimination(joins, rounded, variables, limit, max_work)
+        if not attempt.run():
+            continue
+        starts.insert(0, attempt.assign(starts[-1]))
+        cost = evaluate(rounded, starts[0])
+        bound = cost if attempt.is_exact else max(bound, attempt.bound)
+        if cost - bound <= _SMALL_GAP * abs(cost):
             break
-    if cost - bound > _SMALL_GAP * abs(cost):
-        cost = improve_windows(joins, rounded, values, max_entries, sweeps, cost)
+    else:
+        for values in starts:
+            improve_windows(sizes, rounded, values, max_entries, sweeps)
+    values = min(starts, key=lambda item: evaluate(rounded, item))
     cost = evaluate(factors, values)
     return Solution(tuple(values), cost, math.inf if bound > max_cost else min(bound, cost))
 
@@ -68,13 +74,20 @@ def minimise(sizes: Sequence[int], factors: Sequence[Factor], max_entries: int =
 class Elimination:
     """Eliminates variables, the one with the smallest table first."""
 
-    def __init__(self, joins: Joins, factors: Sequence[Factor], variables: Sequence[int], max_entries: int) -> None:
+    def __init__(
+        self,
+        joins: Joins,
+        factors: Sequence[Factor],
+        variables: Sequence[int],
+        max_entries: int,
+        max_work: int = MAX_WORK,
+    ) -> None:
         self._joins, self._sizes, self._max_entries = joins, joins.sizes, max_entries
         self.bound = 0.0
         """After `run`: no assignment costs less."""
         self.is_exact = True
         """After `run`: whether the assignment is optimal."""
-        self._count, self._max_work = 0, joins.work + MAX_WORK
+        self._count, self._max_work = 0, joins.work + max_work
         self._pool: dict[int, Factor] = {}
         self._factors_of: dict[int, list[int]] = {variable: [] for variable in variables}
         self._neighbours: dict[int, set[int]] = {variable: set() for variable in variables}
@@ -178,36 +191,34 @@ def _partition(bucket: Sequence[Factor], sizes: Sequence[int], max_entries: int)
 
 
 def improve_windows(
-    joins: Joins, factors: Sequence[Factor], values: list[int], max_entries: int, sweeps: int, cost: float
-) -> float:
-    """Improve windows of consecutive variables, the others fixed; change `values`, and return the cost."""
-    by_variable: dict[int, list[int]] = {}
+    sizes: Sequence[int], factors: Sequence[Factor], values: list[int], max_entries: int, sweeps: int
+) -> None:
+    """Improve windows of variables that are next to each other, the others fixed; change `values`."""
+    factors_of: dict[int, list[int]] = {}
     for index, factor in enumerate(factors):
         for variable in factor.scope:
-            by_variable.setdefault(variable, []).append(index)
+            factors_of.setdefault(variable, []).append(index)
     # A variable stays next to the first one that it shares a table with: a value next to the node that makes it.
-    free = sorted(by_variable, key=lambda item: (min(factors[index].scope[0] for index in by_variable[item]), item))
-    swept = 0
+    order = sorted(factors_of, key=lambda item: (min(factors[index].scope[0] for index in factors_of[item]), item))
+    windows = [order[start : start + width] for width in _WINDOW_WIDTHS for start in range(0, len(order), width // 2)]
+    swept = work = 0
     for _ in range(sweeps):
-        gain = 0.0
-        for width in _WINDOW_WIDTHS:
-            for start in range(0, len(free), width // 2):
-                window = free[start : start + width]
-                numbers = sorted({index for variable in window for index in by_variable[variable]})
-                gain += _improve_window(window, [factors[number] for number in numbers], joins, values, max_entries)
-            swept += 2 * len(free)
-            if swept >= _MAX_SWEPT_VARIABLES:
-                return cost - gain
-        cost -= gain
-        if gain <= _SMALL_GAIN * abs(cost):
-            break
-    return cost
+        is_better = False
+        for window in windows:
+            touching = sorted({index for variable in window for index in factors_of[variable]})
+            joins = Joins(sizes)
+            is_better |= _improve_window(window, [factors[index] for index in touching], joins, values, max_entries)
+            swept, work = swept + len(window), work + joins.work
+            if swept > _MAX_SWEPT_VARIABLES or work > _MAX_SWEPT_WORK:
+                return
+        if not is_better:
+            return
 
 
 def _improve_window(
     window: Sequence[int], factors: Sequence[Factor], joins: Joins, values: list[int], max_entries: int
-) -> float:
-    """Set the variables of a window to their best values, the others fixed; return what that saves."""
+) -> bool:
+    """Set the variables of a window to their best values, the others fixed, unless that saves nothing."""
     inside = set(window)
     conditioned = []
     for factor in factors:
@@ -216,12 +227,11 @@ def _improve_window(
         if len(scope) < len(factor.scope):
             table = table[tuple([slice(None) if item in inside else values[item] for item in factor.scope])]
         conditioned.append(Factor(scope, np.asarray(table)))
-    elimination = Elimination(Joins(joins.sizes), conditioned, window, max_entries)
+    elimination = Elimination(joins, conditioned, window, max_entries, _MAX_WINDOW_WORK)
     if not elimination.run():
-        return 0.0
+        return False
     best = elimination.assign(values)
-    saved = evaluate(conditioned, values) - evaluate(conditioned, best)
-    if saved <= 0:
-        return 0.0
+    if evaluate(conditioned, best) >= evaluate(conditioned, values):
+        return False
     values[:] = best
-    return saved
+    return True

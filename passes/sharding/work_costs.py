@@ -131,6 +131,13 @@ class WorkCosts:
         }
         return sum(packed_size(_numeric_type(facts, name), shape) for name, shape in weights.items())
 
+    def whole_seconds(self, index: int) -> float:
+        """Return the seconds of a whole node on the first device, by the roofline; those of a kernel if unknown."""
+        view = self.space.views[index]
+        if view is None:
+            return self.peaks[0].kernel_seconds
+        return self._roofline(self._count(view, view.inputs, view.outputs), 0)
+
     def _roofline(self, work: tuple[float, int], device: int) -> float:
         peaks = self.peaks[device]
         return max(work[0] / peaks.operations_per_second, work[1] / peaks.bytes_per_second) + peaks.kernel_seconds

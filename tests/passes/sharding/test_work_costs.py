@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from onnx import parser
+from onnx import numpy_helper, parser
 
 from onnxplace.passes.profiling import PeakRates
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED
+from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
 from onnxplace.passes.sharding.space import StrategySpace
 from onnxplace.passes.sharding.strategies import Strategy
-from onnxplace.passes.sharding.work_costs import WorkCosts, local_shapes, peak_rates, window_rows_outside
+from onnxplace.passes.sharding.work_costs import (
+    STREAMED_BYTES_PER_SECOND,
+    WorkCosts,
+    local_shapes,
+    peak_rates,
+    window_rows_outside,
+)
 from onnxplace.target import Device
 from tests.support.shardings import make_costs, make_space
 
@@ -44,20 +50,20 @@ def test_parts_of_a_product_take_their_share_of_its_operations() -> None:
     work = costs_of(space)
     for axis in (0, 1, PARTIAL.axis):
         strategy = find(space, 0, axis)
-        assert work.fraction(0, strategy, 0) == pytest.approx(0.75, rel=1e-3)
-        assert work.fraction(0, strategy, 1) == pytest.approx(0.25, rel=1e-3)
+        assert work.part_seconds(0, strategy, 0, 1.0) == pytest.approx(0.75, rel=1e-3)
+        assert work.part_seconds(0, strategy, 1, 1.0) == pytest.approx(0.25, rel=1e-3)
 
 
 def test_whole_nodes_take_the_whole_time() -> None:
     space = space_of(PRODUCT)
-    assert costs_of(space).fraction(0, space.strategies[0][0], 1) == 1.0
+    assert costs_of(space).part_seconds(0, space.strategies[0][0], 1, 1.0) == 1.0
 
 
 def test_a_part_never_takes_less_than_a_kernel_nor_more_than_the_whole() -> None:
     space = space_of(PRODUCT)
     slow = PeakRates(operations_per_second=1e15, bytes_per_second=1e15, kernel_seconds=1.0)
     work = WorkCosts(space, (slow, slow))
-    assert all(0.99 < work.fraction(0, strategy, 0) <= 1.0 for strategy in space.strategies[0])
+    assert all(0.99 < work.part_seconds(0, strategy, 0, 1.0) <= 1.0 for strategy in space.strategies[0])
 
 
 def test_the_slowest_device_counts() -> None:
@@ -89,7 +95,7 @@ def test_windows_have_halos_and_cost_their_exchange() -> None:
     work, costs = costs_of(space), make_costs(2)
     table = work.table(np.ones((2, 3)), costs)
     options = list(space.strategies[1])
-    share = work.fraction(1, from_rows, 0)
+    share = work.part_seconds(1, from_rows, 0, 1.0)
     assert 0.5 < share < 0.6
     row_bytes = 3 * 16 * 4
     assert table[1][options.index(from_rows)] - share == pytest.approx(costs.halo_seconds(row_bytes, 9 * row_bytes))
@@ -107,3 +113,15 @@ def test_cores_multiply_the_peak_of_a_cpu_only() -> None:
     assert four.operations_per_second == 4 * one.operations_per_second
     assert four.bytes_per_second == one.bytes_per_second
     assert peak_rates(Device("cuda:0", 1 << 30)).operations_per_second > one.operations_per_second
+
+
+def test_parts_of_a_measured_product_read_all_weights_that_they_share() -> None:
+    text = "(float[64,256] x) => (float[64,256] y) { y = MatMul(x, w) }"
+    model = parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> g {text}')
+    model.graph.initializer.append(numpy_helper.from_array(np.zeros((256, 256), np.float32), "w"))
+    space = make_space(model, {}, (1.0, 1.0))
+    work = WorkCosts(space, (PeakRates(1e11, 1e9, 1e-6),) * 2, measured=(True, True))
+    seconds = {strategy.outputs[0]: work.part_seconds(0, strategy, 0, 1e-3) for strategy in space.strategies[0][1:]}
+    rows, columns = seconds[Layout(0, 1, 2)], seconds[Layout(1, 1, 2)]
+    assert columns == pytest.approx(0.5e-3, rel=0.01)
+    assert rows == pytest.approx(columns + 256 * 256 * 4 / STREAMED_BYTES_PER_SECOND / 2, rel=0.01)
