@@ -240,7 +240,7 @@ class Model:
         """
         missing = [declaration_of(value, self) for value in self.inputs if value.name not in self.samples]
         shapes = resolve_shapes([item for item in missing if item.dtype.startswith("tensor(")], self.dimensions)
-        return {**shapes, **{name: array.shape for name, array in self.samples.items() if not isinstance(array, list)}}
+        return {**shapes, **{name: array.shape for name, array in self.samples.items() if hasattr(array, "shape")}}
 
 
 def declaration_of(value: ValueInfoProto, model: Model) -> Declared:

@@ -41,6 +41,10 @@ MAX_NODES_ALONE = 6
 Feeds = Mapping[str, Any]
 
 
+class NotComparable(Exception):  # noqa: N818 - it is no error of the model
+    """ONNX Runtime does not run the whole model, or its results are random."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """One sharded model that was run."""
@@ -77,7 +81,7 @@ def shard_case(kind: str, name: str) -> ShardOutcome:
     for form, model, feeds in forms(found):
         try:
             trials = list(try_strategies(model, feeds))
-        except Exception:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
+        except NotComparable:
             continue
         ran = True
         for trial in trials:
@@ -158,12 +162,9 @@ def try_strategies(proto: ModelProto, feeds: Sequence[Feeds], returns_all: bool 
 
     With `returns_all`, sharded models return all their values, so that these share no memory.
 
-    Raises what ONNX Runtime raises if it does not run the whole model, and ValueError if its results are random.
+    Raises NotComparable if ONNX Runtime does not run the whole model, or if its results are random.
     """
-    model = bind(load(proto), {}, dict(feeds[0]))
-    expected = _run(model, feeds)
-    if any(lineage.random_nodes for lineage in output_lineages(proto, {}).values()):
-        raise ValueError("its results are random")
+    model, expected = _run_whole(proto, feeds)
     facts = TensorFacts.of(model)
     for name, division in DIVISIONS.items():
         space = build_space(facts, division)
@@ -179,6 +180,16 @@ def try_strategies(proto: ModelProto, feeds: Sequence[Feeds], returns_all: bool 
             if trial.problem:
                 singles = ({index: strategy} for index, strategy in forced.items())
                 yield from (t for s in singles if (t := _try(space, name, s, feeds, expected, returns_all)).problem)
+
+
+def _run_whole(proto: ModelProto, feeds: Sequence[Feeds]) -> tuple[Model, list[list[Any]]]:
+    if any(lineage.random_nodes for lineage in output_lineages(proto, {}).values()):
+        raise NotComparable("its results are random")
+    try:
+        model = bind(load(proto), {}, dict(feeds[0]))
+        return model, _run(model, feeds)
+    except Exception as problem:
+        raise NotComparable(str(problem)) from problem
 
 
 def _alone(space: StrategySpace) -> Iterator[dict[int, Strategy]]:
@@ -289,6 +300,7 @@ def compare(expected: Any, actual: Any) -> str:
 
 __all__ = [
     "DIVISIONS",
+    "NotComparable",
     "ShardOutcome",
     "Trial",
     "compare",

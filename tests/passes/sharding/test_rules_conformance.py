@@ -36,6 +36,12 @@ def test_every_strategy_of_every_node_computes_what_the_whole_model_does(part: i
     assert sum(item.tried > 0 for item in outcomes) > len(outcomes) / 4
 
 
+def test_an_absent_optional_input_has_no_shape():
+    outcome = shard_case("node", "test_optional_has_element_empty_optional_input")
+    assert not outcome.refused
+    assert outcome.failures == []
+
+
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_a_transformer_split_at_one_size_computes_other_sizes_too(is_fused: bool, tmp_path):
     model = transformer(layers=1, hidden=32, heads=4, vocab=20, positions=16)
