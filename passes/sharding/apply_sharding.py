@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from onnxplace.errors import Diagnostic
-from onnxplace.facts import Profile, ShardedKind, Shards, SplitState
+from onnxplace.facts import Profile, ShardedKind, Shards, Source, SplitState
 from onnxplace.graph import Floats
 from onnxplace.model import Model, tensor_size
 from onnxplace.passes.sharding.choice import Choice, ChoiceProblem, is_sharded
@@ -108,7 +108,12 @@ def _choose(
     costs = ExchangeCosts.of(
         target, group, min(peak.bytes_per_second for peak in peaks), max(peak.kernel_seconds for peak in peaks)
     )
-    work = WorkCosts(space, peaks)
+    sources = state[Profile].sources
+    measured = tuple(
+        bool(np.isin(sources[target.devices[device].cost_class], (Source.MEASURED, Source.KNOWN)).all())
+        for device in group
+    )
+    work = WorkCosts(space, peaks, measured)
     problem = ChoiceProblem(space, work.table(group_seconds, costs), costs)
     if options.weights == "least":
         return _Candidate(group, work, costs, problem.solve_least_weights())
@@ -164,7 +169,7 @@ def _report_nothing_split(candidates: Sequence[_Candidate | None]) -> Diagnostic
 def _apply(state: State, candidate: _Candidate, options: ShardingOptions) -> State:
     groups = list_stage_groups(state.target, candidate.devices, options.stages)
     sharded = write_sharded_model(candidate.space, candidate.choice, candidate.costs)
-    profile = scale_profile(state[Profile], sharded, candidate.choice, candidate.work, state.target)
+    profile = scale_profile(state[Profile], sharded, candidate.choice, candidate.work, state.target, candidate.devices)
     lane = np.array([origin.device for origin in sharded.origins], dtype=np.int32)
     stage = cut_into_stages(
         sharded.model, device_seconds(profile, state.target)[candidate.devices[0]], lane, len(groups)

@@ -23,7 +23,9 @@ from onnxplace.passes.sharding.shape_folding import infer_all_shapes
 _MAX_CONSTANT_ELEMENTS = 64
 # How other sizes of symbolic dimensions are drawn: a * size + b, and c more per further dimension. An axis that has
 # the same size for all is fixed: not min(size, 2) nor max(size, 1000), for which the first and the last ones are.
-_OTHER_SIZES = ((0, 1, 0), (2, 3, 1), (11, 17, 1), (0, 100_003, 1))
+_OTHER_SIZES = ((0, 1, 0), (0, 2, 1), (2, 3, 1), (11, 17, 1), (0, 100_003, 1))
+# Large sizes may be impossible, such as more tokens than positions: so many of the others must be possible.
+_MIN_OTHER_SIZES = 2
 
 # Slice and Concat do not take these types; before this opset, Concat took floats only.
 _UNCUT_TYPES = ("FLOAT8", "FLOAT4", "INT4", "UINT4", "INT2", "UINT2", "UNDEFINED")
@@ -127,8 +129,9 @@ def _find_fixed_axes(model: Model, shapes: Mapping[str, Shape]) -> dict[str, tup
         axes = []
         for axis, size in enumerate(shape):
             is_declared = entries is not None and len(entries) == len(shape) and entries[axis] == size
-            is_constant = all(
-                name in other and len(other[name]) == len(shape) and other[name][axis] == size for other in others
+            inferred = [other[name] for other in others if name in other]
+            is_constant = len(inferred) >= _MIN_OTHER_SIZES and all(
+                len(other) == len(shape) and other[axis] == size for other in inferred
             )
             axes.append(is_declared or is_constant)
         fixed[name] = tuple(axes)

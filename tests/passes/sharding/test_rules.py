@@ -11,8 +11,18 @@ from onnxplace.passes.sharding.layouts import PARTIAL, Layout
 from onnxplace.passes.sharding.rules.table import RULES
 from onnxplace.passes.sharding.space import build_space
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
-from tests.passes.sharding.rule_cases import CASES, RuleCase
 from tests.support.forced_sharding import DIVISIONS, Feeds, Trial, try_strategies, with_weights
+from tests.support.sharding_cases.attention import ATTENTION
+from tests.support.sharding_cases.convolutions import CONVOLUTIONS
+from tests.support.sharding_cases.moves import MOVES
+from tests.support.sharding_cases.normalizations import NORMALIZATIONS
+from tests.support.sharding_cases.pointwise import POINTWISE
+from tests.support.sharding_cases.products import PRODUCTS
+from tests.support.sharding_cases.recurrent import RECURRENT
+from tests.support.sharding_cases.reductions import REDUCTIONS
+from tests.support.sharding_cases.rule_case import RuleCase
+
+CASES = {**PRODUCTS, **CONVOLUTIONS, **NORMALIZATIONS, **REDUCTIONS, **MOVES, **POINTWISE, **ATTENTION, **RECURRENT}
 
 
 def parse(case: RuleCase) -> ModelProto:
@@ -72,6 +82,12 @@ def test_a_rule_gives_these_splits(name: str):
 def test_every_split_computes_what_the_whole_operator_does(name: str):
     for form, results in trials(CASES[name]):
         assert [(form, item) for item in results if item.problem] == []
+
+
+def test_each_rule_has_a_case_except_those_of_single_elements():
+    tried = {(node.domain, node.op_type) for case in CASES.values() for node in parse(case).graph.node}
+    by_element = {key for key, rule in RULES.items() if rule in (RULES["", "Abs"], RULES["", "Mul"])}
+    assert {*RULES} - tried - by_element == set()
 
 
 def test_operators_without_a_rule_stay_whole():

@@ -3,10 +3,13 @@
 import zlib
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 
 from tests.support.conformance import names
-from tests.support.forced_sharding import compare, shard_case
+from tests.support.forced_sharding import compare, shard_case, try_strategies
+from transformer import transformer
 
 EVERY = 9
 """Of the cases that are not expanded functions, one in this many is tested."""
@@ -31,6 +34,23 @@ def test_every_strategy_of_every_node_computes_what_the_whole_model_does(part: i
     outcomes = [shard_case(kind, name) for kind, name in sample()[part::PARTS]]
     assert {item.name: item.failures for item in outcomes if item.failures} == {}
     assert sum(item.tried > 0 for item in outcomes) > len(outcomes) / 4
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_transformer_split_at_one_size_computes_other_sizes_too(is_fused: bool, tmp_path):
+    model = transformer(layers=1, hidden=32, heads=4, vocab=20, positions=16)
+    if is_fused:
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        options.optimized_model_filepath, options.log_severity_level = str(tmp_path / "fused.onnx"), 4
+        onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        model = onnx.load(tmp_path / "fused.onnx")
+    feeds = [{value.name: np.ones(shape, np.int64) for value in model.graph.input} for shape in ((2, 4), (3, 5))]
+    trials = list(try_strategies(model, feeds))
+    assert [trial.problem for trial in trials if trial.problem] == []
+    split = {name for trial in trials for name in trial.nodes}
+    assert {"MatMul", "Softmax", "Erf"} <= split
+    assert ("com.microsoft::FusedMatMul" in split) == is_fused
 
 
 @pytest.mark.parametrize(

@@ -44,20 +44,20 @@ def test_parts_of_a_product_take_their_share_of_its_operations() -> None:
     work = costs_of(space)
     for axis in (0, 1, PARTIAL.axis):
         strategy = find(space, 0, axis)
-        assert work.fraction(0, strategy, 0) == pytest.approx(0.75, rel=1e-3)
-        assert work.fraction(0, strategy, 1) == pytest.approx(0.25, rel=1e-3)
+        assert work.part_seconds(0, strategy, 0, 1.0) == pytest.approx(0.75, rel=1e-3)
+        assert work.part_seconds(0, strategy, 1, 1.0) == pytest.approx(0.25, rel=1e-3)
 
 
 def test_whole_nodes_take_the_whole_time() -> None:
     space = space_of(PRODUCT)
-    assert costs_of(space).fraction(0, space.strategies[0][0], 1) == 1.0
+    assert costs_of(space).part_seconds(0, space.strategies[0][0], 1, 3.0) == 3.0
 
 
 def test_a_part_never_takes_less_than_a_kernel_nor_more_than_the_whole() -> None:
     space = space_of(PRODUCT)
     slow = PeakRates(operations_per_second=1e15, bytes_per_second=1e15, kernel_seconds=1.0)
     work = WorkCosts(space, (slow, slow))
-    assert all(0.99 < work.fraction(0, strategy, 0) <= 1.0 for strategy in space.strategies[0])
+    assert all(0.99 < work.part_seconds(0, strategy, 0, 1.0) <= 1.0 for strategy in space.strategies[0])
 
 
 def test_the_slowest_device_counts() -> None:
@@ -89,7 +89,7 @@ def test_windows_have_halos_and_cost_their_exchange() -> None:
     work, costs = costs_of(space), make_costs(2)
     table = work.table(np.ones((2, 3)), costs)
     options = list(space.strategies[1])
-    share = work.fraction(1, from_rows, 0)
+    share = work.part_seconds(1, from_rows, 0, 1.0)
     assert 0.5 < share < 0.6
     row_bytes = 3 * 16 * 4
     assert table[1][options.index(from_rows)] - share == pytest.approx(costs.halo_seconds(row_bytes, 9 * row_bytes))
@@ -107,3 +107,15 @@ def test_cores_multiply_the_peak_of_a_cpu_only() -> None:
     assert four.operations_per_second == 4 * one.operations_per_second
     assert four.bytes_per_second == one.bytes_per_second
     assert peak_rates(Device("cuda:0", 1 << 30)).operations_per_second > one.operations_per_second
+
+
+def test_measured_parts_that_share_weights_read_all_of_them() -> None:
+    """Rows of a product read its whole weight; columns read their own part of it."""
+    space = space_of(
+        PRODUCT.replace(", float[256, 128] w)", ")")
+        .replace("=> (z)", "=> (z) <float[256, 128] w = {W}>")
+        .replace("{W}", "{" + ", ".join(["1"] * (256 * 128)) + "}")
+    )
+    work = WorkCosts(space, (PEAKS, PEAKS), measured=(True, True))
+    rows, columns = (work.part_seconds(0, find(space, 0, axis), 0, 1e-3) for axis in (0, 1))
+    assert columns < rows < 1e-3

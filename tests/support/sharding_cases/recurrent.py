@@ -1,0 +1,32 @@
+"""Cases of recurrent layers."""
+
+from tests.support.sharding_cases.rule_case import RuleCase, i32
+
+RECURRENT = {
+    "LSTM": RuleCase(
+        """(float[3,4,5] x, float[1,24,5] w, float[1,24,6] r, float[1,48] b, int32[4] n, float[1,4,6] h, float[1,4,6] c,
+            float[1,18] p) => (float[3,1,4,6] y, float[1,4,6] u, float[1,4,6] v) {
+            y, u, v = LSTM<hidden_size=6>(x, w, r, b, n, h, c, p) }""",
+        splits="1...011. -> 211",
+        feeds={"n": i32([3, 1, 2, 3])},
+    ),
+    "LSTM, two directions": RuleCase(
+        """(float[3,4,5] x, float[2,24,5] w, float[2,24,6] r, float[2,48] b, float[2,4,6] h, float[2,4,6] c)
+        => (float[3,2,4,6] y, float[2,4,6] u) {
+            y, u = LSTM<hidden_size=6,direction="bidirectional",
+                activations=["Sigmoid","Tanh","Tanh","Sigmoid","Softsign","Tanh"]>(x, w, r, b, , h, c) }""",
+        splits=".000-00 -> 10, 1...-11 -> 21",
+    ),
+    "GRU": RuleCase(
+        """(float[3,4,5] x, float[2,18,5] w, float[2,18,6] r, float[2,36] b, int32[4] n, float[2,4,6] h)
+        => (float[3,2,4,6] y, float[2,4,6] u) {
+            y, u = GRU<hidden_size=6,direction="bidirectional",linear_before_reset=1>(x, w, r, b, n, h) }""",
+        splits=".000.0 -> 10, 1...01 -> 21",
+        feeds={"n": i32([3, 1, 2, 3])},
+    ),
+    "RNN": RuleCase(
+        """(float[3,4,5] x, float[1,6,5] w, float[1,6,6] r) => (float[1,4,6] u) {
+            , u = RNN<hidden_size=6,direction="reverse">(x, w, r) }""",
+        splits="1.. -> -1",
+    ),
+}
