@@ -109,13 +109,6 @@ class WorkCosts:
             roofline_ratio=seconds[0] / seconds[1],
         )
 
-    def whole_seconds(self, index: int) -> float:
-        """Return the seconds of a whole node on the first device, by the roofline; those of a kernel if unknown."""
-        view = self.space.views[index]
-        if view is None:
-            return self.peaks[0].kernel_seconds
-        return self._roofline(self._count(view, view.inputs, view.outputs), 0)
-
     def _count(
         self, view: NodeView, inputs: Sequence[Shape | None], outputs: Sequence[Shape | None]
     ) -> tuple[float, int]:
@@ -137,6 +130,13 @@ class WorkCosts:
             name: shape for name, shape in zip(node.input, inputs) if name in facts.is_weight and shape is not None
         }
         return sum(packed_size(_numeric_type(facts, name), shape) for name, shape in weights.items())
+
+    def whole_seconds(self, index: int) -> float:
+        """Return the seconds of a whole node on the first device, by the roofline; those of a kernel if unknown."""
+        view = self.space.views[index]
+        if view is None:
+            return self.peaks[0].kernel_seconds
+        return self._roofline(self._count(view, view.inputs, view.outputs), 0)
 
     def _roofline(self, work: tuple[float, int], device: int) -> float:
         peaks = self.peaks[device]

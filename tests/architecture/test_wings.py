@@ -43,7 +43,9 @@ MAY_IMPORT = {
     "passes.placement.exact": "graph passes.placement.search problem simulation utils",
     "passes.placement.stages": "graph problem simulation utils",
     "passes.segments": "bundle errors facts graph machine model problem simulation state target utils",
-    "passes.sharding": "errors facts feeds graph machine model passes.profiling problem state target utils",
+    "passes.sharding": (
+        "errors facts feeds graph machine model passes.placement.grouping passes.profiling problem state target utils"
+    ),
     "passes": (
         "bundle errors facts graph machine model passes.cost_files passes.placement.exact passes.placement.grouping "
         "passes.placement.list_scheduling passes.placement.search passes.placement.stages passes.profiling "

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from onnx import parser
+from onnx import numpy_helper, parser
 
 from onnxplace.passes.profiling import PeakRates
-from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED
+from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
 from onnxplace.passes.sharding.space import StrategySpace
 from onnxplace.passes.sharding.strategies import Strategy
-from onnxplace.passes.sharding.work_costs import WorkCosts, local_shapes, peak_rates, window_rows_outside
+from onnxplace.passes.sharding.work_costs import (
+    STREAMED_BYTES_PER_SECOND,
+    WorkCosts,
+    local_shapes,
+    peak_rates,
+    window_rows_outside,
+)
 from onnxplace.target import Device
 from tests.support.shardings import make_costs, make_space
 
@@ -50,7 +56,7 @@ def test_parts_of_a_product_take_their_share_of_its_operations() -> None:
 
 def test_whole_nodes_take_the_whole_time() -> None:
     space = space_of(PRODUCT)
-    assert costs_of(space).part_seconds(0, space.strategies[0][0], 1, 3.0) == 3.0
+    assert costs_of(space).part_seconds(0, space.strategies[0][0], 1, 1.0) == 1.0
 
 
 def test_a_part_never_takes_less_than_a_kernel_nor_more_than_the_whole() -> None:
@@ -109,13 +115,13 @@ def test_cores_multiply_the_peak_of_a_cpu_only() -> None:
     assert peak_rates(Device("cuda:0", 1 << 30)).operations_per_second > one.operations_per_second
 
 
-def test_measured_parts_that_share_weights_read_all_of_them() -> None:
-    """Rows of a product read its whole weight; columns read their own part of it."""
-    space = space_of(
-        PRODUCT.replace(", float[256, 128] w)", ")")
-        .replace("=> (z)", "=> (z) <float[256, 128] w = {W}>")
-        .replace("{W}", "{" + ", ".join(["1"] * (256 * 128)) + "}")
-    )
-    work = WorkCosts(space, (PEAKS, PEAKS), measured=(True, True))
-    rows, columns = (work.part_seconds(0, find(space, 0, axis), 0, 1e-3) for axis in (0, 1))
-    assert columns < rows < 1e-3
+def test_parts_of_a_measured_product_read_all_weights_that_they_share() -> None:
+    text = "(float[64,256] x) => (float[64,256] y) { y = MatMul(x, w) }"
+    model = parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> g {text}')
+    model.graph.initializer.append(numpy_helper.from_array(np.zeros((256, 256), np.float32), "w"))
+    space = make_space(model, {}, (1.0, 1.0))
+    work = WorkCosts(space, (PeakRates(1e11, 1e9, 1e-6),) * 2, measured=(True, True))
+    seconds = {strategy.outputs[0]: work.part_seconds(0, strategy, 0, 1e-3) for strategy in space.strategies[0][1:]}
+    rows, columns = seconds[Layout(0, 1, 2)], seconds[Layout(1, 1, 2)]
+    assert columns == pytest.approx(0.5e-3, rel=0.01)
+    assert rows == pytest.approx(columns + 256 * 256 * 4 / STREAMED_BYTES_PER_SECOND / 2, rel=0.01)
