@@ -258,13 +258,14 @@ class Builder:
         self.add("Attention", [value, value, value], value.shape, is_causal=self.one_of((0, 1)), **attributes)
 
     def add_integer_product(self) -> None:
-        value = self.pick(lambda v: v.rank >= 2 and isinstance(v.shape[-1], int))
+        """Quantise whole numbers: rounding errors could change quantised floats by a whole step."""
+        value = self.pick(lambda v: v.rank >= 2 and isinstance(v.shape[-1], int), INT64)
         if value is None:
             return
         width = int(value.shape[-1])
         scale = self.initializer(np.array(0.05, np.float32))
         zero = self.initializer(np.array(128, np.uint8))
-        clipped = self.add("Clip", [self.add("Round", [value], value.shape)], value.shape)
+        clipped = self.add("Cast", [value], value.shape, FLOAT, to=FLOAT)
         quantised = self.add("QuantizeLinear", [clipped, scale, zero], value.shape, TensorProto.UINT8)
         if self.chance(0.5):
             self.add("DequantizeLinear", [quantised, scale, zero], value.shape)
