@@ -85,13 +85,35 @@ def _computable(model: Model, shapes: Mapping[str, Shape], known: Mapping[str, T
             is_computable = (
                 node.op_type in _ARITHMETIC
                 and all(name in names for name in node.input if name)
-                and all(math.prod(shapes.get(name, (0,))) <= _MAX_ELEMENTS for name in node.output if name)
+                and _is_small(node, shapes, known)
                 and not any(True for _ in iterate_subgraphs(node))
             )
         if is_computable:
             nodes.append(node)
             names.update(filter(None, node.output))
     return nodes
+
+
+def _is_small(node: NodeProto, shapes: Mapping[str, Shape], known: Mapping[str, TensorProto]) -> bool:
+    """Return whether the results of a node are small, by their shapes or by what it makes them of.
+
+    A result of unknown shape waits until its inputs are known: they may ask for any size.
+    """
+    unknown = [name for name in node.output if name and name not in shapes]
+    if any(math.prod(shapes[name]) > _MAX_ELEMENTS for name in node.output if name in shapes):
+        return False
+    if not unknown:
+        return True
+    if not all(name in known for name in node.input if name):
+        return False
+    arrays = [numpy_helper.to_array(known[name]) for name in node.input if name]
+    if node.op_type == "Range":
+        start, limit, step = (float(array.reshape(-1)[0]) for array in arrays)
+        return step != 0 and abs((limit - start) / step) <= _MAX_ELEMENTS
+    if node.op_type in ("ConstantOfShape", "Expand"):
+        target = arrays[-1].reshape(-1).astype(np.float64)
+        return bool(np.prod(np.maximum(target, 1.0)) * max(arrays[0].size, 1) <= _MAX_ELEMENTS**2)
+    return math.prod(max(array.size, 1) for array in arrays[:2]) <= _MAX_ELEMENTS**2
 
 
 def _evaluate(

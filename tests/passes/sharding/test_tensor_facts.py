@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from onnx import ModelProto, numpy_helper, parser
@@ -132,3 +134,16 @@ def test_random_values_are_never_folded() -> None:
     facts = TensorFacts.of(bind(load(make_noisy_model()), {"seq": 2}, {}))
     assert facts.shapes["y"] == (2, 16)
     assert "r" not in facts.constants
+
+
+def test_large_values_of_unknown_shape_are_not_computed() -> None:
+    """T5's table of relative positions has a value per pair of tokens: it was computed for a million tokens."""
+    steps = """s = Shape<start = 0, end = 1>(x) n = Squeeze(s) p = Range(c0, n, c1)
+        a = Unsqueeze(p, zero) b = Unsqueeze(p, one) d = Sub(a, b) e = Abs(d) f = Cast<to = 1>(e) y = Add(f, f)"""
+    weights = "int64 c0 = {0}, int64 c1 = {1}, int64[1] zero = {0}, int64[1] one = {1}"
+    tracemalloc.start()
+    facts = read_facts(model_of(steps, weights=weights), seq=40)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100 << 20
+    assert not any(facts.fixed.get("y", (False,)))
