@@ -24,6 +24,8 @@ from onnxplace.target import Target
 
 SHARD = "shard"
 """The pass that splits operators."""
+# Beyond, the choice of layouts takes a minute or more, which a user has to ask for.
+MAX_NODES = 50_000
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def place_or_shard(
     `shard`, and the result with the shorter predicted step is kept.
     A placement that does not fit gives way to a sharded one that does.
     """
-    if not compare or len(state.target.devices) < 2:
+    if not compare or len(state.target.devices) < 2 or len(state[Profile].graph) > MAX_NODES:
         placed, timings = _run(steps, state, first, observer)
         is_sharded = Shards in placed and placed[Shards].ways > 1
         return PlacedModel(steps, placed, state if is_sharded else None), timings

@@ -22,8 +22,11 @@ from onnxplace.passes.sharding.shape_folding import infer_all_shapes
 # Larger constants hold no shapes, axes or paddings.
 _MAX_CONSTANT_ELEMENTS = 64
 # How other sizes of symbolic dimensions are drawn: a * size + b, and c more per further dimension. An axis that has
-# the same size for all is fixed: not min(size, 2) nor max(size, 1000), for which the first and the last ones are.
-_OTHER_SIZES = ((0, 1, 0), (0, 2, 1), (2, 3, 1), (11, 17, 1), (0, 100_003, 1))
+# the same size for all is fixed: not min(size, 2), for which the first ones are.
+_OTHER_SIZES = ((0, 1, 0), (0, 2, 1), (2, 3, 1), (11, 17, 1))
+# Not max(size, 1000) either: each dimension once has this size. Several at a time would make vectors of millions of
+# elements, each of which inference follows (14 GB for a mixture of experts).
+_LARGE_SIZE = 4_099
 # Large sizes may be impossible, such as more tokens than positions: so many of the others must be possible.
 _MIN_OTHER_SIZES = 2
 
@@ -122,7 +125,7 @@ def _find_fixed_axes(model: Model, shapes: Mapping[str, Shape]) -> dict[str, tup
     inputs = [read_shape_entries(value.type) for value in model.inputs]
     if all(entries is not None and all(isinstance(size, int) for size in entries) for entries in inputs):
         return {name: (True,) * len(shape) for name, shape in shapes.items()}
-    others = [_infer_at(model, *other) for other in _OTHER_SIZES]
+    others = [_infer_at(model, sizes) for sizes in _draw_other_sizes(model)]
     fixed = {}
     for name, shape in shapes.items():
         entries = declared.get(name)
@@ -138,13 +141,18 @@ def _find_fixed_axes(model: Model, shapes: Mapping[str, Shape]) -> dict[str, tup
     return fixed
 
 
-def _infer_at(model: Model, factor: int, offset: int, step: int) -> dict[str, Shape]:
+def _draw_other_sizes(model: Model) -> list[dict[str, int]]:
+    """Return other sizes of the symbolic dimensions, by name."""
+    bound = {name: size for name, size in sorted(model.dimensions.items()) if symbols_of_dimension(name) == [name]}
+    drawn = [
+        {name: factor * size + offset + step * index for index, (name, size) in enumerate(bound.items())}
+        for factor, offset, step in _OTHER_SIZES
+    ]
+    return drawn + [{**bound, name: _LARGE_SIZE} for name in bound]
+
+
+def _infer_at(model: Model, sizes: Mapping[str, int]) -> dict[str, Shape]:
     """Return the shapes at other sizes of the symbolic dimensions; empty if there are none."""
-    sizes = {
-        name: factor * size + offset + step * index
-        for index, (name, size) in enumerate(sorted(model.dimensions.items()))
-        if symbols_of_dimension(name) == [name]
-    }
     try:
         dimensions = complete_dimensions(model.dimensions, sizes)
         other = replace(model, dimensions=MappingProxyType(dict(dimensions)), samples=MappingProxyType({}))
