@@ -1,0 +1,304 @@
+"""Parts of values in a sharded model: names, constants, and the nodes that change layouts.
+
+Exchanges need no operators of their own: a device that reads another device's value receives it, as any other value
+that crosses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
+from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
+from onnxplace.passes.sharding.shard_weights import shard_weight
+from onnxplace.passes.sharding.space import StrategySpace
+from onnxplace.passes.sharding.windows import ROW_AXIS
+
+Part = tuple[str, Layout, int]
+"""Value, layout, device."""
+
+
+@dataclass(frozen=True)
+class NodeOrigin:
+    """Where a node of a sharded model comes from."""
+
+    device: int
+    """Position in the group."""
+    source: int
+    """Index of the original node, or -1 for an exchange."""
+    moved_bytes: int = 0
+    """Bytes that an exchange node reads and writes."""
+
+
+class ExchangeWriter:
+    """Collects the nodes of a sharded model, and makes parts of values in the layouts that are asked for."""
+
+    def __init__(self, space: StrategySpace, costs: ExchangeCosts) -> None:
+        self.space, self.costs = space, costs
+        self.facts, self.division = space.facts, space.division
+        self.model = space.facts.model
+        self.devices = range(space.division.count)
+        self.nodes: list[NodeProto] = []
+        self.origins: list[NodeOrigin] = []
+        self.weights: dict[str, TensorProto] = {}
+        self.parts: dict[Part, str] = {}
+        self.layouts: dict[str, Layout] = {}
+        self.vectors: dict[tuple[int, ...], str] = {}
+        self.slices: dict[tuple[str, int, int, int], str] = {}
+        self.halos: dict[tuple[str, tuple[int, int], int], str] = {}
+        self.exchanges: dict[str, set[object]] = {}
+        self.taken = set(self.model.initializers) | self.model.input_names
+        self.taken.update(name for node in self.model.nodes for name in (node.name, *node.output))
+
+    # --- names, constants and nodes ---
+
+    def name(self, base: str) -> str:
+        """Return a name that is not taken yet."""
+        name, number = base, 1
+        while name in self.taken:
+            name, number = f"{base}.{number}", number + 1
+        self.taken.add(name)
+        return name
+
+    def constant(self, base: str, array: NDArray[Any]) -> str:
+        """Return the name of a small constant; equal ones are stored once."""
+        array = np.asarray(array)
+        key = f"{base}/{array.dtype.name}/" + "_".join(str(item) for item in array.reshape(-1).tolist())
+        if key not in self.weights:
+            self.weights[key] = numpy_helper.from_array(array, key)
+            self.taken.add(key)
+        return key
+
+    def ints(self, values: Sequence[int]) -> str:
+        key = tuple(values)
+        if key not in self.vectors:
+            self.vectors[key] = self.constant("shard", np.array([int(value) for value in values], np.int64))
+        return self.vectors[key]
+
+    def add(self, proto: NodeProto, origin: NodeOrigin) -> None:
+        self.nodes.append(proto)
+        self.origins.append(origin)
+
+    def exchange_node(
+        self, op: str, inputs: Sequence[str], result: str, device: int, moved_bytes: int, **attributes: Any
+    ) -> str:
+        """Add a node of an exchange and return its result."""
+        name = self.name(result)
+        node = helper.make_node(op, list(inputs), [name], name=name, **attributes)
+        self.add(node, NodeOrigin(device, -1, moved_bytes))
+        return name
+
+    # --- parts of values ---
+
+    def bytes(self, name: str, layout: Layout, device: int) -> int:
+        return int(self.facts.bytes(name) * self.division.fraction(layout, device))
+
+    def part_name(self, name: str, layout: Layout, device: int) -> str:
+        kind = "part" if layout.is_split else "sum" if layout == PARTIAL else "copy"
+        return f"{name}/{kind}{device}"
+
+    def get(self, name: str, layout: Layout, device: int) -> str:
+        """Return the name of a device's part of a value, in a layout; adds the nodes that make it."""
+        if name in self.facts.is_weight:
+            return self.weight_part(name, layout, device)
+        part = name, layout, device
+        if part not in self.parts:
+            self.parts[part] = self.convert(name, layout, device)
+        return self.parts[part]
+
+    def weight_part(self, name: str, layout: Layout, device: int) -> str:
+        tensor = self.model.initializers[name]
+        if layout == REPLICATED:
+            self.weights.setdefault(name, tensor)
+            return name
+        key = (name, layout, device)
+        if key not in self.parts:
+            part = self.name(f"{name}/part{device}")
+            ranges = self.division.ranges(layout, tensor.dims[layout.axis], device)
+            self.weights[part] = shard_weight(tensor, part, layout.axis, ranges, self.model.folder)
+            self.parts[key] = part
+        return self.parts[key]
+
+    def convert(self, name: str, layout: Layout, device: int) -> str:
+        """Add the nodes that make a device's part from the layouts that there are."""
+        source = self.layouts.get(name, REPLICATED)
+        has_copy = (name, REPLICATED, device) in self.parts
+        if layout.is_split and (source == REPLICATED or has_copy):
+            return self.slice_copy(name, layout, device)
+        if layout == PARTIAL:
+            return self.as_summand(name, device)
+        if layout == REPLICATED and source.is_split:
+            return self.gather(name, source, device)
+        if layout == REPLICATED:
+            return self.all_reduce(name, device)
+        if source == PARTIAL:
+            return self.reduce_scatter(name, layout, device)
+        if source.axis == layout.axis:
+            return self.slice_copy(name, layout, device)
+        return self.all_to_all(name, source, layout, device)
+
+    def count(self, kind: str, *key: object) -> None:
+        self.exchanges.setdefault(kind, set()).add(key)
+
+    def slice(self, value: str, axis: int, low: int, high: int, device: int, moved_bytes: int) -> str:
+        """Return a range of a part along an axis."""
+        key = value, axis, low, high
+        if key not in self.slices:
+            result = f"{value}/{low}:{high}"
+            if self.facts.opset < 10:
+                made = self.exchange_node(
+                    "Slice", [value], result, device, moved_bytes, starts=[low], ends=[high], axes=[axis]
+                )
+            else:
+                inputs = [value, self.ints([low]), self.ints([high]), self.ints([axis])]
+                made = self.exchange_node("Slice", inputs, result, device, moved_bytes)
+            self.slices[key] = made
+        return self.slices[key]
+
+    def ranges_of(
+        self, value: str, axis: int, size: int, ranges: Sequence[tuple[int, int]], device: int, moved_bytes: int
+    ) -> str:
+        """Return several ranges of a part, one after the other."""
+        pieces = []
+        for low, high in ranges:
+            is_whole = (low, high) == (0, size)
+            pieces.append(value if is_whole else self.slice(value, axis, low, high, device, 2 * moved_bytes))
+        return self.concat(pieces, axis, f"{value}/cut", device, 2 * moved_bytes)
+
+    def concat(self, pieces: Sequence[str], axis: int, result: str, device: int, moved_bytes: int) -> str:
+        if len(pieces) == 1:
+            return pieces[0]
+        return self.exchange_node("Concat", pieces, result, device, moved_bytes, axis=axis)
+
+    def add_up(self, pieces: Sequence[str], result: str, device: int, moved_bytes: int) -> str:
+        """Return the sum of pieces, added from the first device's to the last one's: the same on every device."""
+        total = pieces[0]
+        for piece in pieces[1:]:
+            total = self.exchange_node("Add", [total, piece], result, device, moved_bytes)
+        return total
+
+    def slice_copy(self, name: str, layout: Layout, device: int) -> str:
+        size = self.facts.shapes[name][layout.axis]
+        ranges = self.division.ranges(layout, size, device)
+        copy = self.get(name, REPLICATED, device)
+        return self.ranges_of(copy, layout.axis, size, ranges, device, self.bytes(name, layout, device))
+
+    def as_summand(self, name: str, device: int) -> str:
+        """Return the value itself on the first device, zeros on the others."""
+        copy = self.get(name, REPLICATED, device)
+        if device == 0:
+            return copy
+        kind = self.facts.types[name]
+        zero = self.constant("zero", np.zeros((), helper.tensor_dtype_to_np_dtype(kind)))
+        condition = self.constant("false", np.array(False))
+        inputs = [condition, copy, zero]
+        return self.exchange_node(
+            "Where", inputs, self.part_name(name, PARTIAL, device), device, self.facts.bytes(name)
+        )
+
+    def gather(self, name: str, source: Layout, device: int) -> str:
+        self.count("all-gather", name)
+        pieces = [self.get(name, source, other) for other in self.devices]
+        return self.merge(name, source, pieces, self.facts.shapes[name], device, self.facts.bytes(name))
+
+    def merge(
+        self, name: str, source: Layout, pieces: Sequence[str], shape: Sequence[int], device: int, size_bytes: int
+    ) -> str:
+        """Return the parts of a value, one per device, put together along their split axis."""
+        axis, ordered = source.axis, []
+        result = self.part_name(name, REPLICATED, device)
+        if source.outer == 1:
+            return self.concat(pieces, axis, result, device, 2 * size_bytes)
+        for row in range(source.outer):
+            for other, piece in zip(self.devices, pieces):
+                rows = self.division.local_size(source, shape[axis], other) // source.outer
+                share = size_bytes // (source.outer * len(pieces))
+                ordered.append(self.slice(piece, axis, row * rows, (row + 1) * rows, device, 2 * share))
+        return self.concat(ordered, axis, result, device, 2 * size_bytes)
+
+    def all_reduce(self, name: str, device: int) -> str:
+        self.count("all-reduce", name)
+        size = self.facts.bytes(name)
+        if self.costs.two_step_sum_seconds(size) < self.costs.direct_sum_seconds(size):
+            layout = self.scatter_layout(name)
+            if layout is not None:
+                pieces = [self.get(name, layout, other) for other in self.devices]
+                return self.merge(name, layout, pieces, self.facts.shapes[name], device, size)
+        pieces = [self.get(name, PARTIAL, other) for other in self.devices]
+        return self.add_up(pieces, self.part_name(name, REPLICATED, device), device, 3 * size)
+
+    def scatter_layout(self, name: str) -> Layout | None:
+        """Return the layout in which the devices share the sum of a value; None if no axis can be split."""
+        fixed = self.facts.fixed.get(name, ())
+        for axis, size in enumerate(self.facts.shapes[name]):
+            if fixed[axis] and (layout := self.division.split(axis, size)) is not None:
+                return layout
+        return None
+
+    def reduce_scatter(self, name: str, layout: Layout, device: int) -> str:
+        self.count("reduce-scatter", name)
+        size = self.facts.shapes[name][layout.axis]
+        ranges, part_bytes = self.division.ranges(layout, size, device), self.bytes(name, layout, device)
+        pieces = [
+            self.ranges_of(self.get(name, PARTIAL, other), layout.axis, size, ranges, other, part_bytes)
+            for other in self.devices
+        ]
+        return self.add_up(pieces, self.part_name(name, layout, device), device, 3 * part_bytes)
+
+    def all_to_all(self, name: str, source: Layout, layout: Layout, device: int) -> str:
+        """Return a device's part along another axis: each device sends it its share of that."""
+        self.count("all-to-all", name)
+        shape = self.facts.shapes[name]
+        size = shape[layout.axis]
+        ranges, part_bytes = self.division.ranges(layout, size, device), self.bytes(name, layout, device)
+        pieces = [
+            self.ranges_of(
+                self.get(name, source, other), layout.axis, size, ranges, other, part_bytes // len(self.devices)
+            )
+            for other in self.devices
+        ]
+        return self.merge(name, source, pieces, shape, device, part_bytes)
+
+    def window(self, name: str, layout: Layout, rows: tuple[int, int], device: int) -> str:
+        """Return the rows of a value that a device's windows cover, with those that other devices have."""
+        key = name, rows, device
+        if key in self.halos:
+            return self.halos[key]
+        shape = self.facts.shapes[name]
+        row_bytes = self.facts.bytes(name) // max(shape[ROW_AXIS], 1)
+        low, high = rows
+        if not layout.is_split:
+            copy, size = self.get(name, REPLICATED, device), shape[ROW_AXIS]
+            result = (
+                copy
+                if rows == (0, size)
+                else self.slice(copy, ROW_AXIS, low, high, device, 2 * row_bytes * (high - low))
+            )
+        else:
+            pieces = self.window_pieces(name, layout, rows, device, row_bytes)
+            result = self.concat(pieces, ROW_AXIS, f"{name}/rows{device}", device, 2 * row_bytes * (high - low))
+        self.halos[key] = result
+        return result
+
+    def window_pieces(self, name: str, layout: Layout, rows: tuple[int, int], device: int, row_bytes: int) -> list[str]:
+        """Return the pieces of a window, from the devices that have them."""
+        size, pieces = self.facts.shapes[name][ROW_AXIS], []
+        for other in self.devices:
+            own = self.division.ranges(layout, size, other)[0]
+            low, high = max(rows[0], own[0]), min(rows[1], own[1])
+            if low >= high:
+                continue
+            part = self.get(name, layout, other)
+            if (low, high) != own:
+                moved = 2 * row_bytes * (high - low)
+                part = self.slice(part, ROW_AXIS, low - own[0], high - own[0], other, moved)
+            if other != device:
+                self.count("halo", name, rows)
+            pieces.append(part)
+        return pieces
