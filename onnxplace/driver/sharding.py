@@ -24,6 +24,8 @@ from onnxplace.target import Target
 
 SHARD = "shard"
 """The pass that splits operators."""
+# Split operators must make the step clearly shorter: they copy weights, and their times are less certain.
+MAX_STEP_RATIO = 0.95
 # Beyond, the choice of layouts takes a minute or more, which a user has to ask for.
 MAX_NODES = 50_000
 
@@ -97,10 +99,11 @@ def _insert_shard(steps: Pipeline, position: int, spec: PassSpec) -> Pipeline:
 
 
 def _is_better(parts: State, whole: State) -> bool:
-    """Return whether the sharded step is shorter; a placement that only has to fit is kept if it does."""
+    """Return whether the sharded step is clearly shorter; a placement that only has to fit is kept if it does."""
     if whole[Placement].placer == OBJECTIVES["fit"]:
         return False
-    return parts[Segments].simulation.makespan_seconds < whole[Segments].simulation.makespan_seconds
+    shorter = MAX_STEP_RATIO * whole[Segments].simulation.makespan_seconds
+    return parts[Segments].simulation.makespan_seconds < shorter
 
 
 def _compare(state: State, whole: State | None, parts: State) -> Diagnostic:

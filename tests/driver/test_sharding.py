@@ -1,0 +1,86 @@
+"""The decision between placing whole operators and splitting them."""
+
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import parser
+
+from onnxplace.driver import compile_model
+from onnxplace.target import Device, Link, Target
+from tests.conftest import branches
+from tests.support.chains import mlp
+
+pytestmark = pytest.mark.usefixtures("no_gpus", "work_here")
+
+
+@pytest.fixture
+def work_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def fast_target(*cores: int) -> Target:
+    """Return CPU devices with these numbers of cores, between which exchanges cost almost nothing."""
+    devices = tuple(
+        Device(f"cpu:{index}", 1 << 30, cores=count, segment_seconds=1e-7, operations_per_second=1e9 * count)
+        for index, count in enumerate(cores)
+    )
+    links = tuple(Link(a.id, b.id, 1e-7, 1e11) for a in devices for b in devices if a is not b)
+    return Target(devices, links)
+
+
+def compiled(model: onnx.ModelProto, target: Target, **options: object):
+    return compile_model(model, "out", target=target, trial=False, force=True, costs=None, **options)  # type: ignore[arg-type]
+
+
+def test_a_chain_is_split_where_that_is_shorter():
+    result = compiled(mlp(), fast_target(64, 64))
+    manifest = result.bundle.manifest
+    assert manifest.sharding is not None
+    assert manifest.predicted.step_seconds < 0.7 * manifest.predicted.single_device_seconds
+    assert "shard" in manifest.pipeline
+    assert any(note.code == "P062" and note.message.endswith("kept sharding") for note in result.diagnostics)
+
+
+def test_independent_branches_of_equal_size_are_placed_not_split():
+    model = parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>
+    towers (float[96, 96] a, float[96, 96] b) => (float[96, 96] y)
+    { a1 = MatMul(a, a) a2 = MatMul(a1, a1) a3 = MatMul(a2, a2)
+      b1 = MatMul(b, b) b2 = MatMul(b1, b1) b3 = MatMul(b2, b2) y = Add(a3, b3) }""")
+    result = compiled(model, fast_target(64, 64))
+    assert result.bundle.manifest.sharding is None
+    assert "shard" not in result.bundle.manifest.pipeline
+
+
+def test_unlike_devices_get_parts_in_proportion_to_their_speed():
+    result = compiled(mlp(), fast_target(96, 32))
+    manifest = result.bundle.manifest
+    assert manifest.sharding is not None
+    compute = [device.compute_seconds for device in manifest.devices]
+    assert max(compute) < 1.4 * min(compute)
+
+
+def test_one_device_is_never_split():
+    assert compiled(branches(), fast_target(4), shape={"batch": 4}).bundle.manifest.sharding is None
+
+
+def test_options_that_say_how_to_place_turn_the_comparison_off():
+    for options in ({"placer": "m-etf"}, {"device_map": {".*": "cpu:0"}}, {"objective": "throughput"}):
+        result = compiled(mlp(), fast_target(64, 64), **options)
+        assert result.bundle.manifest.sharding is None
+        assert not any(note.code == "P062" for note in result.diagnostics)
+
+
+def test_throughput_with_ways_makes_stages_of_split_operators():
+    result = compiled(mlp(), fast_target(8, 8, 8, 8), objective="throughput", shard=2)
+    sharding = result.bundle.manifest.sharding
+    assert sharding is not None
+    assert (sharding.ways, sharding.stages) == (2, 2)
+
+
+def test_a_model_without_split_operators_is_noted():
+    model = parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>
+    small (float[2] x) => (float[2] y) { y = Relu(x) }""")
+    result = compiled(model, fast_target(4, 4), shard=2)
+    assert any(note.code == "P064" for note in result.diagnostics)
+    assert Path("out").is_dir()
