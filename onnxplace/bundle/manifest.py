@@ -12,7 +12,7 @@ from onnxplace.feeds import MAX_DIMENSION, MAX_RANK
 from onnxplace.target import Device, Link, LinkModel, Shared, Target
 from onnxplace.utils import read_field_docs
 
-SCHEMA_VERSION = "1.1"
+SCHEMA_VERSION = "1.2"
 
 
 Seconds = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]

@@ -1,10 +1,14 @@
 """Carried states in parts: cut, joined, and named."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from onnxplace.bundle import ShardingRecord, SplitStateRecord, SplitStates
-from onnxplace.errors import FeedError
+from onnxplace.bundle.split_states import check_split_states
+from onnxplace.errors import BundleError, FeedError
 
 
 class Manifest:
@@ -59,3 +63,26 @@ def test_a_state_of_another_size_is_refused_by_name(states):
 
 def test_bundles_without_split_states_have_none():
     assert not SplitStates(type("M", (), {"sharding": None})())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"inputs": ("past/0",)},
+        {"inputs": ("past/0", "other")},
+        {"outputs": ("new/1", "new/0")},
+        {"sizes": (3,)},
+        {"inputs": (), "outputs": ()},
+    ],
+)
+def test_parts_that_are_not_states_of_the_bundle_are_refused(change):
+    manifest = Manifest(CACHE.model_copy(update=change))
+    manifest.states = [SimpleNamespace(input=part, output=new) for part, new in zip(CACHE.inputs, CACHE.outputs)]
+    with pytest.raises(BundleError, match="the parts of state 'past'"):
+        check_split_states(manifest, Path("manifest.json"))
+
+
+def test_parts_that_are_states_of_the_bundle_pass():
+    manifest = Manifest(CACHE)
+    manifest.states = [SimpleNamespace(input=part, output=new) for part, new in zip(CACHE.inputs, CACHE.outputs)]
+    check_split_states(manifest, Path("manifest.json"))
