@@ -189,6 +189,8 @@ class Shards:
     """No choice of layouts has a shorter such step."""
     split_states: tuple[SplitState, ...] = ()
     """Carried states, each of which lies in parts on the devices."""
+    whole_profile: Profile | None = None
+    """The costs of the unsharded model, which is what other compilations can use; None if nothing is split."""
     whole: Model | None = None
     """The unsharded model, with the inputs and outputs of the sharded one; None if nothing is split."""
     whole_of_parts: Model | None = None

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from onnxplace.bundle import require_output_free, stage_output
 from onnxplace.errors import Diagnostic, format_count
-from onnxplace.facts import Emitted, Placement, Profile, Schedule, Segments
+from onnxplace.facts import Emitted, Placement, Profile, Schedule, Segments, Shards
 from onnxplace.model import Model, require_unchanged
 from onnxplace.passes.cost_files import format_costs
 from onnxplace.passes.segments import write_bundle_files
@@ -40,7 +40,7 @@ class Emit(Pass):
         path = Path(self.path)
         require_output_free(path, self.force)
         linkable_folder = path.absolute().parent if self.link_weights else None
-        costs = format_costs(state[Profile])
+        costs = format_costs(_find_whole_profile(state))
         with stage_output(path, self.force) as staging:
             try:
                 written = write_bundle_files(state, staging.folder, self.pipeline, costs, linkable_folder)
@@ -58,3 +58,10 @@ class Emit(Pass):
             message = "there is nothing to link to: the model has no weights file of its own"
             state = state.saying(Diagnostic("N011", message, where=state[Model].name))
         return state.having(Emitted(path))
+
+
+def _find_whole_profile(state: State) -> Profile:
+    """Return the costs of the model as it was given: before operators were split."""
+    if Shards in state and (whole := state[Shards].whole_profile) is not None:
+        return whole
+    return state[Profile]

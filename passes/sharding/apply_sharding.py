@@ -200,6 +200,7 @@ def _apply(state: State, candidate: _Candidate, options: ShardingOptions) -> Sta
         seconds=candidate.choice.seconds,
         lower_bound_seconds=candidate.choice.lower_bound_seconds,
         split_states=_split_states(sharded, candidate.space),
+        whole_profile=state[Profile],
         whole=_build_whole(state, sharded, candidate, options, from_parts=False),
         whole_of_parts=_build_whole(state, sharded, candidate, options, from_parts=True),
     )

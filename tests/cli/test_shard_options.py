@@ -80,6 +80,12 @@ def test_the_pipeline_of_a_sharded_bundle_compiles_the_same_again(run_cli, chain
     assert second.manifest.files.keys() == first.manifest.files.keys()
 
 
+def test_the_costs_in_a_sharded_bundle_are_those_of_the_model(run_cli, chain):
+    compile_exactly(run_cli, chain)
+    pipeline = "optimize,profile{costs=out/costs.json},coplace{join=never},m-etf,split,emit"
+    assert run_cli("compile", chain, "--pipeline", pipeline, "-o", "again").code == 0
+
+
 def test_least_weights_stores_each_byte_once_and_halves_what_a_device_holds(run_cli, chain):
     pipeline = EXACT.replace("exact=true", "exact=true,weights=least")
     bundle = compile_exactly(run_cli, chain, pipeline)
