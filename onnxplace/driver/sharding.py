@@ -24,6 +24,8 @@ from onnxplace.target import Target
 
 SHARD = "shard"
 """The pass that splits operators."""
+PLACERS_TRIED = "P040"
+"""The code of the note that lists the placers that `auto` tried."""
 # Split operators must make the step clearly shorter: they copy weights, and their times are less certain.
 MAX_STEP_RATIO = 0.95
 # Beyond, the choice of layouts takes a minute or more, which a user has to ask for.
@@ -77,7 +79,12 @@ def place_or_shard(
 
 
 def _run(steps: Pipeline, state: State, first: int, observer: Observer | None) -> tuple[State, tuple[Timing, ...]]:
-    return _run_until(steps, state, first, len(steps.passes) - 1, observer)
+    after, timings = _run_until(steps, state, first, len(steps.passes) - 1, observer)
+    if Shards in after and after[Shards].ways > 1:
+        # Parts have their devices: which placer was kept says nothing of a sharded model.
+        notes = tuple(note for note in after.diagnostics if note.code != PLACERS_TRIED)
+        after = replace(after, diagnostics=notes)
+    return after, timings
 
 
 def _run_until(

@@ -84,3 +84,7 @@ def test_a_model_without_split_operators_is_noted():
     result = compiled(model, fast_target(4, 4), shard=2)
     assert any(note.code == "P064" for note in result.diagnostics)
     assert Path("out").is_dir()
+
+
+def test_the_placers_of_parts_that_have_their_devices_are_not_listed():
+    assert not any(note.code == "P040" for note in compiled(mlp(), fast_target(64, 64)).diagnostics)
