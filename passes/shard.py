@@ -50,5 +50,12 @@ class Shard(Pass):
     """How to split the nodes that a regular expression matches: a JSON file, or text, {"layers.*": "columns"}."""
 
     def run(self, state: State) -> State:
-        options = ShardingOptions(self.ways, self.stages, self.exact, self.weights, self.metadata, self.map)
+        options = ShardingOptions(
+            ways=self.ways,
+            stages=self.stages,
+            exact=self.exact,
+            weights=self.weights,
+            metadata=self.metadata,
+            shard_map=self.map,
+        )
         return shard_state(state, options)
