@@ -88,3 +88,21 @@ def test_a_model_without_split_operators_is_noted():
 
 def test_the_placers_of_parts_that_have_their_devices_are_not_listed():
     assert not any(note.code == "P040" for note in compiled(mlp(), fast_target(64, 64)).diagnostics)
+
+
+def test_expensive_operators_that_stay_whole_are_named():
+    model = mlp()
+    # Along an axis that only the caller knows, a cumulative sum cannot be split.
+    model.graph.input.append(onnx.helper.make_tensor_value_info("axis", onnx.TensorProto.INT64, []))
+    sums = [
+        onnx.helper.make_node("CumSum", [f"s{index}", "axis"], [f"s{index + 1}"], name=f"sum{index}")
+        for index in range(40)
+    ]
+    model.graph.node.insert(0, onnx.helper.make_node("Identity", ["x"], ["s0"], name="begin"))
+    for index, node in enumerate(sums):
+        model.graph.node.insert(1 + index, node)
+    first = next(node for node in model.graph.node if node.name == "layer0_up")
+    first.input[0] = "s40"
+    notes = [note for note in compiled(model, fast_target(64, 64)).diagnostics if note.code == "P061"]
+    assert len(notes) == 1
+    assert "CumSum" in notes[0].message
