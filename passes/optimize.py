@@ -11,11 +11,17 @@ from onnx import NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
 from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.machine import make_session_options, open_session
-from onnxplace.model import DEQUANTIZE, Model, captured_names, is_quantization_node, iterate_subgraphs, tensor_size
+from onnxplace.model import (
+    DEQUANTIZE,
+    RANDOM_OPERATORS,
+    Model,
+    captured_names,
+    is_quantization_node,
+    iterate_subgraphs,
+    tensor_size,
+)
 from onnxplace.state import Pass, State
 
-# Their results differ from inference to inference, so they must run.
-_RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"}
 # Folding these would undo a quantisation that ONNX Runtime can still fuse.
 _QUANTISERS = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"}
 
@@ -130,8 +136,9 @@ def _find_foldable(model: Model, limit_bytes: int) -> list[int]:
 
 
 def _is_pure(node: NodeProto) -> bool:
+    """Return whether a node gives the same results in each inference, and may be folded."""
     has_subgraphs = any(True for _ in iterate_subgraphs(node))
-    return node.domain in ("", "ai.onnx") and node.op_type not in _RANDOM | _QUANTISERS and not has_subgraphs
+    return node.domain in ("", "ai.onnx") and node.op_type not in RANDOM_OPERATORS | _QUANTISERS and not has_subgraphs
 
 
 def _fold(model: Model, positions: Sequence[int], limit_bytes: int) -> Model:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         join_quantised_units as join_quantised_units,
     )
     from onnxplace.model.lineage import (
+        RANDOM_OPERATORS as RANDOM_OPERATORS,
         Lineage as Lineage,
         is_quantising as is_quantising,
         output_lineages as output_lineages,
@@ -57,7 +58,7 @@ __getattr__, __dir__, __all__ = attach(
     {
         "carried_state": "StateRequest bind_states",
         "host_values": "DEQUANTIZE HostValue find_host_values is_quantization_node join_quantised_units",
-        "lineage": "Lineage is_quantising output_lineages",
+        "lineage": "Lineage RANDOM_OPERATORS is_quantising output_lineages",
         "loading": "load require_linkable require_unchanged",
         "lowering": "build_op_graph",
         "model": "Model declaration_of",

@@ -11,8 +11,8 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 
 from onnxplace.model.nested_graphs import is_tensor_constant, iterate_reads, iterate_subgraphs, walk_nodes
 
-# Operators that draw random numbers; Dropout does so in training mode only.
-_RANDOM_OPERATORS = {
+# Operators that draw random numbers; Dropout, which is not among them, does so in training mode only.
+RANDOM_OPERATORS = {
     *("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"),
     *("Sampling", "BitmaskDropout", "BitmaskBiasDropout", "BiasDropout"),
 }
@@ -140,7 +140,7 @@ class _Tracer:
     def _is_random(self, node: NodeProto) -> bool:
         """Return whether a node draws random numbers, its subgraphs left out."""
         if node.op_type != "Dropout":
-            return node.op_type in _RANDOM_OPERATORS
+            return node.op_type in RANDOM_OPERATORS
         mode = node.input[2] if len(node.input) > 2 else ""
         if not mode:
             return False

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from onnx import NodeProto
 
-from onnxplace.model import Model, iterate_subgraphs
+from onnxplace.model import RANDOM_OPERATORS, Model, iterate_subgraphs
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
 from onnxplace.passes.sharding.node_views import NodeView
 from onnxplace.passes.sharding.strategies import Cuts, Strategy, StrategyTable
@@ -17,10 +17,6 @@ from onnxplace.passes.sharding.tensor_facts import TensorFacts
 # More cuts of one axis would only slow the choice down.
 _MAX_CUTS = 6
 _STANDARD_DOMAINS = ("", "ai.onnx", "com.microsoft", "ai.onnx.ml")
-# Their results differ from run to run, so that two devices would compute two values.
-_RANDOM = frozenset(
-    ["RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout"]
-)
 _AxisCuts = tuple[Cuts, ...]
 
 
@@ -51,10 +47,13 @@ def find_single_nodes(model: Model) -> frozenset[int]:
 
 
 def is_unrepeatable(node: NodeProto) -> bool:
-    """Return whether a node has to run once: its result is random, or its operator is not a standard one."""
+    """Return whether a node has to run once: its operator is not a standard one, or its result is random.
+
+    Two devices would draw two values.
+    """
     if node.domain not in _STANDARD_DOMAINS:
         return True
-    if node.op_type in _RANDOM and not (node.op_type == "Dropout" and len(node.input) < 3):
+    if node.op_type in RANDOM_OPERATORS or (node.op_type == "Dropout" and len(node.input) > 2):
         return True
     return any(is_unrepeatable(inner) for graph in iterate_subgraphs(node) for inner in graph.node)
 
