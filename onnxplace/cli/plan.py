@@ -20,7 +20,6 @@ from onnxplace.cli.options import (
 
 if TYPE_CHECKING:
     from onnxplace.driver import Plan, PlannedStrategy
-    from onnxplace.target import Target
 
 
 @click.command(short_help="Compare strategies for a model on some devices, without building a bundle.")
@@ -60,38 +59,27 @@ def plan(
     split operators, and copies. Nothing is written. Costs are measured where the devices are here, else estimated.
     """
     from onnxplace.driver import plan_model
+    from onnxplace.target import read_target
 
     announce_loop_compilation(json_)
     with show_progress(json_, "reading the model") as observer:
         result = plan_model(
             model,
-            _choose_target(devices, target, max_memory),
+            devices=devices,
+            target=read_target(target) if target else None,
+            max_memory=max_memory,
             shape=parse_shape(shape),
             state=state,
             costs=costs,
             cache=not no_cache,
             estimate=estimate,
-            progress=observer,
+            observer=observer,
         )
     print_notes(result.diagnostics)
     if json_:
         print_json({**asdict(result), "diagnostics": [vars(note) for note in result.diagnostics]})
     else:
         click.echo(_format_plan(result))
-
-
-def _choose_target(devices: str | None, file: Path | None, max_memory: str | None) -> Target:
-    from onnxplace.errors import UsageError
-    from onnxplace.machine import local_target
-    from onnxplace.target import parse_memory, read_target
-
-    if devices and file:
-        hint = "name the devices in the target file"
-        raise UsageError("U040", "--devices and --target exclude each other", hint=hint)
-    target = read_target(file) if file else local_target(devices)
-    if max_memory is None:
-        return target
-    return target.limiting(parse_memory(max_memory, [device.id for device in target.devices]))
 
 
 def _format_plan(plan: Plan) -> str:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from onnxplace.bundle import Bundle, Staging, prepare_output, stage_output
 from onnxplace.driver.choose_pipeline import choose_output, choose_pipeline, redirect_emit
+from onnxplace.driver.choose_target import choose_target
 from onnxplace.driver.finishing import FinishedBundle, finish_bundle
 from onnxplace.driver.first_use import compile_loops
 from onnxplace.driver.options import CompileOptions, CompileSettings
-from onnxplace.driver.sharding import PlacedModel, place_or_shard, report_spare_ways
+from onnxplace.driver.sharding import PlacedModel, place_or_shard, report_spare_ways, run_slice
 from onnxplace.errors import Diagnostic, InfeasibleError, ModelError, UsageError
 from onnxplace.facts import Placement, Profile
-from onnxplace.machine import find_cuda_problem, list_gpus, local_target, measurement_cache, use_custom_operators
+from onnxplace.machine import find_cuda_problem, list_gpus, measurement_cache, use_custom_operators
 from onnxplace.model import (
     Model,
     bind,
@@ -27,7 +28,7 @@ from onnxplace.model import (
 )
 from onnxplace.pipeline import OBJECTIVES, Pipeline, Timing, report_idle_devices, require_all_devices_used
 from onnxplace.state import State
-from onnxplace.target import Target, parse_memory
+from onnxplace.target import Target
 from onnxplace.utils import require_writable
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def compile_model(
     steps = choose_pipeline(settings)
     path = choose_output(model, output, steps)
     swept = _prepare_paths(model, path, steps, settings.force)
-    target = _choose_target(settings)
+    target = choose_target(settings.devices, settings.target, settings.max_memory)
     loaded = bind_states(bind(load_model(model), settings.shape or {}, settings.inputs or {}), settings.state)
     with use_custom_operators(settings.custom_op_libraries):
         require_operators(loaded)
@@ -102,14 +103,6 @@ def _prepare_paths(model: object, output: Path, steps: Pipeline, force: bool) ->
     return prepare_output(output, force, *(file.parent for file in saved), measurement_cache.folder())
 
 
-def _choose_target(settings: CompileSettings) -> Target:
-    """Return the target, or devices of this machine, with memory limits."""
-    target = settings.target or local_target(settings.devices)
-    if not settings.max_memory:
-        return target
-    return target.limiting(parse_memory(str(settings.max_memory), [device.id for device in target.devices]))
-
-
 def _finish(placed: PlacedModel, staging: Staging, settings: CompileSettings) -> FinishedBundle:
     """Run the trial.
 
@@ -134,33 +127,27 @@ def _run_pipeline(steps: Pipeline, state: State, settings: CompileSettings) -> t
     with sharding if the user left that open.
     """
     steps.require(state.facts)
-    count, observer = len(steps.passes), settings.observer
+    observer = settings.observer
     measures = next((index for index, step in enumerate(steps.passes) if Profile in step.provides), 0)
 
-    def run_slice(state: State, begin: int, end: int) -> tuple[State, tuple[Timing, ...]]:
-        report = (lambda name, index, _: observer(name, index + begin, count)) if observer else None
-        return Pipeline(steps.passes[begin:end]).run(state, report)
-
-    state, first = run_slice(state, 0, measures)
+    state, first = run_slice(steps, state, 0, measures, observer)
     _require_room(state)
     compile_loops(step.name for step in steps.passes)
-    state, second = run_slice(state, measures, measures + 1)
+    state, second = run_slice(steps, state, measures, measures + 1, observer)
     placed, third = place_or_shard(
         steps,
         state,
         measures + 1,
         compare=settings.chooses_sharding,
         metadata=settings.shard_metadata,
-        observer=settings.observer,
+        observer=observer,
     )
     unused = report_idle_devices(placed.state)
     if settings.strict:
         require_all_devices_used(unused)
     notes = (*unused, *report_spare_ways(settings.shard_ways, state.target))
-    emitter = Pipeline(placed.steps.passes[-1:])
     last = len(placed.steps.passes) - 1
-    report = (lambda name, *_: observer(name, last, last + 1)) if observer else None
-    after, fourth = emitter.run(placed.state.saying(*notes), report)
+    after, fourth = run_slice(placed.steps, placed.state.saying(*notes), last, last + 1, observer)
     return replace(placed, state=after), first + second + third + fourth
 
 

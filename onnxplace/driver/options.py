@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
+from onnxplace.driver.choose_target import require_one_target
 from onnxplace.errors import UsageError
 from onnxplace.feeds import Array
 from onnxplace.model import StateRequest
@@ -122,9 +123,7 @@ class CompileSettings:
 
     def check(self) -> None:
         """Raise UsageError for wrong types and for options that exclude each other."""
-        if self.target is not None and self.devices is not None:
-            hint = "name the devices in the target file"
-            raise UsageError("U040", "--devices and --target exclude each other", hint=hint)
+        require_one_target(self.devices, self.target)
         self._check_types()
         if self.pipeline is not None and (
             self.placer or self.objective != "latency" or self.budget_seconds is not None

@@ -56,7 +56,7 @@ def place_or_shard(
         is_sharded = Shards in placed and placed[Shards].ways > 1
         return PlacedModel(steps, placed, state if is_sharded else None), timings
     sharding = _insert_shard(steps, first, PassSpec(SHARD, {"metadata": "true"} if metadata else {}))
-    sharded, sharding_times = _run_until(sharding, state, first, first + 1, observer)
+    sharded, sharding_times = run_slice(sharding, state, first, first + 1, observer)
     if sharded[Shards].ways == 1:
         placed, timings = _run(steps, state, first, observer)
         return PlacedModel(steps, placed), timings
@@ -79,7 +79,7 @@ def place_or_shard(
 
 
 def _run(steps: Pipeline, state: State, first: int, observer: Observer | None) -> tuple[State, tuple[Timing, ...]]:
-    after, timings = _run_until(steps, state, first, len(steps.passes) - 1, observer)
+    after, timings = run_slice(steps, state, first, len(steps.passes) - 1, observer)
     if Shards in after and after[Shards].ways > 1:
         # Parts have their devices: which placer was kept says nothing of a sharded model.
         notes = tuple(note for note in after.diagnostics if note.code != PLACERS_TRIED)
@@ -87,7 +87,7 @@ def _run(steps: Pipeline, state: State, first: int, observer: Observer | None) -
     return after, timings
 
 
-def _run_until(
+def run_slice(
     steps: Pipeline, state: State, first: int, end: int, observer: Observer | None
 ) -> tuple[State, tuple[Timing, ...]]:
     """Run some passes of a pipeline; report their positions in it."""

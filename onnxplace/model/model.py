@@ -103,6 +103,11 @@ class Model:
         return frozenset(value.name for value in self.inputs)
 
     @cached_property
+    def opset(self) -> int:
+        """Return the version of the standard operators, 0 for a model without them."""
+        return next((item.version for item in self.opsets if item.domain in ("", "ai.onnx")), 0)
+
+    @cached_property
     def reads(self) -> tuple[tuple[str, ...], ...]:
         """Return the distinct names that each node reads.
 

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
         LINK_MODELS as LINK_MODELS,
         REQUEST_SECONDS as REQUEST_SECONDS,
         SEGMENT_OVERHEAD_SECONDS as SEGMENT_OVERHEAD_SECONDS,
-        WAKING_SECONDS as WAKING_SECONDS,
         Device as Device,
         Link as Link,
         LinkModel as LinkModel,
         Shared as Shared,
         Target as Target,
         default_link as default_link,
+        request_overhead_seconds as request_overhead_seconds,
     )
     from onnxplace.target.target_file import format_target as format_target, read_target as read_target
 
@@ -33,7 +33,7 @@ __getattr__, __dir__, __all__ = attach(
         "parsing": "DEVICE_KINDS parse_bytes parse_device_ids parse_memory",
         "target": (
             "Device LINK_MODELS Link LinkModel REQUEST_SECONDS SEGMENT_OVERHEAD_SECONDS Shared Target "
-            "WAKING_SECONDS default_link"
+            "default_link request_overhead_seconds"
         ),
         "target_file": "format_target read_target",
     },

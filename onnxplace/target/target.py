@@ -214,6 +214,15 @@ class Target:
         return replace(self, devices=tuple(devices))
 
 
+def request_overhead_seconds(devices: int) -> float:
+    """Return the overhead of a request that so many devices work on.
+
+    >>> request_overhead_seconds(1)
+    1e-05
+    """
+    return REQUEST_SECONDS + WAKING_SECONDS * (devices > 1)
+
+
 def default_link(source: Device, destination: Device) -> Link:
     """Return the link that is assumed between two devices without measurements.
 

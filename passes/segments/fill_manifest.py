@@ -36,7 +36,7 @@ from onnxplace.passes.segments.process_footprint import Footprint, predict_footp
 from onnxplace.problem import fits_single_device, single_device_seconds
 from onnxplace.simulation import device_weights, loads_of_simulation
 from onnxplace.state import State
-from onnxplace.target import REQUEST_SECONDS, WAKING_SECONDS, Target
+from onnxplace.target import REQUEST_SECONDS, Target, request_overhead_seconds
 
 
 def build_manifest(
@@ -101,8 +101,7 @@ def _output_records(model: Model) -> tuple[OutputRecord, ...]:
 def _prediction(state: State, footprint: Footprint) -> Predicted:
     """Return the prediction for one inference, request overhead included."""
     target, segments = state.target, state[Segments]
-    several_devices = len({segment.device for segment in segments.segments}) > 1
-    request_seconds = REQUEST_SECONDS + WAKING_SECONDS * several_devices
+    request_seconds = request_overhead_seconds(len({segment.device for segment in segments.segments}))
     return Predicted(
         step_seconds=segments.simulation.makespan_seconds + request_seconds,
         single_device_seconds=float(single_device_seconds(state[Profile], target).min()) + REQUEST_SECONDS,

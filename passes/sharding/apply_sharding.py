@@ -12,7 +12,7 @@ import numpy as np
 
 from onnxplace.errors import Diagnostic
 from onnxplace.facts import Profile, ShardedKind, Shards, Source, SplitState
-from onnxplace.graph import Floats
+from onnxplace.graph import Floats, Longs
 from onnxplace.model import Model, tensor_size
 from onnxplace.passes.sharding.choice import Choice, ChoiceProblem, is_sharded
 from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
@@ -33,8 +33,6 @@ from onnxplace.target import Target
 
 # A sharded step is worth its exchanges only if it is clearly shorter than that of one device.
 CLEAR_GAIN = 0.99
-
-
 # On a CPU, ONNX Runtime keeps the values between convolutions in a blocked layout. A cut there reorders them on both
 # sides, and additions are no longer fused: about so much per cut of ResNet-50 (batch 1), which gains 5 % by it.
 CONVOLUTION_CUT_SECONDS = 250e-6
@@ -66,19 +64,49 @@ class ShardingOptions:
     metadata: bool = False
     shard_map: str = ""
 
+    @property
+    def may_leave_whole(self) -> bool:
+        """Return whether the model stays as it is where one device is faster: if nothing asks for parts."""
+        return not (self.exact or self.stages != 1 or self.weights != "fit" or self.shard_map)
+
+
+@dataclass(frozen=True)
+class _Room:
+    """The memory of devices none of which has room for the whole model."""
+
+    limit_bytes: Longs
+    """Per device."""
+    value_bytes: int
+    """Bytes that values take on one device, next to the weights."""
+
+    @staticmethod
+    def of(state: State) -> _Room | None:
+        """Return the room on the devices; None if some device has room for the whole model."""
+        problem = placement_problem(state)
+        alone = problem.alone_bytes()
+        if (alone <= problem.limit_bytes).any():
+            return None
+        weights = sum(tensor_size(tensor) for tensor in state[Model].initializers.values())
+        return _Room(problem.limit_bytes, max(int(alone.min()) - weights, 0))
+
+    def weights_limit(self, group: Sequence[int]) -> int:
+        """Return how many bytes of weights each device of a group may have."""
+        return max(int(self.limit_bytes[list(group)].min()) - self.value_bytes, 0)
+
 
 def shard_state(state: State, options: ShardingOptions) -> State:
     """Return the state with the sharded model, its profile and `Shards`; see the pass `shard`."""
     model, profile, target = state[Model], state[Profile], state.target
     seconds = device_seconds(profile, target)
     facts = TensorFacts.of(model)
-    candidates = [_choose(facts, state, seconds, group, options) for group in _list_groups(target, seconds, options)]
+    room = _Room.of(state)
+    groups = _list_groups(target, seconds, options)
+    candidates = [_choose(facts, state, seconds, group, options, room) for group in groups]
     useful = [candidate for candidate in candidates if candidate is not None and is_sharded(candidate.choice)]
     if not useful:
         return _leave_whole(state).saying(_report_nothing_split(candidates))
     best = min(useful, key=lambda candidate: candidate.choice.seconds)
-    fits_alone = _find_weights_limit(state, range(len(target.devices))) is None
-    if options == ShardingOptions(options.ways, metadata=options.metadata) and fits_alone:
+    if options.may_leave_whole and room is None:
         alone = float(seconds.sum(axis=1).min())
         if best.choice.seconds > CLEAR_GAIN * alone:
             return _leave_whole(state).saying(_report_no_gain(alone, best))
@@ -101,7 +129,12 @@ def _list_groups(target: Target, seconds: Floats, options: ShardingOptions) -> l
 
 
 def _choose(
-    facts: TensorFacts, state: State, seconds: Floats, group: tuple[int, ...], options: ShardingOptions
+    facts: TensorFacts,
+    state: State,
+    seconds: Floats,
+    group: tuple[int, ...],
+    options: ShardingOptions,
+    room: _Room | None,
 ) -> _Candidate | None:
     """Return the best choice for a group of devices; None if its weights do not fit."""
     target = state.target
@@ -125,7 +158,7 @@ def _choose(
     problem = ChoiceProblem(space, work.table(group_seconds, costs), costs)
     if options.weights == "least":
         return _Candidate(group, work, costs, problem.solve_least_weights())
-    limit = _find_weights_limit(state, group)
+    limit = None if room is None else room.weights_limit(group)
     if limit is not None and options.stages != 1:
         limit *= len(list_stage_groups(target, group, options.stages))  # each stage has its share of the weights
     choice = problem.solve(limit)
@@ -145,18 +178,6 @@ def _shares(seconds: Floats) -> tuple[float, ...]:
     if not (totals > 0).all() or totals.max() <= totals.min() * (1 + 1e-9):
         return (1.0,) * len(totals)
     return tuple(float(totals.min() / total) for total in totals)
-
-
-def _find_weights_limit(state: State, group: object) -> int | None:
-    """Return how many bytes of weights a device may have; None if some device has room for the whole model."""
-    devices = [int(device) for device in group]  # type: ignore[attr-defined]
-    problem = placement_problem(state)
-    alone = problem.alone_bytes()
-    if (alone <= problem.limit_bytes).any():
-        return None
-    total = sum(tensor_size(tensor) for tensor in state[Model].initializers.values())
-    values = int(alone.min()) - total
-    return max(int(problem.limit_bytes[devices].min()) - max(values, 0), 0)
 
 
 def _leave_whole(state: State) -> State:

@@ -119,9 +119,9 @@ class ChoiceNetwork:
         for index, node in enumerate(model.nodes):
             for position, name in enumerate(node.output):
                 if name:
-                    made = [strategy.outputs[position] or REPLICATED for strategy in self._space.strategies[index]]
+                    produced = [strategy.outputs[position] or REPLICATED for strategy in self._space.strategies[index]]
                     state = state_of_output.get(name)
-                    self._add_value(name, index, made, readers[name], name in returned and state is None, state)
+                    self._add_value(name, index, produced, readers[name], name in returned and state is None, state)
 
     def _wants(self, index: int, name: str) -> list[tuple[Layout, ...]]:
         """Return, per strategy of a reader, the layouts in which it reads a value."""
@@ -144,7 +144,7 @@ class ChoiceNetwork:
         self,
         name: str,
         producer: int | None,
-        made: Sequence[Layout],
+        produced: Sequence[Layout],
         readers: Sequence[int],
         is_output: bool,
         state: str | None,
@@ -158,7 +158,7 @@ class ChoiceNetwork:
             variable, layouts = self._state_layouts[state]
             users.append((variable, [(layout,) for layout in layouts]))
         size = self._facts.bytes(name)
-        sources = list(dict.fromkeys(made))
+        sources = list(dict.fromkeys(produced))
         wanted = {layout for _, wants in users for want in wants for layout in want}
         if not users and not is_output:
             return
@@ -173,7 +173,7 @@ class ChoiceNetwork:
         self._factors.append(Factor((variable,), unary))
         if producer is not None:
             self._add_table(
-                ("made", key, tuple(made)), (producer, variable), lambda: self._producer_table(made, options)
+                ("made", key, tuple(produced)), (producer, variable), lambda: self._producer_table(produced, options)
             )
         for index, wants in users:
             if index == producer:
@@ -213,8 +213,8 @@ class ChoiceNetwork:
                     costs[index] += seconds(option[0], REPLICATED, size)
         return np.array(costs)
 
-    def _producer_table(self, made: Sequence[Layout], options: Sequence[Option]) -> Table:
-        return np.array([[0.0 if layout == source else math.inf for source, _ in options] for layout in made])
+    def _producer_table(self, produced: Sequence[Layout], options: Sequence[Option]) -> Table:
+        return np.array([[0.0 if layout == source else math.inf for source, _ in options] for layout in produced])
 
     def _reader_table(self, wants: Sequence[tuple[Layout, ...]], options: Sequence[Option], size: int) -> Table:
         return np.array(

@@ -94,6 +94,13 @@ class ExchangeWriter:
         self.add(node, NodeOrigin(device, -1, moved_bytes))
         return name
 
+    def override_entry(self, vector: str, length: int, index: int, entry: int, result: str, device: int) -> str:
+        """Return a vector of integers with another entry at one index."""
+        mask, values = np.zeros(length, bool), np.zeros(length, np.int64)
+        mask[index], values[index] = True, entry
+        inputs = [self.constant("mask", mask), self.ints(values.tolist()), vector]
+        return self.exchange_node("Where", inputs, result, device, 8 * length)
+
     # --- parts of values ---
 
     def bytes(self, name: str, layout: Layout, device: int) -> int:
@@ -151,14 +158,14 @@ class ExchangeWriter:
         key = value, axis, low, high
         if key not in self.slices:
             result = f"{value}/{low}:{high}"
-            if self.facts.opset < 10:
-                made = self.exchange_node(
+            if self.model.opset < 10:
+                piece = self.exchange_node(
                     "Slice", [value], result, device, moved_bytes, starts=[low], ends=[high], axes=[axis]
                 )
             else:
                 inputs = [value, self.ints([low]), self.ints([high]), self.ints([axis])]
-                made = self.exchange_node("Slice", inputs, result, device, moved_bytes)
-            self.slices[key] = made
+                piece = self.exchange_node("Slice", inputs, result, device, moved_bytes)
+            self.slices[key] = piece
         return self.slices[key]
 
     def ranges_of(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto, helper
 
@@ -142,21 +141,3 @@ class LocalNode:
 
 Edit = Callable[[LocalNode], None]
 """Adapts a device's copy of a node to its parts."""
-
-
-def chain(*edits: Edit | None) -> Edit | None:
-    """Return one edit that does several, in order; None for none."""
-    present = [edit for edit in edits if edit is not None]
-    if not present:
-        return None
-
-    def apply(local: LocalNode) -> None:
-        for edit in present:
-            edit(local)
-
-    return apply
-
-
-def as_array(values: Sequence[int]) -> NDArray[np.int64]:
-    """Return integers as an array of 64 bits."""
-    return np.array(list(values), dtype=np.int64)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from onnxplace.passes.sharding.layouts import Division, Layout
-from onnxplace.passes.sharding.node_views import LocalNode, NodeView, Shape
+from onnxplace.passes.sharding.node_views import Edit, LocalNode, NodeView, Shape
 
 RESHAPES = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
 
@@ -64,7 +64,7 @@ def _find_group(source: Shape, result: Shape, axis: int) -> tuple[int, int, int]
     return None
 
 
-def set_reshape_target(source: Layout) -> object:
+def set_reshape_target(source: Layout) -> Edit:
     """Return the edit of a Reshape whose input has this layout."""
 
     def edit(local: LocalNode) -> None:

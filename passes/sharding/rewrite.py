@@ -182,10 +182,7 @@ class _Writer(ExchangeWriter):
         inputs, outputs = local_shapes(self.space, view, strategy, device)
 
         def override(name: str, length: int, index: int, entry: int) -> str:
-            mask, values = np.zeros(length, bool), np.zeros(length, np.int64)
-            mask[index], values[index] = True, entry
-            inputs = [self.constant("mask", mask), self.ints(values.tolist()), name]
-            return self.exchange_node("Where", inputs, f"{name}/for{device}", device, 8 * length)
+            return self.override_entry(name, length, index, entry, f"{name}/for{device}", device)
 
         assert strategy.edit is not None
         strategy.edit(
@@ -212,10 +209,8 @@ class _Writer(ExchangeWriter):
         )
         if not start <= layout.axis < end:
             return result
-        mask, values = np.zeros(end - start, bool), np.zeros(end - start, np.int64)
-        mask[layout.axis - start], values[layout.axis - start] = True, view.shape(0)[layout.axis]
-        inputs = [self.constant("mask", mask), self.ints(values.tolist()), result]
-        return self.exchange_node("Where", inputs, f"{result}/whole", device, 8 * len(values))
+        index, size = layout.axis - start, view.shape(0)[layout.axis]
+        return self.override_entry(result, end - start, index, size, f"{result}/whole", device)
 
     def weigh_mean(self, node: NodeProto, view: NodeView, strategy: Strategy, result: str, device: int) -> str:
         """Return a part's mean times its share of the whole, which is a summand of the mean."""

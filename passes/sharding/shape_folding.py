@@ -48,9 +48,9 @@ def infer_all_shapes(model: Model) -> dict[str, Shape]:
             break
         known.update(values)
         folded = _with_constants(model, known)
-        found = {**_infer(folded), **{name: tuple(tensor.dims) for name, tensor in known.items()}}
+        inferred = {**_infer(folded), **{name: tuple(tensor.dims) for name, tensor in known.items()}}
         before = len(shapes)
-        shapes = {**found, **shapes}
+        shapes = {**inferred, **shapes}
         if len(shapes) == before:
             break
     return shapes

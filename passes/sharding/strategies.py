@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
 
 from onnx import TensorProto
 
@@ -132,7 +131,7 @@ class StrategyTable:
 
     def _by_rule(self, view: NodeView, rule: AxisRule, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[Strategy]:
         """Yield the strategies of an axis rule, one per cut that some of its axes may have."""
-        asked: set[tuple[int, int]] = set()
+        options: set[tuple[int, int]] = set()
         sizes = {}
         for side, axes, shapes in (("in", rule.inputs, view.inputs), ("out", rule.outputs, view.outputs)):
             for position, axis in axes.items():
@@ -142,14 +141,14 @@ class StrategyTable:
                 fused = rule.fused.get(position, 1) if side == "in" else 1
                 for outer, blocks in cuts.get((side, position, axis), frozenset()):
                     if outer % fused == 0:
-                        asked.add((outer // fused, blocks))
+                        options.add((outer // fused, blocks))
                 sizes[side, position] = axis, shape[axis], fused
         if rule.units and sizes:
-            asked.add((1, rule.units))
+            options.add((1, rule.units))
         summed = {"map": None, "sum": _SUMMED_TYPES, "mean": _SUMMABLE_TYPES}[rule.effect]
         if summed is not None and not self._can_sum(view, summed):
             return
-        for outer, blocks in sorted(asked):
+        for outer, blocks in sorted(options):
             if rule.units and (outer > 1 or rule.units % blocks):
                 continue
             layouts = {
@@ -194,7 +193,7 @@ class StrategyTable:
                 pairs.add((other, layout))
         for before, after in sorted(pairs):
             if can_reshape_parts(view, before, after, self.division):
-                edit = cast("Edit", set_reshape_target(before)) if view.op == "Reshape" else None
+                edit = set_reshape_target(before) if view.op == "Reshape" else None
                 yield self._with_first(view, before, after, edit)
 
     def _layouts(
@@ -214,16 +213,16 @@ class StrategyTable:
         axis, parts = equal
         is_split = view.op == "Split"
         one = view.shape(0) if is_split else view.result()
-        asked = {
+        options = {
             cut for position in range(parts) for cut in cuts.get(("out" if is_split else "in", position, axis), ())
         }
         for outer, blocks in cuts.get(("in" if is_split else "out", 0, axis), ()):
             if outer % parts == 0:
-                asked.add((outer // parts, blocks))
-        for outer, blocks in sorted(asked):
-            part = self.division.split(axis, one[axis] // parts, outer, blocks)
+                options.add((outer // parts, blocks))
+        for outer, blocks in sorted(options):
             if outer > 1:
                 continue  # parts that are fused themselves would interleave
+            part = self.division.split(axis, one[axis] // parts, outer, blocks)
             whole = self.division.split(axis, one[axis], outer * parts, blocks)
             if part is None or whole is None:
                 continue
@@ -243,10 +242,10 @@ class StrategyTable:
         result = division.split(ROW_AXIS, result_size)
         if result is None:
             return
-        found = find_window(view, result, division)
-        if found is None:
+        windowed = find_window(view, result, division)
+        if windowed is None:
             return
-        window, edit = found
+        window, edit = windowed
         rest = tuple(None if shape is None else REPLICATED for shape in view.inputs[1:])
         yield Strategy((REPLICATED, *rest), (result,), edit=edit, window=window)
         source = division.split(ROW_AXIS, size)

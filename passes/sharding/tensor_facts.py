@@ -72,18 +72,13 @@ class TensorFacts:
                 constants[name] = numpy_helper.to_array(tensor)
         return TensorFacts(model, shapes, fixed, types, constants)
 
-    @cached_property
-    def opset(self) -> int:
-        """Return the version of the standard operators."""
-        return next((item.version for item in self.model.opsets if item.domain in ("", "ai.onnx")), 0)
-
     def can_split(self, name: str) -> bool:
         """Return whether a value has a type that Slice and Concat take; weights are cut before the model runs."""
         if name in self.is_weight:
             return True
         kind = TensorProto.DataType.Name(self.types.get(name, TensorProto.UNDEFINED))
-        if self.opset < _MIN_CONCAT_OPSET:
-            return self.opset > 0 and kind in ("FLOAT", "DOUBLE", "FLOAT16")
+        if self.model.opset < _MIN_CONCAT_OPSET:
+            return self.model.opset > 0 and kind in ("FLOAT", "DOUBLE", "FLOAT16")
         return not kind.startswith(_UNCUT_TYPES)
 
     @cached_property
@@ -110,7 +105,7 @@ class TensorFacts:
             node=node,
             inputs=tuple(shapes[name] if name else None for name in node.input),
             outputs=tuple(shapes[name] if name else None for name in node.output),
-            opset=self.opset,
+            opset=self.model.opset,
             constants={i: self.constants[name] for i, name in enumerate(node.input) if name in self.constants},
             element_types=tuple(self.types.get(name, 0) for name in node.output if name),
         )

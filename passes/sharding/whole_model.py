@@ -27,7 +27,6 @@ class _WholeModel:
     def __init__(self, model: Model, sharded: ShardedModel, division: Division, from_parts: bool) -> None:
         self._weight_parts = sharded.weight_parts if from_parts else {}
         self._model, self._sharded, self._division = model, sharded, division
-        self._opset = next((item.version for item in model.opsets if item.domain in ("", "ai.onnx")), 0)
         self._weights: dict[str, TensorProto] = {}
         self._before: list[NodeProto] = []
         self._after: list[NodeProto] = []
@@ -74,7 +73,7 @@ class _WholeModel:
         return [*nodes, helper.make_node("Concat", ordered, [name], name=f"{name}/joined", axis=axis)]
 
     def _slice(self, source: str, result: str, axis: int, low: int, high: int) -> NodeProto:
-        if self._opset < 10:
+        if self._model.opset < 10:
             return helper.make_node("Slice", [source], [result], name=result, starts=[low], ends=[high], axes=[axis])
         inputs = [source, self._ints([low]), self._ints([high]), self._ints([axis])]
         return helper.make_node("Slice", inputs, [result], name=result)
