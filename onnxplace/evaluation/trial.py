@@ -22,6 +22,7 @@ from onnxplace.bundle import (
     WHOLE_MODEL_FILE,
     Bundle,
     Manifest,
+    SplitStates,
     TrialRecord,
     simulate_manifest,
 )
@@ -113,7 +114,13 @@ def run_trials(bundles: Sequence[Bundle], feeds: Mapping[str, Array], *, cached:
         return cached_trials
     runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
     with ExitStack() as stack:
-        sessions = [_TrialSession(stack.enter_context(runtime.open(bundle, trace=True)), feeds) for bundle in bundles]
+        sessions = [
+            # One bundle may hold a state whole that another one holds in parts.
+            _TrialSession(
+                stack.enter_context(runtime.open(bundle, trace=True)), SplitStates(bundle.manifest).cut_feeds(feeds)
+            )
+            for bundle in bundles
+        ]
         for session in sessions:
             session.warm_up()
         while not all(session.has_enough for session in sessions):

@@ -8,6 +8,7 @@ import onnx
 import pytest
 
 import onnxplace
+from onnxplace.evaluation import run_trials
 from onnxplace.machine import import_onnxruntime
 from tests.support.chains import cached_decoder, mlp
 from tests.support.commands import only_json
@@ -194,6 +195,15 @@ def test_a_cache_is_split_by_heads_and_decodes_the_same(run_cli, ways):
         )
     assert run_cli("verify", "out", "--steps", "3").code == 0
     assert run_cli("verify", "out", "--steps", "3", "--against", "decoder.onnx").code == 0
+
+
+def test_a_trial_takes_whole_states_for_a_bundle_that_holds_them_in_parts(run_cli):
+    Path("decoder.onnx").write_bytes(cached_decoder().SerializeToString())
+    shape = ("--shape", "seq=1,past=5", "--state", "present=past")
+    bundle = compile_exactly(run_cli, "decoder.onnx", EXACT.replace("ways=2", "ways=2,weights=least"), *shape)
+    feeds = {"x": np.zeros((1, 1, 64), np.float32), "past": np.zeros((1, 4, 5, 16), np.float32)}
+    (trial,) = run_trials([bundle], feeds, cached=False)
+    assert trial.step_seconds > 0
 
 
 def test_a_state_that_does_not_fit_its_parts_is_refused(run_cli):
