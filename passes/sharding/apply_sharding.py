@@ -206,11 +206,11 @@ def _apply(state: State, candidate: _Candidate, options: ShardingOptions) -> Sta
     groups = list_stage_groups(state.target, candidate.devices, options.stages)
     sharded = write_sharded_model(candidate.space, candidate.choice, candidate.costs)
     profile = scale_profile(state[Profile], sharded, candidate.choice, candidate.work, state.target, candidate.devices)
-    lane = np.array([origin.device for origin in sharded.origins], dtype=np.int32)
+    position = np.array([origin.device for origin in sharded.origins], dtype=np.int32)
     stage = cut_into_stages(
-        sharded.model, device_seconds(profile, state.target)[candidate.devices[0]], lane, len(groups)
+        sharded.model, device_seconds(profile, state.target)[candidate.devices[0]], position, len(groups)
     )
-    device = np.array(groups, dtype=np.int32)[stage, lane]
+    device = np.array(groups, dtype=np.int32)[stage, position]
     kinds, unsplit = _summarise(state, candidate)
     shards = Shards(
         device=device,

@@ -35,23 +35,29 @@ def list_stage_groups(target: Target, first: Sequence[int], stages: int) -> list
     return groups
 
 
-def cut_into_stages(model: Model, seconds: Floats, lane: Ints, stages: int) -> Ints:
+def cut_into_stages(model: Model, seconds: Floats, position: Ints, stages: int) -> Ints:
     """Return the stage of each node: consecutive nodes, of about equal time on the busiest device of the group.
 
     No cut separates the producer of a carried state from its readers in the next call.
+
+    Args:
+        model: The sharded model.
+        seconds: Of each node on its device.
+        position: Of each node's device in its group.
+        stages: Number of stages.
     """
     result = np.zeros(len(model.nodes), dtype=np.int32)
     if stages == 1:
         return result
-    busiest = int(np.bincount(lane, weights=seconds).argmax())
-    done = np.cumsum(np.where(lane == busiest, seconds, 0.0))
+    busiest = int(np.bincount(position, weights=seconds).argmax())
+    elapsed_seconds = np.cumsum(np.where(position == busiest, seconds, 0.0))
     allowed = np.flatnonzero(_may_cut_before(model))
     for stage in range(1, stages):
         if not len(allowed):
             break
-        wanted = done[-1] * stage / stages
-        before = np.where(allowed > 0, done[np.maximum(allowed - 1, 0)], 0.0)
-        cut = int(allowed[np.abs(before - wanted).argmin()])
+        goal_seconds = elapsed_seconds[-1] * stage / stages
+        before = np.where(allowed > 0, elapsed_seconds[np.maximum(allowed - 1, 0)], 0.0)
+        cut = int(allowed[np.abs(before - goal_seconds).argmin()])
         result[cut:] = np.maximum(result[cut:], stage)
     return result
 
