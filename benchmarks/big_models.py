@@ -32,6 +32,7 @@ from _tables import print_table, report_progress
 from onnx import ModelProto, TensorProto
 
 from onnxplace.bundle import Bundle
+from onnxplace.devices import DeviceAddress
 from onnxplace.machine import local_target, make_session_options, open_session
 from onnxplace.model import bind, build_op_graph, infer_static_shapes, load, value_bytes
 from onnxplace.passes.profiling import MeasurementOptions, measure_chunks, node_kinds, pool_by_kind
@@ -108,11 +109,11 @@ def measure_pooling() -> None:
     """
     model = bind(load(build_transformer(8, 256, 64, make_weight)), {"batch": 1}, {})
     kinds = node_kinds(model, infer_static_shapes(model))
-    reference = MeasurementOptions("cpu:0", (0,), 60, 30.0).measure(model, model.feeds())[0]
+    reference = MeasurementOptions(DeviceAddress("cpu", 0), (0,), 60, 30.0).measure(model, model.feeds())[0]
     graph = build_op_graph(model, value_bytes(model, infer_static_shapes(model)))
     layers = [range(first, min(first + 39, len(graph))) for first in range(0, len(graph), 39)]
     layer_seconds = measure_chunks(
-        model, graph, kinds, layers, model.feeds(), MeasurementOptions("cpu:0", (0,), 9, 30.0)
+        model, graph, kinds, layers, model.feeds(), MeasurementOptions(DeviceAddress("cpu", 0), (0,), 9, 30.0)
     ).seconds.sum()
     print(
         f"\nlayer by layer {layer_seconds * 1e3:.1f} ms, in one session {1e3 * (reference.whole_seconds or 0):.1f} ms"
@@ -121,7 +122,7 @@ def measure_pooling() -> None:
     significant = reference_seconds > reference_seconds.sum() / 1000
     print("\n| runs | error of a kernel, measured | of equal kernels' median |\n|---|---|---|")
     for runs in (3, 3, 9, 9, 60):
-        found = MeasurementOptions("cpu:0", (0,), runs, 30.0).measure(model, model.feeds())[0]
+        found = MeasurementOptions(DeviceAddress("cpu", 0), (0,), runs, 30.0).measure(model, model.feeds())[0]
         errors = []
         for seconds in (found.seconds, pool_by_kind(found.seconds, found.unit, found.ran, kinds)):
             pooled = np.bincount(reference.unit, seconds * (reference_seconds.sum() / seconds.sum()))

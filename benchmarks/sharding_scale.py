@@ -18,7 +18,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnxplace.model import load
-from onnxplace.passes.profiling import TYPICAL_PEAKS
+from onnxplace.passes.profiling import typical_peaks
 from onnxplace.passes.sharding.choice import ChoiceProblem
 from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
 from onnxplace.passes.sharding.layouts import Division
@@ -166,7 +166,7 @@ def measure(name: str, count: int, ways: int, latency_seconds: float) -> tuple[o
     times.append(time.perf_counter())
     space = build_space(facts, Division((1.0,) * ways))
     times.append(time.perf_counter())
-    peaks = TYPICAL_PEAKS["cpu"]
+    peaks = typical_peaks("cpu")
     costs = ExchangeCosts(
         count=ways,
         latency_seconds=latency_seconds,

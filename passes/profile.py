@@ -122,7 +122,7 @@ class ProfileCosts(Pass):
                 continue
             cores = available_cores()[: device.cores]
             options = MeasurementOptions(
-                device_id=device.id,
+                device=device.address,
                 cores=cores,
                 repeat=self.repeat,
                 seconds=self.seconds,

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from onnxplace.bundle import Bundle
 from onnxplace.feeds import Array
-from onnxplace.machine import assign_cores, require_cuda
+from onnxplace.machine import assign_cores, require_device
 from onnxplace.runtime import Result, Runtime, RuntimeSession
 from onnxplace.runtimes.execution import Engine, PlacedDevice, open_segment
 
@@ -34,11 +34,10 @@ class OnnxRuntime(Runtime):
         used = [device for device in bundle.target.devices if bundle.manifest.programs.get(device.id)]
         alternative = "without it, `onnxplace run --runtime simulated` predicts the time"
         for device in used:
-            if device.kind == "cuda":
-                require_cuda(device.id, "" if bundle.manifest.states else alternative)
-        cpus = [device for device in bundle.target.devices if device.kind == "cpu"]
+            require_device(device, "" if bundle.manifest.states else alternative)
+        cpus = [device for device in bundle.target.devices if device.is_host]
         cores = dict(zip([device.id for device in cpus], assign_cores([device.cores for device in cpus])))
-        devices = {device.id: PlacedDevice(device.id, cores.get(device.id, ())) for device in used}
+        devices = {device.id: PlacedDevice(device, cores.get(device.id, ())) for device in used}
         segments = {
             segment.id: open_segment(bundle, segment, devices[segment.device]) for segment in bundle.manifest.segments
         }

@@ -22,7 +22,7 @@ from onnxplace.calibration.microbenchmarks import (
 )
 from onnxplace.calibration.samples import MIN_UNDISTURBED_SAMPLES, Samples, take_turns
 from onnxplace.errors import UsageError
-from onnxplace.machine import available_memory_bytes, find_link_technology, require_cuda
+from onnxplace.machine import available_memory_bytes, find_link_technology, require_device
 from onnxplace.target import SEGMENT_OVERHEAD_SECONDS, Device, Link, LinkModel, Shared, Target
 from onnxplace.utils import temporary_folder
 
@@ -93,7 +93,7 @@ def calibrate(
 
     Raises:
         UsageError: for sizes or seconds that are not positive.
-        TargetError: for a GPU that this machine does not have.
+        TargetError: for a device that this machine does not have.
 
     >>> calibrate(local_target("cpu:0,cpu:1"), seconds=1.0).target.links  # doctest: +SKIP
     """
@@ -102,8 +102,7 @@ def calibrate(
         message = f"expected a positive number of seconds, got {seconds:g}"
         raise UsageError("U015", message, where="--seconds", hint="30 seconds suffice for most machines")
     for device in target.devices:
-        if device.kind == "cuda":
-            require_cuda(device.id)
+        require_device(device)
     began = time.perf_counter()
     with temporary_folder() as folder:
         hops, calls, contention = _measure(target, sizes, seconds, folder, observer or (lambda *_: None))

@@ -15,7 +15,7 @@ from onnxplace.driver.options import CompileOptions, CompileSettings
 from onnxplace.driver.sharding import PlacedModel, place_or_shard, report_spare_ways, run_slice
 from onnxplace.errors import Diagnostic, InfeasibleError, ModelError, UsageError
 from onnxplace.facts import Placement, Profile
-from onnxplace.machine import find_cuda_problem, list_gpus, measurement_cache, use_custom_operators
+from onnxplace.machine import list_accelerators, measurement_cache, use_custom_operators
 from onnxplace.model import (
     Model,
     bind,
@@ -188,14 +188,14 @@ def _report_assumed_links(target: Target) -> list[Diagnostic]:
 
 def _report_unused_gpus(target: Target, devices: object) -> list[Diagnostic]:
     """Return a note for each GPU that the default devices omit."""
-    if devices is not None or any(device.kind == "cuda" for device in target.devices):
+    if devices is not None or not all(device.is_host for device in target.devices):
         return []
     return [
         Diagnostic(
             "T012",
-            f"this GPU ({gpu.name}) is not used: {find_cuda_problem(gpu.index)}",
-            where=f"cuda:{gpu.index}",
+            f"this GPU ({gpu.name}) is not used: {problem}",
+            where=device,
             hint="pip uninstall -y onnxruntime; pip install 'onnxplace[gpu]'",
         )
-        for gpu in list_gpus()
+        for device, gpu, problem in list_accelerators()
     ]

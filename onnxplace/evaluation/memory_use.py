@@ -20,13 +20,13 @@ import numpy as np
 from onnxplace.bundle import Bundle, extract_device_part
 from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.machine import (
-    build_one_node_model,
-    list_gpus,
+    list_accelerators,
     list_operator_libraries,
     make_session_options,
     open_session,
     use_custom_operators,
 )
+from onnxplace.ort import build_one_node_model
 from onnxplace.pipeline import Observer, find_plugin
 from onnxplace.runtime import Runtime
 from onnxplace.utils import disk_error, run_in_child, temporary_folder
@@ -189,7 +189,7 @@ def run_memory_job(job: MemoryJob) -> ProcessMemory:
     # A caller keeps the feeds of the whole bundle; the values sent to a part are freed by its program.
     feeds = job.feeds if job.device else dict(job.feeds)
     runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
-    gpu_ids = [device.id for device in bundle.target.devices if device.kind == "cuda"]
+    gpu_ids = [device.id for device in bundle.target.devices if not device.is_host]
     with use_custom_operators(job.libraries), _watch_gpus(gpu_ids) as gpu_bytes:
         open_session(
             build_one_node_model(), make_session_options(())
@@ -262,5 +262,5 @@ def _watch_gpus(devices: Collection[str]) -> Iterator[dict[str, int]]:
 
 def _read_used_gpu_bytes(devices: Collection[str]) -> dict[str, int]:
     """Return the bytes in use on each of these GPUs that the driver lists."""
-    used = {f"cuda:{gpu.index}": gpu.memory_bytes - gpu.free_bytes for gpu in list_gpus()}
+    used = {device: gpu.memory_bytes - gpu.free_bytes for device, gpu, _ in list_accelerators()}
     return {device: size for device, size in used.items() if device in devices}

@@ -35,13 +35,13 @@ from onnxplace.machine import (
     Runs,
     available_cores,
     available_memory_bytes,
-    find_cuda_problem,
-    import_onnxruntime,
+    find_device_problem,
     list_operator_libraries,
     longest_wait,
     measurement_cache,
     read_run_delays,
 )
+from onnxplace.ort import import_onnxruntime
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event, Runtime, RuntimeSession
 from onnxplace.simulation import loads_of_simulation
@@ -98,7 +98,7 @@ def find_core_shortage(manifest: Manifest) -> Diagnostic | None:
 
 def _find_missing_gpu(manifest: Manifest) -> Diagnostic | None:
     for device in manifest.target.devices:
-        if device.kind == "cuda" and manifest.programs.get(device.id) and (problem := find_cuda_problem(device.index)):
+        if manifest.programs.get(device.id) and (problem := find_device_problem(device)):
             return Diagnostic("T011", problem, where=device.id)
     return None
 

@@ -8,18 +8,16 @@ if TYPE_CHECKING:
     from onnxplace.machine import measurement_cache as measurement_cache
     from onnxplace.machine.hardware import (
         RUNTIME_BYTES as RUNTIME_BYTES,
-        Gpu as Gpu,
         assign_cores as assign_cores,
         available_cores as available_cores,
         available_memory_bytes as available_memory_bytes,
-        build_one_node_model as build_one_node_model,
         describe_machine as describe_machine,
-        find_cuda_problem as find_cuda_problem,
+        find_device_problem as find_device_problem,
+        find_hardware as find_hardware,
         find_link_technology as find_link_technology,
-        import_onnxruntime as import_onnxruntime,
-        list_gpus as list_gpus,
+        list_accelerators as list_accelerators,
         local_target as local_target,
-        require_cuda as require_cuda,
+        require_device as require_device,
     )
     from onnxplace.machine.interrupts import (
         interruptible as interruptible,
@@ -54,9 +52,8 @@ __getattr__, __dir__, __all__ = attach(
     {
         "measurement_cache": "",
         "hardware": (
-            "Gpu RUNTIME_BYTES assign_cores available_cores available_memory_bytes build_one_node_model "
-            "describe_machine find_cuda_problem find_link_technology import_onnxruntime list_gpus local_target "
-            "require_cuda"
+            "RUNTIME_BYTES assign_cores available_cores available_memory_bytes describe_machine find_device_problem "
+            "find_hardware find_link_technology list_accelerators local_target require_device"
         ),
         "interrupts": "interruptible prepare_interrupts register_ending_handler",
         "refusals": "LIBRARY_HINT find_disk_full",

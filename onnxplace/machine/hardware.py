@@ -3,123 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache, lru_cache
-from importlib import metadata
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from onnxplace.errors import ExecutionError, TargetError
-from onnxplace.target import Device, Target, parse_device_ids
+from onnxplace.devices import DeviceAddress, DeviceKind, Hardware, find_kind, list_kind_names
+from onnxplace.errors import TargetError
+from onnxplace.ort import import_onnxruntime
+from onnxplace.target import Device, DeviceSpec, Target, parse_devices
 
 # Memory of a process that runs bundles, before it has a model: Python, packages, ONNX Runtime (benchmarks/memory.py).
 RUNTIME_BYTES = 141 << 20
 # Share of the memory that stays free for what a schedule does not count: structures of the sessions, holes in the
 # arena, weights that several segments of a device copy, other programs (docs/measurements.md).
 HEADROOM_SHARE = 0.10
-
-INSTALL_HINT = "pip install 'onnxplace[cpu]' (or 'onnxplace[gpu]' on a machine with CUDA 13)"
-
-
-@lru_cache(maxsize=1)
-def import_onnxruntime() -> Any:
-    """Import ONNX Runtime once.
-
-    Telemetry is off unless the user set it. Raises ExecutionError for a broken installation.
-    """
-    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
-    installed = [name for name in ("onnxruntime", "onnxruntime-gpu") if _is_installed(name)]
-    if len(installed) == 2:
-        raise ExecutionError(
-            "R001",
-            "onnxruntime and onnxruntime-gpu are both installed and overwrite each other",
-            hint=f"pip uninstall -y onnxruntime onnxruntime-gpu, then {INSTALL_HINT}",
-        )
-    try:
-        import onnxruntime
-    except ImportError as problem:
-        raise ExecutionError("R002", f"ONNX Runtime cannot be imported: {problem}", hint=INSTALL_HINT) from None
-    if not hasattr(onnxruntime, "InferenceSession"):
-        raise ExecutionError(
-            "R002",
-            "the installed onnxruntime is empty: another wheel that shares its files was removed",
-            hint=f"pip uninstall -y onnxruntime onnxruntime-gpu, then {INSTALL_HINT}",
-        )
-    return onnxruntime
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as its driver describes it."""
-
-    index: int
-    name: str
-    memory_bytes: int
-    free_bytes: int
-
-
-def list_gpus() -> tuple[Gpu, ...]:
-    """Return the NVIDIA GPUs that the driver lists.
-
-    The result is empty without a driver or without nvidia-ml-py.
-    """
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # noqa: BLE001 - without an answer of the driver, no GPU can be used
-        return ()
-    gpus = []
-    for index in range(pynvml.nvmlDeviceGetCount()):
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        memory, name = pynvml.nvmlDeviceGetMemoryInfo(handle), pynvml.nvmlDeviceGetName(handle)
-        gpus.append(Gpu(index, name if isinstance(name, str) else name.decode(), int(memory.total), int(memory.free)))
-    return tuple(gpus)
-
-
-def find_link_technology(source: str, destination: str) -> str:
-    """Return the link between two devices of this machine.
-
-    It is `memory`, `nvlink`, `pcie` or `host`.
-
-    Two GPUs with peer access have NVLink or PCIe. All other transfers with a GPU go through the host's memory. So do
-    transfers for which the link is unknown (no driver, or no nvidia-ml-py).
-
-    >>> link_technology("cpu:0", "cpu:1")
-    'memory'
-    """
-    gpu_indices = [int(name.partition(":")[2]) for name in (source, destination) if name.startswith("cuda:")]
-    if not gpu_indices:
-        return "memory"
-    return _find_peer_link(*gpu_indices) if len(gpu_indices) == 2 else "host"
-
-
-def _find_peer_link(first: int, second: int) -> str:
-    """Return the link between two GPUs, by index: `nvlink`, `pcie` or `host`."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in (first, second)]
-        for capability, name in (
-            (pynvml.NVML_P2P_CAPS_INDEX_NVLINK, "nvlink"),
-            (pynvml.NVML_P2P_CAPS_INDEX_READ, "pcie"),
-        ):
-            if pynvml.nvmlDeviceGetP2PStatus(*handles, capability) == pynvml.NVML_P2P_STATUS_OK:
-                return name
-    except Exception:  # noqa: BLE001 - no driver, or one that does not answer
-        return "host"
-    return "host"
 
 
 def available_cores() -> tuple[int, ...]:
@@ -168,13 +68,13 @@ def assign_cores(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 def local_target(devices: str | Sequence[str] | None = None) -> Target:
     """Return a target of devices of this machine.
 
-    By default, these are all GPUs, or else two CPU devices.
+    By default, these are all usable GPUs of one kind, or else two CPU devices.
 
     A memory limit is the memory that is free now, less `HEADROOM_SHARE`. CPU devices share the host's memory equally,
-    less `RUNTIME_BYTES`.
+    less `RUNTIME_BYTES`, and logical devices of a GPU share that of the GPU.
 
     Args:
-        devices: Device ids, such as `cuda:0,cuda:1`.
+        devices: Device ids, such as `cuda:0,cuda:1`, with options, such as `cuda:0{provider=tensorrt}`.
 
     Raises:
         TargetError: A GPU does not exist, or ONNX Runtime cannot use it.
@@ -182,91 +82,100 @@ def local_target(devices: str | Sequence[str] | None = None) -> Target:
     >>> [device.id for device in local_target("cpu:0,cpu:1").devices]
     ['cpu:0', 'cpu:1']
     """
-    gpus = list_gpus()
-    ids = parse_device_ids(devices) if devices else choose_default_device_ids(gpus)
-    cpu_count = sum(device_id.startswith("cpu:") for device_id in ids)
-    core_counts = iter(divide_cores(cpu_count) if cpu_count else [])
+    specs = parse_devices(devices) if devices else parse_devices(list_default_device_ids())
+    hosts = [spec.id for spec in specs if _kind_of(spec.id).is_host]
+    core_counts = dict(zip(hosts, divide_cores(len(hosts)) if hosts else ()))
     usable_bytes = max(available_memory_bytes() - RUNTIME_BYTES, 0)
-    host_bytes = int(usable_bytes * (1 - HEADROOM_SHARE)) // max(cpu_count, 1)
-    result = []
-    for device_id in ids:
-        kind, _, index = device_id.partition(":")
-        if kind == "cuda":
-            result.append(_describe_cuda_device(device_id, int(index), gpus))
-        else:
-            result.append(Device(device_id, host_bytes, cores=next(core_counts)))
-    return Target(tuple(result))
+    host_bytes = int(usable_bytes * (1 - HEADROOM_SHARE)) // max(len(hosts), 1)
+    sharers = Counter(spec.id.partition("/")[0] for spec in specs)
+    return Target(
+        tuple(
+            Device(spec.id, host_bytes, cores=core_counts[spec.id], options=spec.options)
+            if spec.id in core_counts
+            else _describe_accelerator(spec, sharers[spec.id.partition("/")[0]])
+            for spec in specs
+        )
+    )
 
 
-def choose_default_device_ids(gpus: tuple[Gpu, ...]) -> tuple[str, ...]:
-    """Return the usable GPUs, or else two CPU devices."""
-    usable = tuple(f"cuda:{gpu.index}" for gpu in gpus if find_cuda_problem(gpu.index) is None)
-    return usable or ("cpu:0", "cpu:1")
+def _kind_of(device_id: str) -> DeviceKind:
+    return find_kind(device_id.partition(":")[0])
 
 
-def _describe_cuda_device(device_id: str, index: int, gpus: tuple[Gpu, ...]) -> Device:
-    """Return a GPU as a device.
+def list_default_device_ids() -> tuple[str, ...]:
+    """Return the usable GPUs of the first kind that has any, or else two CPU devices."""
+    for kind in map(find_kind, list_kind_names()):
+        addresses = [DeviceAddress(kind.name, hardware.index) for hardware in kind.list_hardware()]
+        if usable := tuple(address.id for address in addresses if kind.find_problem(address) is None):
+            return usable
+    return ("cpu:0", "cpu:1")
+
+
+def _describe_accelerator(spec: DeviceSpec, sharers: int) -> Device:
+    """Return a GPU, or one of several logical devices that share it, as a device.
 
     Raises TargetError if it cannot be used.
     """
-    require_cuda(device_id)
-    gpu = next((gpu for gpu in gpus if gpu.index == index), None)
-    if gpu is None:
+    device = Device(spec.id, 0, options=spec.options)
+    require_device(device)
+    hardware = find_hardware(device)
+    if hardware is None:
         raise TargetError(
             "T010",
             "its memory cannot be read: the driver does not list it",
-            where=device_id,
+            where=device.id,
             hint="pip install nvidia-ml-py, or describe the machine with --target",
         )
-    return Device(device_id, int(gpu.free_bytes * (1 - HEADROOM_SHARE)), model=gpu.name)
+    usable_bytes = int(hardware.free_bytes * (1 - HEADROOM_SHARE)) // sharers
+    return replace(device, memory_bytes=usable_bytes, model=hardware.name)
 
 
-def require_cuda(device_id: str, instead: str = "") -> None:
-    """Raise TargetError with the reason unless ONNX Runtime can use this GPU.
+def find_hardware(device: Device) -> Hardware | None:
+    """Return the GPU of this machine behind a device, if its driver lists it."""
+    listed = find_kind(device.kind).list_hardware()
+    return next((hardware for hardware in listed if hardware.index == device.address.index), None)
+
+
+def find_device_problem(device: Device) -> str | None:
+    """Return why ONNX Runtime cannot use a device on this machine; None if it can."""
+    return find_kind(device.kind).find_problem(device.address)
+
+
+def require_device(device: Device, instead: str = "") -> None:
+    """Raise TargetError with the reason unless ONNX Runtime can use this device here.
 
     Args:
-        device_id: The GPU, such as `cuda:0`.
+        device: Any device, such as the GPU `cuda:0`.
         instead: A way to do without it, for the hint.
     """
-    problem = find_cuda_problem(int(device_id.partition(":")[2]))
+    problem = find_device_problem(device)
     if problem:
-        raise TargetError(
-            "T011",
-            problem,
-            where=device_id,
-            hint="pip uninstall -y onnxruntime; pip install 'onnxplace[gpu]' "
-            "(needs Linux or Windows on x86-64 and a driver for CUDA 13); `onnxplace devices` lists all devices"
-            + (f"; {instead}" if instead else ""),
-        )
+        hints = (find_kind(device.kind).install_hint, "`onnxplace devices` lists all devices", instead)
+        raise TargetError("T011", problem, where=device.id, hint="; ".join(filter(None, hints)))
 
 
-@cache
-def find_cuda_problem(index: int) -> str | None:
-    """Return why ONNX Runtime cannot use GPU `index`; None if it can.
+def find_link_technology(source: str, destination: str) -> str:
+    """Return the link between two devices of this machine.
 
-    It opens a session, since the list of available providers names those compiled in, whether they work or not.
+    It is `memory`, `nvlink`, `pcie` or `host`: through the host's memory, as between devices of two kinds.
+
+    >>> find_link_technology("cpu:0", "cpu:1")
+    'memory'
     """
-    runtime = import_onnxruntime()
-    if "CUDAExecutionProvider" not in runtime.get_available_providers():
-        return f"the installed onnxruntime {runtime.__version__} has no CUDA provider"
-    options = runtime.SessionOptions()
-    options.log_severity_level = 4  # failures arrive as exceptions
-    providers = [("CUDAExecutionProvider", {"device_id": str(index)})]
-    try:
-        session = runtime.InferenceSession(build_one_node_model(), options, providers=providers)
-    except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
-        return f"ONNX Runtime cannot open it: {str(problem).splitlines()[0]}"
-    if session.get_providers()[0] != "CUDAExecutionProvider":
-        return "ONNX Runtime fell back to the CPU: the CUDA libraries or the GPU are missing"
-    return None
+    ends = (Device(source, 0), Device(destination, 0))
+    if ends[0].kind != ends[1].kind:
+        return "host"
+    return find_kind(ends[0].kind).find_link(ends[0].address.index, ends[1].address.index)
 
 
-def build_one_node_model() -> bytes:
-    """Return a serialised model of one node."""
-    from onnx import parser
-
-    text = '<ir_version: 8, opset_import: ["": 17]> one_node (float[1] x) => (float[1] y) { y = Relu(x) }'
-    return bytes(parser.parse_model(text).SerializeToString())
+def list_accelerators() -> list[tuple[str, Hardware, str | None]]:
+    """Return each GPU of this machine as its id, its hardware, and why it cannot be used, if so."""
+    return [
+        (address.id, hardware, kind.find_problem(address))
+        for kind in map(find_kind, list_kind_names())
+        for hardware in kind.list_hardware()
+        for address in (DeviceAddress(kind.name, hardware.index),)
+    ]
 
 
 def describe_machine() -> dict[str, Any]:
@@ -276,13 +185,13 @@ def describe_machine() -> dict[str, Any]:
     """
     gpus = [
         {
-            "id": f"cuda:{gpu.index}",
-            "name": gpu.name,
-            "memory_bytes": gpu.memory_bytes,
-            "free_bytes": gpu.free_bytes,
-            "problem": find_cuda_problem(gpu.index),
+            "id": device_id,
+            "name": hardware.name,
+            "memory_bytes": hardware.memory_bytes,
+            "free_bytes": hardware.free_bytes,
+            "problem": problem,
         }
-        for gpu in list_gpus()
+        for device_id, hardware, problem in list_accelerators()
     ]
     return {
         "host": {"cores": list(available_cores()), "available_memory_bytes": available_memory_bytes()},

@@ -203,7 +203,7 @@ def run_interruptibly(session: Any, names: Any, feeds: Any) -> Any:
 
     Ctrl-C ends it at the next node, and raises as usual.
     """
-    from onnxplace.machine.hardware import import_onnxruntime
+    from onnxplace.ort import import_onnxruntime
 
     options = import_onnxruntime().RunOptions()
     with interruptible(lambda: setattr(options, "terminate", True)):

@@ -15,11 +15,13 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
+from onnxplace.devices import DeviceAddress, find_kind
 from onnxplace.errors import ExecutionError, ModelError, OnnxplaceError, format_one_line
-from onnxplace.machine.hardware import import_onnxruntime
 from onnxplace.machine.interrupts import interruptible, run_interruptibly
 from onnxplace.machine.refusals import explain_refusal, find_written_folder
+from onnxplace.ort import import_onnxruntime
 
+CPU = DeviceAddress("cpu", 0)
 Level = Literal["none", "basic", "extended", "all"]
 _GRAPH_OPTIMIZATION_LEVELS = {
     "none": "ORT_DISABLE_ALL",
@@ -173,27 +175,28 @@ def is_foreign_error(problem: Exception) -> bool:
     return isinstance(problem, OSError) or module not in ("builtins", "onnxruntime", "onnxplace")
 
 
-def open_session(model: str | Path | bytes, options: Any, device_id: str = "cpu:0", where: str = "") -> Any:
+def open_session(model: str | Path | bytes, options: Any, device: DeviceAddress = CPU, where: str = "") -> Any:
     """Open a session for a model on a device.
 
     Args:
         model: Path or bytes of an ONNX model.
         options: As `make_session_options` returns them.
-        device_id: Such as `cpu:0` or `cuda:1`.
+        device: By default the CPU.
         where: Place for error messages; by default the path.
 
     Raises:
         ModelError: ONNX Runtime refuses the model.
         ExecutionError: ONNX Runtime falls back to another device, or has no space to write.
     """
-    kind, _, index = device_id.partition(":")
-    providers: list[Any] = ["CPUExecutionProvider"]
-    if kind == "cuda":
-        providers.insert(0, ("CUDAExecutionProvider", {"device_id": index}))
+    kind = find_kind(device.kind)
+    providers: list[Any] = [*kind.list_providers(device), "CPUExecutionProvider"]
+    for key, value in kind.session_entries(device).items():
+        options.add_session_config_entry(key, value)
     source = model if isinstance(model, bytes) else str(model)
     try:
-        with _count_opening(), interruptible(lambda: _cancel_loading(options)):
-            session = import_onnxruntime().InferenceSession(source, options, providers=providers)
+        # Without `enable_fallback`, ONNX Runtime would print the reason of a fallback to the CPU, and go on.
+        with _count_opening(), interruptible(lambda: _cancel_loading(options)), kind.hold_lock():
+            session = import_onnxruntime().InferenceSession(source, options, providers=providers, enable_fallback=0)
     except OnnxplaceError:
         raise
     except Exception as problem:
@@ -201,10 +204,10 @@ def open_session(model: str | Path | bytes, options: Any, device_id: str = "cpu:
             raise
         place = where or ("model" if isinstance(model, bytes) else str(model))
         path_or_bytes = model if isinstance(model, bytes) else Path(model)
-        raise explain_refusal(problem, path_or_bytes, find_written_folder(options), device_id, place) from None
-    if kind == "cuda" and session.get_providers()[0] != "CUDAExecutionProvider":
+        raise explain_refusal(problem, path_or_bytes, find_written_folder(options), device.id, place) from None
+    if session.get_providers()[0] != kind.provider(device.options):
         hint = "`onnxplace devices` says why a GPU cannot be used"
-        raise ExecutionError("R003", f"ONNX Runtime fell back to the CPU, expected {device_id}", where=where, hint=hint)
+        raise ExecutionError("R003", f"ONNX Runtime fell back to the CPU, expected {device.id}", where=where, hint=hint)
     return session
 
 

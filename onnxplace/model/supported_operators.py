@@ -8,15 +8,10 @@ from functools import lru_cache
 from onnx import NodeProto, TensorProto, helper
 
 from onnxplace.errors import ExecutionError, ModelError, suggest_nearest
-from onnxplace.machine import (
-    LIBRARY_HINT,
-    import_onnxruntime,
-    list_operator_libraries,
-    make_session_options,
-    open_session,
-)
+from onnxplace.machine import LIBRARY_HINT, list_operator_libraries, make_session_options, open_session
 from onnxplace.model.model import Model
 from onnxplace.model.nested_graphs import walk_nodes
+from onnxplace.ort import import_onnxruntime
 
 
 def require_operators(model: Model) -> None:

@@ -7,9 +7,10 @@ from onnxplace._lazy import attach
 if TYPE_CHECKING:
     from onnxplace.target.limits import MAX_SECONDS as MAX_SECONDS, require_device_limit as require_device_limit
     from onnxplace.target.parsing import (
-        DEVICE_KINDS as DEVICE_KINDS,
+        DeviceSpec as DeviceSpec,
         parse_bytes as parse_bytes,
         parse_device_ids as parse_device_ids,
+        parse_devices as parse_devices,
         parse_memory as parse_memory,
     )
     from onnxplace.target.target import (
@@ -30,7 +31,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "limits": "MAX_SECONDS require_device_limit",
-        "parsing": "DEVICE_KINDS parse_bytes parse_device_ids parse_memory",
+        "parsing": "DeviceSpec parse_bytes parse_device_ids parse_devices parse_memory",
         "target": (
             "Device LINK_MODELS Link LinkModel REQUEST_SECONDS SEGMENT_OVERHEAD_SECONDS Shared Target "
             "default_link request_overhead_seconds"

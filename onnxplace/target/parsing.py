@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from onnxplace.devices import find_kind, is_known_kind, list_kind_names
 from onnxplace.errors import MAX_SHOWN, TargetError, UsageError, format_value, suggest_nearest
 from onnxplace.target.limits import MAX_INDEX, MAX_MEMORY_BYTES, require_device_limit
 
-# The first part of a device id, `cpu:0`.
-DEVICE_KINDS = ("cpu", "cuda")
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """A device as the user names it: `cuda:0`, `cuda:0/1` or `cuda:0{provider=tensorrt}`."""
+
+    id: str
+    options: Mapping[str, str] = field(default_factory=dict)
 
 
 def parse_device_id(text: str, where: str) -> str:
@@ -18,41 +25,115 @@ def parse_device_id(text: str, where: str) -> str:
     >>> parse_device_id("cpu:00", "--devices")
     'cpu:0'
     """
-    kind, _, index = text.partition(":")
-    if kind not in DEVICE_KINDS:
-        if match := re.fullmatch(r"([A-Za-z]+)([0-9]+)", text):  # the colon is missing
-            kind, index = match.groups()
-        number = index if index.isascii() and index.isdecimal() else "0"
-        hint = suggest_nearest(f"{kind}:{number}", [f"{known}:{number}" for known in DEVICE_KINDS])
-        hint += " (devices are written kind:index, such as cpu:0)"
-        raise TargetError("T005", f"unknown device {text!r}", where=where, hint=hint)
-    if not (index.isascii() and index.isdecimal()):
+    kind, _, number = text.partition(":")
+    if not is_known_kind(kind):
+        raise _unknown_device_error(text, kind, number, where)
+    index, slash, part = number.partition("/")
+    if not _is_number(index):
         hint = f"write {kind}:0 for the first one"
         raise TargetError("T005", f"device {text!r} has no index", where=where, hint=hint)
-    index = index.lstrip("0") or "0"
-    if len(index) > len(str(MAX_INDEX)):
+    if slash and not find_kind(kind).is_divisible:
+        message = f"device {text!r} cannot be one of several on {kind}:{index}"
+        raise TargetError("T005", message, where=where, hint=f"write {kind}:{index}, or further indices")
+    if slash and not _is_number(part):
+        hint = f"write {kind}:{index}/0 for the first logical device of {kind}:{index}"
+        raise TargetError("T005", f"device {text!r} has no number after the slash", where=where, hint=hint)
+    numbers = [item.lstrip("0") or "0" for item in (index, part) if item]
+    if any(len(item) > len(str(MAX_INDEX)) for item in numbers):
         message = f"expected an index of at most {MAX_INDEX}, got device {format_value(text)}"
         raise TargetError("T005", message, where=where)
-    return f"{kind}:{index}"
+    return f"{kind}:{'/'.join(numbers)}"
 
 
-def parse_device_ids(text: str | Sequence[str], where: str = "--devices") -> tuple[str, ...]:
-    """Parse `cuda:0,cpu:1` into ids; raises TargetError that names the bad one.
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
 
-    >>> parse_device_ids("cuda:0, cpu:1")
-    ('cuda:0', 'cpu:1')
+
+def _unknown_device_error(text: str, kind: str, index: str, where: str) -> TargetError:
+    if match := re.fullmatch(r"([A-Za-z]+)([0-9]+)", text):  # the colon is missing
+        kind, index = match.groups()
+    number = index if _is_number(index) else "0"
+    hint = suggest_nearest(f"{kind}:{number}", [f"{known}:{number}" for known in list_kind_names()])
+    hint += " (devices are written kind:index, such as cpu:0)"
+    return TargetError("T005", f"unknown device {text!r}", where=where, hint=hint)
+
+
+def parse_device_spec(text: str, where: str = "--devices") -> DeviceSpec:
+    """Parse a device with its options; raises TargetError that names the bad part.
+
+    >>> parse_device_spec("cuda:0{provider=tensorrt}")
+    DeviceSpec(id='cuda:0', options={'provider': 'tensorrt'})
     """
-    items = text.split(",") if isinstance(text, str) else list(text)
+    name, brace, rest = text.partition("{")
+    device_id = parse_device_id(name.strip(), where)
+    if not brace:
+        return DeviceSpec(device_id)
+    if not rest.endswith("}"):
+        hint = f"write {device_id}{{name=value}}"
+        raise TargetError("T005", f"the options of device {text!r} have no end", where=where, hint=hint)
+    options = {}
+    for item in filter(None, (item.strip() for item in rest[:-1].split(","))):
+        key, equals, value = item.partition("=")
+        if not equals or key.strip() in options:
+            message = f"expected options as name=value, each once, got {format_value(item)}"
+            raise TargetError("T016", message, where=f"{where} {text}")
+        options[key.strip()] = value.strip()
+    require_device_options(device_id, options, f"{where} {text}")
+    return DeviceSpec(device_id, options)
+
+
+def require_device_options(device_id: str, options: Mapping[str, str], where: str) -> None:
+    """Raise TargetError unless a device of this kind has these options with these values."""
+    allowed = find_kind(device_id.partition(":")[0]).options
+    for name, value in options.items():
+        if name not in allowed:
+            message = f"{device_id} has no option {format_value(name)}"
+            hint = suggest_nearest(name, allowed) if allowed else "write it without options"
+            raise TargetError("T016", message, where=where, hint=hint)
+        if value not in allowed[name]:
+            message = f"expected one of {', '.join(allowed[name])} for {name}, got {format_value(value)}"
+            raise TargetError("T016", message, where=where, hint=suggest_nearest(str(value), allowed[name]))
+
+
+def parse_devices(text: str | Sequence[str], where: str = "--devices") -> tuple[DeviceSpec, ...]:
+    """Parse `cuda:0{provider=tensorrt},cpu:1` into devices; raises TargetError that names the bad one.
+
+    >>> [device.id for device in parse_devices("cuda:0, cpu:1")]
+    ['cuda:0', 'cpu:1']
+    """
+    # Commas within braces separate options.
+    items = re.split(r",(?![^{}]*\})", text) if isinstance(text, str) else list(text)
     items = [item.strip() for item in items if item.strip()]
     require_device_limit(len(items), where)
-    ids = tuple(parse_device_id(item, where) for item in items)
+    devices = tuple(parse_device_spec(item, where) for item in items)
+    ids = [device.id for device in devices]
     if not ids:
         raise TargetError("T001", "the list of devices is empty", where=where, hint="try --devices cpu:0,cpu:1")
     if len(set(ids)) < len(ids):
         raise TargetError(
             "T002", "a device is named twice", where=f"{where} {','.join(ids)}", hint="name each device once"
         )
-    return ids
+    _require_whole_or_parts(ids, where)
+    return devices
+
+
+def _require_whole_or_parts(ids: Sequence[str], where: str) -> None:
+    """Raise TargetError if a device is named both as a whole and in parts."""
+    for device_id in ids:
+        whole, slash, _ = device_id.partition("/")
+        if slash and whole in ids:
+            message = f"{whole} is named as a whole and in parts"
+            hint = f"name either {whole}, or its parts {whole}/0,{whole}/1"
+            raise TargetError("T002", message, where=f"{where} {','.join(ids)}", hint=hint)
+
+
+def parse_device_ids(text: str | Sequence[str], where: str = "--devices") -> tuple[str, ...]:
+    """Parse `cuda:0,cpu:1` into ids, without their options; raises TargetError that names the bad one.
+
+    >>> parse_device_ids("cuda:0, cpu:1")
+    ('cuda:0', 'cpu:1')
+    """
+    return tuple(device.id for device in parse_devices(text, where))
 
 
 # Lower-case unit -> bytes: decimal ones, and binary ones with an i.

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxplace.devices import DeviceAddress, find_kind
 from onnxplace.errors import MAX_LISTED, TargetError, suggest_nearest
 from onnxplace.target.limits import (
     MAX_BYTES_PER_SECOND,
@@ -24,17 +25,11 @@ from onnxplace.target.limits import (
     require_device_limit,
     require_number,
 )
-from onnxplace.target.parsing import parse_device_id
+from onnxplace.target.parsing import parse_device_id, require_device_options
 
 LinkModel = Literal["duplex", "parallel", "sequential"]
 LINK_MODELS: tuple[LinkModel, ...] = ("duplex", "parallel", "sequential")
 
-# A hand-off between two worker threads, and a copy: measured by `devices --calibrate` on a machine with two cores.
-CPU_LATENCY_SECONDS = 45e-6
-CPU_BYTES_PER_SECOND = 10e9
-# PCIe 4.0 x16 through host memory: deliberately cautious; `devices --calibrate` measures the actual values.
-CUDA_LATENCY_SECONDS = 20e-6
-CUDA_BYTES_PER_SECOND = 12e9
 # One session shares copies of weights, layouts and caches among its nodes. Segments do not: each takes about this much
 # longer (docs/measurements.md). The call takes the rest of SEGMENT_SECONDS, which `devices --calibrate` measures.
 SEGMENT_OVERHEAD_SECONDS = 35e-6
@@ -48,7 +43,7 @@ class Device:
     """A processor with memory, which runs one segment at a time."""
 
     id: str
-    """Kind and index: `cpu:0`, `cuda:1`."""
+    """Kind and index: `cpu:0`, `cuda:1`; `cuda:0/1` is the second logical device of a GPU."""
     memory_bytes: int
     """Memory that a placement may use."""
     cores: int = 1
@@ -67,9 +62,12 @@ class Device:
     """Peak rate of its memory, for estimates; 0 for what is typical of its kind."""
     kernel_seconds: float = 0.0
     """The least that an operator takes, for estimates; 0 for what is typical of its kind."""
+    options: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Options of its kind, such as `provider`: `tensorrt` for a GPU."""
 
     def __post_init__(self) -> None:
         parse_device_id(self.id, "a device")
+        require_device_options(self.id, self.options, self.id)
         require_number(self, "memory_bytes", self.id, 0, MAX_MEMORY_BYTES, whole=True)
         require_number(self, "cores", self.id, 1, MAX_CORES, whole=True)
         for name in ("operations_per_second", "memory_bytes_per_second"):
@@ -82,13 +80,23 @@ class Device:
         return self.id.partition(":")[0]
 
     @property
-    def index(self) -> int:
-        return int(self.id.partition(":")[2])
+    def is_host(self) -> bool:
+        """Return whether it is a set of processor cores."""
+        return find_kind(self.kind).is_host
+
+    @property
+    def address(self) -> DeviceAddress:
+        """Return what ONNX Runtime has to know about it."""
+        return replace(DeviceAddress.of(self.id), options=self.options, memory_bytes=self.memory_bytes)
 
     @property
     def cost_class(self) -> str:
-        """Return the key of node costs: `cpu/2` (two cores), `cuda/NVIDIA H100`."""
-        return f"cpu/{self.cores}" if self.kind == "cpu" else f"{self.kind}/{self.model or 'unknown'}"
+        """Return the key of node costs: `cpu/2` (two cores), `cuda/NVIDIA H100`, `cuda/NVIDIA H100/tensorrt`."""
+        name = f"cpu/{self.cores}" if self.kind == "cpu" else f"{self.kind}/{self.model or 'unknown'}"
+        if not self.options:
+            return name
+        defaults = find_kind(self.kind).options
+        return "/".join([name, *(value for key, value in sorted(self.options.items()) if value != defaults[key][0])])
 
 
 @dataclass(frozen=True)
@@ -229,6 +237,8 @@ def default_link(source: Device, destination: Device) -> Link:
     >>> default_link(Device("cpu:0", 1024), Device("cpu:1", 1024)).bytes_per_second
     10000000000.0
     """
-    if source.kind == destination.kind == "cpu":
-        return Link(source.id, destination.id, CPU_LATENCY_SECONDS, CPU_BYTES_PER_SECOND)
-    return Link(source.id, destination.id, CUDA_LATENCY_SECONDS, CUDA_BYTES_PER_SECOND)
+    kinds = (find_kind(source.kind), find_kind(destination.kind))
+    latency = max((kind.link_latency_seconds for kind in kinds if not kind.is_host), default=0.0)
+    rate = min((kind.link_bytes_per_second for kind in kinds if not kind.is_host), default=0.0)
+    host = find_kind("cpu")
+    return Link(source.id, destination.id, latency or host.link_latency_seconds, rate or host.link_bytes_per_second)

@@ -106,4 +106,6 @@ def _format_value(value: object) -> str:
     """Return a value as TOML text; JSON strings are TOML strings, except for the delete character."""
     if isinstance(value, tuple):
         return f"[{', '.join(_format_value(item) for item in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name} = {_format_value(item)}' for name, item in value.items())}}}"
     return json.dumps(value, ensure_ascii=True).replace("\\u007f", "\\u007F") if isinstance(value, str) else repr(value)

@@ -17,7 +17,7 @@ from onnx import NodeProto
 
 from onnxplace.graph import Floats, Ints
 from onnxplace.model import Model, iterate_subgraphs, tensor_size
-from onnxplace.passes.profiling import TYPICAL_PEAKS, PeakRates, count_moved_bytes, count_operations
+from onnxplace.passes.profiling import PeakRates, count_moved_bytes, count_operations, typical_peaks
 from onnxplace.target import Device
 
 Shapes = Mapping[str, Sequence[int]]
@@ -53,7 +53,7 @@ class ModuleWork:
 
         `peaks` are of one core; None for typical ones.
         """
-        best = peaks or TYPICAL_PEAKS[device.kind]
+        best = peaks or typical_peaks(device.kind)
         rate = best.operations_per_second * (device.cores if device.kind == "cpu" else 1)
         return np.maximum(self.operations / rate, self.moved_bytes / best.bytes_per_second) + best.kernel_seconds
 

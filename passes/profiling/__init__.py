@@ -34,11 +34,11 @@ if TYPE_CHECKING:
         pool_by_kind as pool_by_kind,
     )
     from onnxplace.passes.profiling.roofline import (
-        TYPICAL_PEAKS as TYPICAL_PEAKS,
         PeakRates as PeakRates,
         device_peaks as device_peaks,
         estimate_seconds as estimate_seconds,
         measure_peaks as measure_peaks,
+        typical_peaks as typical_peaks,
     )
 
 __getattr__, __dir__, __all__ = attach(
@@ -52,6 +52,6 @@ __getattr__, __dir__, __all__ = attach(
             "ModelProfiler ModelStructure assemble_profile find_measurement_obstacle report_unknown_sizes"
         ),
         "repeated_layers": "find_repeats fingerprints node_kinds pool_by_kind",
-        "roofline": "PeakRates TYPICAL_PEAKS device_peaks estimate_seconds measure_peaks",
+        "roofline": "PeakRates device_peaks estimate_seconds measure_peaks typical_peaks",
     },
 )

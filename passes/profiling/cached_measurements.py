@@ -15,8 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from onnxplace.errors import Diagnostic
 from onnxplace.facts import Quality
 from onnxplace.graph import OpGraph
-from onnxplace.machine import import_onnxruntime, list_operator_libraries, measurement_cache
+from onnxplace.machine import list_operator_libraries, measurement_cache
 from onnxplace.model import Model
+from onnxplace.ort import import_onnxruntime
 from onnxplace.passes.profiling.node_measurement import Measurement
 from onnxplace.passes.profiling.plausible import MAX_ALL_BYTES, MAX_BYTES, MAX_FIGURE, MAX_WHOLE_SECONDS
 from onnxplace.passes.profiling.repeated_layers import small_integer_bytes

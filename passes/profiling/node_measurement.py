@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
+from onnxplace.devices import DeviceAddress, find_kind
 from onnxplace.facts import Quality
 from onnxplace.graph import Floats, Ints
 from onnxplace.machine import (
@@ -65,17 +66,17 @@ class Measurement:
 
 
 def measure(
-    model: Model, feeds: Feeds, device_id: str, cores: Sequence[int], repeat: int, seconds: float
+    model: Model, feeds: Feeds, device: DeviceAddress, cores: Sequence[int], repeat: int, seconds: float
 ) -> Measurement:
     """Measure a model as a `MeasurementOptions` does."""
-    return MeasurementOptions(device_id, tuple(cores), repeat, seconds).measure(model, feeds)[0]
+    return MeasurementOptions(device, tuple(cores), repeat, seconds).measure(model, feeds)[0]
 
 
 @dataclass(frozen=True)
 class MeasurementOptions:
     """How to measure: the device, and when to stop."""
 
-    device_id: str
+    device: DeviceAddress
     cores: tuple[int, ...]
     repeat: int
     """Most runs."""
@@ -98,19 +99,19 @@ class MeasurementOptions:
             job = Job(
                 source=source,
                 entries=entries,
-                device_id=self.device_id,
+                device=self.device,
                 cores=self.cores,
                 feeds=dict(feeds),
                 policy=policy,
                 folder=str(folder),
                 where=model.name,
             )
-            if self.device_id.startswith("cpu:"):
+            if find_kind(self.device.kind).is_host:
                 kernels, session = profile(job)
             else:
                 kernels = profile_blocking(job)
                 session = open_session(
-                    source, make_session_options(self.cores, "all", entries), self.device_id, model.name
+                    source, make_session_options(self.cores, "all", entries), self.device, model.name
                 )
             runs, results = _run_repeatedly(session, job, RepeatPolicy(self.repeat, self.seconds, self.tolerance))
             del session
@@ -126,7 +127,7 @@ class Job:
 
     source: bytes | Path
     entries: Mapping[str, str]
-    device_id: str
+    device: DeviceAddress
     cores: tuple[int, ...]
     feeds: Feeds
     policy: RepeatPolicy
@@ -150,7 +151,7 @@ class Kernels:
 
 def profile_blocking(job: Job) -> Kernels:
     """Profile in a child process, with CUDA launches that wait."""
-    return run_in_child(_profile_kernels, job, "profiling", job.device_id, CUDA_LAUNCH_BLOCKING="1")
+    return run_in_child(_profile_kernels, job, "profiling", job.device.id, CUDA_LAUNCH_BLOCKING="1")
 
 
 def _profile_kernels(job: Job) -> Kernels:
@@ -163,12 +164,12 @@ def profile(job: Job) -> tuple[Kernels, Any]:
     The session no longer profiles.
     """
     with use_custom_operators(job.libraries), pin_thread(job.cores):
-        open_session(job.source, _saving_options(job, "extended"), job.device_id, job.where)
+        open_session(job.source, _saving_options(job, "extended"), job.device, job.where)
         (Path(job.folder) / "extended.bin").unlink(missing_ok=True)  # weights; only the graph is needed
         options = _saving_options(job, "all")
         options.enable_profiling = True
         options.profile_file_prefix = str(Path(job.folder) / "profile")
-        session = open_session(job.source, options, job.device_id, job.where)
+        session = open_session(job.source, options, job.device, job.where)
         (Path(job.folder) / "all.bin").unlink(missing_ok=True)
         runs, _ = _run_repeatedly(session, job, job.policy)
     return collect_kernels(_read_events(session.end_profiling(), job.folder), runs), session

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnxplace.errors import Diagnostic, format_count
 from onnxplace.facts import Profile, Repeat, Source
 from onnxplace.graph import Floats, Ints, Longs, OpGraph
-from onnxplace.machine import DOUBTFUL_WAITING_SHARE, MIN_RUNS, available_cores, find_cuda_problem, list_gpus
+from onnxplace.machine import DOUBTFUL_WAITING_SHARE, MIN_RUNS, available_cores, find_device_problem, find_hardware
 from onnxplace.model import Model, build_op_graph
 from onnxplace.passes.profiling.cached_measurements import measurement_key, recall_measurement, store_measurement
 from onnxplace.passes.profiling.chunks import cut_into_chunks, measure_chunks, session_bytes
@@ -129,11 +129,11 @@ def report_doubts(measurement: Measurement, device: Device, tolerance: float) ->
 
 def find_measurement_obstacle(device: Device) -> str | None:
     """Return why a device cannot be measured on this machine, if so."""
-    if device.kind == "cuda":
-        local_name = next((gpu.name for gpu in list_gpus() if gpu.index == device.index), None)
-        if device.model and local_name is not None and device.model != local_name:
-            return f"{device.id} on this machine is a {local_name}"
-        return find_cuda_problem(device.index)
+    if not device.is_host:
+        hardware = find_hardware(device)
+        if device.model and hardware is not None and device.model != hardware.name:
+            return f"{device.id} on this machine is a {hardware.name or 'GPU without a name'}"
+        return find_device_problem(device)
     if device.cores > len(available_cores()):
         return f"it has {device.cores} cores, this machine {len(available_cores())}"
     return None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto, numpy_helper, parser
 
+from onnxplace.devices import find_kind
 from onnxplace.graph import Floats
 from onnxplace.machine import RepeatPolicy, make_session_options, open_session, pin_thread
 from onnxplace.model import Model, iterate_subgraphs, tensor_size, value_bytes
@@ -30,8 +31,6 @@ class PeakRates:
     """The least that a kernel takes."""
 
 
-# Deliberately round: these order placements, they do not predict step times.
-TYPICAL_PEAKS = {"cpu": PeakRates(40e9, 8e9, 2e-6), "cuda": PeakRates(15e12, 800e9, 5e-6)}
 # The calibration: a product of square matrices, a copy larger than all caches, and how often each is run.
 MATRIX_SIDE, COPY_BYTES, TRIES = 512, 64 << 20, 5
 
@@ -41,10 +40,16 @@ DEFAULT_ITERATIONS = 8
 MAX_ITERATIONS = 1_000_000
 
 
+def typical_peaks(kind: str) -> PeakRates:
+    """Return the typical peaks of a kind of devices; of one core for CPUs."""
+    rates = find_kind(kind)
+    return PeakRates(rates.operations_per_second, rates.memory_bytes_per_second, rates.kernel_seconds)
+
+
 def device_peaks(device: Device) -> PeakRates:
     """Return the peaks of a device: its own where its target gives them, else typical ones of its kind."""
-    typical = TYPICAL_PEAKS.get(device.kind, TYPICAL_PEAKS["cpu"])
-    cores = device.cores if device.kind == "cpu" else 1
+    typical = typical_peaks(device.kind)
+    cores = device.cores if device.is_host else 1
     return PeakRates(
         operations_per_second=device.operations_per_second / cores or typical.operations_per_second,
         bytes_per_second=device.memory_bytes_per_second or typical.bytes_per_second,
@@ -68,7 +73,7 @@ def measure_peaks(core: int) -> PeakRates:
     return PeakRates(
         operations / products.computing_seconds.min(),
         copied_bytes / copies.computing_seconds.min(),
-        TYPICAL_PEAKS["cpu"].kernel_seconds,
+        typical_peaks("cpu").kernel_seconds,
     )
 
 
@@ -105,7 +110,7 @@ class _Roofline:
         constants: Mapping[str, TensorProto],
     ) -> None:
         kind, _, detail = cost_class.partition("/")
-        peaks = peaks or TYPICAL_PEAKS.get(kind, TYPICAL_PEAKS["cpu"])
+        peaks = peaks or typical_peaks(kind)
         self.bandwidth, self.launch = peaks.bytes_per_second, peaks.kernel_seconds
         self.operations = peaks.operations_per_second * (int(detail) if kind == "cpu" and detail.isdecimal() else 1)
         self.sizes, self.shapes, self.constants = sizes, shapes, constants

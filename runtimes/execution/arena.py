@@ -8,30 +8,22 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 
-from onnxplace.machine import import_onnxruntime
+from onnxplace.ort import import_onnxruntime
 
 # Freed memory is returned after sessions with this many bytes of weights: it takes about 8 ms of CPU, and smaller
 # sessions free little.
 MIN_TRIMMED_BYTES = 1 << 20
 
 
-def shared_arena_options(kind: str) -> Mapping[str, str]:
-    """Return the options by which sessions on devices of this kind share one arena.
-
-    The arena outlives its sessions, for the next ones. On GPUs each session has its own.
-    """
-    if kind != "cpu":
-        return {}
-    _register_shared_arena()
-    return {"session.use_env_allocators": "1"}
-
-
 @cache
-def _register_shared_arena() -> None:
+def register_shared_arena() -> None:
+    """Create the arena that sessions share if they have the entry `session.use_env_allocators`.
+
+    The arena outlives its sessions, for the next ones.
+    """
     runtime = import_onnxruntime()
     memory = runtime.OrtMemoryInfo("Cpu", runtime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, runtime.OrtMemType.DEFAULT)
     runtime.create_and_register_allocator(memory, runtime.OrtArenaCfg({}))

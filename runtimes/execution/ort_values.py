@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from onnxplace.feeds import Array
-from onnxplace.machine import import_onnxruntime
+from onnxplace.ort import import_onnxruntime
 
 # Types with several elements per byte.
 _PACKED = ("tensor(int4", "tensor(uint4", "tensor(float4", "tensor(int2", "tensor(uint2")

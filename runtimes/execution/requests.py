@@ -9,7 +9,7 @@ from typing import Any
 
 from onnxplace.bundle import Step
 from onnxplace.feeds import Array
-from onnxplace.machine import import_onnxruntime
+from onnxplace.ort import import_onnxruntime
 from onnxplace.runtime import Event
 from onnxplace.runtimes.execution.futures import ResultFuture
 from onnxplace.runtimes.execution.wait_list import WaitList

@@ -2,62 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from onnxplace.bundle import Bundle, SegmentRecord
+from onnxplace.devices import DeviceMemory, find_kind, import_memory
 from onnxplace.errors import BundleError, ExecutionError, ModelError, format_one_line
-from onnxplace.feeds import Array
-from onnxplace.machine import import_onnxruntime, make_session_options, open_session, pin_thread
-from onnxplace.runtimes.execution.arena import return_freed_memory, shared_arena_options
+from onnxplace.machine import make_session_options, open_session, pin_thread
+from onnxplace.runtimes.execution.arena import return_freed_memory
 from onnxplace.runtimes.execution.ort_values import (
     is_absent,
-    is_copyable_tensor,
     is_native_array,
     is_native_type,
-    to_ort_value,
     to_ort_value_if_possible,
     to_python,
 )
+from onnxplace.target import Device
 
 # How ONNX Runtime and C++ report that memory ran out.
 _OUT_OF_MEMORY_TEXTS = ("Failed to allocate memory", "bad allocation", "bad_alloc", "BFCArena", "out of memory")
 
 
 class PlacedDevice:
-    """A device as workers use it: moves values there."""
+    """A device as workers use it: its cores and its memory."""
 
-    def __init__(self, device_id: str, cores: Sequence[int]) -> None:
-        self.id = device_id
+    def __init__(self, device: Device, cores: Sequence[int]) -> None:
+        self.id = device.id
         self.cores = cores
-        kind, _, index = device_id.partition(":")
-        self.kind, self.index = kind, int(index)
-
-    def receive(self, value: Any) -> Any:
-        """Return a copy of a value on this device; values other than plain tensors are shared, as they never change."""
-        if not (is_native_array(value) or is_copyable_tensor(value)):
-            return value
-        if self.kind == "cpu":
-            copied = np.array(to_python(value))
-            return copied if is_native_array(copied) else to_ort_value(copied)
-        return import_onnxruntime().OrtValue.ortvalue_from_numpy(
-            to_ort_value_if_possible(value).numpy(), self.kind, self.index
-        )
-
-    def feed(self, array: Array, declared: str) -> Any:
-        """Return an input on this device; on a CPU it shares the caller's memory during the request."""
-        if self.kind == "cpu" and is_native_array(array):
-            return array if array.flags.c_contiguous else array.copy()
-        value = to_ort_value(array, declared)
-        return value if self.kind == "cpu" else self.receive(value)
+        self.kind = find_kind(device.kind)
+        self.memory: DeviceMemory = import_memory(self.kind)(device.address, cores)
 
 
 class OpenSegment:
     """A segment's session, called with values that stay on the device."""
 
-    def __init__(self, record: SegmentRecord, session: Any, device: PlacedDevice) -> None:
+    def __init__(
+        self, record: SegmentRecord, session: Any, device: PlacedDevice, leaving: Collection[str] = ()
+    ) -> None:
         self.record = record
         self._session = session
         self._device = device
@@ -65,8 +46,9 @@ class OpenSegment:
         self.owns_buffers = all(kind.startswith("tensor(") and kind != "tensor(string)" for kind in types)
         """Whether all inputs and outputs are tensors whose bytes ONNX Runtime owns."""
         self._maps = any("map(" in kind for kind in types)  # these exist only as Python objects
-        self._native = device.kind == "cpu" and all(is_native_type(kind) for kind in types)
+        self._native = device.kind.is_host and all(is_native_type(kind) for kind in types)
         self._names = list(record.outputs)
+        self._leaving = leaving
 
     def run(self, values: dict[str, Any], kept_alive: list[Any], options: Any) -> None:
         """Compute this segment's outputs from `values` and add them there.
@@ -81,28 +63,24 @@ class OpenSegment:
             arrays = {name: value if is_native_array(value) else to_python(value) for name, value in inputs.items()}
             values.update(zip(self._names, self._session.run(self._names, arrays, options)))
             return
-        feeds = {name: to_ort_value_if_possible(values[name]) for name in self.record.inputs if name in values}
-        outputs = self._run_bound(feeds, options) if self.owns_buffers else self._run_unbound(feeds, options)
-        if not self.owns_buffers:
-            kept_alive.append(feeds)
-        values.update(zip(self.record.outputs, outputs))
+        memory = self._device.memory
+        inputs = {name: values[name] for name in self.record.inputs if name in values}
+        if self.owns_buffers:
+            outputs = memory.run(self._session, inputs, self._names, self._leaving, options)
+        else:
+            inputs = {name: memory.to_host(value) for name, value in inputs.items()}
+            outputs = memory.run_unbound(lambda: self._run_unbound(inputs, options))
+            kept_alive.append(inputs)
+        values.update(zip(self._names, outputs))
 
-    def _run_bound(self, feeds: Mapping[str, Any], options: Any) -> list[Any]:
-        binding = self._session.io_binding()
-        for name, value in feeds.items():
-            binding.bind_ortvalue_input(name, value)
-        for name in self.record.outputs:
-            binding.bind_output(name, self._device.kind, self._device.index)
-        self._session.run_with_iobinding(binding, options)
-        return list(binding.get_outputs())
-
-    def _run_unbound(self, feeds: Mapping[str, Any], options: Any) -> list[Any]:
+    def _run_unbound(self, inputs: Mapping[str, Any], options: Any) -> Sequence[Any]:
         """Run with sequences, maps, optionals or strings, which cannot be bound."""
         # Passing an empty optional back as an OrtValue crashes the process, so it is passed as a Python object.
-        if self._maps or any(is_absent(value) for value in feeds.values()):
-            arrays = {name: to_python(value) for name, value in feeds.items()}
+        if self._maps or any(is_absent(value) for value in inputs.values()):
+            arrays = {name: to_python(value) for name, value in inputs.items()}
             return list(self._session.run(self._names, arrays, options))
-        return list(self._session.run_with_ort_values(self._names, dict(feeds), options))
+        feeds = {name: to_ort_value_if_possible(value) for name, value in inputs.items()}
+        return list(self._session.run_with_ort_values(self._names, feeds, options))
 
 
 def open_segment(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) -> OpenSegment:
@@ -113,19 +91,27 @@ def open_segment(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) ->
     """
     with pin_thread(device.cores):
         options = make_session_options(
-            device.cores, entries={**bundle.session_entries, **shared_arena_options(device.kind)}
+            device.cores, entries={**bundle.session_entries, **device.memory.session_entries()}
         )
-        options.enable_mem_pattern = (
-            device.kind != "cpu"
-        )  # it allocates the memory of a run a second time, as one block
+        # On the CPU, it allocates the memory of a run a second time, as one block.
+        options.enable_mem_pattern = not device.kind.is_host
         try:
-            session = open_session(bundle.file(record.file), options, device.id, f"segment {record.id}")
+            session = open_session(bundle.file(record.file), options, device.memory.address, f"segment {record.id}")
         except ModelError:
             bundle.check_files(record.file)  # larger files were not hashed when the bundle was opened
             raise
     _require_declared_interface(bundle, record, session)
     return_freed_memory(record.weights_bytes)
-    return OpenSegment(record, session, device)
+    return OpenSegment(record, session, device, _find_leaving(bundle, record))
+
+
+def _find_leaving(bundle: Bundle, record: SegmentRecord) -> frozenset[str]:
+    """Return the outputs of a segment that no segment of its device reads, now or, as states, in the next request."""
+    manifest = bundle.manifest
+    value_of = {item.name: item.value for item in manifest.outputs}
+    read = {name for segment in manifest.segments if segment.device == record.device for name in segment.inputs}
+    read |= {value_of[state.output] for state in manifest.states}
+    return frozenset(record.outputs) - read
 
 
 def _require_declared_interface(bundle: Bundle, record: SegmentRecord, session: Any) -> None:

@@ -21,7 +21,6 @@ from onnxplace.errors import ExecutionError, OnnxplaceError, format_one_line
 from onnxplace.machine import is_foreign_error, pin_thread
 from onnxplace.runtime import Event, EventKind, Result
 from onnxplace.runtimes.execution.carried_state import CarriedStates
-from onnxplace.runtimes.execution.ort_values import to_python
 from onnxplace.runtimes.execution.requests import CancelledError, Request
 from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice, describe_segment_failure
 from onnxplace.runtimes.execution.wait_list import WaitList
@@ -78,6 +77,7 @@ class WorkLoop:
         self._owns_buffers = {
             name: item.owns_buffers for item in self._segments.values() for name in item.record.outputs
         }
+        self._producers = {value: self._devices[device] for value, device in producers.items()}
         self._returned_values = {
             device: [v for v in returned if producers.get(v) == device] for device in self._devices
         }
@@ -186,7 +186,7 @@ class WorkLoop:
         """Execute the steps of a device's program for one request."""
         stored, states = self._take_states(request), self._states.value_names.get(device.id, {})
         values = {
-            name: device.feed(request.feeds[name], self._types[name])
+            name: device.memory.feed(request.feeds[name], self._types[name])
             for name in self._read_inputs[device.id]
             if name in request.feeds
         }
@@ -198,27 +198,38 @@ class WorkLoop:
             if step.op == "run":
                 self.run_segment(device, self._segments[step.segment], values, request)
             elif step.op == "send":
-                request.deliver(step.value, step.peer, values[step.value])
+                self._send(device, step, values[step.value], request)
             elif step.op == "receive":
                 began = time.perf_counter()
                 arrived = request.receive(step.value, device.id)
                 self._record(request, device, "wait", step.value, began)
                 began = time.perf_counter()
-                values[step.value] = device.receive(arrived)
+                values[step.value] = device.memory.receive(arrived, self._devices[step.peer].memory)
                 self._record(request, device, "copy", step.value, began)
             else:
                 values.pop(step.value, None)
-        request.outputs.update((name, values[name]) for name in self._returned_values[device.id])
+        for name in self._returned_values[device.id]:
+            request.outputs[name] = device.memory.send(values[name], None)
         next_states = {name: values[value] for name, value in states.items()}
         request.next_states.update(
             {name: self._detach(device, states[name], value) for name, value in next_states.items()}
         )
+
+    def _send(self, device: PlacedDevice, step: Step, value: Any, request: Request) -> None:
+        """Deliver a value to another device."""
+        began = time.perf_counter()
+        parcel = device.memory.send(value, self._devices[step.peer].memory)
+        if device.memory.is_asynchronous:
+            self._record(request, device, "copy", step.value, began)
+        request.deliver(step.value, step.peer, parcel)
 
     def run_segment(self, device: PlacedDevice, segment: OpenSegment, values: dict[str, Any], request: Request) -> None:
         """Run one segment; raises ExecutionError naming segment and device."""
         began = time.perf_counter()
         try:
             segment.run(values, request.kept_alive, request.options)
+            if self._trace and device.memory.is_asynchronous:
+                device.memory.finish()  # so that the segment's event is its time on the device
         except OnnxplaceError:
             raise
         except Exception as problem:
@@ -229,7 +240,7 @@ class WorkLoop:
 
     def _detach(self, device: PlacedDevice, name: str, value: Any) -> Any:
         """Return a value that outlives its request: sequences and optionals may refer to memory of its feeds."""
-        return value if self._owns_buffers[name] else device.receive(value)
+        return value if self._owns_buffers[name] else device.memory.keep(value)
 
     def _record(self, request: Request, device: PlacedDevice, kind: EventKind, name: str, began: float) -> None:
         if self._trace:
@@ -291,5 +302,5 @@ class WorkLoop:
         """Return an output as numpy; the caller may alter it without altering feeds or stored states."""
         if value in self._inputs:
             return copy.deepcopy(request.feeds[value])
-        array = to_python(request.outputs[value])
+        array = self._producers[value].memory.read(request.outputs[value])
         return array.copy() if value in self._stored_values else array

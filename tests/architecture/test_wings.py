@@ -20,19 +20,21 @@ MAY_IMPORT = {
     # plain data: inputs, graphs, devices
     "feeds": "errors utils",
     "graph": "utils",
-    "target": "errors utils",
+    "ort": "errors",
+    "devices": "errors ort",
+    "target": "devices errors utils",
     "state": "errors target",
     # this machine, the model, simulated time, the result on disk
-    "machine": "errors graph target utils",
+    "machine": "devices errors graph ort target utils",
     "simulation": "graph target utils",
-    "model": "errors feeds graph machine state utils",
+    "model": "errors feeds graph machine ort state utils",
     "bundle": "errors feeds graph simulation target utils",
     # the results of passes, and the problem that placers solve
     "facts": "graph model simulation state",
     "problem": "errors facts graph simulation state target",
     "cost_graph": "errors facts graph state target utils",
     # the helpers of passes, then the passes: neither imports the pipeline, commands, or anything that runs a bundle
-    "passes.profiling": "errors facts graph machine model target utils",
+    "passes.profiling": "devices errors facts graph machine model ort target utils",
     "passes.cost_files": "errors facts graph model passes.profiling target utils",
     "passes.placement.grouping": "errors facts graph model problem state target utils",
     "passes.placement.list_scheduling": "errors graph problem simulation state target utils",
@@ -53,12 +55,12 @@ MAY_IMPORT = {
     ),
     # running bundles
     "runtime": "bundle errors feeds",
-    "runtimes.execution": "bundle errors feeds machine runtime utils",
+    "runtimes.execution": "bundle devices errors feeds machine ort runtime target utils",
     "runtimes": "bundle errors feeds machine runtime runtimes.execution simulation",
     # pipelines of passes; trials and calibration, which run bundles; reports
     "pipeline": "errors facts runtime state utils",
     "calibration": "bundle errors feeds graph machine pipeline runtime target utils",
-    "evaluation": "bundle errors feeds machine model pipeline runtime simulation target utils",
+    "evaluation": "bundle errors feeds machine model ort pipeline runtime simulation target utils",
     "report": "bundle errors pipeline runtime",
     # from a model to a bundle, and the interfaces to it
     "driver": (

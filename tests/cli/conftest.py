@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from onnxplace.machine import find_cuda_problem
+from onnxplace.machine import find_device_problem
+from onnxplace.target import Device
 from tests.support.bad_input import contents
 
 
@@ -46,7 +47,7 @@ def refused(run_cli, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def unusable_gpu() -> None:
-    if find_cuda_problem(0) is None:
+    if find_device_problem(Device("cuda:0", 0)) is None:
         pytest.skip("ONNX Runtime can use a GPU here")
 
 

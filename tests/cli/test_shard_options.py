@@ -9,7 +9,7 @@ import pytest
 
 import onnxplace
 from onnxplace.evaluation import run_trials
-from onnxplace.machine import import_onnxruntime
+from onnxplace.ort import import_onnxruntime
 from tests.support.chains import cached_decoder, mlp
 from tests.support.commands import only_json
 

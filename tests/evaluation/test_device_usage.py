@@ -12,12 +12,12 @@ from onnx import TensorProto, helper, numpy_helper, save
 
 import onnxplace
 from onnxplace.bundle import record_crossing_values
+from onnxplace.devices import Hardware
 from onnxplace.errors import ExecutionError
 from onnxplace.evaluation import TracedRequests, device_usage, measure_usage, memory_use
 from onnxplace.evaluation.device_usage import count_value_bytes
 from onnxplace.evaluation.memory_use import BundleMemory, StoredFeeds, can_measure_memory, measure_memory
 from onnxplace.feeds import random_feeds
-from onnxplace.machine import Gpu
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event
 
@@ -258,9 +258,12 @@ def test_the_peak_memory_of_gpus_is_measured(monkeypatch):
         now = next(used, 300)
         if now == 300:
             over.set()
-        return (Gpu(0, "fake", 1000, 1000 - now), Gpu(1, "other", 1000, 0))
+        return [
+            ("cuda:0", Hardware(0, "fake", 1000, 1000 - now), None),
+            ("cuda:1", Hardware(1, "other", 1000, 0), None),
+        ]
 
-    monkeypatch.setattr(memory_use, "list_gpus", gpus)
+    monkeypatch.setattr(memory_use, "list_accelerators", gpus)
     monkeypatch.setattr(memory_use, "GPU_POLL_SECONDS", 0)
     with memory_use._watch_gpus(["cuda:0"]) as most:
         assert over.wait(30)
@@ -269,7 +272,7 @@ def test_the_peak_memory_of_gpus_is_measured(monkeypatch):
 
 @pytest.mark.parametrize("devices", [[], ["cuda:0"]])
 def test_without_gpus_nothing_is_polled(monkeypatch, devices):
-    monkeypatch.setattr(memory_use, "list_gpus", lambda: () if devices else pytest.fail("it was not requested"))
+    monkeypatch.setattr(memory_use, "list_accelerators", lambda: () if devices else pytest.fail("it was not requested"))
     with memory_use._watch_gpus(devices) as most:
         pass
     assert most == {}

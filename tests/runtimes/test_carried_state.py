@@ -13,8 +13,6 @@ from hypothesis import given, settings, strategies as st
 from onnx import numpy_helper, parser
 
 import onnxplace
-import onnxplace.runtimes.execution.segments as segments_module
-import onnxplace.runtimes.execution.workers as workers_module
 from onnxplace.driver import compile_model
 from onnxplace.errors import FeedError, UsageError
 from onnxplace.facts import Groups, Placement, Profile, Schedule
@@ -22,6 +20,7 @@ from onnxplace.model import bind, bind_states, load as load_model
 from onnxplace.pipeline import Pipeline, make_pass
 from onnxplace.problem import commit_placement, placement_problem
 from onnxplace.runtimes.execution.carried_state import CarriedStates
+from onnxplace.runtimes.execution.host_memory import HostMemory
 from onnxplace.state import Pass, State
 from onnxplace.target import Device, Target
 from tests.runtimes.state_checks import APART, ON_ONE, START, STATES, compile_sums, feeds, new_reference, pipeline, sums
@@ -134,9 +133,9 @@ def test_states_never_leave_their_device(bundle, session, monkeypatch):
     assert not sent & {"total", "log", "total_next", "log_next"}
     session.run(None, feeds(0, **START))
     moved = []
-    to_python = workers_module.to_python
-    for module in (workers_module, segments_module):
-        monkeypatch.setattr(module, "to_python", lambda value: moved.append(value) or to_python(value))
+    for name in ("receive", "read"):
+        actual = getattr(HostMemory, name)
+        monkeypatch.setattr(HostMemory, name, lambda *given, actual=actual: moved.append(given) or actual(*given))
     session.run(None, feeds(1))
     assert len(moved) == len(sent) + len(session.get_outputs()), "only what is sent or returned goes through the host"
     copied = {event["name"] for event in session.trace()["traceEvents"] if event.get("cat") == "copy"}

@@ -8,7 +8,7 @@ import onnx
 import pytest
 
 import onnxplace
-from onnxplace.machine import import_onnxruntime
+from onnxplace.ort import import_onnxruntime
 from tests.conftest import FAST_PIPELINE, Ran, branches
 
 SHAPE = ("--shape", "batch=4")

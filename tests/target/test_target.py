@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from onnxplace.devices import list_kind_names
 from onnxplace.errors import TargetError, UsageError
 from onnxplace.target import (
-    DEVICE_KINDS,
     LINK_MODELS,
     Device,
     Link,
@@ -21,7 +21,7 @@ from onnxplace.target import (
     read_target,
 )
 
-device_ids = st.builds("{}:{}".format, st.sampled_from(DEVICE_KINDS), st.integers(0, 99))
+device_ids = st.builds("{}:{}".format, st.sampled_from(list_kind_names()), st.integers(0, 99))
 id_lists = st.lists(device_ids, min_size=1, max_size=5, unique=True)
 positive = st.floats(min_value=1e-12, max_value=1e12, allow_subnormal=False)
 seconds = st.floats(min_value=0, max_value=1e3, allow_subnormal=False)
@@ -114,8 +114,8 @@ def test_two_spellings_of_one_device_are_a_duplicate(text):
 
 def test_a_device_has_a_kind_an_index_and_a_cost_class():
     cpu, gpu = Device("cpu:3", 1, cores=2), Device("cuda:1", 1, model="Imaginary 9000")
-    assert (cpu.kind, cpu.index, cpu.cost_class) == ("cpu", 3, "cpu/2")
-    assert (gpu.kind, gpu.index, gpu.cost_class) == ("cuda", 1, "cuda/Imaginary 9000")
+    assert (cpu.kind, cpu.address.index, cpu.cost_class) == ("cpu", 3, "cpu/2")
+    assert (gpu.kind, gpu.address.index, gpu.cost_class) == ("cuda", 1, "cuda/Imaginary 9000")
     assert Device("cuda:0", 1).cost_class == "cuda/unknown"
 
 

@@ -17,7 +17,7 @@ from onnxplace.facts import Profile, Source
 from onnxplace.machine import local_target
 from onnxplace.model import Model, bind, load
 from onnxplace.passes.cost_files.ort_node_memory import node_hash
-from onnxplace.passes.profiling import TYPICAL_PEAKS, count_operations
+from onnxplace.passes.profiling import count_operations, typical_peaks
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
 from onnxplace.target import Device, Target
@@ -196,7 +196,7 @@ def test_modules_of_olive_set_the_times_of_their_nodes(tmp_path):
     assert codes(state) == ["C007", "C001"]
     assert "5 of 7 nodes are in 4 of the 5 modules in the file" in state.diagnostics[0].message
     assert "estimates were requested" in state.diagnostics[1].message
-    peaks = TYPICAL_PEAKS["cpu"]
+    peaks = typical_peaks("cpu")
     positions = 2 * 5
     # Weights of the file, distributed in proportion to those of the model; activations of the model.
     work = {
@@ -218,15 +218,15 @@ def test_modules_of_olive_set_the_times_of_their_nodes(tmp_path):
 def test_a_lookup_moves_the_selected_rows_only(tmp_path):
     path, model = tmp_path / "cost.csv", layered_model()
     path.write_text("module,num_params,num_bytes\nmodel.embed_tokens,1e9,1e9\n")
-    assert seconds(profile_model(model, path))[0] < 1e9 / TYPICAL_PEAKS["cpu"].bytes_per_second
+    assert seconds(profile_model(model, path))[0] < 1e9 / typical_peaks("cpu").bytes_per_second
 
 
 def layer_operations(text: str, path: Path) -> np.ndarray:
     """Return the operations of each node, derived from times without memory traffic."""
     path.write_text("module,num_params,num_bytes,num_flops\n" + text)
     return (
-        (seconds(profile_model(layered_model(), path)) - TYPICAL_PEAKS["cpu"].kernel_seconds)
-        * TYPICAL_PEAKS["cpu"].operations_per_second
+        (seconds(profile_model(layered_model(), path)) - typical_peaks("cpu").kernel_seconds)
+        * typical_peaks("cpu").operations_per_second
         / 10
     )
 
@@ -251,7 +251,7 @@ def test_operations_that_a_file_lacks_are_counted_in_the_model(tmp_path):
     path.write_text("module,num_params,num_bytes,num_flops\nmodel.layers.0.mlp.down,1,1e6,0\n")
     node_operations = count_operations(model.nodes[5], {"m": (2, 5, 16), "d": (2, 5, 16), "down": (16, 16)})
     node_seconds = seconds(profile_model(model, path))[5]
-    peaks = TYPICAL_PEAKS["cpu"]
+    peaks = typical_peaks("cpu")
     moved = 2 * 10 * 16 * 4 + 1e6
     assert node_seconds == pytest.approx(
         max(node_operations / peaks.operations_per_second, moved / peaks.bytes_per_second) + 2e-6
@@ -268,7 +268,7 @@ def test_modules_are_found_in_the_metadata_of_the_exporter(tmp_path):
     proto.graph.node[1].metadata_props.add(key="pkg.torch.onnx.name_scopes", value=scopes)
     state = profile_model(bind(load(proto), {"batch": 2, "seq": 5}, {}), path)
     assert "1 of 7 nodes are in 1 of the 2 modules" in state.diagnostics[0].message
-    assert seconds(state)[1] == pytest.approx(1e10 / TYPICAL_PEAKS["cpu"].operations_per_second, rel=1e-3)
+    assert seconds(state)[1] == pytest.approx(1e10 / typical_peaks("cpu").operations_per_second, rel=1e-3)
 
 
 def test_times_scale_with_cores_and_kinds_of_devices(tmp_path):
@@ -277,9 +277,9 @@ def test_times_scale_with_cores_and_kinds_of_devices(tmp_path):
     target = Target((Device("cpu:0", 1 << 30, cores=4), Device("cuda:0", 1 << 30, model="NVIDIA H100")))
     state = profile_model(layered_model(), path, target=target)
     node_seconds = {kind: array[5] for kind, array in state[Profile].seconds.items()}
-    assert node_seconds["cpu/4"] == pytest.approx(1e13 / (4 * TYPICAL_PEAKS["cpu"].operations_per_second))
+    assert node_seconds["cpu/4"] == pytest.approx(1e13 / (4 * typical_peaks("cpu").operations_per_second))
     assert node_seconds["cuda/NVIDIA H100"] == pytest.approx(
-        1e13 / TYPICAL_PEAKS["cuda"].operations_per_second, rel=1e-4
+        1e13 / typical_peaks("cuda").operations_per_second, rel=1e-4
     )
 
 

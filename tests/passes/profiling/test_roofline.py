@@ -10,12 +10,12 @@ from onnx import helper, parser
 from onnxplace.facts import Profile, Source
 from onnxplace.model import bind, infer_static_shapes, load
 from onnxplace.passes.profiling import (
-    TYPICAL_PEAKS,
     PeakRates,
     count_moved_bytes,
     count_operations,
     estimate_seconds,
     measure_peaks,
+    typical_peaks,
 )
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
@@ -121,7 +121,7 @@ def test_a_cpu_that_cannot_be_measured_is_estimated_from_local_peaks(monkeypatch
     state = State(Target((Device("cpu:0", 1 << 30, cores=1000), Device("cuda:0", 1 << 30, model="none")))).having(model)
     state, _ = Pipeline.parse("profile").run(state)
     assert state[Profile].seconds["cpu/1000"].tolist() == pytest.approx([2 * 256**3 / 1e12, 256**2 / 1e12])
-    typical = TYPICAL_PEAKS["cuda"]
+    typical = typical_peaks("cuda")
     expected = max(256**3 * 2 / typical.operations_per_second, 3 * 256**2 * 4 / typical.bytes_per_second)
     assert state[Profile].seconds["cuda/none"][0] == pytest.approx(expected + typical.kernel_seconds)
     assert [note.code for note in state.diagnostics] == ["C001", "C001"]

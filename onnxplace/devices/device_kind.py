@@ -1,0 +1,125 @@
+"""The interface of device kinds: what a kind of device is called, how it is found and opened, what it can do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+
+@dataclass(frozen=True)
+class DeviceAddress:
+    """A device of this machine, as ONNX Runtime has to be told about it."""
+
+    kind: str
+    index: int
+    part: int | None = None
+    """Which logical device of it: `cuda:0/1` is part 1 of GPU 0. None for the whole device."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Options of the device, such as `provider=tensorrt`."""
+    memory_bytes: int = 0
+    """The limit of its memory; 0 for none."""
+
+    @staticmethod
+    def of(device_id: str) -> DeviceAddress:
+        """Return the address of a device without options or limit.
+
+        >>> DeviceAddress.of("cuda:0/1").part
+        1
+        """
+        kind, _, number = device_id.partition(":")
+        index, slash, part = number.partition("/")
+        return DeviceAddress(kind, int(index), int(part) if slash else None)
+
+    @property
+    def id(self) -> str:
+        """Return the name, as in `cuda:0` or `cuda:0/1`."""
+        return f"{self.kind}:{self.index}" + (f"/{self.part}" if self.part is not None else "")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """An accelerator of this machine, as its driver or ONNX Runtime describes it."""
+
+    index: int
+    name: str
+    memory_bytes: int
+    free_bytes: int
+
+
+class DeviceKind(ABC):
+    """A kind of device: `cpu`, `cuda`, `webgpu`, or one of a plugin (entry point `onnxplace.device_kinds`).
+
+    Subclasses are stateless. All that the compiler, calibration and runtimes know about a kind is here, except for
+    how values move in and out of its memory, which is the class that `memory` names.
+    """
+
+    name: ClassVar[str]
+    """The first part of device ids."""
+    title: ClassVar[str]
+    """For people, as in `NVIDIA GPU`."""
+    providers: ClassVar[Mapping[str, str]]
+    """Value of the device option `provider` -> ONNX Runtime's execution provider; the first one is the default."""
+    memory: ClassVar[str]
+    """`module:class` of its memory, a subclass of `onnxplace.devices.DeviceMemory`."""
+    is_host: ClassVar[bool] = False
+    """Whether it has processor cores, and its values lie in the host's memory."""
+    is_divisible: ClassVar[bool] = False
+    """Whether one may stand for several logical devices, `cuda:0/0` and `cuda:0/1`."""
+    value_options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Further options of a device, with their values; the first one is the default."""
+    operations_per_second: ClassVar[float]
+    """Typical peak rate of floating-point operations; of one core for hosts."""
+    memory_bytes_per_second: ClassVar[float]
+    """Typical peak rate of its memory."""
+    kernel_seconds: ClassVar[float]
+    """Typical least time of an operator."""
+    link_latency_seconds: ClassVar[float]
+    """Assumed latency of a link with such a device."""
+    link_bytes_per_second: ClassVar[float]
+    """Assumed bandwidth of a link with such a device."""
+    install_hint: ClassVar[str] = ""
+    """How to get what it needs."""
+
+    @property
+    def options(self) -> Mapping[str, tuple[str, ...]]:
+        """Return the options of a device of this kind with their values, the default first."""
+        own = {"provider": tuple(self.providers)} if len(self.providers) > 1 else {}
+        return {**own, **self.value_options}
+
+    def provider(self, options: Mapping[str, str]) -> str:
+        """Return the execution provider of a device with these options."""
+        return self.providers[options.get("provider", next(iter(self.providers)))]
+
+    @abstractmethod
+    def list_hardware(self) -> tuple[Hardware, ...]:
+        """Return the devices of this machine, usable or not; fast, and empty where there are none."""
+
+    @abstractmethod
+    def find_problem(self, address: DeviceAddress) -> str | None:
+        """Return why ONNX Runtime cannot use a device of this machine; None if it can."""
+
+    @abstractmethod
+    def list_providers(self, address: DeviceAddress) -> list[tuple[str, dict[str, str]]]:
+        """Return the execution providers of a session on a device, with options, except the CPU's."""
+
+    def session_entries(self, address: DeviceAddress) -> dict[str, str]:
+        """Return entries for the configuration of sessions on a device."""
+        return {}
+
+    def hold_lock(self) -> AbstractContextManager[object]:
+        """Return a context in which this thread may call ONNX Runtime for such devices.
+
+        Providers that are not safe for threads return a lock that all threads of the process share.
+        """
+        return nullcontext()
+
+    def find_link(self, first: int, second: int) -> str:
+        """Return the link between two devices of this kind, by index: `memory`, `nvlink`, `pcie` or `host`."""
+        return "memory" if first == second else "host"
+
+    def binding(self, address: DeviceAddress) -> tuple[str, int]:
+        """Return the type and number of the device to which ONNX Runtime binds outputs."""
+        return address.kind, address.index

@@ -1,0 +1,91 @@
+"""The interface of device memories: how values get in, out and across while a bundle runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from onnxplace.devices.device_kind import DeviceAddress
+
+
+class DeviceMemory(ABC):
+    """The memory of one device of an open bundle.
+
+    One thread at a time works for a device, and only it calls these methods, except `read`.
+
+    A value is whatever the class makes of it: a numpy array, an OrtValue, or one with the event after which it is
+    complete. Values are never altered after they are computed. A *parcel* is a value on its way: what `send` of one
+    device returns and `receive` of another takes.
+    """
+
+    is_asynchronous: bool = False
+    """Whether runs and copies are only enqueued, so that their order is kept by the device and not by its thread."""
+
+    def __init__(self, address: DeviceAddress, cores: Sequence[int]) -> None:
+        self.address = address
+        self.cores = cores
+
+    def session_entries(self) -> dict[str, str]:
+        """Return entries for the configuration of sessions on this device."""
+        return {}
+
+    def provider_options(self) -> dict[str, str]:
+        """Return additional options of this device's execution provider."""
+        return {}
+
+    @abstractmethod
+    def feed(self, array: Any, declared: str) -> Any:
+        """Return an input of the model as a value on this device; it may share the array's memory.
+
+        Args:
+            array: numpy array, or a list of arrays for a sequence.
+            declared: ONNX Runtime's name of its type, such as `tensor(float)`.
+        """
+
+    @abstractmethod
+    def run(
+        self, session: Any, inputs: dict[str, Any], outputs: Sequence[str], leaving: Collection[str], options: Any
+    ) -> list[Any]:
+        """Run a session whose inputs and outputs are tensors; return its outputs as values of this device.
+
+        Args:
+            session: of ONNX Runtime.
+            inputs: values of this device by name.
+            outputs: names of all outputs.
+            leaving: names of those outputs that no other segment of this device reads.
+            options: ONNX Runtime's RunOptions.
+        """
+
+    def run_unbound(self, call: Callable[[], Sequence[Any]]) -> list[Any]:
+        """Call a function that runs a session with values that cannot be bound; all of them are on the host."""
+        return list(call())
+
+    def to_host(self, value: Any) -> Any:
+        """Return a value of this device as an OrtValue, array or list in the host's memory."""
+        return value
+
+    @abstractmethod
+    def send(self, value: Any, destination: DeviceMemory | None) -> Any:
+        """Return a value of this device as a parcel for another device; None stands for the caller of the model."""
+
+    @abstractmethod
+    def receive(self, parcel: Any, source: DeviceMemory) -> Any:
+        """Return a parcel of another device as a value on this device."""
+
+    @abstractmethod
+    def read(self, parcel: Any) -> Any:
+        """Return a parcel of this device, sent to the caller, as a numpy array; may wait; for any thread."""
+
+    def keep(self, value: Any) -> Any:
+        """Return a value that outlives its request, as carried states do, also where it refers to memory of feeds."""
+        return value
+
+    def free(self, value: Any) -> None:  # noqa: B027 - most memories free a value when nothing refers to it any more
+        """Note that the program does not use a value any more."""
+
+    def finish(self) -> None:  # noqa: B027 - synchronous devices have nothing to wait for
+        """Wait until everything that was enqueued is complete; raises the error of an enqueued run or copy."""
+
+    def close(self) -> None:  # noqa: B027 - most memories are freed with their values
+        """Free what the memory itself holds."""

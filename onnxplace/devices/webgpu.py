@@ -1,0 +1,70 @@
+"""GPUs of any vendor, by ONNX Runtime's WebGPU provider."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import ClassVar
+
+from onnxplace.devices.device_kind import DeviceAddress, DeviceKind, Hardware
+from onnxplace.ort import find_provider_problem, import_onnxruntime
+
+
+class WebGpu(DeviceKind):
+    """A GPU by Vulkan, Direct3D 12 or Metal; ONNX Runtime uses the machine's first one."""
+
+    name: ClassVar[str] = "webgpu"
+    title: ClassVar[str] = "GPU by WebGPU"
+    providers: ClassVar[Mapping[str, str]] = {"webgpu": "WebGpuExecutionProvider"}
+    memory: ClassVar[str] = "onnxplace.runtimes.execution.bound_memory:BoundMemory"
+    operations_per_second: ClassVar[float] = 2e12
+    memory_bytes_per_second: ClassVar[float] = 100e9
+    kernel_seconds: ClassVar[float] = 20e-6
+    # Values cross through the host's memory, and a read waits for everything that was enqueued before it.
+    link_latency_seconds: ClassVar[float] = 200e-6
+    link_bytes_per_second: ClassVar[float] = 4e9
+    install_hint: ClassVar[str] = (
+        "pip uninstall -y onnxruntime; pip install 'onnxplace[webgpu]'; it needs a driver for Vulkan, Direct3D 12 or "
+        "Metal"
+    )
+
+    def list_hardware(self) -> tuple[Hardware, ...]:
+        """Return one GPU where ONNX Runtime has the provider and a driver; its memory is the host's until it is known.
+
+        WebGPU tells neither name nor memory of an adapter.
+        """
+        if "WebGpuExecutionProvider" not in import_onnxruntime().get_available_providers():
+            return ()
+        import psutil
+
+        memory = psutil.virtual_memory()
+        return (Hardware(0, "", int(memory.total), int(memory.available)),)
+
+    def find_problem(self, address: DeviceAddress) -> str | None:
+        """Return why ONNX Runtime cannot use the GPU; None if it can."""
+        if address.index:
+            return "ONNX Runtime's WebGPU provider uses the machine's first GPU alone, webgpu:0"
+        return _find_problem()
+
+    def session_entries(self, address: DeviceAddress) -> dict[str, str]:
+        """Keep the GPU's context for the life of the process: values that outlive the last session would be zeros."""
+        return {"ep.webgpuexecutionprovider.preserveDevice": "1"}
+
+    def hold_lock(self) -> AbstractContextManager[object]:
+        """Return the lock of the process: two threads at once get wrong results, or crash."""
+        return _LOCK
+
+    def list_providers(self, address: DeviceAddress) -> list[tuple[str, dict[str, str]]]:
+        """Return the WebGPU provider."""
+        return [("WebGpuExecutionProvider", {})]
+
+
+# A finalizer may free a value while its thread holds the lock.
+_LOCK = threading.RLock()
+
+
+@cache
+def _find_problem() -> str | None:
+    return find_provider_problem("WebGpuExecutionProvider", {}, "there is no GPU, or no driver that WebGPU accepts")

@@ -1,0 +1,62 @@
+"""The memory of CPU devices: numpy arrays, and OrtValues for types that numpy lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from onnxplace.devices import DeviceMemory
+from onnxplace.runtimes.execution.arena import register_shared_arena
+from onnxplace.runtimes.execution.bound_runs import run_bound
+from onnxplace.runtimes.execution.ort_values import (
+    is_copyable_tensor,
+    is_native_array,
+    to_ort_value,
+    to_python,
+)
+
+
+class HostMemory(DeviceMemory):
+    """Memory of the host.
+
+    A received value is copied, as if devices had memories of their own: links cost what they would cost, and a device
+    reads from memory near its cores.
+    """
+
+    def session_entries(self) -> dict[str, str]:
+        """Let all sessions share one arena."""
+        register_shared_arena()
+        return {"session.use_env_allocators": "1"}
+
+    def feed(self, array: Any, declared: str) -> Any:
+        """Return an input; it shares the caller's memory during the request."""
+        if is_native_array(array):
+            return array if array.flags.c_contiguous else array.copy()
+        return to_ort_value(array, declared)
+
+    def run(
+        self, session: Any, inputs: dict[str, Any], outputs: Sequence[str], leaving: Collection[str], options: Any
+    ) -> list[Any]:
+        """Run a session and wait for its outputs."""
+        return run_bound(session, inputs, dict.fromkeys(outputs, ("cpu", 0)), options)
+
+    def send(self, value: Any, destination: DeviceMemory | None) -> Any:
+        """Return the value itself: the destination copies it."""
+        return value
+
+    def receive(self, parcel: Any, source: DeviceMemory) -> Any:
+        """Return a copy; values other than plain tensors are shared, as they never change."""
+        if not (is_native_array(parcel) or is_copyable_tensor(parcel)):
+            return parcel
+        copied = np.array(to_python(parcel))
+        return copied if is_native_array(copied) else to_ort_value(copied)
+
+    def read(self, parcel: Any) -> Any:
+        """Return a value as numpy."""
+        return to_python(parcel)
+
+    def keep(self, value: Any) -> Any:
+        """Return a copy: sequences and optionals may refer to memory of feeds."""
+        return self.receive(value, self)
