@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 from onnx import parser
 
 import models
+from onnxplace.devices import DeviceAddress
 from onnxplace.facts import Groups, Profile, Source
 from onnxplace.machine import RepeatPolicy, Runs, local_target, longest_wait, read_run_delays, repeated_runs
 from onnxplace.model import load, store_for_session
@@ -27,7 +28,7 @@ def model():
 
 
 def test_node_times_add_up_to_a_run_of_the_whole_model(model):
-    measurement = measure(model, model.feeds(), "cpu:0", (0,), 3, 0.5)
+    measurement = measure(model, model.feeds(), DeviceAddress("cpu", 0), (0,), 3, 0.5)
     assert measurement.seconds.sum() == pytest.approx(measurement.whole_seconds)
     assert (measurement.seconds >= 0).all()
 
@@ -48,7 +49,9 @@ def test_fused_nodes_are_one_unit_and_one_group(model):
 
 def job_for(model, folder: Path) -> Job:
     source, entries = store_for_session(model, folder)
-    return Job(source, entries, "cpu:0", (0,), model.feeds(), RepeatPolicy(3, 0.1, 0.02), str(folder), "model")
+    return Job(
+        source, entries, DeviceAddress("cpu", 0), (0,), model.feeds(), RepeatPolicy(3, 0.1, 0.02), str(folder), "model"
+    )
 
 
 def test_the_child_process_measures_the_same_kernels(model, tmp_path):
@@ -254,7 +257,7 @@ def test_nodes_of_a_unit_share_its_time():
 @pytest.mark.parametrize("name", ["squeezenet", "shufflenet"])
 def test_nodes_of_convolutional_networks_get_all_kernel_time(name):
     model = load(models.build(name))
-    measurement = measure(model, model.feeds(), "cpu:0", (0,), 3, 0.1)
+    measurement = measure(model, model.feeds(), DeviceAddress("cpu", 0), (0,), 3, 0.1)
     assert measurement.seconds.sum() == pytest.approx(measurement.whole_seconds)
     ops = [node.op_type for node in model.nodes]
     convolution_units = np.unique([measurement.unit[index] for index, op in enumerate(ops) if op == "Conv"])
