@@ -40,6 +40,8 @@ class Request:
         """Devices that have not finished their part."""
         self.callers_device = ""
         """The device whose program the thread of the caller follows; empty if it follows none."""
+        self.deliverer = ""
+        """The device that finished last, whose thread completes the future."""
         self.resets_states = False
         """Whether states were reset since the previous request."""
         self.states: dict[str, Any] | None = None

@@ -18,13 +18,19 @@ from contextlib import suppress
 from typing import Any
 
 from onnxplace.bundle import Bundle, Step
-from onnxplace.errors import ExecutionError, OnnxplaceError, format_one_line
+from onnxplace.errors import ExecutionError, OnnxplaceError
 from onnxplace.machine import is_foreign_error, pin_thread
 from onnxplace.runtime import Event, EventKind, Result
 from onnxplace.runtimes.execution.carried_state import CarriedStates, StateTable
+from onnxplace.runtimes.execution.failures import (
+    describe_output_failure,
+    describe_segment_failure,
+    describe_step_failure,
+    is_out_of_memory,
+)
 from onnxplace.runtimes.execution.ort_values import to_python
 from onnxplace.runtimes.execution.requests import CancelledError, Request
-from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice, describe_segment_failure
+from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice
 from onnxplace.runtimes.execution.wait_list import WaitList
 
 # Idle workers check this often whether their engine still has an owner.
@@ -90,7 +96,7 @@ class WorkLoop:
 
     def work(self, device: PlacedDevice) -> None:
         """Follow the device's program, request after request, until the engine is closed."""
-        tokens = self._tokens[device.id]
+        tokens, request = self._tokens[device.id], None
         try:
             with pin_thread(device.cores):
                 while not self._is_finished(device.id):
@@ -100,7 +106,7 @@ class WorkLoop:
                             self._run_part(device, request)
                         self._finish_part(request, device.id)
         except BaseException as cause:  # noqa: BLE001 - whatever ends a thread, such as an exception set from outside
-            self._mark_broken(device, cause)
+            self._mark_broken(device, cause, request)
 
     def _await_token(self, tokens: queue.SimpleQueue[None]) -> None:
         """Wait for a token.
@@ -136,14 +142,19 @@ class WorkLoop:
         with self._lock:
             return self._closed and not any(device in request.unfinished for request in self._in_flight.values())
 
-    def _mark_broken(self, device: PlacedDevice, cause: BaseException) -> None:
-        """Fail all requests after a worker died, so that no thread waits for it."""
+    def _mark_broken(self, device: PlacedDevice, cause: BaseException, current: Request | None) -> None:
+        """Fail all requests after a worker died, so that no thread waits for it, also for one that it was delivering."""
         message = f"its worker died: {type(cause).__name__}: {cause}".rstrip(": ")
         self._broken = ExecutionError("X005", message, where=device.id, hint="open a new session")
         self._closed = True
-        for request in list(self._in_flight.values()):
+        with self._lock:  # a request that is admitted meanwhile is in this list, or its caller sees the failure
+            requests = list(self._in_flight.values())
+        for request in requests:
             self._fail(request, self._broken)
             self._finish_part(request, device.id)
+        if current is not None and current.deliverer == device.id:
+            current.fail(self._broken)
+            self._deliver_result(current)
         self._wake()
 
     def _run_part(self, device: PlacedDevice, request: Request) -> None:
@@ -155,9 +166,11 @@ class WorkLoop:
         except OnnxplaceError as failure:
             self._fail(request, failure)
         except BaseException as failure:
-            message = f"the worker failed: {type(failure).__name__}: {failure}"
-            self._fail(request, ExecutionError("X001", message, where=device.id))
-            if not isinstance(failure, Exception) or is_foreign_error(failure):
+            step = request.current_steps.get(device.id)
+            error = describe_step_failure(failure, step, device.id)
+            error.__cause__ = failure
+            self._fail(request, error)
+            if not isinstance(failure, Exception) or (is_foreign_error(failure) and not is_out_of_memory(failure)):
                 raise
 
     def _finish_part(self, request: Request, device: str) -> None:
@@ -166,6 +179,7 @@ class WorkLoop:
             request.unfinished.discard(device)
             last = not request.unfinished and request.number in self._in_flight
             if last:
+                request.deliverer = device
                 self._store_states(request)
                 self._ready = [other for other in self._ready if other is not request]
                 del self._in_flight[request.number]
@@ -236,9 +250,9 @@ class WorkLoop:
         except OnnxplaceError:
             raise
         except Exception as problem:
-            if is_foreign_error(problem):
+            if is_foreign_error(problem) and not is_out_of_memory(problem):
                 raise
-            raise describe_segment_failure(problem, segment.record.id, device.id) from problem
+            raise describe_segment_failure(problem, segment.record, self.bundle.manifest, device.id) from problem
         self._record(request, device, "run", segment.record.id, began)
 
     def _detach(self, device: PlacedDevice, name: str, value: Any) -> Any:
@@ -291,13 +305,13 @@ class WorkLoop:
         if request.failure is not None:
             request.future.finish(None, request.failure)
             return
+        outputs, name = {}, ""
         try:
-            outputs = {
-                name: self._read_output(value, request) for name, value in self._outputs if name in request.output_names
-            }
+            for name, value in self._outputs:
+                if name in request.output_names:
+                    outputs[name] = self._read_output(value, request)
         except Exception as problem:  # noqa: BLE001 - a future that is never set would hang its caller
-            message = f"an output cannot be read: {format_one_line(problem) or type(problem).__name__}"
-            request.future.finish(None, ExecutionError("X003", message, where="outputs"))
+            request.future.finish(None, describe_output_failure(problem, name))
             return
         events = tuple(sorted(request.events, key=lambda event: event.start_seconds))
         request.future.finish(Result(outputs, events, time.perf_counter() - request.start_time), None)
