@@ -28,21 +28,34 @@ class Simulated(Runtime):
 class SimulatedSession(RuntimeSession):
     """A session that returns predicted timelines."""
 
-    def __init__(self, bundle: Bundle, trace: bool) -> None:
+    def __init__(self, bundle: Bundle, trace: bool, parent: SimulatedSession | None = None) -> None:
         self._bundle = bundle
         self._trace = trace
+        self._parent = parent
+        """The session of a conversation."""
         self._closed = False
 
     def submit(self, feeds: Mapping[str, Array], states: Collection[str] = ()) -> Future[Result]:
         """Return the predicted timeline at once."""
-        if self._closed:
-            raise ExecutionError("X002", "the session is closed", where=str(self._bundle.path))
+        self._require_open()
         simulation = simulate_manifest(self._bundle.manifest)
         events = _list_events(self._bundle, simulation) if self._trace else ()
         future: Future[Result] = Future()
         seconds = simulation.makespan_seconds + self._bundle.manifest.predicted.request_seconds
         future.set_result(Result({}, events, seconds))
         return future
+
+    def open_conversation(self) -> RuntimeSession:
+        """Return a session that ends with this one; nothing is stored."""
+        self._require_open()
+        return SimulatedSession(self._bundle, self._trace, self)
+
+    def _require_open(self) -> None:
+        if self._parent is not None:
+            self._parent._require_open()
+        if self._closed:
+            what = "session" if self._parent is None else "conversation"
+            raise ExecutionError("X002", f"the {what} is closed", where=str(self._bundle.path))
 
     def close(self, timeout: float | None = None) -> None:
         """Refuse further requests."""

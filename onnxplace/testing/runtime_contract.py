@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.bundle import Bundle
-from onnxplace.errors import ExecutionError, FeedError
+from onnxplace.errors import ExecutionError, FeedError, UsageError
 from onnxplace.feeds import Array
 from onnxplace.pipeline import make_pass, make_spec
 from onnxplace.runtime import Result, Runtime, RuntimeSession
@@ -58,7 +58,8 @@ def check_runtime(runtime_class: Callable[[], Runtime], *, computes: bool = True
     Requests return the right outputs, also when many are in flight. A request that fails or is cancelled does not
     affect the next. Closing waits for requests in flight, may be repeated, and ends all threads; later requests raise
     ExecutionError. Nothing hangs. A runtime that `keeps_state` carries states in the order of submission, until they
-    are reset or a request fails. `computes=False` is for a runtime that returns no outputs.
+    are reset or a request fails. If it has conversations, each has states of its own, and ends alone or with the
+    session. `computes=False` is for a runtime that returns no outputs.
 
     >>> from onnxplace.pipeline import find_plugin
     >>> check_runtime(find_plugin("runtimes", "simulated"), computes=False)
@@ -70,7 +71,8 @@ def check_runtime(runtime_class: Callable[[], Runtime], *, computes: bool = True
             _run_in_time(lambda check=check: check(runtime_class(), bundle, computes), check.__name__)  # type: ignore[misc]
         if computes and runtime_class().keeps_state:
             stateful = _compile_small_bundle(folder, _STATE_MODEL, _STATE_DEVICE_MAP, ("total_next=total",))
-            _run_in_time(lambda: _check_states(runtime_class(), stateful), _check_states.__name__)
+            for check_states in (_check_states, _check_conversations):
+                _run_in_time(lambda check=check_states: check(runtime_class(), stateful), check_states.__name__)  # type: ignore[misc]
 
 
 def _compile_small_bundle(folder: Path, text: str, device_map: str, state: Sequence[str] = ()) -> Bundle:
@@ -210,6 +212,46 @@ def _check_states(runtime: Runtime, bundle: Bundle) -> None:
         )
         _check_no_state(after, "a failure")
         _check_total(session.submit(initial).result(TIMEOUT_SECONDS), 1, {"y", "picked"})
+
+
+def _check_conversations(runtime: Runtime, bundle: Bundle) -> None:
+    """Check that conversations do not share states, and that a failure or the end of one leaves the others."""
+    feeds: dict[str, Array] = {"x": np.ones(4, dtype=np.float32), "row": np.zeros(1, dtype=np.int64)}
+    initial = {**feeds, "total": np.full(4, -100, dtype=np.float32)}
+    session = runtime.open(bundle)
+    try:
+        conversations = [session.open_conversation() for _ in range(2)]
+    except UsageError:  # it has none
+        session.close()
+        return
+    with session:
+        users = [session, *conversations]
+        futures = [(user, user.submit(initial if number == 0 else feeds)) for number in range(9) for user in users]
+        for index, (_, future) in enumerate(futures):
+            _check_total(future.result(TIMEOUT_SECONDS), index // len(users) + 1, {"y", "picked"})
+        first, second = conversations
+        failing = first.submit({**feeds, "row": np.array([1 << 40])})
+        problem = failing.exception(TIMEOUT_SECONDS)
+        require(
+            isinstance(problem, ExecutionError), f"expected ExecutionError from a segment that fails, got {problem!r}"
+        )
+        _check_no_state(first.submit(feeds), "a failure")
+        _check_total(second.submit(feeds).result(TIMEOUT_SECONDS), 10, {"y", "picked"})
+        last = second.submit(feeds)
+        second.close()
+        require(last.done(), "closing a conversation did not wait for its request in flight")
+        _check_closed(second, initial, "conversation")
+        _check_total(session.submit(feeds).result(TIMEOUT_SECONDS), 10, {"y", "picked"})
+        session.close()
+        _check_closed(first, initial, "session")
+
+
+def _check_closed(session: RuntimeSession, feeds: Mapping[str, Array], what: str) -> None:
+    try:
+        session.submit(feeds).result(TIMEOUT_SECONDS)
+    except ExecutionError:
+        return
+    raise AssertionError(f"a conversation accepted a request after the end of its {what}")
 
 
 def _check_total(result: Result, requests: int, names: Collection[str]) -> None:

@@ -11,6 +11,7 @@ from onnxplace.bundle import Step
 from onnxplace.feeds import Array
 from onnxplace.ort import import_onnxruntime
 from onnxplace.runtime import Event
+from onnxplace.runtimes.execution.carried_state import CarriedStates
 from onnxplace.runtimes.execution.futures import ResultFuture
 from onnxplace.runtimes.execution.wait_list import WaitList
 
@@ -23,15 +24,24 @@ class Request:
     """One set of feeds, processed by all devices."""
 
     def __init__(
-        self, number: int, feeds: Mapping[str, Array], devices: Collection[str], output_names: Collection[str]
+        self,
+        number: int,
+        feeds: Mapping[str, Array],
+        devices: Collection[str],
+        output_names: Collection[str],
+        conversation: CarriedStates,
     ) -> None:
         self.number = number
         self.feeds = feeds
         self.output_names = output_names
+        self.conversation = conversation
+        """The states that it takes and leaves."""
         self.unfinished = set(devices)
         """Devices that have not finished their part."""
         self.callers_device = ""
         """The device whose program the thread of the caller follows; empty if it follows none."""
+        self.deliverer = ""
+        """The device that finished last, whose thread completes the future."""
         self.resets_states = False
         """Whether states were reset since the previous request."""
         self.states: dict[str, Any] | None = None
