@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 from onnxplace.bundle import Bundle
@@ -22,7 +22,8 @@ from onnxplace.machine import interruptible, prepare_interrupts, require_interpr
 from onnxplace.runtime import Result
 from onnxplace.runtimes.execution.lifecycle import OPEN_ENGINES, close_all_engines, keep_sessions_in_child
 from onnxplace.runtimes.execution.requests import Request
-from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice
+from onnxplace.runtimes.execution.routes import OpenRoute, choose_route
+from onnxplace.runtimes.execution.segments import PlacedDevice
 from onnxplace.runtimes.execution.workers import Worker, WorkLoop
 from onnxplace.utils import start_thread
 
@@ -35,9 +36,9 @@ class Engine(WorkLoop):
     """An open bundle at work. Its threads keep it alive until it is closed or abandoned."""
 
     def __init__(
-        self, bundle: Bundle, devices: Mapping[str, PlacedDevice], segments: Mapping[str, OpenSegment], trace: bool
+        self, bundle: Bundle, devices: Mapping[str, PlacedDevice], routes: Sequence[OpenRoute], trace: bool
     ) -> None:
-        super().__init__(bundle, devices, segments, trace)
+        super().__init__(bundle, devices, routes, trace)
         self._numbers = itertools.count()
         first = bundle.manifest.segments[0].device if bundle.manifest.segments else ""
         self._first_device = devices.get(first)
@@ -65,7 +66,7 @@ class Engine(WorkLoop):
             hint = "open a session in each process, or start processes by 'spawn'"
             raise ExecutionError("X006", message, where=str(self.bundle.path), hint=hint)
         output_names = self._returned_names.union(states) if states else self._returned_names
-        return Request(next(self._numbers), feeds, self._devices, output_names)
+        return Request(next(self._numbers), feeds, self._routes[0], output_names)
 
     def submit(self, request: Request) -> None:
         """Hand a request to the workers; blocks while `MAX_IN_FLIGHT` requests are in flight."""
@@ -133,6 +134,8 @@ class Engine(WorkLoop):
                 return self._request_changes.enter()
             if callers_device is not None and not self._in_flight:
                 request.callers_device = callers_device.id
+            taken = (other.route.index for other in self._in_flight.values())
+            request.take_route(choose_route(self._routes, taken, bool(self._states.value_names)))
             # No call between these, so that no interrupt of the main thread comes between them either.
             request.resets_states = self._reset
             self._in_flight[request.number] = request
@@ -200,7 +203,8 @@ class Engine(WorkLoop):
             message = f"{self.bundle.path}: {names} did not return from ONNX Runtime ({progress or 'just ending'})"
             warnings.warn(f"{message}; its thread is left behind", RuntimeWarning, stacklevel=3)
             return
-        self._segments = {}
+        for route in self._routes:
+            route.segments.clear()
         self._states.clear()
 
     def _wait_for_requests(self, timeout: float | None) -> None:

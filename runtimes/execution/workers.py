@@ -23,6 +23,7 @@ from onnxplace.runtime import Event, EventKind, Result
 from onnxplace.runtimes.execution.carried_state import CarriedStates
 from onnxplace.runtimes.execution.ort_values import to_python
 from onnxplace.runtimes.execution.requests import CancelledError, Request
+from onnxplace.runtimes.execution.routes import OpenRoute
 from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice, describe_segment_failure
 from onnxplace.runtimes.execution.wait_list import WaitList
 
@@ -42,10 +43,11 @@ class WorkLoop:
     """The part of an engine that workers run."""
 
     def __init__(
-        self, bundle: Bundle, devices: Mapping[str, PlacedDevice], segments: Mapping[str, OpenSegment], trace: bool
+        self, bundle: Bundle, devices: Mapping[str, PlacedDevice], routes: Sequence[OpenRoute], trace: bool
     ) -> None:
         self.bundle = bundle
-        self._segments = segments
+        self._routes = routes
+        self._segments = routes[0].segments
         self._devices = devices
         self._trace = trace
         self._process = os.getpid()
@@ -65,13 +67,13 @@ class WorkLoop:
         self._reset = False
 
     def _index_values(self, bundle: Bundle) -> None:
-        """Build the tables of values that each request needs."""
+        """Build the tables of values that each request needs; those by device are by the home of its program."""
         manifest = bundle.manifest
         self._types = {item.name: item.dtype for item in manifest.inputs}
         self._inputs = set(self._types)
         self._read_inputs = {
             device: {v for s in manifest.segments if s.device == device for v in s.inputs} & self._inputs
-            for device in self._devices
+            for device in self._routes[0].devices
         }
         producers = {value: segment.device for segment in manifest.segments for value in segment.outputs}
         returned = dict.fromkeys(item.value for item in manifest.outputs)
@@ -79,7 +81,7 @@ class WorkLoop:
             name: item.owns_buffers for item in self._segments.values() for name in item.record.outputs
         }
         self._returned_values = {
-            device: [v for v in returned if producers.get(v) == device] for device in self._devices
+            device: [v for v in returned if producers.get(v) == device] for device in self._routes[0].devices
         }
         self._returned_names = frozenset(item.name for item in bundle.returned_outputs)
         self._outputs = [(item.name, item.value) for item in manifest.outputs]
@@ -136,7 +138,7 @@ class WorkLoop:
     def _run_part(self, device: PlacedDevice, request: Request) -> None:
         """Follow a device's program for one request; an error ends the request, an interrupt is raised again."""
         try:
-            self.follow_program(device, self.bundle.manifest.programs[device.id], request)
+            self.follow_program(device, self.bundle.manifest.programs[request.route.programs[device.id]], request)
         except CancelledError:
             pass
         except OnnxplaceError as failure:
@@ -184,10 +186,11 @@ class WorkLoop:
 
     def follow_program(self, device: PlacedDevice, program: Sequence[Step], request: Request) -> None:
         """Execute the steps of a device's program for one request."""
-        stored, states = self._take_states(request), self._states.value_names.get(device.id, {})
+        home = request.route.programs[device.id]
+        stored, states = self._take_states(request), self._states.value_names.get(home, {})
         values = {
             name: device.feed(request.feeds[name], self._types[name])
-            for name in self._read_inputs[device.id]
+            for name in self._read_inputs[home]
             if name in request.feeds
         }
         values.update({name: stored.pop(name) for name in states if name in stored})
@@ -196,19 +199,19 @@ class WorkLoop:
                 raise CancelledError
             request.current_steps[device.id] = step
             if step.op == "run":
-                self.run_segment(device, self._segments[step.segment], values, request)
+                self.run_segment(device, request.route.segments[step.segment], values, request)
             elif step.op == "send":
                 request.deliver(step.value, step.peer, values[step.value])
             elif step.op == "receive":
                 began = time.perf_counter()
-                arrived = request.receive(step.value, device.id)
+                arrived = request.receive(step.value, home)
                 self._record(request, device, "wait", step.value, began)
                 began = time.perf_counter()
                 values[step.value] = device.receive(arrived)
                 self._record(request, device, "copy", step.value, began)
             else:
                 values.pop(step.value, None)
-        request.outputs.update((name, values[name]) for name in self._returned_values[device.id])
+        request.outputs.update((name, values[name]) for name in self._returned_values[home])
         next_states = {name: values[value] for name, value in states.items()}
         request.next_states.update(
             {name: self._detach(device, states[name], value) for name, value in next_states.items()}
