@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import FeedError
 from onnxplace.feeds import Array, check_shape
+
+if TYPE_CHECKING:
+    from onnxplace.runtimes.execution.routes import OpenRoute
 
 
 class StateTable:
@@ -38,6 +41,8 @@ class CarriedStates:
         """Whether the next request starts without states."""
         self.closed = False
         """Whether no further request may begin, and the last one frees the states."""
+        self.route: OpenRoute | None = None
+        """The route of its first request: the states are on the devices of that route."""
 
     def take(self, feeds: Mapping[str, Array]) -> dict[str, Any]:
         """Remove and return the stored states that are not fed, so that they can be freed after their last use.

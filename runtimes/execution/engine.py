@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 from onnxplace.bundle import Bundle
@@ -24,7 +24,8 @@ from onnxplace.runtime import Result
 from onnxplace.runtimes.execution.carried_state import CarriedStates
 from onnxplace.runtimes.execution.lifecycle import OPEN_ENGINES, close_all_engines, keep_sessions_in_child
 from onnxplace.runtimes.execution.requests import Request
-from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice
+from onnxplace.runtimes.execution.routes import OpenRoute, choose_route
+from onnxplace.runtimes.execution.segments import PlacedDevice
 from onnxplace.runtimes.execution.workers import Worker, WorkLoop
 from onnxplace.utils import start_thread
 
@@ -37,9 +38,9 @@ class Engine(WorkLoop):
     """An open bundle at work. Its threads keep it alive until it is closed or abandoned."""
 
     def __init__(
-        self, bundle: Bundle, devices: Mapping[str, PlacedDevice], segments: Mapping[str, OpenSegment], trace: bool
+        self, bundle: Bundle, devices: Mapping[str, PlacedDevice], routes: Sequence[OpenRoute], trace: bool
     ) -> None:
-        super().__init__(bundle, devices, segments, trace)
+        super().__init__(bundle, devices, routes, trace)
         self._numbers = itertools.count()
         first = bundle.manifest.segments[0].device if bundle.manifest.segments else ""
         self._first_device = devices.get(first)
@@ -68,7 +69,7 @@ class Engine(WorkLoop):
         """Return a new request that also returns these carried states; raises ExecutionError in a forked process."""
         self._require_own_process()  # before any use of ONNX Runtime, whose locks may be held
         output_names = self._returned_names.union(states) if states else self._returned_names
-        return Request(next(self._numbers), feeds, self._devices, output_names, conversation or self._states)
+        return Request(next(self._numbers), feeds, self._routes[0], output_names, conversation or self._states)
 
     def _require_own_process(self) -> None:
         """Raise ExecutionError in a forked process."""
@@ -144,13 +145,22 @@ class Engine(WorkLoop):
             # A callback on a worker does not wait: its own worker may have to free a slot.
             if len(self._in_flight) >= MAX_IN_FLIGHT and not isinstance(threading.current_thread(), Worker):
                 return self._request_changes.enter()
+            route = conversation.route or choose_route(self._routes, self._list_taken_routes())
+            request.take_route(route)
+            if self._state_table.value_names:
+                conversation.route = route
             if callers_device is not None and not self._in_flight:
-                request.callers_device = callers_device.id
+                request.callers_device = route.devices[callers_device.id]
             # No call between these, so that no interrupt of the main thread comes between them either.
             request.resets_states = conversation.reset_pending
             self._in_flight[request.number] = request
             conversation.reset_pending = False
             return None
+
+    def _list_taken_routes(self) -> list[int]:
+        """Return the route of each request in flight, and of each conversation, whose states stay there."""
+        conversations = [item.route.index for item in list(self._conversations) if item.route is not None]
+        return conversations or [request.route.index for request in self._in_flight.values()]
 
     def _cancel(self, request: Request, failure: BaseException) -> None:
         """End a request that its caller abandons; workers stop at the end of a node."""
@@ -245,7 +255,8 @@ class Engine(WorkLoop):
             message = f"{self.bundle.path}: {names} did not return from ONNX Runtime ({progress or 'just ending'})"
             warnings.warn(f"{message}; its thread is left behind", RuntimeWarning, stacklevel=3)
             return
-        self._segments = {}
+        for route in self._routes:
+            route.segments.clear()
         for conversation in list(self._conversations):
             conversation.clear()
         for device in self._devices.values():

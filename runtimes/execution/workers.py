@@ -29,6 +29,7 @@ from onnxplace.runtimes.execution.failures import (
     is_out_of_memory,
 )
 from onnxplace.runtimes.execution.requests import CancelledError, Request
+from onnxplace.runtimes.execution.routes import OpenRoute
 from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice
 from onnxplace.runtimes.execution.wait_list import WaitList
 
@@ -48,10 +49,11 @@ class WorkLoop:
     """The part of an engine that workers run."""
 
     def __init__(
-        self, bundle: Bundle, devices: Mapping[str, PlacedDevice], segments: Mapping[str, OpenSegment], trace: bool
+        self, bundle: Bundle, devices: Mapping[str, PlacedDevice], routes: Sequence[OpenRoute], trace: bool
     ) -> None:
         self.bundle = bundle
-        self._segments = segments
+        self._routes = routes
+        self._segments = routes[0].segments
         self._devices = devices
         self._trace = trace
         self._process = os.getpid()
@@ -74,22 +76,22 @@ class WorkLoop:
         """Requests with states whose turn it is, in the order in which they became ready."""
 
     def _index_values(self, bundle: Bundle) -> None:
-        """Build the tables of values that each request needs."""
+        """Build the tables of values that each request needs; those by device are by the home of its program."""
         manifest = bundle.manifest
         self._types = {item.name: item.dtype for item in manifest.inputs}
         self._inputs = set(self._types)
         self._read_inputs = {
             device: {v for s in manifest.segments if s.device == device for v in s.inputs} & self._inputs
-            for device in self._devices
+            for device in self._routes[0].devices
         }
         producers = {value: segment.device for segment in manifest.segments for value in segment.outputs}
         returned = dict.fromkeys(item.value for item in manifest.outputs)
         self._owns_buffers = {
             name: item.owns_buffers for item in self._segments.values() for name in item.record.outputs
         }
-        self._producers = {value: self._devices[device] for value, device in producers.items()}
+        self._producers = producers
         self._returned_values = {
-            device: [v for v in returned if producers.get(v) == device] for device in self._devices
+            device: [v for v in returned if producers.get(v) == device] for device in self._routes[0].devices
         }
         self._returned_names = frozenset(item.name for item in bundle.returned_outputs)
         self._outputs = [(item.name, item.value) for item in manifest.outputs]
@@ -160,7 +162,7 @@ class WorkLoop:
     def _run_part(self, device: PlacedDevice, request: Request) -> None:
         """Follow a device's program for one request; an error ends the request, an interrupt is raised again."""
         try:
-            self.follow_program(device, self.bundle.manifest.programs[device.id], request)
+            self.follow_program(device, self.bundle.manifest.programs[request.route.programs[device.id]], request)
         except CancelledError:
             pass
         except OnnxplaceError as failure:
@@ -212,10 +214,11 @@ class WorkLoop:
 
     def follow_program(self, device: PlacedDevice, program: Sequence[Step], request: Request) -> None:
         """Execute the steps of a device's program for one request."""
-        stored, states = self._take_states(request), self._state_table.value_names.get(device.id, {})
+        home = request.route.programs[device.id]
+        stored, states = self._take_states(request), self._state_table.value_names.get(home, {})
         values = {
             name: device.memory.feed(request.feeds[name], self._types[name])
-            for name in self._read_inputs[device.id]
+            for name in self._read_inputs[home]
             if name in request.feeds
         }
         values.update({name: stored.pop(name) for name in states if name in stored})
@@ -224,19 +227,19 @@ class WorkLoop:
                 raise CancelledError
             request.current_steps[device.id] = step
             if step.op == "run":
-                self.run_segment(device, self._segments[step.segment], values, request)
+                self.run_segment(device, request.route.segments[step.segment], values, request)
             elif step.op == "send":
                 self._send(device, step, values[step.value], request)
             elif step.op == "receive":
                 began = time.perf_counter()
-                arrived = request.receive(step.value, device.id)
+                arrived = request.receive(step.value, home)
                 self._record(request, device, "wait", step.value, began)
                 began = time.perf_counter()
-                values[step.value] = device.memory.receive(arrived, self._devices[step.peer].memory)
+                values[step.value] = device.memory.receive(arrived, self._find_peer(step, request).memory)
                 self._record(request, device, "copy", step.value, began)
             else:
                 values.pop(step.value, None)
-        for name in self._returned_values[device.id]:
+        for name in self._returned_values[home]:
             request.outputs[name] = device.memory.send(values[name], None)
         next_states = {name: values[value] for name, value in states.items()}
         request.next_states.update(
@@ -246,10 +249,14 @@ class WorkLoop:
     def _send(self, device: PlacedDevice, step: Step, value: Any, request: Request) -> None:
         """Deliver a value to another device."""
         began = time.perf_counter()
-        parcel = device.memory.send(value, self._devices[step.peer].memory)
+        parcel = device.memory.send(value, self._find_peer(step, request).memory)
         if device.memory.is_asynchronous:
             self._record(request, device, "copy", step.value, began)
         request.deliver(step.value, step.peer, parcel)
+
+    def _find_peer(self, step: Step, request: Request) -> PlacedDevice:
+        """Return the other device of a transfer on the route of a request."""
+        return self._devices[request.route.devices[step.peer]]
 
     def run_segment(self, device: PlacedDevice, segment: OpenSegment, values: dict[str, Any], request: Request) -> None:
         """Run one segment; raises ExecutionError naming segment and device."""
@@ -331,5 +338,6 @@ class WorkLoop:
         """Return an output as numpy; the caller may alter it without altering feeds or stored states."""
         if value in self._inputs:
             return copy.deepcopy(request.feeds[value])
-        array = self._producers[value].memory.read(request.outputs[value])
+        producer = self._devices[request.route.devices[self._producers[value]]]
+        array = producer.memory.read(request.outputs[value])
         return array.copy() if value in self._stored_values else array
