@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -32,9 +33,23 @@ def shared_arena_options(kind: str) -> Mapping[str, str]:
 
 @cache
 def _register_shared_arena() -> None:
+    """Register the arena, limited to the memory of this machine.
+
+    Without a limit, a request for more doubles the size of the arena's next block until it would hold that request. The
+    next small one then reserves as much as the system gives, with a table of 3 % of it that is really used.
+    """
     runtime = import_onnxruntime()
     memory = runtime.OrtMemoryInfo("Cpu", runtime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, runtime.OrtMemType.DEFAULT)
-    runtime.create_and_register_allocator(memory, runtime.OrtArenaCfg({}))
+    runtime.create_and_register_allocator(memory, runtime.OrtArenaCfg({"max_mem": _total_memory_bytes()}))
+
+
+def _total_memory_bytes() -> int:
+    """Return the memory and swap space of this machine."""
+    import psutil
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a container without statistics of its swap space
+        return int(psutil.virtual_memory().total + psutil.swap_memory().total)
 
 
 def return_freed_memory(weights_bytes: int) -> None:
