@@ -145,7 +145,7 @@ class WorkLoop:
             return self._closed and not any(device in request.unfinished for request in self._in_flight.values())
 
     def _mark_broken(self, device: PlacedDevice, cause: BaseException, current: Request | None) -> None:
-        """Fail all requests after a worker died, also one that it was delivering, so that no thread waits for it."""
+        """Fail all requests after a worker died, also the one that it was delivering: no thread may wait for it."""
         message = f"its worker died: {type(cause).__name__}: {cause}".rstrip(": ")
         self._broken = ExecutionError("X005", message, where=device.id, hint="open a new session")
         self._closed = True

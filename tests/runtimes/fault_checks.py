@@ -1,5 +1,6 @@
 """Helpers of the tests of failures at run time."""
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -29,3 +30,7 @@ def wait_until(condition):
 
 def list_worker_threads():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("onnxplace c")]
+
+
+def read_resident_bytes():
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")

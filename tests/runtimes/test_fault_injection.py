@@ -2,6 +2,7 @@
 
 import random
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,12 +11,14 @@ from onnx import parser
 
 import onnxplace
 from onnxplace.errors import ExecutionError
-from onnxplace.runtimes.execution import engine as engine_module, workers as workers_module
+from onnxplace.runtimes.execution import HostMemory, engine as engine_module
+from onnxplace.runtimes.execution.failures import describe_segment_failure
 from onnxplace.runtimes.execution.futures import ResultFuture
 from onnxplace.runtimes.execution.requests import Request
-from tests.runtimes.fault_checks import HUNG_SECONDS, list_worker_threads
+from tests.runtimes.fault_checks import HUNG_SECONDS, list_worker_threads, read_resident_bytes
 from tests.support.endless import feeds
 from tests.support.fault_injection import KINDS, MODES, Fault, inject, list_faults, raise_in
+from tests.support.request_soak import soak_requests
 from tests.support.small_programs import make_ping_pong, make_random_model
 
 # An exception set in a thread from outside may come while Python frees an object, and is printed then.
@@ -87,7 +90,7 @@ def test_a_request_that_is_admitted_while_a_worker_dies_is_failed(session):
     """The worker takes the list of requests only when no other thread is between its check and its entry."""
     engine = session._session.engine
     worker = next(worker for worker in engine._workers if worker.name == "onnxplace cpu:1")
-    request = Request(1 << 40, feeds(1), engine._devices, frozenset({"y"}), engine._states)
+    request = Request(1 << 40, feeds(1), engine._routes[0], frozenset({"y"}), engine._states)
     with engine._lock:  # as in `_try_admit`, after its check
         raise_in(worker.ident, SystemExit)
         engine._tokens["cpu:1"].put(None)
@@ -110,14 +113,14 @@ def test_finishing_a_future_may_be_repeated():
 def test_memory_that_runs_out_in_a_copy_is_reported_as_such(session, monkeypatch):
     engine = session._session.engine
     device = engine._devices["cpu:0"]
-    monkeypatch.setattr(device, "receive", lambda value: np.empty(1 << 62, np.uint8))
+    monkeypatch.setattr(device.memory, "receive", lambda value, source: np.empty(1 << 62, np.uint8))
     for call in (lambda: session.run(None, feeds(1)), lambda: session.submit(feeds(1)).result(HUNG_SECONDS)):
         with pytest.raises(ExecutionError, match=r"X010.*cpu:0: out of memory.*receive 'spun' from cpu:1.*EiB"):
             call()
 
 
 def test_memory_that_runs_out_for_an_output_is_reported_as_such(session, monkeypatch):
-    monkeypatch.setattr(workers_module, "to_python", lambda value: np.empty(1 << 62, np.uint8))
+    monkeypatch.setattr(HostMemory, "read", lambda memory, parcel: np.empty(1 << 62, np.uint8))
     with pytest.raises(ExecutionError, match=r"X010.*outputs: out of memory for output '[yz]'.*EiB"):
         session.submit(feeds(1)).result(HUNG_SECONDS)
 
@@ -148,6 +151,32 @@ def test_a_segment_that_runs_out_of_memory_says_how_much_it_asked_for_and_where(
         assert problem.hint
         (y,) = session.run(None, SMALL)
         np.testing.assert_array_equal(y, -np.ones((2, 3)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "BFCArena::AllocateRawInternal(size_t, bool) Failed to allocate memory for requested buffer of size 12345",
+        "BFCArena::Extend(size_t) Available memory of 99 is smaller than requested bytes of 12345",
+    ],
+)
+def test_the_size_is_read_from_both_messages_of_onnx_runtime(expanding, text):
+    record = expanding.manifest.segments[0]
+    problem = describe_segment_failure(RuntimeError(text), record, expanding.manifest, "cpu:0")
+    assert "it asked for 12345 bytes at once" in problem.message
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc here")
+def test_after_memory_ran_out_small_requests_need_little_memory(expanding):
+    """ONNX Runtime's arena would reserve all memory for the next request, and use 3 % of it for a table."""
+    with onnxplace.InferenceSession(expanding) as session:
+        session.run(None, SMALL)
+        before = read_resident_bytes()
+        with pytest.raises(ExecutionError, match="X010"):
+            session.run(None, {**SMALL, "shape": np.array([1 << 20, 1 << 22], "i8")})
+        for columns in range(1, 5):
+            session.run(None, {**SMALL, "shape": np.array([1 << 10, columns << 10], "i8")})
+        assert read_resident_bytes() - before < 256 << 20
 
 
 def test_without_a_size_in_the_message_the_prediction_of_the_bundle_is_reported(expanding, monkeypatch):
@@ -186,3 +215,11 @@ def test_all_callers_of_a_dead_worker_get_its_cause_also_those_without_a_slot(se
         assert not thread.is_alive()
     assert len(problems) == count
     assert all(problem.code == "X005" and "cpu:0: its worker died: SystemExit" in str(problem) for problem in problems)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc here")
+def test_requests_of_random_sizes_from_several_threads_are_right_and_leave_nothing(tmp_path):
+    report = soak_requests(tmp_path, 400)
+    assert report.requests == 400
+    assert report.growth_bytes < 64 << 20
+    assert {name for name, _ in report.counts} == {"stateless", "states"}

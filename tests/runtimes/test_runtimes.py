@@ -17,6 +17,7 @@ from onnxplace.bundle import simulate_manifest
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from onnxplace.runtimes.simulated import Simulated
 from onnxplace.testing import check_runtime
+from tests.runtimes.fault_checks import read_resident_bytes
 
 
 def test_the_onnxruntime_runtime_satisfies_the_contract():
@@ -290,10 +291,6 @@ def test_closing_waits_for_a_caller_that_runs(bundle, monkeypatch):
         session.run(make_feeds(bundle, 0))
 
 
-def resident_bytes():
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc here")
 def test_many_segments_need_the_memory_of_live_values_and_not_the_sum_of_all(tmp_path):
     value_bytes, steps = 4 << 20, 24
@@ -311,7 +308,7 @@ def test_many_segments_need_the_memory_of_live_values_and_not_the_sum_of_all(tmp
     assert len(bundle.manifest.segments) == steps
     feeds = {"v0": np.ones(value_bytes // 4, np.float32)}
     with onnxplace.InferenceSession(bundle) as session:
-        before = resident_bytes()
+        before = read_resident_bytes()
         for _ in range(3):
             session.run(None, feeds)
-        assert resident_bytes() - before < steps * value_bytes / 2
+        assert read_resident_bytes() - before < steps * value_bytes / 2

@@ -192,13 +192,24 @@ class FaultyDevice:
 
     def __init__(self, device: Any, engine: FaultyEngine, steps: FaultySteps) -> None:
         self.device, self.engine, self.steps = device, engine, steps
+        self.memory = FaultyMemory(device.memory, steps)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.device, name)
 
+
+class FaultyMemory:
+    """A memory whose copies fire the fault."""
+
+    def __init__(self, memory: Any, steps: FaultySteps) -> None:
+        self.memory, self.steps = memory, steps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.memory, name)
+
     def receive(self, *arguments: Any) -> Any:
         self.steps.fire_inside()
-        return self.device.receive(*arguments)
+        return self.memory.receive(*arguments)
 
 
 class FaultySegment:

@@ -50,13 +50,13 @@ class SmallModel:
         states = [f"t{index}" for index in range(self.states)]
         return [*states, *(node.output for node in self.nodes if node.output not in {*read, *states})]
 
-    def make_feeds(self, number: int) -> Arrays:
+    def make_feeds(self, number: int, size: int = SIZE) -> Arrays:
         """Return the inputs of a request, without states."""
-        return {"x": np.array([number, -number, number + 1, 2], np.float32)}
+        return {"x": np.arange(number % 99, number % 99 + size, dtype=np.float32)}
 
-    def make_start(self, number: int) -> Arrays:
+    def make_start(self, number: int, size: int = SIZE) -> Arrays:
         """Return initial states."""
-        return {f"s{index}": np.full(SIZE, number - index, np.float32) for index in range(self.states)}
+        return {f"s{index}": np.full(size, number % 99 - index, np.float32) for index in range(self.states)}
 
     def step(self, feeds: Arrays) -> Arrays:
         """Return all outputs of one request, which is fed its states."""
@@ -68,8 +68,8 @@ class SmallModel:
 
     def compile(self, folder: Path) -> onnxplace.Bundle:
         """Compile the model; nodes stay on their devices."""
-        inputs = ", ".join(f"float[{SIZE}] {name}" for name in ("x", *self.make_start(0)))
-        outputs = ", ".join(f"float[{SIZE}] {name}" for name in self.outputs)
+        inputs = ", ".join(f"float[n] {name}" for name in ("x", *self.make_start(0)))
+        outputs = ", ".join(f"float[n] {name}" for name in self.outputs)
         lines = "\n".join(f"[{n.output}] {n.output} = {n.op}({', '.join(n.inputs)})" for n in self.nodes)
         model = parser.parse_model(
             f'<ir_version: 8, opset_import: ["": 17]> small ({inputs}) => ({outputs}) {{ {lines} }}'
@@ -80,6 +80,7 @@ class SmallModel:
             model,
             folder / "small.bundle",
             target=Target(tuple(Device(f"cpu:{index}", 1 << 30) for index in range(self.devices))),
+            shape={"n": SIZE},
             state=[f"t{index}=s{index}" for index in range(self.states)],
             pipeline=f"profile{{estimate=true}},coplace{{join=never,device_map={json.dumps(str(device_map))}}},m-etf,split,emit",
             force=True,
@@ -127,10 +128,10 @@ class Talker:
     states: Arrays = field(default_factory=dict)
     """The states that are stored; none if they are lost."""
 
-    def prepare(self, number: int) -> tuple[Arrays, Arrays]:
+    def prepare(self, number: int, size: int = SIZE) -> tuple[Arrays, Arrays]:
         """Return the feeds of the next request and the outputs that are right; a lost state is fed anew."""
-        start = {} if self.states or not self.model.states else self.model.make_start(number)
-        feeds = {**self.model.make_feeds(number), **start}
+        start = {} if self.states or not self.model.states else self.model.make_start(number, size)
+        feeds = {**self.model.make_feeds(number, size), **start}
         return feeds, self.model.step({**self.states, **feeds})
 
     def keep(self, outputs: Arrays) -> None:
