@@ -15,7 +15,7 @@ from typing import ClassVar
 from onnxplace.bundle import Bundle
 from onnxplace.feeds import Array
 from onnxplace.machine import assign_cores, require_cuda
-from onnxplace.runtime import Result, Runtime, RuntimeSession
+from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Result, Runtime, RuntimeSession
 from onnxplace.runtimes.execution import Engine, PlacedDevice, open_segment
 
 
@@ -26,7 +26,9 @@ class OnnxRuntime(Runtime):
     summary: ClassVar[str] = "run segments with ONNX Runtime, a worker per device"
     keeps_state: ClassVar[bool] = True
 
-    def open(self, bundle: Bundle, *, trace: bool = False) -> RuntimeSession:
+    def open(
+        self, bundle: Bundle, *, trace: bool = False, max_in_flight: int = DEFAULT_MAX_IN_FLIGHT
+    ) -> RuntimeSession:
         """Open all segments, then start the workers.
 
         Raises TargetError before any thread starts if a device is missing.
@@ -42,7 +44,7 @@ class OnnxRuntime(Runtime):
         segments = {
             segment.id: open_segment(bundle, segment, devices[segment.device]) for segment in bundle.manifest.segments
         }
-        return OnnxRuntimeSession(Engine(bundle, devices, segments, trace))
+        return OnnxRuntimeSession(Engine(bundle, devices, segments, trace, max_in_flight))
 
 
 class OnnxRuntimeSession(RuntimeSession):
@@ -64,6 +66,10 @@ class OnnxRuntimeSession(RuntimeSession):
     def run(self, feeds: Mapping[str, Array], states: Collection[str] = (), timeout: float | None = None) -> Result:
         """Return the result of a request; with no other in flight, do one device's part in this thread."""
         return self.engine.run(self.engine.request(feeds, states), timeout)
+
+    def cancel(self, future: Future[Result]) -> None:
+        """End a request in flight; its devices are free again at the end of the nodes that they execute."""
+        self.engine.cancel(future)
 
     def reset_state(self) -> None:
         """Discard states before the next request, or at once if none is in flight."""

@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Collection, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 
 from onnxplace.bundle import Bundle
@@ -26,7 +27,6 @@ from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice
 from onnxplace.runtimes.execution.workers import Worker, WorkLoop
 from onnxplace.utils import start_thread
 
-MAX_IN_FLIGHT = 8
 # Time for ended requests to reach the end of a node. Workers that take longer are left behind.
 END_GRACE_SECONDS = 2.0
 
@@ -35,9 +35,15 @@ class Engine(WorkLoop):
     """An open bundle at work. Its threads keep it alive until it is closed or abandoned."""
 
     def __init__(
-        self, bundle: Bundle, devices: Mapping[str, PlacedDevice], segments: Mapping[str, OpenSegment], trace: bool
+        self,
+        bundle: Bundle,
+        devices: Mapping[str, PlacedDevice],
+        segments: Mapping[str, OpenSegment],
+        trace: bool,
+        max_in_flight: int,
     ) -> None:
         super().__init__(bundle, devices, segments, trace)
+        self._max_in_flight = max_in_flight
         self._numbers = itertools.count()
         first = bundle.manifest.segments[0].device if bundle.manifest.segments else ""
         self._first_device = devices.get(first)
@@ -68,7 +74,7 @@ class Engine(WorkLoop):
         return Request(next(self._numbers), feeds, self._devices, output_names)
 
     def submit(self, request: Request) -> None:
-        """Hand a request to the workers; blocks while `MAX_IN_FLIGHT` requests are in flight."""
+        """Hand a request to the workers; blocks while `max_in_flight` requests are in flight."""
         try:
             self._admit(request, None, None)
         except BaseException as failure:
@@ -129,7 +135,7 @@ class Engine(WorkLoop):
             if self._closed:
                 raise ExecutionError("X002", "the session is closed", where=str(self.bundle.path))
             # A callback on a worker does not wait: its own worker may have to free a slot.
-            if len(self._in_flight) >= MAX_IN_FLIGHT and not isinstance(threading.current_thread(), Worker):
+            if len(self._in_flight) >= self._max_in_flight and not isinstance(threading.current_thread(), Worker):
                 return self._request_changes.enter()
             if callers_device is not None and not self._in_flight:
                 request.callers_device = callers_device.id
@@ -138,6 +144,13 @@ class Engine(WorkLoop):
             self._in_flight[request.number] = request
             self._reset = False
             return None
+
+    def cancel(self, future: Future[Result]) -> None:
+        """End the request of a future whose result is no longer wanted."""
+        for request in list(self._in_flight.values()):
+            if request.future is future:
+                failure = ExecutionError("X011", "its caller no longer waits for it", where=str(self.bundle.path))
+                self._cancel(request, failure)
 
     def _cancel(self, request: Request, failure: BaseException) -> None:
         """End a request that its caller abandons; workers stop at the end of a node."""
