@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     )
     from onnxplace.bundle.manifest import (
         SCHEMA_VERSION as SCHEMA_VERSION,
+        BatchingRecord as BatchingRecord,
         DeviceRecord as DeviceRecord,
         DiagnosticRecord as DiagnosticRecord,
         FileRecord as FileRecord,
@@ -57,9 +58,9 @@ __getattr__, __dir__, __all__ = attach(
             "Bundle COSTS_FILE Check MANIFEST_FILE SEGMENTS_FOLDER WEIGHTS_FILE WHOLE_MODEL_FILE describe_linked_file"
         ),
         "manifest": (
-            "DeviceRecord DiagnosticRecord FileRecord InputRecord Manifest OutputRecord Predicted RepeatRecord "
-            "SCHEMA_VERSION SegmentRecord ShardedKindRecord ShardingRecord SplitStateRecord StateRecord Step "
-            "TargetRecord TrialRecord ValueRecord json_schema"
+            "BatchingRecord DeviceRecord DiagnosticRecord FileRecord InputRecord Manifest OutputRecord Predicted "
+            "RepeatRecord SCHEMA_VERSION SegmentRecord ShardedKindRecord ShardingRecord SplitStateRecord StateRecord "
+            "Step TargetRecord TrialRecord ValueRecord json_schema"
         ),
         "simulate_bundle": "simulate_manifest",
         "slices": "extract_device_part list_crossing_values record_crossing_values",

@@ -12,7 +12,7 @@ from onnxplace.feeds import MAX_DIMENSION, MAX_RANK
 from onnxplace.target import Device, Link, LinkModel, Shared, Target
 from onnxplace.utils import read_field_docs
 
-SCHEMA_VERSION = "1.2"
+SCHEMA_VERSION = "1.3"
 
 
 Seconds = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
@@ -145,6 +145,21 @@ class ShardingRecord(Record):
     states: tuple[SplitStateRecord, ...] = ()
 
 
+class BatchingRecord(Record):
+    """Whether requests can be joined into one, proven when the model was compiled."""
+
+    dimension: str = ""
+    """The symbolic dimension along which requests can be joined; empty if they cannot."""
+    inputs: dict[str, Annotated[int, Field(ge=0, lt=MAX_RANK)]] = {}
+    """Input -> its axis with the dimension; other inputs have to be the same for all requests."""
+    outputs: dict[str, Annotated[int, Field(ge=0, lt=MAX_RANK)]] = {}
+    """Output -> its axis with the dimension; other outputs are the same for all requests."""
+    reason: str = ""
+    """Why requests cannot be joined."""
+    node: str = ""
+    """The node that prevents it; empty if it is none."""
+
+
 class Predicted(Record):
     """The compiler's prediction for one inference."""
 
@@ -265,6 +280,8 @@ class Manifest(Record):
     repeats: tuple[RepeatRecord, ...] = ()
     sharding: ShardingRecord | None = None
     """None if no operator is split."""
+    batching: BatchingRecord | None = None
+    """Whether requests can be joined; None in formats before 1.3."""
     linked: dict[str, LinkRecord] = {}
     """Weights files that the segments refer to, by their path below the folder that contains the bundle."""
 

@@ -24,7 +24,7 @@ from onnxplace.passes.sharding.tensor_facts import TensorFacts, read_constants
 
 # Two sizes of the batch: a prime and an even number, both unlikely elsewhere.
 _BATCH_SIZES = (13, 22)
-# How other sizes of the other dimensions are drawn: (a + b * i) * size + c + d * i for dimension i. The second one keeps
+# How sizes of the other dimensions are drawn: (a + b * i) * size + c + d * i for dimension i. The second ones keep
 # divisors. The model is sure to run at its own sizes, but these may be 1, which is broadcast.
 _OTHER_SIZES = ((3, 0, 2, 2), (2, 1, 0, 0), (1, 0, 0, 0))
 # The proof has to succeed at so many of them.
@@ -39,9 +39,9 @@ class BatchAxes:
 
     dimension: str = ""
     """The symbolic dimension; empty if requests cannot be joined."""
-    inputs: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    inputs: Mapping[str, int] = field(default_factory=dict)
     """Input -> axis with the dimension."""
-    outputs: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    outputs: Mapping[str, int] = field(default_factory=dict)
     """Output -> axis with the dimension; other outputs do not depend on it."""
     reason: str = ""
     """Why requests cannot be joined."""
@@ -107,7 +107,7 @@ def _prove(model: Model, dimension: str) -> BatchAxes:
     if any(outputs != proven[0] for outputs in proven):
         raise Refusal("the axes of the outputs depend on the sizes of other dimensions")
     inputs = {name: cut.axis for name, cut in axes.items()}
-    return BatchAxes(dimension, MappingProxyType(inputs), MappingProxyType(proven[0]))
+    return BatchAxes(dimension, inputs, proven[0])
 
 
 def _find_input_axes(model: Model, dimension: str) -> dict[str, Cut]:

@@ -185,8 +185,10 @@ class BatchFlow:
         if _FILLS.get(node.op_type) in positions and len(positions) == 1:
             return self._fill(index, node)
         exact = True
-        if node.op_type in _MOVES_SIZES or node.op_type in _ROUNDS_SIZES or node.op_type == "Div":
-            exact = positions == {0} and self._is_exact(node)
+        if node.op_type in _MOVES_SIZES:
+            exact = positions == {0}
+        elif node.op_type in _ROUNDS_SIZES or node.op_type == "Div":
+            exact = self._is_exact(node)
         elif node.op_type == "Where":
             exact = 0 not in positions
         elif node.op_type == "Equal":
@@ -220,17 +222,12 @@ class BatchFlow:
         return flows
 
     def _is_exact(self, node: NodeProto) -> bool:
-        """Return whether a division or rounding leaves no rest at either size; other operators have none."""
+        """Return whether a division or rounding leaves no rest at either size."""
         if node.op_type in _ROUNDS_SIZES:
             before, after = self._values(node.input[0]), self._values(node.output[0])
             return before is not None and after is not None and all(map(np.array_equal, before, after))
-        if node.op_type == "Div":
-            pairs = [self._values(name) for name in (*node.input, *node.output)]
-            if any(pair is None for pair in pairs):
-                return False
-            dividend, divisor, quotient = (pair for pair in pairs if pair is not None)
-            return all(np.array_equal(a, b * c) for a, b, c in zip(dividend, divisor, quotient))
-        return True
+        pairs = [pair for name in (*node.input, *node.output) if (pair := self._values(name)) is not None]
+        return len(pairs) == 3 and all(np.array_equal(a, b * c) for a, b, c in zip(*pairs))
 
     def _never_equal(self, node: NodeProto) -> bool:
         """Return whether an Equal compares sizes with numbers that no size is, such as the -1 of a target shape."""
