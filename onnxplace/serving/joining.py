@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ class Joiner:
             axis = self._outputs.get(name)
             if axis is None:
                 for part in parts:
-                    part[name] = np.array(value)
+                    part[name] = copy.deepcopy(value)
                 continue
             if axis >= value.ndim or value.shape[axis] % total or not value.shape[axis]:
                 raise ValueError(f"output {name!r} of shape {list(value.shape)} holds no batch of {total}")

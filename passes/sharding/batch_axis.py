@@ -67,7 +67,9 @@ def find_batch_axes(model: Model) -> BatchAxes:
         except Exception as problem:  # noqa: BLE001 - a model that cannot be analysed is still compiled
             text = f"along dimension {dimension!r}, it cannot be analysed: {type(problem).__name__}: {problem}"
             refusals.append(BatchAxes(reason=text))
-    return refusals[0] if refusals else BatchAxes(reason="no input has a symbolic dimension")
+    if not refusals:
+        return BatchAxes(reason="no input has a symbolic dimension")
+    return next((refusal for refusal in refusals if refusal.node), refusals[0])
 
 
 def _input_keys(model: Model) -> dict[str, list[str]]:
