@@ -33,10 +33,12 @@ if TYPE_CHECKING:
     from onnxplace.graph import OpGraph
     from onnxplace.pipeline import Pipeline
     from onnxplace.runtime import Runtime, RuntimeSession
+    from onnxplace.serving import Batching
     from onnxplace.state import Pass, State
     from onnxplace.target import Device, Link, Target
 
 __all__ = [
+    "Batching",
     "BrokenPassError",
     "Bundle",
     "BundleError",
@@ -78,6 +80,7 @@ __getattr__, __dir__, _ = attach(
         "graph": "OpGraph",
         "pipeline": "Pipeline",
         "runtime": "Runtime RuntimeSession",
+        "serving": "Batching",
         "state": "Pass State",
         "target": "Device Link Target",
     },

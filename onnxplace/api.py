@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from numbers import Real
@@ -14,11 +14,21 @@ import numpy as np
 
 from onnxplace.bundle import Bundle, Check, SplitStates
 from onnxplace.driver import Compiled, CompileOptions, compile_model
-from onnxplace.errors import UsageError, suggest_nearest
+from onnxplace.errors import FeedError, UsageError, suggest_nearest
 from onnxplace.feeds import Declared, check_feeds
 from onnxplace.machine import use_custom_operators
 from onnxplace.pipeline import find_plugin
-from onnxplace.runtime import Event, Result, Runtime, RuntimeSession, choose_closing_timeout, unpicklable_error
+from onnxplace.runtime import (
+    DEFAULT_MAX_IN_FLIGHT,
+    Event,
+    Result,
+    Runtime,
+    RuntimeSession,
+    choose_closing_timeout,
+    open_session,
+    unpicklable_error,
+)
+from onnxplace.serving import BatchedSession, Batching, check_in_flight, require_batching, stream_results
 from onnxplace.utils import Callbacks
 
 if TYPE_CHECKING:
@@ -92,6 +102,14 @@ class InferenceSession:
     fails loses the states. A run with refused inputs leaves them unchanged. States that are split over devices are fed
     and returned whole, under the names of the original model; `submit` and `run_timed` return their parts.
     `conversation()` returns a further set of states over the same weights.
+
+    Args:
+        bundle: A bundle, or its path.
+        runtime: Name of the runtime.
+        trace: Whether `trace` returns a timeline.
+        custom_op_libraries: Shared libraries with operators that ONNX Runtime does not have.
+        max_in_flight: Number of requests in flight, 1 to 1024; further ones wait until one ends.
+        batching: Joins requests of several callers into one, `Batching(max_batch=8)`; see docs/serving.md.
     """
 
     def __init__(
@@ -101,14 +119,17 @@ class InferenceSession:
         runtime: str = "onnxruntime",
         trace: bool = False,
         custom_op_libraries: Sequence[str | Path] = (),
+        max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
+        batching: Batching | None = None,
     ) -> None:
+        max_in_flight = check_in_flight(max_in_flight, "max_in_flight")
         opened = bundle if isinstance(bundle, Bundle) else load(bundle)
         runtime_class = cast("type[Runtime]", find_plugin("runtimes", runtime))
         if opened.manifest.states and not runtime_class.keeps_state:
             hint = "use --runtime onnxruntime, or compile without --state"
             raise UsageError("S008", f"runtime {runtime!r} keeps no states", where=str(opened.path), hint=hint)
         with use_custom_operators(custom_op_libraries):
-            self._attach(opened, runtime_class().open(opened, trace=trace))
+            self._attach(opened, _open_session(opened, runtime_class(), trace, max_in_flight, batching))
 
     def _attach(self, bundle: Bundle, session: RuntimeSession) -> None:
         """Use an open session of a runtime."""
@@ -207,6 +228,35 @@ class InferenceSession:
         feeds, states = self._check_feeds(input_feed, self._resolve_parts(output_names))
         return self._session.submit(feeds, states) if states else self._session.submit(feeds)
 
+    def stream(
+        self,
+        feeds: Iterable[Mapping[str, Any]],
+        *,
+        in_flight: int = 4,
+        output_names: Iterable[str] | None = None,
+    ) -> Generator[list[Any], None, None]:
+        """Yield the outputs of each of many feeds, as `run` returns them, in their order.
+
+        Up to `in_flight` requests, 1 to 1024, run at the same time. The next feeds are taken when a result is asked for
+        and one of these places is free, so that `feeds` may be endless. An error is raised when its turn comes, after
+        all results before it; errors of `feeds` itself too. The requests in flight are ended then, and when the
+        generator is closed or forgotten.
+
+        >>> for (logits,) in session.stream({"tokens": tokens} for tokens in batches):  # doctest: +SKIP
+        ...     print(logits.shape)
+        """
+        if isinstance(feeds, Mapping):
+            message = "expected feeds one after the other, got a single mapping"
+            raise FeedError("F007", message, hint="write [feeds], or use run")
+        names, split_states = self._resolve_names(output_names), self._split_states
+        return stream_results(
+            feeds,
+            check_in_flight(in_flight, "in_flight"),
+            submit=lambda item: self.submit(item, names),
+            cancel=self._session.cancel,
+            read=lambda result: [split_states.find_output(result.outputs, name) for name in names],
+        )
+
     def reset_state(self) -> None:
         """Forget all states; the next run takes initial values as inputs.
 
@@ -304,6 +354,24 @@ class Conversation(InferenceSession):
 
     def __reduce__(self) -> NoReturn:
         raise unpicklable_error("a Conversation")
+
+
+def _open_session(
+    bundle: Bundle, runtime: Runtime, trace: bool, max_in_flight: int, batching: Batching | None
+) -> RuntimeSession:
+    """Open a bundle; raises UsageError, before that, if requests are to be joined and cannot be."""
+    if batching is None:
+        return open_session(runtime, bundle, trace=trace, max_in_flight=max_in_flight)
+    if not isinstance(batching, Batching):
+        hint = "such as batching=onnxplace.Batching(max_batch=8)"
+        raise UsageError("U082", f"expected a Batching, got {batching!r}", where="batching", hint=hint)
+    record = require_batching(bundle)
+    session = open_session(runtime, bundle, trace=trace, max_in_flight=max_in_flight)
+    try:
+        return BatchedSession(session, bundle, record, batching, max_in_flight)
+    except BaseException:
+        session.abandon()
+        raise
 
 
 def check_timeout(timeout: float | None, minimum: float = 1e-9) -> float | None:

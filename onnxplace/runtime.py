@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn, cast
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import RunTimeoutError, UsageError
 from onnxplace.feeds import Array
+
+# Requests in flight that a session accepts before it lets callers wait.
+DEFAULT_MAX_IN_FLIGHT = 8
 
 EventKind = Literal["run", "copy", "wait"]
 
@@ -74,6 +78,9 @@ class RuntimeSession(ABC):
                 raise
         raise RunTimeoutError("X007", f"no result within {timeout} s", hint="allow more time")
 
+    def cancel(self, future: Future[Result]) -> None:  # noqa: B027 - a runtime may let such requests complete
+        """End a request whose result is no longer wanted, as soon as the runtime can; never waits."""
+
     def reset_state(self) -> None:  # noqa: B027 - most bundles have no states
         """Forget carried states before the next request; requests that already run still carry theirs."""
 
@@ -136,7 +143,25 @@ class Runtime(ABC):
     def open(self, bundle: Bundle, *, trace: bool = False) -> RuntimeSession:
         """Open a bundle.
 
+        A runtime whose `submit` waits while many requests are in flight also takes `max_in_flight`, their number, by
+        default `DEFAULT_MAX_IN_FLIGHT`.
+
         Raises:
             TargetError: for a device that this machine does not have.
             ModelError: for a segment that ONNX Runtime refuses.
         """
+
+
+def open_session(runtime: Runtime, bundle: Bundle, *, trace: bool, max_in_flight: int) -> RuntimeSession:
+    """Open a bundle with a bound on the requests in flight, which plugins need not have.
+
+    Raises UsageError if the runtime has no such bound and it is not the default.
+    """
+    if max_in_flight == DEFAULT_MAX_IN_FLIGHT:
+        return runtime.open(bundle, trace=trace)
+    parameters = inspect.signature(runtime.open).parameters
+    if "max_in_flight" not in parameters and all(item.kind is not item.VAR_KEYWORD for item in parameters.values()):
+        message = f"runtime {runtime.name!r} has no bound on requests in flight: its `open` takes no max_in_flight"
+        raise UsageError("U080", message, where=str(bundle.path), hint="leave max_in_flight out")
+    session: RuntimeSession = cast("Any", runtime).open(bundle, trace=trace, max_in_flight=max_in_flight)
+    return session

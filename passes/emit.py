@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from onnxplace.bundle import require_output_free, stage_output
+from onnxplace.bundle import BatchingRecord, require_output_free, stage_output
 from onnxplace.errors import Diagnostic, format_count
 from onnxplace.facts import Emitted, Placement, Profile, Schedule, Segments, Shards
 from onnxplace.model import Model, require_unchanged
 from onnxplace.passes.cost_files import format_costs
 from onnxplace.passes.segments import write_bundle_files
+from onnxplace.passes.sharding import find_batch_axes
 from onnxplace.state import Pass, State
 from onnxplace.utils import disk_error, format_path
 
@@ -41,9 +42,10 @@ class Emit(Pass):
         require_output_free(path, self.force)
         linkable_folder = path.absolute().parent if self.link_weights else None
         costs = format_costs(_find_whole_profile(state))
+        batching = BatchingRecord(**asdict(find_batch_axes(_find_whole_model(state))))
         with stage_output(path, self.force) as staging:
             try:
-                written = write_bundle_files(state, staging.folder, self.pipeline, costs, linkable_folder)
+                written = write_bundle_files(state, staging.folder, self.pipeline, costs, linkable_folder, batching)
             except OSError as error:
                 raise disk_error(error, format_path(path)) from None
             require_unchanged(state[Model])
@@ -58,6 +60,13 @@ class Emit(Pass):
             message = "there is nothing to link to: the model has no weights file of its own"
             state = state.saying(Diagnostic("N011", message, where=state[Model].name))
         return state.having(Emitted(path))
+
+
+def _find_whole_model(state: State) -> Model:
+    """Return the model without splits: those of a sharded one do not alter what it computes."""
+    if Shards in state and (whole := state[Shards].whole) is not None:
+        return whole
+    return state[Model]
 
 
 def _find_whole_profile(state: State) -> Profile:

@@ -16,7 +16,7 @@ from typing import ClassVar
 from onnxplace.bundle import Bundle, list_route_devices
 from onnxplace.feeds import Array
 from onnxplace.machine import assign_cores, require_device
-from onnxplace.runtime import Result, Runtime, RuntimeSession
+from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Result, Runtime, RuntimeSession
 from onnxplace.runtimes.execution import Engine, PlacedDevice, open_routes
 
 
@@ -27,7 +27,9 @@ class OnnxRuntime(Runtime):
     summary: ClassVar[str] = "run segments with ONNX Runtime, a worker per device"
     keeps_state: ClassVar[bool] = True
 
-    def open(self, bundle: Bundle, *, trace: bool = False) -> RuntimeSession:
+    def open(
+        self, bundle: Bundle, *, trace: bool = False, max_in_flight: int = DEFAULT_MAX_IN_FLIGHT
+    ) -> RuntimeSession:
         """Open all segments, then start the workers.
 
         Raises TargetError before any thread starts if a device is missing.
@@ -39,7 +41,7 @@ class OnnxRuntime(Runtime):
         cpus = [device for device in bundle.target.devices if device.is_host]
         cores = dict(zip([device.id for device in cpus], assign_cores([device.cores for device in cpus])))
         devices = {device.id: PlacedDevice(device, cores.get(device.id, ())) for device in used}
-        return OnnxRuntimeSession(Engine(bundle, devices, open_routes(bundle, devices), trace))
+        return OnnxRuntimeSession(Engine(bundle, devices, open_routes(bundle, devices), trace, max_in_flight))
 
 
 class OnnxRuntimeSession(RuntimeSession):
@@ -61,6 +63,10 @@ class OnnxRuntimeSession(RuntimeSession):
     def run(self, feeds: Mapping[str, Array], states: Collection[str] = (), timeout: float | None = None) -> Result:
         """Return the result of a request; with no other in flight, do one device's part in this thread."""
         return self.engine.run(self.engine.request(feeds, states), timeout)
+
+    def cancel(self, future: Future[Result]) -> None:
+        """End a request in flight; its devices are free again at the end of the nodes that they execute."""
+        self.engine.cancel(future)
 
     def reset_state(self) -> None:
         """Discard states before the next request, or at once if none is in flight."""

@@ -9,7 +9,7 @@ from typing import ClassVar
 from onnxplace.bundle import Bundle, Manifest, RouteRecord, list_routes, move_to_route, simulate_manifest
 from onnxplace.errors import ExecutionError
 from onnxplace.feeds import Array
-from onnxplace.runtime import Event, Result, Runtime, RuntimeSession
+from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Event, Result, Runtime, RuntimeSession
 from onnxplace.simulation import Simulation
 
 
@@ -20,8 +20,13 @@ class Simulated(Runtime):
     summary: ClassVar[str] = "run nothing; return the predicted timeline"
     keeps_state: ClassVar[bool] = True
 
-    def open(self, bundle: Bundle, *, trace: bool = False) -> RuntimeSession:
-        """Return a session whose requests take the predicted time, without running anything."""
+    def open(
+        self, bundle: Bundle, *, trace: bool = False, max_in_flight: int = DEFAULT_MAX_IN_FLIGHT
+    ) -> RuntimeSession:
+        """Return a session whose requests take the predicted time, without running anything.
+
+        They end at once, so that none are in flight.
+        """
         return SimulatedSession(bundle, trace)
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     )
     from onnxplace.bundle.manifest import (
         SCHEMA_VERSION as SCHEMA_VERSION,
+        BatchingRecord as BatchingRecord,
         DeviceRecord as DeviceRecord,
         DiagnosticRecord as DiagnosticRecord,
         FileRecord as FileRecord,
@@ -68,8 +69,8 @@ __getattr__, __dir__, __all__ = attach(
             "Bundle COSTS_FILE Check MANIFEST_FILE SEGMENTS_FOLDER WEIGHTS_FILE WHOLE_MODEL_FILE describe_linked_file"
         ),
         "manifest": (
-            "DeviceRecord DiagnosticRecord FileRecord InputRecord Manifest OutputRecord Predicted RepeatRecord "
-            "RouteRecord SCHEMA_VERSION SegmentRecord ShardedKindRecord ShardingRecord SplitStateRecord "
+            "BatchingRecord DeviceRecord DiagnosticRecord FileRecord InputRecord Manifest OutputRecord Predicted "
+            "RepeatRecord RouteRecord SCHEMA_VERSION SegmentRecord ShardedKindRecord ShardingRecord SplitStateRecord "
             "StateRecord Step TargetRecord TrialRecord ValueRecord json_schema"
         ),
         "routes": "find_route_of_device list_route_devices list_routes move_to_route sum_device_seconds",

@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
+from onnxplace.bundle.batching_check import check_batching
 from onnxplace.bundle.manifest import SCHEMA_VERSION, FileRecord, LinkRecord, Manifest
 from onnxplace.bundle.program_check import check_programs
 from onnxplace.bundle.routes import check_routes
@@ -85,6 +86,7 @@ class Bundle:
         check_programs(manifest, path / MANIFEST_FILE)
         check_routes(manifest, path / MANIFEST_FILE)
         check_split_states(manifest, path / MANIFEST_FILE)
+        check_batching(manifest, path / MANIFEST_FILE)
         return bundle
 
     def file(self, name: str) -> Path:

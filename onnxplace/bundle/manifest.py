@@ -156,6 +156,21 @@ class ShardingRecord(Record):
     states: tuple[SplitStateRecord, ...] = ()
 
 
+class BatchingRecord(Record):
+    """Whether requests can be joined into one, proven when the model was compiled."""
+
+    dimension: str = ""
+    """The symbolic dimension along which requests can be joined; empty if they cannot."""
+    inputs: dict[str, Annotated[int, Field(ge=0, lt=MAX_RANK)]] = {}
+    """Input -> its axis with the dimension; other inputs have to be the same for all requests."""
+    outputs: dict[str, Annotated[int, Field(ge=0, lt=MAX_RANK)]] = {}
+    """Output -> its axis with the dimension; other outputs are the same for all requests."""
+    reason: str = ""
+    """Why requests cannot be joined."""
+    node: str = ""
+    """The node that prevents it; empty if it is none."""
+
+
 class Predicted(Record):
     """The compiler's prediction for one inference."""
 
@@ -281,6 +296,8 @@ class Manifest(Record):
     """None if no operator is split."""
     routes: tuple[RouteRecord, ...] = ()
     """Further routes of requests; the programs, on their own devices, are the first route; since format 1.3."""
+    batching: BatchingRecord | None = None
+    """Whether requests can be joined; None in formats before 1.3."""
     linked: dict[str, LinkRecord] = {}
     """Weights files that the segments refer to, by their path below the folder that contains the bundle."""
 

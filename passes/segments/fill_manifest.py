@@ -12,6 +12,7 @@ from onnx import TypeProto
 from onnxplace.bundle import (
     SCHEMA_VERSION,
     SEGMENTS_FOLDER,
+    BatchingRecord,
     DeviceRecord,
     DiagnosticRecord,
     FileRecord,
@@ -47,7 +48,12 @@ from onnxplace.target import REQUEST_SECONDS, Target, request_overhead_seconds
 
 
 def build_manifest(
-    state: State, ids: Sequence[str], types: dict[str, TypeProto], files: dict[str, FileRecord], pipeline: str
+    state: State,
+    ids: Sequence[str],
+    types: dict[str, TypeProto],
+    files: dict[str, FileRecord],
+    pipeline: str,
+    batching: BatchingRecord,
 ) -> Manifest:
     """Return the manifest of a split model.
 
@@ -57,6 +63,7 @@ def build_manifest(
         types: Of the values that cross between segments, by name.
         files: The files of the bundle that are already written, by path.
         pipeline: The text of the whole pipeline, for the record.
+        batching: Whether requests can be joined.
     """
     model, target, segments = state[Model], state.target, state[Segments]
     sent_bytes = _sent_bytes(state)
@@ -92,6 +99,7 @@ def build_manifest(
         files=files,
         repeats=_repeat_records(state[Profile]),
         sharding=_sharding_record(state),
+        batching=batching,
         custom_operators=list_custom_operators(model),
     )
 

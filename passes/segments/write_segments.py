@@ -18,6 +18,7 @@ from onnxplace.bundle import (
     SEGMENTS_FOLDER,
     WEIGHTS_FILE,
     WHOLE_MODEL_FILE,
+    BatchingRecord,
     FileRecord,
     describe_linked_file,
 )
@@ -52,12 +53,12 @@ class WrittenWeights:
 
 
 def write_bundle_files(
-    state: State, path: Path, pipeline: str, costs: str, linkable_folder: Path | None
+    state: State, path: Path, pipeline: str, costs: str, linkable_folder: Path | None, batching: BatchingRecord
 ) -> WrittenWeights:
     """Create and fill the folder of a bundle.
 
-    `costs` is the text of its cost file. Weights files in `linkable_folder` are referred to; without such a folder all
-    weights are copied.
+    `costs` is the text of its cost file, `batching` says whether requests can be joined. Weights files in
+    `linkable_folder` are referred to; without such a folder all weights are copied.
     """
     path.mkdir()
     (path / SEGMENTS_FOLDER).mkdir()
@@ -74,7 +75,7 @@ def write_bundle_files(
     record = FileRecord(sha256=weights.digest, bytes=weights.bytes_written)
     folder.records[f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"] = record
     folder.write(COSTS_FILE, costs.encode())
-    manifest = build_manifest(state, ids, types, dict(sorted(folder.records.items())), pipeline)
+    manifest = build_manifest(state, ids, types, dict(sorted(folder.records.items())), pipeline, batching)
     linked = {location: describe_linked_file(file) for location, file in sorted(weights.linked.items())}
     text = manifest.model_copy(update={"linked": linked}).model_dump_json(indent=1)
     (path / MANIFEST_FILE).write_text(text, encoding="utf-8")

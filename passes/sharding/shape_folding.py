@@ -34,7 +34,12 @@ _ARITHMETIC = frozenset(
 
 
 def infer_all_shapes(model: Model) -> dict[str, Shape]:
-    """Return the shapes of all values that only depend on the bound sizes of the inputs.
+    """Return the shapes of all values that only depend on the bound sizes of the inputs."""
+    return infer_shapes_and_values(model)[0]
+
+
+def infer_shapes_and_values(model: Model) -> tuple[dict[str, Shape], dict[str, TensorProto]]:
+    """Return the shapes of `infer_all_shapes`, and the small values that follow from them.
 
     Inference of ONNX stops at targets of Reshape or Expand that are computed from shapes in several steps. Here such
     steps are computed, for the bound sizes, and their results take part in the next inference as constants.
@@ -53,7 +58,7 @@ def infer_all_shapes(model: Model) -> dict[str, Shape]:
         shapes = {**inferred, **shapes}
         if len(shapes) == before:
             break
-    return shapes
+    return shapes, known
 
 
 def _infer(model: Model) -> dict[str, Shape]:

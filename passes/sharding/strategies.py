@@ -67,6 +67,17 @@ class Strategy:
         return any(layout is not None and layout.is_split for layout in (*self.inputs, *self.outputs))
 
 
+def list_axis_rules(view: NodeView) -> list[AxisRule]:
+    """Return the axis rules of a node; none for an operator without rules, or with omitted inputs."""
+    rule = RULES.get((view.node.domain if view.node.domain != "ai.onnx" else "", view.op))
+    if rule is None:
+        return []
+    try:
+        return list(rule(view))
+    except (LookupError, TypeError, ValueError):
+        return []
+
+
 class StrategyTable:
     """Computes the strategies of nodes; equal nodes are computed once."""
 
@@ -111,14 +122,8 @@ class StrategyTable:
         if view.node.op_type == "Shape" and view.node.domain == "":
             yield from self._shapes(view, cuts)
             return
-        rule = RULES.get((view.node.domain if view.node.domain != "ai.onnx" else "", view.op))
-        if rule is not None:
-            try:
-                rules = list(rule(view))
-            except (LookupError, TypeError, ValueError):
-                rules = []
-            for item in rules:
-                yield from self._by_rule(view, item, cuts)
+        for item in list_axis_rules(view):
+            yield from self._by_rule(view, item, cuts)
         if view.node.domain not in ("", "ai.onnx"):
             return
         if view.op in RESHAPES:

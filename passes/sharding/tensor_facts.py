@@ -58,19 +58,12 @@ class TensorFacts:
         types |= {
             name: kind.tensor_type.elem_type for name, kind in model.types.items() if kind.HasField("tensor_type")
         }
-        constants = {}
-        scales = {name for node in model.nodes if node.op_type in ("Resize", "Upsample") for name in node.input[1:3]}
         for name, tensor in model.initializers.items():
-            if model.overridable(name):
-                continue
-            shapes[name] = tuple(tensor.dims)
-            fixed[name] = (True,) * len(tensor.dims)
-            types[name] = tensor.data_type
-            is_small = math.prod(tensor.dims) <= _MAX_CONSTANT_ELEMENTS
-            is_read = tensor.data_type in (TensorProto.INT64, TensorProto.INT32) or name in scales
-            if is_small and is_read and tensor.data_location != TensorProto.EXTERNAL:
-                constants[name] = numpy_helper.to_array(tensor)
-        return TensorFacts(model, shapes, fixed, types, constants)
+            if not model.overridable(name):
+                shapes[name] = tuple(tensor.dims)
+                fixed[name] = (True,) * len(tensor.dims)
+                types[name] = tensor.data_type
+        return TensorFacts(model, shapes, fixed, types, read_constants(model))
 
     def can_split(self, name: str) -> bool:
         """Return whether a value has a type that Slice and Concat take; weights are cut before the model runs."""
@@ -109,6 +102,20 @@ class TensorFacts:
             constants={i: self.constants[name] for i, name in enumerate(node.input) if name in self.constants},
             element_types=tuple(self.types.get(name, 0) for name in node.output if name),
         )
+
+
+def read_constants(model: Model) -> dict[str, NDArray[Any]]:
+    """Return the small integer initializers, and the scales of Resize."""
+    constants = {}
+    scales = {name for node in model.nodes if node.op_type in ("Resize", "Upsample") for name in node.input[1:3]}
+    for name, tensor in model.initializers.items():
+        if model.overridable(name):
+            continue
+        is_small = math.prod(tensor.dims) <= _MAX_CONSTANT_ELEMENTS
+        is_read = tensor.data_type in (TensorProto.INT64, TensorProto.INT32) or name in scales
+        if is_small and is_read and tensor.data_location != TensorProto.EXTERNAL:
+            constants[name] = numpy_helper.to_array(tensor)
+    return constants
 
 
 def _find_fixed_axes(model: Model, shapes: Mapping[str, Shape]) -> dict[str, tuple[bool, ...]]:

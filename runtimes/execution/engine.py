@@ -14,6 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 
 from onnxplace.bundle import Bundle
@@ -29,7 +30,6 @@ from onnxplace.runtimes.execution.segments import PlacedDevice
 from onnxplace.runtimes.execution.workers import Worker, WorkLoop
 from onnxplace.utils import start_thread
 
-MAX_IN_FLIGHT = 8
 # Time for ended requests to reach the end of a node. Workers that take longer are left behind.
 END_GRACE_SECONDS = 2.0
 
@@ -38,9 +38,15 @@ class Engine(WorkLoop):
     """An open bundle at work. Its threads keep it alive until it is closed or abandoned."""
 
     def __init__(
-        self, bundle: Bundle, devices: Mapping[str, PlacedDevice], routes: Sequence[OpenRoute], trace: bool
+        self,
+        bundle: Bundle,
+        devices: Mapping[str, PlacedDevice],
+        routes: Sequence[OpenRoute],
+        trace: bool,
+        max_in_flight: int,
     ) -> None:
         super().__init__(bundle, devices, routes, trace)
+        self._max_in_flight = max_in_flight
         self._numbers = itertools.count()
         first = bundle.manifest.segments[0].device if bundle.manifest.segments else ""
         self._first_device = devices.get(first)
@@ -79,7 +85,7 @@ class Engine(WorkLoop):
             raise ExecutionError("X006", message, where=str(self.bundle.path), hint=hint)
 
     def submit(self, request: Request) -> None:
-        """Hand a request to the workers; blocks while `MAX_IN_FLIGHT` requests are in flight."""
+        """Hand a request to the workers; blocks while `max_in_flight` requests are in flight."""
         try:
             self._admit(request, None, None)
         except BaseException as failure:
@@ -143,7 +149,7 @@ class Engine(WorkLoop):
                 hint = "open another one: session.conversation()"
                 raise ExecutionError("X002", "the conversation is closed", where=str(self.bundle.path), hint=hint)
             # A callback on a worker does not wait: its own worker may have to free a slot.
-            if len(self._in_flight) >= MAX_IN_FLIGHT and not isinstance(threading.current_thread(), Worker):
+            if len(self._in_flight) >= self._max_in_flight and not isinstance(threading.current_thread(), Worker):
                 return self._request_changes.enter()
             route = conversation.route or choose_route(self._routes, self._list_taken_routes())
             request.take_route(route)
@@ -161,6 +167,13 @@ class Engine(WorkLoop):
         """Return the route of each request in flight, and of each conversation, whose states stay there."""
         conversations = [item.route.index for item in list(self._conversations) if item.route is not None]
         return conversations or [request.route.index for request in self._in_flight.values()]
+
+    def cancel(self, future: Future[Result]) -> None:
+        """End the request of a future whose result is no longer wanted."""
+        for request in list(self._in_flight.values()):
+            if request.future is future:
+                failure = ExecutionError("X011", "its caller no longer waits for it", where=str(self.bundle.path))
+                self._cancel(request, failure)
 
     def _cancel(self, request: Request, failure: BaseException) -> None:
         """End a request that its caller abandons; workers stop at the end of a node."""

@@ -57,6 +57,7 @@ MAY_IMPORT = {
     "runtime": "bundle errors feeds",
     "runtimes.execution": "bundle devices errors feeds machine ort runtime target utils",
     "runtimes": "bundle errors feeds machine runtime runtimes.execution simulation",
+    "serving": "bundle errors feeds runtime runtimes.execution utils",
     # pipelines of passes; trials and calibration, which run bundles; reports
     "pipeline": "errors facts runtime state utils",
     "calibration": "bundle errors feeds graph machine pipeline runtime target utils",
@@ -67,7 +68,7 @@ MAY_IMPORT = {
         "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem report simulation state "
         "target utils"
     ),
-    "api": "bundle driver errors feeds machine pipeline report runtime utils",
+    "api": "bundle driver errors feeds machine pipeline report runtime serving utils",
     "testing": "bundle driver errors facts feeds graph pipeline runtime simulation state target utils",
     "cli": ("api bundle calibration cost_graph driver errors evaluation feeds machine pipeline report target utils"),
     "__main__": "cli",

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import onnxplace
+from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT
 from onnxplace.runtimes.execution import engine as engine_module, workers as workers_module
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from tests.runtimes.fault_checks import HUNG_SECONDS, assert_expected, list_worker_threads, wait_until
@@ -35,7 +36,7 @@ def test_a_timeout_ends_a_run_and_reports_its_progress(session):
 
 
 def test_the_timeout_includes_the_wait_for_a_slot(session):
-    for _ in range(engine_module.MAX_IN_FLIGHT):
+    for _ in range(DEFAULT_MAX_IN_FLIGHT):
         session.submit(feeds(None))
     with pytest.raises(onnxplace.RunTimeoutError, match="8 requests before it are in flight"):
         session.run(None, feeds(1), timeout=0.1)
@@ -158,7 +159,7 @@ def test_a_callback_on_a_worker_may_submit_without_a_free_slot(session):
         callback_futures.append(session.submit(feeds(1)))
         finished.set()
 
-    futures = [session.submit(feeds(20_000)) for _ in range(engine_module.MAX_IN_FLIGHT)]
+    futures = [session.submit(feeds(20_000)) for _ in range(DEFAULT_MAX_IN_FLIGHT)]
     futures[0].add_done_callback(call)
     later_futures = [session.submit(feeds(10)) for _ in range(20)]
     assert finished.wait(HUNG_SECONDS)

@@ -5,8 +5,13 @@ Reshape, Squeeze, Unsqueeze, Flatten, and Split and Concat along their own axis 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from onnxplace.passes.sharding.node_views import LocalNode, NodeView
 from onnxplace.passes.sharding.rules.axis_rules import AxisRule, Rule, aligned_axes, other_axes, split_same
+
+# Exporters end slices that take an axis whole at the largest integer of 32 or 64 bits.
+_TO_THE_END = 2**31 - 1
 
 
 def transpose(view: NodeView) -> list[AxisRule]:
@@ -16,16 +21,32 @@ def transpose(view: NodeView) -> list[AxisRule]:
 
 
 def slice_(view: NodeView) -> list[AxisRule]:
-    """Slice: the axes that it does not cut, known by constant axes."""
+    """Slice: the axes that it does not cut, known by constant axes, and those that it takes whole at any size."""
+    starts: Sequence[int] | None
+    ends: Sequence[int] | None
     if view.opset < 10:
-        axes = view.attribute("axes") or range(len(view.attribute("starts", ())))
-    elif view.has(3):
-        if 3 not in view.constants:
-            return []
-        axes = view.constants[3].reshape(-1).tolist()
+        starts, ends = view.attribute("starts", ()), view.attribute("ends", ())
+        axes, steps = view.attribute("axes") or range(len(starts or ())), None
     else:
-        axes = range(view.shape(1)[0])
-    return split_same(view, other_axes(view, *axes))
+        if view.has(3) and 3 not in view.constants:
+            return []
+        starts, ends, steps = (_read_vector(view, position) for position in (1, 2, 4))
+        axes = _read_vector(view, 3) or range(view.shape(1)[0])
+        if view.has(4) and steps is None:
+            starts = None
+    whole = [
+        starts is not None
+        and ends is not None
+        and (starts[index], steps[index] if steps else 1) == (0, 1)
+        and ends[index] >= _TO_THE_END
+        for index in range(len(axes))
+    ]
+    return split_same(view, other_axes(view, *(axis for axis, is_whole in zip(axes, whole) if not is_whole)))
+
+
+def _read_vector(view: NodeView, position: int) -> list[int] | None:
+    """Return a constant input, None for another or an omitted one."""
+    return view.constants[position].reshape(-1).tolist() if position in view.constants else None
 
 
 def pad(view: NodeView) -> list[AxisRule]:

@@ -1,0 +1,23 @@
+"""Serve many requests: streams, and joining requests into batches."""
+
+from typing import TYPE_CHECKING
+
+from onnxplace._lazy import attach
+
+if TYPE_CHECKING:
+    from onnxplace.serving.batched_session import BatchedSession as BatchedSession
+    from onnxplace.serving.options import (
+        Batching as Batching,
+        check_in_flight as check_in_flight,
+        require_batching as require_batching,
+    )
+    from onnxplace.serving.streams import stream_results as stream_results
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "batched_session": "BatchedSession",
+        "options": "Batching check_in_flight require_batching",
+        "streams": "stream_results",
+    },
+)

@@ -1,0 +1,93 @@
+"""A session whose concurrent requests are joined into batches."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future
+
+from onnxplace.bundle import BatchingRecord, Bundle
+from onnxplace.errors import ExecutionError, RunTimeoutError
+from onnxplace.feeds import Array
+from onnxplace.runtime import Result, RuntimeSession
+from onnxplace.serving.batcher import Batcher
+from onnxplace.serving.joining import Joiner
+from onnxplace.serving.options import Batching
+
+
+class BatchedSession(RuntimeSession):
+    """Joins the requests of another session, which it closes at its end."""
+
+    def __init__(
+        self, session: RuntimeSession, bundle: Bundle, record: BatchingRecord, batching: Batching, max_in_flight: int
+    ) -> None:
+        self._session, self._where = session, str(bundle.path)
+        self.batcher = Batcher(session, Joiner(record), batching, max_in_flight, self._where)
+        self.batcher.owner = weakref.ref(self)
+        self._finalizer = weakref.finalize(self, self.batcher.abandon)
+        self._finalizer.atexit = False  # the batchers' own hook waits for them
+        self.batcher.start()
+
+    def submit(self, feeds: Mapping[str, Array], states: Collection[str] = ()) -> Future[Result]:
+        """Start a request, alone or joined with others; blocks while as many are in flight as allowed."""
+        if self._is_forked:
+            return self._session.submit(feeds, states)
+        return self.batcher.submit(feeds).future
+
+    def run(self, feeds: Mapping[str, Array], states: Collection[str] = (), timeout: float | None = None) -> Result:
+        """Return the result of a request; with no other in flight, this thread runs it without joining."""
+        if self._is_forked:
+            return self._session.run(feeds, states, timeout)
+        if threading.current_thread() is self.batcher.thread:
+            hint = "start it from another thread, or use run_async, whose callbacks may run the session"
+            message = "run was called by a callback on the thread that joins requests, which would wait for itself"
+            raise ExecutionError("X009", message, where=threading.current_thread().name, hint=hint)
+        token = object()
+        try:
+            if self.batcher.enter_directly(token):
+                return self._session.run(feeds, states, timeout)
+        finally:
+            self.batcher.leave_directly(token)
+        return self._run_joined(feeds, timeout)
+
+    def _run_joined(self, feeds: Mapping[str, Array], timeout: float | None) -> Result:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        request = None
+        try:
+            request = self.batcher.submit(feeds, deadline)
+            return request.future.result(None if deadline is None else max(deadline - time.monotonic(), 0))
+        except BaseException as failure:
+            if request is not None and request.future.is_finished:
+                raise
+            progress = "too many others wait"
+            if request is not None:
+                progress = self.batcher.describe_progress(request)
+                self.batcher.drop(request)
+            if not isinstance(failure, TimeoutError):
+                raise
+            hint = "allow more time, or find out what takes it: onnxplace bench, or run --trace"
+            message = f"no result within {timeout} s: {progress}"
+            raise RunTimeoutError("X007", message, where=self._where, hint=hint) from None
+
+    def cancel(self, future: Future[Result]) -> None:
+        """Forget a request; a batch is ended when all its requests are cancelled."""
+        if (request := self.batcher.find_request(future)) is not None:
+            self.batcher.drop(request)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Start what waits, wait for all requests at most `timeout` seconds, then end them."""
+        if self._is_forked:
+            self._session.close(timeout)
+        else:
+            self.batcher.close(timeout)
+
+    def abandon(self) -> None:
+        """Let the thread end after all requests, without waiting."""
+        self.batcher.abandon()
+
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self.batcher.process

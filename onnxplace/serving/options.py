@@ -1,0 +1,69 @@
+"""How requests are served, and whether a bundle allows it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+from onnxplace.bundle import BatchingRecord, Bundle
+from onnxplace.errors import UsageError
+from onnxplace.feeds import MAX_DIMENSION
+
+# More requests in flight only take memory.
+MAX_REQUESTS = 1024
+# Nobody waits a minute for company.
+MAX_DELAY_MS = 60_000.0
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How concurrent requests are joined into one.
+
+    Raises UsageError for impossible values.
+
+    >>> Batching(max_batch=16).max_delay_ms
+    2.0
+    """
+
+    max_batch: int = 8
+    """The largest batch that requests are joined to; a request that is larger itself runs alone."""
+    max_delay_ms: float = 2.0
+    """Milliseconds that a request waits for others at most, while other requests are in flight."""
+
+    def __post_init__(self) -> None:
+        is_whole = isinstance(self.max_batch, Integral) and not isinstance(self.max_batch, bool)
+        if not is_whole or not 1 <= self.max_batch <= MAX_DIMENSION:
+            message = f"expected max_batch from 1 to {MAX_DIMENSION}, got {self.max_batch!r}"
+            raise UsageError("U082", message, where="Batching", hint="such as Batching(max_batch=8)")
+        is_number = isinstance(self.max_delay_ms, Real) and not isinstance(self.max_delay_ms, bool)
+        if not is_number or math.isnan(self.max_delay_ms) or not 0 <= self.max_delay_ms <= MAX_DELAY_MS:
+            message = f"expected max_delay_ms from 0 to {MAX_DELAY_MS:.0f}, got {self.max_delay_ms!r}"
+            raise UsageError("U082", message, where="Batching", hint="such as Batching(max_delay_ms=2.0)")
+
+
+def check_in_flight(count: int, name: str) -> int:
+    """Return a number of requests in flight; raises UsageError unless it is from 1 to `MAX_REQUESTS`."""
+    if not isinstance(count, Integral) or isinstance(count, bool) or not 1 <= count <= MAX_REQUESTS:
+        message = f"expected {name} from 1 to {MAX_REQUESTS}, got {count!r}"
+        raise UsageError("U081", message, hint=f"such as {name}=8")
+    return int(count)
+
+
+def require_batching(bundle: Bundle) -> BatchingRecord:
+    """Return the axes along which a bundle's requests can be joined; raises UsageError if they cannot be."""
+    manifest, where = bundle.manifest, str(bundle.path)
+    if manifest.states:
+        message = (
+            f"requests cannot be joined: each takes the states of the one before, such as {manifest.states[0].input!r}"
+        )
+        raise UsageError("U083", message, where=where, hint="leave batching out, or compile without --state")
+    record = manifest.batching
+    if record is None:
+        message = f"format {manifest.schema_version} of this bundle does not say whether requests can be joined"
+        raise UsageError("U083", message, where=where, hint="compile the model again")
+    if not record.dimension:
+        place = f"{where}, node {record.node!r}" if record.node else where
+        hint = "leave batching out; requests still overlap across devices"
+        raise UsageError("U083", f"requests cannot be joined: {record.reason}", where=place, hint=hint)
+    return record
