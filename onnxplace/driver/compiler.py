@@ -16,7 +16,7 @@ from onnxplace.driver.options import CompileOptions, CompileSettings
 from onnxplace.driver.sharding import PlacedModel, place_or_shard, report_spare_ways, run_slice
 from onnxplace.driver.throughput import Candidate, place_for_throughput
 from onnxplace.errors import Diagnostic, InfeasibleError, ModelError, UsageError
-from onnxplace.facts import Placement, Profile
+from onnxplace.facts import Placement, Profile, Routes
 from onnxplace.machine import find_cuda_problem, list_gpus, measurement_cache, use_custom_operators
 from onnxplace.model import (
     Model,
@@ -162,11 +162,13 @@ def _run_pipeline(
     last = len(placed.steps.passes) - 1
     after, fourth = run_slice(placed.steps, placed.state.saying(*notes), last, last + 1, observer)
     placed = replace(placed, state=after)
-    return placed, first + second + third + fourth, candidates or _list_stages(placed, settings)
+    return placed, first + second + third + fourth, candidates or _list_rated(placed, settings)
 
 
-def _list_stages(placed: PlacedModel, settings: CompileSettings) -> list[Candidate]:
-    """Return the stages that the user asked for, to be tried with requests in flight; nothing for other placers."""
+def _list_rated(placed: PlacedModel, settings: CompileSettings) -> list[Candidate]:
+    """Return the copies or stages that the user asked for, to be tried with requests in flight; else nothing."""
+    if Routes in placed.state and placed.state[Routes].routes:
+        return [Candidate("copies", "copies", placed)]
     if settings.pipeline is not None or placed.state[Placement].placer != OBJECTIVES["throughput"]:
         return []
     return [Candidate("stages", "sharded" if placed.whole is not None else "stages", placed)]
