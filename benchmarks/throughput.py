@@ -97,7 +97,7 @@ def _format_rows(
     name: str, in_flight: int, rates: Mapping[str, list[float]], bundles: Mapping[str, Bundle]
 ) -> list[tuple[str, ...]]:
     base = median(rates["one device"])
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for what, values in rates.items():
         rate, predicted, error = median(values), "-", "-"
         if what in bundles:
