@@ -19,7 +19,9 @@ from onnxplace.passes.placement.stages import (
     SEQUENTIAL,
     SUM,
     LocalSearch,
+    find_first_devices,
     least_held_bytes,
+    merge_devices,
     prepare_cuts,
     split_into_stages,
     unit_seconds,
@@ -58,9 +60,16 @@ class Stages(Pass):
     """Time to search; the result depends on the machine only if the note does not call it optimal."""
     seed: Annotated[int, Ge(0)] = 0
     """Of the topological orders and the local search."""
+    replicas: tuple[Annotated[int, Ge(1)], ...] = ()
+    """Numbers of consecutive devices that share a stage, as in 1;3; empty for a stage on each device.
+
+    A stage is placed on the first of its devices; the pass `replicate` copies it to the others.
+    """
 
     def run(self, state: State) -> State:
         problem = placement_problem(state)
+        if self.replicas:
+            problem = merge_devices(problem, self.replicas)
         if not len(problem.graph):
             no_devices = np.zeros(0, dtype=np.int32)
             return commit_placement(state, problem, no_devices, np.zeros(0), self.name)
@@ -114,8 +123,9 @@ class Stages(Pass):
         """Return the plan with this placement; None if it does not fit."""
         device = device.astype(np.int32)
         start = problem.simulate(device, problem.graph.order).start_seconds
+        home = find_first_devices(self.replicas)[device] if self.replicas else device
         try:
-            after = commit_placement(state, problem, device, start, self.name)
+            after = commit_placement(state, problem, home, start, self.name)
         except InfeasibleError:
             return None
         return _StagePlan(after, device, self._interval_seconds(problem, device), bound)
@@ -171,7 +181,7 @@ class _StagePlan:
 
     state: State
     device: Ints
-    """Per node of the problem's graph."""
+    """Per node of the problem's graph, an index into the problem's target."""
     interval_seconds: float
     bound_seconds: float
     """No contiguous split that fits has a smaller interval."""

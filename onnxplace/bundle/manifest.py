@@ -183,7 +183,10 @@ class Predicted(Record):
     lower_bound_seconds: Seconds
     """Lower bound over all placements, by the costs of nodes; at most the time of this one in its trial."""
     interval_seconds: Seconds
-    """Between two results, with requests in flight on all devices: the largest load of a device or a channel."""
+    """Between two results, with requests in flight on all devices: the largest load of a device or a channel.
+
+    Measured where there was a trial with requests in flight.
+    """
     running_bytes: Bytes = 0
     """Memory of the whole process while it runs one request at a time; 0 where it was not predicted."""
     opening_bytes: Bytes = 0
@@ -203,6 +206,10 @@ class TrialRecord(Record):
     """Number of requests that counted."""
     waiting: Annotated[float, Field(ge=0, le=1)]
     """Share of their time in which threads waited for a core."""
+    interval_seconds: Seconds = 0
+    """Measured between two results, with requests in flight; 0 if that was not measured."""
+    in_flight: Bytes = 0
+    """Number of requests in flight of that measurement."""
 
 
 class DeviceRecord(Record):

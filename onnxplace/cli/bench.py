@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -26,12 +28,15 @@ from onnxplace.cli.options import (
 from onnxplace.errors import UsageError
 
 if TYPE_CHECKING:
+    from onnxplace.api import InferenceSession
     from onnxplace.bundle import Bundle
     from onnxplace.errors import Diagnostic
     from onnxplace.evaluation import DeviceUsage, StepInputs, Timings
 
 # Rounds that fill caches and are not counted.
 WARM_UPS = 2
+# Turns with requests in flight, of a quarter of a second or more.
+MAX_STREAMED_TURNS = 8
 # Rounds with traces; more of them hardly change the medians of parts of a step.
 MAX_TRACED = 20
 
@@ -128,15 +133,23 @@ def _time_steps(
             "model": whole,
             "one_device": one,
         }
-        if in_flight > 1:
-            calls["in_flight"] = lambda arrays: [
-                run.result() for run in [session.submit(arrays) for _ in range(in_flight)]
-            ]
         with steps.explained(1):
             times = time_in_turns({name: _iterate_feeds(call, feeds) for name, call in calls.items()}, repeat, WARM_UPS)
-    if in_flight > 1:
-        times["in_flight"] = times["in_flight"].per(in_flight)
+            if in_flight > 1:
+                times["in_flight"] = _time_results(session, feeds, in_flight, repeat)
     return times
+
+
+def _time_results(session: InferenceSession, feeds: Sequence[Any], in_flight: int, repeat: int) -> Timings:
+    """Time the results of requests that are kept in flight, after a turn for warming up."""
+    from onnxplace.evaluation import RequestStream, Timings
+
+    repeated = itertools.cycle(feeds)
+    stream = RequestStream(lambda: session.submit(next(repeated)), in_flight)
+    turns = [stream.take_turn() for _ in range(1 + min(max(repeat // in_flight, 3), MAX_STREAMED_TURNS))][1:]
+    intervals = sorted(turn.interval_seconds for turn in turns)
+    p90 = intervals[round(0.9 * (len(intervals) - 1))]
+    return Timings(median(intervals), p90, sum(turn.results for turn in turns))
 
 
 def _iterate_feeds(call: Callable[[Any], object], feeds: Sequence[Any]) -> Callable[[], object]:
@@ -167,13 +180,14 @@ def _report_other_sizes(bundle: Bundle, feeds: Mapping[str, Any]) -> list[Diagno
 
 
 def _build_json(bundle: Bundle, times: Mapping[str, Timings], usage: DeviceUsage) -> dict[str, Any]:
-    predicted, median = bundle.manifest.predicted, times["bundle"].median_seconds
+    predicted, seconds = bundle.manifest.predicted, times["bundle"].median_seconds
     return {
         **{name: vars(item) for name, item in times.items()},
-        "ratio": median / times["model"].median_seconds,
-        "ratio_one_device": median / times["one_device"].median_seconds,
+        "ratio": seconds / times["model"].median_seconds,
+        "ratio_one_device": seconds / times["one_device"].median_seconds,
         "predicted_seconds": predicted.step_seconds,
         "predicted_interval_seconds": predicted.interval_seconds,
+        **({"requests_per_second": _compute_rates(bundle, times)} if "in_flight" in times else {}),
         "predicted_one_device_seconds": predicted.single_device_seconds,
         "devices": [asdict(device) for device in usage.devices],
         "links": [asdict(link) for link in usage.links],
@@ -183,7 +197,8 @@ def _build_json(bundle: Bundle, times: Mapping[str, Timings], usage: DeviceUsage
 
 def format_summary(bundle: Bundle, times: Mapping[str, Timings], usage: DeviceUsage) -> str:
     """Compare measured with predicted figures, on one screen."""
-    tables = [_format_steps(bundle, times), _format_devices(usage)]
+    steps = "\n".join([_format_steps(bundle, times), *_format_rates(bundle, times)])
+    tables = [steps, _format_devices(usage)]
     return "\n\n".join([*tables, _format_links(usage)] if usage.links else tables)
 
 
@@ -220,6 +235,25 @@ def _format_steps(bundle: Bundle, times: Mapping[str, Timings]) -> str:
         if name in times
     ]
     return format_table(("", "median", "p90", "predicted", "/ all cores"), rows)
+
+
+def _compute_rates(bundle: Bundle, times: Mapping[str, Timings]) -> dict[str, float]:
+    """Return requests per second: measured with several in flight, predicted, and of one session with all cores."""
+    seconds = {
+        "measured": times["in_flight"].median_seconds,
+        "predicted": bundle.manifest.predicted.interval_seconds,
+        "all_cores": times["model"].median_seconds,
+    }
+    return {name: 1 / value if value > 0 else 0.0 for name, value in seconds.items()}
+
+
+def _format_rates(bundle: Bundle, times: Mapping[str, Timings]) -> list[str]:
+    """Return a line with requests per second, if they were measured."""
+    if "in_flight" not in times:
+        return []
+    rates = _compute_rates(bundle, times)
+    texts = f"{rates['measured']:.4g}, predicted {rates['predicted']:.4g}"
+    return [f"requests/s with several in flight: {texts}; one session with all cores: {rates['all_cores']:.4g}"]
 
 
 def _format_devices(usage: DeviceUsage) -> str:

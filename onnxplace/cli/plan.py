@@ -55,8 +55,9 @@ def plan(
 ) -> None:
     """Predict latency, throughput and memory of MODEL for several ways to use the devices.
 
-    The ways are: one device, whole operators placed, operators split over 2, 4, 8 devices, pipeline stages, stages of
-    split operators, and copies. Nothing is written. Costs are measured where the devices are here, else estimated.
+    The ways are: one device, whole operators placed, copies of the model, pipeline stages, copies of stages, and
+    operators split over 2, 4, 8 devices, in copies or stages. Nothing is written. Costs are measured where the devices
+    are here, else estimated.
     """
     from onnxplace.driver import plan_model
     from onnxplace.target import read_target
@@ -91,14 +92,14 @@ def _format_plan(plan: Plan) -> str:
     most = min(fitting, key=lambda item: item.interval_seconds or 0.0, default=None)
     alone = next((item.step_seconds for item in plan.strategies if item.step_seconds is not None), None)
     rows = [_format_row(item, alone, item is fastest, item is most) for item in plan.strategies]
-    header = ("strategy", "devices", "latency", "speed-up", "results/s", "memory", "weights")
+    header = ("strategy", "devices", "latency", "speed-up", "requests/s", "memory", "weights")
     problems = [f"{item.name}: {item.problem}" for item in plan.strategies if item.problem]
     basis = "costs measured on this machine" if plan.is_measured else "costs are estimates: compare rows, not figures"
     return "\n".join(
         [
             f"{plan.model}: {basis}",
             format_table(header, rows),
-            "* least latency, ** most results; memory and weights: of the device that needs most",
+            "* least latency, ** most requests; memory and weights: of the device that needs most",
             *problems,
         ]
     )

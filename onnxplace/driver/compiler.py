@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -13,8 +14,9 @@ from onnxplace.driver.finishing import FinishedBundle, finish_bundle
 from onnxplace.driver.first_use import compile_loops
 from onnxplace.driver.options import CompileOptions, CompileSettings
 from onnxplace.driver.sharding import PlacedModel, place_or_shard, report_spare_ways, run_slice
+from onnxplace.driver.throughput import Candidate, place_for_throughput
 from onnxplace.errors import Diagnostic, InfeasibleError, ModelError, UsageError
-from onnxplace.facts import Placement, Profile
+from onnxplace.facts import Placement, Profile, Routes
 from onnxplace.machine import list_accelerators, measurement_cache, use_custom_operators
 from onnxplace.model import (
     Model,
@@ -72,11 +74,11 @@ def compile_model(
     with stage_output(path, settings.force) as staging, use_custom_operators(settings.custom_op_libraries):
         steps = redirect_emit(staging.folder, steps, link_weights)
         try:
-            placed, timings = _run_pipeline(steps, state, settings)
+            placed, timings, candidates = _run_pipeline(steps, state, settings)
         except ModelError:
             require_unchanged(loaded)  # ONNX Runtime may have read weights while another program wrote them
             raise
-        finished = _finish(placed, staging, settings)
+        finished = _finish(placed, staging, settings, candidates)
         staging.place(finished.bundle.path)
     emit: Any = finished.steps.passes[-1]
     diagnostics = (*swept, *finished.state.diagnostics)
@@ -103,7 +105,9 @@ def _prepare_paths(model: object, output: Path, steps: Pipeline, force: bool) ->
     return prepare_output(output, force, *(file.parent for file in saved), measurement_cache.folder())
 
 
-def _finish(placed: PlacedModel, staging: Staging, settings: CompileSettings) -> FinishedBundle:
+def _finish(
+    placed: PlacedModel, staging: Staging, settings: CompileSettings, candidates: Sequence[Candidate]
+) -> FinishedBundle:
     """Run the trial.
 
     Compare with one device only where the default latency placer was used, and sharding was not asked for.
@@ -116,15 +120,18 @@ def _finish(placed: PlacedModel, staging: Staging, settings: CompileSettings) ->
         trial=settings.trial,
         cache=settings.cache and all(getattr(step, "cache", True) for step in placed.steps.passes),
         compare_one_device=latency and not settings.strict and settings.shard_ways in (None, 1),
+        candidates=candidates,
         on_trial=(lambda: observer("trial", count, count + 1)) if observer else (lambda: None),
     )
 
 
-def _run_pipeline(steps: Pipeline, state: State, settings: CompileSettings) -> tuple[PlacedModel, tuple[Timing, ...]]:
+def _run_pipeline(
+    steps: Pipeline, state: State, settings: CompileSettings
+) -> tuple[PlacedModel, tuple[Timing, ...], Sequence[Candidate]]:
     """Run the pipeline.
 
     Check the memory before measuring, and idle devices before emitting. Between measuring and emitting, compare placing
-    with sharding if the user left that open.
+    with sharding, or strategies for throughput, if the user left that open. Also returns what a trial compares.
     """
     steps.require(state.facts)
     observer = settings.observer
@@ -134,21 +141,37 @@ def _run_pipeline(steps: Pipeline, state: State, settings: CompileSettings) -> t
     _require_room(state)
     compile_loops(step.name for step in steps.passes)
     state, second = run_slice(steps, state, measures, measures + 1, observer)
-    placed, third = place_or_shard(
-        steps,
-        state,
-        measures + 1,
-        compare=settings.chooses_sharding,
-        metadata=settings.shard_metadata,
-        observer=observer,
-    )
+    candidates: Sequence[Candidate] = ()
+    if settings.chooses_strategy and len(state.target.devices) > 1:
+        may_shard = settings.shard_ways is None and not settings.colocate
+        candidates, third = place_for_throughput(steps, state, measures + 1, may_shard=may_shard, observer=observer)
+        placed = candidates[0].placed
+    else:
+        placed, third = place_or_shard(
+            steps,
+            state,
+            measures + 1,
+            compare=settings.chooses_sharding,
+            metadata=settings.shard_metadata,
+            observer=observer,
+        )
     unused = report_idle_devices(placed.state)
     if settings.strict:
         require_all_devices_used(unused)
     notes = (*unused, *report_spare_ways(settings.shard_ways, state.target))
     last = len(placed.steps.passes) - 1
     after, fourth = run_slice(placed.steps, placed.state.saying(*notes), last, last + 1, observer)
-    return replace(placed, state=after), first + second + third + fourth
+    placed = replace(placed, state=after)
+    return placed, first + second + third + fourth, candidates or _list_rated(placed, settings)
+
+
+def _list_rated(placed: PlacedModel, settings: CompileSettings) -> list[Candidate]:
+    """Return the copies or stages that the user asked for, to be tried with requests in flight; else nothing."""
+    if Routes in placed.state and placed.state[Routes].routes:
+        return [Candidate("copies", "copies", placed)]
+    if settings.pipeline is not None or placed.state[Placement].placer != OBJECTIVES["throughput"]:
+        return []
+    return [Candidate("stages", "sharded" if placed.whole is not None else "stages", placed)]
 
 
 def _require_room(state: State) -> None:

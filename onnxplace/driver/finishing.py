@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,19 @@ import numpy as np
 
 from onnxplace.bundle import Bundle, DiagnosticRecord, Manifest, Staging
 from onnxplace.driver.sharding import SHARD, PlacedModel
+from onnxplace.driver.throughput import Candidate
+from onnxplace.driver.throughput_trial import try_strategies
 from onnxplace.errors import Diagnostic, OnnxplaceError
-from onnxplace.evaluation import Trial, apply_trial, find_trial_obstacle, is_doubtful, replace_manifest, run_trials
+from onnxplace.evaluation import (
+    RateTrial,
+    Trial,
+    apply_rate_trial,
+    apply_trial,
+    find_trial_obstacle,
+    is_doubtful,
+    replace_manifest,
+    run_trials,
+)
 from onnxplace.facts import Emitted, Placement, Profile, Shards, Source
 from onnxplace.model import Model
 from onnxplace.pipeline import (
@@ -53,20 +64,26 @@ def finish_bundle(
     trial: bool,
     cache: bool,
     compare_one_device: bool,
+    candidates: Sequence[Candidate] = (),
     on_trial: Callable[[], None],
 ) -> FinishedBundle:
     """Run a bundle in a trial if its costs were measured here.
 
     Record the results.
     `compare_one_device`: if one device alone may be faster, that is tried too, and the faster bundle is the result.
-    `on_trial` is called before the trial. Nothing is moved into its final place yet.
+    `candidates`: strategies for throughput, the given one first; the best in a trial with requests in flight is the
+    result. `on_trial` is called before the trial. Nothing is moved into its final place yet.
     """
     steps, state = placed.steps, placed.state
-    measured, timings = None, []
+    measured, rate, timings = None, None, []
     obstacles = _find_unmeasured_costs(state) if trial else []
     if obstacles is None:
         on_trial()
         start, feeds = time.perf_counter(), state[Model].feeds(_find_seed(steps))
+        if candidates and not state[Model].states:
+            placed, rate = _keep_fastest(placed, candidates, staging, (placed.whole or state)[Model], cache)
+            steps, state = placed.steps, placed.state
+            feeds = state[Model].feeds(_find_seed(steps))
         measured, state = _try_bundle(state, feeds, cache)
         faster_device = _find_faster_device(placed, measured.step_seconds) if measured and compare_one_device else None
         if measured and faster_device:
@@ -76,15 +93,32 @@ def finish_bundle(
         state = state.saying(*obstacles)
     bundle = Bundle.open(state[Emitted].path)
     manifest = bundle.manifest if measured is None else apply_trial(bundle.manifest, measured)
+    manifest = manifest if rate is None else apply_rate_trial(manifest, rate)
     after = replace(placed, state=state, whole=placed.whole if Shards in state else None)
-    state = state.saying(
-        *_report_faster_device(after, manifest.predicted.step_seconds), *_report_exceeded_limits(manifest)
-    )
+    faster = [] if candidates else _report_faster_device(after, manifest.predicted.step_seconds)
+    state = state.saying(*faster, *_report_exceeded_limits(manifest))
     state = replace(state, diagnostics=tuple(dict.fromkeys(state.diagnostics)))  # emitting twice repeats notes
     state = replace(state, diagnostics=tuple(_name_result(note, staging) for note in state.diagnostics))
     records = tuple(DiagnosticRecord(**asdict(note)) for note in state.diagnostics)
     bundle = replace_manifest(bundle, manifest.model_copy(update={"diagnostics": records}))
     return FinishedBundle(bundle, steps, state, tuple(timings))
+
+
+def _keep_fastest(
+    placed: PlacedModel, candidates: Sequence[Candidate], staging: Staging, model: Model, cache: bool
+) -> tuple[PlacedModel, RateTrial | None]:
+    """Return the strategy that is fastest with requests in flight, and its trial; the given one if none can be run."""
+    first = replace(candidates[0], placed=placed)
+    try:
+        tried = try_strategies([first, *candidates[1:]], staging, model.feeds(_find_seed(placed.steps)), cache)
+    except (OnnxplaceError, OSError):  # for example a full disk; the trial of the given one reports its own failure
+        return placed, None
+    if tried is None:
+        return placed, None
+    if isinstance(tried, Diagnostic):
+        return replace(placed, state=placed.state.saying(tried)), None
+    notes = [tried.note, *(report_idle_devices(tried.placed.state) if tried.placed is not placed else ())]
+    return replace(tried.placed, state=tried.placed.state.saying(*notes)), tried.trial
 
 
 def _name_result(note: Diagnostic, staging: Staging) -> Diagnostic:

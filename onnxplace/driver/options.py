@@ -116,6 +116,12 @@ class CompileSettings:
         return is_open and self.shard_ways is None and self.objective != "throughput"
 
     @property
+    def chooses_strategy(self) -> bool:
+        """Return whether strategies for throughput are compared: where the user left open how to use the devices."""
+        is_open = self.pipeline is None and self.placer is None and not self.device_map_text
+        return is_open and self.shard_ways in (None, 1) and self.objective == "throughput"
+
+    @property
     def sets_pass_options(self) -> bool:
         """Return whether options are given that a pipeline would hold itself."""
         files = self.costs or self.save_costs or self.device_map_text

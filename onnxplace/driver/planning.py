@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from onnxplace.driver.choose_target import choose_target
 from onnxplace.driver.first_use import compile_loops
-from onnxplace.driver.sharding import SHARD
-from onnxplace.errors import Diagnostic, InfeasibleError
+from onnxplace.driver.strategies import Prediction, Strategy, list_strategies, predict_fitting
+from onnxplace.errors import Diagnostic
 from onnxplace.facts import Placement, Profile, Schedule, Segments, Shards, Source
 from onnxplace.model import StateRequest, bind, bind_states, load
 from onnxplace.pipeline import Observer, PassSpec, Pipeline, format_pipeline
-from onnxplace.simulation import loads_of_simulation
 from onnxplace.state import State
 from onnxplace.target import Target, request_overhead_seconds
 
@@ -38,7 +37,7 @@ class PlannedStrategy:
     problem: str = ""
     """Why there is no prediction."""
     pipeline: str = ""
-    """What `onnxplace compile --pipeline` takes to build it; empty for copies on several devices."""
+    """What `onnxplace compile --pipeline` takes to build it."""
 
 
 @dataclass(frozen=True)
@@ -90,64 +89,43 @@ def plan_model(
     if observer:
         observer("profile", 0, 1)
     profiled, _ = Pipeline.parse(format_pipeline(front)).run(State(target).having(bound))
-    strategies = []
-    candidates = _list_strategies(target)
-    for position, (name, specs, copies) in enumerate(candidates):
-        if observer:
-            observer(name, position, len(candidates))
-        strategies.append(_copy(_predict(name, profiled, specs, front), copies))
+    strategies = _predict_all(profiled, front, observer)
     sources = profiled[Profile].sources
     is_measured = all(bool((sources[device.cost_class] != Source.ESTIMATED).all()) for device in target.devices)
     return Plan(bound.name or Path(model).name, is_measured, tuple(strategies), profiled.diagnostics)
 
 
-def _list_strategies(target: Target) -> list[tuple[str, list[PassSpec], int]]:
-    """Return (name, passes after `profile`, number of copies) of each strategy."""
-    count = len(target.devices)
+def _predict_all(state: State, front: Sequence[PassSpec], observer: Observer | None) -> Sequence[PlannedStrategy]:
+    """Return the strategies with their predictions; of copies of stages, only the best one."""
     place = [PassSpec("coplace", {"join": "never"}), PassSpec("fuse")]
-    single = [*place, PassSpec("single"), PassSpec("split")]
-    strategies: list[tuple[str, list[PassSpec], int]] = [("one device", single, 1)]
-    if count == 1:
-        return strategies
-    auto = [*place, PassSpec("auto"), PassSpec("split")]
-    strategies.append(("whole operators placed", auto, 1))
-    # Parts have their devices: only their order is searched.
-    quick = [PassSpec("auto", {"seconds": "0.5"}), PassSpec("split")]
-    ways = sorted({size for size in (2, 4, 8, 16, 32, 64) if size < count} | {count})
-    for way in ways:
-        shard = PassSpec(SHARD, {"ways": str(way), "exact": "true"})
-        strategies.append((f"sharded {way} ways", [shard, *place, *quick], 1))
-    strategies.append(("stages", [*place, PassSpec("stages", {"seconds": "2"}), PassSpec("split")], 1))
-    for way in ways:
-        if count % way == 0 and count // way > 1:
-            stages = PassSpec(SHARD, {"ways": str(way), "stages": str(count // way), "exact": "true"})
-            name = f"{count // way} stages, each sharded {way} ways"
-            strategies.append((name, [stages, *place, *quick], 1))
-    strategies.append((f"{count} copies of one device", single, count))
-    return strategies
+    strategies = list_strategies(state.target, place, PassSpec("stages", {"seconds": "2"}))
+    auto = Strategy("whole operators placed", "placed", (*place, PassSpec("auto"), PassSpec("split")))
+    strategies[1:1] = [auto] if len(strategies) > 1 else []
+    results = list(predict_fitting(strategies, state, observer))
+    partitions = [item for item in results if item.strategy.kind == "copied stages"]
+    fitting = [item for item in partitions if isinstance(item, Prediction)]
+    best = min(fitting, key=lambda item: item.interval_seconds, default=None)
+    shown = [best] if best is not None else partitions[:1]
+    return [
+        _describe(item, front) if isinstance(item, Prediction) else _unplanned(item.strategy.name, item.problem.message)
+        for item in results
+        if item not in partitions or item in shown
+    ]
 
 
-def _predict(name: str, state: State, specs: Sequence[PassSpec], front: Sequence[PassSpec]) -> PlannedStrategy:
-    """Return the prediction for a strategy, or why there is none."""
-    asks_for_shards = specs[0].name == SHARD
-    try:
-        after, _ = Pipeline.parse(format_pipeline(specs)).run(state)
-    except InfeasibleError as problem:
-        return _unplanned(name, problem.message)
-    if asks_for_shards and after[Shards].ways == 1:
-        return _unplanned(name, "splitting operators gains nothing")
-    simulation, target = after[Segments].simulation, after.target
-    devices = len(set(after[Placement].device.tolist()))
-    text = format_pipeline([*front, *specs, PassSpec("emit")])
+def _describe(prediction: Prediction, front: Sequence[PassSpec]) -> PlannedStrategy:
+    """Return the figures of a prediction."""
+    state = prediction.state
+    simulation, on_a_route = state[Segments].simulation, len(set(state[Placement].device.tolist()))
     return PlannedStrategy(
-        name=name,
-        devices=devices,
-        step_seconds=simulation.makespan_seconds + request_overhead_seconds(devices),
-        interval_seconds=loads_of_simulation(simulation, target).interval_seconds,
-        peak_bytes=int(after[Schedule].simulation.peak_bytes.max()),
+        name=prediction.strategy.name,
+        devices=prediction.devices,
+        step_seconds=simulation.makespan_seconds + request_overhead_seconds(on_a_route),
+        interval_seconds=prediction.interval_seconds,
+        peak_bytes=int(state[Schedule].simulation.peak_bytes.max()),
         weight_bytes=int(simulation.weights_bytes.max()),
-        exchanges=dict(after[Shards].exchanges) if asks_for_shards else {},
-        pipeline=text,
+        exchanges=dict(state[Shards].exchanges) if prediction.strategy.is_sharded else {},
+        pipeline=format_pipeline([*front, *prediction.specs, PassSpec("emit")]),
     )
 
 
@@ -163,11 +141,3 @@ def _unplanned(name: str, problem: str) -> PlannedStrategy:
         exchanges={},
         problem=problem,
     )
-
-
-def _copy(planned: PlannedStrategy, copies: int) -> PlannedStrategy:
-    """Return the strategy of several copies of the model, each on a device of its own, with requests of their own."""
-    if copies == 1 or planned.interval_seconds is None:
-        return planned
-    interval = planned.interval_seconds / copies
-    return replace(planned, devices=copies, interval_seconds=interval, pipeline="")

@@ -24,6 +24,13 @@ if TYPE_CHECKING:
         ProcessMemory as ProcessMemory,
         measure_process_memory as measure_process_memory,
     )
+    from onnxplace.evaluation.rate_trial import (
+        RateTrial as RateTrial,
+        RequestStream as RequestStream,
+        apply_rate_trial as apply_rate_trial,
+        choose_in_flight as choose_in_flight,
+        run_rate_trials as run_rate_trials,
+    )
     from onnxplace.evaluation.step_inputs import (
         StateCarrier as StateCarrier,
         StepInputs as StepInputs,
@@ -48,6 +55,7 @@ __getattr__, __dir__, __all__ = attach(
         ),
         "device_usage": "DeviceUsage TracedRequests measure_usage",
         "memory_use": "MEMORY_RUNS ProcessMemory measure_process_memory",
+        "rate_trial": "RateTrial RequestStream apply_rate_trial choose_in_flight run_rate_trials",
         "step_inputs": "StateCarrier StepInputs choose_step_inputs",
         "trial": ("Trial apply_trial find_core_shortage find_trial_obstacle is_doubtful replace_manifest run_trials"),
     },

@@ -113,7 +113,7 @@ def run_trials(bundles: Sequence[Bundle], feeds: Mapping[str, Array], *, cached:
     Earlier measurements of equal segments and feeds are reused if `cached`. Raises ExecutionError if a segment fails,
     TargetError if a device is missing.
     """
-    name = measurement_cache.key(["trial", *(_trial_key(bundle, feeds) for bundle in bundles)])
+    name = measurement_cache.key(["trial", *(build_trial_key(bundle, feeds) for bundle in bundles)])
     if cached and (cached_trials := _read_cached_trials(name, bundles)):
         return cached_trials
     runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
@@ -270,7 +270,7 @@ def measure_segment_seconds(events: Sequence[Event]) -> dict[str, float]:
     return seconds
 
 
-def _trial_key(bundle: Bundle, feeds: Mapping[str, Array]) -> str:
+def build_trial_key(bundle: Bundle, feeds: Mapping[str, Array]) -> str:
     """Return the cache key of a trial: segments and their devices, machine, inputs."""
     manifest = bundle.manifest
     run_files = {name: record for name, record in manifest.files.items() if name not in (COSTS_FILE, WHOLE_MODEL_FILE)}
@@ -280,6 +280,7 @@ def _trial_key(bundle: Bundle, feeds: Mapping[str, Array]) -> str:
             *map(measurement_cache.file_described, list_operator_libraries()),
             *(f"{device.id} {device.cores} {device.model}" for device in manifest.target.devices),
             manifest.model_dump_json(include={"programs", "states"}),
+            *(str(sorted(route.devices.items())) for route in manifest.routes),
             *(f"{name} {record.sha256}" for name, record in sorted({**run_files, **manifest.linked}.items())),
             *(f"{name} {measurement_cache.described(value)}" for name, value in sorted(feeds.items())),
         ]

@@ -43,7 +43,7 @@ MAY_IMPORT = {
         "problem simulation state target utils"
     ),
     "passes.placement.exact": "graph passes.placement.search problem simulation utils",
-    "passes.placement.stages": "graph problem simulation utils",
+    "passes.placement.stages": "errors graph problem simulation target utils",
     "passes.segments": "bundle errors facts graph machine model problem simulation state target utils",
     "passes.sharding": (
         "errors facts feeds graph machine model passes.placement.grouping passes.profiling problem state target utils"
@@ -65,8 +65,7 @@ MAY_IMPORT = {
     "report": "bundle errors pipeline runtime",
     # from a model to a bundle, and the interfaces to it
     "driver": (
-        "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem report simulation state "
-        "target utils"
+        "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem report state target utils"
     ),
     "api": "bundle driver errors feeds machine pipeline report runtime serving utils",
     "testing": "bundle driver errors facts feeds graph pipeline runtime simulation state target utils",

@@ -73,12 +73,18 @@ def test_bench_shows_one_session_on_all_cores(run_cli, compiled):
 def test_bench_in_flight_compares_each_result_with_the_largest_load(run_cli, compiled):
     result = run_cli("bench", compiled, "--no-memory", "--repeat", "2", "--in-flight", "4", "--json")
     data, manifest = only_json(result), onnxplace.load(compiled).manifest
-    assert data["in_flight"]["runs"] == 2
+    assert data["in_flight"]["runs"] >= 4
     assert data["in_flight"]["median_seconds"] > 0
+    rates = data["requests_per_second"]
+    assert rates["measured"] == pytest.approx(1 / data["in_flight"]["median_seconds"])
+    assert rates["predicted"] == pytest.approx(1 / manifest.predicted.interval_seconds)
+    assert rates["all_cores"] == pytest.approx(1 / data["model"]["median_seconds"])
     assert data["predicted_interval_seconds"] == manifest.predicted.interval_seconds
     busiest = max(device.compute_seconds for device in manifest.devices)
     assert busiest <= manifest.predicted.interval_seconds <= manifest.predicted.step_seconds * (1 + 1e-9)
-    assert "several in flight" in run_cli("bench", compiled, "--no-memory", "--repeat", "1", "--in-flight", "2").out
+    text = run_cli("bench", compiled, "--no-memory", "--repeat", "1", "--in-flight", "2").out
+    assert "several in flight" in text
+    assert "requests/s with several in flight: " in text
 
 
 def test_bench_over_a_limit_exits_with_one(run_cli, compiled):

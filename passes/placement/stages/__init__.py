@@ -11,6 +11,10 @@ if TYPE_CHECKING:
         split_into_stages as split_into_stages,
     )
     from onnxplace.passes.placement.stages.local_search_kernels import LocalSearch as LocalSearch
+    from onnxplace.passes.placement.stages.replicated_stages import (
+        find_first_devices as find_first_devices,
+        merge_devices as merge_devices,
+    )
     from onnxplace.passes.placement.stages.stage_dp import (
         CROSSING_BYTES as CROSSING_BYTES,
         least_held_bytes as least_held_bytes,
@@ -30,6 +34,7 @@ __getattr__, __dir__, __all__ = attach(
     {
         "contiguous_split": "MAX_MOVES RESIDENT_SHARES split_into_stages",
         "local_search_kernels": "LocalSearch",
+        "replicated_stages": "find_first_devices merge_devices",
         "stage_dp": "CROSSING_BYTES least_held_bytes prepare_cuts unit_seconds",
         "stage_kernels": "DUPLEX PARALLEL SEQUENTIAL SUM TRAFFIC",
     },

@@ -1,0 +1,226 @@
+"""Run bundles with several requests in flight, to measure the time between results and the segments' times."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from typing import Annotated, cast
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from onnxplace.bundle import Bundle, Manifest, SplitStates, list_route_devices
+from onnxplace.evaluation.trial import build_trial_key, measure_segment_seconds
+from onnxplace.feeds import Array
+from onnxplace.machine import (
+    MAX_CREDIBLE_WAITING_SHARE,
+    longest_wait,
+    measurement_cache,
+    read_run_delays,
+)
+from onnxplace.pipeline import find_plugin
+from onnxplace.runtime import Event, Result, Runtime, RuntimeSession
+from onnxplace.target import MAX_SECONDS
+
+MAX_REQUESTS_IN_FLIGHT = 8
+# A worker waits for its core while the thread that submits requests uses it, and longer if other programs do, too.
+MAX_WAITING_SHARE = 0.1
+# Turns of each bundle, and the least time and results of a turn that count.
+TURNS, TURN_SECONDS = 5, 0.25
+# Results that count in a turn, for each request in flight.
+RESULTS_PER_REQUEST = 2
+
+
+@dataclass(frozen=True)
+class RateTrial:
+    """Measured times of a bundle with requests in flight."""
+
+    interval_seconds: float
+    """Median time between two results over the turns in which workers waited least for a core."""
+    segment_seconds: Mapping[str, float]
+    """By segment, median time on its devices, while the others work on other requests."""
+    in_flight: int
+    requests: int
+    """Number of requests that counted."""
+    waiting: float
+    """Share of the time of these turns in which a worker waited for a core."""
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Return whether other work on the machine may have slowed the trial."""
+        return self.waiting > MAX_WAITING_SHARE
+
+
+def choose_in_flight(manifest: Manifest) -> int:
+    """Return the number of requests in flight of a trial: twice the number of devices, at most eight."""
+    return min(2 * max(len(list_route_devices(manifest)), 1), MAX_REQUESTS_IN_FLIGHT)
+
+
+def run_rate_trials(
+    bundles: Sequence[Bundle], feeds: Mapping[str, Array], in_flight: int, *, cached: bool = True
+) -> tuple[RateTrial, ...]:
+    """Run bundles in turns, each with so many requests in flight, for about two seconds or a few results per request.
+
+    Earlier measurements of equal segments and feeds are reused if `cached`. Raises ExecutionError if a segment fails,
+    TargetError if a device is missing.
+    """
+    name = measurement_cache.key(["rate", str(in_flight), *(build_trial_key(bundle, feeds) for bundle in bundles)])
+    if cached and (cached_trials := _read_cached(name, bundles)):
+        return cached_trials
+    runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
+    with ExitStack() as stack:
+        sessions = [
+            _RateSession(
+                stack.enter_context(runtime.open(bundle, trace=True)),
+                SplitStates(bundle.manifest).cut_feeds(feeds),
+                in_flight,
+            )
+            for bundle in bundles
+        ]
+        for _ in range(TURNS):
+            for session in sessions:
+                session.take_turn()
+    trials = tuple(session.summarise() for session in sessions)
+    if cached and not any(trial.is_doubtful for trial in trials):
+        with suppress(ValueError):  # for example a full disk: then it is measured again next time
+            measurement_cache.write(name, {"trials": [asdict(trial) for trial in trials]})
+    return trials
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A span with requests in flight all the time."""
+
+    seconds: float
+    results: int
+    events: tuple[Sequence[Event], ...]
+    """Of each result."""
+    waiting: float
+    """Share of the time in which a worker waited for a core."""
+
+    @property
+    def interval_seconds(self) -> float:
+        """Return the time between two results."""
+        return self.seconds / self.results
+
+
+class RequestStream:
+    """Keeps a number of requests in flight: each result starts the next request."""
+
+    def __init__(self, start: Callable[[], Future[Result]], in_flight: int) -> None:
+        self._start, self._in_flight = start, in_flight
+        self._finished: queue.SimpleQueue[tuple[float, Future[Result]]] = queue.SimpleQueue()
+
+    def take_turn(self) -> Turn:
+        """Run requests for a turn; the first results, while requests start, and the last ones do not count.
+
+        Raises the error of a request that fails.
+        """
+        for _ in range(self._in_flight):
+            self._submit()
+        for _ in range(self._in_flight):
+            began, _ = self._await_result()
+            self._submit()
+        events: list[Sequence[Event]] = []
+        delays, last, results = _read_worker_delays(), began, 0
+        while results < RESULTS_PER_REQUEST * self._in_flight or last - began < TURN_SECONDS:
+            # Whole rounds: results of copies come in groups.
+            for _ in range(self._in_flight):
+                last, result = self._await_result()
+                self._submit()
+                results += 1
+                events.append(result.events)
+        share = longest_wait(delays, _read_worker_delays()) / (last - began)
+        for _ in range(self._in_flight):
+            self._await_result()
+        return Turn(last - began, results, tuple(events), min(share, MAX_CREDIBLE_WAITING_SHARE))
+
+    def _submit(self) -> None:
+        future = self._start()
+        future.add_done_callback(lambda finished: self._finished.put((time.perf_counter(), finished)))
+
+    def _await_result(self) -> tuple[float, Result]:
+        """Return when the next request finished, and its result; raises its error."""
+        finished, future = self._finished.get()
+        return finished, future.result()
+
+
+class _RateSession:
+    """An open bundle with requests in flight, and its turns."""
+
+    def __init__(self, session: RuntimeSession, feeds: Mapping[str, Array], in_flight: int) -> None:
+        self._stream = RequestStream(lambda: session.submit(feeds), in_flight)
+        self._in_flight = in_flight
+        self._turns: list[Turn] = []
+
+    def take_turn(self) -> None:
+        """Run requests for a turn."""
+        self._turns.append(self._stream.take_turn())
+
+    def summarise(self) -> RateTrial:
+        """Return medians over the turns in which workers waited least for a core."""
+        turns = sorted(self._turns, key=lambda turn: turn.waiting)[: (len(self._turns) + 1) // 2]
+        segment_times: dict[str, list[float]] = {}
+        for events in (events for turn in turns for events in turn.events):
+            for segment, seconds in measure_segment_seconds(events).items():
+                segment_times.setdefault(segment, []).append(seconds)
+        return RateTrial(
+            interval_seconds=float(np.median([turn.interval_seconds for turn in turns])),
+            segment_seconds={name: float(np.median(times)) for name, times in segment_times.items()},
+            in_flight=self._in_flight,
+            requests=sum(turn.results for turn in turns),
+            waiting=float(np.median([turn.waiting for turn in turns])),
+        )
+
+
+def _read_worker_delays() -> dict[str, int]:
+    """Return the run delays of all threads except this one, which workers may keep from a core at any time."""
+    own = str(threading.get_native_id())
+    return {thread: delay for thread, delay in read_run_delays(pool=True).items() if thread != own}
+
+
+def apply_rate_trial(manifest: Manifest, trial: RateTrial) -> Manifest:
+    """Return a manifest that predicts the measured time between two results."""
+    predicted = manifest.predicted.model_copy(update={"interval_seconds": trial.interval_seconds})
+    updates = {"interval_seconds": trial.interval_seconds, "in_flight": trial.in_flight}
+    record = manifest.trial.model_copy(update=updates) if manifest.trial else None
+    return manifest.model_copy(update={"predicted": predicted, "trial": record})
+
+
+_CachedSeconds = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
+
+
+class _CachedRateTrial(BaseModel):
+    """A trial in the cache, with limits for each number."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    interval_seconds: _CachedSeconds
+    segment_seconds: dict[str, _CachedSeconds]
+    in_flight: Annotated[int, Field(ge=1, le=MAX_REQUESTS_IN_FLIGHT)]
+    requests: Annotated[int, Field(ge=1, le=10**9)]
+    waiting: Annotated[float, Field(ge=0, le=1)]
+
+
+def _read_cached(name: str, bundles: Sequence[Bundle]) -> tuple[RateTrial, ...] | None:
+    """Return the trials under a key; None if there are none, or invalid ones, which are removed."""
+    try:
+        data = measurement_cache.read(name)
+    except ValueError:
+        return None
+    if data is None:
+        return None
+    try:
+        trials = TypeAdapter(list[_CachedRateTrial]).validate_python(data.get("trials"))
+    except ValidationError:
+        trials = []
+    segments = [{segment.id for segment in bundle.manifest.segments} for bundle in bundles]
+    if [set(trial.segment_seconds) for trial in trials] == segments:
+        return tuple(RateTrial(**dict(trial)) for trial in trials)
+    measurement_cache.damaged(name, "it does not hold these trials")
+    return None

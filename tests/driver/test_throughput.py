@@ -1,0 +1,205 @@
+"""`--objective throughput`: what is chosen by prediction, by a trial with requests in flight, and what is said."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+import onnxplace
+from onnxplace.bundle import list_routes
+from onnxplace.driver import compile_model, throughput_trial
+from onnxplace.errors import ExecutionError, InfeasibleError
+from onnxplace.evaluation import RateTrial, trial as step_trial
+from onnxplace.target import Device, Target
+from tests.driver.test_strategies import make_target
+from tests.runtimes.state_checks import STATES, sums
+from tests.support.chains import mlp
+
+pytestmark = pytest.mark.usefixtures("no_gpus", "work_here")
+TWO = {"devices": "cpu:0,cpu:1", "objective": "throughput", "force": True}
+
+
+@pytest.fixture
+def work_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    onnx.save(mlp(layers=4, rows=16), tmp_path / "m.onnx")
+
+
+@pytest.fixture
+def short_trials(monkeypatch):
+    """Keep trials of steps short, and assume enough cores."""
+    monkeypatch.setattr(step_trial, "REPEAT_POLICY", replace(step_trial.REPEAT_POLICY, max_runs=3))
+    monkeypatch.setattr(step_trial, "BURST_SECONDS", 0.0)
+
+
+@pytest.fixture
+def measured(monkeypatch, short_trials):
+    """Return a list to be filled with a function from bundles to intervals; it also gets the calls."""
+    calls = []
+    rules = {"intervals": lambda bundles: [1.0] * len(bundles), "waiting": 0.0, "factor": lambda segment: 1.0}
+
+    def run(bundles, feeds, in_flight, *, cached):
+        calls.append([bundle.manifest for bundle in bundles])
+        return tuple(
+            RateTrial(
+                interval_seconds=interval,
+                segment_seconds={item.id: item.seconds * rules["factor"](item) for item in bundle.manifest.segments},
+                in_flight=in_flight,
+                requests=8,
+                waiting=rules["waiting"],
+            )
+            for bundle, interval in zip(bundles, rules["intervals"](bundles))
+        )
+
+    monkeypatch.setattr(throughput_trial, "run_rate_trials", run)
+    rules["calls"] = calls
+    return rules
+
+
+def notes(compiled, code: str) -> list[str]:
+    return [note.message for note in compiled.diagnostics if note.code == code]
+
+
+def predicted(model: onnx.ModelProto, target: Target, **options):
+    return compile_model(model, "out", target=target, objective="throughput", trial=False, force=True, **options)
+
+
+def test_by_prediction_copies_are_chosen_where_the_model_fits():
+    compiled = predicted(mlp(), make_target(4))
+    manifest = compiled.bundle.manifest
+    assert len(list_routes(manifest)) == 4
+    assert manifest.trial is None
+    (text,) = notes(compiled, "P043")
+    assert text.startswith("predicted: 4 copies of one device: ")
+    assert not notes(compiled, "P044")
+    assert not notes(compiled, "P010"), "no device is idle"
+    assert manifest.pipeline.endswith("replicate{routes=cpu:1;cpu:2;cpu:3},emit")
+
+
+def test_by_prediction_a_model_that_is_too_large_gets_stages():
+    manifest = predicted(mlp(layers=4), make_target(2, memory=14 << 20)).bundle.manifest
+    assert manifest.placer == "stages"
+    assert not manifest.routes
+    assert all(device.peak_bytes <= 14 << 20 for device in manifest.devices)
+
+
+def test_a_recorded_pipeline_gives_the_same_bundle():
+    first = predicted(mlp(layers=4), make_target(4, memory=14 << 20)).bundle.manifest
+    again = compile_model(mlp(layers=4), "again", target=make_target(4, memory=14 << 20), pipeline=first.pipeline)
+    assert again.bundle.manifest.programs == first.programs
+    assert [route.devices for route in again.bundle.manifest.routes] == [route.devices for route in first.routes]
+
+
+def test_unlike_devices_share_by_what_they_can_do():
+    fast, slow = Device("cpu:0", 1 << 30, cores=4), Device("cpu:1", 1 << 30, cores=1)
+    manifest = predicted(mlp(), Target((fast, slow))).bundle.manifest
+    shares = {min(route.devices.values()): route.share for route in list_routes(manifest)}
+    assert shares["cpu:0"] > 1.5 * shares["cpu:1"] > 0
+
+
+def test_a_model_that_fits_nowhere_is_refused():
+    with pytest.raises(InfeasibleError) as raised:
+        predicted(mlp(layers=4), make_target(2, memory=(8 << 20) + 4096), shard="off")
+    assert raised.value.code == "P002"
+    assert not Path("out").exists()
+
+
+def test_one_device_needs_no_strategy():
+    compiled = predicted(mlp(), make_target(1))
+    assert not notes(compiled, "P043")
+
+
+def test_a_placement_that_the_user_gave_is_kept():
+    compiled = predicted(mlp(), make_target(2), device_map={"layer0.*": "cpu:0", ".*": "cpu:1"})
+    assert not notes(compiled, "P043")
+    assert not compiled.bundle.manifest.routes
+
+
+def test_the_measured_best_is_kept_with_its_interval(measured):
+    measured["intervals"] = lambda bundles: [0.01 if bundle.manifest.routes else 0.02 for bundle in bundles]
+    compiled = compile_model("m.onnx", "out", **TWO)
+    manifest = compiled.bundle.manifest
+    assert len(manifest.routes) == 1
+    assert manifest.predicted.interval_seconds == manifest.trial.interval_seconds == 0.01
+    assert manifest.trial.in_flight == 4
+    kinds = [bool(item.routes) for item in measured["calls"][0]]
+    assert set(kinds) == {True, False}, "copies and stages are tried"
+    (text,) = notes(compiled, "P044")
+    assert "with 4 requests in flight" in text
+    assert text.endswith("kept 2 copies of one device")
+    assert onnxplace.load("out", "all").manifest == manifest
+
+
+def test_stages_are_kept_where_they_are_measured_to_be_faster(measured):
+    measured["intervals"] = lambda bundles: [0.02 if bundle.manifest.routes else 0.01 for bundle in bundles]
+    compiled = compile_model("m.onnx", "out", **TWO)
+    assert not compiled.bundle.manifest.routes
+    assert compiled.bundle.manifest.placer == "stages"
+    x = np.ones((16, 512), "f4")
+    with onnxplace.InferenceSession("out") as session:
+        assert np.isfinite(session.run(None, {"x": x})[0]).all()
+
+
+def count_nodes(manifest, device: str) -> int:
+    return sum(segment.nodes for segment in manifest.segments if segment.device == device)
+
+
+def test_stages_are_balanced_by_what_their_segments_took(measured):
+    # The first device is slower under load than its costs say, so it gets less.
+    measured["factor"] = lambda segment: 3.0 if segment.device == "cpu:0" else 1.0
+    measured["intervals"] = lambda bundles: [1.0 - 0.1 * index for index in range(len(bundles))]
+    compiled = compile_model("m.onnx", "out", devices="cpu:0,cpu:1", placer="stages", force=True)
+    (before,), (_, after) = measured["calls"]
+    assert count_nodes(after, "cpu:0") < count_nodes(before, "cpu:0")
+    assert compiled.bundle.manifest.programs == after.programs
+    assert compiled.bundle.manifest.predicted.interval_seconds == 0.9
+    assert "kept stages, balanced by the trial" in notes(compiled, "P044")[0]
+
+
+def test_balanced_stages_that_are_slower_are_not_kept(measured):
+    measured["factor"] = lambda segment: 3.0 if segment.device == "cpu:0" else 1.0
+    measured["intervals"] = lambda bundles: [1.0 + 0.1 * index for index in range(len(bundles))]
+    compiled = compile_model("m.onnx", "out", devices="cpu:0,cpu:1", placer="stages", force=True)
+    assert len(measured["calls"]) == 2
+    assert compiled.bundle.manifest.programs == measured["calls"][0][0].programs
+
+
+def test_a_disturbed_trial_leaves_the_choice_to_the_prediction(measured):
+    measured["waiting"] = 0.5
+    measured["intervals"] = lambda bundles: [1.0 - 0.1 * index for index in range(len(bundles))]
+    compiled = compile_model("m.onnx", "out", **TWO)
+    assert compiled.bundle.manifest.programs == measured["calls"][0][0].programs
+    assert compiled.bundle.manifest.trial.interval_seconds == 0
+    assert any("by prediction" in text for text in notes(compiled, "C004"))
+
+
+def test_a_bundle_that_fails_in_the_trial_is_reported(monkeypatch, short_trials):
+    def fail(*_, **__):
+        raise ExecutionError("X001", "broken", where="cpu:1")
+
+    monkeypatch.setattr(throughput_trial, "run_rate_trials", fail)
+    compiled = compile_model("m.onnx", "out", **TWO)
+    assert compiled.bundle.manifest.trial.interval_seconds == 0
+    assert not notes(compiled, "P044")
+
+
+def test_no_folder_is_left_behind(measured):
+    compile_model("m.onnx", "out", **TWO)
+    assert sorted(path.name for path in Path().iterdir()) == ["m.onnx", "out"]
+
+
+def test_requests_with_states_get_stages_and_a_note(short_trials):
+    onnx.save(sums(), "states.onnx")
+    compiled = compile_model("states.onnx", "out", state=STATES, shape={"n": 2, "m": 2}, trial=False, **TWO)
+    assert not compiled.bundle.manifest.routes
+    assert "several conversations" in notes(compiled, "P045")[0]
+
+
+def test_a_compiled_bundle_is_right_with_real_trials(run_cli, short_trials):
+    result = run_cli("compile", "m.onnx", "-o", "out", "--devices", "cpu:0,cpu:1", "--objective", "throughput")
+    assert result.code == 0, result.err
+    assert "P043" in result.err
+    assert "requests/s)" in result.out
+    assert run_cli("verify", "out").code == 0
