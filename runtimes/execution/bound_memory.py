@@ -106,7 +106,8 @@ class BoundMemory(DeviceMemory):
             self._probe.run(None, {"x": np.zeros(1, dtype=np.float32)})
 
     def close(self) -> None:
-        """Close the session of `finish`."""
+        """Wait for everything that was enqueued: a process that ends before may crash."""
+        self.finish()
         with self.kind.hold_lock():
             self._probe = None
 

@@ -202,6 +202,8 @@ class Engine(WorkLoop):
             return
         self._segments = {}
         self._states.clear()
+        for device in self._devices.values():
+            device.memory.close()
 
     def _wait_for_requests(self, timeout: float | None) -> None:
         """Wait for requests in flight; ended ones get `END_GRACE_SECONDS`, and all are ended after the timeout."""

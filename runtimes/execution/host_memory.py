@@ -14,6 +14,7 @@ from onnxplace.runtimes.execution.ort_values import (
     is_copyable_tensor,
     is_native_array,
     to_ort_value,
+    to_ort_value_if_possible,
     to_python,
 )
 
@@ -40,7 +41,8 @@ class HostMemory(DeviceMemory):
         self, session: Any, inputs: dict[str, Any], outputs: Sequence[str], leaving: Collection[str], options: Any
     ) -> list[Any]:
         """Run a session and wait for its outputs."""
-        return run_bound(session, inputs, dict.fromkeys(outputs, ("cpu", 0)), options)
+        values = {name: to_ort_value_if_possible(value) for name, value in inputs.items()}
+        return run_bound(session, values, dict.fromkeys(outputs, ("cpu", 0)), options)
 
     def send(self, value: Any, destination: DeviceMemory | None) -> Any:
         """Return the value itself: the destination copies it."""

@@ -67,10 +67,11 @@ def test_the_child_process_starts_from_a_script_without_a_guard(tmp_path):
         "import models\n"
         "from onnxplace.model import load, store_for_session\n"
         "from onnxplace.passes.profiling.node_measurement import Job, profile_blocking\n"
+        "from onnxplace.devices import DeviceAddress\n"
         "from onnxplace.machine import RepeatPolicy\n"
         "model = load(models.build('squeezenet'))\n"
         "source, entries = store_for_session(model, Path('.'))\n"
-        "job = Job(source, entries, 'cpu:0', (0,), model.feeds(), RepeatPolicy(3, 0.1, 0.02), '.', 'model')\n"
+        "job = Job(source, entries, DeviceAddress('cpu', 0), (0,), model.feeds(), RepeatPolicy(3, 0.1, 0.02), '.', 'model')\n"
         "print(len(profile_blocking(job).seconds))\n"
     )
     path = os.pathsep.join(filter(None, sys.path))
