@@ -9,12 +9,14 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
+from onnx import parser
 
 from onnxplace.devices import DeviceAddress, DeviceMemory, find_kind
 from onnxplace.machine import make_session_options, open_session
 from onnxplace.runtimes.execution.bound_runs import run_bound
 from onnxplace.runtimes.execution.ort_values import (
     is_copyable_tensor,
+    is_native_type,
     to_ort_value,
     to_ort_value_if_possible,
     to_python,
@@ -48,7 +50,8 @@ class BoundMemory(DeviceMemory):
         super().__init__(address, cores)
         self.kind = find_kind(address.kind)
         self._binding = self.kind.binding(address)
-        self._probe: Any = None
+        model = parser.parse_model(_PROBE).SerializeToString()
+        self._probe = open_session(model, make_session_options(()), self.address)
 
     def feed(self, array: Any, declared: str) -> Any:
         """Return an input as an OrtValue in the host's memory."""
@@ -57,15 +60,18 @@ class BoundMemory(DeviceMemory):
     def run(
         self, session: Any, inputs: dict[str, Any], outputs: Sequence[str], leaving: Collection[str], options: Any
     ) -> list[Any]:
-        """Run a session; outputs that no other segment of the device reads go to the host at once."""
-        homes = {name: ("cpu", 0) if name in leaving else self._binding for name in outputs}
+        """Run a session.
+
+        Outputs that no other segment of the device reads go to the host at once. So do those of types that numpy lacks:
+        only `numpy()` brings values back.
+        """
+        types = {item.name: item.type for item in session.get_outputs()}
+        bound = {name for name in outputs if name not in leaving and is_native_type(types[name])}
+        homes = {name: self._binding if name in bound else ("cpu", 0) for name in outputs}
         with self.kind.hold_lock():
             values = {name: self._unwrap(value) for name, value in inputs.items()}
             results = run_bound(session, values, homes, options)
-        return [
-            value if name in leaving or not is_copyable_tensor(value) else BoundValue(value, self)
-            for name, value in zip(outputs, results)
-        ]
+            return [BoundValue(value, self) if name in bound else value for name, value in zip(outputs, results)]
 
     def run_unbound(self, call: Any) -> list[Any]:
         """Run a session with values that cannot be bound, while this thread holds the lock."""
@@ -98,12 +104,8 @@ class BoundMemory(DeviceMemory):
     def finish(self) -> None:
         """Wait for everything that was enqueued: run a node whose result goes to the host."""
         with self.kind.hold_lock():
-            if self._probe is None:
-                from onnx import parser
-
-                model = parser.parse_model(_PROBE).SerializeToString()
-                self._probe = open_session(model, make_session_options(()), self.address)
-            self._probe.run(None, {"x": np.zeros(1, dtype=np.float32)})
+            if self._probe is not None:
+                self._probe.run(None, {"x": np.zeros(1, dtype=np.float32)})
 
     def close(self) -> None:
         """Wait for everything that was enqueued: a process that ends before may crash."""
