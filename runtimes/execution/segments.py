@@ -20,7 +20,10 @@ from onnxplace.runtimes.execution.ort_values import (
 from onnxplace.target import Device
 
 # How ONNX Runtime and C++ report that memory ran out.
-_OUT_OF_MEMORY_TEXTS = ("Failed to allocate memory", "bad allocation", "bad_alloc", "BFCArena", "out of memory")
+_OUT_OF_MEMORY_TEXTS = (
+    *("Failed to allocate memory", "bad allocation", "bad_alloc", "BFCArena", "out of memory"),
+    "exceeds the max buffer size limit",  # WebGPU's, for one tensor
+)
 
 
 class PlacedDevice:

@@ -26,7 +26,7 @@ def test_verify_compares_the_results_with_those_of_the_cpu(run_cli, bundle_path)
 
 
 def test_run_writes_the_outputs(run_cli, bundle_path, tmp_path):
-    result = run_cli("run", bundle_path, "--save-outputs", tmp_path / "outputs.npz")
+    result = run_cli("run", bundle_path, "--outputs", tmp_path / "outputs.npz")
     assert result.code == 0, result.err
     assert np.load(tmp_path / "outputs.npz")["y"].shape == (4, 64)
 

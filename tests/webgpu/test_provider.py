@@ -1,6 +1,7 @@
 """What holds of the WebGPU provider: it is used, it fails clearly, threads do not hurt, and processes end."""
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -14,7 +15,10 @@ import onnxplace
 from onnxplace.devices import DeviceAddress, find_kind
 from onnxplace.errors import TargetError
 from onnxplace.machine import local_target
+from onnxplace.model import load
+from onnxplace.passes.profiling.node_measurement import measure
 from onnxplace.runtimes.execution.bound_memory import BoundValue
+from tests.conftest import Ran
 from tests.support.commands import only_json
 
 CHAIN = """<ir_version: 8, opset_import: ["": 17]>
@@ -53,15 +57,9 @@ def test_the_target_has_memory_and_other_indices_are_refused():
 def test_without_a_driver_the_reason_is_reported_and_nothing_else_is_printed():
     source = "import sys; from onnxplace.cli import main; sys.exit(main(['devices', '--json']))"
     result = run_python(source, VK_DRIVER_FILES="/nowhere", VK_ICD_FILENAMES="/nowhere")
-    (gpu,) = only_json(result_of(result))["gpus"]
+    (gpu,) = only_json(Ran(result.returncode, result.stdout, ""))["gpus"]
     assert gpu["id"] == "webgpu:0"
     assert gpu["problem"].startswith("ONNX Runtime cannot open it: Failed to get a WebGPU adapter")
-
-
-def result_of(process):
-    from tests.conftest import Ran
-
-    return Ran(process.returncode, process.stdout, "")
 
 
 def test_several_sessions_in_several_threads_compute_the_same(tmp_path):
@@ -93,8 +91,6 @@ def test_a_new_session_computes_after_all_others_are_gone(tmp_path):
 
 def test_sessions_of_two_segments_pass_values_on_the_gpu(tmp_path):
     """Two cuts around a CPU node leave two segments on the GPU, the second of which reads a value of the first."""
-    import json
-
     file = tmp_path / "map.json"
     file.write_text(json.dumps({"middle": "cpu:0", ".*": "webgpu:0"}))
     text = """<ir_version: 8, opset_import: ["": 17]> two (float[4] x) => (float[4] y) {
@@ -136,15 +132,25 @@ print("end")
 
 def test_a_tensor_that_is_too_large_fails_and_the_next_run_works(tmp_path):
     text = """<ir_version: 8, opset_import: ["": 17]>
-    g (float[1] x, int64[2] size) => (float[a, b] y) { y = Expand(x, size) }"""
+    g (float[1] x, int64[2] size) => (float[a, b] y) { large = Expand(x, size) y = Add(large, x) }"""
     bundle = onnxplace.compile(
-        parser.parse_model(text), tmp_path / "out", devices="webgpu:0", shape={"a": 2, "b": 2}, pipeline=PIPELINE
+        parser.parse_model(text), tmp_path / "out", devices="webgpu:0", pipeline=PIPELINE
     )
     one = np.ones(1, dtype=np.float32)
     with onnxplace.InferenceSession(bundle) as session:
-        with pytest.raises(onnxplace.ExecutionError, match="Buffer size"):
-            session.run(None, {"x": one, "size": np.array([1 << 15, 1 << 16])})
-        np.testing.assert_array_equal(session.run(None, {"x": one, "size": np.array([2, 2])})[0], np.ones((2, 2)))
+        with pytest.raises(onnxplace.ExecutionError, match="X010.*ran out of memory.*Buffer size"):
+            session.run(None, {"x": one, "size": np.array([1 << 14, 5 << 12])})
+        (y,) = session.run(None, {"x": one, "size": np.array([2, 2])})
+    np.testing.assert_array_equal(y, np.full((2, 2), 2))
+
+
+def test_costs_are_times_on_the_gpu_and_not_those_of_launches():
+    text = """<ir_version: 8, opset_import: ["": 17]>
+    g (float[192, 192] x) => (float[192, 192] y) { [small] a = Neg(x) [large] y = MatMul(a, x) }"""
+    x = np.ones((192, 192), dtype=np.float32)
+    measurement = measure(load(parser.parse_model(text)), {"x": x}, DeviceAddress.of("webgpu:0"), (0,), 5, 1.0)
+    small, large = measurement.seconds
+    assert large > 5 * small > 0, "the product takes about 50 times as long; both launches take about 10 us"
 
 
 def test_the_lock_is_one_for_the_process_and_may_be_taken_twice():

@@ -37,7 +37,7 @@ def test_states_are_carried_from_run_to_run(session):
 
 
 def test_states_stay_on_the_gpu(bundle, session, monkeypatch):
-    on_gpu = {state.output for state in bundle.manifest.states if state.device == "webgpu:0"}
+    on_gpu = {state.input for state in bundle.manifest.states if state.device == "webgpu:0"}
     session.run(None, feeds(0, **START))
     session.run(None, feeds(1))
     stored = session._session.engine._states._stored
