@@ -13,7 +13,7 @@ from onnxplace._lazy import attach
 from onnxplace._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from onnxplace.api import InferenceSession, compile, load  # noqa: A004
+    from onnxplace.api import Conversation, InferenceSession, compile, load  # noqa: A004
     from onnxplace.bundle import Bundle
     from onnxplace.errors import (
         BrokenPassError,
@@ -40,6 +40,7 @@ __all__ = [
     "BrokenPassError",
     "Bundle",
     "BundleError",
+    "Conversation",
     "Device",
     "Diagnostic",
     "ExecutionError",
@@ -68,7 +69,7 @@ __all__ = [
 __getattr__, __dir__, _ = attach(
     __name__,
     {
-        "api": "InferenceSession compile load",
+        "api": "Conversation InferenceSession compile load",
         "bundle": "Bundle",
         "errors": (
             "BrokenPassError BundleError Diagnostic ExecutionError FeedError InfeasibleError InputError ModelError "

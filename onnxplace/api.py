@@ -18,13 +18,13 @@ from onnxplace.errors import UsageError, suggest_nearest
 from onnxplace.feeds import Declared, check_feeds
 from onnxplace.machine import use_custom_operators
 from onnxplace.pipeline import find_plugin
-from onnxplace.runtime import Event, Result, Runtime, choose_closing_timeout, unpicklable_error
+from onnxplace.runtime import Event, Result, Runtime, RuntimeSession, choose_closing_timeout, unpicklable_error
 from onnxplace.utils import Callbacks
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-__all__ = ["Compiled", "InferenceSession", "compile", "compile_model", "load"]
+__all__ = ["Compiled", "Conversation", "InferenceSession", "compile", "compile_model", "load"]
 
 # The default of `user_data`: None is a value that ONNX Runtime passes on.
 _NO_USER_DATA: Final = object()
@@ -91,6 +91,7 @@ class InferenceSession:
     another in the order of their start, whether by `run`, `run_async` or `submit`, and from several threads. A run that
     fails loses the states. A run with refused inputs leaves them unchanged. States that are split over devices are fed
     and returned whole, under the names of the original model; `submit` and `run_timed` return their parts.
+    `conversation()` returns a further set of states over the same weights.
     """
 
     def __init__(
@@ -101,18 +102,23 @@ class InferenceSession:
         trace: bool = False,
         custom_op_libraries: Sequence[str | Path] = (),
     ) -> None:
-        self._bundle = bundle if isinstance(bundle, Bundle) else load(bundle)
+        opened = bundle if isinstance(bundle, Bundle) else load(bundle)
         runtime_class = cast("type[Runtime]", find_plugin("runtimes", runtime))
-        if self._bundle.manifest.states and not runtime_class.keeps_state:
+        if opened.manifest.states and not runtime_class.keeps_state:
             hint = "use --runtime onnxruntime, or compile without --state"
-            raise UsageError("S008", f"runtime {runtime!r} keeps no states", where=str(self._bundle.path), hint=hint)
+            raise UsageError("S008", f"runtime {runtime!r} keeps no states", where=str(opened.path), hint=hint)
+        with use_custom_operators(custom_op_libraries):
+            self._attach(opened, runtime_class().open(opened, trace=trace))
+
+    def _attach(self, bundle: Bundle, session: RuntimeSession) -> None:
+        """Use an open session of a runtime."""
+        self._bundle = bundle
+        self._session = session
         self._run_inputs = _make_states_optional(self._bundle)
         self._output_names = [item.name for item in self._bundle.outputs]
         self._returned_names = [item.name for item in self._bundle.returned_outputs]
         self._split_states = SplitStates(self._bundle.manifest)
         self._state_outputs = {item.output for item in self._bundle.manifest.states}
-        with use_custom_operators(custom_op_libraries):
-            self._session = runtime_class().open(self._bundle, trace=trace)
         self._events: tuple[Event, ...] = ()
         self._accepted_signature: FeedSignature | None = None
         self._callbacks = Callbacks()
@@ -208,6 +214,16 @@ class InferenceSession:
         """
         self._session.reset_state()
 
+    def conversation(self) -> Conversation:
+        """Return a conversation: the same model and weights, with states of its own.
+
+        Runs of one conversation follow one another; runs of different conversations overlap across devices. All share
+        the slots of this session for runs in flight. The session's own runs are a conversation, too.
+
+        Raises UsageError if the runtime has one set of states only, and ExecutionError after `close`.
+        """
+        return Conversation(self)
+
     def trace(self) -> dict[str, Any]:
         """Return the timeline of the last `run` as Chrome trace JSON.
 
@@ -268,6 +284,26 @@ class InferenceSession:
         if hasattr(self, "_callbacks") and not is_finalizing():  # then modules are empty, and all threads have ended
             self._session.abandon()
             self._callbacks.close()
+
+
+class Conversation(InferenceSession):
+    """Carried states of their own, over the weights of an open session: see `InferenceSession.conversation`.
+
+    It runs as a session does. The first run takes initial states as inputs, and a run that fails loses the states of
+    this conversation only. `close` waits for its own runs, then frees its states; so does the end of a `with` block. A
+    conversation that is dropped frees them after its runs in flight. Closing the session closes its conversations.
+
+    >>> with session.conversation() as first, session.conversation() as second:  # doctest: +SKIP
+    ...     for conversation, prompt in ((first, hello), (second, goodbye)):
+    ...         conversation.submit({"tokens": prompt, **bundle.zero_states(batch=1, past=0)})
+    """
+
+    def __init__(self, session: InferenceSession) -> None:
+        self._parent = session  # which would end its threads if it were collected
+        self._attach(session._bundle, session._session.open_conversation())
+
+    def __reduce__(self) -> NoReturn:
+        raise unpicklable_error("a Conversation")
 
 
 def check_timeout(timeout: float | None, minimum: float = 1e-9) -> float | None:

@@ -2,7 +2,7 @@
 
     Model -> Shards
     Model -> Profile -> Groups -> Clusters
-                     -> Placement -> Schedule -> Segments -> Emitted
+                     -> Placement -> Schedule -> Segments -> Routes -> Emitted
 
 An arrow means "makes stale": a new Profile drops Groups, Placement and all that derives from them.
 """
@@ -198,10 +198,9 @@ class Shards:
 
     def check(self, state: State) -> None:
         """Raise ValueError unless every node has a device of the target, or none."""
-        count = len(state[Profile].graph)
-        _require(len(self.device) == count, f"expected {count} devices, one per node, got {len(self.device)}")
-        devices = len(state.target.devices)
-        _require(bool(((self.device >= -1) & (self.device < devices)).all()), "a part is on no device of the target")
+        _require(len(self.device) == len(state[Profile].graph), f"expected a device per node, got {len(self.device)}")
+        is_valid = (self.device >= -1) & (self.device < len(state.target.devices))
+        _require(bool(is_valid.all()), "a part is on no device of the target")
 
 
 @dataclass(frozen=True)
@@ -223,8 +222,9 @@ class Groups:
         _require(len(self.group) == nodes, f"expected {nodes} groups, one per node, got {len(self.group)}")
         _require(bool((np.bincount(self.group, minlength=len(self.pinned)) > 0).all()), "group ids are not dense")
         _require(len(self.pinned) == len(self.reasons) == groups, "expected a pin and a reason per group")
-        devices = len(state.target.devices)
-        _require(bool((self.pinned < devices).all()), "a group is pinned to a device that does not exist")
+        _require(
+            bool((self.pinned < len(state.target.devices)).all()), "a group is pinned to a device that does not exist"
+        )
 
 
 @dataclass(frozen=True)
@@ -239,9 +239,7 @@ class Clusters:
     def check(self, state: State) -> None:
         """Raise ValueError unless clusters respect groups and their graph is acyclic."""
         group = state[Groups].group
-        _require(
-            len(self.cluster) == len(group), f"expected {len(group)} clusters, one per node, got {len(self.cluster)}"
-        )
+        _require(len(self.cluster) == len(group), f"expected a cluster per node, got {len(self.cluster)}")
         cluster_group = np.zeros(int(self.cluster.max(initial=-1)) + 1, dtype=np.int64)
         cluster_group[self.cluster] = group
         _require(bool((cluster_group[self.cluster] == group).all()), "a cluster spans two groups")
@@ -350,8 +348,7 @@ class Segments:
         _require(covered == list(range(len(state[Profile].graph))), "segments must partition the nodes")
         placement = state[Placement].device
         for segment in self.segments:
-            on_device = bool((placement[segment.nodes] == segment.device).all())
-            _require(on_device, "a segment runs a node of another device")
+            _require(bool((placement[segment.nodes] == segment.device).all()), "a segment runs nodes of two devices")
         steps = [(device, step) for device, program in enumerate(self.programs) for step in program]
         sends = {(step.value, device, step.peer) for device, step in steps if step.op == "send"}
         receives = {(step.value, step.peer, device) for device, step in steps if step.op == "receive"}
@@ -360,10 +357,42 @@ class Segments:
 
 
 @dataclass(frozen=True)
+class Route:
+    """A further way of requests through the programs: on other devices."""
+
+    device: Ints
+    """Per device of the target, the one that follows its program; -1 for devices without a program."""
+    seconds: Floats
+    """Per segment: predicted time on its device of this route, one request at a time."""
+    share: float
+    """Of the requests."""
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Further routes: copies of the model, of a pipeline, or of stages."""
+
+    derived_from: ClassVar[tuple[type, ...]] = (Segments,)
+    routes: tuple[Route, ...]
+    """Without the first one: the programs on their own devices."""
+    interval_seconds: float
+    """Between two results, with requests in flight on all routes."""
+
+    def check(self, state: State) -> None:
+        """Raise ValueError unless each route gives each program to a device of its own."""
+        segments, used = state[Segments], np.array([bool(program) for program in state[Segments].programs])
+        for route in self.routes:
+            is_valid = bool((route.device[~used] == -1).all()) and route.device.max(initial=-1) < len(used)
+            is_valid &= len(set(route.device[used].tolist()) - {-1}) == used.sum()
+            _require(bool(is_valid), "a route must give each program to a device of its own")
+            _require(len(route.seconds) == len(segments.segments), "expected a time per segment")
+
+
+@dataclass(frozen=True)
 class Emitted:
     """The bundle on disk."""
 
-    derived_from: ClassVar[tuple[type, ...]] = (Segments,)
+    derived_from: ClassVar[tuple[type, ...]] = (Segments, Routes)
 
     path: Path
 

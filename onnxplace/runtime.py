@@ -56,7 +56,8 @@ class RuntimeSession(ABC):
         """Start a request with checked feeds; several requests may run at the same time.
 
         Its result has every output except carried states. Of these it has those that `states` names. Requests that
-        carry states run one after the other, in the order of submission. The future raises ExecutionError, naming
+        carry states run one after the other, in the order of submission, except that those of different conversations
+        may overlap. The future raises ExecutionError, naming
         segment and device, if a segment fails, and FeedError if a state is neither fed nor stored.
         """
 
@@ -75,6 +76,16 @@ class RuntimeSession(ABC):
 
     def reset_state(self) -> None:  # noqa: B027 - most bundles have no states
         """Forget carried states before the next request; requests that already run still carry theirs."""
+
+    def open_conversation(self) -> RuntimeSession:
+        """Return a session with states of its own, over the same weights.
+
+        Closing it waits for its own requests, frees its states, and leaves this session open. Closing this session
+        closes it too. Raises UsageError if the runtime has one set of states only.
+        """
+        message = f"{type(self).__name__} has one set of states, and no conversations"
+        hint = "use --runtime onnxruntime, or open a session for each conversation"
+        raise UsageError("S009", message, hint=hint)
 
     @abstractmethod
     def close(self, timeout: float | None = None) -> None:

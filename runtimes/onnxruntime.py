@@ -1,8 +1,9 @@
 """Run a bundle with ONNX Runtime: a worker thread per device, a session per segment, copies in between.
 
 Each worker follows its device's program, request after request, in the order of submission; so requests overlap across
-devices like a pipeline. Workers sleep while they wait. A failure ends its request on all devices. Requests that pass
-states on do not overlap: each begins after the previous one has succeeded or failed.
+devices like a pipeline. Where a bundle has several routes, each request takes one, with the same programs on other
+devices. Workers sleep while they wait. A failure ends its request on all devices. Requests that pass states on do not
+overlap: each begins after the previous one of its conversation has succeeded or failed.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from typing import ClassVar
 
-from onnxplace.bundle import Bundle
+from onnxplace.bundle import Bundle, list_route_devices
 from onnxplace.feeds import Array
 from onnxplace.machine import assign_cores, require_device
 from onnxplace.runtime import Result, Runtime, RuntimeSession
-from onnxplace.runtimes.execution import Engine, PlacedDevice, open_segment
+from onnxplace.runtimes.execution import Engine, PlacedDevice, open_routes
 
 
 class OnnxRuntime(Runtime):
@@ -31,17 +32,14 @@ class OnnxRuntime(Runtime):
 
         Raises TargetError before any thread starts if a device is missing.
         """
-        used = [device for device in bundle.target.devices if bundle.manifest.programs.get(device.id)]
+        used = [bundle.target.devices[bundle.target.position(name)] for name in list_route_devices(bundle.manifest)]
         alternative = "without it, `onnxplace run --runtime simulated` predicts the time"
         for device in used:
             require_device(device, "" if bundle.manifest.states else alternative)
         cpus = [device for device in bundle.target.devices if device.is_host]
         cores = dict(zip([device.id for device in cpus], assign_cores([device.cores for device in cpus])))
         devices = {device.id: PlacedDevice(device, cores.get(device.id, ())) for device in used}
-        segments = {
-            segment.id: open_segment(bundle, segment, devices[segment.device]) for segment in bundle.manifest.segments
-        }
-        return OnnxRuntimeSession(Engine(bundle, devices, segments, trace))
+        return OnnxRuntimeSession(Engine(bundle, devices, open_routes(bundle, devices), trace))
 
 
 class OnnxRuntimeSession(RuntimeSession):
@@ -68,6 +66,10 @@ class OnnxRuntimeSession(RuntimeSession):
         """Discard states before the next request, or at once if none is in flight."""
         self.engine.reset_state()
 
+    def open_conversation(self) -> RuntimeSession:
+        """Return a session with states of its own over the same segments and workers."""
+        return OnnxRuntimeConversation(self)
+
     def close(self, timeout: float | None = None) -> None:
         """Let the workers finish requests in flight, and end."""
         self.engine.close(timeout)
@@ -75,3 +77,38 @@ class OnnxRuntimeSession(RuntimeSession):
     def abandon(self) -> None:
         """Let the workers end without waiting for them."""
         self.engine.abandon()
+
+
+class OnnxRuntimeConversation(RuntimeSession):
+    """A set of states of an open session, which it keeps alive."""
+
+    def __init__(self, session: OnnxRuntimeSession) -> None:
+        self._session = session
+        self._engine = session.engine
+        self._states = session.engine.open_conversation()
+
+    def submit(self, feeds: Mapping[str, Array], states: Collection[str] = ()) -> Future[Result]:
+        """Start a request after those of this conversation; blocks while as many are in flight as allowed."""
+        request = self._engine.request(feeds, states, self._states)
+        self._engine.submit(request)
+        return request.future
+
+    def run(self, feeds: Mapping[str, Array], states: Collection[str] = (), timeout: float | None = None) -> Result:
+        """Return the result of a request; with no other in flight, do one device's part in this thread."""
+        return self._engine.run(self._engine.request(feeds, states, self._states), timeout)
+
+    def reset_state(self) -> None:
+        """Discard this conversation's states before its next request, or at once if none is in flight."""
+        self._engine.reset_state(self._states)
+
+    def open_conversation(self) -> RuntimeSession:
+        """Return another conversation of the same session."""
+        return self._session.open_conversation()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for this conversation's requests, then free its states; the session stays open."""
+        self._engine.close_conversation(self._states, timeout)
+
+    def abandon(self) -> None:
+        """Let its requests end, whose states are then freed, without waiting for them."""
+        self._states.closed = True

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         OutputRecord as OutputRecord,
         Predicted as Predicted,
         RepeatRecord as RepeatRecord,
+        RouteRecord as RouteRecord,
         SegmentRecord as SegmentRecord,
         ShardedKindRecord as ShardedKindRecord,
         ShardingRecord as ShardingRecord,
@@ -36,7 +37,17 @@ if TYPE_CHECKING:
         ValueRecord as ValueRecord,
         json_schema as json_schema,
     )
-    from onnxplace.bundle.simulate_bundle import simulate_manifest as simulate_manifest
+    from onnxplace.bundle.routes import (
+        find_route_of_device as find_route_of_device,
+        list_route_devices as list_route_devices,
+        list_routes as list_routes,
+        move_to_route as move_to_route,
+        sum_device_seconds as sum_device_seconds,
+    )
+    from onnxplace.bundle.simulate_bundle import (
+        predict_interval_seconds as predict_interval_seconds,
+        simulate_manifest as simulate_manifest,
+    )
     from onnxplace.bundle.slices import (
         extract_device_part as extract_device_part,
         list_crossing_values as list_crossing_values,
@@ -58,10 +69,11 @@ __getattr__, __dir__, __all__ = attach(
         ),
         "manifest": (
             "DeviceRecord DiagnosticRecord FileRecord InputRecord Manifest OutputRecord Predicted RepeatRecord "
-            "SCHEMA_VERSION SegmentRecord ShardedKindRecord ShardingRecord SplitStateRecord StateRecord Step "
-            "TargetRecord TrialRecord ValueRecord json_schema"
+            "RouteRecord SCHEMA_VERSION SegmentRecord ShardedKindRecord ShardingRecord SplitStateRecord "
+            "StateRecord Step TargetRecord TrialRecord ValueRecord json_schema"
         ),
-        "simulate_bundle": "simulate_manifest",
+        "routes": "find_route_of_device list_route_devices list_routes move_to_route sum_device_seconds",
+        "simulate_bundle": "predict_interval_seconds simulate_manifest",
         "slices": "extract_device_part list_crossing_values record_crossing_values",
         "split_states": "SplitStates",
         "staging": "Staging prepare_output require_output_free stage_output",

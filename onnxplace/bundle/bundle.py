@@ -25,6 +25,7 @@ from pydantic import ValidationError
 
 from onnxplace.bundle.manifest import SCHEMA_VERSION, FileRecord, LinkRecord, Manifest
 from onnxplace.bundle.program_check import check_programs
+from onnxplace.bundle.routes import check_routes
 from onnxplace.bundle.split_states import check_split_states
 from onnxplace.errors import BundleError, InputError, TargetError, UsageError
 from onnxplace.feeds import Array, Declared, zero_feeds
@@ -82,6 +83,7 @@ class Bundle:
                     "N006", f"expected {name!r} among the files of the manifest", where=str(path / MANIFEST_FILE)
                 )
         check_programs(manifest, path / MANIFEST_FILE)
+        check_routes(manifest, path / MANIFEST_FILE)
         check_split_states(manifest, path / MANIFEST_FILE)
         return bundle
 

@@ -12,7 +12,7 @@ from onnxplace.feeds import MAX_DIMENSION, MAX_RANK
 from onnxplace.target import Device, Link, LinkModel, Shared, Target
 from onnxplace.utils import read_field_docs
 
-SCHEMA_VERSION = "1.2"
+SCHEMA_VERSION = "1.3"
 
 
 Seconds = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
@@ -93,6 +93,17 @@ class Step(Record):
     segment: str = ""
     value: str = ""
     peer: str = ""
+
+
+class RouteRecord(Record):
+    """A way of a request through the bundle: its programs on other devices."""
+
+    devices: dict[str, str]
+    """Device with a program -> the device that follows this program for requests on this route."""
+    seconds: dict[str, Seconds]
+    """Segment -> predicted time on its device of this route; measured if there was a trial."""
+    share: Annotated[float, Field(ge=0, le=1)]
+    """Share of the requests that the prediction sends along this route."""
 
 
 class RepeatRecord(Record):
@@ -180,7 +191,10 @@ class TrialRecord(Record):
 
 
 class DeviceRecord(Record):
-    """The compiler's prediction for one device in one inference."""
+    """The compiler's prediction for one device in one inference.
+
+    With several routes, memory counts the segments of all routes, and the time is that of the first one that uses it.
+    """
 
     id: str
     nodes: Bytes
@@ -265,6 +279,8 @@ class Manifest(Record):
     repeats: tuple[RepeatRecord, ...] = ()
     sharding: ShardingRecord | None = None
     """None if no operator is split."""
+    routes: tuple[RouteRecord, ...] = ()
+    """Further routes of requests; the programs, on their own devices, are the first route; since format 1.3."""
     linked: dict[str, LinkRecord] = {}
     """Weights files that the segments refer to, by their path below the folder that contains the bundle."""
 

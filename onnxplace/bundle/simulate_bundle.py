@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from onnxplace.bundle.manifest import Manifest
+from onnxplace.bundle.routes import list_routes
 from onnxplace.graph import Csr, OpGraph
-from onnxplace.simulation import Simulation, simulate
+from onnxplace.simulation import Simulation, simulate, steady_state_loads
 
 
 def build_segment_graph(manifest: Manifest) -> OpGraph:
@@ -42,3 +43,21 @@ def simulate_manifest(manifest: Manifest) -> Simulation:
     segment_seconds = np.array([segment.seconds for segment in manifest.segments], dtype=np.float64)
     seconds = np.broadcast_to(segment_seconds, (len(target.devices), len(segment_seconds)))
     return simulate(build_segment_graph(manifest), seconds, target, device, np.arange(len(device), dtype=np.int32))
+
+
+def predict_interval_seconds(manifest: Manifest) -> float:
+    """Return the time between two results with requests in flight on all routes, by the segments' times.
+
+    Requests divide over routes by their shares. The segments' times include the slowdown by devices that are busy with
+    the same request, not by those that are busy with others.
+    """
+    target, graph, routes = manifest.target.target(), build_segment_graph(manifest), list_routes(manifest)
+    loads = []
+    for route in routes:
+        home = [target.position(route.devices[segment.device]) for segment in manifest.segments]
+        seconds = np.array([route.seconds[segment.id] for segment in manifest.segments])
+        device = np.array(home, dtype=np.int32)
+        table = np.broadcast_to(seconds, (len(target.devices), len(seconds)))
+        loads.append(steady_state_loads(graph, table, target, device).by_resource)
+    totals = [sum(route.share * load[kind] for route, load in zip(routes, loads)) for kind in loads[0]]
+    return float(max(np.max(total) for total in totals))

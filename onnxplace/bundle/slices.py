@@ -1,6 +1,6 @@
 """Derive bundles from a bundle: one that returns the values crossing devices, and one device's part.
 
-They run like any other bundle, from the same files; nothing is written.
+They run like any other bundle, from the same files; nothing is written. They have one route.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from onnxplace.bundle.bundle import Bundle
 from onnxplace.bundle.manifest import InputRecord, Manifest, OutputRecord
+from onnxplace.bundle.routes import find_route_of_device, move_to_route
 
 
 def list_crossing_values(manifest: Manifest) -> Mapping[tuple[str, str], tuple[str, ...]]:
@@ -38,7 +39,7 @@ def record_crossing_values(bundle: Bundle) -> Bundle:
         OutputRecord(name=name, dtype=manifest.values[name].dtype, shape=manifest.values[name].shape, value=name)
         for name in sent
     )
-    updates = {"programs": programs, "outputs": outputs, "states": ()}
+    updates = {"programs": programs, "outputs": outputs, "states": (), "routes": ()}
     return replace(bundle, manifest=manifest.model_copy(update=updates))
 
 
@@ -46,9 +47,12 @@ def extract_device_part(bundle: Bundle, device: str) -> Bundle:
     """Return a bundle of one device's part.
 
     Its inputs are those of the model that it reads, then the values that it received. Its outputs are those of the
-    model that it computes; it sends nothing. States are no longer stored: their inputs have to be fed.
+    model that it computes; it sends nothing. States are no longer stored: their inputs have to be fed. The part is that
+    of the first route that uses the device.
     """
     manifest = bundle.manifest
+    if (route := find_route_of_device(manifest, device)) is not None:
+        manifest = move_to_route(manifest, route)
     program = manifest.programs.get(device, ())
     segments = tuple(segment for segment in manifest.segments if segment.device == device)
     segment_ids = {segment.id for segment in segments}
@@ -62,6 +66,7 @@ def extract_device_part(bundle: Bundle, device: str) -> Bundle:
         "inputs": tuple(inputs),
         "outputs": tuple(item for item in manifest.outputs if item.value in computed),
         "states": (),
+        "routes": (),
         "segments": segments,
         "values": {
             name: record.model_copy(

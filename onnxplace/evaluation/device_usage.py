@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 
-from onnxplace.bundle import Bundle, DeviceRecord, SegmentRecord, list_crossing_values, record_crossing_values
+from onnxplace.bundle import (
+    Bundle,
+    DeviceRecord,
+    SegmentRecord,
+    list_crossing_values,
+    list_routes,
+    move_to_route,
+    record_crossing_values,
+)
 from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.evaluation.memory_use import BundleMemory, measure_memory
 from onnxplace.evaluation.trial import measure_segment_seconds
@@ -116,10 +124,11 @@ def measure_usage(
     if observer:
         observer("tracing", 0, 1 + with_memory)
     traced = _trace_requests(runtime, bundle, feeds, rounds)
+    busy = _measure_busy_seconds(runtime, bundle, feeds, rounds, traced)
     crossed, notes = _record_crossing(runtime, bundle, feeds)
     memory = measure_memory(bundle, {**feeds, **(crossed or {})}, observer) if with_memory else BundleMemory()
     return DeviceUsage(
-        _compare_devices(bundle, traced, memory),
+        _compare_devices(bundle, busy, memory),
         _compare_links(bundle, traced, crossed),
         _compare_process(bundle, memory),
         (*notes, *memory.notes),
@@ -157,12 +166,29 @@ def _record_crossing(
         return None, (Diagnostic(problem.code, message, where=problem.where, hint=problem.hint),)
 
 
-def _compare_devices(bundle: Bundle, traced: TracedRequests, memory: BundleMemory) -> tuple[DeviceUse, ...]:
+def _measure_busy_seconds(
+    runtime: Runtime, bundle: Bundle, feeds: Mapping[str, Any], rounds: int, first: TracedRequests
+) -> dict[str, float]:
+    """Return the seconds in which each device is busy with one request, on the first route that uses it.
+
+    `first` are requests on the first route; others are traced for devices that it does not use.
+    """
+    busy: dict[str, float] = {}
+    for index, route in enumerate(list_routes(bundle.manifest)):
+        if devices := [device for device in route.devices.values() if device not in busy]:
+            moved = replace(bundle, manifest=move_to_route(bundle.manifest, route))
+            traced = _trace_requests(runtime, moved, feeds, rounds) if index else first
+            for device in devices:
+                busy[device] = traced.busy(item for item in moved.manifest.segments if item.device == device)
+    return busy
+
+
+def _compare_devices(bundle: Bundle, busy: Mapping[str, float], memory: BundleMemory) -> tuple[DeviceUse, ...]:
     return tuple(
         DeviceUse(
             id=device.id,
             predicted_busy_seconds=device.compute_seconds,
-            busy_seconds=traced.busy(item for item in bundle.manifest.segments if item.device == device.id),
+            busy_seconds=busy.get(device.id, 0.0),
             predicted_peak_bytes=_get_predicted_bytes(device),
             peak_bytes=memory.device_bytes.get(device.id),
         )

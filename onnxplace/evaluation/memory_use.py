@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from onnxplace.bundle import Bundle, extract_device_part
+from onnxplace.bundle import Bundle, extract_device_part, list_route_devices
 from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.machine import (
     list_accelerators,
@@ -137,7 +137,7 @@ def measure_memory(bundle: Bundle, values: Mapping[str, Any], observer: Observer
     """
     if not can_measure_memory():
         return BundleMemory()
-    used = [device for device, program in bundle.manifest.programs.items() if any(s.op == "run" for s in program)]
+    used = list_route_devices(bundle.manifest)
     notes: list[Diagnostic] = []
     processes: dict[str, ProcessMemory] = {}
     with temporary_folder() as folder:

@@ -22,9 +22,13 @@ from onnxplace.bundle import (
     WHOLE_MODEL_FILE,
     Bundle,
     Manifest,
+    RouteRecord,
     SplitStates,
     TrialRecord,
+    list_route_devices,
+    predict_interval_seconds,
     simulate_manifest,
+    sum_device_seconds,
 )
 from onnxplace.errors import Diagnostic
 from onnxplace.feeds import Array
@@ -44,7 +48,6 @@ from onnxplace.machine import (
 from onnxplace.ort import import_onnxruntime
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event, Runtime, RuntimeSession
-from onnxplace.simulation import loads_of_simulation
 from onnxplace.target import MAX_SECONDS
 from onnxplace.utils import write_file
 
@@ -97,8 +100,9 @@ def find_core_shortage(manifest: Manifest) -> Diagnostic | None:
 
 
 def _find_missing_gpu(manifest: Manifest) -> Diagnostic | None:
+    used = list_route_devices(manifest)
     for device in manifest.target.devices:
-        if manifest.programs.get(device.id) and (problem := find_device_problem(device)):
+        if device.id in used and (problem := find_device_problem(device)):
             return Diagnostic("T011", problem, where=device.id)
     return None
 
@@ -147,9 +151,8 @@ def apply_trial(manifest: Manifest, trial: Trial) -> Manifest:
     segments = tuple(
         segment.model_copy(update={"seconds": trial.segment_seconds[segment.id]}) for segment in manifest.segments
     )
-    changed = manifest.model_copy(update={"segments": segments})
-    simulation = simulate_manifest(changed)
-    busy = dict(zip((device.id for device in manifest.target.devices), simulation.compute_seconds.tolist()))
+    changed = manifest.model_copy(update={"segments": segments, "routes": _scale_routes(manifest, trial)})
+    simulation, busy = simulate_manifest(changed), sum_device_seconds(changed)
     step_seconds = simulation.makespan_seconds + trial.request_seconds
     single_seconds = manifest.predicted.single_device_seconds
     if len({segment.device for segment in segments}) == 1:
@@ -159,7 +162,7 @@ def apply_trial(manifest: Manifest, trial: Trial) -> Manifest:
             "step_seconds": step_seconds,
             "lower_bound_seconds": min(manifest.predicted.lower_bound_seconds, step_seconds),
             "single_device_seconds": single_seconds,
-            "interval_seconds": loads_of_simulation(simulation, manifest.target.target()).interval_seconds,
+            "interval_seconds": predict_interval_seconds(changed),
             "request_seconds": trial.request_seconds,
         }
     )
@@ -171,6 +174,15 @@ def apply_trial(manifest: Manifest, trial: Trial) -> Manifest:
     )
     devices = tuple(item.model_copy(update={"compute_seconds": busy[item.id]}) for item in manifest.devices)
     return changed.model_copy(update={"predicted": predicted, "trial": record, "devices": devices})
+
+
+def _scale_routes(manifest: Manifest, trial: Trial) -> tuple[RouteRecord, ...]:
+    """Return the further routes, whose segments take longer by as much as on the first route, which the trial took."""
+    ratios = {item.id: trial.segment_seconds[item.id] / max(item.seconds, 1e-12) for item in manifest.segments}
+    return tuple(
+        route.model_copy(update={"seconds": {name: value * ratios[name] for name, value in route.seconds.items()}})
+        for route in manifest.routes
+    )
 
 
 def replace_manifest(bundle: Bundle, manifest: Manifest) -> Bundle:

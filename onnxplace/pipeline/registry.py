@@ -63,6 +63,10 @@ BUILTIN: Mapping[Kind, Mapping[str, tuple[str, str]]] = MappingProxyType(
                     "placer: the best step of a small graph, with a proven gap",
                 ),
                 "split": ("onnxplace.passes.split:Split", "cut the placed model into segments and programs"),
+                "replicate": (
+                    "onnxplace.passes.replicate:Replicate",
+                    "copy segments to further devices, as routes of requests",
+                ),
                 "emit": ("onnxplace.passes.emit:Emit", "write the bundle"),
             }
         ),

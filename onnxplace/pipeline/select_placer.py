@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from onnxplace.errors import Diagnostic, InfeasibleError, UsageError, suggest_nearest
-from onnxplace.facts import Placement
+from onnxplace.facts import Placement, Routes
 from onnxplace.pipeline.pipeline import make_pass
 from onnxplace.pipeline.registry import list_entries
 from onnxplace.pipeline.text_form import PassSpec, parse_pipeline
@@ -92,6 +92,8 @@ def report_idle_devices(state: State, names: Sequence[object] = ()) -> list[Diag
     if Placement not in state or state[Placement].placer == OBJECTIVES["fit"]:
         return []
     used = set(state[Placement].device.tolist())
+    if Routes in state:
+        used |= {device for route in state[Routes].routes for device in route.device.tolist()}
     return [
         Diagnostic(
             "P010",

@@ -66,7 +66,7 @@ def compile_summary(bundle: Bundle) -> str:
         for device in manifest.devices
     ]
     transfer_size = format_bytes(manifest.transfer_bytes)
-    nodes = format_count(sum(device.nodes for device in manifest.devices), "node")
+    nodes = format_count(sum(segment.nodes for segment in manifest.segments), "node")
     return "\n".join(
         [
             f"{manifest.model}: {nodes}, placer {manifest.placer}",
@@ -74,6 +74,7 @@ def compile_summary(bundle: Bundle) -> str:
             *_format_sharding(manifest.sharding),
             format_table(("device", "nodes", "compute", "weights", "peak", "limit"), rows),
             f"segments: {len(manifest.segments)}, transfers: {manifest.transfers} ({transfer_size})",
+            *_format_routes(manifest),
             *_format_steps(manifest),
             *_format_process(manifest.predicted),
             f"bundle: {bundle.path}",
@@ -90,12 +91,43 @@ def _format_steps(manifest: Manifest) -> list[str]:
     bound = format_milliseconds(predicted.lower_bound_seconds)
     suffix = "" if predicted.single_device_fits else ", where it does not fit"
     lines = [f"predicted step {step}; best single device {best}{suffix}; lower bound {bound}"]
-    if manifest.placer == OBJECTIVES["throughput"]:
-        lines.append(f"with requests in flight, a result every {format_milliseconds(predicted.interval_seconds)}")
+    if manifest.placer == OBJECTIVES["throughput"] or manifest.routes:
+        rate = f" ({1 / predicted.interval_seconds:.4g} requests/s)" if predicted.interval_seconds > 0 else ""
+        interval = format_milliseconds(predicted.interval_seconds)
+        lines.append(f"with requests in flight, a result every {interval}{rate}")
     if trial is not None:
         measured, planned = format_milliseconds(trial.step_seconds), format_milliseconds(trial.planned_seconds)
         lines.append(f"predicted from a trial, whose steps took {measured}; planned by the costs of nodes: {planned}")
     return lines
+
+
+# Routes of the summary; the manifest has all of them.
+MAX_LISTED_ROUTES = 8
+
+
+def _format_routes(manifest: Manifest) -> list[str]:
+    """Return a line that says which copies requests may take; none if there is one route."""
+    from onnxplace.bundle import list_routes
+
+    routes = list_routes(manifest)
+    if len(routes) == 1:
+        return []
+    ways = [f"{route.share:.0%} on {' and '.join(route.devices.values())}" for route in routes[:MAX_LISTED_ROUTES]]
+    ways += [f"{len(routes) - MAX_LISTED_ROUTES} more routes"] if len(routes) > MAX_LISTED_ROUTES else []
+    return [f"{describe_copies(manifest)}; of the requests {', '.join(ways)}"]
+
+
+def describe_copies(manifest: Manifest) -> str:
+    """Return what is there several times, as in `2 copies of the model`."""
+    from onnxplace.bundle import list_routes
+
+    routes = list_routes(manifest)
+    devices = {home: {route.devices[home] for route in routes} for home in routes[0].devices}
+    total = {device for stand_ins in devices.values() for device in stand_ins}
+    if len(total) == len(routes) * len(devices):
+        what = "the model" if len(devices) == 1 else f"a pipeline of {len(devices)} devices"
+        return f"{len(routes)} copies of {what}"
+    return "copies of stages: " + " + ".join(str(len(stand_ins)) for stand_ins in devices.values())
 
 
 def _format_process(predicted: Predicted) -> list[str]:

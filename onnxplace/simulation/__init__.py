@@ -11,6 +11,10 @@ if TYPE_CHECKING:
         lower_bound_seconds as lower_bound_seconds,
         node_bytes as node_bytes,
     )
+    from onnxplace.simulation.request_rates import (
+        RequestRates as RequestRates,
+        predict_request_rates as predict_request_rates,
+    )
     from onnxplace.simulation.simulator import (
         Simulation as Simulation,
         device_weights as device_weights,
@@ -27,6 +31,7 @@ __getattr__, __dir__, __all__ = attach(
     {
         "contention": "simulate_with_contention",
         "lower_bounds": "heads_and_tails lower_bound_seconds node_bytes",
+        "request_rates": "RequestRates predict_request_rates",
         "simulator": "Simulation device_weights simulate",
         "steady_state": "list_transfers loads_of_simulation steady_state_loads",
     },

@@ -42,6 +42,21 @@ def simulate_with_contention(graph: OpGraph, seconds: Floats, target: Target, de
     return simulation
 
 
+def busy_slowdowns(graph: OpGraph, seconds: Floats, target: Target, busy: Floats) -> Floats:
+    """Return factors [device, node] for times of nodes, where each device is busy for a share of its time.
+
+    The others of a shared memory count by the sum of their shares, as `simulate_with_contention` counts those that
+    compute at the same time.
+    """
+    factors = np.ones_like(seconds)
+    for entry in target.shared:
+        members = _member_devices(target, entry)
+        for member in members.tolist():
+            others = float(busy[members].sum() - busy[member])
+            factors[member] += others * (_slowdown_factors(graph, seconds[member], entry) - 1)
+    return factors
+
+
 def memory_share(graph: OpGraph, own_seconds: Floats, bytes_per_second: float) -> Floats:
     """Return, per node, the share of its time that its weights, inputs and outputs take at this rate; at most 1.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.bundle import Bundle
-from onnxplace.errors import ExecutionError, FeedError
+from onnxplace.errors import ExecutionError, FeedError, UsageError
 from onnxplace.feeds import Array
 from onnxplace.pipeline import make_pass, make_spec
 from onnxplace.runtime import Result, Runtime, RuntimeSession
@@ -66,7 +66,8 @@ def check_runtime(
     Requests return the right outputs, also when many are in flight. A request that fails or is cancelled does not
     affect the next. Closing waits for requests in flight, may be repeated, and ends all threads; later requests raise
     ExecutionError. Nothing hangs. A runtime that `keeps_state` carries states in the order of submission, until they
-    are reset or a request fails.
+    are reset or a request fails. If it has conversations, each has states of its own, and ends alone or with the
+    session.
 
     Args:
         runtime_class: Creates the runtime.
@@ -85,7 +86,8 @@ def check_runtime(
             stateful = _compile_small_bundle(
                 folder, _STATE_MODEL, _FIRST_STATE_NODES, devices, state=("total_next=total",)
             )
-            _run_in_time(lambda: _check_states(runtime_class(), stateful), _check_states.__name__)
+            for check_states in (_check_states, _check_conversations):
+                _run_in_time(lambda check=check_states: check(runtime_class(), stateful), check_states.__name__)  # type: ignore[misc]
 
 
 def _compile_small_bundle(
@@ -236,6 +238,46 @@ def _check_states(runtime: Runtime, bundle: Bundle) -> None:
         )
         _check_no_state(after, "a failure")
         _check_total(session.submit(initial).result(TIMEOUT_SECONDS), 1, {"y", "picked"})
+
+
+def _check_conversations(runtime: Runtime, bundle: Bundle) -> None:
+    """Check that conversations do not share states, and that a failure or the end of one leaves the others."""
+    feeds: dict[str, Array] = {"x": np.ones(4, dtype=np.float32), "rows": np.zeros(2, dtype=np.int64)}
+    initial = {**feeds, "total": np.full(4, -100, dtype=np.float32)}
+    session = runtime.open(bundle)
+    try:
+        conversations = [session.open_conversation() for _ in range(2)]
+    except UsageError:  # it has none
+        session.close()
+        return
+    with session:
+        users = [session, *conversations]
+        futures = [(user, user.submit(initial if number == 0 else feeds)) for number in range(9) for user in users]
+        for index, (_, future) in enumerate(futures):
+            _check_total(future.result(TIMEOUT_SECONDS), index // len(users) + 1, {"y", "picked"})
+        first, second = conversations
+        failing = first.submit({**feeds, "rows": np.zeros(3, dtype=np.int64)})
+        problem = failing.exception(TIMEOUT_SECONDS)
+        require(
+            isinstance(problem, ExecutionError), f"expected ExecutionError from a segment that fails, got {problem!r}"
+        )
+        _check_no_state(first.submit(feeds), "a failure")
+        _check_total(second.submit(feeds).result(TIMEOUT_SECONDS), 10, {"y", "picked"})
+        last = second.submit(feeds)
+        second.close()
+        require(last.done(), "closing a conversation did not wait for its request in flight")
+        _check_closed(second, initial, "conversation")
+        _check_total(session.submit(feeds).result(TIMEOUT_SECONDS), 10, {"y", "picked"})
+        session.close()
+        _check_closed(first, initial, "session")
+
+
+def _check_closed(session: RuntimeSession, feeds: Mapping[str, Array], what: str) -> None:
+    try:
+        session.submit(feeds).result(TIMEOUT_SECONDS)
+    except ExecutionError:
+        return
+    raise AssertionError(f"a conversation accepted a request after the end of its {what}")
 
 
 def _check_total(result: Result, requests: int, names: Collection[str]) -> None:

@@ -20,6 +20,7 @@ from onnxplace.bundle import (
     OutputRecord,
     Predicted,
     RepeatRecord,
+    RouteRecord,
     SegmentRecord,
     ShardedKindRecord,
     ShardingRecord,
@@ -29,12 +30,18 @@ from onnxplace.bundle import (
     TargetRecord,
     ValueRecord,
 )
-from onnxplace.facts import Instruction, Placement, Profile, Schedule, Segment, Segments, Shards
+from onnxplace.facts import Instruction, Placement, Profile, Routes, Schedule, Segments, Shards
 from onnxplace.graph import Ints
 from onnxplace.model import Model, declaration_of, format_type, list_custom_operators, read_shape_entries
 from onnxplace.passes.segments.process_footprint import Footprint, predict_footprint
+from onnxplace.passes.segments.route_predictions import (
+    index_segments,
+    list_device_maps,
+    measure_route_memory,
+    predict_interval_seconds,
+)
 from onnxplace.problem import fits_single_device, single_device_seconds
-from onnxplace.simulation import device_weights, loads_of_simulation
+from onnxplace.simulation import device_weights
 from onnxplace.state import State
 from onnxplace.target import REQUEST_SECONDS, Target, request_overhead_seconds
 
@@ -53,7 +60,9 @@ def build_manifest(
     """
     model, target, segments = state[Model], state.target, state[Segments]
     sent_bytes = _sent_bytes(state)
-    footprint = predict_footprint(state[Profile].graph, segments.segments, segments.simulation, target)
+    footprint = predict_footprint(
+        state[Profile].graph, segments.segments, segments.simulation, target, list_device_maps(state)
+    )
     return Manifest(
         schema_version=SCHEMA_VERSION,
         model=model.name,
@@ -74,6 +83,7 @@ def build_manifest(
         segments=_segment_records(state, ids),
         values=_value_records(state, ids, types),
         programs=_program_records(state, ids),
+        routes=_route_records(state, ids),
         predicted=_prediction(state, footprint),
         devices=_device_records(state, footprint),
         transfers=len(sent_bytes),
@@ -107,7 +117,7 @@ def _prediction(state: State, footprint: Footprint) -> Predicted:
         single_device_seconds=float(single_device_seconds(state[Profile], target).min()) + REQUEST_SECONDS,
         single_device_fits=bool(fits_single_device(state).any()),
         lower_bound_seconds=state[Schedule].lower_bound_seconds,
-        interval_seconds=loads_of_simulation(segments.simulation, target).interval_seconds,
+        interval_seconds=predict_interval_seconds(state),
         running_bytes=footprint.running_bytes,
         opening_bytes=footprint.opening_bytes,
         request_seconds=request_seconds,
@@ -162,7 +172,7 @@ def _package_versions() -> dict[str, str]:
 
 def _segment_records(state: State, ids: Sequence[str]) -> tuple[SegmentRecord, ...]:
     segments, simulation, graph = state[Segments].segments, state[Segments].simulation, state[Profile].graph
-    segment_of = _segment_of_nodes(segments, len(graph))
+    segment_of = index_segments(segments, len(graph))
     coarse = graph.contract(segment_of)
     weights_bytes = device_weights(graph, segment_of, len(ids))
     seconds = simulation.finish_seconds - simulation.start_seconds
@@ -189,14 +199,6 @@ def _state_records(state: State) -> tuple[StateRecord, ...]:
         StateRecord(output=output, input=name, device=home[model.sources.get(output, output)])
         for name, output in model.states.items()
     )
-
-
-def _segment_of_nodes(segments: Sequence[Segment], count: int) -> Ints:
-    """Return the index of the segment of each of `count` nodes."""
-    segment_of = np.zeros(count, dtype=np.int32)
-    for index, segment in enumerate(segments):
-        segment_of[segment.nodes] = index
-    return segment_of
 
 
 def _value_records(state: State, ids: Sequence[str], types: dict[str, TypeProto]) -> dict[str, ValueRecord]:
@@ -237,21 +239,49 @@ def _program_step(instruction: Instruction, ids: Sequence[str], target: Target) 
     return Step(op=instruction.op, value=instruction.value, peer=peer)
 
 
+def _route_records(state: State, ids: Sequence[str]) -> tuple[RouteRecord, ...]:
+    devices = state.target.devices
+    return tuple(
+        RouteRecord(
+            devices={devices[home].id: devices[route.device[home]].id for home in np.flatnonzero(route.device >= 0)},
+            seconds=dict(zip(ids, route.seconds.tolist())),
+            share=route.share,
+        )
+        for route in (state[Routes].routes if Routes in state else ())
+    )
+
+
 def _device_records(state: State, footprint: Footprint) -> tuple[DeviceRecord, ...]:
-    simulation = state[Segments].simulation
-    nodes = np.bincount(state[Placement].device, minlength=len(state.target.devices))
+    device_maps = list_device_maps(state)
+    memory = measure_route_memory(state, device_maps)
+    home_nodes = np.bincount(state[Placement].device, minlength=len(state.target.devices))
+    homes = [
+        {int(home) for routes in device_maps for home in np.flatnonzero(routes == index)}
+        for index in range(len(state.target.devices))
+    ]
     return tuple(
         DeviceRecord(
             id=device.id,
-            nodes=int(nodes[i]),
-            compute_seconds=float(simulation.compute_seconds[i]),
-            weights_bytes=int(simulation.weights_bytes[i]),
-            peak_bytes=int(simulation.peak_bytes[i]),
+            nodes=int(home_nodes[sorted(homes[i])].sum()),
+            compute_seconds=_compute_seconds(state, device_maps, i),
+            weights_bytes=int(memory.weights_bytes[i]),
+            peak_bytes=int(memory.peak_bytes[i]),
             limit_bytes=device.memory_bytes,
             process_bytes=footprint.device_bytes[i],
         )
         for i, device in enumerate(state.target.devices)
     )
+
+
+def _compute_seconds(state: State, device_maps: Sequence[Ints], device: int) -> float:
+    """Return the seconds that a device computes for one request, on the first route that uses it."""
+    segments = state[Segments]
+    if (device_maps[0] == device).any():
+        return float(segments.simulation.compute_seconds[device])
+    for device_map, route in zip(device_maps[1:], state[Routes].routes if Routes in state else ()):
+        if (homes := np.flatnonzero(device_map == device)).size:
+            return float(sum(s for s, segment in zip(route.seconds, segments.segments) if segment.device in homes))
+    return 0.0
 
 
 def _sent_bytes(state: State) -> list[int]:

@@ -49,13 +49,13 @@ def simulate_segments(state: State, nodes: Sequence[Ints]) -> SegmentPlan:
     coarse = graph.contract(segment_of)
     device = np.array([placed[members[0]] for members in nodes], dtype=np.int32)
     order = np.arange(len(nodes), dtype=np.int32)
-    seconds = _segment_seconds(state, segment_of, coarse)
+    seconds = segment_seconds(state, segment_of, coarse)
     simulation = simulate_with_contention(coarse, seconds, target, device, order)
     return SegmentPlan(nodes=tuple(nodes), segment_of=segment_of, graph=coarse, device=device, simulation=simulation)
 
 
-def _segment_seconds(state: State, segment_of: Ints, coarse: OpGraph) -> Floats:
-    """Return seconds of each segment and call: [device, segment]."""
+def segment_seconds(state: State, segment_of: Ints, coarse: OpGraph) -> Floats:
+    """Return seconds of each segment and call, without contention: [device, segment]."""
     count = len(coarse)
     inputs = np.bincount(coarse.inputs.rows, minlength=count)
     outputs = np.bincount(coarse.outputs.rows, minlength=count)

@@ -61,23 +61,37 @@ class _SessionMemory:
     """While it is being opened."""
 
 
-def predict_footprint(graph: OpGraph, segments: Sequence[Segment], simulation: Simulation, target: Target) -> Footprint:
+def predict_footprint(
+    graph: OpGraph,
+    segments: Sequence[Segment],
+    simulation: Simulation,
+    target: Target,
+    device_maps: Sequence[Ints] = (),
+) -> Footprint:
     """Predict the memory of a process that opens and runs segments.
 
     It opens them in order. O(N + E). A weight that two segments read counts twice, since each session keeps a copy in
-    the layout of its kernels.
+    the layout of its kernels. `device_maps`: per route, the device that takes the place of each device, or -1;
+    by default there is one route.
     """
+    device_maps = device_maps or [np.arange(len(target.devices), dtype=np.int32)]
     on_host = np.array([device.kind == "cpu" for device in target.devices])
-    values = np.where(on_host, simulation.peak_bytes - simulation.weights_bytes, 0)
+    home_values = simulation.peak_bytes - simulation.weights_bytes
+    values = np.zeros(len(on_host), dtype=np.int64)
+    for device_map in device_maps:
+        homes = np.flatnonzero(device_map >= 0)
+        np.maximum.at(values, device_map[homes], home_values[homes])
+    values = np.where(on_host, values, 0)
     device_bytes = (values + np.rint(HOLES_SHARE * values).astype(np.int64)).tolist()
     open_bytes = opening_bytes = RUNTIME_BYTES + KERNELS_BYTES
     normalised = _find_normalised(graph)
     for segment in segments:
-        if on_host[segment.device]:
-            session = _predict_session(graph, segment.nodes, normalised)
-            opening_bytes = max(opening_bytes, open_bytes + session.peak_bytes)
-            open_bytes += session.open_bytes
-            device_bytes[segment.device] += session.open_bytes
+        session = _predict_session(graph, segment.nodes, normalised)
+        for device in dict.fromkeys(int(device_map[segment.device]) for device_map in device_maps):
+            if on_host[device]:
+                opening_bytes = max(opening_bytes, open_bytes + session.peak_bytes)
+                open_bytes += session.open_bytes
+                device_bytes[device] += session.open_bytes
     running_bytes = open_bytes + int(values.sum() + HOLES_SHARE * values.max(initial=0))
     return Footprint(tuple(device_bytes), running_bytes, opening_bytes)
 

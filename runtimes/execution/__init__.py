@@ -6,12 +6,14 @@ from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
     from onnxplace.runtimes.execution.engine import Engine as Engine
-    from onnxplace.runtimes.execution.segments import PlacedDevice as PlacedDevice, open_segment as open_segment
+    from onnxplace.runtimes.execution.routes import open_routes as open_routes
+    from onnxplace.runtimes.execution.segments import PlacedDevice as PlacedDevice
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "engine": "Engine",
-        "segments": "PlacedDevice open_segment",
+        "routes": "open_routes",
+        "segments": "PlacedDevice",
     },
 )

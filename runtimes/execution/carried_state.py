@@ -3,36 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import FeedError
 from onnxplace.feeds import Array, check_shape
 
+if TYPE_CHECKING:
+    from onnxplace.runtimes.execution.routes import OpenRoute
 
-class CarriedStates:
-    """The states stored between requests, by state input.
 
-    Requests take and store them in turn, so no lock is needed.
-    """
+class StateTable:
+    """What a bundle says about its states; all conversations share it."""
 
     def __init__(self, bundle: Bundle) -> None:
         value_of = {item.name: item.value for item in bundle.manifest.outputs}
-        self._inputs = {item.name: item for item in bundle.inputs}
-        self._required = [item.name for item in bundle.state_inputs if not item.optional]
-        self._stored: dict[str, Any] = {}
-        self._lost = False
+        self.inputs = {item.name: item for item in bundle.inputs}
+        self.required = [item.name for item in bundle.state_inputs if not item.optional]
+        """State inputs without a default."""
         self.value_names: dict[str, dict[str, str]] = {}
         """Device -> state input -> name of the stored value."""
         for state in bundle.manifest.states:
             self.value_names.setdefault(state.device, {})[state.input] = value_of[state.output]
+
+
+class CarriedStates:
+    """The states of one conversation, stored between its requests, by state input.
+
+    Its requests take and store them in turn, under the lock of the engine.
+    """
+
+    def __init__(self, table: StateTable) -> None:
+        self._table = table
+        self._stored: dict[str, Any] = {}
+        self._lost = False
+        self.reset_pending = False
+        """Whether the next request starts without states."""
+        self.closed = False
+        """Whether no further request may begin, and the last one frees the states."""
+        self.route: OpenRoute | None = None
+        """The route of its first request: the states are on the devices of that route."""
 
     def take(self, feeds: Mapping[str, Array]) -> dict[str, Any]:
         """Remove and return the stored states that are not fed, so that they can be freed after their last use.
 
         Raises FeedError, and keeps the stored states, if a state has no value or does not fit the feeds.
         """
-        missing = [name for name in self._required if name not in feeds and name not in self._stored]
+        missing = [name for name in self._table.required if name not in feeds and name not in self._stored]
         if missing:
             reason = ": the previous request failed and lost it" if self._lost else ", and none is stored"
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -59,12 +76,12 @@ class CarriedStates:
         """Raise FeedError if a stored state contradicts its input, or symbol sizes of the feeds."""
         symbols: dict[str, tuple[int, str]] = {}
         for name, array in feeds.items():
-            if self._inputs[name].dtype.startswith("tensor("):
-                check_shape(array.shape, self._inputs[name], symbols, f"input {name!r}")
+            if self._table.inputs[name].dtype.startswith("tensor("):
+                check_shape(array.shape, self._table.inputs[name], symbols, f"input {name!r}")
         for name, value in taken.items():
             shape = value.shape() if callable(value.shape) else value.shape
             try:
-                check_shape(tuple(shape), self._inputs[name], symbols, f"stored state {name!r}")
+                check_shape(tuple(shape), self._table.inputs[name], symbols, f"stored state {name!r}")
             except FeedError as problem:
                 hint = "call session.reset_state(), then feed initial values"
                 raise FeedError(problem.code, problem.message, where=problem.where, hint=hint) from None

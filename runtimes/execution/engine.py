@@ -12,7 +12,8 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Collection, Mapping
+import weakref
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 from onnxplace.bundle import Bundle
@@ -20,9 +21,11 @@ from onnxplace.errors import ExecutionError, RunTimeoutError
 from onnxplace.feeds import Array
 from onnxplace.machine import interruptible, prepare_interrupts, require_interpreter
 from onnxplace.runtime import Result
+from onnxplace.runtimes.execution.carried_state import CarriedStates
 from onnxplace.runtimes.execution.lifecycle import OPEN_ENGINES, close_all_engines, keep_sessions_in_child
 from onnxplace.runtimes.execution.requests import Request
-from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice
+from onnxplace.runtimes.execution.routes import OpenRoute, choose_route
+from onnxplace.runtimes.execution.segments import PlacedDevice
 from onnxplace.runtimes.execution.workers import Worker, WorkLoop
 from onnxplace.utils import start_thread
 
@@ -35,13 +38,15 @@ class Engine(WorkLoop):
     """An open bundle at work. Its threads keep it alive until it is closed or abandoned."""
 
     def __init__(
-        self, bundle: Bundle, devices: Mapping[str, PlacedDevice], segments: Mapping[str, OpenSegment], trace: bool
+        self, bundle: Bundle, devices: Mapping[str, PlacedDevice], routes: Sequence[OpenRoute], trace: bool
     ) -> None:
-        super().__init__(bundle, devices, segments, trace)
+        super().__init__(bundle, devices, routes, trace)
         self._numbers = itertools.count()
         first = bundle.manifest.segments[0].device if bundle.manifest.segments else ""
         self._first_device = devices.get(first)
         """The device that can begin at once; `run` follows its program in the thread of its caller."""
+        self._conversations = weakref.WeakSet((self._states,))
+        """Sets of states that are freed with the session; an own set belongs to the handle of its conversation."""
         self._workers = [Worker(self, device) for device in devices.values()]
 
     def start(self) -> None:
@@ -58,14 +63,20 @@ class Engine(WorkLoop):
 
     # -- requests ------------------------------------------------------------------------------------
 
-    def request(self, feeds: Mapping[str, Array], states: Collection[str]) -> Request:
+    def request(
+        self, feeds: Mapping[str, Array], states: Collection[str], conversation: CarriedStates | None = None
+    ) -> Request:
         """Return a new request that also returns these carried states; raises ExecutionError in a forked process."""
-        if os.getpid() != self._process:  # checked before any use of ONNX Runtime, whose locks may be held
+        self._require_own_process()  # before any use of ONNX Runtime, whose locks may be held
+        output_names = self._returned_names.union(states) if states else self._returned_names
+        return Request(next(self._numbers), feeds, self._routes[0], output_names, conversation or self._states)
+
+    def _require_own_process(self) -> None:
+        """Raise ExecutionError in a forked process."""
+        if os.getpid() != self._process:
             message = f"the session was opened in process {self._process}, and this is a fork of it without its threads"
             hint = "open a session in each process, or start processes by 'spawn'"
             raise ExecutionError("X006", message, where=str(self.bundle.path), hint=hint)
-        output_names = self._returned_names.union(states) if states else self._returned_names
-        return Request(next(self._numbers), feeds, self._devices, output_names)
 
     def submit(self, request: Request) -> None:
         """Hand a request to the workers; blocks while `MAX_IN_FLIGHT` requests are in flight."""
@@ -128,16 +139,28 @@ class Engine(WorkLoop):
                 raise self._broken
             if self._closed:
                 raise ExecutionError("X002", "the session is closed", where=str(self.bundle.path))
+            if (conversation := request.conversation).closed:
+                hint = "open another one: session.conversation()"
+                raise ExecutionError("X002", "the conversation is closed", where=str(self.bundle.path), hint=hint)
             # A callback on a worker does not wait: its own worker may have to free a slot.
             if len(self._in_flight) >= MAX_IN_FLIGHT and not isinstance(threading.current_thread(), Worker):
                 return self._request_changes.enter()
+            route = conversation.route or choose_route(self._routes, self._list_taken_routes())
+            request.take_route(route)
+            if self._state_table.value_names:
+                conversation.route = route
             if callers_device is not None and not self._in_flight:
-                request.callers_device = callers_device.id
+                request.callers_device = route.devices[callers_device.id]
             # No call between these, so that no interrupt of the main thread comes between them either.
-            request.resets_states = self._reset
+            request.resets_states = conversation.reset_pending
             self._in_flight[request.number] = request
-            self._reset = False
+            conversation.reset_pending = False
             return None
+
+    def _list_taken_routes(self) -> list[int]:
+        """Return the route of each request in flight, and of each conversation, whose states stay there."""
+        conversations = [item.route.index for item in list(self._conversations) if item.route is not None]
+        return conversations or [request.route.index for request in self._in_flight.values()]
 
     def _cancel(self, request: Request, failure: BaseException) -> None:
         """End a request that its caller abandons; workers stop at the end of a node."""
@@ -163,12 +186,44 @@ class Engine(WorkLoop):
         hint = "allow more time, or find out what takes it: onnxplace bench, or run --trace"
         return RunTimeoutError("X007", f"no result within {timeout} s: {where}", where=str(self.bundle.path), hint=hint)
 
-    def reset_state(self) -> None:
-        """Discard states before the next request, or at once if none is in flight."""
+    # -- conversations ------------------------------------------------------------------------------------
+
+    def open_conversation(self) -> CarriedStates:
+        """Return an own set of states; its requests do not wait for those of others."""
+        self._require_own_process()
+        conversation = CarriedStates(self._state_table)
         with self._lock:
-            self._reset = True
-            if not self._in_flight:
-                self._states.clear()
+            if self._closed:
+                raise self._broken or ExecutionError("X002", "the session is closed", where=str(self.bundle.path))
+            self._conversations.add(conversation)
+        return conversation
+
+    def reset_state(self, conversation: CarriedStates | None = None) -> None:
+        """Discard states before the next request, or at once if none is in flight."""
+        conversation = conversation or self._states
+        with self._lock:
+            conversation.reset_pending = True
+            if not self._is_busy(conversation):
+                conversation.clear()
+
+    def close_conversation(self, conversation: CarriedStates, timeout: float | None) -> None:
+        """Refuse new requests of a conversation, wait at most `timeout` seconds for others, and free its states."""
+        conversation.closed = True
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            self._request_changes.wake()  # callers that wait for a slot
+            if not self._is_busy(conversation):
+                conversation.clear()
+        if isinstance(threading.current_thread(), Worker):
+            return  # a callback: requests in flight store no states any more
+        try:
+            self._wait_for_requests(timeout, conversation)
+        except BaseException:  # an interrupt: do not wait for them any longer
+            self.end_requests(conversation)
+            raise
+        with self._lock:
+            conversation.clear()
 
     # -- the end ------------------------------------------------------------------------------------
 
@@ -200,34 +255,43 @@ class Engine(WorkLoop):
             message = f"{self.bundle.path}: {names} did not return from ONNX Runtime ({progress or 'just ending'})"
             warnings.warn(f"{message}; its thread is left behind", RuntimeWarning, stacklevel=3)
             return
-        self._segments = {}
-        self._states.clear()
+        for route in self._routes:
+            route.segments.clear()
+        for conversation in list(self._conversations):
+            conversation.clear()
         for device in self._devices.values():
             device.memory.close()
 
-    def _wait_for_requests(self, timeout: float | None) -> None:
+    def _wait_for_requests(self, timeout: float | None, conversation: CarriedStates | None = None) -> None:
         """Wait for requests in flight; ended ones get `END_GRACE_SECONDS`, and all are ended after the timeout."""
         limit = None if timeout is None else time.monotonic() + timeout
         ended = False
         while True:
             with self._lock:
-                if not self._in_flight:
+                requests = self._list_in_flight(conversation)
+                if not requests:
                     return
-                alive = any(request.failure is None for request in self._in_flight.values())
+                alive = any(request.failure is None for request in requests)
                 wakeup = self._request_changes.enter()
             late = limit is not None and time.monotonic() >= limit
             if ended and late:
                 return
             if not ended and (late or not alive):
                 ended, limit = True, time.monotonic() + END_GRACE_SECONDS
-                self.end_requests()
+                self.end_requests(conversation)
                 continue
             wakeup.acquire(timeout=-1 if limit is None else max(limit - time.monotonic(), 0))
 
-    def end_requests(self) -> None:
-        """Let all requests in flight fail, without waiting for them."""
-        for request in list(self._in_flight.values()):
-            self._fail(request, ExecutionError("X002", "the session was closed", where=str(self.bundle.path)))
+    def _list_in_flight(self, conversation: CarriedStates | None) -> list[Request]:
+        """Return the requests in flight, of one conversation or of all."""
+        requests = list(self._in_flight.values())
+        return [item for item in requests if conversation is None or item.conversation is conversation]
+
+    def end_requests(self, conversation: CarriedStates | None = None) -> None:
+        """Let requests in flight fail, of one conversation or of all, without waiting for them."""
+        what = "session" if conversation is None else "conversation"
+        for request in self._list_in_flight(conversation):
+            self._fail(request, ExecutionError("X002", f"the {what} was closed", where=str(self.bundle.path)))
         self._wake()
 
 

@@ -26,8 +26,13 @@ class ResultFuture(Future[Result]):
         self._callbacks: deque[Callable[[Future[Result]], object]] = deque()
 
     def finish(self, result: Result | None, failure: BaseException | None) -> None:
-        """Set the result or the failure, wake waiting threads, then run callbacks."""
-        if failure is not None:
+        """Set the result or the failure, wake waiting threads, then run callbacks.
+
+        It may be repeated after an exception in the middle of it; what was set first stays.
+        """
+        if self.done():
+            pass
+        elif failure is not None:
             self.set_exception(failure)
         else:
             assert result is not None

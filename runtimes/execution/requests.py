@@ -11,7 +11,9 @@ from onnxplace.bundle import Step
 from onnxplace.feeds import Array
 from onnxplace.ort import import_onnxruntime
 from onnxplace.runtime import Event
+from onnxplace.runtimes.execution.carried_state import CarriedStates
 from onnxplace.runtimes.execution.futures import ResultFuture
+from onnxplace.runtimes.execution.routes import OpenRoute
 from onnxplace.runtimes.execution.wait_list import WaitList
 
 
@@ -23,15 +25,25 @@ class Request:
     """One set of feeds, processed by all devices."""
 
     def __init__(
-        self, number: int, feeds: Mapping[str, Array], devices: Collection[str], output_names: Collection[str]
+        self,
+        number: int,
+        feeds: Mapping[str, Array],
+        route: OpenRoute,
+        output_names: Collection[str],
+        conversation: CarriedStates,
     ) -> None:
         self.number = number
         self.feeds = feeds
         self.output_names = output_names
-        self.unfinished = set(devices)
+        self.conversation = conversation
+        """The states that it takes and leaves."""
+        self.route = route
+        self.unfinished = set(route.programs)
         """Devices that have not finished their part."""
         self.callers_device = ""
         """The device whose program the thread of the caller follows; empty if it follows none."""
+        self.deliverer = ""
+        """The device that finished last, whose thread completes the future."""
         self.resets_states = False
         """Whether states were reset since the previous request."""
         self.states: dict[str, Any] | None = None
@@ -46,20 +58,29 @@ class Request:
         self.events: list[Event] = []
         self.kept_alive: list[Any] = []
         self.current_steps: dict[str, Step] = {}
-        """The current or last step of each device."""
+        """The current or last step of each device of its route."""
         self.failure: BaseException | None = None
         self._lock = threading.Lock()
-        self._arrived: dict[str, dict[str, Any]] = {device: {} for device in devices}
-        self._wait_lists = {device: WaitList() for device in devices}
+        # By the device whose program is followed, which is the same on all routes.
+        self._arrived: dict[str, dict[str, Any]] = {home: {} for home in route.devices}
+        self._wait_lists = {home: WaitList() for home in route.devices}
+
+    def take_route(self, route: OpenRoute) -> None:
+        """Take a route, before any device begins."""
+        self.route = route
+        self.unfinished = set(route.programs)
 
     def deliver(self, value_name: str, device: str, value: Any) -> None:
-        """Hand a value to another device."""
+        """Hand a value to the device that follows the program of `device`."""
         with self._lock:
             self._arrived[device][value_name] = value
         self._wait_lists[device].wake()
 
     def receive(self, value_name: str, device: str) -> Any:
-        """Sleep until a value has arrived; raises CancelledError when the request has failed elsewhere."""
+        """Sleep until a value has arrived for a device's program.
+
+        Raises CancelledError when the request has failed elsewhere.
+        """
         arrived, wait_list = self._arrived[device], self._wait_lists[device]
         while True:
             with self._lock:
@@ -90,7 +111,7 @@ class Request:
             if step is None:
                 texts.append(f"{device} has not begun")
             elif step.op == "receive":
-                texts.append(f"{device} waits for value {step.value!r} of {step.peer}")
+                texts.append(f"{device} waits for value {step.value!r} of {self.route.devices[step.peer]}")
             else:
                 texts.append(f"{device} {step.op}s {f'segment {step.segment}' if step.segment else repr(step.value)}")
         return ", ".join(texts) or "all devices have finished"

@@ -7,7 +7,7 @@ from typing import Any
 
 from onnxplace.bundle import Bundle, SegmentRecord
 from onnxplace.devices import DeviceMemory, find_kind, import_memory
-from onnxplace.errors import BundleError, ExecutionError, ModelError, format_one_line
+from onnxplace.errors import BundleError, ModelError
 from onnxplace.machine import make_session_options, open_session, pin_thread
 from onnxplace.runtimes.execution.arena import return_freed_memory
 from onnxplace.runtimes.execution.ort_values import (
@@ -18,12 +18,6 @@ from onnxplace.runtimes.execution.ort_values import (
     to_python,
 )
 from onnxplace.target import Device
-
-# How ONNX Runtime and C++ report that memory ran out.
-_OUT_OF_MEMORY_TEXTS = (
-    *("Failed to allocate memory", "bad allocation", "bad_alloc", "BFCArena", "out of memory"),
-    "exceeds the max buffer size limit",  # WebGPU's, for one tensor
-)
 
 
 class PlacedDevice:
@@ -160,15 +154,3 @@ def _format_names(names: Any) -> str:
 def _wrong_segment_error(record: SegmentRecord, message: str) -> BundleError:
     hint = "the file belongs to another segment or was altered; compile the model again"
     return BundleError("N012", message, where=f"segment {record.id} ({record.file})", hint=hint)
-
-
-def describe_segment_failure(problem: Exception, segment: str, device: str) -> ExecutionError:
-    """Return the error of a segment that ONNX Runtime failed to run."""
-    text = format_one_line(problem)
-    if isinstance(problem, MemoryError) or any(words in text for words in _OUT_OF_MEMORY_TEXTS):
-        hint = "close other programs, run fewer requests at a time, or compile for smaller inputs or more devices"
-        message = f"segment {segment} ran out of memory" + (f": {text}" if text else "")
-        return ExecutionError("X010", message, where=device, hint=hint)
-    message = f"segment {segment} failed: {text or type(problem).__name__}"
-    hint = "try the same feeds on the whole model: onnxplace verify"
-    return ExecutionError("X001", message, where=device, hint=hint)

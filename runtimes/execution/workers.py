@@ -1,7 +1,8 @@
 """The worker threads of an engine: each follows its device's program, request after request.
 
-The requests in flight are one dictionary in the order of submission: each worker does its part of the first request
-that still needs it.
+The requests in flight are one dictionary in the order of submission. A request is ready once no earlier one of its
+conversation is in flight, at once if the bundle has no states. Each worker does its part of the first ready request
+that still needs it. All workers follow one order, in which requests became ready, so no two wait for each other.
 """
 
 from __future__ import annotations
@@ -17,12 +18,19 @@ from contextlib import suppress
 from typing import Any
 
 from onnxplace.bundle import Bundle, Step
-from onnxplace.errors import ExecutionError, OnnxplaceError, format_one_line
+from onnxplace.errors import ExecutionError, OnnxplaceError
 from onnxplace.machine import is_foreign_error, pin_thread
 from onnxplace.runtime import Event, EventKind, Result
-from onnxplace.runtimes.execution.carried_state import CarriedStates
+from onnxplace.runtimes.execution.carried_state import CarriedStates, StateTable
+from onnxplace.runtimes.execution.failures import (
+    describe_output_failure,
+    describe_segment_failure,
+    describe_step_failure,
+    is_out_of_memory,
+)
 from onnxplace.runtimes.execution.requests import CancelledError, Request
-from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice, describe_segment_failure
+from onnxplace.runtimes.execution.routes import OpenRoute
+from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice
 from onnxplace.runtimes.execution.wait_list import WaitList
 
 # Idle workers check this often whether their engine still has an owner.
@@ -41,16 +49,17 @@ class WorkLoop:
     """The part of an engine that workers run."""
 
     def __init__(
-        self, bundle: Bundle, devices: Mapping[str, PlacedDevice], segments: Mapping[str, OpenSegment], trace: bool
+        self, bundle: Bundle, devices: Mapping[str, PlacedDevice], routes: Sequence[OpenRoute], trace: bool
     ) -> None:
         self.bundle = bundle
-        self._segments = segments
+        self._routes = routes
+        self._segments = routes[0].segments
         self._devices = devices
         self._trace = trace
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._request_changes = WaitList()
-        """Woken when a request ends or fails: a free slot, the turn of the next request, the end of all."""
+        """Woken when a request ends or fails: a free slot, or the end of all."""
         self._in_flight: dict[int, Request] = {}
         self._tokens: dict[str, queue.SimpleQueue[None]] = {device: queue.SimpleQueue() for device in devices}
         """A token makes a worker look for work; a superfluous one does no harm."""
@@ -59,34 +68,37 @@ class WorkLoop:
         """The session that closes or abandons the engine, if there is one."""
         self._broken: ExecutionError | None = None
         self._index_values(bundle)
-        self._states = CarriedStates(bundle)
-        self._stored_values = {value for states in self._states.value_names.values() for value in states.values()}
-        self._reset = False
+        self._state_table = StateTable(bundle)
+        self._stored_values = {value for states in self._state_table.value_names.values() for value in states.values()}
+        self._states = CarriedStates(self._state_table)
+        """The states of requests outside of conversations."""
+        self._ready: list[Request] = []
+        """Requests with states whose turn it is, in the order in which they became ready."""
 
     def _index_values(self, bundle: Bundle) -> None:
-        """Build the tables of values that each request needs."""
+        """Build the tables of values that each request needs; those by device are by the home of its program."""
         manifest = bundle.manifest
         self._types = {item.name: item.dtype for item in manifest.inputs}
         self._inputs = set(self._types)
         self._read_inputs = {
             device: {v for s in manifest.segments if s.device == device for v in s.inputs} & self._inputs
-            for device in self._devices
+            for device in self._routes[0].devices
         }
         producers = {value: segment.device for segment in manifest.segments for value in segment.outputs}
         returned = dict.fromkeys(item.value for item in manifest.outputs)
         self._owns_buffers = {
             name: item.owns_buffers for item in self._segments.values() for name in item.record.outputs
         }
-        self._producers = {value: self._devices[device] for value, device in producers.items()}
+        self._producers = producers
         self._returned_values = {
-            device: [v for v in returned if producers.get(v) == device] for device in self._devices
+            device: [v for v in returned if producers.get(v) == device] for device in self._routes[0].devices
         }
         self._returned_names = frozenset(item.name for item in bundle.returned_outputs)
         self._outputs = [(item.name, item.value) for item in manifest.outputs]
 
     def work(self, device: PlacedDevice) -> None:
         """Follow the device's program, request after request, until the engine is closed."""
-        tokens = self._tokens[device.id]
+        tokens, request = self._tokens[device.id], None
         try:
             with pin_thread(device.cores):
                 while not self._is_finished(device.id):
@@ -96,7 +108,7 @@ class WorkLoop:
                             self._run_part(device, request)
                         self._finish_part(request, device.id)
         except BaseException as cause:  # noqa: BLE001 - whatever ends a thread, such as an exception set from outside
-            self._mark_broken(device, cause)
+            self._mark_broken(device, cause, request)
 
     def _await_token(self, tokens: queue.SimpleQueue[None]) -> None:
         """Wait for a token.
@@ -111,40 +123,56 @@ class WorkLoop:
                 self.abandon()
 
     def _next_request(self, device: str) -> Request | None:
-        """Return the first request that needs a device; None if there is none, or its caller does that part."""
+        """Return the first ready request that needs a device; None if there is none, or its caller does that part."""
         with self._lock:
-            for request in self._in_flight.values():
+            for request in self._list_ready() if self._state_table.value_names else self._in_flight.values():
                 if device in request.unfinished:
                     return None if request.callers_device == device else request
         return None
+
+    def _list_ready(self) -> list[Request]:
+        """Return the requests whose turn it is, in the order in which they became ready; only workers call it."""
+        talking = {id(request.conversation) for request in self._ready}
+        for request in self._in_flight.values():
+            if id(request.conversation) not in talking:
+                talking.add(id(request.conversation))
+                self._ready.append(request)
+        return self._ready
 
     def _is_finished(self, device: str) -> bool:
         """Return whether the engine is closed and no request needs a device any more."""
         with self._lock:
             return self._closed and not any(device in request.unfinished for request in self._in_flight.values())
 
-    def _mark_broken(self, device: PlacedDevice, cause: BaseException) -> None:
-        """Fail all requests after a worker died, so that no thread waits for it."""
+    def _mark_broken(self, device: PlacedDevice, cause: BaseException, current: Request | None) -> None:
+        """Fail all requests after a worker died, also one that it was delivering, so that no thread waits for it."""
         message = f"its worker died: {type(cause).__name__}: {cause}".rstrip(": ")
         self._broken = ExecutionError("X005", message, where=device.id, hint="open a new session")
         self._closed = True
-        for request in list(self._in_flight.values()):
+        with self._lock:  # a request that is admitted meanwhile is in this list, or its caller sees the failure
+            requests = list(self._in_flight.values())
+        for request in requests:
             self._fail(request, self._broken)
             self._finish_part(request, device.id)
+        if current is not None and current.deliverer == device.id:
+            current.fail(self._broken)
+            self._deliver_result(current)
         self._wake()
 
     def _run_part(self, device: PlacedDevice, request: Request) -> None:
         """Follow a device's program for one request; an error ends the request, an interrupt is raised again."""
         try:
-            self.follow_program(device, self.bundle.manifest.programs[device.id], request)
+            self.follow_program(device, self.bundle.manifest.programs[request.route.programs[device.id]], request)
         except CancelledError:
             pass
         except OnnxplaceError as failure:
             self._fail(request, failure)
         except BaseException as failure:
-            message = f"the worker failed: {type(failure).__name__}: {failure}"
-            self._fail(request, ExecutionError("X001", message, where=device.id))
-            if not isinstance(failure, Exception) or is_foreign_error(failure):
+            step = request.current_steps.get(device.id)
+            error = describe_step_failure(failure, step, device.id)
+            error.__cause__ = failure
+            self._fail(request, error)
+            if not isinstance(failure, Exception) or (is_foreign_error(failure) and not is_out_of_memory(failure)):
                 raise
 
     def _finish_part(self, request: Request, device: str) -> None:
@@ -153,13 +181,15 @@ class WorkLoop:
             request.unfinished.discard(device)
             last = not request.unfinished and request.number in self._in_flight
             if last:
+                request.deliverer = device
                 self._store_states(request)
+                self._ready = [other for other in self._ready if other is not request]
                 del self._in_flight[request.number]
             more = bool(self._in_flight) or self._closed
         if last:
             self._request_changes.wake()
             self._deliver_result(request)
-        if more and (self._closed or request.callers_device):
+        if more and (self._closed or request.callers_device or (last and self._state_table.value_names)):
             self._wake()
 
     def _wake(self, excluded: str = "") -> None:
@@ -184,10 +214,11 @@ class WorkLoop:
 
     def follow_program(self, device: PlacedDevice, program: Sequence[Step], request: Request) -> None:
         """Execute the steps of a device's program for one request."""
-        stored, states = self._take_states(request), self._states.value_names.get(device.id, {})
+        home = request.route.programs[device.id]
+        stored, states = self._take_states(request), self._state_table.value_names.get(home, {})
         values = {
             name: device.memory.feed(request.feeds[name], self._types[name])
-            for name in self._read_inputs[device.id]
+            for name in self._read_inputs[home]
             if name in request.feeds
         }
         values.update({name: stored.pop(name) for name in states if name in stored})
@@ -196,19 +227,19 @@ class WorkLoop:
                 raise CancelledError
             request.current_steps[device.id] = step
             if step.op == "run":
-                self.run_segment(device, self._segments[step.segment], values, request)
+                self.run_segment(device, request.route.segments[step.segment], values, request)
             elif step.op == "send":
                 self._send(device, step, values[step.value], request)
             elif step.op == "receive":
                 began = time.perf_counter()
-                arrived = request.receive(step.value, device.id)
+                arrived = request.receive(step.value, home)
                 self._record(request, device, "wait", step.value, began)
                 began = time.perf_counter()
-                values[step.value] = device.memory.receive(arrived, self._devices[step.peer].memory)
+                values[step.value] = device.memory.receive(arrived, self._find_peer(step, request).memory)
                 self._record(request, device, "copy", step.value, began)
             else:
                 values.pop(step.value, None)
-        for name in self._returned_values[device.id]:
+        for name in self._returned_values[home]:
             request.outputs[name] = device.memory.send(values[name], None)
         next_states = {name: values[value] for name, value in states.items()}
         request.next_states.update(
@@ -218,10 +249,14 @@ class WorkLoop:
     def _send(self, device: PlacedDevice, step: Step, value: Any, request: Request) -> None:
         """Deliver a value to another device."""
         began = time.perf_counter()
-        parcel = device.memory.send(value, self._devices[step.peer].memory)
+        parcel = device.memory.send(value, self._find_peer(step, request).memory)
         if device.memory.is_asynchronous:
             self._record(request, device, "copy", step.value, began)
         request.deliver(step.value, step.peer, parcel)
+
+    def _find_peer(self, step: Step, request: Request) -> PlacedDevice:
+        """Return the other device of a transfer on the route of a request."""
+        return self._devices[request.route.devices[step.peer]]
 
     def run_segment(self, device: PlacedDevice, segment: OpenSegment, values: dict[str, Any], request: Request) -> None:
         """Run one segment; raises ExecutionError naming segment and device."""
@@ -233,9 +268,9 @@ class WorkLoop:
         except OnnxplaceError:
             raise
         except Exception as problem:
-            if is_foreign_error(problem):
+            if is_foreign_error(problem) and not is_out_of_memory(problem):
                 raise
-            raise describe_segment_failure(problem, segment.record.id, device.id) from problem
+            raise describe_segment_failure(problem, segment.record, self.bundle.manifest, device.id) from problem
         self._record(request, device, "run", segment.record.id, began)
 
     def _detach(self, device: PlacedDevice, name: str, value: Any) -> Any:
@@ -252,48 +287,49 @@ class WorkLoop:
     # -- states and results ------------------------------------------------------------------------------------
 
     def _take_states(self, request: Request) -> dict[str, Any]:
-        """Wait for the request's turn, then return the stored states; each device removes its own.
+        """Return the stored states of a ready request; each device removes its own.
 
         Raises FeedError if a state has no value.
         """
-        if not self._states.value_names:
+        if not self._state_table.value_names:
             return {}
-        while True:
-            with self._lock:
-                if request.failure is not None:
-                    raise CancelledError
-                if next(iter(self._in_flight.values())) is request:
-                    if request.states is None:  # the first worker takes them for all
-                        if request.resets_states:
-                            self._states.clear()
-                        request.states = self._states.take(request.feeds)
-                    return request.states
-                wakeup = self._request_changes.enter()
-            wakeup.acquire()
+        with self._lock:
+            if request.failure is not None:
+                raise CancelledError
+            if request.states is None:  # the first worker takes them for all
+                if request.resets_states:
+                    request.conversation.clear()
+                request.states = request.conversation.take(request.feeds)
+            return request.states
 
     def _store_states(self, request: Request) -> None:
         """Store the states of a request for the next one, which begins when this one is no longer in flight."""
-        if not self._states.value_names:
+        conversation = request.conversation
+        if not self._state_table.value_names:
             return
         if request.failure is None:
-            self._states.store(request.next_states)
+            conversation.store(request.next_states)
         elif request.states is not None:
-            self._states.lose()
-        if self._reset and len(self._in_flight) == 1:
-            self._states.clear()
+            conversation.lose()
+        if (conversation.reset_pending or conversation.closed) and not self._is_busy(conversation, request):
+            conversation.clear()
+
+    def _is_busy(self, conversation: CarriedStates, ending: Request | None = None) -> bool:
+        """Return whether requests of a conversation are in flight, other than one that ends."""
+        return any(item.conversation is conversation and item is not ending for item in self._in_flight.values())
 
     def _deliver_result(self, request: Request) -> None:
         """Complete the future of a request, by its result or its failure."""
         if request.failure is not None:
             request.future.finish(None, request.failure)
             return
+        outputs, name = {}, ""
         try:
-            outputs = {
-                name: self._read_output(value, request) for name, value in self._outputs if name in request.output_names
-            }
+            for name, value in self._outputs:
+                if name in request.output_names:
+                    outputs[name] = self._read_output(value, request)
         except Exception as problem:  # noqa: BLE001 - a future that is never set would hang its caller
-            message = f"an output cannot be read: {format_one_line(problem) or type(problem).__name__}"
-            request.future.finish(None, ExecutionError("X003", message, where="outputs"))
+            request.future.finish(None, describe_output_failure(problem, name))
             return
         events = tuple(sorted(request.events, key=lambda event: event.start_seconds))
         request.future.finish(Result(outputs, events, time.perf_counter() - request.start_time), None)
@@ -302,5 +338,6 @@ class WorkLoop:
         """Return an output as numpy; the caller may alter it without altering feeds or stored states."""
         if value in self._inputs:
             return copy.deepcopy(request.feeds[value])
-        array = self._producers[value].memory.read(request.outputs[value])
+        producer = self._devices[request.route.devices[self._producers[value]]]
+        array = producer.memory.read(request.outputs[value])
         return array.copy() if value in self._stored_values else array

@@ -60,7 +60,7 @@ MAY_IMPORT = {
     # pipelines of passes; trials and calibration, which run bundles; reports
     "pipeline": "errors facts runtime state utils",
     "calibration": "bundle errors feeds graph machine pipeline runtime target utils",
-    "evaluation": "bundle errors feeds machine model ort pipeline runtime simulation target utils",
+    "evaluation": "bundle errors feeds machine model ort pipeline runtime target utils",
     "report": "bundle errors pipeline runtime",
     # from a model to a bundle, and the interfaces to it
     "driver": (

@@ -19,7 +19,7 @@ from onnxplace.facts import Groups, Placement, Profile, Schedule
 from onnxplace.model import bind, bind_states, load as load_model
 from onnxplace.pipeline import Pipeline, make_pass
 from onnxplace.problem import commit_placement, placement_problem
-from onnxplace.runtimes.execution.carried_state import CarriedStates
+from onnxplace.runtimes.execution.carried_state import CarriedStates, StateTable
 from onnxplace.runtimes.execution.host_memory import HostMemory
 from onnxplace.state import Pass, State
 from onnxplace.target import Device, Target
@@ -315,7 +315,7 @@ def test_states_of_the_previous_run_are_freed(session):
 
 
 def test_states_are_removed_when_a_run_takes_them(bundle):
-    states = CarriedStates(bundle)
+    states = CarriedStates(StateTable(bundle))
     states.store({"total": np.ones(2, "f4"), "log": np.ones(3, "f4")})
     states_taken = states.take(feeds(1, log=np.zeros(1, "f4")))
     assert list(states_taken) == ["total"], "so that it can be freed as soon as its last reader has run"

@@ -71,7 +71,8 @@ def test_the_child_process_starts_from_a_script_without_a_guard(tmp_path):
         "from onnxplace.machine import RepeatPolicy\n"
         "model = load(models.build('squeezenet'))\n"
         "source, entries = store_for_session(model, Path('.'))\n"
-        "job = Job(source, entries, DeviceAddress('cpu', 0), (0,), model.feeds(), RepeatPolicy(3, 0.1, 0.02), '.', 'model')\n"
+        "policy, device = RepeatPolicy(3, 0.1, 0.02), DeviceAddress('cpu', 0)\n"
+        "job = Job(source, entries, device, (0,), model.feeds(), policy, '.', 'model')\n"
         "print(len(profile_blocking(job).seconds))\n"
     )
     path = os.pathsep.join(filter(None, sys.path))

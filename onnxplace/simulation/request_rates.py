@@ -1,0 +1,124 @@
+"""Requests per second where each request takes one of several routes, with contention between busy devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from onnxplace.graph import Floats, Ints, OpGraph
+from onnxplace.simulation.contention import busy_slowdowns
+from onnxplace.simulation.steady_state import Loads, steady_state_loads
+from onnxplace.target import Target
+
+# Rounds end when the interval changes by less than this share of itself.
+RELATIVE_TOLERANCE, MAX_ROUNDS = 1e-6, 60
+# Of the largest rate that the even distribution over routes may cost.
+RATE_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class RequestRates:
+    """The steady state of requests on several routes."""
+
+    shares: Floats
+    """Per route, the share of the requests that take it."""
+    interval_seconds: float
+    """Between two results, over all routes."""
+    seconds: tuple[Floats, ...]
+    """Per route, the time of each node on its device, while the other devices are as busy as in this state."""
+    busy: Floats
+    """Per device, the share of its time in which it computes."""
+
+
+def predict_request_rates(graph: OpGraph, seconds: Floats, target: Target, devices: Sequence[Ints]) -> RequestRates:
+    """Return the largest rate of requests, and how they divide over routes.
+
+    The rate is bounded by devices and channels: each has one second per second. Where devices share memory, each slows
+    the others down by the share of its time in which it is busy. Rate and slowdowns depend on each other: they are a
+    fixed point. Equally good divisions are made even.
+
+    Args:
+        graph: The nodes, such as segments.
+        seconds: [device, node], each device alone.
+        target: Its devices and links.
+        devices: Per route, the device of each node.
+
+    >>> from onnxplace.cost_graph import GENERATORS
+    >>> state = GENERATORS["layered"](20, seed=0).state()  # doctest: +SKIP
+    """
+    nodes = np.arange(len(graph))
+    busy = np.zeros(len(target.devices))
+    interval = 0.0
+    for _ in range(MAX_ROUNDS):
+        slowed = seconds * busy_slowdowns(graph, seconds, target, busy) if target.shared else seconds
+        loads = [steady_state_loads(graph, slowed, target, device) for device in devices]
+        rates = divide_requests(loads)
+        previous, interval = interval, _invert(float(rates.sum()))
+        compute = sum(
+            (rate * load.compute_seconds for rate, load in zip(rates.tolist(), loads)), np.zeros(len(target.devices))
+        )
+        if abs(interval - previous) <= RELATIVE_TOLERANCE * interval:
+            break
+        # Half a step: where the bottleneck alternates, full steps would too.
+        busy = (busy + np.minimum(compute, 1.0)) / 2 if previous else np.minimum(compute, 1.0)
+    total = float(rates.sum())
+    shares = rates / total if total > 0 else np.full(len(devices), 1 / len(devices))
+    route_seconds = tuple(np.asarray(slowed[device, nodes]) for device in devices)
+    return RequestRates(shares, interval, route_seconds, busy)
+
+
+def divide_requests(loads: Sequence[Loads]) -> Floats:
+    """Return requests per second on each route: the largest sum that devices and channels allow, else even.
+
+    A linear program, solved by HiGHS. Infinite loads, which no placement has, are not allowed.
+    """
+    table = np.stack([np.concatenate(list(load.by_resource.values())) for load in loads], axis=1)
+    table = table[table.max(axis=1) > 0]
+    count = table.shape[1]
+    if not len(table):
+        return np.full(count, 1e12)  # nothing takes any time
+    if count == 1:
+        return np.array([1.0 / table.max()])
+    scale = float(table.max())
+    # Columns: the rate of each route, and the least of them.
+    no_more_than_one = np.column_stack([table / scale, np.zeros(len(table))])
+    least_below_each = np.column_stack([-np.eye(count), np.ones(count)])
+    rows = np.vstack([no_more_than_one, least_below_each, [*np.ones(count), 0.0]])
+    upper = np.concatenate([np.ones(len(table)), np.zeros(count), [np.inf]])
+    lower = np.full(len(rows), -np.inf)
+    best = _maximise(np.array([*np.ones(count), 0.0]), rows, lower, upper)
+    lower[-1] = best[:count].sum() * (1 - RATE_TOLERANCE)
+    even = _maximise(np.array([*np.zeros(count), 1.0]), rows, lower, upper)
+    rates: Floats = np.maximum(even[:count], 0.0) / scale
+    return rates
+
+
+def _maximise(objective: Floats, rows: Floats, lower: Floats, upper: Floats) -> Floats:
+    """Return non-negative columns with the largest objective, where `lower <= rows @ columns <= upper`."""
+    import highspy
+
+    program = highspy.HighsLp()
+    program.num_col_, program.num_row_ = len(objective), len(rows)
+    program.sense_ = highspy.ObjSense.kMaximize
+    program.col_cost_ = objective
+    program.col_lower_, program.col_upper_ = np.zeros(len(objective)), np.full(len(objective), highspy.kHighsInf)
+    program.row_lower_ = np.where(np.isfinite(lower), lower, -highspy.kHighsInf)
+    program.row_upper_ = np.where(np.isfinite(upper), upper, highspy.kHighsInf)
+    used = [np.flatnonzero(row) for row in rows]
+    program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    program.a_matrix_.start_ = np.concatenate([[0], np.cumsum([len(columns) for columns in used])])
+    program.a_matrix_.index_ = np.concatenate(used)
+    program.a_matrix_.value_ = np.concatenate([row[columns] for row, columns in zip(rows, used)])
+    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    solver.setOptionValue("output_flag", False)
+    solver.passModel(program)
+    solver.run()
+    solution: Floats = np.array(solver.getSolution().col_value)
+    return solution
+
+
+def _invert(rate: float) -> float:
+    return 1.0 / rate if rate > 0 else 0.0

@@ -1,0 +1,71 @@
+"""Let requests take several routes over copies of the segments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from onnxplace.errors import InfeasibleError, UsageError
+from onnxplace.facts import Profile, Routes, Segments
+from onnxplace.graph import Ints
+from onnxplace.passes.segments import measure_route_memory, predict_routes
+from onnxplace.problem import describe_shortage
+from onnxplace.state import Pass, State
+
+
+@dataclass(frozen=True)
+class Replicate(Pass):
+    """Copy the model, a pipeline, or single stages to further devices, for many requests in flight.
+
+    Each route names the devices that take the place of those with segments. Segments are shared: a device opens those
+    of its routes. The shares of the routes give the most requests per second by a linear program: devices may be
+    unlike, and may be on several routes.
+
+    Raises:
+        UsageError: a route does not name a device of the target for each device with segments.
+        InfeasibleError: a copy does not fit into the memory of its device.
+    """
+
+    name: ClassVar[str] = "replicate"
+    requires: ClassVar[tuple[type, ...]] = (Profile, Segments)
+    provides: ClassVar[tuple[type, ...]] = (Routes,)
+
+    routes: tuple[str, ...] = ()
+    """Further routes, as in `cpu:2+cpu:3`: devices that take the place of the used ones, in the order of the target."""
+
+    def run(self, state: State) -> State:
+        used = [index for index, program in enumerate(state[Segments].programs) if program]
+        taken = {tuple(used)}
+        device_maps = []
+        for text in self.routes:
+            stand_ins = self._parse_route(state, text, used)
+            if tuple(stand_ins) in taken:
+                raise self._make_error(text, "it is there already")
+            taken.add(tuple(stand_ins))
+            device_map: Ints = np.full(len(state.target.devices), -1, dtype=np.int32)
+            device_map[used] = stand_ins
+            device_maps.append(device_map)
+        own = np.full(len(state.target.devices), -1, dtype=np.int32)
+        own[used] = used
+        memory = measure_route_memory(state, [own, *device_maps])
+        if shortage := describe_shortage(state.target, memory.peak_bytes):
+            hint = "name devices with more memory, raise --max-memory, or use fewer copies"
+            raise InfeasibleError("P001", f"its copies do not fit: {shortage}", where=self.name, hint=hint)
+        return state.having(predict_routes(state, device_maps))
+
+    def _parse_route(self, state: State, text: str, used: list[int]) -> list[int]:
+        """Return the devices that take the place of the used ones."""
+        names = text.split("+") if text else []
+        stand_ins = [state.target.position(name) for name in names]
+        if len(names) != len(used):
+            ids = " and ".join(state.target.devices[index].id for index in used)
+            raise self._make_error(text, f"expected {len(used)} devices, in place of {ids}, got {len(names)}")
+        if len(set(names)) < len(names):
+            raise self._make_error(text, "it names a device twice")
+        return stand_ins
+
+    def _make_error(self, text: str, problem: str) -> UsageError:
+        hint = "write replicate{routes=cpu:2+cpu:3;cpu:4+cpu:5}: a device for each one with segments"
+        return UsageError("U078", f"route {text!r} cannot be taken: {problem}", where=f"pass {self.name!r}", hint=hint)
