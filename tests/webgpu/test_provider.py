@@ -133,12 +133,10 @@ print("end")
 def test_a_tensor_that_is_too_large_fails_and_the_next_run_works(tmp_path):
     text = """<ir_version: 8, opset_import: ["": 17]>
     g (float[1] x, int64[2] size) => (float y) { large = Expand(x, size) y = ReduceSum<keepdims = 0>(large) }"""
-    bundle = onnxplace.compile(
-        parser.parse_model(text), tmp_path / "out", devices="webgpu:0", pipeline=PIPELINE
-    )
+    bundle = onnxplace.compile(parser.parse_model(text), tmp_path / "out", devices="webgpu:0", pipeline=PIPELINE)
     one = np.ones(1, dtype=np.float32)
     with onnxplace.InferenceSession(bundle) as session:
-        with pytest.raises(onnxplace.ExecutionError, match="X010.*ran out of memory.*Buffer size"):
+        with pytest.raises(onnxplace.ExecutionError, match=r"X010.*ran out of memory.*Buffer size"):
             session.run(None, {"x": one, "size": np.array([1 << 14, 5 << 12])})
         (y,) = session.run(None, {"x": one, "size": np.array([2, 2])})
     assert y == 4

@@ -5,20 +5,24 @@ import pytest
 
 import onnxplace
 from onnxplace.runtimes.execution.bound_memory import BoundMemory, BoundValue
+from tests.runtimes import test_carried_state
 from tests.runtimes.state_checks import START, compile_sums, feeds, new_reference
-from tests.runtimes.test_carried_state import (
-    session as session,
-    test_a_fed_state_replaces_the_stored_one_and_the_others_stay as test_a_fed_state_replaces_the_stored_one,
-    test_a_reset_applies_to_the_next_run_and_not_to_those_in_flight as test_a_reset_applies_to_the_next_run,
-    test_a_run_returns_states_only_on_request as test_a_run_returns_states_only_on_request,
-    test_after_a_reset_the_next_run_must_be_fed_all_states as test_after_a_reset_the_next_run_must_be_fed_all_states,
-    test_closing_waits_for_runs_that_wait_for_their_turn as test_closing_waits_for_runs_that_wait_for_their_turn,
-    test_feeds_and_outputs_may_be_altered_after_a_run as test_feeds_and_outputs_may_be_altered_after_a_run,
-    test_run_async_carries_states_too as test_run_async_carries_states_too,
-    test_runs_in_flight_take_turns as test_runs_in_flight_take_turns,
-    test_states_equal_those_of_one_session_after_any_runs_and_resets as test_states_equal_those_of_one_session,
-    test_threads_that_share_a_session_share_its_states as test_threads_that_share_a_session_share_its_states,
+from tests.runtimes.test_carried_state import session as session
+
+# Collected here too, with the bundles of this file.
+REUSED = (
+    "test_a_fed_state_replaces_the_stored_one_and_the_others_stay",
+    "test_a_reset_applies_to_the_next_run_and_not_to_those_in_flight",
+    "test_a_run_returns_states_only_on_request",
+    "test_after_a_reset_the_next_run_must_be_fed_all_states",
+    "test_closing_waits_for_runs_that_wait_for_their_turn",
+    "test_feeds_and_outputs_may_be_altered_after_a_run",
+    "test_run_async_carries_states_too",
+    "test_runs_in_flight_take_turns",
+    "test_states_equal_those_of_one_session_after_any_runs_and_resets",
+    "test_threads_that_share_a_session_share_its_states",
 )
+globals().update({name: getattr(test_carried_state, name) for name in REUSED})
 
 
 @pytest.fixture(
