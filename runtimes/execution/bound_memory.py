@@ -5,6 +5,7 @@ WebGPU's is like this. Runs return before their work is done, and only reading a
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -26,10 +27,14 @@ _PROBE = '<ir_version: 8, opset_import: ["": 17]> probe (float[1] x) => (float[1
 
 
 class BoundValue:
-    """A tensor on the device; it is freed while its thread holds the lock of the device's kind."""
+    """A tensor on the device; it is freed while its thread holds the lock of the device's kind.
 
-    def __init__(self, value: Any, memory: BoundMemory) -> None:
+    It keeps the session that made it: WebGPU's provider, which ends with its session, frees the tensor.
+    """
+
+    def __init__(self, value: Any, session: Any, memory: BoundMemory) -> None:
         self.value = value
+        self._session = session
         self._memory = memory
 
     def shape(self) -> list[int]:
@@ -39,6 +44,7 @@ class BoundValue:
     def __del__(self) -> None:
         with self._memory.kind.hold_lock():
             self.value = None
+            self._session = None
 
 
 class BoundMemory(DeviceMemory):
@@ -70,8 +76,18 @@ class BoundMemory(DeviceMemory):
         homes = {name: self._binding if name in bound else ("cpu", 0) for name in outputs}
         with self.kind.hold_lock():
             values = {name: self._unwrap(value) for name, value in inputs.items()}
-            results = run_bound(session, values, homes, options)
-            return [BoundValue(value, self) if name in bound else value for name, value in zip(outputs, results)]
+            try:
+                results = run_bound(session, values, homes, options)
+            except BaseException as problem:
+                # These frames hold the binding. Garbage collection would free it later, without the lock, and after
+                # its session.
+                traceback.clear_frames(problem.__traceback__)
+                raise
+            finally:
+                values.clear()
+            return [
+                BoundValue(value, session, self) if name in bound else value for name, value in zip(outputs, results)
+            ]
 
     def run_unbound(self, call: Any) -> list[Any]:
         """Run a session with values that cannot be bound, while this thread holds the lock."""
