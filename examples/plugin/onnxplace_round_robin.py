@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from onnxplace import Bundle, ExecutionError, Pass, Runtime, RuntimeSession, State
+from onnxplace.devices import DeviceAddress, DeviceKind, Hardware
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.problem import commit_placement, placement_problem
 from onnxplace.runtime import Event, Result
@@ -93,3 +94,31 @@ class _Session(RuntimeSession):
             events.append(Event(segment.device, "run", segment.id, start, time.perf_counter() - origin))
         outputs = {output.name: values[output.value] for output in self._manifest.outputs}
         return Result(outputs, tuple(events), time.perf_counter() - origin)
+
+
+class Emulated(DeviceKind):
+    """A device that is said to be a GPU, for trying out programs and tools; ONNX Runtime runs it on the CPU."""
+
+    name: ClassVar[str] = "emulated"
+    title: ClassVar[str] = "emulated GPU"
+    providers: ClassVar[Mapping[str, str]] = {"cpu": "CPUExecutionProvider"}
+    memory: ClassVar[str] = "onnxplace.runtimes.execution:HostMemory"
+    is_divisible: ClassVar[bool] = True
+    value_options: ClassVar[Mapping[str, tuple[str, ...]]] = {"mood": ("calm", "excited")}
+    operations_per_second: ClassVar[float] = 80e9
+    memory_bytes_per_second: ClassVar[float] = 16e9
+    kernel_seconds: ClassVar[float] = 4e-6
+    link_latency_seconds: ClassVar[float] = 20e-6
+    link_bytes_per_second: ClassVar[float] = 10e9
+
+    def list_hardware(self) -> tuple[Hardware, ...]:
+        """Return one device with 1 GiB."""
+        return (Hardware(0, "Emulated 1000", 1 << 30, 1 << 30),)
+
+    def find_problem(self, address: DeviceAddress) -> str | None:
+        """Return why a device cannot be used: there is only the first one."""
+        return "this machine emulates one device only" if address.index else None
+
+    def list_providers(self, address: DeviceAddress) -> list[tuple[str, dict[str, str]]]:
+        """Return nothing: each session has the CPU's provider."""
+        return []

@@ -205,7 +205,7 @@ def format_devices(about: Mapping[str, Any], target: Target) -> str:
         problem = f"; NOT usable: {gpu['problem']}" if gpu["problem"] else ""
         lines.append(f"{gpu['id']}: {gpu['name']}, {format_bytes(gpu['free_bytes'])} free{problem}")
     if not about["gpus"]:
-        lines.append("no NVIDIA GPU found")
+        lines.append("no GPU found")
     rows = [(d.id, str(d.cores), format_bytes(d.memory_bytes), d.cost_class) for d in target.devices]
     return "\n".join(
         [

@@ -14,7 +14,7 @@ class Cpu(DeviceKind):
     name: ClassVar[str] = "cpu"
     title: ClassVar[str] = "processor cores"
     providers: ClassVar[Mapping[str, str]] = {"cpu": "CPUExecutionProvider"}
-    memory: ClassVar[str] = "onnxplace.runtimes.execution.host_memory:HostMemory"
+    memory: ClassVar[str] = "onnxplace.runtimes.execution:HostMemory"
     is_host: ClassVar[bool] = True
     # Deliberately round, as for all kinds: these order placements, they do not predict step times.
     operations_per_second: ClassVar[float] = 40e9

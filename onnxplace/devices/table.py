@@ -27,9 +27,13 @@ def is_known_kind(name: str) -> bool:
     return name in BUILTIN_KINDS or name in _list_plugins()
 
 
-def list_kind_names() -> tuple[str, ...]:
-    """Return the names of all kinds, built-in ones first; imports none of them."""
-    return tuple(dict.fromkeys((*BUILTIN_KINDS, *_list_plugins())))
+def list_kind_names(*, plugins: bool = True) -> tuple[str, ...]:
+    """Return the names of all kinds, built-in ones first; imports none of them.
+
+    Args:
+        plugins: Whether to list those of plugins.
+    """
+    return tuple(dict.fromkeys((*BUILTIN_KINDS, *(_list_plugins() if plugins else ()))))
 
 
 @cache

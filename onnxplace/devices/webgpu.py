@@ -18,7 +18,7 @@ class WebGpu(DeviceKind):
     name: ClassVar[str] = "webgpu"
     title: ClassVar[str] = "GPU by WebGPU"
     providers: ClassVar[Mapping[str, str]] = {"webgpu": "WebGpuExecutionProvider"}
-    memory: ClassVar[str] = "onnxplace.runtimes.execution.bound_memory:BoundMemory"
+    memory: ClassVar[str] = "onnxplace.runtimes.execution:BoundMemory"
     operations_per_second: ClassVar[float] = 2e12
     memory_bytes_per_second: ClassVar[float] = 100e9
     kernel_seconds: ClassVar[float] = 20e-6

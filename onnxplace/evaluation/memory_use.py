@@ -262,5 +262,5 @@ def _watch_gpus(devices: Collection[str]) -> Iterator[dict[str, int]]:
 
 def _read_used_gpu_bytes(devices: Collection[str]) -> dict[str, int]:
     """Return the bytes in use on each of these GPUs that the driver lists."""
-    used = {device: gpu.memory_bytes - gpu.free_bytes for device, gpu, _ in list_accelerators()}
+    used = {device: gpu.memory_bytes - gpu.free_bytes for device, gpu, _ in list_accelerators(plugins=True)}
     return {device: size for device, size in used.items() if device in devices}

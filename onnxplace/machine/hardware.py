@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxplace.devices import DeviceAddress, DeviceKind, Hardware, find_kind, list_kind_names
-from onnxplace.errors import TargetError
+from onnxplace.errors import PluginError, TargetError
 from onnxplace.ort import import_onnxruntime
 from onnxplace.target import Device, DeviceSpec, Target, parse_devices
 
@@ -68,7 +68,7 @@ def assign_cores(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 def local_target(devices: str | Sequence[str] | None = None) -> Target:
     """Return a target of devices of this machine.
 
-    By default, these are all usable GPUs of one kind, or else two CPU devices.
+    By default, these are all usable GPUs of one built-in kind, or else two CPU devices.
 
     A memory limit is the memory that is free now, less `HEADROOM_SHARE`. CPU devices share the host's memory equally,
     less `RUNTIME_BYTES`, and logical devices of a GPU share that of the GPU.
@@ -104,7 +104,7 @@ def _kind_of(device_id: str) -> DeviceKind:
 
 def list_default_device_ids() -> tuple[str, ...]:
     """Return the usable GPUs of the first kind that has any, or else two CPU devices."""
-    for kind in map(find_kind, list_kind_names()):
+    for kind in map(find_kind, list_kind_names(plugins=False)):
         addresses = [DeviceAddress(kind.name, hardware.index) for hardware in kind.list_hardware()]
         if usable := tuple(address.id for address in addresses if kind.find_problem(address) is None):
             return usable
@@ -168,14 +168,23 @@ def find_link_technology(source: str, destination: str) -> str:
     return find_kind(ends[0].kind).find_link(ends[0].address.index, ends[1].address.index)
 
 
-def list_accelerators() -> list[tuple[str, Hardware, str | None]]:
-    """Return each GPU of this machine as its id, its hardware, and why it cannot be used, if so."""
-    return [
-        (address.id, hardware, kind.find_problem(address))
-        for kind in map(find_kind, list_kind_names())
-        for hardware in kind.list_hardware()
-        for address in (DeviceAddress(kind.name, hardware.index),)
-    ]
+def list_accelerators(*, plugins: bool = False) -> list[tuple[str, Hardware, str | None]]:
+    """Return each GPU of this machine as its id, its hardware, and why it cannot be used, if so.
+
+    Args:
+        plugins: Whether to list kinds of plugins too, and those that cannot be loaded by the name of their kind.
+    """
+    listed: list[tuple[str, Hardware, str | None]] = []
+    for name in list_kind_names(plugins=plugins):
+        try:
+            kind = find_kind(name)
+        except PluginError as problem:
+            listed.append((name, Hardware(0, problem.where, 0, 0), problem.message))
+            continue
+        for hardware in kind.list_hardware():
+            address = DeviceAddress(name, hardware.index)
+            listed.append((address.id, hardware, kind.find_problem(address)))
+    return listed
 
 
 def describe_machine() -> dict[str, Any]:
@@ -191,7 +200,7 @@ def describe_machine() -> dict[str, Any]:
             "free_bytes": hardware.free_bytes,
             "problem": problem,
         }
-        for device_id, hardware, problem in list_accelerators()
+        for device_id, hardware, problem in list_accelerators(plugins=True)
     ]
     return {
         "host": {"cores": list(available_cores()), "available_memory_bytes": available_memory_bytes()},

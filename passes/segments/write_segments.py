@@ -97,7 +97,9 @@ def name_segments(segments: Sequence[Segment], target: Target) -> list[str]:
     counts = [0] * len(target.devices)
     ids = []
     for segment in segments:
-        ids.append(f"{target.devices[segment.device].id.replace(':', '')}-{counts[segment.device]:03d}")
+        # `cuda:0/1` becomes `cuda0p1`, since files have these names.
+        name = target.devices[segment.device].id.replace(":", "").replace("/", "p")
+        ids.append(f"{name}-{counts[segment.device]:03d}")
         counts[segment.device] += 1
     return ids
 

@@ -254,7 +254,7 @@ def test_values_round_trip_through_files(tmp_path):
 def test_the_peak_memory_of_gpus_is_measured(monkeypatch):
     used, over = iter([100, 150, 900]), threading.Event()
 
-    def gpus():
+    def gpus(*, plugins):
         now = next(used, 300)
         if now == 300:
             over.set()
@@ -272,7 +272,9 @@ def test_the_peak_memory_of_gpus_is_measured(monkeypatch):
 
 @pytest.mark.parametrize("devices", [[], ["cuda:0"]])
 def test_without_gpus_nothing_is_polled(monkeypatch, devices):
-    monkeypatch.setattr(memory_use, "list_accelerators", lambda: () if devices else pytest.fail("it was not requested"))
+    monkeypatch.setattr(
+        memory_use, "list_accelerators", lambda plugins: () if devices else pytest.fail("it was not requested")
+    )
     with memory_use._watch_gpus(devices) as most:
         pass
     assert most == {}

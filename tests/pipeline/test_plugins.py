@@ -134,6 +134,36 @@ def test_a_plugin_compiles_and_runs_like_built_in_passes(site, commands, model_f
     assert "did you mean 'round-robin'?" in misspelt.err
 
 
+def test_a_kind_of_devices_from_a_plugin_is_found_compiled_for_and_run(site, commands, model_file):
+    # Two logical devices of one, with an option that is part of the costs' class.
+    devices = "emulated:0/0{mood=excited},emulated:0/1,cpu:0"
+    device_map = {"left": "emulated:0/0", "right": "emulated:0/1", ".*": "cpu:0"}
+    model_file.with_name("map.json").write_text(json.dumps(device_map))
+    shape = ["--shape", "batch=4"]
+    listed, compiled, verified, ran, target, missing, option, part = commands(
+        site,
+        ["devices", "--json"],
+        ["compile", "model.onnx", *shape, "--devices", devices, "--device-map", "map.json", "--json"],
+        ["verify", "model.bundle", "--json"],
+        ["run", "model.bundle", "--json", "--trace", "trace.json"],
+        ["devices", "--devices", devices, "-o", "target.toml"],
+        ["compile", "model.onnx", "-o", "b", *shape, "--devices", "emulated:1,cpu:0"],
+        ["compile", "model.onnx", "-o", "b", *shape, "--devices", "emulated:0{mood=angry}"],
+        ["compile", "model.onnx", "-o", "b", *shape, "--devices", "cpu:0/1"],
+    ).results
+    assert [listed.code, compiled.code, verified.code, ran.code, target.code] == [0] * 5, compiled.err
+    assert {"id": "emulated:0", "name": "Emulated 1000"}.items() <= json.loads(listed.out)["gpus"][-1].items()
+    assert [device["id"] for device in json.loads(compiled.out)["devices"]] == ["emulated:0/0", "emulated:0/1", "cpu:0"]
+    assert json.loads(verified.out)["equal"] is True
+    text = model_file.with_name("target.toml").read_text()
+    assert 'options = {mood = "excited"}' in text
+    assert 'model = "Emulated 1000"' in text
+    assert (missing.code, option.code, part.code) == (2, 2, 2)
+    assert "error[T011] emulated:1: this machine emulates one device only" in missing.err
+    assert "expected one of calm, excited for mood, got 'angry'" in option.err
+    assert "device 'cpu:0/1' cannot be one of several on cpu:0" in part.err
+
+
 def test_the_command_itself_finds_a_plugin(site, model_file, tmp_path):
     process = subprocess.run(
         [sys.executable, "-m", "onnxplace", "compile", "model.onnx", "--shape", "batch=4", "--placer", "round-robin"],
@@ -165,6 +195,7 @@ def test_the_example_keeps_the_contract_of_runtimes(example):
 # ---------------------------------------------------------------------------------------------- broken ones
 
 BROKEN = {
+    "onnxplace.device_kinds": {"flawed": "failing:Anything", "odd": "harmless:Stranger", "raw": "harmless:RawKind"},
     "onnxplace.passes": {
         "fails": "failing:Anything",
         "gone": "not_there:Anything",
@@ -181,6 +212,7 @@ MODULES = {
     "exiting": "raise SystemExit(3)",
     "harmless": """
 from onnxplace import Pass
+from onnxplace.devices import DeviceKind
 
 
 def function():
@@ -193,6 +225,10 @@ class Stranger:
 
 class Half(Pass):
     name = "half"
+
+
+class RawKind(DeviceKind):
+    name = "raw"
 """,
 }
 
@@ -216,6 +252,22 @@ def test_broken_plugins_do_not_affect_other_commands(broken_site, commands, mode
     for name in BROKEN["onnxplace.passes"]:
         assert name in session.results[0].out
     assert not {"failing", "harmless"} & session.modules
+
+
+def test_a_broken_kind_of_devices_is_listed_with_its_problem_and_fails_on_use(broken_site, commands, model_file):
+    kinds = ("flawed", "odd", "raw")
+    listed, *used = commands(
+        broken_site,
+        ["devices", "--json"],
+        *[["compile", "model.onnx", "--shape", "batch=4", "--devices", f"{kind}:0"] for kind in kinds],
+    ).results
+    assert listed.code == 0
+    problems = {gpu["id"]: gpu["problem"] for gpu in json.loads(listed.out)["gpus"]}
+    for kind, words, result in zip(kinds, ("wrong phase", "not a DeviceKind", "does not define find_problem"), used):
+        assert words in problems[kind]
+        assert result.code == 4
+        assert words in result.err
+        assert f"device kind '{kind}' from acme-plugins" in result.err
 
 
 def test_a_broken_plugin_fails_on_use_and_is_named_with_its_distribution(broken_site, commands, model_file, compiled):

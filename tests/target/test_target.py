@@ -1,22 +1,25 @@
 """Devices, links and limits: parsed from text, written to TOML, and checked for consistency."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from onnxplace.devices import list_kind_names
+from onnxplace.devices import find_kind, list_kind_names
 from onnxplace.errors import TargetError, UsageError
 from onnxplace.target import (
     LINK_MODELS,
     Device,
+    DeviceSpec,
     Link,
     Target,
     default_link,
     format_target,
     parse_bytes,
     parse_device_ids,
+    parse_devices,
     parse_memory,
     read_target,
 )
@@ -110,6 +113,82 @@ def test_a_bad_device_id_is_named_with_a_suggestion(text, expected):
 def test_two_spellings_of_one_device_are_a_duplicate(text):
     with pytest.raises(TargetError):
         parse_device_ids(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "options"),
+    [
+        ("cuda:0/1", "cuda:0/1", {}),
+        ("cuda:00/01", "cuda:0/1", {}),
+        ("cuda:0{provider=tensorrt}", "cuda:0", {"provider": "tensorrt"}),
+        ("cuda:0 { provider = tensorrt }", "cuda:0", {"provider": "tensorrt"}),
+        ("cuda:0{}", "cuda:0", {}),
+    ],
+)
+def test_devices_have_parts_and_options(text, device, options):
+    first, second = parse_devices(f"{text},cpu:0")
+    assert (first, second) == (DeviceSpec(device, options), DeviceSpec("cpu:0"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("cuda:0{provder=tensorrt}", ("T016", "cuda:0 has no option 'provder'", "did you mean 'provider'?")),
+        ("cuda:0{provider=tensorflow}", ("T016", "expected one of cuda, tensorrt", "did you mean 'tensorrt'?")),
+        ("cpu:0{provider=cpu}", ("T016", "cpu:0 has no option 'provider'", "without options")),
+        ("cuda:0{provider}", ("T016", "name=value", "'provider'")),
+        ("cuda:0{provider=cuda,provider=cuda}", ("T016", "each once")),
+        ("cuda:0{provider=cuda", ("T005", "have no end", "cuda:0{name=value}")),
+        ("cpu:0/0", ("T005", "cannot be one of several on cpu:0")),
+        ("cuda:0/", ("T005", "no number after the slash", "cuda:0/0")),
+        ("cuda:0/x", ("T005", "no number after the slash")),
+        ("cuda:0,cuda:0/1", ("T002", "as a whole and in parts", "cuda:0/0,cuda:0/1")),
+        ("cuda:0/1,cuda:0/01", ("T002", "twice")),
+    ],
+)
+def test_bad_parts_and_options_are_refused(text, words):
+    with pytest.raises(TargetError) as caught:
+        parse_devices(text)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_options_are_part_of_the_cost_class_unless_they_are_the_default():
+    plain = Device("cuda:0", 1, model="H100")
+    assert replace(plain, options={"provider": "cuda"}).cost_class == plain.cost_class == "cuda/H100"
+    assert replace(plain, options={"provider": "tensorrt"}).cost_class == "cuda/H100/tensorrt"
+    assert Device("cuda:0/1", 1, model="H100").cost_class == plain.cost_class
+    with pytest.raises(TargetError, match=r"T016.*cuda:0 has no option 'graph'"):
+        Device("cuda:0", 1, options={"graph": "true"})
+
+
+def test_logical_devices_of_a_gpu_have_its_index_and_a_limit_each():
+    address = Device("cuda:3/1", 1 << 30).address
+    assert (address.kind, address.index, address.part, address.id) == ("cuda", 3, 1, "cuda:3/1")
+    ((provider, options),) = find_kind("cuda").list_providers(address)
+    assert provider == "CUDAExecutionProvider"
+    assert (options["device_id"], options["gpu_mem_limit"]) == ("3", str(1 << 30))
+    ((_, options),) = find_kind("cuda").list_providers(Device("cuda:3", 1 << 30).address)
+    assert "gpu_mem_limit" not in options
+
+
+def test_a_device_with_tensorrt_has_cuda_behind_it():
+    address = Device("cuda:1", 1, options={"provider": "tensorrt"}).address
+    providers = [name for name, _ in find_kind("cuda").list_providers(address)]
+    assert providers == ["TensorrtExecutionProvider", "CUDAExecutionProvider"]
+
+
+def test_a_target_file_keeps_options(tmp_path):
+    target = Target((Device("cuda:0", 1, options={"provider": "tensorrt"}), Device("cuda:1/0", 1), Device("cpu:0", 1)))
+    (tmp_path / "t.toml").write_text(format_target(target))
+    assert read_target(tmp_path / "t.toml") == target
+
+
+def test_links_of_unlike_devices_are_as_slow_as_the_slower_kind():
+    cpu, gpu, web = Device("cpu:0", 1), Device("cuda:0", 1), Device("webgpu:0", 1)
+    assert default_link(gpu, cpu).latency_seconds == default_link(cpu, gpu).latency_seconds == 20e-6
+    assert default_link(gpu, web).latency_seconds == default_link(web, cpu).latency_seconds == 200e-6
+    assert default_link(gpu, web).bytes_per_second == default_link(web, cpu).bytes_per_second == 4e9
 
 
 def test_a_device_has_a_kind_an_index_and_a_cost_class():
