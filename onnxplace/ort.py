@@ -75,9 +75,13 @@ def find_provider_problem(provider: str, options: dict[str, str], fallback_reaso
     session_options = runtime.SessionOptions()
     session_options.log_severity_level = 4  # failures arrive as exceptions
     try:
-        session = runtime.InferenceSession(build_one_node_model(), session_options, providers=[(provider, options)])
+        # With `enable_fallback`, ONNX Runtime would print to stdout.
+        session = runtime.InferenceSession(
+            build_one_node_model(), session_options, providers=[(provider, options)], enable_fallback=0
+        )
     except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
-        return f"ONNX Runtime cannot open it: {str(problem).splitlines()[0]}"
+        # Before these words, there is a place in the sources of ONNX Runtime, and a condition.
+        return f"ONNX Runtime cannot open it: {str(problem).splitlines()[0].rpartition(' was false. ')[2]}"
     if session.get_providers()[0] != provider:
         return f"ONNX Runtime fell back to the CPU: {fallback_reason}"
     return None

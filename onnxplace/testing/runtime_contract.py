@@ -1,7 +1,8 @@
-"""The contract of runtimes, checked with small models on two CPU devices."""
+"""The contract of runtimes, checked with small models on one device or two."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -24,26 +25,31 @@ TIMEOUT_SECONDS = 60.0
 
 _MODEL = """
 <ir_version: 8, opset_import: ["" : 17]>
-contract (float[4,4] x, int64[2] rows) => (float[2,4] y, float[4,4] z) {
+contract (float[4,4] x, int64[n] rows) => (float[2,4] y, float[4,4] z) {
     product = MatMul(x, weight)
     picked = Gather(product, rows)
     mixed = MatMul(picked, weight)
-    y = Relu(mixed)
+    shifted = Add(mixed, pair)
+    y = Relu(shifted)
     z = Neg(product)
 }
 """
-_DEVICE_MAP = '{"product|y": "cpu:0", ".*": "cpu:1"}'
+# Nodes of the first device; all others are on the second one.
+_FIRST_NODES = "product|y"
 _STATE_MODEL = """
 <ir_version: 8, opset_import: ["" : 17]>
-states (float[4] x, int64[1] row, float[4] total) => (float[4] y, float[1] picked, float[4] total_next) {
+states (float[4] x, int64[n] rows, float[4] total) => (float[4] y, float[2] picked, float[4] total_next) {
     total_next = Add(total, x)
     opposite = Neg(total_next)
-    picked = Gather(x, row)
+    chosen = Gather(x, rows)
+    picked = Add(chosen, pair)
     y = Relu(opposite)
 }
 """
-_STATE_DEVICE_MAP = '{"opposite": "cpu:1", ".*": "cpu:0"}'
+_FIRST_STATE_NODES = "total_next|chosen|picked|y"
 _WEIGHT: NDArray[np.float32] = np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)
+# Added to two rows. A sum with three of them fails on every device, while GPUs check no index of a Gather.
+_PAIR: NDArray[np.float32] = np.array([[0.5], [-0.25]], dtype=np.float32)
 
 
 def require(condition: bool, message: str) -> None:
@@ -52,46 +58,66 @@ def require(condition: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def check_runtime(runtime_class: Callable[[], Runtime], *, computes: bool = True) -> None:
+def check_runtime(
+    runtime_class: Callable[[], Runtime], *, computes: bool = True, devices: Sequence[str] = ("cpu:0", "cpu:1")
+) -> None:
     """Raise AssertionError unless a runtime keeps the contract of runtimes.
 
     Requests return the right outputs, also when many are in flight. A request that fails or is cancelled does not
     affect the next. Closing waits for requests in flight, may be repeated, and ends all threads; later requests raise
     ExecutionError. Nothing hangs. A runtime that `keeps_state` carries states in the order of submission, until they
     are reset or a request fails. If it has conversations, each has states of its own, and ends alone or with the
-    session. `computes=False` is for a runtime that returns no outputs.
+    session.
+
+    Args:
+        runtime_class: Creates the runtime.
+        computes: False for a runtime that returns no outputs.
+        devices: Ids of one device or two, which the models alternate between.
 
     >>> from onnxplace.pipeline import find_plugin
     >>> check_runtime(find_plugin("runtimes", "simulated"), computes=False)
     """
     with temporary_folder() as folder:
-        bundle = _compile_small_bundle(folder, _MODEL, _DEVICE_MAP)
+        bundle = _compile_small_bundle(folder, _MODEL, _FIRST_NODES, devices)
         checks = [_check_requests, _check_close]
         for check in [*checks, _check_failure, _check_cancellation] if computes else checks:
             _run_in_time(lambda check=check: check(runtime_class(), bundle, computes), check.__name__)  # type: ignore[misc]
         if computes and runtime_class().keeps_state:
-            stateful = _compile_small_bundle(folder, _STATE_MODEL, _STATE_DEVICE_MAP, ("total_next=total",))
+            stateful = _compile_small_bundle(
+                folder, _STATE_MODEL, _FIRST_STATE_NODES, devices, state=("total_next=total",)
+            )
             for check_states in (_check_states, _check_conversations):
                 _run_in_time(lambda check=check_states: check(runtime_class(), stateful), check_states.__name__)  # type: ignore[misc]
 
 
-def _compile_small_bundle(folder: Path, text: str, device_map: str, state: Sequence[str] = ()) -> Bundle:
-    """Compile a model that alternates between two CPU devices, with estimated costs."""
+def _compile_small_bundle(
+    folder: Path, text: str, first_nodes: str, devices: Sequence[str], state: Sequence[str] = ()
+) -> Bundle:
+    """Compile a model that alternates between two devices, with estimated costs.
+
+    Args:
+        folder: Where to write it.
+        text: The model.
+        first_nodes: A pattern of the nodes on the first device.
+        devices: Ids of one device or two.
+        state: Pairs of a state's output and input.
+    """
     from onnx import numpy_helper, parser
 
     from onnxplace.driver import compile_model
 
     model = parser.parse_model(text)
-    if not state:
-        model.graph.initializer.append(numpy_helper.from_array(_WEIGHT, "weight"))
+    weights = {"pair": _PAIR.ravel()} if state else {"pair": _PAIR, "weight": _WEIGHT}
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in weights.items())
     for node in model.graph.node:
         node.name = node.output[0]
-    (folder / "map.json").write_text(device_map, encoding="utf-8")
+    device_map = {first_nodes: devices[0], ".*": devices[-1]}
+    (folder / "map.json").write_text(json.dumps(device_map), encoding="utf-8")
     coplace = replace(make_pass("coplace"), join="never", device_map=str(folder / "map.json"))  # type: ignore[call-arg]
     passes = f"profile{{estimate=true}},{make_spec(coplace)},fuse,m-etf,split,emit"
-    target = Target((Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30)))
+    target = Target(tuple(Device(name, 1 << 30) for name in devices))
     path = folder / f"{model.graph.name}.bundle"
-    return compile_model(model, path, target=target, pipeline=passes, state=state).bundle
+    return compile_model(model, path, target=target, shape={"n": 2}, pipeline=passes, state=state).bundle
 
 
 def _run_in_time(check: Callable[[], None], name: str) -> None:
@@ -118,7 +144,7 @@ def _make_feeds(number: int) -> dict[str, Array]:
 
 
 def _make_failing_feeds() -> dict[str, Array]:
-    return {**_make_feeds(0), "rows": np.array([0, 1 << 40], dtype=np.int64)}
+    return {**_make_feeds(0), "rows": np.zeros(3, dtype=np.int64)}
 
 
 def _check_result(result: Result, number: int, computes: bool) -> None:
@@ -127,7 +153,7 @@ def _check_result(result: Result, number: int, computes: bool) -> None:
         return
     feeds = _make_feeds(number)
     product = feeds["x"] @ _WEIGHT
-    expected = {"y": np.maximum(product[feeds["rows"]] @ _WEIGHT, 0), "z": -product}
+    expected = {"y": np.maximum(product[feeds["rows"]] @ _WEIGHT + _PAIR, 0), "z": -product}
     require(set(result.outputs) == set(expected), f"request {number}: its outputs are {sorted(result.outputs)}")
     for name, values in expected.items():
         close = np.allclose(result.outputs[name], values, rtol=1e-4, atol=1e-5)
@@ -194,7 +220,7 @@ def _check_states(runtime: Runtime, bundle: Bundle) -> None:
 
     A reset and a failure forget them.
     """
-    feeds: dict[str, Array] = {"x": np.ones(4, dtype=np.float32), "row": np.zeros(1, dtype=np.int64)}
+    feeds: dict[str, Array] = {"x": np.ones(4, dtype=np.float32), "rows": np.zeros(2, dtype=np.int64)}
     initial = {**feeds, "total": np.full(4, -100, dtype=np.float32)}
     with runtime.open(bundle) as session:
         futures = [session.submit(initial if number == 0 else feeds) for number in range(20)]
@@ -205,7 +231,7 @@ def _check_states(runtime: Runtime, bundle: Bundle) -> None:
         session.reset_state()
         _check_no_state(session.submit(feeds), "a reset")
         _check_total(session.submit(initial).result(TIMEOUT_SECONDS), 1, {"y", "picked"})
-        failing, after = session.submit({**feeds, "row": np.array([1 << 40])}), session.submit(feeds)
+        failing, after = session.submit({**feeds, "rows": np.zeros(3, dtype=np.int64)}), session.submit(feeds)
         problem = failing.exception(TIMEOUT_SECONDS)
         require(
             isinstance(problem, ExecutionError), f"expected ExecutionError from a segment that fails, got {problem!r}"
@@ -216,7 +242,7 @@ def _check_states(runtime: Runtime, bundle: Bundle) -> None:
 
 def _check_conversations(runtime: Runtime, bundle: Bundle) -> None:
     """Check that conversations do not share states, and that a failure or the end of one leaves the others."""
-    feeds: dict[str, Array] = {"x": np.ones(4, dtype=np.float32), "row": np.zeros(1, dtype=np.int64)}
+    feeds: dict[str, Array] = {"x": np.ones(4, dtype=np.float32), "rows": np.zeros(2, dtype=np.int64)}
     initial = {**feeds, "total": np.full(4, -100, dtype=np.float32)}
     session = runtime.open(bundle)
     try:
@@ -230,7 +256,7 @@ def _check_conversations(runtime: Runtime, bundle: Bundle) -> None:
         for index, (_, future) in enumerate(futures):
             _check_total(future.result(TIMEOUT_SECONDS), index // len(users) + 1, {"y", "picked"})
         first, second = conversations
-        failing = first.submit({**feeds, "row": np.array([1 << 40])})
+        failing = first.submit({**feeds, "rows": np.zeros(3, dtype=np.int64)})
         problem = failing.exception(TIMEOUT_SECONDS)
         require(
             isinstance(problem, ExecutionError), f"expected ExecutionError from a segment that fails, got {problem!r}"

@@ -226,6 +226,7 @@ def collect_kernels(events: Sequence[Mapping[str, Any]], runs: Runs) -> Kernels:
         if int(np.searchsorted(begins, event["ts"], "right")) - 1 in counted:
             durations.setdefault(name, []).append(event["dur"])
             output_bytes[name] = [_tensor_bytes(shape) for shape in event["args"].get("output_type_shape", [])]
+    durations.update(_collect_device_durations(events, len(begins), runs))
     middle = slice(0, 0.5) if runs.waiting > BUSY_WAITING_SHARE else slice(0.25, 0.75)
     ordered = {name: np.sort(times) * 1e-6 for name, times in durations.items()}
     seconds = {
@@ -233,6 +234,25 @@ def collect_kernels(events: Sequence[Mapping[str, Any]], runs: Runs) -> Kernels:
     }
     spread = {name: float(np.subtract(*np.quantile(times, (0.75, 0.25)))) / 2 for name, times in ordered.items()}
     return Kernels(seconds, spread, output_bytes)
+
+
+def _collect_device_durations(events: Sequence[Mapping[str, Any]], counted: int, runs: Runs) -> dict[str, list[int]]:
+    """Return the times on the device itself, by kernel; empty unless the provider reports them.
+
+    WebGPU's provider does: a kernel's own event is only its launch. The events of its programs are called
+    `kernel&operator&program`. They come in the order of the runs, but have another clock.
+    """
+    programs: dict[str, list[int]] = {}
+    for event in events:
+        if event.get("cat") == "Api" and event["name"].count("&") >= 2:
+            programs.setdefault(event["name"].rsplit("&", 2)[0], []).append(event["dur"])
+    runs_in_profile = sum(event["name"] == "model_run" for event in events)
+    durations = {}
+    for name, times in programs.items():
+        if len(times) % runs_in_profile == 0:  # data may decide how many programs run
+            of_runs = np.array(times).reshape(runs_in_profile, -1).sum(axis=1)
+            durations[name] = of_runs[-counted:][runs.undisturbed].tolist()
+    return durations
 
 
 def _between_quantiles(times: Floats, start: float, stop: float) -> Floats:

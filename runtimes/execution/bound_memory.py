@@ -5,16 +5,19 @@ WebGPU's is like this. Runs return before their work is done, and only reading a
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
+from onnx import parser
 
 from onnxplace.devices import DeviceAddress, DeviceMemory, find_kind
 from onnxplace.machine import make_session_options, open_session
 from onnxplace.runtimes.execution.bound_runs import run_bound
 from onnxplace.runtimes.execution.ort_values import (
     is_copyable_tensor,
+    is_native_type,
     to_ort_value,
     to_ort_value_if_possible,
     to_python,
@@ -24,10 +27,14 @@ _PROBE = '<ir_version: 8, opset_import: ["": 17]> probe (float[1] x) => (float[1
 
 
 class BoundValue:
-    """A tensor on the device; it is freed while its thread holds the lock of the device's kind."""
+    """A tensor on the device; it is freed while its thread holds the lock of the device's kind.
 
-    def __init__(self, value: Any, memory: BoundMemory) -> None:
+    It keeps the session that made it: WebGPU's provider, which ends with its session, frees the tensor.
+    """
+
+    def __init__(self, value: Any, session: Any, memory: BoundMemory) -> None:
         self.value = value
+        self._session = session
         self._memory = memory
 
     def shape(self) -> list[int]:
@@ -37,6 +44,7 @@ class BoundValue:
     def __del__(self) -> None:
         with self._memory.kind.hold_lock():
             self.value = None
+            self._session = None
 
 
 class BoundMemory(DeviceMemory):
@@ -48,7 +56,8 @@ class BoundMemory(DeviceMemory):
         super().__init__(address, cores)
         self.kind = find_kind(address.kind)
         self._binding = self.kind.binding(address)
-        self._probe: Any = None
+        model = parser.parse_model(_PROBE).SerializeToString()
+        self._probe = open_session(model, make_session_options(()), self.address)
 
     def feed(self, array: Any, declared: str) -> Any:
         """Return an input as an OrtValue in the host's memory."""
@@ -57,15 +66,28 @@ class BoundMemory(DeviceMemory):
     def run(
         self, session: Any, inputs: dict[str, Any], outputs: Sequence[str], leaving: Collection[str], options: Any
     ) -> list[Any]:
-        """Run a session; outputs that no other segment of the device reads go to the host at once."""
-        homes = {name: ("cpu", 0) if name in leaving else self._binding for name in outputs}
+        """Run a session.
+
+        Outputs that no other segment of the device reads go to the host at once. So do those of types that numpy lacks:
+        only `numpy()` brings values back.
+        """
+        types = {item.name: item.type for item in session.get_outputs()}
+        bound = {name for name in outputs if name not in leaving and is_native_type(types[name])}
+        homes = {name: self._binding if name in bound else ("cpu", 0) for name in outputs}
         with self.kind.hold_lock():
             values = {name: self._unwrap(value) for name, value in inputs.items()}
-            results = run_bound(session, values, homes, options)
-        return [
-            value if name in leaving or not is_copyable_tensor(value) else BoundValue(value, self)
-            for name, value in zip(outputs, results)
-        ]
+            try:
+                results = run_bound(session, values, homes, options)
+            except BaseException as problem:
+                # These frames hold the binding. Garbage collection would free it later, without the lock, and after
+                # its session.
+                traceback.clear_frames(problem.__traceback__)
+                raise
+            finally:
+                values.clear()
+            return [
+                BoundValue(value, session, self) if name in bound else value for name, value in zip(outputs, results)
+            ]
 
     def run_unbound(self, call: Any) -> list[Any]:
         """Run a session with values that cannot be bound, while this thread holds the lock."""
@@ -98,12 +120,8 @@ class BoundMemory(DeviceMemory):
     def finish(self) -> None:
         """Wait for everything that was enqueued: run a node whose result goes to the host."""
         with self.kind.hold_lock():
-            if self._probe is None:
-                from onnx import parser
-
-                model = parser.parse_model(_PROBE).SerializeToString()
-                self._probe = open_session(model, make_session_options(()), self.address)
-            self._probe.run(None, {"x": np.zeros(1, dtype=np.float32)})
+            if self._probe is not None:
+                self._probe.run(None, {"x": np.zeros(1, dtype=np.float32)})
 
     def close(self) -> None:
         """Wait for everything that was enqueued: a process that ends before may crash."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from onnxplace.ort import import_onnxruntime
+
 
 def run_bound(
     session: Any, inputs: Mapping[str, Any], outputs: Mapping[str, tuple[str, int]], options: Any
 ) -> list[Any]:
-    """Run a session and return its outputs as OrtValues.
+    """Run a session and return its outputs as OrtValues, each of which keeps nothing else alive.
 
     Args:
         session: of ONNX Runtime.
@@ -23,4 +25,12 @@ def run_bound(
     for name, (kind, index) in outputs.items():
         binding.bind_output(name, kind, index)
     session.run_with_iobinding(binding, options)
-    return list(binding.get_outputs())
+    return [_detach_value(value) for value in binding.get_outputs()]
+
+
+def _detach_value(value: Any) -> Any:
+    """Return an output of a binding without the binding, which holds all inputs and outputs of its run."""
+    runtime = import_onnxruntime()
+    vector = runtime.capi._pybind_state.OrtValueVector()
+    vector.push_back(value._ortvalue)
+    return runtime.OrtValue(vector[0])

@@ -8,8 +8,11 @@ from onnxplace.bundle import Manifest, SegmentRecord, Step
 from onnxplace.errors import ExecutionError, format_one_line
 
 # How ONNX Runtime and C++ report that memory ran out.
-_OUT_OF_MEMORY_TEXTS = ("Failed to allocate memory", "bad allocation", "bad_alloc", "BFCArena", "out of memory")
-_REQUESTED_BYTES = re.compile(r"requested (?:buffer of size|bytes of) (\d+)")
+_OUT_OF_MEMORY_TEXTS = (
+    *("Failed to allocate memory", "bad allocation", "bad_alloc", "BFCArena", "out of memory"),
+    "exceeds the max buffer size limit",  # WebGPU's, for one tensor
+)
+_REQUESTED_BYTES = re.compile(r"(?:requested (?:buffer of size|bytes of) |Buffer size \()(\d+)")
 _MEMORY_HINT = "close other programs, run fewer requests at a time, or compile for smaller inputs or more devices"
 
 

@@ -46,16 +46,17 @@ def pipeline(folder: Path, device_map: dict[str, str]) -> str:
     return f"optimize,profile{{estimate=true}},{coplace},m-etf,split,emit"
 
 
-def compile_sums(folder: Path) -> onnxplace.Bundle:
-    """Compile the sums for two devices: `total` on cpu:0, `log` on cpu:1."""
+def compile_sums(folder: Path, devices: tuple[str, str] = ("cpu:0", "cpu:1")) -> onnxplace.Bundle:
+    """Compile the sums for two devices: `total` on the first one, `log` on the second one."""
+    names = {"cpu:0": devices[0], "cpu:1": devices[1]}
     onnx.save(sums(), folder / "sums.onnx")
     return onnxplace.compile(
         folder / "sums.onnx",
         folder / "sums.bundle",
-        devices="cpu:0,cpu:1",
+        devices=tuple(dict.fromkeys(devices)),
         shape={"n": 2, "m": 6},
         state=STATES,
-        pipeline=pipeline(folder, APART),
+        pipeline=pipeline(folder, {pattern: names[device] for pattern, device in APART.items()}),
     )
 
 

@@ -29,6 +29,7 @@ from onnx.backend.test.loader import load_model_tests
 from onnx.backend.test.runner import Runner
 
 import onnxplace
+from onnxplace.devices import DeviceAddress, find_kind
 from onnxplace.driver import compile_model
 from onnxplace.model.model import MAX_IR_VERSION
 from onnxplace.model.nested_graphs import rename_reads
@@ -155,6 +156,8 @@ class Forced:
     """What comes before the placer, as pipeline text."""
     placer: Pass | str
     surrounded: bool = False
+    device_ids: tuple[str, ...] = ()
+    """By default cpu:0, cpu:1 and so on."""
 
 
 def placements(seed: int) -> list[Forced]:
@@ -172,6 +175,17 @@ def placements(seed: int) -> list[Forced]:
             Forced(f"round robin, {count} devices, surrounded", count, _ESTIMATED, turns, surrounded=True),
         ]
     return found
+
+
+def placements_on(*device_ids: str) -> list[Forced]:
+    """Return two placements that give the nodes to these devices in turn."""
+    count = len(device_ids)
+    turns = RandomPlacement(tuple(range(count)))
+    name = f"round robin, {', '.join(device_ids)}"
+    return [
+        Forced(name, count, _ESTIMATED, turns, device_ids=device_ids),
+        Forced(f"{name}, surrounded", count, _ESTIMATED, turns, surrounded=True, device_ids=device_ids),
+    ]
 
 
 _ESTIMATED = "profile{estimate=true}"
@@ -211,13 +225,16 @@ def surrounded(model: ModelProto) -> ModelProto | None:
 # --- running ------------------------------------------------------------------------------------------------------
 
 
-def outcome(kind: str, name: str) -> Outcome:
-    """Return what becomes of a case: in plain ONNX Runtime first, then in every placement."""
+def outcome(kind: str, name: str, forced: Sequence[Forced] = (), plain_device: str = "cpu:0") -> Outcome:
+    """Return what becomes of a case: in plain ONNX Runtime first, on `plain_device`, then in every placement.
+
+    The placements are `forced`, by default `placements` of the case's name.
+    """
     found = case(kind, name)
     if found is None:
         return Outcome(name, kind, "not available", "its model would have to be downloaded")
     try:
-        plain = PlainSession(found.model)
+        plain = PlainSession(found.model, device_id=plain_device)
         results = [plain.run(given) for given, _ in found.data_sets]
     except Exception as problem:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
         return Outcome(name, kind, "refused by ONNX Runtime", first_line(problem))
@@ -226,21 +243,21 @@ def outcome(kind: str, name: str) -> Outcome:
             require_similar(expected, made, found)
     except Exception as problem:  # noqa: BLE001 - a comparison that is impossible is no success
         return Outcome(name, kind, "other results in ONNX Runtime", first_line(problem))
-    if not (wrong := list(failures(found))):
+    if not (wrong := list(failures(found, forced, plain_device))):
         return Outcome(name, kind, "passed")
     # Within one session, ONNX Runtime drops the rounding between two float16 nodes on a CPU; across a cut it cannot.
     coarse = any(getattr(item, "dtype", None) == np.float16 for _, expected in found.data_sets for item in expected)
-    if coarse and not list(failures(replace(found, rtol=max(found.rtol, FLOAT16_RTOL)))):
+    if coarse and not list(failures(replace(found, rtol=max(found.rtol, FLOAT16_RTOL)), forced, plain_device)):
         return Outcome(name, kind, "passed to float16's precision", wrong[0])
     return Outcome(name, kind, "failed", "; ".join(wrong))
 
 
-def failures(found: Case) -> Iterator[str]:
+def failures(found: Case, forced_placements: Sequence[Forced] = (), plain_device: str = "cpu:0") -> Iterator[str]:
     """Yield what goes wrong in each placement that does not pass."""
     around = surrounded(found.model)
-    if around is not None and not _plain_passes(found, around):
+    if around is not None and not _plain_passes(found, around, plain_device):
         around = None
-    for forced in placements(zlib.crc32(found.name.encode())):
+    for forced in forced_placements or placements(zlib.crc32(found.name.encode())):
         model = around if forced.surrounded else found.model
         if model is None:
             continue
@@ -250,10 +267,10 @@ def failures(found: Case) -> Iterator[str]:
             yield f"{forced.name}: {first_line(problem)}"
 
 
-def _plain_passes(found: Case, model: ModelProto) -> bool:
+def _plain_passes(found: Case, model: ModelProto, device_id: str) -> bool:
     """Return whether ONNX Runtime passes, with and without leave to remove the nodes that were added."""
     try:
-        for plain in (PlainSession(model), PlainSession(model, optimized=False)):
+        for plain in (PlainSession(model, True, device_id), PlainSession(model, False, device_id)):
             for given, expected in found.data_sets:
                 require_similar(expected, plain.run(given), found)
     except Exception:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
@@ -265,7 +282,8 @@ def run_placed(found: Case, model: ModelProto, forced: Forced) -> None:
     """Compile a model with a forced placement, run all its data; raises AssertionError if a result is another one."""
     from onnxplace.pipeline import Pipeline
 
-    devices = tuple(Device(f"cpu:{index}", 1 << 34) for index in range(forced.devices))
+    ids = forced.device_ids or tuple(f"cpu:{index}" for index in range(forced.devices))
+    devices = tuple(Device(device_id, 1 << 34) for device_id in ids)
     placer = Pipeline.parse(forced.placer).passes if isinstance(forced.placer, str) else (forced.placer,)
     steps = (*Pipeline.parse(forced.passes).passes, *placer, *Pipeline.parse("split,emit").passes)
     with tempfile.TemporaryDirectory(prefix="onnxplace-") as folder:
@@ -319,14 +337,19 @@ def fed_names(model: ModelProto) -> list[str]:
 class PlainSession:
     """A model in ONNX Runtime, without us, but for its IR version, which is lowered to the latest one it takes."""
 
-    def __init__(self, model: ModelProto, optimized: bool = True) -> None:
+    def __init__(self, model: ModelProto, optimized: bool = True, device_id: str = "cpu:0") -> None:
+        address = DeviceAddress.of(device_id)
+        kind = find_kind(address.kind)
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         options.intra_op_num_threads = 1
         if not optimized:
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        for key, value in kind.session_entries(address).items():
+            options.add_session_config_entry(key, value)
         data = _with_ir(model, min(model.ir_version, MAX_IR_VERSION)).SerializeToString()
-        self._session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+        providers = [*kind.list_providers(address), "CPUExecutionProvider"]
+        self._session = onnxruntime.InferenceSession(data, options, providers=providers, enable_fallback=0)
 
     def run(self, given: Sequence[Any]) -> list[Any]:
         """Return the outputs; through OrtValues where numpy has no form for a value."""
@@ -371,5 +394,6 @@ __all__ = [
     "names",
     "outcome",
     "placements",
+    "placements_on",
     "surrounded",
 ]

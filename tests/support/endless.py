@@ -31,12 +31,14 @@ def endless_model() -> ModelProto:
     return parser.parse_model(ENDLESS)
 
 
-def endless_bundle(folder: Path, spin: str = "cpu:1", last: str = "cpu:0") -> onnxplace.Bundle:
+def endless_bundle(
+    folder: Path, spin: str = "cpu:1", last: str = "cpu:0", other: str = "cpu:0", devices: str = "cpu:0,cpu:1"
+) -> onnxplace.Bundle:
     """Return a bundle whose loop is on `spin`; by default that is not the first device."""
     device_map = folder / "map.json"
-    device_map.write_text(json.dumps({"spin": spin, "last": last, "other": "cpu:0"}))
+    device_map.write_text(json.dumps({"spin": spin, "last": last, "other": other}))
     pipeline = f'profile{{estimate=true}},coplace{{join=never,device_map="{device_map}"}},m-topo,split,emit'
-    return onnxplace.compile(endless_model(), folder / "endless.bundle", devices="cpu:0,cpu:1", pipeline=pipeline)
+    return onnxplace.compile(endless_model(), folder / "endless.bundle", devices=devices, pipeline=pipeline)
 
 
 def feeds(rounds: int | None = 3) -> dict[str, np.ndarray]:

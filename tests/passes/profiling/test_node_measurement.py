@@ -208,6 +208,30 @@ def test_kernels_of_disturbed_and_warm_up_runs_do_not_count():
     assert kernels.output_bytes == {"k": [24]}
 
 
+def program_event(name: str, microseconds: int) -> dict[str, object]:
+    return {"cat": "Api", "name": name, "ts": 7, "dur": microseconds, "args": {"shapes": ""}}
+
+
+def test_times_on_the_device_replace_those_of_launches():
+    events = [event for number in range(4) for event in (run_event(100 * number, 50), kernel_event("a&b", 1, 3))]
+    events += [kernel_event("host", 100 * number + 1, 8) for number in range(4)]
+    for number in range(4):  # two programs; the first run is a warm-up, the third one waited for a core
+        events += [
+            program_event("a&b&Conv&Transpose", 10),
+            program_event("a&b&Conv&Conv2d", [900, 40, 700, 60][number]),
+        ]
+    kernels = collect_kernels(events, make_runs([1.0] * 3, [0, 0.9, 0]))
+    assert kernels.seconds == pytest.approx({"a&b": 60e-6, "host": 8e-6})
+
+
+def test_programs_whose_number_differs_between_runs_do_not_count():
+    events = [
+        event for number in range(2) for event in (run_event(9 * number, 5), kernel_event("k", 9 * number + 1, 3))
+    ]
+    events += [program_event("k&Loop&Neg", 50)] * 3
+    assert collect_kernels(events, make_runs([1.0] * 2, [0, 0])).seconds["k"] == pytest.approx(3e-6)
+
+
 def test_outputs_that_are_no_tensor_have_no_size():
     odd = {"cat": "Node", "name": "k_kernel_time", "ts": 1, "dur": 1, "args": {"output_type_shape": [{"string": [2]}]}}
     assert collect_kernels([run_event(0, 9), odd], make_runs([1.0], [0.0])).output_bytes == {"k": [-1]}
