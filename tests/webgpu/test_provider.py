@@ -131,7 +131,7 @@ print("end")
 
 
 def test_failed_runs_keep_nothing_that_is_freed_after_their_session():
-    """With overwritten memory of what is freed: an exception used to keep the binding of its run until after the session."""
+    """Freed memory is overwritten here: an exception used to keep the binding of its run until after the session."""
     source = """
 import gc
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
