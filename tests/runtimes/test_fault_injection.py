@@ -11,7 +11,7 @@ from onnx import parser
 
 import onnxplace
 from onnxplace.errors import ExecutionError
-from onnxplace.runtimes.execution import HostMemory, engine as engine_module
+from onnxplace.runtimes.execution import HostMemory
 from onnxplace.runtimes.execution.failures import describe_segment_failure
 from onnxplace.runtimes.execution.futures import ResultFuture
 from onnxplace.runtimes.execution.requests import Request
@@ -196,7 +196,7 @@ def test_all_callers_of_a_dead_worker_get_its_cause_also_those_without_a_slot(se
     next_request = engine._next_request
 
     def die(device):
-        if device == "cpu:0" and len(engine._in_flight) == engine_module.MAX_IN_FLIGHT:
+        if device == "cpu:0" and len(engine._in_flight) == engine._max_in_flight:
             raise SystemExit
         return None if device == "cpu:0" else next_request(device)
 
