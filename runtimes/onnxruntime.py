@@ -17,7 +17,7 @@ from onnxplace.bundle import Bundle, list_route_devices
 from onnxplace.feeds import Array
 from onnxplace.machine import assign_cores, require_device
 from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Result, Runtime, RuntimeSession
-from onnxplace.runtimes.execution import Engine, PlacedDevice, open_routes
+from onnxplace.runtimes.execution import Engine, Outcome, PlacedDevice, ResultFuture, open_routes
 
 
 class OnnxRuntime(Runtime):
@@ -56,13 +56,13 @@ class OnnxRuntimeSession(RuntimeSession):
 
     def submit(self, feeds: Mapping[str, Array], states: Collection[str] = ()) -> Future[Result]:
         """Start a request; blocks while as many requests are in flight as allowed."""
-        request = self.engine.request(feeds, states)
-        self.engine.submit(request)
-        return request.future
+        future = ResultFuture()
+        self.engine.submit(self.engine.request(feeds, states, future))
+        return future
 
     def run(self, feeds: Mapping[str, Array], states: Collection[str] = (), timeout: float | None = None) -> Result:
         """Return the result of a request; with no other in flight, do one device's part in this thread."""
-        return self.engine.run(self.engine.request(feeds, states), timeout)
+        return self.engine.run(self.engine.request(feeds, states, Outcome()), timeout)
 
     def cancel(self, future: Future[Result]) -> None:
         """End a request in flight; its devices are free again at the end of the nodes that they execute."""
@@ -95,13 +95,13 @@ class OnnxRuntimeConversation(RuntimeSession):
 
     def submit(self, feeds: Mapping[str, Array], states: Collection[str] = ()) -> Future[Result]:
         """Start a request after those of this conversation; blocks while as many are in flight as allowed."""
-        request = self._engine.request(feeds, states, self._states)
-        self._engine.submit(request)
-        return request.future
+        future = ResultFuture()
+        self._engine.submit(self._engine.request(feeds, states, future, self._states))
+        return future
 
     def run(self, feeds: Mapping[str, Array], states: Collection[str] = (), timeout: float | None = None) -> Result:
         """Return the result of a request; with no other in flight, do one device's part in this thread."""
-        return self._engine.run(self._engine.request(feeds, states, self._states), timeout)
+        return self._engine.run(self._engine.request(feeds, states, Outcome(), self._states), timeout)
 
     def reset_state(self) -> None:
         """Discard this conversation's states before its next request, or at once if none is in flight."""

@@ -23,6 +23,7 @@ from onnxplace.feeds import Array
 from onnxplace.machine import interruptible, prepare_interrupts, require_interpreter
 from onnxplace.runtime import Result
 from onnxplace.runtimes.execution.carried_state import CarriedStates
+from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
 from onnxplace.runtimes.execution.lifecycle import OPEN_ENGINES, close_all_engines, keep_sessions_in_child
 from onnxplace.runtimes.execution.requests import Request
 from onnxplace.runtimes.execution.routes import OpenRoute, choose_route
@@ -70,12 +71,16 @@ class Engine(WorkLoop):
     # -- requests ------------------------------------------------------------------------------------
 
     def request(
-        self, feeds: Mapping[str, Array], states: Collection[str], conversation: CarriedStates | None = None
+        self,
+        feeds: Mapping[str, Array],
+        states: Collection[str],
+        future: ResultFuture | Outcome,
+        conversation: CarriedStates | None = None,
     ) -> Request:
         """Return a new request that also returns these carried states; raises ExecutionError in a forked process."""
         self._require_own_process()  # before any use of ONNX Runtime, whose locks may be held
         output_names = self._returned_names.union(states) if states else self._returned_names
-        return Request(next(self._numbers), feeds, self._routes[0], output_names, conversation or self._states)
+        return Request(next(self._numbers), feeds, self._routes[0], output_names, conversation or self._states, future)
 
     def _require_own_process(self) -> None:
         """Raise ExecutionError in a forked process."""
@@ -151,7 +156,7 @@ class Engine(WorkLoop):
             # A callback on a worker does not wait: its own worker may have to free a slot.
             if len(self._in_flight) >= self._max_in_flight and not isinstance(threading.current_thread(), Worker):
                 return self._request_changes.enter()
-            route = conversation.route or choose_route(self._routes, self._list_taken_routes())
+            route = conversation.route or self._choose_route()
             request.take_route(route)
             if self._state_table.value_names:
                 conversation.route = route
@@ -163,10 +168,12 @@ class Engine(WorkLoop):
             conversation.reset_pending = False
             return None
 
-    def _list_taken_routes(self) -> list[int]:
-        """Return the route of each request in flight, and of each conversation, whose states stay there."""
-        conversations = [item.route.index for item in list(self._conversations) if item.route is not None]
-        return conversations or [request.route.index for request in self._in_flight.values()]
+    def _choose_route(self) -> OpenRoute:
+        """Return the route of a new request, or of a new conversation, whose states stay there."""
+        if len(self._routes) == 1:
+            return self._routes[0]
+        taken = [item.route.index for item in list(self._conversations) if item.route is not None]
+        return choose_route(self._routes, taken or [request.route.index for request in self._in_flight.values()])
 
     def cancel(self, future: Future[Result]) -> None:
         """End the request of a future whose result is no longer wanted."""

@@ -11,6 +11,37 @@ from onnxplace.runtimes.execution.wait_list import WaitList
 from onnxplace.utils import call_guarded
 
 
+class Outcome:
+    """The result of a request whose caller waits for it: less than a future, and 5 us cheaper."""
+
+    def __init__(self) -> None:
+        self.is_finished = False
+        """Whether the result or the failure is set."""
+        self._value: tuple[Result | None, BaseException | None] = (None, None)
+        self._wait_list = WaitList()
+
+    def finish(self, result: Result | None, failure: BaseException | None) -> None:
+        """Set the result or the failure, and wake the waiting thread; what was set first stays."""
+        if not self.is_finished:
+            self._value = (result, failure)
+            self.is_finished = True
+        self._wait_list.wake()
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Return the result; raises the failure, or TimeoutError."""
+        if not self.is_finished:
+            wakeup = self._wait_list.enter()
+            if not self.is_finished:  # it may have been set before this thread entered
+                wakeup.acquire(timeout=-1 if timeout is None else max(timeout, 0))
+            if not self.is_finished:
+                raise TimeoutError
+        result, failure = self._value
+        if failure is not None:
+            raise failure
+        assert result is not None
+        return result
+
+
 class ResultFuture(Future[Result]):
     """A running future, which cannot be cancelled.
 

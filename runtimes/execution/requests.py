@@ -12,7 +12,7 @@ from onnxplace.feeds import Array
 from onnxplace.ort import import_onnxruntime
 from onnxplace.runtime import Event
 from onnxplace.runtimes.execution.carried_state import CarriedStates
-from onnxplace.runtimes.execution.futures import ResultFuture
+from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
 from onnxplace.runtimes.execution.routes import OpenRoute
 from onnxplace.runtimes.execution.wait_list import WaitList
 
@@ -31,6 +31,7 @@ class Request:
         route: OpenRoute,
         output_names: Collection[str],
         conversation: CarriedStates,
+        future: ResultFuture | Outcome,
     ) -> None:
         self.number = number
         self.feeds = feeds
@@ -52,7 +53,7 @@ class Request:
         """States for the next request, by state input."""
         self.options = import_onnxruntime().RunOptions()
         """Run options of all its segments: `terminate` ends them at the next node."""
-        self.future = ResultFuture()
+        self.future = future
         self.start_time = time.perf_counter()
         self.outputs: dict[str, Any] = {}
         self.events: list[Event] = []

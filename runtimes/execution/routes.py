@@ -50,8 +50,6 @@ def choose_route(routes: Sequence[OpenRoute], taken: Iterable[int]) -> OpenRoute
     It is the one that then has the fewest requests in flight relative to its share. A request alone takes the first
     route.
     """
-    if len(routes) == 1:
-        return routes[0]
     counts = Counter(taken)
     if not counts:
         return routes[0]

@@ -183,7 +183,8 @@ class WorkLoop:
             if last:
                 request.deliverer = device
                 self._store_states(request)
-                self._ready = [other for other in self._ready if other is not request]
+                if self._ready:
+                    self._ready = [other for other in self._ready if other is not request]
                 del self._in_flight[request.number]
             more = bool(self._in_flight) or self._closed
         if last:
