@@ -21,6 +21,7 @@ from onnxplace.bundle import Bundle, Step
 from onnxplace.errors import ExecutionError, OnnxplaceError
 from onnxplace.machine import is_foreign_error, pin_thread
 from onnxplace.runtime import Event, EventKind, Result
+from onnxplace.runtimes.execution.bells import CALLERS, make_bells
 from onnxplace.runtimes.execution.carried_state import CarriedStates, StateTable
 from onnxplace.runtimes.execution.failures import (
     describe_output_failure,
@@ -63,6 +64,7 @@ class WorkLoop:
         self._in_flight: dict[int, Request] = {}
         self._tokens: dict[str, queue.SimpleQueue[None]] = {device: queue.SimpleQueue() for device in devices}
         """A token makes a worker look for work; a superfluous one does no harm."""
+        self._bells = make_bells(devices, bundle.manifest)
         self._closed = False
         self.owner: weakref.ref[object] | None = None
         """The session that closes or abandons the engine, if there is one."""
@@ -102,6 +104,8 @@ class WorkLoop:
         try:
             with pin_thread(device.cores):
                 while not self._is_finished(device.id):
+                    if device.id in self._bells:
+                        self._bells[device.id].watch(lambda: not tokens.empty())
                     self._await_token(tokens)
                     while (request := self._next_request(device.id)) is not None:
                         with suppress(BaseException):  # the request has it
@@ -190,6 +194,8 @@ class WorkLoop:
         if last:
             self._request_changes.wake()
             self._deliver_result(request)
+            if device in self._bells:
+                self._bells[device].plan_ring(self._bells[CALLERS])
         if more and (self._closed or request.callers_device or (last and self._state_table.value_names)):
             self._wake()
 
@@ -198,6 +204,8 @@ class WorkLoop:
         for device, tokens in self._tokens.items():
             if device != excluded:
                 tokens.put(None)
+                if excluded in self._bells:
+                    self._bells[excluded].plan_ring(self._bells[device])
 
     def _fail(self, request: Request, failure: BaseException) -> None:
         """End a request with a failure."""
@@ -216,6 +224,7 @@ class WorkLoop:
     def follow_program(self, device: PlacedDevice, program: Sequence[Step], request: Request) -> None:
         """Execute the steps of a device's program for one request."""
         home = request.route.programs[device.id]
+        bell = self._bells.get(device.id)
         stored, states = self._take_states(request), self._state_table.value_names.get(home, {})
         values = {
             name: device.memory.feed(request.feeds[name], self._types[name])
@@ -228,12 +237,16 @@ class WorkLoop:
                 raise CancelledError
             request.current_steps[device.id] = step
             if step.op == "run":
+                if bell is not None:
+                    bell.ring()
                 self.run_segment(device, request.route.segments[step.segment], values, request)
             elif step.op == "send":
                 self._send(device, step, values[step.value], request)
+                if bell is not None:
+                    bell.plan_ring(self._bells[request.route.devices[step.peer]])
             elif step.op == "receive":
                 began = time.perf_counter()
-                arrived = request.receive(step.value, home)
+                arrived = request.receive(step.value, home, bell)
                 self._record(request, device, "wait", step.value, began)
                 began = time.perf_counter()
                 values[step.value] = device.memory.receive(arrived, self._find_peer(step, request).memory)
