@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from numba import types
@@ -10,9 +11,9 @@ from numba.extending import intrinsic
 
 from onnxplace.utils import in_place
 
-_intrinsic: Any = intrinsic
+_intrinsic: Callable[[Callable[..., Any]], Any] = intrinsic
 _find_function: Any = cgutils.get_or_insert_function
-ir: Any = cgutils.ir  # llvmlite's, of which each numba takes one version
+ir: Any = cgutils.ir  # type: ignore[attr-defined]  # llvmlite's, of which each numba takes one version
 
 # Bells are this many counters apart: a cache line each, so that ringing one does not slow the wait for another.
 STRIDE = 8
