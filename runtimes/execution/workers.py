@@ -97,6 +97,7 @@ class WorkLoop:
         }
         self._returned_names = frozenset(item.name for item in bundle.returned_outputs)
         self._outputs = [(item.name, item.value) for item in manifest.outputs]
+        self._programs = {device: drop_last_frees(program) for device, program in manifest.programs.items()}
 
     def work(self, device: PlacedDevice) -> None:
         """Follow the device's program, request after request, until the engine is closed."""
@@ -166,7 +167,7 @@ class WorkLoop:
     def _run_part(self, device: PlacedDevice, request: Request) -> None:
         """Follow a device's program for one request; an error ends the request, an interrupt is raised again."""
         try:
-            self.follow_program(device, self.bundle.manifest.programs[request.route.programs[device.id]], request)
+            self.follow_program(device, self._programs[request.route.programs[device.id]], request)
         except CancelledError:
             pass
         except OnnxplaceError as failure:
@@ -235,6 +236,9 @@ class WorkLoop:
         for step in program:
             if request.failure is not None:
                 raise CancelledError
+            if step.op == "free":
+                values.pop(step.value, None)
+                continue
             request.current_steps[device.id] = step
             if step.op == "run":
                 if bell is not None:
@@ -244,15 +248,13 @@ class WorkLoop:
                 self._send(device, step, values[step.value], request)
                 if bell is not None:
                     bell.plan_ring(self._bells[request.route.devices[step.peer]])
-            elif step.op == "receive":
+            else:
                 began = time.perf_counter()
                 arrived = request.receive(step.value, home, bell)
                 self._record(request, device, "wait", step.value, began)
                 began = time.perf_counter()
                 values[step.value] = device.memory.receive(arrived, self._find_peer(step, request).memory)
                 self._record(request, device, "copy", step.value, began)
-            else:
-                values.pop(step.value, None)
         for name in self._returned_values[home]:
             request.outputs[name] = device.memory.send(values[name], None)
         next_states = {name: values[value] for name, value in states.items()}
@@ -355,3 +357,11 @@ class WorkLoop:
         producer = self._devices[request.route.devices[self._producers[value]]]
         array = producer.memory.read(request.outputs[value])
         return array.copy() if value in self._stored_values else array
+
+
+def drop_last_frees(program: Sequence[Step]) -> list[Step]:
+    """Return a program without the steps that free values right before its end, which frees them all."""
+    steps = list(program)
+    while steps and steps[-1].op == "free":
+        steps.pop()
+    return steps
