@@ -49,7 +49,8 @@ def test_a_trace_has_a_row_for_each_device_and_an_event_for_each_segment(run_cli
     assert run_cli("run", compiled, "--runtime", runtime, "--trace", "trace.json").code == 0
     events = json.loads(Path("trace.json").read_text())["traceEvents"]
     rows = {event["args"]["name"] for event in events if event["ph"] == "M" and event["name"] == "thread_name"}
-    assert rows == {"cpu:0", "cpu:1"}
+    expected = {"cpu:0 compute", "cpu:0 incoming", "cpu:1 compute", "cpu:1 incoming", "requests"}
+    assert rows == expected
     result = {event["name"] for event in events if event["ph"] == "X" and event["cat"] == "run"}
     assert result == {segment.id for segment in onnxplace.load(compiled).manifest.segments}
     assert any(event["ph"] == "X" and event["cat"] == "copy" for event in events)
