@@ -33,6 +33,37 @@ _COLORS = (
 # that events that touch do not overlap afterwards.
 _TICKS_PER_MICROSECOND = 8
 _ROWS = ("compute", "incoming", "outgoing")
+# A thread with the number of a process would be its main thread.
+FIRST_THREAD = 100
+
+
+@dataclass
+class _Rows:
+    """Rows of one kind, such as the compute of a device: as many as its events need in order not to overlap."""
+
+    name: str
+    ends: list[int] = field(default_factory=list)
+    """When the last event of each row ends."""
+    first_thread: int = 0
+    """The thread of the first row; the others follow. Known once all events have rows."""
+
+    def choose(self, start: int, finish: int) -> tuple[int, int]:
+        """Return the first row that is free from `start` on, and the start; events come in the order of their start.
+
+        Of two events that touch, rounding may set the second one a tick too early: then it starts where the first ends.
+        """
+        for row, end in enumerate(self.ends):
+            if end <= start + 1:
+                start = max(start, end)
+                self.ends[row] = max(start, finish)
+                return row, start
+        self.ends.append(finish)
+        return len(self.ends) - 1, start
+
+    def list_threads(self) -> list[tuple[int, str]]:
+        """Return the thread and the text of each row; the first one has no number."""
+        texts = [self.name if row == 0 else f"{self.name} {row + 1}" for row in range(len(self.ends))]
+        return list(enumerate(texts, self.first_thread))
 
 
 @dataclass(frozen=True)
@@ -42,27 +73,12 @@ class _Span:
     event: Event
     start: int
     finish: int
+    rows: _Rows
     row: int
 
-
-@dataclass
-class _Rows:
-    """Rows of one kind, such as the compute of a device: as many as its events need in order not to overlap."""
-
-    name: str
-    ends: list[int] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
-    """The thread of each row."""
-
-    def choose(self, start: int, finish: int, threads: Iterator[int]) -> int:
-        """Return the thread of the first row that is free from `start` on; events come in the order of their start."""
-        for row, end in enumerate(self.ends):
-            if end <= start:
-                self.ends[row] = finish
-                return self.numbers[row]
-        self.ends.append(finish)
-        self.numbers.append(next(threads))
-        return self.numbers[-1]
+    @property
+    def thread(self) -> int:
+        return self.rows.first_thread + self.row
 
 
 def chrome_trace(
@@ -84,12 +100,13 @@ def chrome_trace(
         segment_nodes: The names of the nodes of each segment, if they are to be shown.
     """
     origin = min((item.submitted_seconds for item in (*measured, *predicted)), default=0.0)
-    threads, arrows = itertools.count(100), itertools.count(1)
+    arrows, thread = itertools.count(1), FIRST_THREAD
     entries: list[dict[str, Any]] = []
     for process, (name, timelines) in enumerate((("measured", measured), ("predicted", predicted)), 1):
         if timelines:
             writer = _ProcessWriter(process, name, origin, manifest, segment_nodes or {})
-            entries += writer.write(timelines, threads, arrows)
+            entries += writer.write(timelines, thread, arrows)
+            thread = 1 + max(entry["tid"] for entry in entries)
     other = {"model": manifest.model, "requests": len(measured)}
     return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": other}
 
@@ -111,7 +128,7 @@ class _ProcessWriter:
         self._nodes = segment_nodes
 
     def write(
-        self, timelines: Sequence[RequestTimeline], threads: Iterator[int], arrows: Iterator[int]
+        self, timelines: Sequence[RequestTimeline], first_thread: int, arrows: Iterator[int]
     ) -> list[dict[str, Any]]:
         """Return the entries of all requests; arrows come after the events that they connect."""
         rows = {
@@ -128,10 +145,15 @@ class _ProcessWriter:
         spans: list[list[_Span]] = [[] for _ in timelines]
         for start, finish, index, event in items:
             key = (event.device, self._choose_row(event))
-            row = rows.setdefault(key, _Rows(" ".join(key))).choose(start, finish, threads)
-            spans[index].append(_Span(event, start, finish, row))
+            own = rows.setdefault(key, _Rows(" ".join(key)))
+            row, start = own.choose(start, finish)
+            spans[index].append(_Span(event, start, max(start, finish), own, row))
         in_flight = _Rows("requests")
-        requests = [self._describe_request(timeline, in_flight, threads) for timeline in timelines]
+        requests = [self._describe_request(timeline, in_flight) for timeline in timelines]
+        for item in (*rows.values(), in_flight):
+            item.first_thread, first_thread = first_thread, first_thread + len(item.ends)
+        for entry in requests:
+            entry["tid"] += in_flight.first_thread
         events = [self._describe_event(span, timeline) for timeline, own in zip(timelines, spans) for span in own]
         flows = [arrow for timeline, own in zip(timelines, spans) for arrow in self._draw_arrows(timeline, own, arrows)]
         return [*self._name_rows([*rows.values(), in_flight]), *events, *requests, *flows]
@@ -156,7 +178,7 @@ class _ProcessWriter:
 
     def _name_rows(self, rows: Iterable[_Rows]) -> list[dict[str, Any]]:
         """Return the names of the process and its rows, in their order."""
-        named = [(number, text) for item in rows for number, text in _number_rows(item)]
+        named = [thread for item in rows for thread in item.list_threads()]
         process: dict[str, Any] = {"ph": "M", "pid": self._process, "tid": 0}
         entries = [
             {**process, "name": "process_name", "args": {"name": self._name}},
@@ -168,17 +190,18 @@ class _ProcessWriter:
             entries.append({**row, "name": "thread_sort_index", "args": {"sort_index": position}})
         return entries
 
-    def _describe_request(self, timeline: RequestTimeline, rows: _Rows, threads: Iterator[int]) -> dict[str, Any]:
-        start = self._tick(timeline, 0.0)
-        finish = max(_count_ticks(timeline.finish_seconds - self._origin), start)
-        entry = self._make_entry("request", f"request {timeline.number}", start, finish, timeline)
-        return {**entry, "tid": rows.choose(start, finish, threads)}
+    def _describe_request(self, timeline: RequestTimeline, rows: _Rows) -> dict[str, Any]:
+        """Return the entry of a request, with its row in place of a thread."""
+        start, finish = self._tick(timeline, 0.0), _count_ticks(timeline.finish_seconds - self._origin)
+        row, start = rows.choose(start, max(start, finish))
+        entry = self._make_entry("request", f"request {timeline.number}", start, max(start, finish), timeline)
+        return {**entry, "tid": row}
 
     def _describe_event(self, span: _Span, timeline: RequestTimeline) -> dict[str, Any]:
         event = span.event
         entry = self._make_entry(event.kind, event.name, span.start, span.finish, timeline)
         details = self._describe_segment(event) if event.kind == "run" else self._describe_value(event)
-        return {**entry, "tid": span.row, "args": {**entry["args"], **details}}
+        return {**entry, "tid": span.thread, "args": {**entry["args"], **details}}
 
     def _make_entry(
         self, category: str, name: str, start: int, finish: int, timeline: RequestTimeline
@@ -227,10 +250,15 @@ class _ProcessWriter:
                 continue
             value = self._manifest.values.get(copy.event.name)
             producer = runs.get(value.producer or "") if value is not None else None
-            if value is None or producer is None or producer.finish > copy.finish:
+            if value is None or producer is None or producer.event.finish_seconds > copy.event.start_seconds:
                 continue
-            readers = [runs[name] for name in value.readers if name in runs]
-            readers = [item for item in readers if item.event.device == copy.event.device and item.start >= copy.finish]
+            readers = [
+                runs[name]
+                for name in value.readers
+                if name in runs
+                and runs[name].event.device == copy.event.device
+                and runs[name].event.start_seconds >= copy.event.finish_seconds
+            ]
             yield from self._draw_arrow(producer, copy, min(readers, key=lambda item: item.start, default=None), arrows)
 
     def _draw_arrow(
@@ -239,19 +267,12 @@ class _ProcessWriter:
         base = {"pid": self._process, "cat": "transfer", "name": copy.event.name, "id": next(arrows)}
         # One tick before its end, the producer is still open for readers of the file.
         leaves = max(producer.start, min(producer.finish - 1, copy.start))
-        ends = [("s", leaves, producer.row), ("t", copy.start, copy.row)]
-        ends = [*ends, ("f", reader.start, reader.row)] if reader else [ends[0], ("f", copy.start, copy.row)]
-        for phase, tick, row in ends:
+        ends = [("s", leaves, producer.thread), ("t", copy.start, copy.thread)]
+        ends = [*ends, ("f", reader.start, reader.thread)] if reader else [ends[0], ("f", copy.start, copy.thread)]
+        for phase, tick, thread in ends:
             binding = {"bp": "e"} if phase == "f" else {}
-            yield {**base, "ph": phase, "tid": row, "ts": tick / _TICKS_PER_MICROSECOND, **binding}
+            yield {**base, "ph": phase, "tid": thread, "ts": tick / _TICKS_PER_MICROSECOND, **binding}
 
 
 def _count_ticks(seconds: float) -> int:
     return round(seconds * 1e6 * _TICKS_PER_MICROSECOND)
-
-
-def _number_rows(rows: _Rows) -> list[tuple[int, str]]:
-    """Return the thread and the text of each row; the first one has no number."""
-    return [
-        (thread, rows.name if index == 0 else f"{rows.name} {index + 1}") for index, thread in enumerate(rows.numbers)
-    ]
