@@ -86,7 +86,7 @@ def bench(
     """
     from onnxplace.api import load
     from onnxplace.evaluation import choose_step_inputs, measure_usage
-    from onnxplace.traces import compare_timelines, predict_timelines
+    from onnxplace.traces import compare_timelines, predict_stream, predict_timelines
     from onnxplace.utils import require_writable
 
     if trace:
@@ -104,10 +104,10 @@ def bench(
     with show_progress(json_, "timing steps") as observer:
         times = _time_steps(opened, against, steps, repeat, in_flight)
         usage = measure_usage(opened, steps.first, min(repeat, MAX_TRACED), not no_memory, observer, in_flight)
-    predicted = predict_timelines(opened.manifest, usage.timelines)
+    predicted = predict_stream(opened.manifest, usage.timelines, in_flight)
     comparison = compare_timelines(opened.manifest, usage.timelines, predicted)
     if trace:
-        _write_trace(trace, opened, usage.timelines, predicted)
+        _write_trace(trace, opened, usage.timelines, predict_timelines(opened.manifest, usage.timelines))
     ratio = times["bundle"].median_seconds / times["model"].median_seconds
     print_notes([*_report_other_sizes(opened, steps.first), *usage.notes])
     with suppress(BrokenPipeError):  # the exit code still tells the result

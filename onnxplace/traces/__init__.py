@@ -12,7 +12,10 @@ if TYPE_CHECKING:
         TimelineComparison as TimelineComparison,
         compare_timelines as compare_timelines,
     )
-    from onnxplace.traces.prediction import predict_timelines as predict_timelines
+    from onnxplace.traces.prediction import (
+        predict_stream as predict_stream,
+        predict_timelines as predict_timelines,
+    )
     from onnxplace.traces.segment_nodes import read_segment_nodes as read_segment_nodes
     from onnxplace.traces.timelines import (
         MAX_TRACED_REQUESTS as MAX_TRACED_REQUESTS,
@@ -25,7 +28,7 @@ __getattr__, __dir__, __all__ = attach(
     {
         "chrome_format": "chrome_trace",
         "comparison": "BusyShare Difference TimelineComparison compare_timelines",
-        "prediction": "predict_timelines",
+        "prediction": "predict_stream predict_timelines",
         "segment_nodes": "read_segment_nodes",
         "timelines": "MAX_TRACED_REQUESTS RequestTimeline TraceRecorder",
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from onnxplace.bundle import Manifest, SimulatedRequest, SubmittedRequest, list_routes, simulate_requests
 from onnxplace.runtime import Event, EventKind
@@ -19,6 +20,27 @@ def predict_timelines(manifest: Manifest, requests: Sequence[RequestTimeline]) -
     submitted = [SubmittedRequest(item.submitted_seconds, item.route, item.conversation) for item in requests]
     simulated = simulate_requests(manifest, submitted)
     return tuple(_make_timeline(manifest, request, result) for request, result in zip(requests, simulated))
+
+
+def predict_stream(
+    manifest: Manifest, requests: Sequence[RequestTimeline], in_flight: int
+) -> tuple[RequestTimeline, ...]:
+    """Return the predicted timelines of requests of which so many are in flight: one that ends starts the next one.
+
+    So a prediction does not wait for submissions that came late because the measured requests took long. The first
+    requests are submitted when the first of `requests` was.
+    """
+    origin = min((item.submitted_seconds for item in requests), default=0.0)
+    submitted = [origin] * len(requests)
+    predicted: tuple[RequestTimeline, ...] = ()
+    for _ in range(len(requests)):  # each round settles as many requests as are in flight, at least one
+        started = [replace(item, submitted_seconds=seconds) for item, seconds in zip(requests, submitted)]
+        predicted = predict_timelines(manifest, started)
+        ends = sorted(item.finish_seconds for item in predicted)
+        last, submitted = submitted, [origin] * min(in_flight, len(requests)) + ends[: max(len(ends) - in_flight, 0)]
+        if submitted == last:
+            break
+    return predicted
 
 
 def _make_timeline(manifest: Manifest, request: RequestTimeline, simulated: SimulatedRequest) -> RequestTimeline:
