@@ -237,8 +237,8 @@ class WorkLoop:
                 arrived = request.receive(step.value, home)
                 self._record(request, device, "wait", step.value, began)
                 began = time.perf_counter()
-                values[step.value] = device.memory.receive(arrived, self._find_peer(step, request).memory)
-                self._record(request, device, "copy", step.value, began, values[step.value])
+                value = values[step.value] = device.memory.receive(arrived, self._find_peer(step, request).memory)
+                self._record(request, device, "copy", step.value, began, value)
             else:
                 values.pop(step.value, None)
         for name in self._returned_values[home]:

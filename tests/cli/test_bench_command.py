@@ -14,7 +14,7 @@ import onnxplace
 from onnxplace.evaluation import memory_use
 from onnxplace.evaluation.memory_use import can_measure_memory
 from tests.conftest import FAST_PIPELINE
-from tests.runtimes.state_checks import APART, START, STATES, feeds, sums
+from tests.support.state_checks import APART, START, STATES, feeds, sums
 from tests.support.trace_checks import check_format, check_requests, list_events
 
 pytestmark = pytest.mark.usefixtures("no_gpus")

@@ -80,7 +80,9 @@ def test_chunks_are_fed_with_the_values_of_earlier_chunks(monkeypatch):
 
     monkeypatch.setattr(MeasurementOptions, "measure", spy)
     pieces = [range(i, i + 1) for i in range(len(graph))]
-    found = chunks.measure_chunks(model, graph, kinds, pieces, model.feeds(), MeasurementOptions(DeviceAddress.of("cpu:0"), (0,), 3, 0.0))
+    found = chunks.measure_chunks(
+        model, graph, kinds, pieces, model.feeds(), MeasurementOptions(DeviceAddress.of("cpu:0"), (0,), 3, 0.0)
+    )
     assert found.measured.all()
     assert fed_values["d"]["i"].tolist() == [0]
     assert np.array_equal(fed_values["d"]["z"], 2 * fed_values["c"]["x"])

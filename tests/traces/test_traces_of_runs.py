@@ -16,13 +16,11 @@ import onnxplace
 from onnxplace.errors import UsageError
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event, Result, Runtime, RuntimeSession
-from onnxplace.target import Device, Target
 from onnxplace.traces import MAX_TRACED_REQUESTS, TraceRecorder
 from tests.conftest import branches
+from tests.support.copies import compile_copies, make_feeds
 from tests.support.small_programs import Talker, make_ping_pong, make_random_model
 from tests.support.trace_checks import check_format, check_requests, list_events, name_rows
-
-COPIES = "optimize,profile{estimate=true},coplace{join=never},single,split,replicate{routes=cpu:1},emit"
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +30,7 @@ def ping_pong(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("replicas")
-    onnx.save(branches(), folder / "m.onnx")
-    target = Target((Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30)))
-    return onnxplace.compile(folder / "m.onnx", folder / "b", target=target, shape={"batch": 2}, pipeline=COPIES)
+    return compile_copies(tmp_path_factory.mktemp("replicas"))
 
 
 def feeds(number: int) -> dict:
@@ -98,13 +93,13 @@ def test_a_request_that_fails_leaves_no_events(replicas):
         for segment in session._session.engine._routes[0].segments.values():
             segment.run = None
         with pytest.raises(onnxplace.OnnxplaceError):
-            session.run(None, {"x": np.zeros((2, 64), "f4")})
+            session.run(None, make_feeds(0))
         assert session.list_timelines() == ()
 
 
 def test_requests_on_several_routes_have_rows_on_the_devices_of_their_route(replicas):
     with onnxplace.InferenceSession(replicas, trace=True) as session:
-        list(session.stream([{"x": np.full((2, 64), n, "f4")} for n in range(12)], in_flight=4))
+        list(session.stream([make_feeds(n) for n in range(12)], in_flight=4))
         trace = session.trace()
     check_format(trace)
     check_requests(trace, replicas.manifest, range(12))
@@ -166,7 +161,7 @@ def test_joined_requests_are_one_with_its_number_of_callers(replicas, tmp_path):
     )  # fmt: skip
     batching = onnxplace.Batching(max_batch=8, max_delay_ms=200.0)
     with onnxplace.InferenceSession(bundle, trace=True, batching=batching) as session:
-        futures = [session.submit({"x": np.full((2, 64), n, "f4")}) for n in range(6)]
+        futures = [session.submit(make_feeds(n)) for n in range(6)]
         for future in futures:
             future.result()
         trace = session.trace()
