@@ -104,10 +104,10 @@ def _make_value(kind: str, size: int, seed: int) -> Array:
     return value
 
 
-def _find_type(kind: str) -> np.dtype[Any]:
+def _find_type(kind: str) -> Any:
+    """Return numpy's type of an ONNX type."""
     if kind == "bfloat16":
         import ml_dtypes
 
         return np.dtype(ml_dtypes.bfloat16)
-    kind_of_numpy: np.dtype[Any] = np.dtype(_NUMPY_TYPES.get(kind, kind))
-    return kind_of_numpy
+    return np.dtype(_NUMPY_TYPES.get(kind, kind))
