@@ -64,4 +64,6 @@ def _list_names() -> tuple[tuple[str, str], ...]:
     with suppress(OSError, KeyError, ImportError, RuntimeError):
         users = {getpass.getuser(), Path.home().name}
     named = [*((host, "<host>") for host in sorted(hosts)), *((user, "<user>") for user in sorted(users))]
+    # The longest first, so that nothing is left of a name that another one begins.
+    named.sort(key=lambda pair: (-len(pair[0]), pair))
     return tuple((name, replacement) for name, replacement in named if len(name) >= MIN_NAME_CHARACTERS)
