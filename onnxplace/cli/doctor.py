@@ -22,7 +22,7 @@ INTERRUPTED_EXIT_CODE = 130
     "--output",
     type=click.Path(path_type=Path),
     metavar="F.json",
-    help=f"Where to write the report  [default: {DEFAULT_OUTPUT}; with --json, nowhere]",
+    help=f"The report  [default: {DEFAULT_OUTPUT}]",
 )
 @as_json
 def doctor(devices: str | None, seconds: float | None, output: Path | None, json_: bool) -> None:
@@ -30,7 +30,8 @@ def doctor(devices: str | None, seconds: float | None, output: Path | None, json
 
     Operators, copies in all directions, order of enqueued work, states, limits of memory, failures, links and
     predictions, on each device and each pair; crashes and hangs are reported too. Exit 1 if a check fails. The report
-    has no paths, host names or user names: send it to us, above all from machines with GPUs.
+    has no paths, host names or user names: send it to us, above all from machines with GPUs. With --json, it
+    is only written with --output.
     """
     from onnxplace.doctor import DEFAULT_SECONDS, examine, format_report
     from onnxplace.utils import require_writable, write_file

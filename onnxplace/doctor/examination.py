@@ -65,7 +65,7 @@ def examine(
     Args:
         devices: ids with options; by default, all that work.
         seconds: about how long it takes.
-        limit_seconds: after which a check hangs; by default half of `seconds`, between 20 and 60.
+        limit_seconds: after which any check hangs; by default half of `seconds`, between 20 and 60, or the check's own.
         observer: called before each check.
 
     Raises:
@@ -79,8 +79,7 @@ def examine(
         message = f"expected a number of seconds from 0 to {MAX_SECONDS:.0f}, got {seconds:g}"
         raise UsageError("U015", message, where="--seconds", hint="120 seconds suffice for most machines")
     names = _name_devices(devices) if devices is not None else None
-    limit = limit_seconds or min(max(LIMIT_SHARE * seconds, MIN_LIMIT_SECONDS), MAX_LIMIT_SECONDS)
-    examination = _Examination(seconds, limit, observer or (lambda *_: None))
+    examination = _Examination(seconds, limit_seconds, observer or (lambda *_: None))
     try:
         checked = examination.run(names)
     except KeyboardInterrupt:
@@ -109,13 +108,14 @@ class _Running:
 class _Examination:
     """The state of one examination."""
 
-    def __init__(self, seconds: float, limit_seconds: float, observer: Observer) -> None:
+    def __init__(self, seconds: float, limit_seconds: float | None, observer: Observer) -> None:
         self.devices: tuple[str, ...] = ()
         self._began, self._seconds, self._limit_seconds = time.perf_counter(), seconds, limit_seconds
+        self._usual_limit = min(max(LIMIT_SHARE * seconds, MIN_LIMIT_SECONDS), MAX_LIMIT_SECONDS)
         self._results: list[CheckResult] = []
         self._observer, self._planned = observer, 0
         self._group, self._running = Group(()), _Running("")
-        self._interrupted = False
+        self._is_complete, self._interrupted = False, False
 
     def run(self, devices: tuple[str, ...] | None) -> tuple[str, ...]:
         """Run all checks; return the devices that were checked."""
@@ -160,14 +160,17 @@ class _Examination:
         left = self._seconds - (time.perf_counter() - self._began)
         measuring = sum(check.name in TIMED_CHECKS for check in group.checks)
         share = MEASURING_SHARE * left / groups_left / max(measuring, 1)
-        checks = list(group.checks)
+        checks, deadline = list(group.checks), time.time() + left
         while checks:
             with temporary_folder() as folder:
                 job = Job(
                     checks=tuple(check.name for check in checks),
                     devices=group.devices,
-                    seconds=min(max(share, MIN_MEASURING_SECONDS), self._limit_seconds * MAX_MEASURING_SHARE),
-                    deadline=time.time() + left,
+                    seconds=min(
+                        max(share, MIN_MEASURING_SECONDS),
+                        (self._limit_seconds or self._usual_limit) * MAX_MEASURING_SHARE,
+                    ),
+                    deadline=deadline,
                     journal=folder / "journal",
                 )
                 count = len(self._results)
@@ -189,20 +192,30 @@ class _Examination:
 
     def _run_job(self, job: Job, checks: Mapping[str, Check]) -> str:
         """Run a job, and add its results; return how its process crashed or hung, or an empty text."""
-        self._running = _Running("")
+        self._running, self._is_complete = _Running(""), False
         job.journal.touch()
-        with start_child(run_checks, job) as child:
+        # What an ended process leaves among temporary files is removed with the folder.
+        temporary = str(job.journal.parent)
+        with start_child(run_checks, job, TMPDIR=temporary, TEMP=temporary, TMP=temporary) as child:
             for entries, exited in _follow(child, job.journal):
                 for entry in entries:
                     self._note(entry)
-                limit = checks[self._running.name].limit_seconds if self._running.name else MAX_START_SECONDS
-                limit = limit or self._limit_seconds
+                limit = self._choose_limit(checks)
                 if not exited and time.perf_counter() - self._running.began > limit:
                     return f"hangs: not finished after {limit:.0f} s"
-            if child.exit_code == 0:
+            if child.exit_code == 0 and self._is_complete:
                 return ""
             end = child.describe_end()
-            return f"crashed with {end}" if end.startswith("SIG") else f"ended the process: {end}"
+            if (child.exit_code or 0) >= 0:
+                return f"ended the process: {end}"
+            line = child.read_last_line()
+            return f"crashed with {end}{f'; its last output: {line}' if line else ''}"
+
+    def _choose_limit(self, checks: Mapping[str, Check]) -> float:
+        """Return after how many seconds the running check hangs, or the beginning or end of its process."""
+        if not self._running.name:
+            return MAX_START_SECONDS
+        return self._limit_seconds or checks[self._running.name].limit_seconds or self._usual_limit
 
     def _note(self, entry: Mapping[str, Any]) -> None:
         """Take note of an entry of the journal."""
@@ -215,6 +228,8 @@ class _Examination:
             result = entry["result"]
             self._results.append(CheckResult(**{**result, "devices": tuple(result["devices"])}))
             self._running = _Running("")
+        else:
+            self._is_complete = True
 
     def note_interrupt(self) -> None:
         """Add the check that was interrupted."""

@@ -86,14 +86,18 @@ class ChildProcess:
             with suppress(ValueError):
                 return signal.Signals(-code).name
             return f"signal {-code}"
-        written = self._output.read_text(encoding="utf-8", errors="replace") if code else ""
-        lines = [line.strip() for line in written.splitlines() if line.strip()]
         # Windows reports crashes as large exit codes, such as 0xC0000005.
-        return lines[-1] if lines and code < 1 << 16 else f"exit code {code if code < 1 << 16 else hex(code)}"
+        is_crash = code >= 1 << 16
+        return (code and not is_crash and self.read_last_line()) or f"exit code {hex(code) if is_crash else code}"
+
+    def read_last_line(self) -> str:
+        """Return the last line that the child wrote to stdout or stderr so far; empty if there is none."""
+        written = self._output.read_text(encoding="utf-8", errors="replace")
+        return next((line.strip() for line in reversed(written.splitlines()) if line.strip()), "")
 
 
 @contextmanager
-def start_child(work: Callable[[Job], object], job: Job) -> Iterator[ChildProcess]:
+def start_child(work: Callable[[Job], object], job: Job, **environment: str) -> Iterator[ChildProcess]:
     """Start `work(job)` in a fresh process, which ends with this block or with this process at the latest.
 
     The result of `work` is not returned: it has to write to a file what it finds out. Its own output is kept from the
@@ -102,6 +106,7 @@ def start_child(work: Callable[[Job], object], job: Job) -> Iterator[ChildProces
     Args:
         work: a function at the top level of a module.
         job: its argument, which must be picklable.
+        environment: additional environment variables of the process.
     """
     with hold_lease(Path(tempfile.gettempdir())) as lease, lease.temporary_folder() as folder:
         command, _ = _prepare_job(Path(folder), "run_job_of_parent", work, job)
@@ -109,7 +114,7 @@ def start_child(work: Callable[[Job], object], job: Job) -> Iterator[ChildProces
         with output.open("wb") as stream:
             process = subprocess.Popen(
                 command,
-                env=_make_environment({}),
+                env=_make_environment(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,

@@ -115,7 +115,7 @@ def test_faults_fails_if_close_does_not_wait(make_context, monkeypatch):
     """The session is not closed at all."""
     monkeypatch.setattr("onnxplace.doctor.faults._check_timeout", lambda *_: 0.0)
     monkeypatch.setattr("onnxplace.doctor.faults._check_failing_nodes", lambda *_: None)
-    monkeypatch.setattr("onnxplace.doctor.faults._SHORT_ROUNDS", 2_000_001)
+    monkeypatch.setattr("onnxplace.doctor.faults._SHORT_ROUNDS", 200_001)
     opened, plain = [], onnxplace.InferenceSession.close
     monkeypatch.setattr(onnxplace.InferenceSession, "close", lambda self: opened.append(self))
     try:

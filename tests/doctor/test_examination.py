@@ -2,8 +2,10 @@
 
 import signal
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -43,9 +45,28 @@ def test_a_crash_is_reported_at_its_check_and_the_others_still_run(monkeypatch):
 
 def test_a_hang_is_reported_at_its_check_and_the_others_still_run(monkeypatch):
     keep_checks(monkeypatch, "states", "link")
-    report = examine("cpu:0,faulty:0{fault=hangs}", seconds=30.0, limit_seconds=4.0)
+    before = sorted(Path(tempfile.gettempdir()).iterdir())
+    report = examine("cpu:0,faulty:0{fault=hangs}", seconds=60.0, limit_seconds=5.0)
     results = list_results(report, "cpu:0", "faulty:0{fault=hangs}")
-    assert (results["states"].status, results["states"].detail) == ("failed", "hangs: not finished after 4 s")
+    assert list(results) == ["states", "link"]
+    for name in ("states", "link"):
+        assert (results[name].status, results[name].detail) == ("failed", "hangs: not finished after 5 s")
+    assert sorted(Path(tempfile.gettempdir()).iterdir()) == before
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("quits", "ended the process: exit code 0"),
+        ("aborts", "crashed with SIGABRT; its last output: <path>:3: the device is lost"),
+    ],
+)
+def test_an_early_end_of_the_process_is_reported_at_its_check(fault, words, monkeypatch):
+    keep_checks(monkeypatch, "states")
+    report = examine(f"cpu:0,faulty:0{{fault={fault}}}", seconds=30.0)
+    (check,) = [check for check in report.to_json()["checks"] if check["check"] == "states"]
+    assert (check["status"], check["detail"]) == ("failed", words)
 
 
 def test_an_error_is_reported_with_its_text(monkeypatch):

@@ -17,7 +17,7 @@ import numpy as np
 from onnxplace.devices import DeviceAddress, DeviceKind, Hardware
 from onnxplace.runtimes.execution import HostMemory
 
-FAULTS = ("none", "corrupts", "late", "feeds", "raises", "hangs", "kills", "exits")
+FAULTS = ("none", "corrupts", "late", "feeds", "raises", "hangs", "kills", "quits", "aborts", "exits")
 
 
 class Faulty(DeviceKind):
@@ -73,6 +73,11 @@ class FaultyMemory(HostMemory):
             time.sleep(1000)
         if self._fault == "kills":
             os.kill(os.getpid(), signal.SIGSEGV)
+        if self._fault == "quits":
+            os._exit(0)
+        if self._fault == "aborts":
+            os.write(2, b"/opt/secret/driver.cc:3: the device is lost\n")
+            os.abort()
         if not isinstance(value, np.ndarray) or not value.size:
             return value
         if self._fault == "corrupts" and value.size > 1000:
