@@ -34,7 +34,7 @@ def keep_checks(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_a_crash_is_reported_at_its_check_and_the_others_still_run(monkeypatch):
     keep_checks(monkeypatch, "states", "memory")
-    report = examine("cpu:0,faulty:0{fault=kills}", seconds=30.0)
+    report = examine("cpu:0,faulty:0{fault=kills}", seconds=600.0)
     results = list_results(report, "cpu:0", "faulty:0{fault=kills}")
     assert list(results) == ["states", "memory"]
     for name in ("states", "memory"):
@@ -46,7 +46,7 @@ def test_a_crash_is_reported_at_its_check_and_the_others_still_run(monkeypatch):
 def test_a_hang_is_reported_at_its_check_and_the_others_still_run(monkeypatch):
     keep_checks(monkeypatch, "states", "link")
     before = sorted(Path(tempfile.gettempdir()).iterdir())
-    report = examine("cpu:0,faulty:0{fault=hangs}", seconds=60.0, limit_seconds=5.0)
+    report = examine("cpu:0,faulty:0{fault=hangs}", seconds=600.0, limit_seconds=5.0)
     results = list_results(report, "cpu:0", "faulty:0{fault=hangs}")
     assert list(results) == ["states", "link"]
     for name in ("states", "link"):
@@ -64,15 +64,15 @@ def test_a_hang_is_reported_at_its_check_and_the_others_still_run(monkeypatch):
 )
 def test_an_early_end_of_the_process_is_reported_at_its_check(fault, words, monkeypatch):
     keep_checks(monkeypatch, "states")
-    report = examine(f"cpu:0,faulty:0{{fault={fault}}}", seconds=30.0)
+    report = examine(f"cpu:0,faulty:0{{fault={fault}}}", seconds=600.0)
     (check,) = [check for check in report.to_json()["checks"] if check["check"] == "states"]
     assert (check["status"], check["detail"]) == ("failed", words)
 
 
 def test_an_error_is_reported_with_its_text(monkeypatch):
-    keep_checks(monkeypatch, "order", "memory")
-    results = list_results(examine("cpu:0,faulty:0{fault=raises}", seconds=30.0), "cpu:0", "faulty:0{fault=raises}")
-    for name in ("order", "memory"):
+    keep_checks(monkeypatch, "states", "memory")
+    results = list_results(examine("cpu:0,faulty:0{fault=raises}", seconds=600.0), "cpu:0", "faulty:0{fault=raises}")
+    for name in ("states", "memory"):
         assert results[name].status == "failed"
         assert "the driver lost the device" in results[name].detail
     assert results["exit"].status == "ok"
@@ -81,7 +81,7 @@ def test_an_error_is_reported_with_its_text(monkeypatch):
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_a_crash_at_the_end_of_the_process_is_reported(monkeypatch):
     keep_checks(monkeypatch, "states")
-    results = list_results(examine("cpu:0,faulty:0{fault=exits}", seconds=30.0), "cpu:0", "faulty:0{fault=exits}")
+    results = list_results(examine("cpu:0,faulty:0{fault=exits}", seconds=600.0), "cpu:0", "faulty:0{fault=exits}")
     assert results["states"].status == "ok"
     assert (results["exit"].status, results["exit"].detail) == ("failed", "crashed with SIGSEGV")
 
@@ -90,7 +90,7 @@ def test_a_crash_at_the_end_of_the_process_is_reported(monkeypatch):
 def test_a_kind_that_crashes_while_its_devices_are_listed_leaves_the_others(monkeypatch):
     monkeypatch.setenv("FAULTY_DEVICE", "kills")
     keep_checks(monkeypatch, "states")
-    report = examine(seconds=30.0)
+    report = examine(seconds=600.0)
     assert list_results(report, "faulty")["find"].detail == "crashed with SIGSEGV"
     assert not any("faulty" in device for device in report.devices)
     assert list_results(report, "cpu")["find"].status == "ok"
@@ -99,7 +99,7 @@ def test_a_kind_that_crashes_while_its_devices_are_listed_leaves_the_others(monk
 def test_without_devices_every_kind_that_works_is_checked_and_paired_with_the_first_cpu(monkeypatch):
     keep_checks(monkeypatch, "states")
     monkeypatch.setattr("onnxplace.doctor.examination.DEVICE_CHECKS", ())
-    report = examine(seconds=30.0)
+    report = examine(seconds=600.0)
     assert report.devices[0] == "cpu:0"
     assert "faulty:0" in report.devices
     assert list_results(report, "cpu:0", "faulty:0")["states"].status == "ok"
@@ -109,7 +109,7 @@ def test_without_devices_every_kind_that_works_is_checked_and_paired_with_the_fi
 def test_checks_of_a_device_that_cannot_be_opened_are_skipped(monkeypatch):
     monkeypatch.setenv("FAULTY_DEVICE", "problem")
     keep_checks(monkeypatch, "states")
-    report = examine("cpu:0,faulty:0", seconds=30.0)
+    report = examine("cpu:0,faulty:0", seconds=600.0)
     assert list_results(report, "faulty:0")["open"].status == "failed"
     pair = list_results(report, "cpu:0", "faulty:0")
     assert [(item.status, item.detail) for item in pair.values()] == [("skipped", "faulty:0 cannot be opened")]
@@ -147,7 +147,7 @@ def test_an_interrupt_ends_it_with_the_results_so_far(monkeypatch):
 def test_the_observer_is_told_of_each_check(monkeypatch):
     keep_checks(monkeypatch, "states")
     calls = []
-    examine("cpu:0,cpu:1", seconds=30.0, observer=lambda *call: calls.append(call))
+    examine("cpu:0,cpu:1", seconds=600.0, observer=lambda *call: calls.append(call))
     assert [name for name, _, _ in calls] == ["cpu:0 open", "cpu:1 open", "cpu:0 cpu:1 states"]
     assert all(0 <= index < count for _, index, count in calls)
 
