@@ -56,6 +56,9 @@ def find_batch_axes(model: Model) -> BatchAxes:
     """
     if model.states:
         return BatchAxes(reason="the model carries states from call to call")
+    declared = [declaration_of(value, model) for value in model.inputs]
+    if unranked := [item.name for item in declared if item.shape is None and item.dtype.startswith("tensor(")]:
+        return BatchAxes(reason=f"the model does not declare the shape of input {unranked[0]!r}")
     refusals = []
     for dimension in _list_candidates(model)[:_MAX_CANDIDATES]:
         try:

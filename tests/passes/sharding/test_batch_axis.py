@@ -280,6 +280,14 @@ def test_a_default_value_does_not_follow_the_batch():
     assert "default value" in prove(make(text), {"N": 1}).reason
 
 
+@pytest.mark.parametrize("name", ["x", "z"])
+def test_a_model_with_an_input_of_unknown_rank_is_refused(name):
+    proto = make("(float[N, 4] x, float[M] z) => (y) { y = Neg(x) }")
+    next(item for item in proto.graph.input if item.name == name).type.tensor_type.ClearField("shape")
+    model = bind(load(proto), {}, {"x": np.ones((2, 4), np.float32), "z": np.ones(1, np.float32)})
+    assert find_batch_axes(model).reason == f"the model does not declare the shape of input {name!r}"
+
+
 def list_splits(name: str) -> list[tuple[ModelProto, dict[str, np.ndarray], dict[str, int]]]:
     """Return the model of a rule's case for each way to split it, with feeds, and the axes of the split inputs."""
     case = CASES[name]
