@@ -18,7 +18,8 @@ from onnx import numpy_helper
 from onnxplace.errors import OnnxplaceError
 from onnxplace.feeds import complete_dimensions, dimension_keys, symbols_of_dimension
 from onnxplace.model import Model, declaration_of
-from onnxplace.passes.sharding.batch_flow import BatchFlow, Cut, Refusal, Sample
+from onnxplace.passes.sharding.batch_flow import BatchFlow, Refusal, Sample
+from onnxplace.passes.sharding.batch_rows import Cut
 from onnxplace.passes.sharding.shape_folding import infer_shapes_and_values
 from onnxplace.passes.sharding.tensor_facts import TensorFacts, read_constants
 

@@ -8,7 +8,7 @@ import pytest
 import onnxplace
 import serving
 from tests.conftest import FAST_PIPELINE
-from tests.passes.sharding.test_batch_axis import make
+from tests.support.batch_models import make
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 

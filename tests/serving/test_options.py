@@ -11,7 +11,7 @@ from onnxplace.errors import FeedError, UsageError
 from onnxplace.runtime import open_session
 from onnxplace.serving import check_in_flight, require_batching
 from tests.conftest import FAST_PIPELINE, branches
-from tests.passes.sharding.test_batch_axis import make
+from tests.support.batch_models import make
 
 SOFTMAX = "(float[N, 4] x) => (float[N, 4] y) { [soft] y = Softmax<axis=0>(x) }"
 
