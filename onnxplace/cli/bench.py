@@ -50,7 +50,7 @@ MAX_TRACED = 20
     "--repeat", default=20, show_default=True, type=click.IntRange(1), help="Rounds, after two for warming up."
 )
 @click.option(
-    "--in-flight", default=1, show_default=True, type=click.IntRange(1), metavar="N",
+    "--in-flight", default=1, show_default=True, type=int, metavar="N",
     help="Also time a result with N requests in flight.",
 )  # fmt: skip
 @click.option("--no-memory", is_flag=True, help="Do not measure memory, which needs a process for each device.")
@@ -79,7 +79,9 @@ def bench(
     """
     from onnxplace.api import load
     from onnxplace.evaluation import choose_step_inputs, measure_usage
+    from onnxplace.serving import check_in_flight
 
+    check_in_flight(in_flight, "--in-flight")
     opened = load(bundle)
     note_core_shortage(opened)
     if in_flight > 1 and opened.manifest.states:

@@ -69,7 +69,9 @@ MAY_IMPORT = {
     ),
     "api": "bundle driver errors feeds machine pipeline report runtime serving utils",
     "testing": "bundle driver errors facts feeds graph pipeline runtime simulation state target utils",
-    "cli": ("api bundle calibration cost_graph driver errors evaluation feeds machine pipeline report target utils"),
+    "cli": (
+        "api bundle calibration cost_graph driver errors evaluation feeds machine pipeline report serving target utils"
+    ),
     "__main__": "cli",
 }
 # Modules that every wing may import.
