@@ -384,12 +384,15 @@ def check_timeout(timeout: float | None, minimum: float = 1e-9) -> float | None:
     return float(timeout)
 
 
+_ARRAYS = frozenset({np.ndarray})
+
+
 def _make_signature(feeds: Mapping[str, Any]) -> FeedSignature | None:
     """Return all that `check_feeds` checks, if all feeds are plain arrays.
 
     A signature that passed once need not be checked again.
     """
-    if not isinstance(feeds, Mapping) or not all(type(value) is np.ndarray for value in feeds.values()):
+    if not isinstance(feeds, Mapping) or not _ARRAYS.issuperset(map(type, feeds.values())):
         return None
     return tuple([(name, value.dtype, value.shape) for name, value in feeds.items()])
 

@@ -22,6 +22,7 @@ from onnxplace.errors import ExecutionError, RunTimeoutError
 from onnxplace.feeds import Array
 from onnxplace.machine import interruptible, prepare_interrupts, require_interpreter
 from onnxplace.runtime import Result
+from onnxplace.runtimes.execution.bells import CALLERS
 from onnxplace.runtimes.execution.carried_state import CarriedStates
 from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
 from onnxplace.runtimes.execution.lifecycle import OPEN_ENGINES, close_all_engines, keep_sessions_in_child
@@ -119,6 +120,8 @@ class Engine(WorkLoop):
                 with interruptible(request.stop):
                     self._run_part(device, request)
                 self._finish_part(request, device.id)
+                if device.id in self._bells:
+                    self._bells[device.id].watch(lambda: request.future.is_finished, self._bells[CALLERS])
             return request.future.result(None if deadline is None else max(deadline - time.monotonic(), 0))
         except BaseException as failure:
             try:
