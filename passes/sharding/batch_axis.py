@@ -150,5 +150,9 @@ def _infer_sample(model: Model, sizes: Mapping[str, int], batch: int) -> Sample:
     for name, tensor in model.initializers.items():
         if not model.overridable(name):
             shapes[name] = tuple(tensor.dims)
+    for node in model.nodes:
+        # Inference leaves the mask out, which most models do not read.
+        if node.op_type == "Dropout" and node.domain in ("", "ai.onnx") and node.input[0] in shapes:
+            shapes.update((name, shapes[node.input[0]]) for name in node.output if name)
     values = {name: numpy_helper.to_array(tensor) for name, tensor in tensors.items()}
     return Sample(batch, TensorFacts(other, shapes, {}, {}, read_constants(other)), values)

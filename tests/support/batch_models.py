@@ -109,6 +109,11 @@ JOINABLE = {
         {"x": 0},
         {"y": 0},
     ),
+    "a dropout whose mask is not read": (
+        "(float[N, 4] x) => (y) { a = Relu(x) d, mask = Dropout(a) y = Neg(d) }",
+        {"x": 0},
+        {"y": 0},
+    ),
     "each row, by its number": (
         f"""(float[N, 4] x) => (y, z) <{IDS}, {STEP}> {{
             {ROWS} y = Gather<axis=0>(x, r) u = Unsqueeze(r, one) e = Expand(u, s) t = Transpose(e)
@@ -166,6 +171,11 @@ COUPLED = {
         "(float[N, 4] x) => (y) { [noise] r = RandomNormalLike(x) y = Add(x, r) }",
         "RandomNormalLike is random",
         "noise",
+    ),
+    "a dropout in training": (
+        "(float[N, 4] x) => (y) <float half = {0.5}, bool yes = {1}> { [drop] y, mask = Dropout(x, half, yes) }",
+        "Dropout is random",
+        "drop",
     ),
     "the number of requests": (
         "(float[N, 4] x) => (y) { s = Shape<end=1>(x) [size] f = Cast<to=1>(s) [scaled] y = Div(x, f) }",
