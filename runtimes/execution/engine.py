@@ -50,6 +50,7 @@ class Engine(WorkLoop):
         super().__init__(bundle, devices, routes, trace)
         self._max_in_flight = max_in_flight
         self._numbers = itertools.count()
+        self._conversation_numbers = itertools.count(1)
         first = bundle.manifest.segments[0].device if bundle.manifest.segments else ""
         self._first_device = devices.get(first)
         """The device that can begin at once; `run` follows its program in the thread of its caller."""
@@ -214,7 +215,7 @@ class Engine(WorkLoop):
     def open_conversation(self) -> CarriedStates:
         """Return an own set of states; its requests do not wait for those of others."""
         self._require_own_process()
-        conversation = CarriedStates(self._state_table)
+        conversation = CarriedStates(self._state_table, next(self._conversation_numbers))
         with self._lock:
             if self._closed:
                 raise self._broken or ExecutionError("X002", "the session is closed", where=str(self.bundle.path))

@@ -29,6 +29,7 @@ from onnxplace.runtimes.execution.failures import (
     describe_step_failure,
     is_out_of_memory,
 )
+from onnxplace.runtimes.execution.ort_values import count_bytes
 from onnxplace.runtimes.execution.requests import CancelledError, Request
 from onnxplace.runtimes.execution.routes import OpenRoute
 from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice
@@ -253,8 +254,8 @@ class WorkLoop:
                 arrived = request.receive(step.value, home, bell)
                 self._record(request, device, "wait", step.value, began)
                 began = time.perf_counter()
-                values[step.value] = device.memory.receive(arrived, self._find_peer(step, request).memory)
-                self._record(request, device, "copy", step.value, began)
+                value = values[step.value] = device.memory.receive(arrived, self._find_peer(step, request).memory)
+                self._record(request, device, "copy", step.value, began, value)
         for name in self._returned_values[home]:
             request.outputs[name] = device.memory.send(values[name], None)
         next_states = {name: values[value] for name, value in states.items()}
@@ -267,7 +268,7 @@ class WorkLoop:
         began = time.perf_counter()
         parcel = device.memory.send(value, self._find_peer(step, request).memory)
         if device.memory.is_asynchronous:
-            self._record(request, device, "copy", step.value, began)
+            self._record(request, device, "copy", step.value, began, value)
         request.deliver(step.value, step.peer, parcel)
 
     def _find_peer(self, step: Step, request: Request) -> PlacedDevice:
@@ -293,11 +294,25 @@ class WorkLoop:
         """Return a value that outlives its request: sequences and optionals may refer to memory of its feeds."""
         return value if self._owns_buffers[name] else device.memory.keep(value)
 
-    def _record(self, request: Request, device: PlacedDevice, kind: EventKind, name: str, began: float) -> None:
+    def _record(
+        self, request: Request, device: PlacedDevice, kind: EventKind, name: str, began: float, value: Any = None
+    ) -> None:
+        """Note what a device did from `began` until now, such as a copy of `value`; does nothing without a trace."""
         if self._trace:
-            now = time.perf_counter()
+            now, origin = time.perf_counter(), request.start_time
             request.events.append(
-                Event(device.id, kind, name, began - request.start_time, now - request.start_time, request.number)
+                Event(
+                    device=device.id,
+                    kind=kind,
+                    name=name,
+                    start_seconds=began - origin,
+                    finish_seconds=now - origin,
+                    request=request.number,
+                    submitted_seconds=origin,
+                    route=request.route.index,
+                    conversation=request.conversation.number,
+                    bytes=count_bytes(value) if kind == "copy" else None,
+                )
             )
 
     # -- states and results ------------------------------------------------------------------------------------
