@@ -10,9 +10,11 @@ from typing import Any
 
 from onnxplace.errors import ExecutionError
 
-INSTALL_HINT = "pip install 'onnxplace[cpu]' (or 'onnxplace[gpu]' on a machine with CUDA 13)"
+INSTALL_HINT = (
+    "pip install 'onnxplace[cpu]' (or 'onnxplace[gpu]' on a machine with CUDA 13, 'onnxplace[webgpu]' for other GPUs)"
+)
 # Each of them brings a package of the name `onnxruntime`.
-WHEELS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-webgpu")
+WHEELS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-webgpu", "onnxruntime-directml", "onnxruntime-openvino")
 
 
 @lru_cache(maxsize=1)

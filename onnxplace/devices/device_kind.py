@@ -49,6 +49,8 @@ class Hardware:
     name: str
     memory_bytes: int
     free_bytes: int
+    memory_is_known: bool = True
+    """False if the host's memory stands for that of the device, which nothing reports."""
 
 
 class DeviceKind(ABC):

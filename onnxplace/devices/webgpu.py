@@ -44,7 +44,7 @@ class WebGpu(DeviceKind):
         import psutil
 
         memory = psutil.virtual_memory()
-        return (Hardware(0, "", int(memory.total), int(memory.available)),)
+        return (Hardware(0, "", int(memory.total), int(memory.available), memory_is_known=False),)
 
     def find_problem(self, address: DeviceAddress) -> str | None:
         """Return why ONNX Runtime cannot use the GPU; None if it can."""
