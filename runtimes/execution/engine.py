@@ -22,6 +22,7 @@ from onnxplace.errors import ExecutionError, RunTimeoutError
 from onnxplace.feeds import Array
 from onnxplace.machine import interruptible, prepare_interrupts, require_interpreter
 from onnxplace.runtime import Result
+from onnxplace.runtimes.execution.bells import CALLERS
 from onnxplace.runtimes.execution.carried_state import CarriedStates
 from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
 from onnxplace.runtimes.execution.lifecycle import OPEN_ENGINES, close_all_engines, keep_sessions_in_child
@@ -49,6 +50,7 @@ class Engine(WorkLoop):
         super().__init__(bundle, devices, routes, trace)
         self._max_in_flight = max_in_flight
         self._numbers = itertools.count()
+        self._conversation_numbers = itertools.count(1)
         first = bundle.manifest.segments[0].device if bundle.manifest.segments else ""
         self._first_device = devices.get(first)
         """The device that can begin at once; `run` follows its program in the thread of its caller."""
@@ -119,6 +121,8 @@ class Engine(WorkLoop):
                 with interruptible(request.stop):
                     self._run_part(device, request)
                 self._finish_part(request, device.id)
+                if device.id in self._bells:
+                    self._bells[device.id].watch(lambda: request.future.is_finished, self._bells[CALLERS])
             return request.future.result(None if deadline is None else max(deadline - time.monotonic(), 0))
         except BaseException as failure:
             try:
@@ -211,7 +215,7 @@ class Engine(WorkLoop):
     def open_conversation(self) -> CarriedStates:
         """Return an own set of states; its requests do not wait for those of others."""
         self._require_own_process()
-        conversation = CarriedStates(self._state_table)
+        conversation = CarriedStates(self._state_table, next(self._conversation_numbers))
         with self._lock:
             if self._closed:
                 raise self._broken or ExecutionError("X002", "the session is closed", where=str(self.bundle.path))

@@ -89,6 +89,13 @@ def is_copyable_tensor(value: Any) -> bool:
     )
 
 
+def count_bytes(value: Any) -> int | None:
+    """Return the bytes of a tensor; None for other values, and strings."""
+    if isinstance(value, np.ndarray):
+        return None if value.dtype.kind in "OUS" else value.nbytes
+    return value.tensor_size_in_bytes() if is_copyable_tensor(value) else None
+
+
 def _tensor_to_array(value: Any) -> Array:
     if not value.data_type().startswith((*_PACKED, "tensor(bfloat", "tensor(float8")):
         return np.asarray(value.numpy())
