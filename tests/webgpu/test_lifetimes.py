@@ -10,7 +10,7 @@ import pytest
 
 import onnxplace
 from onnxplace.devices import DeviceAddress, find_kind
-from tests.runtimes.fault_checks import HUNG_SECONDS
+from tests.support.fault_checks import HUNG_SECONDS
 from tests.support.ping_pong import compile_ping_pong, make_feeds, make_start
 
 

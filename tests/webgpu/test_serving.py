@@ -9,7 +9,7 @@ from onnx import numpy_helper
 import onnxplace
 from onnxplace.target import Device, Target
 from tests.conftest import FAST_PIPELINE, branches
-from tests.runtimes.fault_checks import HUNG_SECONDS
+from tests.support.fault_checks import HUNG_SECONDS
 
 REQUESTS = 24
 # The first route is on the CPU, which is estimated to be faster for so small a model.
