@@ -75,8 +75,8 @@ MAY_IMPORT = {
         "testing utils"
     ),
     "cli": (
-        "api bundle calibration cost_graph doctor driver errors evaluation feeds machine pipeline report runtime serving "
-        "target traces utils"
+        "api bundle calibration cost_graph doctor driver errors evaluation feeds machine pipeline report runtime "
+        "serving target traces utils"
     ),
     "__main__": "cli",
 }
