@@ -113,7 +113,7 @@ def _make_hop_task(
         samples.by_size[size] = Samples()
 
     def sample_hops() -> None:
-        feeds = {"v0": np.ones(size // 4, np.float32)}
+        feeds = {"v0": np.ones(max(size // 4, 1), np.float32)}
         times = _run_warm(session, feeds) if size <= SMALL_BYTES else run_once(session, feeds)
         runs = times.get_runs()
         pairs = list(pairwise(runs[str(index)] for index in range(SETTLING_HOPS, count + 1)))
