@@ -41,8 +41,18 @@ class Worker(threading.Thread):
     """The thread that follows one device's program."""
 
     def __init__(self, engine: WorkLoop, device: PlacedDevice) -> None:
-        super().__init__(target=engine.work, args=(device,), name=f"onnxplace {device.id}", daemon=True)
+        super().__init__(target=self._work, args=(engine, device), name=f"onnxplace {device.id}", daemon=True)
         self.engine = engine
+
+    def _work(self, engine: WorkLoop, device: PlacedDevice) -> None:
+        engine.work(device)
+
+
+class Deliverer(Worker):
+    """The thread that waits for the enqueued work of requests, so that their device's worker can enqueue the next."""
+
+    def _work(self, engine: WorkLoop, device: PlacedDevice) -> None:
+        engine.deliver(device)
 
 
 class WorkLoop:
@@ -63,6 +73,10 @@ class WorkLoop:
         self._in_flight: dict[int, Request] = {}
         self._tokens: dict[str, queue.SimpleQueue[None]] = {device: queue.SimpleQueue() for device in devices}
         """A token makes a worker look for work; a superfluous one does no harm."""
+        self._deliveries: dict[str, queue.SimpleQueue[Request | None]] = {
+            device.id: queue.SimpleQueue() for device in devices.values() if device.memory.runs_ahead
+        }
+        """Requests whose work is enqueued, by device; None makes a deliverer look whether it is needed any more."""
         self._closed = False
         self.owner: weakref.ref[object] | None = None
         """The session that closes or abandons the engine, if there is one."""
@@ -109,6 +123,35 @@ class WorkLoop:
                         self._finish_part(request, device.id)
         except BaseException as cause:  # noqa: BLE001 - whatever ends a thread, such as an exception set from outside
             self._mark_broken(device, cause, request)
+
+    def deliver(self, device: PlacedDevice) -> None:
+        """Wait for the enqueued work of one request after another, and finish each, until the engine is closed."""
+        request = None
+        try:
+            while not self._is_ended():
+                if (request := self._deliveries[device.id].get()) is not None:
+                    self._settle(request)
+                    self._finish_part(request, device.id)
+        except BaseException as cause:  # noqa: BLE001 - whatever ends a thread, such as an exception set from outside
+            self._mark_broken(device, cause, request)
+
+    def _settle(self, request: Request) -> None:
+        """Wait for the enqueued work of a request; a failed request does not wait, and an error ends it."""
+        for memory, device, checkpoint in request.checkpoints:
+            if request.failure is not None:
+                break
+            try:
+                memory.settle(checkpoint)
+            except OnnxplaceError as failure:
+                self._fail(request, failure)
+            except Exception as failure:  # noqa: BLE001 - the caller of the request gets it
+                self._fail(request, describe_step_failure(failure, None, device))
+        request.checkpoints = []
+
+    def _is_ended(self) -> bool:
+        """Return whether the engine is closed and no request is in flight."""
+        with self._lock:
+            return self._closed and not self._in_flight
 
     def _await_token(self, tokens: queue.SimpleQueue[None]) -> None:
         """Wait for a token.
@@ -180,6 +223,9 @@ class WorkLoop:
         with self._lock:
             request.unfinished.discard(device)
             last = not request.unfinished and request.number in self._in_flight
+            if last and request.checkpoints and self._broken is None:
+                self._deliveries[request.checkpoints[-1][1]].put(request)  # which then comes here again
+                return
             if last:
                 request.deliverer = device
                 self._store_states(request)
@@ -198,6 +244,8 @@ class WorkLoop:
         for device, tokens in self._tokens.items():
             if device != excluded:
                 tokens.put(None)
+        for deliveries in self._deliveries.values():
+            deliveries.put(None)
 
     def _fail(self, request: Request, failure: BaseException) -> None:
         """End a request with a failure."""
@@ -246,6 +294,8 @@ class WorkLoop:
         request.next_states.update(
             {name: self._detach(device, states[name], value) for name, value in next_states.items()}
         )
+        if device.memory.runs_ahead:
+            request.checkpoints.append((device.memory, device.id, device.memory.checkpoint()))
 
     def _send(self, device: PlacedDevice, step: Step, value: Any, request: Request) -> None:
         """Deliver a value to another device."""
