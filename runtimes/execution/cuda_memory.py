@@ -70,8 +70,6 @@ def _describe_output(value: Any, session: Any) -> RunOutput:
 
 
 def _list_host_names(items: Sequence[Any], memory_infos: Sequence[Any]) -> frozenset[str]:
-    """Return the names of inputs or outputs in the host's memory.
-
-    Page-locked memory, `CudaPinned`, counts as the host's: binding it as such saves no copy of small values.
-    """
-    return frozenset(item.name for item, info in zip(items, memory_infos) if info.name != "Cuda")
+    """Return the names of inputs or outputs in the host's memory: `Cpu`, or page-locked as `CudaPinned`."""
+    names = [info.name.lower() for info in memory_infos]
+    return frozenset(item.name for item, name in zip(items, names) if name.startswith("cpu") or "pinned" in name)

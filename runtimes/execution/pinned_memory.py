@@ -27,7 +27,7 @@ class PinnedBuffer:
 
 
 class PinnedPool:
-    """Buffers of powers of two. Allocating page-locked memory takes a driver about a millisecond, and stalls devices."""
+    """Buffers of powers of two, kept because a driver takes long to lock pages, and may stall devices meanwhile."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver

@@ -108,7 +108,7 @@ class StreamMemory(DeviceMemory):
             options: ONNX Runtime's RunOptions.
 
         Returns:
-            For each output a RunOutput, or, for one in the host's memory, an OrtValue that is complete.
+            For each output a RunOutput, or, for one in the host's memory, an OrtValue; complete after the run.
         """
 
     # -- the interface of memories ------------------------------------------------------------------------
@@ -145,6 +145,8 @@ class StreamMemory(DeviceMemory):
                 raise
             finally:  # a run that failed may have enqueued a part
                 mark = self.computing.mark(places.name, kept)
+        if places.host_outputs:
+            mark.synchronize()
         return [self._adopt_output(result, mark) for result in results]
 
     def run_unbound(self, call: Callable[[], Sequence[Any]]) -> list[Any]:
@@ -168,7 +170,7 @@ class StreamMemory(DeviceMemory):
             return self._download(value.tensor)
 
     def receive(self, parcel: Any, source: DeviceMemory) -> Any:
-        """Return a parcel as a value; the copy of a device's tensor is enqueued, and on the same device it is shared."""
+        """Return a parcel as a value; a tensor of the same device is shared, the copy of another's is enqueued."""
         if not isinstance(parcel, StreamValue):
             return StreamValue(to_ort_value_if_possible(source.fetch(parcel)))
         tensor = parcel.tensor
@@ -180,7 +182,9 @@ class StreamMemory(DeviceMemory):
 
     def fetch(self, parcel: Any) -> Any:
         """Return a parcel in the host's memory; waits for its copy."""
-        return parcel.fetch() if isinstance(parcel, Download) else parcel.host
+        if isinstance(parcel, StreamValue):
+            return parcel.host
+        return parcel.fetch() if isinstance(parcel, Download) else parcel
 
     def read(self, parcel: Any) -> Any:
         """Return a parcel as numpy; waits for its copy."""

@@ -136,12 +136,14 @@ class WorkLoop:
             self._mark_broken(device, cause, request)
 
     def _settle(self, request: Request) -> None:
-        """Wait for the enqueued work of a request; a failed request does not wait, and an error ends it."""
+        """Wait for the enqueued work and the outputs of a request, unless it has failed; an error ends it."""
         for memory, device, checkpoint in request.checkpoints:
             if request.failure is not None:
                 break
             try:
                 memory.settle(checkpoint)
+                for name in self._returned_values[request.route.programs[device]]:
+                    request.outputs[name] = memory.fetch(request.outputs[name])
             except OnnxplaceError as failure:
                 self._fail(request, failure)
             except Exception as failure:  # noqa: BLE001 - the caller of the request gets it
