@@ -15,6 +15,9 @@ from onnxplace.runtimes.execution.stream_values import DeviceTensor
 class CudaMemory(StreamMemory):
     """The memory of a GPU, or of a logical device on it, with ONNX Runtime's CUDA or TensorRT provider."""
 
+    binding_type = "cuda"
+    """ONNX Runtime's name of the place where tensors are bound."""
+
     def open_driver(self) -> Driver:
         """Return CUDA, one for all GPUs of the process."""
         return open_cuda_driver()
@@ -42,12 +45,14 @@ class CudaMemory(StreamMemory):
         binding = session.io_binding()
         for name, value in inputs.items():
             if isinstance(value, DeviceTensor):
-                place = ("cuda", self.device, value.element_type, list(value.shape), value.address)
+                place = (self.binding_type, self.device, value.element_type, list(value.shape), value.address)
                 binding.bind_input(name, *place)
             else:
                 binding.bind_ortvalue_input(name, value)
         for name in outputs:
-            binding.bind_output(name, *(("cpu", 0) if name in places.host_outputs else ("cuda", self.device)))
+            binding.bind_output(
+                name, *(("cpu", 0) if name in places.host_outputs else (self.binding_type, self.device))
+            )
         session.run_with_iobinding(binding, options)
         values = [detach_value(value) for value in binding.get_outputs()]
         return [

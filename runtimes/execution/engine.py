@@ -55,7 +55,7 @@ class Engine(WorkLoop):
         self._conversations = weakref.WeakSet((self._states,))
         """Sets of states that are freed with the session; an own set belongs to the handle of its conversation."""
         self._workers = [Worker(self, device) for device in devices.values()]
-        self._workers += [Deliverer(self, devices[device]) for device in self._deliveries]
+        self._workers += [Deliverer(self, devices[device], " deliveries") for device in self._deliveries]
         self._run_entries = [entry for item in devices.values() for entry in item.memory.run_entries().items()]
 
     def start(self) -> None:

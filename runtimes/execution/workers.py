@@ -40,8 +40,9 @@ OWNER_CHECK_SECONDS = 3.0
 class Worker(threading.Thread):
     """The thread that follows one device's program."""
 
-    def __init__(self, engine: WorkLoop, device: PlacedDevice) -> None:
-        super().__init__(target=self._work, args=(engine, device), name=f"onnxplace {device.id}", daemon=True)
+    def __init__(self, engine: WorkLoop, device: PlacedDevice, part: str = "") -> None:
+        name = f"onnxplace {device.id}{part}"
+        super().__init__(target=self._work, args=(engine, device), name=name, daemon=True)
         self.engine = engine
 
     def _work(self, engine: WorkLoop, device: PlacedDevice) -> None:

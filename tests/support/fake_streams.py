@@ -1,4 +1,4 @@
-"""A driver in plain Python whose streams are as late as they may be, and devices of it with ONNX Runtime's CPU provider.
+"""A driver in plain Python whose streams are as late as they may be, and devices of it, which run on the CPU provider.
 
 Work is executed when a wait demands it, or at a random time before that, in a random order that the streams allow.
 Memory is poisoned when it is allocated and when it is freed, both in the order of the stream. So a missing wait, a
@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import onnxruntime
@@ -78,9 +78,13 @@ class FakeDriver(Driver):
         seed: Of all choices.
         has_peer_access: Whether devices read the memory of others.
         eagerness: Probability that a call executes one more piece of pending work.
+        has_places: Whether sessions read some inputs and leave some outputs in the host's memory.
     """
 
-    def __init__(self, seed: int = 0, has_peer_access: bool = True, eagerness: float = 0.3) -> None:
+    def __init__(
+        self, seed: int = 0, has_peer_access: bool = True, eagerness: float = 0.3, has_places: bool = True
+    ) -> None:
+        self.has_places = has_places
         self.random = random.Random(seed)
         self.has_peer_access = has_peer_access
         self.eagerness = eagerness
@@ -93,17 +97,19 @@ class FakeDriver(Driver):
         self.used_bytes: dict[int, int] = {}
         self.longest_queue = 0
         """The most work that was enqueued and not executed at a time."""
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._buffers: dict[int, Buffer] = {}
         self._addresses: list[int] = []
         self._freed: deque[Buffer] = deque()
         self._streams: list[Stream] = []
         self._is_executing = False
+        self._failures: dict[Stream, DriverError] = {}
+        """Of streams, which do not recover."""
 
     # -- the interface of drivers ----------------------------------------------------------------------
 
     def create_stream(self, device: int) -> Stream:
-        with self._lock:
+        with self.lock:
             self._streams.append(Stream(device))
             return self._streams[-1]
 
@@ -190,7 +196,7 @@ class FakeDriver(Driver):
 
     def push(self, stream: Stream, execute: Callable[[bool], None], after: Work | None = None) -> None:
         """Enqueue work, and do it in the shadow world."""
-        with self._lock:
+        with self.lock:
             execute(True)
             stream.last = Work(stream, execute, after)
             stream.pending.append(stream.last)
@@ -199,7 +205,7 @@ class FakeDriver(Driver):
     @contextmanager
     def _calling(self, name: str) -> Iterator[None]:
         """Count a call, hold the lock, and execute some work."""
-        with self._lock:
+        with self.lock:
             self.counts[name] = self.counts.get(name, 0) + 1
             while not self._is_executing and self.random.random() < self.eagerness:
                 if (work := self._choose()) is None:
@@ -237,11 +243,6 @@ class FakeDriver(Driver):
                 self._failures[work.stream] = work.failure
             work.execute, work.after = lambda is_shadow: None, None
 
-    @property
-    def _failures(self) -> dict[Stream, DriverError]:
-        """Streams that failed, for good."""
-        return self.__dict__.setdefault("_failed_streams", {})
-
     @staticmethod
     def _check(work: Work) -> bool:
         if work.is_over and work.failure is not None:
@@ -262,7 +263,7 @@ class FakeDriver(Driver):
 
     def add_buffer(self, size: int, device: int | None, stream: Stream | None) -> Buffer:
         """Return new memory, which holds garbage from a point of a stream on."""
-        with self._lock:
+        with self.lock:
             buffer = Buffer(size, device)
             self._buffers[buffer.address] = buffer
             self._addresses = sorted(self._buffers)
@@ -278,12 +279,12 @@ class FakeDriver(Driver):
             if not is_shadow:
                 self._retire(buffer)
 
-        with self._lock:
+        with self.lock:
             self.push(stream, free)
 
     def find(self, address: int) -> Buffer:
         """Return the memory that contains an address."""
-        with self._lock:
+        with self.lock:
             position = bisect_right(self._addresses, address) - 1
             buffer = self._buffers[self._addresses[position]] if position >= 0 else None
             if buffer is None or address >= buffer.address + max(buffer.size, 1):
@@ -316,6 +317,8 @@ class FakeMemory(StreamMemory):
 
     def find_places(self, session: Any, name: str) -> SessionPlaces:
         """Let some inputs and outputs be on the host, as shapes are for CUDA's provider."""
+        if not self.driver.has_places:
+            return SessionPlaces(name)
         choose = self.driver.random.random
         inputs = {item.name for item in session.get_inputs() if choose() < 0.1}
         outputs = {item.name for item in session.get_outputs() if choose() < 0.1}
@@ -342,11 +345,9 @@ class FakeMemory(StreamMemory):
             session.run_with_iobinding(binding, options if is_shadow else None)
             return list(binding.get_outputs())
 
-        with driver._lock:
-            predicted = compute(True)  # raises what ONNX Runtime refuses when it enqueues a run
-            results = [
-                self._make_output(value, name in places.host_outputs) for name, value in zip(outputs, predicted)
-            ]
+        predicted = compute(True)  # raises what ONNX Runtime refuses when it enqueues a run
+        with driver.lock:
+            results = [self._make_output(value, name in places.host_outputs) for name, value in zip(outputs, predicted)]
             targets = [item if isinstance(item, onnxruntime.OrtValue) else item.owner.buffer for item in results]
             fails = driver.fail_at_run == 0
             driver.fail_at_run = None if driver.fail_at_run is None else driver.fail_at_run - 1
@@ -382,7 +383,7 @@ class FakeGpu(DeviceKind):
 
     name = "fake"
     title = "fake GPU"
-    providers = {"cpu": "CPUExecutionProvider"}
+    providers: ClassVar[Mapping[str, str]] = {"cpu": "CPUExecutionProvider"}
     memory = "tests.support.fake_streams:FakeMemory"
     is_divisible = True
     operations_per_second = 40e9
@@ -405,15 +406,21 @@ _drivers: list[FakeDriver] = []
 
 
 @contextmanager
+def register_fake_kind() -> Iterator[None]:
+    """Let devices `fake:N` exist."""
+    table.BUILTIN_KINDS["fake"] = f"{__name__}:FakeGpu"
+    try:
+        yield
+    finally:
+        del table.BUILTIN_KINDS["fake"]
+        table.find_kind.cache_clear()
+
+
+@contextmanager
 def use_fake_driver(driver: FakeDriver) -> Iterator[FakeDriver]:
-    """Let devices `fake:N` exist, with this driver."""
-    kinds = table.BUILTIN_KINDS
+    """Let devices that are opened have this driver."""
     _drivers.append(driver)
-    kinds["fake"] = f"{__name__}:FakeGpu"
     try:
         yield driver
     finally:
-        _drivers.pop()
-        if not _drivers:
-            del kinds["fake"]
-            table.find_kind.cache_clear()
+        _drivers.remove(driver)

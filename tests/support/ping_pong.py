@@ -5,6 +5,7 @@ Each device has several segments. Sums of small whole numbers are exact, so resu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,15 +36,18 @@ PLACES = {
 STATELESS = PING_PONG.replace("ping_pong", "stateless")
 
 
-def compile_ping_pong(folder: Path, devices: int = 2, stateless: bool = False) -> onnxplace.Bundle:
-    """Compile the model for some CPU devices; `stateless` makes its states plain inputs and outputs."""
+def compile_ping_pong(
+    folder: Path, devices: int = 2, stateless: bool = False, names: Sequence[str] = ("cpu:0", "cpu:1", "cpu:2")
+) -> onnxplace.Bundle:
+    """Compile the model for some devices; `stateless` makes its states plain inputs and outputs."""
+    renamed = dict(zip(("cpu:0", "cpu:1", "cpu:2"), names))
     model = parser.parse_model(STATELESS if stateless else PING_PONG)
     return onnxplace.compile(
         model,
         folder / f"{model.graph.name}-{devices}.bundle",
-        target=Target(tuple(Device(f"cpu:{index}", 1 << 30) for index in range(devices))),
+        target=Target(tuple(Device(name, 1 << 30) for name in names[:devices])),
         state=() if stateless else ("*_next=*",),
-        pipeline=pipeline(folder, PLACES[devices]),
+        pipeline=pipeline(folder, {nodes: renamed[device] for nodes, device in PLACES[devices].items()}),
     )
 
 

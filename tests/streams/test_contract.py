@@ -1,4 +1,4 @@
-"""Devices with streams, on a driver whose work is late: the contract of runtimes, and every order that must be kept."""
+"""The runtime keeps the contract of runtimes with devices whose work is enqueued."""
 
 import pytest
 
@@ -11,7 +11,6 @@ DEVICES = [("fake:0", "fake:1"), ("fake:0/0", "fake:0/1"), ("fake:0", "cpu:0"), 
 
 @pytest.mark.parametrize("has_peer_access", [True, False], ids=["peer", "host"])
 @pytest.mark.parametrize("devices", DEVICES, ids=",".join)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_the_runtime_satisfies_the_contract(devices, has_peer_access, seed):
-    with use_fake_driver(FakeDriver(seed, has_peer_access)):
+def test_the_runtime_satisfies_the_contract(devices, has_peer_access):
+    with use_fake_driver(FakeDriver(1, has_peer_access)):
         check_runtime(OnnxRuntime, devices=devices)
