@@ -46,9 +46,10 @@ class CudaDriver(Driver):
     """CUDA's runtime API. Each method names the function of it that it calls, whose manual says what it guarantees."""
 
     def __init__(self) -> None:
-        from cuda.bindings import runtime
+        from cuda.bindings import driver, runtime
 
         self.runtime: Any = runtime
+        self._uint64: Any = driver.cuuint64_t
         self._pools: dict[int, Any] = {}
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -159,7 +160,7 @@ class CudaDriver(Driver):
                 raise ExecutionError("R003", message, where=f"cuda:{device}", hint=hint)
             pool = self.call("cudaDeviceGetDefaultMemPool", device)
             threshold = self.runtime.cudaMemPoolAttr.cudaMemPoolAttrReleaseThreshold
-            self.call("cudaMemPoolSetAttribute", pool, threshold, self.runtime.cuuint64_t(KEPT_POOL_BYTES))
+            self.call("cudaMemPoolSetAttribute", pool, threshold, self._uint64(KEPT_POOL_BYTES))
             self._pools[device] = pool
         return self._pools[device]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
+import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -328,17 +329,22 @@ class FakeMemory(StreamMemory):
         self, session: Any, inputs: Mapping[str, Any], outputs: Sequence[str], places: SessionPlaces, options: Any
     ) -> list[Any]:
         driver, stream = self.driver, self.computing.stream
-        device = {name: item for name, item in inputs.items() if isinstance(item, DeviceTensor)}
-        host = {name: item for name, item in inputs.items() if name not in device}
-        buffers = {name: driver.find(item.address) for name, item in device.items()}
+        # Without references to the inputs: a driver knows addresses, and holds nothing.
+        device = {
+            name: (item.element_type, list(item.shape), item.address, driver.find(item.address))
+            for name, item in inputs.items()
+            if isinstance(item, DeviceTensor)
+        }
+        host = {name: weakref.ref(item) for name, item in inputs.items() if name not in device}
 
         def compute(is_shadow: bool) -> list[Any]:
             binding = session.io_binding()
-            for name, item in device.items():
-                address = buffers[name].translate(item.address, is_shadow)
-                assert buffers[name].device == self.device
-                binding.bind_input(name, "cpu", 0, item.element_type, list(item.shape), address)
-            for name, item in host.items():
+            for name, (kind, shape, address, buffer) in device.items():
+                assert buffer.device == self.device
+                binding.bind_input(name, "cpu", 0, kind, shape, buffer.translate(address, is_shadow))
+            for name, reference in host.items():
+                item = reference()
+                assert item is not None, "a host's value was freed before a run that reads it"
                 binding.bind_ortvalue_input(name, item)
             for name in outputs:
                 binding.bind_output(name, "cpu")
