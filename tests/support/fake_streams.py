@@ -41,6 +41,7 @@ class Buffer:
         self.size = size
         self.device = device
         """None for page-locked memory of the host."""
+        self.is_free = False
         self.actual = np.full(max(size, 1), POISON, np.uint8)
         self.shadow = self.actual.copy()
         self.address = self.actual.ctypes.data
@@ -98,6 +99,8 @@ class FakeDriver(Driver):
         self.used_bytes: dict[int, int] = {}
         self.longest_queue = 0
         """The most work that was enqueued and not executed at a time."""
+        self.violations: list[str] = []
+        """Writes to memory that was freed, which may be in use for something else."""
         self.lock = threading.RLock()
         self._buffers: dict[int, Buffer] = {}
         self._addresses: list[int] = []
@@ -256,6 +259,8 @@ class FakeDriver(Driver):
         assert source + size <= origin.address + max(origin.size, 1)
 
         def copy(is_shadow: bool) -> None:
+            if to.is_free and not is_shadow:
+                self.violations.append(f"a copy of {size} bytes to memory that was freed, from device {origin.device}")
             ctypes.memmove(to.translate(destination, is_shadow), origin.translate(source, is_shadow), size)
 
         self.push(stream, copy)
@@ -292,7 +297,14 @@ class FakeDriver(Driver):
                 raise DriverError(f"no memory at {address:#x}")
             return buffer
 
+    def drain(self) -> None:
+        """Execute all that is enqueued."""
+        with self.lock:
+            while (work := self._choose()) is not None:
+                self._execute(work)
+
     def _retire(self, buffer: Buffer) -> None:
+        buffer.is_free = True
         self._freed.append(buffer)
         while sum(item.size for item in self._freed) > MAX_QUARANTINE_BYTES:
             del self._buffers[self._freed.popleft().address]
@@ -424,9 +436,11 @@ def register_fake_kind() -> Iterator[None]:
 
 @contextmanager
 def use_fake_driver(driver: FakeDriver) -> Iterator[FakeDriver]:
-    """Let devices that are opened have this driver."""
+    """Let devices that are opened have this driver; at the end, nothing may have written to memory that was freed."""
     _drivers.append(driver)
     try:
         yield driver
+        driver.drain()
+        assert not driver.violations
     finally:
         _drivers.remove(driver)
