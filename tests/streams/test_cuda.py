@@ -57,7 +57,7 @@ class RecordedRuntime:
 
 def _returns_something(function):
     """Return whether a function returns more than an error, by its documentation."""
-    returned = function.__doc__.partition("Returns\n-------")[2].partition("See Also")[0]
+    returned = inspect.cleandoc(function.__doc__).partition("Returns\n-------")[2].partition("See Also")[0]
     return len(re.findall(r"^\S+( :.*)?$", returned.strip(), re.MULTILINE)) > 1
 
 
