@@ -129,9 +129,7 @@ class StreamMemory(DeviceMemory):
         places = self._places[session]
         with self._naming_failures():
             bound = {
-                name: to_ort_value_if_possible(self.to_host(value))
-                if name in places.host_inputs
-                else self._place(value)
+                name: to_ort_value_if_possible(self.to_host(value)) if name in places.host_inputs else self.place(value)
                 for name, value in inputs.items()
             }
             tensors = [item for item in bound.values() if isinstance(item, DeviceTensor)]
@@ -224,7 +222,7 @@ class StreamMemory(DeviceMemory):
 
     # -- copies ------------------------------------------------------------------------------------
 
-    def _place(self, value: StreamValue) -> DeviceTensor:
+    def place(self, value: StreamValue) -> DeviceTensor:
         """Return a value as a tensor on the device; copies it from the host if it is not there yet."""
         if value.tensor is None:
             value.tensor = self._upload(to_ort_value_if_possible(value.host))

@@ -7,6 +7,7 @@ ones before it returned.
 import ctypes
 import inspect
 import re
+import textwrap
 
 import numpy as np
 import onnxruntime
@@ -57,8 +58,8 @@ class RecordedRuntime:
 
 def _returns_something(function):
     """Return whether a function returns more than an error, by its documentation."""
-    returned = inspect.cleandoc(function.__doc__).partition("Returns\n-------")[2].partition("See Also")[0]
-    return len(re.findall(r"^\S+( :.*)?$", returned.strip(), re.MULTILINE)) > 1
+    returned = re.search(r"Returns\n *-+\n(.*?)(See Also|$)", function.__doc__, re.DOTALL)[1]
+    return len(re.findall(r"^\S", textwrap.dedent(returned), re.MULTILINE)) > 1
 
 
 @pytest.fixture
