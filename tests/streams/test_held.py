@@ -75,6 +75,14 @@ def test_a_value_that_was_sent_is_kept_until_its_copy_is_over(driver):
     np.testing.assert_array_equal(second.read(second.send(result, None)), make_array(8))
 
 
+def test_a_buffer_of_the_host_is_kept_until_both_copies_through_it_are_over(driver):
+    (first, add), (second, add_second) = open_memory("fake:0"), open_memory("fake:1")
+    value = second.receive(first.send(add(feed(first, 1), feed(first, 2)), second), first)
+    first.outgoing.finish()  # the first copy, not the second one
+    result = add_second(value, feed(second, 5))
+    np.testing.assert_array_equal(second.read(second.send(result, None)), make_array(8))
+
+
 def test_a_received_value_that_is_not_used_is_freed_after_its_copy(driver):
     (first, add), (second, add_second) = open_memory("fake:0"), open_memory("fake:1")
     second.receive(first.send(add(feed(first, 1), feed(first, 2)), second), first)
