@@ -3,9 +3,9 @@
 A chain of 100 nodes, once on one device in one segment, once alternating between two, for several sizes of the value
 that crosses. The difference per hop is one hand-off, one copy and one call of a segment.
 
-A first table shows the overhead of a call of a bundle over a session with the same segment: the decoder of the examples
-in one segment, by `run`, which runs the first device in the calling thread, and by `submit`, which leaves all to the
-workers. Times are lower quartiles, since others may use the machine.
+A first table shows the overhead of a call of a bundle over a session with the same segment, by `run`, which runs the
+first device in the calling thread, and by `submit`, which leaves all to the workers: a chain with one input and one
+output, and the decoder of the examples with nine of each. Times are lower quartiles, since others may use the machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -51,30 +51,34 @@ def compile_chain(elements: int, folder: Path, name: str, devices: list[str]) ->
 
 def measure_calls() -> None:
     """Print the overhead of calls over the session in the bundle."""
-    print("| devices | segments | session us | run us | more | submit us | more |\n|---|---|---|---|---|---|---|")
+    print("| model | devices | segments | session us | run us | more | submit us | more |\n" + "|---" * 8 + "|")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        compare_calls("chain", [compile_chain(64, folder, "chain", ["cpu:0"])])
         model, shape = models.build("decoder"), {"batch": 2, "seq": 1, "past": 64}
         half = {f"decoder/block_{i}.*": f"cpu:{i // 2}" for i in range(4)} | {".*": "cpu:0"}
         (folder / "half.json").write_text(json.dumps(half))
         pipeline = f'optimize,profile{{estimate=true}},coplace{{device_map="{folder / "half.json"}"}},m-topo,split,emit'
         one = onnxplace.compile(model, folder / "one", devices="cpu:0", shape=shape, placer="single")
         two = onnxplace.compile(model, folder / "two", devices="cpu:0,cpu:1", shape=shape, pipeline=pipeline)
-        plain = open_session(one.file(one.manifest.segments[0].file), make_session_options(available_cores()))
-        feeds, names = (
-            random_feeds(one.inputs, one.manifest.dimensions),
-            [item.name for item in plain.get_outputs()],
-        )
-        with onnxplace.InferenceSession(one) as a, onnxplace.InferenceSession(two) as b:
-            plain = partial(plain.run, names, feeds)
-            for bundle, session in ((one, a), (two, b)):
-                microseconds = measure_quartiles(
-                    {"plain": plain, "run": partial(session.run, None, feeds), "submit": make_submit(session, feeds)}
-                )
-                more = {key: f"{us:.0f} | {us - microseconds['plain']:+.0f}" for key, us in microseconds.items()}
-                counts = f"{len(bundle.target.devices)} | {len(bundle.manifest.segments)}"
-                print(f"| {counts} | {microseconds['plain']:.0f} | {more['run']} | {more['submit']} |", flush=True)
+        compare_calls("decoder", [one, two])
     print()
+
+
+def compare_calls(model: str, bundles: Sequence[onnxplace.Bundle]) -> None:
+    """Print a row per bundle; the first has one segment, whose session is the reference."""
+    one = bundles[0]
+    session = open_session(one.file(one.manifest.segments[0].file), make_session_options(available_cores()))
+    feeds = random_feeds(one.inputs, one.manifest.dimensions)
+    plain = partial(session.run, [item.name for item in session.get_outputs()], feeds)
+    for bundle in bundles:
+        with onnxplace.InferenceSession(bundle) as opened:
+            run = partial(opened.run, None, feeds)
+            microseconds = measure_quartiles({"plain": plain, "run": run, "submit": make_submit(opened, feeds)})
+        more = {key: f"{us:.0f} | {us - microseconds['plain']:+.0f}" for key, us in microseconds.items()}
+        counts = f"{len(bundle.target.devices)} | {len(bundle.manifest.segments)}"
+        row = f"{counts} | {microseconds['plain']:.0f} | {more['run']} | {more['submit']}"
+        print(f"| {model} | {row} |", flush=True)
 
 
 def make_submit(session: onnxplace.InferenceSession, feeds: Mapping[str, np.ndarray]) -> Callable[[], object]:

@@ -40,7 +40,7 @@ IN_FLIGHT = (4, 8)
 COPIES = "optimize,profile,coplace{join=never},fuse,single,split,replicate{routes=cpu:1},emit"
 # How each bundle is compiled.
 BUNDLES: Mapping[str, Mapping[str, Any]] = {
-    "one device": {"devices": "cpu:0"},
+    "one device": {"devices": DEVICES, "placer": "single"},  # cpu:0 alone would get all cores
     "copies": {"devices": DEVICES, "pipeline": COPIES},
     "stages": {"devices": DEVICES, "placer": "stages"},
     "chosen": {"devices": DEVICES, "objective": "throughput"},
@@ -124,6 +124,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
         print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}", flush=True)
         for name in options.models:
             for row in measure(name, folder, options.requests, options.turns):

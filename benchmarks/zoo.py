@@ -229,7 +229,7 @@ def compiled(
         return onnxplace.compile(path, folder, pipeline=text, **common)  # type: ignore[arg-type]
     if placer != RANDOM:
         return onnxplace.compile(path, folder, placer=placer, **common)  # type: ignore[arg-type]
-    from tests.end_to_end.test_split_property import RandomPlacement
+    from tests.support.random_placements import RandomPlacement
 
     random = np.random.default_rng(0)
     drawn = RandomPlacement(tuple(random.integers(0, devices, 97).tolist()), tuple(random.integers(0, 9, 89).tolist()))

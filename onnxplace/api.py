@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from numbers import Real
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Unpack, cast
 
@@ -20,15 +21,14 @@ from onnxplace.machine import use_custom_operators
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import (
     DEFAULT_MAX_IN_FLIGHT,
-    Event,
     Result,
     Runtime,
     RuntimeSession,
     choose_closing_timeout,
-    open_session,
     unpicklable_error,
 )
-from onnxplace.serving import BatchedSession, Batching, check_in_flight, require_batching, stream_results
+from onnxplace.serving import Batching, check_in_flight, check_timeout, open_serving_session, stream_results
+from onnxplace.traces import MAX_TRACED_REQUESTS, RequestTimeline, TraceRecorder
 from onnxplace.utils import Callbacks
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ __all__ = ["Compiled", "Conversation", "InferenceSession", "compile", "compile_m
 
 # The default of `user_data`: None is a value that ONNX Runtime passes on.
 _NO_USER_DATA: Final = object()
-# Locks accept no longer timeout.
-MAX_TIMEOUT_SECONDS = 1e6
 FeedSignature = tuple[tuple[str, "np.dtype[Any]", tuple[int, ...]], ...]
 """Name, type and shape of each input array."""
 
@@ -106,7 +104,7 @@ class InferenceSession:
     Args:
         bundle: A bundle, or its path.
         runtime: Name of the runtime.
-        trace: Whether `trace` returns a timeline.
+        trace: Whether requests are recorded for `trace`.
         custom_op_libraries: Shared libraries with operators that ONNX Runtime does not have.
         max_in_flight: Number of requests in flight, 1 to 1024; further ones wait until one ends.
         batching: Joins requests of several callers into one, `Batching(max_batch=8)`; see docs/serving.md.
@@ -129,9 +127,10 @@ class InferenceSession:
             hint = "use --runtime onnxruntime, or compile without --state"
             raise UsageError("S008", f"runtime {runtime!r} keeps no states", where=str(opened.path), hint=hint)
         with use_custom_operators(custom_op_libraries):
-            self._attach(opened, _open_session(opened, runtime_class(), trace, max_in_flight, batching))
+            session = open_serving_session(opened, runtime_class(), trace, max_in_flight, batching)
+            self._attach(opened, session, TraceRecorder() if trace else None)
 
-    def _attach(self, bundle: Bundle, session: RuntimeSession) -> None:
+    def _attach(self, bundle: Bundle, session: RuntimeSession, recorder: TraceRecorder | None) -> None:
         """Use an open session of a runtime."""
         self._bundle = bundle
         self._session = session
@@ -140,7 +139,7 @@ class InferenceSession:
         self._returned_names = [item.name for item in self._bundle.returned_outputs]
         self._split_states = SplitStates(self._bundle.manifest)
         self._state_outputs = {item.output for item in self._bundle.manifest.states}
-        self._events: tuple[Event, ...] = ()
+        self._recorder = recorder
         self._accepted_signature: FeedSignature | None = None
         self._callbacks = Callbacks()
 
@@ -188,8 +187,11 @@ class InferenceSession:
 
     def _run(self, names: Sequence[str], input_feed: Mapping[str, Any], timeout: float | None) -> Result:
         feeds, states = self._check_feeds(input_feed, names)
+        if self._recorder is None:
+            return self._session.run(feeds, states, check_timeout(timeout))
+        called = time.perf_counter()
         result = self._session.run(feeds, states, check_timeout(timeout))
-        self._events = result.events  # without the outputs, which only the caller keeps alive
+        self._recorder.add(called, result)
         return result
 
     def run_async(
@@ -226,7 +228,11 @@ class InferenceSession:
         callbacks and does nothing else meanwhile: they cannot `run` the session.
         """
         feeds, states = self._check_feeds(input_feed, self._resolve_parts(output_names))
-        return self._session.submit(feeds, states) if states else self._session.submit(feeds)
+        called = time.perf_counter() if self._recorder else 0.0
+        future = self._session.submit(feeds, states) if states else self._session.submit(feeds)
+        if self._recorder is not None:
+            future.add_done_callback(partial(self._recorder.add_future, called))
+        return future
 
     def stream(
         self,
@@ -274,14 +280,26 @@ class InferenceSession:
         """
         return Conversation(self)
 
-    def trace(self) -> dict[str, Any]:
-        """Return the timeline of the last `run` as Chrome trace JSON.
+    def trace(self, last: int = MAX_TRACED_REQUESTS) -> dict[str, Any]:
+        """Return the timelines of the last requests, 1 to 1000, as Chrome trace JSON; needs `trace=True`.
 
-        Perfetto opens it too; needs `trace=True`.
+        It has the requests that have succeeded, also those of conversations. Next to them it has the prediction for
+        requests that are submitted at the same times. Perfetto opens it, too (docs/traces.md).
+
+        >>> Path("trace.json").write_text(json.dumps(session.trace()))  # doctest: +SKIP
         """
-        from onnxplace.report import chrome_trace
+        from onnxplace.traces import chrome_trace, predict_timelines, read_segment_nodes
 
-        return chrome_trace(self._events, self._bundle)
+        timelines = self.list_timelines()[-check_in_flight(last, "last") :]
+        predicted = predict_timelines(self._bundle.manifest, timelines)
+        return chrome_trace(timelines, predicted, self._bundle.manifest, read_segment_nodes(self._bundle))
+
+    def list_timelines(self) -> tuple[RequestTimeline, ...]:
+        """Return what the last requests did, at most 1000 that have succeeded, in the order of their submission.
+
+        Needs `trace=True`; it is empty otherwise.
+        """
+        return self._recorder.list_timelines() if self._recorder else ()
 
     def close(self, timeout: float | None = None) -> None:
         """End all threads after the runs in flight. May be called twice.
@@ -350,39 +368,13 @@ class Conversation(InferenceSession):
 
     def __init__(self, session: InferenceSession) -> None:
         self._parent = session  # which would end its threads if it were collected
-        self._attach(session._bundle, session._session.open_conversation())
+        self._attach(session._bundle, session._session.open_conversation(), session._recorder)
 
     def __reduce__(self) -> NoReturn:
         raise unpicklable_error("a Conversation")
 
 
-def _open_session(
-    bundle: Bundle, runtime: Runtime, trace: bool, max_in_flight: int, batching: Batching | None
-) -> RuntimeSession:
-    """Open a bundle; raises UsageError, before that, if requests are to be joined and cannot be."""
-    if batching is None:
-        return open_session(runtime, bundle, trace=trace, max_in_flight=max_in_flight)
-    if not isinstance(batching, Batching):
-        hint = "such as batching=onnxplace.Batching(max_batch=8)"
-        raise UsageError("U082", f"expected a Batching, got {batching!r}", where="batching", hint=hint)
-    record = require_batching(bundle)
-    session = open_session(runtime, bundle, trace=trace, max_in_flight=max_in_flight)
-    try:
-        return BatchedSession(session, bundle, record, batching, max_in_flight)
-    except BaseException:
-        session.abandon()
-        raise
-
-
-def check_timeout(timeout: float | None, minimum: float = 1e-9) -> float | None:
-    """Return a timeout in seconds; raises UsageError unless it is valid."""
-    if timeout is None:
-        return None
-    if isinstance(timeout, bool) or not isinstance(timeout, Real) or not minimum <= timeout < MAX_TIMEOUT_SECONDS:
-        expected = "more than 0" if minimum else "0 or more"
-        hint = "omit it to wait without a limit"
-        raise UsageError("U056", f"expected a timeout in seconds, {expected}, got {timeout!r}", hint=hint)
-    return float(timeout)
+_ARRAYS = frozenset({np.ndarray})
 
 
 def _make_signature(feeds: Mapping[str, Any]) -> FeedSignature | None:
@@ -390,7 +382,7 @@ def _make_signature(feeds: Mapping[str, Any]) -> FeedSignature | None:
 
     A signature that passed once need not be checked again.
     """
-    if not isinstance(feeds, Mapping) or not all(type(value) is np.ndarray for value in feeds.values()):
+    if not isinstance(feeds, Mapping) or not _ARRAYS.issuperset(map(type, feeds.values())):
         return None
     return tuple([(name, value.dtype, value.shape) for name, value in feeds.items()])
 

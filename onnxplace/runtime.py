@@ -32,6 +32,17 @@ class Event:
     finish_seconds: float
     request: int = 0
     """Number of the request in its session."""
+    submitted_seconds: float | None = None
+    """When the request was submitted, on the clock of the runtime; None if it does not say.
+
+    With it, the events of several requests are on one time axis.
+    """
+    route: int = 0
+    """Index of the route that the request takes."""
+    conversation: int = 0
+    """Number of the request's conversation in its session; 0 outside of conversations."""
+    bytes: int | None = None
+    """Size of the value that was copied; None if the runtime does not say."""
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import itertools
+import threading
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import ClassVar
 
-from onnxplace.bundle import Bundle, Manifest, RouteRecord, list_routes, move_to_route, simulate_manifest
+from onnxplace.bundle import Bundle, list_routes
 from onnxplace.errors import ExecutionError
 from onnxplace.feeds import Array
-from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Event, Result, Runtime, RuntimeSession
-from onnxplace.simulation import Simulation
+from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Result, Runtime, RuntimeSession
+from onnxplace.traces import RequestTimeline, predict_timelines
 
 
 class Simulated(Runtime):
@@ -25,7 +28,7 @@ class Simulated(Runtime):
     ) -> RuntimeSession:
         """Return a session whose requests take the predicted time, without running anything.
 
-        They end at once, so that none are in flight.
+        They end at once, so that none are in flight. Their timelines follow one another on a clock of the session.
         """
         return SimulatedSession(bundle, trace)
 
@@ -39,29 +42,37 @@ class SimulatedSession(RuntimeSession):
         self._parent = parent
         """The session of a conversation."""
         self._closed = False
+        self._number = 0 if parent is None else next(parent._conversation_numbers)
+        self._conversation_numbers: Iterator[int] = itertools.count(1)
+        self._clock: _Clock = _Clock() if parent is None else parent._clock
         routes = list_routes(bundle.manifest)
-        self._routes = routes[:1] if bundle.manifest.states else routes
-        self._counts = [0] * len(self._routes)
+        self._shares = [route.share for route in (routes[:1] if bundle.manifest.states else routes)]
+        self._counts = [0] * len(self._shares)
 
     def submit(self, feeds: Mapping[str, Array], states: Collection[str] = ()) -> Future[Result]:
         """Return the predicted timeline at once; submitted requests take the routes in turn, by their shares."""
-        ranks = [(count + 1) / max(route.share, 1e-9) for count, route in zip(self._counts, self._routes)]
+        ranks = [(count + 1) / max(share, 1e-9) for count, share in zip(self._counts, self._shares)]
         index = ranks.index(min(ranks))
         self._counts[index] += 1
         future: Future[Result] = Future()
-        future.set_result(self._predict(self._routes[index]))
+        future.set_result(self._predict(index))
         return future
 
     def run(self, feeds: Mapping[str, Array], states: Collection[str] = (), timeout: float | None = None) -> Result:
         """Return the predicted timeline of a request alone, which takes the first route."""
-        return self._predict(self._routes[0])
+        return self._predict(0)
 
-    def _predict(self, route: RouteRecord) -> Result:
+    def _predict(self, route: int) -> Result:
         self._require_open()
-        manifest = move_to_route(self._bundle.manifest, route)
-        simulation = simulate_manifest(manifest)
-        events = _list_events(manifest, simulation) if self._trace else ()
-        return Result({}, events, simulation.makespan_seconds + manifest.predicted.request_seconds)
+        request = RequestTimeline(
+            number=0, submitted_seconds=0.0, finish_seconds=0.0, events=(), route=route, conversation=self._number
+        )
+        (timeline,) = predict_timelines(self._bundle.manifest, [request])
+        number, submitted = self._clock.pass_time(timeline.finish_seconds)
+        events = tuple(
+            replace(event, request=number, submitted_seconds=submitted) for event in timeline.events if self._trace
+        )
+        return Result({}, events, timeline.finish_seconds)
 
     def open_conversation(self) -> RuntimeSession:
         """Return a session that ends with this one; nothing is stored."""
@@ -80,28 +91,17 @@ class SimulatedSession(RuntimeSession):
         self._closed = True
 
 
-def _list_events(manifest: Manifest, simulation: Simulation) -> tuple[Event, ...]:
-    """Return runs and copies of a simulation, ordered by start."""
-    transfers = simulation.transfers
-    names = list(manifest.values)
-    events = [
-        Event(
-            device=segment.device,
-            kind="run",
-            name=segment.id,
-            start_seconds=float(simulation.start_seconds[i]),
-            finish_seconds=float(simulation.finish_seconds[i]),
-        )
-        for i, segment in enumerate(manifest.segments)
-    ]
-    events += [
-        Event(
-            device=manifest.target.devices[int(transfers.destination[i])].id,
-            kind="copy",
-            name=names[int(transfers.value[i])],
-            start_seconds=float(transfers.start_seconds[i]),
-            finish_seconds=float(transfers.finish_seconds[i]),
-        )
-        for i in range(len(transfers.value))
-    ]
-    return tuple(sorted(events, key=lambda event: (event.start_seconds, event.device)))
+class _Clock:
+    """The time of a session whose requests follow one another without a pause."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._number = 0
+        self._seconds = 0.0
+
+    def pass_time(self, seconds: float) -> tuple[int, float]:
+        """Return the number of a request that takes so long, and when it starts."""
+        with self._lock:
+            number, start = self._number, self._seconds
+            self._number, self._seconds = number + 1, start + seconds
+            return number, start

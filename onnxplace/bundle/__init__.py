@@ -38,6 +38,12 @@ if TYPE_CHECKING:
         ValueRecord as ValueRecord,
         json_schema as json_schema,
     )
+    from onnxplace.bundle.request_simulation import (
+        SimulatedRequest as SimulatedRequest,
+        SimulatedTransfer as SimulatedTransfer,
+        SubmittedRequest as SubmittedRequest,
+        simulate_requests as simulate_requests,
+    )
     from onnxplace.bundle.routes import (
         find_route_of_device as find_route_of_device,
         list_route_devices as list_route_devices,
@@ -73,6 +79,7 @@ __getattr__, __dir__, __all__ = attach(
             "RepeatRecord RouteRecord SCHEMA_VERSION SegmentRecord ShardedKindRecord ShardingRecord SplitStateRecord "
             "StateRecord Step TargetRecord TrialRecord ValueRecord json_schema"
         ),
+        "request_simulation": "SimulatedRequest SimulatedTransfer SubmittedRequest simulate_requests",
         "routes": "find_route_of_device list_route_devices list_routes move_to_route sum_device_seconds",
         "simulate_bundle": "predict_interval_seconds simulate_manifest",
         "slices": "extract_device_part list_crossing_values record_crossing_values",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
     from onnxplace.errors import Diagnostic
     from onnxplace.evaluation import DeviceUsage, StepInputs, Timings
+    from onnxplace.traces import Difference, RequestTimeline, TimelineComparison
 
 # Rounds that fill caches and are not counted.
 WARM_UPS = 2
@@ -53,6 +55,10 @@ MAX_TRACED = 20
     "--in-flight", default=1, show_default=True, type=click.IntRange(1), metavar="N",
     help="Also time a result with N requests in flight.",
 )  # fmt: skip
+@click.option(
+    "--trace", type=click.Path(path_type=Path), metavar="F.json",
+    help="Write a timeline of requests and the predicted one, for Perfetto.",
+)  # fmt: skip
 @click.option("--no-memory", is_flag=True, help="Do not measure memory, which needs a process for each device.")
 @click.option("--max-ratio", type=float, metavar="R", help="Exit 1 if the bundle takes more than R times the model.")
 @seed_option
@@ -66,6 +72,7 @@ def bench(
     shape: str,
     repeat: int,
     in_flight: int,
+    trace: Path | None,
     no_memory: bool,
     max_ratio: float | None,
     seed: int,
@@ -79,7 +86,11 @@ def bench(
     """
     from onnxplace.api import load
     from onnxplace.evaluation import choose_step_inputs, measure_usage
+    from onnxplace.traces import compare_timelines, predict_stream, predict_timelines
+    from onnxplace.utils import require_writable
 
+    if trace:
+        require_writable(trace, bundle, *(path for path in (inputs, against) if path))
     opened = load(bundle)
     note_core_shortage(opened)
     if in_flight > 1 and opened.manifest.states:
@@ -92,20 +103,35 @@ def bench(
     steps = choose_step_inputs(opened, inputs, parse_shape(shape), seed)
     with show_progress(json_, "timing steps") as observer:
         times = _time_steps(opened, against, steps, repeat, in_flight)
-        usage = measure_usage(opened, steps.first, min(repeat, MAX_TRACED), not no_memory, observer)
+        usage = measure_usage(opened, steps.first, min(repeat, MAX_TRACED), not no_memory, observer, in_flight)
+    predicted = predict_stream(opened.manifest, usage.timelines, in_flight)
+    comparison = compare_timelines(opened.manifest, usage.timelines, predicted)
+    if trace:
+        _write_trace(trace, opened, usage.timelines, predict_timelines(opened.manifest, usage.timelines))
     ratio = times["bundle"].median_seconds / times["model"].median_seconds
     print_notes([*_report_other_sizes(opened, steps.first), *usage.notes])
     with suppress(BrokenPipeError):  # the exit code still tells the result
         if json_:
-            print_json(_build_json(opened, times, usage))
+            print_json({**_build_json(opened, times, usage), "timeline": asdict(comparison)})
         else:
             click.echo(format_summary(opened, times, usage))
+            click.echo("\n" + format_comparison(comparison, in_flight))
     if max_ratio is not None and ratio > max_ratio:
         with suppress(OSError):
             click.echo(
                 f"the bundle takes {ratio:.3f} times as long as the model, expected at most {max_ratio}", err=True
             )
         raise SystemExit(1)
+
+
+def _write_trace(
+    path: Path, bundle: Bundle, measured: Sequence[RequestTimeline], predicted: Sequence[RequestTimeline]
+) -> None:
+    from onnxplace.traces import chrome_trace, read_segment_nodes
+    from onnxplace.utils import write_file
+
+    content = json.dumps(chrome_trace(measured, predicted, bundle.manifest, read_segment_nodes(bundle)))
+    write_file(path, lambda stream: stream.write(content.encode()))
 
 
 def _time_steps(
@@ -115,6 +141,7 @@ def _time_steps(
     from onnxplace.api import InferenceSession
     from onnxplace.evaluation import StateCarrier, open_reference, time_in_turns
     from onnxplace.machine import available_cores
+    from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT
 
     largest = max(
         (device.cores for device in bundle.target.devices if device.kind == "cpu"), default=len(available_cores())
@@ -127,7 +154,7 @@ def _time_steps(
         whole(steps.first)
         steps.learn(whole.states)
     feeds = [steps.feeds(number) for number in range(repeat + WARM_UPS)]
-    with InferenceSession(bundle) as session:
+    with InferenceSession(bundle, max_in_flight=max(in_flight, DEFAULT_MAX_IN_FLIGHT)) as session:
         calls: dict[str, Callable[[Any], object]] = {
             "bundle": lambda arrays: session.run(None, arrays),
             "model": whole,
@@ -295,6 +322,25 @@ def _format_links(usage: DeviceUsage) -> str:
         for link in usage.links
     ]
     return format_table(("", "values", "size", "predicted", "time", "predicted"), rows)
+
+
+def format_comparison(comparison: TimelineComparison, in_flight: int) -> str:
+    """Return the busy shares of devices, and the largest differences between measured and predicted timelines."""
+    shares = ", ".join(
+        f"{item.device} {item.share:.0%} (predicted {item.predicted_share:.0%})" for item in comparison.devices
+    )
+    lines = [f"busy with {in_flight} in flight, over {comparison.requests} requests: {shares}"]
+    for kind, preposition, item in (("segment", "on", comparison.segment), ("value", "to", comparison.transfer)):
+        if item is not None:
+            lines.append(f"largest difference: {kind} {item.name} {preposition} {_format_difference(item)}")
+    return "\n".join(lines)
+
+
+def _format_difference(item: Difference) -> str:
+    from onnxplace.report import format_milliseconds
+
+    predicted, measured = format_milliseconds(item.predicted_seconds), format_milliseconds(item.seconds)
+    return f"{item.device}: predicted {predicted}, measured {measured}"
 
 
 def _format_size(size: int | None) -> str:

@@ -60,7 +60,10 @@ class RunSummary:
 @runtime_option
 @click.option("--timeout", type=float, metavar="SECONDS", help="Abandon a run that takes longer, with exit code 4.")
 @click.option(
-    "--trace", type=click.Path(path_type=Path), metavar="F.json", help="Write a timeline for Perfetto or Chrome."
+    "--trace",
+    type=click.Path(path_type=Path),
+    metavar="F.json",
+    help="Write a timeline and the predicted one, for Perfetto.",
 )
 @seed_option
 @with_operator_libraries
@@ -118,7 +121,7 @@ def _run_steps(bundle: Bundle, steps: StepInputs, plan: RunPlan) -> RunSummary:
                 later_seconds.append(session.run_timed(steps.feeds(number), timeout=plan.timeout).seconds)
         if plan.trace:
             session.run(None, steps.feeds(plan.repeat), timeout=plan.timeout)
-            write_file(plan.trace, lambda stream: stream.write(json.dumps(session.trace()).encode()))
+            write_file(plan.trace, lambda stream: stream.write(json.dumps(session.trace(last=1)).encode()))
     outputs = {name: value for name, value in result.outputs.items() if name not in states}
     return RunSummary(outputs, median(later_seconds) if later_seconds else result.seconds)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -22,9 +25,12 @@ from onnxplace.evaluation.memory_use import BundleMemory, measure_memory
 from onnxplace.evaluation.trial import measure_segment_seconds
 from onnxplace.machine import available_memory_bytes
 from onnxplace.pipeline import Observer, find_plugin
-from onnxplace.runtime import Event, EventKind, Runtime
+from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Event, EventKind, Runtime, RuntimeSession, open_session
+from onnxplace.traces import RequestTimeline, TraceRecorder
 
 WARM_UP_RUNS = 2
+# Traced requests for each one in flight: the first and the last ones, with fewer in flight, matter less then.
+TRACED_PER_REQUEST = 8
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,8 @@ class DeviceUsage:
     devices: tuple[DeviceUse, ...]
     links: tuple[LinkUse, ...]
     process: ProcessUse
+    timelines: tuple[RequestTimeline, ...]
+    """Of the requests in flight together, or else of those that followed one another."""
     notes: tuple[Diagnostic, ...]
     """Why some values could not be measured."""
 
@@ -81,6 +89,8 @@ class TracedRequests:
     def __init__(self) -> None:
         self._spans: dict[tuple[str, EventKind, str], list[tuple[float, float]]] = {}
         self._segments: dict[str, list[float]] = {}
+        self.timelines: tuple[RequestTimeline, ...] = ()
+        """Of these requests, or of those that were in flight together afterwards."""
 
     def add(self, events: Sequence[Event]) -> None:
         """Add the events of one request."""
@@ -114,36 +124,66 @@ class TracedRequests:
 
 
 def measure_usage(
-    bundle: Bundle, feeds: Mapping[str, Any], rounds: int, with_memory: bool, observer: Observer | None = None
+    bundle: Bundle,
+    feeds: Mapping[str, Any],
+    rounds: int,
+    with_memory: bool,
+    observer: Observer | None = None,
+    in_flight: int = 1,
 ) -> DeviceUsage:
     """Run a bundle `rounds` times on the same feeds and measure devices, links and memory.
 
-    The feeds include the initial values of states. Values that cannot be measured are noted.
+    Then run some more requests with so many in flight, for their timelines. The feeds include the initial values of
+    states. Values that cannot be measured are noted.
     """
     runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
     if observer:
         observer("tracing", 0, 1 + with_memory)
-    traced = _trace_requests(runtime, bundle, feeds, rounds)
+    traced = _trace_requests(runtime, bundle, feeds, rounds, in_flight)
     busy = _measure_busy_seconds(runtime, bundle, feeds, rounds, traced)
     crossed, notes = _record_crossing(runtime, bundle, feeds)
     memory = measure_memory(bundle, {**feeds, **(crossed or {})}, observer) if with_memory else BundleMemory()
     return DeviceUsage(
-        _compare_devices(bundle, busy, memory),
-        _compare_links(bundle, traced, crossed),
-        _compare_process(bundle, memory),
-        (*notes, *memory.notes),
+        devices=_compare_devices(bundle, busy, memory),
+        links=_compare_links(bundle, traced, crossed),
+        process=_compare_process(bundle, memory),
+        timelines=traced.timelines,
+        notes=(*notes, *memory.notes),
     )
 
 
-def _trace_requests(runtime: Runtime, bundle: Bundle, feeds: Mapping[str, Any], rounds: int) -> TracedRequests:
-    traced = TracedRequests()
-    with runtime.open(bundle, trace=True) as session:
+def _trace_requests(
+    runtime: Runtime, bundle: Bundle, feeds: Mapping[str, Any], rounds: int, in_flight: int = 1
+) -> TracedRequests:
+    traced, recorder = TracedRequests(), TraceRecorder()
+    max_in_flight = max(in_flight, DEFAULT_MAX_IN_FLIGHT)
+    with open_session(runtime, bundle, trace=True, max_in_flight=max_in_flight) as session:
         for number in range(WARM_UP_RUNS + rounds):
             session.reset_state()  # states that are not fed would go on growing
-            events = session.run(feeds).events
+            called = time.perf_counter()
+            result = session.run(feeds)
             if number >= WARM_UP_RUNS:
-                traced.add(events)
+                traced.add(result.events)
+                recorder.add(called, result)
+        if in_flight > 1:
+            recorder = _record_in_flight(session, feeds, in_flight, TRACED_PER_REQUEST * in_flight)
+    traced.timelines = recorder.list_timelines()
     return traced
+
+
+def _record_in_flight(session: RuntimeSession, feeds: Mapping[str, Any], in_flight: int, count: int) -> TraceRecorder:
+    """Run `count` requests, so many at the same time; raises the error of one that fails."""
+    recorder, places, futures = TraceRecorder(count), threading.Semaphore(in_flight), []
+    for _ in range(count):
+        places.acquire()
+        called = time.perf_counter()
+        future = session.submit(feeds)
+        future.add_done_callback(partial(recorder.add_future, called))
+        future.add_done_callback(lambda _: places.release())
+        futures.append(future)
+    for future in futures:
+        future.result()
+    return recorder
 
 
 def _record_crossing(

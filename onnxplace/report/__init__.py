@@ -1,4 +1,4 @@
-"""Text for people: tables, summaries, traces."""
+"""Text for people: tables and summaries."""
 
 from typing import TYPE_CHECKING
 
@@ -12,12 +12,10 @@ if TYPE_CHECKING:
         format_milliseconds as format_milliseconds,
         format_table as format_table,
     )
-    from onnxplace.report.trace import chrome_trace as chrome_trace
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "text": "compile_summary describe_copies format_bytes format_milliseconds format_table",
-        "trace": "chrome_trace",
     },
 )

@@ -5,10 +5,14 @@ from typing import TYPE_CHECKING
 from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
-    from onnxplace.serving.batched_session import BatchedSession as BatchedSession
+    from onnxplace.serving.batched_session import (
+        BatchedSession as BatchedSession,
+        open_serving_session as open_serving_session,
+    )
     from onnxplace.serving.options import (
         Batching as Batching,
         check_in_flight as check_in_flight,
+        check_timeout as check_timeout,
         require_batching as require_batching,
     )
     from onnxplace.serving.streams import stream_results as stream_results
@@ -16,8 +20,8 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "batched_session": "BatchedSession",
-        "options": "Batching check_in_flight require_batching",
+        "batched_session": "BatchedSession open_serving_session",
+        "options": "Batching check_in_flight check_timeout require_batching",
         "streams": "stream_results",
     },
 )

@@ -10,12 +10,12 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 
 from onnxplace.bundle import BatchingRecord, Bundle
-from onnxplace.errors import ExecutionError, RunTimeoutError
+from onnxplace.errors import ExecutionError, RunTimeoutError, UsageError
 from onnxplace.feeds import Array
-from onnxplace.runtime import Result, RuntimeSession
+from onnxplace.runtime import Result, Runtime, RuntimeSession, open_session
 from onnxplace.serving.batcher import Batcher
 from onnxplace.serving.joining import Joiner
-from onnxplace.serving.options import Batching
+from onnxplace.serving.options import Batching, require_batching
 
 
 class BatchedSession(RuntimeSession):
@@ -91,3 +91,21 @@ class BatchedSession(RuntimeSession):
     @property
     def _is_forked(self) -> bool:
         return os.getpid() != self.batcher.process
+
+
+def open_serving_session(
+    bundle: Bundle, runtime: Runtime, trace: bool, max_in_flight: int, batching: Batching | None
+) -> RuntimeSession:
+    """Open a bundle; raises UsageError, before that, if requests are to be joined and cannot be."""
+    if batching is None:
+        return open_session(runtime, bundle, trace=trace, max_in_flight=max_in_flight)
+    if not isinstance(batching, Batching):
+        hint = "such as batching=onnxplace.Batching(max_batch=8)"
+        raise UsageError("U082", f"expected a Batching, got {batching!r}", where="batching", hint=hint)
+    record = require_batching(bundle)
+    session = open_session(runtime, bundle, trace=trace, max_in_flight=max_in_flight)
+    try:
+        return BatchedSession(session, bundle, record, batching, max_in_flight)
+    except BaseException:
+        session.abandon()
+        raise

@@ -14,6 +14,8 @@ from onnxplace.feeds import MAX_DIMENSION
 MAX_REQUESTS = 1024
 # Nobody waits a minute for company.
 MAX_DELAY_MS = 60_000.0
+# Locks accept no longer timeout.
+MAX_TIMEOUT_SECONDS = 1e6
 
 
 @dataclass(frozen=True)
@@ -67,3 +69,14 @@ def require_batching(bundle: Bundle) -> BatchingRecord:
         hint = "leave batching out; requests still overlap across devices"
         raise UsageError("U083", f"requests cannot be joined: {record.reason}", where=place, hint=hint)
     return record
+
+
+def check_timeout(timeout: float | None, minimum: float = 1e-9) -> float | None:
+    """Return a timeout in seconds; raises UsageError unless it is valid."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, Real) or not minimum <= timeout < MAX_TIMEOUT_SECONDS:
+        expected = "more than 0" if minimum else "0 or more"
+        hint = "omit it to wait without a limit"
+        raise UsageError("U056", f"expected a timeout in seconds, {expected}, got {timeout!r}", hint=hint)
+    return float(timeout)

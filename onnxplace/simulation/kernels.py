@@ -55,9 +55,10 @@ def run_events(
     incoming channel; 1: no contention; 2: one channel per device for both directions. Transfers are booked when
     they become ready, in that order, so none delays one that was ready before it.
 
-    `waiting` holds the number of inputs of each node that nodes produce, `available` zeros, `devices` records of
-    `DEVICE`. Fills start and finish (seconds per node; they stay -1 where the order deadlocks), and of each transfer
-    `sent_nodes` (value, source, destination) and `sent_times` (ready, start, finish). Returns the number of transfers.
+    `waiting` holds the number of inputs of each node that nodes produce, `available` the earliest start of each node,
+    `devices` records of `DEVICE`. Fills start and finish (seconds per node; they stay -1 where the order deadlocks),
+    and of each transfer `sent_nodes` (value, source, destination) and `sent_times` (ready, start, finish). Returns the
+    number of transfers.
     """
     device_count, sent = len(devices), 0
     while True:

@@ -47,7 +47,14 @@ class Simulation:
     """Per device: the most bytes at one time, weights included."""
 
 
-def simulate(graph: OpGraph, seconds: Floats, target: Target, device: Ints, order: Ints) -> Simulation:
+def simulate(
+    graph: OpGraph,
+    seconds: Floats,
+    target: Target,
+    device: Ints,
+    order: Ints,
+    earliest_seconds: Floats | None = None,
+) -> Simulation:
     """Simulate a step of a placed graph, in which each device runs its nodes in the given order.
 
     A model's inputs are on the devices that read them from the start; its outputs stay to the end. O((N + E) log N).
@@ -58,13 +65,15 @@ def simulate(graph: OpGraph, seconds: Floats, target: Target, device: Ints, orde
         target: Its devices and links.
         device: Per node, an index into the target.
         order: Each node once.
+        earliest_seconds: Per node, the time before which it does not start; 0 by default.
 
     Raises:
         ValueError: A device would wait forever for a node that is later in the order.
     """
     device, order = device.astype(np.int32, copy=False), order.astype(np.int32, copy=False)
     own_seconds = seconds[device, np.arange(len(graph))]
-    start, finish, transfers = _execute(graph, own_seconds, target, device, order)
+    earliest = np.zeros(len(graph)) if earliest_seconds is None else earliest_seconds.astype(np.float64)
+    start, finish, transfers = _execute(graph, own_seconds, target, device, order, earliest)
     if len(finish) and finish.min() < 0:
         blocked_node = graph.names[int(order[np.argmax(finish[order] < 0)])]
         raise ValueError(f"the order cannot be run: {blocked_node!r} waits for a node that is behind it")
@@ -83,9 +92,12 @@ def simulate(graph: OpGraph, seconds: Floats, target: Target, device: Ints, orde
 
 
 def _execute(
-    graph: OpGraph, own_seconds: Floats, target: Target, device: Ints, order: Ints
+    graph: OpGraph, own_seconds: Floats, target: Target, device: Ints, order: Ints, available: Floats
 ) -> tuple[Floats, Floats, Transfers]:
-    """Return start and finish of nodes, -1 for those that cannot run in this order, and all transfers."""
+    """Return start and finish of nodes, -1 for those that cannot run in this order, and all transfers.
+
+    `available` holds the earliest start of each node, and is overwritten.
+    """
     latency, per_byte = target.link_arrays()
     outputs, inputs, readers = graph.outputs, graph.inputs, graph.readers
     queue_device = device[order]
@@ -93,7 +105,7 @@ def _execute(
     devices = np.zeros(len(target.devices), DEVICE)
     devices["head"], devices["running"], devices["stamp"], devices["touched"] = queue_starts[:-1], -1, -1, 1
     waiting = np.bincount(inputs.rows[graph.producer[inputs.items] >= 0], minlength=len(graph))
-    start, finish, available = np.full(len(graph), -1.0), np.full(len(graph), -1.0), np.zeros(len(graph))
+    start, finish = np.full(len(graph), -1.0), np.full(len(graph), -1.0)
     max_transfers = len(readers.items)  # each reader gets a value once
     sent_nodes, sent_times = np.empty((3, max_transfers), dtype=np.int32), np.empty((3, max_transfers))
     sent = run_events(

@@ -37,6 +37,10 @@ class BoundValue:
         self._session = session
         self._memory = memory
 
+    def count_bytes(self) -> int:
+        """Return the bytes of the tensor."""
+        return int(self.value.tensor_size_in_bytes())
+
     def shape(self) -> list[int]:
         """Return the sizes of its dimensions."""
         return list(self.value.shape())

@@ -33,8 +33,10 @@ class CarriedStates:
     Its requests take and store them in turn, under the lock of the engine.
     """
 
-    def __init__(self, table: StateTable) -> None:
+    def __init__(self, table: StateTable, number: int = 0) -> None:
         self._table = table
+        self.number = number
+        """Of the conversation; 0 for requests outside of conversations."""
         self._stored: dict[str, Any] = {}
         self._lost = False
         self.reset_pending = False

@@ -22,20 +22,22 @@ from onnxplace.errors import ExecutionError, RunTimeoutError
 from onnxplace.feeds import Array
 from onnxplace.machine import interruptible, prepare_interrupts, require_interpreter
 from onnxplace.runtime import Result
+from onnxplace.runtimes.execution.bells import CALLERS
 from onnxplace.runtimes.execution.carried_state import CarriedStates
+from onnxplace.runtimes.execution.deliveries import Deliverer, DeliveryLoop
 from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
 from onnxplace.runtimes.execution.lifecycle import OPEN_ENGINES, close_all_engines, keep_sessions_in_child
 from onnxplace.runtimes.execution.requests import Request
 from onnxplace.runtimes.execution.routes import OpenRoute, choose_route
 from onnxplace.runtimes.execution.segments import PlacedDevice
-from onnxplace.runtimes.execution.workers import Deliverer, Worker, WorkLoop
+from onnxplace.runtimes.execution.workers import Worker
 from onnxplace.utils import start_thread
 
 # Time for ended requests to reach the end of a node. Workers that take longer are left behind.
 END_GRACE_SECONDS = 2.0
 
 
-class Engine(WorkLoop):
+class Engine(DeliveryLoop):
     """An open bundle at work. Its threads keep it alive until it is closed or abandoned."""
 
     def __init__(
@@ -49,13 +51,14 @@ class Engine(WorkLoop):
         super().__init__(bundle, devices, routes, trace)
         self._max_in_flight = max_in_flight
         self._numbers = itertools.count()
+        self._conversation_numbers = itertools.count(1)
         first = bundle.manifest.segments[0].device if bundle.manifest.segments else ""
         self._first_device = devices.get(first)
         """The device that can begin at once; `run` follows its program in the thread of its caller."""
         self._conversations = weakref.WeakSet((self._states,))
         """Sets of states that are freed with the session; an own set belongs to the handle of its conversation."""
-        self._workers = [Worker(self, device) for device in devices.values()]
-        self._workers += [Deliverer(self, devices[device], " deliveries") for device in self._deliveries]
+        self._workers = [Worker(self, device, self.work) for device in devices.values()]
+        self._workers += [Deliverer(self, devices[device]) for device in self._deliveries]
         self._run_entries = [entry for item in devices.values() for entry in item.memory.run_entries().items()]
 
     def start(self) -> None:
@@ -125,6 +128,8 @@ class Engine(WorkLoop):
                 with interruptible(request.stop):
                     self._run_part(device, request)
                 self._finish_part(request, device.id)
+                if device.id in self._bells:
+                    self._bells[device.id].watch(lambda: request.future.is_finished, self._bells[CALLERS])
             return request.future.result(None if deadline is None else max(deadline - time.monotonic(), 0))
         except BaseException as failure:
             try:
@@ -217,7 +222,7 @@ class Engine(WorkLoop):
     def open_conversation(self) -> CarriedStates:
         """Return an own set of states; its requests do not wait for those of others."""
         self._require_own_process()
-        conversation = CarriedStates(self._state_table)
+        conversation = CarriedStates(self._state_table, next(self._conversation_numbers))
         with self._lock:
             if self._closed:
                 raise self._broken or ExecutionError("X002", "the session is closed", where=str(self.bundle.path))

@@ -13,6 +13,7 @@ from onnxplace.runtimes.execution.bound_runs import run_bound
 from onnxplace.runtimes.execution.ort_values import (
     is_copyable_tensor,
     is_native_array,
+    is_native_type,
     to_ort_value,
     to_ort_value_if_possible,
     to_python,
@@ -33,7 +34,7 @@ class HostMemory(DeviceMemory):
 
     def feed(self, array: Any, declared: str) -> Any:
         """Return an input; it shares the caller's memory during the request."""
-        if is_native_array(array):
+        if is_native_type(declared) and type(array) is np.ndarray:
             return array if array.flags.c_contiguous else array.copy()
         return to_ort_value(array, declared)
 

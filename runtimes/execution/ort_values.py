@@ -89,6 +89,16 @@ def is_copyable_tensor(value: Any) -> bool:
     )
 
 
+def count_bytes(value: Any) -> int | None:
+    """Return the bytes of a tensor; None for other values, and strings."""
+    if hasattr(value, "count_bytes"):  # a value of a device that has a class of its own
+        size: int | None = value.count_bytes()
+        return size
+    if isinstance(value, np.ndarray):
+        return None if value.dtype.kind in "OUS" else value.nbytes
+    return value.tensor_size_in_bytes() if is_copyable_tensor(value) else None
+
+
 def _tensor_to_array(value: Any) -> Array:
     if not value.data_type().startswith((*_PACKED, "tensor(bfloat", "tensor(float8")):
         return np.asarray(value.numpy())

@@ -12,6 +12,7 @@ from onnxplace.devices import DeviceMemory
 from onnxplace.feeds import Array
 from onnxplace.ort import import_onnxruntime
 from onnxplace.runtime import Event
+from onnxplace.runtimes.execution.bells import Bell
 from onnxplace.runtimes.execution.carried_state import CarriedStates
 from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
 from onnxplace.runtimes.execution.routes import OpenRoute
@@ -80,12 +81,14 @@ class Request:
             self._arrived[device][value_name] = value
         self._wait_lists[device].wake()
 
-    def receive(self, value_name: str, device: str) -> Any:
-        """Sleep until a value has arrived for a device's program.
+    def receive(self, value_name: str, device: str, bell: Bell | None = None) -> Any:
+        """Watch the bell if there is one, then sleep, until a value has arrived for a device's program.
 
         Raises CancelledError when the request has failed elsewhere.
         """
         arrived, wait_list = self._arrived[device], self._wait_lists[device]
+        if bell is not None and value_name not in arrived:
+            bell.watch(lambda: value_name in arrived or self.failure is not None)
         while True:
             with self._lock:
                 if self.failure is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from onnxplace.bundle import Bundle, SegmentRecord
 from onnxplace.devices import DeviceMemory, find_kind, import_memory
 from onnxplace.errors import BundleError, ModelError
@@ -12,12 +14,13 @@ from onnxplace.machine import make_session_options, open_session, pin_thread
 from onnxplace.runtimes.execution.arena import return_freed_memory
 from onnxplace.runtimes.execution.ort_values import (
     is_absent,
-    is_native_array,
     is_native_type,
     to_ort_value_if_possible,
     to_python,
 )
 from onnxplace.target import Device
+
+MAX_PATTERN_BYTES = 4 << 20
 
 
 class PlacedDevice:
@@ -61,8 +64,10 @@ class OpenSegment:
         """
         if self._native:  # the cheapest call, with no more copies than the others
             inputs = {name: values[name] for name in self.record.inputs if name in values}
-            arrays = {name: value if is_native_array(value) else to_python(value) for name, value in inputs.items()}
-            values.update(zip(self._names, self._session.run(self._names, arrays, options)))
+            for name, value in inputs.items():
+                if type(value) is not np.ndarray:
+                    inputs[name] = to_python(value)
+            values.update(zip(self._names, self._session.run(self._names, inputs, options)))
             return
         memory = self._device.memory
         inputs = {name: values[name] for name in self.record.inputs if name in values}
@@ -94,8 +99,8 @@ def open_segment(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) ->
         options = make_session_options(
             device.cores, entries={**bundle.session_entries, **device.memory.session_entries()}
         )
-        # On the CPU, it allocates the memory of a run a second time, as one block.
-        options.enable_mem_pattern = not device.kind.is_host
+        # One block for all memory of a run saves an eighth of a call of 0.15 ms; on the CPU it comes on top of others.
+        options.enable_mem_pattern = not device.kind.is_host or record.workspace_bytes <= MAX_PATTERN_BYTES
         try:
             session = open_session(
                 bundle.file(record.file),

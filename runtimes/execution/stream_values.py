@@ -11,7 +11,7 @@ import numpy as np
 from onnx import helper
 
 from onnxplace.ort import import_onnxruntime
-from onnxplace.runtimes.execution.ort_values import is_native_type
+from onnxplace.runtimes.execution.ort_values import count_bytes, is_native_type
 from onnxplace.runtimes.execution.pinned_memory import PinnedBuffer
 from onnxplace.runtimes.execution.stream_driver import DriverError
 from onnxplace.runtimes.execution.work_queues import Mark, WorkQueue
@@ -58,6 +58,10 @@ class StreamValue:
         self.host = host
         """OrtValue, array or list; None if it is on the device alone, or an absent optional."""
         self.tensor = tensor
+
+    def count_bytes(self) -> int | None:
+        """Return the bytes of a tensor; None for other values, and strings."""
+        return self.tensor.size if self.tensor is not None else count_bytes(self.host)
 
     def shape(self) -> list[int]:
         """Return the sizes of its dimensions."""

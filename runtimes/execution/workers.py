@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,6 +21,7 @@ from onnxplace.bundle import Bundle, Step
 from onnxplace.errors import ExecutionError, OnnxplaceError
 from onnxplace.machine import is_foreign_error, pin_thread
 from onnxplace.runtime import Event, EventKind, Result
+from onnxplace.runtimes.execution.bells import CALLERS, make_bells
 from onnxplace.runtimes.execution.carried_state import CarriedStates, StateTable
 from onnxplace.runtimes.execution.failures import (
     describe_output_failure,
@@ -28,6 +29,7 @@ from onnxplace.runtimes.execution.failures import (
     describe_step_failure,
     is_out_of_memory,
 )
+from onnxplace.runtimes.execution.ort_values import count_bytes
 from onnxplace.runtimes.execution.requests import CancelledError, Request
 from onnxplace.runtimes.execution.routes import OpenRoute
 from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice
@@ -40,20 +42,11 @@ OWNER_CHECK_SECONDS = 3.0
 class Worker(threading.Thread):
     """The thread that follows one device's program."""
 
-    def __init__(self, engine: WorkLoop, device: PlacedDevice, part: str = "") -> None:
-        name = f"onnxplace {device.id}{part}"
-        super().__init__(target=self._work, args=(engine, device), name=name, daemon=True)
+    def __init__(
+        self, engine: WorkLoop, device: PlacedDevice, work: Callable[[PlacedDevice], None], part: str = ""
+    ) -> None:
+        super().__init__(target=work, args=(device,), name=f"onnxplace {device.id}{part}", daemon=True)
         self.engine = engine
-
-    def _work(self, engine: WorkLoop, device: PlacedDevice) -> None:
-        engine.work(device)
-
-
-class Deliverer(Worker):
-    """The thread that waits for the enqueued work of requests, so that their device's worker can enqueue the next."""
-
-    def _work(self, engine: WorkLoop, device: PlacedDevice) -> None:
-        engine.deliver(device)
 
 
 class WorkLoop:
@@ -78,6 +71,7 @@ class WorkLoop:
             device.id: queue.SimpleQueue() for device in devices.values() if device.memory.runs_ahead
         }
         """Requests whose work is enqueued, by device; None makes a deliverer look whether it is needed any more."""
+        self._bells = make_bells(devices, bundle.manifest)
         self._closed = False
         self.owner: weakref.ref[object] | None = None
         """The session that closes or abandons the engine, if there is one."""
@@ -110,6 +104,7 @@ class WorkLoop:
         }
         self._returned_names = frozenset(item.name for item in bundle.returned_outputs)
         self._outputs = [(item.name, item.value) for item in manifest.outputs]
+        self._programs = {device: drop_last_frees(program) for device, program in manifest.programs.items()}
 
     def work(self, device: PlacedDevice) -> None:
         """Follow the device's program, request after request, until the engine is closed."""
@@ -117,6 +112,8 @@ class WorkLoop:
         try:
             with pin_thread(device.cores):
                 while not self._is_finished(device.id):
+                    if device.id in self._bells:
+                        self._bells[device.id].watch(lambda: not tokens.empty())
                     self._await_token(tokens)
                     while (request := self._next_request(device.id)) is not None:
                         with suppress(BaseException):  # the request has it
@@ -124,37 +121,6 @@ class WorkLoop:
                         self._finish_part(request, device.id)
         except BaseException as cause:  # noqa: BLE001 - whatever ends a thread, such as an exception set from outside
             self._mark_broken(device, cause, request)
-
-    def deliver(self, device: PlacedDevice) -> None:
-        """Wait for the enqueued work of one request after another, and finish each, until the engine is closed."""
-        request = None
-        try:
-            while not self._is_ended():
-                if (request := self._deliveries[device.id].get()) is not None:
-                    self._settle(request)
-                    self._finish_part(request, device.id)
-        except BaseException as cause:  # noqa: BLE001 - whatever ends a thread, such as an exception set from outside
-            self._mark_broken(device, cause, request)
-
-    def _settle(self, request: Request) -> None:
-        """Wait for the enqueued work and the outputs of a request, unless it has failed; an error ends it."""
-        for memory, device, checkpoint in request.checkpoints:
-            if request.failure is not None:
-                break
-            try:
-                memory.settle(checkpoint)
-                for name in self._returned_values[request.route.programs[device]]:
-                    request.outputs[name] = memory.fetch(request.outputs[name])
-            except OnnxplaceError as failure:
-                self._fail(request, failure)
-            except Exception as failure:  # noqa: BLE001 - the caller of the request gets it
-                self._fail(request, describe_step_failure(failure, None, device))
-        request.checkpoints = []
-
-    def _is_ended(self) -> bool:
-        """Return whether the engine is closed and no request is in flight."""
-        with self._lock:
-            return self._closed and not self._in_flight
 
     def _await_token(self, tokens: queue.SimpleQueue[None]) -> None:
         """Wait for a token.
@@ -208,7 +174,7 @@ class WorkLoop:
     def _run_part(self, device: PlacedDevice, request: Request) -> None:
         """Follow a device's program for one request; an error ends the request, an interrupt is raised again."""
         try:
-            self.follow_program(device, self.bundle.manifest.programs[request.route.programs[device.id]], request)
+            self.follow_program(device, self._programs[request.route.programs[device.id]], request)
         except CancelledError:
             pass
         except OnnxplaceError as failure:
@@ -239,6 +205,8 @@ class WorkLoop:
         if last:
             self._request_changes.wake()
             self._deliver_result(request)
+            if device in self._bells:
+                self._bells[device].plan_ring(self._bells[CALLERS])
         if more and (self._closed or request.callers_device or (last and self._state_table.value_names)):
             self._wake()
 
@@ -247,6 +215,8 @@ class WorkLoop:
         for device, tokens in self._tokens.items():
             if device != excluded:
                 tokens.put(None)
+                if excluded in self._bells:
+                    self._bells[excluded].plan_ring(self._bells[device])
         for deliveries in self._deliveries.values():
             deliveries.put(None)
 
@@ -267,6 +237,7 @@ class WorkLoop:
     def follow_program(self, device: PlacedDevice, program: Sequence[Step], request: Request) -> None:
         """Execute the steps of a device's program for one request."""
         home = request.route.programs[device.id]
+        bell = self._bells.get(device.id)
         stored, states = self._take_states(request), self._state_table.value_names.get(home, {})
         values = {
             name: device.memory.feed(request.feeds[name], self._types[name])
@@ -277,20 +248,25 @@ class WorkLoop:
         for step in program:
             if request.failure is not None:
                 raise CancelledError
+            if step.op == "free":
+                values.pop(step.value, None)
+                continue
             request.current_steps[device.id] = step
             if step.op == "run":
+                if bell is not None:
+                    bell.ring()
                 self.run_segment(device, request.route.segments[step.segment], values, request)
             elif step.op == "send":
                 self._send(device, step, values[step.value], request)
-            elif step.op == "receive":
+                if bell is not None:
+                    bell.plan_ring(self._bells[request.route.devices[step.peer]])
+            else:
                 began = time.perf_counter()
-                arrived = request.receive(step.value, home)
+                arrived = request.receive(step.value, home, bell)
                 self._record(request, device, "wait", step.value, began)
                 began = time.perf_counter()
-                values[step.value] = device.memory.receive(arrived, self._find_peer(step, request).memory)
-                self._record(request, device, "copy", step.value, began)
-            else:
-                values.pop(step.value, None)
+                value = values[step.value] = device.memory.receive(arrived, self._find_peer(step, request).memory)
+                self._record(request, device, "copy", step.value, began, value)
         for name in self._returned_values[home]:
             request.outputs[name] = device.memory.send(values[name], None)
         next_states = {name: values[value] for name, value in states.items()}
@@ -305,7 +281,7 @@ class WorkLoop:
         began = time.perf_counter()
         parcel = device.memory.send(value, self._find_peer(step, request).memory)
         if device.memory.is_asynchronous:
-            self._record(request, device, "copy", step.value, began)
+            self._record(request, device, "copy", step.value, began, value)
         request.deliver(step.value, step.peer, parcel)
 
     def _find_peer(self, step: Step, request: Request) -> PlacedDevice:
@@ -331,11 +307,25 @@ class WorkLoop:
         """Return a value that outlives its request: sequences and optionals may refer to memory of its feeds."""
         return value if self._owns_buffers[name] else device.memory.keep(value)
 
-    def _record(self, request: Request, device: PlacedDevice, kind: EventKind, name: str, began: float) -> None:
+    def _record(
+        self, request: Request, device: PlacedDevice, kind: EventKind, name: str, began: float, value: Any = None
+    ) -> None:
+        """Note what a device did from `began` until now, such as a copy of `value`; does nothing without a trace."""
         if self._trace:
-            now = time.perf_counter()
+            now, origin = time.perf_counter(), request.start_time
             request.events.append(
-                Event(device.id, kind, name, began - request.start_time, now - request.start_time, request.number)
+                Event(
+                    device=device.id,
+                    kind=kind,
+                    name=name,
+                    start_seconds=began - origin,
+                    finish_seconds=now - origin,
+                    request=request.number,
+                    submitted_seconds=origin,
+                    route=request.route.index,
+                    conversation=request.conversation.number,
+                    bytes=count_bytes(value) if kind == "copy" else None,
+                )
             )
 
     # -- states and results ------------------------------------------------------------------------------------
@@ -395,3 +385,11 @@ class WorkLoop:
         producer = self._devices[request.route.devices[self._producers[value]]]
         array = producer.memory.read(request.outputs[value])
         return array.copy() if value in self._stored_values else array
+
+
+def drop_last_frees(program: Sequence[Step]) -> list[Step]:
+    """Return a program without the steps that free values right before its end, which frees them all."""
+    steps = list(program)
+    while steps and steps[-1].op == "free":
+        steps.pop()
+    return steps

@@ -55,21 +55,25 @@ MAY_IMPORT = {
     ),
     # running bundles
     "runtime": "bundle errors feeds",
+    "traces": "bundle runtime",
     "runtimes.execution": "bundle devices errors feeds machine ort runtime target utils",
-    "runtimes": "bundle errors feeds machine runtime runtimes.execution simulation",
+    "runtimes": "bundle errors feeds machine runtime runtimes.execution traces",
     "serving": "bundle errors feeds runtime runtimes.execution utils",
     # pipelines of passes; trials and calibration, which run bundles; reports
     "pipeline": "errors facts runtime state utils",
     "calibration": "bundle errors feeds graph machine pipeline runtime target utils",
-    "evaluation": "bundle errors feeds machine model ort pipeline runtime target utils",
-    "report": "bundle errors pipeline runtime",
+    "evaluation": "bundle errors feeds machine model ort pipeline runtime target traces utils",
+    "report": "bundle errors pipeline",
     # from a model to a bundle, and the interfaces to it
     "driver": (
         "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem report state target utils"
     ),
-    "api": "bundle driver errors feeds machine pipeline report runtime serving utils",
+    "api": "bundle driver errors feeds machine pipeline runtime serving traces utils",
     "testing": "bundle driver errors facts feeds graph pipeline runtime simulation state target utils",
-    "cli": ("api bundle calibration cost_graph driver errors evaluation feeds machine pipeline report target utils"),
+    "cli": (
+        "api bundle calibration cost_graph driver errors evaluation feeds machine pipeline report runtime target "
+        "traces utils"
+    ),
     "__main__": "cli",
 }
 # Modules that every wing may import.

@@ -72,8 +72,8 @@ def test_each_route_alone_is_a_bundle_that_runs(bundle):
         assert {segment.device for segment in moved.manifest.segments} == set(route.devices.values())
         with onnxplace.InferenceSession(moved, trace=True) as session:
             outputs = session.run(None, FEEDS)
-            rows = {entry["tid"] for entry in session.trace()["traceEvents"] if entry["ph"] == "X"}
-        assert {DEVICES[row] for row in rows} == set(route.devices.values())
+            (timeline,) = session.list_timelines()
+        assert {event.device for event in timeline.events} == set(route.devices.values())
         expected = expected or outputs
         for output, value in zip(outputs, expected):
             np.testing.assert_array_equal(output, value)

@@ -14,8 +14,8 @@ import onnxplace
 from onnxplace.bundle import Bundle, extract_device_part, list_crossing_values, record_crossing_values
 from onnxplace.bundle.program_check import check_programs
 from onnxplace.pipeline import find_plugin
-from tests.end_to_end.test_split_property import RandomPlacement, assert_same, compiled_with, placements
 from tests.support.random_models import RandomModel, random_models, reference
+from tests.support.random_placements import RandomPlacement, assert_same, compiled_with, placements
 
 # Both towers read values of the other one, twice.
 TOWERS = """

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ import onnxplace
 from onnxplace.evaluation import memory_use
 from onnxplace.evaluation.memory_use import can_measure_memory
 from tests.conftest import FAST_PIPELINE
-from tests.runtimes.state_checks import APART, START, STATES, feeds, sums
+from tests.support.state_checks import APART, START, STATES, feeds, sums
+from tests.support.trace_checks import check_format, check_requests, list_events
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
 only_linux = pytest.mark.skipif(not can_measure_memory(), reason="only Linux reports the peak memory of a process")
@@ -75,7 +77,7 @@ def test_all_predictions_are_compared_with_measurements(run_cli, compiled):
 def test_the_text_has_a_row_for_each_device_link_and_the_process(run_cli, compiled):
     result = run_cli("bench", compiled, "--repeat", "2")
     assert (result.code, result.err) == (0, "")
-    steps, devices, links = (block.splitlines() for block in result.out.strip("\n").split("\n\n"))
+    steps, devices, links, timeline = (block.splitlines() for block in result.out.strip("\n").split("\n\n"))
     assert steps[0].split() == ["median", "p90", "predicted", "/", "all", "cores"]
     assert devices[0].split() == ["busy", "predicted", "process", "peak", "predicted"]
     assert [line.split("  ")[0] for line in devices[1:]] == ["cpu:0", "cpu:1", "process, opening", "process, running"]
@@ -87,6 +89,37 @@ def test_the_text_has_a_row_for_each_device_link_and_the_process(run_cli, compil
     manifest = onnxplace.load(compiled).manifest
     sent = {f"{device} -> {s.peer}" for device, program in manifest.programs.items() for s in program if s.op == "send"}
     assert {line.split("  ")[0] for line in links[1:]} == sent
+    share = r"\d+% \(predicted \d+%\)"
+    assert re.fullmatch(rf"busy with 1 in flight, over 2 requests: cpu:0 {share}, cpu:1 {share}", timeline[0])
+    times = r"predicted [\d.e+-]+ ms, measured [\d.e+-]+ ms"
+    assert re.fullmatch(rf"largest difference: segment cpu\d-\d+ on cpu:\d: {times}", timeline[1])
+    assert re.fullmatch(rf"largest difference: value \S+ to cpu:\d: {times}", timeline[2])
+
+
+def test_a_trace_has_requests_in_flight_next_to_their_prediction(run_cli, compiled, tmp_path):
+    path = tmp_path / "trace.json"
+    data = bench(run_cli, compiled, *QUICK, "--in-flight", "3", "--trace", path)
+    trace, manifest = json.loads(path.read_text()), onnxplace.load(compiled).manifest
+    check_format(trace)
+    check_requests(trace, manifest, range(24))
+    spans = sorted((item["ts"], item["ts"] + item["dur"]) for item in list_events(trace, "measured", "request"))
+    assert any(later < finish for (_, finish), (later, _) in pairwise(spans)), "several are in flight"
+    timeline = data["timeline"]
+    assert timeline["requests"] == 24
+    assert [item["device"] for item in timeline["devices"]] == ["cpu:0", "cpu:1"]
+    assert all(0 < item["share"] <= 1 and 0 < item["predicted_share"] <= 1 for item in timeline["devices"])
+    assert timeline["segment"]["name"] in {segment.id for segment in manifest.segments}
+    assert timeline["segment"]["seconds"] != timeline["segment"]["predicted_seconds"] > 0
+    assert timeline["transfer"]["name"] in manifest.values
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_any_work(run_cli, compiled, tmp_path):
+    result = run_cli("bench", compiled, *QUICK, "--trace", tmp_path / "nowhere" / "trace.json")
+    assert result.code == 2
+    assert "nowhere" in result.err
+    result = run_cli("bench", compiled, *QUICK, "--trace", compiled / "manifest.json")
+    assert result.code == 2
+    onnxplace.load(compiled)
 
 
 def test_memory_is_omitted_on_request_and_on_other_systems(run_cli, compiled, monkeypatch, tmp_path):

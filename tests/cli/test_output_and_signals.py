@@ -25,7 +25,7 @@ from onnxplace.cli import app
 from onnxplace.errors import ExecutionError, FeedError
 from onnxplace.feeds import Declared, require_storable, write_npz
 from tests.conftest import FAST_PIPELINE, Ran, branches
-from tests.end_to_end.test_split_property import RandomPlacement, compiled_with
+from tests.support.random_placements import RandomPlacement, compiled_with
 
 PYTHON = (sys.executable, "-c", "from onnxplace.cli import entry; entry()")
 FULL = Path("/dev/full")

@@ -8,6 +8,7 @@ import pytest
 
 import onnxplace
 from tests.support.commands import compiled_from, only_json, run_unsplit
+from tests.support.trace_checks import check_format, check_requests
 
 pytestmark = pytest.mark.usefixtures("no_gpus", "work_in_temporary_folder")
 
@@ -49,10 +50,19 @@ def test_a_trace_has_a_row_for_each_device_and_an_event_for_each_segment(run_cli
     assert run_cli("run", compiled, "--runtime", runtime, "--trace", "trace.json").code == 0
     events = json.loads(Path("trace.json").read_text())["traceEvents"]
     rows = {event["args"]["name"] for event in events if event["ph"] == "M" and event["name"] == "thread_name"}
-    assert rows == {"cpu:0", "cpu:1"}
+    assert {"cpu:0 compute", "cpu:1 compute", "requests"} <= rows
     result = {event["name"] for event in events if event["ph"] == "X" and event["cat"] == "run"}
     assert result == {segment.id for segment in onnxplace.load(compiled).manifest.segments}
-    assert any(event["ph"] == "X" and event["cat"] == "copy" for event in events)
+    trace = json.loads(Path("trace.json").read_text())
+    check_format(trace)
+    check_requests(trace, onnxplace.load(compiled).manifest, [1])
+
+
+def test_a_trace_after_repeated_runs_has_the_last_one_only(run_cli, compiled):
+    assert run_cli("run", compiled, "--repeat", "3", "--trace", "trace.json").code == 0
+    trace = json.loads(Path("trace.json").read_text())
+    check_requests(trace, onnxplace.load(compiled).manifest, [3])
+    assert trace["otherData"]["requests"] == 1
 
 
 def test_simulated_runs_take_the_predicted_time(run_cli, compiled):

@@ -14,8 +14,8 @@ from onnxplace.errors import ExecutionError, InfeasibleError
 from onnxplace.evaluation import RateTrial, trial as step_trial
 from onnxplace.target import Device, Target
 from tests.driver.test_strategies import make_target
-from tests.runtimes.state_checks import STATES, sums
 from tests.support.chains import mlp
+from tests.support.state_checks import STATES, sums
 
 pytestmark = pytest.mark.usefixtures("no_gpus", "work_here")
 TWO = {"devices": "cpu:0,cpu:1", "objective": "throughput", "force": True}

@@ -11,8 +11,8 @@ from onnx import ModelProto
 
 from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle
 from tests.end_to_end.split_checks import ALTERNATING, Check, parsed
-from tests.end_to_end.test_split_property import assert_same, compiled_with, run_together
 from tests.support.random_models import Feeds, reference, run_plain
+from tests.support.random_placements import assert_same, compiled_with, run_together
 
 
 @pytest.fixture

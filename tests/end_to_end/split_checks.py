@@ -15,8 +15,8 @@ import numpy as np
 from onnx import ModelProto, TensorProto, numpy_helper, parser
 
 from onnxplace.bundle import Bundle
-from tests.end_to_end.test_split_property import RandomPlacement, assert_same, compiled_with
 from tests.support.random_models import Feeds, reference
+from tests.support.random_placements import RandomPlacement, assert_same, compiled_with
 
 X = np.array([[1, -2, 3], [-4, 5, -6]], dtype=np.float32)
 HEADER = '<ir_version: 9, opset_import: ["": 18]>'

@@ -18,7 +18,7 @@ from onnxplace.evaluation.compare import compare_output
 from onnxplace.feeds import Declared, check_feeds, random_feeds
 from onnxplace.feeds.feeds import numpy_type
 from tests.conftest import Ran
-from tests.end_to_end.test_split_property import RandomPlacement, compiled_with, run_together
+from tests.support.random_placements import RandomPlacement, compiled_with, run_together
 
 FLOATS = ("bfloat16", "float8e4m3fn", "float8e5m2")
 INTEGERS = ("int4", "uint4", "int2", "uint2")

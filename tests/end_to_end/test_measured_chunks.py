@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from onnx import parser
 
+from onnxplace.devices import DeviceAddress
 from onnxplace.facts import Profile, Source
 from onnxplace.machine import local_target
 from onnxplace.model import bind, build_op_graph, infer_static_shapes, load, value_bytes
@@ -46,7 +47,7 @@ def test_equal_chunks_are_run_once_and_cost_the_same(monkeypatch):
         MeasurementOptions, "measure", lambda self, part, feeds: runs.append(part) or actual(self, part, feeds)
     )
     pieces = chunks.cut_into_chunks(graph, found, 7_000)
-    timer = MeasurementOptions("cpu:0", (0,), 3, 0.0)
+    timer = MeasurementOptions(DeviceAddress.of("cpu:0"), (0,), 3, 0.0)
     measured = chunks.measure_chunks(model, graph, kinds, pieces, model.feeds(), timer)
     assert len(pieces) == 12
     assert len(runs) == 1
@@ -79,7 +80,9 @@ def test_chunks_are_fed_with_the_values_of_earlier_chunks(monkeypatch):
 
     monkeypatch.setattr(MeasurementOptions, "measure", spy)
     pieces = [range(i, i + 1) for i in range(len(graph))]
-    found = chunks.measure_chunks(model, graph, kinds, pieces, model.feeds(), MeasurementOptions("cpu:0", (0,), 3, 0.0))
+    found = chunks.measure_chunks(
+        model, graph, kinds, pieces, model.feeds(), MeasurementOptions(DeviceAddress.of("cpu:0"), (0,), 3, 0.0)
+    )
     assert found.measured.all()
     assert fed_values["d"]["i"].tolist() == [0]
     assert np.array_equal(fed_values["d"]["z"], 2 * fed_values["c"]["x"])

@@ -27,8 +27,8 @@ from onnxplace.passes.profile import ProfileCosts
 from onnxplace.passes.split import Split
 from onnxplace.pipeline import Pipeline
 from onnxplace.target import Device, Link, Target
-from tests.end_to_end.test_split_property import RandomPlacement, run_together
 from tests.support.random_models import run_plain
+from tests.support.random_placements import RandomPlacement, run_together
 
 SCALE = 0.05
 FREE_LINKS = tuple(Link(a, b, 0.0, 1e15) for a, b in (("cpu:0", "cpu:1"), ("cpu:1", "cpu:0")))

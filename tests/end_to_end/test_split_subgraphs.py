@@ -10,8 +10,8 @@ from onnx import ModelProto, TensorProto, external_data_helper, helper
 from onnxplace.bundle import Bundle
 from onnxplace.model import load
 from tests.end_to_end.split_checks import ALTERNATING, TRUE_AND_FALSE, Check, X, parsed, weight
-from tests.end_to_end.test_split_property import assert_same, compiled_with, run_together
 from tests.support.random_models import Feeds, run_plain
+from tests.support.random_placements import assert_same, compiled_with, run_together
 
 # ------------------------------------------------------------------------------------------------- graphs inside graphs
 

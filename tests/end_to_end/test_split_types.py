@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.end_to_end.split_checks import ALTERNATING, Check, X, check_elsewhere, parsed
-from tests.end_to_end.test_split_property import RandomPlacement, assert_same, compiled_with, run_together
 from tests.support.random_models import reference
+from tests.support.random_placements import RandomPlacement, assert_same, compiled_with, run_together
 
 # ----------------------------------------------------------------------------------------------------- types and shapes
 

@@ -21,7 +21,7 @@ from onnxplace.runtime import Event
 from onnxplace.runtimes.execution.segments import OpenSegment
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from onnxplace.target import Device, Target
-from tests.runtimes.state_checks import STATES, sums
+from tests.support.state_checks import STATES, sums
 
 TWO = {"devices": "cpu:0,cpu:1", "shape": {"batch": 4}, "device_map": {"left|relu|sum": "cpu:0", ".*": "cpu:1"}}
 

@@ -15,9 +15,9 @@ from onnx import AttributeProto, ModelProto, NodeProto, SparseTensorProto, Tenso
 from onnxplace import OnnxplaceError
 from onnxplace.model import load
 from onnxplace.passes.segments import write_segments
-from tests.end_to_end.test_split_property import RandomPlacement, assert_same, compiled_with, run_together
 from tests.support.model_texts import IF, X, find_then_branch, parse_graph
 from tests.support.random_models import reference
+from tests.support.random_placements import RandomPlacement, assert_same, compiled_with, run_together
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
 

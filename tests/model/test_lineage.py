@@ -18,7 +18,7 @@ from onnxplace.evaluation import OutputDifference
 from onnxplace.evaluation.compare import compare_output
 from onnxplace.model import Lineage, is_quantising, output_lineages
 from tests.conftest import Ran
-from tests.end_to_end.test_split_property import RandomPlacement, compiled_with
+from tests.support.random_placements import RandomPlacement, compiled_with
 
 HEAD = '<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]> g '
 

@@ -17,8 +17,8 @@ from onnxplace.model import Model, captured_names, load
 from onnxplace.model.nested_graphs import rename_reads
 from onnxplace.passes.profiling import estimate_seconds
 from onnxplace.passes.profiling.roofline import MAX_ITERATIONS
-from tests.end_to_end.test_split_property import RandomPlacement, assert_same, compiled_with, run_together
 from tests.support.random_models import Feeds, reference
+from tests.support.random_placements import RandomPlacement, assert_same, compiled_with, run_together
 
 HEADER = '<ir_version: 9, opset_import: ["": 18]>'
 X = np.array([[1, -2, 3], [-4, 5, -6]], dtype=np.float32)

@@ -21,8 +21,8 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle
 from onnxplace.model import find_scales_to_protect, load
-from tests.end_to_end.test_split_property import RandomPlacement, compiled_with, placements, run_together
 from tests.support.random_models import run_plain
+from tests.support.random_placements import RandomPlacement, compiled_with, placements, run_together
 
 SIZE, BLOCK = 64, 32
 KINDS = {

@@ -8,8 +8,8 @@ from onnx import AttributeProto, ModelProto, TensorProto, helper, numpy_helper, 
 from onnxplace import FeedError
 from onnxplace.feeds import Declared, check_feeds
 from onnxplace.model import build_op_graph, load
-from tests.end_to_end.test_split_property import RandomPlacement, assert_same, compiled_with, run_together
 from tests.support.model_texts import IF, X, find_then_branch, parse_graph
+from tests.support.random_placements import RandomPlacement, assert_same, compiled_with, run_together
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
 

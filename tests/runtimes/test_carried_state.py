@@ -23,7 +23,7 @@ from onnxplace.runtimes.execution.carried_state import CarriedStates, StateTable
 from onnxplace.runtimes.execution.host_memory import HostMemory
 from onnxplace.state import Pass, State
 from onnxplace.target import Device, Target
-from tests.runtimes.state_checks import APART, ON_ONE, START, STATES, compile_sums, feeds, new_reference, pipeline, sums
+from tests.support.state_checks import APART, ON_ONE, START, STATES, compile_sums, feeds, new_reference, pipeline, sums
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_states_never_leave_their_device(bundle, session, monkeypatch):
         monkeypatch.setattr(HostMemory, name, lambda *given, actual=actual: moved.append(given) or actual(*given))
     session.run(None, feeds(1))
     assert len(moved) == len(sent) + len(session.get_outputs()), "only what is sent or returned goes through the host"
-    copied = {event["name"] for event in session.trace()["traceEvents"] if event.get("cat") == "copy"}
+    copied = {event.name for event in session.list_timelines()[-1].events if event.kind == "copy"}
     assert not any(name in text for text in copied for name in ("total", "log_next"))
 
 

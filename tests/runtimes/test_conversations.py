@@ -16,8 +16,8 @@ import onnxplace
 from onnxplace.runtime import Runtime, RuntimeSession
 from onnxplace.runtimes.onnxruntime import OnnxRuntime, OnnxRuntimeSession
 from onnxplace.testing import check_runtime
-from tests.runtimes.fault_checks import HUNG_SECONDS, list_worker_threads
 from tests.support.chains import cached_decoder
+from tests.support.fault_checks import HUNG_SECONDS, list_worker_threads
 from tests.support.ping_pong import PingPong, compile_ping_pong, make_feeds, make_start
 
 NAMES = ["y", "total_next", "log_next"]

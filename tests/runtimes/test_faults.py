@@ -17,8 +17,8 @@ import onnxplace
 from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT
 from onnxplace.runtimes.execution import engine as engine_module, workers as workers_module
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
-from tests.runtimes.fault_checks import HUNG_SECONDS, assert_expected, list_worker_threads, wait_until
 from tests.support.endless import expected, feeds
+from tests.support.fault_checks import HUNG_SECONDS, assert_expected, list_worker_threads, wait_until
 
 # ------------------------------------------------------------------------------------------------------------- timeouts
 

@@ -14,8 +14,8 @@ from onnx import parser
 from onnxplace.bundle import WHOLE_MODEL_FILE
 from onnxplace.machine import make_session_options, open_session
 from onnxplace.runtimes.execution import engine as engine_module, workers as workers_module
-from tests.runtimes.fault_checks import HUNG_SECONDS, ROOT, assert_expected
 from tests.support.endless import endless_bundle, feeds
+from tests.support.fault_checks import HUNG_SECONDS, ROOT, assert_expected
 
 # --------------------------------------------------------------------------------------- as processes: Ctrl-C and exits
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import onnx
 import pytest
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 
@@ -22,23 +21,14 @@ from onnxplace.pipeline import Pipeline
 from onnxplace.runtimes.execution.routes import choose_route
 from onnxplace.target import Device, Target
 from tests.bundle.test_routes import copied
-from tests.conftest import branches
-from tests.end_to_end.test_split_property import RandomPlacement, assert_same, run_together
+from tests.support.copies import compile_copies, make_feeds
 from tests.support.random_models import random_models, reference
-
-COPIES = "optimize,profile{estimate=true},coplace{join=never},single,split,replicate{routes=cpu:1},emit"
+from tests.support.random_placements import RandomPlacement, assert_same, run_together
 
 
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("replicas")
-    onnx.save(branches(), folder / "m.onnx")
-    target = Target((Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30)))
-    return onnxplace.compile(folder / "m.onnx", folder / "b", target=target, shape={"batch": 2}, pipeline=COPIES)
-
-
-def feed(number: int) -> dict:
-    return {"x": np.full((2, 64), number, "f4")}
+    return compile_copies(tmp_path_factory.mktemp("replicas"))
 
 
 def devices_of(result) -> set[str]:
@@ -84,13 +74,13 @@ def test_requests_that_pile_up_divide_by_the_shares(weights, count):
 
 def test_one_request_alone_takes_the_first_route(replicas):
     with onnxplace.InferenceSession(replicas, trace=True) as session:
-        assert {device for n in range(3) for device in devices_of(session.run_timed(feed(n)))} == {"cpu:0"}
+        assert {device for n in range(3) for device in devices_of(session.run_timed(make_feeds(n)))} == {"cpu:0"}
 
 
 def test_requests_in_flight_use_all_copies_and_events_name_the_device(replicas):
     with onnxplace.InferenceSession(replicas, trace=True) as session:
-        alone = [session.run(None, feed(number))[0] for number in range(8)]
-        results = [future.result() for future in [session.submit(feed(number)) for number in range(8)]]
+        alone = [session.run(None, make_feeds(number))[0] for number in range(8)]
+        results = [future.result() for future in [session.submit(make_feeds(number)) for number in range(8)]]
     assert set().union(*map(devices_of, results)) == {"cpu:0", "cpu:1"}
     for result, expected in zip(results, alone):
         np.testing.assert_array_equal(result.outputs["y"], expected)
@@ -98,9 +88,9 @@ def test_requests_in_flight_use_all_copies_and_events_name_the_device(replicas):
 
 def test_the_simulated_runtime_takes_the_routes_in_turn(replicas):
     with onnxplace.InferenceSession(replicas, runtime="simulated", trace=True) as session:
-        counts = Counter(min(devices_of(session.submit(feed(0)).result())) for _ in range(10))
+        counts = Counter(min(devices_of(session.submit(make_feeds(0)).result())) for _ in range(10))
         assert counts == {"cpu:0": 5, "cpu:1": 5}
-        assert devices_of(session.run_timed(feed(0))) == {"cpu:0"}
+        assert devices_of(session.run_timed(make_feeds(0))) == {"cpu:0"}
 
 
 def test_a_failure_names_the_device_of_its_route_and_leaves_the_other_alone(replicas):
@@ -111,13 +101,13 @@ def test_a_failure_names_the_device_of_its_route_and_leaves_the_other_alone(repl
             raise RuntimeError("broken")
 
         broken.run = fail
-        futures = [session.submit(feed(number)) for number in range(6)]
+        futures = [session.submit(make_feeds(number)) for number in range(6)]
         errors = [future.exception() for future in futures]
         failed = [error for error in errors if error is not None]
         assert failed
         assert len(failed) < len(errors)
         assert all(isinstance(error, ExecutionError) and error.where == "cpu:1" for error in failed)
-        assert session.run(None, feed(1))
+        assert session.run(None, make_feeds(1))
 
 
 def test_requests_with_states_stay_on_the_first_route(tmp_path):

@@ -17,7 +17,7 @@ from onnxplace.bundle import simulate_manifest
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from onnxplace.runtimes.simulated import Simulated
 from onnxplace.testing import check_runtime
-from tests.runtimes.fault_checks import read_resident_bytes
+from tests.support.fault_checks import read_resident_bytes
 
 
 def test_the_onnxruntime_runtime_satisfies_the_contract():

@@ -18,7 +18,7 @@ from onnxplace.evaluation import StepInputs
 from onnxplace.feeds import Declared
 from onnxplace.model import bind_states, load as load_model
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
-from tests.runtimes.state_checks import START, compile_sums, feeds, pipeline, sums
+from tests.support.state_checks import START, compile_sums, feeds, pipeline, sums
 
 
 @pytest.fixture(scope="module")
@@ -362,7 +362,7 @@ def test_a_decoder_over_two_devices_generates_what_one_session_generates(decodin
             tokens = generate(step, prompt, 12)
             assert tokens.tolist() == decode_on_one_session(prompt, 12, empty).tolist()
             assert len(np.unique(tokens)) > 3, "tokens that are all the same prove little"
-            copied = {event["name"] for event in session.trace()["traceEvents"] if event.get("cat") == "copy"}
+            copied = {event.name for event in session.list_timelines()[-1].events if event.kind == "copy"}
             assert copied
             assert not any(name in text for text in copied for name in cached)
             session.reset_state()

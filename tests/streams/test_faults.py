@@ -8,9 +8,9 @@ import pytest
 import onnxplace
 from tests.runtimes import test_faults
 from tests.runtimes.conftest import hook_errors as hook_errors, session as session
-from tests.runtimes.fault_checks import HUNG_SECONDS, assert_expected, list_worker_threads
 from tests.runtimes.test_faults import raise_in
 from tests.support.endless import endless_bundle, feeds
+from tests.support.fault_checks import HUNG_SECONDS, assert_expected, list_worker_threads
 from tests.support.ping_pong import PingPong, compile_ping_pong, make_feeds, make_start
 
 # Collected here too, with the bundles of this file.

@@ -11,9 +11,9 @@ from onnxplace.devices import DeviceKind
 from onnxplace.machine import make_session_options, open_session, sessions
 from onnxplace.runtimes.execution import stream_memory
 from onnxplace.target import Device, Target
-from tests.runtimes.fault_checks import HUNG_SECONDS
-from tests.runtimes.state_checks import pipeline
 from tests.support.fake_streams import FakeDriver, use_fake_driver
+from tests.support.fault_checks import HUNG_SECONDS
+from tests.support.state_checks import pipeline
 
 LAYERS = 6
 SIDE = 8

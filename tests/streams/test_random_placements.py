@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, assume, given, note, settings, strategies as
 from onnx import printer
 
 from onnxplace.runtimes.execution import stream_memory
-from tests.end_to_end.test_split_property import assert_same, compiled_with, placements, run_together
 from tests.support.fake_streams import FakeDriver, use_fake_driver
 from tests.support.random_models import random_models, reference
+from tests.support.random_placements import assert_same, compiled_with, placements, run_together
 
 NAMES = [
     ("fake:0", "fake:1", "cpu:0", "fake:2"),

@@ -11,8 +11,8 @@ from onnx import ModelProto, helper
 
 from onnxplace.model import bind, load
 from onnxplace.passes.sharding import BatchAxes, find_batch_axes
-from tests.end_to_end.test_split_property import assert_same
 from tests.support.random_models import reference
+from tests.support.random_placements import assert_same
 
 Feeds = dict[str, Any]
 

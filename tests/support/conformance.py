@@ -36,7 +36,7 @@ from onnxplace.model.nested_graphs import rename_reads
 from onnxplace.runtimes.execution.ort_values import to_ort_value, to_python
 from onnxplace.state import Pass
 from onnxplace.target import Device, Target
-from tests.end_to_end.test_split_property import HUNG_SECONDS, RandomPlacement
+from tests.support.random_placements import HUNG_SECONDS, RandomPlacement
 
 KINDS = ("node", "simple", "pytorch-converted", "pytorch-operator", "light")
 # Twice the distance of neighbours, relative to them, as much as the suite itself allows bfloat16.

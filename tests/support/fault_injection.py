@@ -22,6 +22,7 @@ from onnxplace.bundle import Step
 from onnxplace.errors import ExecutionError, FeedError, OnnxplaceError, RunTimeoutError
 from onnxplace.runtimes import onnxruntime as runtime_module
 from onnxplace.runtimes.execution import Engine
+from onnxplace.runtimes.execution.workers import drop_last_frees
 from tests.support.small_programs import SmallModel, Talker
 
 # Far more than any request takes: whatever is still running then hangs.
@@ -55,7 +56,7 @@ class Fault:
 
     def reads(self, bundle: onnxplace.Bundle) -> bool:
         """Return whether it happens while outputs are read, in the thread of the device that finishes last."""
-        return self.position > len(bundle.manifest.programs[self.device])
+        return self.position > len(drop_last_frees(bundle.manifest.programs[self.device]))
 
 
 @dataclass
@@ -73,7 +74,8 @@ class Outcome:
 def list_faults(bundle: onnxplace.Bundle, kinds: Sequence[str] = KINDS) -> list[Fault]:
     """Return every fault at every instruction of a bundle."""
     faults = []
-    for device, program in bundle.manifest.programs.items():
+    for device, whole in bundle.manifest.programs.items():
+        program = drop_last_frees(whole)
         faults += [Fault("kill_outside", device, -1, False, "submit")] if "kill_outside" in kinds else []
         for position in range(len(program) + 2):
             op = program[position].op if position < len(program) else ""
@@ -389,7 +391,7 @@ class Case:
         }
         require(causes[fault.kind] in text, f"the error does not name its cause: {problem}")
         require((problem.code == "X010") == (fault.kind in ("memory", "bad_alloc")), f"another code: {problem}")
-        program = self.bundle.manifest.programs[fault.device]
+        program = drop_last_frees(self.bundle.manifest.programs[fault.device])
         if fault.inside and program[fault.position].op == "run":
             require(program[fault.position].segment in text, f"the error does not name the segment: {problem}")
         if fault.inside and program[fault.position].op == "receive":

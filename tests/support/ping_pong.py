@@ -14,7 +14,7 @@ from onnx import parser
 
 import onnxplace
 from onnxplace.target import Device, Target
-from tests.runtimes.state_checks import pipeline
+from tests.support.state_checks import pipeline
 
 PING_PONG = """
 <ir_version: 8, opset_import: ["" : 17]>

@@ -5,8 +5,8 @@ import pytest
 import onnxplace
 from tests.runtimes import test_faults
 from tests.runtimes.conftest import hook_errors as hook_errors, session as session
-from tests.runtimes.fault_checks import HUNG_SECONDS, assert_expected
 from tests.support.endless import endless_bundle, feeds
+from tests.support.fault_checks import HUNG_SECONDS, assert_expected
 
 # Collected here too, with the bundles of this file.
 REUSED = (

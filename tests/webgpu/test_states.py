@@ -6,8 +6,8 @@ import pytest
 import onnxplace
 from onnxplace.runtimes.execution.bound_memory import BoundMemory, BoundValue
 from tests.runtimes import test_carried_state
-from tests.runtimes.state_checks import START, compile_sums, feeds, new_reference
 from tests.runtimes.test_carried_state import session as session
+from tests.support.state_checks import START, compile_sums, feeds, new_reference
 
 # Collected here too, with the bundles of this file.
 REUSED = (

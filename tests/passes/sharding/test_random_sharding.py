@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, assume, given, note, settings, strategies as
 from onnx import ModelProto, parser, printer
 
 from onnxplace.model import load
-from tests.end_to_end.test_split_property import assert_same
 from tests.support.random_models import Feeds, RandomModel, random_models, reference, run_plain
+from tests.support.random_placements import assert_same
 from tests.support.shardable_models import make_model
 from tests.support.shardings import SHARES, check_structure, make_space, shard_randomly
 

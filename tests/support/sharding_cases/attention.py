@@ -120,11 +120,11 @@ ATTENTION = {
         feeds={"n": i32([2, 1])},
     ),
     "GroupQueryAttention, one token": RuleCase(
-        """(float[2,1,32] q, float[2,1,16] k, float[2,1,16] v, float[2,2,4,8] p, float[2,2,4,8] r, int32[2] n, int32 t)
-        => (float[2,1,32] y, float[2,2,5,8] a, float[2,2,5,8] b) {
+        """(float[2,1,32] q, float[2,1,16] k, float[2,1,16] v, float[2,2,4,8] p, float[2,2,4,8] r, int32[2] n)
+        => (float[2,1,32] y, float[2,2,5,8] a, float[2,2,5,8] b) <int32 t = {5}> {
             y, a, b = com.microsoft.GroupQueryAttention<num_heads=4,kv_num_heads=2>(q, k, v, p, r, n, t) }""",
         splits="000000. -> 000, 22211.. -> 211",
-        feeds={"n": i32([3, 4]), "t": i32(5)},
+        feeds={"n": i32([3, 4])},
     ),
     "GroupQueryAttention, packed": RuleCase(
         """(float[2,1,64] q, float[2,2,4,8] p, float[2,2,4,8] r, int32[2] n)

@@ -1,0 +1,118 @@
+"""Waiting for another device without sleeping: the threads of devices ring each other's bells.
+
+Waking a thread that sleeps in the kernel takes 30 to 40 us from one core to another, which is most of a hop between two
+CPU devices. So where hops are frequent, a thread that waits for a value first watches a counter, without the
+interpreter's lock, for a tenth of a millisecond. Bells only shorten waits: what is awaited is always checked under its
+own lock afterwards, so a lost ring costs time and nothing else.
+
+A thread does not ring when it sends, but right before it releases the interpreter's lock: a thread that is rung earlier
+sleeps until it gets that lock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from onnxplace.bundle import Manifest
+from onnxplace.runtimes.execution.segments import PlacedDevice
+
+CALLERS = "callers"
+
+# ONNX Runtime's own threads wait in the same way between nodes, and longer.
+WATCH_SECONDS = 100e-6
+# So many watches at most are left out after one that was in vain.
+MAX_SKIPPED = 255
+# The transfers of one request at which bells are worth their import, and their mean distance.
+MIN_TRANSFERS = 4
+MAX_SECONDS_BETWEEN_TRANSFERS = 1e-3
+
+
+class Bell:
+    """What wakes the thread of one device while it watches; only that thread calls these methods."""
+
+    def __init__(self, index: int, counters: np.ndarray, kernel: Callable[..., bool], stride: int, pauses: int) -> None:
+        self.bit = 1 << index
+        self.index = index
+        self._counters = counters
+        self._address = counters.ctypes.data
+        self._kernel = kernel
+        self._stride = stride
+        self._pauses = pauses
+        self._unrung = 0
+        self._failures = 0
+        self._skipped = 0
+
+    def plan_ring(self, other: Bell) -> None:
+        """Ring another bell with the next `ring` or `watch`."""
+        self._unrung |= other.bit
+
+    def ring(self) -> None:
+        """Ring what is planned; for a thread that is about to release the interpreter's lock."""
+        planned, self._unrung = self._unrung, 0
+        while planned:  # in Python, where the compiled function would release that lock and have to wait for it
+            lowest = planned & -planned
+            self._counters[(lowest.bit_length() - 1) * self._stride] += 1
+            planned ^= lowest
+
+    def watch(self, is_ready: Callable[[], bool], bell: Bell | None = None) -> None:
+        """Ring what is planned, and return when something is ready, or when its bell did not ring for a while.
+
+        Args:
+            is_ready: cheap, and called with the interpreter's lock only.
+            bell: the one that announces it; this one unless it is given.
+        """
+        index = (bell or self).index
+        while True:
+            seen = int(self._counters[index * self._stride])  # before the check, so that no ring is missed
+            if is_ready():
+                return
+            if self._skipped < self._failures:  # where watching is in vain, more and more often it is left out
+                self._skipped += 1
+                self.ring()
+                return
+            planned, self._unrung, self._skipped = self._unrung, 0, 0
+            began = time.perf_counter()
+            rung = self._kernel(self._address, planned, index, seen, self._pauses)
+            if not rung or time.perf_counter() - began > 2 * WATCH_SECONDS:  # others use this core
+                self._failures = min(2 * self._failures + 1, MAX_SKIPPED)
+                return
+            self._failures = 0
+
+
+def make_bells(devices: Mapping[str, PlacedDevice], manifest: Manifest) -> dict[str, Bell]:
+    """Return a bell for each device, and one for the callers of `run` under CALLERS.
+
+    There are none unless the devices exchange values often and each has cores of its own.
+    """
+    transfers = sum(step.op == "send" for program in manifest.programs.values() for step in program)
+    if transfers < MIN_TRANSFERS or manifest.predicted.step_seconds > transfers * MAX_SECONDS_BETWEEN_TRANSFERS:
+        return {}
+    if not all(device.kind.is_host and device.cores for device in devices.values()):
+        return {}
+    if any(set(one.cores) & set(other.cores) for one, other in combinations(devices.values(), 2)):
+        return {}
+    return hang_bells(devices)
+
+
+def hang_bells(devices: Iterable[str]) -> dict[str, Bell]:
+    """Return bells for devices and callers."""
+    # A quarter of a second for the import of numba, which opening a bundle needs for nothing else.
+    from onnxplace.runtimes.execution.bell_kernels import STRIDE, ring_and_wait
+
+    names = [*devices, CALLERS]
+    counters = np.zeros(STRIDE * len(names), np.int64)
+    pauses = _count_pauses(ring_and_wait, counters.ctypes.data)
+    return {name: Bell(i, counters, ring_and_wait, STRIDE, pauses) for i, name in enumerate(names)}
+
+
+def _count_pauses(kernel: Callable[..., Any], address: int) -> int:
+    """Return how many pauses take `WATCH_SECONDS`: they differ by a factor of ten between generations of processors."""
+    kernel(address, 0, 0, 0, 1)  # compiles it, or reads it from disk
+    began = time.perf_counter()
+    kernel(address, 0, 0, 0, 500)
+    return max(1, round(500 * WATCH_SECONDS / max(time.perf_counter() - began, 1e-7)))
