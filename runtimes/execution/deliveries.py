@@ -37,7 +37,8 @@ class DeliveryLoop(WorkLoop):
                 break
             try:
                 memory.settle(checkpoint)
-                for name in self._returned_values[request.route.programs[device]]:
+                home = request.route.programs[device]
+                for name in [name for name in request.outputs if self._producers[name] == home]:
                     request.outputs[name] = memory.fetch(request.outputs[name])
             except OnnxplaceError as failure:
                 self._fail(request, failure)

@@ -94,7 +94,8 @@ class WorkLoop:
             for device in self._routes[0].devices
         }
         producers = {value: segment.device for segment in manifest.segments for value in segment.outputs}
-        returned = dict.fromkeys(item.value for item in manifest.outputs)
+        self._returned_names = frozenset(item.name for item in bundle.returned_outputs)
+        returned = dict.fromkeys(item.value for item in manifest.outputs if item.name in self._returned_names)
         self._owns_buffers = {
             name: item.owns_buffers for item in self._segments.values() for name in item.record.outputs
         }
@@ -102,7 +103,6 @@ class WorkLoop:
         self._returned_values = {
             device: [v for v in returned if producers.get(v) == device] for device in self._routes[0].devices
         }
-        self._returned_names = frozenset(item.name for item in bundle.returned_outputs)
         self._outputs = [(item.name, item.value) for item in manifest.outputs]
         self._programs = {device: drop_last_frees(program) for device, program in manifest.programs.items()}
 
@@ -269,6 +269,10 @@ class WorkLoop:
                 self._record(request, device, "copy", step.value, began, value)
         for name in self._returned_values[home]:
             request.outputs[name] = device.memory.send(values[name], None)
+        if request.output_names is not self._returned_names:  # it also returns states, which else stay on their device
+            for name, value in self._outputs:
+                if name in request.output_names and value in values and self._producers.get(value) == home:
+                    request.outputs[value] = device.memory.send(values[value], None)
         next_states = {name: values[value] for name, value in states.items()}
         request.next_states.update(
             {name: self._detach(device, states[name], value) for name, value in next_states.items()}

@@ -1,15 +1,11 @@
 """The checks of GPUs say that there is none, and work on devices of a fake driver."""
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import gpu_checks
-
 import onnxplace
+from benchmarks import gpu_checks
 from onnxplace.devices.cuda import Cuda
 from tests.support.fake_streams import FakeDriver, register_fake_kind, use_fake_driver
 

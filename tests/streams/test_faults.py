@@ -4,14 +4,18 @@ import threading
 
 import numpy as np
 import pytest
+from onnx import parser
 
 import onnxplace
+from onnxplace.target import Device, Target
 from tests.runtimes import test_faults
 from tests.runtimes.conftest import hook_errors as hook_errors, session as session
 from tests.runtimes.test_faults import raise_in
 from tests.support.endless import endless_bundle, feeds
+from tests.support.fake_streams import FakeMemory
 from tests.support.fault_checks import HUNG_SECONDS, assert_expected, list_worker_threads
 from tests.support.ping_pong import PingPong, compile_ping_pong, make_feeds, make_start
+from tests.support.state_checks import pipeline
 
 # Collected here too, with the bundles of this file.
 REUSED = (
@@ -113,3 +117,36 @@ def test_requests_that_were_enqueued_before_an_error_succeed_or_fail_and_none_ha
                 np.testing.assert_array_equal(future.result().outputs["y"], PingPong().step(inputs)["y"])
             else:
                 assert isinstance(failure, onnxplace.ExecutionError)
+
+
+STATE_APART = """
+<ir_version: 8, opset_import: ["" : 17]>
+apart (float[4] x, float[4] total) => (float[4] y, float[4] total_next) {
+    [out] y = Neg(x)
+    [add] total_next = Add(total, x)
+}
+"""
+
+
+def test_an_error_of_a_run_whose_result_only_the_next_request_needs_fails_its_own_request(tmp_path, driver):
+    bundle = onnxplace.compile(
+        parser.parse_model(STATE_APART),
+        tmp_path / "apart.bundle",
+        target=Target((Device("fake:0", 1 << 30), Device("fake:1", 1 << 30))),
+        state=("total_next=total",),
+        pipeline=pipeline(tmp_path, {"out": "fake:0", "add": "fake:1"}),
+    )
+    x = np.ones(4, "f4")
+    with onnxplace.InferenceSession(bundle) as session:
+        enqueue = FakeMemory.enqueue
+
+        def fail_on_second(memory, *arguments):
+            driver.fail_at_run = 0 if memory.address.id == "fake:1" else None
+            with driver.lock:
+                return enqueue(memory, *arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FakeMemory, "enqueue", fail_on_second)
+            patch.setattr(driver, "eagerness", 0.0)
+            with pytest.raises(onnxplace.ExecutionError, match=r"X001.*fake:1: segment .* failed"):
+                session.run(None, {"x": x, "total": x})

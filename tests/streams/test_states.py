@@ -6,6 +6,7 @@ import pytest
 from onnxplace.runtimes.execution.stream_values import StreamValue
 from tests.runtimes import test_carried_state
 from tests.runtimes.test_carried_state import session as session
+from tests.support.fake_streams import FakeMemory
 from tests.support.state_checks import START, compile_sums, feeds, new_reference
 
 # Collected here too, with the bundles of this file.
@@ -47,3 +48,20 @@ def test_states_stay_on_their_device(bundle, session):
         if state.device.startswith("fake"):
             assert isinstance(stored[state.input], StreamValue)
             assert (stored[state.input].tensor is None) != (stored[state.input].host is None)
+
+
+def test_states_are_copied_to_the_host_only_on_request(bundle, session, driver, monkeypatch):
+    sent, send = [], FakeMemory.send
+
+    def note(memory, value, destination):
+        if destination is None:
+            sent.append(value)
+        return send(memory, value, destination)
+
+    session.run(None, feeds(0, **START))
+    monkeypatch.setattr(FakeMemory, "send", note)
+    session.run(None, feeds(1))
+    producers = {value: segment.device for segment in bundle.manifest.segments for value in segment.outputs}
+    names = {item.name for item in bundle.returned_outputs}
+    returned = [item.value for item in bundle.manifest.outputs if item.name in names]
+    assert len(sent) == sum(producers[value].startswith("fake") for value in returned)

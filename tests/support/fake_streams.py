@@ -426,11 +426,13 @@ _drivers: list[FakeDriver] = []
 @contextmanager
 def register_fake_kind() -> Iterator[None]:
     """Let devices `fake:N` exist."""
+    before = dict(table.BUILTIN_KINDS)
     table.BUILTIN_KINDS["fake"] = f"{__name__}:FakeGpu"
     try:
         yield
     finally:
-        del table.BUILTIN_KINDS["fake"]
+        if "fake" not in before:
+            table.BUILTIN_KINDS.pop("fake", None)
         table.find_kind.cache_clear()
 
 
