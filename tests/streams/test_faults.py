@@ -136,7 +136,7 @@ def test_an_error_of_a_run_whose_result_only_the_next_request_needs_fails_its_ow
         state=("total_next=total",),
         pipeline=pipeline(tmp_path, {"out": "fake:0", "add": "fake:1"}),
     )
-    x = np.ones(4, "f4")
+    x, driver.has_places = np.ones(4, "f4"), False
     with onnxplace.InferenceSession(bundle) as session:
         enqueue = FakeMemory.enqueue
 
