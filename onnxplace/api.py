@@ -223,9 +223,8 @@ class InferenceSession:
     def submit(self, input_feed: Mapping[str, Any], output_names: Iterable[str] | None = None) -> Future[Result]:
         """Start a run and return a future.
 
-        Runs in flight overlap across devices.
-        The result has every output except states, and the states that are named. A worker calls the future's own
-        callbacks and does nothing else meanwhile: they cannot `run` the session.
+        Runs in flight overlap across devices. The result has every output except states, and the states that are named.
+        A worker calls the future's own callbacks and does nothing else meanwhile: they cannot `run` the session.
         """
         feeds, states = self._check_feeds(input_feed, self._resolve_parts(output_names))
         called = time.perf_counter() if self._recorder else 0.0
@@ -251,8 +250,8 @@ class InferenceSession:
         >>> for (logits,) in session.stream({"tokens": tokens} for tokens in batches):  # doctest: +SKIP
         ...     print(logits.shape)
         """
-        if isinstance(feeds, Mapping):
-            message = "expected feeds one after the other, got a single mapping"
+        if isinstance(feeds, Mapping) or not isinstance(feeds, Iterable):
+            message = f"expected an iterable of feeds, one after the other, got {type(feeds).__name__}"
             raise FeedError("F007", message, hint="write [feeds], or use run")
         names, split_states = self._resolve_names(output_names), self._split_states
         return stream_results(

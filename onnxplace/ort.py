@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
 from onnxplace.errors import ExecutionError
 
-INSTALL_HINT = "pip install 'onnxplace[cpu]' (or 'onnxplace[gpu]' on a machine with CUDA 13)"
+INSTALL_HINT = (
+    "pip install 'onnxplace[cpu]' (or 'onnxplace[gpu]' on a machine with CUDA 13, 'onnxplace[webgpu]' for other GPUs)"
+)
 # Each of them brings a package of the name `onnxruntime`.
-WHEELS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-webgpu")
+WHEELS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-webgpu", "onnxruntime-directml", "onnxruntime-openvino")
 
 
 @lru_cache(maxsize=1)
@@ -58,7 +61,9 @@ def build_one_node_model() -> bytes:
     return bytes(parser.parse_model(text).SerializeToString())
 
 
-def find_provider_problem(provider: str, options: dict[str, str], fallback_reason: str) -> str | None:
+def find_provider_problem(
+    provider: str, options: dict[str, str], fallback_reason: str, entries: Mapping[str, str] | None = None
+) -> str | None:
     """Return why ONNX Runtime cannot use an execution provider with these options; None if it can.
 
     It opens a session, since the list of available providers names those compiled in, whether they work or not.
@@ -67,6 +72,7 @@ def find_provider_problem(provider: str, options: dict[str, str], fallback_reaso
         provider: Such as `CUDAExecutionProvider`.
         options: Of the provider.
         fallback_reason: What a silent fallback to the CPU means.
+        entries: For the configuration of the session.
     """
     runtime = import_onnxruntime()
     if provider not in runtime.get_available_providers():
@@ -74,6 +80,8 @@ def find_provider_problem(provider: str, options: dict[str, str], fallback_reaso
         return f"the installed onnxruntime {runtime.__version__} has no {short} provider"
     session_options = runtime.SessionOptions()
     session_options.log_severity_level = 4  # failures arrive as exceptions
+    for key, value in (entries or {}).items():
+        session_options.add_session_config_entry(key, value)
     try:
         # With `enable_fallback`, ONNX Runtime would print to stdout.
         session = runtime.InferenceSession(

@@ -26,7 +26,7 @@ from onnxplace.machine import available_memory_bytes, find_link_technology, requ
 from onnxplace.target import SEGMENT_OVERHEAD_SECONDS, Device, Link, LinkModel, Shared, Target
 from onnxplace.utils import temporary_folder
 
-TRANSFER_SIZES_BYTES = tuple(4**power for power in range(15))
+TRANSFER_SIZES_BYTES = tuple(4**power for power in range(1, 15))
 """Bytes of the values that cross, 1 B to 256 MiB, evenly spaced so that the fit weighs all magnitudes equally."""
 DEFAULT_SECONDS = 30.0
 Observer = Callable[[str, int, int], None]
@@ -87,7 +87,7 @@ def calibrate(
 
     Args:
         target: the devices; its links and costs of calls are replaced by measured ones.
-        sizes: bytes of the values that cross; sizes that do not fit into memory are left out.
+        sizes: bytes of the values that cross, multiples of 4; sizes that do not fit into memory are left out.
         seconds: about how long to measure.
         observer: called before each pair of devices.
 

@@ -163,4 +163,4 @@ def _make_exchanging_work(device: str, index: int, source: str) -> tuple[list[Pr
     """Receive a large value from the next device."""
     producer = Probe(source, f"m{index} = Identity(x{index})", (f"x{index}",), (f"m{index}",))
     consumer = Probe(device, f"y{index} = Identity(m{index})", (f"m{index}",), (f"y{index}",), stage=1)
-    return [producer, consumer], {f"x{index}": np.ones(EXCHANGED_BYTES, np.uint8)}
+    return [producer, consumer], {f"x{index}": np.ones(EXCHANGED_BYTES // 4, np.float32)}

@@ -19,7 +19,7 @@ class Probe:
     """Statements of ONNX's text form, over the names of its inputs and outputs."""
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    kind: str = "uint8[?]"
+    kind: str = "float[?]"
     """Type of all inputs and outputs, in ONNX's text form."""
     stage: int = 0
     """Position in a bundle of several probes: after all probes of lower stages."""

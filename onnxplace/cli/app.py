@@ -20,6 +20,7 @@ import click
 from onnxplace.cli.bench import bench
 from onnxplace.cli.compile import compile as compile_
 from onnxplace.cli.devices import devices
+from onnxplace.cli.doctor import doctor
 from onnxplace.cli.options import as_json, print_json, suggest_command
 from onnxplace.cli.place import place
 from onnxplace.cli.plan import plan
@@ -63,7 +64,7 @@ def cli() -> None:
     """  # noqa: D301 - \b tells click to keep the line breaks
 
 
-for command in (compile_, run, verify, bench, plan, place, devices):
+for command in (compile_, run, verify, bench, plan, place, devices, doctor):
     cli.add_command(command)
 
 

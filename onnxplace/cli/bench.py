@@ -52,7 +52,7 @@ MAX_TRACED = 20
     "--repeat", default=20, show_default=True, type=click.IntRange(1), help="Rounds, after two for warming up."
 )
 @click.option(
-    "--in-flight", default=1, show_default=True, type=click.IntRange(1), metavar="N",
+    "--in-flight", default=1, show_default=True, type=int, metavar="N",
     help="Also time a result with N requests in flight.",
 )  # fmt: skip
 @click.option(
@@ -86,9 +86,11 @@ def bench(
     """
     from onnxplace.api import load
     from onnxplace.evaluation import choose_step_inputs, measure_usage
+    from onnxplace.serving import check_in_flight
     from onnxplace.traces import compare_timelines, predict_stream, predict_timelines
     from onnxplace.utils import require_writable
 
+    check_in_flight(in_flight, "--in-flight")
     if trace:
         require_writable(trace, bundle, *(path for path in (inputs, against) if path))
     opened = load(bundle)

@@ -203,7 +203,9 @@ def format_devices(about: Mapping[str, Any], target: Target) -> str:
     ]
     for gpu in about["gpus"]:
         problem = f"; NOT usable: {gpu['problem']}" if gpu["problem"] else ""
-        lines.append(f"{gpu['id']}: {gpu['name']}, {format_bytes(gpu['free_bytes'])} free{problem}")
+        free = f"{format_bytes(gpu['free_bytes'])} free"
+        memory = free if gpu["memory_is_known"] else f"its memory is unknown: that of the host is assumed, {free}"
+        lines.append(f"{gpu['id']}: {gpu['name']}, {memory}{problem}")
     if not about["gpus"]:
         lines.append("no GPU found")
     rows = [(d.id, str(d.cores), format_bytes(d.memory_bytes), d.cost_class) for d in target.devices]

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         Hardware as Hardware,
     )
     from onnxplace.devices.device_memory import DeviceMemory as DeviceMemory
+    from onnxplace.devices.provider_lock import ProviderLock as ProviderLock
     from onnxplace.devices.table import (
         find_kind as find_kind,
         import_memory as import_memory,
@@ -23,6 +24,7 @@ __getattr__, __dir__, __all__ = attach(
     {
         "device_kind": "DeviceAddress DeviceKind Hardware",
         "device_memory": "DeviceMemory",
+        "provider_lock": "ProviderLock",
         "table": "find_kind import_memory is_known_kind list_kind_names",
     },
 )

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from onnxplace.devices.provider_lock import ProviderLock
+
 
 @dataclass(frozen=True)
 class DeviceAddress:
@@ -47,6 +49,8 @@ class Hardware:
     name: str
     memory_bytes: int
     free_bytes: int
+    memory_is_known: bool = True
+    """False if the host's memory stands for that of the device, which nothing reports."""
 
 
 class DeviceKind(ABC):
@@ -70,6 +74,8 @@ class DeviceKind(ABC):
     """Whether one may stand for several logical devices, `cuda:0/0` and `cuda:0/1`."""
     value_options: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Further options of a device, with their values; the first one is the default."""
+    lock: ClassVar[ProviderLock | None] = None
+    """Held around all calls of ONNX Runtime for such devices; None where the provider is safe for threads."""
     operations_per_second: ClassVar[float]
     """Typical peak rate of floating-point operations; of one core for hosts."""
     memory_bytes_per_second: ClassVar[float]
@@ -110,11 +116,8 @@ class DeviceKind(ABC):
         return {}
 
     def hold_lock(self) -> AbstractContextManager[object]:
-        """Return a context in which this thread may call ONNX Runtime for such devices.
-
-        Providers that are not safe for threads return a lock that all threads of the process share.
-        """
-        return nullcontext()
+        """Return a context in which this thread may call ONNX Runtime for such devices."""
+        return nullcontext() if self.lock is None else self.lock.hold()
 
     def find_link(self, first: int, second: int) -> str:
         """Return the link between two devices of this kind, by index: `memory`, `nvlink`, `pcie` or `host`."""

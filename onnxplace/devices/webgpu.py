@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import ClassVar
 
 from onnxplace.devices.device_kind import DeviceAddress, DeviceKind, Hardware
+from onnxplace.devices.provider_lock import ProviderLock
 from onnxplace.ort import find_provider_problem, import_onnxruntime
+
+# Two threads at once get wrong results, or crash.
+_LOCK = ProviderLock()
+_SESSION_ENTRIES = {"ep.webgpuexecutionprovider.preserveDevice": "1"}
 
 
 class WebGpu(DeviceKind):
@@ -19,6 +22,7 @@ class WebGpu(DeviceKind):
     title: ClassVar[str] = "GPU by WebGPU"
     providers: ClassVar[Mapping[str, str]] = {"webgpu": "WebGpuExecutionProvider"}
     memory: ClassVar[str] = "onnxplace.runtimes.execution:BoundMemory"
+    lock: ClassVar[ProviderLock | None] = _LOCK
     operations_per_second: ClassVar[float] = 2e12
     memory_bytes_per_second: ClassVar[float] = 100e9
     kernel_seconds: ClassVar[float] = 20e-6
@@ -40,7 +44,7 @@ class WebGpu(DeviceKind):
         import psutil
 
         memory = psutil.virtual_memory()
-        return (Hardware(0, "", int(memory.total), int(memory.available)),)
+        return (Hardware(0, "", int(memory.total), int(memory.available), memory_is_known=False),)
 
     def find_problem(self, address: DeviceAddress) -> str | None:
         """Return why ONNX Runtime cannot use the GPU; None if it can."""
@@ -50,21 +54,14 @@ class WebGpu(DeviceKind):
 
     def session_entries(self, address: DeviceAddress) -> dict[str, str]:
         """Keep the GPU's context for the life of the process: values that outlive the last session would be zeros."""
-        return {"ep.webgpuexecutionprovider.preserveDevice": "1"}
-
-    def hold_lock(self) -> AbstractContextManager[object]:
-        """Return the lock of the process: two threads at once get wrong results, or crash."""
-        return _LOCK
+        return _SESSION_ENTRIES
 
     def list_providers(self, address: DeviceAddress) -> list[tuple[str, dict[str, str]]]:
         """Return the WebGPU provider."""
         return [("WebGpuExecutionProvider", {})]
 
 
-# A finalizer may free a value while its thread holds the lock.
-_LOCK = threading.RLock()
-
-
 @cache
 def _find_problem() -> str | None:
-    return find_provider_problem("WebGpuExecutionProvider", {}, "there is no GPU, or no driver that WebGPU accepts")
+    reason = "there is no GPU, or no driver that WebGPU accepts"
+    return _LOCK.call(lambda: find_provider_problem("WebGpuExecutionProvider", {}, reason, _SESSION_ENTRIES))

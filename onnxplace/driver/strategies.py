@@ -185,7 +185,9 @@ def predict_strategy(strategy: Strategy, state: State) -> Prediction:
     routes = _list_routes(strategy, state)
     is_copied = strategy.everywhere or bool(strategy.groups)
     if is_copied and not routes:
-        raise InfeasibleError("P001", "there is no room for a second copy", where=REPLICATE)
+        has_work = any(state[Segments].programs)
+        reason = "there is no room for a second copy" if has_work else "the model has no nodes to copy"
+        raise InfeasibleError("P001", reason, where=REPLICATE)
     replicate = PassSpec(REPLICATE, {"routes": format_tuple(routes)} if routes else {})
     state, _ = Pipeline.parse(format_pipeline([replicate])).run(state)
     if strategy.everywhere:
@@ -222,11 +224,13 @@ def _list_routes(strategy: Strategy, state: State) -> list[str]:
     """Return the further routes of a strategy, as the pass `replicate` takes them."""
     ids = [device.id for device in state.target.devices]
     used = [index for index, program in enumerate(state[Segments].programs) if program]
+    if not used:  # outputs that are inputs: there is nothing to run
+        return []
     if strategy.everywhere:
-        (home,) = used or [-1]
+        (home,) = used
         return [ids[index] for index in np.flatnonzero(fits_single_device(state)).tolist() if index != home]
     group_of = {group[0]: group for group in strategy.groups}
-    if not used or not group_of.keys() >= set(used):
+    if not group_of.keys() >= set(used):
         return []
     ways = list_ways_through([group_of[home] for home in used])
     return ["+".join(ids[index] for index in devices) for devices in ways[1:]]

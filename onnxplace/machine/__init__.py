@@ -6,6 +6,7 @@ from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
     from onnxplace.machine import measurement_cache as measurement_cache
+    from onnxplace.machine.guarded_session import GuardedSession as GuardedSession
     from onnxplace.machine.hardware import (
         RUNTIME_BYTES as RUNTIME_BYTES,
         assign_cores as assign_cores,
@@ -51,6 +52,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "measurement_cache": "",
+        "guarded_session": "GuardedSession",
         "hardware": (
             "RUNTIME_BYTES assign_cores available_cores available_memory_bytes describe_machine find_device_problem "
             "find_hardware find_link_technology list_accelerators local_target require_device"

@@ -195,7 +195,8 @@ def describe_machine() -> dict[str, Any]:
     gpus = [
         {
             "id": device_id,
-            "name": hardware.name,
+            "name": hardware.name or find_kind(device_id.partition(":")[0]).title,
+            "memory_is_known": hardware.memory_is_known,
             "memory_bytes": hardware.memory_bytes,
             "free_bytes": hardware.free_bytes,
             "problem": problem,

@@ -15,8 +15,9 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
-from onnxplace.devices import DeviceAddress, find_kind
+from onnxplace.devices import DeviceAddress, ProviderLock, find_kind
 from onnxplace.errors import ExecutionError, ModelError, OnnxplaceError, format_one_line
+from onnxplace.machine.guarded_session import GuardedSession
 from onnxplace.machine.interrupts import interruptible, run_interruptibly
 from onnxplace.machine.refusals import explain_refusal, find_written_folder
 from onnxplace.ort import import_onnxruntime
@@ -203,8 +204,8 @@ def open_session(
     source = model if isinstance(model, bytes) else str(model)
     try:
         # Without `enable_fallback`, ONNX Runtime would print the reason of a fallback to the CPU, and go on.
-        with _count_opening(), interruptible(lambda: _cancel_loading(options)), kind.hold_lock():
-            session = import_onnxruntime().InferenceSession(source, options, providers=providers, enable_fallback=0)
+        with _count_opening(), interruptible(lambda: _cancel_loading(options)):
+            session = _create_session(source, options, providers, kind.lock)
     except OnnxplaceError:
         raise
     except Exception as problem:
@@ -217,6 +218,15 @@ def open_session(
         hint = "`onnxplace devices` says why a GPU cannot be used"
         raise ExecutionError("R003", f"ONNX Runtime fell back to the CPU, expected {device.id}", where=where, hint=hint)
     return session
+
+
+def _create_session(source: str | bytes, options: Any, providers: Sequence[Any], lock: ProviderLock | None) -> Any:
+    """Return ONNX Runtime's session, or one that holds the lock of its provider."""
+
+    def create() -> Any:
+        return import_onnxruntime().InferenceSession(source, options, providers=providers, enable_fallback=0)
+
+    return create() if lock is None else lock.call(lambda: GuardedSession(create(), lock))
 
 
 def run_whole_model(session: Any, names: Sequence[str] | None, feeds: Mapping[str, Any], where: str) -> list[Any]:

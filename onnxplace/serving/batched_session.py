@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
+from typing import NoReturn
 
 from onnxplace.bundle import BatchingRecord, Bundle
 from onnxplace.errors import ExecutionError, RunTimeoutError, UsageError
@@ -76,6 +77,11 @@ class BatchedSession(RuntimeSession):
         """Forget a request; a batch is ended when all its requests are cancelled."""
         if (request := self.batcher.find_request(future)) is not None:
             self.batcher.drop(request)
+
+    def open_conversation(self) -> NoReturn:
+        """Raise UsageError: requests are joined only where no states follow from them."""
+        message = "requests that are joined have no states, and no conversations"
+        raise UsageError("S009", message, where=self._where, hint="open the session without batching")
 
     def close(self, timeout: float | None = None) -> None:
         """Start what waits, wait for all requests at most `timeout` seconds, then end them."""

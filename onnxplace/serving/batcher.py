@@ -47,7 +47,8 @@ class Batcher:
     ) -> None:
         self._session, self._joiner, self._where, self._clock = session, joiner, where, clock
         self._max_in_flight = max_in_flight
-        self._max_requests = max_in_flight * batching.max_batch
+        # While as many batches run as may, the requests of one more can wait.
+        self._max_requests = (max_in_flight + 1) * batching.max_batch
         self._queue = BatchQueue(batching.max_batch, batching.max_delay_ms / 1000)
         self._alone: deque[WaitingRequest] = deque()
         """Requests of failed batches, which run one by one."""

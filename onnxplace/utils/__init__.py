@@ -44,7 +44,11 @@ if TYPE_CHECKING:
     )
     from onnxplace.utils.name_patterns import match_names as match_names, match_stars as match_stars
     from onnxplace.utils.renames import exchange_names as exchange_names, rename_new as rename_new
-    from onnxplace.utils.subprocesses import run_in_child as run_in_child
+    from onnxplace.utils.subprocesses import (
+        ChildProcess as ChildProcess,
+        run_in_child as run_in_child,
+        start_child as start_child,
+    )
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
@@ -59,6 +63,6 @@ __getattr__, __dir__, __all__ = attach(
         "leases": ("Lease OCCUPIED_ERRORS OLD_SUFFIX find_moved_aside hold_lease sweep_leftovers temporary_folder"),
         "name_patterns": "match_names match_stars",
         "renames": "exchange_names rename_new",
-        "subprocesses": "run_in_child",
+        "subprocesses": "ChildProcess run_in_child start_child",
     },
 )

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 from onnxplace.errors import ExecutionError, OnnxplaceError
 from onnxplace.utils.leases import hold_lease
+
+# How often a child looks whether its parent is still there.
+PARENT_CHECK_SECONDS = 1.0
 
 Job = TypeVar("Job")
 Answer = TypeVar("Answer")
@@ -33,16 +40,10 @@ def run_in_child(work: Callable[[Job], Answer], job: Job, what: str, where: str,
         ExecutionError: if the process fails otherwise; its message ends with the last line that the process wrote.
     """
     with hold_lease(Path(tempfile.gettempdir())) as lease, lease.temporary_folder() as folder:
-        job_path, answer_path = Path(folder) / "job", Path(folder) / "answer"
-        job_path.write_bytes(pickle.dumps((work, job)))
-        # -P: files in the current folder do not hide modules.
-        script = f"from {__name__} import run_job; run_job()"
-        command = [sys.executable, "-P", "-c", script, str(job_path), str(answer_path)]
-        paths = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        variables = {**os.environ, **environment, "PYTHONPATH": paths}
+        command, answer_path = _prepare_job(Path(folder), "run_job", work, job)
         process = subprocess.run(
             command,
-            env=variables,
+            env=_make_environment(environment),
             capture_output=True,
             encoding="utf-8",
             errors="replace",
@@ -55,6 +56,104 @@ def run_in_child(work: Callable[[Job], Answer], job: Job, what: str, where: str,
     if isinstance(answer, OnnxplaceError):
         raise answer
     return answer
+
+
+class ChildProcess:
+    """A running child process of `start_child`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], output: Path) -> None:
+        self._process, self._output = process, output
+
+    @property
+    def exit_code(self) -> int | None:
+        """Return how the child ended, negative after a signal; None while it runs."""
+        return self._process.poll()
+
+    def kill(self) -> None:
+        """End the child and its own children at once; nothing if it has ended."""
+        if self._process.poll() is None:
+            with suppress(OSError):  # it ends at this moment
+                if hasattr(os, "killpg"):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                else:
+                    self._process.kill()
+        self._process.wait()
+
+    def describe_end(self) -> str:
+        """Return how a child that has ended did so: `SIGSEGV`, the last line that it wrote, or its exit code."""
+        code = self._process.wait()
+        if code < 0:
+            with suppress(ValueError):
+                return signal.Signals(-code).name
+            return f"signal {-code}"
+        # Windows reports crashes as large exit codes, such as 0xC0000005.
+        is_crash = code >= 1 << 16
+        return (code and not is_crash and self.read_last_line()) or f"exit code {hex(code) if is_crash else code}"
+
+    def read_last_line(self) -> str:
+        """Return the last line that the child wrote to stdout or stderr so far; empty if there is none."""
+        written = self._output.read_text(encoding="utf-8", errors="replace")
+        return next((line.strip() for line in reversed(written.splitlines()) if line.strip()), "")
+
+
+@contextmanager
+def start_child(work: Callable[[Job], object], job: Job, **environment: str) -> Iterator[ChildProcess]:
+    """Start `work(job)` in a fresh process, which ends with this block or with this process at the latest.
+
+    The result of `work` is not returned: it has to write to a file what it finds out. Its own output is kept from the
+    user. The child gets no Ctrl-C of the terminal.
+
+    Args:
+        work: a function at the top level of a module.
+        job: its argument, which must be picklable.
+        environment: additional environment variables of the process.
+    """
+    with hold_lease(Path(tempfile.gettempdir())) as lease, lease.temporary_folder() as folder:
+        command, _ = _prepare_job(Path(folder), "run_job_of_parent", work, job)
+        output = Path(folder) / "output"
+        with output.open("wb") as stream:
+            process = subprocess.Popen(
+                command,
+                env=_make_environment(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                start_new_session=True,
+                pass_fds=lease.descriptors,
+            )
+        child = ChildProcess(process, output)
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def _prepare_job(folder: Path, function: str, work: Callable[[Job], object], job: Job) -> tuple[Sequence[str], Path]:
+    """Write a job to a folder; return the command of the child that runs it, and the path of its answer."""
+    job_path, answer_path = folder / "job", folder / "answer"
+    job_path.write_bytes(pickle.dumps((work, job)))
+    # -P: files in the current folder do not hide modules.
+    script = f"from {__name__} import {function}; {function}()"
+    return [sys.executable, "-P", "-c", script, str(job_path), str(answer_path)], answer_path
+
+
+def _make_environment(additional: dict[str, str]) -> dict[str, str]:
+    """Return the environment of a child, which imports what this process can import."""
+    paths = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return {**os.environ, **additional, "PYTHONPATH": paths}
+
+
+def run_job_of_parent() -> None:
+    """Run, in the child, the job of `start_child`; end when the parent has ended."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_CHECK_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="onnxplace watches its parent", daemon=True).start()
+    run_job()
 
 
 def run_job() -> None:

@@ -18,7 +18,8 @@ from onnx import numpy_helper
 from onnxplace.errors import OnnxplaceError
 from onnxplace.feeds import complete_dimensions, dimension_keys, symbols_of_dimension
 from onnxplace.model import Model, declaration_of
-from onnxplace.passes.sharding.batch_flow import BatchFlow, Cut, Refusal, Sample
+from onnxplace.passes.sharding.batch_flow import BatchFlow, Refusal, Sample
+from onnxplace.passes.sharding.batch_rows import Cut
 from onnxplace.passes.sharding.shape_folding import infer_shapes_and_values
 from onnxplace.passes.sharding.tensor_facts import TensorFacts, read_constants
 
@@ -56,6 +57,9 @@ def find_batch_axes(model: Model) -> BatchAxes:
     """
     if model.states:
         return BatchAxes(reason="the model carries states from call to call")
+    declared = [declaration_of(value, model) for value in model.inputs]
+    if unranked := [item.name for item in declared if item.shape is None and item.dtype.startswith("tensor(")]:
+        return BatchAxes(reason=f"the model does not declare the shape of input {unranked[0]!r}")
     refusals = []
     for dimension in _list_candidates(model)[:_MAX_CANDIDATES]:
         try:
@@ -146,5 +150,9 @@ def _infer_sample(model: Model, sizes: Mapping[str, int], batch: int) -> Sample:
     for name, tensor in model.initializers.items():
         if not model.overridable(name):
             shapes[name] = tuple(tensor.dims)
+    for node in model.nodes:
+        # Inference leaves the mask out, which most models do not read.
+        if node.op_type == "Dropout" and node.domain in ("", "ai.onnx") and node.input[0] in shapes:
+            shapes.update((name, shapes[node.input[0]]) for name in node.output if name)
     values = {name: numpy_helper.to_array(tensor) for name, tensor in tensors.items()}
     return Sample(batch, TensorFacts(other, shapes, {}, {}, read_constants(other)), values)

@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto
 
 from onnxplace.model import Model, iterate_subgraphs
+from onnxplace.passes.sharding.batch_rows import (
+    MOVES_ROWS,
+    Cut,
+    Positions,
+    RowFlow,
+    Rows,
+    Tuples,
+    counts_rows,
+    join_indices,
+    move_rows,
+    pick_entries,
+)
 from onnxplace.passes.sharding.layouts import Division, Layout
 from onnxplace.passes.sharding.node_views import NodeView, split_words
 from onnxplace.passes.sharding.reshapes import RESHAPES, equal_parts, reshape_layout
@@ -37,16 +49,6 @@ _ROUNDS_SIZES = frozenset(("Ceil", "Floor"))
 _FILLS = {"ConstantOfShape": 0, "Expand": 1, "Tile": 1}
 
 
-class Cut(NamedTuple):
-    """The axis of a value along which requests follow one another, in each of `outer` rows.
-
-    A value [3 * batch, 4] with one row per request in each of three tensors is Cut(0, 3).
-    """
-
-    axis: int
-    outer: int = 1
-
-
 class _Other(Enum):
     SAME = "the same for all requests"
     SIZES = "computed from the size of the batch"
@@ -54,7 +56,7 @@ class _Other(Enum):
 
 SAME: Final = _Other.SAME
 SIZES: Final = _Other.SIZES
-Flow = Cut | _Other
+Flow = Cut | RowFlow | _Other
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,8 @@ class BatchFlow:
             flow = self._flow(value)
             if isinstance(flow, Cut) and flow.outer == 1:
                 axes[output.name] = flow.axis
+            elif isinstance(flow, Positions):
+                raise Refusal(f"{flow.op} computes with positions in the batch", flow.node)
             elif flow is not SAME:
                 where = producers.get(value, "")
                 raise Refusal(f"the requests in output {output.name!r} do not follow one another", where)
@@ -127,17 +131,23 @@ class BatchFlow:
             raise Refusal(f"{node.op_type} has subgraphs that read values of the batch", node.name)
         if node.op_type in ("Shape", "Size") and node.domain in ("", "ai.onnx"):
             return self._compare_values(node)
+        if any(isinstance(flow, RowFlow) for flow in flows):
+            return self._follow_rows(index, node)
         if all(not isinstance(flow, Cut) for flow in flows):
             return self._follow_sizes(index, node)
         for position, name in enumerate(node.input):
             if name and self._flow(name) is SIZES and _SHAPE_INPUTS.get(node.op_type) != position:
                 raise Refusal(f"{node.op_type} computes with the size of the batch", node.name)
         views = [self._view(index, sample) for sample in self._samples]
-        first, second = (self._apply_rules(view, sample) for view, sample in zip(views, self._samples))
+        first, second = (
+            self._apply_rules(view, sample, self._list_cuts(view)) for view, sample in zip(views, self._samples)
+        )
         if first is None or first != second:
             cut = next(flow for flow in map(self._flow, node.input) if isinstance(flow, Cut))
             reason = f"{node.op_type} combines the entries along axis {cut.axis}, or has no rule for them"
             raise Refusal(reason, node.name)
+        if not _grow_only_along(views, first):
+            raise Refusal(f"{node.op_type} gives other axes the size of the batch", node.name)
         return first
 
     def _view(self, index: int, sample: Sample) -> NodeView:
@@ -152,13 +162,16 @@ class BatchFlow:
 
     # -- values of the batch ------------------------------------------------------------------------------------
 
-    def _apply_rules(self, view: NodeView, sample: Sample) -> Sequence[Cut] | None:
-        """Return the cuts of the outputs, None if no rule has these cuts of the inputs."""
-        cuts = {
+    def _list_cuts(self, view: NodeView) -> dict[int, Cut]:
+        """Return the cuts of the inputs by position."""
+        return {
             position: flow
             for position, name in enumerate(view.node.input)
             if name and isinstance(flow := self._flow(name), Cut)
         }
+
+    def _apply_rules(self, view: NodeView, sample: Sample, cuts: Mapping[int, Cut]) -> Sequence[Cut] | None:
+        """Return the cuts of the outputs, None if no rule has these cuts of the inputs."""
         results: Sequence[Cut] | None = None
         if view.node.domain in ("", "ai.onnx"):
             if view.op in RESHAPES:
@@ -174,6 +187,32 @@ class BatchFlow:
         fits = all(_holds_batch(shape, cut, sample.batch) for shape, cut in zip(shapes, results, strict=True))
         return results if fits else None
 
+    def _follow_rows(self, index: int, node: NodeProto) -> Sequence[Flow]:
+        """Return the flow of each output of a node that reads row numbers."""
+        before = next((flow for name in node.input if isinstance(flow := self._flow(name), Positions)), None)
+        if before is None and node.domain in ("", "ai.onnx"):
+            views = [self._view(index, sample) for sample in self._samples]
+            first, second = (self._apply_row_rules(view, sample) for view, sample in zip(views, self._samples))
+            if first is not None and first == second and _grow_only_along(views, [first]):
+                return [first]
+        # Their shapes may still be asked for: exporters broadcast indices to find their common shape.
+        return [before or Positions(node.op_type, node.name)] * sum(map(bool, node.output))
+
+    def _apply_row_rules(self, view: NodeView, sample: Sample) -> Cut | Rows | Tuples | None:
+        """Return the flow of the only output, None if it depends on row numbers otherwise."""
+        flows = {position: self._flow(name) for position, name in enumerate(view.node.input) if name}
+        others = {position: flow for position, flow in flows.items() if flow is not SAME and position > 0}
+        if view.op in MOVES_ROWS:
+            allowed = {_SHAPE_INPUTS[view.op]: SIZES} if view.op in _SHAPE_INPUTS else {}
+            rows = flows[0]
+            if not isinstance(rows, Rows) or not others.items() <= allowed.items():
+                return None
+            cuts = self._apply_rules(view, sample, {0: Cut(rows.axis)})
+            return move_rows(view, cuts, sample.batch)
+        if view.op == "Concat":
+            return join_indices(view, flows, sample.batch)
+        return pick_entries(view, flows, sample.batch)
+
     # -- values that are computed from sizes ------------------------------------------------------------------------
 
     def _follow_sizes(self, index: int, node: NodeProto) -> Sequence[Flow]:
@@ -184,6 +223,8 @@ class BatchFlow:
         positions = {position for position, name in enumerate(node.input) if name and self._flow(name) is SIZES}
         if _FILLS.get(node.op_type) in positions and len(positions) == 1:
             return self._fill(index, node)
+        if node.op_type == "Range" and self._counts_rows(node):
+            return (Rows(0),)
         exact = True
         if node.op_type in _MOVES_SIZES:
             exact = positions == {0}
@@ -193,6 +234,8 @@ class BatchFlow:
             exact = 0 not in positions
         elif node.op_type == "Equal":
             exact = self._never_equal(node)
+        elif node.op_type == "Max":
+            exact = self._is_broadcast(node)
         elif node.op_type not in _COMBINES_SIZES:
             exact = False
         if not exact:
@@ -242,6 +285,25 @@ class BatchFlow:
         left_grows, right_grows = a != b, c != d
         return bool((~left_grows | (c <= 0)).all() and (~right_grows | (a <= 0)).all())
 
+    def _counts_rows(self, node: NodeProto) -> bool:
+        """Return whether a Range counts the rows of the batch."""
+        pairs = [pair for name in node.input if (pair := self._values(name)) is not None]
+        return all(
+            counts_rows([pair[index] for pair in pairs], sample.batch) for index, sample in enumerate(self._samples)
+        )
+
+    def _is_broadcast(self, node: NodeProto) -> bool:
+        """Return whether a Max takes the common shape of broadcast tensors: each size is the same in all, or 1."""
+        pairs = [self._values(name) for name in node.input if name]
+        for index in range(len(self._samples)):
+            arrays = [pair[index] for pair in pairs if pair is not None]
+            if len(arrays) != len(pairs) or any(array.shape != arrays[0].shape for array in arrays):
+                return False
+            largest = np.maximum.reduce(arrays)
+            if not all(((array == largest) | (array == 1)).all() for array in arrays):
+                return False
+        return True
+
     def _fill(self, index: int, node: NodeProto) -> Sequence[Flow]:
         """Return the flow of a tensor that is filled with the same values for all requests."""
         views = [self._view(index, sample) for sample in self._samples]
@@ -254,6 +316,18 @@ class BatchFlow:
             if len(ratios) == 1 and all(size % batch == 0 for size, batch in sizes):
                 return (Cut(axis),)
         raise Refusal(f"{node.op_type} computes with the size of the batch", node.name)
+
+
+def _grow_only_along(views: Sequence[NodeView], flows: Sequence[Cut | Rows | Tuples]) -> bool:
+    """Return whether the results at two sizes of the batch differ in the axis of the batch alone."""
+    first, second = views
+    for position, flow in zip(first.present_outputs(), flows, strict=True):
+        shapes = first.result(position), second.result(position)
+        if len(shapes[0]) != len(shapes[1]):
+            return False
+        if any(pair[0] != pair[1] for axis, pair in enumerate(zip(*shapes)) if axis != flow.axis):
+            return False
+    return True
 
 
 def _holds_batch(shape: Sequence[int], cut: Cut, batch: int) -> bool:

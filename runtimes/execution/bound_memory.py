@@ -5,7 +5,6 @@ WebGPU's is like this. Runs return before their work is done, and only reading a
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from onnx import parser
 
 from onnxplace.devices import DeviceAddress, DeviceMemory, find_kind
-from onnxplace.machine import make_session_options, open_session
+from onnxplace.machine import GuardedSession, make_session_options, open_session
 from onnxplace.runtimes.execution.bound_runs import run_bound
 from onnxplace.runtimes.execution.ort_values import (
     is_copyable_tensor,
@@ -27,15 +26,18 @@ _PROBE = '<ir_version: 8, opset_import: ["": 17]> probe (float[1] x) => (float[1
 
 
 class BoundValue:
-    """A tensor on the device; it is freed while its thread holds the lock of the device's kind.
+    """A tensor on the device, which is freed while the lock of its provider is held, and before its session.
 
-    It keeps the session that made it: WebGPU's provider, which ends with its session, frees the tensor.
+    WebGPU's provider, which ends with its session, frees the tensor.
     """
 
-    def __init__(self, value: Any, session: Any, memory: BoundMemory) -> None:
-        self.value = value
-        self._session = session
-        self._memory = memory
+    def __init__(self, value: Any, session: GuardedSession) -> None:
+        self._owned = session.own(self, value)
+
+    @property
+    def value(self) -> Any:
+        """Return the OrtValue; keep it no longer than the lock."""
+        return self._owned[-1]
 
     def count_bytes(self) -> int:
         """Return the bytes of the tensor."""
@@ -45,11 +47,6 @@ class BoundValue:
         """Return the sizes of its dimensions."""
         return list(self.value.shape())
 
-    def __del__(self) -> None:
-        with self._memory.kind.hold_lock():
-            self.value = None
-            self._session = None
-
 
 class BoundMemory(DeviceMemory):
     """Memory that only sessions reach: outputs are bound to it, and inputs are uploaded by the runs that read them."""
@@ -58,8 +55,11 @@ class BoundMemory(DeviceMemory):
 
     def __init__(self, address: DeviceAddress, cores: Sequence[int]) -> None:
         super().__init__(address, cores)
-        self.kind = find_kind(address.kind)
-        self._binding = self.kind.binding(address)
+        kind = find_kind(address.kind)
+        if kind.lock is None:
+            raise AssertionError(f"{kind.name} has no lock; {type(self).__name__} is for providers that need one")
+        self._lock = kind.lock
+        self._binding = kind.binding(address)
         model = parser.parse_model(_PROBE).SerializeToString()
         self._probe = open_session(model, make_session_options(()), self.address)
 
@@ -68,7 +68,12 @@ class BoundMemory(DeviceMemory):
         return to_ort_value(array, declared)
 
     def run(
-        self, session: Any, inputs: dict[str, Any], outputs: Sequence[str], leaving: Collection[str], options: Any
+        self,
+        session: GuardedSession,
+        inputs: dict[str, Any],
+        outputs: Sequence[str],
+        leaving: Collection[str],
+        options: Any,
     ) -> list[Any]:
         """Run a session.
 
@@ -78,32 +83,19 @@ class BoundMemory(DeviceMemory):
         types = {item.name: item.type for item in session.get_outputs()}
         bound = {name for name in outputs if name not in leaving and is_native_type(types[name])}
         homes = {name: self._binding if name in bound else ("cpu", 0) for name in outputs}
-        with self.kind.hold_lock():
-            values = {name: self._unwrap(value) for name, value in inputs.items()}
-            try:
-                results = run_bound(session, values, homes, options)
-            except BaseException as problem:
-                # These frames hold the binding. Garbage collection would free it later, without the lock, and after
-                # its session.
-                traceback.clear_frames(problem.__traceback__)
-                raise
-            finally:
-                values.clear()
-            return [
-                BoundValue(value, session, self) if name in bound else value for name, value in zip(outputs, results)
-            ]
 
-    def run_unbound(self, call: Any) -> list[Any]:
-        """Run a session with values that cannot be bound, while this thread holds the lock."""
-        with self.kind.hold_lock():
-            return list(call())
+        def compute(raw_session: Any) -> list[Any]:
+            values = {name: self._unwrap(value) for name, value in inputs.items()}
+            results = run_bound(raw_session, values, homes, options)
+            return [BoundValue(value, session) if name in bound else value for name, value in zip(outputs, results)]
+
+        return list(session.call(compute))
 
     def send(self, value: Any, destination: DeviceMemory | None) -> Any:
         """Return a value as it lies in the host's memory, after everything that was enqueued before it."""
         if not isinstance(value, BoundValue):
             return value
-        with self.kind.hold_lock():
-            return np.array(value.value.numpy())
+        return self._lock.call(lambda: np.array(value.value.numpy()))
 
     def receive(self, parcel: Any, source: DeviceMemory) -> Any:
         """Return a parcel as an OrtValue in the host's memory, which runs upload."""
@@ -123,15 +115,13 @@ class BoundMemory(DeviceMemory):
 
     def finish(self) -> None:
         """Wait for everything that was enqueued: run a node whose result goes to the host."""
-        with self.kind.hold_lock():
-            if self._probe is not None:
-                self._probe.run(None, {"x": np.zeros(1, dtype=np.float32)})
+        if (probe := self._probe) is not None:
+            probe.run(None, {"x": np.zeros(1, dtype=np.float32)})
 
     def close(self) -> None:
         """Wait for everything that was enqueued: a process that ends before may crash."""
         self.finish()
-        with self.kind.hold_lock():
-            self._probe = None
+        self._probe = None
 
     @staticmethod
     def _unwrap(value: Any) -> Any:

@@ -50,10 +50,6 @@ class OpenSegment:
         self._names = list(record.outputs)
         self._leaving = leaving
 
-    def __del__(self) -> None:
-        with self._device.kind.hold_lock():
-            self._session = None
-
     def run(self, values: dict[str, Any], kept_alive: list[Any], options: Any) -> None:
         """Compute this segment's outputs from `values` and add them there.
 

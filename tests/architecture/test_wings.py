@@ -70,9 +70,13 @@ MAY_IMPORT = {
     ),
     "api": "bundle driver errors feeds machine pipeline runtime serving traces utils",
     "testing": "bundle driver errors facts feeds graph pipeline runtime simulation state target utils",
+    "doctor": (
+        "api bundle calibration devices driver errors evaluation feeds machine ort pipeline report runtime target "
+        "testing utils"
+    ),
     "cli": (
-        "api bundle calibration cost_graph driver errors evaluation feeds machine pipeline report runtime target "
-        "traces utils"
+        "api bundle calibration cost_graph doctor driver errors evaluation feeds machine pipeline report runtime "
+        "serving target traces utils"
     ),
     "__main__": "cli",
 }

@@ -109,7 +109,7 @@ def test_probe_bundles_pass_values_between_devices_like_any_bundle(tmp_path):
     bundle = write_probe_bundle(tmp_path, TWO, probes)
     check_programs(bundle.manifest, tmp_path)
     with find_plugin("runtimes", "onnxruntime")().open(bundle, trace=True) as session:
-        times = run_once(session, {"v0": np.ones(3, np.uint8)})
+        times = run_once(session, {"v0": np.ones(3, np.float32)})
     assert [event.name for event in times.events if event.kind == "run"] == ["0", "1", "2", "3"]
     assert {event.name for event in times.events if event.kind == "copy"} == {"v1", "v2", "v3"}
     starts, ends = ([getattr(e, f"{end}_seconds") for e in times.get_runs().values()] for end in ("start", "finish"))

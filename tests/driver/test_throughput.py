@@ -203,3 +203,13 @@ def test_a_compiled_bundle_is_right_with_real_trials(run_cli, short_trials):
     assert "P043" in result.err
     assert "requests/s)" in result.out
     assert run_cli("verify", "out").code == 0
+
+
+@pytest.mark.parametrize("devices", ["cpu:0", "cpu:0,cpu:1"])
+def test_a_model_without_nodes_has_nothing_to_copy(devices):
+    proto = onnx.parser.parse_model('<ir_version: 8, opset_import: ["": 17]> g (float[N] x) => (float[N] x) { }')
+    bundle = onnxplace.compile(proto, "empty", devices=devices, shape={"N": 2}, objective="throughput", trial=False)
+    assert not bundle.manifest.segments
+    with onnxplace.InferenceSession(bundle) as session:
+        x = np.arange(3, dtype=np.float32)
+        np.testing.assert_array_equal(session.run(None, {"x": x})[0], x)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from onnxplace.errors import ExecutionError, FeedError
-from onnxplace.utils import run_in_child, sweep_leftovers
+from onnxplace.utils import ChildProcess, run_in_child, start_child, sweep_leftovers
 
 
 def double(job: int) -> tuple[int, int]:
@@ -123,3 +123,71 @@ def test_leftovers_of_a_killed_process_stay_while_its_child_works(tmp_path):
     while not sweep_leftovers(folder) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert list(folder.iterdir()) == []
+
+
+def write_parent(path: Path) -> None:
+    path.write_text(f"{os.getpid()} {os.getppid()}")
+    time.sleep(300)
+
+
+def wait_for_text(path: Path) -> str:
+    deadline = time.monotonic() + 30
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline, "the child does not start"
+        time.sleep(0.01)
+    return path.read_text()
+
+
+def wait_for_end(child: ChildProcess) -> int:
+    deadline = time.monotonic() + 30
+    while child.exit_code is None:
+        assert time.monotonic() < deadline, "the child does not end"
+        time.sleep(0.01)
+    return child.exit_code
+
+
+def is_alive(process_id: int) -> bool:
+    stat = Path(f"/proc/{process_id}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_started_child_is_ended_with_its_block(tmp_path):
+    with start_child(write_parent, tmp_path / "ids") as child:
+        wait_for_text(tmp_path / "ids")
+        assert child.exit_code is None
+    assert child.exit_code == -signal.SIGKILL
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_a_started_child_ends_when_its_parent_was_killed(tmp_path):
+    script = (
+        "import sys, time; from pathlib import Path; from tests.utils.test_subprocesses import write_parent\n"
+        "from onnxplace.utils import start_child\n"
+        "with start_child(write_parent, Path(sys.argv[1])): time.sleep(300)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "ids")], env=environment)
+    process_id, parent_id = map(int, wait_for_text(tmp_path / "ids").split())
+    assert parent_id == parent.pid
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 30
+    while is_alive(process_id):
+        assert time.monotonic() < deadline, "the child outlives its parent"
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_the_end_of_a_started_child_is_described(tmp_path):
+    for work, job, end in (
+        (kill_self, signal.SIGSEGV, "SIGSEGV"),
+        (raise_value_error, "out of tune", "ValueError: out of tune"),
+        (sys.exit, 7, "exit code 7"),
+    ):
+        with start_child(work, job) as child:
+            wait_for_end(child)
+            assert child.describe_end() == end

@@ -46,4 +46,42 @@ def test_compile_with_measured_costs_makes_a_bundle_that_is_equal(run_cli, model
 
 def test_devices_lists_the_gpu_as_usable(run_cli):
     (gpu,) = only_json(run_cli("devices", "--json"))["gpus"]
-    assert (gpu["id"], gpu["problem"]) == ("webgpu:0", None)
+    assert (gpu["id"], gpu["name"], gpu["problem"]) == ("webgpu:0", "GPU by WebGPU", None)
+
+
+def test_devices_says_that_the_memory_is_that_of_the_host(run_cli):
+    assert "webgpu:0: GPU by WebGPU, its memory is unknown: that of the host is assumed" in run_cli("devices").out
+
+
+def test_a_measured_target_file_places_nodes_on_the_gpu(run_cli, model_file, tmp_path):
+    target, bundle, device_map = tmp_path / "target.toml", tmp_path / "b", tmp_path / "map.json"
+    sizes = ("--sizes", "1KiB,64KiB,1MiB", "--seconds", "2")
+    result = run_cli("devices", "--devices", "webgpu:0,cpu:0", "--calibrate", *sizes, "-o", target)
+    assert result.code == 0, result.err
+    assert "webgpu:0 -> cpu:0 (host)" in result.out
+    device_map.write_text('{"left|relu": "webgpu:0", ".*": "cpu:0"}')
+    arguments = ("--target", target, "--device-map", device_map, "--shape", "batch=4")
+    result = run_cli("compile", model_file, "-o", bundle, *arguments)
+    assert result.code == 0, result.err
+    assert {segment.device for segment in onnxplace.load(bundle).manifest.segments} == {"webgpu:0", "cpu:0"}
+    assert run_cli("verify", bundle).code == 0
+
+
+def test_a_memory_limit_of_the_gpu_is_kept(run_cli, model_file, tmp_path):
+    target, device_map = tmp_path / "target.toml", tmp_path / "map.json"
+    # One of the two weights of 16 KiB fits.
+    target.write_text(
+        '[[devices]]\nid = "webgpu:0"\nmemory_bytes = 20000\n[[devices]]\nid = "cpu:0"\nmemory_bytes = 1e9\n'
+    )
+    arguments = ("--target", target, "--shape", "batch=4", "--pipeline", FAST_PIPELINE)
+    result = run_cli("compile", model_file, "-o", tmp_path / "fits", *arguments)
+    assert result.code == 0, result.err
+    manifest = onnxplace.load(tmp_path / "fits").manifest
+    assert sum(item.weights_bytes for item in manifest.segments if item.device == "webgpu:0") <= 16 << 10
+    assert run_cli("verify", tmp_path / "fits").code == 0
+    device_map.write_text('{".*": "webgpu:0"}')
+    pinned = FAST_PIPELINE.replace("join=never", f'join=never,device_map="{device_map}"')
+    arguments = ("--target", target, "--shape", "batch=4", "--pipeline", pinned)
+    result = run_cli("compile", model_file, "-o", tmp_path / "too_small", *arguments)
+    assert (result.code, result.err[:11]) == (3, "error[P002]"), result.err
+    assert "webgpu:0 lacks" in result.err

@@ -130,14 +130,15 @@ print("end")
     assert (result.returncode, result.stdout) == (0, "end\n"), result.stderr
 
 
-def test_failed_runs_keep_nothing_that_is_freed_after_their_session():
+@pytest.mark.parametrize("devices", [["webgpu:0"], ["webgpu:0", "cpu:0"], ["cpu:0", "webgpu:0"]], ids=",".join)
+def test_failed_runs_keep_nothing_that_is_freed_after_their_session(devices):
     """Freed memory is overwritten here: an exception used to keep the binding of its run until after the session."""
-    source = """
+    source = f"""
 import gc
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from onnxplace.testing import check_runtime
 for _ in range(3):
-    check_runtime(OnnxRuntime, devices=["webgpu:0"])
+    check_runtime(OnnxRuntime, devices={devices})
     gc.collect()
 """
     result = run_python(source, MALLOC_PERTURB_="165")

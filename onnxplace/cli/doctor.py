@@ -1,0 +1,64 @@
+"""The command `onnxplace doctor`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from onnxplace.cli.options import as_json, print_json, show_progress
+
+DEFAULT_OUTPUT = Path("onnxplace-doctor.json")
+# As shells report a process that SIGINT ended: 128 + 2.
+INTERRUPTED_EXIT_CODE = 130
+
+
+@click.command()
+@click.option("--devices", metavar="cpu:0,cuda:0", help="Default: every kind that works here.")
+@click.option("--seconds", type=float, help="Approximate time for all checks  [default: 120]")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="F.json",
+    help=f"The report  [default: {DEFAULT_OUTPUT}]",
+)
+@as_json
+def doctor(devices: str | None, seconds: float | None, output: Path | None, json_: bool) -> None:
+    """Check that bundles run right on the devices of this machine, and measure it.
+
+    Operators, copies in all directions, order of enqueued work, states, limits of memory, failures, links and
+    predictions, on each device and each pair; crashes and hangs are reported too. Exit 1 if a check fails. The report
+    has no paths, host names or user names: send it to us, above all from machines with GPUs. With --json, it
+    is only written with --output.
+    """
+    from onnxplace.doctor import DEFAULT_SECONDS, examine, format_report
+    from onnxplace.utils import require_writable, write_file
+
+    output = output or (None if json_ else DEFAULT_OUTPUT)
+    if output:
+        require_writable(output)
+    with show_progress(json_, "starting") as observer:
+        report = examine(devices, seconds=DEFAULT_SECONDS if seconds is None else seconds, observer=observer)
+    data = report.to_json()
+    if output:
+        text = json.dumps(data, indent=1)
+        write_file(output, lambda stream: stream.write(text.encode()))
+    if json_:
+        print_json(data)
+    else:
+        click.echo(format_report(report))
+        click.echo(_describe_sending(output))
+    if report.interrupted:
+        raise SystemExit(INTERRUPTED_EXIT_CODE)
+    if not report.ok:
+        raise SystemExit(1)
+
+
+def _describe_sending(output: Path | None) -> str:
+    return (
+        f"\nWhat to send us: {output}\n"
+        "It holds the checks above with all figures, the processor, GPUs, drivers and versions of packages.\n"
+        "It holds no model, no paths, no host name and no user name."
+    )

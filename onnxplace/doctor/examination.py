@@ -1,0 +1,269 @@
+"""Run all checks, each group of them in a process of its own, and collect the results."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from onnxplace.devices import find_kind, list_kind_names
+from onnxplace.doctor.checks import (
+    DEVICE_CHECKS,
+    KIND_CHECKS,
+    LONE_CHECKS,
+    MACHINE_CHECKS,
+    OPEN_CHECKS,
+    PAIR_CHECKS,
+    TIMED_CHECKS,
+)
+from onnxplace.doctor.context import Check
+from onnxplace.doctor.report import EXIT_CHECK, CheckResult, DoctorReport
+from onnxplace.doctor.worker import Job, run_checks
+from onnxplace.errors import UsageError
+from onnxplace.target import parse_devices
+from onnxplace.utils import ChildProcess, start_child, temporary_folder
+
+DEFAULT_SECONDS = 120.0
+MAX_SECONDS = 86400.0
+Observer = Callable[[str, int, int], None]
+"""Called with the next check, its index, and the number of all that are known so far."""
+
+# A check that takes longer than this share of all seconds hangs, within these bounds.
+LIMIT_SHARE, MIN_LIMIT_SECONDS, MAX_LIMIT_SECONDS = 0.5, 20.0, 60.0
+# A process begins and ends its work within this time.
+MAX_START_SECONDS = 120.0
+POLL_SECONDS = 0.02
+# Checks that measure share this part of the time that is left for their group; the others take what they need.
+MEASURING_SHARE, MIN_MEASURING_SECONDS = 0.6, 0.2
+# At most this share of the limit after which a check hangs.
+MAX_MEASURING_SHARE = 0.3
+
+
+@dataclass(frozen=True)
+class Group:
+    """Checks that run one after the other in one process, on the same devices."""
+
+    checks: tuple[Check, ...]
+    devices: tuple[str, ...] = ()
+
+
+def examine(
+    devices: str | Sequence[str] | None = None,
+    *,
+    seconds: float = DEFAULT_SECONDS,
+    limit_seconds: float | None = None,
+    observer: Observer | None = None,
+) -> DoctorReport:
+    """Check devices of this machine, one by one and in pairs, as docs/doctor.md describes.
+
+    Crashes and hangs end a child process only, and are results. Ctrl-C ends the examination with the results so far.
+
+    Args:
+        devices: ids with options; by default, all that work.
+        seconds: about how long it takes.
+        limit_seconds: after which any check hangs; by default half of `seconds`, between 20 and 60, or the check's own.
+        observer: called before each check.
+
+    Raises:
+        UsageError: for seconds that are not positive, or more than a day.
+        TargetError: for names that are not devices.
+
+    >>> examine("cpu:0,cpu:1", seconds=20.0).ok  # doctest: +SKIP
+    True
+    """
+    if not 0 < seconds <= MAX_SECONDS:
+        message = f"expected a number of seconds from 0 to {MAX_SECONDS:.0f}, got {seconds:g}"
+        raise UsageError("U015", message, where="--seconds", hint="120 seconds suffice for most machines")
+    names = _name_devices(devices) if devices is not None else None
+    examination = _Examination(seconds, limit_seconds, observer or (lambda *_: None))
+    try:
+        checked = examination.run(names)
+    except KeyboardInterrupt:
+        examination.note_interrupt()
+        checked = examination.devices
+    return examination.summarise(checked)
+
+
+def _name_devices(devices: str | Sequence[str]) -> tuple[str, ...]:
+    """Return devices as texts with their options."""
+    texts = []
+    for spec in parse_devices(devices):
+        options = ",".join(f"{key}={value}" for key, value in spec.options.items())
+        texts.append(f"{spec.id}{{{options}}}" if options else spec.id)
+    return tuple(texts)
+
+
+@dataclass
+class _Running:
+    """A check that has begun in a child process."""
+
+    name: str
+    began: float = field(default_factory=time.perf_counter)
+
+
+class _Examination:
+    """The state of one examination."""
+
+    def __init__(self, seconds: float, limit_seconds: float | None, observer: Observer) -> None:
+        self.devices: tuple[str, ...] = ()
+        self._began, self._seconds, self._limit_seconds = time.perf_counter(), seconds, limit_seconds
+        self._budget_began = self._began
+        self._usual_limit = min(max(LIMIT_SHARE * seconds, MIN_LIMIT_SECONDS), MAX_LIMIT_SECONDS)
+        self._results: list[CheckResult] = []
+        self._observer, self._planned = observer, 0
+        self._group, self._running = Group(()), _Running("")
+        self._is_complete, self._interrupted = False, False
+
+    def run(self, devices: tuple[str, ...] | None) -> tuple[str, ...]:
+        """Run all checks; return the devices that were checked."""
+        self._run_groups([Group(MACHINE_CHECKS)])
+        # The first use on a machine compiles loops, which is not part of the user's seconds.
+        self._budget_began = time.perf_counter()
+        if devices is None:
+            self._run_groups([Group(KIND_CHECKS, (name,)) for name in list_kind_names()])
+            self.devices, pairs = self._list_usable()
+        else:
+            self.devices, pairs = devices, list(combinations(devices, 2))
+        self._run_groups([Group(OPEN_CHECKS, (device,)) for device in self.devices])
+        lone = LONE_CHECKS if not pairs else ()
+        groups = [Group((*DEVICE_CHECKS, *lone), (device,)) for device in self.devices]
+        self._run_groups([*groups, *(Group(PAIR_CHECKS, pair) for pair in pairs)])
+        return self.devices
+
+    def _list_usable(self) -> tuple[tuple[str, ...], list[tuple[str, str]]]:
+        """Return the devices that `find` found, and the pairs to check."""
+        figures = [result.figures for result in self._results if result.check == "find" and result.status == "ok"]
+        usable = tuple(device for item in figures for device in item["usable"])
+        hosts = [device for device in usable if find_kind(device.partition(":")[0]).is_host]
+        others = [device for device in usable if device not in hosts]
+        pairs = [*combinations(hosts, 2), *((hosts[0], device) for device in others), *combinations(others, 2)]
+        return usable, [*pairs, *(tuple(item["parts"]) for item in figures if item["parts"])]
+
+    def _run_groups(self, groups: Sequence[Group]) -> None:
+        self._planned += sum(len(group.checks) for group in groups)
+        for number, group in enumerate(groups):
+            self._group = group
+            if unusable := self._list_unopened(group):
+                reason = f"{' and '.join(unusable)} cannot be opened"
+                self._results += [CheckResult(item.name, group.devices, "skipped", reason) for item in group.checks]
+            else:
+                self._run_group(group, len(groups) - number)
+
+    def _list_unopened(self, group: Group) -> list[str]:
+        """Return the devices of a group that failed to open."""
+        failed = {result.devices for result in self._results if result.check == "open" and result.status == "failed"}
+        return [device for device in group.devices if (device,) in failed]
+
+    def _run_group(self, group: Group, groups_left: int) -> None:
+        """Run the checks of a group in a process; after a crash or hang, the checks after it in a new one."""
+        left = self._seconds - (time.perf_counter() - self._budget_began)
+        measuring = sum(check.name in TIMED_CHECKS for check in group.checks)
+        share = MEASURING_SHARE * left / groups_left / max(measuring, 1)
+        checks, deadline = list(group.checks), time.time() + left
+        while checks:
+            with temporary_folder() as folder:
+                job = Job(
+                    checks=tuple(check.name for check in checks),
+                    devices=group.devices,
+                    seconds=min(
+                        max(share, MIN_MEASURING_SECONDS),
+                        (self._limit_seconds or self._usual_limit) * MAX_MEASURING_SHARE,
+                    ),
+                    deadline=deadline,
+                    journal=folder / "journal",
+                )
+                count = len(self._results)
+                problem = self._run_job(job, {check.name: check for check in checks})
+            done = {result.check for result in self._results[count:]}
+            checks = [check for check in checks if check.name not in done]
+            if not checks:
+                status = "failed" if problem else "ok"
+                self._results.append(CheckResult(EXIT_CHECK, group.devices, status, problem))  # type: ignore[arg-type]
+            elif problem:
+                name = self._running.name or checks[0].name
+                self._add_failure(next(check for check in checks if check.name == name), problem)
+                checks = [check for check in checks if check.name != name]
+
+    def _add_failure(self, check: Check, problem: str) -> None:
+        seconds = time.perf_counter() - self._running.began
+        self._results.append(CheckResult(check.name, self._group.devices, "failed", problem, seconds))
+        self._running = _Running("")
+
+    def _run_job(self, job: Job, checks: Mapping[str, Check]) -> str:
+        """Run a job, and add its results; return how its process crashed or hung, or an empty text."""
+        self._running, self._is_complete = _Running(""), False
+        job.journal.touch()
+        # What an ended process leaves among temporary files is removed with the folder.
+        temporary = str(job.journal.parent)
+        with start_child(run_checks, job, TMPDIR=temporary, TEMP=temporary, TMP=temporary) as child:
+            for entries, exited in _follow(child, job.journal):
+                for entry in entries:
+                    self._note(entry)
+                limit = self._choose_limit(checks)
+                if not exited and time.perf_counter() - self._running.began > limit:
+                    return f"hangs: not finished after {limit:.0f} s"
+            if child.exit_code == 0 and self._is_complete:
+                return ""
+            end = child.describe_end()
+            if (child.exit_code or 0) >= 0:
+                return f"ended the process: {end}"
+            line = child.read_last_line()
+            return f"crashed with {end}{f'; its last output: {line}' if line else ''}"
+
+    def _choose_limit(self, checks: Mapping[str, Check]) -> float:
+        """Return after how many seconds the running check hangs, or the beginning or end of its process."""
+        if not self._running.name:
+            return MAX_START_SECONDS
+        return self._limit_seconds or checks[self._running.name].limit_seconds or self._usual_limit
+
+    def _note(self, entry: Mapping[str, Any]) -> None:
+        """Take note of an entry of the journal."""
+        if "begins" in entry:
+            self._running = _Running(entry["begins"])
+            title = " ".join((*self._group.devices, entry["begins"]))
+            done = sum(result.check != EXIT_CHECK for result in self._results)
+            self._observer(title, done, self._planned)
+        elif "result" in entry:
+            result = entry["result"]
+            self._results.append(CheckResult(**{**result, "devices": tuple(result["devices"])}))
+            self._running = _Running("")
+        else:
+            self._is_complete = True
+
+    def note_interrupt(self) -> None:
+        """Add the check that was interrupted."""
+        self._interrupted = True
+        if self._running.name:
+            seconds = time.perf_counter() - self._running.began
+            self._results.append(
+                CheckResult(self._running.name, self._group.devices, "skipped", "interrupted", seconds)
+            )
+
+    def summarise(self, devices: tuple[str, ...]) -> DoctorReport:
+        """Return the report."""
+        environment = next((item.figures for item in self._results if item.check == "environment"), {})
+        checks = tuple(
+            CheckResult(item.check, item.devices, item.status, item.detail, item.seconds)
+            if item.check == "environment"
+            else item
+            for item in self._results
+        )
+        seconds = time.perf_counter() - self._began
+        return DoctorReport(environment, devices, checks, seconds, self._interrupted)
+
+
+def _follow(child: ChildProcess, journal: Path) -> Iterator[tuple[list[dict[str, Any]], bool]]:
+    """Yield new entries of a journal, and whether the child has exited, until it has."""
+    with journal.open("rb") as stream:
+        begun = b""
+        while True:
+            exited = child.exit_code is not None
+            *lines, begun = (begun + stream.read()).split(b"\n")
+            yield [json.loads(line) for line in lines], exited
+            if exited:
+                return
+            time.sleep(POLL_SECONDS)
