@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from importlib.util import find_spec
 from typing import ClassVar
 
 from onnxplace.devices.device_kind import DeviceAddress, DeviceKind, Hardware
@@ -89,4 +90,14 @@ class Cuda(DeviceKind):
 
 @cache
 def _find_problem(provider: str, index: int) -> str | None:
-    return find_provider_problem(provider, {"device_id": str(index)}, "the CUDA libraries or the GPU are missing")
+    problem = find_provider_problem(provider, {"device_id": str(index)}, "the CUDA libraries or the GPU are missing")
+    if problem is None and not _has_bindings():
+        return "NVIDIA's Python package cuda-bindings, which copies values of GPUs, is missing"
+    return problem
+
+
+def _has_bindings() -> bool:
+    try:
+        return find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:  # of `cuda`
+        return False

@@ -12,7 +12,7 @@ from onnxplace.devices.device_kind import DeviceAddress
 class DeviceMemory(ABC):
     """The memory of one device of an open bundle.
 
-    One thread at a time works for a device, and only it calls these methods, except `read`.
+    One thread at a time works for a device, and only it calls these methods, except `fetch`, `read` and `settle`.
 
     A value is whatever the class makes of it: a numpy array, an OrtValue, or one with the event after which it is
     complete. Values are never altered after they are computed. A *parcel* is a value on its way: what `send` of one
@@ -21,6 +21,8 @@ class DeviceMemory(ABC):
 
     is_asynchronous: bool = False
     """Whether runs and copies are only enqueued, so that their order is kept by the device and not by its thread."""
+    runs_ahead: bool = False
+    """Whether a program may end before its enqueued work has; a request then ends when its checkpoints are settled."""
 
     def __init__(self, address: DeviceAddress, cores: Sequence[int]) -> None:
         self.address = address
@@ -33,6 +35,13 @@ class DeviceMemory(ABC):
     def provider_options(self) -> dict[str, str]:
         """Return additional options of this device's execution provider."""
         return {}
+
+    def run_entries(self) -> dict[str, str]:
+        """Return entries for the configuration of each run of a bundle that uses this device."""
+        return {}
+
+    def adopt(self, session: Any, name: str) -> None:  # noqa: B027 - most memories need no table of sessions
+        """Note a session that will run on this device, and its name in error messages, such as `segment cuda0-001`."""
 
     @abstractmethod
     def feed(self, array: Any, declared: str) -> Any:
@@ -73,6 +82,13 @@ class DeviceMemory(ABC):
     def receive(self, parcel: Any, source: DeviceMemory) -> Any:
         """Return a parcel of another device as a value on this device."""
 
+    def fetch(self, parcel: Any) -> Any:
+        """Return a parcel of this device, sent to another one, as it lies in the host's memory; for any thread.
+
+        It may wait. A memory that `runs_ahead` returns a value that shares no memory with others, where it is a tensor.
+        """
+        return parcel
+
     @abstractmethod
     def read(self, parcel: Any) -> Any:
         """Return a parcel of this device, sent to the caller, as a numpy array; may wait; for any thread."""
@@ -83,6 +99,16 @@ class DeviceMemory(ABC):
 
     def free(self, value: Any) -> None:  # noqa: B027 - most memories free a value when nothing refers to it any more
         """Note that the program does not use a value any more."""
+
+    def checkpoint(self) -> Any:
+        """Return what `settle` takes to wait for all that was enqueued so far; only if it `runs_ahead`."""
+        return None
+
+    def settle(self, checkpoint: Any) -> None:  # noqa: B027 - synchronous devices have nothing to wait for
+        """Wait for a checkpoint; for any thread.
+
+        Raises ExecutionError, which names segment and device, if work before it failed.
+        """
 
     def finish(self) -> None:  # noqa: B027 - synchronous devices have nothing to wait for
         """Wait until everything that was enqueued is complete; raises the error of an enqueued run or copy."""

@@ -176,7 +176,13 @@ def is_foreign_error(problem: Exception) -> bool:
     return isinstance(problem, OSError) or module not in ("builtins", "onnxruntime", "onnxplace")
 
 
-def open_session(model: str | Path | bytes, options: Any, device: DeviceAddress = CPU, where: str = "") -> Any:
+def open_session(
+    model: str | Path | bytes,
+    options: Any,
+    device: DeviceAddress = CPU,
+    where: str = "",
+    provider_options: Mapping[str, str] | None = None,
+) -> Any:
     """Open a session for a model on a device.
 
     Args:
@@ -184,13 +190,15 @@ def open_session(model: str | Path | bytes, options: Any, device: DeviceAddress 
         options: As `make_session_options` returns them.
         device: By default the CPU.
         where: Place for error messages; by default the path.
+        provider_options: More options of the device's execution providers.
 
     Raises:
         ModelError: ONNX Runtime refuses the model.
         ExecutionError: ONNX Runtime falls back to another device, or has no space to write.
     """
     kind = find_kind(device.kind)
-    providers: list[Any] = [*kind.list_providers(device), "CPUExecutionProvider"]
+    own = [(name, {**entries, **(provider_options or {})}) for name, entries in kind.list_providers(device)]
+    providers: list[Any] = [*own, "CPUExecutionProvider"]
     for key, value in kind.session_entries(device).items():
         options.add_session_config_entry(key, value)
     source = model if isinstance(model, bytes) else str(model)

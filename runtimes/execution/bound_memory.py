@@ -39,6 +39,10 @@ class BoundValue:
         """Return the OrtValue; keep it no longer than the lock."""
         return self._owned[-1]
 
+    def count_bytes(self) -> int:
+        """Return the bytes of the tensor."""
+        return int(self.value.tensor_size_in_bytes())
+
     def shape(self) -> list[int]:
         """Return the sizes of its dimensions."""
         return list(self.value.shape())

@@ -25,10 +25,10 @@ def run_bound(
     for name, (kind, index) in outputs.items():
         binding.bind_output(name, kind, index)
     session.run_with_iobinding(binding, options)
-    return [_detach_value(value) for value in binding.get_outputs()]
+    return [detach_value(value) for value in binding.get_outputs()]
 
 
-def _detach_value(value: Any) -> Any:
+def detach_value(value: Any) -> Any:
     """Return an output of a binding without the binding, which holds all inputs and outputs of its run."""
     runtime = import_onnxruntime()
     vector = runtime.capi._pybind_state.OrtValueVector()

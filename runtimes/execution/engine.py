@@ -24,19 +24,20 @@ from onnxplace.machine import interruptible, prepare_interrupts, require_interpr
 from onnxplace.runtime import Result
 from onnxplace.runtimes.execution.bells import CALLERS
 from onnxplace.runtimes.execution.carried_state import CarriedStates
+from onnxplace.runtimes.execution.deliveries import Deliverer, DeliveryLoop
 from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
 from onnxplace.runtimes.execution.lifecycle import OPEN_ENGINES, close_all_engines, keep_sessions_in_child
 from onnxplace.runtimes.execution.requests import Request
 from onnxplace.runtimes.execution.routes import OpenRoute, choose_route
 from onnxplace.runtimes.execution.segments import PlacedDevice
-from onnxplace.runtimes.execution.workers import Worker, WorkLoop
+from onnxplace.runtimes.execution.workers import Worker
 from onnxplace.utils import start_thread
 
 # Time for ended requests to reach the end of a node. Workers that take longer are left behind.
 END_GRACE_SECONDS = 2.0
 
 
-class Engine(WorkLoop):
+class Engine(DeliveryLoop):
     """An open bundle at work. Its threads keep it alive until it is closed or abandoned."""
 
     def __init__(
@@ -56,7 +57,9 @@ class Engine(WorkLoop):
         """The device that can begin at once; `run` follows its program in the thread of its caller."""
         self._conversations = weakref.WeakSet((self._states,))
         """Sets of states that are freed with the session; an own set belongs to the handle of its conversation."""
-        self._workers = [Worker(self, device) for device in devices.values()]
+        self._workers = [Worker(self, device, self.work) for device in devices.values()]
+        self._workers += [Deliverer(self, devices[device]) for device in self._deliveries]
+        self._run_entries = [entry for item in devices.values() for entry in item.memory.run_entries().items()]
 
     def start(self) -> None:
         """Start the workers; an interrupt meanwhile ends those that have started."""
@@ -82,7 +85,11 @@ class Engine(WorkLoop):
         """Return a new request that also returns these carried states; raises ExecutionError in a forked process."""
         self._require_own_process()  # before any use of ONNX Runtime, whose locks may be held
         output_names = self._returned_names.union(states) if states else self._returned_names
-        return Request(next(self._numbers), feeds, self._routes[0], output_names, conversation or self._states, future)
+        number, conversation = next(self._numbers), conversation or self._states
+        request = Request(number, feeds, self._routes[0], output_names, conversation, future)
+        for key, value in self._run_entries:
+            request.options.add_run_config_entry(key, value)
+        return request
 
     def _require_own_process(self) -> None:
         """Raise ExecutionError in a forked process."""

@@ -51,6 +51,8 @@ class HostMemory(DeviceMemory):
 
     def receive(self, parcel: Any, source: DeviceMemory) -> Any:
         """Return a copy; values other than plain tensors are shared, as they never change."""
+        if source.runs_ahead:  # the copy was enqueued when the value was sent
+            return source.fetch(parcel)
         if not (is_native_array(parcel) or is_copyable_tensor(parcel)):
             return parcel
         copied = np.array(to_python(parcel))

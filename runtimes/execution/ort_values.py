@@ -91,6 +91,9 @@ def is_copyable_tensor(value: Any) -> bool:
 
 def count_bytes(value: Any) -> int | None:
     """Return the bytes of a tensor; None for other values, and strings."""
+    if hasattr(value, "count_bytes"):  # a value of a device that has a class of its own
+        size: int | None = value.count_bytes()
+        return size
     if isinstance(value, np.ndarray):
         return None if value.dtype.kind in "OUS" else value.nbytes
     return value.tensor_size_in_bytes() if is_copyable_tensor(value) else None

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from onnxplace.bundle import Step
+from onnxplace.devices import DeviceMemory
 from onnxplace.feeds import Array
 from onnxplace.ort import import_onnxruntime
 from onnxplace.runtime import Event
@@ -59,6 +60,8 @@ class Request:
         self.outputs: dict[str, Any] = {}
         self.events: list[Event] = []
         self.kept_alive: list[Any] = []
+        self.checkpoints: list[tuple[DeviceMemory, str, Any]] = []
+        """Memory, device and checkpoint at the end of each program whose work may not be done."""
         self.current_steps: dict[str, Step] = {}
         """The current or last step of each device of its route."""
         self.failure: BaseException | None = None
@@ -118,4 +121,8 @@ class Request:
                 texts.append(f"{device} waits for value {step.value!r} of {self.route.devices[step.peer]}")
             else:
                 texts.append(f"{device} {step.op}s {f'segment {step.segment}' if step.segment else repr(step.value)}")
+        if not texts and self.checkpoints:
+            return (
+                f"{', '.join(sorted(device for _, device, _ in self.checkpoints))} has not finished its enqueued work"
+            )
         return ", ".join(texts) or "all devices have finished"

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -42,8 +42,10 @@ OWNER_CHECK_SECONDS = 3.0
 class Worker(threading.Thread):
     """The thread that follows one device's program."""
 
-    def __init__(self, engine: WorkLoop, device: PlacedDevice) -> None:
-        super().__init__(target=engine.work, args=(device,), name=f"onnxplace {device.id}", daemon=True)
+    def __init__(
+        self, engine: WorkLoop, device: PlacedDevice, work: Callable[[PlacedDevice], None], part: str = ""
+    ) -> None:
+        super().__init__(target=work, args=(device,), name=f"onnxplace {device.id}{part}", daemon=True)
         self.engine = engine
 
 
@@ -65,6 +67,10 @@ class WorkLoop:
         self._in_flight: dict[int, Request] = {}
         self._tokens: dict[str, queue.SimpleQueue[None]] = {device: queue.SimpleQueue() for device in devices}
         """A token makes a worker look for work; a superfluous one does no harm."""
+        self._deliveries: dict[str, queue.SimpleQueue[Request | None]] = {
+            device.id: queue.SimpleQueue() for device in devices.values() if device.memory.runs_ahead
+        }
+        """Requests whose work is enqueued, by device; None makes a deliverer look whether it is needed any more."""
         self._bells = make_bells(devices, bundle.manifest)
         self._closed = False
         self.owner: weakref.ref[object] | None = None
@@ -88,7 +94,8 @@ class WorkLoop:
             for device in self._routes[0].devices
         }
         producers = {value: segment.device for segment in manifest.segments for value in segment.outputs}
-        returned = dict.fromkeys(item.value for item in manifest.outputs)
+        self._returned_names = frozenset(item.name for item in bundle.returned_outputs)
+        returned = dict.fromkeys(item.value for item in manifest.outputs if item.name in self._returned_names)
         self._owns_buffers = {
             name: item.owns_buffers for item in self._segments.values() for name in item.record.outputs
         }
@@ -96,7 +103,6 @@ class WorkLoop:
         self._returned_values = {
             device: [v for v in returned if producers.get(v) == device] for device in self._routes[0].devices
         }
-        self._returned_names = frozenset(item.name for item in bundle.returned_outputs)
         self._outputs = [(item.name, item.value) for item in manifest.outputs]
         self._programs = {device: drop_last_frees(program) for device, program in manifest.programs.items()}
 
@@ -186,6 +192,9 @@ class WorkLoop:
         with self._lock:
             request.unfinished.discard(device)
             last = not request.unfinished and request.number in self._in_flight
+            if last and request.checkpoints and self._broken is None:
+                self._deliveries[request.checkpoints[-1][1]].put(request)  # which then comes here again
+                return
             if last:
                 request.deliverer = device
                 self._store_states(request)
@@ -208,6 +217,8 @@ class WorkLoop:
                 tokens.put(None)
                 if excluded in self._bells:
                     self._bells[excluded].plan_ring(self._bells[device])
+        for deliveries in self._deliveries.values():
+            deliveries.put(None)
 
     def _fail(self, request: Request, failure: BaseException) -> None:
         """End a request with a failure."""
@@ -258,10 +269,16 @@ class WorkLoop:
                 self._record(request, device, "copy", step.value, began, value)
         for name in self._returned_values[home]:
             request.outputs[name] = device.memory.send(values[name], None)
+        if request.output_names is not self._returned_names:  # it also returns states, which else stay on their device
+            for name, value in self._outputs:
+                if name in request.output_names and value in values and self._producers.get(value) == home:
+                    request.outputs[value] = device.memory.send(values[value], None)
         next_states = {name: values[value] for name, value in states.items()}
         request.next_states.update(
             {name: self._detach(device, states[name], value) for name, value in next_states.items()}
         )
+        if device.memory.runs_ahead:
+            request.checkpoints.append((device.memory, device.id, device.memory.checkpoint()))
 
     def _send(self, device: PlacedDevice, step: Step, value: Any, request: Request) -> None:
         """Deliver a value to another device."""

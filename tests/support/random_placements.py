@@ -78,11 +78,12 @@ def compiled_with(
     optimized: bool = True,
     fused: bool = False,
     dimensions: Mapping[str, int] = MappingProxyType({}),
+    names: Sequence[str] = tuple(f"cpu:{index}" for index in range(DEVICES)),
 ) -> Bundle:
-    """Return the bundle of a model with this placement on CPU devices, with estimated costs."""
+    """Return the bundle of a model with this placement on devices of these names, with estimated costs."""
     before, after = [Optimize()] if optimized else [], [Coplace(), Fuse()] if fused else []
     steps = (*before, ProfileCosts(estimate=True), *after, placement, Split(), Emit())
-    devices = tuple(Device(f"cpu:{index}", 1 << 30) for index in range(max(placement.devices) + 1))
+    devices = tuple(Device(name, 1 << 30) for name in names[: max(placement.devices) + 1])
     compiled = compile_model(
         proto, folder / "bundle", target=Target(devices), shape=dimensions, pipeline=Pipeline(steps)
     )

@@ -1,0 +1,362 @@
+"""The memory of devices that execute what is enqueued on streams, such as CUDA's: no thread waits between segments.
+
+A device has three streams: runs, copies that come in, and copies that go out. The host runs ahead of them. Marks keep
+their order: a run waits for the copies of its inputs, a copy for the run that computes its value, and neither makes a
+thread wait. A thread waits only where the host needs a value.
+
+Memory may be reused as soon as its last reference is dropped, by later work of the queue that is its `home`. So work of
+any other queue that reads or writes it holds a reference until that work is over.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from onnxplace.devices import DeviceAddress, DeviceMemory
+from onnxplace.errors import ExecutionError, format_one_line
+from onnxplace.runtimes.execution.failures import is_out_of_memory
+from onnxplace.runtimes.execution.ort_values import (
+    is_copyable_tensor,
+    is_native_array,
+    to_ort_value,
+    to_ort_value_if_possible,
+    to_python,
+)
+from onnxplace.runtimes.execution.pinned_memory import PinnedPool
+from onnxplace.runtimes.execution.stream_driver import Driver, DriverError
+from onnxplace.runtimes.execution.stream_values import Allocation, DeviceTensor, Download, StreamValue
+from onnxplace.runtimes.execution.work_queues import Mark, WorkQueue
+
+# Copies through page-locked memory go in pieces, so that one is on its way while the next one is filled.
+PIECE_BYTES = 4 << 20
+# Buffers of a copy between two devices through the host: one is filled while the other one is emptied.
+STAGING_BUFFERS = 2
+
+
+@dataclass(frozen=True)
+class SessionPlaces:
+    """Where a session reads its inputs and leaves its outputs."""
+
+    name: str
+    """For error messages, as in `segment cuda0-001`."""
+    host_inputs: frozenset[str] = frozenset()
+    host_outputs: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class RunOutput:
+    """An output of an enqueued run: a tensor that will be complete in its device's memory."""
+
+    address: int
+    size: int
+    """Bytes."""
+    element_type: int
+    """ONNX's number."""
+    data_type: str
+    """ONNX Runtime's name, such as `tensor(float)`."""
+    shape: tuple[int, ...]
+    owner: Any
+    """Keeps the memory."""
+
+
+class StreamMemory(DeviceMemory):
+    """The memory of one device, or of a logical device, of a driver with streams."""
+
+    is_asynchronous = True
+    runs_ahead = True
+
+    def __init__(self, address: DeviceAddress, cores: Sequence[int]) -> None:
+        super().__init__(address, cores)
+        self.driver = self.open_driver()
+        self.device = address.index
+        """The driver's number of the device, which logical devices share."""
+        self.computing, self.incoming, self.outgoing = (
+            WorkQueue(self.driver, self.device, address.id) for _ in range(3)
+        )
+        self.pool = PinnedPool(self.driver)
+        self._places: WeakKeyDictionary[Any, SessionPlaces] = WeakKeyDictionary()
+        self._peers: dict[int, bool] = {}
+
+    # -- what a kind of devices has to add ------------------------------------------------------------------------
+
+    @abstractmethod
+    def open_driver(self) -> Driver:
+        """Return the driver; the same one for all devices between which it can copy."""
+
+    @abstractmethod
+    def find_places(self, session: Any, name: str) -> SessionPlaces:
+        """Return where a session reads its inputs and leaves its outputs."""
+
+    @abstractmethod
+    def enqueue(
+        self, session: Any, inputs: Mapping[str, Any], outputs: Sequence[str], places: SessionPlaces, options: Any
+    ) -> list[Any]:
+        """Enqueue a run of a session on the queue `computing`.
+
+        Args:
+            session: of ONNX Runtime.
+            inputs: DeviceTensor, or OrtValue in the host's memory, by name.
+            outputs: names of all outputs.
+            places: as `find_places` returned them.
+            options: ONNX Runtime's RunOptions.
+
+        Returns:
+            For each output a RunOutput, or, for one in the host's memory, an OrtValue; complete after the run.
+        """
+
+    # -- the interface of memories ------------------------------------------------------------------------
+
+    def adopt(self, session: Any, name: str) -> None:
+        """Note a session that will run here."""
+        self._places[session] = self.find_places(session, name)
+
+    def feed(self, array: Any, declared: str) -> Any:
+        """Return an input; the first run that reads it on the device copies it there."""
+        return StreamValue(to_ort_value(array, declared))
+
+    def run(
+        self, session: Any, inputs: dict[str, Any], outputs: Sequence[str], leaving: Collection[str], options: Any
+    ) -> list[Any]:
+        """Enqueue a run; its outputs are complete after its mark."""
+        self._release()
+        places = self._places[session]
+        with self._naming_failures():
+            bound = {
+                name: to_ort_value_if_possible(self.to_host(value)) if name in places.host_inputs else self.place(value)
+                for name, value in inputs.items()
+            }
+            tensors = [item for item in bound.values() if isinstance(item, DeviceTensor)]
+            for tensor in tensors:
+                self.computing.wait(tensor.ready)
+            kept = [item for item in bound.values() if getattr(item, "home", None) is not self.computing]
+            try:
+                results = self.enqueue(session, bound, outputs, places, options)
+            except Exception:
+                self._release()  # raises the error of earlier work, which may be the cause
+                raise
+            finally:  # a run that failed may have enqueued a part
+                mark = self.computing.mark(places.name, kept)
+        if places.host_outputs:
+            mark.synchronize()
+        return [self._adopt_output(result, mark) for result in results]
+
+    def run_unbound(self, call: Callable[[], Sequence[Any]]) -> list[Any]:
+        """Run a session with values that cannot be bound, and wait for it; all of them are on the host."""
+        results = list(call())
+        self.computing.mark("a run with values of the host").synchronize()
+        return [StreamValue(result) for result in results]
+
+    def to_host(self, value: Any) -> Any:
+        """Return a value in the host's memory; waits for it."""
+        if value.tensor is not None and value.host is None:
+            value.host = self._download(value.tensor).fetch()
+        return value.host
+
+    def send(self, value: Any, destination: DeviceMemory | None) -> Any:
+        """Return a value as it is to a device of the same driver; enqueue its copy to the host for all others."""
+        near = isinstance(destination, StreamMemory) and destination.driver is self.driver
+        if value.tensor is None or near:
+            return value
+        with self._naming_failures():
+            return self._download(value.tensor)
+
+    def receive(self, parcel: Any, source: DeviceMemory) -> Any:
+        """Return a parcel as a value; a tensor of the same device is shared, the copy of another's is enqueued."""
+        if not isinstance(parcel, StreamValue):
+            return StreamValue(to_ort_value_if_possible(source.fetch(parcel)))
+        tensor = parcel.tensor
+        if tensor is not None and tensor.device != self.device:
+            assert isinstance(source, StreamMemory)
+            with self._naming_failures():
+                tensor = self._copy_from(tensor, source)
+        return StreamValue(parcel.host, tensor)
+
+    def fetch(self, parcel: Any) -> Any:
+        """Return a parcel in the host's memory; waits for its copy."""
+        if isinstance(parcel, StreamValue):
+            return parcel.host
+        return parcel.fetch() if isinstance(parcel, Download) else parcel
+
+    def read(self, parcel: Any) -> Any:
+        """Return a parcel as numpy; waits for its copy."""
+        return to_python(self.fetch(parcel))
+
+    def keep(self, value: Any) -> Any:
+        """Return a value of the device itself, and a copy of others, which may refer to memory of feeds."""
+        if value.tensor is not None:
+            return StreamValue(tensor=value.tensor)
+        host = value.host
+        if not (is_native_array(host) or is_copyable_tensor(host)):
+            return value
+        return StreamValue(to_ort_value(np.array(to_python(host))))
+
+    def checkpoint(self) -> Any:
+        """Return the mark of the last run; None if none is under way."""
+        return self.computing.last_mark()
+
+    def settle(self, checkpoint: Any) -> None:
+        """Wait for a mark, and drop what is held for all that is over."""
+        if checkpoint is not None:
+            checkpoint.synchronize()
+            self._release()
+
+    def finish(self) -> None:
+        """Wait for everything that was enqueued."""
+        for queue in self._queues:
+            queue.finish()
+
+    def close(self) -> None:
+        """Wait for everything that was enqueued, then drop what was held for it, and free page-locked memory."""
+        with suppress(ExecutionError):  # of requests that nothing waits for
+            self.finish()
+        for queue in self._queues:
+            queue.discard()
+        self.pool.close()
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def place(self, value: StreamValue) -> DeviceTensor:
+        """Return a value as a tensor on the device; copies it from the host if it is not there yet."""
+        if value.tensor is None:
+            value.tensor = self._upload(to_ort_value_if_possible(value.host))
+        return value.tensor
+
+    def _upload(self, value: Any) -> DeviceTensor:
+        """Enqueue the copy of an OrtValue to the device; the value itself is read at once."""
+        size, source = value.tensor_size_in_bytes(), value.data_ptr()
+        allocation, ready = self._allocate(size), None
+        for offset, length in cut_into_pieces(size):
+            buffer = self.pool.take(length)
+            self.driver.write_host(buffer.address, source + offset, length)
+            self.driver.copy_to_device(allocation.address + offset, buffer.address, length, self.incoming.stream)
+            ready = self.incoming.mark("a copy from the host", buffer, allocation)
+        ready = ready or self.incoming.mark("an empty copy from the host", allocation)
+        return DeviceTensor(
+            address=allocation.address,
+            size=size,
+            element_type=value.element_type(),
+            data_type=value.data_type(),
+            shape=tuple(value.shape()),
+            device=self.device,
+            owner=allocation,
+            home=self.computing,
+            ready=ready,
+        )
+
+    def _download(self, tensor: DeviceTensor) -> Download:
+        """Enqueue the copy of a tensor of this device to the host."""
+        self.outgoing.wait(tensor.ready)
+        pieces = []
+        for offset, length in cut_into_pieces(tensor.size):
+            buffer = self.pool.take(length)
+            self.driver.copy_to_host(buffer.address, tensor.address + offset, length, self.outgoing.stream)
+            pieces.append((buffer, length, self.outgoing.mark("a copy to the host", buffer, tensor)))
+        return Download(tensor, pieces)
+
+    def _copy_from(self, tensor: DeviceTensor, source: StreamMemory) -> DeviceTensor:
+        """Enqueue the copy of a tensor of another device to this one."""
+        allocation = self._allocate(tensor.size)
+        if self._can_read(tensor.device):
+            self.incoming.wait(tensor.ready)
+            self.driver.copy_to_peer(
+                allocation.address, self.device, tensor.address, tensor.device, tensor.size, self.incoming.stream
+            )
+            ready = self.incoming.mark(f"a copy from {source.address.id}", tensor, allocation)
+        else:
+            ready = self._copy_through_host(tensor, allocation, source)
+        return replace(
+            tensor, address=allocation.address, device=self.device, owner=allocation, home=self.computing, ready=ready
+        )
+
+    def _copy_through_host(self, tensor: DeviceTensor, allocation: Allocation, source: StreamMemory) -> Mark:
+        """Enqueue the copy of a tensor of another device in pieces, each out of that device and then into this one."""
+        text = f"a copy from {source.address.id} through the host"
+        pieces = cut_into_pieces(tensor.size)
+        buffers = [self.pool.take(length) for _, length in pieces[:STAGING_BUFFERS]]
+        emptied: list[Mark] = []
+        source.outgoing.wait(tensor.ready)
+        for index, (offset, length) in enumerate(pieces):
+            buffer = buffers[index % STAGING_BUFFERS]
+            if index >= STAGING_BUFFERS:
+                source.outgoing.wait(emptied[index - STAGING_BUFFERS])
+            self.driver.copy_to_host(buffer.address, tensor.address + offset, length, source.outgoing.stream)
+            self.incoming.wait(source.outgoing.mark(text, buffer, tensor))
+            self.driver.copy_to_device(allocation.address + offset, buffer.address, length, self.incoming.stream)
+            emptied.append(self.incoming.mark(text, buffer, allocation))
+        return emptied[-1] if emptied else self.incoming.mark(text, allocation)
+
+    def _can_read(self, device: int) -> bool:
+        """Return whether this device reads another one's memory directly; enables that on first use."""
+        if device not in self._peers:
+            self._peers[device] = self.driver.enable_peer_access(self.device, device)
+        return self._peers[device]
+
+    def _allocate(self, size: int) -> Allocation:
+        """Return memory for a copy that comes in.
+
+        Raises ExecutionError if the device has no more.
+        """
+        try:
+            address = self.driver.allocate(self.device, max(size, 1), self.incoming.stream)
+        except DriverError as problem:
+            if not is_out_of_memory(problem):
+                raise
+            message = f"out of memory for a copy that comes in: it asked for {size} bytes: {format_one_line(problem)}"
+            hint = "run fewer requests at a time, lower the limits of devices on this GPU, or compile for more devices"
+            raise ExecutionError("X010", message, where=self.address.id, hint=hint) from problem
+        return Allocation(address, self.computing)
+
+    # -- marks ------------------------------------------------------------------------------------
+
+    @property
+    def _queues(self) -> tuple[WorkQueue, ...]:
+        return self.computing, self.incoming, self.outgoing
+
+    def _release(self) -> None:
+        """Drop what is held for work that is over; raises ExecutionError if some failed."""
+        for queue in self._queues:
+            queue.release()
+
+    def _adopt_output(self, result: Any, mark: Mark) -> StreamValue:
+        """Return an output of a run as a value."""
+        if not isinstance(result, RunOutput):
+            return StreamValue(result)
+        tensor = DeviceTensor(
+            address=result.address,
+            size=result.size,
+            element_type=result.element_type,
+            data_type=result.data_type,
+            shape=result.shape,
+            device=self.device,
+            owner=result.owner,
+            home=self.computing,
+            ready=mark,
+        )
+        return StreamValue(tensor=tensor)
+
+    @contextmanager
+    def _naming_failures(self) -> Iterator[None]:
+        """Turn the error of a driver's call into that of the enqueued work which caused it, if there is some."""
+        try:
+            yield
+        except DriverError as problem:
+            for queue in self._queues:
+                if (last := queue.last_mark()) is not None:
+                    raise last.describe(problem) from problem
+            raise
+
+
+def cut_into_pieces(size: int) -> list[tuple[int, int]]:
+    """Return the offsets and lengths of the pieces in which a tensor is copied.
+
+    >>> cut_into_pieces(5 << 20)
+    [(0, 4194304), (4194304, 1048576)]
+    """
+    return [(offset, min(PIECE_BYTES, size - offset)) for offset in range(0, size, PIECE_BYTES)]
