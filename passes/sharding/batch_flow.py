@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
@@ -14,30 +14,27 @@ from onnx import NodeProto
 from onnxplace.model import Model, iterate_subgraphs
 from onnxplace.passes.sharding.batch_rows import (
     MOVES_ROWS,
+    SHIFTS_ROWS,
     Cut,
     Positions,
     RowFlow,
     Rows,
+    Spans,
     Tuples,
     counts_rows,
+    find_bounds,
     join_indices,
     move_rows,
     pick_entries,
+    shift_rows,
 )
-from onnxplace.passes.sharding.layouts import Division, Layout
+from onnxplace.passes.sharding.batch_rules import apply_rules, read_sizes
 from onnxplace.passes.sharding.node_views import NodeView, split_words
-from onnxplace.passes.sharding.reshapes import RESHAPES, equal_parts, reshape_layout
-from onnxplace.passes.sharding.rules.axis_rules import AxisRule
 from onnxplace.passes.sharding.space import is_unrepeatable
-from onnxplace.passes.sharding.strategies import list_axis_rules
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 
-# Cuts at multiples of a fraction that no size of the batch divides, so that layouts keep the batch as their blocks.
-_DIVISION = Division((1.0, 2.0))
 # Inputs that hold shapes, which may follow the size of the batch.
-_SHAPE_INPUTS = {"Reshape": 1, "Expand": 1, "Resize": 3}
-# The edits of these operators only adapt shapes, which follow the batch by themselves.
-_FOLLOWING_SHAPES = frozenset(("Expand", "Resize", "Upsample"))
+_SHAPE_INPUTS = {"Reshape": 1, "Expand": 1, "Resize": 3, "Slice": 2}
 # Operators that compute sizes from sizes without branches or rounding, so that two samples show what they compute. The
 # first group takes sizes at its first input only; the others are indices or axes.
 _MOVES_SIZES = frozenset(
@@ -87,6 +84,7 @@ class BatchFlow:
         self._model = model
         self._samples = (first, second)
         self._flows: dict[str, Flow] = {}
+        self._producers = {name: node for node in model.nodes for name in node.output if name}
 
     def find_output_axes(self, inputs: Mapping[str, Cut]) -> dict[str, int]:
         """Return the axis of each output that holds the batch; others are the same for all requests.
@@ -94,12 +92,9 @@ class BatchFlow:
         Raises Refusal, naming the node, if requests cannot be joined.
         """
         self._flows = dict(inputs)
-        producers = {}
         for index, node in enumerate(self._model.nodes):
             flows = self._follow(index, node)
-            names = [name for name in node.output if name]
-            self._flows.update(zip(names, flows, strict=True))
-            producers.update(dict.fromkeys(names, node.name))
+            self._flows.update(zip(filter(None, node.output), flows, strict=True))
         axes = {}
         for output in self._model.outputs:
             value = self._model.sources.get(output.name, output.name)
@@ -109,7 +104,7 @@ class BatchFlow:
             elif isinstance(flow, Positions):
                 raise Refusal(f"{flow.op} computes with positions in the batch", flow.node)
             elif flow is not SAME:
-                where = producers.get(value, "")
+                where = self._producers[value].name if value in self._producers else ""
                 raise Refusal(f"the requests in output {output.name!r} do not follow one another", where)
         if not axes:
             raise Refusal("no output has this dimension")
@@ -135,12 +130,15 @@ class BatchFlow:
             return self._follow_rows(index, node)
         if all(not isinstance(flow, Cut) for flow in flows):
             return self._follow_sizes(index, node)
-        for position, name in enumerate(node.input):
-            if name and self._flow(name) is SIZES and _SHAPE_INPUTS.get(node.op_type) != position:
-                raise Refusal(f"{node.op_type} computes with the size of the batch", node.name)
+        sizes = {position for position, name in enumerate(node.input) if name and self._flow(name) is SIZES}
+        if not sizes <= {_SHAPE_INPUTS.get(node.op_type)}:
+            raise Refusal(f"{node.op_type} computes with the size of the batch", node.name)
         views = [self._view(index, sample) for sample in self._samples]
+        if sizes and node.op_type == "Slice" and any(2 not in view.constants for view in views):
+            # Such an end may be behind the axis at the sizes of the samples, and inside it at others.
+            raise Refusal("Slice ends at the size of the batch", node.name)
         first, second = (
-            self._apply_rules(view, sample, self._list_cuts(view)) for view, sample in zip(views, self._samples)
+            apply_rules(view, self._list_cuts(view), sample.batch) for view, sample in zip(views, self._samples)
         )
         if first is None or first != second:
             cut = next(flow for flow in map(self._flow, node.input) if isinstance(flow, Cut))
@@ -151,14 +149,20 @@ class BatchFlow:
         return first
 
     def _view(self, index: int, sample: Sample) -> NodeView:
-        """Return a node as rules see it; sizes of a Resize count as constants."""
+        """Return a node as rules see it, with what it reads of shapes."""
         node = self._model.nodes[index]
         view = sample.facts.view(index)
         if view is None:
             raise Refusal(f"the shapes of {node.op_type} are not known", node.name, is_unknown=True)
-        if node.op_type == "Resize" and len(node.input) > 3 and node.input[3] in sample.values:
-            return replace(view, constants={**view.constants, 3: sample.values[node.input[3]]})
-        return view
+        known = {
+            flow: {
+                position: sample.values[name]
+                for position, name in enumerate(node.input)
+                if name in sample.values and self._flow(name) is flow
+            }
+            for flow in (SAME, SIZES)
+        }
+        return read_sizes(view, known[SAME], known[SIZES])
 
     # -- values of the batch ------------------------------------------------------------------------------------
 
@@ -170,48 +174,42 @@ class BatchFlow:
             if name and isinstance(flow := self._flow(name), Cut)
         }
 
-    def _apply_rules(self, view: NodeView, sample: Sample, cuts: Mapping[int, Cut]) -> Sequence[Cut] | None:
-        """Return the cuts of the outputs, None if no rule has these cuts of the inputs."""
-        results: Sequence[Cut] | None = None
-        if view.node.domain in ("", "ai.onnx"):
-            if view.op in RESHAPES:
-                results = _reshape(view, cuts, sample.batch)
-            elif view.op in ("Concat", "Split"):
-                results = _along_own_axis(view, cuts)
-        if results is None:
-            matching = (_match(view, rule, cuts, sample.batch) for rule in list_axis_rules(view))
-            results = next((found for found in matching if found is not None), None)
-        if results is None:
-            return None
-        shapes = [view.result(position) for position in view.present_outputs()]
-        fits = all(_holds_batch(shape, cut, sample.batch) for shape, cut in zip(shapes, results, strict=True))
-        return results if fits else None
-
     def _follow_rows(self, index: int, node: NodeProto) -> Sequence[Flow]:
         """Return the flow of each output of a node that reads row numbers."""
         before = next((flow for name in node.input if isinstance(flow := self._flow(name), Positions)), None)
         if before is None and node.domain in ("", "ai.onnx"):
             views = [self._view(index, sample) for sample in self._samples]
             first, second = (self._apply_row_rules(view, sample) for view, sample in zip(views, self._samples))
-            if first is not None and first == second and _grow_only_along(views, [first]):
+            if isinstance(first, Cut | Rows | Spans | Tuples) and first == second and _grow_only_along(views, [first]):
                 return [first]
         # Their shapes may still be asked for: exporters broadcast indices to find their common shape.
         return [before or Positions(node.op_type, node.name)] * sum(map(bool, node.output))
 
-    def _apply_row_rules(self, view: NodeView, sample: Sample) -> Cut | Rows | Tuples | None:
+    def _apply_row_rules(self, view: NodeView, sample: Sample) -> Cut | Rows | Spans | Tuples | None:
         """Return the flow of the only output, None if it depends on row numbers otherwise."""
         flows = {position: self._flow(name) for position, name in enumerate(view.node.input) if name}
-        others = {position: flow for position, flow in flows.items() if flow is not SAME and position > 0}
-        if view.op in MOVES_ROWS:
-            allowed = {_SHAPE_INPUTS[view.op]: SIZES} if view.op in _SHAPE_INPUTS else {}
-            rows = flows[0]
-            if not isinstance(rows, Rows) or not others.items() <= allowed.items():
-                return None
-            cuts = self._apply_rules(view, sample, {0: Cut(rows.axis)})
-            return move_rows(view, cuts, sample.batch)
         if view.op == "Concat":
             return join_indices(view, flows, sample.batch)
-        return pick_entries(view, flows, sample.batch)
+        numbers = [(position, flow) for position, flow in flows.items() if isinstance(flow, Rows | Spans)]
+        if len(numbers) != 1 or view.op not in (*MOVES_ROWS, *SHIFTS_ROWS, "GreaterOrEqual"):
+            return pick_entries(view, flows, sample.batch)
+        ((position, rows),) = numbers
+        cuts = {place: flow for place, flow in flows.items() if isinstance(flow, Cut)}
+        others = {place: flow for place, flow in flows.items() if place != position and flow is not SAME}
+        if view.op != "Add" or others != cuts:
+            allowed = {_SHAPE_INPUTS[view.op]: SIZES} if view.op in _SHAPE_INPUTS else {}
+            if not others.items() <= allowed.items():
+                return None
+        results = apply_rules(view, {**cuts, position: Cut(rows.axis)}, sample.batch)
+        moved = move_rows(view, rows, results, sample.batch)
+        if view.op in MOVES_ROWS or moved is None:
+            return moved if position == 0 else None
+        bounds = find_bounds(view.node.input[1 - position], sample.values, sample.facts.shapes, self._producers)
+        if view.op in SHIFTS_ROWS:
+            return shift_rows(view.op, moved, bounds)
+        # No row has a number below 0: torch checks that indices of a mask are inside.
+        is_true = position == 0 and isinstance(moved, Rows) and bounds is not None and bounds[1] <= 0
+        return Cut(moved.axis) if is_true else None
 
     # -- values that are computed from sizes ------------------------------------------------------------------------
 
@@ -318,7 +316,7 @@ class BatchFlow:
         raise Refusal(f"{node.op_type} computes with the size of the batch", node.name)
 
 
-def _grow_only_along(views: Sequence[NodeView], flows: Sequence[Cut | Rows | Tuples]) -> bool:
+def _grow_only_along(views: Sequence[NodeView], flows: Sequence[Cut | Rows | Spans | Tuples]) -> bool:
     """Return whether the results at two sizes of the batch differ in the axis of the batch alone."""
     first, second = views
     for position, flow in zip(first.present_outputs(), flows, strict=True):
@@ -328,51 +326,3 @@ def _grow_only_along(views: Sequence[NodeView], flows: Sequence[Cut | Rows | Tup
         if any(pair[0] != pair[1] for axis, pair in enumerate(zip(*shapes)) if axis != flow.axis):
             return False
     return True
-
-
-def _holds_batch(shape: Sequence[int], cut: Cut, batch: int) -> bool:
-    """Return whether an axis has an equal, positive number of entries for each request in a batch."""
-    return shape[cut.axis] > 0 and shape[cut.axis] % (cut.outer * batch) == 0
-
-
-def _reshape(view: NodeView, cuts: Mapping[int, Cut], batch: int) -> Sequence[Cut] | None:
-    """Return the cut of a reshaped tensor.
-
-    A Squeeze without axes would remove the axis of a single request.
-    """
-    if set(cuts) != {0} or (view.op == "Squeeze" and view.attribute("axes") is None and not view.has(1)):
-        return None
-    layout = reshape_layout(view.shape(0), view.result(), Layout(cuts[0].axis, cuts[0].outer, batch), _DIVISION)
-    return None if layout is None or layout.blocks != batch else [Cut(layout.axis, layout.outer)]
-
-
-def _along_own_axis(view: NodeView, cuts: Mapping[int, Cut]) -> Sequence[Cut] | None:
-    """Return the cuts behind a Concat of batches along their axis, or a Split of such a tensor into equal parts."""
-    equal = equal_parts(view)
-    if equal is None:
-        return None
-    axis, parts = equal
-    if view.op == "Concat":
-        return [Cut(axis, parts)] if len(cuts) == parts and set(cuts.values()) == {Cut(axis)} else None
-    outer = cuts[0].outer if set(cuts) == {0} and cuts[0].axis == axis else 1
-    if outer % parts or view.has(1) or view.attribute("split") is not None:
-        return None
-    return [Cut(axis, outer // parts)] * len(view.present_outputs())
-
-
-def _match(view: NodeView, rule: AxisRule, cuts: Mapping[int, Cut], batch: int) -> Sequence[Cut] | None:
-    """Return the cuts of the outputs by a rule, None if it does not have exactly these cuts of the inputs."""
-    if rule.effect != "map" or (rule.edit is not None and view.op not in _FOLLOWING_SHAPES):
-        return None
-    axes = {position: axis for position, axis in rule.inputs.items() if view.has(position)}
-    if {position: cut.axis for position, cut in cuts.items()} != axes:
-        return None
-    outers = {cut.outer / rule.fused.get(position, 1) for position, cut in cuts.items()}
-    if len(outers) != 1 or not (outer := outers.pop()).is_integer():
-        return None
-    if rule.units and (outer != 1 or rule.units % batch):
-        return None
-    present = view.present_outputs()
-    if any(position not in rule.outputs for position in present):
-        return None
-    return [Cut(rule.outputs[position], int(outer)) for position in present]

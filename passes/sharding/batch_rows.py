@@ -1,20 +1,21 @@
 """Numbers of the rows in a batch: `Range` over the batch, by which exporters pick from each row.
 
-`x[arange(batch), index]` takes an entry of each request, and a mask of torch is read at `mask[row, column]`. Row
-numbers depend on the other requests of a batch, but what they pick from a batch does not.
+`x[arange(batch), index]` takes an entry of each request, and a mask of torch is read at `mask[row, column]`: by index
+pairs, or at `row * width + column` of the flattened mask. Row numbers depend on the other requests of a batch, but what
+they pick from a batch does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import TensorProto
+from onnx import NodeProto, TensorProto
 
-from onnxplace.passes.sharding.node_views import NodeView
+from onnxplace.passes.sharding.node_views import NodeView, Shape
 
 
 class Cut(NamedTuple):
@@ -35,6 +36,19 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Spans:
+    """Numbers computed from those of rows: an entry of row r is from `r * stride + low` to `r * stride + high`.
+
+    With `low` at least 0 and `high` below `stride`, they count the entries of a flattened batch, each in its own row.
+    """
+
+    axis: int
+    stride: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True)
 class Tuples:
     """Index tuples along the last axis: the first number of each is its own index along the axis of the batch."""
 
@@ -49,9 +63,11 @@ class Positions:
     node: str
 
 
-RowFlow = Rows | Tuples | Positions
+RowFlow = Rows | Spans | Tuples | Positions
 # Operators that move entries, by the same rules as batches.
 MOVES_ROWS = frozenset(("Cast", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"))
+# Operators that compute the places of a row's entries in a flattened batch.
+SHIFTS_ROWS = frozenset(("Add", "Mul"))
 _INTEGERS = (TensorProto.INT32, TensorProto.INT64)
 
 
@@ -60,12 +76,66 @@ def counts_rows(arguments: Sequence[NDArray[np.generic]], batch: int) -> bool:
     return len(arguments) == 3 and [float(array.reshape(-1)[0]) for array in arguments] == [0, batch, 1]
 
 
-def move_rows(view: NodeView, cuts: Sequence[Cut] | None, batch: int) -> Rows | None:
+def find_bounds(
+    name: str, values: Mapping[str, NDArray[Any]], shapes: Mapping[str, Shape], producers: Mapping[str, NodeProto]
+) -> tuple[int, int] | None:
+    """Return the least and the largest entry of an integer tensor, None if they are not known.
+
+    Args:
+        name: Of the tensor.
+        values: Small tensors that are known.
+        shapes: Of all tensors: what ArgMax returns is inside its axis.
+        producers: The node of each computed tensor; a Range of known limits may have any size.
+    """
+    while name not in values:
+        node = producers.get(name)
+        if node is None or node.domain not in ("", "ai.onnx"):
+            return None
+        if node.op_type == "Range":
+            return _find_range_bounds([values.get(argument) for argument in node.input])
+        if node.op_type in ("ArgMax", "ArgMin"):
+            shape = shapes.get(node.input[0])
+            size = shape[_read_attribute(node, "axis")] if shape else 0
+            return (0, size - 1) if size else None
+        if node.op_type not in MOVES_ROWS or (node.op_type == "Cast" and _read_attribute(node, "to") not in _INTEGERS):
+            return None
+        name = node.input[0]
+    array = values[name]
+    return (int(array.min()), int(array.max())) if array.dtype.kind in "iu" and array.size else None
+
+
+def _find_range_bounds(arguments: Sequence[NDArray[Any] | None]) -> tuple[int, int] | None:
+    """Return the bounds of a Range that counts upwards and has entries."""
+    known = [int(array.reshape(-1)[0]) for array in arguments if array is not None and array.dtype.kind in "iu"]
+    if len(known) != 3 or known[2] < 1 or known[1] <= known[0]:
+        return None
+    start, limit, step = known
+    return start, start + (limit - 1 - start) // step * step
+
+
+def _read_attribute(node: NodeProto, name: str) -> int:
+    return next((attribute.i for attribute in node.attribute if attribute.name == name), 0)
+
+
+def move_rows(view: NodeView, rows: Rows | Spans, cuts: Sequence[Cut] | None, batch: int) -> Rows | Spans | None:
     """Return the row numbers behind an operator, given where it moves a batch; None if it alters them."""
     if cuts is None or len(cuts) != 1 or (view.op == "Cast" and view.attribute("to") not in _INTEGERS):
         return None
     (cut,) = cuts
-    return Rows(cut.axis) if cut.outer == 1 and view.result()[cut.axis] == batch else None
+    return replace(rows, axis=cut.axis) if cut.outer == 1 and view.result()[cut.axis] == batch else None
+
+
+def shift_rows(op: str, rows: Rows | Spans | None, bounds: tuple[int, int] | None) -> Spans | None:
+    """Return the numbers behind an Add or Mul of row numbers and a tensor within bounds; None if nothing is known."""
+    if rows is None or bounds is None:
+        return None
+    spans = rows if isinstance(rows, Spans) else Spans(rows.axis, 1, 0, 0)
+    least, most = bounds
+    if op == "Add":
+        return replace(spans, low=spans.low + least, high=spans.high + most)
+    if least != most or most < 1:
+        return None
+    return Spans(spans.axis, spans.stride * most, spans.low * most, spans.high * most)
 
 
 def join_indices(view: NodeView, flows: Mapping[int, object], batch: int) -> Tuples | None:
@@ -82,12 +152,16 @@ def join_indices(view: NodeView, flows: Mapping[int, object], batch: int) -> Tup
 def pick_entries(view: NodeView, flows: Mapping[int, object], batch: int) -> Cut | None:
     """Return the batch that a GatherND or Gather picks from each row of a batch; None if it picks others."""
     data, indices = flows.get(0), flows.get(1)
-    if not isinstance(data, Cut) or data.outer != 1 or view.shape(0)[data.axis] != batch:
+    if not isinstance(data, Cut) or data.outer != 1:
         return None
+    size = view.shape(0)[data.axis]
     if view.op == "Gather":
         axis = view.axis(0)
-        return Cut(axis + indices.axis) if isinstance(indices, Rows) and data.axis == axis else None
-    if view.op != "GatherND" or data.axis != 0 or view.attribute("batch_dims", 0) != 0:
+        is_own = isinstance(indices, Rows) and size == batch
+        if isinstance(indices, Spans):
+            is_own = indices.stride * batch == size and indices.low >= 0 and indices.high < indices.stride
+        return Cut(axis + indices.axis) if isinstance(indices, Rows | Spans) and is_own and data.axis == axis else None
+    if view.op != "GatherND" or data.axis != 0 or size != batch or view.attribute("batch_dims", 0) != 0:
         return None
     if isinstance(indices, Tuples):
         return Cut(indices.axis)

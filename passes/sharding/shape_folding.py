@@ -26,8 +26,8 @@ _ARITHMETIC = frozenset(
     split_words(
         """
     Add And Cast Ceil Concat ConstantOfShape Div Equal Expand Flatten Floor Gather Greater GreaterOrEqual Identity
-    Less LessOrEqual Max Min Mod Mul Neg Not Or Range ReduceMax ReduceMin ReduceProd ReduceSum Reshape Slice Split
-    Sqrt Squeeze Sub Transpose Unsqueeze Where
+    Less LessOrEqual Max Min Mod Mul Neg Not OneHot Or Range ReduceMax ReduceMin ReduceProd ReduceSum Reshape Slice
+    Split Sqrt Squeeze Sub Transpose Unsqueeze Where
 """
     )
 )
@@ -115,6 +115,8 @@ def _is_small(node: NodeProto, shapes: Mapping[str, Shape], known: Mapping[str, 
     if node.op_type == "Range":
         start, limit, step = (float(array.reshape(-1)[0]) for array in arrays)
         return step != 0 and abs((limit - start) / step) <= _MAX_ELEMENTS
+    if node.op_type == "OneHot":
+        return bool(arrays[0].size * abs(float(arrays[1].reshape(-1)[0])) <= _MAX_ELEMENTS)
     if node.op_type in ("ConstantOfShape", "Expand"):
         target = arrays[-1].reshape(-1).astype(np.float64)
         return bool(np.prod(np.maximum(target, 1.0)) * max(arrays[0].size, 1) <= _MAX_ELEMENTS**2)

@@ -121,6 +121,56 @@ JOINABLE = {
         {"x": 0},
         {"y": 0, "z": 1},
     ),
+    "a mask that is read in a flattened batch": (
+        f"""(float[N, T] x, float[N, 2, T, T] scores) => (y) <{IDS}, {STEP}, int64[3] a = {{1, 2, 3}},
+            int64[3] b = {{0, 1, 2}}, int64[1] flat = {{-1}}, float low = {{-100}}, float nothing = {{0}}> {{
+            {ROWS} rows = Unsqueeze(r, a) inside = GreaterOrEqual(rows, first)
+            width = Gather(s, one) t = Squeeze(width) c = Range(first, t, step) columns = Unsqueeze(c, b)
+            scaled = Mul(rows, width) i = Add(columns, scaled) mask = Cast<to=9>(x) f = Flatten<axis=2>(mask)
+            p = Gather(f, i) shape = Shape(i) all = Reshape(p, flat) m = Reshape(all, shape) both = And(inside, m)
+            w = Where(both, nothing, low) y = Add(scores, w) }}""",
+        {"x": 0, "scores": 0},
+        {"y": 0},
+    ),
+    "the last token of each text, in a flattened batch": (
+        f"""(float[N, T, 6] x, int64[N, T] ids) => (y) <{IDS}, {STEP}, int64[2] flat = {{-1, 6}}> {{
+            {ROWS} am = ArgMax<axis=-1, keepdims=0>(ids) width = Gather(s, one) scaled = Mul(width, r)
+            i = Add(am, scaled) f = Flatten<axis=2>(x) p = Gather(f, i) y = Reshape(p, flat) }}""",
+        {"x": 0, "ids": 0},
+        {"y": 0},
+    ),
+    "an entry of a matrix for each request": (
+        f"""(float[N, 3, 4] x) => (y) <{IDS}, {STEP}, int64 twelve = {{12}}, int64 four = {{4}},
+            int64[3] column = {{0, 3, 1}}, int64 second = {{1}}, int64[1] flat = {{-1}}> {{
+            {ROWS} rows = Unsqueeze(r, one) a = Mul(rows, twelve) line = Mul(four, second) b = Add(a, line)
+            i = Add(column, b) f = Reshape(x, flat) y = Gather(f, i) }}""",
+        {"x": 0},
+        {"y": 0},
+    ),
+    "a slice that ends at the size of the batch": (
+        f"""(float[N, T] x, float[N, T, 3] z) => (y, w) <{IDS}, int64[2] axes = {{0, 1}}, int64[2] begin = {{0, 0}}> {{
+            n = Shape<end=1>(z) y = Slice(x, zero, n, zero) e = Shape<end=2>(z) w = Slice(x, begin, e, axes) }}""",
+        {"x": 0, "z": 0},
+        {"y": 0, "w": 0},
+    ),
+    "a slice whose bounds are computed from other sizes": (
+        f"""(float[N, T, 6] x, float[U] v) => (y) <{IDS}> {{
+            s = Shape(x) t = Gather(s, one) start = Sub(t, one) y = Slice(x, start, t, one) }}""",
+        {"x": 0},
+        {"y": 0},
+    ),
+    "paddings that are computed": (
+        f"""(float[N, 4] x) => (y) <{IDS}, int64[2] before = {{0, 1}}, int64[1] rank = {{2}}> {{
+            z = ConstantOfShape<value = int64[1] {{0}}>(rank) p = Concat<axis=0>(before, z) y = Pad(x, p) }}""",
+        {"x": 0},
+        {"y": 0},
+    ),
+    "repeats that a one-hot vector holds": (
+        f"""(float[N, 4] x) => (y) <{IDS}, int64[2] values = {{1, 3}}> {{
+            h = OneHot(one, two, values) f = Reshape(h, last) y = Tile(x, f) }}""",
+        {"x": 0},
+        {"y": 0},
+    ),
     "the second of two dimensions": (
         "(float[M, 2] a, float[N, 4] x) => (y, z) { s = ReduceSum(a) y = Add(x, s) z = Softmax(x) }",
         {"x": 0},
@@ -237,7 +287,7 @@ COUPLED = {
         "pick",
     ),
     "the row after each": (
-        f"(float[N, 4] x) => (y) <{IDS}, {STEP}> {{ {ROWS} [next] a = Add(r, step) m = Mod(a, n) y = Gather(x, m) }}",
+        f"(float[N, 4] x) => (y) <{IDS}, {STEP}> {{ {ROWS} a = Add(r, step) [next] m = Mod(a, n) y = Gather(x, m) }}",
         "positions in the batch",
         "next",
     ),
@@ -253,6 +303,72 @@ COUPLED = {
             [pairs] t = Concat<axis=-1>(b, a) y = GatherND(x, t) }}""",
         "positions in the batch",
         "pairs",
+    ),
+    "entries of a flattened batch that reach the next row": (
+        f"""(float[N, 4] x) => (y) <{IDS}, {STEP}, int64 four = {{4}}, int64[5] column = {{0, 1, 2, 3, 4}},
+            int64[1] flat = {{-1}}> {{
+            {ROWS} rows = Unsqueeze(r, one) a = Mul(rows, four) i = Add(column, a) f = Reshape(x, flat)
+            [pick] y = Gather(f, i) }}""",
+        "positions in the batch",
+        "pick",
+    ),
+    "entries of a flattened batch that begin in the row before": (
+        f"""(float[N, 4] x) => (y) <{IDS}, {STEP}, int64 four = {{4}}, int64[2] column = {{-1, 2}},
+            int64[1] flat = {{-1}}> {{
+            {ROWS} rows = Unsqueeze(r, one) a = Mul(rows, four) i = Add(column, a) f = Reshape(x, flat)
+            [pick] y = Gather(f, i) }}""",
+        "positions in the batch",
+        "pick",
+    ),
+    "entries of a flattened batch with a stride of two rows": (
+        f"""(float[N, 4] x) => (y) <{IDS}, {STEP}, int64 eight = {{8}}, int64[2] column = {{0, 2}},
+            int64[1] flat = {{-1}}> {{
+            {ROWS} rows = Unsqueeze(r, one) a = Mul(rows, eight) i = Add(column, a) f = Reshape(x, flat)
+            [pick] y = Gather(f, i) }}""",
+        "positions in the batch",
+        "pick",
+    ),
+    "entries of a flattened batch that each request names": (
+        f"""(float[N, 4] x, int64[N] column) => (y) <{IDS}, {STEP}, int64 four = {{4}}, int64[1] flat = {{-1}}> {{
+            {ROWS} a = Mul(r, four) [named] i = Add(column, a) f = Reshape(x, flat) y = Gather(f, i) }}""",
+        "positions in the batch",
+        "named",
+    ),
+    "entries of a flattened batch, by a stride of other sizes": (
+        f"""(float[N, T] x, float[N, U] z) => (y) <{IDS}, {STEP}, int64[1] flat = {{-1}}> {{
+            {ROWS} width = Shape<start=1>(z) i = Mul(r, width) f = Reshape(x, flat) [pick] y = Gather(f, i) }}""",
+        "positions in the batch",
+        "pick",
+    ),
+    "the largest entry of all requests, in a flattened batch": (
+        f"""(float[N, 4] x) => (y) <{IDS}, {STEP}, int64 four = {{4}}, int64[1] flat = {{-1}}> {{
+            {ROWS} f = Reshape(x, flat) am = ArgMax<axis=0>(f) a = Mul(r, four) i = Add(am, a) y = Gather(f, i) }}""",
+        "combines",
+        None,
+    ),
+    "whether a request is not the first": (
+        f"""(float[N, 4] x) => (y) <{IDS}, {STEP}> {{
+            {ROWS} [later] g = GreaterOrEqual(r, step) f = Cast<to=1>(g) u = Unsqueeze(f, one) y = Mul(x, u) }}""",
+        "positions in the batch",
+        "later",
+    ),
+    "places in a flattened batch as results": (
+        f"""(float[N, 4] x) => (y) <{IDS}, {STEP}, int64 four = {{4}}> {{
+            {ROWS} [places] y = Mul(r, four) }}""",
+        "do not follow one another",
+        "places",
+    ),
+    "the first columns, as many as requests": (
+        f"""(float[N, 5] x) => (y) <{IDS}> {{
+            n = Shape<end=1>(x) [cut] c = Slice(x, zero, n, one) y = ReduceSum<keepdims=0>(c, one) }}""",
+        "Slice ends at the size of the batch",
+        "cut",
+    ),
+    "all requests but the last": (
+        f"""(float[N, 5] x) => (y) <{IDS}> {{
+            n = Shape<end=1>(x) [less] m = Sub(n, one) y = Slice(x, zero, m, zero) }}""",
+        "computes with the size",
+        "less",
     ),
     "every other row": (
         f"""(float[N, 4] x) => (y) <{IDS}, {STEP}, int64 two_steps = {{2}}> {{
