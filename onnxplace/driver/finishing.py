@@ -115,8 +115,6 @@ def _keep_fastest(
         return placed, None
     if tried is None:
         return placed, None
-    if isinstance(tried, Diagnostic):
-        return replace(placed, state=placed.state.saying(tried)), None
     notes = [tried.note, *(report_idle_devices(tried.placed.state) if tried.placed is not placed else ())]
     return replace(tried.placed, state=tried.placed.state.saying(*notes)), tried.trial
 

@@ -96,7 +96,7 @@ def list_strategies(
     strategies = [Strategy("one device", "one device", alone)]
     if count == 1:
         return strategies
-    strategies.append(Strategy(f"{count} copies of one device", "copies", alone, everywhere=True))
+    strategies.append(Strategy(f"{count} copies of the model", "copies", alone, everywhere=True))
     strategies.append(Strategy("stages", "stages", (*place, stages, split)))
     free = PassSpec(stages.name, {**stages.options, "contiguous": "false"})
     strategies.append(Strategy("stages, not contiguous", "stages", (*place, free, split)))
@@ -192,7 +192,7 @@ def predict_strategy(strategy: Strategy, state: State) -> Prediction:
     state, _ = Pipeline.parse(format_pipeline([replicate])).run(state)
     if strategy.everywhere:
         copies = len(state[Routes].routes) + 1
-        strategy = replace(strategy, name=f"{copies} copies of one device")
+        strategy = replace(strategy, name=f"{copies} copies of the model")
     return Prediction(strategy, state, (*strategy.specs, replicate) if routes else strategy.specs)
 
 

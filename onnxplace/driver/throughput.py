@@ -117,16 +117,16 @@ def _describe_predictions(fitting: Sequence[Prediction]) -> Diagnostic:
     """Return the note that lists what was considered."""
     texts = [f"{item.strategy.name}: {format_rate(item.interval_seconds)}" for item in fitting[:MAX_LISTED_STRATEGIES]]
     more = [f"{len(fitting) - MAX_LISTED_STRATEGIES} more"] if len(fitting) > MAX_LISTED_STRATEGIES else []
-    return Diagnostic("P043", f"predicted: {'; '.join(texts + more)}", where="throughput")
+    return Diagnostic("P043", f"requests per second by prediction: {'; '.join(texts + more)}", where="throughput")
 
 
 def format_rate(interval_seconds: float) -> str:
-    """Format a time between results as requests per second.
+    """Format a time between results as a number of requests per second.
 
     >>> format_rate(0.01)
-    '100 requests/s'
+    '100'
     """
-    return f"{1 / interval_seconds:.4g} requests/s" if interval_seconds > 0 else "no time at all"
+    return f"{1 / interval_seconds:.4g}" if interval_seconds > 0 else "no bound"
 
 
 def _place(
@@ -151,14 +151,16 @@ def _place(
 def describe_kept(candidates: Sequence[tuple[str, float]], in_flight: int, kept: str) -> Diagnostic:
     """Return the note that lists what a trial measured: names and seconds between results."""
     texts = [f"{name}: {format_rate(seconds)}" for name, seconds in candidates]
-    message = f"in a trial with {in_flight} requests in flight, {'; '.join(texts)}: kept {kept}"
+    message = f"requests per second, measured with {in_flight} in flight: {'; '.join(texts)}; kept {kept}"
     return Diagnostic("P044", message, where="throughput")
 
 
 def _describe_states(state: State) -> list[Diagnostic]:
-    """Return a note for models with carried states: requests of one conversation take turns."""
+    """Return a note for models with carried states: requests of one conversation follow one another."""
     if not state[Model].states:
         return []
-    message = "requests that pass states on take turns: the rate holds for several conversations at a time"
-    hint = "have as many conversations in progress as there are devices"
+    message = (
+        "requests that pass states on follow one another: the predicted rate needs several conversations at a time"
+    )
+    hint = "session.conversation() begins one; have as many in progress as there are devices"
     return [Diagnostic("P045", message, where=state[Model].name, hint=hint)]

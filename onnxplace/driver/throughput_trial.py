@@ -33,7 +33,8 @@ class TriedStrategy:
     """The strategy that a trial kept, with its bundle in its state."""
 
     placed: PlacedModel
-    trial: RateTrial
+    trial: RateTrial | None
+    """None if the prediction decided."""
     note: Diagnostic
 
 
@@ -46,25 +47,31 @@ class _Tried:
 
 def try_strategies(
     candidates: Sequence[Candidate], staging: Staging, feeds: Mapping[str, Array], cache: bool
-) -> TriedStrategy | Diagnostic | None:
+) -> TriedStrategy | None:
     """Run bundles in turns with requests in flight, and return the one with the most results per second.
 
     The first candidate is written already; the others are written next to it. Stages are placed once more, with the
-    costs of nodes scaled by what their segments took under load, and kept if that is faster. Returns None if the
-    bundles cannot be run here at one time, and a note if other work on the machine disturbs them: then the prediction
-    decides.
+    costs of nodes scaled by what their segments took under load, and kept if that is faster. A strategy for which this
+    machine has no memory is left out where another fits: its devices share the memory, whatever their limits are.
+    Where all of them do not fit at one time, and where other work on the machine disturbs them, the prediction decides.
+    Returns None if none can be run here.
 
     Raises:
         OnnxplaceError: a bundle fails.
     """
     written = [candidates[0], *(_write(item, staging, index) for index, item in enumerate(candidates[1:], 1))]
-    bundles = [_open(item) for item in written]
-    if find_trial_obstacle(*bundles):
+    written = [item for item in written if not find_trial_obstacle(_open(item))]
+    if not written:
         return None
+    bundles = [_open(item) for item in written]
+    if problem := find_trial_obstacle(*bundles):
+        note = replace(problem, message=f"{problem.message}; kept {written[0].name} by prediction", where="throughput")
+        return TriedStrategy(written[0].placed, None, note)
     in_flight = max(map(choose_in_flight, (bundle.manifest for bundle in bundles)))
     trials = run_rate_trials(bundles, feeds, in_flight, cached=cache)
     if any(trial.is_doubtful for trial in trials):
-        return _report_doubt(candidates[0].name, max(trial.waiting for trial in trials))
+        note = _report_doubt(written[0].name, max(trial.waiting for trial in trials))
+        return TriedStrategy(written[0].placed, None, note)
     tried = [_Tried(item.name, item, trial) for item, trial in zip(written, trials)]
     best = min(tried, key=lambda item: item.trial.interval_seconds)
     stages = min(
@@ -74,7 +81,7 @@ def try_strategies(
     )
     figures = {item.name: item.trial.interval_seconds for item in tried}
     if stages is not None and stages.trial.interval_seconds <= BALANCED_RATIO * best.trial.interval_seconds:
-        balanced = _write(_balance(stages), staging, len(written))
+        balanced = _write(_balance(stages), staging, len(candidates))
         if balanced.placed.state[Placement].device.tolist() != stages.candidate.placed.state[Placement].device.tolist():
             trials = run_rate_trials([_open(best.candidate), _open(balanced)], feeds, in_flight, cached=cache)
             best = replace(best, trial=trials[0])

@@ -85,7 +85,8 @@ def find_trial_obstacle(*bundles: Bundle) -> Diagnostic | None:
     needs, free = sum(max(p.running_bytes, p.opening_bytes) for p in predictions), available_memory_bytes()
     if needs <= free:
         return None
-    message = f"the bundle was not tried out: that needs {needs} bytes of memory, {free} are free"
+    subject = "the bundle was" if len(bundles) == 1 else f"{len(bundles)} bundles were"
+    message = f"{subject} not tried out: that needs {needs} bytes of memory, {free} are free"
     return Diagnostic("C020", message, where=bundles[0].manifest.model)
 
 

@@ -255,7 +255,7 @@ def test_plan_lists_the_strategies_and_writes_nothing(run_cli, chain):
     before = sorted(Path().iterdir())
     result = run_cli("plan", chain, "--estimate", "--devices", "cpu:0,cpu:1")
     assert result.code == 0
-    for words in ("one device", "whole operators placed", "sharded 2 ways", "stages", "2 copies of one device"):
+    for words in ("one device", "whole operators placed", "sharded 2 ways", "stages", "2 copies of the model"):
         assert words in result.out
     assert sorted(Path().iterdir()) == before
 

@@ -85,7 +85,7 @@ def test_many_devices_are_shared_evenly_only():
 
 def test_copies_give_as_many_requests_as_there_are_devices():
     results = predict_all(make_target(3))
-    one, copies = results["one device"], results["3 copies of one device"]
+    one, copies = results["one device"], results["3 copies of the model"]
     assert copies.devices == 3
     assert copies.interval_seconds == pytest.approx(one.interval_seconds / 3)
     assert results["stages"].interval_seconds >= copies.interval_seconds * (1 - 1e-9)
@@ -93,7 +93,7 @@ def test_copies_give_as_many_requests_as_there_are_devices():
 
 def test_a_model_that_fits_on_no_device_is_put_on_copied_stages():
     results = predict_all(make_target(4, memory=7 << 20), layers=2)
-    assert isinstance(results["4 copies of one device"], Refusal)
+    assert isinstance(results["4 copies of the model"], Refusal)
     pairs = results["2 copies of 2 stages"]
     assert isinstance(pairs, Prediction)
     assert pairs.devices == 4
@@ -116,7 +116,7 @@ def test_a_copy_without_room_is_refused_with_a_reason():
 
 def test_copies_leave_out_devices_without_room():
     big, small = make_target(3).devices[:2], make_target(3, memory=1 << 20).devices[2]
-    prediction = predict_all(Target((*big, small)))["2 copies of one device"]
+    prediction = predict_all(Target((*big, small)))["2 copies of the model"]
     assert prediction.devices == 2
 
 

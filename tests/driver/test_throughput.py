@@ -72,7 +72,7 @@ def test_by_prediction_copies_are_chosen_where_the_model_fits():
     assert len(list_routes(manifest)) == 4
     assert manifest.trial is None
     (text,) = notes(compiled, "P043")
-    assert text.startswith("predicted: 4 copies of one device: ")
+    assert text.startswith("requests per second by prediction: 4 copies of the model: ")
     assert not notes(compiled, "P044")
     assert not notes(compiled, "P010"), "no device is idle"
     assert manifest.pipeline.endswith("replicate{routes=cpu:1;cpu:2;cpu:3},emit")
@@ -127,8 +127,8 @@ def test_the_measured_best_is_kept_with_its_interval(measured):
     kinds = [bool(item.routes) for item in measured["calls"][0]]
     assert set(kinds) == {True, False}, "copies and stages are tried"
     (text,) = notes(compiled, "P044")
-    assert "with 4 requests in flight" in text
-    assert text.endswith("kept 2 copies of one device")
+    assert "measured with 4 in flight" in text
+    assert text.endswith("kept 2 copies of the model")
     assert onnxplace.load("out", "all").manifest == manifest
 
 
@@ -173,6 +173,33 @@ def test_a_disturbed_trial_leaves_the_choice_to_the_prediction(measured):
     assert compiled.bundle.manifest.programs == measured["calls"][0][0].programs
     assert compiled.bundle.manifest.trial.interval_seconds == 0
     assert any("by prediction" in text for text in notes(compiled, "C004"))
+
+
+def read_needs(manifest) -> int:
+    return max(manifest.predicted.running_bytes, manifest.predicted.opening_bytes)
+
+
+def test_copies_for_which_the_machine_has_no_memory_are_not_kept(measured, monkeypatch):
+    copies = compile_model("m.onnx", "copies", max_memory="1GiB", **TWO).bundle.manifest
+    stages = compile_model("m.onnx", "stages", devices="cpu:0,cpu:1", placer="stages").bundle.manifest
+    assert copies.routes
+    assert read_needs(stages) < read_needs(copies)
+    monkeypatch.setattr(step_trial, "available_memory_bytes", lambda: read_needs(copies) - 1)
+    compiled = compile_model("m.onnx", "out", max_memory="1GiB", **TWO)
+    assert not compiled.bundle.manifest.routes
+    assert read_needs(compiled.bundle.manifest) < read_needs(copies)
+
+
+def test_strategies_that_do_not_fit_at_one_time_are_chosen_by_prediction_and_that_is_said(measured, monkeypatch):
+    copies = compile_model("m.onnx", "copies", **TWO).bundle.manifest
+    calls = len(measured["calls"])
+    monkeypatch.setattr(step_trial, "available_memory_bytes", lambda: read_needs(copies) + 1)
+    compiled = compile_model("m.onnx", "out", **TWO)
+    assert len(measured["calls"]) == calls
+    assert compiled.bundle.manifest.routes
+    (text,) = notes(compiled, "C020")
+    assert "bundles were not tried out: that needs" in text
+    assert text.endswith("; kept 2 copies of the model by prediction")
 
 
 def test_a_bundle_that_fails_in_the_trial_is_reported(monkeypatch, short_trials):
