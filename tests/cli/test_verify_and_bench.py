@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 
 import onnxplace
@@ -11,6 +12,7 @@ from tests.conftest import branches
 from tests.support.commands import only_json
 
 pytestmark = pytest.mark.usefixtures("no_gpus", "work_in_temporary_folder")
+COPIES = "optimize,profile,coplace,single,split,replicate{routes=cpu:1},emit"
 
 
 def test_verify_prints_equal_and_exits_with_zero(run_cli, compiled):
@@ -92,6 +94,24 @@ def test_bench_in_flight_compares_each_result_with_the_largest_load(run_cli, com
     text = run_cli("bench", compiled, "--no-memory", "--repeat", "1", "--in-flight", "2").out
     assert "several in flight" in text
     assert "requests/s with several in flight: " in text
+
+
+def test_run_and_bench_of_a_bundle_with_routes_and_a_batch_print_valid_json(run_cli, tmp_path):
+    model, bundle = tmp_path / "m.onnx", tmp_path / "out"
+    text = '<ir_version: 8, opset_import: ["": 17]> g (float[N, 4] x) => (float[N, 4] y) { y = Neg(x) }'
+    onnx.save(onnx.parser.parse_model(text), model)
+    options = ("--devices", "cpu:0,cpu:1", "--shape", "N=2", "--pipeline", COPIES)
+    assert run_cli("compile", model, "-o", bundle, *options).code == 0
+    manifest = onnxplace.load(bundle).manifest
+    assert [route.devices for route in manifest.routes] == [{"cpu:0": "cpu:1"}]
+    assert manifest.batching.outputs == {"y": 0}
+    data = only_json(run_cli("run", bundle, "--shape", "N=5", "--repeat", "2", "--json"))
+    assert data["outputs"] == {"y": {"dtype": "float32", "shape": [5, 4]}}
+    assert (data["runs"], data["runtime"]) == (2, "onnxruntime")
+    result = run_cli("bench", bundle, "--no-memory", "--repeat", "2", "--in-flight", "2", "--json")
+    data = only_json(result)
+    assert {device["id"] for device in data["devices"]} == {"cpu:0", "cpu:1"}
+    assert data["requests_per_second"]["measured"] > 0
 
 
 def test_bench_over_a_limit_exits_with_one(run_cli, compiled):
