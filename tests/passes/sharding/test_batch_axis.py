@@ -155,3 +155,24 @@ def test_joined_runs_of_any_proven_model_have_the_same_bits(model: RandomModel, 
     note(printer.to_text(model.proto))
     requests = draw_requests(model.proto, axes, model.feeds[0], sizes, seed)
     check_joined_run(model.proto, axes, requests)
+
+
+@settings(max_examples=EXAMPLES or 60, deadline=None, derandomize=not EXAMPLES)
+@given(
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.lists(st.integers(-2, 5), min_size=1, max_size=3),
+    st.sampled_from(["Add(column, scaled)", "Add(scaled, column)"]),
+)
+def test_picks_of_a_flattened_batch_are_joined_exactly_if_all_are_in_their_row(width, stride, columns, shift):
+    text = f"""(float[N, {width}] x) => (y) <int64 zero = {{0}}, int64 one = {{1}}, int64[1] ones = {{1}},
+        int64 stride = {{{stride}}}, int64[{len(columns)}] column = {{{", ".join(map(str, columns))}}},
+        int64[1] flat = {{-1}}> {{
+        s = Shape(x) n = Gather(s, zero) r = Range(zero, n, one) rows = Unsqueeze(r, ones) scaled = Mul(rows, stride)
+        i = {shift} f = Reshape(x, flat) y = Gather(f, i) }}"""
+    proto = make(text)
+    axes = prove(proto, {"N": 2})
+    assert bool(axes.dimension) == (stride == width and all(0 <= column < width for column in columns))
+    if axes.dimension:
+        feeds = {"x": np.arange(3 * width, dtype=np.float32).reshape(3, width)}
+        check_joined_run(proto, axes, draw_requests(proto, axes, feeds, [1, 3, 2], seed=width))
