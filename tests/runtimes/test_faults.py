@@ -50,7 +50,7 @@ def test_a_callback_that_cannot_be_called_is_refused_at_once(session, callback):
 
 @pytest.mark.parametrize("timeout", [1e6, 0, -1, float("nan"), float("inf"), "1", True])
 def test_invalid_timeouts_are_refused(session, timeout):
-    with pytest.raises(onnxplace.UsageError, match=r"U056.*expected a timeout in seconds, more than 0 and less than 1000000, got"):
+    with pytest.raises(onnxplace.UsageError, match="expected a timeout in seconds, more than 0 and less than 1000000"):
         session.run(None, feeds(1), timeout=timeout)
 
 
