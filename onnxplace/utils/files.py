@@ -90,6 +90,20 @@ def require_writable(path: Path, *inputs: Path) -> None:
         raise cannot_write_error(reason, path)
 
 
+def require_different_files(**paths: Path | None) -> None:
+    """Raise UsageError if two options name the same file, of which one result would overwrite the other."""
+    options: dict[Path, str] = {}
+    for name, path in paths.items():
+        if path is None:
+            continue
+        require_valid_path(path)
+        option = f"--{name.replace('_', '-')}"
+        other = options.setdefault(path.resolve(), option)
+        is_replaced = path.is_file() or path.is_dir() or not path.exists()  # devices and pipes take any number of texts
+        if other != option and is_replaced:
+            raise cannot_write_error(f"{other} and {option} name the same file", path)
+
+
 def _find_obstacle(path: Path, inputs: Sequence[Path]) -> str:
     """Return why a file cannot be written; empty if it can. Raises OSError."""
     for source in inputs:
