@@ -33,7 +33,7 @@ _MAX_PATH_CHARACTERS = 300
 def format_path(path: str | os.PathLike[str]) -> str:
     r"""Return a path as one readable line: escaped where unprintable, and shortened.
 
-    >>> path_text("a\nb"), path_text(b"caf\xe9".decode(errors="surrogateescape"))
+    >>> format_path("a\nb"), format_path(b"caf\xe9".decode(errors="surrogateescape"))
     ('a\\nb', 'caf\\udce9')
     """
     text = "".join(
