@@ -208,6 +208,8 @@ class InferenceSession:
         again, or close it; its exceptions go to `threading.excepthook`, which prints them.
         """
         names = self._resolve_names(output_names)
+        if not callable(callback):
+            raise UsageError("U085", f"expected a callback that can be called, got {callback!r}")
 
         def finish(future: Future[Result]) -> None:
             error = future.exception()
@@ -289,7 +291,11 @@ class InferenceSession:
         """
         from onnxplace.traces import chrome_trace, predict_timelines, read_segment_nodes
 
-        timelines = self.list_timelines()[-check_in_flight(last, "last") :]
+        count = check_in_flight(last, "last", MAX_TRACED_REQUESTS)
+        if self._recorder is None:
+            hint = "InferenceSession(bundle, trace=True)"
+            raise UsageError("U084", "this session records no trace: it was opened without trace=True", hint=hint)
+        timelines = self.list_timelines()[-count:]
         predicted = predict_timelines(self._bundle.manifest, timelines)
         return chrome_trace(timelines, predicted, self._bundle.manifest, read_segment_nodes(self._bundle))
 

@@ -112,12 +112,12 @@ class PluginError(OnnxplaceError):
 
 
 def format_one_line(problem: BaseException) -> str:
-    r"""Return the message of an error in one line.
+    r"""Return the message of an error in one line, a hint behind a semicolon.
 
-    >>> one_line(ValueError("first\nsecond"))
-    'first second'
+    >>> format_one_line(ValueError("first\nsecond\n  hint: third"))
+    'first second; hint: third'
     """
-    return " ".join(str(problem).split())
+    return " ".join(str(problem).replace("\n  hint: ", "; hint: ").split())
 
 
 def _shorten(text: str) -> str:
@@ -129,7 +129,7 @@ def escape_unprintable(text: str) -> str:
 
     Names in files from strangers may hold control sequences, which a terminal would obey.
 
-    >>> printable("a\x1b[2J")
+    >>> escape_unprintable("a\x1b[2J")
     'a\\x1b[2J'
     """
     if text.isprintable():
@@ -142,7 +142,7 @@ def escape_unprintable(text: str) -> str:
 def format_value(value: object) -> str:
     """Return a value as it appears in messages: shortened, and a text in quotes.
 
-    >>> shown("a" * 100)
+    >>> format_value("a" * 100)
     "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa..."
     """
     if isinstance(value, str):
@@ -157,7 +157,7 @@ def format_value(value: object) -> str:
 def format_count(number: int, noun: str) -> str:
     """Return a number with its noun, in singular or plural.
 
-    >>> counted(0, "value"), counted(1, "value")
+    >>> format_count(0, "value"), format_count(1, "value")
     ('0 values', '1 value')
     """
     return f"{number} {noun}{'' if number == 1 else 's'}"
@@ -166,7 +166,7 @@ def format_count(number: int, noun: str) -> str:
 def format_names(names: Iterable[str], *, quoted: bool = True) -> str:
     """Return names separated by commas, at most ten.
 
-    >>> listed(["noise", "mask"])
+    >>> format_names(["noise", "mask"])
     "'noise', 'mask'"
     """
     texts = [repr(name) if quoted else name for name in names]
@@ -179,7 +179,7 @@ def suggest_nearest(name: str, known: Iterable[str]) -> str:
 
     Case does not matter, nor does `_` for `-`.
 
-    >>> nearest("m_eft", ["single", "m-etf"]), nearest("gpu:0", ["cpu:0", "cuda:0"])
+    >>> suggest_nearest("m_eft", ["single", "m-etf"]), suggest_nearest("gpu:0", ["cpu:0", "cuda:0"])
     ("did you mean 'm-etf'?", "did you mean 'cuda:0'?")
     """
     names = list(known)

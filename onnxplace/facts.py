@@ -376,7 +376,7 @@ class Routes:
     routes: tuple[Route, ...]
     """Without the first one: the programs on their own devices."""
     interval_seconds: float
-    """Between two results, with requests in flight on all routes."""
+    """Between two results, with requests in flight on all routes; at least Python's part of a request."""
 
     def check(self, state: State) -> None:
         """Raise ValueError unless each route gives each program to a device of its own."""

@@ -125,7 +125,7 @@ class RuntimeSession(ABC):
 def choose_closing_timeout(kind: type[BaseException] | None) -> float | None:
     """Return the timeout of a `with` block left by this exception: no waiting after an interrupt.
 
-    >>> closing_timeout(None), closing_timeout(KeyboardInterrupt)
+    >>> choose_closing_timeout(None), choose_closing_timeout(KeyboardInterrupt)
     (None, 0.0)
     """
     return None if kind is None or issubclass(kind, Exception) else 0.0
@@ -134,7 +134,7 @@ def choose_closing_timeout(kind: type[BaseException] | None) -> float | None:
 def unpicklable_error(what: str) -> UsageError:
     """Return the error for an object with threads and devices, which cannot be copied.
 
-    >>> unpicklable("a session").message
+    >>> unpicklable_error("a session").message
     'a session cannot be copied or pickled'
     """
     hint = "pickle the bundle, and open a session in each process"

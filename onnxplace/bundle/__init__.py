@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     )
     from onnxplace.bundle.simulate_bundle import (
         predict_interval_seconds as predict_interval_seconds,
+        predict_serial_seconds as predict_serial_seconds,
         simulate_manifest as simulate_manifest,
     )
     from onnxplace.bundle.slices import (
@@ -81,7 +82,7 @@ __getattr__, __dir__, __all__ = attach(
         ),
         "request_simulation": "SimulatedRequest SimulatedTransfer SubmittedRequest simulate_requests",
         "routes": "find_route_of_device list_route_devices list_routes move_to_route sum_device_seconds",
-        "simulate_bundle": "predict_interval_seconds simulate_manifest",
+        "simulate_bundle": "predict_interval_seconds predict_serial_seconds simulate_manifest",
         "slices": "extract_device_part list_crossing_values record_crossing_values",
         "split_states": "SplitStates",
         "staging": "Staging prepare_output require_output_free stage_output",

@@ -183,7 +183,7 @@ class Predicted(Record):
     lower_bound_seconds: Seconds
     """Lower bound over all placements, by the costs of nodes; at most the time of this one in its trial."""
     interval_seconds: Seconds
-    """Between two results, with requests in flight on all devices: the largest load of a device or a channel.
+    """Between two results, with requests in flight on all devices: the largest load of a device, a channel, or Python.
 
     Measured where there was a trial with requests in flight.
     """

@@ -8,6 +8,7 @@ from onnxplace.bundle.manifest import Manifest
 from onnxplace.bundle.routes import list_routes
 from onnxplace.graph import Csr, OpGraph
 from onnxplace.simulation import Simulation, simulate, steady_state_loads
+from onnxplace.target import REQUEST_SECONDS
 
 
 def build_segment_graph(manifest: Manifest) -> OpGraph:
@@ -49,7 +50,8 @@ def predict_interval_seconds(manifest: Manifest) -> float:
     """Return the time between two results with requests in flight on all routes, by the segments' times.
 
     Requests divide over routes by their shares. The segments' times include the slowdown by devices that are busy with
-    the same request, not by those that are busy with others.
+    the same request, not by those that are busy with others. Python does its part of one request after the other, so
+    the time is at least `predict_serial_seconds`.
     """
     target, graph, routes = manifest.target.target(), build_segment_graph(manifest), list_routes(manifest)
     loads = []
@@ -60,4 +62,16 @@ def predict_interval_seconds(manifest: Manifest) -> float:
         table = np.broadcast_to(seconds, (len(target.devices), len(seconds)))
         loads.append(steady_state_loads(graph, table, target, device).by_resource)
     totals = [sum(route.share * load[kind] for route, load in zip(routes, loads)) for kind in loads[0]]
-    return float(max(np.max(total) for total in totals))
+    return max(float(max(np.max(total) for total in totals)), predict_serial_seconds(manifest))
+
+
+def predict_serial_seconds(manifest: Manifest) -> float:
+    """Return a lower bound of Python's part of a request, which no other request overlaps.
+
+    On one CPU device, that is the time of a request before and after its segments. Elsewhere this time contains waking
+    threads and waiting for GPUs, which overlap with other requests, so that `REQUEST_SECONDS` bounds it.
+    """
+    target, seconds = manifest.target.target(), manifest.predicted.request_seconds
+    used = {segment.device for segment in manifest.segments}
+    is_on_one_cpu = len(used) == 1 and target.devices[target.position(min(used))].kind == "cpu"
+    return seconds if is_on_one_cpu else min(seconds, REQUEST_SECONDS)

@@ -76,9 +76,10 @@ def run(bundle: Path, inputs: Path | None, shape: str, seed: int, json_: bool, *
     from onnxplace.api import load
     from onnxplace.evaluation import choose_step_inputs
     from onnxplace.feeds import require_storable, write_npz
-    from onnxplace.utils import require_writable
+    from onnxplace.utils import require_different_files, require_writable
 
     plan = RunPlan(**options)
+    require_different_files(outputs=plan.outputs, trace=plan.trace)
     for path in filter(None, (plan.outputs, plan.trace)):
         require_writable(path, bundle, *([inputs] if inputs else []))
     opened = load(bundle)

@@ -72,10 +72,10 @@ def to_networkx(graph: CostGraph | State, placed: PlacedGraph | None = None) -> 
     Raises:
         InputError: `placed` belongs to another graph.
 
-    >>> from onnxplace.cost_graph import cost_graph
+    >>> from onnxplace.cost_graph import parse_cost_graph
     >>> nodes = [{"id": "a", "compute_time_us": 2e6}, {"id": "b", "compute_time_us": 0}]
     >>> edges = [{"src": "a", "dst": "b", "bytes": 64}]
-    >>> digraph = to_networkx(cost_graph({"nodes": nodes, "edges": edges, "devices": [{"id": 0}]}))
+    >>> digraph = to_networkx(parse_cost_graph({"nodes": nodes, "edges": edges, "devices": [{"id": 0}]}))
     >>> digraph.nodes["a"]["seconds"], digraph["a"]["b"][0]["bytes"]
     (2.0, 64)
     """

@@ -31,7 +31,7 @@ from onnxplace.model import (
 from onnxplace.pipeline import OBJECTIVES, Pipeline, Timing, report_idle_devices, require_all_devices_used
 from onnxplace.state import State
 from onnxplace.target import Target
-from onnxplace.utils import require_writable
+from onnxplace.utils import require_different_files, require_writable
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -101,6 +101,7 @@ def _prepare_paths(model: object, output: Path, steps: Pipeline, force: bool) ->
     """
     saved = [Path(file) for step in steps.passes if (file := getattr(step, "save", ""))]
     for file in saved:
+        require_different_files(output=output, save_costs=file)
         require_writable(file, *([Path(model)] if isinstance(model, (str, Path)) else []))
     return prepare_output(output, force, *(file.parent for file in saved), measurement_cache.folder())
 

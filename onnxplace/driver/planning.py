@@ -11,7 +11,7 @@ from onnxplace.driver.first_use import compile_loops
 from onnxplace.driver.strategies import Prediction, Strategy, list_strategies, predict_fitting
 from onnxplace.errors import Diagnostic
 from onnxplace.facts import Placement, Profile, Schedule, Segments, Shards, Source
-from onnxplace.model import StateRequest, bind, bind_states, load
+from onnxplace.model import Model, StateRequest, bind, bind_states, load
 from onnxplace.pipeline import Observer, PassSpec, Pipeline, format_pipeline
 from onnxplace.state import State
 from onnxplace.target import Target, request_overhead_seconds
@@ -98,7 +98,8 @@ def plan_model(
 def _predict_all(state: State, front: Sequence[PassSpec], observer: Observer | None) -> Sequence[PlannedStrategy]:
     """Return the strategies with their predictions; of copies of stages, only the best one."""
     place = [PassSpec("coplace", {"join": "never"}), PassSpec("fuse")]
-    strategies = list_strategies(state.target, place, PassSpec("stages", {"seconds": "2"}))
+    stages = PassSpec("stages", {"seconds": "2"})
+    strategies = list_strategies(state.target, place, stages, are_copies_allowed=not state[Model].states)
     auto = Strategy("whole operators placed", "placed", (*place, PassSpec("auto"), PassSpec("split")))
     strategies[1:1] = [auto] if len(strategies) > 1 else []
     results = list(predict_fitting(strategies, state, observer))

@@ -80,7 +80,12 @@ class Refusal:
 
 
 def list_strategies(
-    target: Target, place: Sequence[PassSpec], stages: PassSpec, *, is_sharding_allowed: bool = True
+    target: Target,
+    place: Sequence[PassSpec],
+    stages: PassSpec,
+    *,
+    is_sharding_allowed: bool = True,
+    are_copies_allowed: bool = True,
 ) -> list[Strategy]:
     """Return the strategies for many requests in flight, the simple ones first.
 
@@ -89,6 +94,7 @@ def list_strategies(
         place: The passes before the placer, such as `coplace`.
         stages: The placer of stages, with its options.
         is_sharding_allowed: Whether operators may be split.
+        are_copies_allowed: Whether requests may take several routes; not with carried states, which are on the first.
     """
     count = len(target.devices)
     split = PassSpec("split")
@@ -105,7 +111,8 @@ def list_strategies(
         groups = tuple(_list_blocks(parts))
         name = _name_parts(parts)
         strategies.append(Strategy(name, "copied stages", (*place, PassSpec(stages.name, options), split), groups))
-    return strategies + (list(_list_sharded(target, place)) if is_sharding_allowed else [])
+    strategies += _list_sharded(target, place) if is_sharding_allowed else []
+    return [item for item in strategies if are_copies_allowed or not (item.everywhere or item.groups)]
 
 
 def _list_sharded(target: Target, place: Sequence[PassSpec]) -> Iterator[Strategy]:

@@ -63,10 +63,12 @@ def place_for_throughput(
     began = budget_clock()
     front, place, stages = _cut_specs(steps, first)
     strategies = list_strategies(
-        state.target, place, stages, is_sharding_allowed=may_shard and len(state[Profile].graph) <= MAX_SHARDED_NODES
+        state.target,
+        place,
+        stages,
+        is_sharding_allowed=may_shard and len(state[Profile].graph) <= MAX_SHARDED_NODES,
+        are_copies_allowed=not state[Model].states,
     )
-    if state[Model].states:
-        strategies = [item for item in strategies if not (item.everywhere or item.groups)]
     simple = [item for item in strategies if item.kind in ("one device", "copies", "stages")]
     others = [item for item in strategies if item not in simple]
     results = list(predict_fitting(simple, state, observer))

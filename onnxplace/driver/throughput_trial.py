@@ -10,7 +10,7 @@ import numpy as np
 
 from onnxplace.bundle import Bundle, Staging
 from onnxplace.driver.sharding import PlacedModel
-from onnxplace.driver.throughput import Candidate, describe_kept
+from onnxplace.driver.throughput import Candidate, describe_kept, format_rate
 from onnxplace.errors import Diagnostic
 from onnxplace.evaluation import RateTrial, choose_in_flight, find_trial_obstacle, run_rate_trials
 from onnxplace.facts import Clusters, Emitted, Groups, Placement, Profile, Routes, Schedule, Segments
@@ -70,7 +70,7 @@ def try_strategies(
     in_flight = max(map(choose_in_flight, (bundle.manifest for bundle in bundles)))
     trials = run_rate_trials(bundles, feeds, in_flight, cached=cache)
     if any(trial.is_doubtful for trial in trials):
-        note = _report_doubt(written[0].name, max(trial.waiting for trial in trials))
+        note = _report_doubt(written[0].name, trials[0], max(trial.waiting for trial in trials))
         return TriedStrategy(written[0].placed, None, note)
     tried = [_Tried(item.name, item, trial) for item, trial in zip(written, trials)]
     best = min(tried, key=lambda item: item.trial.interval_seconds)
@@ -93,9 +93,12 @@ def try_strategies(
     return TriedStrategy(best.candidate.placed, best.trial, note)
 
 
-def _report_doubt(kept: str, waiting: float) -> Diagnostic:
-    share = f"{waiting:.0%} of their time"
-    message = f"kept {kept} by prediction: in a trial with requests in flight, workers waited {share} for a core"
+def _report_doubt(kept: str, trial: RateTrial, waiting: float) -> Diagnostic:
+    rate = format_rate(trial.interval_seconds)
+    message = (
+        f"kept {kept} by prediction: a trial with requests in flight had {rate}, but workers waited {waiting:.0%} of "
+        "their time for a core"
+    )
     hint = "compile again when the machine is idle; these times are not cached"
     return Diagnostic("C004", message, where="throughput", hint=hint)
 

@@ -152,19 +152,20 @@ def apply_trial(manifest: Manifest, trial: Trial) -> Manifest:
     segments = tuple(
         segment.model_copy(update={"seconds": trial.segment_seconds[segment.id]}) for segment in manifest.segments
     )
-    changed = manifest.model_copy(update={"segments": segments, "routes": _scale_routes(manifest, trial)})
+    measured = manifest.predicted.model_copy(update={"request_seconds": trial.request_seconds})
+    routes = _scale_routes(manifest, trial)
+    changed = manifest.model_copy(update={"segments": segments, "routes": routes, "predicted": measured})
     simulation, busy = simulate_manifest(changed), sum_device_seconds(changed)
     step_seconds = simulation.makespan_seconds + trial.request_seconds
     single_seconds = manifest.predicted.single_device_seconds
     if len({segment.device for segment in segments}) == 1:
         single_seconds = min(single_seconds, step_seconds)
-    predicted = manifest.predicted.model_copy(
+    predicted = measured.model_copy(
         update={
             "step_seconds": step_seconds,
             "lower_bound_seconds": min(manifest.predicted.lower_bound_seconds, step_seconds),
             "single_device_seconds": single_seconds,
             "interval_seconds": predict_interval_seconds(changed),
-            "request_seconds": trial.request_seconds,
         }
     )
     record = TrialRecord(

@@ -262,7 +262,7 @@ def complete_sizes(names: Iterable[str], sizes: Mapping[str, int]) -> dict[str, 
 def drop_derived_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the sizes that do not follow from the others.
 
-    >>> without_derived({"past": 5, "seq": 1, "past + seq": 6})
+    >>> drop_derived_sizes({"past": 5, "seq": 1, "past + seq": 6})
     {'past': 5, 'seq': 1}
     """
     terms = {name: parse_size(name) for name in sizes}

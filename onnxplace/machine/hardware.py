@@ -150,8 +150,15 @@ def require_device(device: Device, instead: str = "") -> None:
     """
     problem = find_device_problem(device)
     if problem:
-        hints = (find_kind(device.kind).install_hint, "`onnxplace devices` lists all devices", instead)
+        hints = (_hint_install(device), "`onnxplace devices` lists all devices", instead)
         raise TargetError("T011", problem, where=device.id, hint="; ".join(filter(None, hints)))
+
+
+def _hint_install(device: Device) -> str:
+    """Return how to install what a device needs; empty where the first device of its kind works already."""
+    kind, first = find_kind(device.kind), replace(device.address, index=0, part=None)
+    is_installed = device.address.index > 0 and kind.find_problem(first) is None
+    return "" if is_installed else kind.install_hint
 
 
 def find_link_technology(source: str, destination: str) -> str:

@@ -11,7 +11,7 @@ def format_type(kind: TypeProto) -> str:
     """Return ONNX Runtime's spelling of a type: `tensor(float)`, `seq(tensor(int64))`.
 
     >>> from onnx import helper
-    >>> type_name(helper.make_tensor_type_proto(TensorProto.FLOAT, [1]))
+    >>> format_type(helper.make_tensor_type_proto(TensorProto.FLOAT, [1]))
     'tensor(float)'
     """
     which = kind.WhichOneof("value")
@@ -37,7 +37,7 @@ def read_shape_entries(kind: TypeProto) -> tuple[int | str | None, ...] | None:
     An impossible size, as shape inference computes for nodes that cannot run, counts as unknown.
 
     >>> from onnx import helper
-    >>> shape_entries(helper.make_tensor_type_proto(TensorProto.FLOAT, ["batch", 4, None]))
+    >>> read_shape_entries(helper.make_tensor_type_proto(TensorProto.FLOAT, ["batch", 4, None]))
     ('batch', 4, None)
     """
     if not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         read_bytes as read_bytes,
         read_json as read_json,
         read_text as read_text,
+        require_different_files as require_different_files,
         require_valid_path as require_valid_path,
         require_writable as require_writable,
         write_file as write_file,
@@ -57,7 +58,7 @@ __getattr__, __dir__, __all__ = attach(
         "docstrings": "read_field_docs",
         "files": (
             "cannot_write_error disk_error format_path is_disk_full open_input parse_json read_bytes read_json "
-            "read_text require_valid_path require_writable write_file"
+            "read_text require_different_files require_valid_path require_writable write_file"
         ),
         "jit": "budget_clock compiled_loop compiled_loops compiled_part in_place on_compiling",
         "leases": ("Lease OCCUPIED_ERRORS OLD_SUFFIX find_moved_aside hold_lease sweep_leftovers temporary_folder"),

@@ -33,7 +33,7 @@ _MAX_PATH_CHARACTERS = 300
 def format_path(path: str | os.PathLike[str]) -> str:
     r"""Return a path as one readable line: escaped where unprintable, and shortened.
 
-    >>> path_text("a\nb"), path_text(b"caf\xe9".decode(errors="surrogateescape"))
+    >>> format_path("a\nb"), format_path(b"caf\xe9".decode(errors="surrogateescape"))
     ('a\\nb', 'caf\\udce9')
     """
     text = "".join(
@@ -88,6 +88,20 @@ def require_writable(path: Path, *inputs: Path) -> None:
         raise cannot_write_error(problem, path) from None
     if reason:
         raise cannot_write_error(reason, path)
+
+
+def require_different_files(**paths: Path | None) -> None:
+    """Raise UsageError if two options name the same file, of which one result would overwrite the other."""
+    options: dict[Path, str] = {}
+    for name, path in paths.items():
+        if path is None:
+            continue
+        require_valid_path(path)
+        option = f"--{name.replace('_', '-')}"
+        other = options.setdefault(path.resolve(), option)
+        is_replaced = path.is_file() or path.is_dir() or not path.exists()  # devices and pipes take any number of texts
+        if other != option and is_replaced:
+            raise cannot_write_error(f"{other} and {option} name the same file", path)
 
 
 def _find_obstacle(path: Path, inputs: Sequence[Path]) -> str:

@@ -1,9 +1,13 @@
 """The documentation agrees with the code."""
 
 import ast
+import doctest
+import importlib
 import json
 import re
 from pathlib import Path
+
+import pytest
 
 from onnxplace.bundle import json_schema
 from onnxplace.cost_graph import read_cost_graph
@@ -19,6 +23,20 @@ def test_the_list_of_errors_has_exactly_the_codes_in_the_source():
     listed = re.findall(r"^\| ([A-Z]\d{3}) \|", (ROOT / "docs/errors.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(listed) == len(set(listed))
     assert set(listed) == used
+
+
+def name_module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "onnxplace" else ("onnxplace", *parts)
+    return ".".join(part for part in parts if part != "__init__")
+
+
+EXAMPLES = [name_module(path) for path in SOURCES if ">>>" in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_in_docstrings_show_what_they_do(name):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
 def test_the_published_schema_matches_the_manifest():

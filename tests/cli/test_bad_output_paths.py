@@ -1,5 +1,7 @@
 """Output paths that exist or cannot be written are refused before any work."""
 
+from pathlib import Path
+
 import pytest
 
 import onnxplace
@@ -98,6 +100,15 @@ def test_a_pipeline_that_does_not_end_with_its_only_emit_leaves_nothing(refused,
 @pytest.mark.parametrize("where", ["nowhere/file", "bundle"])
 def test_results_that_cannot_be_written_are_refused(refused, bundle_copy, option, where):
     refused(2, (where, "cannot write there"), "run", bundle_copy, option, where)
+
+
+def test_two_results_are_not_written_to_one_file(refused, bundle_copy, model_file, fast_pipeline):
+    words = ("same.json: cannot write there: --outputs and --trace name the same file",)
+    refused(2, words, "run", bundle_copy, "--outputs", "same.json", "--trace", "./same.json")
+    words = ("same: cannot write there: --output and --save-costs name the same file",)
+    refused(2, words, "compile", model_file, "--shape", "batch=4", "-o", "same", "--save-costs", "same")
+    assert not Path("same.json").exists()
+    assert not Path("same").exists()
 
 
 def test_a_target_file_that_cannot_be_written_is_refused(refused):

@@ -12,6 +12,7 @@ from onnxplace.evaluation import run_trials
 from onnxplace.ort import import_onnxruntime
 from tests.support.chains import cached_decoder, mlp
 from tests.support.commands import only_json
+from tests.support.state_checks import STATES, sums
 
 pytestmark = pytest.mark.usefixtures("no_gpus", "work_in_temporary_folder")
 
@@ -258,6 +259,17 @@ def test_plan_lists_the_strategies_and_writes_nothing(run_cli, chain):
     for words in ("one device", "whole operators placed", "sharded 2 ways", "stages", "2 copies of the model"):
         assert words in result.out
     assert sorted(Path().iterdir()) == before
+
+
+def test_plan_has_no_copies_of_a_model_with_states_as_compile_makes_none(run_cli, tmp_path):
+    onnx.save(sums(), tmp_path / "sums.onnx")
+    options = ["--estimate", "--devices", "cpu:0,cpu:1", "--shape", "n=2,m=2"]
+    names = []
+    for states in ([], [text for state in STATES for text in ("--state", state)]):
+        data = only_json(run_cli("plan", tmp_path / "sums.onnx", *options, *states, "--json"))
+        names.append([item["name"] for item in data["strategies"]])
+    assert "2 copies of one device" in names[0]
+    assert names[1] == [name for name in names[0] if "cop" not in name]
 
 
 def test_plan_for_a_machine_that_is_not_here(run_cli, chain):

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from onnx import numpy_helper
 
 import onnxplace
-from onnxplace.bundle import simulate_manifest
+from onnxplace.bundle import Manifest, list_routes, predict_serial_seconds, simulate_manifest
 from onnxplace.driver import compile_model
 from onnxplace.errors import ExecutionError
 from onnxplace.evaluation import trial
@@ -20,7 +20,7 @@ from onnxplace.passes import emit
 from onnxplace.runtime import Event
 from onnxplace.runtimes.execution.segments import OpenSegment
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
-from onnxplace.target import Device, Target
+from onnxplace.target import REQUEST_SECONDS, Device, Target
 from tests.support.state_checks import STATES, sums
 
 TWO = {"devices": "cpu:0,cpu:1", "shape": {"batch": 4}, "device_map": {"left|relu|sum": "cpu:0", ".*": "cpu:1"}}
@@ -64,6 +64,36 @@ def test_predictions_use_measured_times_of_segments(model_file, tmp_path):
     for device in manifest.devices:
         busy_seconds = sum(segment.seconds for segment in manifest.segments if segment.device == device.id)
         assert device.compute_seconds == pytest.approx(busy_seconds)
+
+
+def apply_times(bundle, *, segment: float, request: float):
+    """Return the manifest after a trial in which each segment took so long, and the rest of a request, too."""
+    times = {item.id: segment for item in bundle.manifest.segments}
+    return trial.apply_trial(bundle.manifest, trial.Trial(segment + request, request, times, requests=9, waiting=0.0))
+
+
+def test_the_interval_of_copies_contains_the_part_of_a_request_that_is_in_python(model_file, tmp_path):
+    pipeline = "optimize,profile{estimate=true},single,split,replicate{routes=cpu:1},emit"
+    bundle = compile_bundle(model_file, tmp_path / "b", device_map=None, pipeline=pipeline, trial=False)
+    assert len(list_routes(bundle.manifest)) == 2
+    assert apply_times(bundle, segment=2e-6, request=25e-6).predicted.interval_seconds == 25e-6
+    assert apply_times(bundle, segment=2e-2, request=25e-6).predicted.interval_seconds == pytest.approx(1e-2)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "kind", "expected"),
+    [({".*": "cpu:0"}, "cpu", 80e-6), ({".*": "cpu:0"}, "cuda", REQUEST_SECONDS), (None, "cpu", REQUEST_SECONDS)],
+    ids=["one CPU device", "a GPU", "several devices"],
+)
+def test_waking_workers_and_waiting_for_gpus_overlap_with_other_requests(
+    model_file, tmp_path, device_map, kind, expected
+):
+    options = {} if device_map is None else {"device_map": device_map}
+    manifest = compile_bundle(model_file, tmp_path / "b", trial=False, **options).manifest
+    text = manifest.model_dump_json().replace('"cpu:0"', f'"{kind}:0"')
+    manifest = Manifest.model_validate_json(text)
+    predicted = manifest.predicted.model_copy(update={"request_seconds": 80e-6})
+    assert predict_serial_seconds(manifest.model_copy(update={"predicted": predicted})) == expected
 
 
 def test_the_returned_manifest_is_the_one_on_disk(model_file, tmp_path):

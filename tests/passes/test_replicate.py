@@ -9,7 +9,7 @@ from onnxplace.facts import Routes, Segments
 from onnxplace.model import bind, load
 from onnxplace.pipeline import Pipeline
 from onnxplace.state import State
-from onnxplace.target import Device, Shared, Target
+from onnxplace.target import REQUEST_SECONDS, Device, Shared, Target
 from tests.conftest import branches
 from tests.support.chains import mlp
 
@@ -40,6 +40,16 @@ def test_a_slower_device_gets_fewer_requests():
     own = state[Segments].simulation.makespan_seconds
     assert route.seconds.sum() > own
     assert route.share == pytest.approx(own / (own + route.seconds.sum()), rel=1e-3)
+
+
+def test_copies_do_not_overlap_the_part_of_a_request_that_is_in_python():
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>
+        g (float[1] x) => (float[1] y) { y = Relu (x) }""")
+    devices = Target(tuple(Device(f"cpu:{i}", 1 << 30, segment_seconds=1e-7) for i in range(2)))
+    state = State(devices).having(bind(load(model), {}, {}))
+    routes = Pipeline.parse(f"{FRONT},single,split,replicate{{routes=cpu:1}}").run(state)[0][Routes]
+    assert sum(route.seconds.sum() for route in routes.routes) < REQUEST_SECONDS
+    assert routes.interval_seconds == REQUEST_SECONDS
 
 
 def test_devices_that_slow_each_other_down_gain_less_from_copies():

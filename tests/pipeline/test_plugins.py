@@ -160,6 +160,7 @@ def test_a_kind_of_devices_from_a_plugin_is_found_compiled_for_and_run(site, com
     assert 'model = "Emulated 1000"' in text
     assert (missing.code, option.code, part.code) == (2, 2, 2)
     assert "error[T011] emulated:1: this machine emulates one device only" in missing.err
+    assert "install" not in missing.err, "emulated:0 works, so nothing has to be installed"
     assert "expected one of calm, excited for mood, got 'angry'" in option.err
     assert "device 'cpu:0/1' cannot be one of several on cpu:0" in part.err
 

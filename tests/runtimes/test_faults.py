@@ -42,9 +42,15 @@ def test_the_timeout_includes_the_wait_for_a_slot(session):
         session.run(None, feeds(1), timeout=0.1)
 
 
-@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "1", True])
+@pytest.mark.parametrize("callback", [None, "print", 3])
+def test_a_callback_that_cannot_be_called_is_refused_at_once(session, callback):
+    with pytest.raises(onnxplace.UsageError, match=r"U085.*expected a callback that can be called, got"):
+        session.run_async(None, feeds(1), callback)
+
+
+@pytest.mark.parametrize("timeout", [1e6, 0, -1, float("nan"), float("inf"), "1", True])
 def test_invalid_timeouts_are_refused(session, timeout):
-    with pytest.raises(onnxplace.UsageError, match=r"U056.*expected a timeout in seconds"):
+    with pytest.raises(onnxplace.UsageError, match="expected a timeout in seconds, more than 0 and less than 1000000"):
         session.run(None, feeds(1), timeout=timeout)
 
 

@@ -24,7 +24,7 @@ def bundle(tmp_path_factory):
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, True, "8", None, 1 << 40])
 def test_max_batch_is_a_positive_whole_number(value):
-    with pytest.raises(UsageError, match=r"expected max_batch from 1 to \d+, got") as caught:
+    with pytest.raises(UsageError, match=r"expected max_batch to be an integer from 1 to \d+, got") as caught:
         Batching(max_batch=value)
     assert (caught.value.code, caught.value.hint) == ("U082", "such as Batching(max_batch=8)")
     assert repr(value) in caught.value.message
@@ -32,7 +32,7 @@ def test_max_batch_is_a_positive_whole_number(value):
 
 @pytest.mark.parametrize("value", [-0.1, math.nan, math.inf, 60_001, True, "2", None])
 def test_max_delay_is_a_number_of_milliseconds(value):
-    with pytest.raises(UsageError, match="expected max_delay_ms from 0 to 60000, got") as caught:
+    with pytest.raises(UsageError, match="expected max_delay_ms to be a number from 0 to 60000, got") as caught:
         Batching(max_delay_ms=value)
     assert caught.value.code == "U082"
     assert repr(value) in caught.value.message
@@ -52,12 +52,12 @@ def test_a_session_takes_its_batching_as_an_object(bundle, value):
 
 @pytest.mark.parametrize("value", [0, 1025, 2.0, True, "4"])
 def test_requests_in_flight_have_a_bound(bundle, value):
-    with pytest.raises(UsageError, match="expected max_in_flight from 1 to 1024, got") as caught:
+    with pytest.raises(UsageError, match="expected max_in_flight to be an integer from 1 to 1024, got") as caught:
         onnxplace.InferenceSession(bundle, max_in_flight=value)
     assert caught.value.code == "U081"
     with (
         onnxplace.InferenceSession(bundle) as session,
-        pytest.raises(UsageError, match="expected in_flight from 1 to 1024, got"),
+        pytest.raises(UsageError, match="expected in_flight to be an integer from 1 to 1024, got"),
     ):
         session.stream([], in_flight=value)
 

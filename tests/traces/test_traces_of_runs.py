@@ -75,8 +75,10 @@ def test_the_last_requests_can_be_chosen(ping_pong):
         check_format(last)
         numbers = {item["args"]["request"] for item in list_events(whole)}
         assert numbers == set(range(5))
-        with pytest.raises(UsageError, match="expected last from 1"):
+        with pytest.raises(UsageError, match="expected last to be an integer from 1 to 1000, got 0"):
             session.trace(last=0)
+        with pytest.raises(UsageError, match="got 1001"):
+            session.trace(last=1001)
 
 
 def test_a_session_without_a_trace_records_nothing(ping_pong):
@@ -85,7 +87,8 @@ def test_a_session_without_a_trace_records_nothing(ping_pong):
         session.run(None, feeds(0))
         assert result.events == ()
         assert session.list_timelines() == ()
-        assert session.trace()["traceEvents"] == []
+        with pytest.raises(UsageError, match=r"U084.*without trace=True"):
+            session.trace()
 
 
 def test_a_request_that_fails_leaves_no_events(replicas):
