@@ -222,8 +222,9 @@ class WorkLoop:
                 tokens.put(None)
                 if excluded in self._bells:
                     self._bells[excluded].plan_ring(self._bells[device])
-        for deliveries in self._deliveries.values():
-            deliveries.put(None)
+        if self._closed:  # deliverers get requests as such, and only look whether they are needed any more
+            for deliveries in self._deliveries.values():
+                deliveries.put(None)
 
     def _fail(self, request: Request, failure: BaseException) -> None:
         """End a request with a failure."""
