@@ -8,7 +8,7 @@ from onnxplace.runtimes.execution import stream_memory
 from tests.support.fake_streams import FakeDriver, register_fake_kind, use_fake_driver
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def fake_kind():
     with register_fake_kind():
         yield

@@ -50,7 +50,7 @@ def test_every_command_refuses_a_path_that_is_not_a_file(run_cli, model_file, mo
     (model_file.parent / "link").symlink_to("/dev/zero")
     (model_file.parent / "folder").mkdir()
     result = run_cli(*COMMANDS[option], name)
-    assert (result.code, result.out) == (2, "")
+    assert (result.code, result.out) == (2, ""), result.err
     first, *rest = result.err.splitlines()
     assert first.startswith("error[")
     assert [line[:8] for line in rest] in ([], ["  hint: "])
@@ -82,7 +82,7 @@ def test_impossible_file_names_are_refused_in_one_line(name):
 def test_a_name_that_is_too_long_exits_with_2(run_cli, model_file, bundle_copy, monkeypatch, arguments):
     monkeypatch.chdir(model_file.parent)
     result = run_cli(*arguments, "x" * 300)
-    assert (result.code, result.out) == (2, "")
+    assert (result.code, result.out) == (2, ""), result.err
     assert "Traceback" not in result.err
 
 
