@@ -1,9 +1,11 @@
-"""Thousands of faults, one at a time: python benchmarks/faults.py [--faults 2000] [--seed 0].
+"""Thousands of faults, one at a time: python benchmarks/faults.py [--faults 2000] [--seed 0] [--streams].
 
 Each fault hits one instruction of one device for one request, among others in flight, in a session of its own. The
 programs are those of two fixed models with states and of random ones. After each fault, answers and errors, the other
 requests, the next ones, states, closing and threads are checked (tests/support/fault_injection.py). The exit code is 1
 if anything hung or was wrong.
+
+With --streams, some of the devices are fake GPUs, which execute late what is enqueued (tests/support/fake_streams.py).
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import onnxplace
+from tests.support.fake_streams import FakeDriver, register_fake_kind, use_fake_driver
 from tests.support.fault_injection import KINDS, Fault, inject, list_faults
 from tests.support.small_programs import SmallModel, make_ping_pong, make_random_model
 
@@ -36,33 +40,40 @@ MEANINGS = {
     "kill": "SystemExit set from outside, at an instruction",
     "kill_outside": "SystemExit set from outside, at any moment",
 }
+HOST_DEVICES = ("cpu:0", "cpu:1", "cpu:2")
+STREAM_DEVICES = ("fake:0", "fake:1", "cpu:0")
 # A request in flight ends within this time of the fault.
 MAX_SECONDS = 1.0
 # Random faults for each random model.
 FAULTS_PER_MODEL = 10
 
 
-def draw_faults(folder: Path, count: int, seed: int) -> Iterator[tuple[onnxplace.Bundle, SmallModel, Fault]]:
+def draw_faults(
+    folder: Path, count: int, seed: int, with_streams: bool = False
+) -> Iterator[tuple[onnxplace.Bundle, SmallModel, Fault]]:
     """Yield faults: half of them in two fixed programs, half in random ones; all kinds equally often."""
     draw = random.Random(seed)
-    fixed = [compile_in(folder, f"fixed{devices}", make_ping_pong(devices)) for devices in (2, 3)]
+    names: tuple[str, ...] = STREAM_DEVICES if with_streams else HOST_DEVICES
+    fixed = [compile_in(folder, f"fixed{devices}", make_ping_pong(devices), names) for devices in (2, 3)]
     for index in range(count):
         if index % FAULTS_PER_MODEL == 0:
             number = draw.randrange(1 << 30)
-            drawn = compile_in(folder, f"random{number}", make_random_model(number))
+            names = tuple(draw.sample(names, len(names))) if with_streams else names
+            drawn = compile_in(folder, f"random{number}", make_random_model(number), names)
         bundle, model = fixed[index % 2] if index % 4 < 2 else drawn
         kind = KINDS[index % len(KINDS)]
         if kind == "kill_outside":
             device = draw.choice(list(bundle.manifest.programs))
-            yield bundle, model, Fault(kind, device, -1, False, "submit", draw.uniform(0, 1e-3))
+            part = draw.choice(["", " deliveries"]) if device.startswith("fake") else ""
+            yield bundle, model, Fault(kind, device, -1, False, "submit", draw.uniform(0, 1e-3), part)
         else:
             yield bundle, model, draw.choice(list_faults(bundle, [kind]))
 
 
-def compile_in(folder: Path, name: str, model: SmallModel) -> tuple[onnxplace.Bundle, SmallModel]:
+def compile_in(folder: Path, name: str, model: SmallModel, names: Sequence[str]) -> tuple[onnxplace.Bundle, SmallModel]:
     """Compile a model into a folder of its own."""
     (folder / name).mkdir()
-    return model.compile(folder / name), model
+    return model.compile(folder / name, names), model
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,11 +81,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--faults", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--streams", action="store_true", help="on fake GPUs, whose work is enqueued")
     options = parser.parse_args(arguments)
     logging.disable()
     answers, slowest, problems = defaultdict[str, Counter[str]](Counter), Counter[str](), list[str]()
-    with tempfile.TemporaryDirectory(prefix="onnxplace-faults-") as folder:
-        for bundle, model, fault in draw_faults(Path(folder), options.faults, options.seed):
+    with tempfile.TemporaryDirectory(prefix="onnxplace-faults-") as folder, ExitStack() as stack:
+        if options.streams:
+            stack.enter_context(register_fake_kind())
+            stack.enter_context(use_fake_driver(FakeDriver(options.seed)))
+        for bundle, model, fault in draw_faults(Path(folder), options.faults, options.seed, options.streams):
             try:
                 outcome = inject(bundle, model, fault)
             except AssertionError as problem:

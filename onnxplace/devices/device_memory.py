@@ -12,7 +12,8 @@ from onnxplace.devices.device_kind import DeviceAddress
 class DeviceMemory(ABC):
     """The memory of one device of an open bundle.
 
-    One thread at a time works for a device, and only it calls these methods, except `fetch`, `read` and `settle`.
+    One thread at a time works for a device, and only it calls these methods, except `fetch`, `read` and `settle`,
+    and `finish` after the last request.
 
     A value is whatever the class makes of it: a numpy array, an OrtValue, or one with the event after which it is
     complete. Values are never altered after they are computed. A *parcel* is a value on its way: what `send` of one
@@ -105,7 +106,7 @@ class DeviceMemory(ABC):
         return None
 
     def settle(self, checkpoint: Any) -> None:  # noqa: B027 - synchronous devices have nothing to wait for
-        """Wait for a checkpoint; for any thread.
+        """Wait for a checkpoint if there is one, and drop what is held for work that is over; for any thread.
 
         Raises ExecutionError, which names segment and device, if work before it failed.
         """

@@ -280,7 +280,10 @@ class Batcher:
         message = f"its thread died: {type(cause).__name__}: {cause}".rstrip(": ")
         self._broken = ExecutionError("X005", message, where="batching", hint="open a new session")
         self._closed = True
-        for request in list(self._open):
+        with self._lock:  # a request that is accepted meanwhile is in this list, or its caller sees the failure
+            requests = list(self._open)
+            self._changes.wake()
+        for request in requests:
             self._finish(request, None, self._broken)
         self._session.abandon()
 

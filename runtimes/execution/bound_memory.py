@@ -99,6 +99,8 @@ class BoundMemory(DeviceMemory):
 
     def receive(self, parcel: Any, source: DeviceMemory) -> Any:
         """Return a parcel as an OrtValue in the host's memory, which runs upload."""
+        if source.runs_ahead:  # the copy was enqueued when the value was sent
+            return to_ort_value_if_possible(source.fetch(parcel))
         return to_ort_value_if_possible(source.read(parcel) if is_copyable_tensor(parcel) else parcel)
 
     def read(self, parcel: Any) -> Any:

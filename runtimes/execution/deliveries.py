@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from onnxplace.errors import OnnxplaceError
 from onnxplace.runtimes.execution.failures import describe_step_failure
 from onnxplace.runtimes.execution.requests import Request
@@ -27,8 +29,13 @@ class DeliveryLoop(WorkLoop):
                 if (request := self._deliveries[device.id].get()) is not None:
                     self._settle(request)
                     self._finish_part(request, device.id)
+                    request = None  # while this thread waits for the next one, nothing may keep its values
         except BaseException as cause:  # noqa: BLE001 - whatever ends a thread, such as an exception set from outside
             self._mark_broken(device, cause, request)
+        # Requests that failed did not wait for their enqueued work, which may use what `close` frees. `close` waits for
+        # this thread with a limit, so that it returns even if a device hangs.
+        with suppress(Exception):
+            device.memory.finish()
 
     def _settle(self, request: Request) -> None:
         """Wait for the enqueued work and the outputs of a request, unless it has failed; an error ends it."""
@@ -44,6 +51,9 @@ class DeliveryLoop(WorkLoop):
                 self._fail(request, failure)
             except Exception as failure:  # noqa: BLE001 - the caller of the request gets it
                 self._fail(request, describe_step_failure(failure, None, device))
+        for memory, _, _ in request.checkpoints:
+            with suppress(OnnxplaceError):  # of another request, which gets it itself
+                memory.settle(None)  # an idle device holds nothing for copies that ended meanwhile
         request.checkpoints = []
 
     def _is_ended(self) -> bool:

@@ -284,6 +284,9 @@ class Engine(DeliveryLoop):
             names = ", ".join(worker.name.removeprefix("onnxplace ") for worker in alive)
             progress = "; ".join(request.describe_progress() for request in list(self._in_flight.values()))
             message = f"{self.bundle.path}: {names} did not return from ONNX Runtime ({progress or 'just ending'})"
+            for request in list(self._in_flight.values()):  # their callers may wait without a timeout
+                reason = ExecutionError("X002", f"the session was closed: {progress}", where=str(self.bundle.path))
+                request.future.finish(None, request.failure or reason)
             warnings.warn(f"{message}; its thread is left behind", RuntimeWarning, stacklevel=3)
             return
         for route in self._routes:

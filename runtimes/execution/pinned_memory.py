@@ -37,6 +37,9 @@ class PinnedPool:
         self._kept_bytes = 0
         self._closed = False
 
+    def __del__(self) -> None:
+        self.close()  # of a session that was dropped without being closed
+
     def take(self, size: int) -> PinnedBuffer:
         """Return a buffer of at least `size` bytes."""
         rounded = max(1 << max(size - 1, 0).bit_length(), MIN_BUFFER_BYTES)

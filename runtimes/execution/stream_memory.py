@@ -136,6 +136,7 @@ class StreamMemory(DeviceMemory):
             for tensor in tensors:
                 self.computing.wait(tensor.ready)
             kept = [item for item in bound.values() if getattr(item, "home", None) is not self.computing]
+            self.computing.hold(*kept)
             try:
                 results = self.enqueue(session, bound, outputs, places, options)
             except Exception:
@@ -182,7 +183,12 @@ class StreamMemory(DeviceMemory):
         """Return a parcel in the host's memory; waits for its copy."""
         if isinstance(parcel, StreamValue):
             return parcel.host
-        return parcel.fetch() if isinstance(parcel, Download) else parcel
+        if not isinstance(parcel, Download):
+            return parcel
+        array = parcel.fetch()
+        with suppress(ExecutionError):  # of other work, whose own request gets it
+            self.outgoing.release()
+        return array
 
     def read(self, parcel: Any) -> Any:
         """Return a parcel as numpy; waits for its copy."""
@@ -205,12 +211,11 @@ class StreamMemory(DeviceMemory):
         """Wait for a mark, and drop what is held for all that is over."""
         if checkpoint is not None:
             checkpoint.synchronize()
-            self._release()
+        self._release()
 
     def finish(self) -> None:
         """Wait for everything that was enqueued."""
-        for queue in self._queues:
-            queue.finish()
+        self._for_all_queues(WorkQueue.finish)
 
     def close(self) -> None:
         """Wait for everything that was enqueued, then drop what was held for it, and free page-locked memory."""
@@ -234,6 +239,7 @@ class StreamMemory(DeviceMemory):
         allocation, ready = self._allocate(size), None
         for offset, length in cut_into_pieces(size):
             buffer = self.pool.take(length)
+            self.incoming.hold(buffer, allocation)
             self.driver.write_host(buffer.address, source + offset, length)
             self.driver.copy_to_device(allocation.address + offset, buffer.address, length, self.incoming.stream)
             ready = self.incoming.mark("a copy from the host", buffer, allocation)
@@ -256,6 +262,7 @@ class StreamMemory(DeviceMemory):
         pieces = []
         for offset, length in cut_into_pieces(tensor.size):
             buffer = self.pool.take(length)
+            self.outgoing.hold(buffer, tensor)
             self.driver.copy_to_host(buffer.address, tensor.address + offset, length, self.outgoing.stream)
             pieces.append((buffer, length, self.outgoing.mark("a copy to the host", buffer, tensor)))
         return Download(tensor, pieces)
@@ -265,6 +272,7 @@ class StreamMemory(DeviceMemory):
         allocation = self._allocate(tensor.size)
         if self._can_read(tensor.device):
             self.incoming.wait(tensor.ready)
+            self.incoming.hold(tensor, allocation)
             self.driver.copy_to_peer(
                 allocation.address, self.device, tensor.address, tensor.device, tensor.size, self.incoming.stream
             )
@@ -286,7 +294,9 @@ class StreamMemory(DeviceMemory):
             buffer = buffers[index % STAGING_BUFFERS]
             if index >= STAGING_BUFFERS:
                 source.outgoing.wait(emptied[index - STAGING_BUFFERS])
+            source.outgoing.hold(buffer, tensor)
             self.driver.copy_to_host(buffer.address, tensor.address + offset, length, source.outgoing.stream)
+            self.incoming.hold(buffer, allocation)
             self.incoming.wait(source.outgoing.mark(text, buffer, tensor))
             self.driver.copy_to_device(allocation.address + offset, buffer.address, length, self.incoming.stream)
             emptied.append(self.incoming.mark(text, buffer, allocation))
@@ -321,8 +331,18 @@ class StreamMemory(DeviceMemory):
 
     def _release(self) -> None:
         """Drop what is held for work that is over; raises ExecutionError if some failed."""
+        self._for_all_queues(WorkQueue.release)
+
+    def _for_all_queues(self, act: Callable[[WorkQueue], None]) -> None:
+        """Do something with each queue, also after one that failed; raises the first ExecutionError."""
+        failures = []
         for queue in self._queues:
-            queue.release()
+            try:
+                act(queue)
+            except ExecutionError as failure:
+                failures.append(failure)
+        if failures:
+            raise failures[0]
 
     def _adopt_output(self, result: Any, mark: Mark) -> StreamValue:
         """Return an output of a run as a value."""
@@ -343,13 +363,13 @@ class StreamMemory(DeviceMemory):
 
     @contextmanager
     def _naming_failures(self) -> Iterator[None]:
-        """Turn the error of a driver's call into that of the enqueued work which caused it, if there is some."""
+        """Turn the error of a driver's call into that of the enqueued work which caused it, if some has failed."""
         try:
             yield
         except DriverError as problem:
             for queue in self._queues:
-                if (last := queue.last_mark()) is not None:
-                    raise last.describe(problem) from problem
+                if (failed := queue.find_failed()) is not None:
+                    raise failed.describe(problem) from problem
             raise
 
 

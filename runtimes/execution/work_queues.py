@@ -40,6 +40,14 @@ class Mark:
         except DriverError:
             return False
 
+    def has_failed(self) -> bool:
+        """Return whether its work, or work before it, is known to have failed; does not wait."""
+        try:
+            self.queue.driver.is_complete(self.event)
+        except DriverError:
+            return True
+        return False
+
     def find_unfinished(self) -> Mark:
         """Return the work that this one waits for, or itself: the first that is not known to have succeeded."""
         first = self.queue.find_first_unfinished(self)
@@ -75,6 +83,8 @@ class WorkQueue:
         self.lock = threading.RLock()
         self._marks: deque[Mark] = deque()
         self._waits: list[Mark] = []
+        self._held: list[Any] = []
+        """What work needs that is about to be enqueued, until the next mark has it."""
 
     def wait(self, mark: Mark) -> None:
         """Let later work of this queue begin after a mark."""
@@ -83,12 +93,22 @@ class WorkQueue:
                 self.driver.wait(self.stream, mark.event)
                 self._waits.append(mark)
 
+    def hold(self, *kept: Any) -> None:
+        """Hold objects until the next mark is over; called before the work that needs them is enqueued.
+
+        Ctrl-C may come between the work and its own mark, and what is freed then could be reused while it is in flight.
+        """
+        with self.lock:
+            self._held.extend(kept)
+
     def mark(self, label: str, *kept: Any) -> Mark:
         """Return a mark after all work so far, and hold objects until it is over."""
         with self.lock:
-            mark = Mark(self, self.driver.record(self.stream), label, kept, tuple(self._waits))
-            self._waits.clear()
+            event = self.driver.record(self.stream)
+            mark = Mark(self, event, label, (*self._held, *kept), tuple(self._waits))
             self._marks.append(mark)
+            self._waits.clear()
+            self._held.clear()
         return mark
 
     def last_mark(self) -> Mark | None:
@@ -102,20 +122,30 @@ class WorkQueue:
             marks = list(self._marks)
         return next((item for item in marks if item is mark or not item.is_over()), mark)
 
+    def find_failed(self) -> Mark | None:
+        """Return the first mark whose work is known to have failed; does not wait."""
+        with self.lock:
+            marks = list(self._marks)
+        return next((item for item in marks if item.has_failed()), None)
+
     def release(self) -> None:
         """Drop what is held for work that is over; raises ExecutionError that names work which failed."""
-        over = []
+        over, failure = [], None
         with self.lock:
             try:
                 while self._marks and self.driver.is_complete(self._marks[0].event):
                     over.append(self._marks.popleft())
             except DriverError as problem:
-                raise self._marks[0].describe(problem) from problem
+                failed, failure = self._marks[0], problem
         for mark in over:
             mark.kept, mark.waits = (), ()
+        if failure is not None:  # described without the lock: that takes those of other queues, in any order
+            raise failed.describe(failure) from failure
 
     def finish(self) -> None:
         """Wait for all work; raises ExecutionError that names what failed."""
+        if self._held:  # an interrupt came before the mark of what may have been enqueued
+            self.mark("interrupted work")
         if (last := self.last_mark()) is not None:
             last.synchronize()
             self.release()
@@ -123,6 +153,6 @@ class WorkQueue:
     def discard(self) -> None:
         """Drop all that is held, for a stream that has failed for good or is done."""
         with self.lock:
-            marks, self._marks = list(self._marks), deque()
+            marks, self._marks, self._held = list(self._marks), deque(), []
         for mark in marks:
             mark.kept, mark.waits = (), ()

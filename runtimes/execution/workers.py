@@ -192,16 +192,21 @@ class WorkLoop:
         with self._lock:
             request.unfinished.discard(device)
             last = not request.unfinished and request.number in self._in_flight
-            if last and request.checkpoints and self._broken is None:
-                self._deliveries[request.checkpoints[-1][1]].put(request)  # which then comes here again
-                return
-            if last:
+            checkpoints = request.checkpoints  # which its deliverer may empty at any moment
+            is_enqueued = last and bool(checkpoints) and self._broken is None
+            if is_enqueued:
+                self._deliveries[checkpoints[-1][1]].put(request)  # which then comes here again
+            elif last:
                 request.deliverer = device
                 self._store_states(request)
                 if self._ready:
                     self._ready = [other for other in self._ready if other is not request]
                 del self._in_flight[request.number]
             more = bool(self._in_flight) or self._closed
+        if is_enqueued:
+            if request.callers_device:  # its worker can enqueue the next request
+                self._wake()
+            return
         if last:
             self._request_changes.wake()
             self._deliver_result(request)
@@ -217,8 +222,9 @@ class WorkLoop:
                 tokens.put(None)
                 if excluded in self._bells:
                     self._bells[excluded].plan_ring(self._bells[device])
-        for deliveries in self._deliveries.values():
-            deliveries.put(None)
+        if self._closed:  # deliverers get requests as such, and only look whether they are needed any more
+            for deliveries in self._deliveries.values():
+                deliveries.put(None)
 
     def _fail(self, request: Request, failure: BaseException) -> None:
         """End a request with a failure."""

@@ -13,6 +13,7 @@ from onnxplace import Batching
 from onnxplace.bundle import BatchingRecord
 from onnxplace.errors import ExecutionError, RunTimeoutError
 from onnxplace.serving import BatchedSession
+from onnxplace.serving.batch_queue import WaitingRequest
 from tests.conftest import FAST_PIPELINE, branches
 from tests.serving.fake_sessions import WAIT_SECONDS, FakeSession
 from tests.support.random_models import reference
@@ -266,6 +267,21 @@ def test_no_caller_waits_for_a_thread_that_died(session, fake, monkeypatch):
     with pytest.raises(ExecutionError, match="X005"):
         session.submit(feed(1))
     assert fake.is_abandoned
+
+
+def test_a_request_that_is_accepted_while_the_thread_dies_is_failed(bundle):
+    session = BatchedSession(FakeSession(), bundle, RECORD, PATIENT, max_in_flight=1)
+    batcher, request = session.batcher, WaitingRequest(feed(0), 1, None, 0.0)
+
+    def die():
+        raise SystemExit("killed")
+
+    with batcher._lock:  # as in `_try_accept`, after its check
+        batcher._inbox.put(die)
+        batcher.thread.join(0.2)
+        batcher._open[request] = None
+    with pytest.raises(ExecutionError, match=r"X005.*its thread died: SystemExit: killed"):
+        request.future.result(WAIT_SECONDS)
 
 
 def test_a_forgotten_session_ends_its_thread(bundle):

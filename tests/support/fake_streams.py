@@ -107,6 +107,8 @@ class FakeDriver(Driver):
         self._freed: deque[Buffer] = deque()
         self._streams: list[Stream] = []
         self._is_executing = False
+        self._depth = 0
+        """How many calls of the thread that has the lock are under way."""
         self._failures: dict[Stream, DriverError] = {}
         """Of streams, which do not recover."""
 
@@ -202,20 +204,26 @@ class FakeDriver(Driver):
         """Enqueue work, and do it in the shadow world."""
         with self.lock:
             execute(True)
-            stream.last = Work(stream, execute, after)
-            stream.pending.append(stream.last)
+            work = Work(stream, execute, after)
+            stream.pending.append(work)  # before it can be waited for, in case an exception is set from outside
+            stream.last = work
             self.longest_queue = max(self.longest_queue, sum(len(item.pending) for item in self._streams))
 
     @contextmanager
     def _calling(self, name: str) -> Iterator[None]:
         """Count a call, hold the lock, and execute some work."""
         with self.lock:
-            self.counts[name] = self.counts.get(name, 0) + 1
-            while not self._is_executing and self.random.random() < self.eagerness:
-                if (work := self._choose()) is None:
-                    break
-                self._execute(work)
-            yield
+            is_nested = self._depth > 0  # by garbage collection during another call: what that iterates must not change
+            self._depth += 1
+            try:
+                self.counts[name] = self.counts.get(name, 0) + 1
+                while not is_nested and not self._is_executing and self.random.random() < self.eagerness:
+                    if (work := self._choose()) is None:
+                        break
+                    self._execute(work)
+                yield
+            finally:
+                self._depth -= 1
 
     def _choose(self) -> Work | None:
         """Return random work that may be executed now; None if there is none."""
@@ -240,6 +248,9 @@ class FakeDriver(Driver):
                 work.execute(False)
         except Exception as problem:  # noqa: BLE001 - a device reports all errors later
             work.failure = problem if isinstance(problem, DriverError) else DriverError(f"{type(problem)}: {problem}")
+        except BaseException:  # set from outside, in a thread; a real device would go on
+            work.execute(False)
+            raise
         finally:
             self._is_executing = False
             work.is_over = True
@@ -304,9 +315,11 @@ class FakeDriver(Driver):
                 self._execute(work)
 
     def _retire(self, buffer: Buffer) -> None:
+        if buffer.is_free:
+            return
         buffer.is_free = True
         self._freed.append(buffer)
-        while sum(item.size for item in self._freed) > MAX_QUARANTINE_BYTES:
+        while sum(item.size for item in list(self._freed)) > MAX_QUARANTINE_BYTES:
             del self._buffers[self._freed.popleft().address]
             self._addresses = sorted(self._buffers)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,8 +67,9 @@ class SmallModel:
             values[node.output] = {"Add": np.add, "Sub": np.subtract, "Neg": np.negative}[node.op](*arguments)
         return {name: values[name] for name in self.outputs}
 
-    def compile(self, folder: Path) -> onnxplace.Bundle:
-        """Compile the model; nodes stay on their devices."""
+    def compile(self, folder: Path, names: Sequence[str] = ("cpu:0", "cpu:1", "cpu:2")) -> onnxplace.Bundle:
+        """Compile the model; nodes stay on their devices, which have these names."""
+        names = names[: self.devices]
         inputs = ", ".join(f"float[n] {name}" for name in ("x", *self.make_start(0)))
         outputs = ", ".join(f"float[n] {name}" for name in self.outputs)
         lines = "\n".join(f"[{n.output}] {n.output} = {n.op}({', '.join(n.inputs)})" for n in self.nodes)
@@ -75,11 +77,11 @@ class SmallModel:
             f'<ir_version: 8, opset_import: ["": 17]> small ({inputs}) => ({outputs}) {{ {lines} }}'
         )
         device_map = folder / "map.json"
-        device_map.write_text(json.dumps({node.output: f"cpu:{node.device}" for node in self.nodes}))
+        device_map.write_text(json.dumps({node.output: names[node.device] for node in self.nodes}))
         return onnxplace.compile(
             model,
             folder / "small.bundle",
-            target=Target(tuple(Device(f"cpu:{index}", 1 << 30) for index in range(self.devices))),
+            target=Target(tuple(Device(name, 1 << 30) for name in names)),
             shape={"n": SIZE},
             state=[f"t{index}=s{index}" for index in range(self.states)],
             pipeline=f"profile{{estimate=true}},coplace{{join=never,device_map={json.dumps(str(device_map))}}},m-etf,split,emit",
