@@ -96,8 +96,8 @@ def try_strategies(
 def _report_doubt(kept: str, trial: RateTrial, waiting: float) -> Diagnostic:
     rate = format_rate(trial.interval_seconds)
     message = (
-        f"kept {kept} by prediction: a trial with requests in flight had {rate}, but workers waited {waiting:.0%} of "
-        "their time for a core"
+        f"kept {kept} by prediction: a trial with requests in flight had {rate} requests/s, but workers waited "
+        f"{waiting:.0%} of their time for a core"
     )
     hint = "compile again when the machine is idle; these times are not cached"
     return Diagnostic("C004", message, where="throughput", hint=hint)

@@ -98,8 +98,12 @@ def require_different_files(**paths: Path | None) -> None:
             continue
         require_valid_path(path)
         option = f"--{name.replace('_', '-')}"
-        other = options.setdefault(path.resolve(), option)
-        is_replaced = path.is_file() or path.is_dir() or not path.exists()  # devices and pipes take any number of texts
+        try:
+            other = options.setdefault(path.resolve(), option)
+            # Devices and pipes take any number of texts.
+            is_replaced = path.is_file() or path.is_dir() or not path.exists()
+        except OSError:
+            continue  # no file can have this name, which is reported where it is written
         if other != option and is_replaced:
             raise cannot_write_error(f"{other} and {option} name the same file", path)
 

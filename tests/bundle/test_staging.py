@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import onnxplace
+import onnxplace.api
 from onnxplace.bundle import staging
 from onnxplace.errors import BundleError, UsageError
 from tests.bundle.staging_checks import names

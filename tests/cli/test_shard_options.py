@@ -268,7 +268,7 @@ def test_plan_has_no_copies_of_a_model_with_states_as_compile_makes_none(run_cli
     for states in ([], [text for state in STATES for text in ("--state", state)]):
         data = only_json(run_cli("plan", tmp_path / "sums.onnx", *options, *states, "--json"))
         names.append([item["name"] for item in data["strategies"]])
-    assert "2 copies of one device" in names[0]
+    assert "2 copies of the model" in names[0]
     assert names[1] == [name for name in names[0] if "cop" not in name]
 
 
