@@ -27,6 +27,8 @@ CALLERS = "callers"
 WATCH_SECONDS = 100e-6
 # So many watches at most are left out after one that was in vain.
 MAX_SKIPPED = 255
+# The set of bells to ring is one number of 64 bits with a sign.
+MAX_BELLS = 63
 # The transfers of one request at which bells are worth their import, and their mean distance.
 MIN_TRANSFERS = 4
 MAX_SECONDS_BETWEEN_TRANSFERS = 1e-3
@@ -87,12 +89,12 @@ class Bell:
 def make_bells(devices: Mapping[str, PlacedDevice], manifest: Manifest) -> dict[str, Bell]:
     """Return a bell for each device, and one for the callers of `run` under CALLERS.
 
-    There are none unless the devices exchange values often and each has cores of its own.
+    There are none unless the devices exchange values often and each has cores of its own, nor for more than 62 devices.
     """
     transfers = sum(step.op == "send" for program in manifest.programs.values() for step in program)
     if transfers < MIN_TRANSFERS or manifest.predicted.step_seconds > transfers * MAX_SECONDS_BETWEEN_TRANSFERS:
         return {}
-    if not all(device.kind.is_host and device.cores for device in devices.values()):
+    if len(devices) >= MAX_BELLS or not all(device.kind.is_host and device.cores for device in devices.values()):
         return {}
     if any(set(one.cores) & set(other.cores) for one, other in combinations(devices.values(), 2)):
         return {}

@@ -55,9 +55,7 @@ class CudaDriver(Driver):
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a function; return its result, None if it has none. Raises DriverError with CUDA's name of the error."""
         error, *results = getattr(self.runtime, name)(*arguments)
-        if error != self.runtime.cudaError_t.cudaSuccess:
-            _, text = self.runtime.cudaGetErrorString(error)
-            raise DriverError(f"{name}: {error.name}: {text.decode()}")
+        self._check(name, error)
         return results[0] if results else None
 
     def create_stream(self, device: int) -> CudaStream:
@@ -85,9 +83,7 @@ class CudaDriver(Driver):
         (error,) = self.runtime.cudaEventQuery(event.pointer)
         if error == self.runtime.cudaError_t.cudaErrorNotReady:
             return False
-        if error != self.runtime.cudaError_t.cudaSuccess:
-            _, text = self.runtime.cudaGetErrorString(error)
-            raise DriverError(f"cudaEventQuery: {error.name}: {text.decode()}")
+        self._check("cudaEventQuery", error)
         return True
 
     def synchronize(self, event: CudaEvent) -> None:
@@ -145,6 +141,12 @@ class CudaDriver(Driver):
         access.flags = self.runtime.cudaMemAccessFlags.cudaMemAccessFlagsProtReadWrite
         self.call("cudaMemPoolSetAccess", self._find_pool(peer), [access], 1)
         return True
+
+    def _check(self, name: str, error: Any) -> None:
+        """Raise DriverError unless a function succeeded."""
+        if error != self.runtime.cudaError_t.cudaSuccess:
+            _, text = self.runtime.cudaGetErrorString(error)
+            raise DriverError(f"{name}: {error.name}: {text.decode()}")
 
     def _use(self, device: int) -> None:
         """`cudaSetDevice`: for this thread, where ONNX Runtime may have set another one since."""

@@ -95,6 +95,8 @@ def test_without_a_ring_watching_ends_and_is_left_out_more_and_more_often(bells:
         (((0,), (1,)), False, 6, 1e-3, False),
         (((0,), (1,)), True, 1, 1e-5, False),
         (((0,), (1,)), True, 6, 1.0, False),  # waits are long
+        (tuple((core,) for core in range(62)), True, 6, 1e-3, True),
+        (tuple((core,) for core in range(63)), True, 6, 1e-3, False),
     ],
 )
 def test_bells_are_for_devices_with_cores_of_their_own_and_frequent_transfers(
@@ -116,6 +118,15 @@ def compile_alternating(tmp_path: Path) -> onnxplace.Bundle:
     (tmp_path / "map.json").write_text(json.dumps({f"n{i}": f"cpu:{i % 2}" for i in range(COUNT)}))
     pipeline = f'profile{{estimate=true}},coplace{{join=never,device_map="{tmp_path / "map.json"}"}},m-topo,split,emit'
     return onnxplace.compile(model, tmp_path / "bundle", devices="cpu:0,cpu:1", shape={"N": 4}, pipeline=pipeline)
+
+
+def test_the_last_of_the_most_bells_rings() -> None:
+    bells = hang_bells([str(number) for number in range(bells_module.MAX_BELLS - 1)])
+    first, callers = bells["0"], bells[CALLERS]
+    before = int(first._counters[callers.index * first._stride])
+    first.plan_ring(callers)
+    first.watch(lambda: False)
+    assert int(first._counters[callers.index * first._stride]) == before + 1
 
 
 class _LyingBell(Bell):
