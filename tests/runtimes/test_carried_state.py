@@ -25,6 +25,21 @@ from onnxplace.state import Pass, State
 from onnxplace.target import Device, Target
 from tests.support.state_checks import APART, ON_ONE, START, STATES, compile_sums, feeds, new_reference, pipeline, sums
 
+# Tests that tests/streams and tests/webgpu collect too, with bundles for other devices.
+FOR_ANY_DEVICE = (
+    "test_a_fed_state_replaces_the_stored_one_and_the_others_stay",
+    "test_a_reset_applies_to_the_next_run_and_not_to_those_in_flight",
+    "test_a_run_returns_states_only_on_request",
+    "test_after_a_reset_the_next_run_must_be_fed_all_states",
+    "test_closing_waits_for_runs_that_wait_for_their_turn",
+    "test_feeds_and_outputs_may_be_altered_after_a_run",
+    "test_run_async_carries_states_too",
+    "test_runs_in_flight_take_turns",
+    "test_states_are_carried_from_run_to_run",
+    "test_states_equal_those_of_one_session_after_any_runs_and_resets",
+    "test_threads_that_share_a_session_share_its_states",
+)
+
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> onnxplace.Bundle:
@@ -40,12 +55,15 @@ def session(bundle):
 # ----------------------------------------------------------------------------------------------------------- carried on
 
 
-def test_states_are_carried_from_run_to_run_over_two_devices(bundle, session):
-    reference = new_reference()
+def test_states_are_on_the_devices_of_their_nodes(bundle):
     assert {state.output: state.device for state in bundle.manifest.states} == {
         "total_next": "cpu:0",
         "log_next": "cpu:1",
     }
+
+
+def test_states_are_carried_from_run_to_run(session):
+    reference = new_reference()
     for number in range(5):
         y, picked = session.run(None, feeds(number, **(START if number == 0 else {})))
         np.testing.assert_allclose(y, reference.step(feeds(number)["x"]), rtol=1e-6)

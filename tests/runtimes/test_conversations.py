@@ -17,7 +17,7 @@ from onnxplace.runtime import Runtime, RuntimeSession
 from onnxplace.runtimes.onnxruntime import OnnxRuntime, OnnxRuntimeSession
 from onnxplace.testing import check_runtime
 from tests.support.chains import cached_decoder
-from tests.support.fault_checks import HUNG_SECONDS, list_worker_threads
+from tests.support.fault_checks import HUNG_SECONDS, list_worker_threads, wait_until
 from tests.support.ping_pong import PingPong, compile_ping_pong, make_feeds, make_start
 
 NAMES = ["y", "total_next", "log_next"]
@@ -333,10 +333,7 @@ def test_a_conversation_keeps_its_session_alive(bundle):
     conversation.run(None, make_feeds(1))
     del conversation
     gc.collect()
-    for thread in threading.enumerate():
-        if thread.name.startswith("onnxplace c"):
-            thread.join(HUNG_SECONDS)
-    assert not list_worker_threads()
+    wait_until(lambda: not list_worker_threads())
 
 
 def test_closing_the_session_closes_its_conversations(bundle):

@@ -16,8 +16,8 @@ from onnxplace.runtimes.execution.failures import describe_segment_failure
 from onnxplace.runtimes.execution.futures import ResultFuture
 from onnxplace.runtimes.execution.requests import Request
 from tests.support.endless import feeds
-from tests.support.fault_checks import HUNG_SECONDS, list_worker_threads, read_resident_bytes
-from tests.support.fault_injection import KINDS, MODES, Fault, inject, list_faults, raise_in
+from tests.support.fault_checks import HUNG_SECONDS, list_worker_threads, raise_in, read_resident_bytes
+from tests.support.fault_injection import KINDS, MODES, Fault, inject, list_faults
 from tests.support.request_soak import soak_requests
 from tests.support.small_programs import make_ping_pong, make_random_model
 

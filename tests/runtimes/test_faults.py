@@ -1,7 +1,6 @@
 """Failures while a bundle runs: timeouts, failing callbacks, dead workers, forks, deleted sessions."""
 
 import copy
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -18,7 +17,13 @@ from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT
 from onnxplace.runtimes.execution import engine as engine_module, workers as workers_module
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from tests.support.endless import expected, feeds
-from tests.support.fault_checks import HUNG_SECONDS, assert_expected, list_worker_threads, wait_until
+from tests.support.fault_checks import (
+    HUNG_SECONDS,
+    assert_death_fails_all_requests,
+    assert_expected,
+    list_worker_threads,
+    wait_until,
+)
 
 # ------------------------------------------------------------------------------------------------------------- timeouts
 
@@ -176,21 +181,8 @@ def test_a_callback_on_a_worker_may_submit_without_a_free_slot(session):
 # --------------------------------------------------------------------------------------------------------- dead workers
 
 
-def raise_in(thread, kind):
-    """Make a thread raise at its next instruction of Python."""
-    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(kind)) == 1
-
-
 def test_a_dead_worker_is_reported_and_fails_all_requests(session):
-    worker = next(thread for thread in threading.enumerate() if thread.name == "onnxplace cpu:1")
-    raise_in(worker, SystemExit)
-    first = session.submit(feeds(1))  # wakes it
-    with pytest.raises(onnxplace.ExecutionError, match=r"X005.*cpu:1: its worker died: SystemExit"):
-        first.result(HUNG_SECONDS)
-    with pytest.raises(onnxplace.ExecutionError, match="open a new session"):
-        session.run(None, feeds(1))
-    session.close()
-    assert not list_worker_threads()
+    assert_death_fails_all_requests(session, "onnxplace cpu:1", "cpu:1")
 
 
 def test_a_segment_out_of_memory_has_its_own_error(session, monkeypatch):

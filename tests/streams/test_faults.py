@@ -1,7 +1,5 @@
 """Failures on devices with streams: the tests of CPUs whose devices are free, and errors of enqueued work."""
 
-import threading
-
 import numpy as np
 import pytest
 from onnx import parser
@@ -10,10 +8,14 @@ import onnxplace
 from onnxplace.target import Device, Target
 from tests.runtimes import test_faults
 from tests.runtimes.conftest import hook_errors as hook_errors, session as session
-from tests.runtimes.test_faults import raise_in
 from tests.support.endless import endless_bundle, feeds
 from tests.support.fake_streams import FakeMemory
-from tests.support.fault_checks import HUNG_SECONDS, assert_expected, list_worker_threads
+from tests.support.fault_checks import (
+    HUNG_SECONDS,
+    assert_death_fails_all_requests,
+    assert_expected,
+    list_worker_threads,
+)
 from tests.support.ping_pong import PingPong, compile_ping_pong, make_feeds, make_start
 from tests.support.state_checks import pipeline
 
@@ -49,15 +51,7 @@ def test_a_timeout_ends_a_run_and_the_next_one_works(session):
 
 @pytest.mark.parametrize("name", ["fake:0", "fake:0 deliveries"])
 def test_a_dead_thread_is_reported_and_fails_all_requests(session, name):
-    thread = next(thread for thread in threading.enumerate() if thread.name == f"onnxplace {name}")
-    raise_in(thread, SystemExit)
-    first = session.submit(feeds(1))  # wakes it
-    with pytest.raises(onnxplace.ExecutionError, match=r"X005.*fake:0: its worker died: SystemExit"):
-        first.result(HUNG_SECONDS)
-    with pytest.raises(onnxplace.ExecutionError, match="open a new session"):
-        session.run(None, feeds(1))
-    session.close()
-    assert not list_worker_threads()
+    assert_death_fails_all_requests(session, f"onnxplace {name}", "fake:0")
 
 
 @pytest.mark.parametrize("number", range(5))

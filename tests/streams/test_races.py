@@ -186,12 +186,8 @@ def test_a_session_that_is_dropped_frees_its_locked_memory(tmp_path, late_driver
     session.run(None, {"h0": make_rows(1)})
     del session
     counts = late_driver.counts
-    wait_until(lambda: gc.collect() is not None and not list_worker_threads() and not list_fake_threads())
+    wait_until(lambda: gc.collect() is not None and not list_worker_threads())
     wait_until(lambda: gc.collect() is not None and counts["free_host"] == counts["allocate_host"])
-
-
-def list_fake_threads():
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("onnxplace fake")]
 
 
 # -------------------------------------------------------------------------------------------------- engines at work
@@ -268,7 +264,7 @@ def test_close_returns_although_a_device_hangs_with_work_of_a_failed_request(tmp
         with pytest.warns(RuntimeWarning, match="fake:0 deliveries did not return"):
             run_thread(closing)
         assert engine._routes[0].segments  # sessions whose work is in flight are not freed
-    wait_until(lambda: not list_fake_threads())
+    wait_until(lambda: not list_worker_threads())
 
 
 def test_callers_of_a_device_that_hangs_are_told_when_the_session_is_closed(tmp_path, late_driver, monkeypatch):
@@ -281,7 +277,7 @@ def test_callers_of_a_device_that_hangs_are_told_when_the_session_is_closed(tmp_
             session.close(timeout=0)
         for future in futures:
             assert future.exception(HUNG_SECONDS / 10).code == "X002"
-    wait_until(lambda: not list_fake_threads())
+    wait_until(lambda: not list_worker_threads())
 
 
 def test_a_value_of_a_device_with_streams_reaches_one_that_only_sessions_reach(late_driver):

@@ -1,13 +1,16 @@
 """Helpers of the tests of failures at run time."""
 
+import ctypes
 import os
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from tests.support.endless import expected
+import onnxplace
+from tests.support.endless import expected, feeds
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +32,27 @@ def wait_until(condition):
 
 
 def list_worker_threads():
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("onnxplace c")]
+    """Return the names of threads of devices, such as `onnxplace fake:0 deliveries`, and of callbacks."""
+    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("onnxplace ")]
+    return [name for name in names if ":" in name or name == "onnxplace callbacks"]
+
+
+def raise_in(identifier, kind):
+    """Make a thread raise at its next instruction of Python; return whether it still lived."""
+    return ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(identifier or 0), ctypes.py_object(kind)) == 1
+
+
+def assert_death_fails_all_requests(session, thread_name, device):
+    """Kill a thread of a device: all requests fail with its error, and none of the session's threads is left."""
+    thread = next(thread for thread in threading.enumerate() if thread.name == thread_name)
+    assert raise_in(thread.ident, SystemExit)
+    first = session.submit(feeds(1))  # wakes it
+    with pytest.raises(onnxplace.ExecutionError, match=rf"X005.*{device}: its worker died: SystemExit"):
+        first.result(HUNG_SECONDS)
+    with pytest.raises(onnxplace.ExecutionError, match="open a new session"):
+        session.run(None, feeds(1))
+    session.close()
+    assert not list_worker_threads()
 
 
 def read_resident_bytes():

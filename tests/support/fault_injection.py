@@ -5,7 +5,6 @@ Faults come in through public seams: a subclass of the engine, whose programs, d
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from onnxplace.errors import ExecutionError, FeedError, OnnxplaceError, RunTimeo
 from onnxplace.runtimes import onnxruntime as runtime_module
 from onnxplace.runtimes.execution import Engine
 from onnxplace.runtimes.execution.workers import drop_last_frees
+from tests.support.fault_checks import raise_in
 from tests.support.small_programs import SmallModel, Talker
 
 # Far more than any request takes: whatever is still running then hangs.
@@ -228,11 +228,6 @@ class FaultySegment:
     def run(self, *arguments: Any) -> None:
         self.steps.fire_inside()
         self.segment.run(*arguments)
-
-
-def raise_in(thread_id: int | None, kind: type[BaseException]) -> None:
-    """Make a thread raise at its next instruction of Python."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id or 0), ctypes.py_object(kind))
 
 
 # ----------------------------------------------------------------------------------------------------------- one case
