@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import onnxplace
+from tests.support.fault_checks import list_worker_threads
 from tests.support.fault_injection import HUNG_SECONDS, require, require_equal
 from tests.support.small_programs import SmallModel, Talker, make_ping_pong
 
@@ -70,7 +71,7 @@ def soak_requests(folder: Path, requests: int, threads: int = 4, seed: int = 0) 
         session.close(timeout=HUNG_SECONDS)
     seconds = time.perf_counter() - began
     gc.collect()
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("onnxplace c")]
+    left = list_worker_threads()
     require(not left, f"threads are left: {left}")
     return SoakReport(counts.total(), seconds, read_resident_bytes() - marks[0], counts)
 
