@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from onnxplace.serving import Batching
     from onnxplace.state import Pass, State
     from onnxplace.target import Device, Link, Target
+    from onnxplace.training import StepResult, Trainer
 
 __all__ = [
     "Batching",
@@ -61,8 +62,10 @@ __all__ = [
     "Runtime",
     "RuntimeSession",
     "State",
+    "StepResult",
     "Target",
     "TargetError",
+    "Trainer",
     "UsageError",
     "compile",
     "load",
@@ -83,5 +86,6 @@ __getattr__, __dir__, _ = attach(
         "serving": "Batching",
         "state": "Pass State",
         "target": "Device Link Target",
+        "training": "StepResult Trainer",
     },
 )

@@ -59,6 +59,8 @@ def compile(  # noqa: A001
       is idle.
     - `shard`: "auto", "off", or how many devices may share an operator; `shard_map`: {"layers.*": "columns"} or a
       file (docs/sharding.md); `shard_metadata`: write the layouts into the bundle's whole model too.
+    - `recompute`: "auto", "off", "always", or a size: compute values again instead of keeping them, by default where
+      nothing fits otherwise.
     - `costs`: a cost file; `save_costs`: path of a new one; `cache`: whether earlier measurements may be used; `trial`:
       whether the bundle is run for a moment, so that predictions use measured segments (docs/costs.md).
     - `state`: outputs that are inputs of the next call, {"present.*": "past.*"} or texts "OUT=IN", each `*` standing
@@ -270,6 +272,35 @@ class InferenceSession:
         Runs in flight are not affected.
         """
         self._session.reset_state()
+
+    def read_states(self) -> dict[str, Any]:
+        """Return copies of the current states by state input, after the runs in flight; no run is needed.
+
+        States that are split over devices are whole. States that no run has computed have their initial values, or are
+        missing if they have none.
+
+        Raises FeedError after a run that lost the states, and UsageError if the runtime cannot read them.
+        """
+        states = {**self._bundle.initial_states(), **self._session.read_states()}
+        return self._split_states.join_feeds({name: np.array(array) for name, array in states.items()})
+
+    def protect_states(self) -> None:
+        """Keep the states before each run: they are back if it fails, and after `restore_states`.
+
+        That takes memory for a second set of states.
+        """
+        self._session.protect_states()
+
+    def restore_states(self) -> None:
+        """Bring back the states before the last run that succeeded, once; they have to be protected."""
+        self._session.restore_states()
+
+    def count_state_changes(self) -> int:
+        """Return how many runs have changed the states, after the runs in flight; a restored one does not count.
+
+        After an interrupt it tells whether the run that was interrupted had an effect.
+        """
+        return self._session.count_state_changes()
 
     def conversation(self) -> Conversation:
         """Return a conversation: the same model and weights, with states of its own.

@@ -1,4 +1,4 @@
-"""The placement problem: graph, costs on each device, memory limits, groups and pins, in one record."""
+"""The placement problem: graph, costs on each device, memory limits, groups and pins; and what a step should take."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from onnxplace.errors import InfeasibleError
-from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule
+from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule, Segments
 from onnxplace.graph import Bools, Floats, Ints, Longs, OpGraph, sum_by
 from onnxplace.simulation import Simulation, device_weights, lower_bound_seconds, simulate
 from onnxplace.state import State
-from onnxplace.target import Target
+from onnxplace.target import Target, request_overhead_seconds
 
 # For every error about memory.
 _HINT = "add devices, raise --max-memory, or try another --placer"
@@ -64,8 +64,35 @@ class PlacementProblem:
         return excess
 
 
+def predict_step_seconds(state: State) -> float:
+    """Return the predicted step of a split model, from the call to the last output."""
+    return state[Segments].simulation.makespan_seconds + predict_request_seconds(state)
+
+
+def predict_request_seconds(state: State) -> float:
+    """Return the overhead of a request to a split model."""
+    return request_overhead_seconds(len({segment.device for segment in state[Segments].segments}))
+
+
+def predict_single_device_seconds(state: State, *, must_fit: bool = False) -> Floats:
+    """Return, per device, the predicted step of the whole model on it, from the call to the last output.
+
+    With `must_fit`, it is infinite where the model does not fit into the memory.
+    """
+    seconds: Floats = single_device_seconds(state[Profile], state.target) + request_overhead_seconds(1)
+    return np.where(fits_single_device(state), seconds, np.inf) if must_fit else seconds
+
+
+def list_transfer_bytes(state: State) -> list[int]:
+    """Return the bytes of each transfer in a step of a split model."""
+    graph = state[Profile].graph
+    size = dict(zip(graph.value_names, graph.value_bytes.tolist()))
+    instructions = (instruction for program in state[Segments].programs for instruction in program)
+    return [size[instruction.value] for instruction in instructions if instruction.op == "send"]
+
+
 def single_device_seconds(profile: Profile, target: Target) -> Floats:
-    """Return, per device, the seconds of a step that it runs alone, as one segment.
+    """Return, per device, the seconds of a step that it runs alone, as one segment, without the request's overhead.
 
     For a sharded model, that is the step of the original.
     """

@@ -95,6 +95,34 @@ class RuntimeSession(ABC):
     def reset_state(self) -> None:  # noqa: B027 - most bundles have no states
         """Forget carried states before the next request; requests that already run still carry theirs."""
 
+    def read_states(self) -> Mapping[str, Array]:
+        """Return copies of the carried states that requests have stored, by state input, after those in flight.
+
+        Raises FeedError if they are lost, and UsageError if the runtime cannot read them.
+        """
+        raise self._make_states_error("cannot read its states without a run")
+
+    def protect_states(self) -> None:
+        """Keep the states before each run: they are back if it fails, and after `restore_states`.
+
+        That takes memory for a second set of states. Raises UsageError if the runtime cannot.
+        """
+        raise self._make_states_error("cannot bring states back after a failure")
+
+    def restore_states(self) -> None:
+        """Bring back the protected states before the last run that succeeded; raises UsageError like the above."""
+        raise self._make_states_error("cannot bring states back")
+
+    def count_state_changes(self) -> int:
+        """Return how many runs have changed the states, after those in flight; a restored one does not count.
+
+        After an interrupt it tells whether the run that was interrupted had an effect.
+        """
+        raise self._make_states_error("does not count changes of its states")
+
+    def _make_states_error(self, reason: str) -> UsageError:
+        return UsageError("S011", f"{type(self).__name__} {reason}", hint="use --runtime onnxruntime")
+
     def open_conversation(self) -> RuntimeSession:
         """Return a session with states of its own, over the same weights.
 

@@ -47,6 +47,8 @@ class Adjust(Pass):
     """Keep the graph's own groups together."""
     backward: Literal["free", "follow"] = "free"
     """Whether backward nodes join the forward node they belong to, as in `coplace`."""
+    parameters: Literal["together", "free"] = "together"
+    """Whether the nodes of one parameter of a training step stay together, as in `coplace`."""
     colocate: tuple[str, ...] = ()
     """Regular expressions; the nodes whose whole name one matches share a device."""
     device_map: str = ""
@@ -58,6 +60,7 @@ class Adjust(Pass):
             join=self.join,
             given=self.given,
             backward=self.backward,
+            parameters=self.parameters,
             colocate=self.colocate,
             device_map=self.device_map,
             keep=True,

@@ -14,8 +14,14 @@ from onnxplace.state import Pass, State
 class Coplace(Pass):
     """Group nodes that must or should share a device.
 
-    Groups come from, in this order: carried states, the user's wishes, fused kernels, training and traffic. A carried
-    state (`--state OUT=IN`) joins the producer of OUT with all readers of IN: its value stays on one device.
+    Groups come from, in this order: carried states, the user's wishes, fused kernels, parameters, training and
+    traffic. A carried state (`--state OUT=IN`) joins the producer of OUT with all readers of IN: its value stays on one
+    device.
+
+    In a training step in ONNX, `parameters=together` keeps the nodes of one parameter together: those that read it, or
+    what follows from it alone, such as its transpose; and of the others those that compute its gradient, its moments
+    and its new values and nothing else. Nodes that several parameters share, such as bias corrections or a norm of all
+    gradients, do not connect them.
 
     `join` says when a node whose values have a single reader joins that reader (Baechi, SoCC 2020, section 4):
     `worth` if sending its values would take longer than computing the node, `always` as published, or `never`.
@@ -26,9 +32,10 @@ class Coplace(Pass):
     node has forward nodes, only those count, and the latest of them if it reads none of them. A backward node
     without either belongs where the nearest other backward node does, by the number of values between them in either
     direction. Of those at one distance, found breadth first from the first in topological order, the first one counts.
-    Backward nodes that no such path connects to the forward part stay free. Unlike Baechi's forward-only mode, which
-    places the forward graph alone, backward time, stashed activations, gradients and optimiser state are scheduled
-    and counted. Near-linear.
+    Backward nodes that no such path connects to the forward part stay free. In ONNX, the largest forward value that a
+    node reads decides, and nodes that work for one parameter, or read one, follow the first forward node that reads it;
+    nodes that update parameters follow no other. Unlike Baechi's forward-only mode, which places the forward graph
+    alone, backward time, stashed activations, gradients and optimiser state are scheduled and counted. Near-linear.
     """
 
     name: ClassVar[str] = "coplace"
@@ -41,6 +48,8 @@ class Coplace(Pass):
     """Keep the graph's own groups together."""
     backward: Literal["free", "follow"] = "free"
     """Whether backward nodes join the forward node they belong to."""
+    parameters: Literal["together", "free"] = "together"
+    """Whether the nodes of one parameter of a training step stay together."""
     colocate: tuple[str, ...] = ()
     """Regular expressions; the nodes whose whole name one matches share a device."""
     device_map: str = ""
@@ -52,6 +61,7 @@ class Coplace(Pass):
             join=self.join,
             given=self.given,
             backward=self.backward,
+            parameters=self.parameters,
             colocate=self.colocate,
             device_map=self.device_map,
         )

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from onnxplace.bundle import BatchingRecord, require_output_free, stage_output
 from onnxplace.errors import Diagnostic, format_count
-from onnxplace.facts import Emitted, Placement, Profile, Schedule, Segments, Shards
+from onnxplace.facts import Emitted, Placement, Profile, Recomputation, Schedule, Segments, Shards
 from onnxplace.model import Model, require_unchanged
 from onnxplace.passes.cost_files import format_costs
 from onnxplace.passes.segments import write_bundle_files
@@ -66,11 +66,15 @@ def _find_whole_model(state: State) -> Model:
     """Return the model without splits: those of a sharded one do not alter what it computes."""
     if Shards in state and (whole := state[Shards].whole) is not None:
         return whole
+    if Recomputation in state and (whole := state[Recomputation].whole) is not None:
+        return whole
     return state[Model]
 
 
 def _find_whole_profile(state: State) -> Profile:
     """Return the costs of the model as it was given: before operators were split."""
     if Shards in state and (whole := state[Shards].whole_profile) is not None:
+        return whole
+    if Recomputation in state and (whole := state[Recomputation].whole_profile) is not None:
         return whole
     return state[Profile]

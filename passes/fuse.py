@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from onnxplace.facts import Clusters, Groups, Profile
+from onnxplace.facts import Clusters, Groups, Profile, Recomputation
 from onnxplace.graph import Ints, OpGraph
 from onnxplace.passes.placement.grouping import contract, merge_runs
 from onnxplace.state import Pass, State
@@ -22,6 +22,8 @@ class Fuse(Pass):
     those degrees. `runs` goes on from there: neighbours of one group that follow each other in a topological order
     become one, whatever else they read and feed. That leaves fewer nodes, as an exact method needs, and less choice
     of when each runs. Inner values stay in the memory account as workspace. O(E log E).
+
+    Nothing merges after `recompute`: its order of single nodes is what keeps the memory low.
     """
 
     name: ClassVar[str] = "fuse"
@@ -32,7 +34,10 @@ class Fuse(Pass):
     """Which neighbours merge: those that an only edge joins, or also those that can run without interruption."""
 
     def run(self, state: State) -> State:
-        return state.having(Clusters(contract_groups(state[Profile].graph, state[Groups].group, self.merge == "runs")))
+        graph = state[Profile].graph
+        if Recomputation in state and state[Recomputation].whole is not None:
+            return state.having(Clusters(np.arange(len(graph), dtype=np.int32)))
+        return state.having(Clusters(contract_groups(graph, state[Groups].group, self.merge == "runs")))
 
 
 def contract_groups(graph: OpGraph, group: Ints, runs: bool = False) -> Ints:

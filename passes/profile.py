@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 
 from annotated_types import Ge
 
-from onnxplace.errors import Diagnostic
+from onnxplace.errors import Diagnostic, format_names
 from onnxplace.facts import Profile
 from onnxplace.graph import Floats
 from onnxplace.machine import available_cores
@@ -34,8 +34,10 @@ from onnxplace.passes.profiling import (
     measure_peaks,
     report_unknown_sizes,
 )
+from onnxplace.passes.training import recognise_training_step, report_unusable_loss
 from onnxplace.state import Pass, State
-from onnxplace.target import Device
+from onnxplace.target import Device, Target
+from onnxplace.training_roles import Phase
 from onnxplace.utils import write_file
 
 
@@ -97,7 +99,8 @@ class ProfileCosts(Pass):
 
     def _finish(self, state: State, profile: Profile, notes: Sequence[Diagnostic]) -> State:
         """Return the state with profile and notes; save the profile if `save` is set."""
-        after = state.having(profile).saying(*notes)
+        recognised = _recognise_roles(profile, state[Model])
+        after = state.having(recognised).saying(*notes, *report_unusable_loss(state[Model]))
         if self.save:
             text = format_costs_csv(profile, state[Model]) if self.save.endswith(".csv") else format_costs(profile)
             write_file(Path(self.save), lambda stream: stream.write(text.encode()))
@@ -136,7 +139,7 @@ class ProfileCosts(Pass):
                 use_cache=self.cache,
             )
             measurements[cost_class], class_notes = profiler.measure(structure.model.feeds(self.seed))
-            notes += class_notes
+            notes += [*class_notes, *_report_hosts(state.target, cost_class)]
         return measurements, notes
 
     def _estimate_classes(
@@ -167,6 +170,25 @@ class ProfileCosts(Pass):
         return device.kind == "cpu" and not self.estimate and not device.operations_per_second
 
 
+def _report_hosts(target: Target, cost_class: str) -> list[Diagnostic]:
+    """Return a note if a measurement on this machine stands for devices of hosts."""
+    hosts = dict.fromkeys(device.host for device in target.devices if device.host and device.cost_class == cost_class)
+    if not hosts:
+        return []
+    message = f"measured on this machine, and used for devices of {format_names(hosts, quoted=False)}"
+    return [
+        Diagnostic("C009", message, where=cost_class, hint="for other hardware: --costs of a bundle compiled there")
+    ]
+
+
 def _join_units(profile: Profile, model: Model) -> Profile:
     """Return the profile with operators and their quantisers as one unit."""
     return replace(profile, unit=join_quantised_units(model, profile.unit))
+
+
+def _recognise_roles(profile: Profile, model: Model) -> Profile:
+    """Return the profile with the roles of nodes, if the model is a training step."""
+    roles = recognise_training_step(model, profile.graph)
+    if roles is None:
+        return profile
+    return replace(profile, training=roles, backward=roles.phase == Phase.BACKWARD)

@@ -44,6 +44,8 @@ class Shard(Pass):
     """Use exactly `ways` devices, even where fewer, or one alone, are expected to be faster."""
     weights: Literal["fit", "least"] = "fit"
     """`fit`: split weights as far as the memory of the devices demands. `least`: split as many as possible."""
+    fixed: bool = False
+    """The sizes of symbolic dimensions are fixed, so that axes of these sizes, such as the batch, are split too."""
     metadata: bool = False
     """Write the layouts into the bundle's whole model too, in ONNX's own sharding specifications."""
     map: str = ""
@@ -55,6 +57,7 @@ class Shard(Pass):
             stages=self.stages,
             exact=self.exact,
             weights=self.weights,
+            fixed=self.fixed,
             metadata=self.metadata,
             shard_map=self.map,
         )

@@ -11,6 +11,7 @@ from onnxplace.passes.segments import (
     cut_into_segments,
     cut_within_limits,
     describe_segments,
+    merge_segments,
     report_crossing_states,
     require_states_together,
     write_programs,
@@ -36,6 +37,7 @@ class Split(Pass):
         require_states_together(state)
         profile = state[Profile]
         nodes = cut_into_segments(profile.graph, state[Placement].device, state[Schedule], profile.unit)
+        nodes = merge_segments(state, nodes)
         plan = cut_within_limits(state, nodes)
         segments = describe_segments(profile.graph, plan)
         programs = write_programs(segments, profile.graph, len(state.target.devices))

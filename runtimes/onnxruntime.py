@@ -72,6 +72,22 @@ class OnnxRuntimeSession(RuntimeSession):
         """Discard states before the next request, or at once if none is in flight."""
         self.engine.reset_state()
 
+    def read_states(self) -> Mapping[str, Array]:
+        """Return copies of the stored states, by state input, after the requests in flight."""
+        return self.engine.read_states()
+
+    def protect_states(self) -> None:
+        """Keep the states before each run, for a failure, and for `restore_states`."""
+        self.engine.protect_states()
+
+    def restore_states(self) -> None:
+        """Bring back the protected states before the last run that succeeded."""
+        self.engine.restore_states()
+
+    def count_state_changes(self) -> int:
+        """Return how many runs have changed the states, after the requests in flight."""
+        return self.engine.count_state_changes()
+
     def open_conversation(self) -> RuntimeSession:
         """Return a session with states of its own over the same segments and workers."""
         return OnnxRuntimeConversation(self)
@@ -106,6 +122,22 @@ class OnnxRuntimeConversation(RuntimeSession):
     def reset_state(self) -> None:
         """Discard this conversation's states before its next request, or at once if none is in flight."""
         self._engine.reset_state(self._states)
+
+    def read_states(self) -> Mapping[str, Array]:
+        """Return copies of the states of this conversation, by state input, after its requests in flight."""
+        return self._engine.read_states(self._states)
+
+    def protect_states(self) -> None:
+        """Keep the states before each run, for a failure, and for `restore_states`."""
+        self._engine.protect_states(self._states)
+
+    def restore_states(self) -> None:
+        """Bring back the protected states before the last run that succeeded."""
+        self._engine.restore_states(self._states)
+
+    def count_state_changes(self) -> int:
+        """Return how many runs have changed the states, after the requests in flight."""
+        return self._engine.count_state_changes(self._states)
 
     def open_conversation(self) -> RuntimeSession:
         """Return another conversation of the same session."""

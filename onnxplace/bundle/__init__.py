@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         DeviceRecord as DeviceRecord,
         DiagnosticRecord as DiagnosticRecord,
         FileRecord as FileRecord,
+        InitialRecord as InitialRecord,
         InputRecord as InputRecord,
         Manifest as Manifest,
         OutputRecord as OutputRecord,
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
         StateRecord as StateRecord,
         Step as Step,
         TargetRecord as TargetRecord,
+        TrainingNodesRecord as TrainingNodesRecord,
+        TrainingRecord as TrainingRecord,
         TrialRecord as TrialRecord,
         ValueRecord as ValueRecord,
         json_schema as json_schema,
@@ -76,9 +79,10 @@ __getattr__, __dir__, __all__ = attach(
             "Bundle COSTS_FILE Check MANIFEST_FILE SEGMENTS_FOLDER WEIGHTS_FILE WHOLE_MODEL_FILE describe_linked_file"
         ),
         "manifest": (
-            "BatchingRecord DeviceRecord DiagnosticRecord FileRecord InputRecord Manifest OutputRecord Predicted "
-            "RepeatRecord RouteRecord SCHEMA_VERSION SegmentRecord ShardedKindRecord ShardingRecord SplitStateRecord "
-            "StateRecord Step TargetRecord TrialRecord ValueRecord json_schema"
+            "BatchingRecord DeviceRecord DiagnosticRecord FileRecord InitialRecord InputRecord Manifest OutputRecord "
+            "Predicted RepeatRecord RouteRecord SCHEMA_VERSION SegmentRecord ShardedKindRecord ShardingRecord "
+            "SplitStateRecord StateRecord Step TargetRecord TrainingNodesRecord TrainingRecord TrialRecord ValueRecord "
+            "json_schema"
         ),
         "request_simulation": "SimulatedRequest SimulatedTransfer SubmittedRequest simulate_requests",
         "routes": "find_route_of_device list_route_devices list_routes move_to_route sum_device_seconds",

@@ -24,7 +24,8 @@ from typing import Any, Literal, get_args
 from pydantic import ValidationError
 
 from onnxplace.bundle.batching_check import check_batching
-from onnxplace.bundle.manifest import SCHEMA_VERSION, FileRecord, LinkRecord, Manifest
+from onnxplace.bundle.initial_states import check_initial_states, map_initial_value
+from onnxplace.bundle.manifest import SCHEMA_VERSION, FileRecord, LinkRecord, Manifest, StateRecord
 from onnxplace.bundle.program_check import check_programs
 from onnxplace.bundle.routes import check_routes
 from onnxplace.bundle.split_states import check_split_states
@@ -86,6 +87,7 @@ class Bundle:
         check_programs(manifest, path / MANIFEST_FILE)
         check_routes(manifest, path / MANIFEST_FILE)
         check_split_states(manifest, path / MANIFEST_FILE)
+        check_initial_states(manifest, path / MANIFEST_FILE)
         check_batching(manifest, path / MANIFEST_FILE)
         return bundle
 
@@ -161,6 +163,24 @@ class Bundle:
         >>> session.run(None, {"tokens": prompt, **bundle.zero_states(batch=1, past=0)})  # doctest: +SKIP
         """
         return zero_feeds(self.state_inputs, sizes)
+
+    def initial_states(self) -> dict[str, Array]:
+        """Return the initial values that the model has for its states, by state input.
+
+        They are those of a first call that feeds no states, such as the parameters of a training step. The arrays share
+        the memory of the bundle's files, read-only.
+
+        >>> bundle.initial_states()["layers.0.weight"].shape  # doctest: +SKIP
+        (64, 32)
+        """
+        return {state.input: self.read_initial_state(state) for state in self.manifest.states if state.initial}
+
+    def read_initial_state(self, state: StateRecord) -> Array:
+        """Return the initial value of a state that has one; it shares the memory of its file, read-only."""
+        assert state.initial is not None
+        dtype = next(item.dtype for item in self.manifest.inputs if item.name == state.input)
+        locate = self.linked_file if state.initial.linked else self.file
+        return map_initial_value(locate(state.initial.file), state.initial, dtype)
 
 
 def _read_manifest(path: Path) -> Manifest:

@@ -10,9 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from onnxplace.feeds import MAX_DIMENSION, MAX_RANK
 from onnxplace.target import Device, Link, LinkModel, Shared, Target
+from onnxplace.training_step import CarriedTensor, InferencePart, Parameter, TrainingStep
 from onnxplace.utils import read_field_docs
 
-SCHEMA_VERSION = "1.3"
+SCHEMA_VERSION = "1.4"
 
 
 Seconds = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
@@ -51,6 +52,18 @@ class OutputRecord(Record):
     value: str
 
 
+class InitialRecord(Record):
+    """Where the initial value of a carried state is: plain bytes in a file, of the type of its input."""
+
+    file: str
+    """A file of the bundle, or one that it links to."""
+    linked: bool = False
+    """Whether the file is one of the model's weights files, by its path below the folder that contains the bundle."""
+    offset: Bytes
+    bytes: Bytes
+    shape: Annotated[tuple[Dimension, ...], Field(max_length=MAX_RANK)]
+
+
 class StateRecord(Record):
     """A carried state: `input` takes the value that `output` had in the previous call, unless it is fed."""
 
@@ -58,6 +71,8 @@ class StateRecord(Record):
     input: str
     device: str
     """The device that keeps it between calls."""
+    initial: InitialRecord | None = None
+    """Its value in the first call, unless it is fed; since format 1.4."""
 
 
 class ValueRecord(Record):
@@ -84,6 +99,8 @@ class SegmentRecord(Record):
     """Predicted time, the overhead of the call included; measured if there was a trial."""
     weights_bytes: Bytes
     workspace_bytes: Bytes
+    keeps_order: bool = False
+    """Whether its session computes the nodes one by one in the order of the file, without fusing them."""
 
 
 class Step(Record):
@@ -169,6 +186,28 @@ class BatchingRecord(Record):
     """Why requests cannot be joined."""
     node: str = ""
     """The node that prevents it; empty if it is none."""
+
+
+class TrainingNodesRecord(Record):
+    """How many nodes of each phase a training step has, as placement counts them."""
+
+    forward: Bytes
+    backward: Bytes
+    update: Bytes
+    owned_backward: Bytes
+    """Backward nodes whose forward node is known."""
+    of_one_parameter: Bytes
+    """Backward and update nodes that compute the gradient, a moment or the new values of one parameter only."""
+
+
+class TrainingRecord(TrainingStep):
+    """The training step that a model is, by its metadata or by its flow of data.
+
+    Names are those of the original model.
+    """
+
+    nodes: TrainingNodesRecord | None = None
+    """None where nodes were not recognised."""
 
 
 class Predicted(Record):
@@ -305,6 +344,8 @@ class Manifest(Record):
     """Further routes of requests; the programs, on their own devices, are the first route; since format 1.3."""
     batching: BatchingRecord | None = None
     """Whether requests can be joined; None in formats before 1.3."""
+    training: TrainingRecord | None = None
+    """None if the model is no training step; since format 1.4."""
     linked: dict[str, LinkRecord] = {}
     """Weights files that the segments refer to, by their path below the folder that contains the bundle."""
 
@@ -319,7 +360,8 @@ def json_schema() -> dict[str, Any]:
     parts = {Manifest.__name__: schema, **schema["$defs"]}
     for dataclass_type in (Device, Link, Shared):  # pydantic before 2.13 leaves out docstrings of dataclasses
         parts[dataclass_type.__name__]["description"] = inspect.getdoc(dataclass_type)
-    for record_type in (Device, Link, Shared, *_iterate_records(Record)):
+    training = (CarriedTensor, Parameter, InferencePart, TrainingRecord)
+    for record_type in (Device, Link, Shared, *training, *_iterate_records(Record)):
         # pydantic could do this as well, but as soon as the classes are defined, which takes 30 ms of each start.
         for name, description in read_field_docs(record_type).items():
             if name in parts.get(record_type.__name__, {}).get("properties", {}):

@@ -12,10 +12,12 @@ if TYPE_CHECKING:
         LinkMeasurement as LinkMeasurement,
         calibrate as calibrate,
     )
+    from onnxplace.calibration.link_fit import LinkFit as LinkFit, fit_link as fit_link
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "calibrator": "Calibration DEFAULT_SECONDS LinkMeasurement TRANSFER_SIZES_BYTES calibrate",
+        "link_fit": "LinkFit fit_link",
     },
 )

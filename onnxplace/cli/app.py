@@ -21,10 +21,13 @@ from onnxplace.cli.bench import bench
 from onnxplace.cli.compile import compile as compile_
 from onnxplace.cli.devices import devices
 from onnxplace.cli.doctor import doctor
+from onnxplace.cli.hosts import hosts
+from onnxplace.cli.learn import learn
 from onnxplace.cli.options import as_json, print_json, suggest_command
 from onnxplace.cli.place import place
 from onnxplace.cli.plan import plan
 from onnxplace.cli.run import run
+from onnxplace.cli.train import train
 from onnxplace.cli.verify import verify
 from onnxplace.errors import ExecutionError, OnnxplaceError, UsageError, suggest_nearest
 from onnxplace.machine import register_ending_handler
@@ -64,7 +67,7 @@ def cli() -> None:
     """  # noqa: D301 - \b tells click to keep the line breaks
 
 
-for command in (compile_, run, verify, bench, plan, place, devices, doctor):
+for command in (compile_, run, train, verify, bench, plan, place, learn, devices, hosts, doctor):
     cli.add_command(command)
 
 

@@ -95,6 +95,13 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Write the layouts into segments/whole.onnx, as ONNX describes them.",
 )
+@click.option(
+    "--recompute",
+    default="auto",
+    show_default=True,
+    metavar="auto|off|always|SIZE",
+    help="Compute values again instead of keeping them; auto: where nothing fits otherwise; SIZE: as if on one device.",
+)
 @seed_option
 @click.option("--strict", is_flag=True, help="Fail if a requested device is idle.")
 @click.option(
@@ -162,6 +169,7 @@ def _build_json(compiled: Compiled) -> dict[str, Any]:
         "trial": manifest.trial.model_dump() if manifest.trial else None,
         "repeats": [repeat.model_dump() for repeat in manifest.repeats],
         "sharding": manifest.sharding.model_dump() if manifest.sharding else None,
+        "training": manifest.training.model_dump() if manifest.training else None,
         "devices": [device.model_dump() for device in manifest.devices],
         "segments": len(manifest.segments),
         "transfers": manifest.transfers,

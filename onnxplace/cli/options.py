@@ -41,10 +41,10 @@ seed_option = click.option(
 )
 objective_option = click.option(
     "--objective",
-    type=click.Choice(["latency", "throughput", "fit"]),
+    type=click.Choice(["latency", "throughput", "fit", "step"]),
     default="latency",
     show_default=True,
-    help="Least step time, most steps per second, or least traffic of placements that fit.",
+    help="Least step time, most steps per second, least traffic of placements that fit, or least training step.",
 )
 budget_option = click.option(
     "--budget", type=float, metavar="SECONDS", help="Time limit of the search, more than 0  [default: 2]"

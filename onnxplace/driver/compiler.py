@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -13,7 +14,10 @@ from onnxplace.driver.choose_target import choose_target
 from onnxplace.driver.finishing import FinishedBundle, finish_bundle
 from onnxplace.driver.first_use import compile_loops
 from onnxplace.driver.options import CompileOptions, CompileSettings
-from onnxplace.driver.sharding import PlacedModel, place_or_shard, report_spare_ways, run_slice
+from onnxplace.driver.recomputation import place_or_recompute
+from onnxplace.driver.sharding import PlacedModel, place_or_shard, report_spare_ways
+from onnxplace.driver.slices import run_slice
+from onnxplace.driver.step_strategies import place_for_step, require_training_step, suggest_objective
 from onnxplace.driver.throughput import Candidate, place_for_throughput
 from onnxplace.errors import Diagnostic, InfeasibleError, ModelError, UsageError
 from onnxplace.facts import Placement, Profile, Routes
@@ -114,7 +118,7 @@ def _finish(
     Compare with one device only where the default latency placer was used, and sharding was not asked for.
     """
     count, observer = len(placed.steps.passes), settings.observer
-    latency = settings.pipeline is None and placed.state[Placement].placer == OBJECTIVES["latency"]
+    latency = settings.pipeline is None and not candidates and placed.state[Placement].placer == OBJECTIVES["latency"]
     return finish_bundle(
         placed,
         staging,
@@ -122,6 +126,7 @@ def _finish(
         cache=settings.cache and all(getattr(step, "cache", True) for step in placed.steps.passes),
         compare_one_device=latency and not settings.strict and settings.shard_ways in (None, 1),
         candidates=candidates,
+        compare_steps=settings.chooses_step,
         on_trial=(lambda: observer("trial", count, count + 1)) if observer else (lambda: None),
     )
 
@@ -138,6 +143,8 @@ def _run_pipeline(
     observer = settings.observer
     measures = next((index for index, step in enumerate(steps.passes) if Profile in step.provides), 0)
 
+    if settings.objective == "step":
+        require_training_step(state[Model])
     state, first = run_slice(steps, state, 0, measures, observer)
     _require_room(state)
     compile_loops(step.name for step in steps.passes)
@@ -147,19 +154,29 @@ def _run_pipeline(
         may_shard = settings.shard_ways is None and not settings.colocate
         candidates, third = place_for_throughput(steps, state, measures + 1, may_shard=may_shard, observer=observer)
         placed = candidates[0].placed
+    elif settings.chooses_step and len(state.target.devices) > 1:
+        candidates, third = place_for_step(steps, state, measures + 1, observer)
+        placed = candidates[0].placed
     else:
-        placed, third = place_or_shard(
+        placed, third = place_or_recompute(
             steps,
             state,
             measures + 1,
-            compare=settings.chooses_sharding,
-            metadata=settings.shard_metadata,
+            mode=settings.recompute if settings.pipeline is None else "off",
+            place=partial(
+                place_or_shard,
+                compare=settings.chooses_sharding,
+                metadata=settings.shard_metadata,
+                groups_open=settings.pipeline is None,
+                observer=observer,
+            ),
             observer=observer,
         )
     unused = report_idle_devices(placed.state)
     if settings.strict:
         require_all_devices_used(unused)
-    notes = (*unused, *report_spare_ways(settings.shard_ways, state.target))
+    suggestions = suggest_objective(placed.state) if settings.chooses_sharding else ()
+    notes = (*unused, *report_spare_ways(settings.shard_ways, state.target), *suggestions)
     last = len(placed.steps.passes) - 1
     after, fourth = run_slice(placed.steps, placed.state.saying(*notes), last, last + 1, observer)
     placed = replace(placed, state=after)
@@ -195,17 +212,16 @@ def _report_assumed_links(target: Target) -> list[Diagnostic]:
 
     The defaults of the others may differ much from the truth.
     """
-    given = {(link.source, link.destination) for link in target.links}
-    pairs = [(a.id, b.id) for a in target.devices for b in target.devices if a is not b]
-    missing = [f"{source} -> {destination}" for source, destination in pairs if (source, destination) not in given]
-    if not given or not missing:
+    missing = [f"{source} -> {destination}" for source, destination in target.list_assumed_links()]
+    if not target.links or not missing:
         return []
+    hint = "add [[links]] for each direction, or measure them: onnxplace devices --calibrate -o target.toml"
     return [
         Diagnostic(
             "T013",
             "the target does not give this link, so a default is assumed",
             where=", ".join(missing),
-            hint="add [[links]] for each direction, or measure them: onnxplace devices --calibrate -o target.toml",
+            hint=f"{hint} (on each host)" if target.hosts else hint,
         )
     ]
 

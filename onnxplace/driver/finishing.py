@@ -12,6 +12,7 @@ import numpy as np
 
 from onnxplace.bundle import Bundle, DiagnosticRecord, Manifest, Staging
 from onnxplace.driver.sharding import SHARD, PlacedModel
+from onnxplace.driver.step_trial import keep_fastest_step
 from onnxplace.driver.throughput import Candidate
 from onnxplace.driver.throughput_trial import try_strategies
 from onnxplace.errors import Diagnostic, OnnxplaceError
@@ -23,6 +24,7 @@ from onnxplace.evaluation import (
     find_trial_obstacle,
     is_doubtful,
     replace_manifest,
+    report_doubt,
     run_trials,
 )
 from onnxplace.facts import Emitted, Placement, Profile, Shards, Source
@@ -37,10 +39,9 @@ from onnxplace.pipeline import (
     parse_pipeline,
     report_idle_devices,
 )
-from onnxplace.problem import fits_single_device, single_device_seconds
+from onnxplace.problem import predict_single_device_seconds
 from onnxplace.report import format_milliseconds
 from onnxplace.state import State
-from onnxplace.target import REQUEST_SECONDS
 
 # One step is faster than another only below this ratio; timings of equal work differ by a few percent.
 CLEAR_STEP_RATIO = 0.97
@@ -65,14 +66,16 @@ def finish_bundle(
     cache: bool,
     compare_one_device: bool,
     candidates: Sequence[Candidate] = (),
+    compare_steps: bool = False,
     on_trial: Callable[[], None],
 ) -> FinishedBundle:
     """Run a bundle in a trial if its costs were measured here.
 
     Record the results.
     `compare_one_device`: if one device alone may be faster, that is tried too, and the faster bundle is the result.
-    `candidates`: strategies for throughput, the given one first; the best in a trial with requests in flight is the
-    result. `on_trial` is called before the trial. Nothing is moved into its final place yet.
+    `candidates`: strategies, the given one first; the best in a trial with requests in flight is the result. With
+    `compare_steps`, it is the one with the shortest step. `on_trial` is called before the trial. Nothing is moved into
+    its final place yet.
     """
     steps, state = placed.steps, placed.state
     measured, rate, timings = None, None, []
@@ -80,7 +83,10 @@ def finish_bundle(
     if obstacles is None:
         on_trial()
         start, feeds = time.perf_counter(), state[Model].feeds(_find_seed(steps))
-        if candidates and not state[Model].states:
+        if candidates and compare_steps:
+            placed = _keep_fastest_step(placed, candidates, staging, feeds, cache)
+            steps, state = placed.steps, placed.state
+        elif candidates and not state[Model].states:
             placed, rate = _keep_fastest(placed, candidates, staging, (placed.whole or state)[Model], cache)
             steps, state = placed.steps, placed.state
             feeds = state[Model].feeds(_find_seed(steps))
@@ -117,6 +123,20 @@ def _keep_fastest(
         return placed, None
     notes = [tried.note, *(report_idle_devices(tried.placed.state) if tried.placed is not placed else ())]
     return replace(tried.placed, state=tried.placed.state.saying(*notes)), tried.trial
+
+
+def _keep_fastest_step(
+    placed: PlacedModel, candidates: Sequence[Candidate], staging: Staging, feeds: Mapping[str, Any], cache: bool
+) -> PlacedModel:
+    """Return the strategy with the shortest training step; the given one if a bundle fails in its trial."""
+    first = replace(candidates[0], placed=placed)
+    try:
+        kept, notes = keep_fastest_step([first, *candidates[1:]], staging, feeds, cache)
+    except (OnnxplaceError, OSError):  # the trial of the given one reports its own failure
+        return placed
+    if kept is not placed:
+        notes += report_idle_devices(kept.state)
+    return replace(kept, state=kept.state.saying(*notes))
 
 
 def _name_result(note: Diagnostic, staging: Staging) -> Diagnostic:
@@ -160,9 +180,8 @@ def _try_bundle(state: State, feeds: Mapping[str, Any], cache: bool) -> tuple[Tr
         return None, state.saying(Diagnostic("C021", message, where=problem.where, hint=hint))
     if not is_doubtful(measured):
         return measured, state
-    message = f"the trial is less sure than usual: steps waited {measured.waiting:.0%} of their time for a core"
-    hint = "compile again when the machine is idle; these times are not cached"
-    return measured, state.saying(Diagnostic("C004", message, where=state[Model].name, hint=hint))
+    note = report_doubt("the trial is less sure than usual: steps", measured.waiting, state[Model].name)
+    return measured, state.saying(note)
 
 
 def _compare_with_one_device(
@@ -216,9 +235,7 @@ def _find_faster_device(placed: PlacedModel, step_seconds: float) -> tuple[int, 
     if len(set(placed.state[Placement].device.tolist())) < 2:
         return None
     state = placed.whole or placed.state
-    seconds = np.where(
-        fits_single_device(state), single_device_seconds(state[Profile], state.target) + REQUEST_SECONDS, np.inf
-    )
+    seconds = predict_single_device_seconds(state, must_fit=True)
     best = int(seconds.argmin())
     return (best, float(seconds[best])) if seconds[best] < step_seconds else None
 

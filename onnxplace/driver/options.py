@@ -13,7 +13,7 @@ from onnxplace.errors import UsageError
 from onnxplace.feeds import Array
 from onnxplace.model import StateRequest
 from onnxplace.pipeline import Objective, Observer, Pipeline
-from onnxplace.target import Target
+from onnxplace.target import Target, parse_bytes
 
 # No target has as many devices.
 MAX_WAYS_DIGITS = 4
@@ -41,6 +41,7 @@ class CompileOptions(TypedDict, total=False):
     shard: str | int
     shard_map: str | Path | Mapping[str, str] | None
     shard_metadata: bool
+    recompute: str
     seed: int
     strict: bool
     force: bool
@@ -72,6 +73,7 @@ class CompileSettings:
     shard: str | int = "auto"
     shard_map: str | Path | Mapping[str, str] | None = None
     shard_metadata: bool = False
+    recompute: str = "auto"
     seed: int = 0
     strict: bool = False
     force: bool = False
@@ -113,13 +115,19 @@ class CompileSettings:
     def chooses_sharding(self) -> bool:
         """Return whether placing and sharding are compared: where the user left both open."""
         is_open = self.pipeline is None and self.placer is None and not self.device_map_text and not self.colocate
-        return is_open and self.shard_ways is None and self.objective != "throughput"
+        return is_open and self.shard_ways is None and self.objective not in ("throughput", "step")
 
     @property
     def chooses_strategy(self) -> bool:
         """Return whether strategies for throughput are compared: where the user left open how to use the devices."""
         is_open = self.pipeline is None and self.placer is None and not self.device_map_text
         return is_open and self.shard_ways in (None, 1) and self.objective == "throughput"
+
+    @property
+    def chooses_step(self) -> bool:
+        """Return whether strategies for a training step are compared: where the user left open how to use devices."""
+        is_open = self.pipeline is None and self.placer is None and not self.device_map_text and not self.colocate
+        return is_open and self.shard_ways is None and self.objective == "step"
 
     @property
     def sets_pass_options(self) -> bool:
@@ -137,6 +145,24 @@ class CompileSettings:
             message = "--pipeline excludes --placer, --objective and --budget"
             raise UsageError("U044", message, hint="name the placer in the pipeline, as in auto{seconds=10}")
         self._check_sharding()
+        self._check_recomputation()
+
+    def _check_recomputation(self) -> None:
+        if self.recompute in ("auto", "off"):
+            return
+        hint = "auto: where nothing fits otherwise; always; or the memory that one device would have, such as 4GiB"
+        if not isinstance(self.recompute, str):
+            message = f"expected auto, off, always or a size, got {self.recompute!r}"
+            raise UsageError("L073", message, where="--recompute", hint=hint)
+        if self.recompute != "always":
+            try:
+                parse_bytes(self.recompute)
+            except UsageError:
+                message = f"expected auto, off, always or a size, got {self.recompute!r}"
+                raise UsageError("L073", message, where="--recompute", hint=hint) from None
+        if self.pipeline is not None:
+            hint = "name the pass after profile: optimize,profile,recompute{limit=4GiB},coplace,..."
+            raise UsageError("L074", "--pipeline excludes --recompute", where="--recompute", hint=hint)
 
     def _check_sharding(self) -> None:
         ways = self.shard_ways

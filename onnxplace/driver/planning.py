@@ -8,13 +8,15 @@ from pathlib import Path
 
 from onnxplace.driver.choose_target import choose_target
 from onnxplace.driver.first_use import compile_loops
-from onnxplace.driver.strategies import Prediction, Strategy, list_strategies, predict_fitting
+from onnxplace.driver.step_strategies import predict_steps
+from onnxplace.driver.strategies import Prediction, Refusal, Strategy, list_strategies, predict_fitting
 from onnxplace.errors import Diagnostic
-from onnxplace.facts import Placement, Profile, Schedule, Segments, Shards, Source
+from onnxplace.facts import Profile, Schedule, Segments, Shards, Source
 from onnxplace.model import Model, StateRequest, bind, bind_states, load
 from onnxplace.pipeline import Observer, PassSpec, Pipeline, format_pipeline
+from onnxplace.problem import predict_step_seconds
 from onnxplace.state import State
-from onnxplace.target import Target, request_overhead_seconds
+from onnxplace.target import Target
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,13 @@ def plan_model(
 
 
 def _predict_all(state: State, front: Sequence[PassSpec], observer: Observer | None) -> Sequence[PlannedStrategy]:
-    """Return the strategies with their predictions; of copies of stages, only the best one."""
+    """Return the strategies with their predictions; of copies of stages, only the best one.
+
+    For a training step, these are those of `--objective step`.
+    """
     place = [PassSpec("coplace", {"join": "never"}), PassSpec("fuse")]
+    if state[Profile].training is not None:
+        return [_describe_result(item, front) for item in predict_steps(state, place, observer)]
     stages = PassSpec("stages", {"seconds": "2"})
     strategies = list_strategies(state.target, place, stages, are_copies_allowed=not state[Model].states)
     auto = Strategy("whole operators placed", "placed", (*place, PassSpec("auto"), PassSpec("split")))
@@ -107,24 +114,26 @@ def _predict_all(state: State, front: Sequence[PassSpec], observer: Observer | N
     fitting = [item for item in partitions if isinstance(item, Prediction)]
     best = min(fitting, key=lambda item: item.interval_seconds, default=None)
     shown = [best] if best is not None else partitions[:1]
-    return [
-        _describe(item, front) if isinstance(item, Prediction) else _unplanned(item.strategy.name, item.problem.message)
-        for item in results
-        if item not in partitions or item in shown
-    ]
+    return [_describe_result(item, front) for item in results if item not in partitions or item in shown]
+
+
+def _describe_result(item: Prediction | Refusal, front: Sequence[PassSpec]) -> PlannedStrategy:
+    """Return the figures of a strategy, or why it is impossible."""
+    if isinstance(item, Prediction):
+        return _describe(item, front)
+    return _unplanned(item.strategy.name, item.problem.message)
 
 
 def _describe(prediction: Prediction, front: Sequence[PassSpec]) -> PlannedStrategy:
     """Return the figures of a prediction."""
     state = prediction.state
-    simulation, on_a_route = state[Segments].simulation, len(set(state[Placement].device.tolist()))
     return PlannedStrategy(
         name=prediction.strategy.name,
         devices=prediction.devices,
-        step_seconds=simulation.makespan_seconds + request_overhead_seconds(on_a_route),
+        step_seconds=predict_step_seconds(state),
         interval_seconds=prediction.interval_seconds,
         peak_bytes=int(state[Schedule].simulation.peak_bytes.max()),
-        weight_bytes=int(simulation.weights_bytes.max()),
+        weight_bytes=int(state[Segments].simulation.weights_bytes.max()),
         exchanges=dict(state[Shards].exchanges) if prediction.strategy.is_sharded else {},
         pipeline=format_pipeline([*front, *prediction.specs, PassSpec("emit")]),
     )

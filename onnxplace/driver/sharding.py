@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
+from onnxplace.driver.coplacement import place_training_step
+from onnxplace.driver.slices import insert_pass, run_slice
 from onnxplace.errors import Diagnostic, InfeasibleError
-from onnxplace.facts import Placement, Profile, Segments, Shards
-from onnxplace.pipeline import (
-    OBJECTIVES,
-    Observer,
-    PassSpec,
-    Pipeline,
-    Timing,
-    format_pipeline,
-    make_pass,
-    parse_pipeline,
-)
-from onnxplace.problem import single_device_seconds
+from onnxplace.facts import Placement, Profile, Shards
+from onnxplace.pipeline import OBJECTIVES, Observer, PassSpec, Pipeline, Timing
+from onnxplace.problem import predict_single_device_seconds, predict_step_seconds
 from onnxplace.report import format_milliseconds
 from onnxplace.state import State
 from onnxplace.target import Target
@@ -43,30 +35,39 @@ class PlacedModel:
 
 
 def place_or_shard(
-    steps: Pipeline, state: State, first: int, *, compare: bool, metadata: bool, observer: Observer | None
+    steps: Pipeline,
+    state: State,
+    first: int,
+    *,
+    compare: bool,
+    metadata: bool,
+    groups_open: bool,
+    observer: Observer | None,
 ) -> tuple[PlacedModel, tuple[Timing, ...]]:
     """Run the passes of a pipeline from position `first` on, except the last one, which emits.
 
     `metadata` asks the pass `shard` for ONNX's sharding specifications. With `compare`, they also run after the pass
     `shard`, and the result with the shorter predicted step is kept.
-    A placement that does not fit gives way to a sharded one that does.
+    A placement that does not fit gives way to a sharded one that does. With `groups_open`, groups of a training step
+    are compared too.
     """
+    place = place_training_step if groups_open and state[Profile].training is not None else _run
     if not compare or len(state.target.devices) < 2 or len(state[Profile].graph) > MAX_NODES:
-        placed, timings = _run(steps, state, first, observer)
+        steps, placed, timings = place(steps, state, first, observer)
         is_sharded = Shards in placed and placed[Shards].ways > 1
         return PlacedModel(steps, placed, state if is_sharded else None), timings
-    sharding = _insert_shard(steps, first, PassSpec(SHARD, {"metadata": "true"} if metadata else {}))
+    sharding = insert_pass(steps, first, PassSpec(SHARD, {"metadata": "true"} if metadata else {}))
     sharded, sharding_times = run_slice(sharding, state, first, first + 1, observer)
     if sharded[Shards].ways == 1:
-        placed, timings = _run(steps, state, first, observer)
+        steps, placed, timings = place(steps, state, first, observer)
         return PlacedModel(steps, placed), timings
     problem, whole, whole_times = None, None, tuple[Timing, ...]()
     try:
-        whole, whole_times = _run(steps, state, first, observer)
+        steps, whole, whole_times = place(steps, state, first, observer)
     except InfeasibleError as error:
         problem = error
     try:
-        parts, part_times = _run(sharding, sharded, first + 1, observer)
+        _, parts, part_times = _run(sharding, sharded, first + 1, observer)
     except InfeasibleError:
         if problem is not None:
             raise problem from None
@@ -78,48 +79,29 @@ def place_or_shard(
     return PlacedModel(sharding, parts.saying(note), state), sharding_times + part_times
 
 
-def _run(steps: Pipeline, state: State, first: int, observer: Observer | None) -> tuple[State, tuple[Timing, ...]]:
+def _run(
+    steps: Pipeline, state: State, first: int, observer: Observer | None
+) -> tuple[Pipeline, State, tuple[Timing, ...]]:
     after, timings = run_slice(steps, state, first, len(steps.passes) - 1, observer)
     if Shards in after and after[Shards].ways > 1:
         # Parts have their devices: which placer was kept says nothing of a sharded model.
         notes = tuple(note for note in after.diagnostics if note.code != PLACERS_TRIED)
         after = replace(after, diagnostics=notes)
-    return after, timings
-
-
-def run_slice(
-    steps: Pipeline, state: State, first: int, end: int, observer: Observer | None
-) -> tuple[State, tuple[Timing, ...]]:
-    """Run some passes of a pipeline; report their positions in it."""
-    count = len(steps.passes)
-    report = (lambda name, index, _: observer(name, index + first, count)) if observer else None
-    return Pipeline(steps.passes[first:end]).run(state, report)
-
-
-def _insert_shard(steps: Pipeline, position: int, spec: PassSpec) -> Pipeline:
-    """Return a pipeline that splits operators before it places them; its bundle records that."""
-    emit: Any = steps.passes[-1]
-    specs = [*parse_pipeline(emit.pipeline)]
-    specs.insert(position, spec)
-    emit = replace(emit, pipeline=format_pipeline(specs))
-    return Pipeline((*steps.passes[:position], make_pass(SHARD, spec.options), *steps.passes[position:-1], emit))
+    return steps, after, timings
 
 
 def _is_better(parts: State, whole: State) -> bool:
     """Return whether the sharded step is clearly shorter; a placement that only has to fit is kept if it does."""
     if whole[Placement].placer == OBJECTIVES["fit"]:
         return False
-    shorter = MAX_STEP_RATIO * whole[Segments].simulation.makespan_seconds
-    return parts[Segments].simulation.makespan_seconds < shorter
+    return predict_step_seconds(parts) < MAX_STEP_RATIO * predict_step_seconds(whole)
 
 
 def _compare(state: State, whole: State | None, parts: State) -> Diagnostic:
     """Return the note that lists what was considered."""
-    alone = format_milliseconds(float(single_device_seconds(state[Profile], state.target).min()))
-    placed = "does not fit"
-    if whole is not None:
-        placed = format_milliseconds(whole[Segments].simulation.makespan_seconds)
-    sharded = format_milliseconds(parts[Segments].simulation.makespan_seconds)
+    alone = format_milliseconds(float(predict_single_device_seconds(state).min()))
+    placed = "does not fit" if whole is None else format_milliseconds(predict_step_seconds(whole))
+    sharded = format_milliseconds(predict_step_seconds(parts))
     ways = parts[Shards].ways
     kept = "whole operators" if whole is not None and not _is_better(parts, whole) else "sharding"
     message = f"one device: {alone}; whole operators placed: {placed}; sharded {ways} ways: {sharded}: kept {kept}"

@@ -19,7 +19,7 @@ from onnxplace.target import Target
 
 REPLICATE = "replicate"
 """The pass that copies segments to further devices."""
-Kind = Literal["one device", "placed", "copies", "stages", "copied stages", "sharded"]
+Kind = Literal["one device", "placed", "copies", "stages", "copied stages", "sharded", "replicas", "micro-batches"]
 # Up to this number of devices, all ways to share them among stages are listed; beyond, only even ones.
 MAX_PARTITIONED_DEVICES = 8
 # Time for the stages of each way to share devices.
@@ -45,6 +45,11 @@ class Strategy:
     def is_sharded(self) -> bool:
         """Return whether operators are split."""
         return self.specs[0].name == SHARD
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Return whether the model is rewritten: operators or batches are split."""
+        return self.is_sharded or self.kind in ("replicas", "micro-batches")
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def place_for_throughput(
         InfeasibleError: nothing fits; the error is that of the stages.
     """
     began = budget_clock()
-    front, place, stages = _cut_specs(steps, first)
+    front, place, stages = cut_specs(steps, first)
     strategies = list_strategies(
         state.target,
         place,
@@ -78,11 +78,11 @@ def place_for_throughput(
     if not fitting:
         raise next(item.problem for item in results if isinstance(item, Refusal) and item.strategy.kind == "stages")
     notes = [_describe_predictions(fitting), *_describe_states(state)]
-    candidates = [_place(item, steps, front, state, notes) for item in _choose_tried(fitting)]
+    candidates = [make_candidate(item, steps, front, state, notes) for item in _choose_tried(fitting)]
     return candidates, (Timing("strategies", budget_clock() - began),)
 
 
-def _cut_specs(steps: Pipeline, first: int) -> tuple[list[PassSpec], list[PassSpec], PassSpec]:
+def cut_specs(steps: Pipeline, first: int) -> tuple[list[PassSpec], list[PassSpec], PassSpec]:
     """Return the passes up to `profile`, those before the placer, and the placer."""
     emit: Any = steps.passes[-1]
     specs = [*parse_pipeline(emit.pipeline)]
@@ -131,10 +131,18 @@ def format_rate(interval_seconds: float) -> str:
     return f"{1 / interval_seconds:.4g}" if interval_seconds > 0 else "no bound"
 
 
-def _place(
+def make_candidate(
     prediction: Prediction, steps: Pipeline, front: Sequence[PassSpec], profiled: State, notes: Sequence[Diagnostic]
 ) -> Candidate:
-    """Return the pipeline and the state of a prediction, ready to be written."""
+    """Return the pipeline and the state of a prediction, ready to be written.
+
+    Args:
+        prediction: Of a strategy.
+        steps: The default pipeline.
+        front: The passes up to `profile`.
+        profiled: The state before the strategy's passes.
+        notes: For the user.
+    """
     emit: Any = steps.passes[-1]
     specs = [*front, *prediction.specs, PassSpec("emit")]
     own = tuple(make_pass(spec.name, spec.options) for spec in prediction.specs)
@@ -145,7 +153,7 @@ def _place(
     placed = PlacedModel(
         Pipeline((*steps.passes[: len(front)], *own, emit)),
         state.saying(*notes),
-        profiled if prediction.strategy.is_sharded else None,
+        profiled if prediction.strategy.is_rewritten else None,
     )
     return Candidate(prediction.strategy.name, prediction.strategy.kind, placed)
 

@@ -12,7 +12,7 @@ from onnxplace.bundle import Bundle, Staging
 from onnxplace.driver.sharding import PlacedModel
 from onnxplace.driver.throughput import Candidate, describe_kept, format_rate
 from onnxplace.errors import Diagnostic
-from onnxplace.evaluation import RateTrial, choose_in_flight, find_trial_obstacle, run_rate_trials
+from onnxplace.evaluation import RateTrial, choose_in_flight, find_trial_obstacle, report_doubt, run_rate_trials
 from onnxplace.facts import Clusters, Emitted, Groups, Placement, Profile, Routes, Schedule, Segments
 from onnxplace.feeds import Array
 from onnxplace.graph import Floats
@@ -59,11 +59,11 @@ def try_strategies(
     Raises:
         OnnxplaceError: a bundle fails.
     """
-    written = [candidates[0], *(_write(item, staging, index) for index, item in enumerate(candidates[1:], 1))]
-    written = [item for item in written if not find_trial_obstacle(_open(item))]
+    written = [candidates[0], *(write_candidate(item, staging, index) for index, item in enumerate(candidates[1:], 1))]
+    written = [item for item in written if not find_trial_obstacle(open_candidate(item))]
     if not written:
         return None
-    bundles = [_open(item) for item in written]
+    bundles = [open_candidate(item) for item in written]
     if problem := find_trial_obstacle(*bundles):
         note = replace(problem, message=f"{problem.message}; kept {written[0].name} by prediction", where="throughput")
         return TriedStrategy(written[0].placed, None, note)
@@ -81,9 +81,11 @@ def try_strategies(
     )
     figures = {item.name: item.trial.interval_seconds for item in tried}
     if stages is not None and stages.trial.interval_seconds <= BALANCED_RATIO * best.trial.interval_seconds:
-        balanced = _write(_balance(stages), staging, len(candidates))
+        balanced = write_candidate(_balance(stages), staging, len(candidates))
         if balanced.placed.state[Placement].device.tolist() != stages.candidate.placed.state[Placement].device.tolist():
-            trials = run_rate_trials([_open(best.candidate), _open(balanced)], feeds, in_flight, cached=cache)
+            trials = run_rate_trials(
+                [open_candidate(best.candidate), open_candidate(balanced)], feeds, in_flight, cached=cache
+            )
             best = replace(best, trial=trials[0])
             figures |= {best.name: trials[0].interval_seconds, balanced.name: trials[1].interval_seconds}
             is_doubtful = any(trial.is_doubtful for trial in trials)
@@ -95,19 +97,16 @@ def try_strategies(
 
 def _report_doubt(kept: str, trial: RateTrial, waiting: float) -> Diagnostic:
     rate = format_rate(trial.interval_seconds)
-    message = (
-        f"kept {kept} by prediction: a trial with requests in flight had {rate} requests/s, but workers waited "
-        f"{waiting:.0%} of their time for a core"
-    )
-    hint = "compile again when the machine is idle; these times are not cached"
-    return Diagnostic("C004", message, where="throughput", hint=hint)
+    what = f"kept {kept} by prediction: a trial with requests in flight had {rate} requests/s, but workers"
+    return report_doubt(what, waiting, "throughput")
 
 
-def _open(candidate: Candidate) -> Bundle:
+def open_candidate(candidate: Candidate) -> Bundle:
+    """Return the bundle that a candidate was written to."""
     return Bundle.open(candidate.placed.state[Emitted].path)
 
 
-def _write(candidate: Candidate, staging: Staging, index: int) -> Candidate:
+def write_candidate(candidate: Candidate, staging: Staging, index: int) -> Candidate:
     """Write a bundle next to the first one."""
     placed = candidate.placed
     emit: Any = placed.steps.passes[-1]

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         find_trial_obstacle as find_trial_obstacle,
         is_doubtful as is_doubtful,
         replace_manifest as replace_manifest,
+        report_doubt as report_doubt,
         run_trials as run_trials,
     )
 
@@ -57,6 +58,9 @@ __getattr__, __dir__, __all__ = attach(
         "memory_use": "MEMORY_RUNS ProcessMemory measure_process_memory",
         "rate_trial": "RateTrial RequestStream apply_rate_trial choose_in_flight run_rate_trials",
         "step_inputs": "StateCarrier StepInputs choose_step_inputs",
-        "trial": ("Trial apply_trial find_core_shortage find_trial_obstacle is_doubtful replace_manifest run_trials"),
+        "trial": (
+            "Trial apply_trial find_core_shortage find_trial_obstacle is_doubtful replace_manifest report_doubt "
+            "run_trials"
+        ),
     },
 )

@@ -22,10 +22,12 @@ from onnxplace.bundle import (
 )
 from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.evaluation.memory_use import BundleMemory, measure_memory
+from onnxplace.evaluation.repeated_step import RepeatedStep
 from onnxplace.evaluation.trial import measure_segment_seconds
 from onnxplace.machine import available_memory_bytes
 from onnxplace.pipeline import Observer, find_plugin
 from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Event, EventKind, Runtime, RuntimeSession, open_session
+from onnxplace.target import split_host
 from onnxplace.traces import RequestTimeline, TraceRecorder
 
 WARM_UP_RUNS = 2
@@ -158,10 +160,11 @@ def _trace_requests(
     traced, recorder = TracedRequests(), TraceRecorder()
     max_in_flight = max(in_flight, DEFAULT_MAX_IN_FLIGHT)
     with open_session(runtime, bundle, trace=True, max_in_flight=max_in_flight) as session:
+        step = RepeatedStep(bundle, feeds)
         for number in range(WARM_UP_RUNS + rounds):
-            session.reset_state()  # states that are not fed would go on growing
+            inputs = step.prepare(session)
             called = time.perf_counter()
-            result = session.run(feeds)
+            result = session.run(inputs)
             if number >= WARM_UP_RUNS:
                 traced.add(result.events)
                 recorder.add(called, result)
@@ -238,7 +241,7 @@ def _compare_devices(bundle: Bundle, busy: Mapping[str, float], memory: BundleMe
 
 def _get_predicted_bytes(device: DeviceRecord) -> int | None:
     """Return the predicted memory of a device's part; older bundles do not have it for CPU devices."""
-    if not device.id.startswith("cpu:"):
+    if not split_host(device.id)[1].startswith("cpu:"):
         return device.peak_bytes
     return device.process_bytes or (0 if not device.nodes else None)
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from onnxplace.bundle import Bundle, extract_device_part, list_route_devices
 from onnxplace.errors import Diagnostic, OnnxplaceError
+from onnxplace.evaluation.repeated_step import RepeatedStep
 from onnxplace.machine import (
     list_accelerators,
     list_operator_libraries,
@@ -119,9 +120,13 @@ def can_measure_memory() -> bool:
 
 
 def measure_process_memory(bundle: Bundle, feeds: Mapping[str, Any], runs: int = MEMORY_RUNS) -> ProcessMemory:
-    """Open a bundle and run it in a fresh process; raises OnnxplaceError if that fails."""
+    """Open a bundle and run it in a fresh process; raises OnnxplaceError if that fails.
+
+    States that keep their shapes are carried from run to run, as in a training.
+    """
     with temporary_folder() as folder:
-        return _run_in_child(MemoryJob(bundle.path, StoredFeeds.write(feeds, folder), runs=runs))
+        job = MemoryJob(bundle.path, StoredFeeds.write(feeds, folder), runs=runs)
+        return _run_in_child(job)
 
 
 def measure_memory(bundle: Bundle, values: Mapping[str, Any], observer: Observer | None = None) -> BundleMemory:
@@ -187,7 +192,7 @@ def run_memory_job(job: MemoryJob) -> ProcessMemory:
     if job.device:
         bundle = extract_device_part(bundle, job.device)
     # A caller keeps the feeds of the whole bundle; the values sent to a part are freed by its program.
-    feeds = job.feeds if job.device else dict(job.feeds)
+    step = RepeatedStep(bundle, job.feeds if job.device else dict(job.feeds))
     runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
     gpu_ids = [device.id for device in bundle.target.devices if not device.is_host]
     with use_custom_operators(job.libraries), _watch_gpus(gpu_ids) as gpu_bytes:
@@ -200,8 +205,7 @@ def run_memory_job(job: MemoryJob) -> ProcessMemory:
             opening = _read_memory_status("VmHWM")
             _reset_peak()
             for _ in range(job.runs):
-                session.reset_state()
-                session.run(feeds)
+                session.run(step.prepare(session))
             running = _read_memory_status("VmHWM")
     own_bytes = max(running - before - (_sum_library_bytes() - code), 0)
     return ProcessMemory(opening, running, own_bytes, gpu_bytes)

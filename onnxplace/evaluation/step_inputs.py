@@ -47,9 +47,10 @@ class StepInputs:
         self._drawn = given is None
         self._growth: dict[str, int] = {}
         self._output_growth: dict[str, int] = {}
-        self.first: Feeds = (
-            random_feeds(self._inputs, sizes, seed) if given is None else check_feeds(given, self._inputs)
-        )
+        fed = random_feeds(self._inputs, sizes, seed) if given is None else check_feeds(given, self._inputs)
+        initial = bundle.initial_states()
+        # Random parameters would not be those of a training step.
+        self.first: Feeds = {**fed, **initial} if given is None else {**initial, **fed}
         dimensions_of_feeds(self.first, self._inputs)
 
     def learn(self, states: Feeds) -> None:

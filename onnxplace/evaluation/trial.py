@@ -31,6 +31,7 @@ from onnxplace.bundle import (
     sum_device_seconds,
 )
 from onnxplace.errors import Diagnostic
+from onnxplace.evaluation.repeated_step import RepeatedStep
 from onnxplace.feeds import Array
 from onnxplace.machine import (
     DOUBTFUL_WAITING_SHARE,
@@ -91,7 +92,12 @@ def find_trial_obstacle(*bundles: Bundle) -> Diagnostic | None:
 
 
 def find_core_shortage(manifest: Manifest) -> Diagnostic | None:
-    """Return a note if a bundle's CPU devices have more cores than this machine, or None."""
+    """Return a note if a bundle's CPU devices have more cores than this machine, or None.
+
+    Devices of several hosts do not run here.
+    """
+    if manifest.target.target().hosts:
+        return None
     needed = sum(device.cores for device in manifest.target.devices if device.kind == "cpu")
     available = len(available_cores())
     if needed <= available:
@@ -122,7 +128,8 @@ def run_trials(bundles: Sequence[Bundle], feeds: Mapping[str, Array], *, cached:
         sessions = [
             # One bundle may hold a state whole that another one holds in parts.
             _TrialSession(
-                stack.enter_context(runtime.open(bundle, trace=True)), SplitStates(bundle.manifest).cut_feeds(feeds)
+                stack.enter_context(runtime.open(bundle, trace=True)),
+                RepeatedStep(bundle, SplitStates(bundle.manifest).cut_feeds(feeds)),
             )
             for bundle in bundles
         ]
@@ -141,6 +148,13 @@ def run_trials(bundles: Sequence[Bundle], feeds: Mapping[str, Array], *, cached:
 def is_doubtful(trial: Trial) -> bool:
     """Return whether other work on the machine may have slowed a trial."""
     return trial.waiting > DOUBTFUL_WAITING_SHARE
+
+
+def report_doubt(what: str, waiting: float, where: str) -> Diagnostic:
+    """Return the note for a trial that other work on the machine disturbed; `what` waited a share of its time."""
+    message = f"{what} waited {waiting:.0%} of their time for a core"
+    hint = "compile again when the machine is idle; these times are not cached"
+    return Diagnostic("C004", message, where=where, hint=hint)
 
 
 def apply_trial(manifest: Manifest, trial: Trial) -> Manifest:
@@ -197,8 +211,8 @@ def replace_manifest(bundle: Bundle, manifest: Manifest) -> Bundle:
 class _TrialSession:
     """An open bundle and the times of its steps."""
 
-    def __init__(self, session: RuntimeSession, feeds: Mapping[str, Array]) -> None:
-        self._session, self._feeds = session, feeds
+    def __init__(self, session: RuntimeSession, step: RepeatedStep) -> None:
+        self._session, self._step = session, step
         self._steps: list[tuple[tuple[Event, ...], float]] = []
         """Events and seconds of each step."""
         self._waiting_shares: list[float] = []
@@ -231,8 +245,7 @@ class _TrialSession:
         return Runs(seconds, seconds * np.array(self._waiting_shares))
 
     def _run_step(self) -> None:
-        self._session.reset_state()  # states that are not fed would go on growing
-        result = self._session.run(self._feeds)
+        result = self._session.run(self._step.prepare(self._session))
         self._steps.append((result.events, result.seconds))
 
     def summarise(self) -> Trial:

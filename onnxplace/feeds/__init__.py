@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         check_feeds as check_feeds,
         check_shape as check_shape,
         describe_input as describe_input,
+        numpy_type as numpy_type,
     )
     from onnxplace.feeds.npz import read_npz as read_npz, require_storable as require_storable, write_npz as write_npz
     from onnxplace.feeds.synthetic import random_feeds as random_feeds, zero_feeds as zero_feeds
@@ -32,7 +33,7 @@ __getattr__, __dir__, __all__ = attach(
     {
         "dimensions": ("complete_dimensions dimension_keys dimensions_of_feeds resolve_shapes symbols_of_dimension"),
         "expressions": "MAX_DIMENSION MAX_RANK drop_derived_sizes",
-        "feeds": "Array Declared check_feeds check_shape describe_input",
+        "feeds": "Array Declared check_feeds check_shape describe_input numpy_type",
         "npz": "read_npz require_storable write_npz",
         "synthetic": "random_feeds zero_feeds",
     },

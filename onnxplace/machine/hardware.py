@@ -13,7 +13,7 @@ from typing import Any
 from onnxplace.devices import DeviceAddress, DeviceKind, Hardware, find_kind, list_kind_names
 from onnxplace.errors import PluginError, TargetError
 from onnxplace.ort import import_onnxruntime
-from onnxplace.target import Device, DeviceSpec, Target, parse_devices
+from onnxplace.target import Device, DeviceSpec, Target, parse_devices, split_host
 
 # Memory of a process that runs bundles, before it has a model: Python, packages, ONNX Runtime (benchmarks/memory.py).
 RUNTIME_BYTES = 141 << 20
@@ -77,12 +77,16 @@ def local_target(devices: str | Sequence[str] | None = None) -> Target:
         devices: Device ids, such as `cuda:0,cuda:1`, with options, such as `cuda:0{provider=tensorrt}`.
 
     Raises:
-        TargetError: A GPU does not exist, or ONNX Runtime cannot use it.
+        TargetError: A GPU does not exist, ONNX Runtime cannot use it, or a device names its host.
 
     >>> [device.id for device in local_target("cpu:0,cpu:1").devices]
     ['cpu:0', 'cpu:1']
     """
     specs = parse_devices(devices) if devices else parse_devices(list_default_device_ids())
+    if host := split_host(specs[0].id)[0]:
+        message = f"{specs[0].id} is a device of host {host}; expected devices of this machine"
+        hint = "leave the host out, or describe several hosts in a file for --target (docs/target.md)"
+        raise TargetError("T017", message, where="--devices", hint=hint)
     hosts = [spec.id for spec in specs if _kind_of(spec.id).is_host]
     core_counts = dict(zip(hosts, divide_cores(len(hosts)) if hosts else ()))
     usable_bytes = max(available_memory_bytes() - RUNTIME_BYTES, 0)
@@ -138,6 +142,8 @@ def find_hardware(device: Device) -> Hardware | None:
 
 def find_device_problem(device: Device) -> str | None:
     """Return why ONNX Runtime cannot use a device on this machine; None if it can."""
+    if device.host:
+        return f"it is a device of host {device.host}, and this runtime uses devices of this machine only"
     return find_kind(device.kind).find_problem(device.address)
 
 
@@ -150,7 +156,10 @@ def require_device(device: Device, instead: str = "") -> None:
     """
     problem = find_device_problem(device)
     if problem:
-        hints = (_hint_install(device), "`onnxplace devices` lists all devices", instead)
+        if device.host:
+            hints = ["compile for devices of this machine", instead]
+        else:
+            hints = [_hint_install(device), "`onnxplace devices` lists all devices", instead]
         raise TargetError("T011", problem, where=device.id, hint="; ".join(filter(None, hints)))
 
 

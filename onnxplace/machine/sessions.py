@@ -89,7 +89,11 @@ def _register_library(options: Any, path: str) -> None:
 
 
 def make_session_options(
-    cores: Sequence[int], level: Level | None = None, entries: Mapping[str, str] | None = None
+    cores: Sequence[int],
+    level: Level | None = None,
+    entries: Mapping[str, str] | None = None,
+    *,
+    keeps_order: bool = False,
 ) -> Any:
     """Return options for a session that computes on `cores` only.
 
@@ -99,9 +103,17 @@ def make_session_options(
         cores: Numbers of cores, the first of which belongs to the calling thread.
         level: Optimisation; by default all, except within `without_optimisations`.
         entries: Entries for the session's configuration.
+        keeps_order: Compute the nodes in the order of the file, without optimisations, which move nodes and merge equal
+            ones. Otherwise ONNX Runtime goes back from the last output depth first, and gradients pile up.
     """
     runtime = import_onnxruntime()
     options = runtime.SessionOptions()
+    if keeps_order:
+        # Of the nodes whose inputs are there, the first in the file.
+        options.execution_order = runtime.ExecutionOrder.PRIORITY_BASED
+        # Reuse gives large buffers to small values that live long: a step held a half more than its values.
+        options.enable_mem_reuse = False
+        level = "none"
     options.log_severity_level = 4  # failures arrive as exceptions, and need not be repeated on stderr
     options.graph_optimization_level = getattr(
         runtime.GraphOptimizationLevel, _GRAPH_OPTIMIZATION_LEVELS[level or _default_level.get()]

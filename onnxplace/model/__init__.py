@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         read_tensor_bytes as read_tensor_bytes,
         tensor_size as tensor_size,
     )
+    from onnxplace.model.training_states import FLOAT_TYPES as FLOAT_TYPES, is_scalar as is_scalar
     from onnxplace.model.value_types import format_type as format_type, read_shape_entries as read_shape_entries
     from onnxplace.model.weights import WeightFile as WeightFile
 
@@ -69,6 +70,7 @@ __getattr__, __dir__, __all__ = attach(
         "supported_operators": "list_custom_operators require_operators",
         "tensor_parts": "make_tensor_part",
         "tensors": "find_external_range packed_size read_tensor_bytes tensor_size",
+        "training_states": "FLOAT_TYPES is_scalar",
         "value_types": "format_type read_shape_entries",
         "weights": "WeightFile",
     },

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from onnxplace.errors import ModelError, UsageError, suggest_nearest
 from onnxplace.feeds import Declared, describe_input
 from onnxplace.model.model import Model, declaration_of
+from onnxplace.model.training_states import list_training_states, name_metadata
 from onnxplace.model.value_types import format_type, read_shape_entries
 from onnxplace.utils import match_stars
 
@@ -26,17 +27,23 @@ StateRequest = Mapping[str, str] | Sequence[str]
 def bind_states(model: Model, request: StateRequest) -> Model:
     """Return `model` with outputs bound to inputs of its next call.
 
+    The states of a training step that the model's metadata describes are bound without being requested.
+
     Raises:
         UsageError: A pair is malformed, names an unknown input or output, or binds an input twice.
-        ModelError: An output does not have the type or shape of its input.
+        ModelError: An output does not have the type or shape of its input, or the metadata of a training step does not
+            fit the model.
     """
     states: dict[str, str] = {}
+    for output, name in list_training_states(model):
+        states[name] = output
+        _require_fit(model, output, name, f"{name_metadata(model)}, {output}={name}")
     for left, right in _parse_pairs(request):
         for output, name in _expand_pair(left, right, model):
             if states.setdefault(name, output) != output:
                 message = f"input {name!r} is bound twice: to output {states[name]!r} and to {output!r}"
                 raise UsageError("S004", message, where=OPTION, hint="leave one of them out")
-            _require_fit(model, output, name)
+            _require_fit(model, output, name, f"{OPTION} {output}={name}")
     return replace(model, states=MappingProxyType(states))
 
 
@@ -85,9 +92,8 @@ def _fill_stars(text: str, fillings: Sequence[str]) -> str:
     return "".join(part + filling for part, filling in zip(text.split("*"), [*fillings, ""]))
 
 
-def _require_fit(model: Model, output: str, name: str) -> None:
+def _require_fit(model: Model, output: str, name: str, where: str) -> None:
     """Raise ModelError unless an output can be fed to an input."""
-    where = f"{OPTION} {output}={name}"
     source = model.sources.get(output, output)
     if source in model.input_names:
         message = f"output {output!r} returns an input, expected a computed value"

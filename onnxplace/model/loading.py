@@ -15,6 +15,7 @@ from onnxplace.model.formats import suggest_conversion
 from onnxplace.model.model import Model
 from onnxplace.model.tensors import find_external_range, take_fingerprint
 from onnxplace.model.weights import build_link_error
+from onnxplace.training_step import read_training_step
 from onnxplace.utils import open_input
 
 
@@ -44,6 +45,7 @@ def load(source: str | Path | ModelProto) -> Model:
     parts = take_apart(proto, where, folder)
     external = [t for t in parts.initializers.values() if t.data_location == TensorProto.EXTERNAL]
     files = dict.fromkeys(find_external_range(tensor, folder)[0] for tensor in external)
+    training = read_training_step({entry.key: entry.value for entry in proto.metadata_props}, where)
     return Model(
         name=proto.graph.name or where,
         ir_version=proto.ir_version,
@@ -56,6 +58,10 @@ def load(source: str | Path | ModelProto) -> Model:
         folder=folder,
         digest=hashlib.sha256(data).hexdigest(),
         weights_files=MappingProxyType({file: take_fingerprint(file) for file in files}),
+        training=training,
+        # Optimisations gain nothing in training steps: their patterns are rare where gradients read all values. In its
+        # own order a step needs less memory, and it computes the same however it is cut.
+        keeps_order=training is not None,
     )
 
 

@@ -28,8 +28,10 @@ from onnxplace.feeds import Array, Declared, random_feeds, resolve_shapes
 from onnxplace.model.nested_graphs import iterate_reads
 from onnxplace.model.tensor_parts import embed_part
 from onnxplace.model.tensors import Fingerprint, strip_data, tensor_size
+from onnxplace.model.training_feeds import list_training_feeds
 from onnxplace.model.value_types import format_type, read_shape_entries
 from onnxplace.model.weights import WeightFile
+from onnxplace.training_step import TrainingStep
 
 if TYPE_CHECKING:
     from onnxplace.state import State
@@ -88,6 +90,10 @@ class Model:
     """ONNX's own description of devices, which sharding specifications of nodes refer to."""
     weights_files: Mapping[Path, Fingerprint] = field(default_factory=lambda: MappingProxyType({}))
     """Files of external data, with their fingerprints when the model was read."""
+    keeps_order: bool = False
+    """Whether sessions compute the nodes one by one in this order, without fusing them."""
+    training: TrainingStep | None = None
+    """What inputs and outputs mean as a training step, by the model's metadata; None for a model without it."""
 
     def check(self, state: State) -> None:
         """Raise ValueError if a node reads a value without an earlier producer."""
@@ -231,12 +237,14 @@ class Model:
     def feeds(self, seed: int = 0) -> dict[str, Array]:
         """Return inputs to profile the model with.
 
-        Those of the user come first. Others are random, of the bound shapes.
+        Those of the user come first. Others are random, of the bound shapes, except that a training step begins with
+        its initial states, its learning rate and step 1.
 
         Raises FeedError listing the symbolic dimensions without a size, and for inputs that cannot be drawn.
         """
         missing = [declaration_of(value, self) for value in self.inputs if value.name not in self.samples]
-        return {**random_feeds(missing, self.dimensions, seed), **self.samples}
+        first = list_training_feeds(self.training, self.initializers, self.folder)
+        return {**random_feeds(missing, self.dimensions, seed), **first, **self.samples}
 
     def input_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each input that is a tensor.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -30,6 +31,19 @@ LINE_BYTES = 64
 MIN_PAGE_ALIGNED_BYTES = 256 * PAGE_BYTES
 # Below this size a tensor stays inside the ONNX file: shapes and axes must be visible to shape inference there.
 MIN_PLACED_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where the bytes of a tensor are."""
+
+    location: str
+    """Path of the file, as models refer to it."""
+    is_linked: bool
+    """Whether that is a file of the model, rather than the file of weights that is written."""
+    offset: int
+    size: int
+    """Bytes."""
 
 
 class WeightFile:
@@ -84,6 +98,20 @@ class WeightFile:
         if tensor.name not in self._placed:
             self._placed[tensor.name] = self._place(tensor, folder)
         return self._placed[tensor.name]
+
+    def store(self, tensor: TensorProto, folder: Path | None) -> StoredTensor | None:
+        """Return where the bytes of a tensor are, in this file or a linked one; small ones are written too.
+
+        Returns None for types without plain bytes: strings, and several elements in a byte.
+        """
+        if tensor.data_type in FOUR_BIT_TYPES | TWO_BIT_TYPES | {TensorProto.STRING}:
+            return None
+        placed, size = self.place(tensor, folder), tensor_size(tensor)
+        if placed.data_location == TensorProto.EXTERNAL:
+            entries = {entry.key: entry.value for entry in placed.external_data}
+            is_linked = self._linked_below is not None
+            return StoredTensor(entries["location"], is_linked, int(entries["offset"]), size)
+        return StoredTensor(self.location, False, self._append(read_tensor_bytes(placed, folder), size), size)
 
     def _place(self, tensor: TensorProto, folder: Path | None) -> TensorProto:
         """Return the reference for a tensor that is new."""

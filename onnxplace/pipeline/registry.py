@@ -27,7 +27,15 @@ BUILTIN: Mapping[Kind, Mapping[str, tuple[str, str]]] = MappingProxyType(
                     "onnxplace.passes.profile:ProfileCosts",
                     "measure what each node costs on each class of device",
                 ),
+                "recompute": (
+                    "onnxplace.passes.recompute:Recompute",
+                    "compute values again instead of keeping them in memory",
+                ),
                 "shard": ("onnxplace.passes.shard:Shard", "split operators over devices"),
+                "microbatch": (
+                    "onnxplace.passes.microbatch:Microbatch",
+                    "compute the batch of a training step in parts, adding up gradients",
+                ),
                 "coplace": ("onnxplace.passes.coplace:Coplace", "group nodes that must or should share a device"),
                 "fuse": ("onnxplace.passes.fuse:Fuse", "contract groups into single nodes for the placer"),
                 "single": ("onnxplace.passes.single:Single", "placer: everything on the best single device that fits"),
@@ -57,10 +65,22 @@ BUILTIN: Mapping[Kind, Mapping[str, tuple[str, str]]] = MappingProxyType(
                     "onnxplace.passes.stages:Stages",
                     "placer: pipeline stages with the least maximum load, for throughput",
                 ),
+                "pipelined": (
+                    "onnxplace.passes.pipelined:Pipelined",
+                    "placer: layers of a training step on one device each, with micro-batches in turns",
+                ),
                 "fit": ("onnxplace.passes.fit:Fit", "placer: a placement that fits, with the least traffic"),
                 "exact": (
                     "onnxplace.passes.exact:Exact",
                     "placer: the best step of a small graph, with a proven gap",
+                ),
+                "placeto": (
+                    "onnxplace.passes.placeto:Placeto",
+                    "placer: a learned policy that places one node after the other",
+                ),
+                "guided": (
+                    "onnxplace.passes.guided:Guided",
+                    "placer: a learned policy gives the search its starts, in tens of milliseconds",
                 ),
                 "split": ("onnxplace.passes.split:Split", "cut the placed model into segments and programs"),
                 "replicate": (

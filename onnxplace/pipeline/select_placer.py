@@ -14,9 +14,12 @@ from onnxplace.pipeline.registry import list_entries
 from onnxplace.pipeline.text_form import PassSpec, parse_pipeline
 from onnxplace.state import Pass, State
 
-Objective = Literal["latency", "throughput", "fit"]
-OBJECTIVES: Mapping[Objective, str] = MappingProxyType({"latency": "auto", "throughput": "stages", "fit": "fit"})
-"""The placer for each objective: least step time, most steps per second, least traffic of placements that fit."""
+Objective = Literal["latency", "throughput", "fit", "step"]
+OBJECTIVES: Mapping[Objective, str] = MappingProxyType(
+    {"latency": "auto", "throughput": "stages", "fit": "fit", "step": "auto"}
+)
+"""The placer for each objective: least step time, most steps per second, least traffic of placements that fit, and
+least time of a training step, which is compared with other ways to use the devices."""
 USE_FEWER_DEVICES = "ask for fewer with --devices N"
 """The hint for idle devices of a cost graph."""
 BAECHI = ("m-topo", "m-etf", "m-sct")

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 from onnxplace.errors import format_count
 
 if TYPE_CHECKING:
-    from onnxplace.bundle import Bundle, Manifest, Predicted, RepeatRecord, ShardedKindRecord, ShardingRecord
+    from onnxplace.bundle import (
+        Bundle,
+        Manifest,
+        Predicted,
+        RepeatRecord,
+        ShardedKindRecord,
+        ShardingRecord,
+        TrainingRecord,
+    )
 
 
 def format_milliseconds(seconds: float) -> str:
@@ -71,6 +79,7 @@ def compile_summary(bundle: Bundle) -> str:
         [
             f"{manifest.model}: {nodes}, placer {manifest.placer}",
             *_format_repeats(manifest.repeats),
+            *_format_training(manifest.training),
             *_format_sharding(manifest.sharding),
             format_table(("device", "nodes", "compute", "weights", "peak", "limit"), rows),
             f"segments: {len(manifest.segments)}, transfers: {manifest.transfers} ({transfer_size})",
@@ -136,6 +145,26 @@ def _format_process(predicted: Predicted) -> list[str]:
         return []
     running, opening = format_bytes(predicted.running_bytes), format_bytes(predicted.opening_bytes)
     return [f"a process that runs it takes {running}, and at most {opening} while it opens sessions"]
+
+
+def _format_training(training: TrainingRecord | None) -> list[str]:
+    """Return lines that say what a training step consists of, if the model is one."""
+    if training is None:
+        return []
+    moments = sum(len(parameter.moments) for parameter in training.parameters)
+    gradients = sum(bool(parameter.gradient) for parameter in training.parameters)
+    counts = [
+        format_count(len(training.parameters), "parameter"),
+        format_count(moments, "moment"),
+        format_count(len(training.buffers), "buffer"),
+        format_count(gradients, "gradient"),
+    ]
+    lines = [f"training step with the loss {training.loss!r}: {', '.join(counts)}"]
+    if (nodes := training.nodes) is not None:
+        backward = f"{nodes.backward} backward ({nodes.owned_backward} with their forward node)"
+        one = f"{nodes.of_one_parameter} of them for one parameter only"
+        lines.append(f"  nodes: {nodes.forward} forward, {backward}, {nodes.update} update; {one}")
+    return lines
 
 
 # Lines of operators in the summary; the manifest has all of them.

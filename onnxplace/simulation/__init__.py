@@ -5,6 +5,19 @@ from typing import TYPE_CHECKING
 from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
+    from onnxplace.simulation.batch_kernels import (
+        BatchGraph as BatchGraph,
+        BatchScratch as BatchScratch,
+        MemoryScratch as MemoryScratch,
+        peak_bytes_of_one as peak_bytes_of_one,
+        simulate_one as simulate_one,
+    )
+    from onnxplace.simulation.batches import (
+        BatchSimulator as BatchSimulator,
+        BatchSteps as BatchSteps,
+        new_batch_scratch as new_batch_scratch,
+        new_memory_scratch as new_memory_scratch,
+    )
     from onnxplace.simulation.contention import simulate_with_contention as simulate_with_contention
     from onnxplace.simulation.lower_bounds import (
         heads_and_tails as heads_and_tails,
@@ -29,6 +42,8 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "batch_kernels": "BatchGraph BatchScratch MemoryScratch peak_bytes_of_one simulate_one",
+        "batches": "BatchSimulator BatchSteps new_batch_scratch new_memory_scratch",
         "contention": "simulate_with_contention",
         "lower_bounds": "heads_and_tails lower_bound_seconds node_bytes",
         "request_rates": "RequestRates predict_request_rates",

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
+    from onnxplace.target.hosts import require_host_name as require_host_name, split_host as split_host
     from onnxplace.target.limits import MAX_SECONDS as MAX_SECONDS, require_device_limit as require_device_limit
     from onnxplace.target.parsing import (
         DeviceSpec as DeviceSpec,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "hosts": "require_host_name split_host",
         "limits": "MAX_SECONDS require_device_limit",
         "parsing": "DeviceSpec parse_bytes parse_device_ids parse_devices parse_memory",
         "target": (

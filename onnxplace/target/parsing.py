@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from onnxplace.devices import find_kind, is_known_kind, list_kind_names
 from onnxplace.errors import MAX_SHOWN, TargetError, UsageError, format_value, suggest_nearest
+from onnxplace.target.hosts import require_host_name, require_hosts_on_all, split_host
 from onnxplace.target.limits import MAX_INDEX, MAX_MEMORY_BYTES, require_device_limit
 
 
@@ -22,9 +23,18 @@ class DeviceSpec:
 def parse_device_id(text: str, where: str) -> str:
     """Return a device id in its canonical spelling; raises TargetError with the nearest kind.
 
-    >>> parse_device_id("cpu:00", "--devices")
-    'cpu:0'
+    >>> parse_device_id("cpu:00", "--devices"), parse_device_id("node1/cpu:00", "a device")
+    ('cpu:0', 'node1/cpu:0')
     """
+    host, local_id = split_host(text)
+    if local_id != text:
+        require_host_name(host, f"{where} {text}")
+        return f"{host}/{_parse_local_id(local_id, where)}"
+    return _parse_local_id(text, where)
+
+
+def _parse_local_id(text: str, where: str) -> str:
+    """Return the id of a device on its host in its canonical spelling."""
     kind, _, number = text.partition(":")
     if not is_known_kind(kind):
         raise _unknown_device_error(text, kind, number, where)
@@ -84,7 +94,7 @@ def parse_device_spec(text: str, where: str = "--devices") -> DeviceSpec:
 
 def require_device_options(device_id: str, options: Mapping[str, str], where: str) -> None:
     """Raise TargetError unless a device of this kind has these options with these values."""
-    allowed = find_kind(device_id.partition(":")[0]).options
+    allowed = find_kind(split_host(device_id)[1].partition(":")[0]).options
     for name, value in options.items():
         if name not in allowed:
             message = f"{device_id} has no option {format_value(name)}"
@@ -113,6 +123,7 @@ def parse_devices(text: str | Sequence[str], where: str = "--devices") -> tuple[
         raise TargetError(
             "T002", "a device is named twice", where=f"{where} {','.join(ids)}", hint="name each device once"
         )
+    require_hosts_on_all(ids, where)
     _require_whole_or_parts(ids, where)
     return devices
 
@@ -120,8 +131,9 @@ def parse_devices(text: str | Sequence[str], where: str = "--devices") -> tuple[
 def _require_whole_or_parts(ids: Sequence[str], where: str) -> None:
     """Raise TargetError if a device is named both as a whole and in parts."""
     for device_id in ids:
-        whole, slash, _ = device_id.partition("/")
-        if slash and whole in ids:
+        local_id = split_host(device_id)[1]
+        whole = device_id[: len(device_id) - len(local_id)] + local_id.partition("/")[0]
+        if whole != device_id and whole in ids:
             message = f"{whole} is named as a whole and in parts"
             hint = f"name either {whole}, or its parts {whole}/0,{whole}/1"
             raise TargetError("T002", message, where=f"{where} {','.join(ids)}", hint=hint)

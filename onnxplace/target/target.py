@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -12,7 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.devices import DeviceAddress, find_kind
-from onnxplace.errors import MAX_LISTED, TargetError, suggest_nearest
+from onnxplace.errors import MAX_LISTED, TargetError, format_names, suggest_nearest
+from onnxplace.target.hosts import (
+    list_hosts,
+    require_hosts_on_all,
+    require_hosts_together,
+    require_links,
+    split_host,
+)
 from onnxplace.target.limits import (
     MAX_BYTES_PER_SECOND,
     MAX_CORES,
@@ -43,7 +50,10 @@ class Device:
     """A processor with memory, which runs one segment at a time."""
 
     id: str
-    """Kind and index: `cpu:0`, `cuda:1`; `cuda:0/1` is the second logical device of a GPU."""
+    """Kind and index: `cpu:0`, `cuda:1`; `cuda:0/1` is the second logical device of a GPU.
+
+    In targets of several hosts, the host comes first: `node1/cuda:1`.
+    """
     memory_bytes: int
     """Memory that a placement may use."""
     cores: int = 1
@@ -76,8 +86,18 @@ class Device:
             require_number(self, name, self.id, 0, MAX_SECONDS)
 
     @property
+    def host(self) -> str:
+        """Return the name of its host; empty in targets of one machine."""
+        return split_host(self.id)[0]
+
+    @property
+    def local(self) -> Device:
+        """Return the device of this machine that has the same place on its host."""
+        return replace(self, id=split_host(self.id)[1])
+
+    @property
     def kind(self) -> str:
-        return self.id.partition(":")[0]
+        return split_host(self.id)[1].partition(":")[0]
 
     @property
     def is_host(self) -> bool:
@@ -86,8 +106,8 @@ class Device:
 
     @property
     def address(self) -> DeviceAddress:
-        """Return what ONNX Runtime has to know about it."""
-        return replace(DeviceAddress.of(self.id), options=self.options, memory_bytes=self.memory_bytes)
+        """Return what ONNX Runtime has to know about it, on its host."""
+        return replace(DeviceAddress.of(split_host(self.id)[1]), options=self.options, memory_bytes=self.memory_bytes)
 
     @property
     def cost_class(self) -> str:
@@ -104,7 +124,9 @@ class Link:
     """A directed connection: a transfer takes `latency_seconds + bytes / bytes_per_second`."""
 
     source: str
+    """A device; or a host, for all its devices that have no link of their own to the destination."""
     destination: str
+    """A device, or a host if the source is one."""
     latency_seconds: float
     bytes_per_second: float
     via: str = ""
@@ -139,6 +161,9 @@ class Shared:
         require_number(self, "memory_bytes_per_second", where, 0, MAX_BYTES_PER_SECOND)
         if len(set(self.devices)) < max(len(self.devices), 2):
             raise TargetError("T008", "expected two or more devices, each named once", where=where)
+        if len({split_host(name)[0] for name in self.devices}) > 1:
+            message = f"expected devices of one host, got devices of {format_names(list_hosts(self.devices))}"
+            raise TargetError("T008", message, where=where, hint="write an entry for each host")
 
 
 @dataclass(frozen=True)
@@ -161,25 +186,20 @@ class Target:
         if len(position) < len(self.devices):
             where = ", ".join(device.id for device in self.devices)
             raise TargetError("T002", "a device is named twice", where=where, hint="name each device once")
-        for link in self.links:
-            if link.source == link.destination:
-                where = f"link {link.source} -> {link.destination}"
-                hint = "remove it: data that stays on a device crosses no link"
-                raise TargetError("T008", "a link cannot lead from a device to itself", where=where, hint=hint)
-        for entry, device_id in self._references():
-            if device_id not in position:
-                message = f"the {entry} names an unknown device: {device_id!r}"
-                raise TargetError("T003", message, where="target", hint=suggest_nearest(device_id, position))
-        object.__setattr__(self, "_position", position)
-
-    def _references(self) -> Iterator[tuple[str, str]]:
-        """Yield the device ids in links and shared entries, each with a name for its entry."""
-        for link in self.links:
-            yield "link", link.source
-            yield "link", link.destination
+        require_hosts_on_all(list(position), "target")
+        require_hosts_together(list(position), "target")
+        require_links(list(position), [(link.source, link.destination) for link in self.links])
         for entry in self.shared:
             for device_id in entry.devices:
-                yield "shared entry", device_id
+                if device_id not in position:
+                    message = f"the shared entry names an unknown device: {device_id!r}"
+                    raise TargetError("T003", message, where="target", hint=suggest_nearest(device_id, position))
+        object.__setattr__(self, "_position", position)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Return the hosts of its devices, in their order; empty for one machine."""
+        return list_hosts(device.id for device in self.devices)
 
     def position(self, device_id: str) -> int:
         """Return the index of a device; raises TargetError with the nearest name if there is none."""
@@ -189,25 +209,30 @@ class Target:
         return self._position[device_id]
 
     def with_all_links(self) -> Target:
-        """Return this target with every link written out, independent of the defaults."""
-        given = {(link.source, link.destination): link for link in self.links}
-        links = tuple(
-            given.get((a.id, b.id), default_link(a, b)) for a in self.devices for b in self.devices if a is not b
-        )
-        return replace(self, links=links)
+        """Return this target with a link for each pair of devices, independent of defaults and of links of hosts."""
+        given = self._links_by_ends()
+        pairs = [(a, b) for a in self.devices for b in self.devices if a is not b]
+        return replace(self, links=tuple(_find_given(given, a, b) or default_link(a, b) for a, b in pairs))
+
+    def list_assumed_links(self) -> list[tuple[str, str]]:
+        """Return the pairs of devices whose link is a default: none is given for them or for their hosts."""
+        given = self._links_by_ends()
+        pairs = [(a, b) for a in self.devices for b in self.devices if a is not b]
+        return [(a.id, b.id) for a, b in pairs if _find_given(given, a, b) is None]
+
+    def _links_by_ends(self) -> dict[tuple[str, str], Link]:
+        return {(link.source, link.destination): link for link in self.links}
 
     def link_arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return latency (seconds) and seconds per byte, both [source, destination] with a zero diagonal."""
         count = len(self.devices)
         latency, per_byte = np.zeros((count, count)), np.zeros((count, count))
+        given = self._links_by_ends()
         for i, source in enumerate(self.devices):
             for j, destination in enumerate(self.devices):
                 if i != j:
-                    link = default_link(source, destination)
+                    link = _find_given(given, source, destination) or default_link(source, destination)
                     latency[i, j], per_byte[i, j] = link.latency_seconds, 1.0 / link.bytes_per_second
-        for link in self.links:
-            i, j = self.position(link.source), self.position(link.destination)
-            latency[i, j], per_byte[i, j] = link.latency_seconds, 1.0 / link.bytes_per_second
         return latency, per_byte
 
     def limiting(self, limits: Mapping[str, int]) -> Target:
@@ -231,8 +256,16 @@ def request_overhead_seconds(devices: int) -> float:
     return REQUEST_SECONDS + WAKING_SECONDS * (devices > 1)
 
 
+def _find_given(links: Mapping[tuple[str, str], Link], source: Device, destination: Device) -> Link | None:
+    """Return the given link between two devices, or else between their hosts, or None."""
+    if link := links.get((source.id, destination.id)):
+        return link
+    between = links.get((source.host, destination.host)) if source.host else None
+    return between and replace(between, source=source.id, destination=destination.id)
+
+
 def default_link(source: Device, destination: Device) -> Link:
-    """Return the link that is assumed between two devices without measurements.
+    """Return the link that is assumed between two devices of one host without measurements.
 
     >>> default_link(Device("cpu:0", 1024), Device("cpu:1", 1024)).bytes_per_second
     10000000000.0

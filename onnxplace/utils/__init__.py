@@ -1,10 +1,15 @@
-"""Helpers for all other wings: files, leases, compiled loops, processes, callbacks, name patterns."""
+"""Helpers for all other wings: files, arrays on disk, leases, compiled loops, processes, callbacks, name patterns."""
 
 from typing import TYPE_CHECKING
 
 from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
+    from onnxplace.utils.array_files import (
+        ArrayFile as ArrayFile,
+        map_arrays as map_arrays,
+        write_arrays as write_arrays,
+    )
     from onnxplace.utils.callbacks import (
         Callbacks as Callbacks,
         call_guarded as call_guarded,
@@ -54,6 +59,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "array_files": "ArrayFile map_arrays write_arrays",
         "callbacks": "Callbacks call_guarded start_thread",
         "docstrings": "read_field_docs",
         "files": (

@@ -128,7 +128,11 @@ def report_doubts(measurement: Measurement, device: Device, tolerance: float) ->
 
 
 def find_measurement_obstacle(device: Device) -> str | None:
-    """Return why a device cannot be measured on this machine, if so."""
+    """Return why a device cannot be measured on this machine, if so.
+
+    The device in the same place here stands for that of another host.
+    """
+    device = device.local
     if not device.is_host:
         hardware = find_hardware(device)
         if device.model and hardware is not None and device.model != hardware.name:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     )
     from onnxplace.passes.segments.device_programs import write_programs as write_programs
     from onnxplace.passes.segments.memory_limits import cut_within_limits as cut_within_limits
+    from onnxplace.passes.segments.merged_segments import merge_segments as merge_segments
     from onnxplace.passes.segments.route_predictions import (
         measure_route_memory as measure_route_memory,
         predict_routes as predict_routes,
@@ -28,6 +29,7 @@ __getattr__, __dir__, __all__ = attach(
         "cut_segments": "cut_into_segments describe_segments",
         "device_programs": "write_programs",
         "memory_limits": "cut_within_limits",
+        "merged_segments": "merge_segments",
         "route_predictions": "measure_route_memory predict_routes",
         "write_segments": "write_bundle_files",
     },

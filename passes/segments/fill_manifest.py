@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib import metadata
 
 import numpy as np
@@ -16,6 +16,7 @@ from onnxplace.bundle import (
     DeviceRecord,
     DiagnosticRecord,
     FileRecord,
+    InitialRecord,
     InputRecord,
     Manifest,
     OutputRecord,
@@ -29,6 +30,8 @@ from onnxplace.bundle import (
     StateRecord,
     Step,
     TargetRecord,
+    TrainingNodesRecord,
+    TrainingRecord,
     ValueRecord,
 )
 from onnxplace.facts import Instruction, Placement, Profile, Routes, Schedule, Segments, Shards
@@ -41,17 +44,34 @@ from onnxplace.passes.segments.route_predictions import (
     measure_route_memory,
     predict_interval_seconds,
 )
-from onnxplace.problem import fits_single_device, single_device_seconds
+from onnxplace.problem import (
+    fits_single_device,
+    list_transfer_bytes,
+    predict_request_seconds,
+    predict_single_device_seconds,
+    predict_step_seconds,
+)
 from onnxplace.simulation import device_weights
 from onnxplace.state import State
-from onnxplace.target import REQUEST_SECONDS, Target, request_overhead_seconds
+from onnxplace.target import Target
+from onnxplace.training_roles import Phase
+
+
+@dataclass(frozen=True)
+class WrittenFiles:
+    """What the manifest says about the files of its bundle."""
+
+    records: dict[str, FileRecord]
+    """By path."""
+    initial_states: Mapping[str, InitialRecord]
+    """Where the initial value of a state is, by its input."""
 
 
 def build_manifest(
     state: State,
     ids: Sequence[str],
     types: dict[str, TypeProto],
-    files: dict[str, FileRecord],
+    written: WrittenFiles,
     pipeline: str,
     batching: BatchingRecord,
 ) -> Manifest:
@@ -61,14 +81,19 @@ def build_manifest(
         state: With Model, Profile, Placement, Schedule and Segments.
         ids: The name of each segment.
         types: Of the values that cross between segments, by name.
-        files: The files of the bundle that are already written, by path.
+        written: The files of the bundle that are already written.
         pipeline: The text of the whole pipeline, for the record.
         batching: Whether requests can be joined.
     """
     model, target, segments = state[Model], state.target, state[Segments]
-    sent_bytes = _sent_bytes(state)
+    sent_bytes = list_transfer_bytes(state)
     footprint = predict_footprint(
-        state[Profile].graph, segments.segments, segments.simulation, target, list_device_maps(state)
+        state[Profile].graph,
+        segments.segments,
+        segments.simulation,
+        target,
+        list_device_maps(state),
+        keeps_order=model.keeps_order,
     )
     return Manifest(
         schema_version=SCHEMA_VERSION,
@@ -86,7 +111,7 @@ def build_manifest(
         ),
         inputs=tuple(InputRecord(**asdict(declaration_of(value, model))) for value in model.inputs),
         outputs=_output_records(model),
-        states=_state_records(state),
+        states=_state_records(state, written.initial_states),
         segments=_segment_records(state, ids),
         values=_value_records(state, ids, types),
         programs=_program_records(state, ids),
@@ -96,11 +121,12 @@ def build_manifest(
         transfers=len(sent_bytes),
         transfer_bytes=sum(sent_bytes),
         diagnostics=tuple(DiagnosticRecord(**asdict(note)) for note in state.diagnostics),
-        files=files,
+        files=written.records,
         repeats=_repeat_records(state[Profile]),
         sharding=_sharding_record(state),
         batching=batching,
         custom_operators=list_custom_operators(model),
+        training=_training_record(state),
     )
 
 
@@ -118,17 +144,15 @@ def _output_records(model: Model) -> tuple[OutputRecord, ...]:
 
 def _prediction(state: State, footprint: Footprint) -> Predicted:
     """Return the prediction for one inference, request overhead included."""
-    target, segments = state.target, state[Segments]
-    request_seconds = request_overhead_seconds(len({segment.device for segment in segments.segments}))
     return Predicted(
-        step_seconds=segments.simulation.makespan_seconds + request_seconds,
-        single_device_seconds=float(single_device_seconds(state[Profile], target).min()) + REQUEST_SECONDS,
+        step_seconds=predict_step_seconds(state),
+        single_device_seconds=float(predict_single_device_seconds(state).min()),
         single_device_fits=bool(fits_single_device(state).any()),
         lower_bound_seconds=state[Schedule].lower_bound_seconds,
         interval_seconds=predict_interval_seconds(state),
         running_bytes=footprint.running_bytes,
         opening_bytes=footprint.opening_bytes,
-        request_seconds=request_seconds,
+        request_seconds=predict_request_seconds(state),
     )
 
 
@@ -151,6 +175,21 @@ def _sharding_record(state: State) -> ShardingRecord | None:
         kinds=tuple(ShardedKindRecord(**asdict(kind)) for kind in shards.kinds),
         states=tuple(SplitStateRecord(**asdict(item)) for item in shards.split_states),
     )
+
+
+def _training_record(state: State) -> TrainingRecord | None:
+    """Return the training step that the model is; None if it is none."""
+    roles, step = state[Profile].training, state[Model].training
+    if roles is None:
+        return None if step is None else TrainingRecord(**step.model_dump())
+    nodes = TrainingNodesRecord(
+        forward=roles.count(Phase.FORWARD),
+        backward=roles.count(Phase.BACKWARD),
+        update=roles.count(Phase.UPDATE),
+        owned_backward=int((roles.owner >= 0).sum()),
+        of_one_parameter=int((roles.parameter >= 0).sum()),
+    )
+    return TrainingRecord(**roles.step.model_dump(), nodes=nodes)
 
 
 def _dimension_sizes(model: Model) -> dict[str, int]:
@@ -195,16 +234,22 @@ def _segment_records(state: State, ids: Sequence[str]) -> tuple[SegmentRecord, .
             seconds=float(seconds[i]),
             weights_bytes=int(weights_bytes[i]),
             workspace_bytes=int(coarse.workspace_bytes[i]),
+            keeps_order=state[Model].keeps_order,
         )
         for i, (name, segment) in enumerate(zip(ids, segments))
     )
 
 
-def _state_records(state: State) -> tuple[StateRecord, ...]:
+def _state_records(state: State, initial_states: Mapping[str, InitialRecord]) -> tuple[StateRecord, ...]:
     model, devices = state[Model], state.target.devices
     home = {name: devices[segment.device].id for segment in state[Segments].segments for name in segment.outputs}
     return tuple(
-        StateRecord(output=output, input=name, device=home[model.sources.get(output, output)])
+        StateRecord(
+            output=output,
+            input=name,
+            device=home[model.sources.get(output, output)],
+            initial=initial_states.get(name),
+        )
         for name, output in model.states.items()
     )
 
@@ -290,11 +335,3 @@ def _compute_seconds(state: State, device_maps: Sequence[Ints], device: int) -> 
         if (homes := np.flatnonzero(device_map == device)).size:
             return float(sum(s for s, segment in zip(route.seconds, segments.segments) if segment.device in homes))
     return 0.0
-
-
-def _sent_bytes(state: State) -> list[int]:
-    """Return the bytes of each transfer of one inference."""
-    graph = state[Profile].graph
-    size = dict(zip(graph.value_names, graph.value_bytes.tolist()))
-    instructions = (instruction for program in state[Segments].programs for instruction in program)
-    return [size[instruction.value] for instruction in instructions if instruction.op == "send"]

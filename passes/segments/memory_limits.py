@@ -29,7 +29,7 @@ class SegmentPlan:
     """The nodes of each segment, and the simulated step of all segments."""
 
     nodes: tuple[Ints, ...]
-    """Per segment, in schedule order; segments in the order of their first nodes."""
+    """Per segment, in schedule order; segments in an order in which they can run."""
     segment_of: Ints
     """Per node."""
     graph: OpGraph
@@ -91,7 +91,9 @@ def cut_within_limits(state: State, nodes: Sequence[Ints]) -> SegmentPlan:
             finer |= _refill_segments(state, plan, device, int(limits[device]) - reserve[device])
         if not finer:
             break
-        plan = simulate_segments(state, _replace_segments(state, plan, finer))
+        plan = simulate_segments(
+            state, [part for index, nodes in enumerate(plan.nodes) for part in finer.get(index, [nodes])]
+        )
     return plan if (plan.simulation.peak_bytes <= limits).all() else _cut_into_single_nodes(state, limits)
 
 
@@ -121,14 +123,6 @@ def _refill_segments(state: State, plan: SegmentPlan, device: int, limit: int) -
             borders = np.array(ends[:-1]) + 1 - first
             parts[int(coarse.nodes[position])] = np.split(fine.nodes[first : last + 1], borders)
     return parts
-
-
-def _replace_segments(state: State, plan: SegmentPlan, finer: dict[int, list[Ints]]) -> list[Ints]:
-    """Return all segments or their parts, by first node."""
-    rank = np.empty(len(plan.segment_of), dtype=np.int64)
-    rank[state[Schedule].order] = np.arange(len(rank))
-    parts = [part for index, nodes in enumerate(plan.nodes) for part in finer.get(index, [nodes])]
-    return sorted(parts, key=lambda part: int(rank[part[0]]))
 
 
 def _cut_into_single_nodes(state: State, limits: Longs) -> SegmentPlan:

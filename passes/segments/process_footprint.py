@@ -23,6 +23,8 @@ KERNELS_BYTES = 2 << 20
 # Holes in the arena, which all CPU devices share, and buffers that change the layout of values around convolutions:
 # as a share of the bytes of values on the device that has most.
 HOLES_SHARE = 0.5
+# The same where sessions keep the order of their nodes, as the schedule has it.
+ORDERED_HOLES_SHARE = 0.12
 # A session without its nodes.
 SESSION_BYTES = 128 << 10
 # ONNX Runtime's own record of a node: its attributes, names, kernel and buffers.
@@ -67,13 +69,16 @@ def predict_footprint(
     simulation: Simulation,
     target: Target,
     device_maps: Sequence[Ints] = (),
+    *,
+    keeps_order: bool = False,
 ) -> Footprint:
     """Predict the memory of a process that opens and runs segments.
 
     It opens them in order. O(N + E). A weight that two segments read counts twice, since each session keeps a copy in
     the layout of its kernels. `device_maps`: per route, the device that takes the place of each device, or -1;
-    by default there is one route.
+    by default there is one route. `keeps_order`: whether sessions compute nodes in the order of the schedule.
     """
+    holes_share = ORDERED_HOLES_SHARE if keeps_order else HOLES_SHARE
     device_maps = device_maps or [np.arange(len(target.devices), dtype=np.int32)]
     on_host = np.array([device.kind == "cpu" for device in target.devices])
     home_values = simulation.peak_bytes - simulation.weights_bytes
@@ -82,7 +87,7 @@ def predict_footprint(
         homes = np.flatnonzero(device_map >= 0)
         np.maximum.at(values, device_map[homes], home_values[homes])
     values = np.where(on_host, values, 0)
-    device_bytes = (values + np.rint(HOLES_SHARE * values).astype(np.int64)).tolist()
+    device_bytes = (values + np.rint(holes_share * values).astype(np.int64)).tolist()
     open_bytes = opening_bytes = RUNTIME_BYTES + KERNELS_BYTES
     normalised = _find_normalised(graph)
     for segment in segments:
@@ -92,7 +97,7 @@ def predict_footprint(
                 opening_bytes = max(opening_bytes, open_bytes + session.peak_bytes)
                 open_bytes += session.open_bytes
                 device_bytes[device] += session.open_bytes
-    running_bytes = open_bytes + int(values.sum() + HOLES_SHARE * values.max(initial=0))
+    running_bytes = open_bytes + int(values.sum() + holes_share * values.max(initial=0))
     return Footprint(tuple(device_bytes), running_bytes, opening_bytes)
 
 

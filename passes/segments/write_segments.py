@@ -22,12 +22,13 @@ from onnxplace.bundle import (
     FileRecord,
     describe_linked_file,
 )
-from onnxplace.facts import Segment, Segments, Shards
+from onnxplace.facts import Recomputation, Segment, Segments, Shards
 from onnxplace.model import Model, WeightFile, find_scales_to_protect
 from onnxplace.passes.segments.boundary import infer_boundary_types
-from onnxplace.passes.segments.fill_manifest import build_manifest
+from onnxplace.passes.segments.fill_manifest import WrittenFiles, build_manifest
+from onnxplace.passes.segments.initial_states import store_initial_states
 from onnxplace.state import State
-from onnxplace.target import Target
+from onnxplace.target import Target, split_host
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,17 @@ def write_bundle_files(
     crossing = {name for segment in segments for name in (*segment.inputs, *segment.outputs)}
     types = infer_boundary_types(model, crossing)
     with WeightFile(path / SEGMENTS_FOLDER / WEIGHTS_FILE, WEIGHTS_FILE, linkable_folder) as weights:
+        initial_states = store_initial_states(model, weights)
         protected_scales = find_scales_to_protect(model, [segment.nodes for segment in segments])
         for segment, name, scales in zip(segments, ids, protected_scales):
-            proto = _segment_bytes(model, segment, name, weights, types, scales)
+            proto = _segment_bytes(model, segment, name, weights, types, scales, initial_states)
             folder.write(f"{SEGMENTS_FOLDER}/{name}.onnx", proto)
         folder.write(WHOLE_MODEL_FILE, _whole_model(state, linkable_folder).whole_proto(weights).SerializeToString())
     record = FileRecord(sha256=weights.digest, bytes=weights.bytes_written)
     folder.records[f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"] = record
     folder.write(COSTS_FILE, costs.encode())
-    manifest = build_manifest(state, ids, types, dict(sorted(folder.records.items())), pipeline, batching)
+    written = WrittenFiles(dict(sorted(folder.records.items())), initial_states)
+    manifest = build_manifest(state, ids, types, written, pipeline, batching)
     linked = {location: describe_linked_file(file) for location, file in sorted(weights.linked.items())}
     text = manifest.model_copy(update={"linked": linked}).model_dump_json(indent=1)
     (path / MANIFEST_FILE).write_text(text, encoding="utf-8")
@@ -87,6 +90,8 @@ def _whole_model(state: State, linkable_folder: Path | None) -> Model:
 
     For a sharded model that is the original, of the same weights: in parts if they are copied, else as in its file.
     """
+    if Recomputation in state and (whole := state[Recomputation].whole) is not None:
+        return whole
     if Shards not in state:
         return state[Model]
     shards = state[Shards]
@@ -98,8 +103,9 @@ def name_segments(segments: Sequence[Segment], target: Target) -> list[str]:
     counts = [0] * len(target.devices)
     ids = []
     for segment in segments:
-        # `cuda:0/1` becomes `cuda0p1`, since files have these names.
-        name = target.devices[segment.device].id.replace(":", "").replace("/", "p")
+        # `cuda:0/1` becomes `cuda0p1`, and `node1/cpu:0` becomes `node1-cpu0`, since files have these names.
+        host, local_id = split_host(target.devices[segment.device].id)
+        name = f"{host}-" * bool(host) + local_id.replace(":", "").replace("/", "p")
         ids.append(f"{name}-{counts[segment.device]:03d}")
         counts[segment.device] += 1
     return ids
@@ -112,14 +118,16 @@ def _segment_bytes(
     weights: WeightFile,
     types: Mapping[str, TypeProto],
     protected_scales: Collection[str],
+    initial_states: Collection[str],
 ) -> bytes:
     """Return the ONNX file of a segment.
 
-    Protected scales are inputs with a default value in it.
+    Protected scales are inputs with a default value in it. Initial values of states are not: the runtime has them.
     """
     nodes = [model.nodes[index] for index in segment.nodes]
     reads = dict.fromkeys(value for index in segment.nodes for value in model.reads[index])
-    tensors = [weights.place(model.initializers[value], model.folder) for value in reads if value in model.initializers]
+    stored = [value for value in reads if value in model.initializers and value not in initial_states]
+    tensors = [weights.place(model.initializers[value], model.folder) for value in stored]
     inputs = [ValueInfoProto(name=value, type=types[value]) for value in segment.inputs]
     inputs += [
         helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)

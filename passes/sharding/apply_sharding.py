@@ -17,6 +17,7 @@ from onnxplace.model import Model, tensor_size
 from onnxplace.passes.sharding.choice import Choice, ChoiceProblem, is_sharded
 from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
 from onnxplace.passes.sharding.layouts import PARTIAL, Division, Layout
+from onnxplace.passes.sharding.microbatches.fixed_sizes import fix_sizes, report_fixed_sizes
 from onnxplace.passes.sharding.onnx_metadata import annotate_model
 from onnxplace.passes.sharding.rewrite import ShardedModel, write_sharded_model
 from onnxplace.passes.sharding.scale_profile import scale_profile
@@ -61,6 +62,7 @@ class ShardingOptions:
     stages: int = 1
     exact: bool = False
     weights: Literal["fit", "least"] = "fit"
+    fixed: bool = False
     metadata: bool = False
     shard_map: str = ""
 
@@ -96,6 +98,8 @@ class _Room:
 
 def shard_state(state: State, options: ShardingOptions) -> State:
     """Return the state with the sharded model, its profile and `Shards`; see the pass `shard`."""
+    if options.fixed:
+        state = _fix_sizes(state)
     model, profile, target = state[Model], state[Profile], state.target
     seconds = device_seconds(profile, target)
     facts = TensorFacts.of(model)
@@ -111,6 +115,13 @@ def shard_state(state: State, options: ShardingOptions) -> State:
         if best.choice.seconds > CLEAR_GAIN * alone:
             return _leave_whole(state).saying(_report_no_gain(alone, best))
     return _apply(state, best, options)
+
+
+def _fix_sizes(state: State) -> State:
+    """Return the state with a model that takes its bound sizes alone, and its profile."""
+    fixed = fix_sizes(state[Model])
+    notes = report_fixed_sizes(state[Model], fixed, "split batches")
+    return state.having(fixed, state[Profile]).saying(*notes)
 
 
 def _list_groups(target: Target, seconds: Floats, options: ShardingOptions) -> list[tuple[int, ...]]:

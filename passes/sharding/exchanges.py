@@ -52,6 +52,7 @@ class ExchangeWriter:
         self.vectors: dict[tuple[int, ...], str] = {}
         self.slices: dict[tuple[str, int, int, int], str] = {}
         self.halos: dict[tuple[str, tuple[int, int], int], str] = {}
+        self.sent: dict[str, str] = {}
         self.exchanges: dict[str, set[object]] = {}
         self.taken = set(self.model.initializers) | self.model.input_names
         self.taken.update(name for node in self.model.nodes for name in (node.name, *node.output))
@@ -118,6 +119,19 @@ class ExchangeWriter:
         if part not in self.parts:
             self.parts[part] = self.convert(name, layout, device)
         return self.parts[part]
+
+    def get_from(self, name: str, layout: Layout, source: int, device: int) -> str:
+        """Return the part of another device for a node on `device`.
+
+        A carried state has readers on its own device only, so that a copy of it is sent.
+        """
+        part = self.get(name, layout, source)
+        if source == device or name not in self.model.states:
+            return part
+        if part not in self.sent:
+            moved_bytes = 2 * self.bytes(name, layout, source)
+            self.sent[part] = self.exchange_node("Identity", [part], f"{part}/sent", source, moved_bytes)
+        return self.sent[part]
 
     def weight_part(self, name: str, layout: Layout, device: int) -> str:
         tensor = self.model.initializers[name]
@@ -201,17 +215,18 @@ class ExchangeWriter:
         copy = self.get(name, REPLICATED, device)
         if device == 0:
             return copy
-        kind = self.facts.types[name]
+        result = self.part_name(name, PARTIAL, device)
+        return self.zeros(copy, self.facts.types[name], result, device, self.facts.bytes(name))
+
+    def zeros(self, value: str, kind: int, result: str, device: int, size_bytes: int = 0) -> str:
+        """Return zeros of the shape and element type of a value."""
         zero = self.constant("zero", np.zeros((), helper.tensor_dtype_to_np_dtype(kind)))
         condition = self.constant("false", np.array(False))
-        inputs = [condition, copy, zero]
-        return self.exchange_node(
-            "Where", inputs, self.part_name(name, PARTIAL, device), device, self.facts.bytes(name)
-        )
+        return self.exchange_node("Where", [condition, value, zero], result, device, size_bytes)
 
     def gather(self, name: str, source: Layout, device: int) -> str:
         self.count("all-gather", name)
-        pieces = [self.get(name, source, other) for other in self.devices]
+        pieces = [self.get_from(name, source, other, device) for other in self.devices]
         return self.merge(name, source, pieces, self.facts.shapes[name], device, self.facts.bytes(name))
 
     def merge(
@@ -301,8 +316,9 @@ class ExchangeWriter:
             low, high = max(rows[0], own[0]), min(rows[1], own[1])
             if low >= high:
                 continue
-            part = self.get(name, layout, other)
-            if (low, high) != own:
+            is_whole = (low, high) == own
+            part = self.get_from(name, layout, other, device) if is_whole else self.get(name, layout, other)
+            if not is_whole:
                 moved = 2 * row_bytes * (high - low)
                 part = self.slice(part, ROW_AXIS, low - own[0], high - own[0], other, moved)
             if other != device:

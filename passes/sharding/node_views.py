@@ -99,6 +99,9 @@ class LocalNode:
     make_override: Callable[[str, int, int, int], str]
     """Adds a node that replaces one entry of a vector: (name, length, index, entry) -> name of the result."""
 
+    make_zeros: Callable[[str], str]
+    """Adds a node that makes zeros of the shape of a value, and returns its name."""
+
     def set_attribute(self, name: str, value: Any) -> None:
         """Set an attribute, or remove it if `value` is None."""
         for index, attribute in enumerate(self.proto.attribute):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
-from onnx import NodeProto, ValueInfoProto, helper
+from onnx import NodeProto, TensorProto, ValueInfoProto, helper
 
 from onnxplace.model import Model, captured_names, iterate_reads, iterate_subgraphs, rename_reads
 from onnxplace.passes.sharding.choice import Choice
@@ -19,6 +19,7 @@ from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
 from onnxplace.passes.sharding.exchanges import ExchangeWriter, NodeOrigin
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
 from onnxplace.passes.sharding.node_views import LocalNode, NodeView
+from onnxplace.passes.sharding.shard_weights import shard_weight
 from onnxplace.passes.sharding.space import StrategySpace
 from onnxplace.passes.sharding.strategies import Strategy
 from onnxplace.passes.sharding.work_costs import local_shapes
@@ -63,10 +64,14 @@ class ShardedModel:
 
 def write_sharded_model(space: StrategySpace, choice: Choice, costs: ExchangeCosts) -> ShardedModel:
     """Return the model that computes the same on the devices of a group."""
-    return _Writer(space, choice, costs).write()
+    return ShardedModelWriter(space, choice, costs).write()
 
 
-class _Writer(ExchangeWriter):
+class ShardedModelWriter(ExchangeWriter):
+    """Writes a copy of each node per device."""
+
+    part_suffix = "shard"
+
     def __init__(self, space: StrategySpace, choice: Choice, costs: ExchangeCosts) -> None:
         super().__init__(space, costs)
         self.choice = choice
@@ -151,7 +156,7 @@ class _Writer(ExchangeWriter):
             return
         copy = NodeProto()
         copy.CopyFrom(node)
-        copy.name = self.name(f"{node.name}/shard{device}")
+        copy.name = self.name(f"{node.name}/{self.part_suffix}{device}")
         copy.input[:] = [self.input(node, strategy, position, device) for position in range(len(node.input))]
         self.rename_captured(copy, index, device)
         copy.output[:] = [
@@ -184,6 +189,10 @@ class _Writer(ExchangeWriter):
         def override(name: str, length: int, index: int, entry: int) -> str:
             return self.override_entry(name, length, index, entry, f"{name}/for{device}", device)
 
+        def zeros(name: str) -> str:
+            position = list(copy.input).index(name)
+            return self.zeros(name, self.facts.types[view.node.input[position]], f"{name}/zeros{device}", device)
+
         assert strategy.edit is not None
         strategy.edit(
             LocalNode(
@@ -195,6 +204,7 @@ class _Writer(ExchangeWriter):
                 layouts=strategy.outputs,
                 make_ints=self.ints,
                 make_override=override,
+                make_zeros=zeros,
             )
         )
 
@@ -246,7 +256,7 @@ class _Writer(ExchangeWriter):
             state_layouts[name] = StateLayout(output.name, layout, split_inputs[name], tuple(results))
         inputs: list[ValueInfoProto] = []
         for value in model.inputs:
-            if value.name in model.initializers:
+            if value.name in model.initializers and value.name not in split_inputs:
                 self.weights.setdefault(value.name, model.initializers[value.name])
             if value.name not in split_inputs:
                 inputs.append(value)
@@ -256,6 +266,7 @@ class _Writer(ExchangeWriter):
                 self.part_info(value, part, layout, value.name, device)
                 for device, part in enumerate(split_inputs[value.name])
             ]
+            self.cut_initial_state(value.name, layout, split_inputs[value.name])
         self.name_results(returned)
         nodes, origins, read = self.list_used(set(returned))
         read.update(value.name for value in inputs)
@@ -278,6 +289,19 @@ class _Writer(ExchangeWriter):
                 {name: parts for name, parts in weight_parts.items() if read.issuperset(parts.names)}
             ),
         )
+
+    def cut_initial_state(self, name: str, layout: Layout, parts: Iterable[str]) -> None:
+        """Make the parts of a state's default value the default values of its parts."""
+        if (tensor := self.model.initializers.get(name)) is None:
+            return
+        for device, part in enumerate(parts):
+            if layout.is_split:
+                ranges = self.division.ranges(layout, tensor.dims[layout.axis], device)
+                self.weights[part] = shard_weight(tensor, part, layout.axis, ranges, self.model.folder)
+            else:
+                self.weights[part] = TensorProto()
+                self.weights[part].CopyFrom(tensor)
+                self.weights[part].name = part
 
     def name_results(self, returned: Mapping[str, tuple[str, int]]) -> None:
         """Give returned values the names that the outputs have; copy those that are returned twice."""

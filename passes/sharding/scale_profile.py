@@ -49,6 +49,7 @@ def scale_profile(
         sources=MappingProxyType(sources),
         unit=_units(profile.unit, source, sharded),
         backward=None if profile.backward is None else np.where(is_part, profile.backward[source], False),
+        training=None if profile.training is None else profile.training.spread(source),
         unsharded_seconds=MappingProxyType(_whole_seconds(profile, target)),
     )
 

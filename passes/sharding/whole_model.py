@@ -34,6 +34,9 @@ class _WholeModel:
     def build(self) -> Model:
         model, sharded = self._model, self._sharded
         for name, tensor in model.initializers.items():
+            if (state := sharded.split_states.get(name)) is not None:
+                self._weights.update({part: sharded.model.initializers[part] for part in state.inputs})
+                continue
             parts = self._weight_parts.get(name)
             if parts is None:
                 self._weights[name] = tensor

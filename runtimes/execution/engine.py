@@ -17,6 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 
+import numpy as np
+
 from onnxplace.bundle import Bundle
 from onnxplace.errors import ExecutionError, RunTimeoutError
 from onnxplace.feeds import Array
@@ -236,6 +238,52 @@ class Engine(DeliveryLoop):
             conversation.reset_pending = True
             if not self._is_busy(conversation):
                 conversation.clear()
+
+    def read_states(self, conversation: CarriedStates | None = None) -> dict[str, Array]:
+        """Return the states that requests have stored, by state input, after the requests in flight.
+
+        The arrays are copies. Raises FeedError if the states are lost, ExecutionError after `close`.
+        """
+        conversation = conversation or self._states
+        self._await_states(conversation)
+        with self._lock:
+            stored, route = conversation.peek(), conversation.route
+        arrays = {}
+        for home, names in self._state_table.value_names.items():
+            for name in names:
+                if name in stored and route is not None:
+                    memory = self._devices[route.devices[home]].memory
+                    arrays[name] = np.array(memory.read(memory.send(stored[name], None)))
+        return arrays
+
+    def _await_states(self, conversation: CarriedStates) -> None:
+        """Wait for the requests in flight of a conversation; raises ExecutionError if it is closed."""
+        self._require_own_process()
+        while True:
+            with self._lock:
+                if self._closed or conversation.closed:
+                    raise self._broken or ExecutionError("X002", "the session is closed", where=str(self.bundle.path))
+                if not self._is_busy(conversation):
+                    return
+                wakeup = self._request_changes.enter()
+            wakeup.acquire()
+
+    def protect_states(self, conversation: CarriedStates | None = None) -> None:
+        """Keep the states that the last request has taken, for a failure, and for `restore_states`."""
+        (conversation or self._states).keeps_previous = True
+
+    def restore_states(self, conversation: CarriedStates | None = None) -> None:
+        """Bring back the states before the last request, after the requests in flight; they have to be protected."""
+        conversation = conversation or self._states
+        self._await_states(conversation)
+        with self._lock:
+            conversation.restore()
+
+    def count_state_changes(self, conversation: CarriedStates | None = None) -> int:
+        """Return how many requests have stored states, after the requests in flight."""
+        conversation = conversation or self._states
+        self._await_states(conversation)
+        return conversation.change_count
 
     def close_conversation(self, conversation: CarriedStates, timeout: float | None) -> None:
         """Refuse new requests of a conversation, wait at most `timeout` seconds for others, and free its states."""

@@ -93,10 +93,13 @@ def open_segment(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) ->
     """
     with pin_thread(device.cores):
         options = make_session_options(
-            device.cores, entries={**bundle.session_entries, **device.memory.session_entries()}
+            device.cores,
+            entries={**bundle.session_entries, **device.memory.session_entries()},
+            keeps_order=record.keeps_order,
         )
         # One block for all memory of a run saves an eighth of a call of 0.15 ms; on the CPU it comes on top of others.
-        options.enable_mem_pattern = not device.kind.is_host or record.workspace_bytes <= MAX_PATTERN_BYTES
+        is_small = not device.kind.is_host or record.workspace_bytes <= MAX_PATTERN_BYTES
+        options.enable_mem_pattern = is_small and not record.keeps_order
         try:
             session = open_session(
                 bundle.file(record.file),

@@ -251,6 +251,7 @@ class WorkLoop:
             if name in request.feeds
         }
         values.update({name: stored.pop(name) for name in states if name in stored})
+        self._state_table.add_initial_values(states, values, device.memory.feed)
         for step in program:
             if request.failure is not None:
                 raise CancelledError

@@ -24,35 +24,47 @@ MAY_IMPORT = {
     "devices": "errors ort",
     "target": "devices errors utils",
     "state": "errors target",
+    "training_step": "errors",
     # this machine, the model, simulated time, the result on disk
     "machine": "devices errors graph ort target utils",
     "simulation": "graph target utils",
-    "model": "errors feeds graph machine ort state utils",
-    "bundle": "errors feeds graph simulation target utils",
+    "model": "errors feeds graph machine ort state training_step utils",
+    "bundle": "errors feeds graph simulation target training_step utils",
     # the results of passes, and the problem that placers solve
-    "facts": "graph model simulation state",
+    "training_roles": "graph training_step",
+    "facts": "graph model simulation state training_roles",
     "problem": "errors facts graph simulation state target",
     "cost_graph": "errors facts graph state target utils",
     # the helpers of passes, then the passes: neither imports the pipeline, commands, or anything that runs a bundle
     "passes.profiling": "devices errors facts graph machine model ort target utils",
     "passes.cost_files": "errors facts graph model passes.profiling target utils",
-    "passes.placement.grouping": "errors facts graph model problem state target utils",
+    "passes.training": "errors graph model training_roles training_step utils",
+    "passes.placement.grouping": "errors facts graph model passes.training problem state target utils",
     "passes.placement.list_scheduling": "errors graph problem simulation state target utils",
     "passes.placement.search": (
         "cost_graph errors facts graph passes.placement.grouping passes.placement.list_scheduling passes.profiling "
         "problem simulation state target utils"
     ),
+    "passes.placement.pipelining": "facts graph state training_roles",
     "passes.placement.exact": "graph passes.placement.search problem simulation utils",
     "passes.placement.stages": "errors graph problem simulation target utils",
-    "passes.segments": "bundle errors facts graph machine model problem simulation state target utils",
+    "passes.learning": (
+        "errors facts graph passes.placement.list_scheduling passes.placement.search problem simulation state utils"
+    ),
+    "passes.segments": "bundle errors facts graph machine model problem simulation state target training_roles utils",
     "passes.sharding": (
-        "errors facts feeds graph machine model passes.placement.grouping passes.profiling problem state target utils"
+        "errors facts feeds graph machine model passes.placement.grouping passes.profiling problem state target "
+        "training_step utils"
     ),
+    "passes.recomputation": "errors facts graph model problem state training_step utils",
     "passes": (
-        "bundle errors facts graph machine model passes.cost_files passes.placement.exact passes.placement.grouping "
-        "passes.placement.list_scheduling passes.placement.search passes.placement.stages passes.profiling "
-        "passes.segments passes.sharding problem simulation state target utils"
+        "bundle errors facts graph machine model passes.cost_files passes.learning passes.placement.exact "
+        "passes.placement.grouping passes.placement.list_scheduling passes.placement.pipelining "
+        "passes.placement.search passes.placement.stages passes.profiling passes.recomputation passes.segments "
+        "passes.sharding passes.training problem simulation state target training_roles utils"
     ),
+    # training steps of PyTorch modules
+    "torch": "errors training_step",
     # running bundles
     "runtime": "bundle errors feeds",
     "traces": "bundle runtime",
@@ -62,21 +74,24 @@ MAY_IMPORT = {
     # pipelines of passes; trials and calibration, which run bundles; reports
     "pipeline": "errors facts runtime state utils",
     "calibration": "bundle errors feeds graph machine pipeline runtime target utils",
+    "hosts": "calibration errors machine ort target utils",
     "evaluation": "bundle errors feeds machine model ort pipeline runtime target traces utils",
     "report": "bundle errors pipeline",
     # from a model to a bundle, and the interfaces to it
     "driver": (
         "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem report state target utils"
     ),
+    "learn": ("cost_graph driver errors facts machine model passes.learning pipeline problem state utils"),
     "api": "bundle driver errors feeds machine pipeline runtime serving traces utils",
+    "training": "api bundle errors feeds model runtime utils",
     "testing": "bundle driver errors facts feeds graph pipeline runtime simulation state target utils",
     "doctor": (
         "api bundle calibration devices driver errors evaluation feeds machine ort pipeline report runtime target "
         "testing utils"
     ),
     "cli": (
-        "api bundle calibration cost_graph doctor driver errors evaluation feeds machine pipeline report runtime "
-        "serving target traces utils"
+        "api bundle calibration cost_graph doctor driver errors evaluation feeds hosts learn machine passes.learning "
+        "pipeline report runtime serving target traces training utils"
     ),
     "__main__": "cli",
 }
@@ -195,7 +210,8 @@ def test_read_imports_finds_every_kind_of_import(tmp_path):
     assert sorted(pairs) == [("", "two"), ("four", "y"), ("one", ""), ("passes.five", "z"), ("six", ""), ("three", "x")]
 
 
-PACKAGES = [wing for wing in WINGS if wing not in MODULES and wing not in ("passes", "runtimes")]
+# The names of `torch` are imported by tests/torch, where PyTorch is installed.
+PACKAGES = [wing for wing in WINGS if wing not in MODULES and wing not in ("passes", "runtimes", "torch")]
 
 
 @pytest.mark.parametrize("wing", PACKAGES)

@@ -243,6 +243,7 @@ class Cached:
     state_inputs: ClassVar = inputs[2:]
     outputs: ClassVar = [Declared("present.0", "tensor(float)", ("batch", "total", 4))]
     manifest: ClassVar = SimpleNamespace(states=[SimpleNamespace(output="present.0", input="past.0")])
+    initial_states: ClassVar = dict
 
 
 def test_drawn_inputs_grow_with_the_state_that_they_name():

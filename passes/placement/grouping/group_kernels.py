@@ -114,10 +114,10 @@ def first_readers(producer, value_bytes, in_starts, ins, is_counted):
 
 
 @compiled_loop
-def assign_owners(order, backward, color, producer, out_starts, outs, in_starts, ins, read_starts, readers):
-    """Return the forward node of each backward node, -1 for none and for forward nodes.
+def assign_owners(order, backward, color, producer, in_starts, ins):
+    """Return the forward node of each backward node, -1 where neither color (-1: none) nor inputs tell; O(E).
 
-    It is found by color (-1: none), by inputs, else through the nearest backward node: `coplace` states the rule.
+    `coplace` states the rule.
     """
     count = len(order)
     # The latest forward node of each color, and positions in topological order.
@@ -128,10 +128,7 @@ def assign_owners(order, backward, color, producer, out_starts, outs, in_starts,
         position[node] = k
         if not backward[node] and color[node] >= 0:
             latest[color[node]] = node
-    # Owners by inputs or by color; these backward nodes start the queue of the search below.
     owner = np.full(count, -1, np.int32)
-    queue = np.empty(count, np.int32)
-    tail = 0
     for index in range(count):
         node = order[index]
         if not backward[node]:
@@ -148,26 +145,6 @@ def assign_owners(order, backward, color, producer, out_starts, outs, in_starts,
             best = latest[color[node]]
         if best >= 0:
             owner[node] = best
-            queue[tail] = node
-            tail += 1
-    # Spread owners breadth first to backward nodes without one, over readers and producers.
-    head = 0
-    while head < tail:
-        node = queue[head]
-        head += 1
-        for k in range(out_starts[node], out_starts[node + 1]):
-            for j in range(read_starts[outs[k]], read_starts[outs[k] + 1]):
-                neighbour = readers[j]
-                if backward[neighbour] and owner[neighbour] < 0:
-                    owner[neighbour] = owner[node]
-                    queue[tail] = neighbour
-                    tail += 1
-        for k in range(in_starts[node], in_starts[node + 1]):
-            neighbour = producer[ins[k]]
-            if neighbour >= 0 and backward[neighbour] and owner[neighbour] < 0:
-                owner[neighbour] = owner[node]
-                queue[tail] = neighbour
-                tail += 1
     return owner
 
 

@@ -19,6 +19,7 @@ from onnxplace.passes.placement.grouping.group_kernels import (
     join_sets,
     number_sets,
 )
+from onnxplace.passes.training import list_parameter_members, spread_owners
 from onnxplace.problem import device_seconds
 from onnxplace.state import State
 from onnxplace.target import Target
@@ -26,6 +27,7 @@ from onnxplace.utils import match_names, parse_json, read_json
 
 Join = Literal["worth", "always", "never"]
 Backward = Literal["free", "follow"]
+Parameters = Literal["together", "free"]
 # The reason of groups around a tensor that is kept between calls.
 CARRIED_STATE = "state"
 
@@ -36,6 +38,7 @@ def group_nodes(
     join: Join,
     given: bool,
     backward: Backward,
+    parameters: Parameters,
     colocate: tuple[str, ...],
     device_map: str,
     keep: bool = False,
@@ -71,6 +74,9 @@ def group_nodes(
     if split_kernels.any():
         first_split = graph.names[int(split_kernels.argmax())]
         notes.append(Diagnostic("G010", "the device map splits what ONNX Runtime would run as one kernel", first_split))
+    if parameters == "together" and profile.training is not None:
+        members, first = list_parameter_members(graph, profile.training)
+        union.join(first, members, "its parameter")
     owner = np.full(len(graph), -1, dtype=np.int32)
     if backward == "follow":
         owner = find_forward_owners(profile)
@@ -90,17 +96,16 @@ def find_forward_owners(profile: Profile) -> Ints:
     `Coplace` states the rule. Near-linear.
     """
     graph = profile.graph
+    if profile.training is not None:
+        return profile.training.owner
     if profile.backward is None or not profile.backward.any():
         return np.full(len(graph), -1, dtype=np.int32)
     color = np.full(len(graph), -1, dtype=np.int32)
     if profile.given is not None:
         colored = np.flatnonzero(profile.given >= 0)
         color[colored] = first_equal(profile.given[colored])
-    owner: Ints = assign_owners(
-        graph.order, profile.backward, color, graph.producer, graph.outputs.starts, graph.outputs.items,
-        graph.inputs.starts, graph.inputs.items, graph.readers.starts, graph.readers.items,
-    )  # fmt: skip
-    return owner
+    owner = assign_owners(graph.order, profile.backward, color, graph.producer, graph.inputs.starts, graph.inputs.items)
+    return spread_owners(graph, profile.backward, owner)
 
 
 class Union:

@@ -25,9 +25,14 @@ class Level:
     """The node of this level that each node of the finer level belongs to."""
 
 
+def finest_level(problem: PlacementProblem) -> Level:
+    """Return the problem itself as a level."""
+    return Level(problem, np.arange(len(problem.graph), dtype=np.int32))
+
+
 def coarsen(problem: PlacementProblem) -> list[Level]:
     """Return the problem itself and its coarser versions, the coarsest last."""
-    levels = [Level(problem, np.arange(len(problem.graph), dtype=np.int32))]
+    levels = [finest_level(problem)]
     if len(problem.target.devices) < 2:
         return levels
     work = float(problem.seconds.min(axis=0).sum()) / len(problem.target.devices)

@@ -29,7 +29,7 @@ def critical_path_plan(problem: PlacementProblem, wiring: Wiring, weight: float)
     mean_levels(wiring, problem.seconds.mean(axis=0), weight, bottom_level)
     order = np.lexsort((graph.positions, -bottom_level)).astype(np.int32)
     weights = Csr.grouped(problem.group[graph.weights.rows].astype(np.int32), graph.weights.items, len(problem.pinned))
-    plan = _empty_plan(problem)
+    plan = empty_plan(problem)
     earliest_finish(
         wiring,
         order,
@@ -66,7 +66,8 @@ class PartialPlan(NamedTuple):
     """Records of `DEVICE`."""
 
 
-def _empty_plan(problem: PlacementProblem) -> PartialPlan:
+def empty_plan(problem: PlacementProblem) -> PartialPlan:
+    """Return a plan without any node."""
     graph, count = problem.graph, len(problem.limit_bytes)
     devices = np.zeros(count, DEVICE)
     devices["room"] = problem.limit_bytes
@@ -110,7 +111,7 @@ def earliest_finish(wiring, order, group, pinned, weight_starts, weights, weight
     # Pinned groups take their memory first.
     for g in range(len(pinned)):
         if pinned[g] >= 0:
-            _settle_group(np.int64(pinned[g]), g, weight_starts, weights, weight_bytes, plan)
+            settle_group(np.int64(pinned[g]), g, weight_starts, weights, weight_bytes, plan)
     for position in range(len(order)):
         node = order[position]
         g = np.int64(group[node])
@@ -126,15 +127,15 @@ def earliest_finish(wiring, order, group, pinned, weight_starts, weights, weight
                         needed_bytes += weight_bytes[weights[k]]
                 if needed_bytes > plan.devices[d].room:
                     continue
-            begin = max(_arrival_time(wiring, node, d, plan, np.bool_(False)), plan.devices[d].free)
+            begin = max(arrival_time(wiring, node, d, plan, np.bool_(False)), plan.devices[d].free)
             if begin + wiring.seconds[d, node] < best_finish:
                 best, best_start, best_finish = d, begin, begin + wiring.seconds[d, node]
         if best < 0:
             break  # no device has memory for the group: the plan stays incomplete
         if plan.home[g] < 0:
-            _settle_group(best, g, weight_starts, weights, weight_bytes, plan)
+            settle_group(best, g, weight_starts, weights, weight_bytes, plan)
         # Book the transfers to the device, which other nodes then wait for.
-        _arrival_time(wiring, node, best, plan, np.bool_(True))
+        arrival_time(wiring, node, best, plan, np.bool_(True))
         plan.device[node] = best
         plan.start[node] = best_start
         plan.finish[node] = best_finish
@@ -142,7 +143,7 @@ def earliest_finish(wiring, order, group, pinned, weight_starts, weights, weight
 
 
 @compiled_part
-def _settle_group(d, g, weight_starts, weights, weight_bytes, plan):
+def settle_group(d, g, weight_starts, weights, weight_bytes, plan):
     """Place group `g` on device `d`, and its weights in the memory there."""
     plan.home[g] = d
     for k in range(weight_starts[g], weight_starts[g + 1]):
@@ -152,7 +153,7 @@ def _settle_group(d, g, weight_starts, weights, weight_bytes, plan):
 
 
 @compiled_part
-def _arrival_time(wiring, node, d, plan, book):
+def arrival_time(wiring, node, d, plan, book):
     """Return when all inputs of `node` can be on device `d`; with `book`, reserve channels for their transfers."""
     latest = 0.0
     channel = plan.devices[d].receiving

@@ -34,10 +34,14 @@ def _bias(view: NodeView, position: int = 2) -> dict[int, int]:
 
 
 def convolution(view: NodeView) -> list[AxisRule]:
-    """Conv: by batch, output channels and input channels; grouped ones by whole groups."""
+    """Conv: by batch, output channels or whole groups, and the input channels of each group.
+
+    A gradient of weights is a Conv whose input channels are the samples of a batch.
+    """
+    groups = int(view.attribute("group", 1))
     rules = [AxisRule({0: 0}, {0: 0}), _channel_rule(view, 1, _bias(view))]
-    if int(view.attribute("group", 1)) == 1:
-        rules.append(AxisRule({0: 1, 1: 1}, {}, "sum", edit=drop_bias_except_first(2)))
+    if view.shape(1)[1] > 1:
+        rules.append(AxisRule({0: 1, 1: 1}, {}, "sum", fused={0: groups}, edit=drop_bias_except_first(2)))
     return rules
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onnxplace.passes.sharding.node_views import NodeView
+from onnxplace.passes.sharding.node_views import LocalNode, NodeView
 from onnxplace.passes.sharding.rules.axis_rules import AxisRule, Rule, other_axes, split_same
 
 
@@ -35,16 +35,30 @@ def gather_nd(view: NodeView) -> list[AxisRule]:
     return rules
 
 
+def _add_to_zeros_except_first(local: LocalNode) -> None:
+    """Let only the first device add its updates to the data."""
+    if local.device > 0:
+        local.set_input(0, local.make_zeros(local.proto.input[0]))
+
+
 def scatter_elements(view: NodeView) -> list[AxisRule]:
-    """ScatterElements: other axes, where data, indices and updates have the same size."""
-    axes = [axis for axis in other_axes(view, view.axis(0)) if view.shape(0)[axis] == view.shape(1)[axis]]
-    return split_same(view, axes, inputs=(0, 1, 2))
+    """ScatterElements: other axes, where data, indices and updates have the same size; its own where it adds up."""
+    own = view.axis(0)
+    axes = [axis for axis in other_axes(view, own) if view.shape(0)[axis] == view.shape(1)[axis]]
+    rules = split_same(view, axes, inputs=(0, 1, 2))
+    if view.attribute("reduction", "none") == "add" and view.shape(1)[own] > 1:
+        rules.append(AxisRule({1: own, 2: own}, {}, "sum", edit=_add_to_zeros_except_first))
+    return rules
 
 
 def scatter_nd(view: NodeView) -> list[AxisRule]:
-    """ScatterND: the axes of the written slices."""
+    """ScatterND: the axes of the written slices, and those of the indices where it adds up."""
     index_rank, named = view.rank(1), view.shape(1)[-1]
-    return [AxisRule({0: axis, 2: index_rank - 1 + axis - named}, {0: axis}) for axis in range(named, view.rank())]
+    rules = [AxisRule({0: axis, 2: index_rank - 1 + axis - named}, {0: axis}) for axis in range(named, view.rank())]
+    if view.attribute("reduction", "none") == "add":
+        axes = [axis for axis in range(index_rank - 1) if view.shape(1)[axis] > 1]
+        rules += [AxisRule({1: axis, 2: axis}, {}, "sum", edit=_add_to_zeros_except_first) for axis in axes]
+    return rules
 
 
 def tensor_scatter(view: NodeView) -> list[AxisRule]:

@@ -20,6 +20,8 @@ from onnxplace.testing import check_pass, random_state
 from tests.support.reference_simulator import even_target, graph_of
 
 PLACERS = ("single", "m-topo", "m-etf")
+# Also those that may cut clusters; `placeto` needs a policy: tests/passes/learning/test_placeto.py.
+ALL_PLACERS = (*PLACERS, "pipelined")
 thorough = settings(deadline=None, derandomize=True, max_examples=200)
 seeds = st.integers(0, 2**32 - 1)
 
@@ -92,7 +94,7 @@ def answer(name: str, state: State) -> State | InfeasibleError:
         return refusal
 
 
-@pytest.mark.parametrize("name", PLACERS)
+@pytest.mark.parametrize("name", ALL_PLACERS)
 @pytest.mark.parametrize("facts", [(Profile,), (Profile, Groups), (Profile, Groups, Clusters)])
 @thorough
 @given(data=st.data())
@@ -130,7 +132,7 @@ def test_clusters_run_without_interruption_on_their_device(name, state):
         assert np.count_nonzero(np.diff(mine)) == max(len(set(mine.tolist())) - 1, 0)
 
 
-@pytest.mark.parametrize("name", PLACERS)
+@pytest.mark.parametrize("name", ALL_PLACERS)
 def test_a_graph_without_nodes_is_placed(name):
     state = state_of(graph_of({}, fed=["x"]), [], even_target())
     after, _ = Pipeline.parse(f"coplace,fuse,{name}").run(state)
@@ -138,7 +140,7 @@ def test_a_graph_without_nodes_is_placed(name):
     assert after[Schedule].simulation.makespan_seconds == 0
 
 
-@pytest.mark.parametrize("name", PLACERS)
+@pytest.mark.parametrize("name", ALL_PLACERS)
 def test_a_placer_works_with_groups_that_were_not_fused(name):
     graph = graph_of({"a": [], "b": ["a"], "c": ["b"]})
     homes = place(name, state_of(graph, [1, 1, 1], even_target(), groups=[0, 1, 0]))

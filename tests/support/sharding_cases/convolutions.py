@@ -12,7 +12,7 @@ CONVOLUTIONS = {
     "Conv, groups": RuleCase(
         """(float[2,8,6,5] x, float[8,2,3,3] w, float[8] b) => (float[2,8,6,5] y) {
             y = Conv<group=4,pads=[1,1,1,1]>(x, w, b) }""",
-        splits="... -> 2, 0.. -> 0, 100 -> 1, 2.. -> 2",
+        splits="... -> 2, 0.. -> 0, 100 -> 1, 11. -> +, 2.. -> 2",
     ),
     "Conv, strides and dilations": RuleCase(
         """(float[1,3,11,9] x, float[4,3,3,2] w) => (float[1,4,5,5] y) {

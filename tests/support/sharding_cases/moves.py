@@ -148,7 +148,22 @@ MOVES = {
     "ScatterND": RuleCase(
         """(float[4,6,2] x, int64[3,1] i, float[3,6,2] u) => (float[4,6,2] y) {
             y = ScatterND<reduction="add">(x, i, u) }""",
-        splits="1.1 -> 1, 2.2 -> 2",
+        splits=".00 -> +, 1.1 -> 1, 2.2 -> 2",
+    ),
+    "ScatterND, two axes of indices": RuleCase(
+        """(float[4,6] x, int64[3,4,1] i, float[3,4,6] u) => (float[4,6] y) {
+            y = ScatterND<reduction="add">(x, i, u) }""",
+        splits=".00 -> +, .11 -> +, 1.2 -> 1",
+    ),
+    "ScatterND, replacing": RuleCase(
+        "(float[6,2] x, int64[3,1] i, float[3,2] u) => (float[6,2] y) { y = ScatterND(x, i, u) }",
+        splits="1.1 -> 1",
+        feeds={"i": i64(0, 4, 2).reshape(3, 1)},
+    ),
+    "ScatterElements, adding": RuleCase(
+        """(float[4,6] x, int64[4,3] i, float[4,3] u) => (float[4,6] y) {
+            y = ScatterElements<axis=1,reduction="add">(x, i, u) }""",
+        splits=".11 -> +, 000 -> 0",
     ),
     "TensorScatter": RuleCase(
         """(float[4,2,8,6] x, float[4,2,3,6] u, int64[4] i) => (float[4,2,8,6] y) { y = TensorScatter(x, u, i) }""",

@@ -1,0 +1,213 @@
+"""Run commands on hosts: by a remote shell such as ssh, or as ranks of MPI."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from onnxplace.errors import ExecutionError, TargetError, UsageError, format_value
+
+# Seconds for a remote shell to say that there is no host, and for a process to end after it was asked to.
+CONNECT_SECONDS, ENDING_SECONDS = 10, 1.0
+# To read what a process wrote that has ended while others were waited for.
+READING_SECONDS = 0.1
+# MPICH's network by plain TCP: its default takes shared memory between two network namespaces of one machine.
+MPI_ENVIRONMENT = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
+# How ssh reports that it did not reach the host.
+UNREACHABLE = 255
+# A line of MPICH's launcher, or of its proxy on the host of this index: `[proxy:1@name] function (file:line): message`.
+_LAUNCHER_LINE = re.compile(r"\[(?:mpiexec|proxy:(?P<index>\d+))@[^]]*\] \w+ \([^)]*\): (?P<message>.*)")
+INSTALL_HINT = "pip install 'onnxplace[mpi]'"
+
+
+@dataclass(frozen=True)
+class Connection:
+    """How commands reach other hosts."""
+
+    remote_shell: str = "ssh"
+    """The program that runs a command on a host: `PROGRAM [OPTIONS] HOST COMMAND`."""
+    interface: str = ""
+    """The network interface for messages, such as `eth0`; empty for MPI's choice."""
+    timeout_seconds: float = 30.0
+    """How long one command on a host may take."""
+
+    def find_remote_shell(self) -> str:
+        """Return the path of the remote shell; raises UsageError if there is none."""
+        if path := shutil.which(self.remote_shell):
+            return str(Path(path).absolute())
+        hint = "install an ssh client, or name another program with --remote-shell"
+        message = f"expected a program, got {format_value(self.remote_shell)}"
+        raise UsageError("K002", message, where="--remote-shell", hint=hint)
+
+    def run_on_hosts(self, hosts: Sequence[str], module: str, *arguments: str) -> list[str]:
+        """Return what a module of onnxplace prints on each host; it runs on all of them at once.
+
+        Raises TargetError if a host cannot be reached, or onnxplace cannot be run there.
+        """
+        command = [sys.executable, "-P", "-m", module, *arguments]
+        commands = [command if is_this_machine(host) else self._make_remote(host, command) for host in hosts]
+        processes = run_together(commands, self.timeout_seconds)
+        return [self._require_success(host, process) for host, process in zip(hosts, processes)]
+
+    def _make_remote(self, host: str, command: Sequence[str]) -> list[str]:
+        """Return the command that runs another one on a host."""
+        # Only ssh is known to have these options.
+        options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}"]
+        shell = self.find_remote_shell()
+        return [shell, *(options if Path(shell).name == "ssh" else []), host, shlex.join(command)]
+
+    def _require_success(self, host: str, process: subprocess.CompletedProcess[str] | None) -> str:
+        """Return what a process printed; raises TargetError unless it ended well."""
+        if process is None:
+            message = f"no answer within {self.timeout_seconds:g} s"
+            hint = f"try `{self.remote_shell} {host} true`, or allow more time with --timeout"
+            raise TargetError("K004", message, where=f"host {host}", hint=hint)
+        if process.returncode == UNREACHABLE:
+            message = f"cannot be reached: {_last_line(process)}"
+            hint = f"`{self.remote_shell} {host} true` has to work without a password"
+            raise TargetError("K004", message, where=f"host {host}", hint=hint)
+        if process.returncode:
+            message = f"onnxplace cannot be run there: {_last_line(process)}"
+            hint = f"it needs an onnxplace of the same version, and the same Python at the same path: {sys.executable}"
+            raise TargetError("K005", message, where=f"host {host}", hint=hint)
+        return process.stdout
+
+    def run_ranks(self, hosts: Sequence[str], module: str, *arguments: str, timeout_seconds: float) -> str:
+        """Return what a module prints that runs as one rank of MPI on each host.
+
+        Raises ExecutionError if a rank fails, or if they take longer than the timeout.
+        """
+        # Absolute, as this environment's folder of programs need not be on the path of other hosts.
+        command = [find_mpiexec(), "-hosts", ",".join(hosts), "-n", str(len(hosts)), "-ppn", "1"]
+        if not all(map(is_this_machine, hosts)):
+            command += ["-launcher", "ssh", "-launcher-exec", self.find_remote_shell()]
+        environment = dict(MPI_ENVIRONMENT)
+        if self.interface:
+            command += ["-iface", self.interface]
+            environment["FI_TCP_IFACE"] = self.interface
+        for name, value in environment.items():
+            command += ["-genv", name, value]
+        # Without `-m mpi4py`, the other ranks wait for one that raised an exception.
+        command += [sys.executable, "-P", "-m", "mpi4py", "-m", module, *arguments]
+        where = ", ".join(hosts)
+        (process,) = run_together([command], timeout_seconds)
+        if process is None:
+            message = f"messages did not arrive within {timeout_seconds:g} s"
+            hint = (
+                "MPI needs free TCP ports in both directions: look for a firewall, or name the network with --interface"
+            )
+            raise ExecutionError("K007", message, where=where, hint=hint)
+        if process.returncode:
+            message = f"MPI failed with exit code {process.returncode}: {find_mpi_cause(process.stderr, hosts)}"
+            hint = "the hosts have to find each other by their names; --interface names the network between them"
+            raise ExecutionError("K007", message, where=where, hint=hint)
+        return process.stdout
+
+
+def find_mpi_cause(printed: str, hosts: Sequence[str]) -> str:
+    r"""Return the line that says why MPI failed: the last one of a program, or else the first one of the launcher.
+
+    >>> find_mpi_cause("[proxy:1@vm] connect (sock.c:140): no route\n[mpiexec@vm] main (m.c:1): error", ["a", "b"])
+    'on b: no route'
+    """
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    launcher = [match for line in lines if (match := _LAUNCHER_LINE.fullmatch(line))]
+    others = [line for line in lines if not line.startswith(("[mpiexec", "[proxy", "Abort("))]
+    if others or not launcher:
+        return (others or lines or ["it wrote nothing"])[-1]
+    index, message = launcher[0]["index"], launcher[0]["message"]
+    return message if index is None else f"on {hosts[int(index)]}: {message}"
+
+
+def is_this_machine(host: str) -> bool:
+    """Return whether a name is that of this machine, so that no remote shell is needed.
+
+    >>> is_this_machine("localhost")
+    True
+    """
+    return host in ("localhost", "127.0.0.1", socket.gethostname().lower())
+
+
+@cache
+def find_mpiexec() -> str:
+    """Return MPICH's launcher, that of this Python's environment first; raises UsageError if there is none."""
+    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    path = shutil.which("mpiexec", path=folders)
+    if path is None:
+        raise UsageError("K003", "there is no mpiexec, which starts processes on several hosts", hint=INSTALL_HINT)
+    version = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace").stdout
+    if "HYDRA" not in version:
+        first = next(iter(version.splitlines()), "nothing")
+        message = f"expected MPICH's mpiexec (HYDRA), got {path}, which says {format_value(first)}"
+        raise UsageError("K003", message, hint=INSTALL_HINT)
+    return path
+
+
+def run_together(commands: Sequence[Sequence[str]], seconds: float) -> list[subprocess.CompletedProcess[str] | None]:
+    """Run commands at once, each in a session of its own; return None for those that take longer.
+
+    All their processes have ended when it returns, also after an interrupt.
+
+    >>> [process.stdout.strip() for process in run_together([[sys.executable, "-c", "print(1)"]], 60.0)]
+    ['1']
+    """
+    end = time.monotonic() + seconds
+    results: list[subprocess.CompletedProcess[str] | None] = []
+    with ExitStack() as stack:
+        processes = [stack.enter_context(_start_session(command)) for command in commands]
+        for process in processes:
+            try:
+                out, err = process.communicate(timeout=max(end - time.monotonic(), READING_SECONDS))
+            except subprocess.TimeoutExpired:
+                results.append(None)
+            else:
+                results.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+    return results
+
+
+@contextmanager
+def _start_session(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """Start a command in a session of its own, which ends with this block."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            _end_session(process)
+
+
+def _end_session(process: subprocess.Popen[str]) -> None:
+    """End the processes of a session: a launcher ends its ranks when it is asked to."""
+    if process.poll() is not None:
+        return
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING_SECONDS)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _last_line(process: subprocess.CompletedProcess[str]) -> str:
+    """Return the last line that a failed command wrote, or how it ended."""
+    lines = [line.strip() for line in (process.stderr or process.stdout).splitlines() if line.strip()]
+    return lines[-1] if lines else f"exit code {process.returncode}"

@@ -1,0 +1,61 @@
+"""Describe the host that this module runs on, as one line of JSON: `python -m onnxplace.hosts.describe_host`."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+from onnxplace._version import __version__
+from onnxplace.errors import OnnxplaceError
+
+# Packages besides onnxplace that have to be equal on all hosts: they exchange messages and open the same segments.
+PACKAGES = ("mpi4py", "mpich")
+
+
+def describe_host(devices: str) -> dict[str, object]:
+    """Return versions and devices of this host.
+
+    Args:
+        devices: Devices of this machine, such as `cpu:0,cpu:1`; empty for the default ones.
+    """
+    from onnxplace.machine import local_target
+    from onnxplace.ort import import_onnxruntime
+    from onnxplace.target import format_target
+
+    versions = {
+        "onnxplace": __version__,
+        "onnxruntime": import_onnxruntime().__version__,
+        "python": platform.python_version(),
+    }
+    versions |= {name: _find_version(name) for name in PACKAGES}
+    return {"versions": versions, "target": format_target(local_target(devices or None).with_all_links())}
+
+
+def _find_version(package: str) -> str:
+    """Return the version of a package; empty if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def main() -> None:
+    """Print the description, or the error that prevents it."""
+    try:
+        description = describe_host(sys.argv[1])
+    except OnnxplaceError as problem:
+        description = {
+            "error": {
+                "code": problem.code,
+                "message": problem.message,
+                "where": problem.where,
+                "hint": problem.hint,
+            }
+        }
+    sys.stdout.write(f"{json.dumps(description)}\n")
+
+
+if __name__ == "__main__":
+    main()

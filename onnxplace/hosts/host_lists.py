@@ -1,0 +1,83 @@
+"""Lists of hosts, as people, Slurm and MPI write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from onnxplace.errors import TargetError, UsageError, format_value
+from onnxplace.target import require_host_name
+from onnxplace.utils import read_text
+
+MAX_HOSTS = 64
+# Commas outside of brackets separate hosts: `node[1-3,7],gpu01`.
+_SEPARATOR = re.compile(r",(?![^\[\]]*\])")
+_BRACKETS = re.compile(r"(?P<before>[^\[\]]*)\[(?P<ranges>[0-9,-]+)\](?P<after>[^\[\]]*)")
+_RANGE = re.compile(r"(?P<first>[0-9]{1,9})(?:-(?P<last>[0-9]{1,9}))?")
+# A line of a hostfile: the name, and perhaps slots as Open MPI (`slots=2`) or MPICH (`:2`) writes them.
+_LINE = re.compile(r"(?P<name>[^\s:]+)(?::[0-9]+)?(?:\s+slots=[0-9]+)?")
+_HINT = "name two or more hosts, as in --hosts node1,node2, --hosts node[1-4] or --hosts @hostfile"
+
+
+def parse_hosts(text: str) -> tuple[str, ...]:
+    """Parse `node1,node2`, Slurm's `node[1-2]` or `@hostfile` into names of hosts.
+
+    Raises UsageError or TargetError that names the bad part.
+
+    >>> parse_hosts("node[08-10],gpu1")
+    ('node08', 'node09', 'node10', 'gpu1')
+    """
+    names: list[str] = []
+    for name in _read_hostfile(text[1:]) if text.startswith("@") else _expand_list(text):
+        require_host_name(name, "--hosts")
+        if name in names:
+            message = f"host {name!r} is named twice"
+            raise UsageError("K001", message, where="--hosts", hint="name each host once")
+        if len(names) == MAX_HOSTS:
+            message = f"expected at most {MAX_HOSTS} hosts, got more in {format_value(text)}"
+            raise UsageError("K001", message, where="--hosts", hint="name fewer hosts")
+        names.append(name)
+    if len(names) < 2:
+        message = f"expected two or more hosts, got {format_value(text)}"
+        raise UsageError("K001", message, where="--hosts", hint=_HINT)
+    return tuple(names)
+
+
+def _expand_list(text: str) -> Iterator[str]:
+    """Yield the hosts of a list with commas and brackets."""
+    for item in filter(None, map(str.strip, _SEPARATOR.split(text))):
+        if not set("[]") & set(item):
+            yield item
+            continue
+        match = _BRACKETS.fullmatch(item)
+        if match is None:
+            message = f"expected one pair of brackets with numbers, as in node[1-4,7], got {format_value(item)}"
+            raise UsageError("K001", message, where="--hosts", hint=_HINT)
+        for number in _expand_ranges(match["ranges"], item):
+            yield f"{match['before']}{number}{match['after']}"
+
+
+def _expand_ranges(text: str, item: str) -> Iterator[str]:
+    """Yield the numbers of `1-4,7`, with as many leading zeros as the first number of a range has."""
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None or int(match["last"] or match["first"]) < int(match["first"]):
+            message = f"expected numbers or ascending ranges, as in node[1-4,7], got {format_value(item)}"
+            raise UsageError("K001", message, where="--hosts", hint=_HINT)
+        for number in range(int(match["first"]), int(match["last"] or match["first"]) + 1):
+            yield f"{number:0{len(match['first'])}d}"
+
+
+def _read_hostfile(path: str) -> Iterator[str]:
+    """Yield the hosts of a file with one a line, and comments after `#`; slots are not used."""
+    lines = read_text(Path(path), "K008", "a hostfile").splitlines()
+    for number, line in enumerate(lines, 1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        match = _LINE.fullmatch(content)
+        if match is None:
+            message = f"expected a host name on a line, as in `node1` or `node1 slots=2`, got {format_value(content)}"
+            raise TargetError("K008", message, where=f"{path}, line {number}", hint="name one host on each line")
+        yield match["name"]

@@ -1,0 +1,37 @@
+"""Training of placers that learn: graphs, the loop over updates, checkpoints, and learning curves."""
+
+from typing import TYPE_CHECKING
+
+from onnxplace._lazy import attach
+
+if TYPE_CHECKING:
+    from onnxplace.learn.curves import CurvePoint as CurvePoint, plot_curve as plot_curve, write_curve as write_curve
+    from onnxplace.learn.guided import (
+        GuidedObserver as GuidedObserver,
+        GuidedOptions as GuidedOptions,
+        GuidedPoint as GuidedPoint,
+        GuidedResult as GuidedResult,
+        learn_guided as learn_guided,
+    )
+    from onnxplace.learn.learning import (
+        LearnOptions as LearnOptions,
+        LearnResult as LearnResult,
+        Observer as Observer,
+        learn_placeto as learn_placeto,
+    )
+    from onnxplace.learn.problems import (
+        LearningGraph as LearningGraph,
+        draw_mixture as draw_mixture,
+        draw_problems as draw_problems,
+        read_problems as read_problems,
+    )
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "curves": "CurvePoint plot_curve write_curve",
+        "guided": "GuidedObserver GuidedOptions GuidedPoint GuidedResult learn_guided",
+        "learning": "LearnOptions LearnResult Observer learn_placeto",
+        "problems": "LearningGraph draw_mixture draw_problems read_problems",
+    },
+)

@@ -1,0 +1,284 @@
+"""Train the policy of `guided`: first by imitation of searched placements, then by policy gradient."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnxplace.errors import InputError, UsageError
+from onnxplace.learn.problems import LearningGraph
+from onnxplace.learn.variants import vary_problem
+from onnxplace.passes.learning import (
+    Example,
+    GuidedGraph,
+    GuidedPolicy,
+    GuidedShape,
+    Lesson,
+    evaluate_schedule,
+    imitation_loss,
+    make_example,
+    require_torch,
+    run_schedule,
+    search_lesson,
+    write_guided_policy,
+)
+from onnxplace.utils import budget_clock, require_writable, write_file
+
+# One graph of so many is not trained on: it tells which policy is best. With fewer graphs, all are for both. No divisor
+# of the counts in use, and not of 3 either, or all of them would be variants of one kind.
+VALIDATION_PERIOD = 7
+# Steps between two points of the curve.
+POINT_STEPS = 50
+# Graphs of a step, and schedules that are sampled of each in the second part of the training.
+BATCH_GRAPHS, SCHEDULES = 6, 4
+# Share of the training after which schedules of its own are reinforced, and what imitation still counts then.
+IMITATION_SHARE, LATE_IMITATION = 0.8, 0.3
+# Adam's rate, from the first to the last step, and the largest norm of a gradient.
+FIRST_RATE, LAST_RATE, MAX_NORM = 3e-3, 1e-4, 1.0
+
+
+@dataclass(frozen=True)
+class GuidedOptions:
+    """How to train a policy."""
+
+    seconds: float = 0.0
+    """Time limit of the training, without searching for placements to imitate; 0 for none."""
+    steps: int = 0
+    """Number of steps, for a result that does not depend on the clock; 0 for no limit."""
+    proposals: int = 5_000
+    """Of each search for a placement to imitate."""
+    seed: int = 0
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        if self.seconds <= 0 and self.steps <= 0:
+            message, hint = "expected a time limit or a number of steps, got neither", "give --seconds or --steps"
+            raise UsageError("H008", message, hint=hint)
+
+
+@dataclass(frozen=True)
+class GuidedPoint:
+    """The state of a training after some steps. Costs are geometric means of steps of unseen graphs."""
+
+    updates: int
+    seconds: float
+    loss: float
+    right: float
+    """Share of decisions as in the imitated placements."""
+    validation_cost: float
+    """Of the policy's best devices, relative to the best of one device, m-TOPO, m-ETF and m-SCT."""
+    teacher_cost: float
+    """Of the imitated placements, relative to the same."""
+
+
+GuidedObserver = Callable[[float, GuidedPoint], None]
+"""Called with the progress from 0 to 1 at each point of the curve."""
+
+
+@dataclass(frozen=True)
+class GuidedResult:
+    """A trained policy."""
+
+    policy: GuidedPolicy
+    points: Sequence[GuidedPoint]
+    files: Sequence[Path]
+
+
+def learn_guided(
+    graphs: Sequence[LearningGraph],
+    options: GuidedOptions,
+    output: Path,
+    *,
+    families: str = "",
+    observer: GuidedObserver | None = None,
+) -> GuidedResult:
+    """Train the policy of `guided` on graphs, and write it with its learning curve (CSV).
+
+    Equal options, graphs and numbers of steps give equal policies. An interruption leaves the best policy so far.
+
+    Args:
+        graphs: One in seven of them, if there are as many, only tells which policy is best.
+        options: How to train.
+        output: The file of the policy; the curve is next to it.
+        families: What to call the graphs.
+        observer: Called after some steps.
+
+    Raises:
+        UsageError: torch is missing, or a file cannot be written.
+        InputError: There is no graph with a placement that fits.
+    """
+    require_torch()
+    require_writable(output)
+    problems = (vary_problem(graph.problem, index) for index, graph in enumerate(graphs))
+    lessons = [search_lesson(problem, options.proposals, options.seed) for problem in problems]
+    return learn_from_lessons([item for item in lessons if item], options, output, families, observer)
+
+
+def learn_from_lessons(
+    lessons: Sequence[Lesson],
+    options: GuidedOptions,
+    output: Path,
+    families: str = "",
+    observer: GuidedObserver | None = None,
+) -> GuidedResult:
+    """Train the policy of `guided` to imitate placements; see `learn_guided`."""
+    if not lessons:
+        raise InputError("H011", "expected at least one graph that fits its devices, got none")
+    training = GuidedTraining(lessons, options, families)
+    try:
+        for progress, point in training.run():
+            if observer:
+                observer(progress, point)
+    finally:
+        if training.points:
+            write_guided_policy(output, training.best)
+            write_points(output.with_suffix(".csv"), training.points)
+    return GuidedResult(training.best, training.points, [output, output.with_suffix(".csv")])
+
+
+class GuidedTraining:
+    """A training in progress."""
+
+    def __init__(self, lessons: Sequence[Lesson], options: GuidedOptions, families: str) -> None:
+        torch = require_torch()
+        torch.set_num_threads(options.threads)
+        self.options = options
+        is_held_out = np.zeros(len(lessons), dtype=bool)
+        if len(lessons) >= VALIDATION_PERIOD:
+            is_held_out[VALIDATION_PERIOD - 1 :: VALIDATION_PERIOD] = True
+        self.graphs = [GuidedGraph(lesson.problem) for lesson in lessons]
+        self.lessons = lessons
+        self.trained = np.flatnonzero(~is_held_out)
+        self.validation = np.flatnonzero(is_held_out) if is_held_out.any() else self.trained
+        shape = GuidedShape()
+        devices = max(len(lesson.problem.target.devices) for lesson in lessons)
+        self.best = GuidedPolicy(
+            shape=shape,
+            tensors=shape.draw_tensors(options.seed),
+            families=families,
+            graphs=len(self.trained),
+            devices=devices,
+            steps=0,
+            seed=options.seed,
+        )
+        self.best_cost = np.inf
+        self.points: list[GuidedPoint] = []
+        self.parameters = {
+            name: torch.from_numpy(tensor.copy()).requires_grad_() for name, tensor in self.best.tensors.items()
+        }
+        self.optimizer = torch.optim.Adam(list(self.parameters.values()), lr=FIRST_RATE)
+        self.lesson_examples: dict[int, Example | None] = {}
+        self.steps = 0
+
+    def run(self) -> Iterator[tuple[float, GuidedPoint]]:
+        """Train until the limit; yield the progress with each point of the curve."""
+        start, recent, progress = budget_clock(), [], 0.0
+        rng = np.random.default_rng([self.options.seed, 3])
+        while progress < 1.0:
+            recent.append(self.step(rng, progress))
+            progress = self._progress(budget_clock() - start)
+            if self.steps % POINT_STEPS == 0 or progress >= 1.0:
+                losses, rights = zip(*recent)
+                recent = []
+                yield progress, self._add_point(float(np.mean(losses)), float(np.mean(rights)), budget_clock() - start)
+
+    def _progress(self, seconds: float) -> float:
+        options = self.options
+        by_time = seconds / options.seconds if options.seconds > 0 else 0.0
+        by_count = self.steps / options.steps if options.steps > 0 else 0.0
+        return min(1.0, max(by_time, by_count))
+
+    def step(self, rng: np.random.Generator, progress: float) -> tuple[float, float]:
+        """Improve the parameters by some graphs; return the loss of imitation and the share of right decisions."""
+        torch = require_torch()
+        chosen = rng.choice(self.trained, min(BATCH_GRAPHS, len(self.trained)), replace=False).tolist()
+        examples = [example for index in chosen if (example := self._lesson_example(index))]
+        self.steps += 1
+        if not examples:
+            return 0.0, 1.0
+        for group in self.optimizer.param_groups:
+            group["lr"] = LAST_RATE + (FIRST_RATE - LAST_RATE) * (1 + np.cos(np.pi * progress)) / 2
+        self.optimizer.zero_grad()
+        imitation, right = imitation_loss(self.parameters, self.best.shape.rounds, examples)
+        loss = imitation
+        if progress >= IMITATION_SHARE and (sampled := self._sample_examples(chosen, rng)):
+            reinforced, _ = imitation_loss(self.parameters, self.best.shape.rounds, sampled)
+            loss = reinforced + LATE_IMITATION * imitation
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(list(self.parameters.values()), MAX_NORM)
+        self.optimizer.step()
+        return float(imitation.detach()), right
+
+    def policy(self) -> GuidedPolicy:
+        """Return the policy with its present parameters."""
+        tensors = {name: tensor.detach().numpy().copy() for name, tensor in self.parameters.items()}
+        return self.best.with_tensors(tensors, self.steps)
+
+    def _lesson_example(self, index: int) -> Example | None:
+        """Return the decisions that lead to an imitated placement; None if its weights do not fit in that order."""
+        if index not in self.lesson_examples:
+            graph, lesson = self.graphs[index], self.lessons[index]
+            forced = np.zeros(len(graph.problem.pinned), dtype=np.int32)
+            forced[graph.problem.group] = lesson.device
+            schedule = run_schedule(graph, self.best.prepare(graph), forced=forced)
+            self.lesson_examples[index] = make_example(graph, *schedule) if schedule else None
+        return self.lesson_examples[index]
+
+    def _sample_examples(self, chosen: Sequence[int], rng: np.random.Generator) -> list[Example]:
+        """Sample schedules, each weighted by how much shorter its step is than the mean of its graph."""
+        policy, examples = self.policy(), list[Example]()
+        for index in chosen:
+            graph = self.graphs[index]
+            choice = policy.prepare(graph)
+            schedules = [run_schedule(graph, choice, rng.random(len(graph.problem.pinned))) for _ in range(SCHEDULES)]
+            fitting = [item for item in schedules if item]
+            candidates = [evaluate_schedule(graph, device) for device, _ in fitting]
+            # What does not fit counts as much as twice the step of the fallback.
+            worst = 2 * self.lessons[index].fallback_seconds
+            costs = np.array([candidate.seconds if candidate else worst for candidate in candidates])
+            if len(costs) < 2 or (deviation := float(costs.std())) <= 1e-9 * worst:
+                continue
+            advantages = (costs.mean() - costs) / deviation
+            examples += [
+                make_example(graph, device, trace, float(advantage))
+                for (device, trace), advantage in zip(fitting, advantages)
+            ]
+        return examples
+
+    def _add_point(self, loss: float, right: float, seconds: float) -> GuidedPoint:
+        """Evaluate the policy on unseen graphs; keep it if it is the best so far."""
+        policy, costs, teachers = self.policy(), list[float](), list[float]()
+        for index in self.validation.tolist():
+            graph, lesson = self.graphs[index], self.lessons[index]
+            schedule = run_schedule(graph, policy.prepare(graph))
+            candidate = evaluate_schedule(graph, schedule[0]) if schedule else None
+            costs.append((candidate.seconds if candidate else 2 * lesson.fallback_seconds) / lesson.fallback_seconds)
+            teachers.append(lesson.seconds / lesson.fallback_seconds)
+        cost, teacher = (float(np.exp(np.mean(np.log(np.maximum(items, 1e-12))))) for items in (costs, teachers))
+        if cost < self.best_cost:
+            self.best, self.best_cost = policy, cost
+        point = GuidedPoint(
+            updates=self.steps,
+            seconds=round(seconds, 3),
+            loss=loss,
+            right=right,
+            validation_cost=cost,
+            teacher_cost=teacher,
+        )
+        self.points.append(point)
+        return point
+
+
+def write_points(path: Path, points: Sequence[GuidedPoint]) -> None:
+    """Write a learning curve as CSV."""
+    text = io.StringIO()
+    writer: Any = csv.writer(text, lineterminator="\n")
+    writer.writerow(item.name for item in fields(GuidedPoint))
+    writer.writerows(asdict(point).values() for point in points)
+    write_file(path, lambda file: file.write(text.getvalue().encode()))

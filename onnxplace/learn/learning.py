@@ -1,0 +1,228 @@
+"""Train a policy on graphs, with checkpoints, and keep the one that places unseen graphs best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from onnxplace.errors import InputError, UsageError, format_count
+from onnxplace.learn.curves import CurvePoint, plot_curve, read_curve, write_curve
+from onnxplace.learn.problems import LearningGraph
+from onnxplace.passes.learning import (
+    Environment,
+    Learner,
+    Order,
+    Policy,
+    Settings,
+    Shape,
+    Start,
+    Update,
+    read_learner,
+    require_torch,
+    update_policy,
+    write_policy,
+)
+from onnxplace.utils import budget_clock, format_path, require_writable
+
+# One graph of so many is not trained on: it tells which policy is best. With fewer graphs, all are for both.
+VALIDATION_PERIOD = 6
+# Updates between two points of the curve.
+POINT_UPDATES = 8
+# Seconds between two checkpoints.
+CHECKPOINT_SECONDS = 30.0
+
+Observer = Callable[[float, CurvePoint], None]
+"""Called with the progress from 0 to 1 at each point of the curve."""
+
+
+@dataclass(frozen=True)
+class LearnOptions:
+    """How to train a policy."""
+
+    devices: int
+    """The most devices that the policy has to know."""
+    seconds: float = 0.0
+    """Time limit, without the compilation of loops on first use; 0 for none."""
+    updates: int = 0
+    """Number of updates, for a result that does not depend on the clock; 0 for no limit."""
+    order: Order = "topological"
+    start: Start = "m-etf"
+    settings: Settings = field(default_factory=Settings)
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        if self.seconds <= 0 and self.updates <= 0:
+            message, hint = "expected a time limit or a number of updates, got neither", "give --seconds or --updates"
+            raise UsageError("H008", message, hint=hint)
+
+
+@dataclass(frozen=True)
+class LearnResult:
+    """A trained policy."""
+
+    policy: Policy
+    """The one that placed unseen graphs best."""
+    points: Sequence[CurvePoint]
+    files: Sequence[Path]
+    """All that were written."""
+
+
+def checkpoint_path(output: Path) -> Path:
+    """Return the file from which the training of a policy is resumed."""
+    return output.with_suffix(f".checkpoint{output.suffix}")
+
+
+def learn_placeto(
+    graphs: Sequence[LearningGraph],
+    options: LearnOptions,
+    output: Path,
+    *,
+    family: str = "",
+    resume: bool = False,
+    observer: Observer | None = None,
+) -> LearnResult:
+    """Train Placeto's policy on graphs, and write it, its checkpoint and its learning curve (CSV, and PNG).
+
+    Graphs take turns. Equal options, graphs and numbers of updates give equal policies, also if a training is
+    interrupted and resumed. An interruption writes a checkpoint.
+
+    Args:
+        graphs: One in six of them, if there are as many, only tells which policy is best.
+        options: How to train.
+        output: The file of the policy; the others are next to it.
+        family: What to call the graphs.
+        resume: Whether to continue from the checkpoint.
+        observer: Called after some updates.
+
+    Raises:
+        UsageError: torch is missing, or a file cannot be written.
+        InputError: The checkpoint does not belong to these options.
+    """
+    torch = require_torch()
+    require_writable(output)
+    if not graphs:
+        raise InputError("H011", "expected at least one graph to learn from, got none")
+    torch.set_num_threads(options.threads)
+    training = Training.of(graphs, options, output, family, resume)
+    try:
+        for progress, point in training.run():
+            if observer:
+                observer(progress, point)
+    finally:
+        training.write_checkpoint()
+    write_policy(output, training.best)
+    files = [output, checkpoint_path(output), output.with_suffix(".csv")]
+    image = output.with_suffix(".png")
+    if plot_curve(image, training.points, f"placeto, {family or format_count(len(graphs), 'graph')}"):
+        files.append(image)
+    return LearnResult(training.best, training.points, files)
+
+
+@dataclass
+class Training:
+    """A training in progress."""
+
+    environments: Sequence[Environment]
+    validation: Sequence[Environment]
+    options: LearnOptions
+    output: Path
+    learner: Learner
+    best: Policy
+    best_cost: float
+    points: list[CurvePoint]
+
+    @staticmethod
+    def of(graphs: Sequence[LearningGraph], options: LearnOptions, output: Path, family: str, resume: bool) -> Training:
+        """Return a training at its beginning, or where its checkpoint is."""
+        seed = options.settings.seed
+        environments = [Environment(graph.problem, options.order, seed, options.start) for graph in graphs]
+        held_out = environments[::-VALIDATION_PERIOD] if len(graphs) >= VALIDATION_PERIOD else environments
+        trained = [item for item in environments if not any(item is other for other in held_out)] or environments
+        shape = Shape(options.devices)
+        policy = Policy(shape, shape.draw_parameters(seed), options.order, options.start, family, len(trained), 0, seed)
+        training = Training(trained, held_out, options, output, Learner.of(policy), policy, np.inf, [])
+        if resume:
+            training._restore(policy)
+        return training
+
+    def _restore(self, expected: Policy) -> None:
+        """Continue from the checkpoint; raises InputError if it is of another training."""
+        path = checkpoint_path(self.output)
+        policy, learner = read_learner(path)
+        described = replace(policy, theta=expected.theta, updates=0)
+        if learner is None or repr(described) != repr(expected):
+            message = "the checkpoint belongs to another training: devices, order, start, graphs and seed must be equal"
+            hint = "repeat the options of that training, or omit --resume to start anew"
+            raise InputError("H012", message, where=format_path(path), hint=hint)
+        points = read_curve(self.output.with_suffix(".csv"))
+        self.learner = learner
+        self.points = [point for point in points if point.updates <= policy.updates]
+        if self.output.exists() and self.points:
+            self.best, _ = read_learner(self.output)
+            self.best_cost = min(point.validation_cost for point in self.points)
+
+    def run(self) -> Iterator[tuple[float, CurvePoint]]:
+        """Update the policy until a limit is reached; yield the progress and a point now and then."""
+        start = budget_clock()
+        before = self.points[-1].seconds if self.points else 0.0
+        last_checkpoint, recent = start, list[Update]()
+        while True:
+            elapsed = budget_clock() - start
+            progress = self._progress(before, elapsed)
+            if recent and (progress >= 1 or self.learner.policy.updates % POINT_UPDATES == 0):
+                yield progress, self._add_point(recent, before + elapsed)
+                recent = []
+            if progress >= 1:
+                return
+            if budget_clock() - last_checkpoint > CHECKPOINT_SECONDS:
+                self.write_checkpoint()
+                last_checkpoint = budget_clock()
+            environment = self.environments[self._next_graph()]
+            update = update_policy(self.learner, environment, self.options.settings, progress)
+            self.learner = update.learner
+            recent.append(update)
+
+    def _progress(self, before: float, elapsed: float) -> float:
+        options = self.options
+        by_time = (before + elapsed) / (before + options.seconds) if options.seconds > 0 else 0.0
+        by_count = self.learner.policy.updates / options.updates if options.updates > 0 else 0.0
+        return min(1.0, max(by_time, by_count))
+
+    def _next_graph(self) -> int:
+        """Return the graph of the next update: each once in a random order, then in another one."""
+        count = len(self.environments)
+        turn, position = divmod(self.learner.policy.updates, count)
+        return int(np.random.default_rng([self.options.settings.seed, turn, 1]).permutation(count)[position])
+
+    def _add_point(self, recent: Sequence[Update], seconds: float) -> CurvePoint:
+        """Evaluate the policy on unseen graphs; keep it if it is the best so far."""
+        network = self.learner.policy.network
+        episodes = [environment.run(network) for environment in self.validation]
+        starts = [episode.trajectory.cost[0] for episode in episodes]
+        costs = [best[0] if (best := episode.best()) else episode.trajectory.cost[0] for episode in episodes]
+        cost = float(np.exp(np.mean(np.log(np.maximum(costs, 1e-12)))))
+        if cost < self.best_cost:
+            self.best, self.best_cost = self.learner.policy, cost
+        self.points.append(
+            CurvePoint(
+                updates=self.learner.policy.updates,
+                seconds=round(seconds, 3),
+                episodes=self.learner.policy.updates * self.options.settings.episodes,
+                train_cost=float(np.mean([update.cost for update in recent])),
+                train_best_cost=float(np.mean([update.best_cost for update in recent])),
+                entropy=float(np.mean([update.entropy for update in recent])),
+                validation_cost=cost,
+                start_cost=float(np.exp(np.mean(np.log(np.maximum(starts, 1e-12))))),
+            )
+        )
+        return self.points[-1]
+
+    def write_checkpoint(self) -> None:
+        """Write what a training is resumed from, and the best policy so far."""
+        write_policy(checkpoint_path(self.output), self.learner.policy, self.learner)
+        write_curve(self.output.with_suffix(".csv"), self.points)
+        if self.points:
+            write_policy(self.output, self.best)

@@ -1,0 +1,30 @@
+"""Training steps of PyTorch modules as ONNX models. Needs the extra `[torch]`; `import onnxplace` does not load it.
+
+>>> from onnxplace.torch import export_training_step  # doctest: +SKIP
+>>> optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)  # doctest: +SKIP
+>>> step = export_training_step(module, torch.nn.CrossEntropyLoss(), optimizer, (x, y))  # doctest: +SKIP
+>>> onnx.save(step, "step.onnx")  # doctest: +SKIP
+"""
+
+from typing import TYPE_CHECKING
+
+from onnxplace._lazy import attach
+
+if TYPE_CHECKING:
+    from onnxplace.torch.export import export_training_step as export_training_step
+
+_get, __dir__, __all__ = attach("onnxplace.torch", {"export": "export_training_step"})
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name, and say which extra is missing."""
+    try:
+        return _get(name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from onnxplace.errors import UsageError
+
+        message = "PyTorch is not installed"
+        hint = "install onnxplace with its extra: pip install 'onnxplace[torch]'"
+        raise UsageError("L001", message, where=f"onnxplace.torch.{name}", hint=hint) from None

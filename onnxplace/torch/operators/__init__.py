@@ -1,0 +1,1 @@
+"""ATen operators in ONNX, one module for each kind."""

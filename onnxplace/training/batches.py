@@ -1,0 +1,111 @@
+"""Batches drawn from arrays: rows in an order that the seed and the number of the step determine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from onnxplace.bundle import Bundle
+from onnxplace.errors import FeedError, UsageError, suggest_nearest
+from onnxplace.feeds import Array, Declared, describe_input, read_npz
+from onnxplace.utils import format_path
+
+
+class BatchSampler:
+    """Draws the batch of any step from the arrays of a file, whose rows are their first axis.
+
+    Each epoch goes through all rows in another order; rows that do not fill a batch are left out of it. The order
+    depends on the seed only, so that a resumed run continues with the batches that would have followed.
+
+    Args:
+        bundle: The bundle of a training step.
+        path: An .npz file with an array for each input of a batch.
+        batch: Rows of a batch; 0 for the number that the bundle was compiled for.
+        seed: Of the order.
+
+    Raises:
+        FeedError: the file lacks an input, its arrays have unlike numbers of rows, or fewer than a batch.
+        UsageError: the model takes another number of rows.
+    """
+
+    def __init__(self, bundle: Bundle, path: Path, batch: int = 0, seed: int = 0) -> None:
+        self._arrays = _read_rows(bundle, path)
+        inputs = {item.name: item for item in bundle.inputs}
+        rowed = [inputs[name] for name, array in self._arrays.items() if array.ndim]
+        self.rows = _count_rows(self._arrays, path)
+        self.batch = _choose_batch(bundle, rowed, batch)
+        self._seed = seed
+        if self.batch > self.rows:
+            message = f"expected at least the {self.batch} rows of a batch, its arrays have {self.rows}"
+            raise FeedError("L051", message, where=format_path(path), hint="use a smaller --batch, or more data")
+        self._epoch, self._order = -1, np.zeros(0, np.int64)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Return the number of batches of an epoch."""
+        return self.rows // self.batch
+
+    def draw(self, step: int) -> dict[str, Array]:
+        """Return the batch of a step, 1 for the first one."""
+        epoch, position = divmod(step - 1, self.steps_per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(self.rows)
+        rows = np.sort(self._order[position * self.batch : (position + 1) * self.batch])
+        return {name: array[rows] if array.ndim else array for name, array in self._arrays.items()}
+
+    def iterate(self, first: int) -> Iterator[dict[str, Array]]:
+        """Yield the batches from a step on, without end."""
+        step = first
+        while True:
+            yield self.draw(step)
+            step += 1
+
+
+def list_batch_inputs(bundle: Bundle) -> list[Declared]:
+    """Return the inputs of a batch: all but states, learning rate, number of the step and seed."""
+    training = bundle.manifest.training
+    own = {training.learning_rate, training.step, training.seed} if training else set()
+    own |= {item.name for item in bundle.state_inputs}
+    return [item for item in bundle.inputs if item.name not in own]
+
+
+def _read_rows(bundle: Bundle, path: Path) -> dict[str, Array]:
+    """Return the arrays of a batch's inputs."""
+    arrays, inputs = read_npz(path), list_batch_inputs(bundle)
+    for item in inputs:
+        if item.name not in arrays and not item.optional:
+            hint = f"{suggest_nearest(item.name, arrays)}; write it with numpy.savez(path, {item.name}=array)"
+            message = f"it has no array {item.name!r}, which the step takes: {describe_input(item)}"
+            raise FeedError("L050", message, where=format_path(path), hint=hint)
+    return {item.name: np.asarray(arrays[item.name]) for item in inputs if item.name in arrays}
+
+
+def _count_rows(arrays: Mapping[str, Array], path: Path) -> int:
+    """Return the number of rows, which all arrays share."""
+    rows = {name: len(array) for name, array in arrays.items() if array.ndim}
+    if not rows:
+        raise FeedError("L050", "it has no array with rows", where=format_path(path), hint="give a row per example")
+    first = next(iter(rows))
+    for name, count in rows.items():
+        if count != rows[first]:
+            message = f"{name!r} has {count} rows, {first!r} has {rows[first]}"
+            raise FeedError("L052", message, where=format_path(path), hint="the first axis of each array is its rows")
+    return rows[first]
+
+
+def _choose_batch(bundle: Bundle, inputs: list[Declared], batch: int) -> int:
+    """Return the rows of a batch: the given number, or that of the model; raises UsageError if it does not fit."""
+    for item in inputs:
+        size = item.shape[0] if item.shape else None
+        if isinstance(size, int) and batch and size != batch:
+            message = f"expected {size} rows, as the model takes of {item.name!r}, got {batch}"
+            raise UsageError(
+                "L053", message, where="--batch", hint="leave it out, or export the step with dynamic rows"
+            )
+        compiled = size if isinstance(size, int) else bundle.manifest.dimensions.get(str(size), 0)
+        batch = batch or compiled
+    if batch < 1:
+        raise UsageError("L053", "the model does not say the rows of a batch", where="--batch", hint="give --batch")
+    return batch

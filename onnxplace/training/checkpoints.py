@@ -1,0 +1,146 @@
+"""Checkpoints: the states of a training step with the number of its last step, as a safetensors file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from onnxplace.bundle import Manifest, TrainingRecord
+from onnxplace.errors import InputError, format_names
+from onnxplace.feeds import Array, numpy_type
+from onnxplace.utils import format_path, map_arrays, write_arrays
+
+FORMAT = "onnxplace checkpoint"
+VERSION = 1
+# Steps and seeds are inputs of type int64.
+MAX_NUMBER = 1 << 63
+_DAMAGED_HINT = "it was cut off or altered: use another checkpoint"
+_OTHER_HINT = "use a checkpoint of this model, or compile the model that it was saved from"
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """A state of a training step, as checkpoints hold it."""
+
+    input: str
+    """Input of the model."""
+    dtype: str
+    """ONNX Runtime's name."""
+    shape: tuple[int | str | None, ...] | None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds."""
+
+    states: Mapping[str, Array]
+    """By the names of users: of parameters, moments (`layers.0.weight.exp_avg`) and buffers."""
+    step: int
+    """Number of the last step; 0 before the first one."""
+    seed: int
+    """Of random numbers in the step."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """Texts of the program that saved it."""
+
+
+def list_state_specs(manifest: Manifest) -> dict[str, StateSpec]:
+    """Return the states of a training step by the names of users; those without a role under their input's name."""
+    declared = {item.name: (item.dtype, item.shape) for item in manifest.inputs}
+    for split in manifest.sharding.states if manifest.sharding else ():
+        dtype, shape = declared[split.inputs[0]]
+        if split.axis >= 0 and shape is not None:
+            shape = (*shape[: split.axis], sum(split.sizes), *shape[split.axis + 1 :])
+        declared[split.input] = dtype, shape
+        for part in split.inputs:
+            declared.pop(part, None)
+    states = {item.input for item in manifest.states} & declared.keys()
+    states |= {item.input for item in (manifest.sharding.states if manifest.sharding else ())}
+    names = name_states(manifest.training) if manifest.training else {}
+    return {names.get(name, name): StateSpec(name, *declared[name]) for name in declared if name in states}
+
+
+def name_states(training: TrainingRecord) -> dict[str, str]:
+    """Return the name for users of each state of a training step, by its input."""
+    names = {item.input: item.name for item in (*training.parameters, *training.buffers)}
+    for parameter in training.parameters:
+        names |= {moment.input: f"{parameter.name}.{moment.name}" for moment in parameter.moments}
+    return names
+
+
+def compute_fingerprint(specs: Mapping[str, StateSpec]) -> str:
+    """Return a hash of the names, types and shapes of all states: equal for bundles of one model."""
+    data = [(name, spec.dtype, spec.shape) for name, spec in sorted(specs.items())]
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()
+
+
+def write_checkpoint(path: Path, checkpoint: Checkpoint, specs: Mapping[str, StateSpec], model: str) -> None:
+    """Write a checkpoint atomically; raises UsageError or ExecutionError, and keeps an older one then."""
+    metadata = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "step": str(checkpoint.step),
+        "seed": str(checkpoint.seed),
+        "model": model,
+        "fingerprint": compute_fingerprint(specs),
+        "notes": json.dumps(dict(checkpoint.notes)),
+    }
+    write_arrays(path, checkpoint.states, metadata)
+
+
+def read_checkpoint(path: Path, specs: Mapping[str, StateSpec]) -> Checkpoint:
+    """Map a checkpoint into memory.
+
+    Raises InputError L041 for one of another model, and L042 for a file that is damaged, too new, or no checkpoint.
+    """
+    where = format_path(path)
+    file = map_arrays(path, "L042", _DAMAGED_HINT)
+    metadata = file.metadata
+    if metadata.get("format") != FORMAT:
+        message = "a safetensors file, but not a checkpoint of onnxplace: its metadata does not say so"
+        hint = "trainer.save writes checkpoints; for weights: trainer.load_state_dict(arrays, strict=False)"
+        raise InputError("L042", message, where=where, hint=hint)
+    try:
+        if (version := int(metadata["version"])) > VERSION:
+            message = f"expected version {VERSION} of checkpoints or older, got {version}"
+            raise InputError("L042", message, where=where, hint="update onnxplace")
+        step, seed = int(metadata["step"]), int(metadata["seed"])
+        notes = json.loads(metadata.get("notes", "{}"))
+        if not (0 <= step < MAX_NUMBER and 0 <= seed < MAX_NUMBER and isinstance(notes, dict)):
+            raise ValueError
+    except (KeyError, ValueError, RecursionError):
+        raise InputError("L042", "its metadata is malformed", where=where, hint=_DAMAGED_HINT) from None
+    check_states(file.arrays, specs, where)
+    return Checkpoint(file.arrays, step, seed, {str(key): str(value) for key, value in notes.items()})
+
+
+def check_states(arrays: Mapping[str, Array], specs: Mapping[str, StateSpec], where: str, strict: bool = True) -> None:
+    """Raise InputError L041 unless arrays are the states of a training step, naming the first that differs.
+
+    Without `strict`, states may be missing.
+    """
+    for name, spec in specs.items():
+        if name not in arrays:
+            if not strict:
+                continue
+            message = f"it is of another model: it has no {name!r}, which this model has"
+            raise InputError("L041", message, where=where, hint=_OTHER_HINT)
+        array, dtype = arrays[name], numpy_type(spec.dtype)
+        if not _fits(array.shape, spec.shape):
+            expected = list(spec.shape or ())
+            message = f"it is of another model: {name!r} has the shape {list(array.shape)}, expected {expected}"
+            raise InputError("L041", message, where=where, hint=_OTHER_HINT)
+        if dtype is not None and array.dtype != dtype:
+            message = f"it is of another model: {name!r} has the type {array.dtype}, expected {dtype}"
+            raise InputError("L041", message, where=where, hint=_OTHER_HINT)
+    if unknown := [name for name in arrays if name not in specs]:
+        message = f"it is of another model: it has {format_names(unknown)}, which this model does not have"
+        raise InputError("L041", message, where=where, hint=_OTHER_HINT)
+
+
+def _fits(shape: tuple[int, ...], declared: tuple[int | str | None, ...] | None) -> bool:
+    return declared is None or (
+        len(shape) == len(declared) and all(a == b for a, b in zip(shape, declared) if isinstance(b, int))
+    )

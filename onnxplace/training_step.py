@@ -1,0 +1,130 @@
+"""A training step as its model's metadata describes it: loss, parameters, moments of the optimiser, buffers.
+
+The model's metadata holds the record as JSON under `onnxplace.training`. Nodes have metadata of their own: their phase,
+the module that they come from, and the parameter that they work for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from onnxplace.errors import ModelError
+
+TRAINING_KEY = "onnxplace.training"
+"""Key of the model's metadata."""
+PHASE_KEY = "onnxplace.phase"
+"""Key of a node's metadata: `forward`, `backward` or `update`."""
+MODULE_KEY = "onnxplace.module"
+"""Key of a node's metadata: path of the module that it comes from, as in `layers.0.attention`."""
+PARAMETER_KEY = "onnxplace.parameter"
+"""Key of a node's metadata: name of the only parameter whose gradient or new values the node computes."""
+VERSION = 1
+"""Of the record; a model with a higher one needs a newer onnxplace."""
+
+Phase = Literal["forward", "backward", "update"]
+
+
+class CarriedTensor(BaseModel):
+    """A tensor that a step reads, and whose new value the next step reads."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    name: str
+    """Its name for users: that of a parameter or buffer of the module, or of a moment, such as `exp_avg`."""
+    input: str
+    """Input of the model that takes its value."""
+    output: str
+    """Output of the model with its new value."""
+
+
+class Parameter(CarriedTensor):
+    """A parameter of the module, with its gradient and the optimiser's moments."""
+
+    gradient: str = ""
+    """Name of the value that is its gradient, as the optimiser uses it; empty if unknown."""
+    moments: tuple[CarriedTensor, ...] = ()
+
+
+class InferencePart(BaseModel):
+    """The part of a step that inference needs."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    inputs: tuple[str, ...] = ()
+    """Inputs of the model that the module takes."""
+    outputs: tuple[str, ...] = ()
+    """Values that the module returns; they need not be outputs of the model."""
+
+
+class TrainingStep(BaseModel):
+    """What a model's inputs, outputs and values mean as a training step."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    version: int = VERSION
+    loss: str
+    """Output with the loss, a scalar."""
+    learning_rate: str = ""
+    """Input with the learning rate, a float32 scalar; empty for none."""
+    step: str = ""
+    """Input with the number of the step, an int64 scalar that begins with 1; empty for none."""
+    seed: str = ""
+    """Input with the seed of random numbers, an int64 scalar; empty for none."""
+    metrics: tuple[str, ...] = ()
+    """Further outputs for people, such as an accuracy."""
+    parameters: tuple[Parameter, ...] = Field(min_length=1)
+    buffers: tuple[CarriedTensor, ...] = ()
+    """Tensors without gradient that a step changes, such as running statistics."""
+    optimizer: dict[str, str | float | bool | None] = {}
+    """Its `name`, and its options."""
+    module: str = ""
+    """Name of the module's class."""
+    inference: InferencePart = InferencePart()
+
+    def list_states(self) -> Iterator[CarriedTensor]:
+        """Yield all parameters, moments and buffers, in this order."""
+        yield from self.parameters
+        for parameter in self.parameters:
+            yield from parameter.moments
+        yield from self.buffers
+
+
+def read_training_step(metadata: Mapping[str, str], where: str) -> TrainingStep | None:
+    """Return the training step that a model's metadata describes, None for a model without such metadata.
+
+    Raises ModelError for metadata that is malformed, or of a newer version.
+
+    >>> text = '{"loss": "loss", "parameters": [{"name": "w", "input": "w", "output": "w.new"}]}'
+    >>> read_training_step({TRAINING_KEY: text}, "step.onnx").parameters[0].output
+    'w.new'
+    """
+    text = metadata.get(TRAINING_KEY)
+    if text is None:
+        return None
+    place, hint = f"{where}, metadata {TRAINING_KEY!r}", "export the step again, or remove this metadata"
+    try:
+        step = TrainingStep.model_validate_json(text)
+    except ValidationError as problem:
+        _require_known_version(text, place)
+        first = problem.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        position = f" at {field!r}" if field else ""
+        message = f"expected a description of a training step, it is malformed{position}: {first['msg']}"
+        raise ModelError("L022", message, where=place, hint=hint) from None
+    _require_known_version(text, place)
+    return step
+
+
+def _require_known_version(text: str, where: str) -> None:
+    """Raise ModelError for metadata of a newer version, which may have other fields."""
+    try:
+        version = json.loads(text)["version"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return
+    if isinstance(version, int) and version > VERSION:
+        message = f"expected version {VERSION} or older of the description of a training step, got {version}"
+        raise ModelError("L023", message, where=where, hint="update onnxplace, or remove this metadata")

@@ -1,0 +1,73 @@
+"""Placers that learn: policies, their episodes in simulated time, and their training."""
+
+from typing import TYPE_CHECKING
+
+from onnxplace._lazy import attach
+
+if TYPE_CHECKING:
+    from onnxplace.passes.learning.environment import Environment as Environment, Episode as Episode
+    from onnxplace.passes.learning.gradients import require_torch as require_torch
+    from onnxplace.passes.learning.guided_files import (
+        default_policy_path as default_policy_path,
+        read_guided_policy as read_guided_policy,
+        write_guided_policy as write_guided_policy,
+    )
+    from onnxplace.passes.learning.guided_gradients import (
+        Example as Example,
+        imitation_loss as imitation_loss,
+        make_example as make_example,
+    )
+    from onnxplace.passes.learning.guided_graph import GuidedGraph as GuidedGraph
+    from onnxplace.passes.learning.guided_placing import (
+        evaluate_schedule as evaluate_schedule,
+        plan_with_policy as plan_with_policy,
+    )
+    from onnxplace.passes.learning.guided_policy import (
+        GuidedPolicy as GuidedPolicy,
+        GuidedShape as GuidedShape,
+        run_schedule as run_schedule,
+    )
+    from onnxplace.passes.learning.networks import Policy as Policy, Shape as Shape
+    from onnxplace.passes.learning.placing import (
+        coarsen_to as coarsen_to,
+        commit_result as commit_result,
+        place_with_policy as place_with_policy,
+    )
+    from onnxplace.passes.learning.policy_files import (
+        read_learner as read_learner,
+        read_policy as read_policy,
+        require_devices as require_devices,
+        write_policy as write_policy,
+    )
+    from onnxplace.passes.learning.teacher import Lesson as Lesson, search_lesson as search_lesson
+    from onnxplace.passes.learning.training import (
+        Learner as Learner,
+        Settings as Settings,
+        Update as Update,
+        update_policy as update_policy,
+    )
+    from onnxplace.passes.learning.visiting_orders import (
+        ORDERS as ORDERS,
+        Order as Order,
+        Start as Start,
+        visit_nodes as visit_nodes,
+    )
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "environment": "Environment Episode",
+        "gradients": "require_torch",
+        "guided_files": "default_policy_path read_guided_policy write_guided_policy",
+        "guided_gradients": "Example imitation_loss make_example",
+        "guided_graph": "GuidedGraph",
+        "guided_placing": "evaluate_schedule plan_with_policy",
+        "guided_policy": "GuidedPolicy GuidedShape run_schedule",
+        "networks": "Policy Shape",
+        "placing": "coarsen_to commit_result place_with_policy",
+        "policy_files": "read_learner read_policy require_devices write_policy",
+        "teacher": "Lesson search_lesson",
+        "training": "Learner Settings Update update_policy",
+        "visiting_orders": "ORDERS Order Start visit_nodes",
+    },
+)

@@ -1,0 +1,128 @@
+"""Place a problem with a policy: episodes, fine-tuning, and the best placement that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from onnxplace.errors import Diagnostic
+from onnxplace.facts import Schedule
+from onnxplace.graph import Ints
+from onnxplace.passes.learning.environment import Environment, Episode
+from onnxplace.passes.learning.networks import Policy
+from onnxplace.passes.learning.training import Learner, Settings, update_policy
+from onnxplace.passes.learning.visiting_orders import Order
+from onnxplace.passes.placement.search import Plan, SearchSpace, coarsen, evaluate_candidate, published_plans
+from onnxplace.problem import (
+    PlacementProblem,
+    commit_placement,
+    describe_shortage,
+    out_of_memory_error,
+    simulate_plan,
+)
+from onnxplace.state import State
+
+# Placements that are kept for the end, where one may turn out not to fit.
+MAX_KEPT = 4
+
+
+@dataclass(frozen=True)
+class Visited:
+    """A placement that an episode visited."""
+
+    cost: float
+    device: Ints
+    """Per node of the problem."""
+
+
+@dataclass(frozen=True)
+class PolicyResult:
+    """The placements that a policy found."""
+
+    visited: Sequence[Visited]
+    """The best ones that fit, best first."""
+    episodes: int
+    start_cost: float
+    """Of the placement that the episodes started from."""
+    seconds_per_cost: float
+
+
+def place_with_policy(
+    problem: PlacementProblem, policy: Policy, order: Order, *, episodes: int, seed: int, max_nodes: int
+) -> PolicyResult:
+    """Run one episode that always takes the likeliest device, then fine-tune in `episodes` more.
+
+    Problems with more groups than `max_nodes` are coarsened first.
+    """
+    coarse, cluster = coarsen_to(problem, max_nodes)
+    environment = Environment(coarse, order, seed, policy.start)
+    first = environment.run(policy.network)
+    visited = _collect_best([], [first])
+    learner, settings = Learner.of(policy), Settings(seed=seed)
+    rounds = -(-episodes // settings.episodes) if len(environment.visits.group) else 0
+    for index in range(rounds):
+        count = min(settings.episodes, episodes - index * settings.episodes)
+        update = update_policy(learner, environment, replace(settings, episodes=count), index / rounds)
+        learner, visited = update.learner, _collect_best(visited, update.episodes)
+    if rounds:
+        visited = _collect_best(visited, [environment.run(learner.policy.network)])
+    # It may fit in another order of nodes, where nothing that was visited fits in that of the episodes.
+    visited.append(Visited(float(first.trajectory.cost[0]), environment.start))
+    return PolicyResult(
+        visited=[replace(item, device=item.device[cluster]) for item in visited],
+        episodes=episodes,
+        start_cost=float(first.trajectory.cost[0]),
+        seconds_per_cost=environment.rules.scale_seconds,
+    )
+
+
+def coarsen_to(problem: PlacementProblem, max_nodes: int) -> tuple[PlacementProblem, Ints]:
+    """Return a version of a problem with at most so many nodes, or the coarsest, and the cluster of each node."""
+    cluster = np.arange(len(problem.graph), dtype=np.int32)
+    if len(problem.graph) <= max_nodes:
+        return problem, cluster
+    for level in coarsen(problem)[1:]:
+        problem, cluster = level.problem, level.cluster[cluster]
+        if len(problem.graph) <= max_nodes:
+            break
+    return problem, cluster
+
+
+def _collect_best(visited: Sequence[Visited], episodes: Sequence[Episode]) -> list[Visited]:
+    """Add the best placement of each episode that fits, and return the best of all."""
+    best = [Visited(*item) for episode in episodes if (item := episode.best())]
+    return sorted([*visited, *best], key=lambda item: item.cost)[:MAX_KEPT]
+
+
+def commit_result(state: State, problem: PlacementProblem, result: PolicyResult, placer: str) -> State:
+    """Commit the best placement that fits, with a note.
+
+    Each device runs its nodes by bottom level or in topological order, whichever is better. Where no placement of the
+    policy fits, a published one is taken.
+
+    Raises:
+        InfeasibleError: No placement fits.
+    """
+    space = SearchSpace(problem)
+    for item in result.visited:
+        candidate = evaluate_candidate(space, placer, item.device, problem.graph.order)
+        if candidate and (plan := Plan(placer, candidate.device, candidate.order)) and _fits(state, problem, plan):
+            after = commit_placement(state, problem, plan.device, plan.rank, placer)
+            seconds = after[Schedule].simulation.makespan_seconds
+            start = result.start_cost * result.seconds_per_cost
+            message = f"{seconds * 1e3:.4g} ms, started from {start * 1e3:.4g} ms; {result.episodes} episodes to learn"
+            return after.saying(Diagnostic("P047", message, where=placer))
+    for plan in published_plans(problem):
+        if _fits(state, problem, plan):
+            message = f"no placement of the policy fits: kept that of {plan.name}"
+            after = commit_placement(state, problem, plan.device, plan.rank, placer)
+            return after.saying(Diagnostic("P047", message, where=placer))
+    raise out_of_memory_error(problem, placer)
+
+
+def _fits(state: State, problem: PlacementProblem, plan: Plan) -> bool:
+    """Return whether a plan fits, with the nodes of contracted groups one by one."""
+    _, _, simulation = simulate_plan(state, problem, plan.device, plan.rank)
+    return not describe_shortage(problem.target, simulation.peak_bytes)

@@ -1,0 +1,130 @@
+"""Policies on disk, as safetensors: parameters by name, and what the policy is as metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast, get_args
+
+import numpy as np
+
+from onnxplace.errors import InputError, UsageError, format_value
+from onnxplace.passes.learning.networks import Policy, Shape, join_parameters, split_parameters
+from onnxplace.passes.learning.training import Learner
+from onnxplace.passes.learning.visiting_orders import Order, Start
+from onnxplace.utils import format_path, map_arrays, write_arrays
+
+FORMAT, KIND, VERSION = "onnxplace.policy", "placeto", 1
+# Names of the moments of the optimiser in a checkpoint.
+MOMENTS = ("adam.first", "adam.second")
+# Limits of what a file may ask for, far above any useful policy.
+MAX_WIDTH, MAX_ROUNDS, MAX_DEVICES = 256, 64, 256
+_RETRAIN = "train it again with `onnxplace learn placeto`"
+_DAMAGED_HINT = f"copy it again, or {_RETRAIN}"
+
+
+def write_policy(path: Path, policy: Policy, learner: Learner | None = None) -> None:
+    """Write a policy; with a learner, also the moments from which its training can be resumed.
+
+    Raises UsageError or ExecutionError if the file cannot be written.
+    """
+    tensors = split_parameters(policy.shape, policy.theta)
+    if learner:
+        tensors |= dict(zip(MOMENTS, (learner.first, learner.second)))
+    metadata = {
+        "format": FORMAT,
+        "kind": KIND,
+        "version": VERSION,
+        "devices": policy.shape.devices,
+        "width": policy.shape.width,
+        "rounds": policy.shape.rounds,
+        "order": policy.order,
+        "start": policy.start,
+        "family": policy.family,
+        "graphs": policy.graphs,
+        "updates": policy.updates,
+        "seed": policy.seed,
+    }
+    write_arrays(path, tensors, {key: str(value) for key, value in metadata.items()})
+
+
+def read_policy(path: Path) -> Policy:
+    """Return the policy in a file.
+
+    Raises:
+        InputError: The file cannot be read, is damaged, is not a policy, or is of a newer version.
+    """
+    return read_learner(path)[0]
+
+
+def read_learner(path: Path) -> tuple[Policy, Learner | None]:
+    """Return the policy in a file, and the learner if it is a checkpoint."""
+    file = map_arrays(path, "H003", _DAMAGED_HINT, foreign_code="H004")
+    if file.metadata.get("format") != FORMAT:
+        message = "expected a policy of onnxplace, found safetensors of another program"
+        raise InputError("H004", message, where=format_path(path), hint=_DAMAGED_HINT)
+    tensors, policy = file.arrays, _read_description(file.metadata, path)
+    expected = {name: tensor.shape for name, tensor in split_parameters(policy.shape, policy.theta).items()}
+    moments = {name: tensors[name] for name in MOMENTS if name in tensors}
+    for name, shape in {**expected, **dict.fromkeys(moments, policy.theta.shape)}.items():
+        if name not in tensors or tensors[name].shape != shape:
+            shown = f"of shape {tensors[name].shape}" if name in tensors else "missing"
+            raise _damaged(path, f"tensor {name!r} is {shown}, expected {shape}")
+        if tensors[name].dtype != np.float32:
+            raise _damaged(path, f"tensor {name!r} is of type {tensors[name].dtype}, expected float32")
+        if not np.isfinite(tensors[name]).all():
+            raise _damaged(path, f"tensor {name!r} has numbers that are not finite")
+    if unknown := sorted(tensors.keys() - expected.keys() - set(MOMENTS)):
+        raise _damaged(path, f"tensor {unknown[0]!r} does not belong to a policy")
+    policy = policy.with_parameters(join_parameters([tensors[name] for name in expected]), policy.updates)
+    # Copies, so that nothing refers to the file any more.
+    learner = Learner(policy, *map(np.array, moments.values())) if len(moments) == len(MOMENTS) else None
+    return policy, learner
+
+
+def _read_description(metadata: Mapping[str, str], path: Path) -> Policy:
+    """Return a policy without trained parameters; raises InputError for one that this version does not know."""
+    try:
+        version = int(metadata["version"])
+        if version > VERSION or metadata["kind"] != KIND:
+            raise _newer(path, metadata)
+        sizes = {"devices": MAX_DEVICES, "width": MAX_WIDTH, "rounds": MAX_ROUNDS}
+        numbers = {key: int(metadata[key]) for key in (*sizes, "graphs", "updates", "seed")}
+        if any(not 1 <= numbers[key] <= limit for key, limit in sizes.items()) or min(numbers.values()) < 0:
+            raise ValueError(f"its sizes are {numbers}")
+        if metadata["order"] not in get_args(Order):
+            raise ValueError(f"its order is {format_value(metadata['order'])}")
+        if metadata["start"] not in get_args(Start):
+            raise ValueError(f"its start is {format_value(metadata['start'])}")
+        family = str(metadata["family"])
+    except (KeyError, ValueError, TypeError) as problem:
+        raise _damaged(path, f"its metadata cannot be read ({problem})") from None
+    shape = Shape(numbers["devices"], numbers["width"], numbers["rounds"])
+    return Policy(
+        shape=shape,
+        theta=np.zeros(shape.parameters, dtype=np.float32),
+        order=cast(Order, metadata["order"]),
+        start=cast(Start, metadata["start"]),
+        family=family,
+        graphs=numbers["graphs"],
+        updates=numbers["updates"],
+        seed=numbers["seed"],
+    )
+
+
+def require_devices(policy: Policy, devices: int, where: str) -> None:
+    """Raise UsageError if there are more devices than a policy knows."""
+    if devices > policy.shape.devices:
+        message = f"the policy knows at most {policy.shape.devices} devices, expected {devices}"
+        hint = f"use fewer devices, or `onnxplace learn placeto --devices {devices}`"
+        raise UsageError("H006", message, where=where, hint=hint)
+
+
+def _damaged(path: Path, reason: str) -> InputError:
+    return InputError("H003", f"the policy is damaged: {reason}", where=format_path(path), hint=_DAMAGED_HINT)
+
+
+def _newer(path: Path, metadata: Mapping[str, str]) -> InputError:
+    shown = f"{format_value(metadata['kind'])} of version {format_value(metadata['version'])}"
+    message = f"expected a policy {KIND!r} of version {VERSION} or earlier, found {shown}"
+    return InputError("H005", message, where=format_path(path), hint=f"update onnxplace, or {_RETRAIN}")

@@ -1,0 +1,138 @@
+"""Compiled loops of merging segments: which neighbours on a device become one, by the length of the step."""
+
+# Compiled loops get their types from numba.
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
+
+from __future__ import annotations
+
+import numpy as np
+
+from onnxplace.utils import compiled_loop, compiled_part
+
+
+@compiled_part
+def _run(
+    queue_starts,
+    queue,
+    device,
+    seconds,
+    saved,
+    send_starts,
+    destination,
+    send_seconds,
+    need_starts,
+    needs,
+    link_model,
+    joined,
+    free,
+    arrival,
+    sequence,
+):
+    """Run blocks of segments in simulated time; return the length of the step, infinity where devices wait forever.
+
+    A block is a segment and the segments behind it, on its device, that are `joined`. It starts once all values have
+    arrived that a segment in it needs from other devices, and its values leave at its end, over the links as in
+    `onnxplace.simulation`. Fills `arrival` per value that is sent, and `sequence` with all segments, in an order in
+    which their blocks can run.
+    """
+    devices = len(queue_starts) - 1
+    for send in range(len(arrival)):
+        arrival[send] = -1.0
+    for row in range(4):
+        for d in range(devices):
+            free[row, d] = 0.0  # when the device computes, sends, receives next; and its position in its queue
+    done, makespan = 0, 0.0
+    while True:
+        # Of the blocks that can run, the one that ends first.
+        chosen, chosen_finish, chosen_end = -1, np.inf, 0
+        for d in range(devices):
+            first = queue_starts[d] + np.int64(free[3, d])
+            if first == queue_starts[d + 1]:
+                continue
+            start, total, end = free[0, d], saved[d], first
+            while end < queue_starts[d + 1] and (end == first or joined[queue[end]]) and start < np.inf:
+                segment = queue[end]
+                total += seconds[segment] - saved[d]
+                for k in range(need_starts[segment], need_starts[segment + 1]):
+                    start = max(start, arrival[needs[k]] if arrival[needs[k]] >= 0.0 else np.inf)
+                end += 1
+            if start + total < chosen_finish:
+                chosen, chosen_finish, chosen_end = d, start + total, end
+        if chosen < 0:
+            break
+        first = queue_starts[chosen] + np.int64(free[3, chosen])
+        for position in range(first, chosen_end):
+            segment = queue[position]
+            sequence[done] = segment
+            done += 1
+            for send in range(send_starts[segment], send_starts[segment + 1]):
+                other, begin = destination[send], chosen_finish
+                if link_model == 0:
+                    begin = max(begin, max(free[1, chosen], free[2, other]))
+                elif link_model == 2:
+                    begin = max(begin, max(max(free[1, chosen], free[2, chosen]), max(free[1, other], free[2, other])))
+                arrival[send] = begin + send_seconds[send]
+                free[1, chosen] = free[2, other] = arrival[send]
+                makespan = max(makespan, arrival[send])
+        free[0, chosen] = chosen_finish
+        free[3, chosen] = chosen_end - queue_starts[chosen]
+        makespan = max(makespan, chosen_finish)
+    return makespan if done == len(queue) else np.inf
+
+
+@compiled_loop
+def merge_neighbours(
+    queue_starts,
+    queue,
+    device,
+    seconds,
+    saved,
+    send_starts,
+    destination,
+    send_seconds,
+    need_starts,
+    needs,
+    link_model,
+    attempts,
+):
+    """Return which segments are joined to the one before them on their device, and an order in which blocks can run.
+
+    Each of the `attempts`, in their order, joins a segment to the one before it, and stays if the step is not longer.
+    O(attempts * (D S + E)).
+
+    Args:
+        queue_starts: Where the segments of each device begin in `queue`.
+        queue: The segments of each device, in their order.
+        device: Per segment.
+        seconds: Per segment, with the cost of its call.
+        saved: Per device, the cost of a call.
+        send_starts: Where the values begin that each segment sends.
+        destination: Per value that is sent, the other device.
+        send_seconds: Per value that is sent.
+        need_starts: Where the needs of each segment begin.
+        needs: Values that are sent and that a segment reads.
+        link_model: As in the simulator.
+        attempts: Segments that are not the first of their device.
+    """
+    joined = np.zeros(len(queue), np.bool_)
+    free, arrival = np.zeros((4, len(saved))), np.zeros(len(destination))
+    sequence = np.zeros(len(queue), np.int64)
+    best = _run(
+        queue_starts, queue, device, seconds, saved, send_starts, destination, send_seconds, need_starts, needs,
+        link_model, joined, free, arrival, sequence,
+    )  # fmt: skip
+    for segment in attempts:
+        joined[segment] = True
+        makespan = _run(
+            queue_starts, queue, device, seconds, saved, send_starts, destination, send_seconds, need_starts, needs,
+            link_model, joined, free, arrival, sequence,
+        )  # fmt: skip
+        if makespan <= best:
+            best = makespan
+        else:
+            joined[segment] = False
+    _run(
+        queue_starts, queue, device, seconds, saved, send_starts, destination, send_seconds, need_starts, needs,
+        link_model, joined, free, arrival, sequence,
+    )  # fmt: skip
+    return joined, sequence

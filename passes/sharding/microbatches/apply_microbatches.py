@@ -1,0 +1,262 @@
+"""Micro-batches of a training step: choose what is computed per part, write the model, and scale its costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import numpy as np
+
+from onnxplace.errors import Diagnostic, InfeasibleError, UsageError
+from onnxplace.facts import MicroBatches, Profile, Shards
+from onnxplace.graph import Bools, Floats, Ints
+from onnxplace.model import Model
+from onnxplace.passes.sharding.choice import Choice, ChoiceProblem, is_sharded
+from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
+from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
+from onnxplace.passes.sharding.microbatches.batch_layouts import (
+    find_dependent_values,
+    find_sample_inputs,
+    restrict_to_samples,
+)
+from onnxplace.passes.sharding.microbatches.fixed_sizes import fix_sizes, report_fixed_sizes
+from onnxplace.passes.sharding.microbatches.replicas import ReplicatedModel, assign_replicas, divide_parts
+from onnxplace.passes.sharding.microbatches.write_parts import write_parts
+from onnxplace.passes.sharding.rewrite import ShardedModel
+from onnxplace.passes.sharding.scale_profile import scale_profile
+from onnxplace.passes.sharding.space import StrategySpace, build_space
+from onnxplace.passes.sharding.strategies import Strategy
+from onnxplace.passes.sharding.tensor_facts import TensorFacts
+from onnxplace.passes.sharding.whole_model import build_whole_model
+from onnxplace.passes.sharding.work_costs import WorkCosts, peak_rates
+from onnxplace.problem import device_seconds
+from onnxplace.state import State
+
+_WHERE = "microbatch"
+# Nodes between parts that are computed whole let no part overlap with another one. Above this share of the time,
+# nothing is gained.
+MAX_WHOLE_SHARE = 0.5
+# Of the time of sums in the choice.
+SUM_SHARE = 1e-3
+# A note names the operators that are computed whole from this share on.
+_NOTED_SHARE = 0.02
+
+
+@dataclass(frozen=True)
+class _BarrierCosts(ExchangeCosts):
+    """Costs of exchanges between parts on one device: a value that is put together waits for all parts."""
+
+    def seconds(self, source: Layout, result: Layout, size_bytes: int) -> float:
+        if source == PARTIAL and result == REPLICATED:
+            # The sum of a gradient, which only its update reads. It is the price of parts, which were asked for; of
+            # several places to add up, the one with the fewest bytes is taken.
+            return SUM_SHARE * self.count * size_bytes * self.copy_seconds_per_byte
+        return super().seconds(source, result, size_bytes)
+
+
+def microbatch_state(state: State, count: int, replicas: int = 1) -> State:
+    """Return the state with a model that computes its batch in `count` parts; see the pass `microbatch`.
+
+    Raises InfeasibleError if the model has no batch, one of fewer samples, or operators that mix its samples.
+    """
+    speeds = _replica_speeds(state, count, replicas)
+    of_part = divide_parts(count, speeds)
+    model, profile = state[Model], state[Profile]
+    fixed = fix_sizes(model)
+    axes = _require_samples(model, fixed, count)
+    seconds = device_seconds(profile, state.target).min(axis=0)
+    space = _build_space(fixed, axes, count)
+    choice, work, costs = _choose(state, space, seconds)
+    whole_seconds = _require_overlap(space, choice, axes, seconds)
+    written = write_parts(space, choice, costs, of_part.tolist())
+    written = replace(written, model=replace(written.model, states=model.states))
+    replicated = assign_replicas(written, model.states, profile, seconds, of_part, speeds, space.facts, axes)
+    sharded = replicated.sharded
+    scaled = scale_profile(profile, sharded, choice, work, state.target, [0] * count)
+    facts = _describe(replicated, count, replicas), _keep_whole(state, fixed, space, sharded)
+    notes = [
+        _report(space, choice, of_part),
+        *_report_whole(whole_seconds, seconds),
+        *report_fixed_sizes(model, fixed, "micro-batches"),
+    ]
+    return state.having(sharded.model, replace(scaled, unsharded_seconds=_alone(profile)), *facts).saying(*notes)
+
+
+def _alone(profile: Profile) -> Mapping[str, float]:
+    """Return what the model takes undivided, by cost class."""
+    return MappingProxyType({name: float(seconds.sum()) for name, seconds in profile.seconds.items()})
+
+
+def _require_samples(model: Model, fixed: Model, count: int) -> dict[str, int]:
+    """Return the axis with the samples by input; raises InfeasibleError without enough of them."""
+    axes = find_sample_inputs(model)
+    if not axes:
+        hint = "inputs that are neither states nor have default values need a first axis"
+        raise InfeasibleError("L060", "no input holds a batch of samples", where=_WHERE, hint=hint)
+    shapes = fixed.input_shapes()
+    name, axis = next(iter(axes.items()))
+    size = shapes[name][axis]
+    if size < count:
+        message = f"expected at least {count} samples for {count} micro-batches, got {size} in input {name!r}"
+        hint = "--shape gives the size of the batch, as in --shape batch=8; or ask for fewer micro-batches"
+        raise InfeasibleError("L061", message, where=_WHERE, hint=hint)
+    return axes
+
+
+def _build_space(model: Model, axes: Mapping[str, int], count: int) -> StrategySpace:
+    """Return the strategies that split samples; carried states are inputs and outputs like others."""
+    facts = TensorFacts.of(replace(model, states=MappingProxyType({})))
+    stateful = build_space(facts, Division((1.0,) * count))
+    return restrict_to_samples(stateful, axes, frozenset(model.states))
+
+
+def _choose(state: State, space: StrategySpace, seconds: Floats) -> tuple[Choice, WorkCosts, ExchangeCosts]:
+    """Return the choice of what is computed in parts: as much as possible, with few values put together."""
+    count = space.division.count
+    stages = min(max(len(state.target.devices), 2), count)
+    device = state.target.devices[0]
+    peaks = peak_rates(device)
+    work = WorkCosts(space, (peaks,) * count)
+    # Parts were asked for: small nodes are computed in parts too, although that takes longer than the whole.
+    times = np.maximum(seconds, peaks.kernel_seconds)
+    costs = _BarrierCosts(
+        count=count,
+        latency_seconds=0.0,
+        seconds_per_byte=0.0,
+        # A value that is put together lets stages run empty and fill again: about a part's time on one stage.
+        segment_seconds=float(times.sum()) / (2 * count * stages),
+        copy_seconds_per_byte=1.0 / peaks.bytes_per_second,
+        kernel_seconds=peaks.kernel_seconds,
+    )
+    table = [
+        [_strategy_seconds(strategy, time, count, stages) for strategy in options]
+        for options, time in zip(space.strategies, times.tolist())
+    ]
+    choice = ChoiceProblem(space, table, costs).solve()
+    assert choice is not None
+    return choice, work, costs
+
+
+def _strategy_seconds(strategy: Strategy, whole: float, count: int, stages: int) -> float:
+    """Return what a strategy counts: parts overlap with those of other stages, whole nodes do not."""
+    if strategy.is_split:
+        return whole / stages
+    if PARTIAL in strategy.outputs:
+        return 1.1 * whole * count / stages  # once per part; where there are as many stages, gradients are added first
+    return whole
+
+
+def _find_barriers(space: StrategySpace, choice: Choice, axes: Mapping[str, int]) -> Bools:
+    """Return, per node, whether it is computed from all samples at once, and parts need its results."""
+    model = space.facts.model
+    in_parts = [item.is_split or PARTIAL in item.outputs for item in choice.strategies]
+    varying = find_dependent_values(model, frozenset(axes))
+    needed = set[str]()
+    barriers = np.zeros(len(model.nodes), dtype=bool)
+    for index in range(len(model.nodes) - 1, -1, -1):
+        outputs, is_needed = model.nodes[index].output, not needed.isdisjoint(model.nodes[index].output)
+        barriers[index] = is_needed and not in_parts[index] and not varying.isdisjoint(outputs)
+        if in_parts[index] or is_needed:
+            needed.update(model.reads[index])
+    return barriers
+
+
+def _find_mixing(space: StrategySpace, axes: Mapping[str, int]) -> Bools:
+    """Return, per node, whether it reads samples that could be apart, and cannot keep them apart."""
+    apart, mixes = set(axes), []
+    for node, reads, options in zip(space.facts.model.nodes, space.facts.model.reads, space.strategies):
+        can_split = any(item.is_split for item in options)
+        mixes.append(not can_split and not apart.isdisjoint(reads))
+        if can_split:
+            apart.update(filter(None, node.output))
+    return np.array(mixes, dtype=bool)
+
+
+def _require_overlap(
+    space: StrategySpace, choice: Choice, axes: Mapping[str, int], seconds: Floats
+) -> dict[str, float]:
+    """Return the seconds of operators that wait for all parts; raises InfeasibleError if they are most of the step."""
+    nodes = space.facts.model.nodes
+    barriers = _find_barriers(space, choice, axes)
+    varying = [not is_whole(strategy) for strategy in choice.strategies]
+    if not is_sharded(choice):
+        heaviest = nodes[int(seconds.argmax())]
+        message = f"no operator can be computed in parts of the batch, such as {heaviest.op_type} {heaviest.name!r}"
+        hint = "no rule splits these operators; onnxplace compile without micro-batches"
+        raise InfeasibleError("L062", message, where=_WHERE, hint=hint)
+    total = float(seconds[np.array(varying) | barriers].sum())
+    if float(seconds[barriers].sum()) > MAX_WHOLE_SHARE * total:
+        mixes = barriers & _find_mixing(space, axes)
+        worst = nodes[int(np.where(mixes if mixes.any() else barriers, seconds, -1.0).argmax())]
+        share = float(seconds[barriers].sum()) / total
+        message = f"{worst.op_type} {worst.name!r} mixes the samples of a batch: {share:.0%} of the step waits for all"
+        raise InfeasibleError(
+            "L062", message, where=_WHERE, hint="split it otherwise: --shard, or place whole operators"
+        )
+    times: dict[str, float] = {}
+    for index in np.flatnonzero(barriers).tolist():
+        times[nodes[index].op_type] = times.get(nodes[index].op_type, 0.0) + float(seconds[index])
+    return times
+
+
+def is_whole(strategy: Strategy) -> bool:
+    """Return whether a strategy computes a node once, from whole inputs."""
+    return all(layout in (None, REPLICATED) for layout in (*strategy.inputs, *strategy.outputs))
+
+
+def _replica_speeds(state: State, count: int, replicas: int) -> list[float]:
+    """Return the steps per second that the devices of each replica make together; consecutive devices are a replica.
+
+    Raises UsageError unless devices and parts can be divided among the replicas.
+    """
+    devices = len(state.target.devices)
+    if count < replicas:
+        message = f"expected at least one micro-batch for each of {replicas} replicas, got {count}"
+        raise UsageError("L076", message, where=_WHERE, hint=f"microbatch{{count={replicas},replicas={replicas}}}")
+    if devices % replicas:
+        message = f"expected a number of devices that {replicas} replicas can share evenly, got {devices}"
+        raise UsageError("L076", message, where=_WHERE, hint="use another number of devices or of replicas")
+    totals = np.maximum(device_seconds(state[Profile], state.target).sum(axis=1), 1e-30)
+    speeds: Floats = (1.0 / totals).reshape(replicas, -1).sum(axis=1)
+    return [float(speed) for speed in speeds]
+
+
+def _describe(replicated: ReplicatedModel, count: int, replicas: int) -> MicroBatches:
+    origins = replicated.sharded.origins
+    part = np.array([origin.device for origin in origins], dtype=np.int32)
+    source = np.array([origin.source for origin in origins], dtype=np.int32)
+    part = np.maximum(part, -1)  # whole nodes of all replicas
+    return MicroBatches(count=count, part=part, source=source, replica=replicated.replica, replicas=replicas)
+
+
+def _keep_whole(state: State, fixed: Model, space: StrategySpace, sharded: ShardedModel) -> Shards:
+    """Return the undivided model as the reference of the bundle."""
+    model = replace(fixed, states=MappingProxyType({}))
+    joined = build_whole_model(model, sharded, space.division, from_parts=True)
+    return Shards(
+        device=np.full(len(sharded.origins), -1, dtype=np.int32),
+        whole_profile=state[Profile],
+        whole=fixed,
+        whole_of_parts=replace(joined, states=fixed.states),
+    )
+
+
+def _report(space: StrategySpace, choice: Choice, of_part: Ints) -> Diagnostic:
+    parts = sum(not is_whole(strategy) for strategy in choice.strategies)
+    replicas = int(of_part.max()) + 1
+    where = f" on {replicas} replicas ({', '.join(map(str, np.bincount(of_part)))})" if replicas > 1 else ""
+    message = (
+        f"the batch is computed in {len(of_part)} micro-batches{where}: {parts} of {len(choice.strategies)} nodes once "
+        "for each, and gradients are added up"
+    )
+    return Diagnostic("L063", message, where=_WHERE)
+
+
+def _report_whole(whole_seconds: Mapping[str, float], seconds: Floats) -> list[Diagnostic]:
+    noted = {op: time for op, time in whole_seconds.items() if time > _NOTED_SHARE * float(seconds.sum())}
+    if not noted:
+        return []
+    listed = ", ".join(f"{op} ({time * 1e3:.3g} ms)" for op, time in sorted(noted.items(), key=lambda item: -item[1]))
+    message = f"these operators wait for all micro-batches, since they mix samples or have no rule: {listed}"
+    return [Diagnostic("L064", message, where=_WHERE)]

@@ -1,0 +1,155 @@
+"""Find out from the flow of data whether a model with carried states is a training step, and what its states are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from onnxplace.errors import Diagnostic
+from onnxplace.graph import Bools, Ints
+from onnxplace.model import Model, declaration_of, is_scalar, read_shape_entries
+from onnxplace.passes.training.flow import MANY, NONE, Flow
+from onnxplace.training_step import CarriedTensor, Parameter, TrainingStep
+
+# Scalar outputs that are examined as the loss; models return few numbers.
+MAX_CANDIDATES = 16
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An output that may be the loss."""
+
+    name: str
+    is_parameter: Bools
+    """Per state."""
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Return what makes it the loss rather than another candidate: its name, then how many parameters it has."""
+        words = self.name.lower().replace(".", "_").replace("/", "_").split("_")
+        by_name = 2 if self.name.lower() == "loss" else int("loss" in words)
+        return by_name, int(self.is_parameter.sum())
+
+
+def find_training_step(flow: Flow) -> TrainingStep | None:
+    """Return what the states of a model are, None if the model is no training step.
+
+    The loss is an output of one number, of floating-point type. Parameters are states that the loss depends on, whose
+    new values it does not depend on, and whose new values are computed from the old ones element by element, outside
+    the forward pass. At least one of them depends on the forward pass. That excludes caches of decoders, which grow or
+    are read again, and hidden states of recurrent networks, on which the results of the same step depend.
+    """
+    candidates = [candidate for name in _list_scalar_outputs(flow) if (candidate := _examine(flow, name))]
+    if not candidates:
+        return None
+    best = max(candidates, key=lambda candidate: candidate.rank)  # the first of equals
+    return _describe(flow, best)
+
+
+def report_unusable_loss(model: Model) -> list[Diagnostic]:
+    """Return a note if a model with states has a loss that is not a number, so that it is no training step."""
+    for output in model.outputs if model.states and model.training is None else ():
+        value = model.sources.get(output.name, output.name)
+        kind = model.types.get(value, output.type)
+        if output.name.lower() != "loss" or output.name in model.states.values() or is_scalar(kind) is not False:
+            continue
+        shape = read_shape_entries(kind) or ()
+        text = ", ".join("?" if size is None else str(size) for size in shape)
+        message = f"the model is not taken for a training step: expected the output {output.name!r} to be a scalar, "
+        hint = "reduce the loss to one number, such as its mean over the batch"
+        return [Diagnostic("L024", f"{message}it has the shape [{text}]", where=model.name, hint=hint)]
+    return []
+
+
+def _list_scalar_outputs(flow: Flow) -> list[str]:
+    """Return the outputs that may be a loss, by name."""
+    states = set(flow.model.states.values())
+    names = []
+    for output in flow.model.outputs:
+        value = flow.model.sources.get(output.name, output.name)
+        kind = flow.model.types.get(value, output.type)
+        is_number = kind.WhichOneof("value") is not None and is_scalar(kind) and flow.has_float_type(value)
+        if output.name not in states and is_number:
+            names.append(output.name)
+    return names[:MAX_CANDIDATES]
+
+
+def _examine(flow: Flow, loss: str) -> Candidate | None:
+    """Return an output with the parameters that it would be the loss of, None if there are none."""
+    forward, read = flow.leads_to(np.array([flow.find_output(loss)], dtype=np.int32))
+    graph, numbers = flow.graph, np.arange(len(flow.states), dtype=np.int32)
+    producer = graph.producer[flow.state_outputs]
+    is_parameter = read[flow.state_inputs] & ~forward[producer]
+    is_parameter &= np.array([flow.has_float_type(name) for name in flow.states], dtype=bool)
+    carried = flow.label_origins(
+        np.full(len(graph), NONE, dtype=np.int32), flow.state_inputs, numbers, flow.is_elementwise & ~forward
+    )
+    is_parameter &= (carried[producer] == numbers) | (carried[producer] == MANY)
+    learns = flow.comes_from(forward, np.zeros(0, dtype=np.int32))[producer]
+    return Candidate(loss, is_parameter) if bool((is_parameter & learns).any()) else None
+
+
+def _describe(flow: Flow, candidate: Candidate) -> TrainingStep:
+    """Return the training step with a loss and parameters; its moments and buffers follow from them."""
+    model, states = flow.model, flow.states
+    outputs = dict(model.states)
+    parameters = np.flatnonzero(candidate.is_parameter)
+    loss = np.array([flow.find_output(candidate.name)], dtype=np.int32)
+    _, is_forward_value = flow.leads_to(loss)
+    owner = _find_moments(flow, parameters.astype(np.int32), is_forward_value)
+    moments: dict[int, list[CarriedTensor]] = {}
+    buffers = []
+    for state in np.flatnonzero(~candidate.is_parameter).tolist():
+        tensor = CarriedTensor(name=states[state], input=states[state], output=outputs[states[state]])
+        if owner[state] >= 0:
+            moments.setdefault(int(owner[state]), []).append(tensor)
+        else:
+            buffers.append(tensor)
+    return TrainingStep(
+        loss=candidate.name,
+        learning_rate=_find_rate(flow, is_forward_value),
+        step=_find_counter(flow, is_forward_value),
+        parameters=tuple(
+            Parameter(
+                name=states[state],
+                input=states[state],
+                output=outputs[states[state]],
+                moments=tuple(moments.get(number, ())),
+            )
+            for number, state in enumerate(parameters.tolist())
+        ),
+        buffers=tuple(buffers),
+    )
+
+
+def _find_moments(flow: Flow, parameters: Ints, is_forward_value: Bools) -> Ints:
+    """Return, per state, the parameter whose new values alone it leads to, -1 for none; parameters have none."""
+    numbers = np.arange(len(parameters), dtype=np.int32)
+    _, label = flow.label_ends(flow.state_outputs[parameters], numbers, cut=True)
+    owner = np.where(is_forward_value[flow.state_inputs], NONE, label[flow.state_inputs])
+    owner[parameters] = NONE
+    return np.maximum(owner, NONE).astype(np.int32)
+
+
+def _list_other_scalars(flow: Flow, is_forward_value: Bools, dtypes: tuple[str, ...]) -> list[str]:
+    """Return the inputs of one number that are no states and that the loss does not depend on."""
+    others = [value for value in flow.model.inputs if value.name not in flow.model.states]
+    return [
+        item.name
+        for item in (declaration_of(value, flow.model) for value in others)
+        if item.dtype in dtypes and item.shape in ((), (1,)) and not is_forward_value[flow.index[item.name]]
+    ]
+
+
+def _find_rate(flow: Flow, is_forward_value: Bools) -> str:
+    """Return the input that is the learning rate: the one with its name, or the only number of its type."""
+    names = _list_other_scalars(flow, is_forward_value, ("tensor(float)",))
+    named = [name for name in names if name.lower().replace("_", "") in ("lr", "learningrate", "rate")]
+    return (named or (names if len(names) == 1 else []) or [""])[0]
+
+
+def _find_counter(flow: Flow, is_forward_value: Bools) -> str:
+    """Return the input that counts steps, of type int64."""
+    names = _list_other_scalars(flow, is_forward_value, ("tensor(int64)",))
+    return names[0] if len(names) == 1 else ""

@@ -1,0 +1,47 @@
+"""The nodes of each parameter: those that work for it, and those that read it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from onnxplace.graph import Ints, OpGraph
+from onnxplace.passes.training.role_kernels import NONE, label_derived
+from onnxplace.training_roles import TrainingRoles
+
+# Smaller values, such as the norm of a parameter, cost nothing to send: their readers need not be with the parameter.
+MAX_NUMBER_BYTES = 8
+
+
+def list_parameter_members(graph: OpGraph, roles: TrainingRoles) -> tuple[Ints, Ints]:
+    """Return nodes, and for each of them the first node of the same parameter.
+
+    Nodes of a parameter read it, or what follows from it alone, such as its transpose; or they read no parameter, and
+    compute its gradient, its moments or its new values. What several parameters share belongs to none.
+    """
+    index = {name: value for value, name in enumerate(graph.value_names)}
+    values = [index.get(item.input, -1) for item in roles.step.parameters]
+    label = np.full(len(graph.value_names), NONE, dtype=np.int32)
+    known = np.flatnonzero(np.array(values, dtype=np.int64) >= 0)
+    label[np.array(values, dtype=np.int64)[known]] = known
+    derived = label_derived(
+        graph.order, graph.producer, graph.inputs.starts, graph.inputs.items, label,
+        graph.value_bytes > MAX_NUMBER_BYTES,
+    )  # fmt: skip
+    produced = np.flatnonzero((graph.producer >= 0) & (graph.value_bytes > MAX_NUMBER_BYTES))
+    label[produced] = derived[graph.producer[produced]]
+    reads = label[graph.inputs.items] >= 0
+    read = _find_single(graph.inputs.rows[reads], label[graph.inputs.items[reads]], len(graph))
+    member = np.where(read >= 0, read, roles.parameter)
+    members = np.flatnonzero(member >= 0).astype(np.int32)
+    number = member[members]
+    first = np.full(int(number.max(initial=NONE)) + 1, NONE, dtype=np.int32)
+    first[number[::-1]] = members[::-1]
+    return members, first[number]
+
+
+def _find_single(nodes: Ints, numbers: Ints, count: int) -> Ints:
+    """Return, per node, its only number, -1 for none or several."""
+    lowest, highest = np.full(count, np.iinfo(np.int32).max, dtype=np.int32), np.full(count, NONE, dtype=np.int32)
+    np.minimum.at(lowest, nodes, numbers)
+    np.maximum.at(highest, nodes, numbers)
+    return np.where(lowest == highest, lowest, NONE).astype(np.int32)

@@ -1,0 +1,137 @@
+"""Hosts that cannot be reached, or do not answer, and launchers that fail."""
+
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from onnxplace.errors import ExecutionError, TargetError, UsageError
+from onnxplace.hosts import Connection, connection as connection_module
+from onnxplace.hosts.connection import find_mpi_cause, find_mpiexec, is_this_machine, run_together
+
+MODULE = "onnxplace.hosts.describe_host"
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_an_unreachable_host_is_named_with_the_message_of_ssh(write_shell):
+    shell = write_shell('echo "ssh: connect to host $host port 22: No route to host" >&2; exit 255')
+    with pytest.raises(TargetError) as caught:
+        Connection(shell).run_on_hosts(["node2"], MODULE, "")
+    assert (caught.value.code, caught.value.where) == ("K004", "host node2")
+    assert "cannot be reached: ssh: connect to host node2 port 22: No route to host" in caught.value.message
+    assert "without a password" in caught.value.hint
+
+
+def test_a_host_that_does_not_answer_is_given_up_and_its_processes_end(write_shell, tmp_path):
+    shell = write_shell(f"sleep 600 & echo $$ $! > {tmp_path}/pids; wait")
+    begin = time.monotonic()
+    with pytest.raises(TargetError, match=r"K004.*host node2: no answer within 0\.5 s"):
+        Connection(shell, timeout_seconds=0.5).run_on_hosts(["node2"], MODULE, "")
+    assert time.monotonic() - begin < 10
+    for pid in map(int, (tmp_path / "pids").read_text().split()):
+        while is_alive(pid):
+            assert time.monotonic() - begin < 20
+            time.sleep(0.05)
+
+
+def test_a_host_without_onnxplace_is_named(write_shell):
+    shell = write_shell('echo "sh: 1: python: not found" >&2; exit 127')
+    with pytest.raises(TargetError, match=r"K005.*host node2: onnxplace cannot be run there: sh: 1: python") as caught:
+        Connection(shell).run_on_hosts(["node2"], MODULE, "")
+    assert sys.executable in caught.value.hint
+
+
+def test_a_missing_remote_shell_is_named():
+    with pytest.raises(UsageError, match=r"K002.*'no-such-ssh'"):
+        Connection("no-such-ssh").run_on_hosts(["node2"], MODULE, "")
+
+
+def test_arguments_reach_a_host_as_they_are(local_shell, tmp_path, monkeypatch):
+    (tmp_path / "show_arguments.py").write_text("import sys; print(sys.argv[1:])")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    (shown,) = Connection(local_shell).run_on_hosts(["node2"], "show_arguments", "a b", "$HOME;'", "")
+    assert shown == "['a b', \"$HOME;'\", '']\n"
+
+
+def test_this_machine_needs_no_remote_shell(tmp_path, monkeypatch):
+    assert is_this_machine("localhost")
+    assert not is_this_machine("node2")
+    (tmp_path / "show_arguments.py").write_text("import sys; print(sys.argv[1:])")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    assert Connection("no-such-ssh").run_on_hosts(["localhost"], "show_arguments") == ["[]\n"]
+
+
+def test_an_interrupt_ends_the_processes_of_a_command(monkeypatch):
+    started = []
+
+    def interrupt(process, timeout):
+        started.append(process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_together([["sleep", "600"], ["sleep", "601"]], 60.0)
+    assert started[0].poll() is not None
+
+
+def test_hosts_are_asked_at_once_and_the_first_bad_one_is_named(write_shell):
+    shell = write_shell("[ $host = node1 ] && { sleep 1; echo hello; exit; }; [ $host = node3 ] && exit 255; sleep 600")
+    begin = time.monotonic()
+    with pytest.raises(TargetError, match=r"K004.*host node2: no answer within 2 s"):
+        Connection(shell, timeout_seconds=2.0).run_on_hosts(["node1", "node2", "node3"], MODULE, "")
+    assert time.monotonic() - begin < 10
+    with pytest.raises(TargetError, match=r"K004.*host node3: cannot be reached: exit code 255"):
+        Connection(shell, timeout_seconds=20.0).run_on_hosts(["node1", "node3"], MODULE, "")
+
+
+@pytest.mark.parametrize(
+    ("version", "shown"), [("mpirun (Open MPI) 5.0.8", "which says 'mpirun (Open MPI) 5.0.8'"), ("", "")]
+)
+def test_another_mpiexec_than_that_of_mpich_is_refused(monkeypatch, tmp_path, version, shown):
+    find_mpiexec.cache_clear()
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    if version:
+        (folder / "mpiexec").write_text(f"#!/bin/sh\necho '{version}'\n")
+        (folder / "mpiexec").chmod(0o755)
+    monkeypatch.setattr(connection_module.sys, "executable", str(folder / "python"))
+    monkeypatch.setenv("PATH", str(folder))
+    with pytest.raises(UsageError, match="K003") as caught:
+        find_mpiexec()
+    assert shown in caught.value.message
+    assert "pip install 'onnxplace[mpi]'" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("printed", "cause"),
+    [
+        ("", "it wrote nothing"),
+        ("Traceback:\nValueError: boom\nAbort(1) on node 1: application called MPI_Abort", "ValueError: boom"),
+        ("[mpiexec@a] f (sock.c:4): no interface x\n[mpiexec@a] main (m.c:2): error", "no interface x"),
+        ("[proxy:1@a] f (sock.c:4): no route (1)\n[mpiexec@a] main (m.c:2): error", "on node2: no route (1)"),
+        ("[mpiexec@a] of another form", "[mpiexec@a] of another form"),
+    ],
+)
+def test_the_cause_of_a_failure_is_found_among_the_lines_of_mpi(printed, cause):
+    assert find_mpi_cause(printed, ("node1", "node2")) == cause
+
+
+def test_a_failing_launcher_is_an_error_with_its_last_line(monkeypatch, tmp_path):
+    launcher = tmp_path / "mpiexec"
+    launcher.write_text("#!/bin/sh\necho 'cannot bind' >&2; exit 3\n")
+    launcher.chmod(0o755)
+    monkeypatch.setattr(connection_module, "find_mpiexec", lambda: str(launcher))
+    with pytest.raises(ExecutionError, match=r"K007.*node1, localhost: MPI failed with exit code 3: cannot bind"):
+        Connection("true").run_ranks(("node1", "localhost"), MODULE, timeout_seconds=30.0)
+    launcher.write_text("#!/bin/sh\nsleep 600\n")
+    with pytest.raises(ExecutionError, match=r"K007.*did not arrive within 0\.2 s"):
+        Connection("true").run_ranks(("node1", "localhost"), MODULE, timeout_seconds=0.2)

@@ -1,0 +1,72 @@
+"""Lists of hosts: with commas, as Slurm writes them, and in files."""
+
+import pytest
+
+from onnxplace.errors import InputError, TargetError, UsageError
+from onnxplace.hosts import parse_hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("node1,node2", "node1 node2"),
+        (" node2 , node1 ,", "node2 node1"),
+        ("node[1-3]", "node1 node2 node3"),
+        ("node[008-010,7],gpu.example.org", "node008 node009 node010 node7 gpu.example.org"),
+        ("rack[1,2]-a,10.0.0.[1-2]", "rack1-a rack2-a 10.0.0.1 10.0.0.2"),
+        ("n[1-64]", " ".join(f"n{index}" for index in range(1, 65))),
+    ],
+)
+def test_lists_of_hosts_are_expanded_in_order(text, names):
+    assert parse_hosts(text) == tuple(names.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ("K001", "expected two or more hosts", "--hosts node1,node2")),
+        ("node1", ("K001", "got 'node1'")),
+        ("node1,node1", ("K001", "'node1' is named twice")),
+        ("node[1-2],node1", ("K001", "'node1' is named twice")),
+        ("node1,Node2", ("T017", "'Node2'", "lower-case")),
+        ("node1,-oProxyCommand=x", ("T017",)),
+        ("node[1-65]", ("K001", "at most 64 hosts")),
+        ("node[1-999999999]", ("K001", "at most 64 hosts")),
+        ("node[3-1]", ("K001", "ascending ranges", "'node[3-1]'")),
+        ("node[1-]", ("K001", "ascending ranges")),
+        ("node[a]", ("K001", "one pair of brackets")),
+        ("node[1][2]", ("K001", "one pair of brackets")),
+        ("node[1", ("K001", "one pair of brackets")),
+        ("node1,node]", ("K001", "one pair of brackets")),
+    ],
+)
+def test_bad_lists_of_hosts_are_refused(text, words):
+    with pytest.raises((UsageError, TargetError)) as caught:
+        parse_hosts(text)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_hostfiles_of_both_mpis_are_read(tmp_path):
+    path = tmp_path / "hostfile"
+    path.write_text("# our hosts\nnode1\n\nnode2 slots=4\nnode3:2  # the third\n")
+    assert parse_hosts(f"@{path}") == ("node1", "node2", "node3")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"node1 node2\n", ("K008", "hostfile, line 1", "got 'node1 node2'")),
+        (b"node1\nnode2 slots=many\n", ("K008", "hostfile, line 2")),
+        (b"\xff\xfe", ("K008", "not a hostfile: it is a binary file")),
+        (b"node1\n", ("K001", "expected two or more hosts")),
+        (None, ("K008", "hostfile")),
+    ],
+)
+def test_bad_hostfiles_are_refused(tmp_path, content, words):
+    if content is not None:
+        (tmp_path / "hostfile").write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        parse_hosts(f"@{tmp_path}/hostfile")
+    for word in words:
+        assert word in str(caught.value)

@@ -1,0 +1,131 @@
+"""`onnxplace learn` without torch: families, generated graphs, and what it refuses."""
+
+import json
+import sys
+
+import pytest
+
+from onnxplace.cost_graph import FAMILIES, GraphSet, graph_fingerprint, read_cost_graph
+from onnxplace.errors import InputError
+from onnxplace.learn import CurvePoint, draw_problems, plot_curve, read_problems, write_curve
+from onnxplace.learn.curves import read_curve
+from tests.conftest import branches
+
+POINTS = [CurvePoint(8, 1.5, 64, 1.25, 0.9, 0.69, 0.875, 0.95), CurvePoint(16, 3.0, 128, 1.0, 0.8, 0.5, 0.75, 0.95)]
+
+
+def test_families_are_listed_with_summaries(run_cli):
+    result = run_cli("learn", "families")
+    assert result.code == 0
+    assert all(name in result.out for name in FAMILIES)
+    data = json.loads(run_cli("learn", "families", "--json").out)
+    assert [entry["name"] for entry in data["families"]] == list(FAMILIES)
+
+
+def test_generated_graphs_are_written_and_can_be_placed(run_cli, tmp_path):
+    command = ("learn", "graphs", "--family", "two_towers", "--nodes", 40, "--devices", 3)
+    for side, count in (("train", 3), ("test", 2)):
+        result = run_cli(*command, "--count", count, "--side", side, "-o", tmp_path / side)
+        assert result.code == 0, result.err
+        assert len(list((tmp_path / side).iterdir())) == count
+    prints = [graph_fingerprint(read_cost_graph(path).profile.graph) for path in tmp_path.rglob("*.graphml")]
+    assert len(set(prints)) == 5
+    path = next((tmp_path / "train").iterdir())
+    assert len(json.loads(run_cli("place", path, "--placer", "m-etf", "--json").out)["peak_bytes"]) == 3
+
+
+def test_backward_passes_are_written(run_cli, tmp_path):
+    result = run_cli(
+        "learn",
+        "graphs",
+        "--family",
+        "transformer",
+        "--count",
+        1,
+        "--nodes",
+        60,
+        "--backward",
+        "-o",
+        tmp_path,
+        "--json",
+    )
+    (path,) = json.loads(result.out)["files"]
+    assert read_cost_graph(path).profile.backward.any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("graphs", "--family", "convolutional", "-o", "out"), "H001"),
+        (("graphs", "--family", "chains", "--backward", "-o", "out"), "H001"),
+    ],
+)
+def test_wrong_families_are_refused(run_cli, arguments, code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run_cli("learn", *arguments)
+    assert result.code == 2
+    assert result.err.startswith(f"error[{code}]")
+
+
+def test_without_torch_one_line_says_what_to_install(run_cli, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = run_cli("learn", "placeto", "--family", "chains", "--seconds", 1, "-o", tmp_path / "p.safetensors")
+    assert result.code == 2
+    assert result.err.startswith("error[H010]")
+    assert "pip install 'onnxplace[learn]'" in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_cost_graphs_and_models_becomes_problems(run_cli, tmp_path):
+    run_cli("learn", "graphs", "--family", "chains", "--nodes", 20, "--count", 2, "-o", tmp_path)
+    first, second = sorted(tmp_path.iterdir())
+    (tmp_path / "z_copy.graphml").write_bytes(first.read_bytes())
+    model = branches()
+    for value in (model.graph.input[0], model.graph.output[0]):
+        value.type.tensor_type.shape.dim[0].dim_value = 4
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    (tmp_path / "notes.txt").write_text("ignored")
+    graphs = read_problems(tmp_path, 3)
+    # The copy has the fingerprint of its original.
+    assert [graph.name for graph in graphs] == [first.name, second.name, "model.onnx"]
+    assert [len(graph.problem.target.devices) for graph in graphs] == [3, 3, 3]
+
+
+def test_drawn_problems_have_the_groups_of_their_graphs():
+    (graph,) = draw_problems(GraphSet("transformer", 1, nodes=60, backward=True), 3)
+    assert len(graph.problem.target.devices) == 3
+    assert len(graph.problem.pinned) < len(graph.problem.graph)
+
+
+def test_a_folder_without_graphs_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"H011.*no graphs"):
+        read_problems(tmp_path, 2)
+    with pytest.raises(InputError, match=r"H011.*expected a folder"):
+        read_problems(tmp_path / "missing", 2)
+
+
+# ---------------------------------------------------------------------------------------------- learning curves
+
+
+def test_a_curve_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "curve.csv"
+    write_curve(path, POINTS)
+    assert read_curve(path) == POINTS
+    assert path.read_text().splitlines()[0].startswith("updates,seconds,episodes,train_cost")
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "HEADER\n1,2\n", "HEADER\n1,2,3,4,5,six,7,8\n"])
+def test_another_file_is_not_a_curve(tmp_path, text):
+    write_curve(tmp_path / "curve.csv", [])
+    header = (tmp_path / "curve.csv").read_text().strip()
+    (tmp_path / "curve.csv").write_text(text.replace("HEADER", header))
+    with pytest.raises(InputError, match="H012"):
+        read_curve(tmp_path / "curve.csv")
+
+
+def test_a_plot_needs_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    assert not plot_curve(tmp_path / "curve.png", POINTS, "placeto")
+    assert not (tmp_path / "curve.png").exists()

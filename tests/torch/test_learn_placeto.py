@@ -1,0 +1,116 @@
+"""`onnxplace learn placeto`: files, repeatability, resuming, and what it refuses."""
+
+import json
+
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed; .ci/training has it")
+
+from onnxplace.cost_graph import GraphSet
+from onnxplace.errors import InputError, UsageError
+from onnxplace.learn import LearnOptions, draw_problems, learn_placeto
+from onnxplace.learn.learning import checkpoint_path
+from onnxplace.passes.learning import Settings, read_learner, read_policy
+
+GRAPHS = GraphSet("two_towers", 7, nodes=30)
+QUICK = ("--family", "two_towers", "--count", "7", "--nodes", "30", "--episodes", "2")
+
+
+@pytest.fixture(scope="module")
+def graphs():
+    return draw_problems(GRAPHS, 2)
+
+
+def learn(graphs, output, updates, **options):
+    settings = Settings(episodes=2, steps=4, seed=options.pop("seed", 0))
+    resume = options.pop("resume", False)
+    return learn_placeto(graphs, LearnOptions(2, updates=updates, settings=settings, **options), output, resume=resume)
+
+
+def test_the_command_writes_a_policy_that_places(run_cli, tmp_path):
+    output = tmp_path / "p.safetensors"
+    result = run_cli("learn", "placeto", *QUICK, "--updates", 9, "-o", output, "--json")
+    assert result.code == 0, result.err
+    data = json.loads(result.out)
+    assert data["graphs"] == 7
+    assert (tmp_path / "p.csv").read_text().count("\n") == 1 + data["points"] == 3
+    assert read_policy(output).family == "two_towers"
+    run_cli("learn", "graphs", "--family", "two_towers", "--nodes", 30, "--count", 1, "--side", "test", "-o", tmp_path)
+    (graph,) = tmp_path.glob("*.graphml")
+    placed = run_cli("place", graph, "--placer", f"placeto{{policy={output}}}", "--json")
+    assert json.loads(placed.out)["feasible"]
+
+
+def test_equal_options_give_equal_files(graphs, tmp_path):
+    for name in ("a.safetensors", "b.safetensors"):
+        learn(graphs, tmp_path / name, 5)
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    learn(graphs, tmp_path / "c.safetensors", 5, seed=1)
+    assert (tmp_path / "a.safetensors").read_bytes() != (tmp_path / "c.safetensors").read_bytes()
+
+
+def test_an_interrupted_training_continues_as_if_it_had_not_been(graphs, tmp_path, monkeypatch):
+    whole, parts = tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
+    learn(graphs, whole, 6)
+    calls = iter(range(100))
+
+    def interrupt(*arguments):
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return update(*arguments)
+
+    from onnxplace.learn import learning
+
+    update = learning.update_policy
+    monkeypatch.setattr(learning, "update_policy", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        learn(graphs, parts, 6)
+    monkeypatch.setattr(learning, "update_policy", update)
+    assert read_policy(checkpoint_path(parts)).updates == 3
+    learn(graphs, parts, 6, resume=True)
+    _, expected = read_learner(checkpoint_path(whole))
+    _, resumed = read_learner(checkpoint_path(parts))
+    assert resumed.policy.theta.tolist() == expected.policy.theta.tolist()
+    assert resumed.second.tolist() == expected.second.tolist()
+
+
+@pytest.mark.parametrize("options", [{"seed": 1}, {"order": "bfs"}, {"start": "first-device"}])
+def test_a_checkpoint_of_another_training_is_refused(graphs, tmp_path, options):
+    learn(graphs, tmp_path / "p.safetensors", 1)
+    with pytest.raises(InputError, match="H012"):
+        learn(graphs, tmp_path / "p.safetensors", 2, resume=True, **options)
+
+
+def test_a_plot_is_written_with_matplotlib(graphs, tmp_path):
+    pytest.importorskip("matplotlib")
+    result = learn(graphs, tmp_path / "p.safetensors", 1)
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert tmp_path / "p.png" in result.files
+
+
+def test_a_training_without_a_limit_is_refused():
+    with pytest.raises(UsageError, match="H008"):
+        LearnOptions(2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("--updates", 1), "H009"),
+        (("--updates", 1, "--family", "chains", "--graphs", "."), "H009"),
+        (("--family", "chains"), "H008"),
+        (("--family", "chain", "--updates", 1), "H001"),
+        (("--family", "chains", "--updates", 1, "--order", "sideways"), "U005"),
+        (("--family", "chains", "--updates", 1, "--start", "sideways"), "U005"),
+    ],
+)
+def test_wrong_options_are_refused(run_cli, tmp_path, arguments, code):
+    result = run_cli("learn", "placeto", *arguments, "-o", tmp_path / "p.safetensors")
+    assert result.code == 2
+    assert f"error[{code}]" in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_policy_has_the_ending_of_its_format(run_cli, tmp_path):
+    result = run_cli("learn", "placeto", *QUICK, "--updates", 1, "-o", tmp_path / "p.pt")
+    assert (result.code, "error[U032]" in result.err) == (2, True)
