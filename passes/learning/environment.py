@@ -159,8 +159,8 @@ class Environment:
         pinned = self.problem.pinned
         return np.where(pinned >= 0, pinned, device)[self.problem.group].astype(np.int32)
 
-    def run(self, network: Network, draws: Floats | None = None) -> Episode:
-        """Run an episode; without `draws` from 0 to 1, always choose the likeliest device."""
+    def run(self, network: Network, draws: Floats | None = None, start: Ints | None = None) -> Episode:
+        """Run an episode from a placement; without `draws` from 0 to 1, always choose the likeliest device."""
         steps, nodes = len(self.visits.group), len(self.problem.graph)
         trajectory = Trajectory(
             device=np.zeros((steps, nodes), dtype=np.int16),
@@ -170,7 +170,7 @@ class Environment:
             fits=np.zeros(steps + 1, dtype=bool),
             entropy=np.zeros(steps),
         )
-        device = self.start.copy()
+        device = (self.start if start is None else start).copy()
         run_episode(
             network,
             self.wires,
@@ -178,14 +178,14 @@ class Environment:
             self.rules,
             np.full(steps, -1.0) if draws is None else draws,
             device,
-            self._new_simulators(),
+            self.new_simulators(),
             new_policy_scratch(network, nodes),
             np.zeros(nodes, dtype=np.uint8),
             trajectory,
         )
         return Episode(trajectory, device)
 
-    def _new_simulators(self) -> Simulators:
+    def new_simulators(self) -> Simulators:
         graph, devices = self.problem.graph, len(self.problem.target.devices)
         nodes = len(graph)
         return Simulators(
