@@ -83,21 +83,37 @@ def graphs(
 @learn.command(short_help="Train the policy of the placer placeto.")
 @learning_options()
 @click.option("--order", default="topological", show_default=True, help="In which nodes are visited.")
-@click.option("--start", default="m-etf", show_default=True, help="What episodes start from: m-etf, first-device.")
-@click.option("--episodes", type=click.IntRange(2), default=8, show_default=True, help="Of one graph, for each update.")
-def placeto(request: LearnRequest, *, order: Any, start: Any, episodes: int) -> None:
+@click.option(
+    "--start", default="several", show_default=True, help="What episodes start from: several, m-etf, first-device."
+)
+@click.option(
+    "--learn-from",
+    default="completions",
+    show_default=True,
+    help="completions: choices that good placements complete; rewards: REINFORCE, as published.",
+)
+@click.option(
+    "--episodes",
+    type=click.IntRange(2),
+    default=8,
+    show_default=True,
+    help="Of one graph, for each update from rewards.",
+)
+def placeto(request: LearnRequest, *, order: Any, start: Any, learn_from: Any, episodes: int) -> None:
     """Train the policy of the placer `placeto` on generated graphs, or on those in a folder.
 
     Writes the policy that places unseen graphs best, a checkpoint, and the learning curve as CSV and, if matplotlib is
     installed, as PNG. Ctrl-C leaves a checkpoint for --resume.
     """
     from onnxplace.learn import LearnOptions, learn_placeto
-    from onnxplace.passes.learning import Order, Settings, Start, require_torch
+    from onnxplace.passes.learning import LearnFrom, Order, Settings, Start, require_torch
 
     require_torch()
     require_choice(order, get_args(Order), "--order")
     require_choice(start, get_args(Start), "--start")
-    settings = Settings(episodes=episodes, seed=request.seed)
+    require_choice(learn_from, get_args(LearnFrom), "--learn-from")
+    published = Settings(episodes=episodes, seed=request.seed)
+    settings = published if learn_from == "rewards" else Settings.for_completions(request.seed)
     options = LearnOptions(request.devices, request.seconds, request.updates, order, start, settings, request.threads)
     graphs = collect_graphs(request)
     with show_training(request) as observer:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from onnxplace.errors import InputError, UsageError, format_count
+from onnxplace.graph import Ints
 from onnxplace.learn.curves import CurvePoint, plot_curve, read_curve, write_curve
 from onnxplace.learn.problems import LearningGraph
 from onnxplace.passes.learning import (
@@ -20,8 +21,10 @@ from onnxplace.passes.learning import (
     Shape,
     Start,
     Update,
+    find_completions,
     read_learner,
     require_torch,
+    update_from_completions,
     update_policy,
     write_policy,
 )
@@ -30,7 +33,7 @@ from onnxplace.utils import budget_clock, format_path, require_writable
 # One graph of so many is not trained on: it tells which policy is best. With fewer graphs, all are for both.
 VALIDATION_PERIOD = 6
 # Updates between two points of the curve.
-POINT_UPDATES = 8
+POINT_UPDATES = 32
 # Seconds between two checkpoints.
 CHECKPOINT_SECONDS = 30.0
 
@@ -49,8 +52,8 @@ class LearnOptions:
     updates: int = 0
     """Number of updates, for a result that does not depend on the clock; 0 for no limit."""
     order: Order = "topological"
-    start: Start = "m-etf"
-    settings: Settings = field(default_factory=Settings)
+    start: Start = "several"
+    settings: Settings = field(default_factory=Settings.for_completions)
     threads: int = 1
 
     def __post_init__(self) -> None:
@@ -133,6 +136,8 @@ class Training:
     best: Policy
     best_cost: float
     points: list[CurvePoint]
+    completions: dict[int, Ints] = field(default_factory=dict)
+    """Good placements of the graphs that had a turn."""
 
     @staticmethod
     def of(graphs: Sequence[LearningGraph], options: LearnOptions, output: Path, family: str, resume: bool) -> Training:
@@ -142,7 +147,16 @@ class Training:
         held_out = environments[::-VALIDATION_PERIOD] if len(graphs) >= VALIDATION_PERIOD else environments
         trained = [item for item in environments if not any(item is other for other in held_out)] or environments
         shape = Shape(options.devices)
-        policy = Policy(shape, shape.draw_parameters(seed), options.order, options.start, family, len(trained), 0, seed)
+        policy = Policy(
+            shape=shape,
+            theta=shape.draw_parameters(seed),
+            order=options.order,
+            start=options.start,
+            family=family,
+            graphs=len(trained),
+            seed=seed,
+            learned_from=options.settings.learn_from,
+        )
         training = Training(trained, held_out, options, output, Learner.of(policy), policy, np.inf, [])
         if resume:
             training._restore(policy)
@@ -154,7 +168,7 @@ class Training:
         policy, learner = read_learner(path)
         described = replace(policy, theta=expected.theta, updates=0)
         if learner is None or repr(described) != repr(expected):
-            message = "the checkpoint belongs to another training: devices, order, start, graphs and seed must be equal"
+            message = "the checkpoint belongs to another training: options, graphs and seed must be equal"
             hint = "repeat the options of that training, or omit --resume to start anew"
             raise InputError("H012", message, where=format_path(path), hint=hint)
         points = read_curve(self.output.with_suffix(".csv"))
@@ -180,10 +194,18 @@ class Training:
             if budget_clock() - last_checkpoint > CHECKPOINT_SECONDS:
                 self.write_checkpoint()
                 last_checkpoint = budget_clock()
-            environment = self.environments[self._next_graph()]
-            update = update_policy(self.learner, environment, self.options.settings, progress)
+            update = self._update(self._next_graph(), progress)
             self.learner = update.learner
             recent.append(update)
+
+    def _update(self, number: int, progress: float) -> Update:
+        """Update the policy from one graph; its first turn includes the search for completions."""
+        environment, settings = self.environments[number], self.options.settings
+        if settings.learn_from == "rewards":
+            return update_policy(self.learner, environment, settings, progress)
+        if number not in self.completions:
+            self.completions[number] = find_completions(environment, settings)
+        return update_from_completions(self.learner, environment, self.completions[number], settings, progress)
 
     def _progress(self, before: float, elapsed: float) -> float:
         options = self.options
@@ -199,13 +221,14 @@ class Training:
 
     def _add_point(self, recent: Sequence[Update], seconds: float) -> CurvePoint:
         """Evaluate the policy on unseen graphs; keep it if it is the best so far."""
-        network = self.learner.policy.network
-        episodes = [environment.run(network) for environment in self.validation]
-        starts = [episode.trajectory.cost[0] for episode in episodes]
-        costs = [best[0] if (best := episode.best()) else episode.trajectory.cost[0] for episode in episodes]
+        policy = self.learner.averaged_policy
+        episodes = [environment.run_best(policy.network) for environment in self.validation]
+        starts = [first.trajectory.cost[0] for first, *_ in episodes]
+        bests = [[best[0] for item in several if (best := item.best())] for several in episodes]
+        costs = [min(found, default=start) for found, start in zip(bests, starts)]
         cost = float(np.exp(np.mean(np.log(np.maximum(costs, 1e-12)))))
         if cost < self.best_cost:
-            self.best, self.best_cost = self.learner.policy, cost
+            self.best, self.best_cost = policy, cost
         self.points.append(
             CurvePoint(
                 updates=self.learner.policy.updates,

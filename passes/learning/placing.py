@@ -52,14 +52,15 @@ class PolicyResult:
 def place_with_policy(
     problem: PlacementProblem, policy: Policy, order: Order, *, episodes: int, seed: int, max_nodes: int
 ) -> PolicyResult:
-    """Run one episode that always takes the likeliest device, then fine-tune in `episodes` more.
+    """Run episodes that always take the likeliest device, then fine-tune in `episodes` more.
 
     Problems with more groups than `max_nodes` are coarsened first.
     """
     coarse, cluster = coarsen_to(problem, max_nodes)
     environment = Environment(coarse, order, seed, policy.start)
-    first = environment.run(policy.network)
-    visited = _collect_best([], [first])
+    episodes_before = environment.run_best(policy.network)
+    first = episodes_before[0]
+    visited = _collect_best([], episodes_before)
     learner, settings = Learner.of(policy), Settings(seed=seed)
     rounds = -(-episodes // settings.episodes) if len(environment.visits.group) else 0
     for index in range(rounds):
@@ -67,7 +68,7 @@ def place_with_policy(
         update = update_policy(learner, environment, replace(settings, episodes=count), index / rounds)
         learner, visited = update.learner, _collect_best(visited, update.episodes)
     if rounds:
-        visited = _collect_best(visited, [environment.run(learner.policy.network)])
+        visited = _collect_best(visited, environment.run_best(learner.policy.network))
     # It may fit in another order of nodes, where nothing that was visited fits in that of the episodes.
     visited.append(Visited(float(first.trajectory.cost[0]), environment.start))
     return PolicyResult(

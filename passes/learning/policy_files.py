@@ -9,14 +9,14 @@ from typing import cast, get_args
 import numpy as np
 
 from onnxplace.errors import InputError, UsageError, format_value
-from onnxplace.passes.learning.networks import Policy, Shape, join_parameters, split_parameters
+from onnxplace.passes.learning.networks import LearnFrom, Policy, Shape, join_parameters, split_parameters
 from onnxplace.passes.learning.training import Learner
 from onnxplace.passes.learning.visiting_orders import Order, Start
 from onnxplace.utils import format_path, map_arrays, write_arrays
 
-FORMAT, KIND, VERSION = "onnxplace.policy", "placeto", 1
-# Names of the moments of the optimiser in a checkpoint.
-MOMENTS = ("adam.first", "adam.second")
+FORMAT, KIND, VERSION = "onnxplace.policy", "placeto", 2
+# Names of the moments of the optimiser and of the mean of the parameters in a checkpoint.
+MOMENTS = ("adam.first", "adam.second", "average")
 # Limits of what a file may ask for, far above any useful policy.
 MAX_WIDTH, MAX_ROUNDS, MAX_DEVICES = 256, 64, 256
 _RETRAIN = "train it again with `onnxplace learn placeto`"
@@ -30,7 +30,7 @@ def write_policy(path: Path, policy: Policy, learner: Learner | None = None) -> 
     """
     tensors = split_parameters(policy.shape, policy.theta)
     if learner:
-        tensors |= dict(zip(MOMENTS, (learner.first, learner.second)))
+        tensors |= dict(zip(MOMENTS, (learner.first, learner.second, learner.average)))
     metadata = {
         "format": FORMAT,
         "kind": KIND,
@@ -44,6 +44,7 @@ def write_policy(path: Path, policy: Policy, learner: Learner | None = None) -> 
         "graphs": policy.graphs,
         "updates": policy.updates,
         "seed": policy.seed,
+        "learned_from": policy.learned_from,
     }
     write_arrays(path, tensors, {key: str(value) for key, value in metadata.items()})
 
@@ -96,6 +97,10 @@ def _read_description(metadata: Mapping[str, str], path: Path) -> Policy:
             raise ValueError(f"its order is {format_value(metadata['order'])}")
         if metadata["start"] not in get_args(Start):
             raise ValueError(f"its start is {format_value(metadata['start'])}")
+        # Policies of version 1 learned from rewards.
+        learned_from = metadata.get("learned_from", "rewards")
+        if learned_from not in get_args(LearnFrom):
+            raise ValueError(f"it learned from {format_value(learned_from)}")
         family = str(metadata["family"])
     except (KeyError, ValueError, TypeError) as problem:
         raise _damaged(path, f"its metadata cannot be read ({problem})") from None
@@ -109,6 +114,7 @@ def _read_description(metadata: Mapping[str, str], path: Path) -> Policy:
         graphs=numbers["graphs"],
         updates=numbers["updates"],
         seed=numbers["seed"],
+        learned_from=cast(LearnFrom, learned_from),
     )
 
 

@@ -28,8 +28,13 @@ Order = Literal[
     "by-criticality",
 ]
 
-Start = Literal["m-etf", "first-device"]
-"""The placement that episodes start from."""
+Start = Literal["several", "m-etf", "first-device"]
+"""What episodes start from.
+
+- `m-etf`: the better of the placement of m-ETF and one device.
+- `first-device`: one device.
+- `several`: each of these in turn, then the best placement that was visited.
+"""
 
 
 def visit_nodes(problem: PlacementProblem, order: Order, seed: int = 0) -> Ints:

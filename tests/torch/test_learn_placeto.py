@@ -29,7 +29,7 @@ def learn(graphs, output, updates, **options):
 
 def test_the_command_writes_a_policy_that_places(run_cli, tmp_path):
     output = tmp_path / "p.safetensors"
-    result = run_cli("learn", "placeto", *QUICK, "--updates", 9, "-o", output, "--json")
+    result = run_cli("learn", "placeto", *QUICK, "--updates", 33, "-o", output, "--json")
     assert result.code == 0, result.err
     data = json.loads(result.out)
     assert data["graphs"] == 7

@@ -112,7 +112,7 @@ def test_a_changed_byte_is_refused_with_the_name_of_the_file_or_changes_a_parame
 @pytest.mark.parametrize(
     ("change", "code"),
     [
-        (lambda header: header["__metadata__"].update(version="2"), "H005"),
+        (lambda header: header["__metadata__"].update(version="3"), "H005"),
         (lambda header: header["__metadata__"].update(kind="go"), "H005"),
         (lambda header: header["__metadata__"].update(format="pt"), "H004"),
         (lambda header: header.pop("__metadata__"), "H004"),
