@@ -35,6 +35,8 @@ class Visited:
     cost: float
     device: Ints
     """Per node of the problem."""
+    order: Ints | None = None
+    """Another order of nodes to try; topological by default."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,10 @@ class PolicyResult:
     """The best ones that fit, best first."""
     episodes: int
     start_cost: float
-    """Of the placement that the episodes started from."""
+    """Of the placement that the episodes started from, or of one device."""
     seconds_per_cost: float
+    start_name: str = "started from"
+    """How a note calls `start_cost`."""
 
 
 def place_with_policy(
@@ -107,12 +111,14 @@ def commit_result(state: State, problem: PlacementProblem, result: PolicyResult,
     """
     space = SearchSpace(problem)
     for item in result.visited:
-        candidate = evaluate_candidate(space, placer, item.device, problem.graph.order)
+        order = problem.graph.order if item.order is None else item.order
+        candidate = evaluate_candidate(space, placer, item.device, order)
         if candidate and (plan := Plan(placer, candidate.device, candidate.order)) and _fits(state, problem, plan):
             after = commit_placement(state, problem, plan.device, plan.rank, placer)
             seconds = after[Schedule].simulation.makespan_seconds
             start = result.start_cost * result.seconds_per_cost
-            message = f"{seconds * 1e3:.4g} ms, started from {start * 1e3:.4g} ms; {result.episodes} episodes to learn"
+            shown = f"{seconds * 1e3:.4g} ms, {result.start_name} {start * 1e3:.4g} ms"
+            message = f"{shown}; {result.episodes} episodes to learn"
             return after.saying(Diagnostic("P047", message, where=placer))
     for plan in published_plans(problem):
         if _fits(state, problem, plan):
