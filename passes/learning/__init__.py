@@ -8,7 +8,10 @@ if TYPE_CHECKING:
     from onnxplace.passes.learning.environment import Environment as Environment, Episode as Episode
     from onnxplace.passes.learning.gradients import require_torch as require_torch
     from onnxplace.passes.learning.guided_files import (
+        MOMENTS as MOMENTS,
+        GuidedCheckpoint as GuidedCheckpoint,
         default_policy_path as default_policy_path,
+        read_guided_checkpoint as read_guided_checkpoint,
         read_guided_policy as read_guided_policy,
         write_guided_policy as write_guided_policy,
     )
@@ -87,7 +90,9 @@ __getattr__, __dir__, __all__ = attach(
     {
         "environment": "Environment Episode",
         "gradients": "require_torch",
-        "guided_files": "default_policy_path read_guided_policy write_guided_policy",
+        "guided_files": (
+            "GuidedCheckpoint MOMENTS default_policy_path read_guided_checkpoint read_guided_policy write_guided_policy"
+        ),
         "guided_gradients": "Example imitation_loss make_example",
         "guided_graph": "GuidedGraph",
         "guided_placing": "evaluate_schedule plan_with_policy",
