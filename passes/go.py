@@ -46,6 +46,8 @@ class Go(Pass):
     """What it decides; by default as in training, and both without a policy."""
     order: Literal["criticality", "topological"] = "criticality"
     """Of nodes with equal priority, for a policy without a file."""
+    samples: Annotated[int, Ge(0)] = 16
+    """How many placements to sample without learning, next to the likeliest one."""
     max_nodes: Annotated[int, Ge(1)] = 1_000
     """Graphs with more nodes are coarsened before they are placed."""
     seed: Annotated[int, Ge(0)] = 0
@@ -56,5 +58,5 @@ class Go(Pass):
         shape = SequenceShape("go", variant, len(state.target.devices), width=32, list_order=self.order)
         policy = load_policy(self.policy, shape, self.episodes, self.seed, is_any_variant=self.heads == "trained")
         problem = placement_problem(state)
-        options = SequenceOptions(self.episodes, self.max_nodes, self.seed)
+        options = SequenceOptions(self.episodes, self.samples, self.max_nodes, self.seed)
         return commit_result(state, problem, place_with_sequence(problem, policy, options), self.name)

@@ -44,6 +44,8 @@ class Hierarchical(Pass):
     """Where groups come from; by default as in training, and learned without a policy."""
     max_groups: Annotated[int, Ge(1), Le(4096)] = 64
     """How many groups a policy without a file may learn or is given."""
+    samples: Annotated[int, Ge(0)] = 16
+    """How many placements to sample without learning, next to the likeliest one."""
     max_nodes: Annotated[int, Ge(1)] = 1_000
     """Graphs with more nodes are coarsened before they are placed."""
     seed: Annotated[int, Ge(0)] = 0
@@ -54,5 +56,5 @@ class Hierarchical(Pass):
         shape = SequenceShape("hierarchical", variant, len(state.target.devices), self.max_groups)
         policy = load_policy(self.policy, shape, self.episodes, self.seed, is_any_variant=self.groups == "trained")
         problem = placement_problem(state)
-        options = SequenceOptions(self.episodes, self.max_nodes, self.seed)
+        options = SequenceOptions(self.episodes, self.samples, self.max_nodes, self.seed)
         return commit_result(state, problem, place_with_sequence(problem, policy, options), self.name)

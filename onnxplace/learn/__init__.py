@@ -25,6 +25,11 @@ if TYPE_CHECKING:
         draw_problems as draw_problems,
         read_problems as read_problems,
     )
+    from onnxplace.learn.sequences import (
+        SequenceLearnOptions as SequenceLearnOptions,
+        SequencePoint as SequencePoint,
+        learn_sequence as learn_sequence,
+    )
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
@@ -33,5 +38,6 @@ __getattr__, __dir__, __all__ = attach(
         "guided": "GuidedObserver GuidedOptions GuidedPoint GuidedResult learn_guided",
         "learning": "LearnOptions LearnResult Observer learn_placeto",
         "problems": "LearningGraph draw_mixture draw_problems read_problems",
+        "sequences": "SequenceLearnOptions SequencePoint learn_sequence",
     },
 )

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
         SequenceLearner as SequenceLearner,
         SequenceSettings as SequenceSettings,
         SequenceUpdate as SequenceUpdate,
-        place_likeliest as place_likeliest,
+        sample_policy as sample_policy,
         update_sequence_policy as update_sequence_policy,
     )
     from onnxplace.passes.learning.sequences.sequence_placing import (
@@ -104,7 +104,7 @@ __getattr__, __dir__, __all__ = attach(
         "sequences.sequence_graph": "ListOrder SequenceGraph",
         "sequences.sequence_inputs": "SequenceInputs",
         "sequences.sequence_learner": (
-            "SequenceLearner SequenceSettings SequenceUpdate place_likeliest update_sequence_policy"
+            "SequenceLearner SequenceSettings SequenceUpdate sample_policy update_sequence_policy"
         ),
         "sequences.sequence_placing": "SequenceOptions load_policy place_with_sequence",
         "sequences.sequence_policy": "GroupsFrom Heads Kind SequencePolicy SequenceShape",

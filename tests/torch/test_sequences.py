@@ -21,9 +21,9 @@ from onnxplace.passes.learning import (
     SequencePolicy,
     SequenceSettings,
     SequenceShape,
-    place_likeliest,
     read_sequence_learner,
     read_sequence_policy,
+    sample_policy,
     update_sequence_policy,
     write_sequence_policy,
 )
@@ -37,6 +37,8 @@ SHAPES = [
     SequenceShape(kind, variant, devices=4, groups=4, width=8) for kind, names in VARIANTS.items() for variant in names
 ]
 PASSES = {"hierarchical": Hierarchical, "go": Go}
+# How much the mean cost falls in 40 updates; the grouper of HDP learns slowly.
+LEAST_GAIN = {"learned": 0.0, "given": 0.02, "each": 0.02}
 by_variant = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.kind}-{shape.variant}")
 
 
@@ -55,7 +57,7 @@ def files(tmp_path_factory):
 
 
 def two_chains(length=6):
-    """Return a problem whose best placement is known: a chain of matrix products, and one of convolutions."""
+    """Return a problem whose best placement is known: two chains, each faster on a device of its own."""
     from tests.support.reference_simulator import even_target, graph_of
 
     names = [f"{chain}{index}" for index in range(length) for chain in "ab"]
@@ -63,7 +65,9 @@ def two_chains(length=6):
     graph = replace(graph, ops=tuple("MatMul" if name[0] == "a" else "Conv" for name in graph.names))
     nodes, limits = np.arange(len(names), dtype=np.int32), np.full(2, 1 << 40)
     pinned = np.full(len(names), -1, dtype=np.int32)
-    return PlacementProblem(graph, np.ones((2, len(names))), even_target(2), limits, nodes, pinned, nodes)
+    is_first = np.array([name[0] == "a" for name in graph.names])
+    seconds = np.array([np.where(is_first, 1.0, 2.0), np.where(is_first, 2.0, 1.0)])
+    return PlacementProblem(graph, seconds, even_target(2), limits, nodes, pinned, nodes)
 
 
 def train(problem, shape, updates, seed=0, placements=16):
@@ -81,12 +85,12 @@ def train(problem, shape, updates, seed=0, placements=16):
 
 
 @by_variant
-def test_training_finds_that_two_chains_belong_on_two_devices(shape):
-    shape = replace(shape, devices=2, width=16)
-    learner, costs, inputs = train(two_chains(), shape, 60)
+def test_training_finds_the_device_on_which_each_of_two_chains_is_faster(shape):
+    shape = replace(shape, devices=2, width=16, groups=4 if shape.variant == "learned" else 12)
+    learner, costs, inputs = train(two_chains(), shape, 40 if shape.kind == "go" else 70)
     assert np.mean(costs[-5:]) < np.mean(costs[:5]) - 0.1
-    if shape.variant != "learned":  # the groups of HDP stay random for longer
-        assert place_likeliest(learner.policy, inputs).scores.cost[0] == pytest.approx(0.5)
+    # 6 seconds, relative to 18 on one device.
+    assert sample_policy(learner.policy, inputs, 16, 0).scores.cost.min() == pytest.approx(1 / 3)
 
 
 @by_variant
@@ -234,9 +238,7 @@ def test_neither_policy_nor_episodes_is_refused(kind):
 def test_a_policy_of_another_variant_is_refused(files):
     for shape, option in ((SHAPES[1], "groups=learned"), (SHAPES[3], "heads=placement+schedule")):
         with pytest.raises(InputError, match=r"H017.*was trained with (groups=given|heads=placement), expected"):
-            place_cost_graph(
-                ARCHITECTURES["two_towers"](60, 0), f"{shape.kind}{{policy={files[shape]},{option}}}"
-            )
+            place_cost_graph(ARCHITECTURES["two_towers"](60, 0), f"{shape.kind}{{policy={files[shape]},{option}}}")
 
 
 # ---------------------------------------------------------------------------------------------- files

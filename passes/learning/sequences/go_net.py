@@ -87,7 +87,8 @@ def _priority_shares(tensors: Tensors, inputs: SequenceInputs, trunk: Tensor, de
     """Return the log-probabilities of priorities, given the devices."""
     torch = require_torch()
     placed = torch.nn.functional.one_hot(device, inputs.shape.devices).to(trunk.dtype)
-    heard = torch.cat([trunk.expand(len(device), -1, -1), placed], dim=2)
+    # No gradient passes into the trunk: the noise of the priorities would drown what it learns about devices.
+    heard = torch.cat([trunk.detach().expand(len(device), -1, -1), placed], dim=2)
     scores = apply_linear(tensors, "priority.choose", apply_linear(tensors, "priority.hidden", heard).relu())
     shares: Tensor = torch.log_softmax(scores, dim=2)
     return shares

@@ -30,6 +30,8 @@ class Placements:
     """Per placement: the log-probability of all choices that led to it."""
     entropy: Tensor
     """Mean, of the choices of devices."""
+    steps: int
+    """How many devices are chosen for each placement."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def sample_placements(
     """
     grouping = _learn_groups(tensors, inputs, count, generator, noise)
     device, log_share, entropy = _place_groups(tensors, grouping, count, generator, noise)
-    return Placements(device.gather(1, grouping.group), grouping.log_share + log_share, entropy)
+    return Placements(device.gather(1, grouping.group), grouping.log_share + log_share, entropy, device.shape[1])
 
 
 def _learn_groups(tensors: Tensors, inputs: SequenceInputs, count: int, generator: Any, noise: float) -> Grouping:

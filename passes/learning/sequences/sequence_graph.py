@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -72,6 +71,12 @@ class SequenceGraph:
     @cached_property
     def environment(self) -> Environment:
         return Environment(self.problem)
+
+    @cached_property
+    def fallback_cost(self) -> float:
+        """Return the cost of the better of m-ETF's placement and one device; 10 where neither fits."""
+        best = self.environment.evaluate(self.environment.start)
+        return min(best.seconds / self.environment.rules.scale_seconds, MAX_COST) if best else MAX_COST
 
     @cached_property
     def groups(self) -> Longs:
@@ -224,8 +229,3 @@ def _squash(amounts: Floats) -> Floats:
     """Map amounts to numbers from 0 to 1; those of the mean become a half."""
     mean = float(amounts.mean()) if amounts.size else 0.0
     return np.asarray(amounts / (amounts + mean) if mean > 0 else np.zeros_like(amounts))
-
-
-def mean_cost(costs: Sequence[float]) -> float:
-    """Return the geometric mean of costs."""
-    return float(np.exp(np.mean(np.log(np.maximum(costs, 1e-12)))))

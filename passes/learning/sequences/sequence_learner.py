@@ -47,7 +47,7 @@ class SequenceSettings:
     @staticmethod
     def of(kind: Kind, seed: int = 0, placements: int = 0) -> SequenceSettings:
         """Return the settings of a kind of policy; 0 placements for its usual number."""
-        usual = {"hierarchical": SequenceSettings(16, 1e-2, 0.0), "go": SequenceSettings(8, 3e-3, 0.01)}[kind]
+        usual = {"hierarchical": SequenceSettings(16, 1e-2, 0.01), "go": SequenceSettings(8, 3e-3, 0.01)}[kind]
         return replace(usual, seed=seed, placements=placements or usual.placements)
 
 
@@ -96,15 +96,19 @@ class SequenceUpdate:
     sampled: Sampled = field(repr=False)
 
 
-def place_likeliest(policy: SequencePolicy, inputs: SequenceInputs) -> Sampled:
-    """Return the placement of the likeliest choices, scored."""
+def sample_policy(policy: SequencePolicy, inputs: SequenceInputs, samples: int, seed: int) -> Sampled:
+    """Return the placement of the likeliest choices, and so many that are sampled, scored."""
     torch = require_torch()
     tensors = policy.shape.split(torch.from_numpy(policy.theta))
+    draws = [(1, None)] + [(samples, torch.Generator().manual_seed(seed))] * (samples > 0)
     with torch.no_grad():
         if policy.shape.kind == "hierarchical":
-            return _score(inputs, sample_placements(tensors, inputs, 1, None).device, None)
-        decisions = sample_decisions(tensors, inputs, 1, None)
-        return _score(inputs, decisions.device[-1], decisions.priority)
+            placements = [sample_placements(tensors, inputs, *draw).device for draw in draws]
+            return _score(inputs, torch.cat(placements), None)
+        decisions = [sample_decisions(tensors, inputs, *draw) for draw in draws]
+    priorities = [item.priority for item in decisions if item.priority is not None]
+    devices = torch.cat([item.device[-1] for item in decisions])
+    return _score(inputs, devices, torch.cat(priorities) if priorities else None)
 
 
 def update_sequence_policy(
@@ -142,7 +146,9 @@ def _reinforce(
     if not is_exploring and sampled.scores.fits.any():
         advantage = np.where(sampled.scores.fits, advantage, 0.0)
     loss = -(placements.log_share * torch.from_numpy(advantage.astype(np.float32))).mean()
-    (loss - settings.entropy_bonus * placements.entropy).backward()
+    # Of all groups, so that devices stay open while groups are learned; it falls to zero.
+    bonus = settings.entropy_bonus * (1 - progress) * placements.steps
+    (loss - bonus * placements.entropy).backward()
     learner = _apply_gradient(learner, theta.grad.numpy(), settings, progress, policy.updates + 1)
     return _finish_update(learner, sampled, float(placements.entropy.detach()))
 

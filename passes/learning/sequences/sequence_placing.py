@@ -18,7 +18,7 @@ from onnxplace.passes.learning.sequences.sequence_learner import (
     Sampled,
     SequenceLearner,
     SequenceSettings,
-    place_likeliest,
+    sample_policy,
     update_sequence_policy,
 )
 from onnxplace.passes.learning.sequences.sequence_policy import (
@@ -35,6 +35,8 @@ class SequenceOptions:
 
     episodes: int
     """Placements to sample and learn from on the problem itself."""
+    samples: int
+    """Placements to sample without learning, next to the likeliest one."""
     max_nodes: int
     """Problems with more nodes are coarsened first."""
     seed: int
@@ -66,13 +68,13 @@ def load_policy(file: str, shape: SequenceShape, episodes: int, seed: int, *, is
 
 
 def place_with_sequence(problem: PlacementProblem, policy: SequencePolicy, options: SequenceOptions) -> PolicyResult:
-    """Take the likeliest placement, then sample `episodes` placements and learn from them."""
+    """Take the best of the likeliest and of sampled placements; sample `episodes` more and learn from them, if any."""
     graph = SequenceGraph.of(problem, options.max_nodes, policy.shape.max_items)
     inputs = SequenceInputs(graph, policy.shape)
     alone = graph.environment.evaluate(graph.environment.place_on_one_device(0))
     visited = list[Visited]()
     if len(graph):
-        visited = _collect_best(visited, problem, graph, place_likeliest(policy, inputs))
+        visited = _collect_best(visited, problem, graph, sample_policy(policy, inputs, options.samples, options.seed))
         settings = SequenceSettings.of(policy.shape.kind, options.seed)
         learner, done = SequenceLearner.of(replace(policy, updates=0), 1), 0
         while done < options.episodes:
@@ -82,7 +84,9 @@ def place_with_sequence(problem: PlacementProblem, policy: SequencePolicy, optio
             learner, done = update.learner, done + count
             visited = _collect_best(visited, problem, graph, update.sampled)
         if options.episodes:
-            visited = _collect_best(visited, problem, graph, place_likeliest(learner.policy, inputs))
+            visited = _collect_best(
+                visited, problem, graph, sample_policy(learner.policy, inputs, options.samples, options.seed)
+            )
     scale = graph.environment.rules.scale_seconds
     return PolicyResult(
         visited=visited,
