@@ -45,10 +45,11 @@ class ProgramLoop(ABC):
         self._devices = devices
         self._trace = trace
         self._bells: dict[str, Bell] = {}
-        self._index_values(bundle, homes, segments)
+        self._segments = segments
+        self._index_values(bundle, homes)
         self._state_table = StateTable(bundle)
 
-    def _index_values(self, bundle: Bundle, homes: Sequence[str], segments: Mapping[str, OpenSegment]) -> None:
+    def _index_values(self, bundle: Bundle, homes: Sequence[str]) -> None:
         """Build the tables of values that each request needs; those by device are by the home of its program."""
         manifest = bundle.manifest
         self._types = {item.name: item.dtype for item in manifest.inputs}
@@ -60,7 +61,9 @@ class ProgramLoop(ABC):
         producers = {value: segment.device for segment in manifest.segments for value in segment.outputs}
         self._returned_names = frozenset(item.name for item in bundle.returned_outputs)
         returned = dict.fromkeys(item.value for item in manifest.outputs if item.name in self._returned_names)
-        self._owns_buffers = {name: item.owns_buffers for item in segments.values() for name in item.record.outputs}
+        self._owns_buffers = {
+            name: item.owns_buffers for item in self._segments.values() for name in item.record.outputs
+        }
         self._producers = producers
         self._returned_values = {device: [v for v in returned if producers.get(v) == device] for device in homes}
         self._outputs = [(item.name, item.value) for item in manifest.outputs]
