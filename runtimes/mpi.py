@@ -11,7 +11,7 @@ from typing import ClassVar
 from onnxplace.bundle import Bundle
 from onnxplace.errors import UsageError
 from onnxplace.hosts import Connection, list_versions
-from onnxplace.machine import list_operator_libraries
+from onnxplace.machine import list_operator_libraries, uses_optimisations
 from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Runtime, RuntimeSession
 from onnxplace.runtimes.execution import EngineSession
 from onnxplace.runtimes.ranks import Cluster, Opening, make_engine, plan_ranks
@@ -57,5 +57,13 @@ class Mpi(Runtime):
         """
         plan = plan_ranks(bundle.manifest, self._hosts)
         cluster = Cluster(plan, self._connection, self._timeout)
-        cluster.open(Opening(bundle, plan.devices, trace, list_operator_libraries(), list_versions()))
+        opening = Opening(
+            bundle=bundle,
+            devices=plan.devices,
+            trace=trace,
+            libraries=list_operator_libraries(),
+            versions=list_versions(),
+            optimises=uses_optimisations(),
+        )
+        cluster.open(opening)
         return EngineSession(make_engine(bundle, cluster, trace, max_in_flight))

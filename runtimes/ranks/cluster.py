@@ -19,7 +19,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from onnxplace.errors import ExecutionError, OnnxplaceError, TargetError
+from onnxplace.errors import ExecutionError, InputError, TargetError
 from onnxplace.hosts import INSTALL_HINT, Connection, find_mpi_cause
 from onnxplace.runtimes.ranks.frames import Frame, FrameSocket, Tick
 from onnxplace.runtimes.ranks.launcher import CLOSING_SECONDS, Launcher
@@ -73,11 +73,20 @@ class Cluster:
             self._await_ready(deadline)
         except (EOFError, OSError):
             error = self.describe_end()
-            self.end(0.0)
+            self._drop(0.0)
             raise error from None
-        except BaseException as problem:
-            self.end(CLOSING_SECONDS if isinstance(problem, OnnxplaceError) else 0.0)
+        except InputError:  # a rank answered, so all may end by themselves
+            self.close()
+            self._drop(CLOSING_SECONDS)
             raise
+        except BaseException:
+            self._drop(0.0)
+            raise
+
+    def _drop(self, closing_seconds: float) -> None:
+        """End the ranks of a cluster that is not open."""
+        self.end(closing_seconds)
+        self.close_socket()
 
     def _start(self, deadline: float) -> None:
         """Start the launcher, and wait for rank 0."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from onnxplace.bundle import Bundle, Manifest, Step, list_routes, list_working_devices
 from onnxplace.errors import ExecutionError, OnnxplaceError, TargetError
 from onnxplace.hosts import list_versions
-from onnxplace.machine import assign_cores, require_device, use_custom_operators
+from onnxplace.machine import assign_cores, require_device, use_custom_operators, without_optimisations
 from onnxplace.runtimes.execution import (
     CancelledError,
     CarriedStates,
@@ -49,6 +49,8 @@ class Opening:
     """Of custom operators."""
     versions: Mapping[str, str]
     """The driver's."""
+    optimises: bool = True
+    """Whether ONNX Runtime optimises the segments."""
 
     def to_frame(self) -> Frame:
         """Return it as a frame, with the manifest as a buffer."""
@@ -58,6 +60,7 @@ class Opening:
             "trace": self.trace,
             "libraries": self.libraries,
             "versions": dict(self.versions),
+            "optimises": self.optimises,
         }
         return Frame("open", fields, [np.frombuffer(self.bundle.manifest.model_dump_json().encode(), np.uint8)])
 
@@ -68,7 +71,12 @@ class Opening:
         manifest = Manifest.model_validate_json(bytes(frame.buffers[0]))
         bundle = Bundle(Path(fields["path"]), manifest)
         return Opening(
-            bundle, tuple(fields["devices"]), fields["trace"], tuple(fields["libraries"]), fields["versions"]
+            bundle=bundle,
+            devices=tuple(fields["devices"]),
+            trace=fields["trace"],
+            libraries=tuple(fields["libraries"]),
+            versions=fields["versions"],
+            optimises=fields["optimises"],
         )
 
 
@@ -251,7 +259,7 @@ def open_rank(opening: Opening, bus: MessageBus, wait: Waiter) -> RankLoop:
     placed = PlacedDevice(device, _find_cores(device, target.devices))
     opened: dict[str, OpenSegment] = {}
     routes = []
-    with use_custom_operators(opening.libraries):
+    with use_custom_operators(opening.libraries), nullcontext() if opening.optimises else without_optimisations():
         for index, route in enumerate(list_routes(bundle.manifest)):
             records = [item for item in bundle.manifest.segments if route.devices[item.device] == name]
             bundle.check_files(*{item.file for item in records if item.id not in opened}, check="small")
