@@ -53,8 +53,8 @@ class Cluster:
         self._connection = connection
         self._socket: FrameSocket | None = None
         self._launcher: Launcher | None = None
-        self._processes: dict[int, tuple[int, str]] = {}
-        """Process id and host's own name, by rank."""
+        self._processes: dict[int, int] = {}
+        """Process ids by rank."""
         self._ending = threading.Lock()
         self.is_ended = False
 
@@ -142,10 +142,10 @@ class Cluster:
             if frame.kind == "failed":
                 rank = frame.fields["rank"]
                 raise rebuild_error(frame.fields["error"], self.plan.describe(rank))
-            if frame.kind == "ready":
-                rank = frame.fields["rank"]
-                self._processes[rank] = (frame.fields["pid"], frame.fields["host"])
-                missing.discard(rank)
+            if frame.kind == "started":
+                self._processes[frame.fields["rank"]] = frame.fields["pid"]
+            elif frame.kind == "ready":
+                missing.discard(frame.fields["rank"])
         self.send(0, Frame("watch"))
 
     # -- frames ------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class Cluster:
         self._launcher.wait(REPORTING_SECONDS)
         if (dead := self._launcher.find_dead_rank()) is not None:
             pid, reason = dead
-            for rank, (rank_pid, _) in self._processes.items():
+            for rank, rank_pid in self._processes.items():
                 if rank_pid == pid:
                     message = f"its process on host {self.plan.hosts[rank]} died ({reason})"
                     return ExecutionError("K011", message, where=self.plan.devices[rank], hint=NEW_SESSION_HINT)

@@ -86,5 +86,6 @@ def _require_places(places: Sequence[str], devices: Sequence[str], given: Sequen
         available = slots.get(host)
         if available is not None and count > available:
             mine = format_names([device for device, place in zip(devices, places) if place == host], quoted=False)
-            message = f"{format_count(count, 'device')} of the bundle on host {host} ({mine}), got {available} slots"
+            found = f"got {format_count(available, 'slot')}"
+            message = f"{format_count(count, 'device')} of the bundle on host {host} ({mine}), {found}"
             raise TargetError("K009", message, where=_WHERE, hint=f"write {host}:{count}, or compile for fewer devices")

@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 
 from onnxplace.bundle import Bundle, Manifest, Step, list_routes, list_working_devices
-from onnxplace.errors import ExecutionError, OnnxplaceError, TargetError
+from onnxplace.errors import (
+    BundleError,
+    ExecutionError,
+    FeedError,
+    ModelError,
+    OnnxplaceError,
+    PluginError,
+    TargetError,
+    UsageError,
+)
 from onnxplace.hosts import list_versions
 from onnxplace.machine import assign_cores, require_device, use_custom_operators, without_optimisations
 from onnxplace.runtimes.execution import (
@@ -319,11 +328,6 @@ def rebuild_error(data: Mapping[str, str], place: str) -> OnnxplaceError:
         data: Of `describe_error`.
         place: The rank, for errors that name no place.
     """
-    from onnxplace import errors
-
-    kind = getattr(errors, data["class"], ExecutionError)
-    known = isinstance(kind, type) and issubclass(kind, OnnxplaceError)
-    error: OnnxplaceError = (kind if known else ExecutionError)(
-        data["code"], data["message"], where=data["where"] or place, hint=data["hint"]
-    )
-    return error
+    kinds = {kind.__name__: kind for kind in (BundleError, FeedError, ModelError, PluginError, TargetError, UsageError)}
+    kind = kinds.get(data["class"], ExecutionError)
+    return kind(data["code"], data["message"], where=data["where"] or place, hint=data["hint"])

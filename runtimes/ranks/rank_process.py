@@ -140,6 +140,7 @@ class RankProcess:
         for thread in threads:
             thread.start()
         helper = threads[0]
+        self._answer(Frame("started", {"pid": os.getpid()}))
         while True:
             self.wait(lambda: bool(self._inbox))
             frame = self._inbox.popleft()
@@ -180,7 +181,7 @@ class RankProcess:
             text = f"{type(problem).__name__}: {problem}"
             return Frame("failed", {"error": describe_error(ExecutionError("X001", f"opening failed: {text}"))})
         pin_thread(self._loop.cores).__enter__()
-        return Frame("ready", {"pid": os.getpid(), "host": socket.gethostname()})
+        return Frame("ready")
 
     def _read_driver(self) -> None:
         """Take the frames of the driver, and pass on those for other ranks; its end is the end of all ranks."""

@@ -16,7 +16,7 @@ GONE_SECONDS = 20.0
 def read_rank_ids(session: onnxplace.InferenceSession) -> list[int]:
     """Return the process ids of a session's ranks, by rank."""
     processes = session._session.engine._cluster._processes
-    return [processes[rank][0] for rank in sorted(processes)]
+    return [processes[rank] for rank in sorted(processes)]
 
 
 def is_alive(process_id: int) -> bool:
