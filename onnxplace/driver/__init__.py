@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from onnxplace.driver.placer import (
         Grouping as Grouping,
         PlacementResult as PlacementResult,
+        apply_target as apply_target,
         evaluate_placement as evaluate_placement,
         place_cost_graph as place_cost_graph,
         read_placement as read_placement,
@@ -23,6 +24,8 @@ __getattr__, __dir__, __all__ = attach(
         "compiler": "Compiled compile_model",
         "options": "CompileOptions",
         "planning": "Plan PlannedStrategy plan_model",
-        "placer": ("Grouping PlacementResult evaluate_placement place_cost_graph read_placement replace_devices"),
+        "placer": (
+            "Grouping PlacementResult apply_target evaluate_placement place_cost_graph read_placement replace_devices"
+        ),
     },
 )

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import ClassVar
 
 import numpy as np
 
 from onnxplace.errors import InputError, UsageError
+from onnxplace.learn.curves import Plotted, plot_curve, read_curve, write_curve
+from onnxplace.learn.learning import CHECKPOINT_SECONDS, checkpoint_path
 from onnxplace.learn.problems import LearningGraph
 from onnxplace.learn.variants import vary_problem
 from onnxplace.passes.learning import (
+    MOMENTS,
     Example,
+    GuidedCheckpoint,
     GuidedGraph,
     GuidedPolicy,
     GuidedShape,
@@ -23,12 +26,14 @@ from onnxplace.passes.learning import (
     evaluate_schedule,
     imitation_loss,
     make_example,
+    read_guided_checkpoint,
+    read_guided_policy,
     require_torch,
     run_schedule,
     search_lesson,
     write_guided_policy,
 )
-from onnxplace.utils import budget_clock, require_writable, write_file
+from onnxplace.utils import budget_clock, format_path, require_writable
 
 # One graph of so many is not trained on: it tells which policy is best. With fewer graphs, all are for both. No divisor
 # of the counts in use, and not of 3 either, or all of them would be variants of one kind.
@@ -63,11 +68,14 @@ class GuidedOptions:
 
 
 @dataclass(frozen=True)
-class GuidedPoint:
+class GuidedPoint(Plotted):
     """The state of a training after some steps. Costs are geometric means of steps of unseen graphs."""
 
-    updates: int
-    seconds: float
+    UNIT: ClassVar[str] = "step, as a share of the best of one device, m-TOPO, m-ETF and m-SCT"
+    LINES: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"validation_cost": "unseen graphs", "teacher_cost": "unseen graphs, imitated placements"}
+    )
+
     loss: float
     right: float
     """Share of decisions as in the imitated placements."""
@@ -96,28 +104,34 @@ def learn_guided(
     output: Path,
     *,
     families: str = "",
+    resume: bool = False,
     observer: GuidedObserver | None = None,
 ) -> GuidedResult:
-    """Train the policy of `guided` on graphs, and write it with its learning curve (CSV).
+    """Train the policy of `guided` on graphs, and write it, its checkpoint and its learning curve (CSV, and PNG).
 
-    Equal options, graphs and numbers of steps give equal policies. An interruption leaves the best policy so far.
+    Equal options, graphs and numbers of steps give equal policies, also if a training is interrupted and resumed. An
+    interruption writes a checkpoint. The searches for placements to imitate are not in it: they are repeated.
 
     Args:
         graphs: One in seven of them, if there are as many, only tells which policy is best.
         options: How to train.
-        output: The file of the policy; the curve is next to it.
+        output: The file of the policy; the others are next to it.
         families: What to call the graphs.
+        resume: Whether to continue from the checkpoint.
         observer: Called after some steps.
 
     Raises:
         UsageError: torch is missing, or a file cannot be written.
-        InputError: There is no graph with a placement that fits.
+        InputError: There is no graph with a placement that fits, or the checkpoint does not belong to these options.
     """
     require_torch()
     require_writable(output)
+    if resume:
+        read_guided_checkpoint(checkpoint_path(output))  # a missing one is reported before the searches
     problems = (vary_problem(graph.problem, index) for index, graph in enumerate(graphs))
     lessons = [search_lesson(problem, options.proposals, options.seed) for problem in problems]
-    return learn_from_lessons([item for item in lessons if item], options, output, families, observer)
+    fitting = [item for item in lessons if item]
+    return learn_from_lessons(fitting, options, output, families, resume=resume, observer=observer)
 
 
 def learn_from_lessons(
@@ -125,30 +139,36 @@ def learn_from_lessons(
     options: GuidedOptions,
     output: Path,
     families: str = "",
+    *,
+    resume: bool = False,
     observer: GuidedObserver | None = None,
 ) -> GuidedResult:
     """Train the policy of `guided` to imitate placements; see `learn_guided`."""
     if not lessons:
         raise InputError("H011", "expected at least one graph that fits its devices, got none")
-    training = GuidedTraining(lessons, options, families)
+    training = GuidedTraining(lessons, options, families, output)
+    if resume:
+        training.restore()
     try:
         for progress, point in training.run():
             if observer:
                 observer(progress, point)
     finally:
-        if training.points:
-            write_guided_policy(output, training.best)
-            write_points(output.with_suffix(".csv"), training.points)
-    return GuidedResult(training.best, training.points, [output, output.with_suffix(".csv")])
+        training.write_checkpoint()
+    files = [output, checkpoint_path(output), output.with_suffix(".csv")]
+    image = output.with_suffix(".png")
+    if plot_curve(image, training.points, f"guided, {families}" if families else "guided"):
+        files.append(image)
+    return GuidedResult(training.best, training.points, files)
 
 
 class GuidedTraining:
     """A training in progress."""
 
-    def __init__(self, lessons: Sequence[Lesson], options: GuidedOptions, families: str) -> None:
+    def __init__(self, lessons: Sequence[Lesson], options: GuidedOptions, families: str, output: Path) -> None:
         torch = require_torch()
         torch.set_num_threads(options.threads)
-        self.options = options
+        self.options, self.output = options, output
         is_held_out = np.zeros(len(lessons), dtype=bool)
         if len(lessons) >= VALIDATION_PERIOD:
             is_held_out[VALIDATION_PERIOD - 1 :: VALIDATION_PERIOD] = True
@@ -175,22 +195,73 @@ class GuidedTraining:
         self.optimizer = torch.optim.Adam(list(self.parameters.values()), lr=FIRST_RATE)
         self.lesson_examples: dict[int, Example | None] = {}
         self.steps = 0
+        self.rng = np.random.default_rng([options.seed, 3])
+        self.recent: list[tuple[float, float]] = []
+        """Losses and shares of right decisions since the last point."""
 
     def run(self) -> Iterator[tuple[float, GuidedPoint]]:
         """Train until the limit; yield the progress with each point of the curve."""
-        start, recent, progress = budget_clock(), [], 0.0
-        rng = np.random.default_rng([self.options.seed, 3])
+        start, before = budget_clock(), self.points[-1].seconds if self.points else 0.0
+        last_checkpoint, progress = start, self._progress(before, 0.0)
         while progress < 1.0:
-            recent.append(self.step(rng, progress))
-            progress = self._progress(budget_clock() - start)
+            self.recent.append(self.step(self.rng, progress))
+            elapsed = budget_clock() - start
+            progress = self._progress(before, elapsed)
             if self.steps % POINT_STEPS == 0 or progress >= 1.0:
-                losses, rights = zip(*recent)
-                recent = []
-                yield progress, self._add_point(float(np.mean(losses)), float(np.mean(rights)), budget_clock() - start)
+                losses, rights = zip(*self.recent)
+                self.recent = []
+                yield progress, self._add_point(float(np.mean(losses)), float(np.mean(rights)), before + elapsed)
+            if budget_clock() - last_checkpoint > CHECKPOINT_SECONDS:
+                self.write_checkpoint()
+                last_checkpoint = budget_clock()
 
-    def _progress(self, seconds: float) -> float:
+    def write_checkpoint(self) -> None:
+        """Write what a training is resumed from, and the best policy so far."""
+        moments = self.optimizer.state_dict()["state"]
+        arrays = {"recent": np.array(self.recent, dtype=np.float64).reshape(-1, 2)}
+        for index, name in enumerate(self.parameters if moments else ()):
+            for moment in MOMENTS:
+                arrays[f"{moment}.{name}"] = moments[index][moment].numpy()
+        updates = int(moments[0]["step"]) if moments else 0
+        checkpoint = GuidedCheckpoint(updates, self.rng.bit_generator.state, arrays)
+        write_guided_policy(checkpoint_path(self.output), self.policy(), checkpoint)
+        write_curve(self.output.with_suffix(".csv"), self.points, GuidedPoint)
+        if self.points:
+            write_guided_policy(self.output, self.best)
+
+    def restore(self) -> None:
+        """Continue from the checkpoint; raises InputError if it is of another training."""
+        torch, path = require_torch(), checkpoint_path(self.output)
+        policy, checkpoint = read_guided_checkpoint(path)
+        if repr(replace(policy, tensors={}, steps=0)) != repr(replace(self.best, tensors={}, steps=0)):
+            message = "the checkpoint belongs to another training: families, graphs, devices and seed must be equal"
+            hint = "repeat the options of that training, or omit --resume to start anew"
+            raise InputError("H012", message, where=format_path(path), hint=hint)
+        points = read_curve(self.output.with_suffix(".csv"), GuidedPoint)
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(torch.from_numpy(policy.tensors[name]))
+        if checkpoint.updates:
+            state = self.optimizer.state_dict()
+            state["state"] = {
+                index: {
+                    "step": torch.tensor(float(checkpoint.updates)),
+                    **{moment: torch.from_numpy(checkpoint.arrays[f"{moment}.{name}"]) for moment in MOMENTS},
+                }
+                for index, name in enumerate(self.parameters)
+            }
+            self.optimizer.load_state_dict(state)
+        self.rng.bit_generator.state = checkpoint.random_state
+        self.recent = [(loss, right) for loss, right in checkpoint.arrays["recent"].tolist()]
+        self.steps = policy.steps
+        self.points = [point for point in points if point.updates <= policy.steps]
+        if self.output.exists() and self.points:
+            self.best = read_guided_policy(self.output)
+            self.best_cost = min(point.validation_cost for point in self.points)
+
+    def _progress(self, before: float, elapsed: float) -> float:
         options = self.options
-        by_time = seconds / options.seconds if options.seconds > 0 else 0.0
+        by_time = (before + elapsed) / (before + options.seconds) if options.seconds > 0 else 0.0
         by_count = self.steps / options.steps if options.steps > 0 else 0.0
         return min(1.0, max(by_time, by_count))
 
@@ -273,12 +344,3 @@ class GuidedTraining:
         )
         self.points.append(point)
         return point
-
-
-def write_points(path: Path, points: Sequence[GuidedPoint]) -> None:
-    """Write a learning curve as CSV."""
-    text = io.StringIO()
-    writer: Any = csv.writer(text, lineterminator="\n")
-    writer.writerow(item.name for item in fields(GuidedPoint))
-    writer.writerows(asdict(point).values() for point in points)
-    write_file(path, lambda file: file.write(text.getvalue().encode()))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 
 from onnxplace.errors import InputError, UsageError, format_count
-from onnxplace.learn.curves import CurvePoint, plot_curve, read_curve, write_curve
+from onnxplace.learn.curves import CurvePoint, Plotted, plot_curve, read_curve, write_curve
 from onnxplace.learn.problems import LearningGraph
 from onnxplace.passes.learning import (
     Environment,
@@ -52,6 +53,8 @@ class LearnOptions:
     start: Start = "m-etf"
     settings: Settings = field(default_factory=Settings)
     threads: int = 1
+    max_groups: int = 40
+    """With measured rewards, models are coarsened to so many nodes."""
 
     def __post_init__(self) -> None:
         if self.seconds <= 0 and self.updates <= 0:
@@ -65,9 +68,11 @@ class LearnResult:
 
     policy: Policy
     """The one that placed unseen graphs best."""
-    points: Sequence[CurvePoint]
+    points: Sequence[Any]
     files: Sequence[Path]
     """All that were written."""
+    measured_ratio: float | None = None
+    """With measured rewards, the step of the best placement relative to the start, both run in turns; else None."""
 
 
 def checkpoint_path(output: Path) -> Path:
@@ -125,6 +130,9 @@ def learn_placeto(
 class Training:
     """A training in progress."""
 
+    point_kind: ClassVar[type[Plotted]] = CurvePoint
+    point_updates: ClassVar[int] = POINT_UPDATES
+
     environments: Sequence[Environment]
     validation: Sequence[Environment]
     options: LearnOptions
@@ -132,7 +140,7 @@ class Training:
     learner: Learner
     best: Policy
     best_cost: float
-    points: list[CurvePoint]
+    points: list[Any]
 
     @staticmethod
     def of(graphs: Sequence[LearningGraph], options: LearnOptions, output: Path, family: str, resume: bool) -> Training:
@@ -145,10 +153,10 @@ class Training:
         policy = Policy(shape, shape.draw_parameters(seed), options.order, options.start, family, len(trained), 0, seed)
         training = Training(trained, held_out, options, output, Learner.of(policy), policy, np.inf, [])
         if resume:
-            training._restore(policy)
+            training.restore(policy)
         return training
 
-    def _restore(self, expected: Policy) -> None:
+    def restore(self, expected: Policy) -> None:
         """Continue from the checkpoint; raises InputError if it is of another training."""
         path = checkpoint_path(self.output)
         policy, learner = read_learner(path)
@@ -157,14 +165,14 @@ class Training:
             message = "the checkpoint belongs to another training: devices, order, start, graphs and seed must be equal"
             hint = "repeat the options of that training, or omit --resume to start anew"
             raise InputError("H012", message, where=format_path(path), hint=hint)
-        points = read_curve(self.output.with_suffix(".csv"))
+        points = read_curve(self.output.with_suffix(".csv"), self.point_kind)
         self.learner = learner
         self.points = [point for point in points if point.updates <= policy.updates]
         if self.output.exists() and self.points:
             self.best, _ = read_learner(self.output)
             self.best_cost = min(point.validation_cost for point in self.points)
 
-    def run(self) -> Iterator[tuple[float, CurvePoint]]:
+    def run(self) -> Iterator[tuple[float, Any]]:
         """Update the policy until a limit is reached; yield the progress and a point now and then."""
         start = budget_clock()
         before = self.points[-1].seconds if self.points else 0.0
@@ -172,16 +180,15 @@ class Training:
         while True:
             elapsed = budget_clock() - start
             progress = self._progress(before, elapsed)
-            if recent and (progress >= 1 or self.learner.policy.updates % POINT_UPDATES == 0):
-                yield progress, self._add_point(recent, before + elapsed)
+            if recent and (progress >= 1 or self.learner.policy.updates % self.point_updates == 0):
+                yield progress, self.add_point(recent, before + elapsed)
                 recent = []
             if progress >= 1:
                 return
             if budget_clock() - last_checkpoint > CHECKPOINT_SECONDS:
                 self.write_checkpoint()
                 last_checkpoint = budget_clock()
-            environment = self.environments[self._next_graph()]
-            update = update_policy(self.learner, environment, self.options.settings, progress)
+            update = self.update(self._next_graph(), progress)
             self.learner = update.learner
             recent.append(update)
 
@@ -197,7 +204,11 @@ class Training:
         turn, position = divmod(self.learner.policy.updates, count)
         return int(np.random.default_rng([self.options.settings.seed, turn, 1]).permutation(count)[position])
 
-    def _add_point(self, recent: Sequence[Update], seconds: float) -> CurvePoint:
+    def update(self, index: int, progress: float) -> Update:
+        """Run some episodes in one environment; return the update of the policy."""
+        return update_policy(self.learner, self.environments[index], self.options.settings, progress)
+
+    def add_point(self, recent: Sequence[Update], seconds: float) -> Any:
         """Evaluate the policy on unseen graphs; keep it if it is the best so far."""
         network = self.learner.policy.network
         episodes = [environment.run(network) for environment in self.validation]
@@ -223,6 +234,6 @@ class Training:
     def write_checkpoint(self) -> None:
         """Write what a training is resumed from, and the best policy so far."""
         write_policy(checkpoint_path(self.output), self.learner.policy, self.learner)
-        write_curve(self.output.with_suffix(".csv"), self.points)
+        write_curve(self.output.with_suffix(".csv"), self.points, self.point_kind)
         if self.points:
             write_policy(self.output, self.best)

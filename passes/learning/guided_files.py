@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from onnxplace.errors import InputError, format_value
 from onnxplace.passes.learning.guided_policy import GuidedPolicy, GuidedShape
@@ -14,10 +18,24 @@ from onnxplace.passes.learning.policy_files import FORMAT, MAX_WIDTH
 from onnxplace.utils import format_path, map_arrays, write_arrays
 
 KIND, VERSION = "guided", 1
+# Adam's moments of each parameter in a checkpoint, as torch names them.
+MOMENTS = ("exp_avg", "exp_avg_sq")
 # Far more rounds than any useful policy has.
 MAX_ROUNDS = 16
 _RETRAIN = "train it again with `onnxplace learn guided`"
 _DAMAGED_HINT = f"copy it again, or {_RETRAIN}"
+
+
+@dataclass(frozen=True)
+class GuidedCheckpoint:
+    """What the training of a policy is resumed from, next to the policy itself."""
+
+    updates: int
+    """Of the optimiser; 0 if it has no moments yet."""
+    random_state: Mapping[str, Any]
+    """Of numpy's generator PCG64."""
+    arrays: Mapping[str, NDArray[Any]]
+    """The moments of each parameter, and `recent`: losses and shares of right decisions since the last point."""
 
 
 def default_policy_path() -> Path:
@@ -25,8 +43,8 @@ def default_policy_path() -> Path:
     return Path(str(files("onnxplace.passes.learning"))) / "guided.safetensors"
 
 
-def write_guided_policy(path: Path, policy: GuidedPolicy) -> None:
-    """Write a policy.
+def write_guided_policy(path: Path, policy: GuidedPolicy, checkpoint: GuidedCheckpoint | None = None) -> None:
+    """Write a policy; with a checkpoint, also what its training can be resumed from.
 
     Raises UsageError or ExecutionError if the file cannot be written.
     """
@@ -45,7 +63,11 @@ def write_guided_policy(path: Path, policy: GuidedPolicy) -> None:
         "steps": policy.steps,
         "seed": policy.seed,
     }
-    write_arrays(path, policy.tensors, {key: str(value) for key, value in metadata.items()})
+    tensors: dict[str, NDArray[Any]] = dict(policy.tensors)
+    if checkpoint:
+        metadata |= {"updates": checkpoint.updates, "random_state": json.dumps(checkpoint.random_state)}
+        tensors |= checkpoint.arrays
+    write_arrays(path, tensors, {key: str(value) for key, value in metadata.items()})
 
 
 def read_guided_policy(path: Path) -> GuidedPolicy:
@@ -54,13 +76,43 @@ def read_guided_policy(path: Path) -> GuidedPolicy:
     Raises:
         InputError: The file cannot be read, is damaged, is not a policy of `guided`, or is of a newer version.
     """
+    return _read_file(path)[0]
+
+
+def read_guided_checkpoint(path: Path) -> tuple[GuidedPolicy, GuidedCheckpoint]:
+    """Return the policy in a checkpoint, and what its training is resumed from.
+
+    Raises:
+        InputError: As `read_guided_policy`; or the file is a policy without a checkpoint.
+    """
+    policy, arrays, metadata = _read_file(path)
+    if "random_state" not in metadata:
+        hint = "omit --resume to start anew"
+        raise InputError("H012", "expected a checkpoint, found a policy alone", where=format_path(path), hint=hint)
+    try:
+        state, updates = json.loads(metadata["random_state"]), int(metadata["updates"])
+        np.random.PCG64().state = state
+    except (KeyError, ValueError, TypeError) as problem:
+        raise _damaged(path, f"its random state cannot be read ({problem})") from None
+    named = [f"{moment}.{name}" for name in policy.tensors for moment in MOMENTS] if updates else []
+    if missing := [name for name in (*named, "recent") if name not in arrays]:
+        raise _damaged(path, f"tensor {missing[0]!r} is missing")
+    if arrays["recent"].ndim != 2 or arrays["recent"].shape[1] != 2:
+        raise _damaged(path, f"tensor 'recent' is of shape {arrays['recent'].shape}, expected (any, 2)")
+    return policy, GuidedCheckpoint(updates, state, {name: np.array(arrays[name]) for name in (*named, "recent")})
+
+
+def _read_file(path: Path) -> tuple[GuidedPolicy, Mapping[str, NDArray[Any]], Mapping[str, str]]:
+    """Return the policy in a file, and all arrays and metadata of the file, both checked."""
     file = map_arrays(path, "H003", _DAMAGED_HINT, foreign_code="H004")
     if file.metadata.get("format") != FORMAT:
         message = "expected a policy of onnxplace, found safetensors of another program"
         raise InputError("H004", message, where=format_path(path), hint=_DAMAGED_HINT)
     tensors, policy = file.arrays, _read_description(file.metadata, path)
     expected = policy.shape.tensors
-    for name, shape in expected.items():
+    is_checkpoint = "random_state" in file.metadata
+    moments = {f"{moment}.{name}": expected[name] for moment in MOMENTS for name in expected if is_checkpoint}
+    for name, shape in {**expected, **{name: moments[name] for name in moments.keys() & tensors.keys()}}.items():
         if name not in tensors or tensors[name].shape != shape:
             shown = f"of shape {tensors[name].shape}" if name in tensors else "missing"
             raise _damaged(path, f"tensor {name!r} is {shown}, expected {shape}")
@@ -68,10 +120,11 @@ def read_guided_policy(path: Path) -> GuidedPolicy:
             raise _damaged(path, f"tensor {name!r} is of type {tensors[name].dtype}, expected float32")
         if not np.isfinite(tensors[name]).all():
             raise _damaged(path, f"tensor {name!r} has numbers that are not finite")
-    if unknown := sorted(tensors.keys() - expected.keys()):
+    if unknown := sorted(tensors.keys() - expected.keys() - moments.keys() - ({"recent"} if moments else set())):
         raise _damaged(path, f"tensor {unknown[0]!r} does not belong to a policy")
     # Copies, so that nothing refers to the file any more.
-    return policy.with_tensors({name: np.array(tensors[name]) for name in expected}, policy.steps)
+    policy = policy.with_tensors({name: np.array(tensors[name]) for name in expected}, policy.steps)
+    return policy, tensors, file.metadata
 
 
 def _read_description(metadata: Mapping[str, str], path: Path) -> GuidedPolicy:

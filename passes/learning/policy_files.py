@@ -11,7 +11,7 @@ import numpy as np
 from onnxplace.errors import InputError, UsageError, format_value
 from onnxplace.passes.learning.networks import Policy, Shape, join_parameters, split_parameters
 from onnxplace.passes.learning.training import Learner
-from onnxplace.passes.learning.visiting_orders import Order, Start
+from onnxplace.passes.learning.visiting_orders import Order, Reward, Start
 from onnxplace.utils import format_path, map_arrays, write_arrays
 
 FORMAT, KIND, VERSION = "onnxplace.policy", "placeto", 1
@@ -44,6 +44,8 @@ def write_policy(path: Path, policy: Policy, learner: Learner | None = None) -> 
         "graphs": policy.graphs,
         "updates": policy.updates,
         "seed": policy.seed,
+        "reward": policy.reward,
+        "max_nodes": policy.max_nodes,
     }
     write_arrays(path, tensors, {key: str(value) for key, value in metadata.items()})
 
@@ -90,6 +92,11 @@ def _read_description(metadata: Mapping[str, str], path: Path) -> Policy:
             raise _newer(path, metadata)
         sizes = {"devices": MAX_DEVICES, "width": MAX_WIDTH, "rounds": MAX_ROUNDS}
         numbers = {key: int(metadata[key]) for key in (*sizes, "graphs", "updates", "seed")}
+        # Files of earlier versions do not have these two.
+        numbers["max_nodes"] = int(metadata.get("max_nodes", 0))
+        reward = metadata.get("reward", "simulated")
+        if reward not in get_args(Reward):
+            raise ValueError(f"its reward is {format_value(reward)}")
         if any(not 1 <= numbers[key] <= limit for key, limit in sizes.items()) or min(numbers.values()) < 0:
             raise ValueError(f"its sizes are {numbers}")
         if metadata["order"] not in get_args(Order):
@@ -109,6 +116,8 @@ def _read_description(metadata: Mapping[str, str], path: Path) -> Policy:
         graphs=numbers["graphs"],
         updates=numbers["updates"],
         seed=numbers["seed"],
+        reward=cast(Reward, reward),
+        max_nodes=numbers["max_nodes"],
     )
 
 

@@ -82,7 +82,10 @@ MAY_IMPORT = {
     "driver": (
         "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem report state target utils"
     ),
-    "learn": ("cost_graph driver errors facts machine model passes.learning pipeline problem state utils"),
+    "learn": (
+        "bundle cost_graph driver errors evaluation facts graph machine model passes.learning pipeline problem state "
+        "target utils"
+    ),
     "api": "bundle driver errors feeds machine pipeline runtime serving traces utils",
     "training": "api bundle errors feeds model runtime utils",
     "testing": "bundle driver errors facts feeds graph pipeline runtime simulation state target utils",

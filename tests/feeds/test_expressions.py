@@ -182,7 +182,7 @@ def test_sizes_that_contradict_each_other_are_named(sizes, message):
 
 
 def test_a_long_chain_of_expressions_is_solved_quickly():
-    count = 20_000
+    count = 4_000  # deeper than Python's stack
     names = [f"s{i + 1} - s{i}" for i in reversed(range(count))]
     sizes = complete_sizes(names, {"s0": 1, **dict.fromkeys(names, 1)})
     assert sizes[f"s{count}"] == count + 1

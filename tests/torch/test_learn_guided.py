@@ -11,6 +11,9 @@ from onnxplace.cost_graph import GraphSet
 from onnxplace.errors import InputError, UsageError
 from onnxplace.facts import Groups, Profile
 from onnxplace.learn import GuidedOptions, draw_mixture, draw_problems, learn_guided
+from onnxplace.learn.curves import read_curve
+from onnxplace.learn.guided import GuidedPoint, GuidedTraining
+from onnxplace.learn.learning import checkpoint_path
 from onnxplace.learn.variants import vary_problem
 from onnxplace.passes.learning import (
     GuidedGraph,
@@ -122,7 +125,7 @@ def test_a_trained_policy_places_graphs(run_cli, tmp_path):
     assert result.code == 0, result.err
     data = json.loads(result.out)
     assert data["graphs"] == 6
-    assert data["files"] == [str(output), str(output.with_suffix(".csv"))]
+    assert data["files"][:3] == [str(output), str(checkpoint_path(output)), str(output.with_suffix(".csv"))]
     assert output.with_suffix(".csv").read_text().startswith("updates,seconds,loss,right,validation_cost,teacher_cost")
     run_cli("learn", "graphs", "--family", "two_towers", "--nodes", 30, "--count", 1, "--side", "test", "-o", tmp_path)
     graph = next(tmp_path.glob("*.graphml"))
@@ -130,6 +133,49 @@ def test_a_trained_policy_places_graphs(run_cli, tmp_path):
     assert placed.code == 0, placed.err
     shown = run_cli("learn", "guided", *QUICK, "--steps", 1, "-o", output)
     assert "two_towers: 6 graphs, 1 steps" in shown.out
+
+
+def test_an_interrupted_training_continues_as_if_it_had_not_been(run_cli, tmp_path, monkeypatch):
+    """The interruption is between two points of the curve, and after the end of imitation alone."""
+    whole, parts = tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
+    command = ("learn", "guided", *QUICK, "--steps", 56)
+    assert run_cli(*command, "-o", whole).code == 0
+    step, calls = GuidedTraining.step, iter(range(100))
+
+    def interrupt(*arguments):
+        if next(calls) == 53:
+            raise KeyboardInterrupt
+        return step(*arguments)
+
+    monkeypatch.setattr(GuidedTraining, "step", interrupt)
+    assert run_cli(*command, "-o", parts).code == 130
+    monkeypatch.setattr(GuidedTraining, "step", step)
+    assert read_guided_policy(checkpoint_path(parts)).steps == 53
+    result = run_cli(*command, "-o", parts, "--resume")
+    assert result.code == 0, result.err
+    assert checkpoint_path(whole).read_bytes() == checkpoint_path(parts).read_bytes()
+    assert whole.read_bytes() == parts.read_bytes()
+    losses = [
+        [(point.updates, point.loss, point.validation_cost) for point in read_curve(path, GuidedPoint)]
+        for path in (whole.with_suffix(".csv"), parts.with_suffix(".csv"))
+    ]
+    assert losses[0] == losses[1]
+    assert [point[0] for point in losses[0]] == [50, 56]
+
+
+def test_another_training_is_not_resumed(run_cli, tmp_path):
+    output = tmp_path / "p.safetensors"
+    command = ("learn", "guided", *QUICK, "--steps", 1, "-o", output)
+    missing = run_cli(*command, "--resume")
+    assert (missing.code, "error[H003]" in missing.err) == (2, True)
+    assert run_cli(*command).code == 0
+    other = run_cli(*command, "--resume", "--seed", 1)
+    assert other.err.startswith("error[H012]")
+    assert "families, graphs, devices and seed must be equal" in other.err
+    checkpoint_path(output).write_bytes(output.read_bytes())
+    alone = run_cli(*command, "--resume")
+    assert alone.err.startswith("error[H012]")
+    assert "found a policy alone" in alone.err
 
 
 def test_variants_change_links_and_speeds_only():
