@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -23,6 +24,7 @@ from onnxplace.cli.options import as_json, print_json
 from onnxplace.errors import format_count
 
 if TYPE_CHECKING:
+    from onnxplace.learn import LearnOptions, MeasuredPoint
     from onnxplace.passes.learning import SequenceShape
 
 
@@ -98,22 +100,65 @@ def placements_option(default: int) -> Callable[..., Any]:
 @learn.command(short_help="Train the policy of the placer placeto.")
 @learning_options()
 @click.option("--order", default="topological", show_default=True, help="In which nodes are visited.")
-@click.option("--start", default="m-etf", show_default=True, help="What episodes start from: m-etf, first-device.")
-@click.option("--episodes", type=click.IntRange(2), default=8, show_default=True, help="Of one graph, for each update.")
-def placeto(request: LearnRequest, *, order: Any, start: Any, episodes: int) -> None:
+@click.option(
+    "--start",
+    default=None,
+    help="What episodes start from: m-etf, first-device, auto  [default: m-etf; auto with measured rewards]",
+)
+@click.option(
+    "--episodes",
+    type=click.IntRange(2),
+    default=None,
+    help="Of one graph, for each update  [default: 8; 4 with measured rewards]",
+)
+@click.option(
+    "--reward",
+    default="simulated",
+    show_default=True,
+    metavar="simulated|measured",
+    help="By simulated steps, or by running the bundle of each episode on this machine.",
+)
+@click.option(
+    "--groups",
+    type=click.IntRange(1),
+    default=40,
+    show_default=True,
+    help="With measured rewards, the most that nodes are joined into.",
+)
+def placeto(request: LearnRequest, *, order: Any, start: Any, episodes: int | None, reward: Any, groups: int) -> None:
     """Train the policy of the placer `placeto` on generated graphs, or on those in a folder.
 
     Writes the policy that places unseen graphs best, a checkpoint, and the learning curve as CSV and, if matplotlib is
     installed, as PNG. Ctrl-C leaves a checkpoint for --resume.
-    """
+
+    \b
+    With --reward measured, the graphs are ONNX models, and the best placement is kept as a device map, too:
+    onnxplace learn placeto --graphs model.onnx --devices cpu:0,cpu:1 --reward measured --seconds 300 -o own.safetensors
+    onnxplace compile model.onnx --devices cpu:0,cpu:1 --device-map own.device-map.json
+    """  # noqa: D301 - \b tells click to keep the line breaks
     from onnxplace.learn import LearnOptions, learn_placeto
-    from onnxplace.passes.learning import Order, Settings, Start, require_torch
+    from onnxplace.passes.learning import Order, Reward, Settings, Start, require_torch
 
     require_torch()
+    is_measured = reward == "measured"
+    start = start or ("auto" if is_measured else "m-etf")
     require_choice(order, get_args(Order), "--order")
     require_choice(start, get_args(Start), "--start")
-    settings = Settings(episodes=episodes, seed=request.seed)
-    options = LearnOptions(request.devices, request.seconds, request.updates, order, start, settings, request.threads)
+    require_choice(reward, get_args(Reward), "--reward")
+    settings = Settings(episodes=episodes or (4 if is_measured else 8), seed=request.seed)
+    options = LearnOptions(
+        devices=request.devices,
+        seconds=request.seconds,
+        updates=request.updates,
+        order=order,
+        start=start,
+        settings=settings,
+        threads=request.threads,
+        max_groups=groups,
+    )
+    if is_measured:
+        _learn_measured(request, options)
+        return
     graphs = collect_graphs(request)
     with show_training(request) as observer:
         result = learn_placeto(
@@ -125,6 +170,30 @@ def placeto(request: LearnRequest, *, order: Any, start: Any, episodes: int) -> 
         f"(update {point.updates})"
     )
     report_training(request, graphs, result, unit="updates", quality=quality)
+
+
+def _learn_measured(request: LearnRequest, options: LearnOptions) -> None:
+    """Train with measured rewards, and print what was learned."""
+    from onnxplace.learn import learn_measured
+    from onnxplace.machine import local_target
+
+    if request.target is None:  # the devices have to exist
+        request = replace(request, target=local_target([f"cpu:{index}" for index in range(request.devices)]))
+    graphs = collect_graphs(request)
+    with show_training(request, _describe_measured) as observer:
+        result = learn_measured(
+            graphs, options, request.output, family=request.label, resume=request.resume, observer=observer
+        )
+    last = result.points[-1]
+    quality = (
+        f"measured steps, relative to the start, in turns: best placement {result.measured_ratio:.4f}; policy "
+        f"{min(point.validation_cost for point in result.points):.4f}, not in turns; {last.bundles} bundles were run"
+    )
+    report_training(request, graphs, result, unit="updates", quality=quality)
+
+
+def _describe_measured(point: MeasuredPoint) -> str:
+    return f"update {point.updates}, {point.bundles} bundles run, best step {point.best_cost:.4f} of the start's"
 
 
 @learn.command(short_help="Train the policy of the placer guided.")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         Observer as Observer,
         learn_placeto as learn_placeto,
     )
+    from onnxplace.learn.measured import MeasuredPoint as MeasuredPoint, learn_measured as learn_measured
     from onnxplace.learn.problems import (
         LearningGraph as LearningGraph,
         draw_mixture as draw_mixture,
@@ -37,6 +38,7 @@ __getattr__, __dir__, __all__ = attach(
         "curves": "CurvePoint plot_curve write_curve",
         "guided": "GuidedObserver GuidedOptions GuidedPoint GuidedResult learn_guided",
         "learning": "LearnOptions LearnResult Observer learn_placeto",
+        "measured": "MeasuredPoint learn_measured",
         "problems": "LearningGraph draw_mixture draw_problems read_problems",
         "sequences": "SequenceLearnOptions SequencePoint learn_sequence",
     },

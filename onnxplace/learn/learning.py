@@ -54,6 +54,8 @@ class LearnOptions:
     start: Start = "m-etf"
     settings: Settings = field(default_factory=Settings)
     threads: int = 1
+    max_groups: int = 40
+    """With measured rewards, models are coarsened to so many nodes."""
 
     def __post_init__(self) -> None:
         if self.seconds <= 0 and self.updates <= 0:
@@ -70,6 +72,8 @@ class LearnResult:
     points: Sequence[Any]
     files: Sequence[Path]
     """All that were written."""
+    measured_ratio: float | None = None
+    """With measured rewards, the step of the best placement relative to the start, both run in turns; else None."""
 
 
 def checkpoint_path(output: Path) -> Path:

@@ -104,6 +104,10 @@ BUILTIN: Mapping[Kind, Mapping[str, tuple[str, str]]] = MappingProxyType(
                     "onnxplace.runtimes.onnxruntime:OnnxRuntime",
                     "run segments with ONNX Runtime, a worker per device",
                 ),
+                "mpi": (
+                    "onnxplace.runtimes.mpi:Mpi",
+                    "run segments with ONNX Runtime, a process per device, on one host or several",
+                ),
                 "simulated": ("onnxplace.runtimes.simulated:Simulated", "run nothing; return the predicted timeline"),
             }
         ),

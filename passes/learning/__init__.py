@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
+    from onnxplace.passes.learning.end_rewards import update_from_ends as update_from_ends
     from onnxplace.passes.learning.environment import Environment as Environment, Episode as Episode
     from onnxplace.passes.learning.gradients import require_torch as require_torch
     from onnxplace.passes.learning.guided_files import (
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from onnxplace.passes.learning.networks import Policy as Policy, Shape as Shape
     from onnxplace.passes.learning.placing import (
         coarsen_to as coarsen_to,
+        commit_devices as commit_devices,
         commit_result as commit_result,
         place_with_policy as place_with_policy,
     )
@@ -81,6 +83,7 @@ if TYPE_CHECKING:
     from onnxplace.passes.learning.visiting_orders import (
         ORDERS as ORDERS,
         Order as Order,
+        Reward as Reward,
         Start as Start,
         visit_nodes as visit_nodes,
     )
@@ -88,6 +91,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "end_rewards": "update_from_ends",
         "environment": "Environment Episode",
         "gradients": "require_torch",
         "guided_files": (
@@ -98,7 +102,7 @@ __getattr__, __dir__, __all__ = attach(
         "guided_placing": "evaluate_schedule plan_with_policy",
         "guided_policy": "GuidedPolicy GuidedShape run_schedule",
         "networks": "Policy Shape",
-        "placing": "coarsen_to commit_result place_with_policy",
+        "placing": "coarsen_to commit_devices commit_result place_with_policy",
         "policy_files": "read_learner read_policy require_devices write_policy",
         "sequences.sequence_files": "read_sequence_learner read_sequence_policy write_sequence_policy",
         "sequences.sequence_graph": "ListOrder SequenceGraph",
@@ -110,6 +114,6 @@ __getattr__, __dir__, __all__ = attach(
         "sequences.sequence_policy": "GroupsFrom Heads Kind SequencePolicy SequenceShape",
         "teacher": "Lesson search_lesson",
         "training": "Learner Settings Update update_policy",
-        "visiting_orders": "ORDERS Order Start visit_nodes",
+        "visiting_orders": "ORDERS Order Reward Start visit_nodes",
     },
 )

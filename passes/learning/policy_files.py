@@ -21,7 +21,7 @@ from onnxplace.passes.learning.policy_tensors import (
     require_tensors,
 )
 from onnxplace.passes.learning.training import Learner
-from onnxplace.passes.learning.visiting_orders import Order, Start
+from onnxplace.passes.learning.visiting_orders import Order, Reward, Start
 from onnxplace.utils import write_arrays
 
 KIND, VERSION = "placeto", 1
@@ -50,6 +50,8 @@ def write_policy(path: Path, policy: Policy, learner: Learner | None = None) -> 
         "graphs": policy.graphs,
         "updates": policy.updates,
         "seed": policy.seed,
+        "reward": policy.reward,
+        "max_nodes": policy.max_nodes,
     }
     write_arrays(path, tensors, {key: str(value) for key, value in metadata.items()})
 
@@ -84,6 +86,11 @@ def _read_description(metadata: Mapping[str, str], path: Path) -> Policy:
             raise newer_policy_error(path, KIND, VERSION, metadata)
         sizes = {"devices": MAX_DEVICES, "width": MAX_WIDTH, "rounds": MAX_ROUNDS}
         numbers = {key: int(metadata[key]) for key in (*sizes, "graphs", "updates", "seed")}
+        # Files of earlier versions do not have these two.
+        numbers["max_nodes"] = int(metadata.get("max_nodes", 0))
+        reward = metadata.get("reward", "simulated")
+        if reward not in get_args(Reward):
+            raise ValueError(f"its reward is {format_value(reward)}")
         if any(not 1 <= numbers[key] <= limit for key, limit in sizes.items()) or min(numbers.values()) < 0:
             raise ValueError(f"its sizes are {numbers}")
         if metadata["order"] not in get_args(Order):
@@ -103,6 +110,8 @@ def _read_description(metadata: Mapping[str, str], path: Path) -> Policy:
         graphs=numbers["graphs"],
         updates=numbers["updates"],
         seed=numbers["seed"],
+        reward=cast(Reward, reward),
+        max_nodes=numbers["max_nodes"],
     )
 
 

@@ -79,8 +79,9 @@ def update_policy(learner: Learner, environment: Environment, settings: Settings
     steps = len(environment.visits.group)
     episodes = [environment.run(policy.network, rng.random(steps)) for _ in range(settings.episodes)]
     if steps and settings.episodes > 1:
-        gradient = _estimate_gradient(policy, environment, settings, progress, episodes, rng)
-        learner = _apply_gradient(learner, gradient, settings, progress)
+        advantages = compute_advantages(np.stack([episode.returns(settings.discount) for episode in episodes]))
+        gradient = estimate_gradient(policy, environment, settings, progress, episodes, advantages, rng)
+        learner = apply_gradient(learner, gradient, settings, progress)
     else:
         learner = replace(learner, policy=policy.with_parameters(policy.theta, policy.updates + 1))
     bests = [best[0] for episode in episodes if (best := episode.best())]
@@ -93,16 +94,16 @@ def update_policy(learner: Learner, environment: Environment, settings: Settings
     )
 
 
-def _estimate_gradient(
+def estimate_gradient(
     policy: Policy,
     environment: Environment,
     settings: Settings,
     progress: float,
     episodes: Sequence[Episode],
+    advantages: Floats,
     rng: np.random.Generator,
 ) -> Singles:
-    """Return the mean gradient of some steps of the episodes."""
-    advantages = compute_advantages(np.stack([episode.returns(settings.discount) for episode in episodes]))
+    """Return the mean gradient of some steps of the episodes, with their advantages: [episode, step]."""
     steps, count = advantages.shape[1], min(settings.steps, advantages.shape[1])
     gradient = np.zeros_like(policy.theta)
     bonus = settings.entropy_bonus * (1 - progress)
@@ -150,7 +151,7 @@ def _pad_devices(allowed: Bools, devices: int) -> Bools:
     return padded
 
 
-def _apply_gradient(learner: Learner, gradient: Singles, settings: Settings, progress: float) -> Learner:
+def apply_gradient(learner: Learner, gradient: Singles, settings: Settings, progress: float) -> Learner:
     """Return the learner after a step of Adam with a clipped gradient."""
     norm = float(np.linalg.norm(gradient))
     gradient = gradient * min(1.0, settings.max_gradient / max(norm, 1e-30))

@@ -28,8 +28,11 @@ Order = Literal[
     "by-criticality",
 ]
 
-Start = Literal["m-etf", "first-device"]
-"""The placement that episodes start from."""
+Start = Literal["m-etf", "first-device", "auto"]
+"""The placement that episodes start from; `auto` is that of a short search, as the placer of this name does."""
+
+Reward = Literal["simulated", "measured"]
+"""How the placements of a training are rewarded: by simulated steps, or by those of bundles that are run."""
 
 
 def visit_nodes(problem: PlacementProblem, order: Order, seed: int = 0) -> Ints:
