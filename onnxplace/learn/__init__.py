@@ -26,6 +26,11 @@ if TYPE_CHECKING:
         draw_problems as draw_problems,
         read_problems as read_problems,
     )
+    from onnxplace.learn.sequences import (
+        SequenceLearnOptions as SequenceLearnOptions,
+        SequencePoint as SequencePoint,
+        learn_sequence as learn_sequence,
+    )
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
@@ -35,5 +40,6 @@ __getattr__, __dir__, __all__ = attach(
         "learning": "LearnOptions LearnResult Observer learn_placeto",
         "measured": "MeasuredPoint learn_measured",
         "problems": "LearningGraph draw_mixture draw_problems read_problems",
+        "sequences": "SequenceLearnOptions SequencePoint learn_sequence",
     },
 )
