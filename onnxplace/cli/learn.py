@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -20,6 +22,10 @@ from onnxplace.cli.learning_options import (
 )
 from onnxplace.cli.options import as_json, print_json
 from onnxplace.errors import format_count
+
+if TYPE_CHECKING:
+    from onnxplace.learn import LearnOptions, MeasuredPoint
+    from onnxplace.passes.learning import SequenceShape
 
 
 @click.group(short_help="Train placers that learn.")
@@ -80,41 +86,98 @@ def graphs(
         click.echo(f"{format_count(len(paths), 'graph')} written to {output}")
 
 
+def placements_option(default: int) -> Callable[..., Any]:
+    """Return the option for the number of placements of an update."""
+    return click.option(
+        "--placements",
+        type=click.IntRange(2),
+        default=default,
+        show_default=True,
+        help="Sampled of one graph, for each update.",
+    )
+
+
 @learn.command(short_help="Train the policy of the placer placeto.")
 @learning_options()
 @click.option("--order", default="topological", show_default=True, help="In which nodes are visited.")
 @click.option(
-    "--start", default="several", show_default=True, help="What episodes start from: several, m-etf, first-device."
+    "--start",
+    default=None,
+    help="What episodes start from: several, m-etf, first-device, auto  [default: several; auto with measured rewards]",
 )
 @click.option(
     "--learn-from",
     default="completions",
     show_default=True,
-    help="completions: choices that good placements complete; rewards: REINFORCE, as published.",
+    metavar="completions|rewards",
+    help="By the costs of choices that a searched placement completes, or by REINFORCE, as published.",
 )
 @click.option(
     "--episodes",
     type=click.IntRange(2),
-    default=8,
-    show_default=True,
-    help="Of one graph, for each update from rewards.",
+    default=None,
+    help="Of one graph, for each update from rewards  [default: 8; 4 with measured rewards]",
 )
-def placeto(request: LearnRequest, *, order: Any, start: Any, learn_from: Any, episodes: int) -> None:
+@click.option(
+    "--reward",
+    default="simulated",
+    show_default=True,
+    metavar="simulated|measured",
+    help="By simulated steps, or by running the bundle of each episode on this machine.",
+)
+@click.option(
+    "--groups",
+    type=click.IntRange(1),
+    default=40,
+    show_default=True,
+    help="With measured rewards, the most that nodes are joined into.",
+)
+def placeto(
+    request: LearnRequest,
+    *,
+    order: Any,
+    start: Any,
+    learn_from: Any,
+    episodes: int | None,
+    reward: Any,
+    groups: int,
+) -> None:
     """Train the policy of the placer `placeto` on generated graphs, or on those in a folder.
 
     Writes the policy that places unseen graphs best, a checkpoint, and the learning curve as CSV and, if matplotlib is
     installed, as PNG. Ctrl-C leaves a checkpoint for --resume.
-    """
+
+    \b
+    With --reward measured, the graphs are ONNX models, and the best placement is kept as a device map, too:
+    onnxplace learn placeto --graphs model.onnx --devices cpu:0,cpu:1 --reward measured --seconds 300 -o own.safetensors
+    onnxplace compile model.onnx --devices cpu:0,cpu:1 --device-map own.device-map.json
+    """  # noqa: D301 - \b tells click to keep the line breaks
     from onnxplace.learn import LearnOptions, learn_placeto
-    from onnxplace.passes.learning import LearnFrom, Order, Settings, Start, require_torch
+    from onnxplace.passes.learning import LearnFrom, Order, Reward, Settings, Start, require_torch
 
     require_torch()
+    is_measured = reward == "measured"
+    start = start or ("auto" if is_measured else "several")
     require_choice(order, get_args(Order), "--order")
     require_choice(start, get_args(Start), "--start")
     require_choice(learn_from, get_args(LearnFrom), "--learn-from")
-    published = Settings(episodes=episodes, seed=request.seed)
-    settings = published if learn_from == "rewards" else Settings.for_completions(request.seed)
-    options = LearnOptions(request.devices, request.seconds, request.updates, order, start, settings, request.threads)
+    require_choice(reward, get_args(Reward), "--reward")
+    settings = Settings(episodes=episodes or (4 if is_measured else 8), seed=request.seed)
+    if learn_from == "completions" and not is_measured:
+        settings = Settings.for_completions(request.seed)
+    options = LearnOptions(
+        devices=request.devices,
+        seconds=request.seconds,
+        updates=request.updates,
+        order=order,
+        start=start,
+        settings=settings,
+        threads=request.threads,
+        max_groups=groups,
+    )
+    if is_measured:
+        _learn_measured(request, options)
+        return
     graphs = collect_graphs(request)
     with show_training(request) as observer:
         result = learn_placeto(
@@ -126,6 +189,30 @@ def placeto(request: LearnRequest, *, order: Any, start: Any, learn_from: Any, e
         f"(update {point.updates})"
     )
     report_training(request, graphs, result, unit="updates", quality=quality)
+
+
+def _learn_measured(request: LearnRequest, options: LearnOptions) -> None:
+    """Train with measured rewards, and print what was learned."""
+    from onnxplace.learn import learn_measured
+    from onnxplace.machine import local_target
+
+    if request.target is None:  # the devices have to exist
+        request = replace(request, target=local_target([f"cpu:{index}" for index in range(request.devices)]))
+    graphs = collect_graphs(request)
+    with show_training(request, _describe_measured) as observer:
+        result = learn_measured(
+            graphs, options, request.output, family=request.label, resume=request.resume, observer=observer
+        )
+    last = result.points[-1]
+    quality = (
+        f"measured steps, relative to the start, in turns: best placement {result.measured_ratio:.4f}; policy "
+        f"{min(point.validation_cost for point in result.points):.4f}, not in turns; {last.bundles} bundles were run"
+    )
+    report_training(request, graphs, result, unit="updates", quality=quality)
+
+
+def _describe_measured(point: MeasuredPoint) -> str:
+    return f"update {point.updates}, {point.bundles} bundles run, best step {point.best_cost:.4f} of the start's"
 
 
 @learn.command(short_help="Train the policy of the placer guided.")
@@ -162,3 +249,68 @@ def guided(request: LearnRequest, *, proposals: int) -> None:
         f"(step {point.updates}), search {point.teacher_cost:.4f}"
     )
     report_training(request, graphs, result, unit="steps", quality=quality)
+
+
+@learn.command(short_help="Train the policy of the placer hierarchical.")
+@learning_options()
+@click.option("--groups", default="learned", show_default=True, help="learned (HDP), given (ColocRL), each.")
+@click.option(
+    "--max-groups", type=click.IntRange(1, 4096), default=64, show_default=True, help="Learned, or given, per graph."
+)
+@placements_option(16)
+def hierarchical(request: LearnRequest, *, groups: Any, max_groups: int, placements: int) -> None:
+    """Train the policy of the placer `hierarchical` on generated graphs, or on those in a folder.
+
+    Writes the policy that places unseen graphs best, a checkpoint, and the learning curve as CSV and, if matplotlib is
+    installed, as PNG. Ctrl-C leaves a checkpoint for --resume.
+    """
+    from onnxplace.passes.learning import GroupsFrom, SequenceShape, require_torch
+
+    require_torch()
+    require_choice(groups, get_args(GroupsFrom), "--groups")
+    _learn_sequence(request, SequenceShape("hierarchical", groups, request.devices, max_groups), placements)
+
+
+@learn.command(short_help="Train the policy of the placer go.")
+@learning_options()
+@click.option(
+    "--heads", default="placement+schedule", show_default=True, help="placement+schedule (GO), placement (GDP)."
+)
+@click.option(
+    "--order", default="criticality", show_default=True, help="Of nodes with equal priority: criticality, topological."
+)
+@placements_option(8)
+def go(request: LearnRequest, *, heads: Any, order: Any, placements: int) -> None:
+    """Train the policy of the placer `go` on generated graphs, or on those in a folder.
+
+    Writes the policy that places unseen graphs best, a checkpoint, and the learning curve as CSV and, if matplotlib is
+    installed, as PNG. Ctrl-C leaves a checkpoint for --resume.
+    """
+    from onnxplace.passes.learning import Heads, ListOrder, SequenceShape, require_torch
+
+    require_torch()
+    require_choice(heads, get_args(Heads), "--heads")
+    require_choice(order, get_args(ListOrder), "--order")
+    _learn_sequence(request, SequenceShape("go", heads, request.devices, width=32, list_order=order), placements)
+
+
+def _learn_sequence(request: LearnRequest, shape: SequenceShape, placements: int) -> None:
+    """Train a policy of a shape, and report it."""
+    from onnxplace.learn import SequenceLearnOptions, learn_sequence
+    from onnxplace.passes.learning import SequenceSettings
+
+    settings = SequenceSettings.of(shape.kind, request.seed, placements)
+    options = SequenceLearnOptions(
+        shape=shape, settings=settings, seconds=request.seconds, updates=request.updates, threads=request.threads
+    )
+    graphs = collect_graphs(request)
+    with show_training(request) as observer:
+        result = learn_sequence(
+            graphs, options, request.output, family=request.label, resume=request.resume, observer=observer
+        )
+    point = min(result.points, key=lambda item: item.validation_cost)
+    quality = (
+        f"unseen graphs: step {point.validation_cost:.4f} of one device, better of m-etf and one device "
+        f"{point.fallback_cost:.4f} (update {point.updates})"
+    )
+    report_training(request, graphs, result, unit="updates", quality=quality)

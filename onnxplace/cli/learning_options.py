@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.cli.options import announce_loop_compilation, as_json, print_json, seed_option
+from onnxplace.cli.options import announce_loop_compilation, as_json, parse_shape, print_json, seed_option, shape_option
 from onnxplace.errors import UsageError, format_count, suggest_nearest
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ class LearnRequest:
     count: int
     nodes: int
     backward: bool
+    shape: Mapping[str, int]
+    """Sizes of symbolic dimensions of models."""
     devices: int
     """How many."""
     target: Target | None
@@ -87,7 +89,7 @@ def learning_options(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
-        def run(*, family: Any, devices: str, target: Path | None, json_: bool, **given: Any) -> None:
+        def run(*, family: Any, devices: str, target: Path | None, shape: str, json_: bool, **given: Any) -> None:
             from onnxplace.cost_graph import ARCHITECTURES
 
             shared = {name: given.pop(name) for name in SHARED_OPTIONS if name in given}
@@ -97,7 +99,12 @@ def learning_options(
             if several and not families and shared["source"] is None:
                 families = tuple(ARCHITECTURES)
             request = LearnRequest(
-                families=families, devices=number, target=chosen, json=json_, **{"backward": False, **shared}
+                families=families,
+                devices=number,
+                target=chosen,
+                shape=parse_shape(shape),
+                json=json_,
+                **{"backward": False, **shared},
             )
             command(request, **given)
 
@@ -130,6 +137,7 @@ def _graph_options(count: int, devices: int, several: bool) -> list[Callable[...
         ),
         click.option("--count", type=click.IntRange(1), default=count, show_default=True, help=of_count),
         nodes_option,
+        shape_option,
         *([] if several else [backward_option]),
         click.option(
             "--devices",
@@ -182,7 +190,7 @@ def collect_graphs(request: LearnRequest, *, mixture: bool = False) -> list[Lear
         mixture: Whether to draw several families, sizes and numbers of devices.
 
     Raises:
-        UsageError: There is not one source, or not such a family.
+        UsageError: There is not one source, or not such a family; or sizes are given for a family.
         InputError: The folder or file has no graphs.
     """
     from onnxplace.cost_graph import GraphSet
@@ -191,8 +199,10 @@ def collect_graphs(request: LearnRequest, *, mixture: bool = False) -> list[Lear
     if (request.source is None) == (not request.families):
         message = "expected either --family or --graphs, got " + ("both" if request.families else "neither")
         raise UsageError("H009", message, hint=f"--family NAME: {FAMILY_HELP}")
+    if request.shape and request.source is None:
+        raise UsageError("H009", "--shape is for ONNX models, and families have none", hint="--graphs model.onnx")
     if request.source is not None:
-        return read_problems(request.source, request.devices, request.target)
+        return read_problems(request.source, request.devices, request.target, request.shape)
     if mixture:
         return draw_mixture(request.families, request.count, request.nodes, request.devices, request.target)
     graphs = GraphSet(request.families[0], request.count, request.nodes, "train", request.backward)

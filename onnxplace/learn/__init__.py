@@ -19,11 +19,17 @@ if TYPE_CHECKING:
         Observer as Observer,
         learn_placeto as learn_placeto,
     )
+    from onnxplace.learn.measured import MeasuredPoint as MeasuredPoint, learn_measured as learn_measured
     from onnxplace.learn.problems import (
         LearningGraph as LearningGraph,
         draw_mixture as draw_mixture,
         draw_problems as draw_problems,
         read_problems as read_problems,
+    )
+    from onnxplace.learn.sequences import (
+        SequenceLearnOptions as SequenceLearnOptions,
+        SequencePoint as SequencePoint,
+        learn_sequence as learn_sequence,
     )
 
 __getattr__, __dir__, __all__ = attach(
@@ -32,6 +38,8 @@ __getattr__, __dir__, __all__ = attach(
         "curves": "CurvePoint plot_curve write_curve",
         "guided": "GuidedObserver GuidedOptions GuidedPoint GuidedResult learn_guided",
         "learning": "LearnOptions LearnResult Observer learn_placeto",
+        "measured": "MeasuredPoint learn_measured",
         "problems": "LearningGraph draw_mixture draw_problems read_problems",
+        "sequences": "SequenceLearnOptions SequencePoint learn_sequence",
     },
 )

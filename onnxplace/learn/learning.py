@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from onnxplace.errors import InputError, UsageError, format_count
 from onnxplace.graph import Ints
-from onnxplace.learn.curves import CurvePoint, plot_curve, read_curve, write_curve
+from onnxplace.learn.curves import CurvePoint, Plotted, plot_curve, read_curve, write_curve
 from onnxplace.learn.problems import LearningGraph
 from onnxplace.passes.learning import (
     Environment,
@@ -37,7 +38,8 @@ POINT_UPDATES = 32
 # Seconds between two checkpoints.
 CHECKPOINT_SECONDS = 30.0
 
-Observer = Callable[[float, CurvePoint], None]
+Item = TypeVar("Item")
+Observer = Callable[[float, Any], None]
 """Called with the progress from 0 to 1 at each point of the curve."""
 
 
@@ -52,9 +54,11 @@ class LearnOptions:
     updates: int = 0
     """Number of updates, for a result that does not depend on the clock; 0 for no limit."""
     order: Order = "topological"
-    start: Start = "several"
-    settings: Settings = field(default_factory=Settings.for_completions)
+    start: Start = "m-etf"
+    settings: Settings = field(default_factory=Settings)
     threads: int = 1
+    max_groups: int = 40
+    """With measured rewards, models are coarsened to so many nodes."""
 
     def __post_init__(self) -> None:
         if self.seconds <= 0 and self.updates <= 0:
@@ -66,11 +70,13 @@ class LearnOptions:
 class LearnResult:
     """A trained policy."""
 
-    policy: Policy
+    policy: Any
     """The one that placed unseen graphs best."""
-    points: Sequence[CurvePoint]
+    points: Sequence[Any]
     files: Sequence[Path]
     """All that were written."""
+    measured_ratio: float | None = None
+    """With measured rewards, the step of the best placement relative to the start, both run in turns; else None."""
 
 
 def checkpoint_path(output: Path) -> Path:
@@ -110,23 +116,39 @@ def learn_placeto(
         raise InputError("H011", "expected at least one graph to learn from, got none")
     torch.set_num_threads(options.threads)
     training = Training.of(graphs, options, output, family, resume)
+    return run_training(training, observer, f"placeto, {family or format_count(len(graphs), 'graph')}")
+
+
+def run_training(training: Training, observer: Observer | None, title: str) -> LearnResult:
+    """Train until a limit is reached; write the policy, its checkpoint and its learning curve with a title."""
+    output = training.output
     try:
         for progress, point in training.run():
             if observer:
                 observer(progress, point)
     finally:
         training.write_checkpoint()
-    write_policy(output, training.best)
     files = [output, checkpoint_path(output), output.with_suffix(".csv")]
     image = output.with_suffix(".png")
-    if plot_curve(image, training.points, f"placeto, {family or format_count(len(graphs), 'graph')}"):
+    if plot_curve(image, training.points, title):
         files.append(image)
     return LearnResult(training.best, training.points, files)
+
+
+def hold_out(items: Sequence[Item]) -> tuple[Sequence[Item], Sequence[Item]]:
+    """Return what to train on, and what tells which policy is best: one in six, or all if there are fewer."""
+    if len(items) < VALIDATION_PERIOD:
+        return items, items
+    validation = range(len(items))[::-VALIDATION_PERIOD]
+    return [item for index, item in enumerate(items) if index not in validation], [items[index] for index in validation]
 
 
 @dataclass
 class Training:
     """A training in progress."""
+
+    point_kind: ClassVar[type[Plotted]] = CurvePoint
+    point_updates: ClassVar[int] = POINT_UPDATES
 
     environments: Sequence[Environment]
     validation: Sequence[Environment]
@@ -135,7 +157,7 @@ class Training:
     learner: Learner
     best: Policy
     best_cost: float
-    points: list[CurvePoint]
+    points: list[Any]
     completions: dict[int, Ints] = field(default_factory=dict)
     """Good placements of the graphs that had a turn."""
 
@@ -144,8 +166,7 @@ class Training:
         """Return a training at its beginning, or where its checkpoint is."""
         seed = options.settings.seed
         environments = [Environment(graph.problem, options.order, seed, options.start) for graph in graphs]
-        held_out = environments[::-VALIDATION_PERIOD] if len(graphs) >= VALIDATION_PERIOD else environments
-        trained = [item for item in environments if not any(item is other for other in held_out)] or environments
+        trained, held_out = hold_out(environments)
         shape = Shape(options.devices)
         policy = Policy(
             shape=shape,
@@ -159,10 +180,10 @@ class Training:
         )
         training = Training(trained, held_out, options, output, Learner.of(policy), policy, np.inf, [])
         if resume:
-            training._restore(policy)
+            training.restore(policy)
         return training
 
-    def _restore(self, expected: Policy) -> None:
+    def restore(self, expected: Policy) -> None:
         """Continue from the checkpoint; raises InputError if it is of another training."""
         path = checkpoint_path(self.output)
         policy, learner = read_learner(path)
@@ -171,14 +192,14 @@ class Training:
             message = "the checkpoint belongs to another training: options, graphs and seed must be equal"
             hint = "repeat the options of that training, or omit --resume to start anew"
             raise InputError("H012", message, where=format_path(path), hint=hint)
-        points = read_curve(self.output.with_suffix(".csv"))
+        points = read_curve(self.output.with_suffix(".csv"), self.point_kind)
         self.learner = learner
         self.points = [point for point in points if point.updates <= policy.updates]
         if self.output.exists() and self.points:
             self.best, _ = read_learner(self.output)
             self.best_cost = min(point.validation_cost for point in self.points)
 
-    def run(self) -> Iterator[tuple[float, CurvePoint]]:
+    def run(self) -> Iterator[tuple[float, Any]]:
         """Update the policy until a limit is reached; yield the progress and a point now and then."""
         start = budget_clock()
         before = self.points[-1].seconds if self.points else 0.0
@@ -186,26 +207,17 @@ class Training:
         while True:
             elapsed = budget_clock() - start
             progress = self._progress(before, elapsed)
-            if recent and (progress >= 1 or self.learner.policy.updates % POINT_UPDATES == 0):
-                yield progress, self._add_point(recent, before + elapsed)
+            if recent and (progress >= 1 or self.learner.policy.updates % self.point_updates == 0):
+                yield progress, self.add_point(recent, before + elapsed)
                 recent = []
             if progress >= 1:
                 return
             if budget_clock() - last_checkpoint > CHECKPOINT_SECONDS:
                 self.write_checkpoint()
                 last_checkpoint = budget_clock()
-            update = self._update(self._next_graph(), progress)
+            update = self.update(self._next_graph(), progress)
             self.learner = update.learner
             recent.append(update)
-
-    def _update(self, number: int, progress: float) -> Update:
-        """Update the policy from one graph; its first turn includes the search for completions."""
-        environment, settings = self.environments[number], self.options.settings
-        if settings.learn_from == "rewards":
-            return update_policy(self.learner, environment, settings, progress)
-        if number not in self.completions:
-            self.completions[number] = find_completions(environment, settings)
-        return update_from_completions(self.learner, environment, self.completions[number], settings, progress)
 
     def _progress(self, before: float, elapsed: float) -> float:
         options = self.options
@@ -219,7 +231,16 @@ class Training:
         turn, position = divmod(self.learner.policy.updates, count)
         return int(np.random.default_rng([self.options.settings.seed, turn, 1]).permutation(count)[position])
 
-    def _add_point(self, recent: Sequence[Update], seconds: float) -> CurvePoint:
+    def update(self, index: int, progress: float) -> Update:
+        """Return the update of the policy from one graph; its first turn includes the search for completions."""
+        environment, settings = self.environments[index], self.options.settings
+        if settings.learn_from == "rewards":
+            return update_policy(self.learner, environment, settings, progress)
+        if index not in self.completions:
+            self.completions[index] = find_completions(environment, settings)
+        return update_from_completions(self.learner, environment, self.completions[index], settings, progress)
+
+    def add_point(self, recent: Sequence[Update], seconds: float) -> Any:
         """Evaluate the policy on unseen graphs; keep it if it is the best so far."""
         policy = self.learner.averaged_policy
         episodes = [environment.run_best(policy.network) for environment in self.validation]
@@ -246,6 +267,6 @@ class Training:
     def write_checkpoint(self) -> None:
         """Write what a training is resumed from, and the best policy so far."""
         write_policy(checkpoint_path(self.output), self.learner.policy, self.learner)
-        write_curve(self.output.with_suffix(".csv"), self.points)
+        write_curve(self.output.with_suffix(".csv"), self.points, self.point_kind)
         if self.points:
             write_policy(self.output, self.best)

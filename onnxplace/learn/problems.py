@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from onnxplace.cost_graph import ARCHITECTURES, CostGraph, GraphSet, draw_graphs, graph_fingerprint, read_cost_graph
 from onnxplace.driver import apply_target, replace_devices
@@ -68,11 +69,14 @@ def draw_mixture(
     return problems
 
 
-def read_problems(source: Path, devices: int, target: Target | None = None) -> list[LearningGraph]:
+def read_problems(
+    source: Path, devices: int, target: Target | None = None, shape: Mapping[str, int] = MappingProxyType({})
+) -> list[LearningGraph]:
     """Return the graphs in a folder or file on so many devices, by name, each different graph once.
 
     Without a target, cost graphs keep their links, and models get CPU devices and estimated costs. With one, cost
-    graphs get its devices (see `onnxplace.driver.apply_target`), and models the costs that `compile` would use.
+    graphs get its devices (see `onnxplace.driver.apply_target`), and models the costs that `compile` would use. `shape`
+    has the sizes of symbolic dimensions of models.
 
     Raises:
         InputError: There are no graphs, or one of them cannot be read.
@@ -89,7 +93,7 @@ def read_problems(source: Path, devices: int, target: Target | None = None) -> l
             cost_graph = read_cost_graph(path, device_count=devices)
             graphs.append(_read_cost_graph_problem(path.name, cost_graph, devices, target))
         elif path.name.lower().endswith(MODEL_SUFFIX):
-            graphs.append(_read_model_problem(path, devices, target))
+            graphs.append(_read_model_problem(path, devices, target, shape))
     if not graphs:
         known = ", ".join((*COST_GRAPH_SUFFIXES, MODEL_SUFFIX))
         raise InputError("H011", f"there are no graphs: expected files that end in {known}", where=format_path(source))
@@ -103,10 +107,10 @@ def _read_cost_graph_problem(name: str, graph: CostGraph, devices: int, target: 
     return LearningGraph(name, graph_fingerprint(state[Profile].graph), placement_problem(state))
 
 
-def _read_model_problem(path: Path, devices: int, target: Target | None) -> LearningGraph:
+def _read_model_problem(path: Path, devices: int, target: Target | None, shape: Mapping[str, int]) -> LearningGraph:
     chosen = target or local_target(",".join(f"cpu:{index}" for index in range(devices)))
     pipeline = Pipeline.parse(MODEL_PIPELINE if target else ESTIMATED_PIPELINE)
-    state, _ = pipeline.run(State(chosen).having(bind(load(path), {}, {})))
+    state, _ = pipeline.run(State(chosen).having(bind(load(path), shape, {})))
     return LearningGraph(path.name, graph_fingerprint(state[Profile].graph), placement_problem(state), state)
 
 

@@ -25,11 +25,15 @@ from onnxplace.passes.learning.policy_kernels import (
     Wires,
     new_policy_scratch,
 )
+from onnxplace.passes.learning.teacher import search_lesson
 from onnxplace.passes.learning.visiting_orders import Order, Start, visit_nodes
 from onnxplace.passes.placement.list_scheduling import find_best_plan
 from onnxplace.passes.placement.search import Candidate, SearchSpace, evaluate_candidate, new_scratch, published_plans
 from onnxplace.problem import PlacementProblem
 from onnxplace.simulation import BatchSimulator, device_weights, new_batch_scratch, new_memory_scratch
+
+# Moves of the search whose placement episodes may start from.
+START_PROPOSALS = 2_000
 
 
 @dataclass(frozen=True)
@@ -139,8 +143,11 @@ class Environment:
     def start(self) -> Ints:
         """Return the placement that episodes start from.
 
-        That is one device, or m-ETF's if it is requested and better; if neither fits, a published one that does.
+        That is one device, or m-ETF's if it is requested and better, or that of a search; if none of these fits, a
+        published one that does.
         """
+        if self.start_from == "auto" and (lesson := search_lesson(self.problem, START_PROPOSALS, 0)):
+            return lesson.device
         alone = self.place_on_one_device(0)
         starts = [alone, *self._planned]
         candidates = [self.evaluate(device) for device in starts]

@@ -10,7 +10,7 @@ import numpy as np
 
 from onnxplace.graph import Longs
 from onnxplace.passes.learning.policy_kernels import FIXED_FEATURES, LAYERS, Network, Singles
-from onnxplace.passes.learning.visiting_orders import Order, Start
+from onnxplace.passes.learning.visiting_orders import Order, Reward, Start
 
 # Embeddings of one direction, and rounds of messages. Placeto's published settings have 8 and 8: with 4 rounds, the
 # policy learns in fewer updates, and episodes take two thirds of the time.
@@ -109,6 +109,10 @@ class Policy:
     """Steps of its training."""
     seed: int = 0
     learned_from: LearnFrom = "rewards"
+    reward: Reward = "simulated"
+    """In its training."""
+    max_nodes: int = 0
+    """Graphs with more nodes were coarsened in its training; 0 if none were."""
 
     @property
     def network(self) -> Network:
@@ -120,7 +124,7 @@ class Policy:
 
         An untrained policy then leaves a good placement mostly as it is, and the effect of each move can be told.
         """
-        return STAY_SCORE if self.start == "m-etf" else 0.0
+        return 0.0 if self.start == "first-device" else STAY_SCORE
 
     def with_parameters(self, theta: Singles, updates: int) -> Policy:
         """Return this policy after further training."""

@@ -112,7 +112,8 @@ def update_policy(learner: Learner, environment: Environment, settings: Settings
     steps = len(environment.visits.group)
     episodes = [environment.run(policy.network, rng.random(steps)) for _ in range(settings.episodes)]
     if steps and settings.episodes > 1:
-        gradient = _estimate_gradient(policy, environment, settings, progress, episodes, rng)
+        advantages = compute_advantages(np.stack([episode.returns(settings.discount) for episode in episodes]))
+        gradient = estimate_gradient(policy, environment, settings, progress, episodes, advantages, rng)
         learner = apply_gradient(learner, gradient, settings, progress)
     else:
         learner = replace(learner, policy=policy.with_parameters(policy.theta, policy.updates + 1))
@@ -126,16 +127,16 @@ def update_policy(learner: Learner, environment: Environment, settings: Settings
     )
 
 
-def _estimate_gradient(
+def estimate_gradient(
     policy: Policy,
     environment: Environment,
     settings: Settings,
     progress: float,
     episodes: Sequence[Episode],
+    advantages: Floats,
     rng: np.random.Generator,
 ) -> Singles:
-    """Return the mean gradient of some steps of the episodes."""
-    advantages = compute_advantages(np.stack([episode.returns(settings.discount) for episode in episodes]))
+    """Return the mean gradient of some steps of the episodes, with their advantages: [episode, step]."""
     steps, count = advantages.shape[1], min(settings.steps, advantages.shape[1])
     gradient = np.zeros_like(policy.theta)
     bonus = settings.entropy_bonus * (1 - progress)

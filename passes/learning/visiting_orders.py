@@ -28,13 +28,17 @@ Order = Literal[
     "by-criticality",
 ]
 
-Start = Literal["several", "m-etf", "first-device"]
+Start = Literal["several", "m-etf", "first-device", "auto"]
 """What episodes start from.
 
 - `m-etf`: the better of the placement of m-ETF and one device.
 - `first-device`: one device.
 - `several`: each of these in turn, then the best placement that was visited.
+- `auto`: the placement of a short search, as the placer of this name does.
 """
+
+Reward = Literal["simulated", "measured"]
+"""How the placements of a training are rewarded: by simulated steps, or by those of bundles that are run."""
 
 
 def visit_nodes(problem: PlacementProblem, order: Order, seed: int = 0) -> Ints:

@@ -69,19 +69,23 @@ MAY_IMPORT = {
     "runtime": "bundle errors feeds",
     "traces": "bundle runtime",
     "runtimes.execution": "bundle devices errors feeds machine ort runtime target utils",
-    "runtimes": "bundle errors feeds machine runtime runtimes.execution traces",
     "serving": "bundle errors feeds runtime runtimes.execution utils",
     # pipelines of passes; trials and calibration, which run bundles; reports
     "pipeline": "errors facts runtime state utils",
     "calibration": "bundle errors feeds graph machine pipeline runtime target utils",
     "hosts": "calibration errors machine ort target utils",
+    "runtimes.ranks": "bundle devices errors feeds hosts machine runtime runtimes.execution target",
+    "runtimes": "bundle errors feeds hosts machine runtime runtimes.execution runtimes.ranks traces",
     "evaluation": "bundle errors feeds machine model ort pipeline runtime target traces utils",
     "report": "bundle errors pipeline",
     # from a model to a bundle, and the interfaces to it
     "driver": (
         "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem report state target utils"
     ),
-    "learn": ("cost_graph driver errors facts machine model passes.learning pipeline problem state target utils"),
+    "learn": (
+        "bundle cost_graph driver errors evaluation facts graph machine model passes.learning pipeline problem state "
+        "target utils"
+    ),
     "api": "bundle driver errors feeds machine pipeline runtime serving traces utils",
     "training": "api bundle errors feeds model runtime utils",
     "testing": "bundle driver errors facts feeds graph pipeline runtime simulation state target utils",

@@ -104,7 +104,9 @@ def test_a_policy_that_learned_under_tight_limits_fits_wherever_a_published_plac
     states = [random_state(seed, 16, 3, tight=True) for seed in range(40)]
     graphs = [LearningGraph(str(seed), str(seed), placement_problem(state)) for seed, state in enumerate(states)]
     settings = replace(Settings.for_completions(), proposals=50, steps=8)
-    learn_placeto(graphs[:8], LearnOptions(3, updates=40, settings=settings), tmp_path / "p.safetensors")
+    learn_placeto(
+        graphs[:8], LearnOptions(3, updates=40, start="several", settings=settings), tmp_path / "p.safetensors"
+    )
     fitting = 0
     for state, graph in zip(states, graphs):
         if any(Environment(graph.problem).evaluate(plan.device) for plan in published_plans(graph.problem)):

@@ -1,0 +1,277 @@
+"""Train a policy with measured rewards: the steps of bundles that are run on this machine."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import ClassVar
+
+import numpy as np
+
+from onnxplace.errors import InputError
+from onnxplace.facts import Profile
+from onnxplace.graph import Ints
+from onnxplace.learn.bundle_timer import BundleTimer
+from onnxplace.learn.curves import Plotted, plot_curve
+from onnxplace.learn.learning import LearnOptions, LearnResult, Training, checkpoint_path
+from onnxplace.learn.problems import LearningGraph
+from onnxplace.passes.learning import (
+    Environment,
+    Learner,
+    Policy,
+    Shape,
+    Update,
+    coarsen_to,
+    require_torch,
+    search_lesson,
+    update_from_ends,
+)
+from onnxplace.utils import read_json, require_writable, temporary_folder, write_file
+
+# What a placement that does not fit, or whose bundle fails, counts as, and the most that any counts as; 1 is the start.
+FAILED_COST = 10.0
+# Placements that are run in turns at the end, besides the start.
+CONFIRMED = 3
+# Moves of the search for a placement of single nodes, with which the training is compared.
+SEARCH_PROPOSALS = 20_000
+
+
+@dataclass(frozen=True)
+class MeasuredPoint(Plotted):
+    """The state of a training after some updates. Costs are measured steps, relative to that of the start."""
+
+    UNIT: ClassVar[str] = "measured step, relative to the start"
+    LINES: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"best_cost": "best so far", "validation_cost": "policy", "train_cost": "episodes, mean"}
+    )
+
+    episodes: int
+    bundles: int
+    """How many were run, those of earlier sessions not included."""
+    train_cost: float
+    """Mean of the episodes since the last point."""
+    best_cost: float
+    """Of the best placement so far."""
+    validation_cost: float
+    """Of the placement that the policy holds best."""
+    entropy: float
+    """Mean, of the choices."""
+
+
+MeasuredObserver = Callable[[float, MeasuredPoint], None]
+"""Called with the progress from 0 to 1 at each point of the curve."""
+
+
+@dataclass
+class MeasuredModel:
+    """A model in training: its environment, its timer, and the best placement so far."""
+
+    environment: Environment
+    cluster: Ints
+    """Per node of the problem, its node in the environment."""
+    timer: BundleTimer
+    names: tuple[str, ...]
+    """Of the nodes of the model."""
+    start_seconds: float = 1.0
+    tried: dict[bytes, tuple[float, Ints]] = field(default_factory=dict)
+    """Seconds and devices of the placements that work."""
+
+    def measure_starts(self, known: Ints | None) -> None:
+        """Measure the start of episodes, single devices, a searched placement, and one that is known from before."""
+        problem, start = self.timer.problem, self.environment.start[self.cluster]
+        self.start_seconds = self.timer.require_time(start)
+        self.tried[start.tobytes()] = (self.start_seconds, start)
+        devices = range(len(problem.target.devices))
+        pinned = problem.pinned[problem.group]
+        alone = [np.where(pinned >= 0, pinned, device).astype(np.int32) for device in devices]
+        lesson = search_lesson(problem, SEARCH_PROPOSALS, 0)
+        for device in [*alone, *([lesson.device] if lesson else []), *([known] if known is not None else [])]:
+            self.measure(device)
+
+    def measure(self, device: Ints) -> float:
+        """Return the cost of a placement of the problem's nodes."""
+        seconds = self.timer.time(device)
+        if seconds is None:
+            return FAILED_COST
+        self.tried[device.tobytes()] = (seconds, device)
+        return float(np.clip(seconds / self.start_seconds, 1 / FAILED_COST, FAILED_COST))
+
+    def measure_coarse(self, device: Ints) -> float:
+        """Return the cost of a placement of the environment's nodes."""
+        return self.measure(device[self.cluster].astype(np.int32))
+
+    @property
+    def best(self) -> tuple[float, Ints]:
+        """Return seconds and devices of the best placement so far."""
+        return min(self.tried.values(), key=lambda item: item[0])
+
+    def confirm(self) -> None:
+        """Run the best placements and the start in turns, since the best of many noisy times is too good."""
+        ranked = sorted(self.tried.values(), key=lambda item: item[0])[:CONFIRMED]
+        start = self.environment.start[self.cluster]
+        finalists = [start, *(device for _, device in ranked if device.tobytes() != start.tobytes())]
+        if (seconds := self.timer.compare(finalists)) is not None:
+            self.start_seconds = seconds[0]
+            self.tried = {device.tobytes(): (time, device) for time, device in zip(seconds, finalists)}
+
+    def device_map(self) -> dict[str, str]:
+        """Return the best placement as `compile --device-map` reads it."""
+        devices = self.timer.problem.target.devices
+        chosen = self.best[1][self.timer.problem.members]
+        common = int(np.bincount(chosen, minlength=len(devices)).argmax())
+        others = {
+            re.escape(name): devices[index].id for name, index in zip(self.names, chosen.tolist()) if index != common
+        }
+        return {**others, ".*": devices[common].id}
+
+    def read_device_map(self, path: Path) -> Ints | None:
+        """Return the placement in a device map; None if it is not one of this model."""
+        position = {device.id: index for index, device in enumerate(self.timer.problem.target.devices)}
+        try:
+            entries = [(re.compile(key), position[value]) for key, value in read_json(path, "H012", "").items()]
+            chosen = [next(index for key, index in entries if key.fullmatch(name)) for name in self.names]
+        except (InputError, AttributeError, KeyError, StopIteration, TypeError, re.error):
+            return None
+        device = np.zeros(len(self.cluster), dtype=np.int32)
+        device[self.timer.problem.members] = chosen
+        return device
+
+
+def learn_measured(
+    graphs: Sequence[LearningGraph],
+    options: LearnOptions,
+    output: Path,
+    *,
+    family: str = "",
+    resume: bool = False,
+    observer: MeasuredObserver | None = None,
+) -> LearnResult:
+    """Train Placeto's policy on models, rewarded by the measured step of the last placement of each episode.
+
+    Models are coarsened to `options.max_groups` nodes. Next to the policy are the checkpoint, the learning curve, and
+    for each model a device map: of the placement with the shortest measured step, since a policy alone may place worse.
+    Times differ from run to run, so trainings are not repeatable. An interruption writes all of these, too.
+
+    Args:
+        graphs: ONNX models on devices of this machine.
+        options: How to train.
+        output: The file of the policy; the others are next to it.
+        family: What to call the models.
+        resume: Whether to continue from the checkpoint.
+        observer: Called after each update.
+
+    Raises:
+        UsageError: torch is missing, a graph is not a model, or cannot be run here; or a file cannot be written.
+        InputError: The checkpoint does not belong to these options.
+        InfeasibleError: A model does not fit the devices.
+    """
+    torch = require_torch()
+    require_writable(output)
+    torch.set_num_threads(options.threads)
+    with temporary_folder() as folder:
+        training = MeasuredTraining.for_models(graphs, options, output, family, folder)
+        if resume:
+            training.restore(training.best)
+        for model, path in zip(training.models, training.map_paths):
+            model.measure_starts(model.read_device_map(path) if resume else None)
+        try:
+            for progress, point in training.run():
+                if observer:
+                    observer(progress, point)
+            for model in training.models:
+                model.confirm()
+        finally:
+            training.write_checkpoint()
+    files = [output, checkpoint_path(output), output.with_suffix(".csv"), *training.map_paths]
+    image = output.with_suffix(".png")
+    if plot_curve(image, training.points, f"placeto, measured, {family}"):
+        files.append(image)
+    ratios = [model.best[0] / model.start_seconds for model in training.models]
+    return LearnResult(training.best, training.points, files, float(np.exp(np.mean(np.log(ratios)))))
+
+
+@dataclass
+class MeasuredTraining(Training):
+    """A training with measured rewards in progress."""
+
+    point_kind: ClassVar[type[Plotted]] = MeasuredPoint
+    point_updates: ClassVar[int] = 1
+
+    models: Sequence[MeasuredModel] = ()
+
+    @staticmethod
+    def for_models(
+        graphs: Sequence[LearningGraph], options: LearnOptions, output: Path, family: str, folder: Path
+    ) -> MeasuredTraining:
+        """Return a training at its beginning."""
+        models, seed = [], options.settings.seed
+        for index, graph in enumerate(graphs):
+            (folder / str(index)).mkdir()
+            timer = BundleTimer(graph, folder / str(index))
+            problem, cluster = coarsen_to(graph.problem, options.max_groups)
+            environment = Environment(problem, options.order, seed, options.start)
+            names = graph.state[Profile].graph.names if graph.state else ()
+            models.append(MeasuredModel(environment, cluster, timer, tuple(names)))
+        shape = Shape(options.devices)
+        policy = Policy(
+            shape=shape,
+            theta=shape.draw_parameters(seed),
+            order=options.order,
+            start=options.start,
+            family=family,
+            graphs=len(models),
+            seed=seed,
+            reward="measured",
+            max_nodes=options.max_groups,
+        )
+        environments = [model.environment for model in models]
+        return MeasuredTraining(
+            environments, environments, options, output, Learner.of(policy), policy, np.inf, [], models=models
+        )
+
+    @property
+    def map_paths(self) -> list[Path]:
+        """Return the file of the device map of each model."""
+        if len(self.models) == 1:
+            return [self.output.with_suffix(".device-map.json")]
+        stems = [model.timer.name.removesuffix(".onnx") for model in self.models]
+        return [self.output.with_suffix(f".{stem}.device-map.json") for stem in stems]
+
+    def update(self, index: int, progress: float) -> Update:
+        """Run some episodes in one environment, and their bundles; return the update of the policy."""
+        model, settings = self.models[index], self.options.settings
+        steps = len(model.environment.visits.group)
+        settings = replace(settings, steps=max(steps, 1))
+        return update_from_ends(self.learner, model.environment, settings, progress, model.measure_coarse)
+
+    def add_point(self, recent: Sequence[Update], seconds: float) -> MeasuredPoint:
+        """Measure what the policy holds best; keep the policy if that is the best so far."""
+        policy = self.learner.policy
+        costs = [model.measure_coarse(model.environment.run(policy.network).final) for model in self.models]
+        cost = float(np.exp(np.mean(np.log(costs))))
+        if cost < self.best_cost:
+            self.best, self.best_cost = policy, cost
+        best = [model.best[0] / model.start_seconds for model in self.models]
+        point = MeasuredPoint(
+            updates=policy.updates,
+            seconds=round(seconds, 3),
+            episodes=policy.updates * self.options.settings.episodes,
+            bundles=sum(model.timer.bundles for model in self.models),
+            train_cost=float(np.mean([update.cost for update in recent])),
+            best_cost=float(np.exp(np.mean(np.log(best)))),
+            validation_cost=cost,
+            entropy=float(np.mean([update.entropy for update in recent])),
+        )
+        self.points.append(point)
+        return point
+
+    def write_checkpoint(self) -> None:
+        """Write what a training is resumed from, the best policy so far, and the best placements."""
+        super().write_checkpoint()
+        for model, path in zip(self.models, self.map_paths):
+            text = json.dumps(model.device_map(), indent=1)
+            write_file(path, lambda stream, text=text: stream.write(text.encode()))  # type: ignore[misc]
