@@ -25,6 +25,7 @@ from onnxplace.runtime import (
     Runtime,
     RuntimeSession,
     choose_closing_timeout,
+    create_runtime,
     unpicklable_error,
 )
 from onnxplace.serving import Batching, check_in_flight, check_timeout, open_serving_session, stream_results
@@ -110,6 +111,8 @@ class InferenceSession:
         custom_op_libraries: Shared libraries with operators that ONNX Runtime does not have.
         max_in_flight: Number of requests in flight, 1 to 1024; further ones wait until one ends.
         batching: Joins requests of several callers into one, `Batching(max_batch=8)`; see docs/serving.md.
+        hosts: For the runtime `mpi`: where its processes run, "localhost:2" or "node1:1,node2:1"; see docs/hosts.md.
+        timeout: For the runtime `mpi`: seconds that its processes may take to start and to open the bundle.
     """
 
     def __init__(
@@ -121,6 +124,8 @@ class InferenceSession:
         custom_op_libraries: Sequence[str | Path] = (),
         max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
         batching: Batching | None = None,
+        hosts: str | None = None,
+        timeout: float | None = None,
     ) -> None:
         max_in_flight = check_in_flight(max_in_flight, "max_in_flight")
         opened = bundle if isinstance(bundle, Bundle) else load(bundle)
@@ -128,8 +133,9 @@ class InferenceSession:
         if opened.manifest.states and not runtime_class.keeps_state:
             hint = "use --runtime onnxruntime, or compile without --state"
             raise UsageError("S008", f"runtime {runtime!r} keeps no states", where=str(opened.path), hint=hint)
+        created = create_runtime(runtime_class, runtime, hosts=hosts, timeout=timeout)
         with use_custom_operators(custom_op_libraries):
-            session = open_serving_session(opened, runtime_class(), trace, max_in_flight, batching)
+            session = open_serving_session(opened, created, trace, max_in_flight, batching)
             self._attach(opened, session, TraceRecorder() if trace else None)
 
     def _attach(self, bundle: Bundle, session: RuntimeSession, recorder: TraceRecorder | None) -> None:

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         find_route_of_device as find_route_of_device,
         list_route_devices as list_route_devices,
         list_routes as list_routes,
+        list_working_devices as list_working_devices,
         move_to_route as move_to_route,
         sum_device_seconds as sum_device_seconds,
     )
@@ -85,7 +86,9 @@ __getattr__, __dir__, __all__ = attach(
             "json_schema"
         ),
         "request_simulation": "SimulatedRequest SimulatedTransfer SubmittedRequest simulate_requests",
-        "routes": "find_route_of_device list_route_devices list_routes move_to_route sum_device_seconds",
+        "routes": (
+            "find_route_of_device list_route_devices list_routes list_working_devices move_to_route sum_device_seconds"
+        ),
         "simulate_bundle": "predict_interval_seconds predict_serial_seconds simulate_manifest",
         "slices": "extract_device_part list_crossing_values record_crossing_values",
         "split_states": "SplitStates",

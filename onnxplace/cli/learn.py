@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -24,6 +25,7 @@ from onnxplace.errors import format_count
 
 if TYPE_CHECKING:
     from onnxplace.learn import LearnOptions, MeasuredPoint
+    from onnxplace.passes.learning import SequenceShape
 
 
 @click.group(short_help="Train placers that learn.")
@@ -82,6 +84,17 @@ def graphs(
         print_json({"files": [str(path) for path in paths]})
     else:
         click.echo(f"{format_count(len(paths), 'graph')} written to {output}")
+
+
+def placements_option(default: int) -> Callable[..., Any]:
+    """Return the option for the number of placements of an update."""
+    return click.option(
+        "--placements",
+        type=click.IntRange(2),
+        default=default,
+        show_default=True,
+        help="Sampled of one graph, for each update.",
+    )
 
 
 @learn.command(short_help="Train the policy of the placer placeto.")
@@ -174,7 +187,8 @@ def _learn_measured(request: LearnRequest, options: LearnOptions) -> None:
     last = result.points[-1]
     cost = min(point.validation_cost for point in result.points)
     quality = (
-        f"measured steps, relative to the start: best placement {result.measured_ratio:.4f}, in turns; policy {cost:.4f}\n"
+        f"measured steps, relative to the start: best placement {result.measured_ratio:.4f}, in turns; "
+        f"policy {cost:.4f}\n"
         f"bundles that were run: {last.bundles}; disturbed by other work on the machine: {last.disturbed}"
     )
     report_training(request, graphs, result, unit="updates", quality=quality)
@@ -218,3 +232,68 @@ def guided(request: LearnRequest, *, proposals: int) -> None:
         f"(step {point.updates}), search {point.teacher_cost:.4f}"
     )
     report_training(request, graphs, result, unit="steps", quality=quality)
+
+
+@learn.command(short_help="Train the policy of the placer hierarchical.")
+@learning_options()
+@click.option("--groups", default="learned", show_default=True, help="learned (HDP), given (ColocRL), each.")
+@click.option(
+    "--max-groups", type=click.IntRange(1, 4096), default=64, show_default=True, help="Learned, or given, per graph."
+)
+@placements_option(16)
+def hierarchical(request: LearnRequest, *, groups: Any, max_groups: int, placements: int) -> None:
+    """Train the policy of the placer `hierarchical` on generated graphs, or on those in a folder.
+
+    Writes the policy that places unseen graphs best, a checkpoint, and the learning curve as CSV and, if matplotlib is
+    installed, as PNG. Ctrl-C leaves a checkpoint for --resume.
+    """
+    from onnxplace.passes.learning import GroupsFrom, SequenceShape, require_torch
+
+    require_torch()
+    require_choice(groups, get_args(GroupsFrom), "--groups")
+    _learn_sequence(request, SequenceShape("hierarchical", groups, request.devices, max_groups), placements)
+
+
+@learn.command(short_help="Train the policy of the placer go.")
+@learning_options()
+@click.option(
+    "--heads", default="placement+schedule", show_default=True, help="placement+schedule (GO), placement (GDP)."
+)
+@click.option(
+    "--order", default="criticality", show_default=True, help="Of nodes with equal priority: criticality, topological."
+)
+@placements_option(8)
+def go(request: LearnRequest, *, heads: Any, order: Any, placements: int) -> None:
+    """Train the policy of the placer `go` on generated graphs, or on those in a folder.
+
+    Writes the policy that places unseen graphs best, a checkpoint, and the learning curve as CSV and, if matplotlib is
+    installed, as PNG. Ctrl-C leaves a checkpoint for --resume.
+    """
+    from onnxplace.passes.learning import Heads, ListOrder, SequenceShape, require_torch
+
+    require_torch()
+    require_choice(heads, get_args(Heads), "--heads")
+    require_choice(order, get_args(ListOrder), "--order")
+    _learn_sequence(request, SequenceShape("go", heads, request.devices, width=32, list_order=order), placements)
+
+
+def _learn_sequence(request: LearnRequest, shape: SequenceShape, placements: int) -> None:
+    """Train a policy of a shape, and report it."""
+    from onnxplace.learn import SequenceLearnOptions, learn_sequence
+    from onnxplace.passes.learning import SequenceSettings
+
+    settings = SequenceSettings.of(shape.kind, request.seed, placements)
+    options = SequenceLearnOptions(
+        shape=shape, settings=settings, seconds=request.seconds, updates=request.updates, threads=request.threads
+    )
+    graphs = collect_graphs(request)
+    with show_training(request) as observer:
+        result = learn_sequence(
+            graphs, options, request.output, family=request.label, resume=request.resume, observer=observer
+        )
+    point = min(result.points, key=lambda item: item.validation_cost)
+    quality = (
+        f"unseen graphs: step {point.validation_cost:.4f} of one device, better of m-etf and one device "
+        f"{point.fallback_cost:.4f} (update {point.updates})"
+    )
+    report_training(request, graphs, result, unit="updates", quality=quality)

@@ -32,6 +32,13 @@ inputs_option = click.option(
 runtime_option = click.option(
     "--runtime", default="onnxruntime", show_default=True, metavar="NAME", help="`onnxplace runtimes` lists them."
 )
+hosts_option = click.option(
+    "--hosts", metavar="node1:1,node2:1", help="For --runtime mpi: hosts, and how many devices may run on each."
+)
+start_timeout_option = click.option(
+    "--start-timeout", type=click.FloatRange(min=0.1), metavar="SECONDS",
+    help="For --runtime mpi: time for processes to start and open the bundle  [default: 30]",
+)  # fmt: skip
 seed_option = click.option(
     "--seed",
     default=0,

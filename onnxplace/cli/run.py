@@ -12,6 +12,7 @@ import click
 
 from onnxplace.cli.options import (
     as_json,
+    hosts_option,
     inputs_option,
     make_no_outputs_error,
     note_core_shortage,
@@ -20,6 +21,7 @@ from onnxplace.cli.options import (
     runtime_option,
     seed_option,
     shape_option,
+    start_timeout_option,
     with_operator_libraries,
 )
 
@@ -39,6 +41,8 @@ class RunPlan:
     """The file for the outputs."""
     trace: Path | None
     """The file for the timeline."""
+    hosts: str | None
+    start_timeout: float | None
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class RunSummary:
 @click.option("--repeat", default=1, show_default=True, type=click.IntRange(1), help="Number of runs.")
 @shape_option
 @runtime_option
+@hosts_option
+@start_timeout_option
 @click.option("--timeout", type=float, metavar="SECONDS", help="Abandon a run that takes longer, with exit code 4.")
 @click.option(
     "--trace",
@@ -108,7 +114,13 @@ def _run_steps(bundle: Bundle, steps: StepInputs, plan: RunPlan) -> RunSummary:
     from onnxplace.utils import write_file
 
     states = {item.output: item.input for item in bundle.manifest.states}
-    with InferenceSession(bundle, runtime=plan.runtime, trace=plan.trace is not None) as session:
+    with InferenceSession(
+        bundle,
+        runtime=plan.runtime,
+        trace=plan.trace is not None,
+        hosts=plan.hosts,
+        timeout=plan.start_timeout,
+    ) as session:
         returned_states = (
             [*states] if plan.repeat > 1 or plan.trace else []
         )  # the inputs of later runs need their shapes

@@ -13,6 +13,7 @@ import click
 from onnxplace.cli.options import (
     against_option,
     as_json,
+    hosts_option,
     inputs_option,
     make_no_outputs_error,
     parse_shape,
@@ -20,6 +21,7 @@ from onnxplace.cli.options import (
     runtime_option,
     seed_option,
     shape_option,
+    start_timeout_option,
     with_operator_libraries,
 )
 from onnxplace.errors import ExecutionError, ModelError, format_names
@@ -38,6 +40,8 @@ STEPS_WITH_STATES = 3
 @inputs_option
 @shape_option
 @runtime_option
+@hosts_option
+@start_timeout_option
 @click.option(
     "--steps", type=click.IntRange(1), metavar="N", help="Calls that pass states on  [default: 3 if it has states]"
 )
@@ -50,6 +54,8 @@ def verify(
     inputs: Path | None,
     shape: str,
     runtime: str,
+    hosts: str | None,
+    start_timeout: float | None,
     steps: int | None,
     seed: int,
     json_: bool,
@@ -64,12 +70,13 @@ def verify(
     from onnxplace.machine import available_cores, without_optimisations
 
     opened = load(bundle, "all")
+    options = {"runtime": runtime, "hosts": hosts, "timeout": start_timeout}
     count = steps or (STEPS_WITH_STATES if opened.manifest.states else 1)
 
     def compare_on(cores: Sequence[int]) -> list[list[OutputDifference]]:
         with _adapt_hints(inputs):
             step_inputs = choose_step_inputs(opened, inputs, parse_shape(shape), seed)
-            return _compare_steps(opened, against, runtime, step_inputs, count, cores)
+            return _compare_steps(opened, against, options, step_inputs, count, cores)
 
     differences, optimised = compare_on(available_cores()), True
     if not _all_equal(differences) and rounds_to_few_values(opened):
@@ -107,11 +114,16 @@ def _adapt_hints(inputs: Path | None) -> Iterator[None]:
 
 
 def _compare_steps(
-    bundle: Bundle, against: Path | None, runtime: str, steps: StepInputs, count: int, cores: Sequence[int]
+    bundle: Bundle,
+    against: Path | None,
+    options: Mapping[str, Any],
+    steps: StepInputs,
+    count: int,
+    cores: Sequence[int],
 ) -> list[list[OutputDifference]]:
     """Return the differences of each output in each step.
 
-    The unsplit model runs on `cores`.
+    The bundle is opened with these options, and the unsplit model runs on `cores`.
     """
     from onnxplace.api import InferenceSession
     from onnxplace.evaluation import StateCarrier, compare_outputs, find_bundle_lineages, open_reference
@@ -120,12 +132,12 @@ def _compare_steps(
     lineages = find_bundle_lineages(bundle)
     reference = StateCarrier(open_reference(bundle, against, cores), bundle)
     differences: list[list[OutputDifference]] = []
-    with InferenceSession(bundle, runtime=runtime) as session:
+    with InferenceSession(bundle, **options) as session:
 
         def run_bundle(feeds: Mapping[str, Any]) -> Mapping[str, Any]:
             outputs = session.submit(feeds, names).result().outputs
             if not outputs:
-                raise make_no_outputs_error(runtime, "verify")
+                raise make_no_outputs_error(options["runtime"], "verify")
             return outputs
 
         for number in range(count):

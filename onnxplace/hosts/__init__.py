@@ -5,8 +5,18 @@ from typing import TYPE_CHECKING
 from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
-    from onnxplace.hosts.connection import Connection as Connection
-    from onnxplace.hosts.host_lists import parse_hosts as parse_hosts
+    from onnxplace.hosts.connection import (
+        INSTALL_HINT as INSTALL_HINT,
+        Connection as Connection,
+        find_mpi_cause as find_mpi_cause,
+        is_this_machine as is_this_machine,
+    )
+    from onnxplace.hosts.describe_host import list_versions as list_versions
+    from onnxplace.hosts.host_lists import (
+        HostSlots as HostSlots,
+        parse_hosts as parse_hosts,
+        parse_slots as parse_slots,
+    )
     from onnxplace.hosts.survey import (
         DEFAULT_SECONDS as DEFAULT_SECONDS,
         HostDescription as HostDescription,
@@ -18,8 +28,9 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "connection": "Connection",
-        "host_lists": "parse_hosts",
+        "connection": "INSTALL_HINT Connection find_mpi_cause is_this_machine",
+        "describe_host": "list_versions",
+        "host_lists": "HostSlots parse_hosts parse_slots",
         "survey": "DEFAULT_SECONDS HostDescription HostLink HostSurvey survey_hosts",
     },
 )

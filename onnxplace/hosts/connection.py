@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -84,14 +84,18 @@ class Connection:
             raise TargetError("K005", message, where=f"host {host}", hint=hint)
         return process.stdout
 
-    def run_ranks(self, hosts: Sequence[str], module: str, *arguments: str, timeout_seconds: float) -> str:
-        """Return what a module prints that runs as one rank of MPI on each host.
+    def make_ranks_command(self, counts: Mapping[str, int], module: str, *arguments: str) -> list[str]:
+        """Return the command that runs a module as ranks of MPI; raises UsageError without mpiexec or a remote shell.
 
-        Raises ExecutionError if a rank fails, or if they take longer than the timeout.
+        Args:
+            counts: The number of ranks of each host, in the order of the ranks.
+            module: The module, which `mpi4py` runs.
+            arguments: Its arguments.
         """
         # Absolute, as this environment's folder of programs need not be on the path of other hosts.
-        command = [find_mpiexec(), "-hosts", ",".join(hosts), "-n", str(len(hosts)), "-ppn", "1"]
-        if not all(map(is_this_machine, hosts)):
+        hosts = ",".join(f"{host}:{count}" for host, count in counts.items())
+        command = [find_mpiexec(), "-hosts", hosts, "-n", str(sum(counts.values()))]
+        if not all(map(is_this_machine, counts)):
             command += ["-launcher", "ssh", "-launcher-exec", self.find_remote_shell()]
         environment = dict(MPI_ENVIRONMENT)
         if self.interface:
@@ -100,7 +104,14 @@ class Connection:
         for name, value in environment.items():
             command += ["-genv", name, value]
         # Without `-m mpi4py`, the other ranks wait for one that raised an exception.
-        command += [sys.executable, "-P", "-m", "mpi4py", "-m", module, *arguments]
+        return [*command, sys.executable, "-P", "-m", "mpi4py", "-m", module, *arguments]
+
+    def run_ranks(self, hosts: Sequence[str], module: str, *arguments: str, timeout_seconds: float) -> str:
+        """Return what a module prints that runs as one rank of MPI on each host.
+
+        Raises ExecutionError if a rank fails, or if they take longer than the timeout.
+        """
+        command = self.make_ranks_command(dict.fromkeys(hosts, 1), module, *arguments)
         where = ", ".join(hosts)
         (process,) = run_together([command], timeout_seconds)
         if process is None:

@@ -21,16 +21,21 @@ def describe_host(devices: str) -> dict[str, object]:
         devices: Devices of this machine, such as `cpu:0,cpu:1`; empty for the default ones.
     """
     from onnxplace.machine import local_target
-    from onnxplace.ort import import_onnxruntime
     from onnxplace.target import format_target
 
-    versions = {
+    return {"versions": list_versions(), "target": format_target(local_target(devices or None).with_all_links())}
+
+
+def list_versions() -> dict[str, str]:
+    """Return the versions of all that has to be equal on hosts that work together; empty for what is not installed."""
+    from onnxplace.ort import import_onnxruntime
+
+    return {
         "onnxplace": __version__,
         "onnxruntime": import_onnxruntime().__version__,
         "python": platform.python_version(),
+        **{name: _find_version(name) for name in PACKAGES},
     }
-    versions |= {name: _find_version(name) for name in PACKAGES}
-    return {"versions": versions, "target": format_target(local_target(devices or None).with_all_links())}
 
 
 def _find_version(package: str) -> str:

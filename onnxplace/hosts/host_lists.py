@@ -4,20 +4,55 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from onnxplace.errors import TargetError, UsageError, format_value
 from onnxplace.target import require_host_name
 from onnxplace.utils import read_text
 
-MAX_HOSTS = 64
+MAX_HOSTS, MAX_SLOTS = 64, 1024
 # Commas outside of brackets separate hosts: `node[1-3,7],gpu01`.
 _SEPARATOR = re.compile(r",(?![^\[\]]*\])")
 _BRACKETS = re.compile(r"(?P<before>[^\[\]]*)\[(?P<ranges>[0-9,-]+)\](?P<after>[^\[\]]*)")
 _RANGE = re.compile(r"(?P<first>[0-9]{1,9})(?:-(?P<last>[0-9]{1,9}))?")
 # A line of a hostfile: the name, and perhaps slots as Open MPI (`slots=2`) or MPICH (`:2`) writes them.
-_LINE = re.compile(r"(?P<name>[^\s:]+)(?::[0-9]+)?(?:\s+slots=[0-9]+)?")
+_LINE = re.compile(r"(?P<name>[^\s:]+)(?::(?P<count>[0-9]+))?(?:\s+slots=(?P<slots>[0-9]+))?")
 _HINT = "name two or more hosts, as in --hosts node1,node2, --hosts node[1-4] or --hosts @hostfile"
+
+
+@dataclass(frozen=True)
+class HostSlots:
+    """A host, and how many devices may run there."""
+
+    name: str
+    slots: int | None = None
+    """None for as many as a bundle has."""
+
+
+def parse_slots(text: str) -> tuple[HostSlots, ...]:
+    """Parse `node1:2,node2:1`, Slurm's `node[1-2]` or `@hostfile` into hosts and their slots.
+
+    Raises UsageError or TargetError that names the bad part.
+
+    >>> parse_slots("localhost:2")
+    (HostSlots(name='localhost', slots=2),)
+    """
+    hosts: dict[str, HostSlots] = {}
+    for item in _read_hostfile(text[1:], keeps_slots=True) if text.startswith("@") else _expand_list(text):
+        name, colon, count = item.partition(":")
+        require_host_name(name, "--hosts")
+        if colon and not (count.isdecimal() and 0 < int(count) <= MAX_SLOTS):
+            message = f"expected a number of devices from 1 to {MAX_SLOTS} after the colon, got {format_value(item)}"
+            raise UsageError("K001", message, where="--hosts", hint="as in --hosts node1:2,node2:1")
+        if name in hosts:
+            message = f"host {name!r} is named twice"
+            raise UsageError("K001", message, where="--hosts", hint="name each host once")
+        hosts[name] = HostSlots(name, int(count) if colon else None)
+    if not 0 < len(hosts) <= MAX_HOSTS:
+        message = f"expected 1 to {MAX_HOSTS} hosts, got {format_value(text)}"
+        raise UsageError("K001", message, where="--hosts", hint="as in --hosts localhost:2 or --hosts node1:1,node2:1")
+    return tuple(hosts.values())
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
@@ -69,8 +104,8 @@ def _expand_ranges(text: str, item: str) -> Iterator[str]:
             yield f"{number:0{len(match['first'])}d}"
 
 
-def _read_hostfile(path: str) -> Iterator[str]:
-    """Yield the hosts of a file with one a line, and comments after `#`; slots are not used."""
+def _read_hostfile(path: str, *, keeps_slots: bool = False) -> Iterator[str]:
+    """Yield the hosts of a file with one a line, and comments after `#`; with slots, as `name:slots`."""
     lines = read_text(Path(path), "K008", "a hostfile").splitlines()
     for number, line in enumerate(lines, 1):
         content = line.partition("#")[0].strip()
@@ -80,4 +115,5 @@ def _read_hostfile(path: str) -> Iterator[str]:
         if match is None:
             message = f"expected a host name on a line, as in `node1` or `node1 slots=2`, got {format_value(content)}"
             raise TargetError("K008", message, where=f"{path}, line {number}", hint="name one host on each line")
-        yield match["name"]
+        slots = match["count"] or match["slots"]
+        yield f"{match['name']}:{slots}" if slots and keeps_slots else match["name"]

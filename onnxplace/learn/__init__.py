@@ -27,6 +27,11 @@ if TYPE_CHECKING:
         draw_problems as draw_problems,
         read_problems as read_problems,
     )
+    from onnxplace.learn.sequences import (
+        SequenceLearnOptions as SequenceLearnOptions,
+        SequencePoint as SequencePoint,
+        learn_sequence as learn_sequence,
+    )
     from onnxplace.learn.traversal import StudyOptions as StudyOptions, StudyRow as StudyRow, run_study as run_study
 
 __getattr__, __dir__, __all__ = attach(
@@ -39,5 +44,6 @@ __getattr__, __dir__, __all__ = attach(
         "order_statistics": "FamilyStudy summarise_study",
         "traversal": "StudyOptions StudyRow run_study",
         "problems": "LearningGraph draw_mixture draw_problems read_problems",
+        "sequences": "SequenceLearnOptions SequencePoint learn_sequence",
     },
 )

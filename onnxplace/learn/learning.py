@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -35,7 +35,8 @@ POINT_UPDATES = 8
 # Seconds between two checkpoints.
 CHECKPOINT_SECONDS = 30.0
 
-Observer = Callable[[float, CurvePoint], None]
+Item = TypeVar("Item")
+Observer = Callable[[float, Any], None]
 """Called with the progress from 0 to 1 at each point of the curve."""
 
 
@@ -66,7 +67,7 @@ class LearnOptions:
 class LearnResult:
     """A trained policy."""
 
-    policy: Policy
+    policy: Any
     """The one that placed unseen graphs best."""
     points: Sequence[Any]
     files: Sequence[Path]
@@ -112,18 +113,31 @@ def learn_placeto(
         raise InputError("H011", "expected at least one graph to learn from, got none")
     torch.set_num_threads(options.threads)
     training = Training.of(graphs, options, output, family, resume)
+    return run_training(training, observer, f"placeto, {family or format_count(len(graphs), 'graph')}")
+
+
+def run_training(training: Training, observer: Observer | None, title: str) -> LearnResult:
+    """Train until a limit is reached; write the policy, its checkpoint and its learning curve with a title."""
+    output = training.output
     try:
         for progress, point in training.run():
             if observer:
                 observer(progress, point)
     finally:
         training.write_checkpoint()
-    write_policy(output, training.best)
     files = [output, checkpoint_path(output), output.with_suffix(".csv")]
     image = output.with_suffix(".png")
-    if plot_curve(image, training.points, f"placeto, {family or format_count(len(graphs), 'graph')}"):
+    if plot_curve(image, training.points, title):
         files.append(image)
     return LearnResult(training.best, training.points, files)
+
+
+def hold_out(items: Sequence[Item]) -> tuple[Sequence[Item], Sequence[Item]]:
+    """Return what to train on, and what tells which policy is best: one in six, or all if there are fewer."""
+    if len(items) < VALIDATION_PERIOD:
+        return items, items
+    validation = range(len(items))[::-VALIDATION_PERIOD]
+    return [item for index, item in enumerate(items) if index not in validation], [items[index] for index in validation]
 
 
 @dataclass
@@ -147,8 +161,7 @@ class Training:
         """Return a training at its beginning, or where its checkpoint is."""
         seed = options.settings.seed
         environments = [Environment(graph.problem, options.order, seed, options.start) for graph in graphs]
-        held_out = environments[::-VALIDATION_PERIOD] if len(graphs) >= VALIDATION_PERIOD else environments
-        trained = [item for item in environments if not any(item is other for other in held_out)] or environments
+        trained, held_out = hold_out(environments)
         shape = Shape(options.devices)
         policy = Policy(shape, shape.draw_parameters(seed), options.order, options.start, family, len(trained), 0, seed)
         training = Training(trained, held_out, options, output, Learner.of(policy), policy, np.inf, [])

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         require_interpreter as require_interpreter,
         run_whole_model as run_whole_model,
         use_custom_operators as use_custom_operators,
+        uses_optimisations as uses_optimisations,
         without_optimisations as without_optimisations,
     )
 
@@ -65,7 +66,7 @@ __getattr__, __dir__, __all__ = attach(
         "run_delay": "longest_wait read_run_delays",
         "sessions": (
             "end_openings is_foreign_error list_operator_libraries make_session_options open_session pin_thread "
-            "require_interpreter run_whole_model use_custom_operators without_optimisations"
+            "require_interpreter run_whole_model use_custom_operators uses_optimisations without_optimisations"
         ),
     },
 )

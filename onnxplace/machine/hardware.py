@@ -157,7 +157,7 @@ def require_device(device: Device, instead: str = "") -> None:
     problem = find_device_problem(device)
     if problem:
         if device.host:
-            hints = ["compile for devices of this machine", instead]
+            hints = ["use --runtime mpi, or compile for devices of this machine", instead]
         else:
             hints = [_hint_install(device), "`onnxplace devices` lists all devices", instead]
         raise TargetError("T011", problem, where=device.id, hint="; ".join(filter(None, hints)))

@@ -74,6 +74,11 @@ def without_optimisations() -> Iterator[None]:
         _default_level.reset(token)
 
 
+def uses_optimisations() -> bool:
+    """Return whether sessions are optimised that this thread opens, as set by `without_optimisations`."""
+    return _default_level.get() != "none"
+
+
 def list_operator_libraries() -> tuple[str, ...]:
     """Return the libraries of custom operators in use, as set by `use_custom_operators`."""
     return _custom_libraries.get()

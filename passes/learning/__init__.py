@@ -44,6 +44,35 @@ if TYPE_CHECKING:
         require_devices as require_devices,
         write_policy as write_policy,
     )
+    from onnxplace.passes.learning.sequences.sequence_files import (
+        read_sequence_learner as read_sequence_learner,
+        read_sequence_policy as read_sequence_policy,
+        write_sequence_policy as write_sequence_policy,
+    )
+    from onnxplace.passes.learning.sequences.sequence_graph import (
+        ListOrder as ListOrder,
+        SequenceGraph as SequenceGraph,
+    )
+    from onnxplace.passes.learning.sequences.sequence_inputs import SequenceInputs as SequenceInputs
+    from onnxplace.passes.learning.sequences.sequence_learner import (
+        SequenceLearner as SequenceLearner,
+        SequenceSettings as SequenceSettings,
+        SequenceUpdate as SequenceUpdate,
+        sample_policy as sample_policy,
+        update_sequence_policy as update_sequence_policy,
+    )
+    from onnxplace.passes.learning.sequences.sequence_placing import (
+        SequenceOptions as SequenceOptions,
+        load_policy as load_policy,
+        place_with_sequence as place_with_sequence,
+    )
+    from onnxplace.passes.learning.sequences.sequence_policy import (
+        GroupsFrom as GroupsFrom,
+        Heads as Heads,
+        Kind as Kind,
+        SequencePolicy as SequencePolicy,
+        SequenceShape as SequenceShape,
+    )
     from onnxplace.passes.learning.teacher import Lesson as Lesson, search_lesson as search_lesson
     from onnxplace.passes.learning.training import (
         Learner as Learner,
@@ -75,6 +104,14 @@ __getattr__, __dir__, __all__ = attach(
         "networks": "Policy Shape",
         "placing": "coarsen_to commit_devices commit_result place_with_policy",
         "policy_files": "read_learner read_policy require_devices write_policy",
+        "sequences.sequence_files": "read_sequence_learner read_sequence_policy write_sequence_policy",
+        "sequences.sequence_graph": "ListOrder SequenceGraph",
+        "sequences.sequence_inputs": "SequenceInputs",
+        "sequences.sequence_learner": (
+            "SequenceLearner SequenceSettings SequenceUpdate sample_policy update_sequence_policy"
+        ),
+        "sequences.sequence_placing": "SequenceOptions load_policy place_with_sequence",
+        "sequences.sequence_policy": "GroupsFrom Heads Kind SequencePolicy SequenceShape",
         "teacher": "Lesson search_lesson",
         "training": "Learner Settings Update update_policy",
         "visiting_orders": "ORDERS Order Reward Start visit_nodes",

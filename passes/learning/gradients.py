@@ -49,7 +49,11 @@ def require_torch() -> Any:
         import torch
     except ImportError:
         hint = "pip install 'onnxplace[learn]'"
-        raise UsageError("H010", "training a policy needs torch, which is not installed", hint=hint) from None
+        raise UsageError(
+            "H010",
+            "training policies, and placing with hierarchical or go, needs torch: it is not installed",
+            hint=hint,
+        ) from None
     return torch
 
 

@@ -35,6 +35,8 @@ class Visited:
     cost: float
     device: Ints
     """Per node of the problem."""
+    order: Ints | None = None
+    """Another order of nodes to try; topological by default."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,10 @@ class PolicyResult:
     """The best ones that fit, best first."""
     episodes: int
     start_cost: float
-    """Of the placement that the episodes started from."""
+    """Of the placement that the episodes started from, or of one device."""
     seconds_per_cost: float
+    start_name: str = "started from"
+    """How a note calls `start_cost`."""
 
 
 def place_with_policy(
@@ -109,10 +113,11 @@ def commit_result(state: State, problem: PlacementProblem, result: PolicyResult,
         InfeasibleError: No placement fits.
     """
     for item in result.visited:
-        if after := commit_devices(state, problem, item.device, placer):
+        if after := commit_devices(state, problem, item.device, placer, item.order):
             seconds = after[Schedule].simulation.makespan_seconds
             start = result.start_cost * result.seconds_per_cost
-            message = f"{seconds * 1e3:.4g} ms, started from {start * 1e3:.4g} ms; {result.episodes} episodes to learn"
+            shown = f"{seconds * 1e3:.4g} ms, {result.start_name} {start * 1e3:.4g} ms"
+            message = f"{shown}; {result.episodes} episodes to learn"
             return after.saying(Diagnostic("P047", message, where=placer))
     for plan in published_plans(problem):
         if _fits(state, problem, plan):
@@ -122,9 +127,15 @@ def commit_result(state: State, problem: PlacementProblem, result: PolicyResult,
     raise out_of_memory_error(problem, placer)
 
 
-def commit_devices(state: State, problem: PlacementProblem, device: Ints, placer: str) -> State | None:
-    """Commit a placement, with the better of two orders on each device; return None if it does not fit."""
-    candidate = evaluate_candidate(SearchSpace(problem), placer, device, problem.graph.order)
+def commit_devices(
+    state: State, problem: PlacementProblem, device: Ints, placer: str, order: Ints | None = None
+) -> State | None:
+    """Commit a placement; return None if it does not fit.
+
+    Each device runs its nodes by bottom level or in the given order, topological by default, whichever is better.
+    """
+    tried = problem.graph.order if order is None else order
+    candidate = evaluate_candidate(SearchSpace(problem), placer, device, tried)
     if candidate is None:
         return None
     plan = Plan(placer, candidate.device, candidate.order)

@@ -24,7 +24,7 @@ PACKAGES = {"cuda": "cuda-bindings", "google": "protobuf", "pynvml": "nvidia-ml-
 FOLDERS = {
     "onnxplace": ("cpu", "gpu", "learn", "mpi", "torch", "train"),
     "passes": ("cpu", "gpu", "learn"),
-    "runtimes": ("cpu", "gpu"),
+    "runtimes": ("cpu", "gpu", "mpi"),
     "examples": ("cpu", "gpu", "torch", "train"),
     "benchmarks": ("cpu", "gpu", "dev", "zoo"),
     "tests": ("cpu", "gpu", "dev", "learn", "torch"),

@@ -69,12 +69,13 @@ MAY_IMPORT = {
     "runtime": "bundle errors feeds",
     "traces": "bundle runtime",
     "runtimes.execution": "bundle devices errors feeds machine ort runtime target utils",
-    "runtimes": "bundle errors feeds machine runtime runtimes.execution traces",
     "serving": "bundle errors feeds runtime runtimes.execution utils",
     # pipelines of passes; trials and calibration, which run bundles; reports
     "pipeline": "errors facts runtime state utils",
     "calibration": "bundle errors feeds graph machine pipeline runtime target utils",
     "hosts": "calibration errors machine ort target utils",
+    "runtimes.ranks": "bundle devices errors feeds hosts machine runtime runtimes.execution target",
+    "runtimes": "bundle errors feeds hosts machine runtime runtimes.execution runtimes.ranks traces",
     "evaluation": "bundle errors feeds machine model ort pipeline runtime target traces utils",
     "report": "bundle errors pipeline",
     # from a model to a bundle, and the interfaces to it

@@ -3,7 +3,7 @@
 import pytest
 
 from onnxplace.errors import InputError, TargetError, UsageError
-from onnxplace.hosts import parse_hosts
+from onnxplace.hosts import parse_hosts, parse_slots
 
 
 @pytest.mark.parametrize(
@@ -70,3 +70,22 @@ def test_bad_hostfiles_are_refused(tmp_path, content, words):
         parse_hosts(f"@{tmp_path}/hostfile")
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "slots"),
+    [
+        ("localhost:2", {"localhost": 2}),
+        ("node1:1,node2", {"node1": 1, "node2": None}),
+        ("node[1-2]:3", {"node1": 3, "node2": 3}),
+    ],
+)
+def test_hosts_may_have_numbers_of_slots(text, slots):
+    assert {host.name: host.slots for host in parse_slots(text)} == slots
+
+
+def test_slots_of_a_hostfile_are_read_as_mpich_and_open_mpi_write_them(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("node1 slots=2  # Open MPI\nnode2:3\nnode3\n")
+    assert {host.name: host.slots for host in parse_slots(f"@{path}")} == {"node1": 2, "node2": 3, "node3": None}
+    assert parse_hosts(f"@{path}") == ("node1", "node2", "node3")

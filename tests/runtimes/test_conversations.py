@@ -14,7 +14,8 @@ from hypothesis import given, settings, strategies as st
 
 import onnxplace
 from onnxplace.runtime import Runtime, RuntimeSession
-from onnxplace.runtimes.onnxruntime import OnnxRuntime, OnnxRuntimeSession
+from onnxplace.runtimes.execution import EngineSession
+from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from onnxplace.testing import check_runtime
 from tests.support.chains import cached_decoder
 from tests.support.fault_checks import HUNG_SECONDS, list_worker_threads, wait_until
@@ -367,7 +368,7 @@ def test_a_conversation_cannot_be_copied(session, duplicate):
 class PlainSession(RuntimeSession):
     """A session of a plugin that was written before conversations."""
 
-    def __init__(self, session: OnnxRuntimeSession) -> None:
+    def __init__(self, session: EngineSession) -> None:
         self.session = session
 
     def submit(self, feeds, states=()):

@@ -1,0 +1,186 @@
+"""Follow the program of a device for one request: run, send, receive, free.
+
+Subclasses say how values get from device to device: between threads, or as messages to other processes.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from onnxplace.bundle import Bundle, Step
+from onnxplace.errors import OnnxplaceError
+from onnxplace.machine import is_foreign_error
+from onnxplace.runtime import Event, EventKind
+from onnxplace.runtimes.execution.bells import Bell
+from onnxplace.runtimes.execution.carried_state import StateTable
+from onnxplace.runtimes.execution.failures import describe_segment_failure, is_out_of_memory
+from onnxplace.runtimes.execution.ort_values import count_bytes
+from onnxplace.runtimes.execution.requests import CancelledError, Request
+from onnxplace.runtimes.execution.segments import OpenSegment, PlacedDevice
+
+
+class ProgramLoop(ABC):
+    """The tables of a bundle that programs need, and the steps of these programs.
+
+    Args:
+        bundle: An open bundle.
+        devices: The devices whose programs are followed here, by id.
+        homes: The devices that have programs, of which others may follow those on further routes.
+        segments: Open segments, by id.
+        trace: Whether activities are recorded.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        devices: Mapping[str, PlacedDevice],
+        homes: Sequence[str],
+        segments: Mapping[str, OpenSegment],
+        trace: bool,
+    ) -> None:
+        self.bundle = bundle
+        self._devices = devices
+        self._trace = trace
+        self._bells: dict[str, Bell] = {}
+        self._segments = segments
+        self._index_values(bundle, homes)
+        self._state_table = StateTable(bundle)
+
+    def _index_values(self, bundle: Bundle, homes: Sequence[str]) -> None:
+        """Build the tables of values that each request needs; those by device are by the home of its program."""
+        manifest = bundle.manifest
+        self._types = {item.name: item.dtype for item in manifest.inputs}
+        self._inputs = set(self._types)
+        self._read_inputs = {
+            device: {v for s in manifest.segments if s.device == device for v in s.inputs} & self._inputs
+            for device in homes
+        }
+        producers = {value: segment.device for segment in manifest.segments for value in segment.outputs}
+        self._returned_names = frozenset(item.name for item in bundle.returned_outputs)
+        returned = dict.fromkeys(item.value for item in manifest.outputs if item.name in self._returned_names)
+        self._owns_buffers = {
+            name: item.owns_buffers for item in self._segments.values() for name in item.record.outputs
+        }
+        self._producers = producers
+        self._returned_values = {device: [v for v in returned if producers.get(v) == device] for device in homes}
+        self._outputs = [(item.name, item.value) for item in manifest.outputs]
+        self._programs = {device: drop_last_frees(program) for device, program in manifest.programs.items()}
+
+    def follow_program(self, device: PlacedDevice, program: Sequence[Step], request: Request) -> None:
+        """Execute the steps of a device's program for one request."""
+        home = request.route.programs[device.id]
+        bell = self._bells.get(device.id)
+        stored, states = self._take_states(request), self._state_table.value_names.get(home, {})
+        values = {
+            name: device.memory.feed(request.feeds[name], self._types[name])
+            for name in self._read_inputs[home]
+            if name in request.feeds
+        }
+        values.update({name: stored.pop(name) for name in states if name in stored})
+        self._state_table.add_initial_values(states, values, device.memory.feed)
+        for step in program:
+            if request.failure is not None:
+                raise CancelledError
+            if step.op == "free":
+                values.pop(step.value, None)
+                continue
+            request.current_steps[device.id] = step
+            if step.op == "run":
+                if bell is not None:
+                    bell.ring()
+                self.run_segment(device, request.route.segments[step.segment], values, request)
+            elif step.op == "send":
+                self._send(device, step, values[step.value], request)
+            else:
+                values[step.value] = self._receive(device, step, request)
+        for name in self._returned_values[home]:
+            request.outputs[name] = device.memory.send(values[name], None)
+        if request.output_names is not self._returned_names:  # it also returns states, which else stay on their device
+            for name, value in self._outputs:
+                if name in request.output_names and value in values and self._producers.get(value) == home:
+                    request.outputs[value] = device.memory.send(values[value], None)
+        next_states = {name: values[value] for name, value in states.items()}
+        request.next_states.update(
+            {name: self._detach(device, states[name], value) for name, value in next_states.items()}
+        )
+        if device.memory.runs_ahead:
+            request.checkpoints.append((device.memory, device.id, device.memory.checkpoint()))
+
+    def _send(self, device: PlacedDevice, step: Step, value: Any, request: Request) -> None:
+        """Deliver a value to another device."""
+        began = time.perf_counter()
+        parcel = device.memory.send(value, self._find_peer(step, request).memory)
+        if device.memory.is_asynchronous:
+            self._record(request, device, "copy", step.value, began, value)
+        request.deliver(step.value, step.peer, parcel)
+        if (bell := self._bells.get(device.id)) is not None:
+            bell.plan_ring(self._bells[request.route.devices[step.peer]])
+
+    def _receive(self, device: PlacedDevice, step: Step, request: Request) -> Any:
+        """Wait for a value of another device, and return it as a value on this one."""
+        began = time.perf_counter()
+        arrived = request.receive(step.value, request.route.programs[device.id], self._bells.get(device.id))
+        self._record(request, device, "wait", step.value, began)
+        began = time.perf_counter()
+        value = device.memory.receive(arrived, self._find_peer(step, request).memory)
+        self._record(request, device, "copy", step.value, began, value)
+        return value
+
+    def _find_peer(self, step: Step, request: Request) -> PlacedDevice:
+        """Return the other device of a transfer on the route of a request."""
+        return self._devices[request.route.devices[step.peer]]
+
+    def run_segment(self, device: PlacedDevice, segment: OpenSegment, values: dict[str, Any], request: Request) -> None:
+        """Run one segment; raises ExecutionError naming segment and device."""
+        began = time.perf_counter()
+        try:
+            segment.run(values, request.kept_alive, request.options)
+            if self._trace and device.memory.is_asynchronous:
+                device.memory.finish()  # so that the segment's event is its time on the device
+        except OnnxplaceError:
+            raise
+        except Exception as problem:
+            if is_foreign_error(problem) and not is_out_of_memory(problem):
+                raise
+            raise describe_segment_failure(problem, segment.record, self.bundle.manifest, device.id) from problem
+        self._record(request, device, "run", segment.record.id, began)
+
+    def _detach(self, device: PlacedDevice, name: str, value: Any) -> Any:
+        """Return a value that outlives its request: sequences and optionals may refer to memory of its feeds."""
+        return value if self._owns_buffers[name] else device.memory.keep(value)
+
+    def _record(
+        self, request: Request, device: PlacedDevice, kind: EventKind, name: str, began: float, value: Any = None
+    ) -> None:
+        """Note what a device did from `began` until now, such as a copy of `value`; does nothing without a trace."""
+        if self._trace:
+            now, origin = time.perf_counter(), request.start_time
+            request.events.append(
+                Event(
+                    device=device.id,
+                    kind=kind,
+                    name=name,
+                    start_seconds=began - origin,
+                    finish_seconds=now - origin,
+                    request=request.number,
+                    submitted_seconds=origin,
+                    route=request.route.index,
+                    conversation=request.conversation.number,
+                    bytes=count_bytes(value) if kind == "copy" else None,
+                )
+            )
+
+    @abstractmethod
+    def _take_states(self, request: Request) -> dict[str, Any]:
+        """Return the carried states of a request, by state input; each device removes its own."""
+
+
+def drop_last_frees(program: Sequence[Step]) -> list[Step]:
+    """Return a program without the steps that free values right before its end, which frees them all."""
+    steps = list(program)
+    while steps and steps[-1].op == "free":
+        steps.pop()
+    return steps

@@ -1,0 +1,21 @@
+"""Run a bundle on ranks of MPI: a process per device, on one host or several."""
+
+from typing import TYPE_CHECKING
+
+from onnxplace._lazy import attach
+
+if TYPE_CHECKING:
+    from onnxplace.runtimes.ranks.cluster import Cluster as Cluster
+    from onnxplace.runtimes.ranks.plan import RankPlan as RankPlan, plan_ranks as plan_ranks
+    from onnxplace.runtimes.ranks.rank_engine import make_engine as make_engine
+    from onnxplace.runtimes.ranks.rank_loop import Opening as Opening
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "cluster": "Cluster",
+        "plan": "RankPlan plan_ranks",
+        "rank_engine": "make_engine",
+        "rank_loop": "Opening",
+    },
+)

@@ -1,0 +1,226 @@
+"""The driver's side of ranks: start them, open the bundle on them, exchange frames, end them.
+
+The driver listens on a Unix socket in a folder that only its user can enter, and rank 0 connects to it. So no port is
+opened for it, and no other user can be taken for rank 0.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+import time
+import weakref
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+from onnxplace.errors import ExecutionError, InputError, TargetError
+from onnxplace.hosts import INSTALL_HINT, Connection, find_mpi_cause
+from onnxplace.runtimes.ranks.frames import Frame, FrameSocket, Tick
+from onnxplace.runtimes.ranks.launcher import CLOSING_SECONDS, Launcher
+from onnxplace.runtimes.ranks.plan import RankPlan
+from onnxplace.runtimes.ranks.rank_loop import Opening, rebuild_error
+
+RANK_MODULE = "onnxplace.runtimes.ranks.rank_process"
+# Rank 0 says that it is alive four times a second.
+MAX_SILENT_SECONDS = 2.5
+# Time for the launcher to say which rank has died.
+REPORTING_SECONDS = 0.4
+# A path of a Unix socket has at most 107 bytes.
+_MAX_SOCKET_PATH = 100
+NEW_SESSION_HINT = "open a new session"
+
+OPEN_CLUSTERS: weakref.WeakSet[Cluster] = weakref.WeakSet()
+
+
+class Cluster:
+    """The ranks of a session.
+
+    Args:
+        plan: Devices and hosts by rank.
+        connection: How to reach other hosts.
+        timeout_seconds: Time to start the ranks and to open the bundle.
+    """
+
+    def __init__(self, plan: RankPlan, connection: Connection, timeout_seconds: float) -> None:
+        self.plan = plan
+        self.timeout_seconds = timeout_seconds
+        self._connection = connection
+        self._socket: FrameSocket | None = None
+        self._launcher: Launcher | None = None
+        self._processes: dict[int, int] = {}
+        """Process ids by rank."""
+        self._ending = threading.Lock()
+        self.is_ended = False
+
+    def open(self, opening: Opening) -> None:
+        """Start the ranks, and open a bundle on them.
+
+        No rank is left if it raises: UsageError or TargetError if MPI is not installed or the bundle cannot be opened,
+        ExecutionError if ranks end or take too long.
+        """
+        deadline = time.monotonic() + self.timeout_seconds
+        try:
+            self._start(deadline)
+            frame = opening.to_frame()
+            for rank in range(len(self.plan.devices)):
+                self.send(rank, frame)
+            self._await_ready(deadline)
+        except (EOFError, OSError):
+            error = self.describe_end()
+            self._drop(0.0)
+            raise error from None
+        except InputError:  # a rank answered, so all may end by themselves
+            self.close()
+            self._drop(CLOSING_SECONDS)
+            raise
+        except BaseException:
+            self._drop(0.0)
+            raise
+
+    def _drop(self, closing_seconds: float) -> None:
+        """End the ranks of a cluster that is not open."""
+        self.end(closing_seconds)
+        self.close_socket()
+
+    def _start(self, deadline: float) -> None:
+        """Start the launcher, and wait for rank 0."""
+        if find_spec("mpi4py") is None:
+            raise TargetError("K005", "mpi4py is not installed here", hint=INSTALL_HINT)
+        folder = Path(tempfile.mkdtemp(prefix="onnxplace-"))
+        if len(os.fsencode(folder)) > _MAX_SOCKET_PATH:
+            folder.rmdir()
+            folder = Path(tempfile.mkdtemp(prefix="onnxplace-", dir="/tmp"))
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            path = folder / "socket"
+            listener.bind(str(path))
+            listener.listen(1)
+            command = self._connection.make_ranks_command(self.plan.counts, RANK_MODULE, str(path))
+            self._launcher = Launcher(command, str(path))
+            OPEN_CLUSTERS.add(self)
+            self._socket = FrameSocket(self._accept(listener, deadline))
+        finally:
+            listener.close()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _accept(self, listener: socket.socket, deadline: float) -> socket.socket:
+        """Return the connection of rank 0; raises ExecutionError if it does not come."""
+        assert self._launcher is not None
+        while True:
+            if select.select([listener], [], [], 0.02)[0]:
+                connection, _ = listener.accept()
+                if _is_same_user(connection):
+                    return connection
+                connection.close()
+            if not self._launcher.is_running:
+                raise self.describe_end()
+            self._require_time(deadline, "rank 0 did not start")
+
+    def _require_time(self, deadline: float, what: str) -> None:
+        if time.monotonic() > deadline:
+            message = f"{what} within {self.timeout_seconds:g} s"
+            hint = "allow more time: --timeout, or InferenceSession(..., timeout=300)"
+            raise ExecutionError("K012", message, where=", ".join(self.plan.counts), hint=hint)
+
+    def _await_ready(self, deadline: float) -> None:
+        """Wait until all ranks have opened the bundle; raises the error of the first that could not."""
+        missing = set(range(len(self.plan.devices)))
+
+        def tick(silent_seconds: float) -> None:
+            late = ", ".join(self.plan.devices[rank] for rank in sorted(missing))
+            self._require_time(deadline, f"{late} did not open the bundle")
+
+        while missing:
+            frame = self.receive(tick)
+            tick(0.0)
+            if frame.kind == "failed":
+                rank = frame.fields["rank"]
+                raise rebuild_error(frame.fields["error"], self.plan.describe(rank))
+            if frame.kind == "started":
+                self._processes[frame.fields["rank"]] = frame.fields["pid"]
+            elif frame.kind == "ready":
+                missing.discard(frame.fields["rank"])
+        self.send(0, Frame("watch"))
+
+    # -- frames ------------------------------------------------------------------------------------
+
+    def send(self, rank: int, frame: Frame) -> None:
+        """Send a frame to a rank; raises OSError if the ranks have ended."""
+        if self._socket is None:
+            raise OSError("the ranks have ended")
+        self._socket.send(Frame(frame.kind, {**frame.fields, "to": rank}, frame.buffers))
+
+    def receive(self, tick: Tick) -> Frame:
+        """Return the next frame of any rank, with its `rank`; raises EOFError or OSError if they have ended."""
+        if self._socket is None:
+            raise EOFError
+        return self._socket.receive(tick)
+
+    # -- the end ------------------------------------------------------------------------------------
+
+    def describe_end(self) -> ExecutionError:
+        """Return the error that says which rank has died, as far as the launcher knows."""
+        assert self._launcher is not None
+        self._launcher.wait(REPORTING_SECONDS)
+        if (dead := self._launcher.find_dead_rank()) is not None:
+            pid, reason = dead
+            for rank, rank_pid in self._processes.items():
+                if rank_pid == pid:
+                    message = f"its process on host {self.plan.hosts[rank]} died ({reason})"
+                    return ExecutionError("K011", message, where=self.plan.devices[rank], hint=NEW_SESSION_HINT)
+        cause = find_mpi_cause(self._launcher.read_log(), list(self.plan.counts))
+        hint = "the hosts have to find each other by their names, and to have onnxplace[mpi] at the same path"
+        return ExecutionError("K011", f"the ranks ended: {cause}", where=", ".join(self.plan.counts), hint=hint)
+
+    def describe_silence(self, rank: int, seconds: float) -> ExecutionError:
+        """Return the error of a rank that does not answer."""
+        message = f"its process on host {self.plan.hosts[rank]} has not answered for {seconds:.1f} s"
+        hint = f"look for a process that was stopped, or a network that failed; {NEW_SESSION_HINT}"
+        return ExecutionError("K011", message, where=self.plan.devices[rank], hint=hint)
+
+    def close(self) -> None:
+        """Ask the ranks to end, and end them if they do not."""
+        if not self.is_ended:
+            with suppress(OSError):
+                for rank in reversed(range(len(self.plan.devices))):
+                    self.send(rank, Frame("close"))
+            self.end(CLOSING_SECONDS)
+
+    def end(self, closing_seconds: float) -> None:
+        """End the ranks; may be called by several threads."""
+        with self._ending:
+            if self.is_ended:
+                return
+            self.is_ended = True
+            if self._launcher is not None:
+                self._launcher.end(closing_seconds)
+
+    def close_socket(self) -> None:
+        """Close the socket, after the thread that reads it has ended; or in a forked process."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def _is_same_user(connection: socket.socket) -> bool:
+    """Return whether the other end of a Unix socket belongs to this user, where the system says so."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(user == os.getuid())
+
+
+def _leave_sockets_to_parent() -> None:
+    """Close the sockets that a forked child inherits: ranks would not notice the end of their driver."""
+    for cluster in list(OPEN_CLUSTERS):
+        cluster.close_socket()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_sockets_to_parent)

@@ -1,0 +1,97 @@
+"""MPI's launcher and its ranks, as processes: start, watch, and end them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+# Time to end: after ranks were asked to, after the launcher was asked to, and after it was killed.
+CLOSING_SECONDS, TERMINATING_SECONDS, KILLING_SECONDS = 1.0, 0.4, 0.3
+_LOOK_SECONDS = 0.005
+MAX_LOG_BYTES = 1 << 16
+# How MPICH's launcher reports a rank that ended badly.
+_BAD_END = re.compile(r"PID (\d+) RUNNING AT \S+")
+_EXIT_CODE, _SIGNAL = re.compile(r"EXIT CODE: (\d+)"), re.compile(r"EXIT STRING: .*\(signal (\d+)\)")
+
+
+class Launcher:
+    """A running `mpiexec` in a session of its own, so that signals of the terminal do not reach it.
+
+    Args:
+        command: mpiexec and its arguments.
+        marker: A text in the command line of all ranks, and in no other: ranks of this machine are found by it.
+    """
+
+    def __init__(self, command: Sequence[str], marker: str) -> None:
+        self._marker = marker.encode()
+        # A file, as orphans would hold a pipe open. It has no name, and ends with its last user.
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        self._owner = os.getpid()
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether the launcher has not ended."""
+        return self._process.poll() is None
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether the launcher ends within this time."""
+        end = time.monotonic() + seconds
+        while self.is_running:
+            if time.monotonic() > end:
+                return False
+            time.sleep(_LOOK_SECONDS)
+        return True
+
+    def read_log(self) -> str:
+        """Return the last lines that the launcher and the ranks wrote."""
+        size = os.fstat(self._log.fileno()).st_size
+        data = os.pread(self._log.fileno(), MAX_LOG_BYTES, max(size - MAX_LOG_BYTES, 0))
+        return data.decode(errors="replace")
+
+    def find_dead_rank(self) -> tuple[int, str] | None:
+        """Return process id and end of the rank that the launcher reports as ended badly, such as (123, "SIGKILL")."""
+        log = self.read_log()
+        if (place := _BAD_END.search(log)) is None:
+            return None
+        if (number := _SIGNAL.search(log)) is not None:
+            with suppress(ValueError):
+                return int(place[1]), signal.Signals(int(number[1])).name
+        code = _EXIT_CODE.search(log)
+        return int(place[1]), f"exit code {code[1]}" if code else "for an unknown reason"
+
+    def end(self, closing_seconds: float = CLOSING_SECONDS) -> None:
+        """End the launcher and all ranks: wait for their own end, then terminate, then kill them."""
+        if os.getpid() != self._owner:
+            return
+        if not self.wait(closing_seconds):
+            self._signal(signal.SIGTERM)
+            if not self.wait(TERMINATING_SECONDS):
+                self._signal(signal.SIGKILL)
+                self.wait(KILLING_SECONDS)
+        for pid in self.list_local_ranks():  # a process that was stopped does not end by SIGTERM
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        self._log.close()
+
+    def _signal(self, number: int) -> None:
+        with suppress(OSError):
+            os.killpg(self._process.pid, number)
+
+    def list_local_ranks(self) -> list[int]:
+        """Return the ranks that run on this machine, where it has /proc."""
+        pids = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                if self._marker in path.read_bytes().split(b"\0") and int(path.parent.name) != os.getpid():
+                    pids.append(int(path.parent.name))
+        return pids

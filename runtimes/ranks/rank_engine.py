@@ -1,0 +1,351 @@
+"""The engine of a session whose devices are ranks: it sends requests to them, and reads their reports.
+
+Admission, order, conversations, timeouts and the end are those of all engines. All ranks together are its one device.
+Its worker is the only thread that sends, so that no interrupt of the main thread tears a frame apart; another thread
+reads. Ranks work on requests in the order of sending. A request ends when all its ranks have reported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import time
+from collections import deque
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import Any
+
+from onnxplace.bundle import Bundle, RouteRecord, list_routes
+from onnxplace.errors import ExecutionError, OnnxplaceError
+from onnxplace.feeds import Array
+from onnxplace.runtime import Event
+from onnxplace.runtimes.execution import (
+    CancelledError,
+    CarriedStates,
+    Engine,
+    OpenRoute,
+    Outcome,
+    PlacedDevice,
+    Request,
+    ResultFuture,
+    Worker,
+)
+from onnxplace.runtimes.ranks.cluster import MAX_SILENT_SECONDS, NEW_SESSION_HINT, Cluster
+from onnxplace.runtimes.ranks.frames import Frame
+from onnxplace.runtimes.ranks.rank_loop import rebuild_error
+from onnxplace.runtimes.ranks.remote_requests import ALL_RANKS, RemoteDevice, RemoteMemory, RemoteRequest, RemoteState
+from onnxplace.runtimes.ranks.values import decode_value, decode_values, encode_values
+
+Answers = queue.SimpleQueue[Any]
+
+
+class RankEngine(Engine):
+    """An open bundle whose devices are the ranks of a cluster."""
+
+    def __init__(self, bundle: Bundle, cluster: Cluster, trace: bool, max_in_flight: int) -> None:
+        device = RemoteDevice(RemoteMemory(self._read_state))
+        self._routes_of_devices: tuple[RouteRecord, ...] = list_routes(bundle.manifest)
+        routes = [
+            OpenRoute(index, {ALL_RANKS: ALL_RANKS}, {ALL_RANKS: ALL_RANKS}, {}, max(route.share, 1e-3))
+            for index, route in enumerate(self._routes_of_devices)
+        ]
+        super().__init__(bundle, {ALL_RANKS: device}, routes, trace, max_in_flight)
+        self._cluster = cluster
+        self._rank_of = {name: rank for rank, name in enumerate(cluster.plan.devices)}
+        manifest = bundle.manifest
+        self._inputs_of_home = {
+            home: {name for item in manifest.segments if item.device == home for name in item.inputs} & self._inputs
+            for home in self._routes_of_devices[0].devices
+        }
+        self._states_of_home = self._state_table.value_names
+        self._state_table.value_names = {
+            ALL_RANKS: {name: value for names in self._states_of_home.values() for name, value in names.items()}
+        }
+        if not manifest.states:
+            self._state_table.value_names = {}
+        self._producers = dict.fromkeys(self._producers, ALL_RANKS)
+        self._serials, self._calls = itertools.count(), itertools.count()
+        self._sent: dict[int, RemoteRequest] = {}
+        self._outbox: deque[tuple[int, Frame]] = deque()
+        """Frames other than requests, by rank; the worker sends them."""
+        self._freed: deque[RemoteState] = deque()
+        self._answers: dict[int, Answers] = {}
+        self._workers.append(Worker(self, device, self._read_reports, " reports"))
+
+    # -- requests ------------------------------------------------------------------------------------
+
+    def request(
+        self,
+        feeds: Mapping[str, Array],
+        states: Collection[str],
+        future: ResultFuture | Outcome,
+        conversation: CarriedStates | None = None,
+    ) -> Request:
+        """Return a new request that also returns these carried states; raises ExecutionError in a forked process."""
+        self._require_own_process()
+        output_names = self._returned_names.union(states) if states else self._returned_names
+        number, conversation = next(self._numbers), conversation or self._states
+        request = RemoteRequest(number, feeds, self._routes[0], output_names, conversation, future)
+        request.rank_names = self._cluster.plan.devices
+        return request
+
+    def work(self, device: PlacedDevice) -> None:
+        """Send requests and their ends until the engine is closed, then end the ranks."""
+        tokens = self._tokens[device.id]
+        try:
+            while not self._is_finished(device.id):
+                self._await_token(tokens)
+                with suppress(OSError):  # the reader of reports says why
+                    self._dispatch(device)
+        except BaseException as cause:  # noqa: BLE001 - whatever ends a thread, such as an exception set from outside
+            self._mark_broken(device, cause, None)
+        finally:
+            self._cluster.close()
+
+    def _dispatch(self, device: PlacedDevice) -> None:
+        """Send what there is to send."""
+        with self._lock:
+            failed = [item for item in self._in_flight.values() if item.failure is not None]
+        for request in failed:
+            assert isinstance(request, RemoteRequest)
+            if request.serial < 0:
+                self._finish_part(request, device.id)
+            elif not request.is_cancelled:
+                request.cancel_deadline = time.monotonic() + self._cluster.timeout_seconds
+                request.is_cancelled = True
+                for rank in list(request.waiting):
+                    self._cluster.send(rank, Frame("cancel", {"serial": request.serial}))
+        while self._outbox:
+            self._cluster.send(*self._outbox.popleft())
+        while (next_request := self._next_request(device.id)) is not None:
+            assert isinstance(next_request, RemoteRequest)
+            self._begin(device, next_request)
+        self._send_freed()
+
+    def _next_request(self, device: str) -> Request | None:
+        """Return the first ready request that is not sent."""
+        with self._lock:
+            for request in self._list_ready() if self._state_table.value_names else self._in_flight.values():
+                assert isinstance(request, RemoteRequest)
+                if request.serial < 0 and request.failure is None and device in request.unfinished:
+                    return request
+        return None
+
+    def _begin(self, device: PlacedDevice, request: RemoteRequest) -> None:
+        """Send a request to its ranks; it ends at once if it has no states to begin with, or no ranks."""
+        try:
+            stored = self._take_states(request)
+        except (OnnxplaceError, CancelledError) as failure:
+            self._fail(request, failure)
+            self._finish_part(request, device.id)
+            return
+        devices = self._routes_of_devices[request.route.index].devices
+        ranks = {self._rank_of[name]: home for home, name in devices.items()}
+        with self._lock:
+            if request.failure is not None or not ranks:
+                request.waiting = set()
+            else:
+                request.waiting, request.serial = set(ranks), next(self._serials)
+                self._sent[request.serial] = request
+        if not request.waiting:
+            self._finish_part(request, device.id)
+            return
+        for rank, home in ranks.items():
+            self._cluster.send(rank, self._make_frame(request, home, stored))
+
+    def _make_frame(self, request: RemoteRequest, home: str, stored: Mapping[str, RemoteState]) -> Frame:
+        """Return the part of a request that a rank needs: its inputs, and which states it takes."""
+        buffers: list[Any] = []
+        feeds = {name: request.feeds[name] for name in sorted(self._inputs_of_home[home]) if name in request.feeds}
+        handles = {}
+        for name in self._states_of_home.get(home, ()):
+            if (state := stored.get(name)) is not None:
+                keeps = request.conversation.keeps_previous
+                handles[name] = [state.serial, state.name, keeps]
+                state.is_taken = not keeps
+            elif name in request.feeds:
+                feeds[name] = request.feeds[name]
+        fields = {
+            "serial": request.serial,
+            "number": request.number,
+            "route": request.route.index,
+            "conversation": request.conversation.number,
+            "submitted": request.start_time,
+            "states": sorted(set(request.output_names) - self._returned_names),
+            "stored": handles,
+            "feeds": encode_values(feeds, buffers),
+        }
+        return Frame("request", fields, buffers)
+
+    def _fail(self, request: Request, failure: BaseException) -> None:
+        """End a request with a failure; its ranks are told by the worker."""
+        super()._fail(request, failure)
+        self._tokens[ALL_RANKS].put(None)
+
+    def _finish_part(self, request: Request, device: str) -> None:
+        """Note that the ranks have finished; does nothing while they have not."""
+        assert isinstance(request, RemoteRequest)
+        if not request.waiting:
+            self._sent.pop(request.serial, None)
+            super()._finish_part(request, device)
+
+    # -- reports ------------------------------------------------------------------------------------
+
+    def _read_reports(self, device: PlacedDevice) -> None:
+        """Read what ranks send, until they end."""
+        try:
+            while True:
+                self._take(self._cluster.receive(self._check_time))
+        except (EOFError, OSError):
+            if not (self._closed and not self._in_flight) and not self._cluster.is_ended:
+                self._break(self._cluster.describe_end())
+        except OnnxplaceError as failure:
+            self._break(failure)
+        except BaseException as cause:  # noqa: BLE001 - whatever ends a thread, such as an exception set from outside
+            self._mark_broken(device, cause, None)
+        finally:
+            self._end_calls()
+            if self._closed:
+                self._cluster.close_socket()
+
+    def _check_time(self, silent_seconds: float) -> None:
+        """Raise ExecutionError if rank 0 is silent, or a request does not end although it was ended."""
+        if silent_seconds > MAX_SILENT_SECONDS and not self._cluster.is_ended:
+            raise self._cluster.describe_silence(0, silent_seconds)
+        for request in list(self._sent.values()):
+            if request.is_cancelled and request.waiting and time.monotonic() > request.cancel_deadline:
+                seconds = self._cluster.timeout_seconds
+                message = f"request {request.number} was ended, and {request.describe_progress()} after {seconds:g} s"
+                rank = min(request.waiting)
+                raise ExecutionError("K011", message, where=self._cluster.plan.devices[rank], hint=NEW_SESSION_HINT)
+
+    def _take(self, frame: Frame) -> None:
+        """Take a frame of a rank."""
+        fields = frame.fields
+        if frame.kind == "report":
+            self._take_report(frame)
+        elif frame.kind == "state":
+            if (answers := self._answers.get(fields["call"])) is not None:
+                answers.put(decode_value(fields["value"], iter(frame.buffers)))
+        elif frame.kind == "silent":
+            raise self._cluster.describe_silence(fields["rank"], fields["seconds"])
+        self._check_time(0.0)
+
+    def _take_report(self, frame: Frame) -> None:
+        """Take the outputs and states of a rank, or its failure; the last report ends the request."""
+        fields, rank = frame.fields, frame.fields["rank"]
+        request = self._sent.get(fields["serial"])
+        if request is None:
+            return
+        states = {
+            name: RemoteState(request.serial, name, rank, tuple(shape), self._free)
+            for name, shape in fields.get("states", {}).items()
+        }
+        if "error" in fields:
+            self._fail(request, rebuild_error(fields["error"], self._cluster.plan.describe(rank)))
+        elif fields["cancelled"]:
+            self._fail(request, CancelledError())  # never the first failure
+        elif request.failure is None:
+            request.outputs.update(decode_values(fields["outputs"], iter(frame.buffers)))
+            request.next_states.update(states)
+        request.events += [self._make_event(request, *item) for item in fields["events"]]
+        request.waiting = set(request.waiting) - {rank}
+        self._finish_part(request, ALL_RANKS)
+
+    def _make_event(
+        self, request: Request, device: str, kind: Any, name: str, start: float, finish: float, size: int | None
+    ) -> Event:
+        return Event(
+            device=device,
+            kind=kind,
+            name=name,
+            start_seconds=start,
+            finish_seconds=finish,
+            request=request.number,
+            submitted_seconds=request.start_time,
+            route=request.route.index,
+            conversation=request.conversation.number,
+            bytes=size,
+        )
+
+    # -- states ------------------------------------------------------------------------------------
+
+    def _free(self, state: RemoteState) -> None:
+        """Note that nothing refers to a state any more; for finalizers, which may run in any thread."""
+        self._freed.append(state)
+
+    def _send_freed(self) -> None:
+        """Tell ranks which states they need not store any more."""
+        handles: dict[int, list[list[Any]]] = {}
+        while self._freed:
+            state = self._freed.popleft()
+            state.is_taken = True  # it is over
+            handles.setdefault(state.rank, []).append([state.serial, state.name])
+        for rank, items in handles.items():
+            self._cluster.send(rank, Frame("free", {"handles": items}))
+
+    def _read_state(self, state: RemoteState) -> Any:
+        """Return a stored state; raises ExecutionError if its rank does not answer."""
+        call, answers = next(self._calls), Answers()
+        self._answers[call] = answers
+        fields = {"serial": state.serial, "name": state.name, "call": call}
+        self._outbox.append((state.rank, Frame("read", fields)))
+        self._wake()
+        try:
+            answer = answers.get(timeout=self._cluster.timeout_seconds)
+        except queue.Empty:
+            answer = ExecutionError("K011", "it did not send a state", where=self._cluster.plan.devices[state.rank])
+        finally:
+            self._answers.pop(call, None)
+        if isinstance(answer, OnnxplaceError):
+            raise answer
+        return answer
+
+    def _end_calls(self) -> None:
+        """Let all calls fail that wait for an answer."""
+        reason = self._broken or ExecutionError("X002", "the session is closed", where=str(self.bundle.path))
+        for answers in list(self._answers.values()):
+            answers.put(reason)
+
+    # -- the end ------------------------------------------------------------------------------------
+
+    def _break(self, failure: OnnxplaceError) -> None:
+        """Fail all requests after ranks ended or are silent, and end all ranks."""
+        if not isinstance(failure, ExecutionError):
+            failure = ExecutionError(failure.code, failure.message, where=failure.where, hint=failure.hint)
+        self._broken = self._broken or failure
+        self._closed = True
+        self._release(failure)
+        self._wake()
+        self._cluster.end(0.0)
+
+    def _release(self, failure: BaseException) -> None:
+        """Fail all requests in flight, and do not wait for their ranks."""
+        with self._lock:
+            requests = list(self._in_flight.values())
+        for request in requests:
+            assert isinstance(request, RemoteRequest)
+            self._fail(request, failure)
+            request.waiting = set()
+            self._finish_part(request, ALL_RANKS)
+
+    def _mark_broken(self, device: PlacedDevice, cause: BaseException, current: Request | None) -> None:
+        """Fail all requests after a thread of this engine died, and end all ranks."""
+        del current
+        message = f"the session's thread died: {type(cause).__name__}: {cause}".rstrip(": ")
+        self._break(ExecutionError("X005", message, where=device.id, hint=NEW_SESSION_HINT))
+
+    def _wait_for_requests(self, timeout: float | None, conversation: CarriedStates | None = None) -> None:
+        """Wait for requests in flight; ranks that do not end them are ended if the session is closed."""
+        super()._wait_for_requests(timeout, conversation)
+        if conversation is None and self._list_in_flight(None):
+            self._break(ExecutionError("X002", "the session was closed", where=str(self.bundle.path)))
+
+
+def make_engine(bundle: Bundle, cluster: Cluster, trace: bool, max_in_flight: int) -> Engine:
+    """Return the engine of an open cluster; the cluster ends if that fails."""
+    try:
+        return RankEngine(bundle, cluster, trace, max_in_flight)
+    except BaseException:
+        cluster.end(0.0)
+        raise

@@ -1,0 +1,333 @@
+"""One rank's part of a bundle: the segments of its device, and the programs that it follows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnxplace.bundle import Bundle, Manifest, Step, list_routes, list_working_devices
+from onnxplace.errors import (
+    BundleError,
+    ExecutionError,
+    FeedError,
+    ModelError,
+    OnnxplaceError,
+    PluginError,
+    TargetError,
+    UsageError,
+)
+from onnxplace.hosts import list_versions
+from onnxplace.machine import assign_cores, require_device, use_custom_operators, without_optimisations
+from onnxplace.runtimes.execution import (
+    CancelledError,
+    CarriedStates,
+    OpenRoute,
+    OpenSegment,
+    Outcome,
+    PlacedDevice,
+    ProgramLoop,
+    Request,
+    describe_step_failure,
+    drop_last_frees,
+    is_native_array,
+    open_segment,
+)
+from onnxplace.runtimes.ranks.frames import Frame
+from onnxplace.runtimes.ranks.message_bus import MessageBus
+from onnxplace.runtimes.ranks.values import decode_value, decode_values, encode_value, encode_values
+from onnxplace.target import Device
+
+Waiter = Callable[[Callable[[], bool]], None]
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What the driver says when it opens a bundle."""
+
+    bundle: Bundle
+    devices: tuple[str, ...]
+    """By rank."""
+    trace: bool
+    libraries: tuple[str, ...]
+    """Of custom operators."""
+    versions: Mapping[str, str]
+    """The driver's."""
+    optimises: bool = True
+    """Whether ONNX Runtime optimises the segments."""
+
+    def to_frame(self) -> Frame:
+        """Return it as a frame, with the manifest as a buffer."""
+        fields = {
+            "path": str(self.bundle.path.resolve()),
+            "devices": self.devices,
+            "trace": self.trace,
+            "libraries": self.libraries,
+            "versions": dict(self.versions),
+            "optimises": self.optimises,
+        }
+        return Frame("open", fields, [np.frombuffer(self.bundle.manifest.model_dump_json().encode(), np.uint8)])
+
+    @staticmethod
+    def from_frame(frame: Frame) -> Opening:
+        """Return it as a rank reads it."""
+        fields = frame.fields
+        manifest = Manifest.model_validate_json(bytes(frame.buffers[0]))
+        bundle = Bundle(Path(fields["path"]), manifest)
+        return Opening(
+            bundle=bundle,
+            devices=tuple(fields["devices"]),
+            trace=fields["trace"],
+            libraries=tuple(fields["libraries"]),
+            versions=fields["versions"],
+            optimises=fields["optimises"],
+        )
+
+
+class RankLoop(ProgramLoop):
+    """Follows the programs of one device, whose peers are other ranks.
+
+    Args:
+        opening: What the driver said.
+        device: The device of this rank, opened.
+        routes: All routes, with the segments of this device only.
+        bus: The messages of this rank.
+        wait: Waits until a condition holds, while messages are looked for.
+    """
+
+    def __init__(
+        self, opening: Opening, device: PlacedDevice, routes: list[OpenRoute], bus: MessageBus, wait: Waiter
+    ) -> None:
+        bundle = opening.bundle
+        segments = {name: item for route in routes for name, item in route.segments.items()}
+        super().__init__(bundle, {device.id: device}, list_working_devices(bundle.manifest), segments, opening.trace)
+        self._device, self._routes, self._bus, self._wait = device, routes, bus, wait
+        self._followed = {home: drop_last_frees(program) for home, program in bundle.manifest.programs.items()}
+        self._ranks = {name: rank for rank, name in enumerate(opening.devices)}
+        self._value_names = sorted(bundle.manifest.values)
+        self._value_numbers = {name: number for number, name in enumerate(self._value_names)}
+        self._arrived: dict[int, dict[str, Any]] = {}
+        """Values of other ranks, by the number of their request."""
+        self._stored: dict[tuple[int, str], Any] = {}
+        """Carried states, by the number of the request that stored them and their input."""
+        self._ended = -1
+        """Number of the last request that ended here; values of earlier ones are late."""
+        self._current: Request | None = None
+        self._serial = -1
+        self._cancelled: set[int] = set()
+        self._entries = device.memory.run_entries()
+        self.cores = device.cores
+
+    # -- messages, under the lock of the bus ----------------------------------------------------------
+
+    def accept_value(self, serial: int, number: int, array: Any) -> None:
+        """Keep a value that arrived for a request, unless that has ended here."""
+        if serial > self._ended:
+            self._arrived.setdefault(serial, {})[self._value_names[number]] = array
+
+    def accept_value_frame(self, frame: Frame) -> None:
+        """Keep a value that is no plain array."""
+        value = decode_value(frame.fields["value"], iter(frame.buffers))
+        self.accept_value(frame.fields["serial"], frame.fields["number"], value)
+
+    def cancel(self, serial: int) -> None:
+        """End a request as soon as possible, whether it has begun here or not; for any thread."""
+        if serial <= self._ended:
+            return
+        self._cancelled.add(serial)
+        request = self._current
+        if request is not None and self._serial == serial:
+            request.fail(CancelledError())
+
+    # -- requests ------------------------------------------------------------------------------------
+
+    def follow(self, frame: Frame) -> Frame:
+        """Follow a program for one request; return the report with its outputs, or its failure."""
+        fields = frame.fields
+        serial, route = fields["serial"], self._routes[fields["route"]]
+        names = self._returned_names.union(fields["states"]) if fields["states"] else self._returned_names
+        feeds = decode_values(fields["feeds"], iter(frame.buffers))
+        conversation = CarriedStates(self._state_table, fields["conversation"])
+        request = Request(fields["number"], feeds, route, names, conversation, Outcome())
+        request.start_time = fields["submitted"]
+        for key, value in self._entries.items():
+            request.options.add_run_config_entry(key, value)
+        request.states = {name: self._take_state(*handle) for name, handle in fields["stored"].items()}
+        self._serial, self._current = serial, request
+        if serial in self._cancelled:
+            request.fail(CancelledError())
+        try:
+            return self._report(serial, self._run_part(request), request)
+        finally:
+            self._ended, self._current = serial, None
+            self._arrived.pop(serial, None)
+            self._cancelled = {item for item in self._cancelled if item > serial}
+
+    def _run_part(self, request: Request) -> dict[str, Any]:
+        """Follow the program; return the outputs, empty after a failure, which the request then has."""
+        device = self._device
+        try:
+            self.follow_program(device, self._followed[request.route.programs[device.id]], request)
+            for memory, _, checkpoint in request.checkpoints:
+                memory.settle(checkpoint)
+            return {name: device.memory.read(parcel) for name, parcel in request.outputs.items()}
+        except (CancelledError, OnnxplaceError) as failure:
+            request.fail(failure)
+        except Exception as failure:  # noqa: BLE001 - the driver reports it
+            request.fail(describe_step_failure(failure, request.current_steps.get(device.id), device.id))
+        for memory, _, _ in request.checkpoints:
+            with suppress(Exception):
+                memory.settle(None)
+        return {}
+
+    def _report(self, serial: int, outputs: Mapping[str, Any], request: Request) -> Frame:
+        """Return the end of a request as a frame."""
+        failure = request.failure
+        fields: dict[str, Any] = {"serial": serial, "cancelled": isinstance(failure, CancelledError)}
+        buffers: list[Any] = []
+        if isinstance(failure, OnnxplaceError):
+            fields["error"] = describe_error(failure)
+        if failure is None:
+            fields["outputs"] = encode_values(outputs, buffers)
+            self._stored.update({(serial, name): value for name, value in request.next_states.items()})
+            fields["states"] = {name: list(_read_shape(value)) for name, value in request.next_states.items()}
+        origin = request.start_time
+        fields["events"] = [
+            [item.device, item.kind, item.name, item.start_seconds, item.finish_seconds, item.bytes]
+            for item in request.events
+        ]
+        fields["submitted"] = origin
+        return Frame("report", fields, buffers)
+
+    def _send(self, device: PlacedDevice, step: Step, value: Any, request: Request) -> None:
+        """Send a value to the rank of another device; the send is only begun."""
+        rank, number = self._ranks[request.route.devices[step.peer]], self._value_numbers[step.value]
+        array = value if is_native_array(value) else device.memory.read(device.memory.send(value, None))
+        if isinstance(array, np.ndarray) and self._bus.send_value(rank, self._serial, number, array):
+            return
+        buffers: list[Any] = []
+        fields = {"serial": self._serial, "number": number, "value": encode_value(array, buffers)}
+        self._bus.send(rank, Frame("value", fields, buffers))
+
+    def _receive(self, device: PlacedDevice, step: Step, request: Request) -> Any:
+        """Wait for a value of another rank; raises CancelledError if the request ends meanwhile."""
+        began = time.perf_counter()
+        arrived = self._arrived.setdefault(self._serial, {})
+        self._wait(lambda: step.value in arrived or request.failure is not None)
+        if request.failure is not None:
+            raise CancelledError
+        self._record(request, device, "wait", step.value, began)
+        began = time.perf_counter()
+        value = device.memory.feed(arrived.pop(step.value), self.bundle.manifest.values[step.value].dtype)
+        self._record(request, device, "copy", step.value, began, value)
+        return value
+
+    # -- states ------------------------------------------------------------------------------------
+
+    def _take_states(self, request: Request) -> dict[str, Any]:
+        """Return the states that the driver named."""
+        return dict(request.states or {})
+
+    def _take_state(self, serial: int, name: str, keeps: bool) -> Any:
+        """Return a stored state, which stays stored if it is kept."""
+        return self._stored[serial, name] if keeps else self._stored.pop((serial, name))
+
+    def free(self, handles: list[list[Any]]) -> None:
+        """Free stored states that the driver has no use for; those that a request has taken are gone."""
+        for serial, name in handles:
+            self._stored.pop((serial, name), None)
+
+    def read(self, serial: int, name: str) -> Frame:
+        """Return a stored state as a frame."""
+        memory, buffers = self._device.memory, list[Any]()
+        value = memory.read(memory.send(self._stored[serial, name], None))
+        return Frame("state", {"value": encode_value(value, buffers)}, buffers)
+
+    def close(self) -> None:
+        """Close sessions and memory."""
+        for route in self._routes:
+            route.segments.clear()
+        self._device.memory.close()
+
+
+def open_rank(opening: Opening, bus: MessageBus, wait: Waiter) -> RankLoop:
+    """Open the device and the segments of a rank.
+
+    Raises the errors of the runtime `onnxruntime`, and TargetError if versions differ.
+    """
+    _require_versions(opening.versions)
+    bundle, name = opening.bundle, opening.devices[bus.rank]
+    target = bundle.target
+    device = target.devices[target.position(name)]
+    _require_local(device)
+    placed = PlacedDevice(device, _find_cores(device, target.devices))
+    opened: dict[str, OpenSegment] = {}
+    routes = []
+    with use_custom_operators(opening.libraries), nullcontext() if opening.optimises else without_optimisations():
+        for index, route in enumerate(list_routes(bundle.manifest)):
+            records = [item for item in bundle.manifest.segments if route.devices[item.device] == name]
+            bundle.check_files(*{item.file for item in records if item.id not in opened}, check="small")
+            for record in records:
+                if record.id not in opened:
+                    opened[record.id] = open_segment(bundle, record, placed)
+            programs = {device: home for home, device in route.devices.items()}
+            segments = {item.id: opened[item.id] for item in records}
+            routes.append(OpenRoute(index, route.devices, programs, segments, 1.0))
+    return RankLoop(opening, placed, routes, bus, wait)
+
+
+def _require_versions(expected: Mapping[str, str]) -> None:
+    """Raise TargetError unless the versions here are those of the driver."""
+    for name, version in list_versions().items():
+        if version != expected[name]:
+            message = f"expected {name} {expected[name]}, as where the session is opened, got {version or 'none'}"
+            raise TargetError("K006", message, hint="install the same versions on all hosts")
+
+
+def _require_local(device: Device) -> None:
+    """Raise TargetError unless a device of this host can be used; the error names it with its host."""
+    try:
+        require_device(device.local)
+    except TargetError as problem:
+        raise TargetError(problem.code, problem.message, where=device.id, hint=problem.hint) from None
+
+
+def _find_cores(device: Device, devices: tuple[Device, ...]) -> tuple[int, ...]:
+    """Return the cores of a CPU device among those of its host; none for other devices."""
+    cpus = [item for item in devices if item.is_host and item.host == device.host]
+    cores = dict(zip([item.id for item in cpus], assign_cores([item.cores for item in cpus])))
+    return cores.get(device.id, ())
+
+
+def _read_shape(value: Any) -> tuple[int, ...]:
+    """Return the shape of a state; empty for values that are no tensors."""
+    shape = getattr(value, "shape", ())
+    return tuple(shape() if callable(shape) else shape)
+
+
+def describe_error(problem: OnnxplaceError) -> dict[str, str]:
+    """Return an error as plain data; `rebuild_error` is the inverse."""
+    return {
+        "class": type(problem).__name__,
+        "code": problem.code,
+        "message": problem.message,
+        "where": problem.where,
+        "hint": problem.hint,
+    }
+
+
+def rebuild_error(data: Mapping[str, str], place: str) -> OnnxplaceError:
+    """Return the error of a rank, which says where it arose.
+
+    Args:
+        data: Of `describe_error`.
+        place: The rank, for errors that name no place.
+    """
+    kinds = {kind.__name__: kind for kind in (BundleError, FeedError, ModelError, PluginError, TargetError, UsageError)}
+    kind = kinds.get(data["class"], ExecutionError)
+    return kind(data["code"], data["message"], where=data["where"] or place, hint=data["hint"])

@@ -1,0 +1,278 @@
+"""A rank: `mpiexec ... python -m mpi4py -m onnxplace.runtimes.ranks.rank_process SOCKET`.
+
+Rank 0 connects to the socket of the driver, the process that opened the session, and passes frames on between it and
+the other ranks. The main thread follows programs. A helper looks for messages each millisecond, so that they move while
+the main thread computes, and tells the others that this rank is alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from onnxplace.errors import ExecutionError, OnnxplaceError
+from onnxplace.machine import pin_thread
+from onnxplace.runtimes.ranks.frames import Frame, FrameSocket
+from onnxplace.runtimes.ranks.message_bus import MessageBus
+from onnxplace.runtimes.ranks.rank_loop import Opening, RankLoop, describe_error, open_rank
+
+# How a rank waits: it looks for messages without pause, then naps, then leaves the looking to its helper.
+SPIN_SECONDS, NAP_SECONDS, IDLE_SECONDS = 200e-6, 20e-6, 0.02
+HELPER_SECONDS = 1e-3
+HEARTBEAT_SECONDS = 0.25
+# A rank that is silent for longer is reported by rank 0; the others end by themselves if rank 0 is.
+MAX_SILENT_SECONDS, MAX_ROOT_SILENT_SECONDS = 2.0, 10.0
+# Time for messages to go through before the end.
+FLUSHING_SECONDS = 2.0
+
+
+class RankProcess:
+    """The main thread, the helper, and on rank 0 the reader of the driver's socket."""
+
+    def __init__(self, communicator: Any, path: str) -> None:
+        self._abort_all = communicator.Abort
+        self.bus = MessageBus(communicator, self._accept, self._accept_value)
+        self._inbox: deque[Frame] = deque()
+        self._wakeup = threading.Event()
+        self._outgoing: deque[Frame] = deque()
+        self._flushing = threading.Lock()
+        self._loop: RankLoop | None = None
+        self._ended = threading.Event()
+        self._is_closing = False
+        self._is_watching = False
+        """Whether silent ranks are reported: only after all have opened the bundle."""
+        self._reported: set[int] = set()
+        self._driver: FrameSocket | None = None
+        if self.bus.rank == 0:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.connect(path)
+            self._driver = FrameSocket(connection)
+
+    # -- frames ------------------------------------------------------------------------------------
+
+    def _accept(self, source: int, frame: Frame) -> None:
+        """Take a frame of another rank: from rank 0 for this one, or from this one for the driver."""
+        if frame.kind == "value":
+            assert self._loop is not None
+            self._loop.accept_value_frame(frame)
+        elif self.bus.rank == 0:
+            frame.fields["rank"] = source
+            self._outgoing.append(frame)
+        else:
+            self._take(frame)
+
+    def _accept_value(self, serial: int, number: int, array: Any) -> None:
+        assert self._loop is not None
+        self._loop.accept_value(serial, number, array)
+
+    def _take(self, frame: Frame) -> None:
+        """Take a frame of the driver for this rank; a request may be ended at once."""
+        if frame.kind == "cancel":
+            if self._loop is not None:
+                self._loop.cancel(frame.fields["serial"])
+        elif frame.kind == "watch":
+            self._is_watching = True
+        else:
+            self._is_closing = self._is_closing or frame.kind == "close"
+            self._inbox.append(frame)
+        self._wakeup.set()
+
+    def _answer(self, frame: Frame) -> None:
+        """Send a frame to the driver."""
+        if self.bus.rank == 0:
+            frame.fields["rank"] = 0
+            self._outgoing.append(frame)
+            self._flush()
+        else:
+            self.bus.send(0, frame)
+
+    def _flush(self) -> None:
+        """Write frames for the driver to its socket, in their order, unless another thread does."""
+        while self._outgoing and self._driver is not None:
+            if not self._flushing.acquire(blocking=False):
+                return
+            try:
+                while self._outgoing:
+                    self._driver.send(self._outgoing.popleft())
+            except OSError:
+                self._abort("the driver has ended")
+            finally:
+                self._flushing.release()
+
+    def _look(self) -> None:
+        """Look for messages."""
+        if self.bus.progress():
+            self._wakeup.set()
+        self._flush()
+
+    def wait(self, is_ready: Callable[[], bool]) -> None:
+        """Wait until something is ready, by messages or by another thread."""
+        began = time.perf_counter()
+        while True:
+            self._look()
+            if is_ready():
+                return
+            waited = time.perf_counter() - began
+            if waited > IDLE_SECONDS:
+                self._wakeup.clear()
+                if is_ready():
+                    return
+                self._wakeup.wait(1.0)
+            elif waited > SPIN_SECONDS:
+                time.sleep(NAP_SECONDS)
+
+    # -- threads ------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve the driver until it closes the session."""
+        _sleep_exactly()
+        threads = [threading.Thread(target=self._help, daemon=True, name="onnxplace helper")]
+        if self._driver is not None:
+            threads.append(threading.Thread(target=self._read_driver, daemon=True, name="onnxplace reader"))
+        for thread in threads:
+            thread.start()
+        helper = threads[0]
+        self._answer(Frame("started", {"pid": os.getpid()}))
+        while True:
+            self.wait(lambda: bool(self._inbox))
+            frame = self._inbox.popleft()
+            if frame.kind == "close":
+                break
+            self._serve(frame)
+        if self._loop is not None:
+            self._loop.close()
+        end = time.monotonic() + FLUSHING_SECONDS
+        while self.bus.is_sending and time.monotonic() < end:
+            self._look()
+        self._ended.set()
+        helper.join()  # no thread may use MPI after its end
+
+    def _serve(self, frame: Frame) -> None:
+        """Do what a frame of the driver says, in the main thread."""
+        fields = frame.fields
+        if frame.kind == "open":
+            self._answer(self._open(frame))
+        elif self._loop is None:
+            return
+        elif frame.kind == "request":
+            self._answer(self._loop.follow(frame))
+        elif frame.kind == "free":
+            self._loop.free(fields["handles"])
+        elif frame.kind == "read":
+            answer = self._loop.read(fields["serial"], fields["name"])
+            answer.fields["call"] = fields["call"]
+            self._answer(answer)
+
+    def _open(self, frame: Frame) -> Frame:
+        """Open the bundle; return the answer."""
+        try:
+            self._loop = open_rank(Opening.from_frame(frame), self.bus, self.wait)
+        except OnnxplaceError as problem:
+            return Frame("failed", {"error": describe_error(problem)})
+        except Exception as problem:  # noqa: BLE001 - the driver reports it
+            text = f"{type(problem).__name__}: {problem}"
+            return Frame("failed", {"error": describe_error(ExecutionError("X001", f"opening failed: {text}"))})
+        pin_thread(self._loop.cores).__enter__()
+        return Frame("ready")
+
+    def _read_driver(self) -> None:
+        """Take the frames of the driver, and pass on those for other ranks; its end is the end of all ranks."""
+        assert self._driver is not None
+        try:
+            while True:
+                frame = self._driver.receive(lambda silent: None)
+                rank = frame.fields.pop("to")
+                if frame.kind == "watch":
+                    self._is_watching = True
+                elif rank == 0:
+                    self._take(frame)
+                else:
+                    self.bus.send(rank, frame)
+        except (EOFError, OSError):
+            if not self._is_closing:
+                self._abort("the driver has ended")
+        except BaseException as problem:  # noqa: BLE001 - without this thread, nobody would end this rank
+            self._abort(f"the reader failed: {type(problem).__name__}: {problem}")
+
+    def _help(self) -> None:
+        """Look for messages each millisecond, say that this rank is alive, and watch the others."""
+        next_heartbeat = 0.0
+        try:
+            while not self._ended.is_set():
+                time.sleep(HELPER_SECONDS)
+                self._look()
+                self.bus.add_silence()
+                if time.monotonic() >= next_heartbeat:
+                    next_heartbeat = time.monotonic() + HEARTBEAT_SECONDS
+                    self._say_alive()
+                self._watch()
+        except BaseException as problem:  # noqa: BLE001 - without this thread, nobody would end this rank
+            if not self._is_closing:
+                self._abort(f"the helper failed: {type(problem).__name__}: {problem}")
+
+    def _say_alive(self) -> None:
+        """Send a heartbeat: to rank 0, or from rank 0 to all and the driver."""
+        if self._is_closing:
+            return
+        if self.bus.rank:
+            self.bus.send_heartbeat(0)
+            return
+        for rank in range(1, self.bus.size):
+            if rank not in self._reported:
+                self.bus.send_heartbeat(rank)
+        self._outgoing.append(Frame("alive", {"rank": 0}))
+        self._flush()
+
+    def _watch(self) -> None:
+        """Report silent ranks; end if rank 0 is silent."""
+        if self.bus.rank:
+            if self.bus.silent_seconds[0] > MAX_ROOT_SILENT_SECONDS and not self._is_closing:
+                self._abort("rank 0 is silent")
+            return
+        for rank in range(1, self.bus.size):
+            silent = self.bus.silent_seconds[rank]
+            if self._is_watching and silent > MAX_SILENT_SECONDS and rank not in self._reported:
+                self._reported.add(rank)
+                self._outgoing.append(Frame("silent", {"rank": rank, "seconds": silent}))
+
+    def _abort(self, reason: str) -> None:
+        """End all ranks at once."""
+        with suppress(OSError):
+            sys.stderr.write(f"onnxplace: rank {self.bus.rank} ends all ranks: {reason}\n")
+            sys.stderr.flush()
+        try:
+            self._abort_all(1)
+        finally:
+            os._exit(1)
+
+
+def _sleep_exactly() -> None:
+    """Let naps of this thread, and of threads that it starts, take no longer than asked, and keep freed memory.
+
+    Linux lengthens naps by 50 us. glibc maps large arrays anew each time, and touching them costs more than copying.
+    """
+    set_timer_slack, trim_threshold, map_threshold = 29, -1, -3
+    with suppress(OSError, AttributeError):  # another system or C library
+        library = ctypes.CDLL(None)
+        library.prctl(set_timer_slack, 1, 0, 0, 0)
+        library.mallopt(trim_threshold, 1 << 30)
+        library.mallopt(map_threshold, 32 << 20)
+
+
+def main() -> None:
+    """Serve as a rank of the session whose socket is the argument."""
+    from mpi4py import MPI
+
+    RankProcess(MPI.COMM_WORLD, sys.argv[1]).run()
+
+
+if __name__ == "__main__":
+    main()

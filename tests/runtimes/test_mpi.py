@@ -1,0 +1,187 @@
+"""The runtime `mpi`: the contract of runtimes, and what happens when ranks or their driver die."""
+
+import gc
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import onnxplace
+from onnxplace.runtimes.mpi import Mpi
+from onnxplace.testing import check_runtime
+from tests.support.endless import endless_bundle, expected, feeds
+from tests.support.ranks import await_gone, find_ranks, read_rank_ids
+
+pytest.importorskip("mpi4py")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are looked up in /proc")
+
+# Limits for what takes a tenth of that on an idle machine.
+REPORTED_SECONDS, WAIT_SECONDS = 20.0, 60.0
+
+
+def open_ranks(bundle, **options):
+    return onnxplace.InferenceSession(bundle, runtime="mpi", hosts="localhost:2", timeout=WAIT_SECONDS, **options)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return endless_bundle(tmp_path_factory.mktemp("endless"))
+
+
+@pytest.fixture(scope="module")
+def shared(bundle):
+    """A session for all tests that leave it as it is."""
+    with open_ranks(bundle) as session:
+        yield session
+
+
+def check_outputs(outputs, rounds):
+    for actual, want in zip(outputs, expected(rounds)):
+        np.testing.assert_array_equal(actual, want)
+
+
+def await_start(future):
+    """Wait until ranks work on an endless request."""
+    time.sleep(0.3)
+    assert not future.done()
+
+
+def test_the_runtime_satisfies_the_contract_of_runtimes():
+    check_runtime(lambda: Mpi("localhost:2", timeout=WAIT_SECONDS))
+
+
+def test_a_run_that_takes_too_long_is_ended_and_names_the_device(shared):
+    with pytest.raises(onnxplace.RunTimeoutError, match=r"cpu:0, cpu:1 has not finished"):
+        shared.run(None, feeds(None), timeout=0.3)
+    check_outputs(shared.run(None, feeds(3)), 3)
+
+
+def test_a_cancelled_request_ends_on_its_ranks(shared):
+    future = shared.submit(feeds(None))
+    await_start(future)
+    shared._session.cancel(future)
+    assert isinstance(future.exception(WAIT_SECONDS), onnxplace.ExecutionError)
+    check_outputs(shared.run(None, feeds(2)), 2)
+
+
+def test_idle_ranks_sleep(shared):
+    shared.run(None, feeds(3))
+    before = [read_processor_seconds(item) for item in read_rank_ids(shared)]
+    time.sleep(2.0)
+    used = [read_processor_seconds(item) - first for item, first in zip(read_rank_ids(shared), before)]
+    assert max(used) < 0.2  # a rank that waits inside MPI uses 2.0
+
+
+def read_processor_seconds(process_id):
+    with open(f"/proc/{process_id}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize(("rank", "device"), [(0, "cpu:0"), (1, "cpu:1")])
+def test_a_killed_rank_is_reported_by_its_device_and_host_and_all_ranks_end(bundle, rank, device):
+    with open_ranks(bundle) as session:
+        ranks = read_rank_ids(session)
+        futures = [session.submit(feeds(None)) for _ in range(3)]
+        await_start(futures[0])
+        os.kill(ranks[rank], signal.SIGKILL)
+        for future in futures:
+            problem = future.exception(REPORTED_SECONDS)
+            assert isinstance(problem, onnxplace.ExecutionError)
+            assert str(problem).startswith(f"error[K011] {device}: its process on host localhost died (SIGKILL)")
+        with pytest.raises(onnxplace.ExecutionError, match="K011"):
+            session.run(None, feeds(1))
+    assert await_gone(ranks) == []
+
+
+def test_a_stopped_rank_is_reported_and_all_ranks_end(bundle):
+    with open_ranks(bundle) as session:
+        ranks = read_rank_ids(session)
+        future = session.submit(feeds(None))
+        await_start(future)
+        os.kill(ranks[1], signal.SIGSTOP)
+        problem = future.exception(REPORTED_SECONDS)
+        assert str(problem).startswith("error[K011] cpu:1: its process on host localhost has not answered for")
+    assert await_gone(ranks) == []
+
+
+def test_a_stopped_rank_0_is_reported_and_all_ranks_end(bundle):
+    with open_ranks(bundle) as session:
+        ranks = read_rank_ids(session)
+        os.kill(ranks[0], signal.SIGSTOP)
+        with pytest.raises(onnxplace.ExecutionError, match=r"K011.* cpu:0: its process .* has not answered"):
+            session.run(None, feeds(1))
+    assert await_gone(ranks) == []
+
+
+def test_closing_ends_an_endless_request_and_all_ranks(bundle):
+    session = open_ranks(bundle)
+    ranks = read_rank_ids(session)
+    future = session.submit(feeds(None))
+    await_start(future)
+    session.close(timeout=0)
+    assert isinstance(future.exception(0), onnxplace.ExecutionError)
+    assert await_gone(ranks) == []
+
+
+def test_a_forgotten_session_ends_its_ranks_and_threads(bundle):
+    before = set(threading.enumerate())
+    session = open_ranks(bundle)
+    ranks = read_rank_ids(session)
+    threads = set(threading.enumerate()) - before
+    assert len(threads) == 2
+    del session
+    gc.collect()
+    for thread in threads:
+        thread.join(WAIT_SECONDS)
+    assert not any(thread.is_alive() for thread in threads)
+    assert await_gone(ranks) == []
+
+
+DRIVER = """
+import sys, onnxplace
+from tests.support.endless import feeds
+from tests.support.ranks import read_rank_ids
+session = onnxplace.InferenceSession(sys.argv[1], runtime="mpi", hosts="localhost:2", timeout=60)
+print(*read_rank_ids(session), flush=True)
+session.run(None, feeds(None))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_no_rank_outlives_a_driver_that_is_killed_or_interrupted(bundle, number):
+    command = [sys.executable, "-c", DRIVER, str(bundle.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as driver:
+        ranks = [int(item) for item in driver.stdout.readline().split()]
+        assert len(ranks) == 2
+        time.sleep(0.3)
+        driver.send_signal(number)
+        driver.communicate(timeout=WAIT_SECONDS)
+    assert driver.returncode == -number
+    assert await_gone(ranks) == []
+
+
+def test_a_bundle_that_a_rank_refuses_leaves_no_rank(bundle, tmp_path):
+    before = find_ranks()
+    copy = shutil.copytree(bundle.path, tmp_path / "copy")
+    damaged = onnxplace.load(copy)
+    segment = next(item for item in damaged.manifest.segments if item.device == "cpu:1")
+    path = copy / segment.file
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    with pytest.raises(onnxplace.BundleError) as caught:
+        open_ranks(damaged)
+    assert segment.file in str(caught.value)
+    assert await_gone(set(find_ranks()) - set(before)) == []
+
+
+def test_ranks_that_take_too_long_to_start_are_ended(bundle):
+    before = find_ranks()
+    with pytest.raises(onnxplace.ExecutionError, match=r"K012.*within 0.1 s"):
+        onnxplace.InferenceSession(bundle, runtime="mpi", hosts="localhost:2", timeout=0.1)
+    assert await_gone(set(find_ranks()) - set(before)) == []
