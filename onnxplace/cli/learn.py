@@ -204,9 +204,11 @@ def _learn_measured(request: LearnRequest, options: LearnOptions) -> None:
             graphs, options, request.output, family=request.label, resume=request.resume, observer=observer
         )
     last = result.points[-1]
+    cost = min(point.validation_cost for point in result.points)
     quality = (
-        f"measured steps, relative to the start, in turns: best placement {result.measured_ratio:.4f}; policy "
-        f"{min(point.validation_cost for point in result.points):.4f}, not in turns; {last.bundles} bundles were run"
+        f"measured steps, relative to the start: best placement {result.measured_ratio:.4f}, in turns; "
+        f"policy {cost:.4f}\n"
+        f"bundles that were run: {last.bundles}; disturbed by other work on the machine: {last.disturbed}"
     )
     report_training(request, graphs, result, unit="updates", quality=quality)
 
