@@ -19,8 +19,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
+from learned import bootstrap_interval, geometric_mean, print_rows
 
-from benchmarks.learned import bootstrap_interval, geometric_mean, print_rows
 from onnxplace.cost_graph import GraphSet
 from onnxplace.learn import LearningGraph, LearnOptions, draw_problems, learn_placeto
 from onnxplace.passes.learning import Environment, Policy, Settings, Shape, place_with_policy, search_lesson
