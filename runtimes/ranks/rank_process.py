@@ -8,6 +8,7 @@ the main thread computes, and tells the others that this rank is alive.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import socket
 import sys
@@ -174,7 +175,7 @@ class RankProcess:
     def _open(self, frame: Frame) -> Frame:
         """Open the bundle; return the answer."""
         try:
-            self._loop = open_rank(Opening.from_frame(frame), self.bus, self.wait)
+            self._loop = open_rank(Opening.from_frame(frame), self.bus, self.wait, self._fetch)
         except OnnxplaceError as problem:
             return Frame("failed", {"error": describe_error(problem)})
         except Exception as problem:  # noqa: BLE001 - the driver reports it
@@ -182,6 +183,19 @@ class RankProcess:
             return Frame("failed", {"error": describe_error(ExecutionError("X001", f"opening failed: {text}"))})
         pin_thread(self._loop.cores).__enter__()
         return Frame("ready")
+
+    def _fetch(self, name: str, offset: int, length: int) -> Any:
+        """Return bytes of a file of the driver's bundle; raises ExecutionError if it does not send them."""
+        self._answer(Frame("need", {"name": name, "offset": offset, "length": length}))
+        self.wait(lambda: bool(self._inbox))
+        frame = self._inbox.popleft()
+        if frame.kind != "piece":
+            self._inbox.appendleft(frame)
+            raise ExecutionError("X002", "the session was closed while it was opened")
+        (piece,) = frame.buffers
+        if hashlib.sha256(piece).hexdigest() != frame.fields["sha256"]:
+            raise ExecutionError("K007", f"bytes of {name!r} at {offset} were damaged on their way")
+        return piece
 
     def _read_driver(self) -> None:
         """Take the frames of the driver, and pass on those for other ranks; its end is the end of all ranks."""
