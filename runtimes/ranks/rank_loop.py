@@ -127,6 +127,9 @@ class RankLoop(ProgramLoop):
         self._cancelled: set[int] = set()
         self._entries = device.memory.run_entries()
         self.cores = device.cores
+        self.clock_offset_seconds = 0.0
+        """What the clock of this machine shows more than the driver's."""
+        self.compares_clocks = opening.trace and bus.rank in opening.remote
 
     # -- messages, under the lock of the bus ----------------------------------------------------------
 
@@ -159,7 +162,7 @@ class RankLoop(ProgramLoop):
         feeds = decode_values(fields["feeds"], iter(frame.buffers))
         conversation = CarriedStates(self._state_table, fields["conversation"])
         request = Request(fields["number"], feeds, route, names, conversation, Outcome())
-        request.start_time = fields["submitted"]
+        request.start_time = fields["submitted"] + self.clock_offset_seconds
         for key, value in self._entries.items():
             request.options.add_run_config_entry(key, value)
         request.states = {name: self._take_state(*handle) for name, handle in fields["stored"].items()}
@@ -201,12 +204,10 @@ class RankLoop(ProgramLoop):
             fields["outputs"] = encode_values(outputs, buffers)
             self._stored.update({(serial, name): value for name, value in request.next_states.items()})
             fields["states"] = {name: list(_read_shape(value)) for name, value in request.next_states.items()}
-        origin = request.start_time
         fields["events"] = [
             [item.device, item.kind, item.name, item.start_seconds, item.finish_seconds, item.bytes]
             for item in request.events
         ]
-        fields["submitted"] = origin
         return Frame("report", fields, buffers)
 
     def _send(self, device: PlacedDevice, step: Step, value: Any, request: Request) -> None:
