@@ -23,7 +23,7 @@ from onnxplace.state import Pass, State
 
 # Placements of the policy that the search continues from.
 MAX_STARTS = 3
-# A search of at least so long is that of `auto`: m-TOPO, m-SCT, coarser versions and blocks take as long as this
+# A search of at least so long has all starts of `auto`: m-TOPO, m-SCT, coarser versions and blocks take as long as this
 # placer alone.
 AUTO_SECONDS = 0.5
 
@@ -38,7 +38,8 @@ class Guided(Pass):
     alone, so the policy knows no number and no order of devices. It was trained to imitate placements that `auto`'s
     search finds, and then by REINFORCE (`onnxplace learn guided`). One schedule takes the best device each time, others
     sample. A search continues from the best, or from one device or a list schedule by earliest finish where that is
-    better; from half a second on, it is the whole search of `auto`. Where nothing of this fits, `auto`'s placements
+    better; from half a second on, it is the search of `auto`, in which one of the first two searches starts from the
+    policy's best schedule instead of from a coarser version. Where nothing of this fits, `auto`'s placements
     are tried, so there is a placement wherever `auto` has one. The package has a policy. Deterministic under `seed`
     where `proposals`, not the clock, end the search.
     """
@@ -73,4 +74,12 @@ class Guided(Pass):
         if 0 < self.seconds < AUTO_SECONDS and plans:
             with suppress(InfeasibleError):
                 return search_and_commit(state, problem, plans, self.name, budget, self.seed, is_brief=True)
-        return search_and_commit(state, problem, [*plans, *published_plans(problem)], self.name, budget, self.seed)
+        return search_and_commit(
+            state,
+            problem,
+            [*plans, *published_plans(problem)],
+            self.name,
+            budget,
+            self.seed,
+            promising=plans[0].name if plans else "",
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -24,6 +25,7 @@ from onnxplace.errors import format_count
 
 if TYPE_CHECKING:
     from onnxplace.learn import LearnOptions, MeasuredPoint
+    from onnxplace.passes.learning import SequenceShape
 
 
 @click.group(short_help="Train placers that learn.")
@@ -84,19 +86,37 @@ def graphs(
         click.echo(f"{format_count(len(paths), 'graph')} written to {output}")
 
 
+def placements_option(default: int) -> Callable[..., Any]:
+    """Return the option for the number of placements of an update."""
+    return click.option(
+        "--placements",
+        type=click.IntRange(2),
+        default=default,
+        show_default=True,
+        help="Sampled of one graph, for each update.",
+    )
+
+
 @learn.command(short_help="Train the policy of the placer placeto.")
 @learning_options()
 @click.option("--order", default="topological", show_default=True, help="In which nodes are visited.")
 @click.option(
     "--start",
     default=None,
-    help="What episodes start from: m-etf, first-device, auto  [default: m-etf; auto with measured rewards]",
+    help="What episodes start from: several, m-etf, first-device, auto  [default: several; auto with measured rewards]",
+)
+@click.option(
+    "--learn-from",
+    default="completions",
+    show_default=True,
+    metavar="completions|rewards",
+    help="By the costs of choices that a searched placement completes, or by REINFORCE, as published.",
 )
 @click.option(
     "--episodes",
     type=click.IntRange(2),
     default=None,
-    help="Of one graph, for each update  [default: 8; 4 with measured rewards]",
+    help="Of one graph, for each update from rewards  [default: 8; 4 with measured rewards]",
 )
 @click.option(
     "--reward",
@@ -112,7 +132,16 @@ def graphs(
     show_default=True,
     help="With measured rewards, the most that nodes are joined into.",
 )
-def placeto(request: LearnRequest, *, order: Any, start: Any, episodes: int | None, reward: Any, groups: int) -> None:
+def placeto(
+    request: LearnRequest,
+    *,
+    order: Any,
+    start: Any,
+    learn_from: Any,
+    episodes: int | None,
+    reward: Any,
+    groups: int,
+) -> None:
     """Train the policy of the placer `placeto` on generated graphs, or on those in a folder.
 
     Writes the policy that places unseen graphs best, a checkpoint, and the learning curve as CSV and, if matplotlib is
@@ -124,15 +153,18 @@ def placeto(request: LearnRequest, *, order: Any, start: Any, episodes: int | No
     onnxplace compile model.onnx --devices cpu:0,cpu:1 --device-map own.device-map.json
     """  # noqa: D301 - \b tells click to keep the line breaks
     from onnxplace.learn import LearnOptions, learn_placeto
-    from onnxplace.passes.learning import Order, Reward, Settings, Start, require_torch
+    from onnxplace.passes.learning import LearnFrom, Order, Reward, Settings, Start, require_torch
 
     require_torch()
     is_measured = reward == "measured"
-    start = start or ("auto" if is_measured else "m-etf")
+    start = start or ("auto" if is_measured else "several")
     require_choice(order, get_args(Order), "--order")
     require_choice(start, get_args(Start), "--start")
+    require_choice(learn_from, get_args(LearnFrom), "--learn-from")
     require_choice(reward, get_args(Reward), "--reward")
     settings = Settings(episodes=episodes or (4 if is_measured else 8), seed=request.seed)
+    if learn_from == "completions" and not is_measured:
+        settings = Settings.for_completions(request.seed)
     options = LearnOptions(
         devices=request.devices,
         seconds=request.seconds,
@@ -172,9 +204,11 @@ def _learn_measured(request: LearnRequest, options: LearnOptions) -> None:
             graphs, options, request.output, family=request.label, resume=request.resume, observer=observer
         )
     last = result.points[-1]
+    cost = min(point.validation_cost for point in result.points)
     quality = (
-        f"measured steps, relative to the start, in turns: best placement {result.measured_ratio:.4f}; policy "
-        f"{min(point.validation_cost for point in result.points):.4f}, not in turns; {last.bundles} bundles were run"
+        f"measured steps, relative to the start: best placement {result.measured_ratio:.4f}, in turns; "
+        f"policy {cost:.4f}\n"
+        f"bundles that were run: {last.bundles}; disturbed by other work on the machine: {last.disturbed}"
     )
     report_training(request, graphs, result, unit="updates", quality=quality)
 
@@ -217,3 +251,68 @@ def guided(request: LearnRequest, *, proposals: int) -> None:
         f"(step {point.updates}), search {point.teacher_cost:.4f}"
     )
     report_training(request, graphs, result, unit="steps", quality=quality)
+
+
+@learn.command(short_help="Train the policy of the placer hierarchical.")
+@learning_options()
+@click.option("--groups", default="learned", show_default=True, help="learned (HDP), given (ColocRL), each.")
+@click.option(
+    "--max-groups", type=click.IntRange(1, 4096), default=64, show_default=True, help="Learned, or given, per graph."
+)
+@placements_option(16)
+def hierarchical(request: LearnRequest, *, groups: Any, max_groups: int, placements: int) -> None:
+    """Train the policy of the placer `hierarchical` on generated graphs, or on those in a folder.
+
+    Writes the policy that places unseen graphs best, a checkpoint, and the learning curve as CSV and, if matplotlib is
+    installed, as PNG. Ctrl-C leaves a checkpoint for --resume.
+    """
+    from onnxplace.passes.learning import GroupsFrom, SequenceShape, require_torch
+
+    require_torch()
+    require_choice(groups, get_args(GroupsFrom), "--groups")
+    _learn_sequence(request, SequenceShape("hierarchical", groups, request.devices, max_groups), placements)
+
+
+@learn.command(short_help="Train the policy of the placer go.")
+@learning_options()
+@click.option(
+    "--heads", default="placement+schedule", show_default=True, help="placement+schedule (GO), placement (GDP)."
+)
+@click.option(
+    "--order", default="criticality", show_default=True, help="Of nodes with equal priority: criticality, topological."
+)
+@placements_option(8)
+def go(request: LearnRequest, *, heads: Any, order: Any, placements: int) -> None:
+    """Train the policy of the placer `go` on generated graphs, or on those in a folder.
+
+    Writes the policy that places unseen graphs best, a checkpoint, and the learning curve as CSV and, if matplotlib is
+    installed, as PNG. Ctrl-C leaves a checkpoint for --resume.
+    """
+    from onnxplace.passes.learning import Heads, ListOrder, SequenceShape, require_torch
+
+    require_torch()
+    require_choice(heads, get_args(Heads), "--heads")
+    require_choice(order, get_args(ListOrder), "--order")
+    _learn_sequence(request, SequenceShape("go", heads, request.devices, width=32, list_order=order), placements)
+
+
+def _learn_sequence(request: LearnRequest, shape: SequenceShape, placements: int) -> None:
+    """Train a policy of a shape, and report it."""
+    from onnxplace.learn import SequenceLearnOptions, learn_sequence
+    from onnxplace.passes.learning import SequenceSettings
+
+    settings = SequenceSettings.of(shape.kind, request.seed, placements)
+    options = SequenceLearnOptions(
+        shape=shape, settings=settings, seconds=request.seconds, updates=request.updates, threads=request.threads
+    )
+    graphs = collect_graphs(request)
+    with show_training(request) as observer:
+        result = learn_sequence(
+            graphs, options, request.output, family=request.label, resume=request.resume, observer=observer
+        )
+    point = min(result.points, key=lambda item: item.validation_cost)
+    quality = (
+        f"unseen graphs: step {point.validation_cost:.4f} of one device, better of m-etf and one device "
+        f"{point.fallback_cost:.4f} (update {point.updates})"
+    )
+    report_training(request, graphs, result, unit="updates", quality=quality)

@@ -20,12 +20,19 @@ if TYPE_CHECKING:
         learn_placeto as learn_placeto,
     )
     from onnxplace.learn.measured import MeasuredPoint as MeasuredPoint, learn_measured as learn_measured
+    from onnxplace.learn.order_statistics import FamilyStudy as FamilyStudy, summarise_study as summarise_study
     from onnxplace.learn.problems import (
         LearningGraph as LearningGraph,
         draw_mixture as draw_mixture,
         draw_problems as draw_problems,
         read_problems as read_problems,
     )
+    from onnxplace.learn.sequences import (
+        SequenceLearnOptions as SequenceLearnOptions,
+        SequencePoint as SequencePoint,
+        learn_sequence as learn_sequence,
+    )
+    from onnxplace.learn.traversal import StudyOptions as StudyOptions, StudyRow as StudyRow, run_study as run_study
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
@@ -34,6 +41,9 @@ __getattr__, __dir__, __all__ = attach(
         "guided": "GuidedObserver GuidedOptions GuidedPoint GuidedResult learn_guided",
         "learning": "LearnOptions LearnResult Observer learn_placeto",
         "measured": "MeasuredPoint learn_measured",
+        "order_statistics": "FamilyStudy summarise_study",
+        "traversal": "StudyOptions StudyRow run_study",
         "problems": "LearningGraph draw_mixture draw_problems read_problems",
+        "sequences": "SequenceLearnOptions SequencePoint learn_sequence",
     },
 )

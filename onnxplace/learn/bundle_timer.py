@@ -10,7 +10,7 @@ from typing import Any
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import InfeasibleError, OnnxplaceError, UsageError
-from onnxplace.evaluation import find_trial_obstacle, run_trials
+from onnxplace.evaluation import find_trial_obstacle, is_doubtful, run_trials
 from onnxplace.facts import Emitted
 from onnxplace.graph import Ints
 from onnxplace.learn.problems import LearningGraph
@@ -42,6 +42,8 @@ class BundleTimer:
         self.name, self.problem = graph.name, graph.problem
         self.bundles = 0
         """How many were run."""
+        self.disturbed = 0
+        """How many of them waited so much for a core that their times are doubtful."""
         self._state, self._folder = graph.state, folder
         self._feeds = graph.state[Model].feeds()
         self._seconds: dict[bytes, float | None] = {}
@@ -107,7 +109,9 @@ class BundleTimer:
         return Bundle.open(state[Emitted].path)
 
     def _run(self, bundles: Sequence[Bundle]) -> list[float]:
-        return [trial.step_seconds for trial in run_trials(bundles, self._feeds, cached=False)]
+        trials = run_trials(bundles, self._feeds, cached=False)
+        self.disturbed += sum(map(is_doubtful, trials))
+        return [trial.step_seconds for trial in trials]
 
     def _remove(self, bundle: Bundle | None) -> None:
         if bundle:

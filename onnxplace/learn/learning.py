@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from onnxplace.errors import InputError, UsageError, format_count
+from onnxplace.graph import Ints
 from onnxplace.learn.curves import CurvePoint, Plotted, plot_curve, read_curve, write_curve
 from onnxplace.learn.problems import LearningGraph
 from onnxplace.passes.learning import (
@@ -21,8 +22,10 @@ from onnxplace.passes.learning import (
     Shape,
     Start,
     Update,
+    find_completions,
     read_learner,
     require_torch,
+    update_from_completions,
     update_policy,
     write_policy,
 )
@@ -31,11 +34,12 @@ from onnxplace.utils import budget_clock, format_path, require_writable
 # One graph of so many is not trained on: it tells which policy is best. With fewer graphs, all are for both.
 VALIDATION_PERIOD = 6
 # Updates between two points of the curve.
-POINT_UPDATES = 8
+POINT_UPDATES = 32
 # Seconds between two checkpoints.
 CHECKPOINT_SECONDS = 30.0
 
-Observer = Callable[[float, CurvePoint], None]
+Item = TypeVar("Item")
+Observer = Callable[[float, Any], None]
 """Called with the progress from 0 to 1 at each point of the curve."""
 
 
@@ -66,7 +70,7 @@ class LearnOptions:
 class LearnResult:
     """A trained policy."""
 
-    policy: Policy
+    policy: Any
     """The one that placed unseen graphs best."""
     points: Sequence[Any]
     files: Sequence[Path]
@@ -112,18 +116,31 @@ def learn_placeto(
         raise InputError("H011", "expected at least one graph to learn from, got none")
     torch.set_num_threads(options.threads)
     training = Training.of(graphs, options, output, family, resume)
+    return run_training(training, observer, f"placeto, {family or format_count(len(graphs), 'graph')}")
+
+
+def run_training(training: Training, observer: Observer | None, title: str) -> LearnResult:
+    """Train until a limit is reached; write the policy, its checkpoint and its learning curve with a title."""
+    output = training.output
     try:
         for progress, point in training.run():
             if observer:
                 observer(progress, point)
     finally:
         training.write_checkpoint()
-    write_policy(output, training.best)
     files = [output, checkpoint_path(output), output.with_suffix(".csv")]
     image = output.with_suffix(".png")
-    if plot_curve(image, training.points, f"placeto, {family or format_count(len(graphs), 'graph')}"):
+    if plot_curve(image, training.points, title):
         files.append(image)
     return LearnResult(training.best, training.points, files)
+
+
+def hold_out(items: Sequence[Item]) -> tuple[Sequence[Item], Sequence[Item]]:
+    """Return what to train on, and what tells which policy is best: one in six, or all if there are fewer."""
+    if len(items) < VALIDATION_PERIOD:
+        return items, items
+    validation = range(len(items))[::-VALIDATION_PERIOD]
+    return [item for index, item in enumerate(items) if index not in validation], [items[index] for index in validation]
 
 
 @dataclass
@@ -141,16 +158,26 @@ class Training:
     best: Policy
     best_cost: float
     points: list[Any]
+    completions: dict[int, Ints] = field(default_factory=dict)
+    """Good placements of the graphs that had a turn."""
 
     @staticmethod
     def of(graphs: Sequence[LearningGraph], options: LearnOptions, output: Path, family: str, resume: bool) -> Training:
         """Return a training at its beginning, or where its checkpoint is."""
         seed = options.settings.seed
         environments = [Environment(graph.problem, options.order, seed, options.start) for graph in graphs]
-        held_out = environments[::-VALIDATION_PERIOD] if len(graphs) >= VALIDATION_PERIOD else environments
-        trained = [item for item in environments if not any(item is other for other in held_out)] or environments
+        trained, held_out = hold_out(environments)
         shape = Shape(options.devices)
-        policy = Policy(shape, shape.draw_parameters(seed), options.order, options.start, family, len(trained), 0, seed)
+        policy = Policy(
+            shape=shape,
+            theta=shape.draw_parameters(seed),
+            order=options.order,
+            start=options.start,
+            family=family,
+            graphs=len(trained),
+            seed=seed,
+            learned_from=options.settings.learn_from,
+        )
         training = Training(trained, held_out, options, output, Learner.of(policy), policy, np.inf, [])
         if resume:
             training.restore(policy)
@@ -162,7 +189,7 @@ class Training:
         policy, learner = read_learner(path)
         described = replace(policy, theta=expected.theta, updates=0)
         if learner is None or repr(described) != repr(expected):
-            message = "the checkpoint belongs to another training: devices, order, start, graphs and seed must be equal"
+            message = "the checkpoint belongs to another training: options, graphs and seed must be equal"
             hint = "repeat the options of that training, or omit --resume to start anew"
             raise InputError("H012", message, where=format_path(path), hint=hint)
         points = read_curve(self.output.with_suffix(".csv"), self.point_kind)
@@ -205,18 +232,24 @@ class Training:
         return int(np.random.default_rng([self.options.settings.seed, turn, 1]).permutation(count)[position])
 
     def update(self, index: int, progress: float) -> Update:
-        """Run some episodes in one environment; return the update of the policy."""
-        return update_policy(self.learner, self.environments[index], self.options.settings, progress)
+        """Return the update of the policy from one graph; its first turn includes the search for completions."""
+        environment, settings = self.environments[index], self.options.settings
+        if settings.learn_from == "rewards":
+            return update_policy(self.learner, environment, settings, progress)
+        if index not in self.completions:
+            self.completions[index] = find_completions(environment, settings)
+        return update_from_completions(self.learner, environment, self.completions[index], settings, progress)
 
     def add_point(self, recent: Sequence[Update], seconds: float) -> Any:
         """Evaluate the policy on unseen graphs; keep it if it is the best so far."""
-        network = self.learner.policy.network
-        episodes = [environment.run(network) for environment in self.validation]
-        starts = [episode.trajectory.cost[0] for episode in episodes]
-        costs = [best[0] if (best := episode.best()) else episode.trajectory.cost[0] for episode in episodes]
+        policy = self.learner.averaged_policy
+        episodes = [environment.run_best(policy.network) for environment in self.validation]
+        starts = [first.trajectory.cost[0] for first, *_ in episodes]
+        bests = [[best[0] for item in several if (best := item.best())] for several in episodes]
+        costs = [min(found, default=start) for found, start in zip(bests, starts)]
         cost = float(np.exp(np.mean(np.log(np.maximum(costs, 1e-12)))))
         if cost < self.best_cost:
-            self.best, self.best_cost = self.learner.policy, cost
+            self.best, self.best_cost = policy, cost
         self.points.append(
             CurvePoint(
                 updates=self.learner.policy.updates,

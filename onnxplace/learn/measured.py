@@ -52,6 +52,8 @@ class MeasuredPoint(Plotted):
     episodes: int
     bundles: int
     """How many were run, those of earlier sessions not included."""
+    disturbed: int
+    """How many of them other work on the machine slowed, so that their times are doubtful."""
     train_cost: float
     """Mean of the episodes since the last point."""
     best_cost: float
@@ -230,7 +232,7 @@ class MeasuredTraining(Training):
         )
         environments = [model.environment for model in models]
         return MeasuredTraining(
-            environments, environments, options, output, Learner.of(policy), policy, np.inf, [], models
+            environments, environments, options, output, Learner.of(policy), policy, np.inf, [], models=models
         )
 
     @property
@@ -261,6 +263,7 @@ class MeasuredTraining(Training):
             seconds=round(seconds, 3),
             episodes=policy.updates * self.options.settings.episodes,
             bundles=sum(model.timer.bundles for model in self.models),
+            disturbed=sum(model.timer.disturbed for model in self.models),
             train_cost=float(np.mean([update.cost for update in recent])),
             best_cost=float(np.exp(np.mean(np.log(best)))),
             validation_cost=cost,

@@ -78,6 +78,14 @@ BUILTIN: Mapping[Kind, Mapping[str, tuple[str, str]]] = MappingProxyType(
                     "onnxplace.passes.placeto:Placeto",
                     "placer: a learned policy that places one node after the other",
                 ),
+                "hierarchical": (
+                    "onnxplace.passes.hierarchical:Hierarchical",
+                    "placer: a learned policy that groups nodes, and places the groups one by one",
+                ),
+                "go": (
+                    "onnxplace.passes.go:Go",
+                    "placer: a learned policy that decides on all devices and priorities at once",
+                ),
                 "guided": (
                     "onnxplace.passes.guided:Guided",
                     "placer: a learned policy gives the search its starts, in tens of milliseconds",

@@ -5,6 +5,11 @@ from typing import TYPE_CHECKING
 from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
+    from onnxplace.passes.learning.completions import (
+        complete_steps as complete_steps,
+        find_completions as find_completions,
+        update_from_completions as update_from_completions,
+    )
     from onnxplace.passes.learning.end_rewards import update_from_ends as update_from_ends
     from onnxplace.passes.learning.environment import Environment as Environment, Episode as Episode
     from onnxplace.passes.learning.gradients import require_torch as require_torch
@@ -31,7 +36,7 @@ if TYPE_CHECKING:
         GuidedShape as GuidedShape,
         run_schedule as run_schedule,
     )
-    from onnxplace.passes.learning.networks import Policy as Policy, Shape as Shape
+    from onnxplace.passes.learning.networks import LearnFrom as LearnFrom, Policy as Policy, Shape as Shape
     from onnxplace.passes.learning.placing import (
         coarsen_to as coarsen_to,
         commit_devices as commit_devices,
@@ -43,6 +48,35 @@ if TYPE_CHECKING:
         read_policy as read_policy,
         require_devices as require_devices,
         write_policy as write_policy,
+    )
+    from onnxplace.passes.learning.sequences.sequence_files import (
+        read_sequence_learner as read_sequence_learner,
+        read_sequence_policy as read_sequence_policy,
+        write_sequence_policy as write_sequence_policy,
+    )
+    from onnxplace.passes.learning.sequences.sequence_graph import (
+        ListOrder as ListOrder,
+        SequenceGraph as SequenceGraph,
+    )
+    from onnxplace.passes.learning.sequences.sequence_inputs import SequenceInputs as SequenceInputs
+    from onnxplace.passes.learning.sequences.sequence_learner import (
+        SequenceLearner as SequenceLearner,
+        SequenceSettings as SequenceSettings,
+        SequenceUpdate as SequenceUpdate,
+        sample_policy as sample_policy,
+        update_sequence_policy as update_sequence_policy,
+    )
+    from onnxplace.passes.learning.sequences.sequence_placing import (
+        SequenceOptions as SequenceOptions,
+        load_policy as load_policy,
+        place_with_sequence as place_with_sequence,
+    )
+    from onnxplace.passes.learning.sequences.sequence_policy import (
+        GroupsFrom as GroupsFrom,
+        Heads as Heads,
+        Kind as Kind,
+        SequencePolicy as SequencePolicy,
+        SequenceShape as SequenceShape,
     )
     from onnxplace.passes.learning.teacher import Lesson as Lesson, search_lesson as search_lesson
     from onnxplace.passes.learning.training import (
@@ -62,6 +96,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "completions": "complete_steps find_completions update_from_completions",
         "end_rewards": "update_from_ends",
         "environment": "Environment Episode",
         "gradients": "require_torch",
@@ -72,9 +107,17 @@ __getattr__, __dir__, __all__ = attach(
         "guided_graph": "GuidedGraph",
         "guided_placing": "evaluate_schedule plan_with_policy",
         "guided_policy": "GuidedPolicy GuidedShape run_schedule",
-        "networks": "Policy Shape",
+        "networks": "LearnFrom Policy Shape",
         "placing": "coarsen_to commit_devices commit_result place_with_policy",
         "policy_files": "read_learner read_policy require_devices write_policy",
+        "sequences.sequence_files": "read_sequence_learner read_sequence_policy write_sequence_policy",
+        "sequences.sequence_graph": "ListOrder SequenceGraph",
+        "sequences.sequence_inputs": "SequenceInputs",
+        "sequences.sequence_learner": (
+            "SequenceLearner SequenceSettings SequenceUpdate sample_policy update_sequence_policy"
+        ),
+        "sequences.sequence_placing": "SequenceOptions load_policy place_with_sequence",
+        "sequences.sequence_policy": "GroupsFrom Heads Kind SequencePolicy SequenceShape",
         "teacher": "Lesson search_lesson",
         "training": "Learner Settings Update update_policy",
         "visiting_orders": "ORDERS Order Reward Start visit_nodes",

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from onnxplace.errors import InputError, format_value
 from onnxplace.passes.learning.guided_policy import GuidedPolicy, GuidedShape
-from onnxplace.passes.learning.policy_files import FORMAT, MAX_WIDTH
+from onnxplace.passes.learning.policy_tensors import FORMAT, MAX_WIDTH
 from onnxplace.utils import format_path, map_arrays, write_arrays
 
 KIND, VERSION = "guided", 1

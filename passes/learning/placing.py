@@ -35,6 +35,8 @@ class Visited:
     cost: float
     device: Ints
     """Per node of the problem."""
+    order: Ints | None = None
+    """Another order of nodes to try; topological by default."""
 
 
 @dataclass(frozen=True)
@@ -45,22 +47,25 @@ class PolicyResult:
     """The best ones that fit, best first."""
     episodes: int
     start_cost: float
-    """Of the placement that the episodes started from."""
+    """Of the placement that the episodes started from, or of one device."""
     seconds_per_cost: float
+    start_name: str = "started from"
+    """How a note calls `start_cost`."""
 
 
 def place_with_policy(
     problem: PlacementProblem, policy: Policy, order: Order, *, episodes: int, seed: int, max_nodes: int
 ) -> PolicyResult:
-    """Run one episode that always takes the likeliest device, then fine-tune in `episodes` more.
+    """Run episodes that always take the likeliest device, then fine-tune in `episodes` more.
 
     Problems with more groups than `max_nodes`, or than the policy was trained with, are coarsened first. A policy that
     was trained with measured rewards may know better than the simulator: the end of its episode comes first.
     """
     coarse, cluster = coarsen_to(problem, min(max_nodes, policy.max_nodes or max_nodes))
     environment = Environment(coarse, order, seed, policy.start)
-    first = environment.run(policy.network)
-    visited = _collect_best([], [first])
+    episodes_before = environment.run_best(policy.network)
+    first = episodes_before[0]
+    visited = _collect_best([], episodes_before)
     learner, settings = Learner.of(policy), Settings(seed=seed)
     rounds = -(-episodes // settings.episodes) if len(environment.visits.group) else 0
     for index in range(rounds):
@@ -68,7 +73,7 @@ def place_with_policy(
         update = update_policy(learner, environment, replace(settings, episodes=count), index / rounds)
         learner, visited = update.learner, _collect_best(visited, update.episodes)
     if rounds:
-        visited = _collect_best(visited, [environment.run(learner.policy.network)])
+        visited = _collect_best(visited, environment.run_best(learner.policy.network))
     if policy.reward == "measured":
         visited.insert(0, Visited(float(first.trajectory.cost[-1]), first.final))
     # It may fit in another order of nodes, where nothing that was visited fits in that of the episodes.
@@ -109,10 +114,11 @@ def commit_result(state: State, problem: PlacementProblem, result: PolicyResult,
         InfeasibleError: No placement fits.
     """
     for item in result.visited:
-        if after := commit_devices(state, problem, item.device, placer):
+        if after := commit_devices(state, problem, item.device, placer, item.order):
             seconds = after[Schedule].simulation.makespan_seconds
             start = result.start_cost * result.seconds_per_cost
-            message = f"{seconds * 1e3:.4g} ms, started from {start * 1e3:.4g} ms; {result.episodes} episodes to learn"
+            shown = f"{seconds * 1e3:.4g} ms, {result.start_name} {start * 1e3:.4g} ms"
+            message = f"{shown}; {result.episodes} episodes to learn"
             return after.saying(Diagnostic("P047", message, where=placer))
     for plan in published_plans(problem):
         if _fits(state, problem, plan):
@@ -122,9 +128,15 @@ def commit_result(state: State, problem: PlacementProblem, result: PolicyResult,
     raise out_of_memory_error(problem, placer)
 
 
-def commit_devices(state: State, problem: PlacementProblem, device: Ints, placer: str) -> State | None:
-    """Commit a placement, with the better of two orders on each device; return None if it does not fit."""
-    candidate = evaluate_candidate(SearchSpace(problem), placer, device, problem.graph.order)
+def commit_devices(
+    state: State, problem: PlacementProblem, device: Ints, placer: str, order: Ints | None = None
+) -> State | None:
+    """Commit a placement; return None if it does not fit.
+
+    Each device runs its nodes by bottom level or in the given order, topological by default, whichever is better.
+    """
+    tried = problem.graph.order if order is None else order
+    candidate = evaluate_candidate(SearchSpace(problem), placer, device, tried)
     if candidate is None:
         return None
     plan = Plan(placer, candidate.device, candidate.order)

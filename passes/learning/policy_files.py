@@ -8,19 +8,25 @@ from typing import cast, get_args
 
 import numpy as np
 
-from onnxplace.errors import InputError, UsageError, format_value
-from onnxplace.passes.learning.networks import Policy, Shape, join_parameters, split_parameters
+from onnxplace.errors import UsageError, format_value
+from onnxplace.passes.learning.networks import LearnFrom, Policy, Shape, join_parameters, split_parameters
+from onnxplace.passes.learning.policy_tensors import (
+    FORMAT,
+    MAX_DEVICES,
+    MAX_ROUNDS,
+    MAX_WIDTH,
+    damaged_policy_error,
+    newer_policy_error,
+    open_policy,
+    require_tensors,
+)
 from onnxplace.passes.learning.training import Learner
 from onnxplace.passes.learning.visiting_orders import Order, Reward, Start
-from onnxplace.utils import format_path, map_arrays, write_arrays
+from onnxplace.utils import write_arrays
 
-FORMAT, KIND, VERSION = "onnxplace.policy", "placeto", 1
-# Names of the moments of the optimiser in a checkpoint.
-MOMENTS = ("adam.first", "adam.second")
-# Limits of what a file may ask for, far above any useful policy.
-MAX_WIDTH, MAX_ROUNDS, MAX_DEVICES = 256, 64, 256
-_RETRAIN = "train it again with `onnxplace learn placeto`"
-_DAMAGED_HINT = f"copy it again, or {_RETRAIN}"
+KIND, VERSION = "placeto", 2
+# Names of the moments of the optimiser and of the mean of the parameters in a checkpoint.
+MOMENTS = ("adam.first", "adam.second", "average")
 
 
 def write_policy(path: Path, policy: Policy, learner: Learner | None = None) -> None:
@@ -30,7 +36,7 @@ def write_policy(path: Path, policy: Policy, learner: Learner | None = None) -> 
     """
     tensors = split_parameters(policy.shape, policy.theta)
     if learner:
-        tensors |= dict(zip(MOMENTS, (learner.first, learner.second)))
+        tensors |= dict(zip(MOMENTS, (learner.first, learner.second, learner.average)))
     metadata = {
         "format": FORMAT,
         "kind": KIND,
@@ -44,6 +50,7 @@ def write_policy(path: Path, policy: Policy, learner: Learner | None = None) -> 
         "graphs": policy.graphs,
         "updates": policy.updates,
         "seed": policy.seed,
+        "learned_from": policy.learned_from,
         "reward": policy.reward,
         "max_nodes": policy.max_nodes,
     }
@@ -61,23 +68,11 @@ def read_policy(path: Path) -> Policy:
 
 def read_learner(path: Path) -> tuple[Policy, Learner | None]:
     """Return the policy in a file, and the learner if it is a checkpoint."""
-    file = map_arrays(path, "H003", _DAMAGED_HINT, foreign_code="H004")
-    if file.metadata.get("format") != FORMAT:
-        message = "expected a policy of onnxplace, found safetensors of another program"
-        raise InputError("H004", message, where=format_path(path), hint=_DAMAGED_HINT)
+    file = open_policy(path, KIND)
     tensors, policy = file.arrays, _read_description(file.metadata, path)
     expected = {name: tensor.shape for name, tensor in split_parameters(policy.shape, policy.theta).items()}
     moments = {name: tensors[name] for name in MOMENTS if name in tensors}
-    for name, shape in {**expected, **dict.fromkeys(moments, policy.theta.shape)}.items():
-        if name not in tensors or tensors[name].shape != shape:
-            shown = f"of shape {tensors[name].shape}" if name in tensors else "missing"
-            raise _damaged(path, f"tensor {name!r} is {shown}, expected {shape}")
-        if tensors[name].dtype != np.float32:
-            raise _damaged(path, f"tensor {name!r} is of type {tensors[name].dtype}, expected float32")
-        if not np.isfinite(tensors[name]).all():
-            raise _damaged(path, f"tensor {name!r} has numbers that are not finite")
-    if unknown := sorted(tensors.keys() - expected.keys() - set(MOMENTS)):
-        raise _damaged(path, f"tensor {unknown[0]!r} does not belong to a policy")
+    require_tensors(tensors, {**expected, **dict.fromkeys(moments, policy.theta.shape)}, path, KIND)
     policy = policy.with_parameters(join_parameters([tensors[name] for name in expected]), policy.updates)
     # Copies, so that nothing refers to the file any more.
     learner = Learner(policy, *map(np.array, moments.values())) if len(moments) == len(MOMENTS) else None
@@ -89,7 +84,7 @@ def _read_description(metadata: Mapping[str, str], path: Path) -> Policy:
     try:
         version = int(metadata["version"])
         if version > VERSION or metadata["kind"] != KIND:
-            raise _newer(path, metadata)
+            raise newer_policy_error(path, KIND, VERSION, metadata)
         sizes = {"devices": MAX_DEVICES, "width": MAX_WIDTH, "rounds": MAX_ROUNDS}
         numbers = {key: int(metadata[key]) for key in (*sizes, "graphs", "updates", "seed")}
         # Files of earlier versions do not have these two.
@@ -103,9 +98,13 @@ def _read_description(metadata: Mapping[str, str], path: Path) -> Policy:
             raise ValueError(f"its order is {format_value(metadata['order'])}")
         if metadata["start"] not in get_args(Start):
             raise ValueError(f"its start is {format_value(metadata['start'])}")
+        # Policies of version 1 learned from rewards.
+        learned_from = metadata.get("learned_from", "rewards")
+        if learned_from not in get_args(LearnFrom):
+            raise ValueError(f"it learned from {format_value(learned_from)}")
         family = str(metadata["family"])
     except (KeyError, ValueError, TypeError) as problem:
-        raise _damaged(path, f"its metadata cannot be read ({problem})") from None
+        raise damaged_policy_error(path, KIND, f"its metadata cannot be read ({problem})") from None
     shape = Shape(numbers["devices"], numbers["width"], numbers["rounds"])
     return Policy(
         shape=shape,
@@ -116,6 +115,7 @@ def _read_description(metadata: Mapping[str, str], path: Path) -> Policy:
         graphs=numbers["graphs"],
         updates=numbers["updates"],
         seed=numbers["seed"],
+        learned_from=cast(LearnFrom, learned_from),
         reward=cast(Reward, reward),
         max_nodes=numbers["max_nodes"],
     )
@@ -127,13 +127,3 @@ def require_devices(policy: Policy, devices: int, where: str) -> None:
         message = f"the policy knows at most {policy.shape.devices} devices, expected {devices}"
         hint = f"use fewer devices, or `onnxplace learn placeto --devices {devices}`"
         raise UsageError("H006", message, where=where, hint=hint)
-
-
-def _damaged(path: Path, reason: str) -> InputError:
-    return InputError("H003", f"the policy is damaged: {reason}", where=format_path(path), hint=_DAMAGED_HINT)
-
-
-def _newer(path: Path, metadata: Mapping[str, str]) -> InputError:
-    shown = f"{format_value(metadata['kind'])} of version {format_value(metadata['version'])}"
-    message = f"expected a policy {KIND!r} of version {VERSION} or earlier, found {shown}"
-    return InputError("H005", message, where=format_path(path), hint=f"update onnxplace, or {_RETRAIN}")

@@ -69,9 +69,10 @@ def test_wrong_families_are_refused(run_cli, arguments, code, tmp_path, monkeypa
     assert result.err.startswith(f"error[{code}]")
 
 
-def test_without_torch_one_line_says_what_to_install(run_cli, monkeypatch, tmp_path):
+@pytest.mark.parametrize("policy", ["placeto", "hierarchical", "go"])
+def test_without_torch_one_line_says_what_to_install(run_cli, monkeypatch, tmp_path, policy):
     monkeypatch.setitem(sys.modules, "torch", None)
-    result = run_cli("learn", "placeto", "--family", "chains", "--seconds", 1, "-o", tmp_path / "p.safetensors")
+    result = run_cli("learn", policy, "--family", "chains", "--seconds", 1, "-o", tmp_path / "p.safetensors")
     assert result.code == 2
     assert result.err.startswith("error[H010]")
     assert "pip install 'onnxplace[learn]'" in result.err
@@ -186,6 +187,17 @@ def test_a_folder_without_graphs_is_refused(tmp_path):
         read_problems(tmp_path, 2)
     with pytest.raises(InputError, match=r"H011.*expected a folder"):
         read_problems(tmp_path / "missing", 2)
+
+
+@pytest.mark.parametrize("placer", ["hierarchical{policy=p.safetensors}", "hierarchical{episodes=8}", "go{episodes=8}"])
+def test_without_torch_the_placers_that_need_it_say_so(run_cli, monkeypatch, tmp_path, placer):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    run_cli("learn", "graphs", "--family", "chains", "--nodes", 20, "--count", 1, "-o", tmp_path)
+    (graph,) = tmp_path.iterdir()
+    result = run_cli("place", graph, "--placer", placer)
+    assert result.code == 2
+    assert result.err.startswith("error[H010]")
+    assert "pip install 'onnxplace[learn]'" in result.err
 
 
 # ---------------------------------------------------------------------------------------------- learning curves

@@ -39,7 +39,7 @@ DEVICES = "cpu:0,cpu:1"
 
 class FakeTrial:
     def __init__(self, seconds):
-        self.step_seconds = seconds
+        self.step_seconds, self.waiting = seconds, 0.0
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         Wiring as Wiring,
         decode as decode,
         new_scratch as new_scratch,
+        run_order as run_order,
     )
     from onnxplace.passes.placement.search.heft_kernels import (
         PartialPlan as PartialPlan,
@@ -46,7 +47,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "coarsening": "coarsen finest_level",
-        "decode_kernels": "Scratch Wiring decode new_scratch",
+        "decode_kernels": "Scratch Wiring decode new_scratch run_order",
         "heft_kernels": "PartialPlan arrival_time empty_plan settle_group",
         "portfolio": "Plan improve_and_commit plan_blocks published_plans search_and_commit",
         "search": "Budget Candidate SearchSpace evaluate_candidate explore",

@@ -147,10 +147,12 @@ def search_and_commit(
     seed: int,
     *,
     is_brief: bool = False,
+    promising: str = "",
 ) -> State:
     """Search from the plans and from scratch; commit the best placement to `state`, with a note about it.
 
     A brief search has list schedules and the plans to begin from, without coarser versions and blocks in series.
+    Else, one of the first two searches starts from the plan `promising`, if there is one.
 
     Raises:
         InfeasibleError: No placement fits.
@@ -171,6 +173,7 @@ def search_and_commit(
             remaining,
             seed,
             _goal_seconds(problem),
+            None if is_brief else candidates.get(promising),
         )
     except LookupError:
         pass

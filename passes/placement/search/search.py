@@ -197,7 +197,14 @@ class Explored:
     """The number of proposals of all searches together."""
 
 
-def explore(ladder: Sequence[Level], given: Sequence[Candidate], budget: Budget, seed: int, goal: float) -> Explored:
+def explore(
+    ladder: Sequence[Level],
+    given: Sequence[Candidate],
+    budget: Budget,
+    seed: int,
+    goal: float,
+    promising: Candidate | None = None,
+) -> Explored:
     """Search from coarse constructed placements, then from the best of their results and the given candidates.
 
     Two searches run at a time. The first two descend from two coarser versions, or one of them starts from the best
@@ -209,6 +216,7 @@ def explore(ladder: Sequence[Level], given: Sequence[Candidate], budget: Budget,
         budget: Of all searches together.
         seed: Of the random moves.
         goal: Seconds of a step at which the search stops.
+        promising: A given candidate from which one of the first two searches starts, instead of from a coarser version.
 
     Raises:
         LookupError: No candidate fits.
@@ -228,7 +236,10 @@ def explore(ladder: Sequence[Level], given: Sequence[Candidate], budget: Budget,
         return lambda: _search_levels(ladder, spaces, level, candidate, first, seed + 100 * level, goal)
 
     # The finest of the coarser levels keeps most of the choice, the coarsest most of the overview.
-    jobs = [descend_from(level, candidate) for level, candidate in coarser[:1] + coarser[1:][-1:]]
+    chosen = coarser[-1:] if promising else coarser[:1] + coarser[1:][-1:]
+    jobs = [descend_from(level, candidate) for level, candidate in chosen]
+    if promising:
+        jobs.append(lambda: improve(spaces[0], promising, first, seed, goal=goal))
     if len(jobs) < 2:
         jobs.append(lambda: improve(spaces[0], best, first, seed, goal=goal))
     results = _run_in_parallel(jobs)

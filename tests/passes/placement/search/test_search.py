@@ -10,7 +10,14 @@ from hypothesis import given, settings, strategies as st
 from onnxplace.cost_graph import GENERATORS
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Groups, Placement, Profile, Schedule
-from onnxplace.passes.placement.search import Budget, SearchSpace, coarsen, evaluate_candidate
+from onnxplace.passes.placement.search import (
+    Budget,
+    SearchSpace,
+    coarsen,
+    evaluate_candidate,
+    explore,
+    search as search_module,
+)
 from onnxplace.passes.placement.search.anneal_kernels import (
     BIASED_NODE,
     CHAIN_LENGTH,
@@ -385,3 +392,36 @@ def test_one_device_for_the_rest_of_a_pinned_graph():
     graph = graph_of({"a": [], "b": ["a"], "c": ["a"]})
     problem = placement_problem(state_of(graph, [1.0] * 3, even_target(2), groups=[0, 1, 2], pins=[-1, 1, -1]))
     assert place_on_one_device(problem, 0).tolist() == [0, 1, 0]
+
+
+# ---------------------------------------------------------------------------------------------- promising candidates
+
+
+def record_starts(monkeypatch):
+    """Note the nodes of the problem and the start of each search."""
+    starts = []
+
+    def note(space, start, budget, *arguments, **options):
+        if budget.proposals > 1:  # not the call that compiles the loops
+            starts.append((len(space.problem.graph), start.name))
+        return improve(space, start, budget, *arguments, **options)
+
+    monkeypatch.setattr(search_module, "improve", note)
+    return starts
+
+
+@pytest.mark.parametrize("is_promising", [False, True])
+def test_one_of_the_first_searches_starts_from_a_promising_candidate(monkeypatch, is_promising):
+    problem = placement_problem(GENERATORS["layered"](600, 0).state())
+    space, ladder = SearchSpace(problem), coarsen(problem)
+    assert len(ladder) > 2, "else no coarser version would be left out"
+    random = place_at_random(problem, np.random.default_rng(0))
+    candidate = evaluate_candidate(space, "promising", random, problem.graph.order)
+    starts = record_starts(monkeypatch)
+    explored = explore(ladder, [candidate], Budget(0, 300), 0, 0.0, candidate if is_promising else None)
+    assert ((len(problem.graph), "promising") in starts) == is_promising
+    coarsest, finer = len(ladder[-1].problem.graph), len(ladder[1].problem.graph)
+    searched = {nodes for nodes, _ in starts}
+    assert coarsest in searched
+    assert explored.best.seconds < candidate.seconds
+    assert len([nodes for nodes, _ in starts if nodes == finer]) == (1 if is_promising else 2)

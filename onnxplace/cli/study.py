@@ -1,0 +1,117 @@
+"""The command `onnxplace study`: published studies, repeated on generated graphs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from onnxplace.cli.learning_options import FAMILY_HELP, MAX_DEVICES, require_choice
+from onnxplace.cli.options import announce_loop_compilation, as_json, print_json
+from onnxplace.errors import UsageError, format_count
+
+if TYPE_CHECKING:
+    from onnxplace.learn import FamilyStudy, StudyRow
+
+
+@click.group(short_help="Repeat published studies on generated graphs.")
+def study() -> None:
+    """Repeat published studies on generated graphs."""
+
+
+@study.command(short_help="Compare the orders in which a policy visits nodes.")
+@click.option(
+    "--family", multiple=True, metavar="NAME", help=f"Again for more; all architectures without. {FAMILY_HELP}"
+)
+@click.option("--order", multiple=True, metavar="NAME", help="Again for more; all orders without.")
+@click.option("--seeds", type=click.IntRange(1), default=10, show_default=True, help="Of policies, for each graph.")
+@click.option("--count", type=click.IntRange(1), default=5, show_default=True, help="Graphs of each family.")
+@click.option("--nodes", type=click.IntRange(1), default=60, show_default=True, help="Of each graph, approximately.")
+@click.option("--devices", type=click.IntRange(1, MAX_DEVICES), default=3, show_default=True, help="Of each graph.")
+@click.option("--episodes", type=click.IntRange(1), default=50, show_default=True, help="Of training, for each graph.")
+@click.option("--workers", type=click.IntRange(1), help="Processes  [default: one for each core]")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="F.csv", help="A row for each training.")
+@click.option("--resume", is_flag=True, help="Keep the rows that are in F.csv already.")
+@as_json
+def traversal(
+    *, family: tuple[str, ...], order: Any, seeds: int, count: int, nodes: int, devices: int, episodes: int,
+    workers: int | None, output: Path | None, resume: bool, json_: bool,
+) -> None:  # fmt: skip
+    """Compare the orders in which Placeto's policy visits the nodes of a graph.
+
+    For each graph, order and seed, a policy is trained from nothing, and the best placement that it finds counts. As in
+    the study of Wang et al. (arXiv 2201.09676), there are 50 episodes on 3 devices, and only the order differs. Ctrl-C
+    leaves the rows so far in F.csv, for --resume.
+    """
+    from onnxplace.cost_graph import ARCHITECTURES
+    from onnxplace.learn import StudyOptions, run_study, summarise_study
+    from onnxplace.machine import available_cores
+    from onnxplace.passes.learning import ORDERS, Order
+
+    for name in order:
+        require_choice(name, get_args(Order), "--order")
+    if resume and output is None:
+        raise UsageError("U012", "--resume needs the file of the rows", where="--resume", hint="-o F.csv")
+    options = StudyOptions(
+        families=tuple(dict.fromkeys(family)) or tuple(ARCHITECTURES),
+        orders=tuple(dict.fromkeys(order)) or tuple(ORDERS),
+        seeds=seeds,
+        graphs=count,
+        nodes=nodes,
+        devices=devices,
+        episodes=episodes,
+        workers=workers or len(available_cores()),
+    )
+    announce_loop_compilation(json_)
+    with _show_runs(json_) as observer:
+        rows = run_study(options, output, resume=resume, observer=observer)
+    families = summarise_study(rows)
+    if json_:
+        print_json({"options": asdict(options), "rows": len(rows), "families": [asdict(item) for item in families]})
+        return
+    _print_families(families, rows)
+    if output:
+        click.echo(f"rows: {output}")
+
+
+def _print_families(families: Sequence[FamilyStudy], rows: Sequence[StudyRow]) -> None:
+    """Print a table per family, with its recommendation."""
+    from onnxplace.report import format_table
+
+    click.echo(f"steps relative to one device, geometric means of {format_count(len(rows), 'training')}")
+    for item in families:
+        worse = {quality.order: [] for quality in item.qualities}  # type: dict[str, list[str]]
+        for difference in item.differences:
+            worse[difference.better].append(difference.worse)
+        table = [
+            (
+                quality.order,
+                f"{quality.mean:.4f}",
+                f"{quality.low:.4f} to {quality.high:.4f}",
+                ", ".join(worse[quality.order]) or "-",
+            )
+            for quality in item.qualities
+        ]
+        click.echo(f"\n{item.family}")
+        click.echo(format_table(("order", "step", "95 %", "significantly better than"), table))
+        click.echo(f"recommended: {item.recommendation}")
+
+
+@contextmanager
+def _show_runs(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """Show a progress bar on stderr if that is a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("trainings"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("trainings")
+        yield lambda done, total: bar.update(task, completed=done, total=total)
