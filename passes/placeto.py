@@ -30,12 +30,17 @@ class Placeto(Pass):
     Addanki et al., "Placeto: Learning Generalizable Device Placement Algorithms for Distributed Machine Learning",
     NeurIPS 2019. The policy embeds the graph by messages, sums over ancestors, descendants and parallel nodes of the
     current one, and chooses its device. Without `episodes`, it is applied as it was trained (`onnxplace learn
-    placeto`); with them, it is first trained further on this graph, by REINFORCE in simulated time. The best placement
+    placeto`); with them, it is then trained further on this graph, by REINFORCE in simulated time. The best placement
     that was visited and fits is kept, so that there is one wherever m-TOPO, m-ETF, m-SCT or one device has one.
 
-    Unlike in the paper, costs are seconds on each device and divided by their sum with the mean instead of by the
-    maximum; the baseline is the mean of the other episodes of the same update; advantages have deviation 1; gradients
-    are taken from a part of the steps; and the penalty for memory is relative to the limits.
+    Unlike in the paper, a policy of `learn placeto` learns from completions (Ross and Bagnell, "Reinforcement and
+    Imitation Learning via Interactive No-Regret Learning", arXiv 1406.5979): at visited states, each device is scored
+    by the simulated step if a good placement, which a search found, decides the rest. Its episodes start from one
+    device, from m-ETF and from the best placement of these, and messages take 4 rounds instead of 8.
+
+    Costs are seconds on each device and divided by their sum with the mean instead of by the maximum; gradients are
+    taken from a part of the steps; and the penalty for memory is relative to the limits. With REINFORCE, the baseline
+    is the mean of the other episodes of the same update, advantages have deviation 1, and later rewards are discounted.
     """
 
     name: ClassVar[str] = "placeto"

@@ -103,13 +103,20 @@ def placements_option(default: int) -> Callable[..., Any]:
 @click.option(
     "--start",
     default=None,
-    help="What episodes start from: m-etf, first-device, auto  [default: m-etf; auto with measured rewards]",
+    help="What episodes start from: several, m-etf, first-device, auto  [default: several; auto with measured rewards]",
+)
+@click.option(
+    "--learn-from",
+    default="completions",
+    show_default=True,
+    metavar="completions|rewards",
+    help="By the costs of choices that a searched placement completes, or by REINFORCE, as published.",
 )
 @click.option(
     "--episodes",
     type=click.IntRange(2),
     default=None,
-    help="Of one graph, for each update  [default: 8; 4 with measured rewards]",
+    help="Of one graph, for each update from rewards  [default: 8; 4 with measured rewards]",
 )
 @click.option(
     "--reward",
@@ -125,7 +132,16 @@ def placements_option(default: int) -> Callable[..., Any]:
     show_default=True,
     help="With measured rewards, the most that nodes are joined into.",
 )
-def placeto(request: LearnRequest, *, order: Any, start: Any, episodes: int | None, reward: Any, groups: int) -> None:
+def placeto(
+    request: LearnRequest,
+    *,
+    order: Any,
+    start: Any,
+    learn_from: Any,
+    episodes: int | None,
+    reward: Any,
+    groups: int,
+) -> None:
     """Train the policy of the placer `placeto` on generated graphs, or on those in a folder.
 
     Writes the policy that places unseen graphs best, a checkpoint, and the learning curve as CSV and, if matplotlib is
@@ -137,15 +153,18 @@ def placeto(request: LearnRequest, *, order: Any, start: Any, episodes: int | No
     onnxplace compile model.onnx --devices cpu:0,cpu:1 --device-map own.device-map.json
     """  # noqa: D301 - \b tells click to keep the line breaks
     from onnxplace.learn import LearnOptions, learn_placeto
-    from onnxplace.passes.learning import Order, Reward, Settings, Start, require_torch
+    from onnxplace.passes.learning import LearnFrom, Order, Reward, Settings, Start, require_torch
 
     require_torch()
     is_measured = reward == "measured"
-    start = start or ("auto" if is_measured else "m-etf")
+    start = start or ("auto" if is_measured else "several")
     require_choice(order, get_args(Order), "--order")
     require_choice(start, get_args(Start), "--start")
+    require_choice(learn_from, get_args(LearnFrom), "--learn-from")
     require_choice(reward, get_args(Reward), "--reward")
     settings = Settings(episodes=episodes or (4 if is_measured else 8), seed=request.seed)
+    if learn_from == "completions" and not is_measured:
+        settings = Settings.for_completions(request.seed)
     options = LearnOptions(
         devices=request.devices,
         seconds=request.seconds,

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from onnxplace.errors import InputError, UsageError, format_count
+from onnxplace.graph import Ints
 from onnxplace.learn.curves import CurvePoint, Plotted, plot_curve, read_curve, write_curve
 from onnxplace.learn.problems import LearningGraph
 from onnxplace.passes.learning import (
@@ -21,8 +22,10 @@ from onnxplace.passes.learning import (
     Shape,
     Start,
     Update,
+    find_completions,
     read_learner,
     require_torch,
+    update_from_completions,
     update_policy,
     write_policy,
 )
@@ -31,7 +34,7 @@ from onnxplace.utils import budget_clock, format_path, require_writable
 # One graph of so many is not trained on: it tells which policy is best. With fewer graphs, all are for both.
 VALIDATION_PERIOD = 6
 # Updates between two points of the curve.
-POINT_UPDATES = 8
+POINT_UPDATES = 32
 # Seconds between two checkpoints.
 CHECKPOINT_SECONDS = 30.0
 
@@ -155,6 +158,8 @@ class Training:
     best: Policy
     best_cost: float
     points: list[Any]
+    completions: dict[int, Ints] = field(default_factory=dict)
+    """Good placements of the graphs that had a turn."""
 
     @staticmethod
     def of(graphs: Sequence[LearningGraph], options: LearnOptions, output: Path, family: str, resume: bool) -> Training:
@@ -163,7 +168,16 @@ class Training:
         environments = [Environment(graph.problem, options.order, seed, options.start) for graph in graphs]
         trained, held_out = hold_out(environments)
         shape = Shape(options.devices)
-        policy = Policy(shape, shape.draw_parameters(seed), options.order, options.start, family, len(trained), 0, seed)
+        policy = Policy(
+            shape=shape,
+            theta=shape.draw_parameters(seed),
+            order=options.order,
+            start=options.start,
+            family=family,
+            graphs=len(trained),
+            seed=seed,
+            learned_from=options.settings.learn_from,
+        )
         training = Training(trained, held_out, options, output, Learner.of(policy), policy, np.inf, [])
         if resume:
             training.restore(policy)
@@ -175,7 +189,7 @@ class Training:
         policy, learner = read_learner(path)
         described = replace(policy, theta=expected.theta, updates=0)
         if learner is None or repr(described) != repr(expected):
-            message = "the checkpoint belongs to another training: devices, order, start, graphs and seed must be equal"
+            message = "the checkpoint belongs to another training: options, graphs and seed must be equal"
             hint = "repeat the options of that training, or omit --resume to start anew"
             raise InputError("H012", message, where=format_path(path), hint=hint)
         points = read_curve(self.output.with_suffix(".csv"), self.point_kind)
@@ -218,18 +232,24 @@ class Training:
         return int(np.random.default_rng([self.options.settings.seed, turn, 1]).permutation(count)[position])
 
     def update(self, index: int, progress: float) -> Update:
-        """Run some episodes in one environment; return the update of the policy."""
-        return update_policy(self.learner, self.environments[index], self.options.settings, progress)
+        """Return the update of the policy from one graph; its first turn includes the search for completions."""
+        environment, settings = self.environments[index], self.options.settings
+        if settings.learn_from == "rewards":
+            return update_policy(self.learner, environment, settings, progress)
+        if index not in self.completions:
+            self.completions[index] = find_completions(environment, settings)
+        return update_from_completions(self.learner, environment, self.completions[index], settings, progress)
 
     def add_point(self, recent: Sequence[Update], seconds: float) -> Any:
         """Evaluate the policy on unseen graphs; keep it if it is the best so far."""
-        network = self.learner.policy.network
-        episodes = [environment.run(network) for environment in self.validation]
-        starts = [episode.trajectory.cost[0] for episode in episodes]
-        costs = [best[0] if (best := episode.best()) else episode.trajectory.cost[0] for episode in episodes]
+        policy = self.learner.averaged_policy
+        episodes = [environment.run_best(policy.network) for environment in self.validation]
+        starts = [first.trajectory.cost[0] for first, *_ in episodes]
+        bests = [[best[0] for item in several if (best := item.best())] for several in episodes]
+        costs = [min(found, default=start) for found, start in zip(bests, starts)]
         cost = float(np.exp(np.mean(np.log(np.maximum(costs, 1e-12)))))
         if cost < self.best_cost:
-            self.best, self.best_cost = self.learner.policy, cost
+            self.best, self.best_cost = policy, cost
         self.points.append(
             CurvePoint(
                 updates=self.learner.policy.updates,

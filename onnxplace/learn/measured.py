@@ -232,7 +232,7 @@ class MeasuredTraining(Training):
         )
         environments = [model.environment for model in models]
         return MeasuredTraining(
-            environments, environments, options, output, Learner.of(policy), policy, np.inf, [], models
+            environments, environments, options, output, Learner.of(policy), policy, np.inf, [], models=models
         )
 
     @property

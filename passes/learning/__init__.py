@@ -5,6 +5,11 @@ from typing import TYPE_CHECKING
 from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
+    from onnxplace.passes.learning.completions import (
+        complete_steps as complete_steps,
+        find_completions as find_completions,
+        update_from_completions as update_from_completions,
+    )
     from onnxplace.passes.learning.end_rewards import update_from_ends as update_from_ends
     from onnxplace.passes.learning.environment import Environment as Environment, Episode as Episode
     from onnxplace.passes.learning.gradients import require_torch as require_torch
@@ -31,7 +36,7 @@ if TYPE_CHECKING:
         GuidedShape as GuidedShape,
         run_schedule as run_schedule,
     )
-    from onnxplace.passes.learning.networks import Policy as Policy, Shape as Shape
+    from onnxplace.passes.learning.networks import LearnFrom as LearnFrom, Policy as Policy, Shape as Shape
     from onnxplace.passes.learning.placing import (
         coarsen_to as coarsen_to,
         commit_devices as commit_devices,
@@ -91,6 +96,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "completions": "complete_steps find_completions update_from_completions",
         "end_rewards": "update_from_ends",
         "environment": "Environment Episode",
         "gradients": "require_torch",
@@ -101,7 +107,7 @@ __getattr__, __dir__, __all__ = attach(
         "guided_graph": "GuidedGraph",
         "guided_placing": "evaluate_schedule plan_with_policy",
         "guided_policy": "GuidedPolicy GuidedShape run_schedule",
-        "networks": "Policy Shape",
+        "networks": "LearnFrom Policy Shape",
         "placing": "coarsen_to commit_devices commit_result place_with_policy",
         "policy_files": "read_learner read_policy require_devices write_policy",
         "sequences.sequence_files": "read_sequence_learner read_sequence_policy write_sequence_policy",

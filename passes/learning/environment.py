@@ -149,13 +149,26 @@ class Environment:
         if self.start_from == "auto" and (lesson := search_lesson(self.problem, START_PROPOSALS, 0)):
             return lesson.device
         alone = self.place_on_one_device(0)
-        planned = [plan_m_etf(self.problem)] if self.start_from == "m-etf" else []
-        starts = [alone, *(device for device in planned if device is not None)]
+        starts = [alone, *self._planned]
         candidates = [self.evaluate(device) for device in starts]
         if not any(candidates):
             candidates = [self.evaluate(plan.device) for plan in published_plans(self.problem)]
         fitting = [candidate for candidate in candidates if candidate]
         return min(fitting, key=lambda candidate: candidate.seconds).device if fitting else alone
+
+    @cached_property
+    def _planned(self) -> list[Ints]:
+        """Return the placement of m-ETF, if it is requested and exists."""
+        planned = None if self.start_from == "first-device" else plan_m_etf(self.problem)
+        return [] if planned is None else [planned]
+
+    @cached_property
+    def starts(self) -> list[Ints]:
+        """Return the placements that episodes start from: `start`, and if several are requested, the others."""
+        starts = [self.start]
+        if self.start_from == "several":
+            starts += [self.place_on_one_device(0), *self._planned]
+        return list({device.tobytes(): device for device in starts}.values())
 
     def evaluate(self, device: Ints) -> Candidate | None:
         """Return a placement with the better of two orders; None if it does not fit."""
@@ -166,8 +179,8 @@ class Environment:
         pinned = self.problem.pinned
         return np.where(pinned >= 0, pinned, device)[self.problem.group].astype(np.int32)
 
-    def run(self, network: Network, draws: Floats | None = None) -> Episode:
-        """Run an episode; without `draws` from 0 to 1, always choose the likeliest device."""
+    def run(self, network: Network, draws: Floats | None = None, start: Ints | None = None) -> Episode:
+        """Run an episode from a placement; without `draws` from 0 to 1, always choose the likeliest device."""
         steps, nodes = len(self.visits.group), len(self.problem.graph)
         trajectory = Trajectory(
             device=np.zeros((steps, nodes), dtype=np.int16),
@@ -177,7 +190,7 @@ class Environment:
             fits=np.zeros(steps + 1, dtype=bool),
             entropy=np.zeros(steps),
         )
-        device = self.start.copy()
+        device = (self.start if start is None else start).copy()
         run_episode(
             network,
             self.wires,
@@ -185,14 +198,25 @@ class Environment:
             self.rules,
             np.full(steps, -1.0) if draws is None else draws,
             device,
-            self._new_simulators(),
+            self.new_simulators(),
             new_policy_scratch(network, nodes),
             np.zeros(nodes, dtype=np.uint8),
             trajectory,
         )
         return Episode(trajectory, device)
 
-    def _new_simulators(self) -> Simulators:
+    def run_best(self, network: Network) -> list[Episode]:
+        """Run an episode of likeliest devices from each start; with several starts, one more from the best placement.
+
+        The first episode starts from `start`.
+        """
+        episodes = [self.run(network, start=start) for start in self.starts]
+        visited = [best for episode in episodes if (best := episode.best())]
+        if self.start_from == "several" and visited:
+            episodes.append(self.run(network, start=min(visited, key=lambda item: item[0])[1]))
+        return episodes
+
+    def new_simulators(self) -> Simulators:
         graph, devices = self.problem.graph, len(self.problem.target.devices)
         nodes = len(graph)
         return Simulators(

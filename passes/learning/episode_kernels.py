@@ -76,6 +76,17 @@ class Trajectory(NamedTuple):
     entropy: Floats
 
 
+class CompletionWork(NamedTuple):
+    """Arrays of `score_completions`."""
+
+    agreement: Floats
+    """Per completion: the weight of the nodes that are where it has them."""
+    tried: Ints
+    """Completions that are tried at a step."""
+    visited: NDArray[np.uint8]
+    device: Ints
+
+
 @compiled_part
 def _score_placement(rules, device, simulators, number):
     """Simulate a placement; return its cost, and whether it fits."""
@@ -175,6 +186,62 @@ def fill_step_features(network, wires, visits, trajectory, steps, visited, featu
             network, wires, trajectory.device[step], trajectory.start[step], visited, visits.speaker[step],
             features[item],
         )  # fmt: skip
+
+
+@in_place
+def score_completions(visits, rules, trajectory, steps, completions, weight, simulators, work, costs):
+    """Fill `costs` [item, device] of some steps of an episode, in increasing order: the least if others finish it.
+
+    The groups that were visited before a step stay where they are, the others go where a completion [completion, node]
+    has them. At each step, those `len(work.tried)` completions are tried that agree best with the groups that were
+    visited, by the `weight` of their nodes.
+    """
+    count, devices = len(work.device), len(simulators.peaks)
+    work.agreement[:] = 0.0
+    work.visited[:] = 0
+    done, number = 0, 0
+    for item in range(len(steps)):
+        step = steps[item]
+        # Follow the episode up to this step.
+        while done < step:
+            group, chosen = visits.group[done], trajectory.action[done]
+            for k in range(visits.member_starts[group], visits.member_starts[group + 1]):
+                node = visits.members[k]
+                work.visited[node] = 1
+                for c in range(len(completions)):
+                    if completions[c, node] == chosen:
+                        work.agreement[c] += weight[node]
+            done += 1
+        _pick_highest(work.agreement, work.tried)
+        group = visits.group[step]
+        for d in range(devices):
+            costs[item, d] = np.inf
+        # The last one tried leaves the other groups where they are.
+        for t in range(len(work.tried) + 1):
+            for node in range(count):
+                keeps = work.visited[node] or t == len(work.tried)
+                work.device[node] = trajectory.device[step, node] if keeps else completions[work.tried[t], node]
+            for d in range(devices):
+                if visits.allowed[group, d]:
+                    for k in range(visits.member_starts[group], visits.member_starts[group + 1]):
+                        work.device[visits.members[k]] = d
+                    cost, _ = _score_placement(rules, work.device, simulators, number)
+                    number += 1
+                    costs[item, d] = min(costs[item, d], cost)
+
+
+@compiled_part
+def _pick_highest(amounts, picked):
+    """Fill `picked` with the indices of the highest amounts; the first of equal ones."""
+    for t in range(len(picked)):
+        best = -1
+        for k in range(len(amounts)):
+            is_new = True
+            for earlier in range(t):
+                is_new = is_new and picked[earlier] != k
+            if is_new and (best < 0 or amounts[k] > amounts[best]):
+                best = k
+        picked[t] = best
 
 
 @in_place

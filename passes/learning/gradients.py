@@ -35,12 +35,10 @@ class Decisions:
     """[step, feature, node]."""
     speaker: Ints
     """Per step: the node that was placed."""
-    action: Ints
-    """Per step: its device."""
     allowed: Bools
     """[step, device], of all devices that the policy knows."""
-    advantage: Floats
-    """Per step."""
+    weight: Floats
+    """[step, device]: how much likelier the choice is to become."""
 
 
 def require_torch() -> Any:
@@ -58,19 +56,21 @@ def require_torch() -> Any:
 
 
 def policy_gradient(network: Network, wires: Wires, decisions: Decisions, entropy_bonus: float) -> Singles:
-    """Return the gradient of the REINFORCE loss, summed over the decisions.
+    """Return the gradient of the loss, summed over the decisions.
 
-    The loss of a decision is its negative log-probability times its advantage, minus the entropy bonus.
+    The loss of a decision is the sum of the negative log-probabilities of the devices times their weights, minus the
+    entropy bonus. With the advantage of a sampled device as its weight, and none of others, that is the loss of
+    REINFORCE; with shares as weights, it is the cross-entropy with them.
     """
     torch = require_torch()
     parameters = torch.from_numpy(network.theta.copy()).requires_grad_()
     scores = score_with_torch(network, parameters, wires, decisions.features, decisions.speaker)
     scores = scores.masked_fill(~torch.from_numpy(decisions.allowed), -torch.inf)
     log_shares = torch.log_softmax(scores, dim=1)
-    chosen = log_shares.gather(1, torch.from_numpy(decisions.action.astype(np.int64))[:, None])[:, 0]
-    entropy = -(log_shares.exp() * log_shares.masked_fill(log_shares == -torch.inf, 0.0)).sum(dim=1)
-    advantage = torch.from_numpy(decisions.advantage.astype(np.float32))
-    (-(chosen * advantage) - entropy_bonus * entropy).sum().backward()
+    finite = log_shares.masked_fill(log_shares == -torch.inf, 0.0)
+    entropy = -(log_shares.exp() * finite).sum(dim=1)
+    weighted = (finite * torch.from_numpy(decisions.weight.astype(np.float32))).sum(dim=1)
+    (-weighted - entropy_bonus * entropy).sum().backward()
     gradient: Singles = parameters.grad.numpy()
     return gradient
 

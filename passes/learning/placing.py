@@ -56,15 +56,16 @@ class PolicyResult:
 def place_with_policy(
     problem: PlacementProblem, policy: Policy, order: Order, *, episodes: int, seed: int, max_nodes: int
 ) -> PolicyResult:
-    """Run one episode that always takes the likeliest device, then fine-tune in `episodes` more.
+    """Run episodes that always take the likeliest device, then fine-tune in `episodes` more.
 
     Problems with more groups than `max_nodes`, or than the policy was trained with, are coarsened first. A policy that
     was trained with measured rewards may know better than the simulator: the end of its episode comes first.
     """
     coarse, cluster = coarsen_to(problem, min(max_nodes, policy.max_nodes or max_nodes))
     environment = Environment(coarse, order, seed, policy.start)
-    first = environment.run(policy.network)
-    visited = _collect_best([], [first])
+    episodes_before = environment.run_best(policy.network)
+    first = episodes_before[0]
+    visited = _collect_best([], episodes_before)
     learner, settings = Learner.of(policy), Settings(seed=seed)
     rounds = -(-episodes // settings.episodes) if len(environment.visits.group) else 0
     for index in range(rounds):
@@ -72,7 +73,7 @@ def place_with_policy(
         update = update_policy(learner, environment, replace(settings, episodes=count), index / rounds)
         learner, visited = update.learner, _collect_best(visited, update.episodes)
     if rounds:
-        visited = _collect_best(visited, [environment.run(learner.policy.network)])
+        visited = _collect_best(visited, environment.run_best(learner.policy.network))
     if policy.reward == "measured":
         visited.insert(0, Visited(float(first.trajectory.cost[-1]), first.final))
     # It may fit in another order of nodes, where nothing that was visited fits in that of the episodes.

@@ -9,7 +9,7 @@ from typing import cast, get_args
 import numpy as np
 
 from onnxplace.errors import UsageError, format_value
-from onnxplace.passes.learning.networks import Policy, Shape, join_parameters, split_parameters
+from onnxplace.passes.learning.networks import LearnFrom, Policy, Shape, join_parameters, split_parameters
 from onnxplace.passes.learning.policy_tensors import (
     FORMAT,
     MAX_DEVICES,
@@ -24,9 +24,9 @@ from onnxplace.passes.learning.training import Learner
 from onnxplace.passes.learning.visiting_orders import Order, Reward, Start
 from onnxplace.utils import write_arrays
 
-KIND, VERSION = "placeto", 1
-# Names of the moments of the optimiser in a checkpoint.
-MOMENTS = ("adam.first", "adam.second")
+KIND, VERSION = "placeto", 2
+# Names of the moments of the optimiser and of the mean of the parameters in a checkpoint.
+MOMENTS = ("adam.first", "adam.second", "average")
 
 
 def write_policy(path: Path, policy: Policy, learner: Learner | None = None) -> None:
@@ -36,7 +36,7 @@ def write_policy(path: Path, policy: Policy, learner: Learner | None = None) -> 
     """
     tensors = split_parameters(policy.shape, policy.theta)
     if learner:
-        tensors |= dict(zip(MOMENTS, (learner.first, learner.second)))
+        tensors |= dict(zip(MOMENTS, (learner.first, learner.second, learner.average)))
     metadata = {
         "format": FORMAT,
         "kind": KIND,
@@ -50,6 +50,7 @@ def write_policy(path: Path, policy: Policy, learner: Learner | None = None) -> 
         "graphs": policy.graphs,
         "updates": policy.updates,
         "seed": policy.seed,
+        "learned_from": policy.learned_from,
         "reward": policy.reward,
         "max_nodes": policy.max_nodes,
     }
@@ -97,6 +98,10 @@ def _read_description(metadata: Mapping[str, str], path: Path) -> Policy:
             raise ValueError(f"its order is {format_value(metadata['order'])}")
         if metadata["start"] not in get_args(Start):
             raise ValueError(f"its start is {format_value(metadata['start'])}")
+        # Policies of version 1 learned from rewards.
+        learned_from = metadata.get("learned_from", "rewards")
+        if learned_from not in get_args(LearnFrom):
+            raise ValueError(f"it learned from {format_value(learned_from)}")
         family = str(metadata["family"])
     except (KeyError, ValueError, TypeError) as problem:
         raise damaged_policy_error(path, KIND, f"its metadata cannot be read ({problem})") from None
@@ -110,6 +115,7 @@ def _read_description(metadata: Mapping[str, str], path: Path) -> Policy:
         graphs=numbers["graphs"],
         updates=numbers["updates"],
         seed=numbers["seed"],
+        learned_from=cast(LearnFrom, learned_from),
         reward=cast(Reward, reward),
         max_nodes=numbers["max_nodes"],
     )

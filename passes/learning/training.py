@@ -10,7 +10,7 @@ import numpy as np
 from onnxplace.graph import Bools, Floats, Longs
 from onnxplace.passes.learning.environment import Environment, Episode
 from onnxplace.passes.learning.gradients import Decisions, policy_gradient
-from onnxplace.passes.learning.networks import Policy
+from onnxplace.passes.learning.networks import LearnFrom, Policy
 from onnxplace.passes.learning.policy_kernels import Singles
 
 # Adam (Kingma and Ba 2015).
@@ -30,6 +30,8 @@ class Settings:
     learning_rate: float = 1e-3
     """At the start."""
     last_learning_rate: float = 1e-4
+    warm_up: int = 0
+    """Updates in which the learning rate rises to that of the start."""
     entropy_bonus: float = 0.1
     """At the start; it falls to zero."""
     discount: float = 0.8
@@ -37,21 +39,52 @@ class Settings:
     step itself: with few episodes, the policy then learns to leave everything on one device."""
     max_gradient: float = 1.25
     """Norm at which gradients are clipped."""
+    averaging: float = 1.0
+    """Share of new parameters in their running mean, which is the policy that is kept."""
+    learn_from: LearnFrom = "rewards"
+    proposals: int = 5_000
+    """Of the search for placements that complete the choices."""
+    temperature: float = 0.002
+    """Difference of costs, as a share of one device, that makes a choice e times as likely a target."""
+    small_difference: float = 0.003
+    """Choices whose costs differ by this count half as much as those whose costs differ much."""
     seed: int = 0
+
+    @staticmethod
+    def for_completions(seed: int = 0) -> Settings:
+        """Return settings to learn from completions: one episode for each update, with more of its steps."""
+        return Settings(
+            episodes=1,
+            steps=48,
+            learning_rate=3e-3,
+            last_learning_rate=3e-4,
+            warm_up=100,
+            entropy_bonus=0.0,
+            max_gradient=0.5,
+            averaging=0.01,
+            learn_from="completions",
+            seed=seed,
+        )
 
 
 @dataclass(frozen=True)
 class Learner:
-    """A policy with the moments of its optimiser."""
+    """A policy with the moments of its optimiser, and the running mean of its parameters."""
 
     policy: Policy
     first: Singles
     second: Singles
+    average: Singles
 
     @staticmethod
     def of(policy: Policy) -> Learner:
         """Return a learner that starts from a policy."""
-        return Learner(policy, np.zeros_like(policy.theta), np.zeros_like(policy.theta))
+        return Learner(policy, np.zeros_like(policy.theta), np.zeros_like(policy.theta), policy.theta)
+
+    @property
+    def averaged_policy(self) -> Policy:
+        """Return the policy with the running mean of its parameters."""
+        return self.policy.with_parameters(self.average, self.policy.updates)
 
 
 @dataclass(frozen=True)
@@ -110,7 +143,10 @@ def estimate_gradient(
     for episode, advantage in zip(episodes, advantages):
         drawn = np.sort(rng.choice(steps, count, replace=False))
         for first in range(0, count, CHUNK_STEPS):
-            decisions = _collect_decisions(policy, environment, episode, advantage, drawn[first : first + CHUNK_STEPS])
+            chunk = drawn[first : first + CHUNK_STEPS]
+            weight = np.zeros((len(chunk), policy.shape.devices))
+            weight[np.arange(len(chunk)), episode.trajectory.action[chunk]] = advantage[chunk]
+            decisions = collect_decisions(policy, environment, episode, weight, chunk)
             gradient += policy_gradient(policy.network, environment.wires, decisions, bonus)
     gradient /= count * len(episodes)
     return gradient
@@ -131,16 +167,16 @@ def compute_advantages(returns: Floats) -> Floats:
     return advantages
 
 
-def _collect_decisions(
-    policy: Policy, environment: Environment, episode: Episode, advantage: Floats, steps: Longs
+def collect_decisions(
+    policy: Policy, environment: Environment, episode: Episode, weight: Floats, steps: Longs
 ) -> Decisions:
+    """Return some steps of an episode, which increase, with the weights [step, device] of their choices."""
     visits = environment.visits
     return Decisions(
         features=environment.step_features(policy.network, episode, steps),
         speaker=visits.speaker[steps],
-        action=episode.trajectory.action[steps],
         allowed=_pad_devices(visits.allowed[visits.group[steps]], policy.shape.devices),
-        advantage=advantage[steps],
+        weight=weight,
     )
 
 
@@ -159,7 +195,9 @@ def apply_gradient(learner: Learner, gradient: Singles, settings: Settings, prog
     first = BETAS[0] * learner.first + (1 - BETAS[0]) * gradient
     second = BETAS[1] * learner.second + (1 - BETAS[1]) * gradient**2
     rate = settings.learning_rate + progress * (settings.last_learning_rate - settings.learning_rate)
+    rate *= min(1.0, updates / max(settings.warm_up, 1))
     corrected = first / (1 - BETAS[0] ** updates), second / (1 - BETAS[1] ** updates)
     theta = learner.policy.theta - rate * corrected[0] / (np.sqrt(corrected[1]) + EPSILON)
     policy = learner.policy.with_parameters(theta.astype(np.float32), updates)
-    return Learner(policy, first.astype(np.float32), second.astype(np.float32))
+    average = learner.average + settings.averaging * (policy.theta - learner.average)
+    return Learner(policy, *(item.astype(np.float32) for item in (first, second, average)))

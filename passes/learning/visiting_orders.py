@@ -28,8 +28,14 @@ Order = Literal[
     "by-criticality",
 ]
 
-Start = Literal["m-etf", "first-device", "auto"]
-"""The placement that episodes start from; `auto` is that of a short search, as the placer of this name does."""
+Start = Literal["several", "m-etf", "first-device", "auto"]
+"""What episodes start from.
+
+- `m-etf`: the better of the placement of m-ETF and one device.
+- `first-device`: one device.
+- `several`: each of these in turn, then the best placement that was visited.
+- `auto`: the placement of a short search, as the placer of this name does.
+"""
 
 Reward = Literal["simulated", "measured"]
 """How the placements of a training are rewarded: by simulated steps, or by those of bundles that are run."""

@@ -1,16 +1,24 @@
 """`onnxplace learn placeto`: files, repeatability, resuming, and what it refuses."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="PyTorch is not installed; .ci/training has it")
 
 from onnxplace.cost_graph import GraphSet
 from onnxplace.errors import InputError, UsageError
-from onnxplace.learn import LearnOptions, draw_problems, learn_placeto
+from onnxplace.facts import Schedule
+from onnxplace.learn import LearningGraph, LearnOptions, draw_problems, learn_placeto
 from onnxplace.learn.learning import checkpoint_path
-from onnxplace.passes.learning import Settings, read_learner, read_policy
+from onnxplace.passes.learning import Environment, Settings, read_learner, read_policy
+from onnxplace.passes.placement.search import published_plans
+from onnxplace.passes.placeto import Placeto
+from onnxplace.pipeline import run_pass
+from onnxplace.problem import placement_problem
+from onnxplace.testing import random_state
 
 GRAPHS = GraphSet("two_towers", 7, nodes=30)
 QUICK = ("--family", "two_towers", "--count", "7", "--nodes", "30", "--episodes", "2")
@@ -29,7 +37,7 @@ def learn(graphs, output, updates, **options):
 
 def test_the_command_writes_a_policy_that_places(run_cli, tmp_path):
     output = tmp_path / "p.safetensors"
-    result = run_cli("learn", "placeto", *QUICK, "--updates", 9, "-o", output, "--json")
+    result = run_cli("learn", "placeto", *QUICK, "--updates", 33, "-o", output, "--json")
     assert result.code == 0, result.err
     data = json.loads(result.out)
     assert data["graphs"] == 7
@@ -49,9 +57,17 @@ def test_equal_options_give_equal_files(graphs, tmp_path):
     assert (tmp_path / "a.safetensors").read_bytes() != (tmp_path / "c.safetensors").read_bytes()
 
 
-def test_an_interrupted_training_continues_as_if_it_had_not_been(graphs, tmp_path, monkeypatch):
+REWARDS = Settings(episodes=2, steps=4)
+COMPLETIONS = replace(Settings.for_completions(), proposals=100, steps=8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"), [(REWARDS, "update_policy"), (COMPLETIONS, "update_from_completions")], ids=lambda item: ""
+)
+def test_an_interrupted_training_continues_as_if_it_had_not_been(graphs, tmp_path, monkeypatch, settings, name):
     whole, parts = tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
-    learn(graphs, whole, 6)
+    options = LearnOptions(2, updates=6, settings=settings)
+    learn_placeto(graphs, options, whole)
     calls = iter(range(100))
 
     def interrupt(*arguments):
@@ -61,17 +77,44 @@ def test_an_interrupted_training_continues_as_if_it_had_not_been(graphs, tmp_pat
 
     from onnxplace.learn import learning
 
-    update = learning.update_policy
-    monkeypatch.setattr(learning, "update_policy", interrupt)
+    update = getattr(learning, name)
+    monkeypatch.setattr(learning, name, interrupt)
     with pytest.raises(KeyboardInterrupt):
-        learn(graphs, parts, 6)
-    monkeypatch.setattr(learning, "update_policy", update)
+        learn_placeto(graphs, options, parts)
+    monkeypatch.setattr(learning, name, update)
     assert read_policy(checkpoint_path(parts)).updates == 3
-    learn(graphs, parts, 6, resume=True)
+    learn_placeto(graphs, options, parts, resume=True)
     _, expected = read_learner(checkpoint_path(whole))
     _, resumed = read_learner(checkpoint_path(parts))
     assert resumed.policy.theta.tolist() == expected.policy.theta.tolist()
     assert resumed.second.tolist() == expected.second.tolist()
+    assert resumed.average.tolist() == expected.average.tolist()
+
+
+def test_learning_from_completions_places_unseen_graphs_better(tmp_path):
+    graphs = draw_problems(GraphSet("encoder_decoder", 12, nodes=40), 2)
+    settings = replace(Settings.for_completions(), proposals=500, steps=16, warm_up=20)
+    options = LearnOptions(2, updates=160, start="first-device", settings=settings)
+    points = learn_placeto(graphs, options, tmp_path / "p.safetensors").points
+    assert min(point.validation_cost for point in points[1:]) < 0.9 * points[0].start_cost
+    assert np.mean([point.train_cost for point in points[-2:]]) < 0.95 * points[0].train_cost
+
+
+def test_a_policy_that_learned_under_tight_limits_fits_wherever_a_published_placement_does(tmp_path):
+    states = [random_state(seed, 16, 3, tight=True) for seed in range(40)]
+    graphs = [LearningGraph(str(seed), str(seed), placement_problem(state)) for seed, state in enumerate(states)]
+    settings = replace(Settings.for_completions(), proposals=50, steps=8)
+    learn_placeto(
+        graphs[:8], LearnOptions(3, updates=40, start="several", settings=settings), tmp_path / "p.safetensors"
+    )
+    fitting = 0
+    for state, graph in zip(states, graphs):
+        if any(Environment(graph.problem).evaluate(plan.device) for plan in published_plans(graph.problem)):
+            after = run_pass(Placeto(policy=str(tmp_path / "p.safetensors")), state)
+            peaks = after[Schedule].simulation.peak_bytes
+            assert all(peak <= device.memory_bytes for peak, device in zip(peaks, state.target.devices))
+            fitting += 1
+    assert fitting > 10
 
 
 @pytest.mark.parametrize("options", [{"seed": 1}, {"order": "bfs"}, {"start": "first-device"}])
@@ -102,6 +145,7 @@ def test_a_training_without_a_limit_is_refused():
         (("--family", "chain", "--updates", 1), "H001"),
         (("--family", "chains", "--updates", 1, "--order", "sideways"), "U005"),
         (("--family", "chains", "--updates", 1, "--start", "sideways"), "U005"),
+        (("--family", "chains", "--updates", 1, "--learn-from", "books"), "U005"),
     ],
 )
 def test_wrong_options_are_refused(run_cli, tmp_path, arguments, code):

@@ -28,12 +28,13 @@ def make_decisions(seed, devices=3):
     steps = np.arange(len(episode.trajectory.action))
     allowed = np.zeros((len(steps), SHAPE.devices), dtype=bool)
     allowed[:, :devices] = environment.visits.allowed[environment.visits.group[steps]]
+    weight = np.zeros((len(steps), SHAPE.devices))
+    weight[np.arange(len(steps)), episode.trajectory.action] = rng.standard_normal(len(steps))
     decisions = Decisions(
         features=environment.step_features(network, episode, steps),
         speaker=environment.visits.speaker[steps],
-        action=episode.trajectory.action,
         allowed=allowed,
-        advantage=rng.standard_normal(len(steps)),
+        weight=weight,
     )
     return environment, network, decisions, episode
 
@@ -69,8 +70,7 @@ def test_a_step_against_the_gradient_makes_good_choices_likelier():
             network, torch.from_numpy(parameters), environment.wires, decisions.features, decisions.speaker
         )
         shares = torch.log_softmax(scores.masked_fill(~torch.from_numpy(decisions.allowed), -torch.inf), dim=1)
-        chosen = shares.numpy()[np.arange(len(decisions.action)), decisions.action]
-        return -float((chosen * decisions.advantage).sum())
+        return -float((shares.masked_fill(shares == -torch.inf, 0.0).numpy() * decisions.weight).sum())
 
     theta, gradient = network.theta, policy_gradient(network, environment.wires, decisions, 0.0)
     step = 1e-3 / np.linalg.norm(gradient)
@@ -82,9 +82,7 @@ def test_a_step_against_the_gradient_makes_good_choices_likelier():
 
 def test_the_entropy_bonus_alone_makes_choices_more_even():
     environment, network, decisions, _ = make_decisions(2)
-    still = Decisions(
-        decisions.features, decisions.speaker, decisions.action, decisions.allowed, np.zeros(len(decisions.action))
-    )
+    still = Decisions(decisions.features, decisions.speaker, decisions.allowed, np.zeros_like(decisions.weight))
     gradient = policy_gradient(network, environment.wires, still, 1.0)
     before = environment.run(network).trajectory.entropy[0]
     changed = network._replace(theta=network.theta - np.float32(0.01) * gradient)

@@ -17,7 +17,7 @@ from onnxplace.testing import random_state
 from tests.passes.learning.plain_policy import reach, score
 
 thorough = settings(deadline=None, derandomize=True, max_examples=60)
-STARTS = ("m-etf", "first-device")
+STARTS = ("several", "m-etf", "first-device")
 SHAPE = Shape(devices=4, width=4, rounds=3)
 
 
@@ -36,7 +36,7 @@ def environments(draw, min_nodes=1):
     return Environment(
         placement_problem(state),
         draw(st.sampled_from(["topological", "reversed", "bfs"])),
-        start_from=draw(st.sampled_from(["m-etf", "first-device"])),
+        start_from=draw(st.sampled_from(STARTS)),
     )
 
 

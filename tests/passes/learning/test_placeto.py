@@ -18,10 +18,11 @@ from onnxplace.testing import check_pass, random_state
 SHAPE = Shape(devices=4, width=4, rounds=2)
 
 
-@pytest.fixture(scope="module", params=["m-etf", "first-device"])
+@pytest.fixture(scope="module", params=["several", "m-etf", "first-device"])
 def policy_file(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("policy") / "random.safetensors"
-    write_policy(path, Policy(SHAPE, SHAPE.draw_parameters(1), start=request.param))
+    # Scores are as far from each other as those of a trained policy, so that it moves groups.
+    write_policy(path, Policy(SHAPE, 3 * SHAPE.draw_parameters(1), start=request.param))
     return path
 
 
@@ -61,6 +62,21 @@ def test_a_policy_that_starts_from_m_etf_is_not_worse_than_its_devices(family, t
     assert result.feasible
     assert result.makespan_seconds <= start.seconds * (1 + 1e-9)
     assert [note.code for note in result.diagnostics if note.code == "P047"] == ["P047"]
+
+
+def test_several_starts_are_not_worse_than_each_of_them():
+    theta = 3 * SHAPE.draw_parameters(2)
+    for seed in range(5):
+        problem = placement_problem(random_state(seed, 25, 3))
+        costs = {}
+        for start in ("several", "m-etf", "first-device"):
+            episodes = Environment(problem, start_from=start).run_best(SHAPE.network(theta))
+            costs[start] = min(episode.best()[0] for episode in episodes)
+            first = episodes[0].trajectory.cost[0]
+            assert first == min(
+                episode.trajectory.cost[0] for episode in episodes[: len(episodes) - (start == "several")]
+            )
+        assert costs["several"] <= min(costs.values())
 
 
 def test_a_graph_that_fits_on_no_single_device_is_placed(policy_file):

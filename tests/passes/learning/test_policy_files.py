@@ -50,12 +50,27 @@ def test_a_policy_is_read_as_it_was_written(policy_file):
 
 def test_a_checkpoint_also_has_the_moments_of_the_optimiser(tmp_path):
     policy = make_policy()
-    learner = Learner(policy, policy.theta + 1, policy.theta**2)
+    learner = Learner(policy, policy.theta + 1, policy.theta**2, policy.theta - 1)
     write_policy(tmp_path / "c.safetensors", policy, learner)
     restored = read_learner(tmp_path / "c.safetensors")[1]
     assert restored.first.tolist() == learner.first.tolist()
     assert restored.second.tolist() == learner.second.tolist()
+    assert restored.averaged_policy.theta.tolist() == learner.average.tolist()
     assert read_policy(tmp_path / "c.safetensors").theta.tolist() == policy.theta.tolist()
+
+
+def test_what_it_learned_from_is_kept_and_policies_of_version_1_learned_from_rewards(policy_file):
+    write_policy(policy_file, replace(make_policy(), learned_from="completions", start="several"))
+    policy = read_policy(policy_file)
+    assert (policy.learned_from, policy.start) == ("completions", "several")
+
+    def to_version_1(header):
+        header["__metadata__"].update(version="1", start="m-etf")
+        del header["__metadata__"]["learned_from"]
+
+    policy_file.write_bytes(with_header(policy_file.read_bytes(), to_version_1))
+    policy = read_policy(policy_file)
+    assert (policy.learned_from, policy.start) == ("rewards", "m-etf")
 
 
 def test_equal_policies_are_equal_files(policy_file, tmp_path):
@@ -112,7 +127,7 @@ def test_a_changed_byte_is_refused_with_the_name_of_the_file_or_changes_a_parame
 @pytest.mark.parametrize(
     ("change", "code"),
     [
-        (lambda header: header["__metadata__"].update(version="2"), "H005"),
+        (lambda header: header["__metadata__"].update(version="3"), "H005"),
         (lambda header: header["__metadata__"].update(kind="go"), "H005"),
         (lambda header: header["__metadata__"].update(format="pt"), "H004"),
         (lambda header: header.pop("__metadata__"), "H004"),
@@ -121,6 +136,7 @@ def test_a_changed_byte_is_refused_with_the_name_of_the_file_or_changes_a_parame
         (lambda header: header["__metadata__"].update(width="1000000000"), "H003"),
         (lambda header: header["__metadata__"].update(order="backwards"), "H003"),
         (lambda header: header["__metadata__"].update(start="anywhere"), "H003"),
+        (lambda header: header["__metadata__"].update(learned_from="books"), "H003"),
         (lambda header: header.pop("encode.0.weight"), "H003"),
         (lambda header: header["encode.0.weight"].update(dtype="F64"), "H003"),
         (lambda header: header["encode.0.weight"].update(shape=[4, 10]), "H003"),
