@@ -35,6 +35,9 @@ from onnxplace.utils import budget_clock, format_path, require_writable
 VALIDATION_PERIOD = 6
 # Updates between two points of the curve.
 POINT_UPDATES = 32
+# Of two policies whose costs differ by this share of the lower one, the later one is kept: a few graphs cannot tell
+# which one is better, but the later one has learned more.
+SIMILAR_COST = 0.002
 # Seconds between two checkpoints.
 CHECKPOINT_SECONDS = 30.0
 
@@ -248,8 +251,9 @@ class Training:
         bests = [[best[0] for item in several if (best := item.best())] for several in episodes]
         costs = [min(found, default=start) for found, start in zip(bests, starts)]
         cost = float(np.exp(np.mean(np.log(np.maximum(costs, 1e-12)))))
-        if cost < self.best_cost:
-            self.best, self.best_cost = policy, cost
+        if cost <= self.best_cost * (1 + SIMILAR_COST):
+            self.best = policy
+        self.best_cost = min(self.best_cost, cost)
         self.points.append(
             CurvePoint(
                 updates=self.learner.policy.updates,
