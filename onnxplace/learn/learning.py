@@ -14,6 +14,8 @@ from onnxplace.graph import Ints
 from onnxplace.learn.curves import CurvePoint, Plotted, plot_curve, read_curve, write_curve
 from onnxplace.learn.problems import LearningGraph
 from onnxplace.passes.learning import (
+    COMPLETION_ROUNDS,
+    ROUNDS,
     Environment,
     Learner,
     Order,
@@ -170,7 +172,8 @@ class Training:
         seed = options.settings.seed
         environments = [Environment(graph.problem, options.order, seed, options.start) for graph in graphs]
         trained, held_out = hold_out(environments)
-        shape = Shape(options.devices)
+        learns_from_completions = options.settings.learn_from == "completions"
+        shape = Shape(options.devices, rounds=COMPLETION_ROUNDS if learns_from_completions else ROUNDS)
         policy = Policy(
             shape=shape,
             theta=shape.draw_parameters(seed),
