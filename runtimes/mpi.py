@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import UsageError
-from onnxplace.hosts import Connection, list_versions
+from onnxplace.hosts import Connection, is_this_machine, list_versions
 from onnxplace.machine import list_operator_libraries, uses_optimisations
 from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Runtime, RuntimeSession
 from onnxplace.runtimes.execution import EngineSession
@@ -64,6 +64,7 @@ class Mpi(Runtime):
             libraries=list_operator_libraries(),
             versions=list_versions(),
             optimises=uses_optimisations(),
+            remote=tuple(rank for rank, host in enumerate(plan.hosts) if not is_this_machine(host)),
         )
         cluster.open(opening)
         return EngineSession(make_engine(bundle, cluster, trace, max_in_flight))

@@ -9,21 +9,25 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from onnxplace.cli.options import (
     against_option,
     as_json,
+    hosts_option,
     inputs_option,
+    make_no_outputs_error,
     note_core_shortage,
     parse_shape,
     print_json,
     print_notes,
+    runtime_option,
     seed_option,
     shape_option,
     show_progress,
+    start_timeout_option,
     with_operator_libraries,
 )
 from onnxplace.errors import UsageError
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
     from onnxplace.errors import Diagnostic
     from onnxplace.evaluation import DeviceUsage, StepInputs, Timings
+    from onnxplace.runtime import Runtime
     from onnxplace.traces import Difference, RequestTimeline, TimelineComparison
 
 # Rounds that fill caches and are not counted.
@@ -59,6 +64,9 @@ MAX_TRACED = 20
     "--trace", type=click.Path(path_type=Path), metavar="F.json",
     help="Write a timeline of requests and the predicted one, for Perfetto.",
 )  # fmt: skip
+@runtime_option
+@hosts_option
+@start_timeout_option
 @click.option("--no-memory", is_flag=True, help="Do not measure memory, which needs a process for each device.")
 @click.option("--max-ratio", type=float, metavar="R", help="Exit 1 if the bundle takes more than R times the model.")
 @seed_option
@@ -77,12 +85,13 @@ def bench(
     max_ratio: float | None,
     seed: int,
     json_: bool,
+    **options: Any,
 ) -> None:
     """Compare predictions for BUNDLE with measurements: steps, devices, links, memory.
 
     The bundle, one session with all cores, and one session with the cores of a single device take turns. All carry
     states on, plain sessions as arrays. Then a few traced steps show busy times and transfers. Separate processes show
-    the peak memory of each device.
+    the peak memory of each device, with the runtime onnxruntime only.
     """
     from onnxplace.api import load
     from onnxplace.evaluation import choose_step_inputs, measure_usage
@@ -94,7 +103,9 @@ def bench(
     if trace:
         require_writable(trace, bundle, *(path for path in (inputs, against) if path))
     opened = load(bundle)
-    note_core_shortage(opened)
+    session_options = {"timeout" if name == "start_timeout" else name: value for name, value in options.items()}
+    runtime = _create_runtime(**session_options)
+    note_core_shortage(opened, options["runtime"])
     if in_flight > 1 and opened.manifest.states:
         raise UsageError(
             "U013",
@@ -104,8 +115,10 @@ def bench(
         )
     steps = choose_step_inputs(opened, inputs, parse_shape(shape), seed)
     with show_progress(json_, "timing steps") as observer:
-        times = _time_steps(opened, against, steps, repeat, in_flight)
-        usage = measure_usage(opened, steps.first, min(repeat, MAX_TRACED), not no_memory, observer, in_flight)
+        times = _time_steps(opened, against, steps, repeat, in_flight, session_options)
+        with_memory = not no_memory and options["runtime"] == "onnxruntime"
+        rounds = min(repeat, MAX_TRACED)
+        usage = measure_usage(opened, steps.first, rounds, with_memory, observer, in_flight, runtime)
     predicted = predict_stream(opened.manifest, usage.timelines, in_flight)
     comparison = compare_timelines(opened.manifest, usage.timelines, predicted)
     if trace:
@@ -118,12 +131,27 @@ def bench(
         else:
             click.echo(format_summary(opened, times, usage))
             click.echo("\n" + format_comparison(comparison, in_flight))
+    _require_ratio(ratio, max_ratio)
+
+
+def _require_ratio(ratio: float, max_ratio: float | None) -> None:
+    """End the command with exit code 1 if the bundle takes too long."""
     if max_ratio is not None and ratio > max_ratio:
         with suppress(OSError):
             click.echo(
                 f"the bundle takes {ratio:.3f} times as long as the model, expected at most {max_ratio}", err=True
             )
         raise SystemExit(1)
+
+
+def _create_runtime(runtime: str, **options: Any) -> Runtime:
+    """Return the runtime that is timed; raises UsageError if it computes nothing, or has no such options."""
+    from onnxplace.pipeline import find_plugin
+    from onnxplace.runtime import create_runtime
+
+    if runtime == "simulated":
+        raise make_no_outputs_error(runtime, "bench")
+    return create_runtime(cast("type[Runtime]", find_plugin("runtimes", runtime)), runtime, **options)
 
 
 def _write_trace(
@@ -137,9 +165,9 @@ def _write_trace(
 
 
 def _time_steps(
-    bundle: Bundle, against: Path | None, steps: StepInputs, repeat: int, in_flight: int
+    bundle: Bundle, against: Path | None, steps: StepInputs, repeat: int, in_flight: int, options: Mapping[str, Any]
 ) -> dict[str, Timings]:
-    """Time the bundle and the plain sessions in turn."""
+    """Time the bundle, opened with these options, and the plain sessions in turn."""
     from onnxplace.api import InferenceSession
     from onnxplace.evaluation import StateCarrier, open_reference, time_in_turns
     from onnxplace.machine import available_cores
@@ -156,7 +184,7 @@ def _time_steps(
         whole(steps.first)
         steps.learn(whole.states)
     feeds = [steps.feeds(number) for number in range(repeat + WARM_UPS)]
-    with InferenceSession(bundle, max_in_flight=max(in_flight, DEFAULT_MAX_IN_FLIGHT)) as session:
+    with InferenceSession(bundle, max_in_flight=max(in_flight, DEFAULT_MAX_IN_FLIGHT), **options) as session:
         calls: dict[str, Callable[[Any], object]] = {
             "bundle": lambda arrays: session.run(None, arrays),
             "model": whole,

@@ -132,13 +132,14 @@ def measure_usage(
     with_memory: bool,
     observer: Observer | None = None,
     in_flight: int = 1,
+    runtime: Runtime | None = None,
 ) -> DeviceUsage:
     """Run a bundle `rounds` times on the same feeds and measure devices, links and memory.
 
     Then run some more requests with so many in flight, for their timelines. The feeds include the initial values of
-    states. Values that cannot be measured are noted.
+    states. Values that cannot be measured are noted. The runtime is `onnxruntime` by default.
     """
-    runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
+    runtime = runtime or cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
     if observer:
         observer("tracing", 0, 1 + with_memory)
     traced = _trace_requests(runtime, bundle, feeds, rounds, in_flight)

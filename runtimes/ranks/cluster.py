@@ -6,6 +6,7 @@ opened for it, and no other user can be taken for rank 0.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import select
 import shutil
@@ -19,8 +20,12 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
+
+from onnxplace.bundle import Bundle
 from onnxplace.errors import ExecutionError, InputError, TargetError
 from onnxplace.hosts import INSTALL_HINT, Connection, find_mpi_cause
+from onnxplace.runtimes.ranks.distribution import read_piece
 from onnxplace.runtimes.ranks.frames import Frame, FrameSocket, Tick
 from onnxplace.runtimes.ranks.launcher import CLOSING_SECONDS, Launcher
 from onnxplace.runtimes.ranks.plan import RankPlan
@@ -70,7 +75,7 @@ class Cluster:
             frame = opening.to_frame()
             for rank in range(len(self.plan.devices)):
                 self.send(rank, frame)
-            self._await_ready(deadline)
+            self._await_ready(opening.bundle)
         except (EOFError, OSError):
             error = self.describe_end()
             self._drop(0.0)
@@ -128,9 +133,13 @@ class Cluster:
             hint = "allow more time: --timeout, or InferenceSession(..., timeout=300)"
             raise ExecutionError("K012", message, where=", ".join(self.plan.counts), hint=hint)
 
-    def _await_ready(self, deadline: float) -> None:
-        """Wait until all ranks have opened the bundle; raises the error of the first that could not."""
+    def _await_ready(self, bundle: Bundle) -> None:
+        """Wait until all ranks have opened the bundle; raises the error of the first that could not.
+
+        Ranks on other machines fetch what they need of it, and have more time after each piece.
+        """
         missing = set(range(len(self.plan.devices)))
+        deadline = time.monotonic() + self.timeout_seconds
 
         def tick(silent_seconds: float) -> None:
             late = ", ".join(self.plan.devices[rank] for rank in sorted(missing))
@@ -142,11 +151,21 @@ class Cluster:
             if frame.kind == "failed":
                 rank = frame.fields["rank"]
                 raise rebuild_error(frame.fields["error"], self.plan.describe(rank))
-            if frame.kind == "started":
+            if frame.kind == "need":
+                self._send_piece(bundle, frame)
+                deadline = time.monotonic() + self.timeout_seconds
+            elif frame.kind == "started":
                 self._processes[frame.fields["rank"]] = frame.fields["pid"]
             elif frame.kind == "ready":
                 missing.discard(frame.fields["rank"])
         self.send(0, Frame("watch"))
+
+    def _send_piece(self, bundle: Bundle, frame: Frame) -> None:
+        """Send bytes of a file of the bundle to a rank that does not have it."""
+        fields = frame.fields
+        piece = read_piece(bundle, fields["name"], fields["offset"], fields["length"])
+        digest = hashlib.sha256(piece).hexdigest()
+        self.send(fields["rank"], Frame("piece", {"sha256": digest}, [np.frombuffer(piece, np.uint8)]))
 
     # -- frames ------------------------------------------------------------------------------------
 

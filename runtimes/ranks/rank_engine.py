@@ -259,8 +259,8 @@ class RankEngine(Engine):
             device=device,
             kind=kind,
             name=name,
-            start_seconds=start,
-            finish_seconds=finish,
+            start_seconds=max(start, 0.0),  # clocks of machines are compared with an error
+            finish_seconds=max(finish, 0.0),
             request=request.number,
             submitted_seconds=request.start_time,
             route=request.route.index,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from onnxplace.runtimes.execution import (
     is_native_array,
     open_segment,
 )
+from onnxplace.runtimes.ranks.distribution import Fetch, obtain_bundle
 from onnxplace.runtimes.ranks.frames import Frame
 from onnxplace.runtimes.ranks.message_bus import MessageBus
 from onnxplace.runtimes.ranks.values import decode_value, decode_values, encode_value, encode_values
@@ -60,6 +61,8 @@ class Opening:
     """The driver's."""
     optimises: bool = True
     """Whether ONNX Runtime optimises the segments."""
+    remote: tuple[int, ...] = ()
+    """Ranks on other machines than the driver's."""
 
     def to_frame(self) -> Frame:
         """Return it as a frame, with the manifest as a buffer."""
@@ -70,6 +73,7 @@ class Opening:
             "libraries": self.libraries,
             "versions": dict(self.versions),
             "optimises": self.optimises,
+            "remote": self.remote,
         }
         return Frame("open", fields, [np.frombuffer(self.bundle.manifest.model_dump_json().encode(), np.uint8)])
 
@@ -86,6 +90,7 @@ class Opening:
             libraries=tuple(fields["libraries"]),
             versions=fields["versions"],
             optimises=fields["optimises"],
+            remote=tuple(fields["remote"]),
         )
 
 
@@ -122,6 +127,9 @@ class RankLoop(ProgramLoop):
         self._cancelled: set[int] = set()
         self._entries = device.memory.run_entries()
         self.cores = device.cores
+        self.clock_offset_seconds = 0.0
+        """What the clock of this machine shows more than the driver's."""
+        self.compares_clocks = opening.trace and bus.rank in opening.remote
 
     # -- messages, under the lock of the bus ----------------------------------------------------------
 
@@ -154,7 +162,7 @@ class RankLoop(ProgramLoop):
         feeds = decode_values(fields["feeds"], iter(frame.buffers))
         conversation = CarriedStates(self._state_table, fields["conversation"])
         request = Request(fields["number"], feeds, route, names, conversation, Outcome())
-        request.start_time = fields["submitted"]
+        request.start_time = fields["submitted"] + self.clock_offset_seconds
         for key, value in self._entries.items():
             request.options.add_run_config_entry(key, value)
         request.states = {name: self._take_state(*handle) for name, handle in fields["stored"].items()}
@@ -196,12 +204,10 @@ class RankLoop(ProgramLoop):
             fields["outputs"] = encode_values(outputs, buffers)
             self._stored.update({(serial, name): value for name, value in request.next_states.items()})
             fields["states"] = {name: list(_read_shape(value)) for name, value in request.next_states.items()}
-        origin = request.start_time
         fields["events"] = [
             [item.device, item.kind, item.name, item.start_seconds, item.finish_seconds, item.bytes]
             for item in request.events
         ]
-        fields["submitted"] = origin
         return Frame("report", fields, buffers)
 
     def _send(self, device: PlacedDevice, step: Step, value: Any, request: Request) -> None:
@@ -255,8 +261,8 @@ class RankLoop(ProgramLoop):
         self._device.memory.close()
 
 
-def open_rank(opening: Opening, bus: MessageBus, wait: Waiter) -> RankLoop:
-    """Open the device and the segments of a rank.
+def open_rank(opening: Opening, bus: MessageBus, wait: Waiter, fetch: Fetch) -> RankLoop:
+    """Open the device and the segments of a rank; on another machine than the driver's, `fetch` gets what is missing.
 
     Raises the errors of the runtime `onnxruntime`, and TargetError if versions differ.
     """
@@ -266,10 +272,14 @@ def open_rank(opening: Opening, bus: MessageBus, wait: Waiter) -> RankLoop:
     device = target.devices[target.position(name)]
     _require_local(device)
     placed = PlacedDevice(device, _find_cores(device, target.devices))
+    routes_of_devices = list_routes(bundle.manifest)
+    if bus.rank in opening.remote:
+        bundle = _obtain_part(bundle, name, fetch)
+        opening = replace(opening, bundle=bundle)
     opened: dict[str, OpenSegment] = {}
     routes = []
     with use_custom_operators(opening.libraries), nullcontext() if opening.optimises else without_optimisations():
-        for index, route in enumerate(list_routes(bundle.manifest)):
+        for index, route in enumerate(routes_of_devices):
             records = [item for item in bundle.manifest.segments if route.devices[item.device] == name]
             bundle.check_files(*{item.file for item in records if item.id not in opened}, check="small")
             for record in records:
@@ -279,6 +289,14 @@ def open_rank(opening: Opening, bus: MessageBus, wait: Waiter) -> RankLoop:
             segments = {item.id: opened[item.id] for item in records}
             routes.append(OpenRoute(index, route.devices, programs, segments, 1.0))
     return RankLoop(opening, placed, routes, bus, wait)
+
+
+def _obtain_part(bundle: Bundle, device: str, fetch: Fetch) -> Bundle:
+    """Return a bundle that is on this host, as far as a device needs it."""
+    homes = {home for route in list_routes(bundle.manifest) for home, item in route.devices.items() if item == device}
+    segments = [item for item in bundle.manifest.segments if item.device in homes]
+    states = [item.input for item in bundle.manifest.states if item.device in homes]
+    return obtain_bundle(bundle, segments, states, fetch)
 
 
 def _require_versions(expected: Mapping[str, str]) -> None:

@@ -8,6 +8,7 @@ the main thread computes, and tells the others that this rank is alive.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import socket
 import sys
@@ -30,6 +31,8 @@ HELPER_SECONDS = 1e-3
 HEARTBEAT_SECONDS = 0.25
 # A rank that is silent for longer is reported by rank 0; the others end by themselves if rank 0 is.
 MAX_SILENT_SECONDS, MAX_ROOT_SILENT_SECONDS = 2.0, 10.0
+# Clocks of machines drift apart by some us a second, so they are compared again and again while requests are traced.
+CLOCK_TRIPS, CLOCK_SECONDS = 50, 60.0
 # Time for messages to go through before the end.
 FLUSHING_SECONDS = 2.0
 
@@ -46,6 +49,8 @@ class RankProcess:
         self._flushing = threading.Lock()
         self._loop: RankLoop | None = None
         self._ended = threading.Event()
+        self._clock_answers: deque[float] = deque()
+        self._next_clock_time = 0.0
         self._is_closing = False
         self._is_watching = False
         """Whether silent ranks are reported: only after all have opened the bundle."""
@@ -63,6 +68,11 @@ class RankProcess:
         if frame.kind == "value":
             assert self._loop is not None
             self._loop.accept_value_frame(frame)
+        elif frame.kind == "clock":
+            if self.bus.rank == 0:
+                self.bus.send(source, Frame("clock", {"seconds": time.perf_counter()}))
+            else:
+                self._clock_answers.append(frame.fields["seconds"])
         elif self.bus.rank == 0:
             frame.fields["rank"] = source
             self._outgoing.append(frame)
@@ -163,6 +173,8 @@ class RankProcess:
         elif self._loop is None:
             return
         elif frame.kind == "request":
+            if self._loop.compares_clocks and time.monotonic() >= self._next_clock_time:
+                self._loop.clock_offset_seconds = self._measure_clock_offset()
             self._answer(self._loop.follow(frame))
         elif frame.kind == "free":
             self._loop.free(fields["handles"])
@@ -174,7 +186,7 @@ class RankProcess:
     def _open(self, frame: Frame) -> Frame:
         """Open the bundle; return the answer."""
         try:
-            self._loop = open_rank(Opening.from_frame(frame), self.bus, self.wait)
+            self._loop = open_rank(Opening.from_frame(frame), self.bus, self.wait, self._fetch)
         except OnnxplaceError as problem:
             return Frame("failed", {"error": describe_error(problem)})
         except Exception as problem:  # noqa: BLE001 - the driver reports it
@@ -182,6 +194,34 @@ class RankProcess:
             return Frame("failed", {"error": describe_error(ExecutionError("X001", f"opening failed: {text}"))})
         pin_thread(self._loop.cores).__enter__()
         return Frame("ready")
+
+    def _measure_clock_offset(self) -> float:
+        """Return what this clock shows more than that of rank 0, by the quickest of some round trips.
+
+        Its error is at most half of that round trip.
+        """
+        trips = []
+        for _ in range(CLOCK_TRIPS):
+            sent = time.perf_counter()
+            self.bus.send(0, Frame("clock"))
+            self.wait(lambda: bool(self._clock_answers))
+            received = time.perf_counter()
+            trips.append((received - sent, (sent + received) / 2 - self._clock_answers.popleft()))
+        self._next_clock_time = time.monotonic() + CLOCK_SECONDS
+        return min(trips)[1]
+
+    def _fetch(self, name: str, offset: int, length: int) -> Any:
+        """Return bytes of a file of the driver's bundle; raises ExecutionError if it does not send them."""
+        self._answer(Frame("need", {"name": name, "offset": offset, "length": length}))
+        self.wait(lambda: bool(self._inbox))
+        frame = self._inbox.popleft()
+        if frame.kind != "piece":
+            self._inbox.appendleft(frame)
+            raise ExecutionError("X002", "the session was closed while it was opened")
+        (piece,) = frame.buffers
+        if hashlib.sha256(piece).hexdigest() != frame.fields["sha256"]:
+            raise ExecutionError("K007", f"bytes of {name!r} at {offset} were damaged on their way")
+        return piece
 
     def _read_driver(self) -> None:
         """Take the frames of the driver, and pass on those for other ranks; its end is the end of all ranks."""

@@ -74,7 +74,7 @@ MAY_IMPORT = {
     "pipeline": "errors facts runtime state utils",
     "calibration": "bundle errors feeds graph machine pipeline runtime target utils",
     "hosts": "calibration errors machine ort target utils",
-    "runtimes.ranks": "bundle devices errors feeds hosts machine runtime runtimes.execution target",
+    "runtimes.ranks": "bundle devices errors feeds hosts machine model runtime runtimes.execution target utils",
     "runtimes": "bundle errors feeds hosts machine runtime runtimes.execution runtimes.ranks traces",
     "evaluation": "bundle errors feeds machine model ort pipeline runtime target traces utils",
     "report": "bundle errors pipeline",

@@ -134,7 +134,9 @@ def test_ranks_that_end_while_they_open_the_bundle_are_reported_at_once(bundle, 
 
 
 @needs_mpi
-def test_the_commands_run_and_verify_a_bundle_on_ranks(two_hosts, run_cli):
+def test_the_commands_run_verify_and_time_a_bundle_on_ranks(two_hosts, run_cli):
     options = ("--runtime", "mpi", "--hosts", "localhost:1,127.0.0.1:1", "--start-timeout", "60", "--json")
     assert only_json(run_cli("run", str(two_hosts.path), *options))["runtime"] == "mpi"
     assert only_json(run_cli("verify", str(two_hosts.path), *options))["equal"] is True
+    bench = only_json(run_cli("bench", str(two_hosts.path), "--repeat", "3", *options))
+    assert [device["id"] for device in bench["devices"]] == list(TWO_HOSTS)

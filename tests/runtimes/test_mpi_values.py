@@ -1,12 +1,17 @@
 """Values between ranks, on one host and on two that are both this machine."""
 
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
-from onnx import parser
+from onnx import numpy_helper, parser
 
 import onnxplace
+from onnxplace.hosts import Connection
+from onnxplace.ort import import_onnxruntime
+from onnxplace.runtimes import mpi
+from onnxplace.runtimes.ranks import Opening
 from tests.support.random_placements import assert_same
 from tests.support.two_hosts import TWO_HOSTS, compile_alternating
 
@@ -44,6 +49,12 @@ many (float[2, 3] x, float[0, 3] empty, string[2] text, float[300, 1000] big, fl
     n1 = Unsqueeze(n0, axis)
     n = NonZero(n1)
 }
+"""
+
+
+TWO_PRODUCTS = """
+<ir_version: 8, opset_import: ["": 17]>
+products (float[2, 256] x) => (float[2, 256] y) { a = MatMul(x, v) y = MatMul(a, w) }
 """
 
 
@@ -90,3 +101,81 @@ def test_a_bundle_of_two_hosts_runs_there_and_its_trace_names_their_devices(two_
         np.testing.assert_array_equal(result.outputs["b"], -make_feeds(seed)["big"])
         assert {event.device for event in result.events} == set(TWO_HOSTS)
         assert all(0 <= event.start_seconds <= event.finish_seconds <= result.seconds for event in result.events)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch, tmp_path):
+    """Let ranks believe that they are on other machines, with a cache of their own, where the bundle is missing."""
+    monkeypatch.setenv("ONNXPLACE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(mpi, "is_this_machine", lambda host: False)
+    to_frame = Opening.to_frame
+
+    def with_other_path(opening):
+        frame = to_frame(opening)
+        frame.fields["path"] = "/nowhere/model.bundle"
+        return frame
+
+    monkeypatch.setattr(Opening, "to_frame", with_other_path)
+    return tmp_path / "cache" / "bundles"
+
+
+def test_ranks_without_the_bundle_fetch_their_segments_and_the_ranges_of_weights_that_these_need(tmp_path, elsewhere):
+    model = parser.parse_model(TWO_PRODUCTS)
+    random = np.random.default_rng(0)
+    for name, shape in (("v", (256, 512)), ("w", (512, 256))):
+        model.graph.initializer.append(numpy_helper.from_array(random.standard_normal(shape, np.float32), name))
+    bundle = compile_alternating(model, tmp_path, *TWO_HOSTS)
+    feeds = {"x": random.standard_normal((2, 256), np.float32)}
+    open_both = partial(onnxplace.InferenceSession, bundle, runtime="mpi", timeout=WAIT_SECONDS)
+    with open_both() as session:
+        outputs = session.run(None, feeds)
+    copies = sorted(path for path in elsewhere.iterdir() if path.is_dir())
+    weights = bundle.file("segments/weights.bin").stat()
+    assert len(copies) == 2
+    assert all((copy / "segments/weights.bin").stat().st_size == weights.st_size for copy in copies)
+    assert all((copy / "segments/weights.bin").stat().st_blocks < weights.st_blocks for copy in copies)  # holes
+    assert {path.name for copy in copies for path in copy.glob("segments/*.onnx")} == {
+        segment.file.partition("/")[2] for segment in bundle.manifest.segments
+    }
+    times = [path.stat().st_mtime_ns for copy in copies for path in copy.glob("segments/*")]
+    with open_both() as session:
+        np.testing.assert_array_equal(session.run(None, feeds)[0], outputs[0])
+    assert [path.stat().st_mtime_ns for copy in copies for path in copy.glob("segments/*")] == times
+    plain = import_onnxruntime().InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    np.testing.assert_allclose(outputs[0], plain.run(None, feeds)[0], rtol=1e-4, atol=1e-2)
+
+
+def test_a_bundle_that_is_there_is_used_there(tmp_path, elsewhere, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setenv("ONNXPLACE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(mpi, "is_this_machine", lambda host: False)
+    bundle = compile_many(tmp_path, *TWO_HOSTS)
+    with onnxplace.InferenceSession(bundle, runtime="mpi", timeout=WAIT_SECONDS) as session:
+        session.run(None, make_feeds(0))
+    assert [path for path in elsewhere.iterdir() if path.is_dir()] == []
+
+
+def test_events_of_a_machine_with_another_clock_are_on_the_clock_of_the_first(two_hosts, monkeypatch):
+    shift = 1000.0
+
+    class Shifted(Connection):
+        """Starts ranks of which rank 1 has another clock."""
+
+        def make_ranks_command(self, counts, module, *arguments):
+            code = (
+                "import time\nfrom mpi4py import MPI\nread = time.perf_counter\n"
+                f"if MPI.COMM_WORLD.rank:\n    time.perf_counter = lambda: read() + {shift}\n"
+                f"from {module} import main\nmain()"
+            )
+            *command, _, _ = super().make_ranks_command(counts, module)
+            return [*command, "-c", code, *arguments]
+
+    monkeypatch.setattr(mpi, "Connection", Shifted)
+    monkeypatch.setattr(mpi, "is_this_machine", lambda host: host == "localhost")
+    with onnxplace.InferenceSession(two_hosts, runtime="mpi", trace=True, timeout=WAIT_SECONDS) as session:
+        result = session.submit(make_feeds(0)).result(WAIT_SECONDS)
+    for event in result.events:
+        assert 0 <= event.start_seconds <= event.finish_seconds <= result.seconds + 0.1
+    sent = min(event.finish_seconds for event in result.events if event.device == TWO_HOSTS[0] and event.kind == "run")
+    used = max(event.finish_seconds for event in result.events if event.device == TWO_HOSTS[1] and event.kind == "run")
+    assert sent < used

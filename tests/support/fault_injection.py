@@ -20,8 +20,7 @@ import onnxplace
 from onnxplace.bundle import Step
 from onnxplace.errors import ExecutionError, FeedError, OnnxplaceError, RunTimeoutError
 from onnxplace.runtimes import onnxruntime as runtime_module
-from onnxplace.runtimes.execution import Engine
-from onnxplace.runtimes.execution.workers import drop_last_frees
+from onnxplace.runtimes.execution import Engine, drop_last_frees
 from tests.support.fault_checks import raise_in
 from tests.support.small_programs import SmallModel, Talker
 
