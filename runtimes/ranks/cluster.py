@@ -101,17 +101,16 @@ class Cluster:
         if len(os.fsencode(folder)) > _MAX_SOCKET_PATH:
             folder.rmdir()
             folder = Path(tempfile.mkdtemp(prefix="onnxplace-", dir="/tmp"))
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             path = folder / "socket"
-            listener.bind(str(path))
-            listener.listen(1)
             command = self._connection.make_ranks_command(self.plan.counts, RANK_MODULE, str(path))
-            self._launcher = Launcher(command, str(path))
-            OPEN_CLUSTERS.add(self)
-            self._socket = FrameSocket(self._accept(listener, deadline))
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+                listener.bind(str(path))
+                listener.listen(1)
+                self._launcher = Launcher(command, str(path))
+                OPEN_CLUSTERS.add(self)
+                self._socket = FrameSocket(self._accept(listener, deadline))
         finally:
-            listener.close()
             shutil.rmtree(folder, ignore_errors=True)
 
     def _accept(self, listener: socket.socket, deadline: float) -> socket.socket:

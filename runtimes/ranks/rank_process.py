@@ -27,7 +27,7 @@ from onnxplace.runtimes.ranks.rank_loop import Opening, RankLoop, describe_error
 
 # How a rank waits: it looks for messages without pause, then naps, then leaves the looking to its helper.
 SPIN_SECONDS, NAP_SECONDS, IDLE_SECONDS = 200e-6, 20e-6, 0.02
-HELPER_SECONDS = 1e-3
+HELPER_SECONDS, IDLE_HELPER_SECONDS, LOOKS_PER_CHECK = 1e-3, 1.5e-3, 20
 HEARTBEAT_SECONDS = 0.25
 # A rank that is silent for longer is reported by rank 0; the others end by themselves if rank 0 is.
 MAX_SILENT_SECONDS, MAX_ROOT_SILENT_SECONDS = 2.0, 10.0
@@ -49,6 +49,7 @@ class RankProcess:
         self._flushing = threading.Lock()
         self._loop: RankLoop | None = None
         self._ended = threading.Event()
+        self._is_idle = False
         self._clock_answers: deque[float] = deque()
         self._next_clock_time = 0.0
         self._is_closing = False
@@ -135,7 +136,9 @@ class RankProcess:
                 self._wakeup.clear()
                 if is_ready():
                     return
+                self._is_idle = True
                 self._wakeup.wait(1.0)
+                self._is_idle = False
             elif waited > SPIN_SECONDS:
                 time.sleep(NAP_SECONDS)
 
@@ -247,8 +250,9 @@ class RankProcess:
         next_heartbeat = 0.0
         try:
             while not self._ended.is_set():
-                time.sleep(HELPER_SECONDS)
-                self._look()
+                for _ in range(LOOKS_PER_CHECK):
+                    time.sleep(IDLE_HELPER_SECONDS if self._is_idle else HELPER_SECONDS)
+                    self._look()
                 self.bus.add_silence()
                 if time.monotonic() >= next_heartbeat:
                     next_heartbeat = time.monotonic() + HEARTBEAT_SECONDS
