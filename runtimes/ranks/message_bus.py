@@ -33,6 +33,7 @@ _DTYPES = (
 _DTYPE_CODES = {np.dtype(name): code for code, name in enumerate(_DTYPES)}
 # A time that a thread was held up counts as at most this much silence of others.
 MAX_STEP_SECONDS = 0.1
+_LOOK_SECONDS = 1e-3
 
 
 @dataclass
@@ -66,7 +67,9 @@ class MessageBus:
         from mpi4py import MPI
 
         self._mpi = MPI
-        self._communicator = communicator.Dup()
+        self._communicator, duplication = communicator.Idup()
+        while not duplication.Test():  # the other ranks may come minutes later
+            time.sleep(_LOOK_SECONDS)
         self.rank: int = self._communicator.rank
         self.size: int = self._communicator.size
         self._on_frame, self._on_value = on_frame, on_value

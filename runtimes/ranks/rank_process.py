@@ -38,9 +38,14 @@ FLUSHING_SECONDS = 2.0
 
 
 class RankProcess:
-    """The main thread, the helper, and on rank 0 the reader of the driver's socket."""
+    """The main thread, the helper, and on rank 0 the reader of the driver's socket.
 
-    def __init__(self, communicator: Any, path: str) -> None:
+    Args:
+        communicator: of MPI.
+        connection: On rank 0, a connected socket of the driver.
+    """
+
+    def __init__(self, communicator: Any, connection: socket.socket | None) -> None:
         self._abort_all = communicator.Abort
         self.bus = MessageBus(communicator, self._accept, self._accept_value)
         self._inbox: deque[Frame] = deque()
@@ -55,12 +60,10 @@ class RankProcess:
         self._is_closing = False
         self._is_watching = False
         """Whether silent ranks are reported: only after all have opened the bundle."""
+        self._is_opened = False
+        """Whether rank 0 has said what to open; before that, it need not be alive yet."""
         self._reported: set[int] = set()
-        self._driver: FrameSocket | None = None
-        if self.bus.rank == 0:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.connect(path)
-            self._driver = FrameSocket(connection)
+        self._driver = FrameSocket(connection) if connection is not None else None
 
     # -- frames ------------------------------------------------------------------------------------
 
@@ -92,6 +95,7 @@ class RankProcess:
         elif frame.kind == "watch":
             self._is_watching = True
         else:
+            self._is_opened = True
             self._is_closing = self._is_closing or frame.kind == "close"
             self._inbox.append(frame)
         self._wakeup.set()
@@ -278,7 +282,7 @@ class RankProcess:
     def _watch(self) -> None:
         """Report silent ranks; end if rank 0 is silent."""
         if self.bus.rank:
-            if self.bus.silent_seconds[0] > MAX_ROOT_SILENT_SECONDS and not self._is_closing:
+            if self._is_opened and self.bus.silent_seconds[0] > MAX_ROOT_SILENT_SECONDS and not self._is_closing:
                 self._abort("rank 0 is silent")
             return
         for rank in range(1, self.bus.size):
@@ -315,7 +319,11 @@ def main() -> None:
     """Serve as a rank of the session whose socket is the argument."""
     from mpi4py import MPI
 
-    RankProcess(MPI.COMM_WORLD, sys.argv[1]).run()
+    connection = None
+    if MPI.COMM_WORLD.rank == 0:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(sys.argv[1])
+    RankProcess(MPI.COMM_WORLD, connection).run()
 
 
 if __name__ == "__main__":
