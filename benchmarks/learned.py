@@ -155,6 +155,7 @@ def main() -> None:
     quality.add_argument("--nodes", type=int, default=200)
     quality.add_argument("--devices", type=int, default=2)
     quality.add_argument("--backward", action="store_true")
+    quality.add_argument("--only", default="", help="labels of placers, such as 'm-etf;placeto;auto, 2 s'")
     starts = commands.add_parser("starts")
     starts.add_argument("--count", type=int, default=6)
     starts.add_argument("--nodes", type=int, default=200)
@@ -184,7 +185,8 @@ def main() -> None:
         "guided, 2 s": "guided{seconds=2}",
         "auto, 2 s": "auto",
     }
-    print_rows(compare_placers(graphs, options.devices, placers))
+    chosen = options.only.split(";") if options.only else list(placers)
+    print_rows(compare_placers(graphs, options.devices, {label: placers[label] for label in chosen}))
 
 
 if __name__ == "__main__":

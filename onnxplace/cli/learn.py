@@ -110,7 +110,8 @@ def placements_option(default: int) -> Callable[..., Any]:
     default="completions",
     show_default=True,
     metavar="completions|rewards",
-    help="By the costs of choices that a searched placement completes, or by REINFORCE, as published.",
+    help="By the costs of choices that a searched placement completes, or by REINFORCE, as published and as measured "
+    "rewards always are.",
 )
 @click.option(
     "--episodes",

@@ -30,7 +30,7 @@ def study() -> None:
 )
 @click.option("--order", multiple=True, metavar="NAME", help="Again for more; all orders without.")
 @click.option("--seeds", type=click.IntRange(1), default=10, show_default=True, help="Of policies, for each graph.")
-@click.option("--count", type=click.IntRange(1), default=5, show_default=True, help="Graphs of each family.")
+@click.option("--count", type=click.IntRange(1), default=6, show_default=True, help="Graphs of each family.")
 @click.option("--nodes", type=click.IntRange(1), default=60, show_default=True, help="Of each graph, approximately.")
 @click.option("--devices", type=click.IntRange(1, MAX_DEVICES), default=3, show_default=True, help="Of each graph.")
 @click.option("--episodes", type=click.IntRange(1), default=50, show_default=True, help="Of training, for each graph.")

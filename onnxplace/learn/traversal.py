@@ -34,7 +34,7 @@ class StudyOptions:
     orders: tuple[Order, ...] = tuple(ORDERS)
     seeds: int = 10
     """Of policies and episodes, for each graph."""
-    graphs: int = 5
+    graphs: int = 6
     """Of each family."""
     nodes: int = 60
     """Of each graph, approximately."""

@@ -33,12 +33,16 @@ AGAIN_SHARE, LIKELIEST_SHARE = 0.3, 0.5
 
 
 def find_completions(environment: Environment, settings: Settings) -> Ints:
-    """Search for a good placement of a graph; return it with its permutations: [placement, node].
+    """Search for good placements of a graph; return them with their permutations: [placement, node].
 
     Where no placement fits, that is the one that episodes start from.
     """
-    lesson = search_lesson(environment.problem, settings.proposals, settings.seed)
-    return permute_placement(environment.problem, lesson.device if lesson else environment.start)
+    problem = environment.problem
+    seeds = range(settings.searches * settings.seed, settings.searches * (settings.seed + 1))
+    lessons = [search_lesson(problem, settings.proposals, seed) for seed in seeds]
+    devices = [lesson.device for lesson in lessons if lesson] or [environment.start]
+    placements = np.concatenate([permute_placement(problem, device) for device in devices])
+    return np.stack(list({placement.tobytes(): placement for placement in placements}.values()))
 
 
 def permute_placement(problem: PlacementProblem, device: Ints) -> Ints:

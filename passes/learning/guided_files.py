@@ -12,18 +12,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.errors import InputError, format_value
+from onnxplace.errors import InputError
 from onnxplace.passes.learning.guided_policy import GuidedPolicy, GuidedShape
-from onnxplace.passes.learning.policy_tensors import FORMAT, MAX_WIDTH
-from onnxplace.utils import format_path, map_arrays, write_arrays
+from onnxplace.passes.learning.policy_tensors import (
+    FORMAT,
+    MAX_WIDTH,
+    damaged_policy_error,
+    newer_policy_error,
+    open_policy,
+    require_tensors,
+)
+from onnxplace.utils import format_path, write_arrays
 
 KIND, VERSION = "guided", 1
 # Adam's moments of each parameter in a checkpoint, as torch names them.
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Far more rounds than any useful policy has.
 MAX_ROUNDS = 16
-_RETRAIN = "train it again with `onnxplace learn guided`"
-_DAMAGED_HINT = f"copy it again, or {_RETRAIN}"
 
 
 @dataclass(frozen=True)
@@ -93,35 +98,27 @@ def read_guided_checkpoint(path: Path) -> tuple[GuidedPolicy, GuidedCheckpoint]:
         state, updates = json.loads(metadata["random_state"]), int(metadata["updates"])
         np.random.PCG64().state = state
     except (KeyError, ValueError, TypeError) as problem:
-        raise _damaged(path, f"its random state cannot be read ({problem})") from None
+        raise damaged_policy_error(path, KIND, f"its random state cannot be read ({problem})") from None
     named = [f"{moment}.{name}" for name in policy.tensors for moment in MOMENTS] if updates else []
     if missing := [name for name in (*named, "recent") if name not in arrays]:
-        raise _damaged(path, f"tensor {missing[0]!r} is missing")
+        raise damaged_policy_error(path, KIND, f"tensor {missing[0]!r} is missing")
     if arrays["recent"].ndim != 2 or arrays["recent"].shape[1] != 2:
-        raise _damaged(path, f"tensor 'recent' is of shape {arrays['recent'].shape}, expected (any, 2)")
+        raise damaged_policy_error(
+            path, KIND, f"tensor 'recent' is of shape {arrays['recent'].shape}, expected (any, 2)"
+        )
     return policy, GuidedCheckpoint(updates, state, {name: np.array(arrays[name]) for name in (*named, "recent")})
 
 
 def _read_file(path: Path) -> tuple[GuidedPolicy, Mapping[str, NDArray[Any]], Mapping[str, str]]:
     """Return the policy in a file, and all arrays and metadata of the file, both checked."""
-    file = map_arrays(path, "H003", _DAMAGED_HINT, foreign_code="H004")
-    if file.metadata.get("format") != FORMAT:
-        message = "expected a policy of onnxplace, found safetensors of another program"
-        raise InputError("H004", message, where=format_path(path), hint=_DAMAGED_HINT)
+    file = open_policy(path, KIND)
     tensors, policy = file.arrays, _read_description(file.metadata, path)
     expected = policy.shape.tensors
     is_checkpoint = "random_state" in file.metadata
     moments = {f"{moment}.{name}": expected[name] for moment in MOMENTS for name in expected if is_checkpoint}
-    for name, shape in {**expected, **{name: moments[name] for name in moments.keys() & tensors.keys()}}.items():
-        if name not in tensors or tensors[name].shape != shape:
-            shown = f"of shape {tensors[name].shape}" if name in tensors else "missing"
-            raise _damaged(path, f"tensor {name!r} is {shown}, expected {shape}")
-        if tensors[name].dtype != np.float32:
-            raise _damaged(path, f"tensor {name!r} is of type {tensors[name].dtype}, expected float32")
-        if not np.isfinite(tensors[name]).all():
-            raise _damaged(path, f"tensor {name!r} has numbers that are not finite")
-    if unknown := sorted(tensors.keys() - expected.keys() - moments.keys() - ({"recent"} if moments else set())):
-        raise _damaged(path, f"tensor {unknown[0]!r} does not belong to a policy")
+    checked = {name: array for name, array in tensors.items() if name != "recent" or not is_checkpoint}
+    present = {name: moments[name] for name in moments.keys() & tensors.keys()}
+    require_tensors(checked, {**expected, **present}, path, KIND)
     # Copies, so that nothing refers to the file any more.
     policy = policy.with_tensors({name: np.array(tensors[name]) for name in expected}, policy.steps)
     return policy, tensors, file.metadata
@@ -131,14 +128,14 @@ def _read_description(metadata: Mapping[str, str], path: Path) -> GuidedPolicy:
     """Return a policy without parameters; raises InputError for one that this version does not know."""
     try:
         if metadata["kind"] != KIND or int(metadata["version"]) > VERSION:
-            raise _newer(path, metadata)
+            raise newer_policy_error(path, KIND, VERSION, metadata)
         sizes = {"width": MAX_WIDTH, "message_width": MAX_WIDTH, "hidden": MAX_WIDTH, "rounds": MAX_ROUNDS}
         numbers = {key: int(metadata[key]) for key in (*sizes, "graphs", "devices", "steps", "seed")}
         if any(not 1 <= numbers[key] <= limit for key, limit in sizes.items()) or min(numbers.values()) < 0:
             raise ValueError(f"its sizes are {numbers}")
         families = str(metadata["families"])
     except (KeyError, ValueError, TypeError) as problem:
-        raise _damaged(path, f"its metadata cannot be read ({problem})") from None
+        raise damaged_policy_error(path, KIND, f"its metadata cannot be read ({problem})") from None
     shape = GuidedShape(**{key: numbers[key] for key in sizes})
     return GuidedPolicy(
         shape=shape,
@@ -149,13 +146,3 @@ def _read_description(metadata: Mapping[str, str], path: Path) -> GuidedPolicy:
         steps=numbers["steps"],
         seed=numbers["seed"],
     )
-
-
-def _damaged(path: Path, reason: str) -> InputError:
-    return InputError("H003", f"the policy is damaged: {reason}", where=format_path(path), hint=_DAMAGED_HINT)
-
-
-def _newer(path: Path, metadata: Mapping[str, str]) -> InputError:
-    shown = f"{format_value(metadata['kind'])} of version {format_value(metadata['version'])}"
-    message = f"expected a policy {KIND!r} of version {VERSION} or earlier, found {shown}"
-    return InputError("H005", message, where=format_path(path), hint=f"update onnxplace, or {_RETRAIN}")

@@ -43,7 +43,9 @@ class Settings:
     """Share of new parameters in their running mean, which is the policy that is kept."""
     learn_from: LearnFrom = "rewards"
     proposals: int = 5_000
-    """Of the search for placements that complete the choices."""
+    """Of each search for placements that complete the choices."""
+    searches: int = 4
+    """Of each graph, since there are many placements that are about as good."""
     temperature: float = 0.002
     """Difference of costs, as a share of one device, that makes a choice e times as likely a target."""
     small_difference: float = 0.003
@@ -56,12 +58,12 @@ class Settings:
         return Settings(
             episodes=1,
             steps=48,
-            learning_rate=3e-3,
-            last_learning_rate=3e-4,
+            learning_rate=1.5e-3,
+            last_learning_rate=1.5e-4,
             warm_up=100,
             entropy_bonus=0.0,
             max_gradient=0.5,
-            averaging=0.01,
+            averaging=0.02,
             learn_from="completions",
             seed=seed,
         )

@@ -58,7 +58,7 @@ def test_equal_options_give_equal_files(graphs, tmp_path):
 
 
 REWARDS = Settings(episodes=2, steps=4)
-COMPLETIONS = replace(Settings.for_completions(), proposals=100, steps=8)
+COMPLETIONS = replace(Settings.for_completions(), proposals=100, searches=2, steps=8)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_an_interrupted_training_continues_as_if_it_had_not_been(graphs, tmp_pat
 
 def test_learning_from_completions_places_unseen_graphs_better(tmp_path):
     graphs = draw_problems(GraphSet("encoder_decoder", 12, nodes=40), 2)
-    settings = replace(Settings.for_completions(), proposals=500, steps=16, warm_up=20)
+    settings = replace(Settings.for_completions(), proposals=500, searches=1, steps=16, learning_rate=3e-3, warm_up=20)
     options = LearnOptions(2, updates=160, start="first-device", settings=settings)
     points = learn_placeto(graphs, options, tmp_path / "p.safetensors").points
     assert min(point.validation_cost for point in points[1:]) < 0.9 * points[0].start_cost
@@ -103,7 +103,7 @@ def test_learning_from_completions_places_unseen_graphs_better(tmp_path):
 def test_a_policy_that_learned_under_tight_limits_fits_wherever_a_published_placement_does(tmp_path):
     states = [random_state(seed, 16, 3, tight=True) for seed in range(40)]
     graphs = [LearningGraph(str(seed), str(seed), placement_problem(state)) for seed, state in enumerate(states)]
-    settings = replace(Settings.for_completions(), proposals=50, steps=8)
+    settings = replace(Settings.for_completions(), proposals=50, searches=1, steps=8)
     learn_placeto(
         graphs[:8], LearnOptions(3, updates=40, start="several", settings=settings), tmp_path / "p.safetensors"
     )

@@ -30,6 +30,7 @@ def test_the_command_compares_orders_of_each_family(run_cli, tmp_path):
         assert all(0 < quality["low"] <= quality["high"] < 1.0001 for quality in family["qualities"])
 
 
+@pytest.mark.slow  # each process imports torch
 def test_rows_do_not_depend_on_the_number_of_processes(tmp_path):
     one, two = tmp_path / "one.csv", tmp_path / "two.csv"
     few = StudyOptions(("two_towers",), ("alpha", "random"), seeds=1, graphs=2, nodes=12, devices=2, episodes=2)

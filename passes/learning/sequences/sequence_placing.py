@@ -76,6 +76,8 @@ def place_with_sequence(problem: PlacementProblem, policy: SequencePolicy, optio
     if len(graph):
         visited = _collect_best(visited, problem, graph, sample_policy(policy, inputs, options.samples, options.seed))
         settings = SequenceSettings.of(policy.shape.kind, options.seed)
+        # A policy that was trained before does not explore anew.
+        settings = replace(settings, noise_updates=0 if policy.updates else settings.noise_updates)
         learner, done = SequenceLearner.of(replace(policy, updates=0), 1), 0
         while done < options.episodes:
             count = min(settings.placements, options.episodes - done)

@@ -89,7 +89,7 @@ def test_the_first_choice_is_free_if_devices_are_alike_and_the_second_is_not():
     from onnxplace.cost_graph import ARCHITECTURES
 
     environment = Environment(placement_problem(ARCHITECTURES["two_towers"](40, 0).state()), start_from="first-device")
-    completions = find_completions(environment, Settings(proposals=500))
+    completions = find_completions(environment, Settings(proposals=500, searches=1))
     assert len(completions) == 2
     episode = environment.run(SHAPE.network(SHAPE.draw_parameters(0)))
     costs = complete_steps(environment, episode, np.arange(len(environment.visits.group)), completions)
