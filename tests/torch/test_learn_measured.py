@@ -157,6 +157,15 @@ def test_the_best_measured_placement_is_kept_next_to_the_policy(graphs, fake_tri
     assert set(result.files) >= {tmp_path / "p.safetensors", tmp_path / "p.csv", tmp_path / "p.device-map.json"}
 
 
+def test_each_model_has_its_device_map(graphs, fake_trials, tmp_path):
+    both = [replace(graphs[0], name="first.onnx"), replace(graphs[0], name="second.onnx")]
+    result = learn(both, tmp_path / "p.safetensors", 2)
+    maps = [tmp_path / "p.first.device-map.json", tmp_path / "p.second.device-map.json"]
+    assert set(maps) <= set(result.files)
+    assert [json.loads(path.read_text()) for path in maps] == [{".*": "cpu:1"}] * 2
+    assert read_policy(tmp_path / "p.safetensors").graphs == 2
+
+
 def test_a_device_map_is_read_as_it_was_written(graphs, fake_trials, tmp_path):
     problem, cluster = coarsen_to(graphs[0].problem, 3)
     names = tuple(graphs[0].state[Profile].graph.names)
