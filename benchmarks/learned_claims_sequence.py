@@ -114,6 +114,12 @@ def train_placeto(problem: PlacementProblem, placements: int, seed: int) -> Run:
     return Run(np.minimum.accumulate(np.concatenate(costs)), time.process_time() - start)
 
 
+def sample_randomly(graph: SequenceGraph, placements: int, seed: int) -> float:
+    """Return the cost of the best of so many placements of all groups, drawn uniformly."""
+    devices = len(graph.problem.target.devices)
+    return float(graph.score(np.random.default_rng(seed).integers(devices, size=(placements, len(graph)))).cost.min())
+
+
 def reference_costs(problem: PlacementProblem) -> Mapping[str, float]:
     """Return the costs of placers that do not learn, and of a search."""
     space, scale = SearchSpace(problem), Environment(problem).rules.scale_seconds
@@ -150,6 +156,7 @@ def compare_steps(families: Sequence[str], nodes: int, placements: int, seeds: i
                 "groups": len(graph),
                 "ColocRL": mean(run.final for run, _ in pairs),
                 "Placeto": mean(run.final for _, run in pairs),
+                "random": mean([sample_randomly(graph, placements, seed) for seed in range(seeds)]),
                 **{name: round(costs[name], 3) for name in ("m-etf", "m-sct", "search")},
                 "placements, ColocRL to Placeto": f"{mean(own)} ({interval(own)})",
                 "CPU s": f"{mean(run.cpu_seconds for run, _ in pairs)}, {mean(run.cpu_seconds for _, run in pairs)}",

@@ -23,7 +23,15 @@ from learned import bootstrap_interval, geometric_mean, print_rows
 
 from onnxplace.cost_graph import GraphSet
 from onnxplace.learn import LearningGraph, LearnOptions, draw_problems, learn_placeto
-from onnxplace.passes.learning import Environment, Policy, Settings, Shape, place_with_policy, search_lesson
+from onnxplace.passes.learning import (
+    COMPLETION_ROUNDS,
+    Environment,
+    Policy,
+    Settings,
+    Shape,
+    place_with_policy,
+    search_lesson,
+)
 
 # Share of the graphs that is not trained on.
 UNSEEN_SHARE = 0.2
@@ -69,7 +77,7 @@ def measure_seed(options: argparse.Namespace, seed: int) -> Iterator[Mapping[str
         list_scheduled = environment.evaluate(environment.start)
         assert search
         assert list_scheduled
-        shape = Shape(options.devices)
+        shape = Shape(options.devices, rounds=COMPLETION_ROUNDS)
         untrained = Policy(shape, shape.draw_parameters(seed), seed=seed)
         yield {
             "m-etf or one device": list_scheduled.seconds / scale,

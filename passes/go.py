@@ -29,9 +29,10 @@ class Go(Pass):
     GO's third head chooses which operators to fuse. It has no counterpart here, since ONNX Runtime fuses operators
     inside each segment. Unlike in the papers: steps are simulated, relative to one device; a placement that does not
     fit counts as 10 times one device; messages pass in both directions; ratios are clipped for each choice, not for
-    their product; there are two passes, two layers of attention of width 32 and 8 placements in each update, so that
-    an update takes about 0.2 s; of nodes with equal priority, the one with the longest path to the end runs first, or
-    with `order=topological` the first in topological order. Needs torch.
+    their product; the gradient of priorities stays in their head; there are two passes, two layers of attention of
+    width 32 and 8 placements in each update, so that an update takes about 0.2 s; of nodes with equal priority, the one
+    with the longest path to the end runs first, or with `order=topological` the first in topological order. Needs
+    torch.
     """
 
     name: ClassVar[str] = "go"

@@ -29,7 +29,8 @@ class Hierarchical(Pass):
     Unlike in the papers: steps are simulated, relative to one device; a placement that does not fit counts as 10 times
     one device; features are relative, and neighbours are given by their positions, so that policies carry over to
     other graphs; LSTMs have 64 units; the decoder also reads the encoding of the group that it places; advantages have
-    deviation 1; the learning rate falls from 0.01 to 0.001; scores are noisy for 20 updates, not 500. Needs torch.
+    deviation 1; the learning rate falls from 0.01 to 0.001; scores are noisy for 20 updates, not 500; an entropy bonus
+    that falls to zero keeps devices open while groups are learned. Needs torch.
     """
 
     name: ClassVar[str] = "hierarchical"

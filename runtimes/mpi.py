@@ -6,6 +6,7 @@ socket. So a rank that dies ends the session, and not that process. See docs/hos
 
 from __future__ import annotations
 
+import sys
 from typing import ClassVar
 
 from onnxplace.bundle import Bundle
@@ -14,7 +15,16 @@ from onnxplace.hosts import Connection, is_this_machine, list_versions
 from onnxplace.machine import list_operator_libraries, uses_optimisations
 from onnxplace.runtime import DEFAULT_MAX_IN_FLIGHT, Runtime, RuntimeSession
 from onnxplace.runtimes.execution import EngineSession
-from onnxplace.runtimes.ranks import Cluster, Opening, make_engine, plan_ranks
+from onnxplace.runtimes.ranks import (
+    Cluster,
+    LedCluster,
+    Opening,
+    find_job,
+    make_engine,
+    plan_job,
+    plan_ranks,
+    serve_rank,
+)
 
 DEFAULT_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS = 30.0, 86400.0
 
@@ -52,11 +62,22 @@ class Mpi(Runtime):
     ) -> RuntimeSession:
         """Start the ranks, and open all segments on them.
 
+        In a script that MPI has started itself on several ranks, and without `hosts`, these ranks are used: rank 0 gets
+        the session; the others serve it, do not return, and exit after its end.
+
         Raises, before any process starts, UsageError or TargetError if the hosts do not fit the bundle or MPI is not
         installed; and ExecutionError if ranks end or take too long.
         """
-        plan = plan_ranks(bundle.manifest, self._hosts)
-        cluster = Cluster(plan, self._connection, self._timeout)
+        job = None if self._hosts else find_job()
+        if job is not None:
+            plan = plan_job(bundle.manifest, job.size)
+            if job.rank:
+                serve_rank(job)
+                sys.exit(0)
+            cluster: Cluster = LedCluster(plan, job, self._timeout)
+        else:
+            plan = plan_ranks(bundle.manifest, self._hosts)
+            cluster = Cluster(plan, self._connection, self._timeout)
         opening = Opening(
             bundle=bundle,
             devices=plan.devices,
@@ -64,7 +85,7 @@ class Mpi(Runtime):
             libraries=list_operator_libraries(),
             versions=list_versions(),
             optimises=uses_optimisations(),
-            remote=tuple(rank for rank, host in enumerate(plan.hosts) if not is_this_machine(host)),
+            remote=tuple(rank for rank, host in enumerate(plan.hosts) if job is None and not is_this_machine(host)),
         )
         cluster.open(opening)
         return EngineSession(make_engine(bundle, cluster, trace, max_in_flight))

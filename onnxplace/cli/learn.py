@@ -184,7 +184,7 @@ def placeto(
         result = learn_placeto(
             graphs, options, request.output, family=request.label, resume=request.resume, observer=observer
         )
-    point = min(result.points, key=lambda item: item.validation_cost)
+    point = next(item for item in result.points if item.updates == result.policy.updates)
     quality = (
         f"unseen graphs: step {point.validation_cost:.4f} of one device, started from {point.start_cost:.4f} "
         f"(update {point.updates})"

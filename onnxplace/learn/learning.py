@@ -14,6 +14,8 @@ from onnxplace.graph import Ints
 from onnxplace.learn.curves import CurvePoint, Plotted, plot_curve, read_curve, write_curve
 from onnxplace.learn.problems import LearningGraph
 from onnxplace.passes.learning import (
+    COMPLETION_ROUNDS,
+    ROUNDS,
     Environment,
     Learner,
     Order,
@@ -35,6 +37,9 @@ from onnxplace.utils import budget_clock, format_path, require_writable
 VALIDATION_PERIOD = 6
 # Updates between two points of the curve.
 POINT_UPDATES = 32
+# Of two policies whose costs differ by this share of the lower one, the later one is kept: a few graphs cannot tell
+# which one is better, but the later one has learned more.
+SIMILAR_COST = 0.002
 # Seconds between two checkpoints.
 CHECKPOINT_SECONDS = 30.0
 
@@ -167,7 +172,8 @@ class Training:
         seed = options.settings.seed
         environments = [Environment(graph.problem, options.order, seed, options.start) for graph in graphs]
         trained, held_out = hold_out(environments)
-        shape = Shape(options.devices)
+        learns_from_completions = options.settings.learn_from == "completions"
+        shape = Shape(options.devices, rounds=COMPLETION_ROUNDS if learns_from_completions else ROUNDS)
         policy = Policy(
             shape=shape,
             theta=shape.draw_parameters(seed),
@@ -248,8 +254,9 @@ class Training:
         bests = [[best[0] for item in several if (best := item.best())] for several in episodes]
         costs = [min(found, default=start) for found, start in zip(bests, starts)]
         cost = float(np.exp(np.mean(np.log(np.maximum(costs, 1e-12)))))
-        if cost < self.best_cost:
-            self.best, self.best_cost = policy, cost
+        if cost <= self.best_cost * (1 + SIMILAR_COST):
+            self.best = policy
+        self.best_cost = min(self.best_cost, cost)
         self.points.append(
             CurvePoint(
                 updates=self.learner.policy.updates,

@@ -132,6 +132,7 @@ class SequenceTraining(Training):
     """A training in progress."""
 
     point_kind = SequencePoint
+    point_updates = 8
 
     # Of other types than in the training of Placeto.
     environments: Sequence[Any]

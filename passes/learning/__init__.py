@@ -36,7 +36,13 @@ if TYPE_CHECKING:
         GuidedShape as GuidedShape,
         run_schedule as run_schedule,
     )
-    from onnxplace.passes.learning.networks import LearnFrom as LearnFrom, Policy as Policy, Shape as Shape
+    from onnxplace.passes.learning.networks import (
+        COMPLETION_ROUNDS as COMPLETION_ROUNDS,
+        ROUNDS as ROUNDS,
+        LearnFrom as LearnFrom,
+        Policy as Policy,
+        Shape as Shape,
+    )
     from onnxplace.passes.learning.placing import (
         coarsen_to as coarsen_to,
         commit_devices as commit_devices,
@@ -107,7 +113,7 @@ __getattr__, __dir__, __all__ = attach(
         "guided_graph": "GuidedGraph",
         "guided_placing": "evaluate_schedule plan_with_policy",
         "guided_policy": "GuidedPolicy GuidedShape run_schedule",
-        "networks": "LearnFrom Policy Shape",
+        "networks": "COMPLETION_ROUNDS ROUNDS LearnFrom Policy Shape",
         "placing": "coarsen_to commit_devices commit_result place_with_policy",
         "policy_files": "read_learner read_policy require_devices write_policy",
         "sequences.sequence_files": "read_sequence_learner read_sequence_policy write_sequence_policy",

@@ -12,9 +12,10 @@ from onnxplace.graph import Longs
 from onnxplace.passes.learning.policy_kernels import FIXED_FEATURES, LAYERS, Network, Singles
 from onnxplace.passes.learning.visiting_orders import Order, Reward, Start
 
-# Embeddings of one direction, and rounds of messages. Placeto's published settings have 8 and 8: with 4 rounds, the
-# policy learns in fewer updates, and episodes take two thirds of the time.
-WIDTH, ROUNDS = 8, 4
+# Embeddings of one direction, and rounds of messages, as Placeto's published settings have them.
+WIDTH, ROUNDS = 8, 8
+# Rounds of policies that learn from completions: they learn in fewer updates, and episodes take two thirds of the time.
+COMPLETION_ROUNDS = 4
 # Scale of the first weights of nets that read sums, which are larger than their summands; and of the last layer, so
 # that all devices are about equally likely at first.
 SUM_SCALE, LAST_SCALE = 0.2, 0.05

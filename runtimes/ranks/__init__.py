@@ -6,6 +6,12 @@ from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
     from onnxplace.runtimes.ranks.cluster import Cluster as Cluster
+    from onnxplace.runtimes.ranks.leader import (
+        LedCluster as LedCluster,
+        find_job as find_job,
+        plan_job as plan_job,
+        serve_rank as serve_rank,
+    )
     from onnxplace.runtimes.ranks.plan import RankPlan as RankPlan, plan_ranks as plan_ranks
     from onnxplace.runtimes.ranks.rank_engine import make_engine as make_engine
     from onnxplace.runtimes.ranks.rank_loop import Opening as Opening
@@ -14,6 +20,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "cluster": "Cluster",
+        "leader": "LedCluster find_job plan_job serve_rank",
         "plan": "RankPlan plan_ranks",
         "rank_engine": "make_engine",
         "rank_loop": "Opening",

@@ -72,10 +72,12 @@ class Cluster:
         deadline = time.monotonic() + self.timeout_seconds
         try:
             self._start(deadline)
+            self._await_all("started", "did not start", opening.bundle)
             frame = opening.to_frame()
             for rank in range(len(self.plan.devices)):
                 self.send(rank, frame)
-            self._await_ready(opening.bundle)
+            self._await_all("ready", "did not open the bundle", opening.bundle)
+            self.send(0, Frame("watch"))
         except (EOFError, OSError):
             error = self.describe_end()
             self._drop(0.0)
@@ -101,17 +103,16 @@ class Cluster:
         if len(os.fsencode(folder)) > _MAX_SOCKET_PATH:
             folder.rmdir()
             folder = Path(tempfile.mkdtemp(prefix="onnxplace-", dir="/tmp"))
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             path = folder / "socket"
-            listener.bind(str(path))
-            listener.listen(1)
             command = self._connection.make_ranks_command(self.plan.counts, RANK_MODULE, str(path))
-            self._launcher = Launcher(command, str(path))
-            OPEN_CLUSTERS.add(self)
-            self._socket = FrameSocket(self._accept(listener, deadline))
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+                listener.bind(str(path))
+                listener.listen(1)
+                self._launcher = Launcher(command, str(path))
+                OPEN_CLUSTERS.add(self)
+                self._socket = FrameSocket(self._accept(listener, deadline))
         finally:
-            listener.close()
             shutil.rmtree(folder, ignore_errors=True)
 
     def _accept(self, listener: socket.socket, deadline: float) -> socket.socket:
@@ -133,17 +134,17 @@ class Cluster:
             hint = "allow more time: --timeout, or InferenceSession(..., timeout=300)"
             raise ExecutionError("K012", message, where=", ".join(self.plan.counts), hint=hint)
 
-    def _await_ready(self, bundle: Bundle) -> None:
-        """Wait until all ranks have opened the bundle; raises the error of the first that could not.
+    def _await_all(self, kind: str, what: str, bundle: Bundle) -> None:
+        """Wait until all ranks have sent a frame of a kind; raises the error of the first that has failed.
 
-        Ranks on other machines fetch what they need of it, and have more time after each piece.
+        Ranks on other machines fetch what they need of the bundle, and have more time after each piece.
         """
         missing = set(range(len(self.plan.devices)))
         deadline = time.monotonic() + self.timeout_seconds
 
         def tick(silent_seconds: float) -> None:
             late = ", ".join(self.plan.devices[rank] for rank in sorted(missing))
-            self._require_time(deadline, f"{late} did not open the bundle")
+            self._require_time(deadline, f"{late} {what}")
 
         while missing:
             frame = self.receive(tick)
@@ -154,11 +155,9 @@ class Cluster:
             if frame.kind == "need":
                 self._send_piece(bundle, frame)
                 deadline = time.monotonic() + self.timeout_seconds
-            elif frame.kind == "started":
-                self._processes[frame.fields["rank"]] = frame.fields["pid"]
-            elif frame.kind == "ready":
+            elif frame.kind == kind:
+                self._processes.setdefault(frame.fields["rank"], frame.fields.get("pid", 0))
                 missing.discard(frame.fields["rank"])
-        self.send(0, Frame("watch"))
 
     def _send_piece(self, bundle: Bundle, frame: Frame) -> None:
         """Send bytes of a file of the bundle to a rank that does not have it."""
@@ -187,15 +186,17 @@ class Cluster:
         """Return the error that says which rank has died, as far as the launcher knows."""
         assert self._launcher is not None
         self._launcher.wait(REPORTING_SECONDS)
+        places = ", ".join(self.plan.counts)
         if (dead := self._launcher.find_dead_rank()) is not None:
             pid, reason = dead
             for rank, rank_pid in self._processes.items():
                 if rank_pid == pid:
                     message = f"its process on host {self.plan.hosts[rank]} died ({reason})"
                     return ExecutionError("K011", message, where=self.plan.devices[rank], hint=NEW_SESSION_HINT)
+            return ExecutionError("K011", f"a process died ({reason})", where=places, hint=NEW_SESSION_HINT)
         cause = find_mpi_cause(self._launcher.read_log(), list(self.plan.counts))
         hint = "the hosts have to find each other by their names, and to have onnxplace[mpi] at the same path"
-        return ExecutionError("K011", f"the ranks ended: {cause}", where=", ".join(self.plan.counts), hint=hint)
+        return ExecutionError("K011", f"the ranks ended: {cause}", where=places, hint=hint)
 
     def describe_silence(self, rank: int, seconds: float) -> ExecutionError:
         """Return the error of a rank that does not answer."""
@@ -217,8 +218,12 @@ class Cluster:
             if self.is_ended:
                 return
             self.is_ended = True
-            if self._launcher is not None:
-                self._launcher.end(closing_seconds)
+            self._end_processes(closing_seconds)
+
+    def _end_processes(self, closing_seconds: float) -> None:
+        """End the processes of the ranks."""
+        if self._launcher is not None:
+            self._launcher.end(closing_seconds)
 
     def close_socket(self) -> None:
         """Close the socket, after the thread that reads it has ended; or in a forked process."""

@@ -33,6 +33,7 @@ _DTYPES = (
 _DTYPE_CODES = {np.dtype(name): code for code, name in enumerate(_DTYPES)}
 # A time that a thread was held up counts as at most this much silence of others.
 MAX_STEP_SECONDS = 0.1
+_LOOK_SECONDS = 1e-3
 
 
 @dataclass
@@ -66,7 +67,9 @@ class MessageBus:
         from mpi4py import MPI
 
         self._mpi = MPI
-        self._communicator = communicator.Dup()
+        self._communicator, duplication = communicator.Idup()
+        while not duplication.Test():  # the other ranks may come minutes later
+            time.sleep(_LOOK_SECONDS)
         self.rank: int = self._communicator.rank
         self.size: int = self._communicator.size
         self._on_frame, self._on_value = on_frame, on_value
@@ -74,6 +77,7 @@ class MessageBus:
         self._status = MPI.Status()
         self._sending: deque[tuple[Any, Any]] = deque()
         self._arrivals: dict[int, deque[_Arrival]] = {rank: deque() for rank in range(self.size)}
+        self._open_arrivals = 0
         self.silent_seconds = [0.0] * self.size
         """Time since the last message of each rank."""
         self._aged = time.monotonic()
@@ -144,12 +148,18 @@ class MessageBus:
             while (message := self._communicator.Improbe(status=self._status)) is not None:
                 arrived = True
                 self._accept(message, self._status.source, self._status.tag, self._status.Get_count(self._mpi.BYTE))
-            for source, arrivals in self._arrivals.items():
-                while arrivals and self._is_complete(arrivals[0]):
-                    self._hand_over(source, arrivals.popleft())
+            if self._open_arrivals:
+                self._hand_over_complete()
             return arrived
         finally:
             self._lock.release()
+
+    def _hand_over_complete(self) -> None:
+        """Hand over what is here, in the order of sending of each rank."""
+        for source, arrivals in self._arrivals.items():
+            while arrivals and self._is_complete(arrivals[0]):
+                self._open_arrivals -= 1
+                self._hand_over(source, arrivals.popleft())
 
     def add_silence(self) -> None:
         """Add the time since the last call to the silence of all ranks."""
@@ -168,10 +178,9 @@ class MessageBus:
             return
         while not request.Test():  # it is short, and here already
             pass
-        if tag == _FRAME:
-            self._arrivals[source].append(_read_frame(data))
-        elif tag == _VALUE:
-            self._arrivals[source].append(_read_value(data))
+        if tag in (_FRAME, _VALUE):
+            self._arrivals[source].append(_read_frame(data) if tag == _FRAME else _read_value(data))
+            self._open_arrivals += 1
 
     def _fill(self, source: int, data: Any, request: Any) -> None:
         """Enter a buffer into the arrival that still misses one."""

@@ -27,7 +27,7 @@ from onnxplace.runtimes.ranks.rank_loop import Opening, RankLoop, describe_error
 
 # How a rank waits: it looks for messages without pause, then naps, then leaves the looking to its helper.
 SPIN_SECONDS, NAP_SECONDS, IDLE_SECONDS = 200e-6, 20e-6, 0.02
-HELPER_SECONDS = 1e-3
+HELPER_SECONDS, IDLE_HELPER_SECONDS, LOOKS_PER_CHECK = 1e-3, 1.5e-3, 20
 HEARTBEAT_SECONDS = 0.25
 # A rank that is silent for longer is reported by rank 0; the others end by themselves if rank 0 is.
 MAX_SILENT_SECONDS, MAX_ROOT_SILENT_SECONDS = 2.0, 10.0
@@ -38,9 +38,14 @@ FLUSHING_SECONDS = 2.0
 
 
 class RankProcess:
-    """The main thread, the helper, and on rank 0 the reader of the driver's socket."""
+    """The main thread, the helper, and on rank 0 the reader of the driver's socket.
 
-    def __init__(self, communicator: Any, path: str) -> None:
+    Args:
+        communicator: of MPI.
+        connection: On rank 0, a connected socket of the driver.
+    """
+
+    def __init__(self, communicator: Any, connection: socket.socket | None) -> None:
         self._abort_all = communicator.Abort
         self.bus = MessageBus(communicator, self._accept, self._accept_value)
         self._inbox: deque[Frame] = deque()
@@ -49,17 +54,16 @@ class RankProcess:
         self._flushing = threading.Lock()
         self._loop: RankLoop | None = None
         self._ended = threading.Event()
+        self._is_idle = False
         self._clock_answers: deque[float] = deque()
         self._next_clock_time = 0.0
         self._is_closing = False
         self._is_watching = False
         """Whether silent ranks are reported: only after all have opened the bundle."""
+        self._is_opened = False
+        """Whether rank 0 has said what to open; before that, it need not be alive yet."""
         self._reported: set[int] = set()
-        self._driver: FrameSocket | None = None
-        if self.bus.rank == 0:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.connect(path)
-            self._driver = FrameSocket(connection)
+        self._driver = FrameSocket(connection) if connection is not None else None
 
     # -- frames ------------------------------------------------------------------------------------
 
@@ -91,6 +95,7 @@ class RankProcess:
         elif frame.kind == "watch":
             self._is_watching = True
         else:
+            self._is_opened = True
             self._is_closing = self._is_closing or frame.kind == "close"
             self._inbox.append(frame)
         self._wakeup.set()
@@ -135,7 +140,9 @@ class RankProcess:
                 self._wakeup.clear()
                 if is_ready():
                     return
+                self._is_idle = True
                 self._wakeup.wait(1.0)
+                self._is_idle = False
             elif waited > SPIN_SECONDS:
                 time.sleep(NAP_SECONDS)
 
@@ -247,8 +254,9 @@ class RankProcess:
         next_heartbeat = 0.0
         try:
             while not self._ended.is_set():
-                time.sleep(HELPER_SECONDS)
-                self._look()
+                for _ in range(LOOKS_PER_CHECK):
+                    time.sleep(IDLE_HELPER_SECONDS if self._is_idle else HELPER_SECONDS)
+                    self._look()
                 self.bus.add_silence()
                 if time.monotonic() >= next_heartbeat:
                     next_heartbeat = time.monotonic() + HEARTBEAT_SECONDS
@@ -274,7 +282,7 @@ class RankProcess:
     def _watch(self) -> None:
         """Report silent ranks; end if rank 0 is silent."""
         if self.bus.rank:
-            if self.bus.silent_seconds[0] > MAX_ROOT_SILENT_SECONDS and not self._is_closing:
+            if self._is_opened and self.bus.silent_seconds[0] > MAX_ROOT_SILENT_SECONDS and not self._is_closing:
                 self._abort("rank 0 is silent")
             return
         for rank in range(1, self.bus.size):
@@ -311,7 +319,11 @@ def main() -> None:
     """Serve as a rank of the session whose socket is the argument."""
     from mpi4py import MPI
 
-    RankProcess(MPI.COMM_WORLD, sys.argv[1]).run()
+    connection = None
+    if MPI.COMM_WORLD.rank == 0:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(sys.argv[1])
+    RankProcess(MPI.COMM_WORLD, connection).run()
 
 
 if __name__ == "__main__":

@@ -42,7 +42,10 @@ def test_the_command_writes_a_policy_that_places(run_cli, tmp_path):
     data = json.loads(result.out)
     assert data["graphs"] == 7
     assert (tmp_path / "p.csv").read_text().count("\n") == 1 + data["points"] == 3
-    assert read_policy(output).family == "two_towers"
+    policy = read_policy(output)
+    assert (policy.family, policy.learned_from, policy.start, policy.shape.rounds) == (
+        "two_towers", "completions", "several", 4,
+    )  # fmt: skip
     run_cli("learn", "graphs", "--family", "two_towers", "--nodes", 30, "--count", 1, "--side", "test", "-o", tmp_path)
     (graph,) = tmp_path.glob("*.graphml")
     placed = run_cli("place", graph, "--placer", f"placeto{{policy={output}}}", "--json")
@@ -53,6 +56,8 @@ def test_equal_options_give_equal_files(graphs, tmp_path):
     for name in ("a.safetensors", "b.safetensors"):
         learn(graphs, tmp_path / name, 5)
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    policy = read_policy(tmp_path / "a.safetensors")
+    assert (policy.learned_from, policy.start, policy.shape.rounds) == ("rewards", "m-etf", 8)
     learn(graphs, tmp_path / "c.safetensors", 5, seed=1)
     assert (tmp_path / "a.safetensors").read_bytes() != (tmp_path / "c.safetensors").read_bytes()
 

@@ -177,6 +177,8 @@ def test_given_groups_are_at_most_so_many_and_respect_pins():
     graph = SequenceGraph.of(replace(problem, pinned=pinned), 1000, 40)
     assert len(graph) <= 40
     assert len(graph.problem.graph) == len(problem.graph)
+    # What a training compares with does not depend on the groups.
+    assert graph.fallback_cost == SequenceGraph.of(replace(problem, pinned=pinned), 1000).fallback_cost
     assert graph.expand(np.zeros(len(graph), dtype=np.int64))[0] == 2
 
 

@@ -51,6 +51,8 @@ class SequenceGraph:
     """The node of `problem` that each node of the original problem belongs to."""
     operators: Floats
     """[node, bucket]: types of operators in each node of `problem`, counted."""
+    ungrouped: PlacementProblem
+    """The same as `problem`, before nodes were joined into groups."""
 
     @staticmethod
     def of(problem: PlacementProblem, max_nodes: int, max_groups: int = 0) -> SequenceGraph:
@@ -59,11 +61,10 @@ class SequenceGraph:
         With `max_groups`, nodes are also joined into at most so many groups, or as few as there can be.
         """
         coarse, cluster = coarsen_to(problem, max_nodes)
-        if max_groups:
-            coarse = _join_groups(coarse, max_groups)
+        grouped = _join_groups(coarse, max_groups) if max_groups else coarse
         buckets = np.array([crc32(name.encode()) % OP_BUCKETS for name in problem.graph.ops], dtype=np.int64)
         operators = np.bincount(cluster * OP_BUCKETS + buckets, minlength=len(coarse.graph) * OP_BUCKETS)
-        return SequenceGraph(coarse, cluster, operators.reshape(-1, OP_BUCKETS).astype(np.float64))
+        return SequenceGraph(grouped, cluster, operators.reshape(-1, OP_BUCKETS).astype(np.float64), coarse)
 
     def __len__(self) -> int:
         return len(self.problem.pinned)
@@ -75,8 +76,9 @@ class SequenceGraph:
     @cached_property
     def fallback_cost(self) -> float:
         """Return the cost of the better of m-ETF's placement and one device; 10 where neither fits."""
-        best = self.environment.evaluate(self.environment.start)
-        return min(best.seconds / self.environment.rules.scale_seconds, MAX_COST) if best else MAX_COST
+        environment = Environment(self.ungrouped)
+        best = environment.evaluate(environment.start)
+        return min(best.seconds / environment.rules.scale_seconds, MAX_COST) if best else MAX_COST
 
     @cached_property
     def groups(self) -> Longs:
