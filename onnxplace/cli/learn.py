@@ -207,8 +207,8 @@ def _learn_measured(request: LearnRequest, options: LearnOptions) -> None:
     last = result.points[-1]
     cost = min(point.validation_cost for point in result.points)
     quality = (
-        f"measured steps, relative to the start: best placement {result.measured_ratio:.4f}, in turns; "
-        f"policy {cost:.4f}\n"
+        f"measured steps: kept placement {result.measured_ratio:.4f} of the search's, in turns; "
+        f"policy {cost:.4f} of its start's\n"
         f"bundles that were run: {last.bundles}; disturbed by other work on the machine: {last.disturbed}"
     )
     report_training(request, graphs, result, unit="updates", quality=quality)

@@ -82,7 +82,10 @@ class BundleTimer:
         return self._seconds[key]
 
     def compare(self, devices: Sequence[Ints]) -> list[float] | None:
-        """Return the steps of several placements that are run in turns; None where that is not possible."""
+        """Return the steps of several placements that are run in turns.
+
+        None where that is not possible, or where other work on the machine makes the times doubtful.
+        """
         bundles: list[Bundle | None] = []
         try:
             for device in devices:
@@ -90,7 +93,9 @@ class BundleTimer:
             written = [bundle for bundle in bundles if bundle]
             if len(written) < len(devices) or find_trial_obstacle(*written):
                 return None
-            return self._run(written)
+            disturbed = self.disturbed
+            seconds = self._run(written)
+            return seconds if self.disturbed == disturbed else None
         except OnnxplaceError:
             return None
         finally:

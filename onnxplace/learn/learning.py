@@ -81,7 +81,7 @@ class LearnResult:
     files: Sequence[Path]
     """All that were written."""
     measured_ratio: float | None = None
-    """With measured rewards, the step of the best placement relative to the start, both run in turns; else None."""
+    """With measured rewards, the step of the kept placement relative to that of a search, in turns; else None."""
 
 
 def checkpoint_path(output: Path) -> Path:

@@ -34,10 +34,10 @@ from onnxplace.utils import read_json, require_writable, temporary_folder, write
 
 # What a placement that does not fit, or whose bundle fails, counts as, and the most that any counts as; 1 is the start.
 FAILED_COST = 10.0
-# Placements that are run in turns at the end, besides the start.
+# Placements that are run in turns at the end, besides the one that a search finds.
 CONFIRMED = 3
-# Moves of the search for a placement of single nodes, with which the training is compared.
-SEARCH_PROPOSALS = 20_000
+# Moves of that search, which places single nodes. Another placement is kept only if it takes clearly less time.
+SEARCH_PROPOSALS, CLEAR_RATIO = 100_000, 0.98
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ class MeasuredModel:
     names: tuple[str, ...]
     """Of the nodes of the model."""
     start_seconds: float = 1.0
+    searched: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    """The placement that a search finds in simulated time."""
     tried: dict[bytes, tuple[float, Ints]] = field(default_factory=dict)
     """Seconds and devices of the placements that work."""
 
@@ -91,7 +93,8 @@ class MeasuredModel:
         pinned = problem.pinned[problem.group]
         alone = [np.where(pinned >= 0, pinned, device).astype(np.int32) for device in devices]
         lesson = search_lesson(problem, SEARCH_PROPOSALS, 0)
-        for device in [*alone, *([lesson.device] if lesson else []), *([known] if known is not None else [])]:
+        self.searched = lesson.device if lesson and self.measure(lesson.device) < FAILED_COST else start
+        for device in [*alone, *([known] if known is not None else [])]:
             self.measure(device)
 
     def measure(self, device: Ints) -> float:
@@ -107,18 +110,28 @@ class MeasuredModel:
         return self.measure(device[self.cluster].astype(np.int32))
 
     @property
+    def reference(self) -> tuple[float, Ints]:
+        """Return seconds and devices of the placement that the search finds."""
+        return self.tried[self.searched.tobytes()]
+
+    @property
     def best(self) -> tuple[float, Ints]:
-        """Return seconds and devices of the best placement so far."""
-        return min(self.tried.values(), key=lambda item: item[0])
+        """Return seconds and devices of the best placement so far: that of the search, unless one is clearly better."""
+        fastest = min(self.tried.values(), key=lambda item: item[0])
+        return fastest if fastest[0] < CLEAR_RATIO * self.reference[0] else self.reference
 
     def confirm(self) -> None:
-        """Run the best placements and the start in turns, since the best of many noisy times is too good."""
+        """Run the best placements and that of the search in turns, since the best of many noisy times is too good.
+
+        Where other work on the machine disturbs that, the search decides.
+        """
+        _, searched = self.reference
         ranked = sorted(self.tried.values(), key=lambda item: item[0])[:CONFIRMED]
-        start = self.environment.start[self.cluster]
-        finalists = [start, *(device for _, device in ranked if device.tobytes() != start.tobytes())]
-        if (seconds := self.timer.compare(finalists)) is not None:
-            self.start_seconds = seconds[0]
-            self.tried = {device.tobytes(): (time, device) for time, device in zip(seconds, finalists)}
+        finalists = [searched, *(device for _, device in ranked if device.tobytes() != searched.tobytes())]
+        seconds = self.timer.compare(finalists)
+        if seconds is None:
+            finalists, seconds = [searched], [self.reference[0]]
+        self.tried = {device.tobytes(): (time, device) for time, device in zip(seconds, finalists)}
 
     def device_map(self) -> dict[str, str]:
         """Return the best placement as `compile --device-map` reads it."""
@@ -156,6 +169,7 @@ def learn_measured(
 
     Models are coarsened to `options.max_groups` nodes. Next to the policy are the checkpoint, the learning curve, and
     for each model a device map: of the placement with the shortest measured step, since a policy alone may place worse.
+    It is that of a search, unless another one is clearly better when both are run in turns.
     Times differ from run to run, so trainings are not repeatable. An interruption writes all of these, too.
 
     Args:
@@ -192,7 +206,7 @@ def learn_measured(
     image = output.with_suffix(".png")
     if plot_curve(image, training.points, f"placeto, measured, {family}"):
         files.append(image)
-    ratios = [model.best[0] / model.start_seconds for model in training.models]
+    ratios = [model.best[0] / model.reference[0] for model in training.models]
     return LearnResult(training.best, training.points, files, float(np.exp(np.mean(np.log(ratios)))))
 
 

@@ -273,6 +273,7 @@ class RankEngine(Engine):
     def _free(self, state: RemoteState) -> None:
         """Note that nothing refers to a state any more; for finalizers, which may run in any thread."""
         self._freed.append(state)
+        self._tokens[ALL_RANKS].put(None)
 
     def _send_freed(self) -> None:
         """Tell ranks which states they need not store any more."""

@@ -185,3 +185,39 @@ def test_ranks_that_take_too_long_to_start_are_ended(bundle):
     with pytest.raises(onnxplace.ExecutionError, match=r"K012.*within 0.1 s"):
         onnxplace.InferenceSession(bundle, runtime="mpi", hosts="localhost:2", timeout=0.1)
     assert await_gone(set(find_ranks()) - set(before)) == []
+
+
+def test_an_interrupt_ends_its_run_and_the_next_one_succeeds(shared):
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        shared.run(None, feeds(None))
+    timer.join()
+    check_outputs(shared.run(None, feeds(3)), 3)
+
+
+FORKING_DRIVER = """
+import os, sys, time, onnxplace
+from tests.support.ranks import read_rank_ids
+session = onnxplace.InferenceSession(sys.argv[1], runtime="mpi", hosts="localhost:2", timeout=60)
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+print(child, *read_rank_ids(session), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_does_not_keep_ranks_alive_after_their_driver(bundle):
+    command = [sys.executable, "-c", FORKING_DRIVER, str(bundle.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+        child, *ranks = [int(item) for item in driver.stdout.readline().split()]
+        try:
+            driver.kill()
+            driver.wait(WAIT_SECONDS)
+            assert len(ranks) == 2
+            assert await_gone(ranks) == []
+        finally:
+            os.kill(child, signal.SIGKILL)

@@ -179,3 +179,33 @@ def test_events_of_a_machine_with_another_clock_are_on_the_clock_of_the_first(tw
     sent = min(event.finish_seconds for event in result.events if event.device == TWO_HOSTS[0] and event.kind == "run")
     used = max(event.finish_seconds for event in result.events if event.device == TWO_HOSTS[1] and event.kind == "run")
     assert sent < used
+
+
+SUMS = """
+<ir_version: 8, opset_import: ["": 17]>
+sums (float[4] x, float[4] total) => (float[4] y, float[4] total_next) {
+    total_next = Add(total, x)
+    y = Neg(total_next)
+}
+"""
+
+
+def test_states_stay_on_their_rank_and_are_read_kept_restored_and_told_apart(tmp_path):
+    bundle = compile_alternating(parser.parse_model(SUMS), tmp_path, *TWO_HOSTS, state=("total_next=total",))
+    one = {"x": np.ones(4, np.float32)}
+    start = {**one, "total": np.full(4, 10, np.float32)}
+    with onnxplace.InferenceSession(bundle, runtime="mpi", timeout=WAIT_SECONDS) as session:
+        session.protect_states()
+        session.run(None, start)
+        for total in (12, 13):
+            np.testing.assert_array_equal(session.run(None, one)[0], np.full(4, -total, np.float32))
+        np.testing.assert_array_equal(session.read_states()["total"], np.full(4, 13, np.float32))
+        session.restore_states()
+        np.testing.assert_array_equal(session.read_states()["total"], np.full(4, 12, np.float32))
+        assert session.count_state_changes() == 2
+        with session.conversation() as other:
+            np.testing.assert_array_equal(other.run(None, start)[0], np.full(4, -11, np.float32))
+        np.testing.assert_array_equal(session.run(None, one)[0], np.full(4, -13, np.float32))
+        session.reset_state()
+        with pytest.raises(onnxplace.FeedError, match="S007"):
+            session.run(None, one)

@@ -24,7 +24,7 @@ def make_target(*device_ids: str) -> Target:
     return Target(devices, tuple(Link(one, other, 1e-4, 1e9) for one, other in pairs))
 
 
-def compile_alternating(model: ModelProto, folder: Path, *device_ids: str) -> Bundle:
+def compile_alternating(model: ModelProto, folder: Path, *device_ids: str, state: tuple[str, ...] = ()) -> Bundle:
     """Compile a model whose nodes change the device one after another; nodes get the names of their outputs."""
     for node in model.graph.node:
         node.name = node.output[0]
@@ -32,4 +32,4 @@ def compile_alternating(model: ModelProto, folder: Path, *device_ids: str) -> Bu
     (folder / "map.json").write_text(json.dumps(placed))
     pipeline = f'profile{{estimate=true}},coplace{{join=never,device_map="{folder / "map.json"}"}},m-topo,split,emit'
     path = folder / f"{model.graph.name}.bundle"
-    return compile_model(model, path, target=make_target(*device_ids), pipeline=pipeline).bundle
+    return compile_model(model, path, target=make_target(*device_ids), pipeline=pipeline, state=state).bundle

@@ -157,12 +157,52 @@ def test_the_best_measured_placement_is_kept_next_to_the_policy(graphs, fake_tri
     assert set(result.files) >= {tmp_path / "p.safetensors", tmp_path / "p.csv", tmp_path / "p.device-map.json"}
 
 
+def make_measured_model(graph, folder, times):
+    """Return a model whose placements take so many seconds, the one of the search first."""
+    model = MeasuredModel(
+        Environment(graph.problem), np.arange(len(graph.problem.graph)), BundleTimer(graph, folder), ()
+    )
+    devices = [np.full(len(graph.problem.graph), index % 2, dtype=np.int32) for index in range(len(times))]
+    for index, device in enumerate(devices[2:]):
+        device[index] = 1 - device[index]
+    model.tried = {device.tobytes(): (seconds, device) for seconds, device in zip(times, devices)}
+    model.searched = devices[0]
+    return model
+
+
+@pytest.mark.parametrize(("other", "kept"), [(0.99, 1.0), (0.97, 0.97), (1.5, 1.0)])
+def test_only_a_clearly_shorter_step_displaces_the_placement_of_the_search(graphs, tmp_path, other, kept):
+    assert make_measured_model(graphs[0], tmp_path, [1.0, other]).best[0] == kept
+
+
+def test_runs_in_turns_decide_unless_they_are_disturbed(graphs, fake_trials, tmp_path, monkeypatch):
+    model = make_measured_model(graphs[0], tmp_path, [1.0, 0.5])
+    model.confirm()
+    # The fake times of all on cpu:0, and all on cpu:1.
+    assert (model.reference[0], model.best[0]) == (1e-3, 2e-4)
+    monkeypatch.setattr(bundle_timer, "is_doubtful", lambda trial: True)
+    model = make_measured_model(graphs[0], tmp_path, [1.0, 0.5])
+    model.confirm()
+    assert model.best[1].tolist() == model.searched.tolist()
+    assert model.timer.disturbed == 2
+
+
+def test_each_model_has_its_device_map(graphs, fake_trials, tmp_path):
+    both = [replace(graphs[0], name="first.onnx"), replace(graphs[0], name="second.onnx")]
+    result = learn(both, tmp_path / "p.safetensors", 2)
+    maps = [tmp_path / "p.first.device-map.json", tmp_path / "p.second.device-map.json"]
+    assert set(maps) <= set(result.files)
+    assert [json.loads(path.read_text()) for path in maps] == [{".*": "cpu:1"}] * 2
+    assert read_policy(tmp_path / "p.safetensors").graphs == 2
+
+
 def test_a_device_map_is_read_as_it_was_written(graphs, fake_trials, tmp_path):
     problem, cluster = coarsen_to(graphs[0].problem, 3)
     names = tuple(graphs[0].state[Profile].graph.names)
     model = MeasuredModel(Environment(problem), cluster, BundleTimer(graphs[0], tmp_path), names)
     device = np.arange(len(cluster), dtype=np.int32) % 2
     model.measure(device)
+    model.searched = device
     (tmp_path / "map.json").write_text(json.dumps(model.device_map()))
     assert model.read_device_map(tmp_path / "map.json").tolist() == device.tolist()
     for text in ("[]", "{", '{".*": "cpu:7"}', '{"(": "cpu:0"}', '{"other": "cpu:0"}'):
