@@ -149,7 +149,7 @@ class Environment:
         if self.start_from == "auto" and (lesson := search_lesson(self.problem, START_PROPOSALS, 0)):
             return lesson.device
         alone = self.place_on_one_device(0)
-        starts = [alone, *self._planned]
+        starts = [alone, *([self.planned[0]] if self.planned else [])]
         candidates = [self.evaluate(device) for device in starts]
         if not any(candidates):
             candidates = [self.evaluate(plan.device) for plan in published_plans(self.problem)]
@@ -157,17 +157,16 @@ class Environment:
         return min(fitting, key=lambda candidate: candidate.seconds).device if fitting else alone
 
     @cached_property
-    def _planned(self) -> list[Ints]:
-        """Return the placement of m-ETF, if it is requested and exists."""
-        planned = None if self.start_from == "first-device" else plan_m_etf(self.problem)
-        return [] if planned is None else [planned]
+    def planned(self) -> tuple[Ints, Ints] | None:
+        """Return devices and order of nodes of m-ETF; None if it finds none, or if episodes start from one device."""
+        return None if self.start_from == "first-device" else plan_m_etf(self.problem)
 
     @cached_property
     def starts(self) -> list[Ints]:
         """Return the placements that episodes start from: `start`, and if several are requested, the others."""
         starts = [self.start]
         if self.start_from == "several":
-            starts += [self.place_on_one_device(0), *self._planned]
+            starts += [self.place_on_one_device(0), *([self.planned[0]] if self.planned else [])]
         return list({device.tobytes(): device for device in starts}.values())
 
     def evaluate(self, device: Ints) -> Candidate | None:
@@ -241,13 +240,13 @@ class Environment:
         return features
 
 
-def plan_m_etf(problem: PlacementProblem) -> Ints | None:
-    """Return the placement of m-ETF; None if it finds none."""
+def plan_m_etf(problem: PlacementProblem) -> tuple[Ints, Ints] | None:
+    """Return the placement of m-ETF and its order of nodes; None if it finds none."""
     try:
-        device, _ = find_best_plan(problem, np.full(len(problem.graph), -1, dtype=np.int32))
+        device, start = find_best_plan(problem, np.full(len(problem.graph), -1, dtype=np.int32))
     except InfeasibleError:
         return None
-    return device.astype(np.int32)
+    return device.astype(np.int32), np.lexsort((problem.graph.positions, start)).astype(np.int32)
 
 
 def _squash(seconds: Floats, mean: float) -> Singles:

@@ -76,6 +76,8 @@ def place_with_policy(
         visited = _collect_best(visited, environment.run_best(learner.policy.network))
     if policy.reward == "measured":
         visited.insert(0, Visited(float(first.trajectory.cost[-1]), first.final))
+    elif coarse is problem:
+        visited = _rank_with_orders(visited, environment)
     # It may fit in another order of nodes, where nothing that was visited fits in that of the episodes.
     visited.append(Visited(float(first.trajectory.cost[0]), environment.start))
     return PolicyResult(
@@ -102,6 +104,21 @@ def _collect_best(visited: Sequence[Visited], episodes: Sequence[Episode]) -> li
     """Add the best placement of each episode that fits, and return the best of all."""
     best = [Visited(*item) for episode in episodes if (item := episode.best())]
     return sorted([*visited, *best], key=lambda item: item.cost)[:MAX_KEPT]
+
+
+def _rank_with_orders(visited: Sequence[Visited], environment: Environment) -> list[Visited]:
+    """Sort placements by their steps in the better of two orders of nodes; add that of m-ETF with its own order.
+
+    In an episode, devices run the ready node with the longest path to the end first, which m-ETF does not.
+    """
+    planned, graph_order = environment.planned, environment.problem.graph.order
+    items = [*visited, *([Visited(np.inf, *planned)] if planned else [])]
+    ranked = []
+    for item in items:
+        order = graph_order if item.order is None else item.order
+        if candidate := evaluate_candidate(environment.space, "", item.device, order):
+            ranked.append(replace(item, cost=candidate.seconds / environment.rules.scale_seconds))
+    return sorted(ranked, key=lambda item: item.cost)
 
 
 def commit_result(state: State, problem: PlacementProblem, result: PolicyResult, placer: str) -> State:

@@ -64,6 +64,18 @@ def test_a_policy_that_starts_from_m_etf_is_not_worse_than_its_devices(family, t
     assert [note.code for note in result.diagnostics if note.code == "P047"] == ["P047"]
 
 
+@pytest.mark.parametrize("start", ["several", "m-etf"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_policy_that_starts_from_m_etf_is_not_worse_than_it(start, seed, tmp_path):
+    path = tmp_path / "p.safetensors"
+    write_policy(path, Policy(SHAPE, SHAPE.draw_parameters(seed), start=start))
+    for family in ("encoder_decoder", "recurrent_cells"):
+        graph = ARCHITECTURES[family](60, seed)
+        published = place_cost_graph(graph, "m-etf", groups="given")
+        result = place_cost_graph(graph, f"placeto{{policy={path}}}", groups="given")
+        assert result.makespan_seconds <= published.makespan_seconds * (1 + 1e-9)
+
+
 def test_several_starts_are_not_worse_than_each_of_them():
     theta = 3 * SHAPE.draw_parameters(2)
     for seed in range(5):
