@@ -30,6 +30,11 @@ def bundle(tmp_path, monkeypatch):
     return compile_alternating(parser.parse_model(MODEL), tmp_path, "node2/cpu:0", "localhost/cpu:0")
 
 
+def run_for_ever(session):
+    while True:
+        session.submit({"x": X}).result(WAIT_SECONDS)
+
+
 def test_a_host_is_reached_by_the_remote_shell_and_named_when_its_process_dies(bundle, local_shell):
     session = Mpi(remote_shell=local_shell, timeout=WAIT_SECONDS).open(bundle, trace=True)
     with session:
@@ -39,6 +44,5 @@ def test_a_host_is_reached_by_the_remote_shell_and_named_when_its_process_dies(b
         processes = session.engine._cluster._processes
         os.kill(processes[1], signal.SIGKILL)
         with pytest.raises(onnxplace.ExecutionError, match=r"K011.* node2/cpu:0: its process on host node2 died"):
-            while True:
-                session.submit({"x": X}).result(WAIT_SECONDS)
+            run_for_ever(session)
     assert await_gone(processes.values()) == []
