@@ -14,7 +14,7 @@ from onnxplace.passes.learning.visiting_orders import Order, Reward, Start
 
 # Embeddings of one direction, and rounds of messages, as Placeto's published settings have them.
 WIDTH, ROUNDS = 8, 8
-# Rounds of policies that learn from completions: they learn in fewer updates, and episodes take two thirds of the time.
+# Rounds of policies that learn from completions: an update takes 0.6 of the time.
 COMPLETION_ROUNDS = 4
 # Scale of the first weights of nets that read sums, which are larger than their summands; and of the last layer, so
 # that all devices are about equally likely at first.
