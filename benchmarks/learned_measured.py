@@ -2,7 +2,7 @@
 
 For each example model, on two CPU devices of this machine: compile it with the default placer and with `--placer auto`
 (without splitting operators), train a policy with `--reward measured`, compile the model with the device map of the
-best placement and with the policy, and run all bundles in turns. The table has the median of the paired ratios of
+kept placement and with the policy, and run all bundles in turns. The table has the median of the paired ratios of
 steps, with a 95 % interval from resampled rounds. A busy machine gives rough figures.
 """
 
@@ -52,7 +52,7 @@ def make_bundles(name: str, folder: Path, seconds: float, seed: int) -> dict[str
     ways = {
         "auto": ("--placer", "auto"),
         "default, may split operators": (),
-        "best measured placement": ("--device-map", device_map),
+        "kept placement": ("--device-map", device_map),
         "policy": ("--placer", f"placeto{{policy={policy}}}"),
     }
     bundles = {label: folder / f"{name}.{index}.bundle" for index, label in enumerate(ways)}

@@ -158,13 +158,10 @@ def test_the_best_measured_placement_is_kept_next_to_the_policy(graphs, fake_tri
 
 
 def make_measured_model(graph, folder, times):
-    """Return a model whose placements take so many seconds, the one of the search first."""
-    model = MeasuredModel(
-        Environment(graph.problem), np.arange(len(graph.problem.graph)), BundleTimer(graph, folder), ()
-    )
-    devices = [np.full(len(graph.problem.graph), index % 2, dtype=np.int32) for index in range(len(times))]
-    for index, device in enumerate(devices[2:]):
-        device[index] = 1 - device[index]
+    """Return a model in which all on one device takes so many seconds; the search finds the first device."""
+    cluster = np.arange(len(graph.problem.graph))
+    model = MeasuredModel(Environment(graph.problem), cluster, BundleTimer(graph, folder), ())
+    devices = [place_all_on(graph, index) for index in range(2)]
     model.tried = {device.tobytes(): (seconds, device) for seconds, device in zip(times, devices)}
     model.searched = devices[0]
     return model
