@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ from onnx import numpy_helper, parser
 
 settings.register_profile("onnxplace", deadline=None)  # a first call may have to compile a kernel
 settings.load_profile("onnxplace")
+
+# A shell starts background jobs with interrupts ignored, which tests of interrupts would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Two branches that any placer can put on two devices; nothing is measured, so that compiling takes milliseconds.
 FAST_PIPELINE = "optimize,profile{estimate=true},coplace{join=never},m-etf,split,emit"
