@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
 from annotated_types import Ge
 
-from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.passes.learning import (
     coarsen_to,
@@ -23,9 +21,6 @@ from onnxplace.state import Pass, State
 
 # Placements of the policy that the search continues from.
 MAX_STARTS = 3
-# A search of at least so long has all starts of `auto`: m-TOPO, m-SCT, coarser versions and blocks take as long as this
-# placer alone.
-AUTO_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -37,11 +32,9 @@ class Guided(Pass):
     of the node, the devices of its neighbours, and when it could start and finish on each device. It scores each device
     alone, so the policy knows no number and no order of devices. It was trained to imitate placements that `auto`'s
     search finds, and then by REINFORCE (`onnxplace learn guided`). One schedule takes the best device each time, others
-    sample. A search continues from the best, or from one device or a list schedule by earliest finish where that is
-    better; from half a second on, it is the search of `auto`, in which one of the first two searches starts from the
-    policy's best schedule instead of from a coarser version. Where nothing of this fits, `auto`'s placements
-    are tried, so there is a placement wherever `auto` has one. The package has a policy. Deterministic under `seed`
-    where `proposals`, not the clock, end the search.
+    sample. Then follows the search of `auto`, in which one of the first two searches starts from the policy's best
+    schedule instead of from a coarser version. So there is a placement wherever `auto` has one. The package has a
+    policy. Deterministic under `seed` where `proposals`, not the clock, end the search.
     """
 
     name: ClassVar[str] = "guided"
@@ -70,16 +63,12 @@ class Guided(Pass):
             Plan(f"policy {number}", plan.device[cluster], problem.graph.order if coarse is not problem else plan.order)
             for number, plan in enumerate(starts[:MAX_STARTS], start=1)
         ]
-        budget = Budget(self.seconds, self.proposals)
-        if 0 < self.seconds < AUTO_SECONDS and plans:
-            with suppress(InfeasibleError):
-                return search_and_commit(state, problem, plans, self.name, budget, self.seed, is_brief=True)
         return search_and_commit(
             state,
             problem,
             [*plans, *published_plans(problem)],
             self.name,
-            budget,
+            Budget(self.seconds, self.proposals),
             self.seed,
             promising=plans[0].name if plans else "",
         )

@@ -12,7 +12,7 @@ from onnxplace.errors import Diagnostic, InfeasibleError
 from onnxplace.facts import Schedule
 from onnxplace.graph import Floats, Ints
 from onnxplace.passes.placement.list_scheduling import favourite_children, fill_devices, find_best_plan, transfer_edges
-from onnxplace.passes.placement.search.coarsening import coarsen, finest_level
+from onnxplace.passes.placement.search.coarsening import coarsen
 from onnxplace.passes.placement.search.search import (
     Budget,
     Candidate,
@@ -146,13 +146,11 @@ def search_and_commit(
     budget: Budget,
     seed: int,
     *,
-    is_brief: bool = False,
     promising: str = "",
 ) -> State:
     """Search from the plans and from scratch; commit the best placement to `state`, with a note about it.
 
-    A brief search has list schedules and the plans to begin from, without coarser versions and blocks in series.
-    Else, one of the first two searches starts from the plan `promising`, if there is one.
+    One of the first two searches starts from the plan `promising`, if there is one and it fits.
 
     Raises:
         InfeasibleError: No placement fits.
@@ -160,7 +158,7 @@ def search_and_commit(
     space, effort = SearchSpace(problem), ""
     candidates = {plan.name: evaluate_candidate(space, plan.name, plan.device, plan.order) for plan in plans}
     start_time = time.perf_counter()
-    if not is_brief and any(candidates.get(device.id) for device in problem.target.devices):
+    if any(candidates.get(device.id) for device in problem.target.devices):
         for plan in plan_blocks(problem, replace(budget, seconds=BLOCK_TIME_SHARE * budget.seconds), seed):
             plans = [*plans, plan]
             candidates[plan.name] = evaluate_candidate(space, plan.name, plan.device, plan.order)
@@ -168,12 +166,12 @@ def search_and_commit(
     simulated = list[SimulatedPlan]()
     try:
         exploration = explore(
-            [finest_level(problem)] if is_brief else coarsen(problem),
+            coarsen(problem),
             [candidate for candidate in candidates.values() if candidate],
             remaining,
             seed,
             _goal_seconds(problem),
-            None if is_brief else candidates.get(promising),
+            candidates.get(promising),
         )
     except LookupError:
         pass
