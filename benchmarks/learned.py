@@ -155,6 +155,7 @@ def main() -> None:
     quality.add_argument("--nodes", type=int, default=200)
     quality.add_argument("--devices", type=int, default=2)
     quality.add_argument("--backward", action="store_true")
+    quality.add_argument("--first-seed", type=int, default=0, help="of the graphs, for others than before")
     quality.add_argument("--only", default="", help="labels of placers, such as 'm-etf;placeto;auto, 2 s'")
     starts = commands.add_parser("starts")
     starts.add_argument("--count", type=int, default=6)
@@ -172,7 +173,7 @@ def main() -> None:
     if options.command == "simulator":
         print_rows(measure_simulator(options.threads, options.nodes))
         return
-    graphs = GraphSet(options.family, options.count, options.nodes, "test", options.backward)
+    graphs = GraphSet(options.family, options.count, options.nodes, "test", options.backward, options.first_seed)
     placers = {
         "m-etf": "m-etf",
         "m-sct": "m-sct",

@@ -1,6 +1,6 @@
 """Policies of placeto on graphs that they have not seen, next to policies that were trained on these.
 
-python benchmarks/learned_unseen.py --family encoder_decoder            whether a policy places unseen graphs as well as its own
+python benchmarks/learned_unseen.py --family encoder_decoder      does a policy place unseen graphs as well as its own?
 
 For each seed, a policy is trained on 80 % of the graphs of a family, and places the others. Next to it are policies
 that are trained on one of these graphs itself: in the same way, and with rewards (`placeto{episodes=N}`), as published.
