@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -16,6 +16,7 @@ from onnxplace.passes.learning import (
     commit_result,
     place_with_policy,
     read_policy,
+    recall_placement,
     require_devices,
     require_torch,
 )
@@ -32,6 +33,9 @@ class Placeto(Pass):
     current one, and chooses its device. Without `episodes`, it is applied as it was trained (`onnxplace learn
     placeto`); with them, it is then trained further on this graph, by REINFORCE in simulated time. The best placement
     that was visited and fits is kept, so that there is one wherever m-TOPO, m-ETF, m-SCT or one device has one.
+
+    A policy with measured rewards has kept a placement of each model that it was trained on: without `episodes`, such a
+    model gets that one.
 
     Unlike in the paper, a policy of `learn placeto` learns from completions (Ross and Bagnell, "Reinforcement and
     Imitation Learning via Interactive No-Regret Learning", arXiv 1406.5979): at visited states, each device is scored
@@ -70,6 +74,9 @@ class Placeto(Pass):
         result = place_with_policy(
             problem, policy, order, episodes=self.episodes, seed=self.seed, max_nodes=self.max_nodes
         )
+        known = recall_placement(policy, problem, state[Profile].graph.names)
+        if known is not None and not self.episodes:
+            result = replace(result, visited=[known, *result.visited])
         return commit_result(state, problem, result, self.name)
 
     def _load_policy(self, devices: int) -> Policy:

@@ -26,6 +26,7 @@ from onnxplace.passes.learning import (
     Shape,
     Update,
     coarsen_to,
+    hash_names,
     require_torch,
     search_lesson,
     update_from_ends,
@@ -288,6 +289,8 @@ class MeasuredTraining(Training):
 
     def write_checkpoint(self) -> None:
         """Write what a training is resumed from, the best policy so far, and the best placements."""
+        kept = {hash_names(model.names): model.best[1][model.timer.problem.members] for model in self.models}
+        self.best = replace(self.best, kept=kept)
         super().write_checkpoint()
         for model, path in zip(self.models, self.map_paths):
             text = json.dumps(model.device_map(), indent=1)

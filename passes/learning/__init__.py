@@ -42,12 +42,14 @@ if TYPE_CHECKING:
         LearnFrom as LearnFrom,
         Policy as Policy,
         Shape as Shape,
+        hash_names as hash_names,
     )
     from onnxplace.passes.learning.placing import (
         coarsen_to as coarsen_to,
         commit_devices as commit_devices,
         commit_result as commit_result,
         place_with_policy as place_with_policy,
+        recall_placement as recall_placement,
     )
     from onnxplace.passes.learning.policy_files import (
         read_learner as read_learner,
@@ -113,8 +115,8 @@ __getattr__, __dir__, __all__ = attach(
         "guided_graph": "GuidedGraph",
         "guided_placing": "evaluate_schedule plan_with_policy",
         "guided_policy": "GuidedPolicy GuidedShape run_schedule",
-        "networks": "COMPLETION_ROUNDS ROUNDS LearnFrom Policy Shape",
-        "placing": "coarsen_to commit_devices commit_result place_with_policy",
+        "networks": "COMPLETION_ROUNDS ROUNDS LearnFrom Policy Shape hash_names",
+        "placing": "coarsen_to commit_devices commit_result place_with_policy recall_placement",
         "policy_files": "read_learner read_policy require_devices write_policy",
         "sequences.sequence_files": "read_sequence_learner read_sequence_policy write_sequence_policy",
         "sequences.sequence_graph": "ListOrder SequenceGraph",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
-from onnxplace.graph import Longs
+from onnxplace.graph import Ints, Longs
 from onnxplace.passes.learning.policy_kernels import FIXED_FEATURES, LAYERS, Network, Singles
 from onnxplace.passes.learning.visiting_orders import Order, Reward, Start
 
@@ -114,6 +115,8 @@ class Policy:
     """In its training."""
     max_nodes: int = 0
     """Graphs with more nodes were coarsened in its training; 0 if none were."""
+    kept: Mapping[str, Ints] = field(default_factory=dict, repr=False, compare=False)
+    """The placements that a training with measured rewards kept: the device of each node, by `hash_names`."""
 
     @property
     def network(self) -> Network:
@@ -130,6 +133,11 @@ class Policy:
     def with_parameters(self, theta: Singles, updates: int) -> Policy:
         """Return this policy after further training."""
         return replace(self, theta=theta, updates=updates)
+
+
+def hash_names(names: Sequence[str]) -> str:
+    """Return a hash of the names of a graph's nodes, in their order."""
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
 
 def split_parameters(shape: Shape, theta: Singles) -> dict[str, Singles]:

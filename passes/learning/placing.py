@@ -11,7 +11,7 @@ from onnxplace.errors import Diagnostic
 from onnxplace.facts import Schedule
 from onnxplace.graph import Ints
 from onnxplace.passes.learning.environment import Environment, Episode
-from onnxplace.passes.learning.networks import Policy
+from onnxplace.passes.learning.networks import Policy, hash_names
 from onnxplace.passes.learning.training import Learner, Settings, update_policy
 from onnxplace.passes.learning.visiting_orders import Order
 from onnxplace.passes.placement.search import Plan, SearchSpace, coarsen, evaluate_candidate, published_plans
@@ -86,6 +86,21 @@ def place_with_policy(
         start_cost=float(first.trajectory.cost[0]),
         seconds_per_cost=environment.rules.scale_seconds,
     )
+
+
+def recall_placement(policy: Policy, problem: PlacementProblem, names: Sequence[str]) -> Visited | None:
+    """Return the placement that was kept for this graph in a training with measured rewards; None without one.
+
+    The graph is known by the names of its nodes. Nodes that are one in the problem go where most of them are; pinned
+    groups stay where they are pinned.
+    """
+    device, count = policy.kept.get(hash_names(names)), len(problem.target.devices)
+    if device is None or len(device) != len(problem.members) or device.max(initial=0) >= count:
+        return None
+    votes = np.zeros((len(problem.pinned), count), dtype=np.int64)
+    np.add.at(votes, (problem.group[problem.members], device), 1)
+    chosen = np.where(problem.pinned >= 0, problem.pinned, votes.argmax(axis=1))
+    return Visited(0.0, chosen[problem.group].astype(np.int32))
 
 
 def coarsen_to(problem: PlacementProblem, max_nodes: int) -> tuple[PlacementProblem, Ints]:

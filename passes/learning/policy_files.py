@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import cast, get_args
 
 import numpy as np
 
 from onnxplace.errors import UsageError, format_value
+from onnxplace.graph import Ints
 from onnxplace.passes.learning.networks import LearnFrom, Policy, Shape, join_parameters, split_parameters
+from onnxplace.passes.learning.policy_kernels import Singles
 from onnxplace.passes.learning.policy_tensors import (
     FORMAT,
     MAX_DEVICES,
@@ -27,6 +30,8 @@ from onnxplace.utils import write_arrays
 KIND, VERSION = "placeto", 2
 # Names of the moments of the optimiser and of the mean of the parameters in a checkpoint.
 MOMENTS = ("adam.first", "adam.second", "average")
+# Prefix of the names of kept placements, which are written as numbers of devices.
+KEPT = "kept."
 
 
 def write_policy(path: Path, policy: Policy, learner: Learner | None = None) -> None:
@@ -35,6 +40,7 @@ def write_policy(path: Path, policy: Policy, learner: Learner | None = None) -> 
     Raises UsageError or ExecutionError if the file cannot be written.
     """
     tensors = split_parameters(policy.shape, policy.theta)
+    tensors |= {f"{KEPT}{key}": device.astype(np.float32) for key, device in policy.kept.items()}
     if learner:
         tensors |= dict(zip(MOMENTS, (learner.first, learner.second, learner.average)))
     metadata = {
@@ -72,8 +78,11 @@ def read_learner(path: Path) -> tuple[Policy, Learner | None]:
     tensors, policy = file.arrays, _read_description(file.metadata, path)
     expected = {name: tensor.shape for name, tensor in split_parameters(policy.shape, policy.theta).items()}
     moments = {name: tensors[name] for name in MOMENTS if name in tensors}
-    require_tensors(tensors, {**expected, **dict.fromkeys(moments, policy.theta.shape)}, path, KIND)
+    rows = {name: (tensor.size,) for name, tensor in tensors.items() if name.startswith(KEPT)}
+    require_tensors(tensors, {**expected, **rows, **dict.fromkeys(moments, policy.theta.shape)}, path, KIND)
+    kept = {name.removeprefix(KEPT): _read_devices(tensors[name], policy, path) for name in rows}
     policy = policy.with_parameters(join_parameters([tensors[name] for name in expected]), policy.updates)
+    policy = replace(policy, kept=kept)
     # Copies, so that nothing refers to the file any more.
     learner = Learner(policy, *map(np.array, moments.values())) if len(moments) == len(MOMENTS) else None
     return policy, learner
@@ -119,6 +128,16 @@ def _read_description(metadata: Mapping[str, str], path: Path) -> Policy:
         reward=cast(Reward, reward),
         max_nodes=numbers["max_nodes"],
     )
+
+
+def _read_devices(row: Singles, policy: Policy, path: Path) -> Ints:
+    """Return a kept placement; raises InputError for numbers that are no devices."""
+    devices = row.astype(np.int32)
+    if (devices != row).any() or (devices < 0).any() or (devices >= policy.shape.devices).any():
+        raise damaged_policy_error(
+            path, KIND, f"a kept placement has numbers that are none of {policy.shape.devices} devices"
+        )
+    return devices
 
 
 def require_devices(policy: Policy, devices: int, where: str) -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed; .ci/training has 
 from onnxplace.bundle import Bundle
 from onnxplace.cost_graph import GraphSet
 from onnxplace.errors import Diagnostic, ExecutionError, InfeasibleError, InputError, UsageError
-from onnxplace.facts import Profile
+from onnxplace.facts import Placement, Profile
 from onnxplace.learn import LearnOptions, bundle_timer, draw_problems, learn_measured, read_problems
 from onnxplace.learn.bundle_timer import BundleTimer
 from onnxplace.learn.learning import checkpoint_path
@@ -31,6 +31,7 @@ from onnxplace.passes.learning import (
     update_from_ends,
     write_policy,
 )
+from onnxplace.pipeline import make_pass, run_pass
 from onnxplace.utils import map_arrays, write_arrays
 from tests.conftest import branches
 
@@ -150,6 +151,11 @@ def test_the_best_measured_placement_is_kept_next_to_the_policy(graphs, fake_tri
     policy = read_policy(tmp_path / "p.safetensors")
     assert (policy.reward, policy.max_nodes, policy.start) == ("measured", 40, "first-device")
     assert json.loads((tmp_path / "p.device-map.json").read_text()) == {".*": "cpu:1"}
+    (device,) = policy.kept.values()
+    assert set(device.tolist()) == {1}
+    (graph,) = graphs
+    placed = run_pass(make_pass("placeto", {"policy": str(tmp_path / "p.safetensors")}), graph.state)
+    assert set(placed[Placement].device.tolist()) == {1}, "what was measured decides, not the policy or the simulator"
     assert result.measured_ratio == pytest.approx(0.2)
     assert [point.updates for point in points] == [1, 2, 3]
     assert points[-1].bundles == sum(fake_trials[:-1])
@@ -315,7 +321,8 @@ def test_the_command_runs_bundles_and_leaves_what_compile_takes(run_cli, model_f
     with_map = run_cli(*command, "--placer", "m-etf", "--device-map", device_map, "-o", mapped)
     assert with_map.code == 0, with_map.err
     kept = set(json.loads(device_map.read_text()).values())
-    assert {segment.device for segment in Bundle.open(mapped).manifest.segments} == kept
+    for bundle in (mapped, policy):
+        assert {segment.device for segment in Bundle.open(bundle).manifest.segments} == kept
 
 
 @pytest.mark.parametrize(

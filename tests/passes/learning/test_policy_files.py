@@ -10,8 +10,22 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from onnxplace.errors import InputError, UsageError
-from onnxplace.passes.learning import Learner, Policy, Shape, read_learner, read_policy, require_devices, write_policy
+from onnxplace.facts import Profile
+from onnxplace.passes.learning import (
+    Learner,
+    Policy,
+    Shape,
+    hash_names,
+    read_learner,
+    read_policy,
+    recall_placement,
+    require_devices,
+    write_policy,
+)
 from onnxplace.passes.learning.networks import split_parameters
+from onnxplace.problem import placement_problem
+from onnxplace.target import Target
+from onnxplace.testing import random_state
 from onnxplace.utils import map_arrays, write_arrays
 
 SHAPE = Shape(devices=3, width=4, rounds=2)
@@ -46,6 +60,37 @@ def test_a_policy_is_read_as_it_was_written(policy_file):
     assert policy.theta.tolist() == make_policy().theta.tolist()
     assert replace(policy, theta=None) == replace(make_policy(), theta=None)
     assert read_learner(policy_file)[1] is None
+
+
+def test_kept_placements_are_read_as_they_were_written(tmp_path):
+    path = tmp_path / "policy.safetensors"
+    kept = {hash_names(["a", "b"]): np.array([1, 0], dtype=np.int32), hash_names([]): np.zeros(0, dtype=np.int32)}
+    write_policy(path, replace(make_policy(), kept=kept))
+    assert {key: device.tolist() for key, device in read_policy(path).kept.items()} == {
+        key: device.tolist() for key, device in kept.items()
+    }
+
+
+@pytest.mark.parametrize("number", [-1.0, 0.5, float(SHAPE.devices), np.nan])
+def test_kept_placements_on_no_devices_are_refused(tmp_path, number):
+    path = tmp_path / "policy.safetensors"
+    write_policy(path, replace(make_policy(), kept={"0" * 16: np.array([number])}))
+    with pytest.raises(InputError, match=r"the policy is damaged: .*kept"):
+        read_policy(path)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_kept_placement_is_recalled_for_graphs_of_the_same_names(seed):
+    problem = placement_problem(random_state(seed, nodes=12, devices=2, facts=(Profile,), pinned=True))
+    names, device = problem.graph.names, np.full(len(problem.members), 1, dtype=np.int32)
+    policy = replace(make_policy(), kept={hash_names(names): device})
+    known = recall_placement(policy, problem, names)
+    pinned = problem.pinned[problem.group]
+    assert known is not None
+    assert known.device.tolist() == np.where(pinned >= 0, pinned, 1).tolist()
+    assert recall_placement(policy, problem, [*names[1:], "another"]) is None
+    few = replace(problem, target=Target(problem.target.devices[:1]))
+    assert recall_placement(policy, few, names) is None, "the second device is not there"
 
 
 def test_a_checkpoint_also_has_the_moments_of_the_optimiser(tmp_path):
