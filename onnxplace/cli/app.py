@@ -23,6 +23,7 @@ from onnxplace.cli.devices import devices
 from onnxplace.cli.doctor import doctor
 from onnxplace.cli.hosts import hosts
 from onnxplace.cli.learn import learn
+from onnxplace.cli.merge import merge
 from onnxplace.cli.options import as_json, print_json, suggest_command
 from onnxplace.cli.place import place
 from onnxplace.cli.plan import plan
@@ -68,7 +69,7 @@ def cli() -> None:
     """  # noqa: D301 - \b tells click to keep the line breaks
 
 
-for command in (compile_, run, train, verify, bench, plan, place, learn, study, devices, hosts, doctor):
+for command in (compile_, run, train, verify, bench, merge, plan, place, learn, study, devices, hosts, doctor):
     cli.add_command(command)
 
 

@@ -86,6 +86,7 @@ MAY_IMPORT = {
         "bundle cost_graph driver errors evaluation facts graph machine model passes.learning pipeline problem state "
         "target utils"
     ),
+    "export": "bundle errors model training_step utils",
     "api": "bundle driver errors feeds machine pipeline runtime serving traces utils",
     "training": "api bundle errors feeds model runtime utils",
     "testing": "bundle driver errors facts feeds graph pipeline runtime simulation state target utils",
@@ -94,7 +95,7 @@ MAY_IMPORT = {
         "testing utils"
     ),
     "cli": (
-        "api bundle calibration cost_graph doctor driver errors evaluation feeds hosts learn machine passes.learning "
+        "api bundle calibration cost_graph doctor driver errors evaluation export feeds hosts learn machine passes.learning "
         "pipeline report runtime serving target traces training utils"
     ),
     "__main__": "cli",
