@@ -30,6 +30,7 @@ from onnxplace.cli.plan import plan
 from onnxplace.cli.run import run
 from onnxplace.cli.study import study
 from onnxplace.cli.train import train
+from onnxplace.cli.verbosity import add_verbosity_options, report_total_time
 from onnxplace.cli.verify import verify
 from onnxplace.errors import ExecutionError, OnnxplaceError, UsageError, suggest_nearest
 from onnxplace.machine import register_ending_handler
@@ -51,6 +52,11 @@ class CommandGroup(click.Group):
         if args[0] in self.commands or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
         raise click.UsageError(f"No such command {args[0]!r}: {suggest_nearest(args[0], self.commands)}", ctx)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; with `--verbose`, print its time."""
+        with report_total_time(ctx):
+            return super().invoke(ctx)
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -114,6 +120,10 @@ def _list_entries(kind: Any, name: str | None, json_: bool) -> None:
         print_json({kind: [convert_to_dict(entry) for entry in known.values()]})
     else:
         click.echo(format_table(("name", ""), [(entry.name, entry.summary) for entry in known.values()], left=2))
+
+
+for command in cli.commands.values():
+    add_verbosity_options(command)
 
 
 # As shells report a process that SIGTERM ended: 128 + 15.

@@ -114,7 +114,7 @@ def bench(
             hint="omit it",
         )
     steps = choose_step_inputs(opened, inputs, parse_shape(shape), seed)
-    with show_progress(json_, "timing steps") as observer:
+    with show_progress(json_, "timing steps", similar=True) as observer:
         times = _time_steps(opened, against, steps, repeat, in_flight, session_options)
         with_memory = not no_memory and options["runtime"] == "onnxruntime"
         rounds = min(repeat, MAX_TRACED)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onnxplace._version import __version__
-from onnxplace.cli.options import as_json, print_json, show_progress
+from onnxplace.cli.options import as_json, print_hint, print_json, show_progress
 from onnxplace.errors import UsageError, format_count
 from onnxplace.report import format_bytes, format_table
 
@@ -65,7 +65,7 @@ def devices(
     if calibration:
         click.echo(f"\n{format_calibration(calibration)}")
         if not output:
-            click.echo("to compile with these figures, write them to a file with -o, and pass it to --target", err=True)
+            print_hint("to compile with these figures, write them to a file with -o, and pass it to --target")
     if output:
         click.echo(f"target: {output}")
 
@@ -85,7 +85,7 @@ def _calibrate(target: Any, sizes: str | None, seconds: float | None, quiet: boo
     from onnxplace.target import parse_bytes
 
     sizes_bytes = [parse_bytes(text) for text in sizes.split(",")] if sizes else TRANSFER_SIZES_BYTES
-    with show_progress(quiet, "measuring") as observer:
+    with show_progress(quiet, "measuring", similar=True) as observer:
         return calibrate(
             target, sizes=sizes_bytes, seconds=DEFAULT_SECONDS if seconds is None else seconds, observer=observer
         )

@@ -39,7 +39,7 @@ def doctor(devices: str | None, seconds: float | None, output: Path | None, json
     output = output or (None if json_ else DEFAULT_OUTPUT)
     if output:
         require_writable(output)
-    with show_progress(json_, "starting") as observer:
+    with show_progress(json_, "starting", similar=True) as observer:
         report = examine(devices, seconds=DEFAULT_SECONDS if seconds is None else seconds, observer=observer)
     data = report.to_json()
     if output:

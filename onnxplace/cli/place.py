@@ -26,6 +26,7 @@ from onnxplace.cli.options import (
     objective_option,
     print_json,
     print_notes,
+    show_progress,
 )
 from onnxplace.errors import UsageError
 
@@ -90,11 +91,14 @@ def place(
         _require_output(output, graph, placement)
     announce_loop_compilation(json_)
     memory_bytes = parse_bytes(max_memory) if max_memory else None
-    cost_graph = replace_devices(read_cost_graph(graph, graph_format, devices), devices, memory_bytes)
-    if placement:
-        result = evaluate_placement(cost_graph, read_placement(placement), links=links, strict=strict)
-    else:
-        result = place_cost_graph(cost_graph, links=links, budget_seconds=budget, strict=strict, **options)
+    with show_progress(json_, "reading the graph") as display:
+        cost_graph = replace_devices(read_cost_graph(graph, graph_format, devices), devices, memory_bytes)
+        if display:
+            display("placing", 0, 1)
+        if placement:
+            result = evaluate_placement(cost_graph, read_placement(placement), links=links, strict=strict)
+        else:
+            result = place_cost_graph(cost_graph, links=links, budget_seconds=budget, strict=strict, **options)
     if output:
         write_cost_graph(output, cost_graph, result)
     print_notes(result.diagnostics)

@@ -63,7 +63,7 @@ def plan(
     from onnxplace.target import read_target
 
     announce_loop_compilation(json_)
-    with show_progress(json_, "reading the model") as observer:
+    with show_progress(json_, "reading the model", similar=True) as observer:
         result = plan_model(
             model,
             devices=devices,

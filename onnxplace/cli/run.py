@@ -21,6 +21,7 @@ from onnxplace.cli.options import (
     runtime_option,
     seed_option,
     shape_option,
+    show_progress,
     start_timeout_option,
     with_operator_libraries,
 )
@@ -93,7 +94,8 @@ def run(bundle: Path, inputs: Path | None, shape: str, seed: int, json_: bool, *
         require_storable(opened.returned_outputs)
     note_core_shortage(opened, plan.runtime)
     steps = choose_step_inputs(opened, inputs, parse_shape(shape), seed)
-    summary = _run_steps(opened, steps, plan)
+    with show_progress(json_, "running"):
+        summary = _run_steps(opened, steps, plan)
     if plan.outputs:
         write_npz(plan.outputs, dict(summary.outputs))
     described = {name: _describe_value(value) for name, value in summary.outputs.items()}
@@ -111,7 +113,7 @@ def _run_steps(bundle: Bundle, steps: StepInputs, plan: RunPlan) -> RunSummary:
     from statistics import median
 
     from onnxplace.api import InferenceSession
-    from onnxplace.utils import write_file
+    from onnxplace.utils import report_progress, write_file
 
     states = {item.output: item.input for item in bundle.manifest.states}
     with InferenceSession(
@@ -132,6 +134,7 @@ def _run_steps(bundle: Bundle, steps: StepInputs, plan: RunPlan) -> RunSummary:
         for number in range(1, plan.repeat):
             with steps.explained(number):
                 later_seconds.append(session.run_timed(steps.feeds(number), timeout=plan.timeout).seconds)
+            report_progress(number + 1, plan.repeat)
         if plan.trace:
             session.run(None, steps.feeds(plan.repeat), timeout=plan.timeout)
             write_file(plan.trace, lambda stream: stream.write(json.dumps(session.trace(last=1)).encode()))
