@@ -95,8 +95,8 @@ MAY_IMPORT = {
         "testing utils"
     ),
     "cli": (
-        "api bundle calibration cost_graph doctor driver errors evaluation export feeds hosts learn machine passes.learning "
-        "pipeline report runtime serving target traces training utils"
+        "api bundle calibration cost_graph doctor driver errors evaluation export feeds hosts learn machine "
+        "passes.learning pipeline report runtime serving target traces training utils"
     ),
     "__main__": "cli",
 }

@@ -24,6 +24,7 @@ from onnxplace.export import merge_bundle, merging
 from tests.end_to_end.split_checks import ALTERNATING
 from tests.end_to_end.weight_checks import chain, compiled as compile_chain, saved
 from tests.export.samples import assert_same_outputs, draw_feeds, run_file
+from tests.support.chains import mlp
 from tests.support.commands import only_json
 from tests.support.random_models import RandomModel, random_models, reference, run_plain
 from tests.support.random_placements import RandomPlacement, assert_same, compiled_with, placements
@@ -146,10 +147,10 @@ def test_linked_weights_are_merged_from_the_files_of_the_model(tmp_path):
 
 
 def test_a_sharded_bundle_is_merged_with_its_exchanges_and_says_so(tmp_path, run_cli):
-    saved(tmp_path, chain(2, 64))
+    onnx.save(mlp(), tmp_path / "model.onnx")
     pipeline = "optimize,profile{estimate=true},shard{ways=2,exact=true},coplace{join=never},fuse,m-etf,split,emit"
     bundle = compile_model(
-        tmp_path / "model.onnx", tmp_path / "bundle", devices="cpu:0,cpu:1", pipeline=pipeline, shape={"batch": 4}
+        tmp_path / "model.onnx", tmp_path / "bundle", devices="cpu:0,cpu:1", pipeline=pipeline
     ).bundle
     assert bundle.manifest.sharding is not None
     result = run_cli("merge", bundle.path, "-o", tmp_path / "merged.onnx", "--json")
