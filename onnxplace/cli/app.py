@@ -19,13 +19,17 @@ import click
 
 from onnxplace.cli.bench import bench
 from onnxplace.cli.compile import compile as compile_
+from onnxplace.cli.completers import complete_passes, complete_runtimes
+from onnxplace.cli.completion import COMPLETE_VARIABLE, complete_line, completion
 from onnxplace.cli.devices import devices
 from onnxplace.cli.doctor import doctor
+from onnxplace.cli.explain import explain
 from onnxplace.cli.hosts import hosts
 from onnxplace.cli.learn import learn
 from onnxplace.cli.options import as_json, print_json, suggest_command
 from onnxplace.cli.place import place
 from onnxplace.cli.plan import plan
+from onnxplace.cli.progress import is_terminal
 from onnxplace.cli.run import run
 from onnxplace.cli.study import study
 from onnxplace.cli.train import train
@@ -70,11 +74,26 @@ def cli() -> None:
 
     Exit codes: 0 success, 1 a comparison failed, 2 bad usage or input, 3 infeasible (no placement fits), 4 a failure
     while running, 130 or 143 interrupted. With --json, an error is also printed on stdout as {"error": {code,
-    message, where, hint}}; docs/errors.md lists the codes.
+    message, where, hint}}; `onnxplace explain CODE` says more.
     """  # noqa: D301 - \b tells click to keep the line breaks
 
 
-for command in (compile_, run, train, verify, bench, plan, place, learn, study, devices, hosts, doctor):
+for command in (
+    compile_,
+    run,
+    train,
+    verify,
+    bench,
+    plan,
+    place,
+    learn,
+    study,
+    devices,
+    hosts,
+    doctor,
+    explain,
+    completion,
+):
     cli.add_command(command)
 
 
@@ -86,7 +105,7 @@ def convert_to_dict(device: object) -> dict[str, Any]:
 
 
 @cli.command(short_help="List the passes; with a NAME, its options.")
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=complete_passes)
 @as_json
 def passes(name: str | None, json_: bool) -> None:
     """List the passes, built in and from plugins.
@@ -98,7 +117,7 @@ def passes(name: str | None, json_: bool) -> None:
 
 
 @cli.command(short_help="List the runtimes; with a NAME, describe it.")
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=complete_runtimes)
 @as_json
 def runtimes(name: str | None, json_: bool) -> None:
     """List the runtimes for `onnxplace run --runtime`; with NAME, describe it."""
@@ -134,6 +153,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Errors of the user show no traceback.
     """
+    if arguments is None and COMPLETE_VARIABLE in os.environ:
+        with suppress(Exception):  # the user sees no completion, instead of an error in the line that is being typed
+            return complete_line(cli, os.environ[COMPLETE_VARIABLE])
+        return 1
     json_ = "--json" in (sys.argv[1:] if arguments is None else arguments)
     stdout, stderr = sys.stdout, sys.stderr
     try:
@@ -182,6 +205,8 @@ def _print_error(problem: OnnxplaceError, json_: bool, shown: bool = False) -> i
     if not shown:
         with suppress(OSError):  # the exit code still tells the kind of error
             click.echo(str(problem), err=True)
+            if is_terminal() and problem.code != "U000":
+                click.echo(f"  more: onnxplace explain {problem.code}", err=True)
     if json_:
         keys = ("code", "message", "where", "hint")
         try:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from onnxplace.cli.completers import BUNDLE_PATH
 from onnxplace.cli.options import (
     against_option,
     as_json,
@@ -49,7 +50,7 @@ MAX_TRACED = 20
 
 
 @click.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle", type=BUNDLE_PATH)
 @against_option
 @inputs_option
 @shape_option

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onnxplace._version import __version__
+from onnxplace.cli.completers import complete_devices
 from onnxplace.cli.options import as_json, print_hint, print_json, show_progress
 from onnxplace.errors import UsageError, format_count
 from onnxplace.report import format_bytes, format_table
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--devices", metavar="cuda:0,cpu:0", help="Default: all GPUs, else cpu:0,cpu:1.")
+@click.option(
+    "--devices", shell_complete=complete_devices, metavar="cuda:0,cpu:0", help="Default: all GPUs, else cpu:0,cpu:1."
+)
 @click.option("--calibrate", is_flag=True, help="Measure links, calls and shared resources.")
 @click.option("--sizes", metavar="1,4KiB,64MiB", help="Sizes of transferred values  [default: 1 B to 256 MiB]")
 @click.option("--seconds", type=float, help="Approximate time to measure  [default: 30]")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from onnxplace.cli.completers import complete_devices
 from onnxplace.cli.options import as_json, print_json, show_progress
 
 DEFAULT_OUTPUT = Path("onnxplace-doctor.json")
@@ -15,7 +16,9 @@ INTERRUPTED_EXIT_CODE = 130
 
 
 @click.command()
-@click.option("--devices", metavar="cpu:0,cuda:0", help="Default: every kind that works here.")
+@click.option(
+    "--devices", shell_complete=complete_devices, metavar="cpu:0,cuda:0", help="Default: every kind that works here."
+)
 @click.option("--seconds", type=float, help="Approximate time for all checks  [default: 120]")
 @click.option(
     "-o",

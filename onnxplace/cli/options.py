@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from onnxplace.cli.completers import complete_runtimes
 from onnxplace.cli.progress import is_terminal, show_progress as show_progress
 from onnxplace.cli.verbosity import is_quiet
 from onnxplace.errors import UsageError, escape_unprintable, format_value
@@ -31,7 +32,12 @@ inputs_option = click.option(
     "--inputs", type=click.Path(path_type=Path), metavar="F.npz", help="Real inputs by name, from numpy.savez."
 )
 runtime_option = click.option(
-    "--runtime", default="onnxruntime", show_default=True, metavar="NAME", help="`onnxplace runtimes` lists them."
+    "--runtime",
+    default="onnxruntime",
+    show_default=True,
+    metavar="NAME",
+    shell_complete=complete_runtimes,
+    help="`onnxplace runtimes` lists them.",
 )
 hosts_option = click.option(
     "--hosts", metavar="node1:1,node2:1", help="For --runtime mpi: hosts, and how many devices may run on each."

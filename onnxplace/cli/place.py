@@ -19,6 +19,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from onnxplace.cli.completers import complete_placers
 from onnxplace.cli.options import (
     announce_loop_compilation,
     as_json,
@@ -45,7 +46,9 @@ from onnxplace.errors import UsageError
     type=click.Choice(["json", "graphml", "gexf"]),
     help="Of GRAPH  [default: what its name ends in; json]",
 )
-@click.option("--placer", metavar="NAME", help="`onnxplace passes` lists them  [default: auto]")
+@click.option(
+    "--placer", metavar="NAME", shell_complete=complete_placers, help="`onnxplace passes` lists them  [default: auto]"
+)
 @objective_option
 @budget_option
 @click.option("--seed", type=click.IntRange(0), metavar="N", help="For placers that search.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from onnxplace.cli.completers import BUNDLE_PATH
 from onnxplace.cli.options import (
     as_json,
     hosts_option,
@@ -57,7 +58,7 @@ class RunSummary:
 
 
 @click.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle", type=BUNDLE_PATH)
 @inputs_option
 @click.option("--outputs", type=click.Path(path_type=Path), metavar="F.npz", help="Write the outputs to a file.")
 @click.option("--repeat", default=1, show_default=True, type=click.IntRange(1), help="Number of runs.")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from onnxplace.cli.completers import BUNDLE_PATH
 from onnxplace.cli.options import (
     as_json,
     note_core_shortage,
@@ -47,7 +48,7 @@ class TrainOptions:
 
 
 @click.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle", type=BUNDLE_PATH)
 @click.option("--data", required=True, type=click.Path(path_type=Path), metavar="F.npz",
               help="Arrays by input name, from numpy.savez; rows are their first axis.")  # fmt: skip
 @click.option("--steps", required=True, type=click.IntRange(0), metavar="N",

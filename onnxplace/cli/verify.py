@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from onnxplace.cli.completers import BUNDLE_PATH
 from onnxplace.cli.options import (
     against_option,
     as_json,
@@ -36,7 +37,7 @@ STEPS_WITH_STATES = 3
 
 
 @click.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle", type=BUNDLE_PATH)
 @against_option
 @inputs_option
 @shape_option
