@@ -150,7 +150,8 @@ class RankEngine(Engine):
         if not request.waiting:
             self._finish_part(request, device.id)
             return
-        for rank, home in ranks.items():
+        # Rank 0, which passes frames on, gets its own last: then it computes.
+        for rank, home in sorted(ranks.items(), reverse=True):
             self._cluster.send(rank, self._make_frame(request, home, stored))
 
     def _make_frame(self, request: RemoteRequest, home: str, stored: Mapping[str, RemoteState]) -> Frame:
