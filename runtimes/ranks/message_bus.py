@@ -6,7 +6,6 @@ kept until they are through. Nothing waits inside MPI: its own waits would burn 
 
 from __future__ import annotations
 
-import struct
 import threading
 import time
 from collections import deque

@@ -41,16 +41,17 @@ from onnxplace.runtimes.execution import (
 from onnxplace.runtimes.ranks.distribution import Fetch, obtain_bundle
 from onnxplace.runtimes.ranks.frames import Frame
 from onnxplace.runtimes.ranks.message_bus import MessageBus
+from onnxplace.runtimes.ranks.shared_blocks import MappedBlocks
 from onnxplace.runtimes.ranks.value_channels import Channel, ValueChannels
 from onnxplace.runtimes.ranks.values import decode_value, decode_values, encode_value, encode_values
 from onnxplace.target import Device
+
 
 class Waiter(Protocol):
     """Waits until something is ready, while messages are looked for."""
 
     def __call__(self, is_ready: Callable[[], bool], is_near: Callable[[], bool] = ..., /) -> None:
         """Return once something is ready; naps only while it is not near."""
-
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class Opening:
     """Whether ONNX Runtime optimises the segments."""
     remote: tuple[int, ...] = ()
     """Ranks on other machines than the driver's."""
+    probe: tuple[Any, ...] = ()
+    """Memory that ranks try to share; empty if there is none."""
 
     def to_frame(self) -> Frame:
         """Return it as a frame, with the manifest as a buffer."""
@@ -80,6 +83,7 @@ class Opening:
             "versions": dict(self.versions),
             "optimises": self.optimises,
             "remote": self.remote,
+            "probe": self.probe,
         }
         return Frame("open", fields, [np.frombuffer(self.bundle.manifest.model_dump_json().encode(), np.uint8)])
 
@@ -97,6 +101,7 @@ class Opening:
             versions=fields["versions"],
             optimises=fields["optimises"],
             remote=tuple(fields["remote"]),
+            probe=tuple(fields["probe"]),
         )
 
 
@@ -130,6 +135,9 @@ class RankLoop(ProgramLoop):
         self._current: Request | None = None
         self._serial = -1
         self._cancelled: set[int] = set()
+        self._blocks = MappedBlocks()
+        self.shares_memory = self._blocks.try_probe(opening.probe)
+        """Whether inputs can come by memory of the driver."""
         self._entries = device.memory.run_entries()
         self.cores = device.cores
         self.clock_offset_seconds = 0.0
@@ -166,6 +174,7 @@ class RankLoop(ProgramLoop):
         fields = frame.fields
         serial, route = fields["serial"], self._routes[fields["route"]]
         names = self._returned_names.union(fields["states"]) if fields["states"] else self._returned_names
+        self._blocks.restore(frame)
         feeds = decode_values(fields["feeds"], iter(frame.buffers))
         conversation = CarriedStates(self._state_table, fields["conversation"])
         request = Request(fields["number"], feeds, route, names, conversation, Outcome())

@@ -137,18 +137,21 @@ class RankProcess:
         elif is_awaited():
             self._wakeup.set()
 
-    def wait(self, is_ready: Callable[[], bool], is_near: Callable[[], bool] = lambda: False) -> None:
+    def wait(
+        self, is_ready: Callable[[], bool], is_near: Callable[[], bool] = lambda: False, spins: bool = True
+    ) -> None:
         """Wait until something is ready, by messages or by another thread.
 
         Args:
             is_ready: Called by the helper, too.
             is_near: Whether it is on its way, so that naps would delay it.
+            spins: Whether it looks without pause at first; else others get the core, such as the driver's threads.
         """
         began = time.perf_counter()
         while not is_ready():
             self._look()
             waited = time.perf_counter() - began
-            if waited < SPIN_SECONDS or (waited < NEAR_SECONDS and (is_near() or self.bus.is_sending)):
+            if (spins and waited < SPIN_SECONDS) or (waited < NEAR_SECONDS and (is_near() or self.bus.is_sending)):
                 continue
             if waited < IDLE_SECONDS:
                 time.sleep(NAP_SECONDS)
@@ -172,7 +175,7 @@ class RankProcess:
         helper = threads[0]
         self._answer(Frame("started", {"pid": os.getpid()}))
         while True:
-            self.wait(lambda: bool(self._inbox))
+            self.wait(lambda: bool(self._inbox), spins=False)
             frame = self._inbox.popleft()
             if frame.kind == "close":
                 break
@@ -213,7 +216,7 @@ class RankProcess:
             text = f"{type(problem).__name__}: {problem}"
             return Frame("failed", {"error": describe_error(ExecutionError("X001", f"opening failed: {text}"))})
         pin_thread(self._loop.cores).__enter__()
-        return Frame("ready")
+        return Frame("ready", {"shares": self._loop.shares_memory})
 
     def _measure_clock_offset(self) -> float:
         """Return what this clock shows more than that of rank 0, by the quickest of some round trips.

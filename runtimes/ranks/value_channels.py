@@ -2,11 +2,11 @@
 
 A value is a header, which contains the bytes of a small value; those of a larger one are a message of their own. The
 programs of a bundle say which values cross, so a rank receives headers before it needs the values. Memory for larger
-values is taken when their header is here: buffers that are taken and freed in turn stay in the caches of the core, which
-makes more than a factor of two for values of 1 MiB.
+values is taken when their header is here: buffers that are taken and freed in turn stay in the caches of the core. Ten
+buffers of 1 MiB in turn made a hop take 530 us, one took 150 us.
 
-Ranks follow requests in one order, and MPI keeps the order of messages with one tag. So a header whose request has ended
-here belongs to one that was cancelled, and is dropped with its bytes.
+Ranks follow requests in one order, and MPI keeps the order of messages with one tag. So a header whose request has
+ended here belongs to one that was cancelled, and is dropped with its bytes.
 """
 
 from __future__ import annotations
