@@ -91,7 +91,8 @@ def test_values_of_all_types_cross_from_rank_to_rank_as_between_threads(tmp_path
 
 
 def test_large_inputs_of_requests_in_flight_stay_apart_whether_ranks_share_memory_or_not(tmp_path, monkeypatch):
-    text = '<ir_version: 8, opset_import: ["": 17]> big (float[110000] x) => (float[110000] y) { a = Neg(x) y = Neg(a) }'
+    text = '<ir_version: 8, opset_import: ["": 17]> big (float[110000] x) => (float[110000] y) '
+    text += "{ a = Neg(x) y = Neg(a) }"
     bundle = compile_alternating(parser.parse_model(text), tmp_path, "cpu:0", "cpu:1")
     feeds = [{"x": np.full(110_000, seed, np.float32)} for seed in range(8)]
     for shares in (True, False):
