@@ -6,6 +6,11 @@ from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
     from onnxplace.model.carried_state import StateRequest as StateRequest, bind_states as bind_states
+    from onnxplace.model.device_metadata import (
+        DEVICE_KEY as DEVICE_KEY,
+        DeviceMetadata as DeviceMetadata,
+        read_device_metadata as read_device_metadata,
+    )
     from onnxplace.model.external_ranges import list_external_ranges as list_external_ranges
     from onnxplace.model.host_values import (
         DEQUANTIZE as DEQUANTIZE,
@@ -68,6 +73,7 @@ __getattr__, __dir__, __all__ = attach(
         "loading": "load require_linkable require_unchanged",
         "lowering": "build_op_graph",
         "model": "Model declaration_of",
+        "device_metadata": "DEVICE_KEY DeviceMetadata read_device_metadata",
         "external_ranges": "list_external_ranges",
         "nested_graphs": "captured_names iterate_reads iterate_subgraphs rename_reads",
         "precision": "find_scales_to_protect",
