@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     )
     from onnxplace.model.lowering import build_op_graph as build_op_graph
     from onnxplace.model.model import Model as Model, declaration_of as declaration_of
+    from onnxplace.model.module_paths import (
+        list_enclosing_modules as list_enclosing_modules,
+        list_module_paths as list_module_paths,
+    )
     from onnxplace.model.nested_graphs import (
         captured_names as captured_names,
         iterate_reads as iterate_reads,
@@ -75,6 +79,7 @@ __getattr__, __dir__, __all__ = attach(
         "model": "Model declaration_of",
         "device_metadata": "DEVICE_KEY DeviceMetadata read_device_metadata",
         "external_ranges": "list_external_ranges",
+        "module_paths": "list_enclosing_modules list_module_paths",
         "nested_graphs": "captured_names iterate_reads iterate_subgraphs rename_reads",
         "precision": "find_scales_to_protect",
         "session_model": "store_for_session",
