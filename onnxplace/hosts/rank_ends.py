@@ -23,6 +23,9 @@ _SIGNAL_BASE = 128
 # A line of MPICH's launcher, or of its proxy on the host of this index: `[proxy:1@name] function (file:line): message`.
 _LAUNCHER_LINE = re.compile(r"\[(?:mpiexec|proxy:(?P<index>\d+))@[^]]*\] \w+ \([^)]*\): (?P<message>.*)")
 
+# An explanation of Open MPI's launcher, between two lines of hyphens.
+_BOX = re.compile(r"^-{40,}\n(.*?)^-{40,}$", re.MULTILINE | re.DOTALL)
+
 
 @dataclass(frozen=True)
 class RankEnd:
@@ -69,6 +72,11 @@ def find_mpi_cause(printed: str, hosts: Sequence[str]) -> str:
     """
     if end := find_rank_end(printed):
         return end.cause or f"rank {end.rank} died ({end.reason})"
+    if (
+        box := _BOX.search(printed)
+    ) is not None:  # Open MPI explains at length; what was written before it is the cause
+        before = printed[: box.start()].strip().splitlines()
+        return before[-1].strip() if before else " ".join(box[1].split()).partition(". ")[0]
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     launcher = [match for line in lines if (match := _LAUNCHER_LINE.fullmatch(line))]
     others = [line for line in lines if not line.startswith(("[mpiexec", "[proxy", "Abort("))]

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from onnxplace.hosts import find_launcher
 from tests.support.endless import endless_bundle
 
 pytest.importorskip("mpi4py")
@@ -37,9 +38,8 @@ def bundle(tmp_path_factory):
 
 
 def run_job(ranks, bundle):
-    from onnxplace.hosts.connection import find_mpiexec
-
-    command = [find_mpiexec(), "-n", str(ranks), sys.executable, "-m", "mpi4py", "-c", SCRIPT, str(bundle.path)]
+    launched = find_launcher().make_command({"localhost": ranks}, "", "")
+    command = [*launched, sys.executable, "-m", "mpi4py", "-c", SCRIPT, str(bundle.path)]
     return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS)
 
 
