@@ -107,7 +107,8 @@ class Connection:
             )
             raise ExecutionError("K007", message, where=where, hint=hint)
         if process.returncode:
-            message = f"MPI failed with exit code {process.returncode}: {find_mpi_cause(process.stderr, hosts)}"
+            cause = find_mpi_cause(process.stderr if process.stderr.strip() else process.stdout, hosts)
+            message = f"MPI failed with exit code {process.returncode}: {cause}"
             hint = "the hosts have to find each other by their names; --interface names the network between them"
             raise ExecutionError("K007", message, where=where, hint=hint)
         return process.stdout

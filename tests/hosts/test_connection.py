@@ -144,6 +144,7 @@ def test_the_mpiexec_of_this_environment_is_used_whatever_mpi_it_is(monkeypatch,
 
 NO_ROUTE = f"no route to host node3\n{'-' * 60}\nA daemon failed to report back. This could\n{'-' * 60}\n"
 NO_NETWORK = f"{'-' * 74}\nNo network interfaces\nwere found. We require\n{'-' * 74}\n"
+NO_DAEMON = f"{'-' * 60}\nA daemon failed. It\n\n  Remote host:    node3\n{'-' * 60}\n"
 
 
 @pytest.mark.parametrize(
@@ -155,9 +156,10 @@ NO_NETWORK = f"{'-' * 74}\nNo network interfaces\nwere found. We require\n{'-' *
         ("[proxy:1@a] f (sock.c:4): no route (1)\n[mpiexec@a] main (m.c:2): error", "on node2: no route (1)"),
         ("[mpiexec@a] of another form", "[mpiexec@a] of another form"),
         (NO_ROUTE, "no route to host node3"),
+        (NO_DAEMON, "on node3: A daemon failed"),
         (NO_NETWORK, "No network interfaces were found"),
         ("no module x\nonnxplace: rank 1 ended with code 1\nKilled\n", "no module x"),
-        ("Killed\nonnxplace: rank 1 ended with code 137\n", "rank 1 died (SIGKILL)"),
+        ("onnxplace: rank 0 ended with code 14\nonnxplace: rank 1 ended with code 137\n", "rank 1 died (SIGKILL)"),
     ],
 )
 def test_the_cause_of_a_failure_is_found_among_the_lines_of_mpi(printed, cause):
