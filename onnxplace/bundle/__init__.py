@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     )
     from onnxplace.bundle.split_states import SplitStates as SplitStates
     from onnxplace.bundle.staging import (
+        EXPORT_FILE as EXPORT_FILE,
+        EXPORT_FORMAT as EXPORT_FORMAT,
         Staging as Staging,
         prepare_output as prepare_output,
         require_output_free as require_output_free,
@@ -93,6 +95,6 @@ __getattr__, __dir__, __all__ = attach(
         "simulate_bundle": "predict_interval_seconds predict_serial_seconds simulate_manifest",
         "slices": "extract_device_part list_crossing_values record_crossing_values",
         "split_states": "SplitStates",
-        "staging": "Staging prepare_output require_output_free stage_output",
+        "staging": "EXPORT_FILE EXPORT_FORMAT Staging prepare_output require_output_free stage_output",
     },
 )

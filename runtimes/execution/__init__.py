@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from onnxplace.runtimes.execution.host_memory import HostMemory as HostMemory
     from onnxplace.runtimes.execution.ort_values import (
         is_native_array as is_native_array,
+        is_native_type as is_native_type,
         to_ort_value as to_ort_value,
         to_python as to_python,
     )
@@ -37,7 +38,7 @@ __getattr__, __dir__, __all__ = attach(
         "failures": "describe_step_failure",
         "futures": "Outcome ResultFuture",
         "host_memory": "HostMemory",
-        "ort_values": "is_native_array to_ort_value to_python",
+        "ort_values": "is_native_array is_native_type to_ort_value to_python",
         "programs": "ProgramLoop drop_last_frees",
         "requests": "CancelledError Request",
         "routes": "OpenRoute open_routes",

@@ -87,6 +87,7 @@ MAY_IMPORT = {
         "bundle cost_graph driver errors evaluation facts graph machine model passes.learning pipeline problem state "
         "target utils"
     ),
+    "export": "bundle errors model training_step utils",
     "api": "bundle driver drop_in errors feeds machine pipeline runtime serving traces utils",
     "training": "api bundle errors feeds model runtime utils",
     "testing": "bundle driver errors facts feeds graph pipeline runtime simulation state target utils",
@@ -95,8 +96,8 @@ MAY_IMPORT = {
         "testing utils"
     ),
     "cli": (
-        "api bundle calibration cost_graph doctor driver errors evaluation feeds hosts learn machine passes.learning "
-        "pipeline report runtime serving target traces training utils"
+        "api bundle calibration cost_graph doctor driver errors evaluation export feeds hosts learn machine "
+        "passes.learning pipeline report runtime serving target traces training utils"
     ),
     "__main__": "cli",
 }
