@@ -128,7 +128,7 @@ def test_every_pass_and_runtime_has_a_section_with_its_description_and_options()
 
 
 def test_generated_parts_hold_commands_passes_and_fields():
-    generated = load("docs/generated.py")
+    generated = load("docs/site/generated.py")
     commands = generated.render_part("commands")
     assert all(f"## `onnxplace {name}`" in commands for name in cli.commands)
     assert "--max-memory" in commands
@@ -141,7 +141,7 @@ def test_generated_parts_hold_commands_passes_and_fields():
 
 
 def test_every_mark_on_a_page_is_replaced():
-    generated = load("docs/generated.py")
+    generated = load("docs/site/generated.py")
     marks = [mark for page in PAGES for mark in generated.MARK.findall(page.read_text(encoding="utf-8"))]
     assert len(marks) > len(BUILTIN["passes"])
     for mark in marks:
