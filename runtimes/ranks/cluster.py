@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,12 +31,13 @@ from onnxplace.runtimes.ranks.frames import Frame, FrameSocket, Tick
 from onnxplace.runtimes.ranks.launcher import CLOSING_SECONDS, Launcher
 from onnxplace.runtimes.ranks.plan import RankPlan
 from onnxplace.runtimes.ranks.rank_loop import Opening, rebuild_error
+from onnxplace.runtimes.ranks.shared_blocks import SharedBlocks
 
 RANK_MODULE = "onnxplace.runtimes.ranks.rank_process"
 # Rank 0 says that it is alive four times a second.
 MAX_SILENT_SECONDS = 2.5
-# Time for the launcher to say which rank has died.
-REPORTING_SECONDS = 0.4
+# Time for the launcher to say which rank has died; it takes a tenth of that where processors are free.
+REPORTING_SECONDS = 2.0
 # A path of a Unix socket has at most 107 bytes.
 _MAX_SOCKET_PATH = 100
 NEW_SESSION_HINT = "open a new session"
@@ -62,6 +64,9 @@ class Cluster:
         """Process ids by rank."""
         self._ending = threading.Lock()
         self.is_ended = False
+        self.blocks = SharedBlocks()
+        self.sharing_ranks: set[int] = set()
+        """Ranks that can map these blocks."""
 
     def open(self, opening: Opening) -> None:
         """Start the ranks, and open a bundle on them.
@@ -73,7 +78,7 @@ class Cluster:
         try:
             self._start(deadline)
             self._await_all("started", "did not start", opening.bundle)
-            frame = opening.to_frame()
+            frame = replace(opening, probe=tuple(self.blocks.make_probe())).to_frame()
             for rank in range(len(self.plan.devices)):
                 self.send(rank, frame)
             self._await_all("ready", "did not open the bundle", opening.bundle)
@@ -158,6 +163,8 @@ class Cluster:
             elif frame.kind == kind:
                 self._processes.setdefault(frame.fields["rank"], frame.fields.get("pid", 0))
                 missing.discard(frame.fields["rank"])
+                if frame.fields.get("shares"):
+                    self.sharing_ranks.add(frame.fields["rank"])
 
     def _send_piece(self, bundle: Bundle, frame: Frame) -> None:
         """Send bytes of a file of the bundle to a rank that does not have it."""
@@ -227,6 +234,7 @@ class Cluster:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+        self.blocks.close()
 
 
 def _is_same_user(connection: socket.socket) -> bool:
