@@ -37,7 +37,8 @@ def read_commands(text: str) -> Iterator[list[str]]:
     """Yield the words of each call of onnxplace in the blocks and spans of a page."""
     blocks = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     spans = re.findall(r"(?<!`)`(onnxplace [^`]+)`(?!`)", text)
-    # In a span, brackets are what may be left out, and bars what is chosen from.
+    # In a span, brackets are what may be left out, bars what is chosen from; the last option may lack its value.
+    spans = [f"{span} VALUE" if re.search(r" --?[\w-]+$", span) else span for span in spans]
     lines = [re.sub(r"[\[\]]|(?<=\w)\|[\w|]+", "", " ".join(span.split())) for span in spans]
     for block in blocks:
         lines += block.replace("\\\n", " ").splitlines()
@@ -61,7 +62,7 @@ def check_command(words: list[str]) -> None:
     command: click.Command = cli
     context = click.Context(cli, info_name="onnxplace")
     while isinstance(command, click.Group):
-        name = words[0]
+        name = words[0] if words else "--help"
         if name.startswith("-"):
             break
         if name not in command.commands:
