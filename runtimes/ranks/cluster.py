@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,18 +25,19 @@ import numpy as np
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import ExecutionError, InputError, TargetError
-from onnxplace.hosts import INSTALL_HINT, Connection, find_mpi_cause
+from onnxplace.hosts import INSTALL_HINT, Connection, find_mpi_cause, find_rank_end
 from onnxplace.runtimes.ranks.distribution import read_piece
 from onnxplace.runtimes.ranks.frames import Frame, FrameSocket, Tick
 from onnxplace.runtimes.ranks.launcher import CLOSING_SECONDS, Launcher
 from onnxplace.runtimes.ranks.plan import RankPlan
 from onnxplace.runtimes.ranks.rank_loop import Opening, rebuild_error
+from onnxplace.runtimes.ranks.shared_blocks import SharedBlocks
 
 RANK_MODULE = "onnxplace.runtimes.ranks.rank_process"
 # Rank 0 says that it is alive four times a second.
 MAX_SILENT_SECONDS = 2.5
-# Time for the launcher to say which rank has died.
-REPORTING_SECONDS = 0.4
+# Time for the launcher to say which rank has died; it takes a tenth of that where processors are free.
+REPORTING_SECONDS = 2.0
 # A path of a Unix socket has at most 107 bytes.
 _MAX_SOCKET_PATH = 100
 NEW_SESSION_HINT = "open a new session"
@@ -62,6 +64,9 @@ class Cluster:
         """Process ids by rank."""
         self._ending = threading.Lock()
         self.is_ended = False
+        self.blocks = SharedBlocks()
+        self.sharing_ranks: set[int] = set()
+        """Ranks that can map these blocks."""
 
     def open(self, opening: Opening) -> None:
         """Start the ranks, and open a bundle on them.
@@ -73,7 +78,7 @@ class Cluster:
         try:
             self._start(deadline)
             self._await_all("started", "did not start", opening.bundle)
-            frame = opening.to_frame()
+            frame = replace(opening, probe=tuple(self.blocks.make_probe())).to_frame()
             for rank in range(len(self.plan.devices)):
                 self.send(rank, frame)
             self._await_all("ready", "did not open the bundle", opening.bundle)
@@ -158,6 +163,8 @@ class Cluster:
             elif frame.kind == kind:
                 self._processes.setdefault(frame.fields["rank"], frame.fields.get("pid", 0))
                 missing.discard(frame.fields["rank"])
+                if frame.fields.get("shares"):
+                    self.sharing_ranks.add(frame.fields["rank"])
 
     def _send_piece(self, bundle: Bundle, frame: Frame) -> None:
         """Send bytes of a file of the bundle to a rank that does not have it."""
@@ -186,17 +193,14 @@ class Cluster:
         """Return the error that says which rank has died, as far as the launcher knows."""
         assert self._launcher is not None
         self._launcher.wait(REPORTING_SECONDS)
-        places = ", ".join(self.plan.counts)
-        if (dead := self._launcher.find_dead_rank()) is not None:
-            pid, reason = dead
-            for rank, rank_pid in self._processes.items():
-                if rank_pid == pid:
-                    message = f"its process on host {self.plan.hosts[rank]} died ({reason})"
-                    return ExecutionError("K011", message, where=self.plan.devices[rank], hint=NEW_SESSION_HINT)
-            return ExecutionError("K011", f"a process died ({reason})", where=places, hint=NEW_SESSION_HINT)
-        cause = find_mpi_cause(self._launcher.read_log(), list(self.plan.counts))
+        printed = self._launcher.read_log()
+        if (end := find_rank_end(printed)) is not None:
+            message = f"its process on host {self.plan.hosts[end.rank]} died ({end.reason})"
+            message = f"{message}: {end.cause}" if end.cause else message
+            return ExecutionError("K011", message, where=self.plan.devices[end.rank], hint=NEW_SESSION_HINT)
+        cause = find_mpi_cause(printed, list(self.plan.counts))
         hint = "the hosts have to find each other by their names, and to have onnxplace[mpi] at the same path"
-        return ExecutionError("K011", f"the ranks ended: {cause}", where=places, hint=hint)
+        return ExecutionError("K011", f"the ranks ended: {cause}", where=", ".join(self.plan.counts), hint=hint)
 
     def describe_silence(self, rank: int, seconds: float) -> ExecutionError:
         """Return the error of a rank that does not answer."""
@@ -230,6 +234,7 @@ class Cluster:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+        self.blocks.close()
 
 
 def _is_same_user(connection: socket.socket) -> bool:

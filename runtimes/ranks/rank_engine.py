@@ -150,8 +150,12 @@ class RankEngine(Engine):
         if not request.waiting:
             self._finish_part(request, device.id)
             return
-        for rank, home in ranks.items():
-            self._cluster.send(rank, self._make_frame(request, home, stored))
+        # Rank 0, which passes frames on, gets its own last: then it computes.
+        for rank, home in sorted(ranks.items(), reverse=True):
+            frame = self._make_frame(request, home, stored)
+            if rank in self._cluster.sharing_ranks:
+                self._cluster.blocks.place(request.number, frame)
+            self._cluster.send(rank, frame)
 
     def _make_frame(self, request: RemoteRequest, home: str, stored: Mapping[str, RemoteState]) -> Frame:
         """Return the part of a request that a rank needs: its inputs, and which states it takes."""
@@ -187,6 +191,7 @@ class RankEngine(Engine):
         assert isinstance(request, RemoteRequest)
         if not request.waiting:
             self._sent.pop(request.serial, None)
+            self._cluster.blocks.free(request.number)
             super()._finish_part(request, device)
 
     # -- reports ------------------------------------------------------------------------------------
