@@ -26,6 +26,7 @@ from onnxplace.cli.learn import learn
 from onnxplace.cli.options import as_json, print_json, suggest_command
 from onnxplace.cli.place import place
 from onnxplace.cli.plan import plan
+from onnxplace.cli.report import report
 from onnxplace.cli.run import run
 from onnxplace.cli.study import study
 from onnxplace.cli.train import train
@@ -68,7 +69,7 @@ def cli() -> None:
     """  # noqa: D301 - \b tells click to keep the line breaks
 
 
-for command in (compile_, run, train, verify, bench, plan, place, learn, study, devices, hosts, doctor):
+for command in (compile_, run, train, verify, bench, report, plan, place, learn, study, devices, hosts, doctor):
     cli.add_command(command)
 
 
