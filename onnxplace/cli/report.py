@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from onnxplace.cli.options import as_json, print_json
+from onnxplace.cli.completers import BUNDLE_PATH
+from onnxplace.cli.options import as_json, print_json, show_progress
 from onnxplace.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ report_option = click.option(
 
 
 @click.command(short_help="Show a bundle as one HTML page; two side by side.")
-@click.argument("bundles", metavar="BUNDLE [BUNDLE2]", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("bundles", metavar="BUNDLE [BUNDLE2]", nargs=-1, required=True, type=BUNDLE_PATH)
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="F.html",
     help="The file to write  [default: report.html; none with --json]",
@@ -51,9 +52,14 @@ def report(bundles: tuple[Path, ...], *, output: Path | None, trace: Path | None
     path = output or (None if json_ else Path("report.html"))
     if path:
         require_report(path, *bundles, *([trace] if trace else []))
-    pages = [describe_bundle(Bundle.open(item), trace) for item in bundles]
-    if path:
-        write_page(path, pages)
+    with show_progress(json_, "reading the bundle") as observer:
+        pages = []
+        for index, item in enumerate(bundles):
+            if observer:
+                observer(item.name, index, len(bundles))
+            pages.append(describe_bundle(Bundle.open(item), trace))
+        if path:
+            write_page(path, pages)
     if json_:
         print_json({"output": str(path) if path else None, "pages": [build_page_json(page) for page in pages]})
     elif path:

@@ -53,7 +53,6 @@ def render_page(pages: Sequence[PageData]) -> str:
     """
     require_report_packages()
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
 
     environment = Environment(
         loader=FileSystemLoader(PAGE_FOLDER),
@@ -72,10 +71,10 @@ def render_page(pages: Sequence[PageData]) -> str:
         title=" and ".join(dict.fromkeys(page.title for page in pages)),
         colors=COLORS,
         version=__version__,
-        styles=[Markup(_read_page_file(name)) for name in STYLES],
-        scripts=[Markup(script) for script in scripts],
+        styles=[_read_page_file(name) for name in STYLES],
+        scripts=scripts,
         policy=_build_policy(scripts),
-        data=Markup(_escape_json([_round_times(build_page_json(page)) for page in pages])),
+        data=_escape_json([_round_times(build_page_json(page)) for page in pages]),
     )
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import ExecutionError, InputError, TargetError
-from onnxplace.hosts import INSTALL_HINT, Connection, find_mpi_cause
+from onnxplace.hosts import INSTALL_HINT, Connection, find_mpi_cause, find_rank_end
 from onnxplace.runtimes.ranks.distribution import read_piece
 from onnxplace.runtimes.ranks.frames import Frame, FrameSocket, Tick
 from onnxplace.runtimes.ranks.launcher import CLOSING_SECONDS, Launcher
@@ -186,17 +186,14 @@ class Cluster:
         """Return the error that says which rank has died, as far as the launcher knows."""
         assert self._launcher is not None
         self._launcher.wait(REPORTING_SECONDS)
-        places = ", ".join(self.plan.counts)
-        if (dead := self._launcher.find_dead_rank()) is not None:
-            pid, reason = dead
-            for rank, rank_pid in self._processes.items():
-                if rank_pid == pid:
-                    message = f"its process on host {self.plan.hosts[rank]} died ({reason})"
-                    return ExecutionError("K011", message, where=self.plan.devices[rank], hint=NEW_SESSION_HINT)
-            return ExecutionError("K011", f"a process died ({reason})", where=places, hint=NEW_SESSION_HINT)
-        cause = find_mpi_cause(self._launcher.read_log(), list(self.plan.counts))
+        printed = self._launcher.read_log()
+        if (end := find_rank_end(printed)) is not None:
+            message = f"its process on host {self.plan.hosts[end.rank]} died ({end.reason})"
+            message = f"{message}: {end.cause}" if end.cause else message
+            return ExecutionError("K011", message, where=self.plan.devices[end.rank], hint=NEW_SESSION_HINT)
+        cause = find_mpi_cause(printed, list(self.plan.counts))
         hint = "the hosts have to find each other by their names, and to have onnxplace[mpi] at the same path"
-        return ExecutionError("K011", f"the ranks ended: {cause}", where=places, hint=hint)
+        return ExecutionError("K011", f"the ranks ended: {cause}", where=", ".join(self.plan.counts), hint=hint)
 
     def describe_silence(self, rank: int, seconds: float) -> ExecutionError:
         """Return the error of a rank that does not answer."""

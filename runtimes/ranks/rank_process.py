@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import signal
 import socket
 import sys
 import threading
@@ -315,8 +316,16 @@ def _sleep_exactly() -> None:
         library.mallopt(map_threshold, 32 << 20)
 
 
+def _end_with_parent() -> None:
+    """Let this process be killed when its parent ends, where the system can: a launcher may end its children only."""
+    set_parent_death_signal = 1
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
+
+
 def main() -> None:
     """Serve as a rank of the session whose socket is the argument."""
+    _end_with_parent()
     from mpi4py import MPI
 
     connection = None
