@@ -191,6 +191,18 @@ class BatchingRecord(Record):
     """The node that prevents it; empty if it is none."""
 
 
+class MetadataRecord(Record):
+    """What the ONNX file said of the model: the fields of ONNX Runtime's `ModelMetadata`."""
+
+    producer_name: str = ""
+    graph_name: str = ""
+    domain: str = ""
+    description: str = ""
+    graph_description: str = ""
+    version: int = 0
+    custom_metadata_map: dict[str, str] = {}
+
+
 class TrainingNodesRecord(Record):
     """How many nodes of each phase a training step has, as placement counts them."""
 
@@ -351,6 +363,8 @@ class Manifest(Record):
     """Whether requests can be joined; None in formats before 1.3."""
     training: TrainingRecord | None = None
     """None if the model is no training step; since format 1.4."""
+    metadata: MetadataRecord | None = None
+    """What the ONNX file said of the model; since format 1.5."""
     linked: dict[str, LinkRecord] = {}
     """Weights files that the segments refer to, by their path below the folder that contains the bundle."""
 

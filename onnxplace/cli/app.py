@@ -26,6 +26,7 @@ from onnxplace.cli.doctor import doctor
 from onnxplace.cli.explain import explain
 from onnxplace.cli.hosts import hosts
 from onnxplace.cli.learn import learn
+from onnxplace.cli.merge import merge
 from onnxplace.cli.options import as_json, print_json, suggest_command
 from onnxplace.cli.place import place
 from onnxplace.cli.plan import plan
@@ -86,6 +87,7 @@ for command in (
     verify,
     bench,
     report,
+    merge,
     plan,
     place,
     learn,

@@ -13,6 +13,7 @@ from onnxplace.cli.options import (
     announce_loop_compilation,
     as_json,
     budget_option,
+    describe_note,
     inputs_option,
     objective_option,
     parse_shape,
@@ -194,5 +195,5 @@ def _build_json(compiled: Compiled) -> dict[str, Any]:
         "transfers": manifest.transfers,
         "transfer_bytes": manifest.transfer_bytes,
         "passes": [{"name": timing.name, "seconds": timing.seconds} for timing in compiled.timings],
-        "diagnostics": [vars(note) for note in compiled.diagnostics],
+        "diagnostics": [describe_note(note) for note in compiled.diagnostics],
     }

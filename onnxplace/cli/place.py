@@ -24,6 +24,7 @@ from onnxplace.cli.options import (
     announce_loop_compilation,
     as_json,
     budget_option,
+    describe_note,
     objective_option,
     print_json,
     print_notes,
@@ -116,7 +117,10 @@ def place(
         entries = {**vars(result), "peak_bytes": result.peak_bytes.tolist(), "placement": dict(result.placement)}
         for name in ("start_seconds", "finish_seconds", "device", "schedule"):
             del entries[name]
-        lists = {"passes": [vars(t) for t in result.passes], "diagnostics": [vars(note) for note in result.diagnostics]}
+        lists = {
+            "passes": [vars(t) for t in result.passes],
+            "diagnostics": [describe_note(note) for note in result.diagnostics],
+        }
         print_json({**entries, **lists, **paths})
     else:
         click.echo(format_placement(result, cost_graph))

@@ -211,6 +211,8 @@ class _ProcessWriter:
         }  # fmt: skip
         if timeline.joined > 1:
             arguments["joined requests"] = timeline.joined
+        if timeline.tag:
+            arguments["tag"] = timeline.tag
         return {
             "ph": "X",
             "pid": self._process,

@@ -30,6 +30,8 @@ class RequestTimeline:
     conversation: int = 0
     joined: int = 1
     """Number of callers' requests that ran as this one (`Batching`)."""
+    tag: str = ""
+    """`logid` of the RunOptions of its callers; empty if they gave none."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class _Entry:
 
     called_seconds: float
     result: Result
+    tag: str = ""
 
 
 class TraceRecorder:
@@ -46,14 +49,14 @@ class TraceRecorder:
     def __init__(self, capacity: int = MAX_TRACED_REQUESTS) -> None:
         self._entries: deque[_Entry] = deque(maxlen=capacity)
 
-    def add(self, called_seconds: float, result: Result) -> None:
+    def add(self, called_seconds: float, result: Result, tag: str = "") -> None:
         """Keep the events of a result; `called_seconds` counts if its runtime does not say when it was submitted."""
-        self._entries.append(_Entry(called_seconds, Result({}, result.events, result.seconds)))
+        self._entries.append(_Entry(called_seconds, Result({}, result.events, result.seconds), tag))
 
-    def add_future(self, called_seconds: float, future: Future[Result]) -> None:
+    def add_future(self, called_seconds: float, future: Future[Result], *, tag: str = "") -> None:
         """Keep the events of a future's result, unless the request failed; a callback of the future."""
         if not future.cancelled() and future.exception() is None:
-            self.add(called_seconds, future.result())
+            self.add(called_seconds, future.result(), tag)
 
     def list_timelines(self) -> tuple[RequestTimeline, ...]:
         """Return the requests in the order of submission.
@@ -86,6 +89,7 @@ def _make_timeline(entries: list[_Entry]) -> RequestTimeline:
         route=route,
         conversation=conversation,
         joined=len(entries),
+        tag=", ".join(dict.fromkeys(entry.tag for entry in entries if entry.tag)),
     )
 
 
