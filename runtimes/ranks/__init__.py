@@ -12,17 +12,17 @@ if TYPE_CHECKING:
         plan_job as plan_job,
         serve_rank as serve_rank,
     )
+    from onnxplace.runtimes.ranks.opening import Opening as Opening
     from onnxplace.runtimes.ranks.plan import RankPlan as RankPlan, plan_ranks as plan_ranks
     from onnxplace.runtimes.ranks.rank_engine import make_engine as make_engine
-    from onnxplace.runtimes.ranks.rank_loop import Opening as Opening
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "cluster": "Cluster",
         "leader": "LedCluster find_job plan_job serve_rank",
+        "opening": "Opening",
         "plan": "RankPlan plan_ranks",
         "rank_engine": "make_engine",
-        "rank_loop": "Opening",
     },
 )

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -29,8 +30,8 @@ from onnxplace.hosts import INSTALL_HINT, Connection, find_mpi_cause, find_rank_
 from onnxplace.runtimes.ranks.distribution import read_piece
 from onnxplace.runtimes.ranks.frames import Frame, FrameSocket, Tick
 from onnxplace.runtimes.ranks.launcher import CLOSING_SECONDS, Launcher
+from onnxplace.runtimes.ranks.opening import Opening, rebuild_error
 from onnxplace.runtimes.ranks.plan import RankPlan
-from onnxplace.runtimes.ranks.rank_loop import Opening, rebuild_error
 from onnxplace.runtimes.ranks.shared_blocks import SharedBlocks
 
 RANK_MODULE = "onnxplace.runtimes.ranks.rank_process"
@@ -155,37 +156,40 @@ class Cluster:
             frame = self.receive(tick)
             tick(0.0)
             if frame.kind == "failed":
-                rank = frame.fields["rank"]
-                raise rebuild_error(frame.fields["error"], self.plan.describe(rank))
+                raise rebuild_error(frame.fields["error"], self.plan.describe(frame.rank))
             if frame.kind == "need":
                 self._send_piece(bundle, frame)
                 deadline = time.monotonic() + self.timeout_seconds
             elif frame.kind == kind:
-                self._processes.setdefault(frame.fields["rank"], frame.fields.get("pid", 0))
-                missing.discard(frame.fields["rank"])
+                self._processes.setdefault(frame.rank, frame.fields.get("pid", 0))
+                missing.discard(frame.rank)
                 if frame.fields.get("shares"):
-                    self.sharing_ranks.add(frame.fields["rank"])
+                    self.sharing_ranks.add(frame.rank)
 
     def _send_piece(self, bundle: Bundle, frame: Frame) -> None:
         """Send bytes of a file of the bundle to a rank that does not have it."""
         fields = frame.fields
         piece = read_piece(bundle, fields["name"], fields["offset"], fields["length"])
         digest = hashlib.sha256(piece).hexdigest()
-        self.send(fields["rank"], Frame("piece", {"sha256": digest}, [np.frombuffer(piece, np.uint8)]))
+        self.send(frame.rank, Frame("piece", {"sha256": digest}, [np.frombuffer(piece, np.uint8)]))
 
     # -- frames ------------------------------------------------------------------------------------
 
     def send(self, rank: int, frame: Frame) -> None:
         """Send a frame to a rank; raises OSError if the ranks have ended."""
+        self.send_all([(rank, frame)])
+
+    def send_all(self, frames: Sequence[tuple[int, Frame]]) -> None:
+        """Send frames to ranks, in one piece if they are small; raises OSError if the ranks have ended."""
         if self._socket is None:
             raise OSError("the ranks have ended")
-        self._socket.send(Frame(frame.kind, {**frame.fields, "to": rank}, frame.buffers))
+        self._socket.send(*(frame.pack(rank) for rank, frame in frames))
 
     def receive(self, tick: Tick) -> Frame:
-        """Return the next frame of any rank, with its `rank`; raises EOFError or OSError if they have ended."""
+        """Return the next frame of any rank; raises EOFError or OSError if they have ended."""
         if self._socket is None:
             raise EOFError
-        return self._socket.receive(tick)
+        return self._socket.receive(tick).unpack()
 
     # -- the end ------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from onnxplace.runtimes.execution import (
 )
 from onnxplace.runtimes.ranks.cluster import MAX_SILENT_SECONDS, NEW_SESSION_HINT, Cluster
 from onnxplace.runtimes.ranks.frames import Frame
-from onnxplace.runtimes.ranks.rank_loop import rebuild_error
+from onnxplace.runtimes.ranks.opening import rebuild_error
 from onnxplace.runtimes.ranks.remote_requests import ALL_RANKS, RemoteDevice, RemoteMemory, RemoteRequest, RemoteState
 from onnxplace.runtimes.ranks.values import decode_value, decode_values, encode_values
 
@@ -151,11 +151,13 @@ class RankEngine(Engine):
             self._finish_part(request, device.id)
             return
         # Rank 0, which passes frames on, gets its own last: then it computes.
+        frames = []
         for rank, home in sorted(ranks.items(), reverse=True):
             frame = self._make_frame(request, home, stored)
             if rank in self._cluster.sharing_ranks:
                 self._cluster.blocks.place(request.number, frame)
-            self._cluster.send(rank, frame)
+            frames.append((rank, frame))
+        self._cluster.send_all(frames)
 
     def _make_frame(self, request: RemoteRequest, home: str, stored: Mapping[str, RemoteState]) -> Frame:
         """Return the part of a request that a rank needs: its inputs, and which states it takes."""
@@ -233,12 +235,12 @@ class RankEngine(Engine):
             if (answers := self._answers.get(fields["call"])) is not None:
                 answers.put(decode_value(fields["value"], iter(frame.buffers)))
         elif frame.kind == "silent":
-            raise self._cluster.describe_silence(fields["rank"], fields["seconds"])
+            raise self._cluster.describe_silence(frame.rank, fields["seconds"])
         self._check_time(0.0)
 
     def _take_report(self, frame: Frame) -> None:
         """Take the outputs and states of a rank, or its failure; the last report ends the request."""
-        fields, rank = frame.fields, frame.fields["rank"]
+        fields, rank = frame.fields, frame.rank
         request = self._sent.get(fields["serial"])
         if request is None:
             return

@@ -22,9 +22,10 @@ from typing import Any
 
 from onnxplace.errors import ExecutionError, OnnxplaceError
 from onnxplace.machine import pin_thread
-from onnxplace.runtimes.ranks.frames import Frame, FrameSocket
+from onnxplace.runtimes.ranks.frames import BETWEEN_RANKS, Frame, FrameSocket, PackedFrame
 from onnxplace.runtimes.ranks.message_bus import MessageBus
-from onnxplace.runtimes.ranks.rank_loop import Opening, RankLoop, describe_error, open_rank
+from onnxplace.runtimes.ranks.opening import Opening, describe_error
+from onnxplace.runtimes.ranks.rank_loop import RankLoop, open_rank
 
 # How a rank waits: it looks for messages without pause, then naps, then leaves the looking to its helper.
 SPIN_SECONDS, NAP_SECONDS, IDLE_SECONDS = 200e-6, 20e-6, 0.02
@@ -53,7 +54,7 @@ class RankProcess:
         self.bus = MessageBus(communicator, self._accept)
         self._inbox: deque[Frame] = deque()
         self._wakeup = threading.Event()
-        self._outgoing: deque[Frame] = deque()
+        self._outgoing: deque[PackedFrame] = deque()
         self._flushing = threading.Lock()
         self._loop: RankLoop | None = None
         self._ended = threading.Event()
@@ -71,8 +72,12 @@ class RankProcess:
 
     # -- frames ------------------------------------------------------------------------------------
 
-    def _accept(self, source: int, frame: Frame) -> None:
-        """Take a frame of another rank: from rank 0 for this one, or from this one for the driver."""
+    def _accept(self, source: int, packed: PackedFrame) -> None:
+        """Take a frame of another rank: one of the driver for this rank, or one for the driver, which is passed on."""
+        if self.bus.rank == 0 and packed.rank != BETWEEN_RANKS:
+            self._outgoing.append(packed)
+            return
+        frame = packed.unpack()
         if frame.kind == "value":
             assert self._loop is not None
             self._loop.accept_value(frame)
@@ -81,9 +86,6 @@ class RankProcess:
                 self.bus.send(source, Frame("clock", {"seconds": time.perf_counter()}))
             else:
                 self._clock_answers.append(frame.fields["seconds"])
-        elif self.bus.rank == 0:
-            frame.fields["rank"] = source
-            self._outgoing.append(frame)
         else:
             self._take(frame)
 
@@ -102,12 +104,12 @@ class RankProcess:
 
     def _answer(self, frame: Frame) -> None:
         """Send a frame to the driver."""
+        packed = frame.pack(self.bus.rank)
         if self.bus.rank == 0:
-            frame.fields["rank"] = 0
-            self._outgoing.append(frame)
+            self._outgoing.append(packed)
             self._flush()
         else:
-            self.bus.send(0, frame)
+            self.bus.send(0, packed)
 
     def _flush(self) -> None:
         """Write frames for the driver to its socket, in their order, unless another thread does."""
@@ -252,14 +254,11 @@ class RankProcess:
         assert self._driver is not None
         try:
             while True:
-                frame = self._driver.receive(lambda silent: None)
-                rank = frame.fields.pop("to")
-                if frame.kind == "watch":
-                    self._is_watching = True
-                elif rank == 0:
-                    self._take(frame)
+                packed = self._driver.receive(lambda silent: None)
+                if packed.rank == 0:
+                    self._take(packed.unpack())
                 else:
-                    self.bus.send(rank, frame)
+                    self.bus.send(packed.rank, packed)
         except (EOFError, OSError):
             if not self._is_closing:
                 self._abort("the driver has ended")
@@ -293,7 +292,7 @@ class RankProcess:
         for rank in range(1, self.bus.size):
             if rank not in self._reported:
                 self.bus.send_heartbeat(rank)
-        self._outgoing.append(Frame("alive", {"rank": 0}))
+        self._outgoing.append(Frame("alive").pack(0))
         self._flush()
 
     def _watch(self) -> None:
@@ -306,7 +305,7 @@ class RankProcess:
             silent = self.bus.silent_seconds[rank]
             if self._is_watching and silent > MAX_SILENT_SECONDS and rank not in self._reported:
                 self._reported.add(rank)
-                self._outgoing.append(Frame("silent", {"rank": rank, "seconds": silent}))
+                self._outgoing.append(Frame("silent", {"seconds": silent}).pack(rank))
 
     def _abort(self, reason: str) -> None:
         """End all ranks at once."""
