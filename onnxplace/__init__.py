@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         TargetError,
         UsageError,
     )
+    from onnxplace.export import merge_bundle
     from onnxplace.graph import OpGraph
     from onnxplace.pipeline import Pipeline
     from onnxplace.runtime import Runtime, RuntimeSession
@@ -69,6 +70,7 @@ __all__ = [
     "UsageError",
     "compile",
     "load",
+    "merge_bundle",
 ]
 
 __getattr__, __dir__, _ = attach(
@@ -80,6 +82,7 @@ __getattr__, __dir__, _ = attach(
             "BrokenPassError BundleError Diagnostic ExecutionError FeedError InfeasibleError InputError ModelError "
             "OnnxplaceError PluginError RunTimeoutError TargetError UsageError"
         ),
+        "export": "merge_bundle",
         "graph": "OpGraph",
         "pipeline": "Pipeline",
         "runtime": "Runtime RuntimeSession",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -15,7 +16,18 @@ import numpy as np
 
 from onnxplace.bundle import Bundle, Check, SplitStates
 from onnxplace.driver import Compiled, CompileOptions, compile_model
-from onnxplace.errors import FeedError, UsageError, suggest_nearest
+from onnxplace.drop_in import (
+    SessionMethods,
+    accept_arguments,
+    end_with_options,
+    match_onnxruntime,
+    open_bundle,
+    replace_termination,
+    require_run_options,
+    run_with_options,
+    unwrap_ort_values,
+)
+from onnxplace.errors import FeedError, InputError, OnnxplaceError, UsageError, suggest_nearest
 from onnxplace.feeds import Declared, check_feeds
 from onnxplace.machine import use_custom_operators
 from onnxplace.pipeline import find_plugin
@@ -90,10 +102,10 @@ def load(path: str | Path, check: Check = "small") -> Bundle:
     return Bundle.open(path, check)
 
 
-class InferenceSession:
-    """Run a bundle the way ONNX Runtime runs a model.
+class InferenceSession(SessionMethods):
+    """Run a bundle the way ONNX Runtime runs a model: its constructor and methods are those of ONNX Runtime, too.
 
-    It is a context manager.
+    docs/drop-in.md lists them, and what they mean for a bundle. It is a context manager.
 
     >>> with onnxplace.InferenceSession("model.bundle") as session:  # doctest: +SKIP
     ...     logits, = session.run(None, {"tokens": tokens})
@@ -106,7 +118,11 @@ class InferenceSession:
     `conversation()` returns a further set of states over the same weights.
 
     Args:
-        bundle: A bundle, or its path.
+        path_or_bytes: A bundle, or its path.
+        sess_options: ONNX Runtime's SessionOptions. `enable_profiling` and `profile_file_prefix` count. A warning lists
+            others that differ from the defaults; they have no effect on a bundle.
+        providers: As for ONNX Runtime; a warning says if the bundle was compiled for others.
+        provider_options: As for ONNX Runtime; a warning says that they have no effect.
         runtime: Name of the runtime.
         trace: Whether requests are recorded for `trace`.
         custom_op_libraries: Shared libraries with operators that ONNX Runtime does not have.
@@ -118,11 +134,15 @@ class InferenceSession:
             request goes to the copy with the fewest in flight, and `max_in_flight` holds for each copy.
         remote_shell: For the runtime `mpi`: the program that runs a command on a host, by default "ssh".
         interface: For the runtime `mpi`: the network interface for messages, such as "eth0".
+        further: Other keywords of ONNX Runtime, such as `enable_fallback`.
     """
 
     def __init__(
         self,
-        bundle: Bundle | str | Path,
+        path_or_bytes: Bundle | str | os.PathLike[str] | bytes,
+        sess_options: Any = None,
+        providers: Sequence[str | tuple[str, dict[Any, Any]]] | None = None,
+        provider_options: Sequence[dict[Any, Any]] | None = None,
         *,
         runtime: str = "onnxruntime",
         trace: bool = False,
@@ -134,9 +154,12 @@ class InferenceSession:
         replicas: int | None = None,
         remote_shell: str | None = None,
         interface: str | None = None,
+        **further: Any,
     ) -> None:
         max_in_flight = check_in_flight(max_in_flight, "max_in_flight")
-        opened = bundle if isinstance(bundle, Bundle) else load(bundle)
+        opened = open_bundle(path_or_bytes)
+        self._arguments = accept_arguments(opened, sess_options, providers, provider_options, further)
+        trace = trace or self._arguments.profile_prefix is not None
         runtime_class = cast("type[Runtime]", find_plugin("runtimes", runtime))
         if opened.manifest.states and not runtime_class.keeps_state:
             hint = "use --runtime onnxruntime, or compile without --state"
@@ -167,34 +190,39 @@ class InferenceSession:
         self._accepted_signature: FeedSignature | None = None
         self._callbacks = Callbacks()
 
-    def get_inputs(self) -> list[Declared]:
-        """Return the model's inputs: name, dtype, shape."""
-        return self._bundle.inputs
-
-    def get_outputs(self) -> list[Declared]:
-        """Return the outputs of `run(None, ...)`, without states: name, dtype, shape."""
-        return self._bundle.returned_outputs
-
     def run(
-        self, output_names: Iterable[str] | None, input_feed: Mapping[str, Any], *, timeout: float | None = None
+        self,
+        output_names: Iterable[str] | None,
+        input_feed: Mapping[str, Any],
+        run_options: Any = None,
+        *,
+        timeout: float | None = None,
     ) -> list[Any]:
         """Run the model and return the named outputs; None: all except states.
 
-        A run with a `timeout` takes some 100 us longer, since other threads do all its work.
+        Feeds are arrays, lists, or OrtValues. A run with a `timeout`, or with ONNX Runtime's RunOptions, takes some
+        100 us longer, since other threads do all its work. `run_options.terminate`, set before or during the run, ends
+        it; `run_options.logid` names it in the trace.
+
+        The errors are also those of ONNX Runtime, for code that catches them: docs/drop-in.md.
 
         Raises:
             FeedError: the inputs do not fit.
             UsageError: an output is unknown.
-            ExecutionError: a segment fails.
+            ExecutionError: a segment fails, or `run_options` ended the run.
             RunTimeoutError: the run takes more than `timeout` seconds. It is abandoned; its devices are free again at
                 the end of the nodes that they execute. It is also a TimeoutError.
         """
-        names = self._resolve_names(output_names)
-        if not self._split_states:
-            result = self._run(names, input_feed, timeout)
-            return [result.outputs.get(name) for name in names]
-        result = self._run(self._split_states.expand_names(names), input_feed, timeout)
-        return [self._split_states.find_output(result.outputs, name) for name in names]
+        try:
+            names = self._resolve_names(output_names)
+            if not self._split_states:
+                result = self._run(names, input_feed, timeout, run_options)
+                return [result.outputs.get(name) for name in names]
+            result = self._run(self._split_states.expand_names(names), input_feed, timeout, run_options)
+            return [self._split_states.find_output(result.outputs, name) for name in names]
+        except OnnxplaceError as error:
+            match_onnxruntime(error)
+            raise
 
     def run_timed(
         self,
@@ -209,13 +237,19 @@ class InferenceSession:
         """
         return self._run(self._resolve_parts(output_names), input_feed, timeout)
 
-    def _run(self, names: Sequence[str], input_feed: Mapping[str, Any], timeout: float | None) -> Result:
+    def _run(
+        self, names: Sequence[str], input_feed: Mapping[str, Any], timeout: float | None, run_options: Any = None
+    ) -> Result:
         feeds, states = self._check_feeds(input_feed, names)
-        if self._recorder is None:
+        if self._recorder is None and run_options is None:
             return self._session.run(feeds, states, check_timeout(timeout))
         called = time.perf_counter()
-        result = self._session.run(feeds, states, check_timeout(timeout))
-        self._recorder.add(called, result)
+        if run_options is None:
+            result = self._session.run(feeds, states, check_timeout(timeout))
+        else:
+            result = run_with_options(self._session, feeds, states, check_timeout(timeout), run_options)
+        if self._recorder is not None:
+            self._recorder.add(called, result, "" if run_options is None else run_options.logid)
         return result
 
     def run_async(
@@ -224,27 +258,48 @@ class InferenceSession:
         input_feed: Mapping[str, Any],
         callback: Callable[..., None],
         user_data: object = _NO_USER_DATA,
+        run_options: Any = None,
     ) -> None:
         """Start a run; another thread calls `callback(outputs, error)` at its end.
 
         With `user_data`, even None, the callback is that of ONNX Runtime: `callback(outputs, user_data, text)`. The
-        text is empty after success, the outputs are empty after a failure. The callback may block, run the session
-        again, or close it; its exceptions go to `threading.excepthook`, which prints them.
+        text is empty after success, the outputs are empty after a failure; feeds that do not fit are such a failure.
+        The callback may block, run the session again, or close it; its exceptions go to `threading.excepthook`, which
+        prints them. `run_options` are as for `run`.
+
+        Raises the errors of `run` for unknown outputs and missing inputs, and for feeds without `user_data`.
         """
-        names = self._resolve_names(output_names)
         if not callable(callback):
             raise UsageError("U085", f"expected a callback that can be called, got {callback!r}")
+        has_user_data = user_data is not _NO_USER_DATA
 
-        def finish(future: Future[Result]) -> None:
-            error = future.exception()
-            outputs = None if error else [split_states.find_output(future.result().outputs, name) for name in names]
-            if user_data is _NO_USER_DATA:
-                callback(outputs, error)
-            else:
+        def report(outputs: list[Any] | None, error: BaseException | None) -> None:
+            if has_user_data:
                 callback(outputs or [], user_data, str(error) if error else "")
+            else:
+                callback(outputs, error)
+
+        def finish(future: Future[Result], names: Sequence[str]) -> None:
+            if (error := replace_termination(future.exception(), run_options)) is not None:
+                report(None, error)
+            else:
+                report([split_states.find_output(future.result().outputs, name) for name in names], None)
 
         callbacks, split_states = self._callbacks, self._split_states  # a reference to this session would keep it alive
-        self.submit(input_feed, names).add_done_callback(lambda future: callbacks.call(lambda: finish(future)))
+        try:
+            names = self._resolve_names(output_names)
+            future = self._submit(input_feed, self._resolve_parts(names), run_options)
+        except OnnxplaceError as error:
+            match_onnxruntime(error)
+            is_reported = error.code == "X014" or isinstance(error, InputError)
+            if not has_user_data or not is_reported or isinstance(error, ValueError | TypeError):
+                raise
+            refusal = error
+            callbacks.call(lambda: report(None, refusal))
+            return
+        if run_options is not None:
+            end_with_options(self._session, future, run_options)
+        future.add_done_callback(lambda future: callbacks.call(lambda: finish(future, names)))
 
     def submit(self, input_feed: Mapping[str, Any], output_names: Iterable[str] | None = None) -> Future[Result]:
         """Start a run and return a future.
@@ -252,11 +307,17 @@ class InferenceSession:
         Runs in flight overlap across devices. The result has every output except states, and the states that are named.
         A worker calls the future's own callbacks and does nothing else meanwhile: they cannot `run` the session.
         """
-        feeds, states = self._check_feeds(input_feed, self._resolve_parts(output_names))
+        return self._submit(input_feed, self._resolve_parts(output_names))
+
+    def _submit(self, input_feed: Mapping[str, Any], names: Sequence[str], run_options: Any = None) -> Future[Result]:
+        feeds, states = self._check_feeds(input_feed, names)
+        if run_options is not None:
+            require_run_options(run_options)
         called = time.perf_counter() if self._recorder else 0.0
         future = self._session.submit(feeds, states) if states else self._session.submit(feeds)
         if self._recorder is not None:
-            future.add_done_callback(partial(self._recorder.add_future, called))
+            tag = "" if run_options is None else run_options.logid
+            future.add_done_callback(partial(self._recorder.add_future, called, tag=tag))
         return future
 
     def stream(
@@ -386,7 +447,7 @@ class InferenceSession:
         signature = _make_signature(input_feed)
         if signature is not None and signature == self._accepted_signature:
             return dict(input_feed), states
-        feeds = check_feeds(input_feed, self._run_inputs)
+        feeds = check_feeds(input_feed if signature else unwrap_ort_values(input_feed), self._run_inputs)
         if signature is not None and all(feeds[name] is value for name, value in input_feed.items()):
             self._accepted_signature = signature
         return feeds, states
@@ -436,6 +497,7 @@ class Conversation(InferenceSession):
 
     def __init__(self, session: InferenceSession) -> None:
         self._parent = session  # which would end its threads if it were collected
+        self._arguments = session._arguments
         self._attach(session._bundle, session._session.open_conversation(), session._recorder)
 
     def __reduce__(self) -> NoReturn:

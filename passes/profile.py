@@ -38,7 +38,7 @@ from onnxplace.passes.training import recognise_training_step, report_unusable_l
 from onnxplace.state import Pass, State
 from onnxplace.target import Device, Target
 from onnxplace.training_roles import Phase
-from onnxplace.utils import write_file
+from onnxplace.utils import progress_part, write_file
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,8 @@ class ProfileCosts(Pass):
             limits[device.cost_class] = max(device.memory_bytes, limits.get(device.cost_class, 0))
         measurements: dict[str, Measurement] = {}
         notes: list[Diagnostic] = []
-        for cost_class, device in {device.cost_class: device for device in state.target.devices}.items():
+        devices = {device.cost_class: device for device in state.target.devices}
+        for number, (cost_class, device) in enumerate(devices.items()):
             reason = "estimates were requested" if self.estimate else imported.instead
             reason = reason or find_measurement_obstacle(device) or ""
             if reason:
@@ -138,7 +139,8 @@ class ProfileCosts(Pass):
                 options=options,
                 use_cache=self.cache,
             )
-            measurements[cost_class], class_notes = profiler.measure(structure.model.feeds(self.seed))
+            with progress_part(number, len(devices)):
+                measurements[cost_class], class_notes = profiler.measure(structure.model.feeds(self.seed))
             notes += [*class_notes, *_report_hosts(state.target, cost_class)]
         return measurements, notes
 

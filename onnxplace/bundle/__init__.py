@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         InitialRecord as InitialRecord,
         InputRecord as InputRecord,
         Manifest as Manifest,
+        MetadataRecord as MetadataRecord,
         OutputRecord as OutputRecord,
         Predicted as Predicted,
         RepeatRecord as RepeatRecord,
@@ -67,6 +68,8 @@ if TYPE_CHECKING:
     )
     from onnxplace.bundle.split_states import SplitStates as SplitStates
     from onnxplace.bundle.staging import (
+        EXPORT_FILE as EXPORT_FILE,
+        EXPORT_FORMAT as EXPORT_FORMAT,
         Staging as Staging,
         prepare_output as prepare_output,
         require_output_free as require_output_free,
@@ -80,10 +83,10 @@ __getattr__, __dir__, __all__ = attach(
             "Bundle COSTS_FILE Check MANIFEST_FILE SEGMENTS_FOLDER WEIGHTS_FILE WHOLE_MODEL_FILE describe_linked_file"
         ),
         "manifest": (
-            "BatchingRecord DeviceRecord DiagnosticRecord FileRecord InitialRecord InputRecord Manifest OutputRecord "
-            "Predicted RepeatRecord RouteRecord SCHEMA_VERSION SegmentRecord ShardedKindRecord ShardingRecord "
-            "SplitStateRecord StateRecord Step TargetRecord TrainingNodesRecord TrainingRecord TrialRecord ValueRecord "
-            "json_schema"
+            "BatchingRecord DeviceRecord DiagnosticRecord FileRecord InitialRecord InputRecord Manifest MetadataRecord "
+            "OutputRecord Predicted RepeatRecord RouteRecord SCHEMA_VERSION SegmentRecord ShardedKindRecord "
+            "ShardingRecord SplitStateRecord StateRecord Step TargetRecord TrainingNodesRecord TrainingRecord "
+            "TrialRecord ValueRecord json_schema"
         ),
         "request_simulation": "SimulatedRequest SimulatedTransfer SubmittedRequest simulate_requests",
         "routes": (
@@ -92,6 +95,6 @@ __getattr__, __dir__, __all__ = attach(
         "simulate_bundle": "predict_interval_seconds predict_serial_seconds simulate_manifest",
         "slices": "extract_device_part list_crossing_values record_crossing_values",
         "split_states": "SplitStates",
-        "staging": "Staging prepare_output require_output_free stage_output",
+        "staging": "EXPORT_FILE EXPORT_FORMAT Staging prepare_output require_output_free stage_output",
     },
 )

@@ -13,7 +13,7 @@ from onnxplace.target import Device, Link, LinkModel, Shared, Target
 from onnxplace.training_step import CarriedTensor, InferencePart, Parameter, TrainingStep
 from onnxplace.utils import read_field_docs
 
-SCHEMA_VERSION = "1.4"
+SCHEMA_VERSION = "1.5"
 
 
 Seconds = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
@@ -188,6 +188,18 @@ class BatchingRecord(Record):
     """The node that prevents it; empty if it is none."""
 
 
+class MetadataRecord(Record):
+    """What the ONNX file said of the model: the fields of ONNX Runtime's `ModelMetadata`."""
+
+    producer_name: str = ""
+    graph_name: str = ""
+    domain: str = ""
+    description: str = ""
+    graph_description: str = ""
+    version: int = 0
+    custom_metadata_map: dict[str, str] = {}
+
+
 class TrainingNodesRecord(Record):
     """How many nodes of each phase a training step has, as placement counts them."""
 
@@ -346,6 +358,8 @@ class Manifest(Record):
     """Whether requests can be joined; None in formats before 1.3."""
     training: TrainingRecord | None = None
     """None if the model is no training step; since format 1.4."""
+    metadata: MetadataRecord | None = None
+    """What the ONNX file said of the model; since format 1.5."""
     linked: dict[str, LinkRecord] = {}
     """Weights files that the segments refer to, by their path below the folder that contains the bundle."""
 

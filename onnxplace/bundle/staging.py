@@ -1,7 +1,8 @@
-"""Write a bundle atomically: check its destination, build it under a temporary name, then rename it.
+"""Write a bundle or an export atomically: check its destination, build it under a temporary name, then rename it.
 
 The destination's state at the rename decides, not its state before the work. Without `force` the rename fails if
-anything exists there. With `force` it replaces only a bundle, and only one that contains no file of the user's.
+anything exists there. With `force` it replaces only what it writes, a bundle or an export, and only if that contains
+no file of the user's.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -39,6 +40,11 @@ from onnxplace.utils import (
 
 # Every manifest without a `format` field, as the first versions wrote them, has these keys.
 _REQUIRED_KEYS = ("schema_version", "pipeline", "programs", "segments", "files")
+# Folders that `--force` may replace, each only by its own kind, and the file that marks it.
+OutputKind = Literal["bundle", "export"]
+EXPORT_FILE = "onnxplace-export.json"
+EXPORT_FORMAT = "onnxplace export"
+_TITLES: dict[OutputKind, str] = {"bundle": "a bundle", "export": "an export of onnxplace"}
 # Other programs may create or remove the destination between a check and a rename, but hardly as often as this.
 _MAX_ATTEMPTS = 100
 
@@ -54,6 +60,7 @@ class Staging:
     force: bool
     """Whether a bundle at `path` is replaced."""
     lease: Lease
+    kind: OutputKind = "bundle"
 
     def named(self, text: str) -> str:
         """Return a text with the unfinished bundle's name replaced by the finished one's."""
@@ -72,24 +79,25 @@ class Staging:
         """Move a finished folder, one next to `path`, to `path`; raises UsageError or ExecutionError."""
         try:
             for _ in range(_MAX_ATTEMPTS):
-                if _try_place(self.lease, folder, self.path, self.force):
+                if _try_place(self, folder):
                     return
         except OSError as problem:
             raise disk_error(problem, format_path(self.path)) from None
         raise cannot_write_error("other programs keep replacing it", self.path)
 
 
-def require_output_free(path: Path, force: bool) -> None:
-    """Raise UsageError unless `path` is free, or a bundle that `force` may replace."""
+def require_output_free(path: Path, force: bool, kind: OutputKind = "bundle") -> None:
+    """Raise UsageError unless `path` is free, or a bundle (or export) that `force` may replace."""
     require_valid_path(path)
+    title = _TITLES[kind]
     try:
         if path.is_symlink():
-            raise _irreplaceable_error(path, "expected a bundle, got a symbolic link", "name the folder itself")
+            raise _irreplaceable_error(path, f"expected {title}, got a symbolic link", "name the folder itself")
         if path.resolve() == Path.cwd():
-            message = "expected a bundle, got the current folder"
+            message = f"expected {title}, got the current folder"
             raise _irreplaceable_error(path, message, "name a folder inside it")
         if path.name in ("", ".."):
-            message = "expected a bundle, got a parent folder"
+            message = f"expected {title}, got a parent folder"
             raise _irreplaceable_error(path, message, "name a folder inside it")
         parent = next(folder for folder in path.absolute().parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
@@ -99,18 +107,19 @@ def require_output_free(path: Path, force: bool) -> None:
             if not force:
                 raise _occupied_error(path)
             with suppress(FileNotFoundError):  # removed in the meantime
-                _require_replaceable(path, path)
+                _require_replaceable(path, path, kind)
     except (OSError, ValueError) as problem:
         raise cannot_write_error(problem, path) from None
 
 
-def prepare_output(path: Path, force: bool, *more: Path) -> list[Diagnostic]:
+def prepare_output(path: Path, force: bool, *more: Path, kind: OutputKind = "bundle") -> list[Diagnostic]:
     """Remove leftovers at a bundle's destination, then require that it is free.
 
     Args:
         path: destination of the bundle.
         force: whether a bundle there may be replaced.
         more: other folders in which to remove leftovers.
+        kind: what is written, and what `force` may replace.
 
     Returns:
         notes on what was removed or restored.
@@ -118,7 +127,7 @@ def prepare_output(path: Path, force: bool, *more: Path) -> list[Diagnostic]:
     require_valid_path(path)
     notes = sweep_output(path, *more)
     try:
-        require_output_free(path, force)
+        require_output_free(path, force, kind)
     except UsageError as problem:
         if any(note.code == "U035" and note.where == format_path(path.absolute()) for note in notes):
             message = f"{problem.message}: an interrupted compile had moved it, and it was restored"
@@ -128,7 +137,7 @@ def prepare_output(path: Path, force: bool, *more: Path) -> list[Diagnostic]:
 
 
 @contextmanager
-def stage_output(path: Path, force: bool) -> Iterator[Staging]:
+def stage_output(path: Path, force: bool, kind: OutputKind = "bundle") -> Iterator[Staging]:
     """Yield a temporary path next to `path`, where the caller builds a bundle and then places it.
 
     After any failure before that, nothing new is left behind and `path` is unchanged. Errors about the unfinished
@@ -137,7 +146,7 @@ def stage_output(path: Path, force: bool) -> Iterator[Staging]:
     missing = [parent for parent in path.parents if not parent.exists()]
     try:
         with _hold_lease_next_to(path) as lease:
-            staging = Staging(lease.path_with_ending("new"), path, force, lease)
+            staging = Staging(lease.path_with_ending("new"), path, force, lease, kind)
             try:
                 yield staging
             except OnnxplaceError as problem:
@@ -190,24 +199,25 @@ def _hold_lease_next_to(path: Path) -> Iterator[Lease]:
         yield lease
 
 
-def _try_place(lease: Lease, folder: Path, path: Path, force: bool) -> bool:
-    """Move a folder to `path`; returns False if other programs changed `path` meanwhile. Raises OSError."""
+def _try_place(staging: Staging, folder: Path) -> bool:
+    """Move a folder to its place; returns False if other programs changed that meanwhile. Raises OSError."""
+    path, lease, kind = staging.path, staging.lease, staging.kind
     if not os.path.lexists(path):
         if _rename_if_free(lease, folder, path):
             return True
-        if not force:
+        if not staging.force:
             raise _occupied_error(path)
         return False
-    if not force:
+    if not staging.force:
         raise _occupied_error(path)
     try:
-        _require_replaceable(path, path)
+        _require_replaceable(path, path, kind)
         if not exchange_names(folder, path):
-            return _replace_in_two_steps(lease, folder, path)
+            return _replace_in_two_steps(staging, folder)
     except FileNotFoundError:
         return False
     try:
-        _require_replaceable(folder, path)  # the exchanged folder, which may differ from the one checked before
+        _require_replaceable(folder, path, kind)  # the exchanged folder, which may differ from the one checked before
     except UsageError:
         exchange_names(folder, path)
         raise
@@ -241,29 +251,30 @@ def _claim_name(lease: Lease, path: Path) -> None:
         raise
 
 
-def _replace_in_two_steps(lease: Lease, folder: Path, path: Path) -> bool:
+def _replace_in_two_steps(staging: Staging, folder: Path) -> bool:
     """Move the old bundle aside, then rename a folder to `path`; the end of the lease restores a missing one."""
+    lease, path = staging.lease, staging.path
     old = lease.path_with_ending(OLD_SUFFIX)
     shutil.rmtree(old, ignore_errors=True)  # left by a previous attempt
     lease.note_move(path.name)
     path.rename(old)
     try:
-        _require_replaceable(old, path)
+        _require_replaceable(old, path, staging.kind)
     except UsageError:
         _rename_if_free(lease, old, path)
         raise
     return _rename_if_free(lease, folder, path)
 
 
-def _require_replaceable(folder: Path, path: Path) -> None:
-    """Raise UsageError, about `path`, unless a folder is empty or a bundle without files of the user's.
+def _require_replaceable(folder: Path, path: Path, kind: OutputKind) -> None:
+    """Raise UsageError, about `path`, unless a folder is empty or of this kind, without files of the user's.
 
     A folder that another program replaces meanwhile is checked again. Raises FileNotFoundError if it disappeared.
     """
     for _ in range(_MAX_ATTEMPTS):
         before = os.lstat(folder)
         try:
-            _require_only_bundle(folder, path)
+            _require_only_own_files(folder, path, kind)
             return
         except FileNotFoundError:  # another compile is removing this bundle
             continue
@@ -273,29 +284,28 @@ def _require_replaceable(folder: Path, path: Path) -> None:
     raise cannot_write_error("other programs keep replacing it", path)
 
 
-def _require_only_bundle(folder: Path, path: Path) -> None:
+def _require_only_own_files(folder: Path, path: Path, kind: OutputKind) -> None:
     if folder.is_symlink() or not folder.is_dir():
-        raise _irreplaceable_error(path, "it is not a bundle", "choose another -o")
+        raise _irreplaceable_error(path, f"it is not {_TITLES[kind]}", "choose another -o")
     entries = {item.relative_to(folder).as_posix() for item in folder.rglob("*")}
     if not entries:
         return
-    if (bundle_files := _read_bundle_files(folder / MANIFEST_FILE)) is None:
-        raise _irreplaceable_error(path, "it is not a bundle", "choose another -o")
-    bundle_files |= {parent.as_posix() for name in bundle_files for parent in Path(name).parents}
-    if foreign := sorted(entries - bundle_files):
+    own_files = _read_bundle_files(folder) if kind == "bundle" else _read_export_files(folder)
+    if own_files is None:
+        raise _irreplaceable_error(path, f"it is not {_TITLES[kind]}", "choose another -o")
+    own_files |= {parent.as_posix() for name in own_files for parent in Path(name).parents}
+    if foreign := sorted(entries - own_files):
         names = ", ".join(format_path(name) for name in foreign[:MAX_LISTED])
         more = f" and {len(foreign) - MAX_LISTED} more" if len(foreign) > MAX_LISTED else ""
         hint = "move them elsewhere, or choose another -o"
-        raise _irreplaceable_error(path, f"it contains files that are not the bundle's: {names}{more}", hint)
+        message = f"it contains files that are not the {kind}'s: {names}{more}"
+        raise _irreplaceable_error(path, message, hint)
 
 
-def _read_bundle_files(manifest: Path) -> set[str] | None:
-    """Return the names of a bundle's files, manifest included; None if it is not a bundle's manifest."""
-    try:
-        data: Any = read_json(manifest, "N002", "a manifest")
-    except InputError:
-        return None
-    if not isinstance(data, dict) or not isinstance(data.get("files"), dict):
+def _read_bundle_files(folder: Path) -> set[str] | None:
+    """Return the names of a bundle's files, manifest included; None if it is not a bundle."""
+    data = _read_object(folder / MANIFEST_FILE)
+    if not isinstance(data.get("files"), dict):
         return None
     if data.get("format", BUNDLE_FORMAT) != BUNDLE_FORMAT or not all(key in data for key in _REQUIRED_KEYS):
         return None
@@ -305,6 +315,23 @@ def _read_bundle_files(manifest: Path) -> set[str] | None:
         except ValidationError:
             return None
     return {MANIFEST_FILE, *data["files"]}
+
+
+def _read_export_files(folder: Path) -> set[str] | None:
+    """Return the names of an export's files and folders, its record included; None if it is not an export."""
+    data = _read_object(folder / EXPORT_FILE)
+    if data.get("format") != EXPORT_FORMAT or not isinstance(data.get("files"), list):
+        return None
+    return {EXPORT_FILE, *map(str, data["files"])}
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if it holds none."""
+    try:
+        data: Any = read_json(file, "N002", "a manifest")
+    except InputError:
+        return {}
+    return data if isinstance(data, dict) else {}
 
 
 def _irreplaceable_error(path: Path, reason: str, hint: str) -> UsageError:

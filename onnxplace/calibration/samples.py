@@ -12,6 +12,7 @@ import numpy as np
 from onnxplace.feeds import Array
 from onnxplace.machine import read_run_delays
 from onnxplace.runtime import Event, RuntimeSession
+from onnxplace.utils import report_progress
 
 # A sample in which threads waited for a core for more than this share of its time is disturbed.
 MAX_WAITING_SHARE = 0.05
@@ -99,3 +100,4 @@ def take_turns(tasks: Sequence[Callable[[], object]], seconds: float, min_runs: 
         tasks[chosen]()
         total_seconds[chosen] += time.perf_counter() - before
         counts[chosen] += 1
+        report_progress(time.perf_counter() - began, seconds)

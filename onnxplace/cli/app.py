@@ -19,16 +19,22 @@ import click
 
 from onnxplace.cli.bench import bench
 from onnxplace.cli.compile import compile as compile_
+from onnxplace.cli.completers import complete_passes, complete_runtimes
+from onnxplace.cli.completion import COMPLETE_VARIABLE, complete_line, completion
 from onnxplace.cli.devices import devices
 from onnxplace.cli.doctor import doctor
+from onnxplace.cli.explain import explain
 from onnxplace.cli.hosts import hosts
 from onnxplace.cli.learn import learn
+from onnxplace.cli.merge import merge
 from onnxplace.cli.options import as_json, print_json, suggest_command
 from onnxplace.cli.place import place
 from onnxplace.cli.plan import plan
+from onnxplace.cli.progress import is_terminal
 from onnxplace.cli.run import run
 from onnxplace.cli.study import study
 from onnxplace.cli.train import train
+from onnxplace.cli.verbosity import add_verbosity_options, report_total_time
 from onnxplace.cli.verify import verify
 from onnxplace.errors import ExecutionError, OnnxplaceError, UsageError, suggest_nearest
 from onnxplace.machine import register_ending_handler
@@ -51,6 +57,11 @@ class CommandGroup(click.Group):
             return super().resolve_command(ctx, args)
         raise click.UsageError(f"No such command {args[0]!r}: {suggest_nearest(args[0], self.commands)}", ctx)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; with `--verbose`, print its time."""
+        with report_total_time(ctx):
+            return super().invoke(ctx)
+
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="onnxplace")
@@ -64,11 +75,27 @@ def cli() -> None:
 
     Exit codes: 0 success, 1 a comparison failed, 2 bad usage or input, 3 infeasible (no placement fits), 4 a failure
     while running, 130 or 143 interrupted. With --json, an error is also printed on stdout as {"error": {code,
-    message, where, hint}}; docs/errors.md lists the codes.
+    message, where, hint}}; `onnxplace explain CODE` says more.
     """  # noqa: D301 - \b tells click to keep the line breaks
 
 
-for command in (compile_, run, train, verify, bench, plan, place, learn, study, devices, hosts, doctor):
+for command in (
+    compile_,
+    run,
+    train,
+    verify,
+    bench,
+    merge,
+    plan,
+    place,
+    learn,
+    study,
+    devices,
+    hosts,
+    doctor,
+    explain,
+    completion,
+):
     cli.add_command(command)
 
 
@@ -80,7 +107,7 @@ def convert_to_dict(device: object) -> dict[str, Any]:
 
 
 @cli.command(short_help="List the passes; with a NAME, its options.")
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=complete_passes)
 @as_json
 def passes(name: str | None, json_: bool) -> None:
     """List the passes, built in and from plugins.
@@ -92,7 +119,7 @@ def passes(name: str | None, json_: bool) -> None:
 
 
 @cli.command(short_help="List the runtimes; with a NAME, describe it.")
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=complete_runtimes)
 @as_json
 def runtimes(name: str | None, json_: bool) -> None:
     """List the runtimes for `onnxplace run --runtime`; with NAME, describe it."""
@@ -115,6 +142,10 @@ def _list_entries(kind: Any, name: str | None, json_: bool) -> None:
         click.echo(format_table(("name", ""), [(entry.name, entry.summary) for entry in known.values()], left=2))
 
 
+for command in cli.commands.values():
+    add_verbosity_options(command)
+
+
 # As shells report a process that SIGTERM ended: 128 + 15.
 SIGTERM_EXIT_CODE = 143
 
@@ -124,6 +155,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Errors of the user show no traceback.
     """
+    if arguments is None and COMPLETE_VARIABLE in os.environ:
+        with suppress(Exception):  # the user sees no completion, instead of an error in the line that is being typed
+            return complete_line(cli, os.environ[COMPLETE_VARIABLE])
+        return 1
     json_ = "--json" in (sys.argv[1:] if arguments is None else arguments)
     stdout, stderr = sys.stdout, sys.stderr
     try:
@@ -172,6 +207,8 @@ def _print_error(problem: OnnxplaceError, json_: bool, shown: bool = False) -> i
     if not shown:
         with suppress(OSError):  # the exit code still tells the kind of error
             click.echo(str(problem), err=True)
+            if is_terminal() and problem.code != "U000":
+                click.echo(f"  more: onnxplace explain {problem.code}", err=True)
     if json_:
         keys = ("code", "message", "where", "hint")
         try:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from onnxplace.cli.completers import BUNDLE_PATH
 from onnxplace.cli.options import (
     against_option,
     as_json,
@@ -48,7 +49,7 @@ MAX_TRACED = 20
 
 
 @click.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle", type=BUNDLE_PATH)
 @against_option
 @inputs_option
 @shape_option
@@ -110,7 +111,7 @@ def bench(
             hint="omit it",
         )
     steps = choose_step_inputs(opened, inputs, parse_shape(shape), seed)
-    with show_progress(json_, "timing steps") as observer:
+    with show_progress(json_, "timing steps", similar=True) as observer:
         times, copies = _time_steps(opened, against, steps, repeat, in_flight, session_options)
         with_memory = not no_memory and session_options["runtime"] == "onnxruntime"
         rounds = min(repeat, MAX_TRACED)

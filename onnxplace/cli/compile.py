@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from onnxplace.cli.completers import complete_devices, complete_pipeline, complete_placers
 from onnxplace.cli.options import (
     announce_loop_compilation,
     as_json,
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
     metavar="DIR",
     help="The folder of the bundle  [default: MODEL, ending in .bundle]",
 )
-@click.option("--devices", metavar="cuda:0,cpu:0", help="Default: all GPUs, else cpu:0,cpu:1.")
+@click.option(
+    "--devices", shell_complete=complete_devices, metavar="cuda:0,cpu:0", help="Default: all GPUs, else cpu:0,cpu:1."
+)
 @click.option(
     "--target",
     type=click.Path(path_type=Path),
@@ -63,11 +66,16 @@ if TYPE_CHECKING:
 )
 @click.option("--no-cache", is_flag=True, help="Measure all costs anew.")
 @click.option("--no-trial", is_flag=True, help="Do not run the compiled bundle.")
-@click.option("--placer", metavar="NAME", help="`onnxplace passes` lists them  [default: auto]")
+@click.option(
+    "--placer", metavar="NAME", shell_complete=complete_placers, help="`onnxplace passes` lists them  [default: auto]"
+)
 @objective_option
 @budget_option
 @click.option(
-    "--pipeline", metavar="TEXT", help="All passes, such as 'optimize,profile{repeat=5},coplace,m-etf,split,emit'."
+    "--pipeline",
+    metavar="TEXT",
+    shell_complete=complete_pipeline,
+    help="All passes, such as 'optimize,profile{repeat=5},coplace,m-etf,split,emit'.",
 )
 @click.option(
     "--device-map",

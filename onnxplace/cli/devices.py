@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onnxplace._version import __version__
-from onnxplace.cli.options import as_json, print_json, show_progress
+from onnxplace.cli.completers import complete_devices
+from onnxplace.cli.options import as_json, print_hint, print_json, show_progress
 from onnxplace.errors import UsageError, format_count
 from onnxplace.report import format_bytes, format_table
 
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--devices", metavar="cuda:0,cpu:0", help="Default: all GPUs, else cpu:0,cpu:1.")
+@click.option(
+    "--devices", shell_complete=complete_devices, metavar="cuda:0,cpu:0", help="Default: all GPUs, else cpu:0,cpu:1."
+)
 @click.option("--calibrate", is_flag=True, help="Measure links, calls and shared resources.")
 @click.option("--sizes", metavar="1,4KiB,64MiB", help="Sizes of transferred values  [default: 1 B to 256 MiB]")
 @click.option("--seconds", type=float, help="Approximate time to measure  [default: 30]")
@@ -65,7 +68,7 @@ def devices(
     if calibration:
         click.echo(f"\n{format_calibration(calibration)}")
         if not output:
-            click.echo("to compile with these figures, write them to a file with -o, and pass it to --target", err=True)
+            print_hint("to compile with these figures, write them to a file with -o, and pass it to --target")
     if output:
         click.echo(f"target: {output}")
 
@@ -85,7 +88,7 @@ def _calibrate(target: Any, sizes: str | None, seconds: float | None, quiet: boo
     from onnxplace.target import parse_bytes
 
     sizes_bytes = [parse_bytes(text) for text in sizes.split(",")] if sizes else TRANSFER_SIZES_BYTES
-    with show_progress(quiet, "measuring") as observer:
+    with show_progress(quiet, "measuring", similar=True) as observer:
         return calibrate(
             target, sizes=sizes_bytes, seconds=DEFAULT_SECONDS if seconds is None else seconds, observer=observer
         )

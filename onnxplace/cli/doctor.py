@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from onnxplace.cli.completers import complete_devices
 from onnxplace.cli.options import as_json, print_json, show_progress
 
 DEFAULT_OUTPUT = Path("onnxplace-doctor.json")
@@ -15,7 +16,9 @@ INTERRUPTED_EXIT_CODE = 130
 
 
 @click.command()
-@click.option("--devices", metavar="cpu:0,cuda:0", help="Default: every kind that works here.")
+@click.option(
+    "--devices", shell_complete=complete_devices, metavar="cpu:0,cuda:0", help="Default: every kind that works here."
+)
 @click.option("--seconds", type=float, help="Approximate time for all checks  [default: 120]")
 @click.option(
     "-o",
@@ -39,7 +42,7 @@ def doctor(devices: str | None, seconds: float | None, output: Path | None, json
     output = output or (None if json_ else DEFAULT_OUTPUT)
     if output:
         require_writable(output)
-    with show_progress(json_, "starting") as observer:
+    with show_progress(json_, "starting", similar=True) as observer:
         report = examine(devices, seconds=DEFAULT_SECONDS if seconds is None else seconds, observer=observer)
     data = report.to_json()
     if output:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.cli.options import announce_loop_compilation, as_json, parse_shape, print_json, seed_option, shape_option
+from onnxplace.cli.options import (
+    announce_loop_compilation,
+    as_json,
+    parse_shape,
+    print_json,
+    seed_option,
+    shape_option,
+    show_progress,
+)
 from onnxplace.errors import UsageError, format_count, suggest_nearest
 
 if TYPE_CHECKING:
@@ -227,22 +234,11 @@ def _require_policy_name(output: Path) -> None:
 def show_training(
     request: LearnRequest, describe: Callable[[Any], str] | None = None
 ) -> Iterator[Callable[[float, Any], None] | None]:
-    """Show a progress bar on stderr if that is a terminal.
-
-    Yields an observer of points of the learning curve, which `describe` puts into words.
-    """
+    """Show progress on stderr; yields an observer of points of the learning curve, which `describe` puts into words."""
     announce_loop_compilation(request.json)
-    if request.json or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("first updates", total=1.0)
+    with show_progress(request.json, "learning") as display:
         text = describe or _describe_point
-        yield lambda progress, point: bar.update(task, completed=progress, description=text(point))
+        yield (lambda share, point: display.advance(share, text(point))) if display else None
 
 
 def _describe_point(point: Any) -> str:

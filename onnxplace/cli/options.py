@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from onnxplace.cli.completers import complete_runtimes
+from onnxplace.cli.progress import is_terminal, show_progress as show_progress
+from onnxplace.cli.verbosity import is_quiet
 from onnxplace.errors import UsageError, escape_unprintable, format_value
 
 if TYPE_CHECKING:
@@ -31,7 +33,12 @@ inputs_option = click.option(
     "--inputs", type=click.Path(path_type=Path), metavar="F.npz", help="Real inputs by name, from numpy.savez."
 )
 runtime_option = click.option(
-    "--runtime", default="onnxruntime", show_default=True, metavar="NAME", help="`onnxplace runtimes` lists them."
+    "--runtime",
+    default="onnxruntime",
+    show_default=True,
+    metavar="NAME",
+    shell_complete=complete_runtimes,
+    help="`onnxplace runtimes` lists them.",
 )
 _MPI_OPTIONS = (
     click.option(
@@ -160,7 +167,7 @@ def parse_shape(text: str) -> dict[str, int]:
 
 def announce_loop_compilation(quiet: bool) -> None:
     """Report on a terminal that loops are being compiled; nothing if `quiet`."""
-    if quiet or not sys.stderr.isatty():
+    if quiet or is_quiet() or not is_terminal():
         return
     from onnxplace.utils import on_compiling
 
@@ -169,28 +176,20 @@ def announce_loop_compilation(quiet: bool) -> None:
     )
 
 
-@contextmanager
-def show_progress(quiet: bool, first: str) -> Iterator[Callable[[str, int, int], None] | None]:
-    """Show progress on stderr if that is a terminal.
-
-    Yields an observer of passes; `first` is shown before its first call.
-    """
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(first) as status:
-        yield lambda name, index, count: status.update(f"[{index + 1}/{count}] {name}")
-
-
 def print_notes(diagnostics: Sequence[Diagnostic]) -> None:
-    """Print notes on stderr."""
-    for note in diagnostics:
+    """Print notes on stderr, unless the user wants errors only."""
+    for note in () if is_quiet() else diagnostics:
         place = f"{note.where}: " if note.where else ""
         hint = f"\n  hint: {note.hint}" if note.hint else ""
         with suppress(OSError):  # a note is no reason to stop
             click.echo(escape_unprintable(f"note[{note.code}] {place}{note.message}{hint}"), err=True)
+
+
+def print_hint(text: str) -> None:
+    """Print a line for people on stderr, unless they want errors only."""
+    if not is_quiet():
+        with suppress(OSError):
+            click.echo(text, err=True)
 
 
 def note_core_shortage(bundle: Bundle, runtime: str = "onnxruntime") -> None:

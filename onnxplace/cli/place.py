@@ -19,6 +19,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from onnxplace.cli.completers import complete_placers
 from onnxplace.cli.options import (
     announce_loop_compilation,
     as_json,
@@ -26,6 +27,7 @@ from onnxplace.cli.options import (
     objective_option,
     print_json,
     print_notes,
+    show_progress,
 )
 from onnxplace.errors import UsageError
 
@@ -44,7 +46,9 @@ from onnxplace.errors import UsageError
     type=click.Choice(["json", "graphml", "gexf"]),
     help="Of GRAPH  [default: what its name ends in; json]",
 )
-@click.option("--placer", metavar="NAME", help="`onnxplace passes` lists them  [default: auto]")
+@click.option(
+    "--placer", metavar="NAME", shell_complete=complete_placers, help="`onnxplace passes` lists them  [default: auto]"
+)
 @objective_option
 @budget_option
 @click.option("--seed", type=click.IntRange(0), metavar="N", help="For placers that search.")
@@ -90,11 +94,14 @@ def place(
         _require_output(output, graph, placement)
     announce_loop_compilation(json_)
     memory_bytes = parse_bytes(max_memory) if max_memory else None
-    cost_graph = replace_devices(read_cost_graph(graph, graph_format, devices), devices, memory_bytes)
-    if placement:
-        result = evaluate_placement(cost_graph, read_placement(placement), links=links, strict=strict)
-    else:
-        result = place_cost_graph(cost_graph, links=links, budget_seconds=budget, strict=strict, **options)
+    with show_progress(json_, "reading the graph") as display:
+        cost_graph = replace_devices(read_cost_graph(graph, graph_format, devices), devices, memory_bytes)
+        if display:
+            display("placing", 0, 1)
+        if placement:
+            result = evaluate_placement(cost_graph, read_placement(placement), links=links, strict=strict)
+        else:
+            result = place_cost_graph(cost_graph, links=links, budget_seconds=budget, strict=strict, **options)
     if output:
         write_cost_graph(output, cost_graph, result)
     print_notes(result.diagnostics)

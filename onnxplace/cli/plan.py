@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from onnxplace.cli.completers import complete_devices
 from onnxplace.cli.options import (
     announce_loop_compilation,
     as_json,
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 @click.command(short_help="Compare strategies for a model on some devices, without building a bundle.")
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option(
-    "--devices", metavar="cuda:0,cuda:1", help="Devices of this machine  [default: all GPUs, else cpu:0,cpu:1]"
+    "--devices",
+    shell_complete=complete_devices,
+    metavar="cuda:0,cuda:1",
+    help="Devices of this machine  [default: all GPUs, else cpu:0,cpu:1]",
 )
 @click.option(
     "--target",
@@ -63,7 +67,7 @@ def plan(
     from onnxplace.target import read_target
 
     announce_loop_compilation(json_)
-    with show_progress(json_, "reading the model") as observer:
+    with show_progress(json_, "reading the model", similar=True) as observer:
         result = plan_model(
             model,
             devices=devices,

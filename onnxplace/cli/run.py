@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from onnxplace.cli.completers import BUNDLE_PATH
 from onnxplace.cli.options import (
     as_json,
     inputs_option,
@@ -20,6 +21,7 @@ from onnxplace.cli.options import (
     print_json,
     seed_option,
     shape_option,
+    show_progress,
     with_operator_libraries,
     with_runtime,
 )
@@ -62,7 +64,7 @@ class RunSummary:
 
 
 @click.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle", type=BUNDLE_PATH)
 @inputs_option
 @click.option("--outputs", type=click.Path(path_type=Path), metavar="F.npz", help="Write the outputs to a file.")
 @click.option("--repeat", default=1, show_default=True, type=click.IntRange(1), help="Number of runs.")
@@ -97,7 +99,8 @@ def run(bundle: Path, inputs: Path | None, shape: str, seed: int, json_: bool, *
         require_storable(opened.returned_outputs)
     note_core_shortage(opened, plan.runtime)
     steps = choose_step_inputs(opened, inputs, parse_shape(shape), seed)
-    summary = _run_steps(opened, steps, plan)
+    with show_progress(json_, "running"):
+        summary = _run_steps(opened, steps, plan)
     if plan.outputs:
         write_npz(plan.outputs, dict(summary.outputs))
     note_left_out_copies(summary.copies)
@@ -117,7 +120,7 @@ def _run_steps(bundle: Bundle, steps: StepInputs, plan: RunPlan) -> RunSummary:
     from statistics import median
 
     from onnxplace.api import InferenceSession
-    from onnxplace.utils import write_file
+    from onnxplace.utils import report_progress, write_file
 
     states = {item.output: item.input for item in bundle.manifest.states}
     with InferenceSession(bundle, trace=plan.trace is not None, **plan.session_options) as session:
@@ -132,6 +135,7 @@ def _run_steps(bundle: Bundle, steps: StepInputs, plan: RunPlan) -> RunSummary:
         for number in range(1, plan.repeat):
             with steps.explained(number):
                 later_seconds.append(session.run_timed(steps.feeds(number), timeout=plan.timeout).seconds)
+            report_progress(number + 1, plan.repeat)
         if plan.trace:
             session.run(None, steps.feeds(plan.repeat), timeout=plan.timeout)
             write_file(plan.trace, lambda stream: stream.write(json.dumps(session.trace(last=1)).encode()))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from onnxplace.cli.learning_options import FAMILY_HELP, MAX_DEVICES, require_choice
-from onnxplace.cli.options import announce_loop_compilation, as_json, print_json
+from onnxplace.cli.options import announce_loop_compilation, as_json, print_json, show_progress
 from onnxplace.errors import UsageError, format_count
 
 if TYPE_CHECKING:
@@ -68,8 +66,13 @@ def traversal(
         workers=workers or len(available_cores()),
     )
     announce_loop_compilation(json_)
-    with _show_runs(json_) as observer:
-        rows = run_study(options, output, resume=resume, observer=observer)
+    with show_progress(json_, "trainings") as display:
+
+        def count_runs(done: int, total: int) -> None:
+            if display:
+                display.advance(done / total, f"{done} of {total}")
+
+        rows = run_study(options, output, resume=resume, observer=count_runs)
     families = summarise_study(rows)
     if json_:
         print_json({"options": asdict(options), "rows": len(rows), "families": [asdict(item) for item in families]})
@@ -100,18 +103,3 @@ def _print_families(families: Sequence[FamilyStudy], rows: Sequence[StudyRow]) -
         click.echo(f"\n{item.family}")
         click.echo(format_table(("order", "step", "95 %", "significantly better than"), table))
         click.echo(f"recommended: {item.recommendation}")
-
-
-@contextmanager
-def _show_runs(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """Show a progress bar on stderr if that is a terminal."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("trainings"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("trainings")
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,14 +12,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from onnxplace.cli.options import as_json, note_core_shortage, print_json, print_notes, with_operator_libraries
+from onnxplace.cli.completers import BUNDLE_PATH
+from onnxplace.cli.options import (
+    as_json,
+    note_core_shortage,
+    print_json,
+    print_notes,
+    show_progress,
+    with_operator_libraries,
+)
 from onnxplace.errors import Diagnostic, UsageError
 
 if TYPE_CHECKING:
     from onnxplace.training import BatchSampler, LossCurve, Schedule, StepResult, Trainer
-
-# Between two lines about the progress, where there is no terminal.
-_LINE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class TrainOptions:
 
 
 @click.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle", type=BUNDLE_PATH)
 @click.option("--data", required=True, type=click.Path(path_type=Path), metavar="F.npz",
               help="Arrays by input name, from numpy.savez; rows are their first axis.")  # fmt: skip
 @click.option("--steps", required=True, type=click.IntRange(0), metavar="N",
@@ -262,37 +266,15 @@ def _finite(value: float) -> float | None:
 
 
 @contextmanager
-def show_losses(quiet: bool, first: int, steps: int) -> Iterator[Callable[[StepResult], None]]:
-    """Show progress with the loss: a bar on a terminal, a line now and then elsewhere, nothing if `quiet`.
+def show_losses(json_: bool, first: int, steps: int) -> Iterator[Callable[[StepResult], None]]:
+    """Show progress with the loss on stderr; yields a function that takes the result of each step."""
+    with show_progress(json_, "train") as display:
+        if display is None:
+            yield lambda result: None
+            return
+        display.resume_at(first / max(steps, 1))
 
-    Yields a function that takes the result of each step.
-    """
-    if quiet:
-        yield lambda result: None
-    elif not sys.stderr.isatty():
-        yield _make_line_reporter(steps)
-    else:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        def report(result: StepResult) -> None:
+            display.advance(result.step / max(steps, 1), f"step {result.step} of {steps}, loss {result.loss:.6g}")
 
-        columns = (
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("loss {task.fields[loss]}"),
-            TimeRemainingColumn(),
-        )  # fmt: skip
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("train", total=max(steps, first), completed=first, loss="")
-            yield lambda result: progress.update(task, completed=result.step, loss=f"{result.loss:.6g}")
-
-
-def _make_line_reporter(steps: int) -> Callable[[StepResult], None]:
-    """Return a function that prints the loss of a step now and then."""
-    last = time.monotonic()
-
-    def report(result: StepResult) -> None:
-        nonlocal last
-        if time.monotonic() - last >= _LINE_SECONDS:
-            last = time.monotonic()
-            with suppress(OSError):
-                click.echo(f"step {result.step} of {steps}: loss {result.loss:.6g}", err=True)
-
-    return report
+        yield report

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from onnxplace.cli.completers import BUNDLE_PATH
 from onnxplace.cli.options import (
     against_option,
     as_json,
@@ -20,6 +21,7 @@ from onnxplace.cli.options import (
     print_json,
     seed_option,
     shape_option,
+    show_progress,
     with_operator_libraries,
     with_runtime,
 )
@@ -35,7 +37,7 @@ STEPS_WITH_STATES = 3
 
 
 @click.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle", type=BUNDLE_PATH)
 @against_option
 @inputs_option
 @shape_option
@@ -73,12 +75,15 @@ def verify(
             step_inputs = choose_step_inputs(opened, inputs, parse_shape(shape), seed)
             return _compare_steps(opened, against, session_options, step_inputs, count, cores)
 
-    differences, optimised = compare_on(available_cores()), True
-    if not _all_equal(differences) and rounds_to_few_values(opened):
-        with without_optimisations():
-            unoptimised = compare_on(available_cores()[:1])
-        if _all_equal(unoptimised):
-            differences, optimised = unoptimised, False
+    with show_progress(json_, "comparing") as display:
+        differences, optimised = compare_on(available_cores()), True
+        if not _all_equal(differences) and rounds_to_few_values(opened):
+            if display:
+                display("comparing without optimisations", 0, 1)
+            with without_optimisations():
+                unoptimised = compare_on(available_cores()[:1])
+            if _all_equal(unoptimised):
+                differences, optimised = unoptimised, False
     equal = _all_equal(differences)
     with suppress(BrokenPipeError):  # the exit code still tells the result
         if json_:
@@ -143,6 +148,7 @@ def _compare_copy(
 ) -> list[list[OutputDifference]]:
     """Return the differences of each output in each step of one copy of a bundle."""
     from onnxplace.evaluation import StateCarrier, compare_outputs, find_bundle_lineages, open_reference
+    from onnxplace.utils import report_progress
 
     names = [item.name for item in bundle.outputs]
     lineages = find_bundle_lineages(bundle)
@@ -159,6 +165,7 @@ def _compare_copy(
         feeds = steps.feeds(number)
         with steps.explained(number):
             differences.append(compare_outputs(run_bundle, reference, feeds, names, lineages))
+        report_progress(number + 1, count)
         if number == 0:
             steps.learn(reference.states)
     return differences

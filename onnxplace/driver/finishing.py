@@ -42,6 +42,7 @@ from onnxplace.pipeline import (
 from onnxplace.problem import predict_single_device_seconds
 from onnxplace.report import format_milliseconds
 from onnxplace.state import State
+from onnxplace.utils import progress_part
 
 # One step is faster than another only below this ratio; timings of equal work differ by a few percent.
 CLEAR_STEP_RATIO = 0.97
@@ -84,16 +85,21 @@ def finish_bundle(
         on_trial()
         start, feeds = time.perf_counter(), state[Model].feeds(_find_seed(steps))
         if candidates and compare_steps:
-            placed = _keep_fastest_step(placed, candidates, staging, feeds, cache)
+            with progress_part(0, 2):
+                placed = _keep_fastest_step(placed, candidates, staging, feeds, cache)
             steps, state = placed.steps, placed.state
         elif candidates and not state[Model].states:
-            placed, rate = _keep_fastest(placed, candidates, staging, (placed.whole or state)[Model], cache)
+            with progress_part(0, 2):
+                placed, rate = _keep_fastest(placed, candidates, staging, (placed.whole or state)[Model], cache)
             steps, state = placed.steps, placed.state
             feeds = state[Model].feeds(_find_seed(steps))
-        measured, state = _try_bundle(state, feeds, cache)
+        # After the candidates, or before the comparison with one device.
+        with progress_part(int(bool(candidates)), 1 + (bool(candidates) or compare_one_device)):
+            measured, state = _try_bundle(state, feeds, cache)
         faster_device = _find_faster_device(placed, measured.step_seconds) if measured and compare_one_device else None
         if measured and faster_device:
-            steps, state, measured = _compare_with_one_device(placed, state, measured, cache, staging)
+            with progress_part(1, 2):
+                steps, state, measured = _compare_with_one_device(placed, state, measured, cache, staging)
         timings.append(Timing("trial", time.perf_counter() - start))
     else:
         state = state.saying(*obstacles)

@@ -19,6 +19,7 @@ from onnxplace.graph import Floats
 from onnxplace.pipeline import Pipeline, make_pass
 from onnxplace.problem import commit_placement, placement_problem
 from onnxplace.state import State
+from onnxplace.utils import progress_part
 
 # Stages are balanced again where they are at most this many times slower than the best.
 BALANCED_RATIO = 1.3
@@ -68,7 +69,8 @@ def try_strategies(
         note = replace(problem, message=f"{problem.message}; kept {written[0].name} by prediction", where="throughput")
         return TriedStrategy(written[0].placed, None, note)
     in_flight = max(map(choose_in_flight, (bundle.manifest for bundle in bundles)))
-    trials = run_rate_trials(bundles, feeds, in_flight, cached=cache)
+    with progress_part(0, 2):
+        trials = run_rate_trials(bundles, feeds, in_flight, cached=cache)
     if any(trial.is_doubtful for trial in trials):
         note = _report_doubt(written[0].name, trials[0], max(trial.waiting for trial in trials))
         return TriedStrategy(written[0].placed, None, note)
@@ -83,9 +85,10 @@ def try_strategies(
     if stages is not None and stages.trial.interval_seconds <= BALANCED_RATIO * best.trial.interval_seconds:
         balanced = write_candidate(_balance(stages), staging, len(candidates))
         if balanced.placed.state[Placement].device.tolist() != stages.candidate.placed.state[Placement].device.tolist():
-            trials = run_rate_trials(
-                [open_candidate(best.candidate), open_candidate(balanced)], feeds, in_flight, cached=cache
-            )
+            with progress_part(1, 2):
+                trials = run_rate_trials(
+                    [open_candidate(best.candidate), open_candidate(balanced)], feeds, in_flight, cached=cache
+                )
             best = replace(best, trial=trials[0])
             figures |= {best.name: trials[0].interval_seconds, balanced.name: trials[1].interval_seconds}
             is_doubtful = any(trial.is_doubtful for trial in trials)

@@ -16,6 +16,7 @@ from onnxplace.errors import ModelError
 from onnxplace.feeds import Array, Declared, describe_input
 from onnxplace.machine import make_session_options, open_session, pin_thread, run_whole_model
 from onnxplace.model import Lineage, is_quantising, output_lineages
+from onnxplace.utils import report_progress
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -283,5 +284,6 @@ def time_in_turns(calls: Mapping[str, Callable[[], object]], repeat: int, warm_u
     calls_per_turn = max(min(repeat // MIN_TURNS, round(TURN_SECONDS / max(slowest, 1e-9))), 1)
     for finished in range(0, repeat, calls_per_turn):
         take_turn(min(calls_per_turn, repeat - finished))
+        report_progress(finished + calls_per_turn, repeat)
     measured = {name: times[warm_ups:] for name, times in seconds.items()}
     return {name: Timings(float(np.median(t)), float(np.quantile(t, 0.9)), len(t)) for name, t in measured.items()}

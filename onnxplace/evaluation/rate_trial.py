@@ -26,6 +26,7 @@ from onnxplace.machine import (
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event, Result, Runtime, RuntimeSession
 from onnxplace.target import MAX_SECONDS
+from onnxplace.utils import report_progress
 
 MAX_REQUESTS_IN_FLIGHT = 8
 # A worker waits for its core while the thread that submits requests uses it, and longer if other programs do, too.
@@ -82,9 +83,10 @@ def run_rate_trials(
             )
             for bundle in bundles
         ]
-        for _ in range(TURNS):
+        for turn in range(TURNS):
             for session in sessions:
                 session.take_turn()
+            report_progress(turn + 1, TURNS)
     trials = tuple(session.summarise() for session in sessions)
     if cached and not any(trial.is_doubtful for trial in trials):
         with suppress(ValueError):  # for example a full disk: then it is measured again next time

@@ -50,7 +50,7 @@ from onnxplace.ort import import_onnxruntime
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event, Runtime, RuntimeSession
 from onnxplace.target import MAX_SECONDS
-from onnxplace.utils import write_file
+from onnxplace.utils import report_progress, write_file
 
 # Clocks and caches settle within this time, and sessions within these steps.
 WARM_UP_SECONDS, WARM_UP_STEPS = 0.03, 2
@@ -138,6 +138,7 @@ def run_trials(bundles: Sequence[Bundle], feeds: Mapping[str, Array], *, cached:
         while not all(session.has_enough for session in sessions):
             for session in sessions:
                 session.run_burst()
+            report_progress(min(session.share for session in sessions))
     trials = tuple(session.summarise() for session in sessions)
     if cached and not any(map(is_doubtful, trials)):
         with suppress(ValueError):  # for example a full disk: then it is measured again next time
@@ -238,6 +239,11 @@ class _TrialSession:
     def has_enough(self) -> bool:
         """Return whether the steps so far satisfy `REPEAT_POLICY`."""
         return REPEAT_POLICY.has_enough(self._runs) if self._steps else False
+
+    @property
+    def share(self) -> float:
+        """Return the share of the most steps, or of the most time, that is over."""
+        return REPEAT_POLICY.estimate_share(self._runs)
 
     @property
     def _runs(self) -> Runs:

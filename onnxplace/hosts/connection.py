@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -18,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from onnxplace.errors import ExecutionError, TargetError, UsageError, format_value
+from onnxplace.hosts.rank_ends import find_mpi_cause, report_end
 
 # Seconds for a remote shell to say that there is no host, and for a process to end after it was asked to.
 CONNECT_SECONDS, ENDING_SECONDS = 10, 1.0
@@ -27,8 +27,6 @@ READING_SECONDS = 0.1
 MPI_ENVIRONMENT = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
 # How ssh reports that it did not reach the host.
 UNREACHABLE = 255
-# A line of MPICH's launcher, or of its proxy on the host of this index: `[proxy:1@name] function (file:line): message`.
-_LAUNCHER_LINE = re.compile(r"\[(?:mpiexec|proxy:(?P<index>\d+))@[^]]*\] \w+ \([^)]*\): (?P<message>.*)")
 INSTALL_HINT = "pip install 'onnxplace[mpi]'"
 
 
@@ -104,7 +102,7 @@ class Connection:
         for name, value in environment.items():
             command += ["-genv", name, value]
         # Without `-m mpi4py`, the other ranks wait for one that raised an exception.
-        return [*command, sys.executable, "-P", "-m", "mpi4py", "-m", module, *arguments]
+        return [*command, *report_end([sys.executable, "-P", "-m", "mpi4py", "-m", module, *arguments])]
 
     def run_ranks(self, hosts: Sequence[str], module: str, *arguments: str, timeout_seconds: float) -> str:
         """Return what a module prints that runs as one rank of MPI on each host.
@@ -125,21 +123,6 @@ class Connection:
             hint = "the hosts have to find each other by their names; --interface names the network between them"
             raise ExecutionError("K007", message, where=where, hint=hint)
         return process.stdout
-
-
-def find_mpi_cause(printed: str, hosts: Sequence[str]) -> str:
-    r"""Return the line that says why MPI failed: the last one of a program, or else the first one of the launcher.
-
-    >>> find_mpi_cause("[proxy:1@vm] connect (sock.c:140): no route\n[mpiexec@vm] main (m.c:1): error", ["a", "b"])
-    'on b: no route'
-    """
-    lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    launcher = [match for line in lines if (match := _LAUNCHER_LINE.fullmatch(line))]
-    others = [line for line in lines if not line.startswith(("[mpiexec", "[proxy", "Abort("))]
-    if others or not launcher:
-        return (others or lines or ["it wrote nothing"])[-1]
-    index, message = launcher[0]["index"], launcher[0]["message"]
-    return message if index is None else f"on {hosts[int(index)]}: {message}"
 
 
 def is_this_machine(host: str) -> bool:

@@ -16,6 +16,7 @@ from onnxplace.calibration import LinkFit, fit_link
 from onnxplace.errors import ExecutionError, TargetError, UsageError
 from onnxplace.hosts.connection import INSTALL_HINT, Connection, find_mpiexec
 from onnxplace.target import Link, Target, default_link, read_target
+from onnxplace.utils import report_time_limit
 
 # Time to measure links, all pairs together; and beyond it to start ranks, and for pairs of slow links.
 DEFAULT_SECONDS, MAX_SECONDS = 10.0, 3600.0
@@ -107,6 +108,7 @@ def survey_hosts(
     described = tuple(_read_description(host, text) for host, text in zip(hosts, printed))
     _require_equal_versions(described)
     notify("measuring links", 1, 2)
+    report_time_limit(seconds)
     module = "onnxplace.hosts.link_ranks"
     times = connection.run_ranks(hosts, module, str(seconds), timeout_seconds=3 * seconds + STARTING_SECONDS)
     return HostSurvey(described, _fit_links(described, _read_line(times, ", ".join(hosts))))

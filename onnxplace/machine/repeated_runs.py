@@ -17,6 +17,7 @@ import numpy as np
 
 from onnxplace.graph import Floats, Longs
 from onnxplace.machine.run_delay import longest_wait, read_run_delays
+from onnxplace.utils import report_progress
 
 T = TypeVar("T")
 
@@ -125,6 +126,12 @@ class RepeatPolicy:
             runs = Runs(np.array(elapsed), np.array(waiting))
             if self.has_enough(runs):
                 return runs, result
+            report_progress(self.estimate_share(runs))
+
+    def estimate_share(self, runs: Runs) -> float:
+        """Return the share of the most runs or the most time that is over; stable medians may end them earlier."""
+        spent = float(runs.elapsed_seconds.sum())
+        return max(len(runs.elapsed_seconds) / self.max_runs, spent / self.seconds if self.seconds else 0.0)
 
     def has_enough(self, runs: Runs) -> bool:
         """Return whether no more runs are needed."""

@@ -52,7 +52,11 @@ if TYPE_CHECKING:
         tensor_size as tensor_size,
     )
     from onnxplace.model.training_states import FLOAT_TYPES as FLOAT_TYPES, is_scalar as is_scalar
-    from onnxplace.model.value_types import format_type as format_type, read_shape_entries as read_shape_entries
+    from onnxplace.model.value_types import (
+        format_type as format_type,
+        parse_type as parse_type,
+        read_shape_entries as read_shape_entries,
+    )
     from onnxplace.model.weights import WeightFile as WeightFile
 
 __getattr__, __dir__, __all__ = attach(
@@ -73,7 +77,7 @@ __getattr__, __dir__, __all__ = attach(
         "tensor_parts": "make_tensor_part",
         "tensors": "find_external_range packed_size read_tensor_bytes tensor_size",
         "training_states": "FLOAT_TYPES is_scalar",
-        "value_types": "format_type read_shape_entries",
+        "value_types": "format_type parse_type read_shape_entries",
         "weights": "WeightFile",
     },
 )

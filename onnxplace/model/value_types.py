@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from onnx import TensorProto, TypeProto
 
 from onnxplace.feeds import MAX_DIMENSION
@@ -49,3 +52,50 @@ def read_shape_entries(kind: TypeProto) -> tuple[int | str | None, ...] | None:
         else (size.dim_param or None)
         for size in sizes
     )
+
+
+_TYPE = re.compile(r"(?P<outer>tensor|sparse_tensor|seq|optional)\((?P<inner>.*)\)|map\((?P<key>\w+),(?P<value>.*)\)")
+
+
+def parse_type(text: str, shape: Sequence[int | str | None] | None) -> TypeProto | None:
+    """Parse ONNX Runtime's spelling of a type, None if invalid.
+
+    Examples are `tensor(float)` and `seq(map(int64,tensor(float)))`.
+    """
+    match = _TYPE.fullmatch(text)
+    if match is None:
+        return None
+    result = TypeProto()
+    if match["key"]:
+        value = parse_type(match["value"], [])
+        if value is None or _element_number(match["key"]) is None:
+            return None
+        result.map_type.key_type = _element_number(match["key"]) or 0
+        result.map_type.value_type.CopyFrom(value)
+        return result
+    if match["outer"].endswith("tensor"):
+        return _parse_tensor(match["inner"], match["outer"] == "sparse_tensor", shape)
+    element = parse_type(match["inner"], [])
+    if element is None:
+        return None
+    holder = result.sequence_type if match["outer"] == "seq" else result.optional_type
+    holder.elem_type.CopyFrom(element)
+    return result
+
+
+def _parse_tensor(element: str, sparse: bool, shape: Sequence[int | str | None] | None) -> TypeProto | None:
+    if (number := _element_number(element)) is None:
+        return None
+    result = TypeProto()
+    tensor = result.sparse_tensor_type if sparse else result.tensor_type
+    tensor.elem_type = number
+    for size in shape or ():
+        known = {"dim_value": size} if isinstance(size, int) else {"dim_param": size} if size else {}
+        tensor.shape.dim.add(**known)
+    return result
+
+
+def _element_number(name: str) -> int | None:
+    """Return the number of an element type, `float`, if ONNX has it."""
+    names = dict(TensorProto.DataType.items())
+    return names.get(name.upper())

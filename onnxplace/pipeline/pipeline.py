@@ -11,7 +11,7 @@ from onnxplace.facts import Placement, Schedule
 from onnxplace.pipeline.registry import find_plugin
 from onnxplace.pipeline.text_form import build_pass, format_pipeline, make_spec, parse_pipeline
 from onnxplace.state import Fact, Pass, State
-from onnxplace.utils import budget_clock
+from onnxplace.utils import budget_clock, report_time_limit
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ class Pipeline:
         for index, step in enumerate(self.passes):
             if observer:
                 observer(step.name, index, len(self.passes))
+            if Placement in step.provides and (limit_seconds := getattr(step, "seconds", 0)):
+                report_time_limit(limit_seconds)
             start = budget_clock()
             try:
                 state = run_pass(step, state)

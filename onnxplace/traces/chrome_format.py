@@ -216,6 +216,8 @@ class _ProcessWriter:
             arguments["copy"] = timeline.copy
         if timeline.joined > 1:
             arguments["joined requests"] = timeline.joined
+        if timeline.tag:
+            arguments["tag"] = timeline.tag
         return {
             "ph": "X",
             "pid": self._process,

@@ -32,6 +32,8 @@ class RequestTimeline:
     """Number of callers' requests that ran as this one (`Batching`)."""
     copy: int = 0
     """Index of the copy of the bundle that ran it."""
+    tag: str = ""
+    """`logid` of the RunOptions of its callers; empty if they gave none."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class _Entry:
 
     called_seconds: float
     result: Result
+    tag: str = ""
 
 
 class TraceRecorder:
@@ -48,14 +51,14 @@ class TraceRecorder:
     def __init__(self, capacity: int = MAX_TRACED_REQUESTS) -> None:
         self._entries: deque[_Entry] = deque(maxlen=capacity)
 
-    def add(self, called_seconds: float, result: Result) -> None:
+    def add(self, called_seconds: float, result: Result, tag: str = "") -> None:
         """Keep the events of a result; `called_seconds` counts if its runtime does not say when it was submitted."""
-        self._entries.append(_Entry(called_seconds, Result({}, result.events, result.seconds)))
+        self._entries.append(_Entry(called_seconds, Result({}, result.events, result.seconds), tag))
 
-    def add_future(self, called_seconds: float, future: Future[Result]) -> None:
+    def add_future(self, called_seconds: float, future: Future[Result], *, tag: str = "") -> None:
         """Keep the events of a future's result, unless the request failed; a callback of the future."""
         if not future.cancelled() and future.exception() is None:
-            self.add(called_seconds, future.result())
+            self.add(called_seconds, future.result(), tag)
 
     def list_timelines(self) -> tuple[RequestTimeline, ...]:
         """Return the requests in the order of submission.
@@ -89,6 +92,7 @@ def _make_timeline(entries: list[_Entry]) -> RequestTimeline:
         conversation=conversation,
         joined=len(entries),
         copy=copy,
+        tag=", ".join(dict.fromkeys(entry.tag for entry in entries if entry.tag)),
     )
 
 

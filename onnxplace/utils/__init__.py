@@ -1,4 +1,4 @@
-"""Helpers for all other wings: files, arrays on disk, leases, compiled loops, processes, callbacks, name patterns."""
+"""Helpers for all other wings: files, arrays on disk, leases, compiled loops, processes, callbacks, progress, names."""
 
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,13 @@ if TYPE_CHECKING:
         temporary_folder as temporary_folder,
     )
     from onnxplace.utils.name_patterns import match_names as match_names, match_stars as match_stars
+    from onnxplace.utils.progress import (
+        ProgressObserver as ProgressObserver,
+        observe_progress as observe_progress,
+        progress_part as progress_part,
+        report_progress as report_progress,
+        report_time_limit as report_time_limit,
+    )
     from onnxplace.utils.renames import exchange_names as exchange_names, rename_new as rename_new
     from onnxplace.utils.subprocesses import (
         ChildProcess as ChildProcess,
@@ -69,6 +76,7 @@ __getattr__, __dir__, __all__ = attach(
         "jit": "budget_clock compiled_loop compiled_loops compiled_part in_place on_compiling",
         "leases": ("Lease OCCUPIED_ERRORS OLD_SUFFIX find_moved_aside hold_lease sweep_leftovers temporary_folder"),
         "name_patterns": "match_names match_stars",
+        "progress": "ProgressObserver observe_progress progress_part report_progress report_time_limit",
         "renames": "exchange_names rename_new",
         "subprocesses": "ChildProcess run_in_child start_child",
     },

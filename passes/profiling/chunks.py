@@ -20,6 +20,7 @@ from onnxplace.graph import Csr, Ints, OpGraph
 from onnxplace.model import Model
 from onnxplace.passes.profiling.node_measurement import Measurement, MeasurementOptions
 from onnxplace.passes.profiling.repeated_layers import wiring
+from onnxplace.utils import progress_part
 
 # By position of a node in its chunk, and of the output at the node.
 _OutputSlot = tuple[int, int]
@@ -116,11 +117,12 @@ def measure_chunks(
     sizes: dict[str, int] = {}
     runs: dict[tuple[Any, ...], _ChunkRun | None] = {}
     first_unit = 0
-    for chunk in chunks:
+    for number, chunk in enumerate(chunks):
         nodes, slots = slice(chunk.start, chunk.stop), _leaving_values(model, graph, chunk)
         key = _chunk_key(graph, kinds, chunk, slots.values())
         if key not in runs:
-            runs[key] = _run_chunk(model, chunk, slots, values, options)
+            with progress_part(number, len(chunks)):
+                runs[key] = _run_chunk(model, chunk, slots, values, options)
         run = runs[key]
         unit[nodes] = first_unit + (np.arange(len(chunk)) if run is None else run.measurement.unit)
         first_unit = int(unit[nodes].max()) + 1

@@ -34,7 +34,7 @@ from onnxplace.machine import (
 )
 from onnxplace.model import Model, store_for_session
 from onnxplace.passes.profiling.kernel_attribution import attribute_kernels, remove_overhead
-from onnxplace.utils import run_in_child, temporary_folder
+from onnxplace.utils import progress_part, run_in_child, temporary_folder
 
 Feeds = Mapping[str, NDArray[Any]]
 # Unmeasured runs of each session.
@@ -106,14 +106,16 @@ class MeasurementOptions:
                 folder=str(folder),
                 where=model.name,
             )
-            if find_kind(self.device.kind).is_host:
-                kernels, session = profile(job)
-            else:
-                kernels = profile_blocking(job)
-                session = open_session(
-                    source, make_session_options(self.cores, "all", entries), self.device, model.name
-                )
-            runs, results = _run_repeatedly(session, job, RepeatPolicy(self.repeat, self.seconds, self.tolerance))
+            with progress_part(0, 2):
+                if find_kind(self.device.kind).is_host:
+                    kernels, session = profile(job)
+                else:
+                    kernels = profile_blocking(job)
+                    session = open_session(
+                        source, make_session_options(self.cores, "all", entries), self.device, model.name
+                    )
+            with progress_part(1, 2):
+                runs, results = _run_repeatedly(session, job, RepeatPolicy(self.repeat, self.seconds, self.tolerance))
             del session
             fused, ran = (
                 onnx.load(folder / f"{level}.onnx", load_external_data=False) for level in ("extended", "all")

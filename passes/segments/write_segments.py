@@ -29,6 +29,7 @@ from onnxplace.passes.segments.fill_manifest import WrittenFiles, build_manifest
 from onnxplace.passes.segments.initial_states import store_initial_states
 from onnxplace.state import State
 from onnxplace.target import Target, split_host
+from onnxplace.utils import report_progress
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ def write_bundle_files(
     with WeightFile(path / SEGMENTS_FOLDER / WEIGHTS_FILE, WEIGHTS_FILE, linkable_folder) as weights:
         initial_states = store_initial_states(model, weights)
         protected_scales = find_scales_to_protect(model, [segment.nodes for segment in segments])
-        for segment, name, scales in zip(segments, ids, protected_scales):
+        for number, (segment, name, scales) in enumerate(zip(segments, ids, protected_scales)):
+            report_progress(number, len(segments))
             proto = _segment_bytes(model, segment, name, weights, types, scales, initial_states)
             folder.write(f"{SEGMENTS_FOLDER}/{name}.onnx", proto)
         folder.write(WHOLE_MODEL_FILE, _whole_model(state, linkable_folder).whole_proto(weights).SerializeToString())

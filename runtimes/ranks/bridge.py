@@ -27,7 +27,7 @@ GREETING = b"\0onnxplace frames\n"
 # The driver says that it lives each few seconds; without that, its host or the network has failed.
 ALIVE_SECONDS, MAX_SILENT_SECONDS = 5.0, 30.0
 # Time for the launcher to end after rank 0, and to say why.
-REPORTING_SECONDS = 0.4
+REPORTING_SECONDS = 2.0
 _PIECE_BYTES = 1 << 20
 _INPUT, _OUTPUT = 0, 1
 

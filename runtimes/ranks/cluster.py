@@ -11,27 +11,29 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
 
 from onnxplace.bundle import Bundle
 from onnxplace.errors import ExecutionError, InputError, TargetError
-from onnxplace.hosts import INSTALL_HINT, Connection, find_mpi_cause
+from onnxplace.hosts import INSTALL_HINT, Connection, find_mpi_cause, find_rank_end
 from onnxplace.runtimes.ranks.distribution import read_piece
 from onnxplace.runtimes.ranks.frames import Frame, FrameSocket, Tick
 from onnxplace.runtimes.ranks.launcher import CLOSING_SECONDS, Launcher
 from onnxplace.runtimes.ranks.plan import RankPlan
 from onnxplace.runtimes.ranks.rank_loop import Opening, rebuild_error
 from onnxplace.runtimes.ranks.rank_socket import RankSocket
+from onnxplace.runtimes.ranks.shared_blocks import SharedBlocks
 
 RANK_MODULE = "onnxplace.runtimes.ranks.rank_process"
 # Rank 0 says that it is alive four times a second.
 MAX_SILENT_SECONDS = 2.5
-# Time for the launcher to say which rank has died.
-REPORTING_SECONDS = 0.4
+# Time for the launcher to say which rank has died; it takes a tenth of that where processors are free.
+REPORTING_SECONDS = 2.0
 NEW_SESSION_HINT = "open a new session"
 
 OPEN_CLUSTERS: weakref.WeakSet[Cluster] = weakref.WeakSet()
@@ -56,6 +58,9 @@ class Cluster:
         """Process ids by rank."""
         self._ending = threading.Lock()
         self.is_ended = False
+        self.blocks = SharedBlocks()
+        self.sharing_ranks: set[int] = set()
+        """Ranks that can map these blocks."""
 
     def open(self, opening: Opening) -> None:
         """Start the ranks, and open a bundle on them.
@@ -67,7 +72,7 @@ class Cluster:
         try:
             self._start(deadline)
             self._await_all("started", "did not start", opening.bundle)
-            frame = opening.to_frame()
+            frame = replace(opening, probe=tuple(self.blocks.make_probe())).to_frame()
             for rank in range(len(self.plan.devices)):
                 self.send(rank, frame)
             self._await_all("ready", "did not open the bundle", opening.bundle)
@@ -134,37 +139,42 @@ class Cluster:
             frame = self.receive(tick)
             tick(0.0)
             if frame.kind == "failed":
-                rank = frame.fields["rank"]
-                raise rebuild_error(frame.fields["error"], self.plan.describe(rank))
+                raise rebuild_error(frame.fields["error"], self.plan.describe(frame.rank))
             if frame.kind == "need":
                 self._send_piece(bundle, frame)
                 deadline = time.monotonic() + self.timeout_seconds
             elif frame.kind == "clock":
-                self.send(frame.fields["rank"], make_clock_frame())
+                self.send(frame.rank, make_clock_frame())
             elif frame.kind == kind:
-                self._processes.setdefault(frame.fields["rank"], frame.fields.get("pid", 0))
-                missing.discard(frame.fields["rank"])
+                self._processes.setdefault(frame.rank, frame.fields.get("pid", 0))
+                missing.discard(frame.rank)
+                if frame.fields.get("shares"):
+                    self.sharing_ranks.add(frame.rank)
 
     def _send_piece(self, bundle: Bundle, frame: Frame) -> None:
         """Send bytes of a file of the bundle to a rank that does not have it."""
         fields = frame.fields
         piece = read_piece(bundle, fields["name"], fields["offset"], fields["length"])
         digest = hashlib.sha256(piece).hexdigest()
-        self.send(fields["rank"], Frame("piece", {"sha256": digest}, [np.frombuffer(piece, np.uint8)]))
+        self.send(frame.rank, Frame("piece", {"sha256": digest}, [np.frombuffer(piece, np.uint8)]))
 
     # -- frames ------------------------------------------------------------------------------------
 
     def send(self, rank: int, frame: Frame) -> None:
         """Send a frame to a rank; raises OSError if the ranks have ended."""
+        self.send_all([(rank, frame)])
+
+    def send_all(self, frames: Sequence[tuple[int, Frame]]) -> None:
+        """Send frames to ranks, in one piece if they are small; raises OSError if the ranks have ended."""
         if self._socket is None:
             raise OSError("the ranks have ended")
-        self._socket.send(Frame(frame.kind, {**frame.fields, "to": rank}, frame.buffers))
+        self._socket.send(*(frame.pack(rank) for rank, frame in frames))
 
     def receive(self, tick: Tick) -> Frame:
-        """Return the next frame of any rank, with its `rank`; raises EOFError or OSError if they have ended."""
+        """Return the next frame of any rank; raises EOFError or OSError if they have ended."""
         if self._socket is None:
             raise EOFError
-        return self._socket.receive(tick)
+        return self._socket.receive(tick).unpack()
 
     # -- the end ------------------------------------------------------------------------------------
 
@@ -173,17 +183,14 @@ class Cluster:
         if self._launcher is None or self._launcher.is_closed:
             return ExecutionError("X002", "the ranks were ended while they started", where=", ".join(self.plan.counts))
         self._launcher.wait(REPORTING_SECONDS)
-        places = ", ".join(self.plan.counts)
-        if (dead := self._launcher.find_dead_rank()) is not None:
-            pid, reason = dead
-            for rank, rank_pid in self._processes.items():
-                if rank_pid == pid:
-                    message = f"its process on host {self.plan.hosts[rank]} died ({reason})"
-                    return ExecutionError("K011", message, where=self.plan.devices[rank], hint=NEW_SESSION_HINT)
-            return ExecutionError("K011", f"a process died ({reason})", where=places, hint=NEW_SESSION_HINT)
-        cause = find_mpi_cause(self._launcher.read_log(), list(self.plan.counts))
+        printed = self._launcher.read_log()
+        if (end := find_rank_end(printed)) is not None:
+            message = f"its process on host {self.plan.hosts[end.rank]} died ({end.reason})"
+            message = f"{message}: {end.cause}" if end.cause else message
+            return ExecutionError("K011", message, where=self.plan.devices[end.rank], hint=NEW_SESSION_HINT)
+        cause = find_mpi_cause(printed, list(self.plan.counts))
         hint = "the hosts have to find each other by their names, and to have onnxplace[mpi] at the same path"
-        return ExecutionError("K011", f"the ranks ended: {cause}", where=places, hint=hint)
+        return ExecutionError("K011", f"the ranks ended: {cause}", where=", ".join(self.plan.counts), hint=hint)
 
     def describe_silence(self, rank: int, seconds: float) -> ExecutionError:
         """Return the error of a rank that does not answer."""
@@ -217,6 +224,7 @@ class Cluster:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+        self.blocks.close()
 
 
 def make_clock_frame() -> Frame:

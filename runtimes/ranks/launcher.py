@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -17,9 +16,6 @@ from pathlib import Path
 CLOSING_SECONDS, TERMINATING_SECONDS, KILLING_SECONDS = 1.0, 0.4, 0.3
 _LOOK_SECONDS = 0.005
 MAX_LOG_BYTES = 1 << 16
-# How MPICH's launcher reports a rank that ended badly.
-_BAD_END = re.compile(r"PID (\d+) RUNNING AT \S+")
-_EXIT_CODE, _SIGNAL = re.compile(r"EXIT CODE: (\d+)"), re.compile(r"EXIT STRING: .*\(signal (\d+)\)")
 
 
 class Launcher:
@@ -68,17 +64,6 @@ class Launcher:
         size = os.fstat(self._log.fileno()).st_size
         data = os.pread(self._log.fileno(), MAX_LOG_BYTES, max(size - MAX_LOG_BYTES, 0))
         return data.decode(errors="replace")
-
-    def find_dead_rank(self) -> tuple[int, str] | None:
-        """Return process id and end of the rank that the launcher reports as ended badly, such as (123, "SIGKILL")."""
-        log = self.read_log()
-        if (place := _BAD_END.search(log)) is None:
-            return None
-        if (number := _SIGNAL.search(log)) is not None:
-            with suppress(ValueError):
-                return int(place[1]), signal.Signals(int(number[1])).name
-        code = _EXIT_CODE.search(log)
-        return int(place[1]), f"exit code {code[1]}" if code else "for an unknown reason"
 
     def end(self, closing_seconds: float = CLOSING_SECONDS) -> None:
         """End the launcher and all ranks: wait for their own end, then terminate, then kill them."""

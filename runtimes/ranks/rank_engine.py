@@ -152,8 +152,14 @@ class RankEngine(Engine):
         if not request.waiting:
             self._finish_part(request, device.id)
             return
-        for rank, home in ranks.items():
-            self._cluster.send(rank, self._make_frame(request, home, stored))
+        # Rank 0, which passes frames on, gets its own last: then it computes.
+        frames = []
+        for rank, home in sorted(ranks.items(), reverse=True):
+            frame = self._make_frame(request, home, stored)
+            if rank in self._cluster.sharing_ranks:
+                self._cluster.blocks.place(request.number, frame)
+            frames.append((rank, frame))
+        self._cluster.send_all(frames)
 
     def _make_frame(self, request: RemoteRequest, home: str, stored: Mapping[str, RemoteState]) -> Frame:
         """Return the part of a request that a rank needs: its inputs, and which states it takes."""
@@ -189,6 +195,7 @@ class RankEngine(Engine):
         assert isinstance(request, RemoteRequest)
         if not request.waiting:
             self._sent.pop(request.serial, None)
+            self._cluster.blocks.free(request.number)
             super()._finish_part(request, device)
 
     # -- reports ------------------------------------------------------------------------------------
@@ -230,15 +237,15 @@ class RankEngine(Engine):
             if (answers := self._answers.get(fields["call"])) is not None:
                 answers.put(decode_value(fields["value"], iter(frame.buffers)))
         elif frame.kind == "clock":
-            self._outbox.append((fields["rank"], make_clock_frame()))
+            self._outbox.append((frame.rank, make_clock_frame()))
             self._tokens[ALL_RANKS].put(None)
         elif frame.kind == "silent":
-            raise self._cluster.describe_silence(fields["rank"], fields["seconds"])
+            raise self._cluster.describe_silence(frame.rank, fields["seconds"])
         self._check_time(0.0)
 
     def _take_report(self, frame: Frame) -> None:
         """Take the outputs and states of a rank, or its failure; the last report ends the request."""
-        fields, rank = frame.fields, frame.fields["rank"]
+        fields, rank = frame.fields, frame.rank
         request = self._sent.get(fields["serial"])
         if request is None:
             return

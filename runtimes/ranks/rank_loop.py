@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -41,10 +41,17 @@ from onnxplace.runtimes.execution import (
 from onnxplace.runtimes.ranks.distribution import Fetch, obtain_bundle
 from onnxplace.runtimes.ranks.frames import Frame
 from onnxplace.runtimes.ranks.message_bus import MessageBus
+from onnxplace.runtimes.ranks.shared_blocks import MappedBlocks
+from onnxplace.runtimes.ranks.value_channels import Channel, ValueChannels
 from onnxplace.runtimes.ranks.values import decode_value, decode_values, encode_value, encode_values
 from onnxplace.target import Device
 
-Waiter = Callable[[Callable[[], bool]], None]
+
+class Waiter(Protocol):
+    """Waits until something is ready, while messages are looked for."""
+
+    def __call__(self, is_ready: Callable[[], bool], is_near: Callable[[], bool] = ..., /) -> None:
+        """Return once something is ready; naps only while it is not near."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,8 @@ class Opening:
     """Whether ONNX Runtime optimises the segments."""
     remote: tuple[int, ...] = ()
     """Ranks on other machines than the driver's."""
+    probe: tuple[Any, ...] = ()
+    """Memory that ranks try to share; empty if there is none."""
 
     def to_frame(self) -> Frame:
         """Return it as a frame, with the manifest as a buffer."""
@@ -74,6 +83,7 @@ class Opening:
             "versions": dict(self.versions),
             "optimises": self.optimises,
             "remote": self.remote,
+            "probe": self.probe,
         }
         return Frame("open", fields, [np.frombuffer(self.bundle.manifest.model_dump_json().encode(), np.uint8)])
 
@@ -91,6 +101,7 @@ class Opening:
             versions=fields["versions"],
             optimises=fields["optimises"],
             remote=tuple(fields["remote"]),
+            probe=tuple(fields["probe"]),
         )
 
 
@@ -114,10 +125,9 @@ class RankLoop(ProgramLoop):
         self._device, self._routes, self._bus, self._wait = device, routes, bus, wait
         self._followed = {home: drop_last_frees(program) for home, program in bundle.manifest.programs.items()}
         self._ranks = {name: rank for rank, name in enumerate(opening.devices)}
-        self._value_names = sorted(bundle.manifest.values)
-        self._value_numbers = {name: number for number, name in enumerate(self._value_names)}
+        self._channels = ValueChannels(bus, bundle.manifest)
         self._arrived: dict[int, dict[str, Any]] = {}
-        """Values of other ranks, by the number of their request."""
+        """Values of other ranks that came as frames, by the number of their request."""
         self._stored: dict[tuple[int, str], Any] = {}
         """Carried states, by the number of the request that stored them and their input."""
         self._ended = -1
@@ -125,6 +135,9 @@ class RankLoop(ProgramLoop):
         self._current: Request | None = None
         self._serial = -1
         self._cancelled: set[int] = set()
+        self._blocks = MappedBlocks()
+        self.shares_memory = self._blocks.try_probe(opening.probe)
+        """Whether inputs can come by memory of the driver."""
         self._entries = device.memory.run_entries()
         self.cores = device.cores
         self.clock_offset_seconds = 0.0
@@ -133,15 +146,17 @@ class RankLoop(ProgramLoop):
 
     # -- messages, under the lock of the bus ----------------------------------------------------------
 
-    def accept_value(self, serial: int, number: int, array: Any) -> None:
-        """Keep a value that arrived for a request, unless that has ended here."""
+    def accept_value(self, frame: Frame) -> None:
+        """Keep a value that came as a frame, unless its request has ended here."""
+        serial = frame.fields["serial"]
         if serial > self._ended:
-            self._arrived.setdefault(serial, {})[self._value_names[number]] = array
+            value = decode_value(frame.fields["value"], iter(frame.buffers))
+            self._arrived.setdefault(serial, {})[frame.fields["name"]] = value
 
-    def accept_value_frame(self, frame: Frame) -> None:
-        """Keep a value that is no plain array."""
-        value = decode_value(frame.fields["value"], iter(frame.buffers))
-        self.accept_value(frame.fields["serial"], frame.fields["number"], value)
+    def look_ahead(self) -> None:
+        """Receive what the current request waits for next, while its segments run; for any thread."""
+        if self._current is not None:
+            self._channels.look(self._serial)
 
     def cancel(self, serial: int) -> None:
         """End a request as soon as possible, whether it has begun here or not; for any thread."""
@@ -159,6 +174,7 @@ class RankLoop(ProgramLoop):
         fields = frame.fields
         serial, route = fields["serial"], self._routes[fields["route"]]
         names = self._returned_names.union(fields["states"]) if fields["states"] else self._returned_names
+        self._blocks.restore(frame)
         feeds = decode_values(fields["feeds"], iter(frame.buffers))
         conversation = CarriedStates(self._state_table, fields["conversation"])
         request = Request(fields["number"], feeds, route, names, conversation, Outcome())
@@ -179,8 +195,10 @@ class RankLoop(ProgramLoop):
     def _run_part(self, request: Request) -> dict[str, Any]:
         """Follow the program; return the outputs, empty after a failure, which the request then has."""
         device = self._device
+        program = self._followed[request.route.programs[device.id]]
+        self._channels.expect((step.value, self._find_rank(step, request)) for step in program if step.op == "receive")
         try:
-            self.follow_program(device, self._followed[request.route.programs[device.id]], request)
+            self.follow_program(device, program, request)
             for memory, _, checkpoint in request.checkpoints:
                 memory.settle(checkpoint)
             return {name: device.memory.read(parcel) for name, parcel in request.outputs.items()}
@@ -212,26 +230,48 @@ class RankLoop(ProgramLoop):
 
     def _send(self, device: PlacedDevice, step: Step, value: Any, request: Request) -> None:
         """Send a value to the rank of another device; the send is only begun."""
-        rank, number = self._ranks[request.route.devices[step.peer]], self._value_numbers[step.value]
+        rank = self._find_rank(step, request)
         array = value if is_native_array(value) else device.memory.read(device.memory.send(value, None))
-        if isinstance(array, np.ndarray) and self._bus.send_value(rank, self._serial, number, array):
+        if step.value in self._channels:
+            self._channels.send(rank, self._serial, step.value, array)
             return
         buffers: list[Any] = []
-        fields = {"serial": self._serial, "number": number, "value": encode_value(array, buffers)}
+        fields = {"serial": self._serial, "name": step.value, "value": encode_value(array, buffers)}
         self._bus.send(rank, Frame("value", fields, buffers))
 
     def _receive(self, device: PlacedDevice, step: Step, request: Request) -> Any:
         """Wait for a value of another rank; raises CancelledError if the request ends meanwhile."""
         began = time.perf_counter()
-        arrived = self._arrived.setdefault(self._serial, {})
-        self._wait(lambda: step.value in arrived or request.failure is not None)
-        if request.failure is not None:
-            raise CancelledError
+        if step.value in self._channels:
+            array = self._await_channel(self._channels.find(step.value, self._find_rank(step, request)), request)
+        else:
+            arrived = self._arrived.setdefault(self._serial, {})
+            self._wait(lambda: step.value in arrived or request.failure is not None)
+            if request.failure is not None:
+                raise CancelledError
+            array = arrived.pop(step.value)
         self._record(request, device, "wait", step.value, began)
         began = time.perf_counter()
-        value = device.memory.feed(arrived.pop(step.value), self.bundle.manifest.values[step.value].dtype)
+        value = device.memory.feed(array, self.bundle.manifest.values[step.value].dtype)
         self._record(request, device, "copy", step.value, began, value)
         return value
+
+    def _await_channel(self, channel: Channel, request: Request) -> Any:
+        """Wait for the value of a channel, and return it."""
+        serial, lock = self._serial, self._bus.lock
+
+        def is_ready() -> bool:
+            with lock:
+                return channel.look(serial) or request.failure is not None
+
+        self._wait(is_ready, lambda: channel.is_arriving)
+        if request.failure is not None:
+            raise CancelledError
+        return channel.take()
+
+    def _find_rank(self, step: Step, request: Request) -> int:
+        """Return the rank of the other device of a transfer."""
+        return self._ranks[request.route.devices[step.peer]]
 
     # -- states ------------------------------------------------------------------------------------
 
@@ -256,6 +296,7 @@ class RankLoop(ProgramLoop):
 
     def close(self) -> None:
         """Close sessions and memory."""
+        self._channels.close()
         for route in self._routes:
             route.segments.clear()
         self._device.memory.close()

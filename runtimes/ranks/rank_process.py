@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import signal
 import socket
 import sys
 import threading
@@ -21,12 +22,14 @@ from typing import Any
 
 from onnxplace.errors import ExecutionError, OnnxplaceError
 from onnxplace.machine import pin_thread
-from onnxplace.runtimes.ranks.frames import Frame, FrameSocket
+from onnxplace.runtimes.ranks.frames import BETWEEN_RANKS, Frame, FrameSocket, PackedFrame
 from onnxplace.runtimes.ranks.message_bus import MessageBus
 from onnxplace.runtimes.ranks.rank_loop import Opening, RankLoop, describe_error, open_rank
 
 # How a rank waits: it looks for messages without pause, then naps, then leaves the looking to its helper.
 SPIN_SECONDS, NAP_SECONDS, IDLE_SECONDS = 200e-6, 20e-6, 0.02
+# It naps later where messages are on their way, which some of MPI's ways of sending need both ends for.
+NEAR_SECONDS = 2e-3
 HELPER_SECONDS, IDLE_HELPER_SECONDS, LOOKS_PER_CHECK = 1e-3, 1.5e-3, 20
 HEARTBEAT_SECONDS = 0.25
 # A rank that is silent for longer is reported by rank 0; the others end by themselves if rank 0 is.
@@ -47,14 +50,15 @@ class RankProcess:
 
     def __init__(self, communicator: Any, connection: socket.socket | None) -> None:
         self._abort_all = communicator.Abort
-        self.bus = MessageBus(communicator, self._accept, self._accept_value)
+        self.bus = MessageBus(communicator, self._accept)
         self._inbox: deque[Frame] = deque()
         self._wakeup = threading.Event()
-        self._outgoing: deque[Frame] = deque()
+        self._outgoing: deque[PackedFrame] = deque()
         self._flushing = threading.Lock()
         self._loop: RankLoop | None = None
         self._ended = threading.Event()
-        self._is_idle = False
+        self._is_awaited: Callable[[], bool] | None = None
+        """What the main thread waits for while only the helper looks."""
         self._clock_answers: deque[float] = deque()
         self._next_clock_time = 0.0
         self._is_closing = False
@@ -67,29 +71,28 @@ class RankProcess:
 
     # -- frames ------------------------------------------------------------------------------------
 
-    def _accept(self, source: int, frame: Frame) -> None:
-        """Take a frame of another rank: from rank 0 for this one, or from this one for the driver."""
+    def _accept(self, source: int, packed: PackedFrame) -> None:
+        """Take a frame of another rank: one of the driver for this rank, or one for the driver, which is passed on."""
+        if self.bus.rank == 0 and packed.rank != BETWEEN_RANKS:
+            self._outgoing.append(packed)
+            return
+        frame = packed.unpack()
         if frame.kind == "value":
             assert self._loop is not None
-            self._loop.accept_value_frame(frame)
+            self._loop.accept_value(frame)
         elif frame.kind == "clock":
             if self.bus.rank == 0:  # the driver's clock, which is on this machine or was compared
                 offset = self._loop.clock_offset_seconds if self._loop is not None else 0.0
                 self.bus.send(source, Frame("clock", {"seconds": time.perf_counter() - offset}))
             else:
                 self._clock_answers.append(frame.fields["seconds"])
-        elif self.bus.rank == 0:
-            frame.fields["rank"] = source
-            self._outgoing.append(frame)
         else:
             self._take(frame)
 
-    def _accept_value(self, serial: int, number: int, array: Any) -> None:
-        assert self._loop is not None
-        self._loop.accept_value(serial, number, array)
-
     def _take(self, frame: Frame) -> None:
         """Take a frame of the driver for this rank; a request may be ended at once."""
+        if frame.kind == "alive":  # for the bridge
+            return
         if frame.kind == "cancel":
             if self._loop is not None:
                 self._loop.cancel(frame.fields["serial"])
@@ -105,12 +108,12 @@ class RankProcess:
 
     def _answer(self, frame: Frame) -> None:
         """Send a frame to the driver."""
+        packed = frame.pack(self.bus.rank)
         if self.bus.rank == 0:
-            frame.fields["rank"] = 0
-            self._outgoing.append(frame)
+            self._outgoing.append(packed)
             self._flush()
         else:
-            self.bus.send(0, frame)
+            self.bus.send(0, packed)
 
     def _flush(self) -> None:
         """Write frames for the driver to its socket, in their order, unless another thread does."""
@@ -131,23 +134,40 @@ class RankProcess:
             self._wakeup.set()
         self._flush()
 
-    def wait(self, is_ready: Callable[[], bool]) -> None:
-        """Wait until something is ready, by messages or by another thread."""
+    def _look_for_main(self) -> None:
+        """Look for messages, also while the main thread computes; wake it if what it waits for is ready."""
+        self._look()
+        is_awaited = self._is_awaited
+        if is_awaited is None:
+            if self._loop is not None:
+                self._loop.look_ahead()
+        elif is_awaited():
+            self._wakeup.set()
+
+    def wait(
+        self, is_ready: Callable[[], bool], is_near: Callable[[], bool] = lambda: False, spins: bool = True
+    ) -> None:
+        """Wait until something is ready, by messages or by another thread.
+
+        Args:
+            is_ready: Called by the helper, too.
+            is_near: Whether it is on its way, so that naps would delay it.
+            spins: Whether it looks without pause at first; else others get the core, such as the driver's threads.
+        """
         began = time.perf_counter()
-        while True:
+        while not is_ready():
             self._look()
-            if is_ready():
-                return
             waited = time.perf_counter() - began
-            if waited > IDLE_SECONDS:
-                self._wakeup.clear()
-                if is_ready():
-                    return
-                self._is_idle = True
-                self._wakeup.wait(1.0)
-                self._is_idle = False
-            elif waited > SPIN_SECONDS:
+            if (spins and waited < SPIN_SECONDS) or (waited < NEAR_SECONDS and (is_near() or self.bus.is_sending)):
+                continue
+            if waited < IDLE_SECONDS:
                 time.sleep(NAP_SECONDS)
+                continue
+            self._wakeup.clear()
+            self._is_awaited = is_ready
+            if not is_ready():
+                self._wakeup.wait(1.0)
+            self._is_awaited = None
 
     # -- threads ------------------------------------------------------------------------------------
 
@@ -162,7 +182,7 @@ class RankProcess:
         helper = threads[0]
         self._answer(Frame("started", {"pid": os.getpid()}))
         while True:
-            self.wait(lambda: bool(self._inbox))
+            self.wait(lambda: bool(self._inbox), spins=False)
             frame = self._inbox.popleft()
             if frame.kind == "close":
                 break
@@ -205,7 +225,7 @@ class RankProcess:
         pin_thread(self._loop.cores).__enter__()
         if self._loop.compares_clocks and self.bus.rank == 0:  # before others compare theirs with it
             self._loop.clock_offset_seconds = self._measure_clock_offset()
-        return Frame("ready")
+        return Frame("ready", {"shares": self._loop.shares_memory})
 
     def _measure_clock_offset(self) -> float:
         """Return what this clock shows more than the driver's, by the quickest of some round trips to rank 0.
@@ -215,7 +235,10 @@ class RankProcess:
         trips = []
         for _ in range(CLOCK_TRIPS):
             sent = time.perf_counter()
-            self._answer(Frame("clock"))
+            if self.bus.rank == 0:
+                self._answer(Frame("clock"))
+            else:
+                self.bus.send(0, Frame("clock"))
             self.wait(lambda: bool(self._clock_answers))
             received = time.perf_counter()
             trips.append((received - sent, (sent + received) / 2 - self._clock_answers.popleft()))
@@ -240,16 +263,11 @@ class RankProcess:
         assert self._driver is not None
         try:
             while True:
-                frame = self._driver.receive(lambda silent: None)
-                rank = frame.fields.pop("to")
-                if frame.kind == "alive":  # for the bridge
-                    continue
-                if frame.kind == "watch":
-                    self._is_watching = True
-                elif rank == 0:
-                    self._take(frame)
+                packed = self._driver.receive(lambda silent: None)
+                if packed.rank == 0:
+                    self._take(packed.unpack())
                 else:
-                    self.bus.send(rank, frame)
+                    self.bus.send(packed.rank, packed)
         except (EOFError, OSError):
             if not self._is_closing:
                 self._abort("the driver has ended")
@@ -262,8 +280,8 @@ class RankProcess:
         try:
             while not self._ended.is_set():
                 for _ in range(LOOKS_PER_CHECK):
-                    time.sleep(IDLE_HELPER_SECONDS if self._is_idle else HELPER_SECONDS)
-                    self._look()
+                    time.sleep(HELPER_SECONDS if self._is_awaited is None else IDLE_HELPER_SECONDS)
+                    self._look_for_main()
                 self.bus.add_silence()
                 if time.monotonic() >= next_heartbeat:
                     next_heartbeat = time.monotonic() + HEARTBEAT_SECONDS
@@ -283,7 +301,7 @@ class RankProcess:
         for rank in range(1, self.bus.size):
             if rank not in self._reported:
                 self.bus.send_heartbeat(rank)
-        self._outgoing.append(Frame("alive", {"rank": 0}))
+        self._outgoing.append(Frame("alive").pack(0))
         self._flush()
 
     def _watch(self) -> None:
@@ -296,7 +314,7 @@ class RankProcess:
             silent = self.bus.silent_seconds[rank]
             if self._is_watching and silent > MAX_SILENT_SECONDS and rank not in self._reported:
                 self._reported.add(rank)
-                self._outgoing.append(Frame("silent", {"rank": rank, "seconds": silent}))
+                self._outgoing.append(Frame("silent", {"seconds": silent}).pack(rank))
 
     def _abort(self, reason: str) -> None:
         """End all ranks at once."""
@@ -322,8 +340,16 @@ def _sleep_exactly() -> None:
         library.mallopt(map_threshold, 32 << 20)
 
 
+def _end_with_parent() -> None:
+    """Let this process be killed when its parent ends, where the system can: a launcher may end its children only."""
+    set_parent_death_signal = 1
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
+
+
 def main() -> None:
     """Serve as a rank of the session whose socket is the argument."""
+    _end_with_parent()
     from mpi4py import MPI
 
     connection = None

@@ -26,6 +26,13 @@ def test_the_list_of_errors_has_exactly_the_codes_in_the_source():
     assert set(listed) == used
 
 
+def test_every_error_has_a_usual_cause_and_says_what_to_do():
+    """Add `- **CODE** usual cause. **Do:** what to do.` to "Causes and fixes" of docs/errors.md."""
+    from onnxplace.cli.error_pages import read_error_pages
+
+    assert [page.code for page in read_error_pages().values() if not (page.cause and page.fix)] == []
+
+
 def name_module(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts if parts[0] == "onnxplace" else ("onnxplace", *parts)
@@ -61,6 +68,17 @@ def test_links_in_the_documentation_lead_to_files():
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    """An index lists it, such as docs/guides.md, docs/reference.md or docs/results.md."""
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    listed = {ROOT / "docs" / "index.md"}
+    for page in pages:
+        links = re.findall(r"^- \[[^\]]+\]\(([^)#]+\.md)\)", page.read_text(encoding="utf-8"), re.MULTILINE)
+        listed |= {(page.parent / link).resolve() for link in links}
+    missing = [page.relative_to(ROOT).as_posix() for page in pages if page not in listed]
+    assert not missing, f"list these pages in an index of the site, such as docs/guides.md: {missing}"
 
 
 def read_examples(page: str, language: str) -> list[str]:

@@ -99,12 +99,16 @@ def test_the_wheel_holds_every_module_and_imports_it(source):
     folder = unpacked(build(source, "build_wheel"))
     assert python_files(folder) == FILES | PACKAGES
     assert (folder / "onnxplace" / "py.typed").exists()
+    assert (folder / "onnxplace" / "docs" / "errors.md").read_bytes() == (ROOT / "docs" / "errors.md").read_bytes()
+    assert [path.name for path in (folder / "onnxplace" / "docs").iterdir()] == ["errors.md"]
     import_all(folder, folder)
 
 
 def test_a_wheel_built_from_the_sdist_holds_the_same(source):
     sdist = unpacked(build(source, "build_sdist"))
-    assert python_files(unpacked(build(sdist, "build_wheel"))) == FILES | PACKAGES
+    folder = unpacked(build(sdist, "build_wheel"))
+    assert python_files(folder) == FILES | PACKAGES
+    assert (folder / "onnxplace" / "docs" / "errors.md").exists()
 
 
 def test_an_editable_install_imports_every_module(source):

@@ -70,6 +70,7 @@ MAY_IMPORT = {
     "traces": "bundle runtime",
     "runtimes.execution": "bundle devices errors feeds machine ort runtime target utils",
     "serving": "bundle errors feeds runtime runtimes.execution utils",
+    "drop_in": "bundle devices errors feeds machine ort runtime runtimes.execution traces utils",
     # pipelines of passes; trials and calibration, which run bundles; reports
     "pipeline": "errors facts runtime state utils",
     "calibration": "bundle errors feeds graph machine pipeline runtime target utils",
@@ -86,7 +87,8 @@ MAY_IMPORT = {
         "bundle cost_graph driver errors evaluation facts graph machine model passes.learning pipeline problem state "
         "target utils"
     ),
-    "api": "bundle driver errors feeds machine pipeline runtime serving traces utils",
+    "export": "bundle errors model training_step utils",
+    "api": "bundle driver drop_in errors feeds machine pipeline runtime serving traces utils",
     "training": "api bundle errors feeds model runtime utils",
     "testing": "bundle driver errors facts feeds graph pipeline runtime simulation state target utils",
     "doctor": (
@@ -94,8 +96,8 @@ MAY_IMPORT = {
         "testing utils"
     ),
     "cli": (
-        "api bundle calibration cost_graph doctor driver errors evaluation feeds hosts learn machine passes.learning "
-        "pipeline report runtime serving target traces training utils"
+        "api bundle calibration cost_graph doctor driver errors evaluation export feeds hosts learn machine "
+        "passes.learning pipeline report runtime serving target traces training utils"
     ),
     "__main__": "cli",
 }

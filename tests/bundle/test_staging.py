@@ -55,17 +55,17 @@ def test_force_does_not_replace_files_created_meanwhile(compiling, place, meanwh
 
 
 def test_a_file_added_to_the_bundle_at_the_last_moment_stays(compiling, place, bundle_copy, rename_method, monkeypatch):
-    actual, checked_folders = staging._require_only_bundle, []
+    actual, checked_folders = staging._require_only_own_files, []
 
-    def checked(folder, path):
-        actual(folder, path)
+    def checked(folder, path, kind):
+        actual(folder, path, kind)
         checked_folders.append(folder)
         if len(checked_folders) == 3:  # before any work, before the exchange, and the exchanged folder after it
             pytest.fail("was not checked again")
         if len(checked_folders) == 2:
             (folder / "notes.txt").write_text("mine")
 
-    monkeypatch.setattr(staging, "_require_only_bundle", checked)
+    monkeypatch.setattr(staging, "_require_only_own_files", checked)
     with pytest.raises(UsageError, match=r"notes\.txt") as refused:
         compiling(bundle_copy, force=True)
     assert refused.value.code == "U031"

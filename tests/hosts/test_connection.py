@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from onnxplace.errors import ExecutionError, TargetError, UsageError
-from onnxplace.hosts import Connection, connection as connection_module
-from onnxplace.hosts.connection import find_mpi_cause, find_mpiexec, is_this_machine, run_together
+from onnxplace.hosts import Connection, connection as connection_module, find_mpi_cause
+from onnxplace.hosts.connection import find_mpiexec, is_this_machine, run_together
 
 MODULE = "onnxplace.hosts.describe_host"
 

@@ -1,15 +1,10 @@
 """Surveys of hosts: what they are made of, and whole ones over MPI where it is installed."""
 
 import json
-import os
 import queue
-import shutil
-import subprocess
 import threading
 import time
-from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +15,7 @@ from onnxplace.hosts import Connection, HostDescription, HostLink, HostSurvey, s
 from onnxplace.hosts.link_ranks import SIZES_BYTES, follow, lead
 from onnxplace.hosts.survey import _fit_links, _require_equal_versions
 from onnxplace.target import Device, Target, format_target, read_target
+from tests.support.namespaces import connect_two_nodes, find_obstacle
 
 needs_mpi = pytest.mark.skipif(find_spec("mpi4py") is None, reason="mpi4py is not installed: the extra [mpi]")
 VERSIONS = {"onnxplace": "1", "onnxruntime": "2", "python": "3", "mpi4py": "4", "mpich": "5"}
@@ -174,60 +170,22 @@ def test_a_network_that_does_not_exist_is_an_error(run_cli, local_shell):
     assert "error[K007] node1, node2: MPI failed with exit code 255: unable to find interface nosuch0" in result.err
 
 
-def run_ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=30)
-
-
-@contextmanager
-def two_networks(network: str):
-    """Make a bridge, and two network namespaces on it; nothing else connects them."""
-    names = [f"{network}-{host}" for host in ("node1", "node2")]
-    try:
-        run_ip("link", "add", network, "type", "bridge")
-        run_ip("address", "add", "10.213.77.1/24", "dev", network)
-        run_ip("link", "set", network, "up")
-        for index, name in enumerate(names):
-            run_ip("netns", "add", name)
-            run_ip("link", "add", f"{network}{index}", "type", "veth", "peer", "name", network, "netns", name)
-            run_ip("link", "set", f"{network}{index}", "master", network, "up")
-            run_ip("-n", name, "address", "add", f"10.213.77.{index + 2}/24", "dev", network)
-            run_ip("-n", name, "link", "set", network, "up")
-            run_ip("-n", name, "link", "set", "lo", "up")
-        yield
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=30)
-        subprocess.run(["ip", "link", "delete", network], capture_output=True, timeout=30)
-
-
-def count_received_bytes(network: str, index: int) -> int:
-    return int(Path(f"/sys/class/net/{network}{index}/statistics/rx_bytes").read_text())
-
-
 @needs_mpi
-@pytest.mark.skipif(
-    not hasattr(os, "geteuid") or os.geteuid() != 0 or shutil.which("ip") is None,
-    reason="network namespaces need root and iproute2",
-)
-def test_messages_between_two_network_namespaces_cross_the_network(run_cli, write_shell, tmp_path):
-    network = f"op{os.getpid() % 10**7}"
-    shell = write_shell(f'exec ip netns exec {network}-$host sh -c "$*"')
-    try:
-        run_ip("link", "add", network, "type", "bridge")
-        run_ip("link", "delete", network)
-    except subprocess.CalledProcessError as problem:
-        pytest.skip(f"this system refuses bridges: {problem.stderr.decode().strip()}")
-    with two_networks(network):
-        before = count_received_bytes(network, 0)
-        options = ("--hosts", "node1,node2", "--devices", "cpu:0", "--seconds", "1", "--remote-shell", shell)
-        result = run_cli("hosts", *options, "--interface", network, "--json")
+def test_messages_between_two_network_namespaces_cross_the_network(run_cli, tmp_path):
+    if obstacle := find_obstacle():
+        pytest.skip(obstacle)
+    with connect_two_nodes(tmp_path) as nodes, nodes.on_first():
+        before = nodes.count_crossed_bytes()
+        options = ("--hosts", "node1,node2", "--devices", "cpu:0", "--seconds", "1")
+        options += ("--remote-shell", nodes.remote_shell, "--interface", nodes.interface)
+        result = run_cli("hosts", *options, "--json")
         assert result.code == 0, result.err
         (link,) = json.loads(result.out)["links"]
         assert max(point["bytes"] for point in link["points"]) == SIZES_BYTES[-1]
-        assert count_received_bytes(network, 0) - before > SIZES_BYTES[-1]
+        assert nodes.count_crossed_bytes() - before > SIZES_BYTES[-1]
         # A cable that is pulled: an error that names the hosts, not a wait for ever.
-        run_ip("link", "set", f"{network}1", "down")
-        result = run_cli("hosts", *options, "--interface", network, "--timeout", "5")
+        nodes.set_cable("down")
+        result = run_cli("hosts", *options, "--timeout", "5")
         assert result.code == 4
         assert "error[K007] node1, node2: MPI failed" in result.err
         assert "on node2: unable to connect" in result.err

@@ -12,6 +12,7 @@ from onnxplace.hosts import Connection
 from onnxplace.ort import import_onnxruntime
 from onnxplace.runtimes import mpi
 from onnxplace.runtimes.ranks import Opening
+from onnxplace.runtimes.ranks.shared_blocks import SharedBlocks
 from tests.support.random_placements import assert_same
 from tests.support.two_hosts import TWO_HOSTS, compile_alternating
 
@@ -87,6 +88,21 @@ def test_values_of_all_types_cross_from_rank_to_rank_as_between_threads(tmp_path
         assert set(outputs) == set(want)
         for name in want:
             assert_same(outputs[name], want[name])
+
+
+def test_large_inputs_of_requests_in_flight_stay_apart_whether_ranks_share_memory_or_not(tmp_path, monkeypatch):
+    text = '<ir_version: 8, opset_import: ["": 17]> big (float[110000] x) => (float[110000] y) '
+    text += "{ a = Neg(x) y = Neg(a) }"
+    bundle = compile_alternating(parser.parse_model(text), tmp_path, "cpu:0", "cpu:1")
+    feeds = [{"x": np.full(110_000, seed, np.float32)} for seed in range(8)]
+    for shares in (True, False):
+        if not shares:
+            monkeypatch.setattr(SharedBlocks, "make_probe", lambda self: [])
+        with onnxplace.InferenceSession(bundle, runtime="mpi", timeout=WAIT_SECONDS) as session:
+            assert bool(session._session.engine._cluster.sharing_ranks) == shares
+            for futures in [[session.submit(item) for item in feeds] for _ in range(3)]:
+                for item, future in zip(feeds, futures):
+                    np.testing.assert_array_equal(future.result(WAIT_SECONDS).outputs["y"], item["x"])
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import numpy as np
 from onnx import ModelProto, parser
 
 import onnxplace
+from onnxplace.target import Target
 
 # `limit` rounds on one device, then one node on the other; both devices have an output.
 ENDLESS = """
@@ -32,13 +33,20 @@ def endless_model() -> ModelProto:
 
 
 def endless_bundle(
-    folder: Path, spin: str = "cpu:1", last: str = "cpu:0", other: str = "cpu:0", devices: str = "cpu:0,cpu:1"
+    folder: Path,
+    spin: str = "cpu:1",
+    last: str = "cpu:0",
+    other: str = "cpu:0",
+    devices: str | None = "cpu:0,cpu:1",
+    target: Target | None = None,
 ) -> onnxplace.Bundle:
     """Return a bundle whose loop is on `spin`; by default that is not the first device."""
     device_map = folder / "map.json"
     device_map.write_text(json.dumps({"spin": spin, "last": last, "other": other}))
     pipeline = f'profile{{estimate=true}},coplace{{join=never,device_map="{device_map}"}},m-topo,split,emit'
-    return onnxplace.compile(endless_model(), folder / "endless.bundle", devices=devices, pipeline=pipeline)
+    return onnxplace.compile(
+        endless_model(), folder / "endless.bundle", devices=devices, target=target, pipeline=pipeline
+    )
 
 
 def feeds(rounds: int | None = 3) -> dict[str, np.ndarray]:

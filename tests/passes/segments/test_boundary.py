@@ -5,8 +5,8 @@ import pytest
 from onnx import ModelProto, NodeProto, TensorProto, TypeProto, helper
 
 from onnxplace import OnnxplaceError
-from onnxplace.model import format_type, load
-from onnxplace.passes.segments.boundary import infer_boundary_types, parse_type
+from onnxplace.model import format_type, load, parse_type
+from onnxplace.passes.segments.boundary import infer_boundary_types
 from tests.support.random_models import reference
 from tests.support.random_placements import RandomPlacement, assert_same, compiled_with, run_together
 

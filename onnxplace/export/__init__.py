@@ -1,0 +1,17 @@
+"""Exports of bundles: one model again, and what other programs run."""
+
+from typing import TYPE_CHECKING
+
+from onnxplace._lazy import attach
+
+if TYPE_CHECKING:
+    from onnxplace.export.merging import (
+        MergedModel as MergedModel,
+        describe_merged as describe_merged,
+        merge_bundle as merge_bundle,
+    )
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {"merging": "MergedModel describe_merged merge_bundle"},
+)

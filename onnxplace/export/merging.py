@@ -1,0 +1,214 @@
+"""Put a bundle back together as one model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
+
+from onnxplace.bundle import Bundle, Manifest
+from onnxplace.errors import Diagnostic, UsageError, format_count
+from onnxplace.export.bundle_models import BundleModels, SegmentModel, describe_values
+from onnxplace.model import WeightFile, tensor_size
+from onnxplace.training_step import TRAINING_KEY
+from onnxplace.utils import (
+    cannot_write_error,
+    disk_error,
+    format_path,
+    hold_lease,
+    is_disk_full,
+    require_writable,
+    sweep_leftovers,
+)
+
+# A larger model has its weights in a file of its own: protobuf ends at 2 GiB, and a copy in memory costs as much again.
+MAX_EMBEDDED_BYTES = 1 << 30
+DATA_ENDING = ".data"
+
+
+@dataclass(frozen=True)
+class MergedModel:
+    """A model that was put together from a bundle."""
+
+    path: Path
+    data: Path | None
+    """The file of its weights; None if they are in the model."""
+    nodes: int
+    segments: int
+    weights_bytes: int
+    diagnostics: tuple[Diagnostic, ...] = ()
+
+
+def merge_bundle(
+    bundle: Bundle | str | Path, output: str | Path, *, external_data: bool = False, force: bool = False
+) -> MergedModel:
+    """Put a bundle back together as one ONNX model.
+
+    The model computes what the bundle computes, and for whole operators bit for bit. Where operators are split over
+    devices, it has a node for each part and the exchanges between them.
+
+    Args:
+        bundle: A bundle, or its path.
+        output: Path of the model. Weights go into a second file with the ending `.data` where they exceed 1 GiB.
+        external_data: Whether weights go into the second file in any case.
+        force: Whether existing files are replaced.
+
+    Raises:
+        BundleError: The bundle is damaged.
+        UsageError: A file exists, or cannot be written.
+        ExecutionError: The disk is full.
+
+    >>> merge_bundle("model.bundle", "model.onnx").nodes  # doctest: +SKIP
+    283
+    """
+    opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle, "all")
+    path = Path(output)
+    if not path.name:
+        raise cannot_write_error("expected the name of a file", path)
+    data = path.with_name(path.name + DATA_ENDING)
+    require_output_files_free(path, data, opened.path, force)
+    models = BundleModels(opened)
+    initializers = collect_initializers(models)
+    weights_bytes = sum(map(tensor_size, initializers.values()))
+    is_external = external_data or weights_bytes > MAX_EMBEDDED_BYTES
+    node_count = _write_files(models, initializers, path, data if is_external else None)
+    return MergedModel(
+        path=path,
+        data=data if is_external and data.exists() else None,
+        nodes=node_count,
+        segments=len(models.segments),
+        weights_bytes=weights_bytes,
+        diagnostics=tuple(note_changes(opened.manifest, path)),
+    )
+
+
+def require_output_files_free(path: Path, data: Path, bundle: Path, force: bool) -> None:
+    """Raise UsageError unless a model and its file of weights can be written."""
+    for file in (path, data):
+        require_writable(file, bundle)
+        if not force and os.path.lexists(file):
+            hint = "choose another -o, or replace it with --force"
+            raise UsageError("U030", "it already exists", where=format_path(file), hint=hint)
+
+
+def note_changes(manifest: Manifest, path: Path) -> Iterator[Diagnostic]:
+    """Yield notes on what the merged model computes otherwise than the model that was compiled."""
+    if manifest.sharding is not None:
+        message = (
+            "operators are split over devices: the model has a node for each part and for the exchanges between them. "
+            "Its results agree with those of the original within tolerance, not bit for bit"
+        )
+        yield Diagnostic("I001", message, where=format_path(path), hint="segments/whole.onnx has whole operators")
+
+
+def _write_files(models: BundleModels, initializers: Mapping[str, TensorProto], path: Path, data: Path | None) -> int:
+    """Write a model, and its weights to `data` if that is given; return the number of its nodes.
+
+    Each file is complete when it gets its name. The model comes last, and one that it replaces goes before its weights.
+    """
+    sweep_leftovers(path.absolute().parent)
+    try:
+        with hold_lease(path.absolute().parent) as lease:
+            unfinished = lease.path_with_ending("data")
+            if data is None:
+                proto = build_whole_model(models, initializers.values(), None)
+            else:
+                with WeightFile(unfinished, data.name) as weights:
+                    proto = build_whole_model(models, initializers.values(), weights)
+            lease.path.write_bytes(proto.SerializeToString())
+            if data is not None and weights.bytes_written:
+                with suppress(FileNotFoundError):
+                    path.unlink()
+                unfinished.replace(data)
+            try:
+                lease.path.replace(path)
+            except BaseException:
+                if data is not None:
+                    data.unlink(missing_ok=True)
+                raise
+    except OSError as problem:
+        failure = disk_error(problem, format_path(path)) if is_disk_full(problem) else cannot_write_error(problem, path)
+        raise failure from None
+    return len(proto.graph.node)
+
+
+def collect_initializers(models: BundleModels) -> dict[str, TensorProto]:
+    """Return the weights of all segments, the initial values of states, and defaults that no segment reads, by name."""
+    tensors = {tensor.name: tensor for segment in models.segments for tensor in segment.proto.graph.initializer}
+    tensors |= {tensor.name: tensor for tensor in models.list_initial_states()}
+    unread = {item.name for item in models.manifest.inputs if item.optional} - tensors.keys()
+    if unread:
+        tensors |= {tensor.name: tensor for tensor in models.whole.graph.initializer if tensor.name in unread}
+    return tensors
+
+
+def build_whole_model(
+    models: BundleModels, initializers: Iterable[TensorProto], weights: WeightFile | None
+) -> ModelProto:
+    """Return the model that the segments of a bundle are parts of.
+
+    Names are those of the segments, which share one set of names. Nodes follow each other by segments.
+
+    Args:
+        models: The bundle.
+        initializers: As `collect_initializers` returns them.
+        weights: A file that takes the weights; None to hold them in the model.
+    """
+    manifest = models.manifest
+    tensors = models.place(initializers, weights)
+    nodes = _return_outputs(manifest, models.segments, {tensor.name for tensor in tensors})
+    graph = GraphProto(
+        name=manifest.model or "graph",
+        node=nodes,
+        initializer=tensors,
+        input=describe_values(manifest.inputs),
+        output=describe_values(manifest.outputs),
+    )
+    header = models.header
+    proto = ModelProto(
+        ir_version=header.ir_version, producer_name="onnxplace", graph=graph, opset_import=header.opset_import
+    )
+    if manifest.training is not None and any(segment.record.keeps_order for segment in models.segments):
+        text = manifest.training.model_dump_json(exclude={"nodes"})
+        proto.metadata_props.add(key=TRAINING_KEY, value=text)
+    return proto
+
+
+def _return_outputs(manifest: Manifest, segments: Iterable[SegmentModel], weights: set[str]) -> list[NodeProto]:
+    """Return all nodes, so that each output of the model has its own name again.
+
+    The compiler lets a node return each output that is a weight, since a segment has to compute it.
+    """
+    renamed = {record.value: record.name for record in manifest.outputs if record.value != record.name}
+    nodes: list[NodeProto] = []
+    for segment in segments:
+        for node in segment.proto.graph.node:
+            value = node.output[0] if node.output else ""
+            if value in renamed and renamed[value] in weights and list(node.input) == [renamed[value]]:
+                continue
+            nodes.append(node)
+    produced = {name for node in nodes for name in node.output} | weights
+    taken = {node.name for node in nodes}
+    for value, name in renamed.items():
+        if name not in produced:
+            label = next(text for text in _count_up(f"{name}/returned") if text not in taken)
+            nodes.append(helper.make_node("Identity", [value], [name], name=label))
+    return nodes
+
+
+def _count_up(name: str) -> Iterator[str]:
+    yield name
+    while True:
+        name += "_"
+        yield name
+
+
+def describe_merged(merged: MergedModel) -> str:
+    """Return what was merged, in a line."""
+    parts = format_count(merged.segments, "segment")
+    data = f", weights in {merged.data}" if merged.data else ""
+    return f"{merged.path}: {format_count(merged.nodes, 'node')} of {parts}{data}"

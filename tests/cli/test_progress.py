@@ -1,0 +1,226 @@
+"""Progress with the remaining time: live on a terminal, rare lines elsewhere; `--quiet` and `--verbose`."""
+
+import io
+import json
+import re
+import signal
+import sys
+
+import pytest
+
+from onnxplace.cli import app, main, progress
+from onnxplace.utils import observe_progress, progress_part, report_progress, report_time_limit
+from tests.support.commands import FAST
+from tests.support.terminals import run_on_terminal
+
+pytestmark = pytest.mark.usefixtures("no_gpus", "work_in_temporary_folder")
+
+ESCAPE, CLEAR_LINE, HIDE_CURSOR = "\x1b", "\x1b[2K", "\x1b[?25l"
+PLACE = ("graph.json", "--placer", "single", "--devices", "2")
+
+
+@pytest.fixture
+def graph_file(tmp_path):
+    nodes = [{"id": str(index), "compute_time_us": 10.0 + index, "output_bytes": 8} for index in range(60)]
+    edges = [{"src": str(index), "dst": str(index + 1), "bytes": 8} for index in range(59)]
+    data = {"devices": [{"id": name, "memory_bytes": 1 << 20} for name in "ab"], "nodes": nodes, "edges": edges}
+    (tmp_path / "graph.json").write_text(json.dumps(data))
+
+
+class Clock:
+    """A clock that a test sets, in place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    return clock
+
+
+def test_a_terminal_shows_the_remaining_time_and_clears_it(graph_file):
+    shown, code = run_on_terminal("place", "graph.json", "--placer", "multilevel{seconds=1.5,proposals=100000000}")
+    assert code == 0, shown
+    assert re.search(r"placing .*\d:\d\d left", shown)
+    live, _, result = shown.rpartition(CLEAR_LINE)
+    assert "left" in live
+    assert "placing" not in result  # nothing of the line is left above the result
+    assert "60 nodes, placer multilevel" in result
+    assert HIDE_CURSOR not in shown
+
+
+def test_an_interrupt_leaves_a_clean_terminal(graph_file):
+    arguments = ("place", "graph.json", "--placer", "multilevel{seconds=60,proposals=1000000000}")
+    shown, code = run_on_terminal(*arguments, until=" left", act=lambda child: child.send_signal(signal.SIGINT))
+    assert code == 130
+    _, _, end = shown.rpartition(CLEAR_LINE)
+    assert "placing" not in end
+    assert "interrupted" in end
+    assert HIDE_CURSOR not in shown
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"CI": "true"}])
+def test_terminals_that_cannot_redraw_and_logs_of_ci_get_no_control_characters(graph_file, variables):
+    shown, code = run_on_terminal("place", *PLACE, environment=variables)
+    assert code == 0, shown
+    assert ESCAPE not in shown
+
+
+def test_no_color_means_no_colours(graph_file):
+    shown, code = run_on_terminal("place", *PLACE, environment={"NO_COLOR": "1"})
+    assert code == 0
+    assert "placing" in shown
+    assert re.findall(r"\x1b\[[0-9;]*m", shown) == []
+
+
+def test_a_pipe_gets_no_control_characters_and_rare_plain_lines(run_cli, model_file, monkeypatch):
+    assert run_cli("compile", model_file, *FAST, "-o", "first").err.count("\n[") == 0
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    result = run_cli("compile", model_file, *FAST, "-o", "second")
+    assert result.code == 0
+    assert ESCAPE not in result.err + result.out
+    assert "[2/6] profile" in result.err
+    assert "[2/6]" not in result.out
+
+
+def test_quiet_says_nothing_but_errors(run_cli, model_file, monkeypatch):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    result = run_cli("compile", model_file, *FAST, "-o", "quiet", "--quiet")
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith("branches: 5 nodes")
+    assert run_cli("compile", "missing.onnx", "-q").err.startswith("error[M001]")
+
+
+def test_verbose_prints_each_step_with_its_time(run_cli, model_file):
+    result = run_cli("compile", model_file, *FAST, "-v", "--json")
+    lines = re.findall(r"^(\[\d/\d\] [\w-]+|reading the model): \d+\.\d\d s$", result.err, re.MULTILINE)
+    assert lines == ["reading the model", *(f"[{n}/6] {name}" for n, name in enumerate(
+        ("optimize", "profile", "coplace", "m-etf", "split", "emit"), 1))]  # fmt: skip
+    assert re.search(r"^compile: \d+\.\d\d s in all$", result.err, re.MULTILINE)
+    json.loads(result.out)
+
+
+def test_quiet_and_verbose_exclude_each_other(run_cli):
+    result = run_cli("passes", "-q", "-v")
+    assert result.code == 2
+    assert "--quiet and --verbose exclude each other" in result.err
+
+
+def list_commands(group):
+    for command in group.commands.values():
+        yield from list_commands(command) if hasattr(command, "commands") else [command]
+
+
+@pytest.mark.parametrize("command", list(list_commands(app.cli)), ids=lambda command: command.name)
+def test_every_command_has_quiet_and_verbose(command):
+    options = [option for parameter in command.params for option in parameter.opts]
+    assert {"-q", "--quiet", "-v", "--verbose"} <= set(options)
+    assert len(options) == len(set(options))
+
+
+def test_the_remaining_time_follows_from_the_finished_share(clock):
+    display = progress.Display("work")
+    assert display.estimate_remaining() is None
+    clock.now += 10
+    display.advance(0.25)
+    assert display.estimate_remaining() == pytest.approx(30)
+    clock.now += 1
+    display.advance(0.1)  # a share never shrinks
+    assert display.share == 0.25
+    display("next", 1, 3)
+    assert display.describe() == "[2/3] next"
+    assert display.estimate_remaining() is None
+
+
+def test_a_time_limit_is_the_remaining_time_until_shares_are_known(clock):
+    display = progress.Display("search")
+    display.limit(20.0)
+    clock.now += 5
+    assert (display.estimate_remaining(), display.total_share) == (15, 0.25)
+    clock.now += 30
+    assert display.describe_remaining() == "0:00 left"
+
+
+def test_similar_steps_share_one_remaining_time(clock):
+    display = progress.Display("start", similar=True)
+    clock.now += 100
+    display("first", 0, 4)
+    clock.now += 10
+    display("second", 1, 4)
+    assert display.estimate_remaining() == pytest.approx(30)
+    display.advance(0.5)
+    assert display.total_share == 0.375
+
+
+def test_what_was_done_earlier_says_nothing_about_the_speed(clock):
+    display = progress.Display("train")
+    display.resume_at(0.5)
+    assert display.estimate_remaining() is None
+    clock.now += 10
+    display.advance(0.75, "step 75 of 100")
+    assert display.estimate_remaining() == pytest.approx(10)
+    assert display.describe() == "train: step 75 of 100"
+
+
+def test_lines_are_rare_and_say_what_is_left(clock, capsys):
+    display = progress.LineDisplay("verify")
+    for _ in range(10):
+        clock.now += 2
+        display.advance((clock.now - 100) / 40)
+    assert capsys.readouterr().err == "verify, 40%, 0:24 left\n"
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.shares: list[float] = []
+        self.limits: list[float] = []
+
+    def advance(self, share: float) -> None:
+        self.shares.append(share)
+
+    def limit(self, seconds: float) -> None:
+        self.limits.append(seconds)
+
+
+def test_parts_of_parts_are_shares_of_the_whole():
+    recorder = Recorder()
+    with observe_progress(recorder):
+        with progress_part(0, 2), progress_part(1, 2):
+            report_progress(3, 6)
+            report_time_limit(1.0)  # of a part: says nothing about the step
+        report_time_limit(2.0)
+    report_progress(1, 2)  # nobody listens
+    assert recorder.shares == [0.375, 0.5, 0.5]
+    assert recorder.limits == [2.0]
+
+
+def test_names_are_not_read_as_markup(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress.show_progress(False, "read [bold]a[/x]"):
+        pass
+    assert "read [bold]a[/x]" in terminal.getvalue()
+
+
+def test_a_failed_step_is_not_reported_as_finished(run_cli, tmp_path):
+    (tmp_path / "bad.onnx").write_bytes(b"no model")
+    result = run_cli("compile", "bad.onnx", "-v")
+    assert result.code == 2
+    assert "reading the model" not in result.err
+
+
+def test_main_returns_the_exit_code_with_options_of_verbosity_before_the_name():
+    assert main(["passes", "-v", "--json"]) == 0
