@@ -24,8 +24,8 @@ from onnxplace.hosts import INSTALL_HINT, Connection, find_mpi_cause, find_rank_
 from onnxplace.runtimes.ranks.distribution import read_piece
 from onnxplace.runtimes.ranks.frames import Frame, FrameSocket, Tick
 from onnxplace.runtimes.ranks.launcher import CLOSING_SECONDS, Launcher
+from onnxplace.runtimes.ranks.opening import Opening, rebuild_error
 from onnxplace.runtimes.ranks.plan import RankPlan
-from onnxplace.runtimes.ranks.rank_loop import Opening, rebuild_error
 from onnxplace.runtimes.ranks.rank_socket import RankSocket
 from onnxplace.runtimes.ranks.shared_blocks import SharedBlocks
 

@@ -32,7 +32,7 @@ from onnxplace.runtimes.execution import (
 )
 from onnxplace.runtimes.ranks.cluster import MAX_SILENT_SECONDS, NEW_SESSION_HINT, Cluster, make_clock_frame
 from onnxplace.runtimes.ranks.frames import Frame
-from onnxplace.runtimes.ranks.rank_loop import rebuild_error
+from onnxplace.runtimes.ranks.opening import rebuild_error
 from onnxplace.runtimes.ranks.remote_requests import ALL_RANKS, RemoteDevice, RemoteMemory, RemoteRequest, RemoteState
 from onnxplace.runtimes.ranks.values import decode_value, decode_values, encode_values
 

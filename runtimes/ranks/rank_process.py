@@ -24,7 +24,8 @@ from onnxplace.errors import ExecutionError, OnnxplaceError
 from onnxplace.machine import pin_thread
 from onnxplace.runtimes.ranks.frames import BETWEEN_RANKS, Frame, FrameSocket, PackedFrame
 from onnxplace.runtimes.ranks.message_bus import MessageBus
-from onnxplace.runtimes.ranks.rank_loop import Opening, RankLoop, describe_error, open_rank
+from onnxplace.runtimes.ranks.opening import Opening, describe_error
+from onnxplace.runtimes.ranks.rank_loop import RankLoop, open_rank
 
 # How a rank waits: it looks for messages without pause, then naps, then leaves the looking to its helper.
 SPIN_SECONDS, NAP_SECONDS, IDLE_SECONDS = 200e-6, 20e-6, 0.02
