@@ -176,6 +176,11 @@ def announce_loop_compilation(quiet: bool) -> None:
     )
 
 
+def describe_note(note: Diagnostic) -> dict[str, str]:
+    """Return a note as JSON has it."""
+    return {"code": note.code, "message": note.message, "where": note.where, "hint": note.hint}
+
+
 def print_notes(diagnostics: Sequence[Diagnostic]) -> None:
     """Print notes on stderr, unless the user wants errors only."""
     for note in () if is_quiet() else diagnostics:

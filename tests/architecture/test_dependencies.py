@@ -22,7 +22,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 PACKAGES = {"cuda": "cuda-bindings", "google": "protobuf", "pynvml": "nvidia-ml-py"}
 # The extras that each folder may import from, besides the dependencies of the project.
 FOLDERS = {
-    "onnxplace": ("cpu", "gpu", "learn", "mpi", "torch", "train"),
+    "onnxplace": ("cpu", "gpu", "learn", "mpi", "report", "torch", "train"),
     "passes": ("cpu", "gpu", "learn"),
     "runtimes": ("cpu", "gpu", "mpi"),
     "examples": ("cpu", "gpu", "torch", "train"),
