@@ -52,12 +52,12 @@ class Connection:
         Raises TargetError if a host cannot be reached, or onnxplace cannot be run there.
         """
         command = [sys.executable, "-P", "-m", module, *arguments]
-        commands = [command if is_this_machine(host) else self._make_remote(host, command) for host in hosts]
+        commands = [command if is_this_machine(host) else self.make_remote_command(host, command) for host in hosts]
         processes = run_together(commands, self.timeout_seconds)
         return [self._require_success(host, process) for host, process in zip(hosts, processes)]
 
-    def _make_remote(self, host: str, command: Sequence[str]) -> list[str]:
-        """Return the command that runs another one on a host."""
+    def make_remote_command(self, host: str, command: Sequence[str]) -> list[str]:
+        """Return the command that runs another one on a host; raises UsageError without a remote shell."""
         # Only ssh is known to have these options.
         options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}"]
         shell = self.find_remote_shell()

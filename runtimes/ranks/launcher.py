@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -27,14 +28,19 @@ class Launcher:
     Args:
         command: mpiexec and its arguments.
         marker: A text in the command line of all ranks, and in no other: ranks of this machine are found by it.
+        connection: Its input and output, if these are not discarded and kept for `read_log`.
     """
 
-    def __init__(self, command: Sequence[str], marker: str) -> None:
+    def __init__(self, command: Sequence[str], marker: str, connection: socket.socket | None = None) -> None:
         self._marker = marker.encode()
         # A file, as orphans would hold a pipe open. It has no name, and ends with its last user.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
         self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL if connection is None else connection.fileno(),
+            stdout=(self._log if connection is None else connection).fileno(),
+            stderr=self._log,
+            start_new_session=True,
         )
         self._owner = os.getpid()
         self._memory_files: set[str] = set()
@@ -43,6 +49,11 @@ class Launcher:
     def is_running(self) -> bool:
         """Return whether the launcher has not ended."""
         return self._process.poll() is None
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether `end` was called, after which there is no log."""
+        return self._log.closed
 
     def wait(self, seconds: float) -> bool:
         """Return whether the launcher ends within this time."""
