@@ -105,7 +105,10 @@ async function drawTimeline(holder, report, time) {
   addKeys(group, time, (step) => select(controls.step(selected, step)));
   addWheel(plot, figure, time, unit);
   addTaps(plot, figure, spans, select);
-  holder.dataset.ready = "true";
+  requestAnimationFrame(() => {
+    performance.mark("timeline drawn");
+    holder.dataset.ready = "true";
+  });
 }
 
 function makeControls(time, spans, rows, select) {
