@@ -15,7 +15,7 @@ from selenium.webdriver.chrome.service import Service
 # Chromium asks Google's hosts for updates unless it is told not to.
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
+    "--disable-component-update --disable-sync --hide-scrollbars"
 )
 # How long the machine may take for a picture; far more than it does.
 PATIENCE_SECONDS = 60
@@ -72,16 +72,17 @@ class Browser:
         """Wait until the page has drawn what it was asked to."""
         self.driver.execute_async_script("const done = arguments[0]; requestAnimationFrame(() => setTimeout(done, 50))")
 
-    def capture(self, path: Path, height: int | None = None) -> None:
-        """Write a picture of the page from its top, of its whole height by default."""
+    def capture(self, path: Path, height: int | None = None, *, begin: str = "body", scale: float = 1) -> None:
+        """Write a picture of the page from the top of an element, of the whole page by default."""
         width = self.run("return window.innerWidth")
         height = height or self.run("return document.documentElement.scrollHeight")
-        self.resize(width, height)
+        top = self.run("return document.querySelector(arguments[0]).getBoundingClientRect().top + scrollY", begin)
+        self.resize(width, height + int(top))
         self.wait(lambda: self.run("return [...document.querySelectorAll('[data-chart]')]"
                                    ".filter((e) => e.getBoundingClientRect().top < window.innerHeight)"
                                    ".every((e) => e.dataset.ready === 'true')"))  # fmt: skip
         self.settle()
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        clip = {"x": 0, "y": top, "width": width, "height": height, "scale": scale}
         data = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", "clip": clip})["data"]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(base64.b64decode(data))

@@ -105,6 +105,14 @@ def test_the_page_loads_nothing_and_reports_no_problem(browser, page, size, dark
     assert width[0] <= width[1]
 
 
+def test_pictures_for_the_readme_show_the_timeline(browser, page):
+    browser.open(page, 1000, 900)
+    browser.capture(ARTEFACTS / "readme-desktop.png", 780, begin="[aria-labelledby=timeline-0]")
+    browser.open(page, *PHONE, dark=True)
+    browser.capture(ARTEFACTS / "readme-phone.png", 780, begin="[aria-labelledby=timeline-0]", scale=0.5)
+    assert find(browser, "[data-chart=timeline] .plot").is_displayed()
+
+
 def test_zoom_changes_the_timeline_by_buttons_keys_and_wheel(browser, page):
     browser.open(page)
     group = find(browser, "[data-chart=timeline] [role=group]")
