@@ -82,8 +82,9 @@ class RankProcess:
             assert self._loop is not None
             self._loop.accept_value(frame)
         elif frame.kind == "clock":
-            if self.bus.rank == 0:
-                self.bus.send(source, Frame("clock", {"seconds": time.perf_counter()}))
+            if self.bus.rank == 0:  # the driver's clock, which is on this machine or was compared
+                offset = self._loop.clock_offset_seconds if self._loop is not None else 0.0
+                self.bus.send(source, Frame("clock", {"seconds": time.perf_counter() - offset}))
             else:
                 self._clock_answers.append(frame.fields["seconds"])
         else:
@@ -91,11 +92,15 @@ class RankProcess:
 
     def _take(self, frame: Frame) -> None:
         """Take a frame of the driver for this rank; a request may be ended at once."""
+        if frame.kind == "alive":  # for the bridge
+            return
         if frame.kind == "cancel":
             if self._loop is not None:
                 self._loop.cancel(frame.fields["serial"])
         elif frame.kind == "watch":
             self._is_watching = True
+        elif frame.kind == "clock":
+            self._clock_answers.append(frame.fields["seconds"])
         else:
             self._is_opened = True
             self._is_closing = self._is_closing or frame.kind == "close"
@@ -219,17 +224,22 @@ class RankProcess:
             text = f"{type(problem).__name__}: {problem}"
             return Frame("failed", {"error": describe_error(ExecutionError("X001", f"opening failed: {text}"))})
         pin_thread(self._loop.cores).__enter__()
+        if self._loop.compares_clocks and self.bus.rank == 0:  # before others compare theirs with it
+            self._loop.clock_offset_seconds = self._measure_clock_offset()
         return Frame("ready", {"shares": self._loop.shares_memory})
 
     def _measure_clock_offset(self) -> float:
-        """Return what this clock shows more than that of rank 0, by the quickest of some round trips.
+        """Return what this clock shows more than the driver's, by the quickest of some round trips to rank 0.
 
-        Its error is at most half of that round trip.
+        Rank 0 compares with the driver itself. Its error is at most half of that round trip.
         """
         trips = []
         for _ in range(CLOCK_TRIPS):
             sent = time.perf_counter()
-            self.bus.send(0, Frame("clock"))
+            if self.bus.rank == 0:
+                self._answer(Frame("clock"))
+            else:
+                self.bus.send(0, Frame("clock"))
             self.wait(lambda: bool(self._clock_answers))
             received = time.perf_counter()
             trips.append((received - sent, (sent + received) / 2 - self._clock_answers.popleft()))
