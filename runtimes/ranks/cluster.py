@@ -77,6 +77,8 @@ class Cluster:
                 self.send(rank, frame)
             self._await_all("ready", "did not open the bundle", opening.bundle)
             self.send(0, Frame("watch"))
+            if self._launcher is not None:
+                self._launcher.note_memory_files()
         except (EOFError, OSError):
             error = self.describe_end()
             self._drop(0.0)

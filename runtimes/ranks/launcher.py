@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,6 +17,9 @@ from pathlib import Path
 CLOSING_SECONDS, TERMINATING_SECONDS, KILLING_SECONDS = 1.0, 0.4, 0.3
 _LOOK_SECONDS = 0.005
 MAX_LOG_BYTES = 1 << 16
+
+# Files of shared memory of MPICH and Open MPI, in the memory maps of a process.
+_MEMORY_FILE = re.compile(r"(/dev/shm/(?:mpich_shm|sm_segment)\S+)$", re.MULTILINE)
 
 
 class Launcher:
@@ -39,6 +43,7 @@ class Launcher:
             start_new_session=True,
         )
         self._owner = os.getpid()
+        self._memory_files: set[str] = set()
 
     @property
     def is_running(self) -> bool:
@@ -65,6 +70,12 @@ class Launcher:
         data = os.pread(self._log.fileno(), MAX_LOG_BYTES, max(size - MAX_LOG_BYTES, 0))
         return data.decode(errors="replace")
 
+    def note_memory_files(self) -> None:
+        """Note the files of shared memory that ranks here use: MPI leaves them behind if a rank is killed."""
+        for pid in self.list_local_ranks():
+            with suppress(OSError):
+                self._memory_files.update(_MEMORY_FILE.findall(Path(f"/proc/{pid}/maps").read_text(errors="replace")))
+
     def end(self, closing_seconds: float = CLOSING_SECONDS) -> None:
         """End the launcher and all ranks: wait for their own end, then terminate, then kill them."""
         if os.getpid() != self._owner:
@@ -77,6 +88,9 @@ class Launcher:
         for pid in self.list_local_ranks():  # a process that was stopped does not end by SIGTERM
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
+        for path in self._memory_files:
+            with suppress(OSError):
+                os.unlink(path)
         self._log.close()
 
     def _signal(self, number: int) -> None:

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from onnxplace.hosts import find_launcher
 from tests.support.endless import endless_bundle
 
 pytest.importorskip("mpi4py")
@@ -54,9 +55,8 @@ def bundle(tmp_path_factory):
 
 
 def run_job(ranks, bundle, script=SCRIPT):
-    from onnxplace.hosts.connection import find_mpiexec
-
-    command = [find_mpiexec(), "-n", str(ranks), sys.executable, "-m", "mpi4py", "-c", script, str(bundle.path)]
+    launched = find_launcher().make_command({"localhost": ranks}, "", "")
+    command = [*launched, sys.executable, "-m", "mpi4py", "-c", script, str(bundle.path)]
     return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS)
 
 
