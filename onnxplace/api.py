@@ -33,6 +33,7 @@ from onnxplace.machine import use_custom_operators
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import (
     DEFAULT_MAX_IN_FLIGHT,
+    CopyStatus,
     Result,
     Runtime,
     RuntimeSession,
@@ -129,6 +130,10 @@ class InferenceSession(SessionMethods):
         batching: Joins requests of several callers into one, `Batching(max_batch=8)`; see docs/serving.md.
         hosts: For the runtime `mpi`: where its processes run, "localhost:2" or "node1:1,node2:1"; see docs/hosts.md.
         timeout: For the runtime `mpi`: seconds that its processes may take to start and to open the bundle.
+        replicas: For the runtime `mpi`: copies of the bundle, 1 to 64, each on hosts, or slots, of its own. Each
+            request goes to the copy with the fewest in flight, and `max_in_flight` holds for each copy.
+        remote_shell: For the runtime `mpi`: the program that runs a command on a host, by default "ssh".
+        interface: For the runtime `mpi`: the network interface for messages, such as "eth0".
         further: Other keywords of ONNX Runtime, such as `enable_fallback`.
     """
 
@@ -146,6 +151,9 @@ class InferenceSession(SessionMethods):
         batching: Batching | None = None,
         hosts: str | None = None,
         timeout: float | None = None,
+        replicas: int | None = None,
+        remote_shell: str | None = None,
+        interface: str | None = None,
         **further: Any,
     ) -> None:
         max_in_flight = check_in_flight(max_in_flight, "max_in_flight")
@@ -156,7 +164,15 @@ class InferenceSession(SessionMethods):
         if opened.manifest.states and not runtime_class.keeps_state:
             hint = "use --runtime onnxruntime, or compile without --state"
             raise UsageError("S008", f"runtime {runtime!r} keeps no states", where=str(opened.path), hint=hint)
-        created = create_runtime(runtime_class, runtime, hosts=hosts, timeout=timeout)
+        created = create_runtime(
+            runtime_class,
+            runtime,
+            hosts=hosts,
+            timeout=timeout,
+            replicas=replicas,
+            remote_shell=remote_shell,
+            interface=interface,
+        )
         with use_custom_operators(custom_op_libraries):
             session = open_serving_session(opened, created, trace, max_in_flight, batching)
             self._attach(opened, session, TraceRecorder() if trace else None)
@@ -403,6 +419,16 @@ class InferenceSession(SessionMethods):
         Needs `trace=True`; it is empty otherwise.
         """
         return self._recorder.list_timelines() if self._recorder else ()
+
+    def list_copies(self) -> tuple[CopyStatus, ...]:
+        """Return the copies of the bundle, `replicas` of them: which are open, and why one was left out.
+
+        A session of one copy has none.
+
+        >>> [copy.is_open for copy in session.list_copies()]  # doctest: +SKIP
+        [True, False]
+        """
+        return self._session.list_copies()
 
     def close(self, timeout: float | None = None) -> None:
         """End all threads after the runs in flight. May be called twice.

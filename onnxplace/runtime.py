@@ -43,6 +43,25 @@ class Event:
     """Number of the request's conversation in its session; 0 outside of conversations."""
     bytes: int | None = None
     """Size of the value that was copied; None if the runtime does not say."""
+    copy: int = 0
+    """Index of the copy of the bundle that did it, in a session of several."""
+
+
+@dataclass(frozen=True)
+class CopyStatus:
+    """A copy of a bundle in a session of several."""
+
+    name: str
+    """Its hosts, as in `node1,node2`."""
+    is_open: bool
+    """Whether it takes requests; one that does not is being opened again."""
+    requests_in_flight: int
+    requests: int
+    """Number of requests that it was given, with those in flight."""
+    failures: int
+    """How often it was left out: it died, or could not be opened."""
+    last_failure: str = ""
+    """Why it was left out last, also after it is open again."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +158,15 @@ class RuntimeSession(ABC):
 
     def abandon(self) -> None:  # noqa: B027 - a runtime without threads has nothing to do
         """Stop without waiting: the session was garbage-collected, and a finalizer may run in any thread."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Return the error after which this session runs nothing any more; None while it works."""
+        return None
+
+    def list_copies(self) -> tuple[CopyStatus, ...]:
+        """Return the copies of the bundle, if there are several."""
+        return ()
 
     def __reduce__(self) -> NoReturn:
         raise unpicklable_error("a session")

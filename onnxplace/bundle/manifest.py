@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from onnxplace.errors import Figure
 from onnxplace.feeds import MAX_DIMENSION, MAX_RANK
 from onnxplace.target import Device, Link, LinkModel, Shared, Target
 from onnxplace.training_step import CarriedTensor, InferencePart, Parameter, TrainingStep
@@ -101,6 +102,8 @@ class SegmentRecord(Record):
     workspace_bytes: Bytes
     keeps_order: bool = False
     """Whether its session computes the nodes one by one in the order of the file, without fusing them."""
+    planned_seconds: Seconds | None = None
+    """Predicted from the costs of its nodes; None if there was no trial; since format 1.5."""
 
 
 class Step(Record):
@@ -316,6 +319,8 @@ class DiagnosticRecord(Record):
     message: str
     where: str = ""
     hint: str = ""
+    figures: tuple[Figure, ...] = ()
+    """Names and seconds that the message compares, that of what was kept first; since format 1.5."""
 
 
 class Manifest(Record):

@@ -165,7 +165,8 @@ def apply_trial(manifest: Manifest, trial: Trial) -> Manifest:
     them.
     """
     segments = tuple(
-        segment.model_copy(update={"seconds": trial.segment_seconds[segment.id]}) for segment in manifest.segments
+        segment.model_copy(update={"seconds": trial.segment_seconds[segment.id], "planned_seconds": segment.seconds})
+        for segment in manifest.segments
     )
     measured = manifest.predicted.model_copy(update={"request_seconds": trial.request_seconds})
     routes = _scale_routes(manifest, trial)

@@ -30,6 +30,8 @@ class RequestTimeline:
     conversation: int = 0
     joined: int = 1
     """Number of callers' requests that ran as this one (`Batching`)."""
+    copy: int = 0
+    """Index of the copy of the bundle that ran it."""
     tag: str = ""
     """`logid` of the RunOptions of its callers; empty if they gave none."""
 
@@ -80,7 +82,7 @@ def _make_timeline(entries: list[_Entry]) -> RequestTimeline:
     finish = submitted + max((event.finish_seconds for event in events), default=0.0)
     if len(entries) == 1:  # the times of joined requests include those before they were joined
         finish = max(finish, submitted + first.result.seconds)
-    route, conversation = (events[0].route, events[0].conversation) if events else (0, 0)
+    route, conversation, copy = (events[0].route, events[0].conversation, events[0].copy) if events else (0, 0, 0)
     return RequestTimeline(
         number=0,
         submitted_seconds=submitted,
@@ -89,6 +91,7 @@ def _make_timeline(entries: list[_Entry]) -> RequestTimeline:
         route=route,
         conversation=conversation,
         joined=len(entries),
+        copy=copy,
         tag=", ".join(dict.fromkeys(entry.tag for entry in entries if entry.tag)),
     )
 

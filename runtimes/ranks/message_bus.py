@@ -15,12 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.runtimes.ranks.frames import Frame, unpack_header
+from onnxplace.runtimes.ranks.frames import MAX_JOINED_BYTES, Frame, PackedFrame, split_header
 
 # Tags of messages; those of values have a communicator of their own.
 _FRAME, _BUFFER, _HEARTBEAT = 1, 2, 3
-# Bytes that are sent together with their header.
-MAX_JOINED_BYTES = 16 << 10
 # A time that a thread was held up counts as at most this much silence of others.
 MAX_STEP_SECONDS = 0.1
 _LOOK_SECONDS = 1e-3
@@ -30,7 +28,7 @@ _LOOK_SECONDS = 1e-3
 class _Arrival:
     """A frame whose buffers may be on their way."""
 
-    frame: Frame
+    frame: PackedFrame
     buffers: list[Any] = field(default_factory=list)
     missing: list[int] = field(default_factory=list)
     """Sizes of the buffers that follow as messages of their own."""
@@ -46,7 +44,7 @@ class MessageBus:
         on_frame: called with the source's rank and a frame, in the order of sending, by any thread, under the lock.
     """
 
-    def __init__(self, communicator: Any, on_frame: Callable[[int, Frame], None]) -> None:
+    def __init__(self, communicator: Any, on_frame: Callable[[int, PackedFrame], None]) -> None:
         from mpi4py import MPI
 
         self._mpi = MPI
@@ -67,17 +65,15 @@ class MessageBus:
 
     # -- sending ------------------------------------------------------------------------------------
 
-    def send(self, rank: int, frame: Frame) -> None:
+    def send(self, rank: int, frame: Frame | PackedFrame) -> None:
         """Send a frame to another rank."""
-        header = frame.pack_header()
-        sizes = [len(item) for item in frame.buffers]
-        joined = b"".join(bytes(item) for item in frame.buffers) if sum(sizes) <= MAX_JOINED_BYTES else b""
+        packed = frame.pack() if isinstance(frame, Frame) else frame
+        joined = packed.join_buffers()
         with self.lock:
-            self._send(rank, _FRAME, np.frombuffer(header + joined, np.uint8))
-            if sum(sizes) > MAX_JOINED_BYTES:
-                for item in frame.buffers:
-                    if len(item):
-                        self._send(rank, _BUFFER, np.asarray(item))
+            self._send(rank, _FRAME, packed.header + joined)
+            for item in () if joined else packed.buffers:
+                if len(item):
+                    self._send(rank, _BUFFER, np.asarray(item))
 
     def send_value(self, rank: int, tag: int, data: Any) -> None:
         """Begin to send bytes of a value; they must not be altered any more."""
@@ -186,7 +182,7 @@ def _duplicate(communicator: Any) -> Any:
 
 def _read_frame(data: Any) -> _Arrival:
     """Return the arrival that a message begins, with the buffers that it contains."""
-    frame, sizes, position = unpack_header(data)
+    frame, sizes, position = split_header(data)
     if sum(sizes) > MAX_JOINED_BYTES:
         return _Arrival(frame, missing=sizes)
     buffers = []

@@ -76,9 +76,9 @@ MAY_IMPORT = {
     "calibration": "bundle errors feeds graph machine pipeline runtime target utils",
     "hosts": "calibration errors machine ort target utils",
     "runtimes.ranks": "bundle devices errors feeds hosts machine model runtime runtimes.execution target utils",
-    "runtimes": "bundle errors feeds hosts machine runtime runtimes.execution runtimes.ranks traces",
+    "runtimes": "bundle errors feeds hosts machine runtime runtimes.execution runtimes.ranks serving traces",
     "evaluation": "bundle errors feeds machine model ort pipeline runtime target traces utils",
-    "report": "bundle errors pipeline",
+    "report": "bundle cost_graph errors facts graph pipeline simulation target utils",
     # from a model to a bundle, and the interfaces to it
     "driver": (
         "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem report state target utils"

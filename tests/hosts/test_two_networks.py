@@ -44,8 +44,8 @@ def nodes(tmp_path_factory):
         patch.setattr(tempfile, "tempdir", str(folder / "temporary"))
         with connect_two_nodes(folder) as two_nodes:
             # What a user sets where the hosts' names are not those of the network for messages.
-            patch.setenv("HYDRA_IFACE", two_nodes.interface)
-            patch.setenv("FI_TCP_IFACE", two_nodes.interface)
+            for name in ("HYDRA_IFACE", "FI_TCP_IFACE", "OMPI_MCA_btl_tcp_if_include", "PRTE_MCA_prte_if_include"):
+                patch.setenv(name, two_nodes.interface)
             patch.setenv("PATH", str(folder), prepend=os.pathsep)
             yield two_nodes
             assert await_gone(two_nodes.list_processes()) == []

@@ -15,13 +15,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fastapi.testclient import TestClient
 from onnx import parser
 
-import fastapi_server
 import onnxplace
 from tests.conftest import FAST_PIPELINE
 from tests.support import endless
+
+pytest.importorskip("fastapi", reason="the extra [dev] has it")
+pytest.importorskip("httpx2")
+
+from fastapi.testclient import TestClient
+
+import fastapi_server
 
 EXAMPLE = Path(fastapi_server.__file__)
 WAIT_SECONDS = 60

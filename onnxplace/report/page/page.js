@@ -1,0 +1,23 @@
+// Builds what each report on the page shows, from the data below it.
+
+const reports = JSON.parse(document.getElementById("data").textContent);
+// Reports next to each other have one scale of time.
+const end = Math.max(1e-9, ...reports.flatMap((report) => report.timelines.map((timeline) => timeline.end_seconds)));
+
+for (const article of document.querySelectorAll("article[data-report]")) {
+  const report = reports[Number(article.dataset.report)];
+  const time = new TimeWindow(end);
+  const fillers = { cut: fillCut, timeline: fillSpans, files: fillFiles };
+  for (const holder of article.querySelectorAll("[data-table]")) {
+    const fill = () => fillers[holder.dataset.table](holder, report);
+    if (holder.tagName === "DETAILS") fillWhenOpened(holder, fill);
+    else fill();
+  }
+  for (const holder of article.querySelectorAll("[data-layers]")) fillLayers(holder, report);
+  for (const holder of article.querySelectorAll("[data-chart=timeline]")) whenNear(holder, () => drawTimeline(holder, report, time));
+  for (const holder of article.querySelectorAll("[data-chart=memory]")) {
+    const curve = report.memory[Number(holder.dataset.curve)];
+    whenNear(holder, () => drawMemory(holder, report, curve, time));
+  }
+}
+document.documentElement.dataset.ready = "true";
