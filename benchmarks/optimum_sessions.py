@@ -1,6 +1,6 @@
 """Bundles under Hugging Face optimum's ORTModel classes: python benchmarks/optimum_sessions.py.
 
-It needs optimum-onnx in the environment (`pip install optimum-onnx[onnxruntime]`). Each model is made of a
+It needs optimum-onnx in the environment (extra `[optimum]`). Each model is made of a
 configuration with random weights, exported by optimum, compiled for two CPU devices, and run by the ORTModel class with
 a session of ONNX Runtime and with one of onnxplace. A row of the table has the largest difference of the outputs;
 models that generate have to generate the same tokens. Arguments are the names of single classes.
