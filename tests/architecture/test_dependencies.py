@@ -19,7 +19,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 EXTRAS = PROJECT["optional-dependencies"]
 
 # Modules whose package has another name.
-PACKAGES = {"cuda": "cuda-bindings", "google": "protobuf", "optimum": "optimum-onnx", "pynvml": "nvidia-ml-py"}
+PACKAGES = {"cuda": "cuda-bindings", "google": "protobuf", "pynvml": "nvidia-ml-py", "yaml": "pyyaml"}
+PACKAGES["optimum"] = "optimum-onnx"
 # The extras that each folder may import from, besides the dependencies of the project.
 FOLDERS = {
     "onnxplace": ("cpu", "gpu", "learn", "mpi", "report", "torch", "train"),
