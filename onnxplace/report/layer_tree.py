@@ -99,7 +99,8 @@ def _divide(layers: list[_Layer]) -> list[_Layer]:
     """Return long lists in parts, each named by its first and last layer."""
     while len(layers) > MAX_CHILDREN:
         parts = [layers[begin : begin + MAX_CHILDREN] for begin in range(0, len(layers), MAX_CHILDREN)]
-        layers = [_Layer(f"{part[0].label} … {part[-1].label}", part) for part in parts]
+        ends = [(part[0].label.partition(" … ")[0], part[-1].label.rpartition(" … ")[2]) for part in parts]
+        layers = [_Layer(f"{first} … {last}", part) for (first, last), part in zip(ends, parts)]
     return layers
 
 

@@ -58,7 +58,7 @@ async function drawTimeline(holder, report, time) {
   });
   figure.yaxis.ticker = new Bokeh.FixedTicker({ ticks: rows.map((_, i) => i) });
   const narrow = holder.clientWidth < 600;
-  const fitName = (name) => (narrow && name.length > 16 ? `${name.slice(0, 15)}…` : name);
+  const fitName = (name) => (narrow && name.length > 20 ? `${name.slice(0, 19)}…` : name);
   figure.yaxis.major_label_overrides = new Map(rows.map((row, i) => [rows.length - 1 - i, fitName(row.tick)]));
   const data = new Bokeh.ColumnDataSource({ data: { ...spans, color: [], edge: [], alpha: source.map((i) => (i ? 0.35 : 1)) } });
   const field = (name) => ({ field: name });
@@ -105,7 +105,10 @@ async function drawTimeline(holder, report, time) {
   addKeys(group, time, (step) => select(controls.step(selected, step)));
   addWheel(plot, figure, time, unit);
   addTaps(plot, figure, spans, select);
-  holder.dataset.ready = "true";
+  requestAnimationFrame(() => {
+    performance.mark("timeline drawn");
+    holder.dataset.ready = "true";
+  });
 }
 
 function makeControls(time, spans, rows, select) {
