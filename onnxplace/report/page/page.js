@@ -11,7 +11,7 @@ for (const article of document.querySelectorAll("article[data-report]")) {
   // Memory is that of one step; a trace of many requests has a longer scale of its own.
   const stepEnd = Math.max(1e-9, ...reports.flatMap((other) => other.memory.map((curve) => curve.seconds.at(-1))));
   const memoryTime = end > MAX_STEP_RATIO * stepEnd ? new TimeWindow(stepEnd) : time;
-  const fillers = { cut: fillCut, timeline: fillSpans, files: fillFiles };
+  const fillers = { cut: fillCut, timeline: fillSpans, files: fillFiles, memory: fillMemory };
   for (const holder of article.querySelectorAll("[data-table]")) {
     const fill = () => fillers[holder.dataset.table](holder, report);
     if (holder.tagName === "DETAILS") fillWhenOpened(holder, fill);
