@@ -140,6 +140,12 @@ def _write_report(path: Path, graph: CostGraph, result: PlacementResult) -> None
         is_feasible=result.feasible,
         seconds=result.seconds,
         diagnostics=result.diagnostics,
+        passes=tuple(timing.name for timing in result.passes),
+        options={
+            f"--{name.replace('_', '-')}": str(value)
+            for name, value in click.get_current_context().params.items()
+            if value not in (None, False) and name not in ("graph", "report", "json_")
+        },
     )
     write_page(path, [describe_placement(placed)])
 

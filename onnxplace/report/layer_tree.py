@@ -69,9 +69,9 @@ def _arrange(layers: Sequence[_Layer], separator: str) -> list[_Layer]:
     """Return layers with repeats grouped, single children joined, and long lists divided."""
     arranged = []
     for layer in layers:
-        while layer.node is None and len(layer.children) == 1 and layer.children[0].node is None:
+        while len(layer.children) == 1:
             child = layer.children[0]
-            layer = _Layer(f"{layer.label}{separator}{child.label}", child.children)
+            layer = _Layer(f"{layer.label}{separator}{child.label}", child.children, child.node)
         layer.children = _arrange(layer.children, separator)
         arranged.append(layer)
     return _divide(_group_repeats(arranged))
@@ -99,7 +99,8 @@ def _divide(layers: list[_Layer]) -> list[_Layer]:
     """Return long lists in parts, each named by its first and last layer."""
     while len(layers) > MAX_CHILDREN:
         parts = [layers[begin : begin + MAX_CHILDREN] for begin in range(0, len(layers), MAX_CHILDREN)]
-        layers = [_Layer(f"{part[0].label} … {part[-1].label}", part) for part in parts]
+        ends = [(part[0].label.partition(" … ")[0], part[-1].label.rpartition(" … ")[2]) for part in parts]
+        layers = [_Layer(f"{first} … {last}", part) for (first, last), part in zip(ends, parts)]
     return layers
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -35,6 +35,10 @@ class PlacedGraph:
     seconds: float
     """Time to place."""
     diagnostics: tuple[Diagnostic, ...] = ()
+    passes: tuple[str, ...] = ()
+    """Names of the passes that ran."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """As the user gave them."""
 
 
 def describe_placement(placed: PlacedGraph) -> PageData:
@@ -47,7 +51,7 @@ def describe_placement(placed: PlacedGraph) -> PageData:
         graph=graph,
         seconds=seconds,
         target=target,
-        device_names=tuple(str(name) for name in placed.graph.device_ids),
+        device_names=tuple(_name_device(name) for name in placed.graph.device_ids),
         device=placed.device,
         order=schedule.order,
         simulation=schedule.simulation,
@@ -70,14 +74,20 @@ def describe_placement(placed: PlacedGraph) -> PageData:
         layers=build_layer_tree(nodes),
         division=(),
         notes=list_notes(placed.diagnostics),
-        passes=(Entry(placed.placer, "as `onnxplace place` was called"),),
+        passes=tuple(Entry(name, "") for name in placed.passes),
         origin=(
             Entry("cost graph", placed.graph.name),
             Entry("placer", placed.placer),
             Entry("link model", target.link_model),
+            *(Entry(name, text) for name, text in placed.options.items()),
         ),
         files={},
     )
+
+
+def _name_device(identifier: Hashable) -> str:
+    """Return the id of a device; a bare number would read as an amount."""
+    return f"device {identifier}" if str(identifier).isdecimal() else str(identifier)
 
 
 def _summarise(placed: PlacedGraph, alone: float, crossings: tuple[Crossing, ...]) -> Iterator[Entry]:

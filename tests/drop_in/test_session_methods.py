@@ -5,6 +5,7 @@ import inspect
 import json
 import pickle
 import re
+import shutil
 import threading
 from pathlib import Path
 
@@ -190,6 +191,16 @@ def test_an_error_keeps_its_type_its_text_and_its_own_pickle(session):
     for other in (copy.copy(error), pickle.loads(pickle.dumps(error))):
         assert type(other) is onnxplace.FeedError
         assert str(other) == str(error)
+
+
+def test_a_session_has_what_optimum_reads_of_it(session, tmp_path):
+    """It creates a binding that it may never use, and saves the files of the model."""
+    onnxruntime.IOBinding(session)
+    whole = Path(session._model_path)
+    for file in (whole, whole.parent / "weights.bin"):
+        shutil.copy(file, tmp_path)
+    saved = onnxruntime.InferenceSession(tmp_path / whole.name, providers=["CPUExecutionProvider"])
+    np.testing.assert_allclose(session.run(None, FEEDS)[0], saved.run(None, FEEDS)[0], rtol=1e-5, atol=1e-6)
 
 
 def test_conversations_and_batched_sessions_have_the_methods_too(compiled):

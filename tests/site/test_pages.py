@@ -151,6 +151,20 @@ def test_every_mark_on_a_page_is_replaced():
         generated.replace_marks("<!-- generated: weather -->\n")
 
 
+def test_every_benchmark_is_in_the_list():
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `python benchmarks/(\w+)\.py` \|", page, re.MULTILINE))
+    assert listed == {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")}
+
+
+def test_every_test_that_the_threat_model_names_exists():
+    page = (ROOT / "docs/threats.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", page)
+    assert len(named) > 25
+    for path, name in named:
+        assert re.search(rf"^def {name}\(", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE), f"{path}::{name}"
+
+
 def test_pages_that_load_from_the_network_are_named(tmp_path, capsys):
     check = load(".ci/check_site.py")
     (tmp_path / "a.html").write_text("<a href='https://x.example'>link</a><img src='local.png'><script>1</script>")
