@@ -13,6 +13,9 @@ from a trial there. `--bert FILE` adds a model to those.
 
 With `--deaths N`, N sessions lose a rank at a random moment while requests run, by SIGKILL or SIGSTOP. The time until
 the first request fails is printed, and whether a request had a wrong answer or a process was left.
+
+With `--copy-deaths N`, a session of two copies (`replicas=2`) loses a rank N times in the same way, each time when both
+are open. Answers that were wrong, requests that failed, and the time until the copy was back are printed.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ from _host_predictions import measure_prediction, measure_progress, open_on_node
 
 import models
 from tests.support.namespaces import NODES, TwoNodes, connect_two_nodes, find_obstacle
-from tests.support.ranks import await_gone, read_rank_ids
+from tests.support.ranks import await_gone, read_rank_ids, read_ranks_of_copies
 from tests.support.two_hosts import TWO_HOSTS, compile_alternating, make_target
 
 HOPS = 40
@@ -224,11 +227,48 @@ def kill_ranks(bundle: onnxplace.Bundle, times: int, seed: int) -> None:
         print(f"| {name} | {len(values)} | {median(values):.3f} | {max(values):.3f} |")
 
 
+def kill_copies(bundle: onnxplace.Bundle, times: int, seed: int) -> None:
+    """Let a session of two copies lose ranks, one after the other, while requests run; print what was noticed."""
+    generator = random.Random(seed)
+    feeds = random_feeds(bundle.inputs, bundle.manifest.dimensions)
+    with onnxplace.InferenceSession(bundle) as session:
+        expected = session.run(None, feeds)
+    requests = wrong = failed = 0
+    slowest, back = 0.0, list[float]()
+    with onnxplace.InferenceSession(
+        bundle, runtime="mpi", hosts="localhost:4", replicas=2, timeout=START_SECONDS
+    ) as session:
+        for _ in range(times):
+            victim = generator.randrange(2)
+            rank = generator.choice(read_ranks_of_copies(session)[victim])
+            deaths = session.list_copies()[victim].failures
+            number = generator.choice([signal.SIGKILL, signal.SIGSTOP])
+            timer = threading.Timer(0.5 * generator.random(), os.kill, (rank, number))
+            timer.start()
+            began = time.monotonic()
+            while session.list_copies()[victim].failures == deaths or not session.list_copies()[victim].is_open:
+                submitted = time.monotonic()
+                for future in [session.submit(feeds) for _ in range(IN_FLIGHT)]:
+                    try:
+                        outputs = list(future.result(60.0).outputs.values())
+                    except onnxplace.ExecutionError:
+                        failed += 1
+                        continue
+                    wrong += not all(np.array_equal(one, other) for one, other in zip(outputs, expected))
+                    requests += 1
+                slowest = max(slowest, time.monotonic() - submitted)
+            back.append(time.monotonic() - began)
+    print(f"\n{times} deaths among two copies: {requests} answers, {wrong} wrong, {failed} failed")
+    print(f"four requests took at most {slowest:.2f} s")
+    print(f"a copy was back after a median of {median(back):.1f} s, at most {max(back):.1f} s")
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--deaths", type=int, default=0)
+    parser.add_argument("--copy-deaths", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--bert", type=Path)
@@ -238,7 +278,7 @@ def main() -> None:
         folder, obstacle = Path(name), find_obstacle()
         if obstacle:
             print(f"two hosts by the loopback device: {obstacle}\n")
-        if options.turns or options.deaths:
+        if options.turns or options.deaths or options.copy_deaths:
             cases = compile_cases(folder, TWO_HOSTS if obstacle else NODES)
         if options.turns:
             with nullcontext() if obstacle else connect_two_nodes(folder) as nodes:
@@ -249,6 +289,8 @@ def main() -> None:
                 print_predictions(folder, nodes, options.bert)
         if options.deaths:
             kill_ranks(cases[1].near, options.deaths, options.seed)
+        if options.copy_deaths:
+            kill_copies(cases[1].near, options.copy_deaths, options.seed)
 
 
 def print_turns(cases: list[Case], turns: int, folder: Path, nodes: TwoNodes | None) -> None:
