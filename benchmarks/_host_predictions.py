@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -85,6 +86,7 @@ def measure_progress(folder: Path, nodes: TwoNodes) -> str:
     arrivals: list[float] = []
     feeds = {"x": np.ones(1 << 21, np.float32), "one": np.array([1])}
     with open_on_nodes(bundle, nodes, trace=True) as session:
+        prefer([*read_rank_ids(session), os.getpid()])
         while computing < COMPUTING_SECONDS or len(arrivals) < STEPS:
             events = session.submit({**feeds, "limit": np.array(rounds)}).result(START_SECONDS).events
             runs = sorted((item for item in events if item.kind == "run"), key=lambda item: item.start_seconds)
