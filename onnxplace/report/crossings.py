@@ -14,8 +14,8 @@ from onnxplace.report.text import format_milliseconds
 # Nodes to simulate in all, to find what the most expensive crossings gain: about a second.
 MAX_SIMULATED_NODES = 1_000_000
 MAX_SIMULATED_CROSSINGS = 400
-# Differences below this share of a step are rounding.
-MIN_SHARE = 1e-6
+# Smaller differences of steps are no reason for a crossing.
+MIN_SHARE = 1e-4
 
 
 def list_crossings(step: PlacedStep) -> tuple[Crossing, ...]:

@@ -69,9 +69,9 @@ def _arrange(layers: Sequence[_Layer], separator: str) -> list[_Layer]:
     """Return layers with repeats grouped, single children joined, and long lists divided."""
     arranged = []
     for layer in layers:
-        while layer.node is None and len(layer.children) == 1 and layer.children[0].node is None:
+        while len(layer.children) == 1:
             child = layer.children[0]
-            layer = _Layer(f"{layer.label}{separator}{child.label}", child.children)
+            layer = _Layer(f"{layer.label}{separator}{child.label}", child.children, child.node)
         layer.children = _arrange(layer.children, separator)
         arranged.append(layer)
     return _divide(_group_repeats(arranged))

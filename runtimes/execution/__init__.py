@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         open_segment as open_segment,
     )
     from onnxplace.runtimes.execution.sessions import EngineSession as EngineSession
+    from onnxplace.runtimes.execution.stream_values import DeviceTensor as DeviceTensor, StreamValue as StreamValue
     from onnxplace.runtimes.execution.wait_list import WaitList as WaitList
     from onnxplace.runtimes.execution.workers import Worker as Worker
 
@@ -44,6 +45,7 @@ __getattr__, __dir__, __all__ = attach(
         "routes": "OpenRoute open_routes",
         "segments": "OpenSegment PlacedDevice open_segment",
         "sessions": "EngineSession",
+        "stream_values": "DeviceTensor StreamValue",
         "wait_list": "WaitList",
         "workers": "Worker",
     },

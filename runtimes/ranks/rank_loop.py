@@ -26,9 +26,9 @@ from onnxplace.runtimes.execution import (
     Request,
     describe_step_failure,
     drop_last_frees,
-    is_native_array,
     open_segment,
 )
+from onnxplace.runtimes.ranks.data_planes import choose_plane
 from onnxplace.runtimes.ranks.distribution import Fetch, obtain_bundle
 from onnxplace.runtimes.ranks.frames import Frame
 from onnxplace.runtimes.ranks.message_bus import MessageBus
@@ -67,6 +67,7 @@ class RankLoop(ProgramLoop):
         self._followed = {home: drop_last_frees(program) for home, program in bundle.manifest.programs.items()}
         self._ranks = {name: rank for rank, name in enumerate(opening.devices)}
         self._channels = ValueChannels(bus, bundle.manifest)
+        self._plane = choose_plane(device)
         self._arrived: dict[int, dict[str, Any]] = {}
         """Values of other ranks that came as frames, by the number of their request."""
         self._stored: dict[tuple[int, str], Any] = {}
@@ -172,7 +173,7 @@ class RankLoop(ProgramLoop):
     def _send(self, device: PlacedDevice, step: Step, value: Any, request: Request) -> None:
         """Send a value to the rank of another device; the send is only begun."""
         rank = self._find_rank(step, request)
-        array = value if is_native_array(value) else device.memory.read(device.memory.send(value, None))
+        array = self._plane.export(value)
         if step.value in self._channels:
             self._channels.send(rank, self._serial, step.value, array)
             return
@@ -193,7 +194,7 @@ class RankLoop(ProgramLoop):
             array = arrived.pop(step.value)
         self._record(request, device, "wait", step.value, began)
         began = time.perf_counter()
-        value = device.memory.feed(array, self.bundle.manifest.values[step.value].dtype)
+        value = self._plane.accept(array, self.bundle.manifest.values[step.value].dtype)
         self._record(request, device, "copy", step.value, began, value)
         return value
 

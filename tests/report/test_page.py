@@ -9,8 +9,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from onnxplace.bundle import Bundle
+from onnxplace.bundle import Bundle, ShardedKindRecord, ShardingRecord, simulate_manifest
 from onnxplace.errors import UsageError
+from onnxplace.evaluation.trial import Trial, apply_trial
 from onnxplace.report import build_page_json, describe_bundle, render_page
 from onnxplace.report.page_records import Entry, MemoryItem, Note
 
@@ -87,6 +88,32 @@ def test_headings_tables_and_controls_are_named(data):
     assert {item["aria-labelledby"] for item in page.find("section")} <= set(identifiers)
     assert {(item["href"] or "")[1:] for item in page.find("a")} <= set(identifiers)
     assert len(page.find("caption")) == len(page.find("table"))
+
+
+def test_after_a_trial_measured_times_stand_next_to_planned_ones(compiled):
+    bundle = Bundle.open(compiled)
+    times = {segment.id: 1e-3 * (index + 1) for index, segment in enumerate(bundle.manifest.segments)}
+    manifest = apply_trial(bundle.manifest, Trial(0.01, 0.0, times, requests=9, waiting=0.0))
+    assert [item.planned_seconds for item in manifest.segments] == [item.seconds for item in bundle.manifest.segments]
+    measured, planned = describe_bundle(Bundle(bundle.path, manifest)).timelines
+    assert (measured.name, planned.name) == ("trial", "predicted")
+    spans = {
+        name: end - start for name, start, end in zip(measured.label, measured.start_seconds, measured.finish_seconds)
+    }
+    assert {name: spans[name] for name in times} == pytest.approx(times)
+    assert planned.end_seconds == pytest.approx(simulate_manifest(bundle.manifest).makespan_seconds)
+
+
+def test_split_operators_and_a_training_step_have_tables(compiled):
+    bundle = Bundle.open(compiled)
+    kind = ShardedKindRecord(op="MatMul", layout="columns", count=2, seconds=1.0)
+    sharding = ShardingRecord(ways=2, stages=2, exchanges={"all-reduce": 3}, kinds=(kind,))
+    manifest = bundle.manifest.model_copy(update={"sharding": sharding})
+    tables = describe_bundle(Bundle(bundle.path, manifest)).division
+    assert [table.caption for table in tables[:2]] == [
+        "Operators split over 2 devices, in each of 2 stages", "Exchanges between the parts",
+    ]  # fmt: skip
+    assert tables[0].rows == (("MatMul", "columns", "2", "1000 ms"),)
 
 
 def test_two_reports_stand_side_by_side(data):

@@ -2,6 +2,7 @@
 
 import json
 
+import onnx
 import pytest
 
 from onnxplace.cost_graph import GENERATORS, write_cost_graph
@@ -72,6 +73,32 @@ def test_place_with_report_shows_each_node(run_cli, tmp_path):
     (report,) = json.loads(data)
     assert report["kind"] == "placement"
     assert len(report["timelines"][0]["row"]) >= 40
+
+
+PIPELINES = {
+    "stages": ("optimize,profile{estimate=true},stages,split,emit", {"Pipeline stages"}),
+    "copies": ("optimize,profile{estimate=true},single,split,replicate{routes=cpu:1},emit", {"Routes of requests"}),
+}
+
+
+@pytest.mark.parametrize("kind", PIPELINES)
+def test_stages_and_copies_have_a_table(run_cli, model_file, tmp_path, kind):
+    pipeline, captions = PIPELINES[kind]
+    options = ("--devices", "cpu:0,cpu:1", "--shape", "batch=64", "--pipeline", pipeline, "--no-trial")
+    result = run_cli("compile", model_file, "-o", tmp_path / "b", *options)
+    assert result.code == 0, result.err
+    (page,) = json.loads(run_cli("report", tmp_path / "b", "--json").out)["pages"]
+    for caption in captions:
+        assert any(table["caption"].startswith(caption) and table["rows"] for table in page["division"])
+
+
+def test_a_model_without_nodes_has_a_report(run_cli, tmp_path):
+    text = '<ir_version: 8, opset_import: ["": 17]> pass (float[2] x) => (float[2] x) {}'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "pass.onnx")
+    options = ("--devices", "cpu:0,cpu:1", "--no-trial", "--report", tmp_path / "page.html")
+    result = run_cli("compile", tmp_path / "pass.onnx", "-o", tmp_path / "b", *options)
+    assert result.code == 0, result.err
+    assert "Nothing crosses between devices." in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def assert_refused(result, code, *texts):

@@ -47,7 +47,7 @@ def test_the_gain_of_a_crossing_is_the_difference_to_the_step_with_its_readers_m
         device[readers] = source
         moved = simulate(step.graph, step.seconds, step.target, device, step.order)
         expected = moved.makespan_seconds - step.simulation.makespan_seconds
-        assert crossing.gain_seconds == pytest.approx(expected, abs=1e-6 * moved.makespan_seconds)
+        assert crossing.gain_seconds == pytest.approx(expected, abs=1e-4 * moved.makespan_seconds)
         assert crossing.source in crossing.reason
 
 
@@ -79,7 +79,7 @@ def test_equal_layers_get_a_common_parent_and_single_children_are_joined():
     names = [f"/model/block.{layer}/{node}" for layer in range(3) for node in ("norm", "mlp")]
     tree = build_layer_tree(name_nodes(*names, "/head/out"))
     assert tree.label[:3] == ("model", "block.0 … block.2: 3 equal layers", "block.0")
-    assert tree.label[-2:] == ("head", "out")
+    assert tree.label[-1] == "head/out"
     assert [label for label, parent in zip(tree.label, tree.parent) if parent == 1] == ["block.0", "block.1", "block.2"]
 
 

@@ -1,5 +1,6 @@
 // Builds what each report on the page shows, from the data below it.
 
+const MAX_STEP_RATIO = 2;
 const reports = JSON.parse(document.getElementById("data").textContent);
 // Reports next to each other have one scale of time.
 const end = Math.max(1e-9, ...reports.flatMap((report) => report.timelines.map((timeline) => timeline.end_seconds)));
@@ -7,7 +8,10 @@ const end = Math.max(1e-9, ...reports.flatMap((report) => report.timelines.map((
 for (const article of document.querySelectorAll("article[data-report]")) {
   const report = reports[Number(article.dataset.report)];
   const time = new TimeWindow(end);
-  const fillers = { cut: fillCut, timeline: fillSpans, files: fillFiles };
+  // Memory is that of one step; a trace of many requests has a longer scale of its own.
+  const stepEnd = Math.max(1e-9, ...reports.flatMap((other) => other.memory.map((curve) => curve.seconds.at(-1))));
+  const memoryTime = end > MAX_STEP_RATIO * stepEnd ? new TimeWindow(stepEnd) : time;
+  const fillers = { cut: fillCut, timeline: fillSpans, files: fillFiles, memory: fillMemory };
   for (const holder of article.querySelectorAll("[data-table]")) {
     const fill = () => fillers[holder.dataset.table](holder, report);
     if (holder.tagName === "DETAILS") fillWhenOpened(holder, fill);
@@ -17,7 +21,7 @@ for (const article of document.querySelectorAll("article[data-report]")) {
   for (const holder of article.querySelectorAll("[data-chart=timeline]")) whenNear(holder, () => drawTimeline(holder, report, time));
   for (const holder of article.querySelectorAll("[data-chart=memory]")) {
     const curve = report.memory[Number(holder.dataset.curve)];
-    whenNear(holder, () => drawMemory(holder, report, curve, time));
+    whenNear(holder, () => drawMemory(holder, report, curve, memoryTime));
   }
 }
 document.documentElement.dataset.ready = "true";

@@ -114,6 +114,17 @@ function fillSpans(holder, report) {
   }
 }
 
+function fillMemory(holder, report) {
+  const curve = report.memory[Number(holder.dataset.curve)];
+  holder.append(makeTable({
+    caption: `Memory of ${report.devices[curve.device].id} over the step`,
+    header: ["from", "memory"],
+    classes: ["", "number"],
+    count: curve.seconds.length,
+    row: (i) => [formatSeconds(curve.seconds[i]), formatBytes(curve.bytes[i])],
+  }));
+}
+
 // Fills a `details` element when it is first opened.
 function fillWhenOpened(details, fill) {
   details.addEventListener("toggle", () => fill(details), { once: true });

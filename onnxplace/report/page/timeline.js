@@ -60,14 +60,12 @@ async function drawTimeline(holder, report, time) {
   const narrow = holder.clientWidth < 600;
   const fitName = (name) => (narrow && name.length > 20 ? `${name.slice(0, 19)}…` : name);
   figure.yaxis.major_label_overrides = new Map(rows.map((row, i) => [rows.length - 1 - i, fitName(row.tick)]));
-  const data = new Bokeh.ColumnDataSource({ data: { ...spans, color: [], edge: [], alpha: source.map((i) => (i ? 0.35 : 1)) } });
+  const data = new Bokeh.ColumnDataSource({ data: { ...spans, color: [], edge: [], alpha: source.map((i) => (i ? 0.35 : 1)), edge_alpha: source.map((i) => (i ? 0.6 : 1)) } });
   const field = (name) => ({ field: name });
   const quads = figure.quad({
     left: field("left"), right: field("right"), bottom: field("bottom"), top: field("top"), source: data,
-    fill_color: field("color"), fill_alpha: field("alpha"), line_color: field("edge"), line_width: 1,
-    nonselection_fill_alpha: field("alpha"), nonselection_line_alpha: 1, selection_line_width: 3,
+    fill_color: field("color"), fill_alpha: field("alpha"), line_color: field("edge"), line_alpha: field("edge_alpha"), line_width: 1,
   });
-  quads.selection_glyph = null;
   figure.add_tools(new Bokeh.HoverTool({
     renderers: [quads], attachment: "vertical",
     tooltips: [["what", "@label"], ["where", "@where"], ["from", "@from"], ["for", "@length"], ["", "@detail"]],
