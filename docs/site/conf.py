@@ -35,6 +35,7 @@ html_static_path: list[str] = []
 html_context = {"default_mode": "auto"}  # light or dark, as the reader's system
 html_theme_options: dict[str, Any] = {
     "header_links_before_dropdown": 8,
+    "show_toc_level": 2,
     "navbar_align": "left",
     "footer_start": ["copyright"],
     "footer_end": [],

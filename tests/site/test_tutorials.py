@@ -18,6 +18,12 @@ def test_a_tutorial_runs_as_it_stands(name, tmp_path):
     assert run_page(FOLDER / f"{name}.md", tmp_path, {"PIP_NO_BUILD_ISOLATION": "0"}) > 2
 
 
+@pytest.mark.slow
+def test_the_quickstart_runs_as_it_stands(tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    assert run_page(ROOT / "docs/quickstart.md", tmp_path, skip="-m venv") > 4  # the environment is there already
+
+
 def test_every_tutorial_is_in_the_list():
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert all(f"]({path.name})" in text for path in FOLDER.glob("*.md") if path.name != "README.md")

@@ -60,11 +60,14 @@ def matches(expected: str, printed: str) -> bool:
     return re.fullmatch("".join(lines), printed.strip() + "\n") is not None
 
 
-def run_page(page: Path, folder: Path, environment: Mapping[str, str] | None = None) -> int:
-    """Run the blocks of a page in a folder and return how many; raises AssertionError where one fails."""
+def run_page(page: Path, folder: Path, environment: Mapping[str, str] | None = None, skip: str = "\0") -> int:
+    """Run the blocks of a page in a folder and return how many; raises AssertionError where one fails.
+
+    Blocks that contain the text `skip` are left out.
+    """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     variables = {**os.environ, "PATH": path, "COLUMNS": "120", **(environment or {})}
-    blocks = read_blocks(page.read_text(encoding="utf-8"))
+    blocks = [block for block in read_blocks(page.read_text(encoding="utf-8")) if skip not in block.text]
     for block in blocks:
         if block.file_name:
             target = folder / block.file_name
