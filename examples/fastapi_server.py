@@ -10,7 +10,8 @@
 - `POST /run`: inputs and outputs as nested lists. 422 says which input does not fit, 503 to come back later, 504 that
   there was no result in time.
 
-The bundle is opened while the server already answers probes. SIGTERM lets requests in flight finish.
+The bundle is opened while the server already answers probes. SIGTERM lets requests in flight finish. There is no
+authentication and no limit on the size of a request: put a proxy that has both in front of it.
 """
 
 import argparse

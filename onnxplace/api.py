@@ -7,16 +7,14 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Unpack, cast
 
-import numpy as np
-
-from onnxplace.bundle import Bundle, Check, SplitStates
+from onnxplace.bundle import Bundle, Check
 from onnxplace.driver import Compiled, CompileOptions, compile_model
 from onnxplace.drop_in import (
+    RequestChecks,
     SessionMethods,
     accept_arguments,
     end_with_options,
@@ -25,15 +23,12 @@ from onnxplace.drop_in import (
     replace_termination,
     require_run_options,
     run_with_options,
-    unwrap_ort_values,
 )
-from onnxplace.errors import FeedError, InputError, OnnxplaceError, UsageError, suggest_nearest
-from onnxplace.feeds import Declared, check_feeds
+from onnxplace.errors import FeedError, InputError, OnnxplaceError, UsageError
 from onnxplace.machine import use_custom_operators
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import (
     DEFAULT_MAX_IN_FLIGHT,
-    CopyStatus,
     Result,
     Runtime,
     RuntimeSession,
@@ -41,8 +36,15 @@ from onnxplace.runtime import (
     create_runtime,
     unpicklable_error,
 )
-from onnxplace.serving import Batching, check_in_flight, check_timeout, open_serving_session, stream_results
-from onnxplace.traces import MAX_TRACED_REQUESTS, RequestTimeline, TraceRecorder
+from onnxplace.serving import (
+    Batching,
+    SessionState,
+    check_in_flight,
+    check_timeout,
+    open_serving_session,
+    stream_results,
+)
+from onnxplace.traces import TraceRecorder
 from onnxplace.utils import Callbacks
 
 if TYPE_CHECKING:
@@ -52,8 +54,6 @@ __all__ = ["Compiled", "Conversation", "InferenceSession", "compile", "compile_m
 
 # The default of `user_data`: None is a value that ONNX Runtime passes on.
 _NO_USER_DATA: Final = object()
-FeedSignature = tuple[tuple[str, "np.dtype[Any]", tuple[int, ...]], ...]
-"""Name, type and shape of each input array."""
 
 
 def compile(  # noqa: A001
@@ -102,7 +102,7 @@ def load(path: str | Path, check: Check = "small") -> Bundle:
     return Bundle.open(path, check)
 
 
-class InferenceSession(SessionMethods):
+class InferenceSession(SessionState, SessionMethods):
     """Run a bundle the way ONNX Runtime runs a model: its constructor and methods are those of ONNX Runtime, too.
 
     docs/drop-in.md lists them, and what they mean for a bundle. It is a context manager.
@@ -158,7 +158,7 @@ class InferenceSession(SessionMethods):
     ) -> None:
         max_in_flight = check_in_flight(max_in_flight, "max_in_flight")
         opened = open_bundle(path_or_bytes)
-        self._arguments = accept_arguments(opened, sess_options, providers, provider_options, further)
+        self._arguments = accept_arguments(opened, sess_options, providers, provider_options, further, type(self))
         trace = trace or self._arguments.profile_prefix is not None
         runtime_class = cast("type[Runtime]", find_plugin("runtimes", runtime))
         if opened.manifest.states and not runtime_class.keeps_state:
@@ -181,13 +181,9 @@ class InferenceSession(SessionMethods):
         """Use an open session of a runtime."""
         self._bundle = bundle
         self._session = session
-        self._run_inputs = _make_states_optional(self._bundle)
-        self._output_names = [item.name for item in self._bundle.outputs]
-        self._returned_names = [item.name for item in self._bundle.returned_outputs]
-        self._split_states = SplitStates(self._bundle.manifest)
-        self._state_outputs = {item.output for item in self._bundle.manifest.states}
+        self._checks = RequestChecks(bundle)
+        self._split_states = self._checks.split_states
         self._recorder = recorder
-        self._accepted_signature: FeedSignature | None = None
         self._callbacks = Callbacks()
 
     def run(
@@ -214,7 +210,7 @@ class InferenceSession(SessionMethods):
                 the end of the nodes that they execute. It is also a TimeoutError.
         """
         try:
-            names = self._resolve_names(output_names)
+            names = self._checks.resolve_names(output_names)
             if not self._split_states:
                 result = self._run(names, input_feed, timeout, run_options)
                 return [result.outputs.get(name) for name in names]
@@ -235,12 +231,12 @@ class InferenceSession(SessionMethods):
 
         Raises the errors of `run`.
         """
-        return self._run(self._resolve_parts(output_names), input_feed, timeout)
+        return self._run(self._checks.resolve_parts(output_names), input_feed, timeout)
 
     def _run(
         self, names: Sequence[str], input_feed: Mapping[str, Any], timeout: float | None, run_options: Any = None
     ) -> Result:
-        feeds, states = self._check_feeds(input_feed, names)
+        feeds, states = self._checks.check_feeds(input_feed, names)
         if self._recorder is None and run_options is None:
             return self._session.run(feeds, states, check_timeout(timeout))
         called = time.perf_counter()
@@ -287,8 +283,8 @@ class InferenceSession(SessionMethods):
 
         callbacks, split_states = self._callbacks, self._split_states  # a reference to this session would keep it alive
         try:
-            names = self._resolve_names(output_names)
-            future = self._submit(input_feed, self._resolve_parts(names), run_options)
+            names = self._checks.resolve_names(output_names)
+            future = self._submit(input_feed, self._checks.resolve_parts(names), run_options)
         except OnnxplaceError as error:
             match_onnxruntime(error)
             is_reported = error.code == "X014" or isinstance(error, InputError)
@@ -307,10 +303,10 @@ class InferenceSession(SessionMethods):
         Runs in flight overlap across devices. The result has every output except states, and the states that are named.
         A worker calls the future's own callbacks and does nothing else meanwhile: they cannot `run` the session.
         """
-        return self._submit(input_feed, self._resolve_parts(output_names))
+        return self._submit(input_feed, self._checks.resolve_parts(output_names))
 
     def _submit(self, input_feed: Mapping[str, Any], names: Sequence[str], run_options: Any = None) -> Future[Result]:
-        feeds, states = self._check_feeds(input_feed, names)
+        feeds, states = self._checks.check_feeds(input_feed, names)
         if run_options is not None:
             require_run_options(run_options)
         called = time.perf_counter() if self._recorder else 0.0
@@ -340,7 +336,7 @@ class InferenceSession(SessionMethods):
         if isinstance(feeds, Mapping) or not isinstance(feeds, Iterable):
             message = f"expected an iterable of feeds, one after the other, got {type(feeds).__name__}"
             raise FeedError("F007", message, hint="write [feeds], or use run")
-        names, split_states = self._resolve_names(output_names), self._split_states
+        names, split_states = self._checks.resolve_names(output_names), self._split_states
         return stream_results(
             feeds,
             check_in_flight(in_flight, "in_flight"),
@@ -348,42 +344,6 @@ class InferenceSession(SessionMethods):
             cancel=self._session.cancel,
             read=lambda result: [split_states.find_output(result.outputs, name) for name in names],
         )
-
-    def reset_state(self) -> None:
-        """Forget all states; the next run takes initial values as inputs.
-
-        Runs in flight are not affected.
-        """
-        self._session.reset_state()
-
-    def read_states(self) -> dict[str, Any]:
-        """Return copies of the current states by state input, after the runs in flight; no run is needed.
-
-        States that are split over devices are whole. States that no run has computed have their initial values, or are
-        missing if they have none.
-
-        Raises FeedError after a run that lost the states, and UsageError if the runtime cannot read them.
-        """
-        states = {**self._bundle.initial_states(), **self._session.read_states()}
-        return self._split_states.join_feeds({name: np.array(array) for name, array in states.items()})
-
-    def protect_states(self) -> None:
-        """Keep the states before each run: they are back if it fails, and after `restore_states`.
-
-        That takes memory for a second set of states.
-        """
-        self._session.protect_states()
-
-    def restore_states(self) -> None:
-        """Bring back the states before the last run that succeeded, once; they have to be protected."""
-        self._session.restore_states()
-
-    def count_state_changes(self) -> int:
-        """Return how many runs have changed the states, after the runs in flight; a restored one does not count.
-
-        After an interrupt it tells whether the run that was interrupted had an effect.
-        """
-        return self._session.count_state_changes()
 
     def conversation(self) -> Conversation:
         """Return a conversation: the same model and weights, with states of its own.
@@ -395,41 +355,6 @@ class InferenceSession(SessionMethods):
         """
         return Conversation(self)
 
-    def trace(self, last: int = MAX_TRACED_REQUESTS) -> dict[str, Any]:
-        """Return the timelines of the last requests, 1 to 1000, as Chrome trace JSON; needs `trace=True`.
-
-        It has the requests that have succeeded, also those of conversations. Next to them it has the prediction for
-        requests that are submitted at the same times. Perfetto opens it, too (docs/traces.md).
-
-        >>> Path("trace.json").write_text(json.dumps(session.trace()))  # doctest: +SKIP
-        """
-        from onnxplace.traces import chrome_trace, predict_timelines, read_segment_nodes
-
-        count = check_in_flight(last, "last", MAX_TRACED_REQUESTS)
-        if self._recorder is None:
-            hint = "InferenceSession(bundle, trace=True)"
-            raise UsageError("U084", "this session records no trace: it was opened without trace=True", hint=hint)
-        timelines = self.list_timelines()[-count:]
-        predicted = predict_timelines(self._bundle.manifest, timelines)
-        return chrome_trace(timelines, predicted, self._bundle.manifest, read_segment_nodes(self._bundle))
-
-    def list_timelines(self) -> tuple[RequestTimeline, ...]:
-        """Return what the last requests did, at most 1000 that have succeeded, in the order of their submission.
-
-        Needs `trace=True`; it is empty otherwise.
-        """
-        return self._recorder.list_timelines() if self._recorder else ()
-
-    def list_copies(self) -> tuple[CopyStatus, ...]:
-        """Return the copies of the bundle, `replicas` of them: which are open, and why one was left out.
-
-        A session of one copy has none.
-
-        >>> [copy.is_open for copy in session.list_copies()]  # doctest: +SKIP
-        [True, False]
-        """
-        return self._session.list_copies()
-
     def close(self, timeout: float | None = None) -> None:
         """End all threads after the runs in flight. May be called twice.
 
@@ -438,35 +363,6 @@ class InferenceSession(SessionMethods):
         """
         self._session.close(check_timeout(timeout, minimum=0))
         self._callbacks.close()
-
-    def _check_feeds(self, input_feed: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """Return the feeds as arrays, and the states among the output names."""
-        states = [name for name in names if name in self._state_outputs] if self._state_outputs else []
-        if self._split_states:
-            input_feed = self._split_states.cut_feeds(input_feed)
-        signature = _make_signature(input_feed)
-        if signature is not None and signature == self._accepted_signature:
-            return dict(input_feed), states
-        feeds = check_feeds(input_feed if signature else unwrap_ort_values(input_feed), self._run_inputs)
-        if signature is not None and all(feeds[name] is value for name, value in input_feed.items()):
-            self._accepted_signature = signature
-        return feeds, states
-
-    def _resolve_parts(self, output_names: Iterable[str] | None) -> list[str]:
-        """Return the names of outputs, with those of parts in place of states that are split over devices."""
-        return self._split_states.expand_names(self._resolve_names(output_names))
-
-    def _resolve_names(self, output_names: Iterable[str] | None) -> list[str]:
-        if isinstance(output_names, str):
-            hint = f"write [{output_names!r}]"
-            raise UsageError("U050", f"expected a list of output names, got {output_names!r}", hint=hint)
-        names = list(output_names or ())
-        for name in names:
-            if name not in self._output_names and not self._split_states.expand_names([name])[1:]:
-                raise UsageError(
-                    "U050", f"the model has no output {name!r}", hint=suggest_nearest(name, self._output_names)
-                )
-        return names or list(self._returned_names)
 
     def __enter__(self) -> InferenceSession:
         return self
@@ -502,22 +398,3 @@ class Conversation(InferenceSession):
 
     def __reduce__(self) -> NoReturn:
         raise unpicklable_error("a Conversation")
-
-
-_ARRAYS = frozenset({np.ndarray})
-
-
-def _make_signature(feeds: Mapping[str, Any]) -> FeedSignature | None:
-    """Return all that `check_feeds` checks, if all feeds are plain arrays.
-
-    A signature that passed once need not be checked again.
-    """
-    if not isinstance(feeds, Mapping) or not _ARRAYS.issuperset(map(type, feeds.values())):
-        return None
-    return tuple([(name, value.dtype, value.shape) for name, value in feeds.items()])
-
-
-def _make_states_optional(bundle: Bundle) -> list[Declared]:
-    """Return the inputs of a run, in which states are optional."""
-    states = {item.name for item in bundle.state_inputs}
-    return [replace(item, optional=True) if item.name in states else item for item in bundle.inputs]

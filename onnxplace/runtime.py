@@ -224,13 +224,13 @@ def create_runtime(runtime_class: Callable[..., Runtime], name: str, **options: 
 
     Raises UsageError if the runtime does not have them.
     """
-    given = {key: value for key, value in options.items() if value is not None}
+    chosen = {key: value for key, value in options.items() if value is not None}
     parameters = inspect.signature(runtime_class).parameters
-    for key in given:
+    for key in chosen:
         if key not in parameters:
             message = f"runtime {name!r} has no option {key!r}"
             raise UsageError("U086", message, where=key, hint=f"leave it out, or use the runtime mpi, which has {key}")
-    return runtime_class(**given)
+    return runtime_class(**chosen)
 
 
 def open_session(runtime: Runtime, bundle: Bundle, *, trace: bool, max_in_flight: int) -> RuntimeSession:

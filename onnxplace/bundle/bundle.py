@@ -189,7 +189,7 @@ def _read_manifest(path: Path) -> Manifest:
         hint = "`onnxplace compile MODEL -o DIR` writes one"
         if aside := find_moved_aside(path):
             hint = f"an interrupted compile moved it to {aside}; move it back, or compile again, which restores it"
-        elif path.is_file():
+        elif os.path.isfile(path):  # unlike Path.is_file, it takes any text
             hint = _suggest_bundle(path)
         raise BundleError("N001", "not a bundle: it has no manifest.json", where=format_path(path), hint=hint)
     data = _parse_manifest(path, file)
@@ -222,7 +222,7 @@ def _read_manifest(path: Path) -> Manifest:
 def _suggest_bundle(file: Path) -> str:
     """Return what to do with a file, probably a model, where a bundle is expected."""
     bundle = file.with_suffix(".bundle")
-    if (bundle / MANIFEST_FILE).is_file():
+    if os.path.isfile(bundle / MANIFEST_FILE):
         return f"{format_path(bundle)} is one"
     return f"a model is compiled first: onnxplace compile {format_path(file)} -o {format_path(bundle)}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
@@ -104,7 +105,10 @@ def with_runtime(command: Callable[..., None]) -> Callable[..., None]:
             "remote_shell": remote_shell,
             "interface": interface,
         }
-        command(*arguments, session_options=session_options, **options)
+        with warnings.catch_warnings():
+            # `note_left_out_copies` says so at the end.
+            warnings.filterwarnings("ignore", message=".* is left out:", category=RuntimeWarning)
+            command(*arguments, session_options=session_options, **options)
 
     decorated: Callable[..., None] = run
     for option in reversed((runtime_option, *_MPI_OPTIONS)):

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from onnxplace.drop_in.exceptions import also_raise_as as also_raise_as, match_onnxruntime as match_onnxruntime
     from onnxplace.drop_in.io_binding import IOBinding as IOBinding
     from onnxplace.drop_in.node_args import NodeArg as NodeArg
-    from onnxplace.drop_in.ort_conversion import unwrap_ort_values as unwrap_ort_values
+    from onnxplace.drop_in.request_checks import RequestChecks as RequestChecks
     from onnxplace.drop_in.run_options import (
         end_with_options as end_with_options,
         replace_termination as replace_termination,
@@ -28,7 +28,7 @@ __getattr__, __dir__, __all__ = attach(
         "exceptions": "also_raise_as match_onnxruntime",
         "io_binding": "IOBinding",
         "node_args": "NodeArg",
-        "ort_conversion": "unwrap_ort_values",
+        "request_checks": "RequestChecks",
         "run_options": "end_with_options replace_termination require_run_options run_with_options",
         "session_arguments": "SessionArguments accept_arguments open_bundle",
         "session_methods": "SessionMethods",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -56,7 +57,7 @@ def open_bundle(path_or_bytes: Any) -> Bundle:
     try:
         return Bundle.open(path)
     except BundleError as error:
-        match_onnxruntime(error, "" if path.exists() else "NoSuchFile")
+        match_onnxruntime(error, "" if os.path.exists(path) else "NoSuchFile")
         raise
 
 
@@ -66,14 +67,17 @@ def accept_arguments(
     providers: Sequence[str | tuple[str, dict[Any, Any]]] | None,
     provider_options: Sequence[dict[Any, Any]] | None,
     further: Mapping[str, Any],
+    session_type: type,
 ) -> SessionArguments:
     """Check arguments that were written for ONNX Runtime; warns once about those that have no effect.
 
-    Raises UsageError, also a TypeError or ValueError as in ONNX Runtime, for arguments of a wrong kind.
+    Raises UsageError, also a TypeError or ValueError as in ONNX Runtime, for arguments of a wrong kind. `session_type`
+    has the arguments that may have been meant.
     """
     for name in further:
         if name not in _FURTHER:
-            error = UsageError("U089", f"there is no argument {name!r}", hint=suggest_nearest(name, _KEYWORDS))
+            known = [*inspect.signature(session_type).parameters, *_FURTHER]
+            error = UsageError("U089", f"there is no argument {name!r}", hint=suggest_nearest(name, known))
             also_raise_as(error, TypeError)
             raise error
     ignored = [f"{name}={format_value(further[name])}" for name in _FURTHER[1:] if further.get(name)]
@@ -87,13 +91,6 @@ def accept_arguments(
         # The caller of InferenceSession is two frames up.
         warnings.warn(f"{_NOTE} no effect on a bundle: {format_names(ignored, quoted=False)}; {reason}", stacklevel=3)
     return SessionArguments(session_options, prefix, tuple(ignored))
-
-
-# For suggestions.
-_KEYWORDS = (
-    *("sess_options", "providers", "provider_options", *_FURTHER),
-    *("runtime", "trace", "custom_op_libraries", "max_in_flight", "batching", "hosts", "timeout"),
-)
 
 
 def warn_ignored(message: str, stacklevel: int = 3) -> None:
@@ -170,9 +167,9 @@ def _list_ignored_providers(bundle: Bundle, providers: Mapping[str, Mapping[Any,
     """
     if not providers:
         return []
-    own = list_providers(bundle)
+    actual = list_providers(bundle)
     preferred = next(iter(providers))
-    missing = [name for name in own if name not in providers and name != CPU_PROVIDER]
-    is_other = preferred not in own or (preferred == CPU_PROVIDER and len(own) > 1) or missing
-    ignored = [f"providers={list(providers)} (this bundle runs on {', '.join(own)})"] if is_other else []
+    missing = [name for name in actual if name not in providers and name != CPU_PROVIDER]
+    is_other = preferred not in actual or (preferred == CPU_PROVIDER and len(actual) > 1) or missing
+    ignored = [f"providers={list(providers)} (this bundle runs on {', '.join(actual)})"] if is_other else []
     return [*ignored, *(f"provider_options of {name}" for name, options in providers.items() if options)]

@@ -85,9 +85,9 @@ class SessionMethods(ABC):
 
     def set_providers(self, providers: Any = None, provider_options: Any = None) -> None:
         """Raise UsageError: a bundle is compiled for its devices."""
-        own = ", ".join(self.get_providers())
+        providers_text = ", ".join(self.get_providers())
         hint = "compile the model for other devices: onnxplace compile MODEL --devices cuda:0,cuda:1"
-        raise self._refuse(f"this bundle was compiled for {own}; its devices cannot be set", hint)
+        raise self._refuse(f"this bundle was compiled for {providers_text}; its devices cannot be set", hint)
 
     def disable_fallback(self) -> None:  # noqa: B027 - that is how a bundle runs
         """Do nothing: onnxplace never falls back to another provider."""

@@ -36,7 +36,8 @@ def require_report_packages() -> None:
     """Raise UsageError unless the packages of the extra `[report]` are there; nothing is imported."""
     missing = [name for name in ("jinja2", "bokeh") if find_spec(name) is None]
     if missing:
-        message = f"reports need {' and '.join(missing)}, which is not installed"
+        are = "is" if len(missing) == 1 else "are"
+        message = f"reports need {' and '.join(missing)}, which {are} not installed"
         raise UsageError("U110", message, where="report", hint="pip install 'onnxplace[report]'")
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         require_batching as require_batching,
     )
     from onnxplace.serving.replicated_session import ReplicatedSession as ReplicatedSession
+    from onnxplace.serving.session_state import SessionState as SessionState
     from onnxplace.serving.streams import stream_results as stream_results
 
 __getattr__, __dir__, __all__ = attach(
@@ -26,6 +27,7 @@ __getattr__, __dir__, __all__ = attach(
         "copies": "CopyOpener",
         "options": "Batching check_in_flight check_timeout require_batching",
         "replicated_session": "ReplicatedSession",
+        "session_state": "SessionState",
         "streams": "stream_results",
     },
 )

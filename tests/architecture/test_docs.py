@@ -81,6 +81,12 @@ def test_every_page_is_in_the_navigation_of_the_site():
     assert not missing, f"list these pages in an index of the site, such as docs/guides.md: {missing}"
 
 
+def test_every_benchmark_is_in_the_list():
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `python benchmarks/(\w+)\.py` \|", page, re.MULTILINE))
+    assert listed == {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")}
+
+
 def read_examples(page: str, language: str) -> list[str]:
     """Return the code blocks in one language on a page."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")

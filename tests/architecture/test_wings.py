@@ -69,7 +69,7 @@ MAY_IMPORT = {
     "runtime": "bundle errors feeds",
     "traces": "bundle runtime",
     "runtimes.execution": "bundle devices errors feeds machine ort runtime target utils",
-    "serving": "bundle errors feeds runtime runtimes.execution utils",
+    "serving": "bundle errors feeds runtime runtimes.execution traces utils",
     "drop_in": "bundle devices errors feeds machine ort runtime runtimes.execution traces utils",
     # pipelines of passes; trials and calibration, which run bundles; reports
     "pipeline": "errors facts runtime state utils",
@@ -88,7 +88,7 @@ MAY_IMPORT = {
         "target utils"
     ),
     "export": "bundle errors model training_step utils",
-    "api": "bundle driver drop_in errors feeds machine pipeline runtime serving traces utils",
+    "api": "bundle driver drop_in errors machine pipeline runtime serving traces utils",
     "training": "api bundle errors feeds model runtime utils",
     "testing": "bundle driver errors facts feeds graph pipeline runtime simulation state target utils",
     "doctor": (

@@ -1,5 +1,6 @@
 """Arguments of ONNX Runtime's constructor: what has no effect on a bundle is said."""
 
+import re
 import warnings
 
 import onnx
@@ -7,6 +8,7 @@ import onnxruntime
 import pytest
 
 import onnxplace
+from onnxplace.drop_in.session_arguments import accept_arguments, list_providers
 
 
 def open_with(compiled, **arguments):
@@ -111,3 +113,18 @@ def test_metadata_of_the_model_survives_the_compile_and_old_bundles_have_a_name(
     manifest.write_text(text.replace('"metadata"', '"unknown"'))
     with warnings.catch_warnings(), onnxplace.InferenceSession(bundle_copy) as session:
         assert session.get_modelmeta() == expected
+
+
+def test_a_bundle_for_gpus_has_their_provider_and_lists_their_numbers(bundle_copy):
+    manifest = bundle_copy / "manifest.json"
+    manifest.write_text(re.sub(r"\bcpu(:[01]\b)", r"cuda\1", manifest.read_text()))
+    bundle = onnxplace.load(bundle_copy)
+    providers = list_providers(bundle)
+    assert list(providers) == ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    assert providers["CUDAExecutionProvider"]["device_id"] == "0,1"
+    preferred = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    arguments = accept_arguments(bundle, None, preferred, None, {}, onnxplace.InferenceSession)
+    assert arguments.ignored == ()
+    for others in (["CPUExecutionProvider"], preferred[::-1]):
+        with pytest.warns(UserWarning, match="this bundle runs on CUDAExecutionProvider, CPUExecutionProvider"):
+            accept_arguments(bundle, None, others, None, {}, onnxplace.InferenceSession)

@@ -131,6 +131,6 @@ def test_the_data_of_a_page_is_plain_json(data):
 
 def test_missing_packages_are_named_with_what_to_install(data, monkeypatch):
     monkeypatch.setattr("onnxplace.report.page_rendering.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="reports need jinja2 and bokeh, which is not installed") as error:
+    with pytest.raises(UsageError, match="reports need jinja2 and bokeh, which are not installed") as error:
         render_page([data])
     assert error.value.hint == "pip install 'onnxplace[report]'"

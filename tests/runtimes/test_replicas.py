@@ -161,6 +161,20 @@ def test_a_host_that_cannot_be_reached_is_named(bundle, tmp_path):
     assert "has to work without a password" in caught.value.hint
 
 
+def test_a_command_notes_a_copy_that_was_left_out_once(bundle, tmp_path, run_cli):
+    shell = tmp_path / "shell"
+    shell.write_text("#!/bin/sh\necho no route to host >&2\nexit 255\n")
+    shell.chmod(0o700)
+    np.savez(tmp_path / "inputs.npz", **feeds(3))
+    options = ("--runtime", "mpi", "--replicas", "2", "--remote-shell", str(shell), "--start-timeout", "60")
+    run = run_cli(
+        "run", str(bundle.path), "--inputs", str(tmp_path / "inputs.npz"), "--hosts", "localhost:2,node9:2", *options
+    )
+    assert run.code == 0, run.err
+    assert run.err.count("node9") == 2  # the copy, and its place in the reason
+    assert "note[K015] copy 1 on node9 was left out once, last: error[K011] node9: the ranks ended: no route" in run.err
+
+
 @pytest.mark.slow
 def test_the_commands_take_copies_and_options_of_the_launch(two_hosts, run_cli):
     options = ("--runtime", "mpi", "--hosts", "localhost:2,127.0.0.1:2", "--replicas", "2", "--interface", "lo")
@@ -174,5 +188,7 @@ def test_the_commands_take_copies_and_options_of_the_launch(two_hosts, run_cli):
     bench = only_json(run_cli("bench", str(two_hosts.path), "--repeat", "3", "--in-flight", "4", *options))
     assert [item["failures"] for item in bench["copies"]] == [0, 0]
     assert bench["timeline"]["requests"] == 32
+    one = onnxplace.load(two_hosts.path).manifest.predicted.interval_seconds
+    assert bench["predicted_interval_seconds"] == pytest.approx(one / 2)
     refused = run_cli("run", str(two_hosts.path), "--replicas", "2")
     assert (refused.code, "runtime 'onnxruntime' has no option 'replicas'" in refused.err) == (2, True)

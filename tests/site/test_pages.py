@@ -151,12 +151,6 @@ def test_every_mark_on_a_page_is_replaced():
         generated.replace_marks("<!-- generated: weather -->\n")
 
 
-def test_every_benchmark_is_in_the_list():
-    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
-    listed = set(re.findall(r"^\| `python benchmarks/(\w+)\.py` \|", page, re.MULTILINE))
-    assert listed == {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")}
-
-
 def test_every_test_that_the_threat_model_names_exists():
     page = (ROOT / "docs/threats.md").read_text(encoding="utf-8")
     named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", page)

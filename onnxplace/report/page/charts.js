@@ -2,7 +2,7 @@
 
 const figures = new Set();
 const darkness = matchMedia("(prefers-color-scheme: dark)");
-const finePointer = matchMedia("(pointer: fine)");
+const coarsePointer = matchMedia("(pointer: coarse)");
 
 function readColor(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -22,7 +22,11 @@ function makeFigure({ height, unit, end, yRange, yAxisLabel = null }) {
   });
   figure.xaxis.axis_label = unit.name;
   if (yAxisLabel) figure.yaxis.axis_label = yAxisLabel;
-  if (finePointer.matches) figure.add_tools(new Bokeh.PanTool({ dimensions: "width" }));
+  if (!coarsePointer.matches) { // a finger scrolls the page, and uses the buttons
+    const pan = new Bokeh.PanTool({ dimensions: "width" });
+    figure.add_tools(pan);
+    figure.toolbar.active_drag = pan;
+  }
   return figure;
 }
 

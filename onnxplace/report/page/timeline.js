@@ -1,6 +1,8 @@
 // The timeline: a row for each device and link, spans to hover, zoom by buttons, keys and Ctrl with the wheel.
 
 const ROW_HEIGHT = 26;
+// A pointer that moves further between press and release drags the timeline.
+const MAX_CLICK_PIXELS = 4;
 const MIN_GAP_SHARE = 0.004;
 
 function orderRows(timelines) {
@@ -175,7 +177,10 @@ function addWheel(plot, figure, time, unit) {
 }
 
 function addTaps(plot, figure, spans, select) {
+  let pressed = null;
+  plot.addEventListener("pointerdown", (event) => { pressed = event; }, { capture: true });
   plot.addEventListener("click", (event) => {
+    if (pressed && Math.hypot(event.clientX - pressed.clientX, event.clientY - pressed.clientY) > MAX_CLICK_PIXELS) return;
     const { x, y } = locate(plot, figure, event);
     const index = spans.left.findIndex((left, i) => left <= x && x <= spans.right[i] && spans.bottom[i] <= y && y <= spans.top[i]);
     if (index >= 0) select(index);
