@@ -22,6 +22,8 @@ _FRAME, _BUFFER, _HEARTBEAT = 1, 2, 3
 # A time that a thread was held up counts as at most this much silence of others.
 MAX_STEP_SECONDS = 0.1
 _LOOK_SECONDS = 1e-3
+# Shorter messages leave at once; longer ones may wait for looks of both ends.
+_EAGER_BYTES = 16 << 10
 
 
 @dataclass
@@ -59,6 +61,8 @@ class MessageBus:
         self._sending: deque[tuple[Any, Any]] = deque()
         self._arrivals: dict[int, deque[_Arrival]] = {rank: deque() for rank in range(self.size)}
         self._open_arrivals = 0
+        self.has_begun = threading.Event()
+        """Set when a long message was begun."""
         self.silent_seconds = [0.0] * self.size
         """Time since the last message of each rank."""
         self._aged = time.monotonic()
@@ -79,6 +83,8 @@ class MessageBus:
         """Begin to send bytes of a value; they must not be altered any more."""
         with self.lock:
             self._sending.append((self._value_communicator.Isend([data, self._mpi.BYTE], rank, tag), data))
+        if not isinstance(data, bytes):  # no header
+            self.has_begun.set()
 
     def receive_value(self, rank: int, tag: int, buffer: Any) -> Any:
         """Begin to receive bytes of a value, and return the request of MPI; under the lock, as all calls of it."""
@@ -92,11 +98,18 @@ class MessageBus:
     def _send(self, rank: int, tag: int, data: Any) -> None:
         request = self._communicator.Isend([data, self._mpi.BYTE], rank, tag)
         self._sending.append((request, data))
+        if len(data) > _EAGER_BYTES:
+            self.has_begun.set()
 
     @property
     def is_sending(self) -> bool:
         """Return whether messages are not through."""
         return bool(self._sending)
+
+    @property
+    def is_moving(self) -> bool:
+        """Return whether messages are on their way, from here or to here."""
+        return bool(self._sending) or self._open_arrivals > 0
 
     # -- receiving ------------------------------------------------------------------------------------
 

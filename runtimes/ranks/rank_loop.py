@@ -100,6 +100,12 @@ class RankLoop(ProgramLoop):
         if self._current is not None:
             self._channels.look(self._serial)
 
+    @property
+    def is_receiving(self) -> bool:
+        """Return whether a value is on its way to here; for any thread."""
+        with self._bus.lock:
+            return self._channels.is_arriving
+
     def cancel(self, serial: int) -> None:
         """End a request as soon as possible, whether it has begun here or not; for any thread."""
         if serial <= self._ended:

@@ -1,8 +1,8 @@
 """A rank: `mpiexec ... python -m mpi4py -m onnxplace.runtimes.ranks.rank_process SOCKET`.
 
 Rank 0 connects to the socket of the driver, the process that opened the session, and passes frames on between it and
-the other ranks. The main thread follows programs. A helper looks for messages each millisecond, so that they move while
-the main thread computes, and tells the others that this rank is alive.
+the other ranks. The main thread follows programs. A helper looks for messages each millisecond while some are on their
+way, so that they move while the main thread computes, and tells the others that this rank is alive.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ from onnxplace.runtimes.ranks.message_bus import MessageBus
 from onnxplace.runtimes.ranks.opening import Opening, describe_error
 from onnxplace.runtimes.ranks.rank_loop import RankLoop, open_rank
 
-# How a rank waits: it looks for messages without pause, then naps, then leaves the looking to its helper.
-SPIN_SECONDS, NAP_SECONDS, IDLE_SECONDS = 200e-6, 20e-6, 0.02
+# How a rank waits: it looks for messages without pause, then naps, then takes longer naps, then leaves the looking to
+# its helper.
+SPIN_SECONDS, NAP_SECONDS, LONG_WAIT_SECONDS, LONG_NAP_SECONDS, IDLE_SECONDS = 200e-6, 20e-6, 5e-3, 100e-6, 0.05
 # It naps later where messages are on their way, which some of MPI's ways of sending need both ends for.
 NEAR_SECONDS = 2e-3
-HELPER_SECONDS, IDLE_HELPER_SECONDS, LOOKS_PER_CHECK = 1e-3, 1.5e-3, 20
+# Pauses of the helper: while messages are on their way, while none are and the main thread computes, and while that
+# waits. A look takes some 50 us of the core, as the main thread's data have replaced the helper's in its caches.
+HELPER_SECONDS, CALM_HELPER_SECONDS, IDLE_HELPER_SECONDS, LOOKS_PER_CHECK = 1e-3, 4e-3, 1.5e-3, 20
 HEARTBEAT_SECONDS = 0.25
 # A rank that is silent for longer is reported by rank 0; the others end by themselves if rank 0 is.
 MAX_SILENT_SECONDS, MAX_ROOT_SILENT_SECONDS = 2.0, 10.0
@@ -162,7 +165,7 @@ class RankProcess:
             if (spins and waited < SPIN_SECONDS) or (waited < NEAR_SECONDS and (is_near() or self.bus.is_sending)):
                 continue
             if waited < IDLE_SECONDS:
-                time.sleep(NAP_SECONDS)
+                time.sleep(NAP_SECONDS if waited < LONG_WAIT_SECONDS else LONG_NAP_SECONDS)
                 continue
             self._wakeup.clear()
             self._is_awaited = is_ready
@@ -276,12 +279,12 @@ class RankProcess:
             self._abort(f"the reader failed: {type(problem).__name__}: {problem}")
 
     def _help(self) -> None:
-        """Look for messages each millisecond, say that this rank is alive, and watch the others."""
+        """Look for messages each few milliseconds, say that this rank is alive, and watch the others."""
         next_heartbeat = 0.0
         try:
             while not self._ended.is_set():
                 for _ in range(LOOKS_PER_CHECK):
-                    time.sleep(HELPER_SECONDS if self._is_awaited is None else IDLE_HELPER_SECONDS)
+                    self._pause()
                     self._look_for_main()
                 self.bus.add_silence()
                 if time.monotonic() >= next_heartbeat:
@@ -291,6 +294,15 @@ class RankProcess:
         except BaseException as problem:  # noqa: BLE001 - without this thread, nobody would end this rank
             if not self._is_closing:
                 self._abort(f"the helper failed: {type(problem).__name__}: {problem}")
+
+    def _pause(self) -> None:
+        """Let the helper sleep until it is worth a look."""
+        bus, loop = self.bus, self._loop
+        if self._is_awaited is not None:
+            time.sleep(IDLE_HELPER_SECONDS)
+        elif bus.is_moving or (loop is not None and loop.is_receiving) or bus.has_begun.wait(CALM_HELPER_SECONDS):
+            bus.has_begun.clear()
+            time.sleep(HELPER_SECONDS)
 
     def _say_alive(self) -> None:
         """Send a heartbeat: to rank 0, or from rank 0 to all and the driver."""

@@ -196,6 +196,11 @@ class ValueChannels:
             for channel in islice(self._expected, EXPECTED_VALUES):
                 channel.look(serial)
 
+    @property
+    def is_arriving(self) -> bool:
+        """Return whether one of the values that a request expects next is on its way."""
+        return any(channel.is_arriving for channel in islice(self._expected, EXPECTED_VALUES))
+
     def find(self, name: str, rank: int) -> Channel:
         """Return the channel of the next value that a request receives, and begin to receive the one after."""
         channel = self._channels[name, rank]
