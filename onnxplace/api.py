@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Unpack, cast
 
-import numpy as np
-
-from onnxplace.bundle import Bundle, Check, SplitStates
+from onnxplace.bundle import Bundle, Check
 from onnxplace.driver import Compiled, CompileOptions, compile_model
-from onnxplace.errors import FeedError, UsageError, suggest_nearest
-from onnxplace.feeds import Declared, check_feeds
+from onnxplace.drop_in import (
+    RequestChecks,
+    SessionMethods,
+    accept_arguments,
+    end_with_options,
+    match_onnxruntime,
+    open_bundle,
+    replace_termination,
+    require_run_options,
+    run_with_options,
+)
+from onnxplace.errors import FeedError, InputError, OnnxplaceError, UsageError
 from onnxplace.machine import use_custom_operators
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import (
@@ -28,8 +36,15 @@ from onnxplace.runtime import (
     create_runtime,
     unpicklable_error,
 )
-from onnxplace.serving import Batching, check_in_flight, check_timeout, open_serving_session, stream_results
-from onnxplace.traces import MAX_TRACED_REQUESTS, RequestTimeline, TraceRecorder
+from onnxplace.serving import (
+    Batching,
+    SessionState,
+    check_in_flight,
+    check_timeout,
+    open_serving_session,
+    stream_results,
+)
+from onnxplace.traces import TraceRecorder
 from onnxplace.utils import Callbacks
 
 if TYPE_CHECKING:
@@ -39,8 +54,6 @@ __all__ = ["Compiled", "Conversation", "InferenceSession", "compile", "compile_m
 
 # The default of `user_data`: None is a value that ONNX Runtime passes on.
 _NO_USER_DATA: Final = object()
-FeedSignature = tuple[tuple[str, "np.dtype[Any]", tuple[int, ...]], ...]
-"""Name, type and shape of each input array."""
 
 
 def compile(  # noqa: A001
@@ -89,10 +102,10 @@ def load(path: str | Path, check: Check = "small") -> Bundle:
     return Bundle.open(path, check)
 
 
-class InferenceSession:
-    """Run a bundle the way ONNX Runtime runs a model.
+class InferenceSession(SessionState, SessionMethods):
+    """Run a bundle the way ONNX Runtime runs a model: its constructor and methods are those of ONNX Runtime, too.
 
-    It is a context manager.
+    docs/drop-in.md lists them, and what they mean for a bundle. It is a context manager.
 
     >>> with onnxplace.InferenceSession("model.bundle") as session:  # doctest: +SKIP
     ...     logits, = session.run(None, {"tokens": tokens})
@@ -105,7 +118,11 @@ class InferenceSession:
     `conversation()` returns a further set of states over the same weights.
 
     Args:
-        bundle: A bundle, or its path.
+        path_or_bytes: A bundle, or its path.
+        sess_options: ONNX Runtime's SessionOptions. `enable_profiling` and `profile_file_prefix` count. A warning lists
+            others that differ from the defaults; they have no effect on a bundle.
+        providers: As for ONNX Runtime; a warning says if the bundle was compiled for others.
+        provider_options: As for ONNX Runtime; a warning says that they have no effect.
         runtime: Name of the runtime.
         trace: Whether requests are recorded for `trace`.
         custom_op_libraries: Shared libraries with operators that ONNX Runtime does not have.
@@ -113,11 +130,19 @@ class InferenceSession:
         batching: Joins requests of several callers into one, `Batching(max_batch=8)`; see docs/serving.md.
         hosts: For the runtime `mpi`: where its processes run, "localhost:2" or "node1:1,node2:1"; see docs/hosts.md.
         timeout: For the runtime `mpi`: seconds that its processes may take to start and to open the bundle.
+        replicas: For the runtime `mpi`: copies of the bundle, 1 to 64, each on hosts, or slots, of its own. Each
+            request goes to the copy with the fewest in flight, and `max_in_flight` holds for each copy.
+        remote_shell: For the runtime `mpi`: the program that runs a command on a host, by default "ssh".
+        interface: For the runtime `mpi`: the network interface for messages, such as "eth0".
+        further: Other keywords of ONNX Runtime, such as `enable_fallback`.
     """
 
     def __init__(
         self,
-        bundle: Bundle | str | Path,
+        path_or_bytes: Bundle | str | os.PathLike[str] | bytes,
+        sess_options: Any = None,
+        providers: Sequence[str | tuple[str, dict[Any, Any]]] | None = None,
+        provider_options: Sequence[dict[Any, Any]] | None = None,
         *,
         runtime: str = "onnxruntime",
         trace: bool = False,
@@ -126,14 +151,28 @@ class InferenceSession:
         batching: Batching | None = None,
         hosts: str | None = None,
         timeout: float | None = None,
+        replicas: int | None = None,
+        remote_shell: str | None = None,
+        interface: str | None = None,
+        **further: Any,
     ) -> None:
         max_in_flight = check_in_flight(max_in_flight, "max_in_flight")
-        opened = bundle if isinstance(bundle, Bundle) else load(bundle)
+        opened = open_bundle(path_or_bytes)
+        self._arguments = accept_arguments(opened, sess_options, providers, provider_options, further, type(self))
+        trace = trace or self._arguments.profile_prefix is not None
         runtime_class = cast("type[Runtime]", find_plugin("runtimes", runtime))
         if opened.manifest.states and not runtime_class.keeps_state:
             hint = "use --runtime onnxruntime, or compile without --state"
             raise UsageError("S008", f"runtime {runtime!r} keeps no states", where=str(opened.path), hint=hint)
-        created = create_runtime(runtime_class, runtime, hosts=hosts, timeout=timeout)
+        created = create_runtime(
+            runtime_class,
+            runtime,
+            hosts=hosts,
+            timeout=timeout,
+            replicas=replicas,
+            remote_shell=remote_shell,
+            interface=interface,
+        )
         with use_custom_operators(custom_op_libraries):
             session = open_serving_session(opened, created, trace, max_in_flight, batching)
             self._attach(opened, session, TraceRecorder() if trace else None)
@@ -142,43 +181,44 @@ class InferenceSession:
         """Use an open session of a runtime."""
         self._bundle = bundle
         self._session = session
-        self._run_inputs = _make_states_optional(self._bundle)
-        self._output_names = [item.name for item in self._bundle.outputs]
-        self._returned_names = [item.name for item in self._bundle.returned_outputs]
-        self._split_states = SplitStates(self._bundle.manifest)
-        self._state_outputs = {item.output for item in self._bundle.manifest.states}
+        self._checks = RequestChecks(bundle)
+        self._split_states = self._checks.split_states
         self._recorder = recorder
-        self._accepted_signature: FeedSignature | None = None
         self._callbacks = Callbacks()
 
-    def get_inputs(self) -> list[Declared]:
-        """Return the model's inputs: name, dtype, shape."""
-        return self._bundle.inputs
-
-    def get_outputs(self) -> list[Declared]:
-        """Return the outputs of `run(None, ...)`, without states: name, dtype, shape."""
-        return self._bundle.returned_outputs
-
     def run(
-        self, output_names: Iterable[str] | None, input_feed: Mapping[str, Any], *, timeout: float | None = None
+        self,
+        output_names: Iterable[str] | None,
+        input_feed: Mapping[str, Any],
+        run_options: Any = None,
+        *,
+        timeout: float | None = None,
     ) -> list[Any]:
         """Run the model and return the named outputs; None: all except states.
 
-        A run with a `timeout` takes some 100 us longer, since other threads do all its work.
+        Feeds are arrays, lists, or OrtValues. A run with a `timeout`, or with ONNX Runtime's RunOptions, takes some
+        100 us longer, since other threads do all its work. `run_options.terminate`, set before or during the run, ends
+        it; `run_options.logid` names it in the trace.
+
+        The errors are also those of ONNX Runtime, for code that catches them: docs/drop-in.md.
 
         Raises:
             FeedError: the inputs do not fit.
             UsageError: an output is unknown.
-            ExecutionError: a segment fails.
+            ExecutionError: a segment fails, or `run_options` ended the run.
             RunTimeoutError: the run takes more than `timeout` seconds. It is abandoned; its devices are free again at
                 the end of the nodes that they execute. It is also a TimeoutError.
         """
-        names = self._resolve_names(output_names)
-        if not self._split_states:
-            result = self._run(names, input_feed, timeout)
-            return [result.outputs.get(name) for name in names]
-        result = self._run(self._split_states.expand_names(names), input_feed, timeout)
-        return [self._split_states.find_output(result.outputs, name) for name in names]
+        try:
+            names = self._checks.resolve_names(output_names)
+            if not self._split_states:
+                result = self._run(names, input_feed, timeout, run_options)
+                return [result.outputs.get(name) for name in names]
+            result = self._run(self._split_states.expand_names(names), input_feed, timeout, run_options)
+            return [self._split_states.find_output(result.outputs, name) for name in names]
+        except OnnxplaceError as error:
+            match_onnxruntime(error)
+            raise
 
     def run_timed(
         self,
@@ -191,15 +231,21 @@ class InferenceSession:
 
         Raises the errors of `run`.
         """
-        return self._run(self._resolve_parts(output_names), input_feed, timeout)
+        return self._run(self._checks.resolve_parts(output_names), input_feed, timeout)
 
-    def _run(self, names: Sequence[str], input_feed: Mapping[str, Any], timeout: float | None) -> Result:
-        feeds, states = self._check_feeds(input_feed, names)
-        if self._recorder is None:
+    def _run(
+        self, names: Sequence[str], input_feed: Mapping[str, Any], timeout: float | None, run_options: Any = None
+    ) -> Result:
+        feeds, states = self._checks.check_feeds(input_feed, names)
+        if self._recorder is None and run_options is None:
             return self._session.run(feeds, states, check_timeout(timeout))
         called = time.perf_counter()
-        result = self._session.run(feeds, states, check_timeout(timeout))
-        self._recorder.add(called, result)
+        if run_options is None:
+            result = self._session.run(feeds, states, check_timeout(timeout))
+        else:
+            result = run_with_options(self._session, feeds, states, check_timeout(timeout), run_options)
+        if self._recorder is not None:
+            self._recorder.add(called, result, "" if run_options is None else run_options.logid)
         return result
 
     def run_async(
@@ -208,27 +254,48 @@ class InferenceSession:
         input_feed: Mapping[str, Any],
         callback: Callable[..., None],
         user_data: object = _NO_USER_DATA,
+        run_options: Any = None,
     ) -> None:
         """Start a run; another thread calls `callback(outputs, error)` at its end.
 
         With `user_data`, even None, the callback is that of ONNX Runtime: `callback(outputs, user_data, text)`. The
-        text is empty after success, the outputs are empty after a failure. The callback may block, run the session
-        again, or close it; its exceptions go to `threading.excepthook`, which prints them.
+        text is empty after success, the outputs are empty after a failure; feeds that do not fit are such a failure.
+        The callback may block, run the session again, or close it; its exceptions go to `threading.excepthook`, which
+        prints them. `run_options` are as for `run`.
+
+        Raises the errors of `run` for unknown outputs and missing inputs, and for feeds without `user_data`.
         """
-        names = self._resolve_names(output_names)
         if not callable(callback):
             raise UsageError("U085", f"expected a callback that can be called, got {callback!r}")
+        has_user_data = user_data is not _NO_USER_DATA
 
-        def finish(future: Future[Result]) -> None:
-            error = future.exception()
-            outputs = None if error else [split_states.find_output(future.result().outputs, name) for name in names]
-            if user_data is _NO_USER_DATA:
-                callback(outputs, error)
-            else:
+        def report(outputs: list[Any] | None, error: BaseException | None) -> None:
+            if has_user_data:
                 callback(outputs or [], user_data, str(error) if error else "")
+            else:
+                callback(outputs, error)
+
+        def finish(future: Future[Result], names: Sequence[str]) -> None:
+            if (error := replace_termination(future.exception(), run_options)) is not None:
+                report(None, error)
+            else:
+                report([split_states.find_output(future.result().outputs, name) for name in names], None)
 
         callbacks, split_states = self._callbacks, self._split_states  # a reference to this session would keep it alive
-        self.submit(input_feed, names).add_done_callback(lambda future: callbacks.call(lambda: finish(future)))
+        try:
+            names = self._checks.resolve_names(output_names)
+            future = self._submit(input_feed, self._checks.resolve_parts(names), run_options)
+        except OnnxplaceError as error:
+            match_onnxruntime(error)
+            is_reported = error.code == "X014" or isinstance(error, InputError)
+            if not has_user_data or not is_reported or isinstance(error, ValueError | TypeError):
+                raise
+            refusal = error
+            callbacks.call(lambda: report(None, refusal))
+            return
+        if run_options is not None:
+            end_with_options(self._session, future, run_options)
+        future.add_done_callback(lambda future: callbacks.call(lambda: finish(future, names)))
 
     def submit(self, input_feed: Mapping[str, Any], output_names: Iterable[str] | None = None) -> Future[Result]:
         """Start a run and return a future.
@@ -236,11 +303,17 @@ class InferenceSession:
         Runs in flight overlap across devices. The result has every output except states, and the states that are named.
         A worker calls the future's own callbacks and does nothing else meanwhile: they cannot `run` the session.
         """
-        feeds, states = self._check_feeds(input_feed, self._resolve_parts(output_names))
+        return self._submit(input_feed, self._checks.resolve_parts(output_names))
+
+    def _submit(self, input_feed: Mapping[str, Any], names: Sequence[str], run_options: Any = None) -> Future[Result]:
+        feeds, states = self._checks.check_feeds(input_feed, names)
+        if run_options is not None:
+            require_run_options(run_options)
         called = time.perf_counter() if self._recorder else 0.0
         future = self._session.submit(feeds, states) if states else self._session.submit(feeds)
         if self._recorder is not None:
-            future.add_done_callback(partial(self._recorder.add_future, called))
+            tag = "" if run_options is None else run_options.logid
+            future.add_done_callback(partial(self._recorder.add_future, called, tag=tag))
         return future
 
     def stream(
@@ -263,7 +336,7 @@ class InferenceSession:
         if isinstance(feeds, Mapping) or not isinstance(feeds, Iterable):
             message = f"expected an iterable of feeds, one after the other, got {type(feeds).__name__}"
             raise FeedError("F007", message, hint="write [feeds], or use run")
-        names, split_states = self._resolve_names(output_names), self._split_states
+        names, split_states = self._checks.resolve_names(output_names), self._split_states
         return stream_results(
             feeds,
             check_in_flight(in_flight, "in_flight"),
@@ -271,42 +344,6 @@ class InferenceSession:
             cancel=self._session.cancel,
             read=lambda result: [split_states.find_output(result.outputs, name) for name in names],
         )
-
-    def reset_state(self) -> None:
-        """Forget all states; the next run takes initial values as inputs.
-
-        Runs in flight are not affected.
-        """
-        self._session.reset_state()
-
-    def read_states(self) -> dict[str, Any]:
-        """Return copies of the current states by state input, after the runs in flight; no run is needed.
-
-        States that are split over devices are whole. States that no run has computed have their initial values, or are
-        missing if they have none.
-
-        Raises FeedError after a run that lost the states, and UsageError if the runtime cannot read them.
-        """
-        states = {**self._bundle.initial_states(), **self._session.read_states()}
-        return self._split_states.join_feeds({name: np.array(array) for name, array in states.items()})
-
-    def protect_states(self) -> None:
-        """Keep the states before each run: they are back if it fails, and after `restore_states`.
-
-        That takes memory for a second set of states.
-        """
-        self._session.protect_states()
-
-    def restore_states(self) -> None:
-        """Bring back the states before the last run that succeeded, once; they have to be protected."""
-        self._session.restore_states()
-
-    def count_state_changes(self) -> int:
-        """Return how many runs have changed the states, after the runs in flight; a restored one does not count.
-
-        After an interrupt it tells whether the run that was interrupted had an effect.
-        """
-        return self._session.count_state_changes()
 
     def conversation(self) -> Conversation:
         """Return a conversation: the same model and weights, with states of its own.
@@ -318,31 +355,6 @@ class InferenceSession:
         """
         return Conversation(self)
 
-    def trace(self, last: int = MAX_TRACED_REQUESTS) -> dict[str, Any]:
-        """Return the timelines of the last requests, 1 to 1000, as Chrome trace JSON; needs `trace=True`.
-
-        It has the requests that have succeeded, also those of conversations. Next to them it has the prediction for
-        requests that are submitted at the same times. Perfetto opens it, too (docs/traces.md).
-
-        >>> Path("trace.json").write_text(json.dumps(session.trace()))  # doctest: +SKIP
-        """
-        from onnxplace.traces import chrome_trace, predict_timelines, read_segment_nodes
-
-        count = check_in_flight(last, "last", MAX_TRACED_REQUESTS)
-        if self._recorder is None:
-            hint = "InferenceSession(bundle, trace=True)"
-            raise UsageError("U084", "this session records no trace: it was opened without trace=True", hint=hint)
-        timelines = self.list_timelines()[-count:]
-        predicted = predict_timelines(self._bundle.manifest, timelines)
-        return chrome_trace(timelines, predicted, self._bundle.manifest, read_segment_nodes(self._bundle))
-
-    def list_timelines(self) -> tuple[RequestTimeline, ...]:
-        """Return what the last requests did, at most 1000 that have succeeded, in the order of their submission.
-
-        Needs `trace=True`; it is empty otherwise.
-        """
-        return self._recorder.list_timelines() if self._recorder else ()
-
     def close(self, timeout: float | None = None) -> None:
         """End all threads after the runs in flight. May be called twice.
 
@@ -351,35 +363,6 @@ class InferenceSession:
         """
         self._session.close(check_timeout(timeout, minimum=0))
         self._callbacks.close()
-
-    def _check_feeds(self, input_feed: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """Return the feeds as arrays, and the states among the output names."""
-        states = [name for name in names if name in self._state_outputs] if self._state_outputs else []
-        if self._split_states:
-            input_feed = self._split_states.cut_feeds(input_feed)
-        signature = _make_signature(input_feed)
-        if signature is not None and signature == self._accepted_signature:
-            return dict(input_feed), states
-        feeds = check_feeds(input_feed, self._run_inputs)
-        if signature is not None and all(feeds[name] is value for name, value in input_feed.items()):
-            self._accepted_signature = signature
-        return feeds, states
-
-    def _resolve_parts(self, output_names: Iterable[str] | None) -> list[str]:
-        """Return the names of outputs, with those of parts in place of states that are split over devices."""
-        return self._split_states.expand_names(self._resolve_names(output_names))
-
-    def _resolve_names(self, output_names: Iterable[str] | None) -> list[str]:
-        if isinstance(output_names, str):
-            hint = f"write [{output_names!r}]"
-            raise UsageError("U050", f"expected a list of output names, got {output_names!r}", hint=hint)
-        names = list(output_names or ())
-        for name in names:
-            if name not in self._output_names and not self._split_states.expand_names([name])[1:]:
-                raise UsageError(
-                    "U050", f"the model has no output {name!r}", hint=suggest_nearest(name, self._output_names)
-                )
-        return names or list(self._returned_names)
 
     def __enter__(self) -> InferenceSession:
         return self
@@ -410,26 +393,8 @@ class Conversation(InferenceSession):
 
     def __init__(self, session: InferenceSession) -> None:
         self._parent = session  # which would end its threads if it were collected
+        self._arguments = session._arguments
         self._attach(session._bundle, session._session.open_conversation(), session._recorder)
 
     def __reduce__(self) -> NoReturn:
         raise unpicklable_error("a Conversation")
-
-
-_ARRAYS = frozenset({np.ndarray})
-
-
-def _make_signature(feeds: Mapping[str, Any]) -> FeedSignature | None:
-    """Return all that `check_feeds` checks, if all feeds are plain arrays.
-
-    A signature that passed once need not be checked again.
-    """
-    if not isinstance(feeds, Mapping) or not _ARRAYS.issuperset(map(type, feeds.values())):
-        return None
-    return tuple([(name, value.dtype, value.shape) for name, value in feeds.items()])
-
-
-def _make_states_optional(bundle: Bundle) -> list[Declared]:
-    """Return the inputs of a run, in which states are optional."""
-    states = {item.name for item in bundle.state_inputs}
-    return [replace(item, optional=True) if item.name in states else item for item in bundle.inputs]

@@ -21,7 +21,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 # Names in one list; longer lists are too long to read.
 MAX_LISTED = 10
@@ -205,6 +205,13 @@ def _normalize(name: object) -> str:
     return str(name).strip().lower().replace("_", "-")
 
 
+class Figure(NamedTuple):
+    """A time that a note compares with others, such as the step of one placer."""
+
+    name: str
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Diagnostic:
     """A note for the user: nothing failed."""
@@ -213,3 +220,5 @@ class Diagnostic:
     message: str
     where: str = ""
     hint: str = ""
+    figures: tuple[Figure, ...] = ()
+    """The times that the message compares; the first one is that of what was kept."""

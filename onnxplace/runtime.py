@@ -43,6 +43,25 @@ class Event:
     """Number of the request's conversation in its session; 0 outside of conversations."""
     bytes: int | None = None
     """Size of the value that was copied; None if the runtime does not say."""
+    copy: int = 0
+    """Index of the copy of the bundle that did it, in a session of several."""
+
+
+@dataclass(frozen=True)
+class CopyStatus:
+    """A copy of a bundle in a session of several."""
+
+    name: str
+    """Its hosts, as in `node1,node2`."""
+    is_open: bool
+    """Whether it takes requests; one that does not is being opened again."""
+    requests_in_flight: int
+    requests: int
+    """Number of requests that it was given, with those in flight."""
+    failures: int
+    """How often it was left out: it died, or could not be opened."""
+    last_failure: str = ""
+    """Why it was left out last, also after it is open again."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +159,15 @@ class RuntimeSession(ABC):
     def abandon(self) -> None:  # noqa: B027 - a runtime without threads has nothing to do
         """Stop without waiting: the session was garbage-collected, and a finalizer may run in any thread."""
 
+    @property
+    def failure(self) -> BaseException | None:
+        """Return the error after which this session runs nothing any more; None while it works."""
+        return None
+
+    def list_copies(self) -> tuple[CopyStatus, ...]:
+        """Return the copies of the bundle, if there are several."""
+        return ()
+
     def __reduce__(self) -> NoReturn:
         raise unpicklable_error("a session")
 
@@ -196,13 +224,13 @@ def create_runtime(runtime_class: Callable[..., Runtime], name: str, **options: 
 
     Raises UsageError if the runtime does not have them.
     """
-    given = {key: value for key, value in options.items() if value is not None}
+    chosen = {key: value for key, value in options.items() if value is not None}
     parameters = inspect.signature(runtime_class).parameters
-    for key in given:
+    for key in chosen:
         if key not in parameters:
             message = f"runtime {name!r} has no option {key!r}"
             raise UsageError("U086", message, where=key, hint=f"leave it out, or use the runtime mpi, which has {key}")
-    return runtime_class(**given)
+    return runtime_class(**chosen)
 
 
 def open_session(runtime: Runtime, bundle: Bundle, *, trace: bool, max_in_flight: int) -> RuntimeSession:

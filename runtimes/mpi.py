@@ -1,12 +1,13 @@
 """Run a bundle on ranks of MPI: a long-lived process per device, on one host or several.
 
-The process that opens the session stays outside of MPI. It starts MPICH's launcher, and talks to rank 0 by a local
-socket. So a rank that dies ends the session, and not that process. See docs/hosts.md.
+The process that opens the session stays outside of MPI. It starts MPICH's launcher, here or by the remote shell on the
+first host, and talks to rank 0. So a rank that dies ends the session, and not that process. See docs/hosts.md.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import ClassVar
 
 from onnxplace.bundle import Bundle
@@ -19,12 +20,17 @@ from onnxplace.runtimes.ranks import (
     Cluster,
     LedCluster,
     Opening,
+    RankPlan,
+    RemoteCluster,
     find_job,
     make_engine,
+    plan_copies,
     plan_job,
     plan_ranks,
+    require_copy_count,
     serve_rank,
 )
+from onnxplace.serving import ReplicatedSession
 
 DEFAULT_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS = 30.0, 86400.0
 
@@ -38,6 +44,7 @@ class Mpi(Runtime):
         timeout: Seconds that ranks may take to start and to open the bundle, and to end a request that has failed.
         remote_shell: The program that runs a command on a host.
         interface: The network interface for messages, such as `eth0`; empty for MPI's choice.
+        replicas: Copies of the bundle, 1 to 64, behind one session; each needs hosts, or slots, of its own.
     """
 
     name: ClassVar[str] = "mpi"
@@ -50,11 +57,13 @@ class Mpi(Runtime):
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
         remote_shell: str = "ssh",
         interface: str = "",
+        replicas: int = 1,
     ) -> None:
+        require_copy_count(replicas)
         if not 0 < timeout <= MAX_TIMEOUT_SECONDS:
             message = f"expected more than 0 and at most {MAX_TIMEOUT_SECONDS:g} seconds, got {timeout}"
             raise UsageError("K001", message, where="timeout", hint=f"omit it for {DEFAULT_TIMEOUT_SECONDS:g}")
-        self._hosts, self._timeout = hosts, timeout
+        self._hosts, self._timeout, self._replicas = hosts, timeout, replicas
         self._connection = Connection(remote_shell, interface)
 
     def open(
@@ -68,24 +77,71 @@ class Mpi(Runtime):
         Raises, before any process starts, UsageError or TargetError if the hosts do not fit the bundle or MPI is not
         installed; and ExecutionError if ranks end or take too long.
         """
+        if self._replicas > 1:
+            plans = plan_copies(bundle.manifest, self._hosts, self._replicas)
+            copies = [self._make_copy(bundle, plan, trace, max_in_flight, index) for index, plan in enumerate(plans)]
+            return ReplicatedSession(bundle, copies, max_in_flight)
         job = None if self._hosts else find_job()
-        if job is not None:
-            plan = plan_job(bundle.manifest, job.size)
-            if job.rank:
-                serve_rank(job)
-                sys.exit(0)
-            cluster: Cluster = LedCluster(plan, job, self._timeout)
-        else:
-            plan = plan_ranks(bundle.manifest, self._hosts)
-            cluster = Cluster(plan, self._connection, self._timeout)
-        opening = Opening(
-            bundle=bundle,
-            devices=plan.devices,
-            trace=trace,
-            libraries=list_operator_libraries(),
-            versions=list_versions(),
-            optimises=uses_optimisations(),
-            remote=tuple(rank for rank, host in enumerate(plan.hosts) if job is None and not is_this_machine(host)),
-        )
-        cluster.open(opening)
+        if job is None:
+            return self._make_copy(bundle, plan_ranks(bundle.manifest, self._hosts), trace, max_in_flight).open()
+        plan = plan_job(bundle.manifest, job.size)
+        if job.rank:
+            serve_rank(job)
+            sys.exit(0)
+        cluster = LedCluster(plan, job, self._timeout)
+        cluster.open(_make_opening(bundle, plan, trace, are_remote=False))
         return EngineSession(make_engine(bundle, cluster, trace, max_in_flight))
+
+    def _make_copy(self, bundle: Bundle, plan: RankPlan, trace: bool, max_in_flight: int, index: int = 0) -> RankCopy:
+        opening = _make_opening(bundle, plan, trace, are_remote=True)
+        make_cluster = RemoteCluster if plan.is_remote else Cluster
+
+        def open_cluster(cluster: Cluster) -> RuntimeSession:
+            cluster.open(opening)
+            return EngineSession(make_engine(bundle, cluster, trace, max_in_flight, index))
+
+        return RankCopy(plan, lambda: make_cluster(plan, self._connection, self._timeout), open_cluster)
+
+
+class RankCopy:
+    """Opens a copy of a bundle on ranks, perhaps again and again.
+
+    Args:
+        plan: Devices and hosts by rank.
+        make_cluster: Returns ranks that are not started.
+        open_cluster: Starts them, and returns their session.
+    """
+
+    def __init__(
+        self, plan: RankPlan, make_cluster: Callable[[], Cluster], open_cluster: Callable[[Cluster], RuntimeSession]
+    ) -> None:
+        self.name = ",".join(plan.counts)
+        self._make_cluster, self._open_cluster = make_cluster, open_cluster
+        self._cluster: Cluster | None = None
+        self._is_cancelled = False
+
+    def open(self) -> RuntimeSession:
+        """Start the ranks, and open the bundle on them; raises OnnxplaceError."""
+        self._cluster = self._make_cluster()
+        if self._is_cancelled:
+            self._cluster.end(0.0)
+        return self._open_cluster(self._cluster)
+
+    def cancel(self) -> None:
+        """Let `open`, in another thread, fail soon; and all later calls."""
+        self._is_cancelled = True
+        if self._cluster is not None:
+            self._cluster.end(0.0)
+
+
+def _make_opening(bundle: Bundle, plan: RankPlan, trace: bool, *, are_remote: bool) -> Opening:
+    """Return what ranks are told when they open a bundle; `are_remote` if some may be on other machines."""
+    return Opening(
+        bundle=bundle,
+        devices=plan.devices,
+        trace=trace,
+        libraries=list_operator_libraries(),
+        versions=list_versions(),
+        optimises=uses_optimisations(),
+        remote=tuple(rank for rank, host in enumerate(plan.hosts) if are_remote and not is_this_machine(host)),
+    )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         InitialRecord as InitialRecord,
         InputRecord as InputRecord,
         Manifest as Manifest,
+        MetadataRecord as MetadataRecord,
         OutputRecord as OutputRecord,
         Predicted as Predicted,
         RepeatRecord as RepeatRecord,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
         sum_device_seconds as sum_device_seconds,
     )
     from onnxplace.bundle.simulate_bundle import (
+        build_segment_graph as build_segment_graph,
         predict_interval_seconds as predict_interval_seconds,
         predict_serial_seconds as predict_serial_seconds,
         simulate_manifest as simulate_manifest,
@@ -82,16 +84,16 @@ __getattr__, __dir__, __all__ = attach(
             "Bundle COSTS_FILE Check MANIFEST_FILE SEGMENTS_FOLDER WEIGHTS_FILE WHOLE_MODEL_FILE describe_linked_file"
         ),
         "manifest": (
-            "BatchingRecord DeviceRecord DiagnosticRecord FileRecord InitialRecord InputRecord Manifest OutputRecord "
-            "Predicted RepeatRecord RouteRecord SCHEMA_VERSION SegmentRecord ShardedKindRecord ShardingRecord "
-            "SplitStateRecord StateRecord Step TargetRecord TrainingNodesRecord TrainingRecord TrialRecord ValueRecord "
-            "json_schema"
+            "BatchingRecord DeviceRecord DiagnosticRecord FileRecord InitialRecord InputRecord Manifest MetadataRecord "
+            "OutputRecord Predicted RepeatRecord RouteRecord SCHEMA_VERSION SegmentRecord ShardedKindRecord "
+            "ShardingRecord SplitStateRecord StateRecord Step TargetRecord TrainingNodesRecord TrainingRecord "
+            "TrialRecord ValueRecord json_schema"
         ),
         "request_simulation": "SimulatedRequest SimulatedTransfer SubmittedRequest simulate_requests",
         "routes": (
             "find_route_of_device list_route_devices list_routes list_working_devices move_to_route sum_device_seconds"
         ),
-        "simulate_bundle": "predict_interval_seconds predict_serial_seconds simulate_manifest",
+        "simulate_bundle": "build_segment_graph predict_interval_seconds predict_serial_seconds simulate_manifest",
         "slices": "extract_device_part list_crossing_values record_crossing_values",
         "split_states": "SplitStates",
         "staging": "EXPORT_FILE EXPORT_FORMAT Staging prepare_output require_output_free stage_output",

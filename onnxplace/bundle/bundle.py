@@ -189,6 +189,8 @@ def _read_manifest(path: Path) -> Manifest:
         hint = "`onnxplace compile MODEL -o DIR` writes one"
         if aside := find_moved_aside(path):
             hint = f"an interrupted compile moved it to {aside}; move it back, or compile again, which restores it"
+        elif os.path.isfile(path):  # unlike Path.is_file, it takes any text
+            hint = _suggest_bundle(path)
         raise BundleError("N001", "not a bundle: it has no manifest.json", where=format_path(path), hint=hint)
     data = _parse_manifest(path, file)
     version = data.get("schema_version") if isinstance(data, dict) else None
@@ -215,6 +217,14 @@ def _read_manifest(path: Path) -> Manifest:
         first = problem.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         raise BundleError("N002", f"the manifest is malformed at {field!r}: {first['msg']}", where=str(file)) from None
+
+
+def _suggest_bundle(file: Path) -> str:
+    """Return what to do with a file, probably a model, where a bundle is expected."""
+    bundle = file.with_suffix(".bundle")
+    if os.path.isfile(bundle / MANIFEST_FILE):
+        return f"{format_path(bundle)} is one"
+    return f"a model is compiled first: onnxplace compile {format_path(file)} -o {format_path(bundle)}"
 
 
 _VERSION_PATTERN = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}")

@@ -8,12 +8,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from onnxplace.errors import Figure
 from onnxplace.feeds import MAX_DIMENSION, MAX_RANK
 from onnxplace.target import Device, Link, LinkModel, Shared, Target
 from onnxplace.training_step import CarriedTensor, InferencePart, Parameter, TrainingStep
 from onnxplace.utils import read_field_docs
 
-SCHEMA_VERSION = "1.4"
+SCHEMA_VERSION = "1.5"
 
 
 Seconds = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
@@ -101,6 +102,8 @@ class SegmentRecord(Record):
     workspace_bytes: Bytes
     keeps_order: bool = False
     """Whether its session computes the nodes one by one in the order of the file, without fusing them."""
+    planned_seconds: Seconds | None = None
+    """Predicted from the costs of its nodes; None if there was no trial; since format 1.5."""
 
 
 class Step(Record):
@@ -186,6 +189,18 @@ class BatchingRecord(Record):
     """Why requests cannot be joined."""
     node: str = ""
     """The node that prevents it; empty if it is none."""
+
+
+class MetadataRecord(Record):
+    """What the ONNX file said of the model: the fields of ONNX Runtime's `ModelMetadata`."""
+
+    producer_name: str = ""
+    graph_name: str = ""
+    domain: str = ""
+    description: str = ""
+    graph_description: str = ""
+    version: int = 0
+    custom_metadata_map: dict[str, str] = {}
 
 
 class TrainingNodesRecord(Record):
@@ -304,6 +319,8 @@ class DiagnosticRecord(Record):
     message: str
     where: str = ""
     hint: str = ""
+    figures: tuple[Figure, ...] = ()
+    """Names and seconds that the message compares, that of what was kept first; since format 1.5."""
 
 
 class Manifest(Record):
@@ -346,6 +363,8 @@ class Manifest(Record):
     """Whether requests can be joined; None in formats before 1.3."""
     training: TrainingRecord | None = None
     """None if the model is no training step; since format 1.4."""
+    metadata: MetadataRecord | None = None
+    """What the ONNX file said of the model; since format 1.5."""
     linked: dict[str, LinkRecord] = {}
     """Weights files that the segments refer to, by their path below the folder that contains the bundle."""
 

@@ -32,6 +32,7 @@ from onnxplace.cli.options import as_json, print_json, suggest_command
 from onnxplace.cli.place import place
 from onnxplace.cli.plan import plan
 from onnxplace.cli.progress import is_terminal
+from onnxplace.cli.report import report
 from onnxplace.cli.run import run
 from onnxplace.cli.study import study
 from onnxplace.cli.train import train
@@ -86,6 +87,7 @@ for command in (
     train,
     verify,
     bench,
+    report,
     merge,
     export,
     plan,

@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
@@ -17,19 +17,18 @@ from onnxplace.cli.completers import BUNDLE_PATH
 from onnxplace.cli.options import (
     against_option,
     as_json,
-    hosts_option,
     inputs_option,
     make_no_outputs_error,
     note_core_shortage,
+    note_left_out_copies,
     parse_shape,
     print_json,
     print_notes,
-    runtime_option,
     seed_option,
     shape_option,
     show_progress,
-    start_timeout_option,
     with_operator_libraries,
+    with_runtime,
 )
 from onnxplace.errors import UsageError
 
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
     from onnxplace.errors import Diagnostic
     from onnxplace.evaluation import DeviceUsage, StepInputs, Timings
-    from onnxplace.runtime import Runtime
+    from onnxplace.runtime import CopyStatus, Runtime
     from onnxplace.traces import Difference, RequestTimeline, TimelineComparison
 
 # Rounds that fill caches and are not counted.
@@ -65,9 +64,7 @@ MAX_TRACED = 20
     "--trace", type=click.Path(path_type=Path), metavar="F.json",
     help="Write a timeline of requests and the predicted one, for Perfetto.",
 )  # fmt: skip
-@runtime_option
-@hosts_option
-@start_timeout_option
+@with_runtime
 @click.option("--no-memory", is_flag=True, help="Do not measure memory, which needs a process for each device.")
 @click.option("--max-ratio", type=float, metavar="R", help="Exit 1 if the bundle takes more than R times the model.")
 @seed_option
@@ -86,7 +83,7 @@ def bench(
     max_ratio: float | None,
     seed: int,
     json_: bool,
-    **options: Any,
+    session_options: Mapping[str, Any],
 ) -> None:
     """Compare predictions for BUNDLE with measurements: steps, devices, links, memory.
 
@@ -104,9 +101,8 @@ def bench(
     if trace:
         require_writable(trace, bundle, *(path for path in (inputs, against) if path))
     opened = load(bundle)
-    session_options = {"timeout" if name == "start_timeout" else name: value for name, value in options.items()}
     runtime = _create_runtime(**session_options)
-    note_core_shortage(opened, options["runtime"])
+    note_core_shortage(opened, session_options["runtime"])
     if in_flight > 1 and opened.manifest.states:
         raise UsageError(
             "U013",
@@ -116,8 +112,8 @@ def bench(
         )
     steps = choose_step_inputs(opened, inputs, parse_shape(shape), seed)
     with show_progress(json_, "timing steps", similar=True) as observer:
-        times = _time_steps(opened, against, steps, repeat, in_flight, session_options)
-        with_memory = not no_memory and options["runtime"] == "onnxruntime"
+        times, copies = _time_steps(opened, against, steps, repeat, in_flight, session_options)
+        with_memory = not no_memory and session_options["runtime"] == "onnxruntime"
         rounds = min(repeat, MAX_TRACED)
         usage = measure_usage(opened, steps.first, rounds, with_memory, observer, in_flight, runtime)
     predicted = predict_stream(opened.manifest, usage.timelines, in_flight)
@@ -125,14 +121,25 @@ def bench(
     if trace:
         _write_trace(trace, opened, usage.timelines, predict_timelines(opened.manifest, usage.timelines))
     ratio = times["bundle"].median_seconds / times["model"].median_seconds
+    note_left_out_copies(copies)
+    reported = _predict_copies(opened, len(copies)) if copies else opened
     print_notes([*_report_other_sizes(opened, steps.first), *usage.notes])
     with suppress(BrokenPipeError):  # the exit code still tells the result
         if json_:
-            print_json({**_build_json(opened, times, usage), "timeline": asdict(comparison)})
+            entries = {"copies": [asdict(copy) for copy in copies]} if copies else {}
+            print_json({**_build_json(reported, times, usage), "timeline": asdict(comparison), **entries})
         else:
-            click.echo(format_summary(opened, times, usage))
+            click.echo(format_summary(reported, times, usage))
             click.echo("\n" + format_comparison(comparison, in_flight))
     _require_ratio(ratio, max_ratio)
+
+
+def _predict_copies(bundle: Bundle, count: int) -> Bundle:
+    """Return a bundle whose predicted rate is that of several copies, which do not delay each other."""
+    predicted = bundle.manifest.predicted
+    updates = {"interval_seconds": predicted.interval_seconds / count}
+    manifest = bundle.manifest.model_copy(update={"predicted": predicted.model_copy(update=updates)})
+    return replace(bundle, manifest=manifest)
 
 
 def _require_ratio(ratio: float, max_ratio: float | None) -> None:
@@ -167,8 +174,8 @@ def _write_trace(
 
 def _time_steps(
     bundle: Bundle, against: Path | None, steps: StepInputs, repeat: int, in_flight: int, options: Mapping[str, Any]
-) -> dict[str, Timings]:
-    """Time the bundle, opened with these options, and the plain sessions in turn."""
+) -> tuple[dict[str, Timings], tuple[CopyStatus, ...]]:
+    """Time the bundle, opened with these options, and the plain sessions in turn; return its copies, too."""
     from onnxplace.api import InferenceSession
     from onnxplace.evaluation import StateCarrier, open_reference, time_in_turns
     from onnxplace.machine import available_cores
@@ -195,7 +202,8 @@ def _time_steps(
             times = time_in_turns({name: _iterate_feeds(call, feeds) for name, call in calls.items()}, repeat, WARM_UPS)
             if in_flight > 1:
                 times["in_flight"] = _time_results(session, feeds, in_flight, repeat)
-    return times
+        copies = session.list_copies()
+    return times, copies
 
 
 def _time_results(session: InferenceSession, feeds: Sequence[Any], in_flight: int, repeat: int) -> Timings:

@@ -13,6 +13,7 @@ from onnxplace.cli.options import (
     announce_loop_compilation,
     as_json,
     budget_option,
+    describe_note,
     inputs_option,
     objective_option,
     parse_shape,
@@ -23,6 +24,7 @@ from onnxplace.cli.options import (
     show_progress,
     with_operator_libraries,
 )
+from onnxplace.cli.report import report_option, require_report, write_page
 from onnxplace.errors import ModelError
 
 if TYPE_CHECKING:
@@ -116,6 +118,7 @@ if TYPE_CHECKING:
     "--link-weights", is_flag=True, help="Leave the weights in the model's own files; DIR must be next to them."
 )
 @click.option("--force", is_flag=True, help="Replace the bundle if it exists.")
+@report_option
 @with_operator_libraries
 @as_json
 def compile(  # noqa: A001
@@ -129,6 +132,7 @@ def compile(  # noqa: A001
     budget: float | None,
     no_cache: bool,
     no_trial: bool,
+    report: Path | None,
     **options: Any,
 ) -> None:
     """Profile, place and split MODEL (a .onnx file); write a bundle.
@@ -141,6 +145,8 @@ def compile(  # noqa: A001
 
     if os.path.isdir(model):
         raise ModelError("M001", "it cannot be read: it is a folder (directory), not a model", where=str(model))
+    if report:
+        require_report(report, model, *(path for path in (inputs, target, options["output"]) if path))
     announce_loop_compilation(json_)
     with show_progress(json_, "reading the model") as observer:
         compiled = compile_model(
@@ -155,15 +161,21 @@ def compile(  # noqa: A001
             observer=observer,
             **options,
         )
+    if report:
+        from onnxplace.report import describe_bundle
+
+        write_page(report, [describe_bundle(compiled.bundle)])
     print_notes(compiled.diagnostics)
     if json_:
-        print_json(_build_json(compiled))
+        print_json({**_build_json(compiled), **({"report": str(report)} if report else {})})
     else:
         from onnxplace.report import compile_summary
 
         click.echo(compile_summary(compiled.bundle))
         if options["save_costs"]:
             click.echo(f"costs: {options['save_costs']}")
+        if report:
+            click.echo(f"report: {report}")
 
 
 def _build_json(compiled: Compiled) -> dict[str, Any]:
@@ -183,5 +195,5 @@ def _build_json(compiled: Compiled) -> dict[str, Any]:
         "transfers": manifest.transfers,
         "transfer_bytes": manifest.transfer_bytes,
         "passes": [{"name": timing.name, "seconds": timing.seconds} for timing in compiled.timings],
-        "diagnostics": [vars(note) for note in compiled.diagnostics],
+        "diagnostics": [describe_note(note) for note in compiled.diagnostics],
     }

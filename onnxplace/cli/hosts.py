@@ -71,7 +71,7 @@ def hosts(
 
 def _format_heading(survey: HostSurvey) -> str:
     """Return the comments on top of a target file."""
-    versions = ", ".join(f"{name} {version}" for name, version in survey.hosts[0].versions.items())
+    versions = ", ".join(f"{name} {version}" for name, version in survey.hosts[0].versions.items() if version)
     source = f"links between hosts measured by `onnxplace hosts`: {datetime.date.today()}"
     return f"# hosts: {', '.join(host.name for host in survey.hosts)}\n# {source}, {versions}"
 

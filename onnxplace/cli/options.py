@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
@@ -20,6 +21,7 @@ from onnxplace.errors import UsageError, escape_unprintable, format_value
 if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
     from onnxplace.errors import Diagnostic
+    from onnxplace.runtime import CopyStatus
 
 # Digits of a size: any int64. The model limits sizes further.
 MAX_DIGITS = 18
@@ -39,12 +41,24 @@ runtime_option = click.option(
     shell_complete=complete_runtimes,
     help="`onnxplace runtimes` lists them.",
 )
-hosts_option = click.option(
-    "--hosts", metavar="node1:1,node2:1", help="For --runtime mpi: hosts, and how many devices may run on each."
-)
-start_timeout_option = click.option(
-    "--start-timeout", type=click.FloatRange(min=0.1), metavar="SECONDS",
-    help="For --runtime mpi: time for processes to start and open the bundle  [default: 30]",
+_MPI_OPTIONS = (
+    click.option(
+        "--hosts", metavar="node1:1,node2:1", help="For --runtime mpi: hosts, and how many devices may run on each."
+    ),
+    click.option(
+        "--replicas", type=int, metavar="N",
+        help="For --runtime mpi: copies of the bundle, on hosts or slots of their own  [default: 1]",
+    ),
+    click.option(
+        "--start-timeout", type=click.FloatRange(min=0.1), metavar="SECONDS",
+        help="For --runtime mpi: time for processes to start and open the bundle  [default: 30]",
+    ),
+    click.option(
+        "--remote-shell", metavar="PROGRAM", help="For --runtime mpi: runs a command on a host  [default: ssh]"
+    ),
+    click.option(
+        "--interface", metavar="eth0", help="For --runtime mpi: network for messages  [default: MPI's choice]"
+    ),
 )  # fmt: skip
 seed_option = click.option(
     "--seed",
@@ -64,6 +78,42 @@ budget_option = click.option(
     "--budget", type=float, metavar="SECONDS", help="Time limit of the search, more than 0  [default: 2]"
 )
 shape_option = click.option("--shape", metavar="batch=8,seq=128", default="", help="Sizes of symbolic dimensions.")
+
+
+def with_runtime(command: Callable[..., None]) -> Callable[..., None]:
+    """Add `--runtime` and the options of the runtime `mpi`; the command gets them as `session_options`.
+
+    These are arguments of `InferenceSession`.
+    """
+
+    @wraps(command)
+    def run(
+        *arguments: Any,
+        runtime: str,
+        hosts: str | None,
+        replicas: int | None,
+        start_timeout: float | None,
+        remote_shell: str | None,
+        interface: str | None,
+        **options: Any,
+    ) -> None:
+        session_options = {
+            "runtime": runtime,
+            "hosts": hosts,
+            "replicas": replicas,
+            "timeout": start_timeout,
+            "remote_shell": remote_shell,
+            "interface": interface,
+        }
+        with warnings.catch_warnings():
+            # `note_left_out_copies` says so at the end.
+            warnings.filterwarnings("ignore", message=".* is left out:", category=RuntimeWarning)
+            command(*arguments, session_options=session_options, **options)
+
+    decorated: Callable[..., None] = run
+    for option in reversed((runtime_option, *_MPI_OPTIONS)):
+        decorated = option(decorated)
+    return decorated
 
 
 def with_operator_libraries(command: Callable[..., None]) -> Callable[..., None]:
@@ -130,6 +180,11 @@ def announce_loop_compilation(quiet: bool) -> None:
     )
 
 
+def describe_note(note: Diagnostic) -> dict[str, str]:
+    """Return a note as JSON has it."""
+    return {"code": note.code, "message": note.message, "where": note.where, "hint": note.hint}
+
+
 def print_notes(diagnostics: Sequence[Diagnostic]) -> None:
     """Print notes on stderr, unless the user wants errors only."""
     for note in () if is_quiet() else diagnostics:
@@ -152,6 +207,20 @@ def note_core_shortage(bundle: Bundle, runtime: str = "onnxruntime") -> None:
 
     if runtime != "simulated" and (note := find_core_shortage(bundle.manifest)):
         print_notes([note])
+
+
+def note_left_out_copies(copies: Sequence[CopyStatus]) -> None:
+    """Print a note for each copy of a bundle that was left out."""
+    from onnxplace.errors import Diagnostic
+
+    notes = []
+    for index, copy in enumerate(copies):
+        if copy.failures:
+            times = "once" if copy.failures == 1 else f"{copy.failures} times"
+            message = f"copy {index} on {copy.name} was left out {times}, last: {copy.last_failure}"
+            hint = "it is open again" if copy.is_open else "the others took its requests; look at its hosts"
+            notes.append(Diagnostic("K015", message, hint=hint))
+    print_notes(notes)
 
 
 def make_no_outputs_error(runtime: str, where: str) -> UsageError:

@@ -24,11 +24,13 @@ from onnxplace.cli.options import (
     announce_loop_compilation,
     as_json,
     budget_option,
+    describe_note,
     objective_option,
     print_json,
     print_notes,
     show_progress,
 )
+from onnxplace.cli.report import report_option, require_report, write_page
 from onnxplace.errors import UsageError
 
 
@@ -75,10 +77,11 @@ from onnxplace.errors import UsageError
     help="Place nothing, score this: {node id: device id}, or what --json printed.",
 )
 @click.option("--strict", is_flag=True, help="Fail instead of leaving a device unused.")
+@report_option
 @as_json
 def place(
     *, graph: Path, output: Path | None, graph_format: Any, devices: int | None, max_memory: str | None, links: Any,
-    placement: Path | None, budget: float | None, strict: bool, json_: bool, **options: Any
+    placement: Path | None, budget: float | None, strict: bool, report: Path | None, json_: bool, **options: Any
 ) -> None:  # fmt: skip
     """Place the cost graph GRAPH (JSON, .graphml, .gexf, or one of them with .gz; docs/cost-graphs.md); no ONNX needed.
 
@@ -92,6 +95,8 @@ def place(
         _require_scoring_only(["budget", *options])
     if output:
         _require_output(output, graph, placement)
+    if report:
+        require_report(report, graph, *(path for path in (placement, output) if path))
     announce_loop_compilation(json_)
     memory_bytes = parse_bytes(max_memory) if max_memory else None
     with show_progress(json_, "reading the graph") as display:
@@ -104,16 +109,45 @@ def place(
             result = place_cost_graph(cost_graph, links=links, budget_seconds=budget, strict=strict, **options)
     if output:
         write_cost_graph(output, cost_graph, result)
+    if report:
+        _write_report(report, cost_graph, result)
     print_notes(result.diagnostics)
+    paths = {name: str(path) for name, path in (("output", output), ("report", report)) if path}
     if json_:
         entries = {**vars(result), "peak_bytes": result.peak_bytes.tolist(), "placement": dict(result.placement)}
-        del entries["start_seconds"], entries["finish_seconds"]
-        lists = {"passes": [vars(t) for t in result.passes], "diagnostics": [vars(note) for note in result.diagnostics]}
-        print_json({**entries, **lists, **({"output": str(output)} if output else {})})
+        for name in ("start_seconds", "finish_seconds", "device", "schedule"):
+            del entries[name]
+        lists = {
+            "passes": [vars(t) for t in result.passes],
+            "diagnostics": [describe_note(note) for note in result.diagnostics],
+        }
+        print_json({**entries, **lists, **paths})
     else:
         click.echo(format_placement(result, cost_graph))
-        if output:
-            click.echo(f"written to {output}")
+        for path in paths.values():
+            click.echo(f"written to {path}")
+
+
+def _write_report(path: Path, graph: CostGraph, result: PlacementResult) -> None:
+    """Write the page about a placement."""
+    from onnxplace.report import PlacedGraph, describe_placement
+
+    placed = PlacedGraph(
+        graph=graph,
+        placer=result.placer,
+        device=result.device,
+        schedule=result.schedule,
+        is_feasible=result.feasible,
+        seconds=result.seconds,
+        diagnostics=result.diagnostics,
+        passes=tuple(timing.name for timing in result.passes),
+        options={
+            f"--{name.replace('_', '-')}": str(value)
+            for name, value in click.get_current_context().params.items()
+            if value not in (None, False) and name not in ("graph", "report", "json_")
+        },
+    )
+    write_page(path, [describe_placement(placed)])
 
 
 def _require_output(output: Path, graph: Path, placement: Path | None) -> None:

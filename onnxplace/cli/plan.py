@@ -12,6 +12,7 @@ from onnxplace.cli.completers import complete_devices
 from onnxplace.cli.options import (
     announce_loop_compilation,
     as_json,
+    describe_note,
     parse_shape,
     print_json,
     print_notes,
@@ -82,7 +83,7 @@ def plan(
         )
     print_notes(result.diagnostics)
     if json_:
-        print_json({**asdict(result), "diagnostics": [vars(note) for note in result.diagnostics]})
+        print_json({**asdict(result), "diagnostics": [describe_note(note) for note in result.diagnostics]})
     else:
         click.echo(_format_plan(result))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,38 +13,42 @@ import click
 from onnxplace.cli.completers import BUNDLE_PATH
 from onnxplace.cli.options import (
     as_json,
-    hosts_option,
     inputs_option,
     make_no_outputs_error,
     note_core_shortage,
+    note_left_out_copies,
     parse_shape,
     print_json,
-    runtime_option,
     seed_option,
     shape_option,
     show_progress,
-    start_timeout_option,
     with_operator_libraries,
+    with_runtime,
 )
 
 if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
     from onnxplace.evaluation import StepInputs
+    from onnxplace.runtime import CopyStatus
 
 
 @dataclass(frozen=True)
 class RunPlan:
     """The options of the command, without those of inputs."""
 
-    runtime: str
+    session_options: Mapping[str, Any]
+    """Of `InferenceSession`: the runtime, and where it runs."""
     repeat: int
     timeout: float | None
     outputs: Path | None
     """The file for the outputs."""
     trace: Path | None
     """The file for the timeline."""
-    hosts: str | None
-    start_timeout: float | None
+
+    @property
+    def runtime(self) -> str:
+        """Return the name of the runtime."""
+        return str(self.session_options["runtime"])
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class RunSummary:
     """By name, without carried states."""
     seconds: float
     """Of the first run, or the median of later ones."""
+    copies: tuple[CopyStatus, ...]
+    """Of the bundle, if there are several."""
 
 
 @click.command()
@@ -63,9 +69,7 @@ class RunSummary:
 @click.option("--outputs", type=click.Path(path_type=Path), metavar="F.npz", help="Write the outputs to a file.")
 @click.option("--repeat", default=1, show_default=True, type=click.IntRange(1), help="Number of runs.")
 @shape_option
-@runtime_option
-@hosts_option
-@start_timeout_option
+@with_runtime
 @click.option("--timeout", type=float, metavar="SECONDS", help="Abandon a run that takes longer, with exit code 4.")
 @click.option(
     "--trace",
@@ -99,10 +103,12 @@ def run(bundle: Path, inputs: Path | None, shape: str, seed: int, json_: bool, *
         summary = _run_steps(opened, steps, plan)
     if plan.outputs:
         write_npz(plan.outputs, dict(summary.outputs))
+    note_left_out_copies(summary.copies)
     described = {name: _describe_value(value) for name, value in summary.outputs.items()}
     if json_:
         timing = {"runtime": plan.runtime, "seconds": summary.seconds, "runs": plan.repeat}
-        print_json({"bundle": str(bundle), **timing, "outputs": described})
+        copies = {"copies": [asdict(copy) for copy in summary.copies]} if summary.copies else {}
+        print_json({"bundle": str(bundle), **timing, "outputs": described, **copies})
         return
     for name, entry in described.items():
         click.echo(f"{name}  {entry['dtype']} {entry['shape']}")
@@ -117,13 +123,7 @@ def _run_steps(bundle: Bundle, steps: StepInputs, plan: RunPlan) -> RunSummary:
     from onnxplace.utils import report_progress, write_file
 
     states = {item.output: item.input for item in bundle.manifest.states}
-    with InferenceSession(
-        bundle,
-        runtime=plan.runtime,
-        trace=plan.trace is not None,
-        hosts=plan.hosts,
-        timeout=plan.start_timeout,
-    ) as session:
+    with InferenceSession(bundle, trace=plan.trace is not None, **plan.session_options) as session:
         returned_states = (
             [*states] if plan.repeat > 1 or plan.trace else []
         )  # the inputs of later runs need their shapes
@@ -139,8 +139,9 @@ def _run_steps(bundle: Bundle, steps: StepInputs, plan: RunPlan) -> RunSummary:
         if plan.trace:
             session.run(None, steps.feeds(plan.repeat), timeout=plan.timeout)
             write_file(plan.trace, lambda stream: stream.write(json.dumps(session.trace(last=1)).encode()))
+        copies = session.list_copies()
     outputs = {name: value for name, value in result.outputs.items() if name not in states}
-    return RunSummary(outputs, median(later_seconds) if later_seconds else result.seconds)
+    return RunSummary(outputs, median(later_seconds) if later_seconds else result.seconds, copies)
 
 
 def _describe_value(value: Any) -> dict[str, Any]:

@@ -14,21 +14,21 @@ from onnxplace.cli.completers import BUNDLE_PATH
 from onnxplace.cli.options import (
     against_option,
     as_json,
-    hosts_option,
     inputs_option,
     make_no_outputs_error,
+    note_left_out_copies,
     parse_shape,
     print_json,
-    runtime_option,
     seed_option,
     shape_option,
     show_progress,
-    start_timeout_option,
     with_operator_libraries,
+    with_runtime,
 )
 from onnxplace.errors import ExecutionError, ModelError, format_names
 
 if TYPE_CHECKING:
+    from onnxplace.api import InferenceSession
     from onnxplace.bundle import Bundle
     from onnxplace.evaluation import OutputDifference, StepInputs
 
@@ -41,9 +41,7 @@ STEPS_WITH_STATES = 3
 @against_option
 @inputs_option
 @shape_option
-@runtime_option
-@hosts_option
-@start_timeout_option
+@with_runtime
 @click.option(
     "--steps", type=click.IntRange(1), metavar="N", help="Calls that pass states on  [default: 3 if it has states]"
 )
@@ -55,9 +53,7 @@ def verify(
     against: Path | None,
     inputs: Path | None,
     shape: str,
-    runtime: str,
-    hosts: str | None,
-    start_timeout: float | None,
+    session_options: Mapping[str, Any],
     steps: int | None,
     seed: int,
     json_: bool,
@@ -72,13 +68,12 @@ def verify(
     from onnxplace.machine import available_cores, without_optimisations
 
     opened = load(bundle, "all")
-    options = {"runtime": runtime, "hosts": hosts, "timeout": start_timeout}
     count = steps or (STEPS_WITH_STATES if opened.manifest.states else 1)
 
     def compare_on(cores: Sequence[int]) -> list[list[OutputDifference]]:
         with _adapt_hints(inputs):
             step_inputs = choose_step_inputs(opened, inputs, parse_shape(shape), seed)
-            return _compare_steps(opened, against, options, step_inputs, count, cores)
+            return _compare_steps(opened, against, session_options, step_inputs, count, cores)
 
     with show_progress(json_, "comparing") as display:
         differences, optimised = compare_on(available_cores()), True
@@ -126,11 +121,32 @@ def _compare_steps(
     count: int,
     cores: Sequence[int],
 ) -> list[list[OutputDifference]]:
-    """Return the differences of each output in each step.
+    """Return the largest differences of each output in each step; every copy of the bundle does all steps.
 
     The bundle is opened with these options, and the unsplit model runs on `cores`.
     """
     from onnxplace.api import InferenceSession
+
+    by_copy = []
+    with InferenceSession(bundle, **options) as session:
+        for _ in range(max(len(session.list_copies()), 1)):
+            # Requests take turns over the copies, and so do conversations.
+            user = session.conversation() if session.list_copies() and bundle.manifest.states else session
+            by_copy.append(_compare_copy(user, bundle, against, steps, count, cores, options["runtime"]))
+        note_left_out_copies(session.list_copies())
+    return [_find_worst(items) for items in zip(*by_copy)]
+
+
+def _compare_copy(
+    session: InferenceSession,
+    bundle: Bundle,
+    against: Path | None,
+    steps: StepInputs,
+    count: int,
+    cores: Sequence[int],
+    runtime: str,
+) -> list[list[OutputDifference]]:
+    """Return the differences of each output in each step of one copy of a bundle."""
     from onnxplace.evaluation import StateCarrier, compare_outputs, find_bundle_lineages, open_reference
     from onnxplace.utils import report_progress
 
@@ -138,21 +154,20 @@ def _compare_steps(
     lineages = find_bundle_lineages(bundle)
     reference = StateCarrier(open_reference(bundle, against, cores), bundle)
     differences: list[list[OutputDifference]] = []
-    with InferenceSession(bundle, **options) as session:
 
-        def run_bundle(feeds: Mapping[str, Any]) -> Mapping[str, Any]:
-            outputs = session.submit(feeds, names).result().outputs
-            if not outputs:
-                raise make_no_outputs_error(options["runtime"], "verify")
-            return outputs
+    def run_bundle(feeds: Mapping[str, Any]) -> Mapping[str, Any]:
+        outputs = session.submit(feeds, names).result().outputs
+        if not outputs:
+            raise make_no_outputs_error(runtime, "verify")
+        return outputs
 
-        for number in range(count):
-            feeds = steps.feeds(number)
-            with steps.explained(number):
-                differences.append(compare_outputs(run_bundle, reference, feeds, names, lineages))
-            report_progress(number + 1, count)
-            if number == 0:
-                steps.learn(reference.states)
+    for number in range(count):
+        feeds = steps.feeds(number)
+        with steps.explained(number):
+            differences.append(compare_outputs(run_bundle, reference, feeds, names, lineages))
+        report_progress(number + 1, count)
+        if number == 0:
+            steps.learn(reference.states)
     return differences
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from onnxplace.driver.slices import replace_pass, run_slice
-from onnxplace.errors import Diagnostic, InfeasibleError
+from onnxplace.errors import Diagnostic, Figure, InfeasibleError
 from onnxplace.facts import Placement
 from onnxplace.model import Model
 from onnxplace.pipeline import (
@@ -180,4 +180,8 @@ def _describe(placed: Sequence[GroupedStep], best: GroupedStep, one_device: floa
     """Return the note that lists what was compared."""
     alone = "one device does not fit" if one_device == np.inf else f"one device {format_milliseconds(one_device)}"
     message = f"training step: {alone}; placed with {'; '.join(map(str, placed))}: kept {best.name}"
-    return Diagnostic("P046", message, hint="--pipeline with coplace{parameters=..., backward=...} chooses another")
+    others = [Figure(item.name, item.step_seconds) for item in placed if item.name != best.name]
+    alone_figure = [Figure("one device", one_device)] if one_device < np.inf and best.name != "one device" else []
+    hint = "--pipeline with coplace{parameters=..., backward=...} chooses another"
+    figures = (Figure(best.name, best.step_seconds), *others, *alone_figure)
+    return Diagnostic("P046", message, hint=hint, figures=figures)

@@ -15,7 +15,7 @@ from onnxplace.driver.sharding import SHARD, PlacedModel
 from onnxplace.driver.step_trial import keep_fastest_step
 from onnxplace.driver.throughput import Candidate
 from onnxplace.driver.throughput_trial import try_strategies
-from onnxplace.errors import Diagnostic, OnnxplaceError
+from onnxplace.errors import Diagnostic, Figure, OnnxplaceError
 from onnxplace.evaluation import (
     RateTrial,
     Trial,
@@ -147,7 +147,8 @@ def _keep_fastest_step(
 
 def _name_result(note: Diagnostic, staging: Staging) -> Diagnostic:
     """Return a note with the path of the finished bundle."""
-    return Diagnostic(note.code, *map(staging.named, (note.message, note.where, note.hint)))
+    message, where, hint = map(staging.named, (note.message, note.where, note.hint))
+    return replace(note, message=message, where=where, hint=hint)
 
 
 def _find_unmeasured_costs(state: State) -> list[Diagnostic] | None:
@@ -215,7 +216,9 @@ def _compare_with_one_device(
         f"a step took {format_milliseconds(several.step_seconds)}, "
         f"and on {home} alone {format_milliseconds(one.step_seconds)}"
     )
-    note = Diagnostic("P042", f"in a trial, {times}: kept {home}", where=state[Placement].placer)
+    figures = (Figure(home, one.step_seconds), Figure("several devices", several.step_seconds))
+    message = f"in a trial, {times}: kept {home}"
+    note = Diagnostic("P042", message, where=state[Placement].placer, figures=figures)
     return one_device, alone.saying(note, *report_idle_devices(alone)), one
 
 

@@ -13,7 +13,7 @@ from onnxplace.cost_graph import CostGraph
 from onnxplace.driver.first_use import compile_loops
 from onnxplace.errors import Diagnostic, InputError, format_count, suggest_nearest
 from onnxplace.facts import Groups, Placement, Schedule
-from onnxplace.graph import Floats, Longs
+from onnxplace.graph import Floats, Ints, Longs
 from onnxplace.pipeline import (
     BAECHI,
     USE_FEWER_DEVICES,
@@ -60,6 +60,9 @@ class PlacementResult:
     start_seconds: Floats
     """Per node of the cost graph, in its order."""
     finish_seconds: Floats
+    device: Ints
+    """Per node, the index of its device."""
+    schedule: Schedule
     passes: tuple[Timing, ...]
     diagnostics: tuple[Diagnostic, ...] = ()
 
@@ -192,6 +195,8 @@ def _build_result(
         placement=graph.device_of(state[Placement].device),
         start_seconds=schedule.simulation.start_seconds,
         finish_seconds=schedule.simulation.finish_seconds,
+        device=state[Placement].device,
+        schedule=schedule,
         passes=timings,
         diagnostics=(*state.diagnostics, *unused),
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from onnxplace.driver.coplacement import place_training_step
 from onnxplace.driver.slices import insert_pass, run_slice
-from onnxplace.errors import Diagnostic, InfeasibleError
+from onnxplace.errors import Diagnostic, Figure, InfeasibleError
 from onnxplace.facts import Placement, Profile, Shards
 from onnxplace.pipeline import OBJECTIVES, Observer, PassSpec, Pipeline, Timing
 from onnxplace.problem import predict_single_device_seconds, predict_step_seconds
@@ -105,7 +106,13 @@ def _compare(state: State, whole: State | None, parts: State) -> Diagnostic:
     ways = parts[Shards].ways
     kept = "whole operators" if whole is not None and not _is_better(parts, whole) else "sharding"
     message = f"one device: {alone}; whole operators placed: {placed}; sharded {ways} ways: {sharded}: kept {kept}"
-    return Diagnostic("P062", message)
+    figures = [
+        Figure("whole operators", predict_step_seconds(whole) if whole is not None else math.inf),
+        Figure(f"sharded {ways} ways", predict_step_seconds(parts)),
+        Figure("one device", float(predict_single_device_seconds(state).min())),
+    ]
+    kept_first = figures if kept == "whole operators" else [figures[1], figures[0], figures[2]]
+    return Diagnostic("P062", message, figures=tuple(item for item in kept_first if math.isfinite(item.seconds)))
 
 
 def report_spare_ways(ways: int | None, target: Target) -> list[Diagnostic]:

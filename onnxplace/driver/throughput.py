@@ -14,7 +14,7 @@ from onnxplace.driver.strategies import (
     list_strategies,
     predict_fitting,
 )
-from onnxplace.errors import Diagnostic
+from onnxplace.errors import Diagnostic, Figure
 from onnxplace.facts import Placement, Profile, Routes
 from onnxplace.model import Model
 from onnxplace.pipeline import Observer, PassSpec, Pipeline, Timing, format_pipeline, make_pass, parse_pipeline
@@ -119,7 +119,9 @@ def _describe_predictions(fitting: Sequence[Prediction]) -> Diagnostic:
     """Return the note that lists what was considered."""
     texts = [f"{item.strategy.name}: {format_rate(item.interval_seconds)}" for item in fitting[:MAX_LISTED_STRATEGIES]]
     more = [f"{len(fitting) - MAX_LISTED_STRATEGIES} more"] if len(fitting) > MAX_LISTED_STRATEGIES else []
-    return Diagnostic("P043", f"requests per second by prediction: {'; '.join(texts + more)}", where="throughput")
+    message = f"requests per second by prediction: {'; '.join(texts + more)}"
+    figures = tuple(Figure(item.strategy.name, item.interval_seconds) for item in fitting)
+    return Diagnostic("P043", message, where="throughput", figures=figures)
 
 
 def format_rate(interval_seconds: float) -> str:

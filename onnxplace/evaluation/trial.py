@@ -114,16 +114,20 @@ def _find_missing_gpu(manifest: Manifest) -> Diagnostic | None:
     return None
 
 
-def run_trials(bundles: Sequence[Bundle], feeds: Mapping[str, Array], *, cached: bool = True) -> tuple[Trial, ...]:
+def run_trials(
+    bundles: Sequence[Bundle], feeds: Mapping[str, Array], *, cached: bool = True, runtime: Runtime | None = None
+) -> tuple[Trial, ...]:
     """Run bundles in turns, for about a second each and at least nine steps.
 
-    Earlier measurements of equal segments and feeds are reused if `cached`. Raises ExecutionError if a segment fails,
-    TargetError if a device is missing.
+    Earlier measurements of equal segments and feeds are reused if `cached`. With a `runtime`, such as that for several
+    hosts, its sessions run, and nothing is reused. Raises ExecutionError if a segment fails, TargetError if a device is
+    missing.
     """
+    cached = cached and runtime is None
     name = measurement_cache.key(["trial", *(build_trial_key(bundle, feeds) for bundle in bundles)])
     if cached and (cached_trials := _read_cached_trials(name, bundles)):
         return cached_trials
-    runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
+    runtime = runtime or cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
     with ExitStack() as stack:
         sessions = [
             # One bundle may hold a state whole that another one holds in parts.
@@ -165,7 +169,8 @@ def apply_trial(manifest: Manifest, trial: Trial) -> Manifest:
     them.
     """
     segments = tuple(
-        segment.model_copy(update={"seconds": trial.segment_seconds[segment.id]}) for segment in manifest.segments
+        segment.model_copy(update={"seconds": trial.segment_seconds[segment.id], "planned_seconds": segment.seconds})
+        for segment in manifest.segments
     )
     measured = manifest.predicted.model_copy(update={"request_seconds": trial.request_seconds})
     routes = _scale_routes(manifest, trial)

@@ -169,5 +169,6 @@ def check_shape(shape: tuple[int, ...], item: Declared, symbols: dict[str, tuple
             raise FeedError("F004", f"{message}: axis {axis} must be {entry}", where=where)
         if isinstance(entry, str):
             first, place = symbols.setdefault(entry, (size, f"{item.name}[{axis}]"))
-            if first != size and 1 not in (first, size):  # ones may be broadcast
+            # Ones may be broadcast, and empty arrays are for branches that are not taken.
+            if first != size and not {0, 1} & {first, size}:
                 raise FeedError("F005", f"dimension {entry!r} is {size} here and {first} in {place}", where=where)

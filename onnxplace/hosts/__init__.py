@@ -6,7 +6,6 @@ from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
     from onnxplace.hosts.connection import (
-        INSTALL_HINT as INSTALL_HINT,
         Connection as Connection,
         is_this_machine as is_this_machine,
     )
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
         parse_hosts as parse_hosts,
         parse_slots as parse_slots,
     )
+    from onnxplace.hosts.mpi_launchers import INSTALL_HINT as INSTALL_HINT, find_launcher as find_launcher
     from onnxplace.hosts.rank_ends import find_mpi_cause as find_mpi_cause, find_rank_end as find_rank_end
     from onnxplace.hosts.survey import (
         DEFAULT_SECONDS as DEFAULT_SECONDS,
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "connection": "INSTALL_HINT Connection is_this_machine",
+        "connection": "Connection is_this_machine",
         "describe_host": "list_versions",
         "host_lists": "HostSlots parse_hosts parse_slots",
+        "mpi_launchers": "INSTALL_HINT find_launcher",
         "rank_ends": "find_mpi_cause find_rank_end",
         "survey": "DEFAULT_SECONDS HostDescription HostLink HostSurvey survey_hosts",
     },

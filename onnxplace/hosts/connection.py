@@ -13,21 +13,18 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from onnxplace.errors import ExecutionError, TargetError, UsageError, format_value
+from onnxplace.hosts.mpi_launchers import find_launcher
 from onnxplace.hosts.rank_ends import find_mpi_cause, report_end
 
 # Seconds for a remote shell to say that there is no host, and for a process to end after it was asked to.
 CONNECT_SECONDS, ENDING_SECONDS = 10, 1.0
 # To read what a process wrote that has ended while others were waited for.
 READING_SECONDS = 0.1
-# MPICH's network by plain TCP: its default takes shared memory between two network namespaces of one machine.
-MPI_ENVIRONMENT = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
 # How ssh reports that it did not reach the host.
 UNREACHABLE = 255
-INSTALL_HINT = "pip install 'onnxplace[mpi]'"
 
 
 @dataclass(frozen=True)
@@ -55,12 +52,12 @@ class Connection:
         Raises TargetError if a host cannot be reached, or onnxplace cannot be run there.
         """
         command = [sys.executable, "-P", "-m", module, *arguments]
-        commands = [command if is_this_machine(host) else self._make_remote(host, command) for host in hosts]
+        commands = [command if is_this_machine(host) else self.make_remote_command(host, command) for host in hosts]
         processes = run_together(commands, self.timeout_seconds)
         return [self._require_success(host, process) for host, process in zip(hosts, processes)]
 
-    def _make_remote(self, host: str, command: Sequence[str]) -> list[str]:
-        """Return the command that runs another one on a host."""
+    def make_remote_command(self, host: str, command: Sequence[str]) -> list[str]:
+        """Return the command that runs another one on a host; raises UsageError without a remote shell."""
         # Only ssh is known to have these options.
         options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}"]
         shell = self.find_remote_shell()
@@ -90,17 +87,8 @@ class Connection:
             module: The module, which `mpi4py` runs.
             arguments: Its arguments.
         """
-        # Absolute, as this environment's folder of programs need not be on the path of other hosts.
-        hosts = ",".join(f"{host}:{count}" for host, count in counts.items())
-        command = [find_mpiexec(), "-hosts", hosts, "-n", str(sum(counts.values()))]
-        if not all(map(is_this_machine, counts)):
-            command += ["-launcher", "ssh", "-launcher-exec", self.find_remote_shell()]
-        environment = dict(MPI_ENVIRONMENT)
-        if self.interface:
-            command += ["-iface", self.interface]
-            environment["FI_TCP_IFACE"] = self.interface
-        for name, value in environment.items():
-            command += ["-genv", name, value]
+        remote_shell = "" if all(map(is_this_machine, counts)) else self.find_remote_shell()
+        command = find_launcher().make_command(counts, remote_shell, self.interface)
         # Without `-m mpi4py`, the other ranks wait for one that raised an exception.
         return [*command, *report_end([sys.executable, "-P", "-m", "mpi4py", "-m", module, *arguments])]
 
@@ -119,7 +107,8 @@ class Connection:
             )
             raise ExecutionError("K007", message, where=where, hint=hint)
         if process.returncode:
-            message = f"MPI failed with exit code {process.returncode}: {find_mpi_cause(process.stderr, hosts)}"
+            cause = find_mpi_cause(process.stderr if process.stderr.strip() else process.stdout, hosts)
+            message = f"MPI failed with exit code {process.returncode}: {cause}"
             hint = "the hosts have to find each other by their names; --interface names the network between them"
             raise ExecutionError("K007", message, where=where, hint=hint)
         return process.stdout
@@ -132,21 +121,6 @@ def is_this_machine(host: str) -> bool:
     True
     """
     return host in ("localhost", "127.0.0.1", socket.gethostname().lower())
-
-
-@cache
-def find_mpiexec() -> str:
-    """Return MPICH's launcher, that of this Python's environment first; raises UsageError if there is none."""
-    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    path = shutil.which("mpiexec", path=folders)
-    if path is None:
-        raise UsageError("K003", "there is no mpiexec, which starts processes on several hosts", hint=INSTALL_HINT)
-    version = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace").stdout
-    if "HYDRA" not in version:
-        first = next(iter(version.splitlines()), "nothing")
-        message = f"expected MPICH's mpiexec (HYDRA), got {path}, which says {format_value(first)}"
-        raise UsageError("K003", message, hint=INSTALL_HINT)
-    return path
 
 
 def run_together(commands: Sequence[Sequence[str]], seconds: float) -> list[subprocess.CompletedProcess[str] | None]:

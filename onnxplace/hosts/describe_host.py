@@ -11,7 +11,7 @@ from onnxplace._version import __version__
 from onnxplace.errors import OnnxplaceError
 
 # Packages besides onnxplace that have to be equal on all hosts: they exchange messages and open the same segments.
-PACKAGES = ("mpi4py", "mpich")
+PACKAGES = ("mpi4py", "mpich", "openmpi")
 
 
 def describe_host(devices: str) -> dict[str, object]:

@@ -20,8 +20,15 @@ _SCRIPT = (
 _END = re.compile(r"onnxplace: rank (\d+) ended with code (\d+)")
 # Shells add this to the number of a signal.
 _SIGNAL_BASE = 128
+# How ranks of Open MPI end whose peer has ended.
+_LOST_PEER = 14
 # A line of MPICH's launcher, or of its proxy on the host of this index: `[proxy:1@name] function (file:line): message`.
 _LAUNCHER_LINE = re.compile(r"\[(?:mpiexec|proxy:(?P<index>\d+))@[^]]*\] \w+ \([^)]*\): (?P<message>.*)")
+
+# An explanation of Open MPI's launcher, between two lines of hyphens.
+_BOX = re.compile(r"^-{40,}\n(.*?)^-{40,}$", re.MULTILINE | re.DOTALL)
+
+_REMOTE_HOST = re.compile(r"Remote host: +(\S+)")
 
 
 @dataclass(frozen=True)
@@ -46,9 +53,11 @@ def find_rank_end(printed: str) -> RankEnd | None:
     >>> find_rank_end("No module named mpi4py\nonnxplace: rank 1 ended with code 1\n")
     RankEnd(rank=1, reason='exit code 1', cause='No module named mpi4py')
     """
-    match = _END.search(printed)
-    if match is None:
+    ends = list(_END.finditer(printed))
+    if not ends:
         return None
+    # Launchers end the others without such a line. With Open MPI, a rank that lost its peer may be quicker than that.
+    match = min(ends, key=lambda item: (int(item[2]) == _LOST_PEER, int(item[2]) <= _SIGNAL_BASE))
     rank, code = map(int, match.groups())
     if code > _SIGNAL_BASE:
         with suppress(ValueError):
@@ -69,6 +78,14 @@ def find_mpi_cause(printed: str, hosts: Sequence[str]) -> str:
     """
     if end := find_rank_end(printed):
         return end.cause or f"rank {end.rank} died ({end.reason})"
+    if (
+        box := _BOX.search(printed)
+    ) is not None:  # Open MPI explains at length; what was written before it is the cause
+        before = printed[: box.start()].strip().splitlines()
+        if before:
+            return before[-1].strip()
+        host = _REMOTE_HOST.search(box[1])
+        return f"{f'on {host[1]}: ' if host else ''}{' '.join(box[1].split()).partition('. ')[0]}"
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     launcher = [match for line in lines if (match := _LAUNCHER_LINE.fullmatch(line))]
     others = [line for line in lines if not line.startswith(("[mpiexec", "[proxy", "Abort("))]

@@ -14,7 +14,8 @@ import numpy as np
 
 from onnxplace.calibration import LinkFit, fit_link
 from onnxplace.errors import ExecutionError, TargetError, UsageError
-from onnxplace.hosts.connection import INSTALL_HINT, Connection, find_mpiexec
+from onnxplace.hosts.connection import Connection
+from onnxplace.hosts.mpi_launchers import INSTALL_HINT, find_launcher
 from onnxplace.target import Link, Target, default_link, read_target
 from onnxplace.utils import report_time_limit
 
@@ -33,7 +34,7 @@ class HostDescription:
 
     name: str
     versions: Mapping[str, str]
-    """Of onnxplace, onnxruntime, python, mpi4py and mpich."""
+    """Of onnxplace, onnxruntime, python, mpi4py, mpich and openmpi; empty for what is not installed."""
     target: Target
     """Its devices and the links between them, without the host's name."""
 
@@ -101,7 +102,7 @@ def survey_hosts(
         message = f"expected more than 0 and at most {MAX_SECONDS:g} seconds, got {seconds}"
         raise UsageError("K001", message, where="--seconds", hint=f"omit it for {DEFAULT_SECONDS:g}")
     connection = connection or Connection()
-    find_mpiexec()
+    find_launcher()
     notify = observer or (lambda name, position, count: None)
     notify("reaching hosts", 0, 2)
     printed = connection.run_on_hosts(hosts, "onnxplace.hosts.describe_host", devices)

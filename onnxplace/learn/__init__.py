@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from onnxplace.learn.learning import (
         LearnOptions as LearnOptions,
         LearnResult as LearnResult,
-        Observer as Observer,
         learn_placeto as learn_placeto,
     )
     from onnxplace.learn.measured import MeasuredPoint as MeasuredPoint, learn_measured as learn_measured
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
         SequencePoint as SequencePoint,
         learn_sequence as learn_sequence,
     )
+    from onnxplace.learn.training_loop import Observer as Observer
     from onnxplace.learn.traversal import StudyOptions as StudyOptions, StudyRow as StudyRow, run_study as run_study
 
 __getattr__, __dir__, __all__ = attach(
@@ -39,9 +39,10 @@ __getattr__, __dir__, __all__ = attach(
     {
         "curves": "CurvePoint plot_curve write_curve",
         "guided": "GuidedObserver GuidedOptions GuidedPoint GuidedResult learn_guided",
-        "learning": "LearnOptions LearnResult Observer learn_placeto",
+        "learning": "LearnOptions LearnResult learn_placeto",
         "measured": "MeasuredPoint learn_measured",
         "order_statistics": "FamilyStudy summarise_study",
+        "training_loop": "Observer",
         "traversal": "StudyOptions StudyRow run_study",
         "problems": "LearningGraph draw_mixture draw_problems read_problems",
         "sequences": "SequenceLearnOptions SequencePoint learn_sequence",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -10,10 +10,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from onnxplace.errors import InputError, UsageError
-from onnxplace.learn.curves import Plotted, plot_curve, read_curve, write_curve
-from onnxplace.learn.learning import CHECKPOINT_SECONDS, checkpoint_path
+from onnxplace.errors import InputError
+from onnxplace.learn.curves import Plotted, write_curve
 from onnxplace.learn.problems import LearningGraph
+from onnxplace.learn.training_loop import TrainingLoop, checkpoint_path, require_limit, run_training
 from onnxplace.learn.variants import vary_problem
 from onnxplace.passes.learning import (
     MOMENTS,
@@ -33,7 +33,7 @@ from onnxplace.passes.learning import (
     search_lesson,
     write_guided_policy,
 )
-from onnxplace.utils import budget_clock, format_path, require_writable
+from onnxplace.utils import require_writable
 
 # One graph of so many is not trained on: it tells which policy is best. With fewer graphs, all are for both. No divisor
 # of the counts in use, and not of 3 either, or all of them would be variants of one kind.
@@ -62,9 +62,7 @@ class GuidedOptions:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        if self.seconds <= 0 and self.steps <= 0:
-            message, hint = "expected a time limit or a number of steps, got neither", "give --seconds or --steps"
-            raise UsageError("H008", message, hint=hint)
+        require_limit(self.seconds, self.steps, "steps")
 
 
 @dataclass(frozen=True)
@@ -149,26 +147,22 @@ def learn_from_lessons(
     training = GuidedTraining(lessons, options, families, output)
     if resume:
         training.restore()
-    try:
-        for progress, point in training.run():
-            if observer:
-                observer(progress, point)
-    finally:
-        training.write_checkpoint()
-    files = [output, checkpoint_path(output), output.with_suffix(".csv")]
-    image = output.with_suffix(".png")
-    if plot_curve(image, training.points, f"guided, {families}" if families else "guided"):
-        files.append(image)
+    files = run_training(training, observer, f"guided, {families}" if families else "guided")
     return GuidedResult(training.best, training.points, files)
 
 
-class GuidedTraining:
+class GuidedTraining(TrainingLoop):
     """A training in progress."""
+
+    point_kind = GuidedPoint
+    point_updates = POINT_STEPS
+
+    best: GuidedPolicy
 
     def __init__(self, lessons: Sequence[Lesson], options: GuidedOptions, families: str, output: Path) -> None:
         torch = require_torch()
         torch.set_num_threads(options.threads)
-        self.options, self.output = options, output
+        self.options = options
         is_held_out = np.zeros(len(lessons), dtype=bool)
         if len(lessons) >= VALIDATION_PERIOD:
             is_held_out[VALIDATION_PERIOD - 1 :: VALIDATION_PERIOD] = True
@@ -178,7 +172,7 @@ class GuidedTraining:
         self.validation = np.flatnonzero(is_held_out) if is_held_out.any() else self.trained
         shape = GuidedShape()
         devices = max(len(lesson.problem.target.devices) for lesson in lessons)
-        self.best = GuidedPolicy(
+        best = GuidedPolicy(
             shape=shape,
             tensors=shape.draw_tensors(options.seed),
             families=families,
@@ -187,33 +181,26 @@ class GuidedTraining:
             steps=0,
             seed=options.seed,
         )
-        self.best_cost = np.inf
-        self.points: list[GuidedPoint] = []
+        super().__init__(output, best)
         self.parameters = {
-            name: torch.from_numpy(tensor.copy()).requires_grad_() for name, tensor in self.best.tensors.items()
+            name: torch.from_numpy(tensor.copy()).requires_grad_() for name, tensor in best.tensors.items()
         }
         self.optimizer = torch.optim.Adam(list(self.parameters.values()), lr=FIRST_RATE)
         self.lesson_examples: dict[int, Example | None] = {}
         self.steps = 0
         self.rng = np.random.default_rng([options.seed, 3])
-        self.recent: list[tuple[float, float]] = []
-        """Losses and shares of right decisions since the last point."""
 
-    def run(self) -> Iterator[tuple[float, GuidedPoint]]:
-        """Train until the limit; yield the progress with each point of the curve."""
-        start, before = budget_clock(), self.points[-1].seconds if self.points else 0.0
-        last_checkpoint, progress = start, self._progress(before, 0.0)
-        while progress < 1.0:
-            self.recent.append(self.step(self.rng, progress))
-            elapsed = budget_clock() - start
-            progress = self._progress(before, elapsed)
-            if self.steps % POINT_STEPS == 0 or progress >= 1.0:
-                losses, rights = zip(*self.recent)
-                self.recent = []
-                yield progress, self._add_point(float(np.mean(losses)), float(np.mean(rights)), before + elapsed)
-            if budget_clock() - last_checkpoint > CHECKPOINT_SECONDS:
-                self.write_checkpoint()
-                last_checkpoint = budget_clock()
+    @property
+    def updates(self) -> int:
+        return self.steps
+
+    @property
+    def limits(self) -> tuple[float, int]:
+        return self.options.seconds, self.options.steps
+
+    def improve(self, progress: float) -> tuple[float, float]:
+        """Take a step; return its loss and its share of right decisions."""
+        return self.step(self.rng, progress)
 
     def write_checkpoint(self) -> None:
         """Write what a training is resumed from, and the best policy so far."""
@@ -231,13 +218,11 @@ class GuidedTraining:
 
     def restore(self) -> None:
         """Continue from the checkpoint; raises InputError if it is of another training."""
-        torch, path = require_torch(), checkpoint_path(self.output)
-        policy, checkpoint = read_guided_checkpoint(path)
-        if repr(replace(policy, tensors={}, steps=0)) != repr(replace(self.best, tensors={}, steps=0)):
-            message = "the checkpoint belongs to another training: families, graphs, devices and seed must be equal"
-            hint = "repeat the options of that training, or omit --resume to start anew"
-            raise InputError("H012", message, where=format_path(path), hint=hint)
-        points = read_curve(self.output.with_suffix(".csv"), GuidedPoint)
+        torch = require_torch()
+        policy, checkpoint = read_guided_checkpoint(checkpoint_path(self.output))
+        is_same = repr(replace(policy, tensors={}, steps=0)) == repr(replace(self.best, tensors={}, steps=0))
+        self.require_same(is_same, "families, graphs, devices and seed")
+        points = self.read_points()
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(torch.from_numpy(policy.tensors[name]))
@@ -254,16 +239,7 @@ class GuidedTraining:
         self.rng.bit_generator.state = checkpoint.random_state
         self.recent = [(loss, right) for loss, right in checkpoint.arrays["recent"].tolist()]
         self.steps = policy.steps
-        self.points = [point for point in points if point.updates <= policy.steps]
-        if self.output.exists() and self.points:
-            self.best = read_guided_policy(self.output)
-            self.best_cost = min(point.validation_cost for point in self.points)
-
-    def _progress(self, before: float, elapsed: float) -> float:
-        options = self.options
-        by_time = (before + elapsed) / (before + options.seconds) if options.seconds > 0 else 0.0
-        by_count = self.steps / options.steps if options.steps > 0 else 0.0
-        return min(1.0, max(by_time, by_count))
+        self.restore_points(points, policy.steps, read_guided_policy)
 
     def step(self, rng: np.random.Generator, progress: float) -> tuple[float, float]:
         """Improve the parameters by some graphs; return the loss of imitation and the share of right decisions."""
@@ -322,8 +298,9 @@ class GuidedTraining:
             ]
         return examples
 
-    def _add_point(self, loss: float, right: float, seconds: float) -> GuidedPoint:
+    def add_point(self, recent: Sequence[tuple[float, float]], seconds: float) -> GuidedPoint:
         """Evaluate the policy on unseen graphs; keep it if it is the best so far."""
+        losses, rights = zip(*recent)
         policy, costs, teachers = self.policy(), list[float](), list[float]()
         for index in self.validation.tolist():
             graph, lesson = self.graphs[index], self.lessons[index]
@@ -337,8 +314,8 @@ class GuidedTraining:
         point = GuidedPoint(
             updates=self.steps,
             seconds=round(seconds, 3),
-            loss=loss,
-            right=right,
+            loss=float(np.mean(losses)),
+            right=float(np.mean(rights)),
             validation_cost=cost,
             teacher_cost=teacher,
         )

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from onnxplace.errors import InputError, UsageError, format_count
+from onnxplace.errors import format_count
 from onnxplace.graph import Ints
-from onnxplace.learn.curves import CurvePoint, Plotted, plot_curve, read_curve, write_curve
+from onnxplace.learn.curves import CurvePoint, Plotted, write_curve
 from onnxplace.learn.problems import LearningGraph
+from onnxplace.learn.training_loop import (
+    Observer,
+    TrainingLoop,
+    checkpoint_path,
+    prepare_training,
+    require_limit,
+    run_training,
+)
 from onnxplace.passes.learning import (
     COMPLETION_ROUNDS,
     ROUNDS,
@@ -26,12 +34,10 @@ from onnxplace.passes.learning import (
     Update,
     find_completions,
     read_learner,
-    require_torch,
     update_from_completions,
     update_policy,
     write_policy,
 )
-from onnxplace.utils import budget_clock, format_path, require_writable
 
 # One graph of so many is not trained on: it tells which policy is best. With fewer graphs, all are for both.
 VALIDATION_PERIOD = 6
@@ -40,12 +46,7 @@ POINT_UPDATES = 32
 # Of two policies whose costs differ by this share of the lower one, the later one is kept: a few graphs cannot tell
 # which one is better, but the later one has learned more.
 SIMILAR_COST = 0.002
-# Seconds between two checkpoints.
-CHECKPOINT_SECONDS = 30.0
-
 Item = TypeVar("Item")
-Observer = Callable[[float, Any], None]
-"""Called with the progress from 0 to 1 at each point of the curve."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,7 @@ class LearnOptions:
     """With measured rewards, models are coarsened to so many nodes."""
 
     def __post_init__(self) -> None:
-        if self.seconds <= 0 and self.updates <= 0:
-            message, hint = "expected a time limit or a number of updates, got neither", "give --seconds or --updates"
-            raise UsageError("H008", message, hint=hint)
+        require_limit(self.seconds, self.updates)
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,6 @@ class LearnResult:
     """All that were written."""
     measured_ratio: float | None = None
     """With measured rewards, the step of the kept placement relative to that of a search, in turns; else None."""
-
-
-def checkpoint_path(output: Path) -> Path:
-    """Return the file from which the training of a policy is resumed."""
-    return output.with_suffix(f".checkpoint{output.suffix}")
 
 
 def learn_placeto(
@@ -115,28 +109,9 @@ def learn_placeto(
         UsageError: torch is missing, or a file cannot be written.
         InputError: The checkpoint does not belong to these options.
     """
-    torch = require_torch()
-    require_writable(output)
-    if not graphs:
-        raise InputError("H011", "expected at least one graph to learn from, got none")
-    torch.set_num_threads(options.threads)
+    prepare_training(graphs, output, options.threads)
     training = Training.of(graphs, options, output, family, resume)
-    return run_training(training, observer, f"placeto, {family or format_count(len(graphs), 'graph')}")
-
-
-def run_training(training: Training, observer: Observer | None, title: str) -> LearnResult:
-    """Train until a limit is reached; write the policy, its checkpoint and its learning curve with a title."""
-    output = training.output
-    try:
-        for progress, point in training.run():
-            if observer:
-                observer(progress, point)
-    finally:
-        training.write_checkpoint()
-    files = [output, checkpoint_path(output), output.with_suffix(".csv")]
-    image = output.with_suffix(".png")
-    if plot_curve(image, training.points, title):
-        files.append(image)
+    files = run_training(training, observer, f"placeto, {family or format_count(len(graphs), 'graph')}")
     return LearnResult(training.best, training.points, files)
 
 
@@ -149,8 +124,8 @@ def hold_out(items: Sequence[Item]) -> tuple[Sequence[Item], Sequence[Item]]:
 
 
 @dataclass
-class Training:
-    """A training in progress."""
+class Training(TrainingLoop):
+    """A training of Placeto's policy in progress."""
 
     point_kind: ClassVar[type[Plotted]] = CurvePoint
     point_updates: ClassVar[int] = POINT_UPDATES
@@ -158,11 +133,7 @@ class Training:
     environments: Sequence[Environment]
     validation: Sequence[Environment]
     options: LearnOptions
-    output: Path
     learner: Learner
-    best: Policy
-    best_cost: float
-    points: list[Any]
     completions: dict[int, Ints] = field(default_factory=dict)
     """Good placements of the graphs that had a turn."""
 
@@ -184,57 +155,38 @@ class Training:
             seed=seed,
             learned_from=options.settings.learn_from,
         )
-        training = Training(trained, held_out, options, output, Learner.of(policy), policy, np.inf, [])
+        training = Training(output, policy, trained, held_out, options, Learner.of(policy))
         if resume:
             training.restore(policy)
         return training
 
     def restore(self, expected: Policy) -> None:
         """Continue from the checkpoint; raises InputError if it is of another training."""
-        path = checkpoint_path(self.output)
-        policy, learner = read_learner(path)
+        policy, learner = read_learner(checkpoint_path(self.output))
         described = replace(policy, theta=expected.theta, updates=0)
-        if learner is None or repr(described) != repr(expected):
-            message = "the checkpoint belongs to another training: options, graphs and seed must be equal"
-            hint = "repeat the options of that training, or omit --resume to start anew"
-            raise InputError("H012", message, where=format_path(path), hint=hint)
-        points = read_curve(self.output.with_suffix(".csv"), self.point_kind)
-        self.learner = learner
-        self.points = [point for point in points if point.updates <= policy.updates]
-        if self.output.exists() and self.points:
-            self.best, _ = read_learner(self.output)
-            self.best_cost = min(point.validation_cost for point in self.points)
+        self.require_same(learner is not None and repr(described) == repr(expected))
+        assert learner is not None
+        points, self.learner = self.read_points(), learner
+        self.restore_points(points, policy.updates, lambda path: read_learner(path)[0])
 
-    def run(self) -> Iterator[tuple[float, Any]]:
-        """Update the policy until a limit is reached; yield the progress and a point now and then."""
-        start = budget_clock()
-        before = self.points[-1].seconds if self.points else 0.0
-        last_checkpoint, recent = start, list[Update]()
-        while True:
-            elapsed = budget_clock() - start
-            progress = self._progress(before, elapsed)
-            if recent and (progress >= 1 or self.learner.policy.updates % self.point_updates == 0):
-                yield progress, self.add_point(recent, before + elapsed)
-                recent = []
-            if progress >= 1:
-                return
-            if budget_clock() - last_checkpoint > CHECKPOINT_SECONDS:
-                self.write_checkpoint()
-                last_checkpoint = budget_clock()
-            update = self.update(self._next_graph(), progress)
-            self.learner = update.learner
-            recent.append(update)
+    @property
+    def updates(self) -> int:
+        return int(self.learner.policy.updates)
 
-    def _progress(self, before: float, elapsed: float) -> float:
-        options = self.options
-        by_time = (before + elapsed) / (before + options.seconds) if options.seconds > 0 else 0.0
-        by_count = self.learner.policy.updates / options.updates if options.updates > 0 else 0.0
-        return min(1.0, max(by_time, by_count))
+    @property
+    def limits(self) -> tuple[float, int]:
+        return self.options.seconds, self.options.updates
+
+    def improve(self, progress: float) -> Update:
+        """Update the policy from the next graph."""
+        update = self.update(self._next_graph(), progress)
+        self.learner = update.learner
+        return update
 
     def _next_graph(self) -> int:
         """Return the graph of the next update: each once in a random order, then in another one."""
         count = len(self.environments)
-        turn, position = divmod(self.learner.policy.updates, count)
+        turn, position = divmod(self.updates, count)
         return int(np.random.default_rng([self.options.settings.seed, turn, 1]).permutation(count)[position])
 
     def update(self, index: int, progress: float) -> Update:

@@ -16,9 +16,10 @@ from onnxplace.errors import InputError
 from onnxplace.facts import Profile
 from onnxplace.graph import Ints
 from onnxplace.learn.bundle_timer import BundleTimer
-from onnxplace.learn.curves import Plotted, plot_curve
-from onnxplace.learn.learning import LearnOptions, LearnResult, Training, checkpoint_path
+from onnxplace.learn.curves import Plotted
+from onnxplace.learn.learning import LearnOptions, LearnResult, Training
 from onnxplace.learn.problems import LearningGraph
+from onnxplace.learn.training_loop import prepare_training, run_training
 from onnxplace.passes.learning import (
     Environment,
     Learner,
@@ -27,11 +28,10 @@ from onnxplace.passes.learning import (
     Update,
     coarsen_to,
     hash_names,
-    require_torch,
     search_lesson,
     update_from_ends,
 )
-from onnxplace.utils import read_json, require_writable, temporary_folder, write_file
+from onnxplace.utils import read_json, temporary_folder, write_file
 
 # What a placement that does not fit, or whose bundle fails, counts as, and the most that any counts as; 1 is the start.
 FAILED_COST = 10.0
@@ -186,27 +186,14 @@ def learn_measured(
         InputError: The checkpoint does not belong to these options.
         InfeasibleError: A model does not fit the devices.
     """
-    torch = require_torch()
-    require_writable(output)
-    torch.set_num_threads(options.threads)
+    prepare_training(graphs, output, options.threads)
     with temporary_folder() as folder:
         training = MeasuredTraining.for_models(graphs, options, output, family, folder)
         if resume:
             training.restore(training.best)
         for model, path in zip(training.models, training.map_paths):
             model.measure_starts(model.read_device_map(path) if resume else None)
-        try:
-            for progress, point in training.run():
-                if observer:
-                    observer(progress, point)
-            for model in training.models:
-                model.confirm()
-        finally:
-            training.write_checkpoint()
-    files = [output, checkpoint_path(output), output.with_suffix(".csv"), *training.map_paths]
-    image = output.with_suffix(".png")
-    if plot_curve(image, training.points, f"placeto, measured, {family}"):
-        files.append(image)
+        files = run_training(training, observer, f"placeto, measured, {family}")
     ratios = [model.best[0] / model.reference[0] for model in training.models]
     return LearnResult(training.best, training.points, files, float(np.exp(np.mean(np.log(ratios)))))
 
@@ -246,9 +233,13 @@ class MeasuredTraining(Training):
             max_nodes=options.max_groups,
         )
         environments = [model.environment for model in models]
-        return MeasuredTraining(
-            environments, environments, options, output, Learner.of(policy), policy, np.inf, [], models=models
-        )
+        return MeasuredTraining(output, policy, environments, environments, options, Learner.of(policy), models=models)
+
+    def finish(self) -> Sequence[Path]:
+        """Run the best placements in turns."""
+        for model in self.models:
+            model.confirm()
+        return self.map_paths
 
     @property
     def map_paths(self) -> list[Path]:

@@ -10,18 +10,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from onnxplace.errors import InputError, format_count
-from onnxplace.learn.curves import Plotted, read_curve, write_curve
-from onnxplace.learn.learning import (
-    LearnOptions,
-    LearnResult,
+from onnxplace.errors import format_count
+from onnxplace.learn.curves import Plotted, write_curve
+from onnxplace.learn.learning import LearnResult, Training, hold_out
+from onnxplace.learn.problems import LearningGraph
+from onnxplace.learn.training_loop import (
     Observer,
-    Training,
     checkpoint_path,
-    hold_out,
+    prepare_training,
+    require_limit,
     run_training,
 )
-from onnxplace.learn.problems import LearningGraph
 from onnxplace.passes.learning import (
     SequenceGraph,
     SequenceInputs,
@@ -31,12 +30,10 @@ from onnxplace.passes.learning import (
     SequenceShape,
     SequenceUpdate,
     read_sequence_learner,
-    require_torch,
     sample_policy,
     update_sequence_policy,
     write_sequence_policy,
 )
-from onnxplace.utils import format_path, require_writable
 
 # Placements of each unseen graph next to the likeliest one, as many as the placers sample.
 VALIDATION_SAMPLES = 16
@@ -57,8 +54,7 @@ class SequenceLearnOptions:
     """Graphs with more nodes are coarsened."""
 
     def __post_init__(self) -> None:
-        # The limits are as those of `placeto`: without one, this raises UsageError.
-        LearnOptions(self.shape.devices, self.seconds, self.updates)
+        require_limit(self.seconds, self.updates)
 
 
 @dataclass(frozen=True)
@@ -115,16 +111,14 @@ def learn_sequence(
         UsageError: torch is missing, or a file cannot be written.
         InputError: There are no graphs, or the checkpoint does not belong to these options.
     """
-    torch = require_torch()
-    require_writable(output)
-    if not any(len(graph.problem.graph) for graph in graphs):
-        raise InputError("H011", "expected at least one graph to learn from, got none")
-    torch.set_num_threads(options.threads)
-    training = SequenceTraining.start([graph for graph in graphs if len(graph.problem.graph)], options, output, family)
+    with_nodes = [graph for graph in graphs if len(graph.problem.graph)]
+    prepare_training(with_nodes, output, options.threads)
+    training = SequenceTraining.start(with_nodes, options, output, family)
     if resume:
         training.restore(training.learner.policy)
     title = f"{options.shape.kind}, {family or format_count(len(graphs), 'graph')}"
-    return run_training(training, observer, title)
+    files = run_training(training, observer, title)
+    return LearnResult(training.best, training.points, files)
 
 
 @dataclass
@@ -154,22 +148,16 @@ class SequenceTraining(Training):
         trained, held_out = hold_out(inputs)
         policy = SequencePolicy(shape, shape.draw_parameters(seed), family, len(trained), 0, seed)
         learner = SequenceLearner.of(policy, len(trained))
-        return SequenceTraining(trained, held_out, options, output, learner, policy, np.inf, [])
+        return SequenceTraining(output, policy, trained, held_out, options, learner)
 
     def restore(self, expected: Any) -> None:
         """Continue from the checkpoint; raises InputError if it is of another training."""
-        path, kind = checkpoint_path(self.output), expected.shape.kind
-        policy, learner = read_sequence_learner(path, kind)
-        if learner is None or repr(replace(policy, theta=expected.theta, updates=0)) != repr(expected):
-            message = "the checkpoint belongs to another training: options, graphs and seed must be equal"
-            hint = "repeat the options of that training, or omit --resume to start anew"
-            raise InputError("H012", message, where=format_path(path), hint=hint)
-        points = read_curve(self.output.with_suffix(".csv"), self.point_kind)
-        self.learner = learner
-        self.points = [point for point in points if point.updates <= policy.updates]
-        if self.output.exists() and self.points:
-            self.best, _ = read_sequence_learner(self.output, kind)
-            self.best_cost = min(point.validation_cost for point in self.points)
+        kind = expected.shape.kind
+        policy, learner = read_sequence_learner(checkpoint_path(self.output), kind)
+        described = replace(policy, theta=expected.theta, updates=0)
+        self.require_same(learner is not None and repr(described) == repr(expected))
+        points, self.learner = self.read_points(), learner
+        self.restore_points(points, policy.updates, lambda path: read_sequence_learner(path, kind)[0])
 
     def update(self, index: int, progress: float) -> Any:
         """Sample placements of one graph; return the update of the policy."""

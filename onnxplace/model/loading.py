@@ -12,7 +12,7 @@ from onnx import ModelProto, TensorProto
 from onnxplace.errors import InputError, ModelError
 from onnxplace.model.canonicalize import take_apart
 from onnxplace.model.formats import suggest_conversion
-from onnxplace.model.model import Model
+from onnxplace.model.model import Model, ModelMetadata
 from onnxplace.model.tensors import find_external_range, take_fingerprint
 from onnxplace.model.weights import build_link_error
 from onnxplace.training_step import read_training_step
@@ -45,7 +45,8 @@ def load(source: str | Path | ModelProto) -> Model:
     parts = take_apart(proto, where, folder)
     external = [t for t in parts.initializers.values() if t.data_location == TensorProto.EXTERNAL]
     files = dict.fromkeys(find_external_range(tensor, folder)[0] for tensor in external)
-    training = read_training_step({entry.key: entry.value for entry in proto.metadata_props}, where)
+    metadata = _read_metadata(proto)
+    training = read_training_step(metadata.custom_metadata_map, where)
     return Model(
         name=proto.graph.name or where,
         ir_version=proto.ir_version,
@@ -62,6 +63,19 @@ def load(source: str | Path | ModelProto) -> Model:
         # Optimisations gain nothing in training steps: their patterns are rare where gradients read all values. In its
         # own order a step needs less memory, and it computes the same however it is cut.
         keeps_order=training is not None,
+        metadata=metadata,
+    )
+
+
+def _read_metadata(proto: ModelProto) -> ModelMetadata:
+    return ModelMetadata(
+        producer_name=proto.producer_name,
+        graph_name=proto.graph.name,
+        domain=proto.domain,
+        description=proto.doc_string,
+        graph_description=proto.graph.doc_string,
+        version=proto.model_version,
+        custom_metadata_map=MappingProxyType({entry.key: entry.value for entry in proto.metadata_props}),
     )
 
 

@@ -55,6 +55,19 @@ def _has_long_vectors(graph: GraphProto) -> bool:
 
 
 @dataclass(frozen=True)
+class ModelMetadata:
+    """What an ONNX file says of its model; nothing depends on it."""
+
+    producer_name: str = ""
+    graph_name: str = ""
+    domain: str = ""
+    description: str = ""
+    graph_description: str = ""
+    version: int = 0
+    custom_metadata_map: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True)
 class Model:
     """An ONNX model in canonical form.
 
@@ -94,6 +107,7 @@ class Model:
     """Whether sessions compute the nodes one by one in this order, without fusing them."""
     training: TrainingStep | None = None
     """What inputs and outputs mean as a training step, by the model's metadata; None for a model without it."""
+    metadata: ModelMetadata = field(default_factory=ModelMetadata)
 
     def check(self, state: State) -> None:
         """Raise ValueError if a node reads a value without an earlier producer."""

@@ -13,7 +13,7 @@ from typing import NoReturn
 from onnxplace.bundle import BatchingRecord, Bundle
 from onnxplace.errors import ExecutionError, RunTimeoutError, UsageError
 from onnxplace.feeds import Array
-from onnxplace.runtime import Result, Runtime, RuntimeSession, open_session
+from onnxplace.runtime import CopyStatus, Result, Runtime, RuntimeSession, open_session
 from onnxplace.serving.batcher import Batcher
 from onnxplace.serving.joining import Joiner
 from onnxplace.serving.options import Batching, require_batching
@@ -82,6 +82,10 @@ class BatchedSession(RuntimeSession):
         """Raise UsageError: requests are joined only where no states follow from them."""
         message = "requests that are joined have no states, and no conversations"
         raise UsageError("S009", message, where=self._where, hint="open the session without batching")
+
+    def list_copies(self) -> tuple[CopyStatus, ...]:
+        """Return the copies of the bundle, if the requests are joined for several."""
+        return self._session.list_copies()
 
     def close(self, timeout: float | None = None) -> None:
         """Start what waits, wait for all requests at most `timeout` seconds, then end them."""

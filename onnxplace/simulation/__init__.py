@@ -29,8 +29,11 @@ if TYPE_CHECKING:
         predict_request_rates as predict_request_rates,
     )
     from onnxplace.simulation.simulator import (
+        MemoryChanges as MemoryChanges,
         Simulation as Simulation,
+        Transfers as Transfers,
         device_weights as device_weights,
+        list_memory_changes as list_memory_changes,
         simulate as simulate,
     )
     from onnxplace.simulation.steady_state import (
@@ -47,7 +50,7 @@ __getattr__, __dir__, __all__ = attach(
         "contention": "simulate_with_contention",
         "lower_bounds": "heads_and_tails lower_bound_seconds node_bytes",
         "request_rates": "RequestRates predict_request_rates",
-        "simulator": "Simulation device_weights simulate",
+        "simulator": "MemoryChanges Simulation Transfers device_weights list_memory_changes simulate",
         "steady_state": "list_transfers loads_of_simulation steady_state_loads",
     },
 )

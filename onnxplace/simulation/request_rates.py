@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from onnxplace.graph import Floats, Ints, OpGraph
 from onnxplace.simulation.contention import busy_slowdowns
 from onnxplace.simulation.steady_state import Loads, steady_state_loads
 from onnxplace.target import Target
+from onnxplace.utils import run_highs
 
 # Rounds end when the interval changes by less than this share of itself.
 RELATIVE_TOLERANCE, MAX_ROUNDS = 1e-6, 60
@@ -112,11 +112,7 @@ def _maximise(objective: Floats, rows: Floats, lower: Floats, upper: Floats) -> 
     program.a_matrix_.start_ = np.concatenate([[0], np.cumsum([len(columns) for columns in used])])
     program.a_matrix_.index_ = np.concatenate(used)
     program.a_matrix_.value_ = np.concatenate([row[columns] for row, columns in zip(rows, used)])
-    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-    solver.setOptionValue("output_flag", False)
-    solver.passModel(program)
-    solver.run()
-    solution: Floats = np.array(solver.getSolution().col_value)
+    solution: Floats = np.array(run_highs(program).getSolution().col_value)
     return solution
 
 

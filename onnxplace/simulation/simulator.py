@@ -140,6 +140,20 @@ def device_weights(graph: OpGraph, device: Ints, device_count: int) -> Longs:
     return np.rint(sums).astype(np.int64)
 
 
+@dataclass(frozen=True)
+class MemoryChanges:
+    """Allocations and releases of values and workspaces as parallel arrays, in the order in which they happen."""
+
+    device: Ints
+    seconds: Floats
+    change_bytes: Longs
+    """Negative where memory is released."""
+    value: Longs
+    """The value that is held; -1 for workspace."""
+    node: Longs
+    """The node whose workspace it is; -1 for values."""
+
+
 def _peak_value_bytes(
     graph: OpGraph,
     device: Ints,
@@ -151,6 +165,19 @@ def _peak_value_bytes(
     device_count: int,
 ) -> Longs:
     """Return, per device, the most bytes of values and workspaces at one time."""
+    changes = list_memory_changes(graph, device, order, start, finish, transfers, end)
+    live, peaks = np.zeros((2, device_count), dtype=np.int64)
+    device_peaks(np.arange(len(changes.device)), changes.device, changes.change_bytes, live, peaks)
+    return peaks
+
+
+def list_memory_changes(
+    graph: OpGraph, device: Ints, order: Ints, start: Floats, finish: Floats, transfers: Transfers, end: float
+) -> MemoryChanges:
+    """Return when devices take and free memory in a simulated step; weights are left out.
+
+    A view belongs to the buffer that it looks at. The arguments are those and the results of `simulate`.
+    """
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
     copies = _collect_copies(graph, device, transfers)
@@ -186,10 +213,17 @@ def _peak_value_bytes(
     event_time = np.concatenate([birth[owned], death[owned], start[work], finish[work]])
     event_rank = np.concatenate([birth_rank[owned], death_rank[owned], 2 * rank[work], 2 * rank[work] + 1])
     change = np.concatenate([size[owned], -size[owned], graph.workspace_bytes[work], -graph.workspace_bytes[work]])
+    held = np.concatenate([np.arange(len(graph.producer)), copies.value])[owned]
+    none = np.full(len(work), -1)
     # At one instant and rank there are only births or only deaths.
-    live, peaks = np.zeros((2, device_count), dtype=np.int64)
-    device_peaks(np.lexsort((event_rank, event_time)), event_device, change, live, peaks)
-    return peaks
+    sequence = np.lexsort((event_rank, event_time))
+    return MemoryChanges(
+        device=event_device[sequence].astype(np.int32),
+        seconds=event_time[sequence],
+        change_bytes=change[sequence],
+        value=np.concatenate([held, held, none, none])[sequence],
+        node=np.concatenate([np.full(2 * len(held), -1), work, work])[sequence],
+    )
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,10 @@ class _ProcessWriter:
     ) -> list[dict[str, Any]]:
         """Return the entries of all requests; arrows come after the events that they connect."""
         rows = {
-            (device, kind): _Rows(f"{device} {kind}") for device in list_route_devices(self._manifest) for kind in _ROWS
+            (device, kind, copy): _Rows(_name_row(device, kind, copy))
+            for copy in sorted({0, *(timeline.copy for timeline in timelines)})
+            for device in list_route_devices(self._manifest)
+            for kind in _ROWS
         }
         items = sorted(
             (
@@ -144,8 +147,8 @@ class _ProcessWriter:
         )
         spans: list[list[_Span]] = [[] for _ in timelines]
         for start, finish, index, event in items:
-            key = (event.device, self._choose_row(event))
-            own = rows.setdefault(key, _Rows(" ".join(key)))
+            key = (event.device, self._choose_row(event), event.copy)
+            own = rows.setdefault(key, _Rows(_name_row(*key)))
             row, start = own.choose(start, finish)
             spans[index].append(_Span(event, start, max(start, finish), own, row))
         in_flight = _Rows("requests")
@@ -209,8 +212,12 @@ class _ProcessWriter:
         arguments: dict[str, Any] = {
             "request": timeline.number, "route": timeline.route, "conversation": timeline.conversation,
         }  # fmt: skip
+        if timeline.copy:
+            arguments["copy"] = timeline.copy
         if timeline.joined > 1:
             arguments["joined requests"] = timeline.joined
+        if timeline.tag:
+            arguments["tag"] = timeline.tag
         return {
             "ph": "X",
             "pid": self._process,
@@ -272,6 +279,11 @@ class _ProcessWriter:
         for phase, tick, thread in ends:
             binding = {"bp": "e"} if phase == "f" else {}
             yield {**base, "ph": phase, "tid": thread, "ts": tick / _TICKS_PER_MICROSECOND, **binding}
+
+
+def _name_row(device: str, kind: str, copy: int) -> str:
+    """Return the name of a row; copies of the bundle after the first have rows of their own."""
+    return f"copy {copy} {device} {kind}" if copy else f"{device} {kind}"
 
 
 def _count_ticks(seconds: float) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 
 from onnxplace.bundle import Manifest, list_route_devices
 from onnxplace.runtime import Event
@@ -70,18 +70,24 @@ def compare_timelines(
 
 
 def _find_busy_shares(timelines: Sequence[RequestTimeline]) -> dict[str, float]:
-    """Return, per device, the share of the time in which at least one segment runs there."""
+    """Return, per device, the share of the time in which at least one segment runs there.
+
+    For a device of several copies of the bundle, that is the mean over the copies with requests.
+    """
     if not timelines:
         return {}
     start = min(item.submitted_seconds for item in timelines)
     length = max(item.finish_seconds for item in timelines) - start
-    runs: dict[str, list[tuple[float, float]]] = {}
+    runs: dict[str, dict[int, list[tuple[float, float]]]] = {}
     for item in timelines:
         for event in item.events:
             if event.kind == "run":
                 span = (item.submitted_seconds + event.start_seconds, item.submitted_seconds + event.finish_seconds)
-                runs.setdefault(event.device, []).append(span)
-    return {device: _measure_union(spans) / length if length > 0 else 0.0 for device, spans in runs.items()}
+                runs.setdefault(event.device, {}).setdefault(event.copy, []).append(span)
+    return {
+        device: mean(map(_measure_union, copies.values())) / length if length > 0 else 0.0
+        for device, copies in runs.items()
+    }
 
 
 def _measure_union(spans: Iterable[tuple[float, float]]) -> float:

@@ -15,11 +15,18 @@ _Span = tuple[str, EventKind, str, float, float, int | None]
 def predict_timelines(manifest: Manifest, requests: Sequence[RequestTimeline]) -> tuple[RequestTimeline, ...]:
     """Return the predicted timelines of requests that are submitted at the same times, with the same routes.
 
-    The events of `requests` do not matter. A predicted event is a segment that runs, or a value on its way.
+    The events of `requests` do not matter. A predicted event is a segment that runs, or a value on its way. Copies of
+    the bundle do not delay each other.
     """
-    submitted = [SubmittedRequest(item.submitted_seconds, item.route, item.conversation) for item in requests]
-    simulated = simulate_requests(manifest, submitted)
-    return tuple(_make_timeline(manifest, request, result) for request, result in zip(requests, simulated))
+    predicted: dict[int, RequestTimeline] = {}
+    for copy in sorted({item.copy for item in requests}):
+        chosen = [index for index, item in enumerate(requests) if item.copy == copy]
+        items = [requests[index] for index in chosen]
+        submitted = [SubmittedRequest(item.submitted_seconds, item.route, item.conversation) for item in items]
+        simulated = simulate_requests(manifest, submitted)
+        for index, item, result in zip(chosen, items, simulated):
+            predicted[index] = _make_timeline(manifest, item, result)
+    return tuple(predicted[index] for index in range(len(requests)))
 
 
 def predict_stream(
@@ -55,6 +62,7 @@ def _make_timeline(manifest: Manifest, request: RequestTimeline, simulated: Simu
         route=request.route,
         conversation=request.conversation,
         joined=request.joined,
+        copy=request.copy,
     )
 
 
@@ -81,6 +89,7 @@ def _list_events(manifest: Manifest, request: RequestTimeline, simulated: Simula
             route=request.route,
             conversation=request.conversation,
             bytes=size,
+            copy=request.copy,
         )
         for device, kind, name, start, finish, size in runs + copies
     ]

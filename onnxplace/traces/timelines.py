@@ -30,6 +30,10 @@ class RequestTimeline:
     conversation: int = 0
     joined: int = 1
     """Number of callers' requests that ran as this one (`Batching`)."""
+    copy: int = 0
+    """Index of the copy of the bundle that ran it."""
+    tag: str = ""
+    """`logid` of the RunOptions of its callers; empty if they gave none."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class _Entry:
 
     called_seconds: float
     result: Result
+    tag: str = ""
 
 
 class TraceRecorder:
@@ -46,14 +51,14 @@ class TraceRecorder:
     def __init__(self, capacity: int = MAX_TRACED_REQUESTS) -> None:
         self._entries: deque[_Entry] = deque(maxlen=capacity)
 
-    def add(self, called_seconds: float, result: Result) -> None:
+    def add(self, called_seconds: float, result: Result, tag: str = "") -> None:
         """Keep the events of a result; `called_seconds` counts if its runtime does not say when it was submitted."""
-        self._entries.append(_Entry(called_seconds, Result({}, result.events, result.seconds)))
+        self._entries.append(_Entry(called_seconds, Result({}, result.events, result.seconds), tag))
 
-    def add_future(self, called_seconds: float, future: Future[Result]) -> None:
+    def add_future(self, called_seconds: float, future: Future[Result], *, tag: str = "") -> None:
         """Keep the events of a future's result, unless the request failed; a callback of the future."""
         if not future.cancelled() and future.exception() is None:
-            self.add(called_seconds, future.result())
+            self.add(called_seconds, future.result(), tag)
 
     def list_timelines(self) -> tuple[RequestTimeline, ...]:
         """Return the requests in the order of submission.
@@ -77,7 +82,7 @@ def _make_timeline(entries: list[_Entry]) -> RequestTimeline:
     finish = submitted + max((event.finish_seconds for event in events), default=0.0)
     if len(entries) == 1:  # the times of joined requests include those before they were joined
         finish = max(finish, submitted + first.result.seconds)
-    route, conversation = (events[0].route, events[0].conversation) if events else (0, 0)
+    route, conversation, copy = (events[0].route, events[0].conversation, events[0].copy) if events else (0, 0, 0)
     return RequestTimeline(
         number=0,
         submitted_seconds=submitted,
@@ -86,6 +91,8 @@ def _make_timeline(entries: list[_Entry]) -> RequestTimeline:
         route=route,
         conversation=conversation,
         joined=len(entries),
+        copy=copy,
+        tag=", ".join(dict.fromkeys(entry.tag for entry in entries if entry.tag)),
     )
 
 

@@ -1,4 +1,4 @@
-"""Helpers for all other wings: files, arrays on disk, leases, compiled loops, processes, callbacks, progress, names."""
+"""Helpers for all other wings: files, leases, compiled loops, processes, progress, names, linear programs."""
 
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         sweep_leftovers as sweep_leftovers,
         temporary_folder as temporary_folder,
     )
+    from onnxplace.utils.linear_programs import run_highs as run_highs
     from onnxplace.utils.name_patterns import match_names as match_names, match_stars as match_stars
     from onnxplace.utils.progress import (
         ProgressObserver as ProgressObserver,
@@ -75,6 +76,7 @@ __getattr__, __dir__, __all__ = attach(
         ),
         "jit": "budget_clock compiled_loop compiled_loops compiled_part in_place on_compiling",
         "leases": ("Lease OCCUPIED_ERRORS OLD_SUFFIX find_moved_aside hold_lease sweep_leftovers temporary_folder"),
+        "linear_programs": "run_highs",
         "name_patterns": "match_names match_stars",
         "progress": "ProgressObserver observe_progress progress_part report_progress report_time_limit",
         "renames": "exchange_names rename_new",

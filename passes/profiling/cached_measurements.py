@@ -29,6 +29,9 @@ _Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
 _Figure = Annotated[int, Field(ge=0, le=MAX_FIGURE)] | Annotated[float, Field(ge=0, le=MAX_FIGURE)]
 
 
+_NOTE_KEYS = ("code", "message", "where", "hint")
+
+
 class _StoredMeasurement(BaseModel):
     """A measurement as stored, with limits; other fields are ignored."""
 
@@ -92,7 +95,7 @@ def recall_measurement(key: str, nodes: int) -> tuple[Measurement, list[Diagnost
     try:
         entry = _StoredMeasurement.model_validate(data)
         quality = None if entry.quality is None else Quality(**entry.quality)  # type: ignore[arg-type]
-        notes = [Diagnostic(**note) for note in entry.notes]
+        notes = [Diagnostic(**note) for note in entry.notes]  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
@@ -131,6 +134,6 @@ def store_measurement(key: str, measurement: Measurement, notes: Sequence[Diagno
             "whole_seconds": measurement.whole_seconds,
             "value_bytes": dict(measurement.value_bytes),
             "quality": None if measurement.quality is None else asdict(measurement.quality),
-            "notes": [vars(note) for note in notes],
+            "notes": [{key: getattr(note, key) for key in _NOTE_KEYS} for note in notes],
         },
     )

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from onnxplace.runtimes.execution.ort_values import (
         is_native_array as is_native_array,
         is_native_type as is_native_type,
+        to_ort_value as to_ort_value,
+        to_python as to_python,
     )
     from onnxplace.runtimes.execution.programs import ProgramLoop as ProgramLoop, drop_last_frees as drop_last_frees
     from onnxplace.runtimes.execution.requests import CancelledError as CancelledError, Request as Request
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
         open_segment as open_segment,
     )
     from onnxplace.runtimes.execution.sessions import EngineSession as EngineSession
+    from onnxplace.runtimes.execution.stream_values import DeviceTensor as DeviceTensor, StreamValue as StreamValue
     from onnxplace.runtimes.execution.wait_list import WaitList as WaitList
     from onnxplace.runtimes.execution.workers import Worker as Worker
 
@@ -36,12 +39,13 @@ __getattr__, __dir__, __all__ = attach(
         "failures": "describe_step_failure",
         "futures": "Outcome ResultFuture",
         "host_memory": "HostMemory",
-        "ort_values": "is_native_array is_native_type",
+        "ort_values": "is_native_array is_native_type to_ort_value to_python",
         "programs": "ProgramLoop drop_last_frees",
         "requests": "CancelledError Request",
         "routes": "OpenRoute open_routes",
         "segments": "OpenSegment PlacedDevice open_segment",
         "sessions": "EngineSession",
+        "stream_values": "DeviceTensor StreamValue",
         "wait_list": "WaitList",
         "workers": "Worker",
     },

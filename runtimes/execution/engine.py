@@ -75,6 +75,11 @@ class Engine(DeliveryLoop):
             self.abandon()
             raise
 
+    @property
+    def failure(self) -> ExecutionError | None:
+        """Return the error after which it accepts no requests; None while it works."""
+        return self._broken
+
     # -- requests ------------------------------------------------------------------------------------
 
     def request(

@@ -22,8 +22,8 @@ def describe_segment_failure(
     """Return the error of a segment that ONNX Runtime failed to run."""
     text = format_one_line(problem)
     if is_out_of_memory(problem):
-        asked = f"segment {record.id} ran out of memory: {_describe_request(text, record, manifest)}"
-        return ExecutionError("X010", asked + (f": {text}" if text else ""), where=device, hint=_MEMORY_HINT)
+        message = f"segment {record.id} ran out of memory: {_describe_request(text, record, manifest)}"
+        return ExecutionError("X010", message + (f": {text}" if text else ""), where=device, hint=_MEMORY_HINT)
     message = f"segment {record.id} failed: {text or type(problem).__name__}"
     hint = "try the same feeds on the whole model: onnxplace verify"
     return ExecutionError("X001", message, where=device, hint=hint)

@@ -22,6 +22,11 @@ class EngineSession(RuntimeSession):
         self.finalizer.atexit = False  # the engines' own hook waits for them
         engine.start()
 
+    @property
+    def failure(self) -> BaseException | None:
+        """Return the error that has ended the engine; None while it works."""
+        return self.engine.failure
+
     def submit(self, feeds: Mapping[str, Array], states: Collection[str] = ()) -> Future[Result]:
         """Start a request; blocks while as many requests are in flight as allowed."""
         future = ResultFuture()

@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import select
-import shutil
-import socket
-import struct
-import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 
@@ -29,8 +24,9 @@ from onnxplace.hosts import INSTALL_HINT, Connection, find_mpi_cause, find_rank_
 from onnxplace.runtimes.ranks.distribution import read_piece
 from onnxplace.runtimes.ranks.frames import Frame, FrameSocket, Tick
 from onnxplace.runtimes.ranks.launcher import CLOSING_SECONDS, Launcher
+from onnxplace.runtimes.ranks.opening import Opening, rebuild_error
 from onnxplace.runtimes.ranks.plan import RankPlan
-from onnxplace.runtimes.ranks.rank_loop import Opening, rebuild_error
+from onnxplace.runtimes.ranks.rank_socket import RankSocket
 from onnxplace.runtimes.ranks.shared_blocks import SharedBlocks
 
 RANK_MODULE = "onnxplace.runtimes.ranks.rank_process"
@@ -38,8 +34,6 @@ RANK_MODULE = "onnxplace.runtimes.ranks.rank_process"
 MAX_SILENT_SECONDS = 2.5
 # Time for the launcher to say which rank has died; it takes a tenth of that where processors are free.
 REPORTING_SECONDS = 2.0
-# A path of a Unix socket has at most 107 bytes.
-_MAX_SOCKET_PATH = 100
 NEW_SESSION_HINT = "open a new session"
 
 OPEN_CLUSTERS: weakref.WeakSet[Cluster] = weakref.WeakSet()
@@ -83,6 +77,8 @@ class Cluster:
                 self.send(rank, frame)
             self._await_all("ready", "did not open the bundle", opening.bundle)
             self.send(0, Frame("watch"))
+            if self._launcher is not None:
+                self._launcher.note_memory_files()
         except (EOFError, OSError):
             error = self.describe_end()
             self._drop(0.0)
@@ -102,36 +98,26 @@ class Cluster:
 
     def _start(self, deadline: float) -> None:
         """Start the launcher, and wait for rank 0."""
-        if find_spec("mpi4py") is None:
-            raise TargetError("K005", "mpi4py is not installed here", hint=INSTALL_HINT)
-        folder = Path(tempfile.mkdtemp(prefix="onnxplace-"))
-        if len(os.fsencode(folder)) > _MAX_SOCKET_PATH:
-            folder.rmdir()
-            folder = Path(tempfile.mkdtemp(prefix="onnxplace-", dir="/tmp"))
-        try:
-            path = folder / "socket"
-            command = self._connection.make_ranks_command(self.plan.counts, RANK_MODULE, str(path))
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-                listener.bind(str(path))
-                listener.listen(1)
-                self._launcher = Launcher(command, str(path))
-                OPEN_CLUSTERS.add(self)
-                self._socket = FrameSocket(self._accept(listener, deadline))
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        require_mpi4py()
+        with RankSocket() as ranks:
+            command = self._connection.make_ranks_command(self.plan.counts, RANK_MODULE, ranks.path)
+            self._launch(lambda: Launcher(command, ranks.path))
+            self._socket = FrameSocket(ranks.accept(lambda: self._check_start(deadline)))
 
-    def _accept(self, listener: socket.socket, deadline: float) -> socket.socket:
-        """Return the connection of rank 0; raises ExecutionError if it does not come."""
+    def _launch(self, start: Callable[[], Launcher]) -> None:
+        """Start the launcher; raises EOFError if another thread has ended the cluster already."""
+        with self._ending:
+            if self.is_ended:
+                raise EOFError
+            self._launcher = start()
+        OPEN_CLUSTERS.add(self)
+
+    def _check_start(self, deadline: float) -> None:
+        """Raise ExecutionError if rank 0 does not start any more."""
         assert self._launcher is not None
-        while True:
-            if select.select([listener], [], [], 0.02)[0]:
-                connection, _ = listener.accept()
-                if _is_same_user(connection):
-                    return connection
-                connection.close()
-            if not self._launcher.is_running:
-                raise self.describe_end()
-            self._require_time(deadline, "rank 0 did not start")
+        if not self._launcher.is_running:
+            raise self.describe_end()
+        self._require_time(deadline, "rank 0 did not start")
 
     def _require_time(self, deadline: float, what: str) -> None:
         if time.monotonic() > deadline:
@@ -155,43 +141,49 @@ class Cluster:
             frame = self.receive(tick)
             tick(0.0)
             if frame.kind == "failed":
-                rank = frame.fields["rank"]
-                raise rebuild_error(frame.fields["error"], self.plan.describe(rank))
+                raise rebuild_error(frame.fields["error"], self.plan.describe(frame.rank))
             if frame.kind == "need":
                 self._send_piece(bundle, frame)
                 deadline = time.monotonic() + self.timeout_seconds
+            elif frame.kind == "clock":
+                self.send(frame.rank, make_clock_frame())
             elif frame.kind == kind:
-                self._processes.setdefault(frame.fields["rank"], frame.fields.get("pid", 0))
-                missing.discard(frame.fields["rank"])
+                self._processes.setdefault(frame.rank, frame.fields.get("pid", 0))
+                missing.discard(frame.rank)
                 if frame.fields.get("shares"):
-                    self.sharing_ranks.add(frame.fields["rank"])
+                    self.sharing_ranks.add(frame.rank)
 
     def _send_piece(self, bundle: Bundle, frame: Frame) -> None:
         """Send bytes of a file of the bundle to a rank that does not have it."""
         fields = frame.fields
         piece = read_piece(bundle, fields["name"], fields["offset"], fields["length"])
         digest = hashlib.sha256(piece).hexdigest()
-        self.send(fields["rank"], Frame("piece", {"sha256": digest}, [np.frombuffer(piece, np.uint8)]))
+        self.send(frame.rank, Frame("piece", {"sha256": digest}, [np.frombuffer(piece, np.uint8)]))
 
     # -- frames ------------------------------------------------------------------------------------
 
     def send(self, rank: int, frame: Frame) -> None:
         """Send a frame to a rank; raises OSError if the ranks have ended."""
+        self.send_all([(rank, frame)])
+
+    def send_all(self, frames: Sequence[tuple[int, Frame]]) -> None:
+        """Send frames to ranks, in one piece if they are small; raises OSError if the ranks have ended."""
         if self._socket is None:
             raise OSError("the ranks have ended")
-        self._socket.send(Frame(frame.kind, {**frame.fields, "to": rank}, frame.buffers))
+        self._socket.send(*(frame.pack(rank) for rank, frame in frames))
 
     def receive(self, tick: Tick) -> Frame:
-        """Return the next frame of any rank, with its `rank`; raises EOFError or OSError if they have ended."""
+        """Return the next frame of any rank; raises EOFError or OSError if they have ended."""
         if self._socket is None:
             raise EOFError
-        return self._socket.receive(tick)
+        return self._socket.receive(tick).unpack()
 
     # -- the end ------------------------------------------------------------------------------------
 
     def describe_end(self) -> ExecutionError:
         """Return the error that says which rank has died, as far as the launcher knows."""
-        assert self._launcher is not None
+        if self._launcher is None or self._launcher.is_closed:
+            return ExecutionError("X002", "the ranks were ended while they started", where=", ".join(self.plan.counts))
         self._launcher.wait(REPORTING_SECONDS)
         printed = self._launcher.read_log()
         if (end := find_rank_end(printed)) is not None:
@@ -237,12 +229,15 @@ class Cluster:
         self.blocks.close()
 
 
-def _is_same_user(connection: socket.socket) -> bool:
-    """Return whether the other end of a Unix socket belongs to this user, where the system says so."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return True
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return bool(user == os.getuid())
+def make_clock_frame() -> Frame:
+    """Return what the clock of the driver shows."""
+    return Frame("clock", {"seconds": time.perf_counter()})
+
+
+def require_mpi4py() -> None:
+    """Raise TargetError if mpi4py is not installed."""
+    if find_spec("mpi4py") is None:
+        raise TargetError("K005", "mpi4py is not installed here", hint=INSTALL_HINT)
 
 
 def _leave_sockets_to_parent() -> None:

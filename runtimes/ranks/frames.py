@@ -17,12 +17,15 @@ from typing import Any
 
 import numpy as np
 
-# Bytes of the header, and number of buffers, in front of each frame.
-_PREFIX = struct.Struct("<II")
+# Bytes of the JSON text, number of buffers, and a rank: who gets the frame, or towards the driver, who sends it.
+_PREFIX = struct.Struct("<IIi")
+# The rank of frames that have nothing to do with the driver.
+BETWEEN_RANKS = -1
 # A frame with more is refused: the other side is not ours.
-MAX_HEADER_BYTES = 256 << 20
+MAX_TEXT_BYTES, MAX_BUFFERS = 256 << 20, 1 << 20
 # Buffers up to this size are sent in one piece with the header.
 MAX_JOINED_BYTES = 16 << 10
+_READ_BYTES = 64 << 10
 # How often a reader that waits looks after other things; a slice counts as at most this long, so that a process that
 # was stopped itself does not take the others for dead.
 SLICE_SECONDS = 0.1
@@ -38,20 +41,44 @@ class Frame:
     fields: dict[str, Any] = field(default_factory=dict)
     buffers: Sequence[Any] = ()
     """Flat arrays of bytes."""
+    rank: int = BETWEEN_RANKS
+    """Towards ranks, who gets it; towards the driver, who sends it."""
 
-    def pack_header(self) -> bytes:
-        """Return kind, fields and the sizes of the buffers, with a prefix."""
-        header = {"kind": self.kind, "fields": self.fields, "sizes": [len(item) for item in self.buffers]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        return _PREFIX.pack(len(text), len(self.buffers)) + text
+    def pack(self, rank: int = BETWEEN_RANKS) -> PackedFrame:
+        """Return it as bytes and buffers, for a rank or from it."""
+        text = json.dumps({"kind": self.kind, "fields": self.fields}, separators=(",", ":")).encode()
+        sizes = struct.pack(f"<{len(self.buffers)}Q", *map(len, self.buffers))
+        return PackedFrame(rank, _PREFIX.pack(len(text), len(self.buffers), rank) + sizes + text, self.buffers)
 
 
-def unpack_header(data: bytes | memoryview) -> tuple[Frame, list[int], int]:
-    """Return a frame without its buffers, their sizes, and the length of the header with its prefix."""
-    length, _ = _PREFIX.unpack_from(data)
-    end = _PREFIX.size + length
-    header = json.loads(bytes(data[_PREFIX.size : end]))
-    return Frame(header["kind"], header["fields"]), header["sizes"], end
+@dataclass
+class PackedFrame:
+    """A message as bytes, which rank 0 passes on without reading it."""
+
+    rank: int
+    header: bytes
+    """With the sizes of the buffers."""
+    buffers: Sequence[Any] = ()
+
+    def unpack(self) -> Frame:
+        """Return the message."""
+        _, count, _ = _PREFIX.unpack_from(self.header)
+        data = json.loads(self.header[_PREFIX.size + 8 * count :])
+        return Frame(data["kind"], data["fields"], self.buffers, self.rank)
+
+    def join_buffers(self) -> bytes:
+        """Return the bytes of all buffers if they are few; else nothing."""
+        if sum(map(len, self.buffers)) > MAX_JOINED_BYTES:
+            return b""
+        return b"".join(bytes(item) for item in self.buffers)
+
+
+def split_header(data: Any) -> tuple[PackedFrame, list[int], int]:
+    """Return a frame without its buffers, their sizes, and the length of its header, from bytes that begin with it."""
+    length, count, rank = _PREFIX.unpack_from(data)
+    end = _PREFIX.size + 8 * count + length
+    sizes = struct.unpack_from(f"<{count}Q", data, _PREFIX.size)
+    return PackedFrame(rank, bytes(data[:end])), list(sizes), end
 
 
 class FrameSocket:
@@ -63,20 +90,23 @@ class FrameSocket:
         self._sending = threading.Lock()
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
+        self._received = bytearray()
 
-    def send(self, frame: Frame) -> None:
-        """Send a frame; blocks while the other side does not read. Raises OSError if it has ended."""
-        parts: list[Any] = [frame.pack_header()]
-        if sum(len(item) for item in frame.buffers) <= MAX_JOINED_BYTES:
-            parts = [b"".join([parts[0], *(bytes(item) for item in frame.buffers)])]
-        else:
-            parts += frame.buffers
+    def send(self, *frames: PackedFrame) -> None:
+        """Send frames; blocks while the other side does not read. Raises OSError if it has ended."""
+        pieces: list[Any] = []
+        for frame in frames:
+            joined = frame.join_buffers()
+            pieces.append(frame.header + joined)
+            if not joined:
+                pieces += [item for item in frame.buffers if len(item)]
+        if sum(map(len, pieces)) <= _READ_BYTES:
+            pieces = [b"".join(pieces)]
         with self._sending:
-            for part in parts:
-                if len(part):
-                    self._socket.sendall(part)
+            for piece in pieces:
+                self._socket.sendall(piece)
 
-    def receive(self, tick: Tick) -> Frame:
+    def receive(self, tick: Tick) -> PackedFrame:
         """Return the next frame.
 
         Args:
@@ -84,29 +114,48 @@ class FrameSocket:
 
         Raises EOFError or OSError if the other side has ended.
         """
-        length, count = _PREFIX.unpack(self._read(bytearray(_PREFIX.size), tick))
-        if length > MAX_HEADER_BYTES:
-            raise OSError(f"a header of {length} bytes")
-        prefix = _PREFIX.pack(length, count)
-        frame, sizes, _ = unpack_header(prefix + bytes(self._read(bytearray(length), tick)))
-        frame.buffers = [self._read(np.empty(size, np.uint8), tick) for size in sizes]
+        self._await_bytes(_PREFIX.size, tick)
+        length, count, _ = _PREFIX.unpack_from(self._received)
+        if length > MAX_TEXT_BYTES or count > MAX_BUFFERS:
+            raise OSError(f"a frame with {length} bytes of text and {count} buffers")
+        self._await_bytes(_PREFIX.size + 8 * count + length, tick)
+        frame, sizes, end = split_header(self._received)
+        del self._received[:end]
+        frame.buffers = [self._read_buffer(size, tick) for size in sizes]
         return frame
 
-    def _read(self, buffer: Any, tick: Tick) -> Any:
-        """Fill a buffer, and return it."""
-        view, silent = memoryview(buffer), 0.0
+    def _await_bytes(self, count: int, tick: Tick) -> None:
+        """Read until so many bytes are here."""
+        while len(self._received) < count:
+            self._await_data(tick)
+            data = self._socket.recv(max(_READ_BYTES, count - len(self._received)))
+            if not data:
+                raise EOFError("the other side has ended")
+            self._received += data
+
+    def _read_buffer(self, size: int, tick: Tick) -> Any:
+        """Return the next bytes as a flat array."""
+        buffer: Any = np.empty(size, np.uint8)
+        view, known = memoryview(buffer), min(size, len(self._received))
+        view[:known] = self._received[:known]
+        del self._received[:known]
+        view = view[known:]
         while len(view):
-            began = time.monotonic()
-            if not self._poll.poll(SLICE_SECONDS * 1000):
-                silent += min(time.monotonic() - began, 2 * SLICE_SECONDS)
-                tick(silent)
-                continue
-            silent = 0.0
+            self._await_data(tick)
             count = self._socket.recv_into(view)
             if not count:
                 raise EOFError("the other side has ended")
             view = view[count:]
         return buffer
+
+    def _await_data(self, tick: Tick) -> None:
+        """Wait until there is something to read."""
+        silent = 0.0
+        began = time.monotonic()
+        while not self._poll.poll(SLICE_SECONDS * 1000):
+            silent += min(time.monotonic() - began, 2 * SLICE_SECONDS)
+            tick(silent)
+            began = time.monotonic()
 
     def close(self) -> None:
         """Close the socket."""

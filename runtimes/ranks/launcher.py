@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -16,6 +18,9 @@ CLOSING_SECONDS, TERMINATING_SECONDS, KILLING_SECONDS = 1.0, 0.4, 0.3
 _LOOK_SECONDS = 0.005
 MAX_LOG_BYTES = 1 << 16
 
+# Files of shared memory of MPICH and Open MPI, in the memory maps of a process.
+_MEMORY_FILE = re.compile(r"(/dev/shm/(?:mpich_shm|sm_segment)\S+)$", re.MULTILINE)
+
 
 class Launcher:
     """A running `mpiexec` in a session of its own, so that signals of the terminal do not reach it.
@@ -23,21 +28,32 @@ class Launcher:
     Args:
         command: mpiexec and its arguments.
         marker: A text in the command line of all ranks, and in no other: ranks of this machine are found by it.
+        connection: Its input and output, if these are not discarded and kept for `read_log`.
     """
 
-    def __init__(self, command: Sequence[str], marker: str) -> None:
+    def __init__(self, command: Sequence[str], marker: str, connection: socket.socket | None = None) -> None:
         self._marker = marker.encode()
         # A file, as orphans would hold a pipe open. It has no name, and ends with its last user.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
         self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL if connection is None else connection.fileno(),
+            stdout=(self._log if connection is None else connection).fileno(),
+            stderr=self._log,
+            start_new_session=True,
         )
         self._owner = os.getpid()
+        self._memory_files: set[str] = set()
 
     @property
     def is_running(self) -> bool:
         """Return whether the launcher has not ended."""
         return self._process.poll() is None
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether `end` was called, after which there is no log."""
+        return self._log.closed
 
     def wait(self, seconds: float) -> bool:
         """Return whether the launcher ends within this time."""
@@ -54,6 +70,12 @@ class Launcher:
         data = os.pread(self._log.fileno(), MAX_LOG_BYTES, max(size - MAX_LOG_BYTES, 0))
         return data.decode(errors="replace")
 
+    def note_memory_files(self) -> None:
+        """Note the files of shared memory that ranks here use: MPI leaves them behind if a rank is killed."""
+        for pid in self.list_local_ranks():
+            with suppress(OSError):
+                self._memory_files.update(_MEMORY_FILE.findall(Path(f"/proc/{pid}/maps").read_text(errors="replace")))
+
     def end(self, closing_seconds: float = CLOSING_SECONDS) -> None:
         """End the launcher and all ranks: wait for their own end, then terminate, then kill them."""
         if os.getpid() != self._owner:
@@ -66,6 +88,9 @@ class Launcher:
         for pid in self.list_local_ranks():  # a process that was stopped does not end by SIGTERM
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
+        for path in self._memory_files:
+            with suppress(OSError):
+                os.unlink(path)
         self._log.close()
 
     def _signal(self, number: int) -> None:

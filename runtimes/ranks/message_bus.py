@@ -15,22 +15,22 @@ from typing import Any
 
 import numpy as np
 
-from onnxplace.runtimes.ranks.frames import Frame, unpack_header
+from onnxplace.runtimes.ranks.frames import MAX_JOINED_BYTES, Frame, PackedFrame, split_header
 
 # Tags of messages; those of values have a communicator of their own.
 _FRAME, _BUFFER, _HEARTBEAT = 1, 2, 3
-# Bytes that are sent together with their header.
-MAX_JOINED_BYTES = 16 << 10
 # A time that a thread was held up counts as at most this much silence of others.
 MAX_STEP_SECONDS = 0.1
 _LOOK_SECONDS = 1e-3
+# Shorter messages leave at once; longer ones may wait for looks of both ends.
+_EAGER_BYTES = 16 << 10
 
 
 @dataclass
 class _Arrival:
     """A frame whose buffers may be on their way."""
 
-    frame: Frame
+    frame: PackedFrame
     buffers: list[Any] = field(default_factory=list)
     missing: list[int] = field(default_factory=list)
     """Sizes of the buffers that follow as messages of their own."""
@@ -46,7 +46,7 @@ class MessageBus:
         on_frame: called with the source's rank and a frame, in the order of sending, by any thread, under the lock.
     """
 
-    def __init__(self, communicator: Any, on_frame: Callable[[int, Frame], None]) -> None:
+    def __init__(self, communicator: Any, on_frame: Callable[[int, PackedFrame], None]) -> None:
         from mpi4py import MPI
 
         self._mpi = MPI
@@ -61,28 +61,30 @@ class MessageBus:
         self._sending: deque[tuple[Any, Any]] = deque()
         self._arrivals: dict[int, deque[_Arrival]] = {rank: deque() for rank in range(self.size)}
         self._open_arrivals = 0
+        self.has_begun = threading.Event()
+        """Set when a long message was begun."""
         self.silent_seconds = [0.0] * self.size
         """Time since the last message of each rank."""
         self._aged = time.monotonic()
 
     # -- sending ------------------------------------------------------------------------------------
 
-    def send(self, rank: int, frame: Frame) -> None:
+    def send(self, rank: int, frame: Frame | PackedFrame) -> None:
         """Send a frame to another rank."""
-        header = frame.pack_header()
-        sizes = [len(item) for item in frame.buffers]
-        joined = b"".join(bytes(item) for item in frame.buffers) if sum(sizes) <= MAX_JOINED_BYTES else b""
+        packed = frame.pack() if isinstance(frame, Frame) else frame
+        joined = packed.join_buffers()
         with self.lock:
-            self._send(rank, _FRAME, np.frombuffer(header + joined, np.uint8))
-            if sum(sizes) > MAX_JOINED_BYTES:
-                for item in frame.buffers:
-                    if len(item):
-                        self._send(rank, _BUFFER, np.asarray(item))
+            self._send(rank, _FRAME, packed.header + joined)
+            for item in () if joined else packed.buffers:
+                if len(item):
+                    self._send(rank, _BUFFER, np.asarray(item))
 
     def send_value(self, rank: int, tag: int, data: Any) -> None:
         """Begin to send bytes of a value; they must not be altered any more."""
         with self.lock:
             self._sending.append((self._value_communicator.Isend([data, self._mpi.BYTE], rank, tag), data))
+        if not isinstance(data, bytes):  # no header
+            self.has_begun.set()
 
     def receive_value(self, rank: int, tag: int, buffer: Any) -> Any:
         """Begin to receive bytes of a value, and return the request of MPI; under the lock, as all calls of it."""
@@ -96,11 +98,18 @@ class MessageBus:
     def _send(self, rank: int, tag: int, data: Any) -> None:
         request = self._communicator.Isend([data, self._mpi.BYTE], rank, tag)
         self._sending.append((request, data))
+        if len(data) > _EAGER_BYTES:
+            self.has_begun.set()
 
     @property
     def is_sending(self) -> bool:
         """Return whether messages are not through."""
         return bool(self._sending)
+
+    @property
+    def is_moving(self) -> bool:
+        """Return whether messages are on their way, from here or to here."""
+        return bool(self._sending) or self._open_arrivals > 0
 
     # -- receiving ------------------------------------------------------------------------------------
 
@@ -186,7 +195,7 @@ def _duplicate(communicator: Any) -> Any:
 
 def _read_frame(data: Any) -> _Arrival:
     """Return the arrival that a message begins, with the buffers that it contains."""
-    frame, sizes, position = unpack_header(data)
+    frame, sizes, position = split_header(data)
     if sum(sizes) > MAX_JOINED_BYTES:
         return _Arrival(frame, missing=sizes)
     buffers = []

@@ -21,7 +21,12 @@ class RankPlan:
     devices: tuple[str, ...]
     """By rank."""
     hosts: tuple[str, ...]
-    """By rank; rank 0 is on this machine."""
+    """By rank; rank 0 is on this machine if any is."""
+
+    @property
+    def is_remote(self) -> bool:
+        """Return whether all ranks are on other machines."""
+        return not any(map(is_this_machine, self.hosts))
 
     @property
     def counts(self) -> dict[str, int]:
@@ -47,20 +52,25 @@ def plan_ranks(manifest: Manifest, hosts: str) -> RankPlan:
 
     Raises:
         UsageError: the list of hosts is impossible.
-        TargetError: it does not fit the devices, or this machine is not one of the hosts.
+        TargetError: it does not fit the devices.
     """
     given = parse_slots(hosts) if hosts else ()
-    devices = list_route_devices(manifest) or tuple(device.id for device in manifest.target.devices[:1])
+    devices = list_devices(manifest)
     named = [split_host(device)[0] for device in devices]
     places = named if all(named) else [_choose_only_host(given)] * len(devices)
     _require_places(places, devices, given)
-    local = [index for index, host in enumerate(places) if is_this_machine(host)]
-    if not local:
-        message = f"expected this machine among the hosts, got {format_names(dict.fromkeys(places), quoted=False)}"
-        hint = "start the program on one of these hosts: the first device's process talks to it by a local socket"
-        raise TargetError("K010", message, where=_WHERE, hint=hint)
-    # Devices of a host follow one another in a target; those of this machine come first.
-    first = places[local[0]]
+    return order_ranks(devices, places)
+
+
+def list_devices(manifest: Manifest) -> tuple[str, ...]:
+    """Return the devices that need a rank."""
+    return list_route_devices(manifest) or tuple(device.id for device in manifest.target.devices[:1])
+
+
+def order_ranks(devices: Sequence[str], places: Sequence[str]) -> RankPlan:
+    """Return ranks in the order of the devices, but with those of this machine first."""
+    # Devices of a host follow one another in a target.
+    first = next(filter(is_this_machine, places), places[0])
     order = sorted(range(len(devices)), key=lambda index: places[index] != first)
     return RankPlan(tuple(devices[index] for index in order), tuple(places[index] for index in order))
 

@@ -30,9 +30,9 @@ from onnxplace.runtimes.execution import (
     ResultFuture,
     Worker,
 )
-from onnxplace.runtimes.ranks.cluster import MAX_SILENT_SECONDS, NEW_SESSION_HINT, Cluster
+from onnxplace.runtimes.ranks.cluster import MAX_SILENT_SECONDS, NEW_SESSION_HINT, Cluster, make_clock_frame
 from onnxplace.runtimes.ranks.frames import Frame
-from onnxplace.runtimes.ranks.rank_loop import rebuild_error
+from onnxplace.runtimes.ranks.opening import rebuild_error
 from onnxplace.runtimes.ranks.remote_requests import ALL_RANKS, RemoteDevice, RemoteMemory, RemoteRequest, RemoteState
 from onnxplace.runtimes.ranks.values import decode_value, decode_values, encode_values
 
@@ -51,6 +51,8 @@ class RankEngine(Engine):
         ]
         super().__init__(bundle, {ALL_RANKS: device}, routes, trace, max_in_flight)
         self._cluster = cluster
+        self.copy_index = 0
+        """For events, if the session has several copies of the bundle."""
         self._rank_of = {name: rank for rank, name in enumerate(cluster.plan.devices)}
         manifest = bundle.manifest
         self._inputs_of_home = {
@@ -151,11 +153,13 @@ class RankEngine(Engine):
             self._finish_part(request, device.id)
             return
         # Rank 0, which passes frames on, gets its own last: then it computes.
+        frames = []
         for rank, home in sorted(ranks.items(), reverse=True):
             frame = self._make_frame(request, home, stored)
             if rank in self._cluster.sharing_ranks:
                 self._cluster.blocks.place(request.number, frame)
-            self._cluster.send(rank, frame)
+            frames.append((rank, frame))
+        self._cluster.send_all(frames)
 
     def _make_frame(self, request: RemoteRequest, home: str, stored: Mapping[str, RemoteState]) -> Frame:
         """Return the part of a request that a rank needs: its inputs, and which states it takes."""
@@ -232,13 +236,16 @@ class RankEngine(Engine):
         elif frame.kind == "state":
             if (answers := self._answers.get(fields["call"])) is not None:
                 answers.put(decode_value(fields["value"], iter(frame.buffers)))
+        elif frame.kind == "clock":
+            self._outbox.append((frame.rank, make_clock_frame()))
+            self._tokens[ALL_RANKS].put(None)
         elif frame.kind == "silent":
-            raise self._cluster.describe_silence(fields["rank"], fields["seconds"])
+            raise self._cluster.describe_silence(frame.rank, fields["seconds"])
         self._check_time(0.0)
 
     def _take_report(self, frame: Frame) -> None:
         """Take the outputs and states of a rank, or its failure; the last report ends the request."""
-        fields, rank = frame.fields, frame.fields["rank"]
+        fields, rank = frame.fields, frame.rank
         request = self._sent.get(fields["serial"])
         if request is None:
             return
@@ -271,6 +278,7 @@ class RankEngine(Engine):
             route=request.route.index,
             conversation=request.conversation.number,
             bytes=size,
+            copy=self.copy_index,
         )
 
     # -- states ------------------------------------------------------------------------------------
@@ -348,10 +356,12 @@ class RankEngine(Engine):
             self._break(ExecutionError("X002", "the session was closed", where=str(self.bundle.path)))
 
 
-def make_engine(bundle: Bundle, cluster: Cluster, trace: bool, max_in_flight: int) -> Engine:
+def make_engine(bundle: Bundle, cluster: Cluster, trace: bool, max_in_flight: int, copy_index: int = 0) -> Engine:
     """Return the engine of an open cluster; the cluster ends if that fails."""
     try:
-        return RankEngine(bundle, cluster, trace, max_in_flight)
+        engine = RankEngine(bundle, cluster, trace, max_in_flight)
+        engine.copy_index = copy_index
+        return engine
     except BaseException:
         cluster.end(0.0)
         raise

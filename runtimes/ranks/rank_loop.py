@@ -5,22 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, Protocol
 
-import numpy as np
-
-from onnxplace.bundle import Bundle, Manifest, Step, list_routes, list_working_devices
+from onnxplace.bundle import Bundle, Step, list_routes, list_working_devices
 from onnxplace.errors import (
-    BundleError,
-    ExecutionError,
-    FeedError,
-    ModelError,
     OnnxplaceError,
-    PluginError,
     TargetError,
-    UsageError,
 )
 from onnxplace.hosts import list_versions
 from onnxplace.machine import assign_cores, require_device, use_custom_operators, without_optimisations
@@ -35,12 +26,13 @@ from onnxplace.runtimes.execution import (
     Request,
     describe_step_failure,
     drop_last_frees,
-    is_native_array,
     open_segment,
 )
+from onnxplace.runtimes.ranks.data_planes import choose_plane
 from onnxplace.runtimes.ranks.distribution import Fetch, obtain_bundle
 from onnxplace.runtimes.ranks.frames import Frame
 from onnxplace.runtimes.ranks.message_bus import MessageBus
+from onnxplace.runtimes.ranks.opening import Opening, describe_error, find_clock
 from onnxplace.runtimes.ranks.shared_blocks import MappedBlocks
 from onnxplace.runtimes.ranks.value_channels import Channel, ValueChannels
 from onnxplace.runtimes.ranks.values import decode_value, decode_values, encode_value, encode_values
@@ -52,57 +44,6 @@ class Waiter(Protocol):
 
     def __call__(self, is_ready: Callable[[], bool], is_near: Callable[[], bool] = ..., /) -> None:
         """Return once something is ready; naps only while it is not near."""
-
-
-@dataclass(frozen=True)
-class Opening:
-    """What the driver says when it opens a bundle."""
-
-    bundle: Bundle
-    devices: tuple[str, ...]
-    """By rank."""
-    trace: bool
-    libraries: tuple[str, ...]
-    """Of custom operators."""
-    versions: Mapping[str, str]
-    """The driver's."""
-    optimises: bool = True
-    """Whether ONNX Runtime optimises the segments."""
-    remote: tuple[int, ...] = ()
-    """Ranks on other machines than the driver's."""
-    probe: tuple[Any, ...] = ()
-    """Memory that ranks try to share; empty if there is none."""
-
-    def to_frame(self) -> Frame:
-        """Return it as a frame, with the manifest as a buffer."""
-        fields = {
-            "path": str(self.bundle.path.resolve()),
-            "devices": self.devices,
-            "trace": self.trace,
-            "libraries": self.libraries,
-            "versions": dict(self.versions),
-            "optimises": self.optimises,
-            "remote": self.remote,
-            "probe": self.probe,
-        }
-        return Frame("open", fields, [np.frombuffer(self.bundle.manifest.model_dump_json().encode(), np.uint8)])
-
-    @staticmethod
-    def from_frame(frame: Frame) -> Opening:
-        """Return it as a rank reads it."""
-        fields = frame.fields
-        manifest = Manifest.model_validate_json(bytes(frame.buffers[0]))
-        bundle = Bundle(Path(fields["path"]), manifest)
-        return Opening(
-            bundle=bundle,
-            devices=tuple(fields["devices"]),
-            trace=fields["trace"],
-            libraries=tuple(fields["libraries"]),
-            versions=fields["versions"],
-            optimises=fields["optimises"],
-            remote=tuple(fields["remote"]),
-            probe=tuple(fields["probe"]),
-        )
 
 
 class RankLoop(ProgramLoop):
@@ -126,6 +67,7 @@ class RankLoop(ProgramLoop):
         self._followed = {home: drop_last_frees(program) for home, program in bundle.manifest.programs.items()}
         self._ranks = {name: rank for rank, name in enumerate(opening.devices)}
         self._channels = ValueChannels(bus, bundle.manifest)
+        self._plane = choose_plane(device)
         self._arrived: dict[int, dict[str, Any]] = {}
         """Values of other ranks that came as frames, by the number of their request."""
         self._stored: dict[tuple[int, str], Any] = {}
@@ -142,7 +84,7 @@ class RankLoop(ProgramLoop):
         self.cores = device.cores
         self.clock_offset_seconds = 0.0
         """What the clock of this machine shows more than the driver's."""
-        self.compares_clocks = opening.trace and bus.rank in opening.remote
+        self.compares_clocks = opening.trace and (opening.clock != find_clock() or bus.rank in opening.remote)
 
     # -- messages, under the lock of the bus ----------------------------------------------------------
 
@@ -157,6 +99,12 @@ class RankLoop(ProgramLoop):
         """Receive what the current request waits for next, while its segments run; for any thread."""
         if self._current is not None:
             self._channels.look(self._serial)
+
+    @property
+    def is_receiving(self) -> bool:
+        """Return whether a value is on its way to here; for any thread."""
+        with self._bus.lock:
+            return self._channels.is_arriving
 
     def cancel(self, serial: int) -> None:
         """End a request as soon as possible, whether it has begun here or not; for any thread."""
@@ -231,7 +179,7 @@ class RankLoop(ProgramLoop):
     def _send(self, device: PlacedDevice, step: Step, value: Any, request: Request) -> None:
         """Send a value to the rank of another device; the send is only begun."""
         rank = self._find_rank(step, request)
-        array = value if is_native_array(value) else device.memory.read(device.memory.send(value, None))
+        array = self._plane.export(value)
         if step.value in self._channels:
             self._channels.send(rank, self._serial, step.value, array)
             return
@@ -252,7 +200,7 @@ class RankLoop(ProgramLoop):
             array = arrived.pop(step.value)
         self._record(request, device, "wait", step.value, began)
         began = time.perf_counter()
-        value = device.memory.feed(array, self.bundle.manifest.values[step.value].dtype)
+        value = self._plane.accept(array, self.bundle.manifest.values[step.value].dtype)
         self._record(request, device, "copy", step.value, began, value)
         return value
 
@@ -367,26 +315,3 @@ def _read_shape(value: Any) -> tuple[int, ...]:
     """Return the shape of a state; empty for values that are no tensors."""
     shape = getattr(value, "shape", ())
     return tuple(shape() if callable(shape) else shape)
-
-
-def describe_error(problem: OnnxplaceError) -> dict[str, str]:
-    """Return an error as plain data; `rebuild_error` is the inverse."""
-    return {
-        "class": type(problem).__name__,
-        "code": problem.code,
-        "message": problem.message,
-        "where": problem.where,
-        "hint": problem.hint,
-    }
-
-
-def rebuild_error(data: Mapping[str, str], place: str) -> OnnxplaceError:
-    """Return the error of a rank, which says where it arose.
-
-    Args:
-        data: Of `describe_error`.
-        place: The rank, for errors that name no place.
-    """
-    kinds = {kind.__name__: kind for kind in (BundleError, FeedError, ModelError, PluginError, TargetError, UsageError)}
-    kind = kinds.get(data["class"], ExecutionError)
-    return kind(data["code"], data["message"], where=data["where"] or place, hint=data["hint"])

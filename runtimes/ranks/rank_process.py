@@ -1,8 +1,8 @@
 """A rank: `mpiexec ... python -m mpi4py -m onnxplace.runtimes.ranks.rank_process SOCKET`.
 
 Rank 0 connects to the socket of the driver, the process that opened the session, and passes frames on between it and
-the other ranks. The main thread follows programs. A helper looks for messages each millisecond, so that they move while
-the main thread computes, and tells the others that this rank is alive.
+the other ranks. The main thread follows programs. A helper looks for messages each millisecond while some are on their
+way, so that they move while the main thread computes, and tells the others that this rank is alive.
 """
 
 from __future__ import annotations
@@ -22,15 +22,19 @@ from typing import Any
 
 from onnxplace.errors import ExecutionError, OnnxplaceError
 from onnxplace.machine import pin_thread
-from onnxplace.runtimes.ranks.frames import Frame, FrameSocket
+from onnxplace.runtimes.ranks.frames import BETWEEN_RANKS, Frame, FrameSocket, PackedFrame
 from onnxplace.runtimes.ranks.message_bus import MessageBus
-from onnxplace.runtimes.ranks.rank_loop import Opening, RankLoop, describe_error, open_rank
+from onnxplace.runtimes.ranks.opening import Opening, describe_error
+from onnxplace.runtimes.ranks.rank_loop import RankLoop, open_rank
 
-# How a rank waits: it looks for messages without pause, then naps, then leaves the looking to its helper.
-SPIN_SECONDS, NAP_SECONDS, IDLE_SECONDS = 200e-6, 20e-6, 0.02
+# How a rank waits: it looks for messages without pause, then naps, then takes longer naps, then leaves the looking to
+# its helper.
+SPIN_SECONDS, NAP_SECONDS, LONG_WAIT_SECONDS, LONG_NAP_SECONDS, IDLE_SECONDS = 200e-6, 20e-6, 5e-3, 100e-6, 0.05
 # It naps later where messages are on their way, which some of MPI's ways of sending need both ends for.
 NEAR_SECONDS = 2e-3
-HELPER_SECONDS, IDLE_HELPER_SECONDS, LOOKS_PER_CHECK = 1e-3, 1.5e-3, 20
+# Pauses of the helper: while messages are on their way, while none are and the main thread computes, and while that
+# waits. A look takes some 50 us of the core, as the main thread's data have replaced the helper's in its caches.
+HELPER_SECONDS, CALM_HELPER_SECONDS, IDLE_HELPER_SECONDS, LOOKS_PER_CHECK = 1e-3, 4e-3, 1.5e-3, 20
 HEARTBEAT_SECONDS = 0.25
 # A rank that is silent for longer is reported by rank 0; the others end by themselves if rank 0 is.
 MAX_SILENT_SECONDS, MAX_ROOT_SILENT_SECONDS = 2.0, 10.0
@@ -53,7 +57,7 @@ class RankProcess:
         self.bus = MessageBus(communicator, self._accept)
         self._inbox: deque[Frame] = deque()
         self._wakeup = threading.Event()
-        self._outgoing: deque[Frame] = deque()
+        self._outgoing: deque[PackedFrame] = deque()
         self._flushing = threading.Lock()
         self._loop: RankLoop | None = None
         self._ended = threading.Event()
@@ -71,29 +75,35 @@ class RankProcess:
 
     # -- frames ------------------------------------------------------------------------------------
 
-    def _accept(self, source: int, frame: Frame) -> None:
-        """Take a frame of another rank: from rank 0 for this one, or from this one for the driver."""
+    def _accept(self, source: int, packed: PackedFrame) -> None:
+        """Take a frame of another rank: one of the driver for this rank, or one for the driver, which is passed on."""
+        if self.bus.rank == 0 and packed.rank != BETWEEN_RANKS:
+            self._outgoing.append(packed)
+            return
+        frame = packed.unpack()
         if frame.kind == "value":
             assert self._loop is not None
             self._loop.accept_value(frame)
         elif frame.kind == "clock":
-            if self.bus.rank == 0:
-                self.bus.send(source, Frame("clock", {"seconds": time.perf_counter()}))
+            if self.bus.rank == 0:  # the driver's clock, which is on this machine or was compared
+                offset = self._loop.clock_offset_seconds if self._loop is not None else 0.0
+                self.bus.send(source, Frame("clock", {"seconds": time.perf_counter() - offset}))
             else:
                 self._clock_answers.append(frame.fields["seconds"])
-        elif self.bus.rank == 0:
-            frame.fields["rank"] = source
-            self._outgoing.append(frame)
         else:
             self._take(frame)
 
     def _take(self, frame: Frame) -> None:
         """Take a frame of the driver for this rank; a request may be ended at once."""
+        if frame.kind == "alive":  # for the bridge
+            return
         if frame.kind == "cancel":
             if self._loop is not None:
                 self._loop.cancel(frame.fields["serial"])
         elif frame.kind == "watch":
             self._is_watching = True
+        elif frame.kind == "clock":
+            self._clock_answers.append(frame.fields["seconds"])
         else:
             self._is_opened = True
             self._is_closing = self._is_closing or frame.kind == "close"
@@ -102,12 +112,12 @@ class RankProcess:
 
     def _answer(self, frame: Frame) -> None:
         """Send a frame to the driver."""
+        packed = frame.pack(self.bus.rank)
         if self.bus.rank == 0:
-            frame.fields["rank"] = 0
-            self._outgoing.append(frame)
+            self._outgoing.append(packed)
             self._flush()
         else:
-            self.bus.send(0, frame)
+            self.bus.send(0, packed)
 
     def _flush(self) -> None:
         """Write frames for the driver to its socket, in their order, unless another thread does."""
@@ -155,7 +165,7 @@ class RankProcess:
             if (spins and waited < SPIN_SECONDS) or (waited < NEAR_SECONDS and (is_near() or self.bus.is_sending)):
                 continue
             if waited < IDLE_SECONDS:
-                time.sleep(NAP_SECONDS)
+                time.sleep(NAP_SECONDS if waited < LONG_WAIT_SECONDS else LONG_NAP_SECONDS)
                 continue
             self._wakeup.clear()
             self._is_awaited = is_ready
@@ -217,17 +227,22 @@ class RankProcess:
             text = f"{type(problem).__name__}: {problem}"
             return Frame("failed", {"error": describe_error(ExecutionError("X001", f"opening failed: {text}"))})
         pin_thread(self._loop.cores).__enter__()
+        if self._loop.compares_clocks and self.bus.rank == 0:  # before others compare theirs with it
+            self._loop.clock_offset_seconds = self._measure_clock_offset()
         return Frame("ready", {"shares": self._loop.shares_memory})
 
     def _measure_clock_offset(self) -> float:
-        """Return what this clock shows more than that of rank 0, by the quickest of some round trips.
+        """Return what this clock shows more than the driver's, by the quickest of some round trips to rank 0.
 
-        Its error is at most half of that round trip.
+        Rank 0 compares with the driver itself. Its error is at most half of that round trip.
         """
         trips = []
         for _ in range(CLOCK_TRIPS):
             sent = time.perf_counter()
-            self.bus.send(0, Frame("clock"))
+            if self.bus.rank == 0:
+                self._answer(Frame("clock"))
+            else:
+                self.bus.send(0, Frame("clock"))
             self.wait(lambda: bool(self._clock_answers))
             received = time.perf_counter()
             trips.append((received - sent, (sent + received) / 2 - self._clock_answers.popleft()))
@@ -252,14 +267,11 @@ class RankProcess:
         assert self._driver is not None
         try:
             while True:
-                frame = self._driver.receive(lambda silent: None)
-                rank = frame.fields.pop("to")
-                if frame.kind == "watch":
-                    self._is_watching = True
-                elif rank == 0:
-                    self._take(frame)
+                packed = self._driver.receive(lambda silent: None)
+                if packed.rank == 0:
+                    self._take(packed.unpack())
                 else:
-                    self.bus.send(rank, frame)
+                    self.bus.send(packed.rank, packed)
         except (EOFError, OSError):
             if not self._is_closing:
                 self._abort("the driver has ended")
@@ -267,12 +279,12 @@ class RankProcess:
             self._abort(f"the reader failed: {type(problem).__name__}: {problem}")
 
     def _help(self) -> None:
-        """Look for messages each millisecond, say that this rank is alive, and watch the others."""
+        """Look for messages each few milliseconds, say that this rank is alive, and watch the others."""
         next_heartbeat = 0.0
         try:
             while not self._ended.is_set():
                 for _ in range(LOOKS_PER_CHECK):
-                    time.sleep(HELPER_SECONDS if self._is_awaited is None else IDLE_HELPER_SECONDS)
+                    self._pause()
                     self._look_for_main()
                 self.bus.add_silence()
                 if time.monotonic() >= next_heartbeat:
@@ -282,6 +294,15 @@ class RankProcess:
         except BaseException as problem:  # noqa: BLE001 - without this thread, nobody would end this rank
             if not self._is_closing:
                 self._abort(f"the helper failed: {type(problem).__name__}: {problem}")
+
+    def _pause(self) -> None:
+        """Let the helper sleep until it is worth a look."""
+        bus, loop = self.bus, self._loop
+        if self._is_awaited is not None:
+            time.sleep(IDLE_HELPER_SECONDS)
+        elif bus.is_moving or (loop is not None and loop.is_receiving) or bus.has_begun.wait(CALM_HELPER_SECONDS):
+            bus.has_begun.clear()
+            time.sleep(HELPER_SECONDS)
 
     def _say_alive(self) -> None:
         """Send a heartbeat: to rank 0, or from rank 0 to all and the driver."""
@@ -293,7 +314,7 @@ class RankProcess:
         for rank in range(1, self.bus.size):
             if rank not in self._reported:
                 self.bus.send_heartbeat(rank)
-        self._outgoing.append(Frame("alive", {"rank": 0}))
+        self._outgoing.append(Frame("alive").pack(0))
         self._flush()
 
     def _watch(self) -> None:
@@ -306,7 +327,7 @@ class RankProcess:
             silent = self.bus.silent_seconds[rank]
             if self._is_watching and silent > MAX_SILENT_SECONDS and rank not in self._reported:
                 self._reported.add(rank)
-                self._outgoing.append(Frame("silent", {"rank": rank, "seconds": silent}))
+                self._outgoing.append(Frame("silent", {"seconds": silent}).pack(rank))
 
     def _abort(self, reason: str) -> None:
         """End all ranks at once."""

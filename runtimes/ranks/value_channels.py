@@ -24,6 +24,7 @@ import numpy as np
 from onnxplace.bundle import Manifest
 from onnxplace.feeds import numpy_type
 from onnxplace.runtimes.execution import is_native_type
+from onnxplace.runtimes.ranks.data_planes import DeviceArray
 from onnxplace.runtimes.ranks.message_bus import MessageBus
 from onnxplace.runtimes.ranks.values import flatten
 
@@ -155,7 +156,7 @@ class ValueChannels:
             rank: The receiver.
             serial: Number of the request.
             name: Of a value that has a channel.
-            array: It must not be altered any more.
+            array: It must not be altered any more; one in the memory of a device has more bytes than a header may.
         """
         declaration = self._declarations[name]
         is_joined = array.nbytes <= declaration.joined_bytes
@@ -164,7 +165,7 @@ class ValueChannels:
             self._bus.send_value(rank, declaration.tag, header + array.tobytes())
         else:
             self._bus.send_value(rank, declaration.tag, header)
-            self._bus.send_value(rank, declaration.tag + 1, flatten(array))
+            self._bus.send_value(rank, declaration.tag + 1, array if isinstance(array, DeviceArray) else flatten(array))
 
     def expect(self, values: Iterable[tuple[str, int]]) -> None:
         """Set the values that a request receives, in their order, and begin to receive the first of them.
@@ -194,6 +195,11 @@ class ValueChannels:
         with self._bus.lock:
             for channel in islice(self._expected, EXPECTED_VALUES):
                 channel.look(serial)
+
+    @property
+    def is_arriving(self) -> bool:
+        """Return whether one of the values that a request expects next is on its way."""
+        return any(channel.is_arriving for channel in islice(self._expected, EXPECTED_VALUES))
 
     def find(self, name: str, rank: int) -> Channel:
         """Return the channel of the next value that a request receives, and begin to receive the one after."""

@@ -19,16 +19,18 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 EXTRAS = PROJECT["optional-dependencies"]
 
 # Modules whose package has another name.
-PACKAGES = {"cuda": "cuda-bindings", "google": "protobuf", "pynvml": "nvidia-ml-py"}
+PACKAGES = {"cuda": "cuda-bindings", "google": "protobuf", "pynvml": "nvidia-ml-py", "yaml": "pyyaml"}
+PACKAGES["optimum"] = "optimum-onnx"
 # The extras that each folder may import from, besides the dependencies of the project.
 FOLDERS = {
-    "onnxplace": ("cpu", "gpu", "learn", "mpi", "torch", "train"),
+    "onnxplace": ("cpu", "gpu", "learn", "mpi", "report", "torch", "train"),
     "passes": ("cpu", "gpu", "learn"),
     "runtimes": ("cpu", "gpu", "mpi"),
-    "examples": ("cpu", "gpu", "torch", "train"),
-    "benchmarks": ("cpu", "gpu", "dev", "zoo"),
+    "examples": ("cpu", "gpu", "serve", "torch", "train"),
+    "benchmarks": ("cpu", "gpu", "dev", "optimum", "zoo"),
     "tests": ("cpu", "gpu", "dev", "learn", "torch"),
     ".ci": ("cpu", "dev"),
+    "docs": ("docs",),
 }
 
 
@@ -101,7 +103,7 @@ def test_every_kind_of_import_is_found():
     assert read_imported_packages(source) == {"a", "b", "e", "i", "j", "m", "q"}
 
 
-@pytest.mark.parametrize("extra", [None, "cpu", "gpu", "webgpu", "learn", "torch", "zoo"])
+@pytest.mark.parametrize("extra", [None, "cpu", "gpu", "webgpu", "learn", "torch", "zoo", "docs", "optimum", "serve"])
 def test_every_dependency_has_a_lower_bound(lowest, extra):
     for text in PROJECT["dependencies"] if extra is None else EXTRAS[extra]:
         assert Version(lowest.lower_bound(Requirement(text))) > Version("0")

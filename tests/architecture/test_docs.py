@@ -70,6 +70,23 @@ def test_links_in_the_documentation_lead_to_files():
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_every_page_is_in_the_navigation_of_the_site():
+    """An index lists it, such as docs/guides.md, docs/reference.md or docs/results.md."""
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    listed = {ROOT / "docs" / "index.md"}
+    for page in pages:
+        links = re.findall(r"^- \[[^\]]+\]\(([^)#]+\.md)\)", page.read_text(encoding="utf-8"), re.MULTILINE)
+        listed |= {(page.parent / link).resolve() for link in links}
+    missing = [page.relative_to(ROOT).as_posix() for page in pages if page not in listed]
+    assert not missing, f"list these pages in an index of the site, such as docs/guides.md: {missing}"
+
+
+def test_every_benchmark_is_in_the_list():
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `python benchmarks/(\w+)\.py` \|", page, re.MULTILINE))
+    assert listed == {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")}
+
+
 def read_examples(page: str, language: str) -> list[str]:
     """Return the code blocks in one language on a page."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")

@@ -69,15 +69,16 @@ MAY_IMPORT = {
     "runtime": "bundle errors feeds",
     "traces": "bundle runtime",
     "runtimes.execution": "bundle devices errors feeds machine ort runtime target utils",
-    "serving": "bundle errors feeds runtime runtimes.execution utils",
+    "serving": "bundle errors feeds runtime runtimes.execution traces utils",
+    "drop_in": "bundle devices errors feeds machine ort runtime runtimes.execution traces utils",
     # pipelines of passes; trials and calibration, which run bundles; reports
     "pipeline": "errors facts runtime state utils",
     "calibration": "bundle errors feeds graph machine pipeline runtime target utils",
     "hosts": "calibration errors machine ort target utils",
     "runtimes.ranks": "bundle devices errors feeds hosts machine model runtime runtimes.execution target utils",
-    "runtimes": "bundle errors feeds hosts machine runtime runtimes.execution runtimes.ranks traces",
+    "runtimes": "bundle errors feeds hosts machine runtime runtimes.execution runtimes.ranks serving traces",
     "evaluation": "bundle errors feeds machine model ort pipeline runtime target traces utils",
-    "report": "bundle errors pipeline",
+    "report": "bundle cost_graph errors facts graph pipeline simulation target utils",
     # from a model to a bundle, and the interfaces to it
     "driver": (
         "bundle cost_graph errors evaluation facts feeds graph machine model pipeline problem report state target utils"
@@ -87,7 +88,7 @@ MAY_IMPORT = {
         "target utils"
     ),
     "export": "bundle devices errors model target training_step utils",
-    "api": "bundle driver errors feeds machine pipeline runtime serving traces utils",
+    "api": "bundle driver drop_in errors machine pipeline runtime serving traces utils",
     "training": "api bundle errors feeds model runtime utils",
     "testing": "bundle driver errors facts feeds graph pipeline runtime simulation state target utils",
     "doctor": (

@@ -139,6 +139,8 @@ def test_a_file_name_that_is_too_long_is_refused(run_cli, bundle_copy):
 def test_an_invalid_path_is_not_a_bundle(path):
     with pytest.raises(onnxplace.BundleError, match="N001") as raised:
         onnxplace.load(path)
+    with pytest.raises(onnxplace.BundleError, match="N001"):
+        onnxplace.InferenceSession(path)
     assert str(raised.value).isprintable() or "\n" in str(raised.value)
     str(raised.value).encode()
 

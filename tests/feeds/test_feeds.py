@@ -150,6 +150,12 @@ def test_a_symbol_has_one_size_in_all_inputs():
     assert_refused({**GOOD, "right": np.zeros(4, "f4")}, "'n'", "'right'", "4", "3 in left[0]")
 
 
+@pytest.mark.parametrize("size", [0, 1])
+def test_an_empty_array_or_one_that_is_broadcast_agrees_with_any_size(size):
+    feeds = {**GOOD, "right": np.zeros(size, "f4")}
+    assert check_feeds(feeds, PAIR)["right"].shape == (size,)
+
+
 def test_an_input_without_a_declared_shape_may_have_any():
     inputs = [Declared("x", "tensor(float)", None), Declared("y", "tensor(float)", (None,))]
     for shape in ((), (1, 2, 3)):

@@ -9,8 +9,9 @@ import psutil
 import pytest
 
 from onnxplace.errors import ExecutionError, TargetError, UsageError
-from onnxplace.hosts import Connection, connection as connection_module, find_mpi_cause
-from onnxplace.hosts.connection import find_mpiexec, is_this_machine, run_together
+from onnxplace.hosts import Connection, connection as connection_module, find_mpi_cause, mpi_launchers
+from onnxplace.hosts.connection import is_this_machine, run_together
+from onnxplace.hosts.mpi_launchers import Mpich, OpenMpi, find_launcher
 
 MODULE = "onnxplace.hosts.describe_host"
 
@@ -94,21 +95,56 @@ def test_hosts_are_asked_at_once_and_the_first_bad_one_is_named(write_shell):
 
 
 @pytest.mark.parametrize(
-    ("version", "shown"), [("mpirun (Open MPI) 5.0.8", "which says 'mpirun (Open MPI) 5.0.8'"), ("", "")]
+    ("version", "shown"), [("mpirun (Open MPI) 4.1.8", "which says 'mpirun (Open MPI) 4.1.8'"), ("", "")]
 )
-def test_another_mpiexec_than_that_of_mpich_is_refused(monkeypatch, tmp_path, version, shown):
-    find_mpiexec.cache_clear()
+def test_another_mpiexec_than_that_of_mpich_or_a_recent_open_mpi_is_refused(monkeypatch, tmp_path, version, shown):
+    find_launcher.cache_clear()
     folder = tmp_path / "bin"
     folder.mkdir()
     if version:
         (folder / "mpiexec").write_text(f"#!/bin/sh\necho '{version}'\n")
         (folder / "mpiexec").chmod(0o755)
-    monkeypatch.setattr(connection_module.sys, "executable", str(folder / "python"))
+    monkeypatch.setattr(mpi_launchers.sys, "executable", str(folder / "python"))
     monkeypatch.setenv("PATH", str(folder))
     with pytest.raises(UsageError, match="K003") as caught:
-        find_mpiexec()
+        find_launcher()
     assert shown in caught.value.message
     assert "pip install 'onnxplace[mpi]'" in caught.value.hint
+
+
+COUNTS = {"node1": 2, "node2": 1}
+
+
+@pytest.mark.parametrize(
+    ("version", "kind", "options"),
+    [
+        ("HYDRA build details", Mpich, "-hosts node1:2,node2:1 -n 3 -launcher ssh -launcher-exec /bin/ssh"),
+        ("mpirun (Open MPI) 5.0.8", OpenMpi, "--host node1:2,node2:1 -n 3 --map-by slot:OVERSUBSCRIBE --bind-to none"),
+    ],
+)
+def test_the_mpiexec_of_this_environment_is_used_whatever_mpi_it_is(monkeypatch, tmp_path, version, kind, options):
+    find_launcher.cache_clear()
+    for folder in (tmp_path / "bin", tmp_path / "other"):
+        folder.mkdir()
+        (folder / "mpiexec").write_text(f"#!/bin/sh\necho '{version}'\n")
+        (folder / "mpiexec").chmod(0o755)
+    monkeypatch.setattr(mpi_launchers.sys, "executable", str(tmp_path / "bin/python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "other"))
+    launcher = find_launcher()
+    find_launcher.cache_clear()
+    assert (type(launcher), launcher.path) == (kind, str(tmp_path / "bin/mpiexec"))
+    command = " ".join(launcher.make_command(COUNTS, "/bin/ssh", "eth7"))
+    assert options in command
+    assert "/bin/ssh" in command
+    assert "eth7" in command
+    alone = " ".join(launcher.make_command({"localhost": 2}, "", ""))
+    assert "ssh" not in alone
+    assert "eth7" not in alone
+
+
+NO_ROUTE = f"no route to host node3\n{'-' * 60}\nA daemon failed to report back. This could\n{'-' * 60}\n"
+NO_NETWORK = f"{'-' * 74}\nNo network interfaces\nwere found. We require\n{'-' * 74}\n"
+NO_DAEMON = f"{'-' * 60}\nA daemon failed. It\n\n  Remote host:    node3\n{'-' * 60}\n"
 
 
 @pytest.mark.parametrize(
@@ -119,6 +155,11 @@ def test_another_mpiexec_than_that_of_mpich_is_refused(monkeypatch, tmp_path, ve
         ("[mpiexec@a] f (sock.c:4): no interface x\n[mpiexec@a] main (m.c:2): error", "no interface x"),
         ("[proxy:1@a] f (sock.c:4): no route (1)\n[mpiexec@a] main (m.c:2): error", "on node2: no route (1)"),
         ("[mpiexec@a] of another form", "[mpiexec@a] of another form"),
+        (NO_ROUTE, "no route to host node3"),
+        (NO_DAEMON, "on node3: A daemon failed"),
+        (NO_NETWORK, "No network interfaces were found"),
+        ("no module x\nonnxplace: rank 1 ended with code 1\nKilled\n", "no module x"),
+        ("onnxplace: rank 0 ended with code 14\nonnxplace: rank 1 ended with code 137\n", "rank 1 died (SIGKILL)"),
     ],
 )
 def test_the_cause_of_a_failure_is_found_among_the_lines_of_mpi(printed, cause):
@@ -129,7 +170,7 @@ def test_a_failing_launcher_is_an_error_with_its_last_line(monkeypatch, tmp_path
     launcher = tmp_path / "mpiexec"
     launcher.write_text("#!/bin/sh\necho 'cannot bind' >&2; exit 3\n")
     launcher.chmod(0o755)
-    monkeypatch.setattr(connection_module, "find_mpiexec", lambda: str(launcher))
+    monkeypatch.setattr(connection_module, "find_launcher", lambda: Mpich(str(launcher)))
     with pytest.raises(ExecutionError, match=r"K007.*node1, localhost: MPI failed with exit code 3: cannot bind"):
         Connection("true").run_ranks(("node1", "localhost"), MODULE, timeout_seconds=30.0)
     launcher.write_text("#!/bin/sh\nsleep 600\n")

@@ -8,6 +8,7 @@ import tempfile
 import time
 
 import numpy as np
+import onnx
 import pytest
 from onnx import parser
 
@@ -15,6 +16,8 @@ import onnxplace
 from onnxplace.hosts import Connection
 from onnxplace.runtimes import mpi
 from onnxplace.runtimes.mpi import Mpi
+from tests.conftest import branches
+from tests.support.chains import mlp
 from tests.support.commands import only_json
 from tests.support.endless import endless_bundle, expected, feeds
 from tests.support.namespaces import NODES, connect_two_nodes, find_obstacle, run_ip
@@ -44,8 +47,8 @@ def nodes(tmp_path_factory):
         patch.setattr(tempfile, "tempdir", str(folder / "temporary"))
         with connect_two_nodes(folder) as two_nodes:
             # What a user sets where the hosts' names are not those of the network for messages.
-            patch.setenv("HYDRA_IFACE", two_nodes.interface)
-            patch.setenv("FI_TCP_IFACE", two_nodes.interface)
+            for name in ("HYDRA_IFACE", "FI_TCP_IFACE", "OMPI_MCA_btl_tcp_if_include", "PRTE_MCA_prte_if_include"):
+                patch.setenv(name, two_nodes.interface)
             patch.setenv("PATH", str(folder), prepend=os.pathsep)
             yield two_nodes
             assert await_gone(two_nodes.list_processes()) == []
@@ -97,6 +100,32 @@ def test_the_commands_run_a_bundle_on_two_hosts_as_ssh_reaches_them(nodes, big, 
         verified = only_json(run_cli("verify", str(big.path), "--runtime", "mpi", "--start-timeout", "60", "--json"))
     assert verified["equal"] is True
     assert nodes.count_crossed_bytes() - before > 2 * 4 * 300_000
+
+
+def test_bundles_compiled_for_a_survey_of_two_hosts_are_verified_there(nodes, run_cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    network = ("--remote-shell", nodes.remote_shell, "--interface", nodes.interface)
+    onnx.save(branches(), "towers.onnx")
+    onnx.save(mlp(), "sharded.onnx")
+    with nodes.on_first():
+        options = ("--hosts", "node1,node2", "--devices", "cpu:0", "--seconds", "0.5", *network)
+        assert run_cli("hosts", *options, "-o", "cluster.toml").code == 0
+        placed = "profile{estimate=true},coplace{join=never},m-topo,split,emit"
+        ways = {
+            "towers": ("--pipeline", placed, "--shape", "batch=4"),
+            "sharded": ("--objective", "fit", "--shard", "2"),
+        }
+        for name, how in ways.items():
+            arguments = (f"{name}.onnx", "-o", f"{name}.bundle", "--target", "cluster.toml", *how)
+            result = run_cli("compile", *arguments, "--json")
+            assert result.code == 0, result.err
+            compiled = only_json(result)
+            before = nodes.count_crossed_bytes()
+            options = ("--runtime", "mpi", *network, "--start-timeout", "60", "--json")
+            assert only_json(run_cli("verify", f"{name}.bundle", *options))["equal"] is True
+            assert nodes.count_crossed_bytes() > before
+            assert {device["id"] for device in compiled["devices"]} == set(NODES)
+            assert bool(compiled["sharding"]) == (name == "sharded")
 
 
 @pytest.mark.parametrize(

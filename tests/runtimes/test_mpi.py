@@ -2,12 +2,14 @@
 
 import gc
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -85,9 +87,12 @@ def read_processor_seconds(process_id):
 
 
 @pytest.mark.parametrize(("rank", "device"), [(0, "cpu:0"), (1, "cpu:1")])
-def test_a_killed_rank_is_reported_by_its_device_and_host_and_all_ranks_end(bundle, rank, device):
+def test_a_killed_rank_is_reported_by_its_device_and_host_and_nothing_is_left(bundle, rank, device):
     with open_ranks(bundle) as session:
         ranks = read_rank_ids(session)
+        maps = "".join(Path(f"/proc/{item}/maps").read_text() for item in ranks)
+        memory = set(re.findall(r"/dev/shm/\S+$", maps, re.MULTILINE))
+        assert memory
         futures = [session.submit(feeds(None)) for _ in range(3)]
         await_start(futures[0])
         os.kill(ranks[rank], signal.SIGKILL)
@@ -98,6 +103,7 @@ def test_a_killed_rank_is_reported_by_its_device_and_host_and_all_ranks_end(bund
         with pytest.raises(onnxplace.ExecutionError, match="K011"):
             session.run(None, feeds(1))
     assert await_gone(ranks) == []
+    assert [path for path in memory if Path(path).exists()] == []
 
 
 def test_a_stopped_rank_is_reported_and_all_ranks_end(bundle):

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from onnxplace.hosts import find_launcher
 from tests.support.endless import endless_bundle
 
 pytest.importorskip("mpi4py")
@@ -29,6 +30,23 @@ with onnxplace.InferenceSession(sys.argv[1], runtime="mpi", timeout=60) as sessi
     session.run(None, feeds(1))
 print("led", flush=True)
 """
+# Rank 1 is on another machine, whose clock shows more.
+OTHER_CLOCK = """
+import sys, time
+from mpi4py import MPI
+import onnxplace
+from onnxplace.runtimes.ranks import rank_loop
+from tests.support.endless import feeds
+if MPI.COMM_WORLD.rank:
+    read = time.perf_counter
+    time.perf_counter = lambda: read() + 1000.0
+    rank_loop.find_clock = lambda: "another"
+with onnxplace.InferenceSession(sys.argv[1], runtime="mpi", timeout=60, trace=True) as session:
+    result = session.submit(feeds(2)).result(60)
+assert {event.device for event in result.events} == {"cpu:0", "cpu:1"}
+assert all(0 <= event.start_seconds <= event.finish_seconds <= result.seconds + 0.1 for event in result.events)
+print("one clock", flush=True)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +54,9 @@ def bundle(tmp_path_factory):
     return endless_bundle(tmp_path_factory.mktemp("endless"))
 
 
-def run_job(ranks, bundle):
-    from onnxplace.hosts.connection import find_mpiexec
-
-    command = [find_mpiexec(), "-n", str(ranks), sys.executable, "-m", "mpi4py", "-c", SCRIPT, str(bundle.path)]
+def run_job(ranks, bundle, script=SCRIPT):
+    launched = find_launcher().make_command({"localhost": ranks}, "", "")
+    command = [*launched, sys.executable, "-m", "mpi4py", "-c", script, str(bundle.path)]
     return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS)
 
 
@@ -47,6 +64,12 @@ def test_rank_0_runs_the_session_and_the_other_ranks_serve_it_and_end(bundle):
     job = run_job(2, bundle)
     assert job.returncode == 0, job.stderr
     assert job.stdout.split() == ["X007", "led"]
+
+
+def test_events_of_ranks_on_other_machines_are_on_the_clock_of_the_script(bundle):
+    job = run_job(2, bundle, OTHER_CLOCK)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.split() == ["one", "clock"]
 
 
 def test_a_job_of_another_size_than_the_bundle_is_refused_on_all_ranks(bundle):

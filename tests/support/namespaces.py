@@ -29,7 +29,8 @@ while [ "${1#-}" != "$1" ]; do [ "$1" = -o ] && shift; shift; done
 host=$1
 shift
 [ -e /run/netns/PREFIX-$host ] || { echo "no route to host $host" >&2; exit 255; }
-exec ip netns exec PREFIX-$host unshare --uts sh -c "hostname $host; $*"
+[ $host = node1 ] && cores="FIRST_CORES" || cores="SECOND_CORES"
+exec ip netns exec PREFIX-$host $cores unshare --uts sh -c "hostname $host; $*"
 """
 
 
@@ -43,19 +44,25 @@ class TwoNodes:
     """The end of the cable, with the same name on both hosts."""
     remote_shell: str
     """The program that runs a command on a host."""
+    cores: tuple[int, ...] = ()
+    """A core of each host; empty if both have all."""
 
     @contextmanager
     def on_first(self) -> Iterator[None]:
         """Let this thread, and processes that it starts, be on node1."""
         library = ctypes.CDLL(None, use_errno=True)
         own = [os.open(f"/proc/thread-self/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts")]
+        affinity = os.sched_getaffinity(0)
         other = os.open(f"/run/netns/{self.prefix}-{NAMES[0]}", os.O_RDONLY)
         try:
             _require(library.setns(other, _NEW_NET))
             _require(library.unshare(_NEW_UTS))
             socket.sethostname(NAMES[0])
+            if self.cores:
+                os.sched_setaffinity(0, self.cores[:1])
             yield
         finally:
+            os.sched_setaffinity(0, affinity)
             _require(library.setns(own[0], _NEW_NET))
             _require(library.setns(own[1], _NEW_UTS))
             for file in (*own, other):
@@ -107,11 +114,19 @@ def find_obstacle() -> str:
 
 
 @contextmanager
-def connect_two_nodes(folder: Path) -> Iterator[TwoNodes]:
-    """Make the hosts and the cable, and remove them at the end; `folder` gets the program in place of ssh."""
-    nodes = TwoNodes(f"op{os.getpid()}", "op0", str(folder / "ssh"))
+def connect_two_nodes(folder: Path, cores: tuple[int, ...] = ()) -> Iterator[TwoNodes]:
+    """Make the hosts and the cable, and remove them at the end.
+
+    Args:
+        folder: Gets the program in place of ssh.
+        cores: A core for each host; empty to let both have all.
+    """
+    nodes = TwoNodes(f"op{os.getpid()}", "op0", str(folder / "ssh"), cores)
     spaces = [f"{nodes.prefix}-{name}" for name in NAMES]
-    Path(nodes.remote_shell).write_text(_SHELL.replace("PREFIX", nodes.prefix))
+    text = _SHELL.replace("PREFIX", nodes.prefix)
+    for name, pin in zip(("FIRST_CORES", "SECOND_CORES"), [f"taskset -c {core}" for core in cores] or ["", ""]):
+        text = text.replace(name, pin)
+    Path(nodes.remote_shell).write_text(text)
     Path(nodes.remote_shell).chmod(0o755)
     try:
         for space in spaces:

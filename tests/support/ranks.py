@@ -47,3 +47,11 @@ def await_gone(process_ids: Any) -> list[int]:
     while (alive := [item for item in process_ids if is_alive(item)]) and time.monotonic() < end:
         time.sleep(0.02)
     return alive
+
+
+def read_ranks_of_copies(session: onnxplace.InferenceSession) -> list[list[int]]:
+    """Return the process ids of the ranks of each copy of a session's bundle, by rank."""
+    engines = [copy.session.engine for copy in session._session.copies.copies]
+    return [
+        [processes[rank] for rank in sorted(processes)] for processes in (item._cluster._processes for item in engines)
+    ]

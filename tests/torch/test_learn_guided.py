@@ -13,7 +13,7 @@ from onnxplace.facts import Groups, Profile
 from onnxplace.learn import GuidedOptions, draw_mixture, draw_problems, learn_guided
 from onnxplace.learn.curves import read_curve
 from onnxplace.learn.guided import GuidedPoint, GuidedTraining
-from onnxplace.learn.learning import checkpoint_path
+from onnxplace.learn.training_loop import checkpoint_path
 from onnxplace.learn.variants import vary_problem
 from onnxplace.passes.learning import (
     GuidedGraph,

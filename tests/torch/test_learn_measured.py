@@ -16,8 +16,8 @@ from onnxplace.errors import Diagnostic, ExecutionError, InfeasibleError, InputE
 from onnxplace.facts import Placement, Profile
 from onnxplace.learn import LearnOptions, bundle_timer, draw_problems, learn_measured, read_problems
 from onnxplace.learn.bundle_timer import BundleTimer
-from onnxplace.learn.learning import checkpoint_path
 from onnxplace.learn.measured import FAILED_COST, MeasuredModel
+from onnxplace.learn.training_loop import checkpoint_path
 from onnxplace.passes.learning import (
     Environment,
     Learner,

@@ -12,7 +12,7 @@ from onnxplace.cost_graph import GraphSet
 from onnxplace.errors import InputError, UsageError
 from onnxplace.facts import Schedule
 from onnxplace.learn import LearningGraph, LearnOptions, draw_problems, learn_placeto
-from onnxplace.learn.learning import checkpoint_path
+from onnxplace.learn.training_loop import checkpoint_path
 from onnxplace.passes.learning import Environment, Settings, read_learner, read_policy
 from onnxplace.passes.placement.search import published_plans
 from onnxplace.passes.placeto import Placeto

@@ -9,7 +9,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed; .ci/training has 
 from onnxplace.cost_graph import GraphSet
 from onnxplace.errors import InputError, UsageError
 from onnxplace.learn import SequenceLearnOptions, draw_problems, learn_sequence, sequences
-from onnxplace.learn.learning import checkpoint_path
+from onnxplace.learn.training_loop import checkpoint_path
 from onnxplace.passes.learning import SequenceSettings, SequenceShape, read_sequence_learner, read_sequence_policy
 
 QUICK = ("--family", "two_towers", "--count", "7", "--nodes", "30", "--placements", "2")

@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed; .ci/train
 
 from onnxplace.cost_graph import ARCHITECTURES
 from onnxplace.driver import place_cost_graph, replace_devices
-from onnxplace.errors import InfeasibleError, InputError, UsageError
-from onnxplace.facts import Groups, Placement, Profile, Schedule
+from onnxplace.errors import InputError, UsageError
+from onnxplace.facts import Groups, Profile
 from onnxplace.passes.go import Go
 from onnxplace.passes.hierarchical import Hierarchical
 from onnxplace.passes.learning import (
@@ -29,9 +29,9 @@ from onnxplace.passes.learning import (
 )
 from onnxplace.passes.learning.sequences import go_net
 from onnxplace.passes.learning.sequences.sequence_policy import VARIANTS
-from onnxplace.pipeline import make_pass, run_pass
 from onnxplace.problem import PlacementProblem, placement_problem, sort_by_start
 from onnxplace.testing import check_pass, random_state
+from tests.support.learned_placers import check_fits_wherever_a_published_placer_does
 
 SHAPES = [
     SequenceShape(kind, variant, devices=4, groups=4, width=8) for kind, names in VARIANTS.items() for variant in names
@@ -197,21 +197,7 @@ def test_the_pass_keeps_the_contract_of_passes_on_random_states(shape, files):
 )  # fmt: skip
 def test_there_is_a_placement_wherever_a_published_placer_has_one(files, shape, seed, nodes, devices, pinned):
     state = random_state(seed, nodes, devices, facts=(Profile, Groups), tight=True, pinned=pinned)
-    fitting = []
-    for name in ("m-topo", "m-etf", "single"):
-        try:
-            fitting.append(run_pass(make_pass(name), state))
-        except InfeasibleError:
-            continue
-    try:
-        after = run_pass(PASSES[shape.kind](policy=str(files[shape]), episodes=seed % 3), state)
-    except InfeasibleError:
-        assert not fitting
-        return
-    peaks = after[Schedule].simulation.peak_bytes
-    assert all(peak <= device.memory_bytes for peak, device in zip(peaks, state.target.devices))
-    pins = state[Groups].pinned[state[Groups].group]
-    assert (after[Placement].device[pins >= 0] == pins[pins >= 0]).all()
+    check_fits_wherever_a_published_placer_does(PASSES[shape.kind](policy=str(files[shape]), episodes=seed % 3), state)
 
 
 @pytest.mark.parametrize("placer", ["hierarchical{groups=given,max_groups=20,", "hierarchical{max_groups=8,", "go{"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from onnxplace.graph import Csr, Floats, Ints
 from onnxplace.passes.placement.exact.residency import held_bytes, reachable
 from onnxplace.problem import PlacementProblem
 from onnxplace.simulation import heads_and_tails, node_bytes
+from onnxplace.utils import run_highs
 
 # Thresholds of heads, and of tails; the work between two of them bounds the load of each device.
 MAX_THRESHOLDS = 6
@@ -243,14 +243,12 @@ class _Program:
         program.a_matrix_.value_ = np.array(rows.value)
         kinds = highspy.HighsVarType
         program.integrality_ = [kinds.kInteger if is_integer else kinds.kContinuous for is_integer in rows.is_integer]
-        solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-        remaining = max(deadline - time.perf_counter(), 0.05)
-        for option, value in (("output_flag", False), ("threads", 1), ("random_seed", seed & MAX_SEED),
-                              ("time_limit", remaining), ("mip_rel_gap", gap), ("mip_feasibility_tolerance", 1e-9),
-                              ("primal_feasibility_tolerance", 1e-9)):  # fmt: skip
-            solver.setOptionValue(option, value)
-        solver.passModel(program)
-        solver.run()
+        options = {
+            "random_seed": seed & MAX_SEED,
+            "time_limit": max(deadline - time.perf_counter(), 0.05),
+            "mip_rel_gap": gap,
+        }
+        solver = run_highs(program, options | {"mip_feasibility_tolerance": 1e-9, "primal_feasibility_tolerance": 1e-9})
         infeasible = solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible
         info = solver.getInfo()
         # Feasibility holds to 1e-9 of the largest numbers only, so the bound is lowered by more than that.

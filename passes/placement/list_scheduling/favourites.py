@@ -8,13 +8,13 @@ can precede it. The program decides for which edges that is worth most; HiGHS so
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from onnxplace.errors import ExecutionError
 from onnxplace.graph import Floats, Ints, sum_by
 from onnxplace.problem import PlacementProblem
+from onnxplace.utils import run_highs
 
 # Tolerance of the solver around 0 and 1.
 TOLERANCE = 1e-6
@@ -97,11 +97,7 @@ def solve_relaxation(node_seconds: Floats, edges: Edges) -> Floats:
         constraints.index,
         constraints.value,
     )
-    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-    for option, value in (("output_flag", False), ("threads", 1), ("random_seed", 0), ("solver", "simplex")):
-        solver.setOptionValue(option, value)
-    solver.passModel(program)
-    solver.run()
+    solver = run_highs(program, {"random_seed": 0, "solver": "simplex"})
     if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
         status = solver.modelStatusToString(solver.getModelStatus())
         raise ExecutionError("P020", f"the linear program of m-SCT was not solved: {status}", where="m-sct")

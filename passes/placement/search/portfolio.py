@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from onnxplace.errors import Diagnostic, InfeasibleError
+from onnxplace.errors import Diagnostic, Figure, InfeasibleError
 from onnxplace.facts import Schedule
 from onnxplace.graph import Floats, Ints
 from onnxplace.passes.placement.list_scheduling import favourite_children, fill_devices, find_best_plan, transfer_edges
@@ -247,4 +247,8 @@ def _describe_result(
         + (f"; tried {others}" if others else "")
         + (f"; {effort}" if effort else ""),
         where=placer,
+        figures=tuple(
+            Figure(option.plan.name, option.seconds)
+            for option in (best, *(item for item in simulated if item.plan.name != best.plan.name))
+        ),
     )

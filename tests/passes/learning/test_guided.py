@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from onnxplace.cost_graph import ARCHITECTURES, GENERATORS
 from onnxplace.driver import place_cost_graph, replace_devices
 from onnxplace.errors import InfeasibleError, InputError, UsageError
-from onnxplace.facts import Groups, Placement, Profile, Schedule
+from onnxplace.facts import Groups, Profile
 from onnxplace.passes.guided import Guided
 from onnxplace.passes.learning import (
     GuidedGraph,
@@ -27,10 +27,10 @@ from onnxplace.passes.learning import (
     write_policy,
 )
 from onnxplace.passes.learning.guided_graph import GROUP_FEATURES, NODE_FEATURES, PAIR_FEATURES
-from onnxplace.pipeline import make_pass, run_pass
 from onnxplace.problem import placement_problem
 from onnxplace.testing import check_pass, random_state
 from tests.passes.learning.plain_guided import choose_devices
+from tests.support.learned_placers import check_fits_wherever_a_published_placer_does
 
 SHAPE = GuidedShape(width=6, message_width=4, hidden=5, rounds=2)
 QUICK = {"seconds": 0.0, "proposals": 20, "schedules": 2}
@@ -63,23 +63,9 @@ def test_the_pass_keeps_the_contract_of_passes_on_random_states(policy_file):
 )
 def test_there_is_a_placement_wherever_a_published_placer_has_one(policy_file, seed, nodes, devices, pinned, seconds):
     state = random_state(seed, nodes, devices, facts=(Profile, Groups), tight=True, pinned=pinned)
-    fitting = []
-    for name in ("m-topo", "m-etf", "single"):
-        try:
-            fitting.append(run_pass(make_pass(name), state))
-        except InfeasibleError:
-            continue
-    try:
-        after = run_pass(Guided(policy=str(policy_file), schedules=2, seconds=seconds, proposals=20), state)
-    except InfeasibleError:
-        assert not fitting
-        return
-    peaks = after[Schedule].simulation.peak_bytes
-    assert all(peak <= device.memory_bytes for peak, device in zip(peaks, state.target.devices))
-    pins = state[Groups].pinned[state[Groups].group]
-    assert (after[Placement].device[pins >= 0] == pins[pins >= 0]).all()
-    groups = state[Groups].group
-    assert all(len(set(after[Placement].device[groups == group].tolist())) == 1 for group in set(groups.tolist()))
+    check_fits_wherever_a_published_placer_does(
+        Guided(policy=str(policy_file), schedules=2, seconds=seconds, proposals=20), state
+    )
 
 
 @pytest.mark.parametrize("family", [*sorted(ARCHITECTURES), "layered"])

@@ -7,13 +7,13 @@ from hypothesis import given, settings, strategies as st
 from onnxplace.cost_graph import ARCHITECTURES
 from onnxplace.driver import place_cost_graph, replace_devices
 from onnxplace.errors import InfeasibleError, InputError, UsageError
-from onnxplace.facts import Groups, Placement, Profile, Schedule
+from onnxplace.facts import Groups, Profile
 from onnxplace.passes.learning import ORDERS, Environment, Policy, Shape, coarsen_to, visit_nodes, write_policy
 from onnxplace.passes.placement.search.search import decode_candidate
 from onnxplace.passes.placeto import Placeto
-from onnxplace.pipeline import make_pass, run_pass
 from onnxplace.problem import placement_problem
 from onnxplace.testing import check_pass, random_state
+from tests.support.learned_placers import check_fits_wherever_a_published_placer_does
 
 SHAPE = Shape(devices=4, width=4, rounds=2)
 
@@ -34,21 +34,7 @@ def test_the_pass_keeps_the_contract_of_passes_on_random_states(policy_file):
 @given(seed=st.integers(0, 2**32 - 1), nodes=st.integers(1, 30), devices=st.integers(1, 4), pinned=st.booleans())
 def test_there_is_a_placement_wherever_a_published_placer_has_one(policy_file, seed, nodes, devices, pinned):
     state = random_state(seed, nodes, devices, facts=(Profile, Groups), tight=True, pinned=pinned)
-    fitting = []
-    for name in ("m-topo", "m-etf", "single"):
-        try:
-            fitting.append(run_pass(make_pass(name), state))
-        except InfeasibleError:
-            continue
-    try:
-        after = run_pass(Placeto(policy=str(policy_file)), state)
-    except InfeasibleError:
-        assert not fitting
-        return
-    peaks = after[Schedule].simulation.peak_bytes
-    assert all(peak <= device.memory_bytes for peak, device in zip(peaks, state.target.devices))
-    pins = state[Groups].pinned[state[Groups].group]
-    assert (after[Placement].device[pins >= 0] == pins[pins >= 0]).all()
+    check_fits_wherever_a_published_placer_does(Placeto(policy=str(policy_file)), state)
 
 
 @pytest.mark.parametrize("family", sorted(ARCHITECTURES))

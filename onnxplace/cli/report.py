@@ -1,0 +1,84 @@
+"""The command `onnxplace report`, and the option `--report` of other commands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from onnxplace.cli.completers import BUNDLE_PATH
+from onnxplace.cli.options import as_json, print_json, show_progress
+from onnxplace.errors import UsageError
+
+if TYPE_CHECKING:
+    from onnxplace.report import PageData
+
+# Bundles that a page shows next to each other.
+MAX_BUNDLES = 2
+
+report_option = click.option(
+    "--report", type=click.Path(path_type=Path), metavar="F.html",
+    help="Also write a page that shows the result (docs/report.md); needs the extra [report].",
+)  # fmt: skip
+
+
+@click.command(short_help="Show a bundle as one HTML page; two side by side.")
+@click.argument("bundles", metavar="BUNDLE [BUNDLE2]", nargs=-1, required=True, type=BUNDLE_PATH)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="F.html",
+    help="The file to write  [default: report.html; none with --json]",
+)  # fmt: skip
+@click.option(
+    "--trace", type=click.Path(path_type=Path), metavar="F.json",
+    help="Show the measured times of `onnxplace run --trace F.json` next to the predicted ones.",
+)  # fmt: skip
+@as_json
+def report(bundles: tuple[Path, ...], *, output: Path | None, trace: Path | None, json_: bool) -> None:
+    """Write one HTML file about BUNDLE that any browser opens, without a network.
+
+    It shows the timeline, memory, cut, layers, attempts, notes and options. --json prints the data of the page.
+    """
+    from onnxplace.bundle import Bundle
+    from onnxplace.report import build_page_json, describe_bundle, format_bytes
+
+    if len(bundles) > MAX_BUNDLES:
+        message = f"expected one or two bundles, got {len(bundles)}"
+        raise UsageError("U111", message, where="report", hint="write several reports")
+    if trace and len(bundles) > 1:
+        message = "a trace is of one bundle, and two are named"
+        raise UsageError("U112", message, where="--trace", hint="name one bundle, or leave --trace out")
+    path = output or (None if json_ else Path("report.html"))
+    if path:
+        require_report(path, *bundles, *([trace] if trace else []))
+    with show_progress(json_, "reading the bundle") as observer:
+        pages = []
+        for index, item in enumerate(bundles):
+            if observer:
+                observer(item.name, index, len(bundles))
+            pages.append(describe_bundle(Bundle.open(item), trace))
+        if path:
+            write_page(path, pages)
+    if json_:
+        print_json({"output": str(path) if path else None, "pages": [build_page_json(page) for page in pages]})
+    elif path:
+        click.echo(f"written to {path} ({format_bytes(path.stat().st_size)}); open it in a browser")
+
+
+def require_report(path: Path, *inputs: Path) -> None:
+    """Raise UsageError before any work if a report cannot be written to `path`, or its packages are missing."""
+    from onnxplace.report import require_report_packages
+    from onnxplace.utils import require_writable
+
+    require_report_packages()
+    require_writable(path, *inputs)
+
+
+def write_page(path: Path, pages: Sequence[PageData]) -> None:
+    """Write the report about one bundle or placement, or about two next to each other."""
+    from onnxplace.report import render_page
+    from onnxplace.utils import write_file
+
+    content = render_page(pages).encode()
+    write_file(path, lambda stream: stream.write(content))

@@ -1,0 +1,261 @@
+"""The methods of `onnxruntime.InferenceSession` beyond running: what a bundle answers, and what it cannot do."""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle, MetadataRecord
+from onnxplace.drop_in.exceptions import also_raise_as
+from onnxplace.drop_in.io_binding import IOBinding
+from onnxplace.drop_in.node_args import NodeArg, list_inputs, list_outputs, list_overridable
+from onnxplace.drop_in.ort_conversion import to_owned_ort_value
+from onnxplace.drop_in.session_arguments import SessionArguments, list_providers, warn_ignored
+from onnxplace.errors import OnnxplaceError, UsageError
+from onnxplace.machine import make_session_options, open_session
+from onnxplace.ort import import_onnxruntime
+from onnxplace.runtimes.execution import to_python
+from onnxplace.traces import RequestTimeline
+from onnxplace.utils import write_file
+
+
+class SessionMethods(ABC):
+    """Methods that a session of a bundle has so that code written for ONNX Runtime can use it."""
+
+    _bundle: Bundle
+    _arguments: SessionArguments
+
+    @abstractmethod
+    def run(self, output_names: Iterable[str] | None, input_feed: Mapping[str, Any], run_options: Any = None) -> Any:
+        """Run the model and return the named outputs."""
+
+    @abstractmethod
+    def trace(self) -> dict[str, Any]:
+        """Return the timelines of the last requests as Chrome trace JSON."""
+
+    @abstractmethod
+    def list_timelines(self) -> tuple[RequestTimeline, ...]:
+        """Return what the last requests did; empty if the session records no trace."""
+
+    # -- what the model is ------------------------------------------------------------------------------
+
+    def get_inputs(self) -> list[NodeArg]:
+        """Return the model's inputs without default values: name, type, shape. States are among them."""
+        return list_inputs(self._bundle)
+
+    def get_outputs(self) -> list[NodeArg]:
+        """Return the outputs of `run(None, ...)`, without states: name, type, shape."""
+        return list_outputs(self._bundle)
+
+    def get_overridable_initializers(self) -> list[NodeArg]:
+        """Return the model's inputs with default values: name, type, shape."""
+        return list_overridable(self._bundle)
+
+    def get_modelmeta(self) -> MetadataRecord:
+        """Return what the ONNX file said of the model, with the attributes of `onnxruntime.ModelMetadata`.
+
+        Bundles before format 1.5 know the name of the graph only.
+        """
+        return self._bundle.manifest.metadata or MetadataRecord(graph_name=self._bundle.manifest.model)
+
+    def get_session_options(self) -> Any:
+        """Return the `sess_options` of this session, or defaults; most have no effect on a bundle."""
+        options = self._arguments.session_options
+        return import_onnxruntime().SessionOptions() if options is None else options
+
+    @property
+    def ignored_options(self) -> tuple[str, ...]:
+        """Return the arguments of this session that have no effect on a bundle, such as `sess_options.logid`."""
+        return self._arguments.ignored
+
+    # -- where it runs ----------------------------------------------------------------------------------
+
+    def get_providers(self) -> list[str]:
+        """Return the execution providers of the bundle's devices, the CPU's last."""
+        return list(list_providers(self._bundle))
+
+    def get_provider_options(self) -> dict[str, dict[str, str]]:
+        """Return the options of each execution provider; `device_id` lists the devices, as in `0,1`."""
+        return list_providers(self._bundle)
+
+    def set_providers(self, providers: Any = None, provider_options: Any = None) -> None:
+        """Raise UsageError: a bundle is compiled for its devices."""
+        providers_text = ", ".join(self.get_providers())
+        hint = "compile the model for other devices: onnxplace compile MODEL --devices cuda:0,cuda:1"
+        raise self._refuse(f"this bundle was compiled for {providers_text}; its devices cannot be set", hint)
+
+    def disable_fallback(self) -> None:  # noqa: B027 - that is how a bundle runs
+        """Do nothing: onnxplace never falls back to another provider."""
+
+    def enable_fallback(self) -> None:
+        """Warn that it has no effect: onnxplace never falls back to another provider."""
+        warn_ignored("enable_fallback: onnxplace never falls back to another provider; it raises the error")
+
+    def get_input_memory_infos(self) -> list[Any]:
+        """Return the memory of the host for each input, where a bundle takes them."""
+        return [_describe_host_memory() for _ in self.get_inputs()]
+
+    def get_output_memory_infos(self) -> list[Any]:
+        """Return the memory of the host for each output, where a bundle leaves them."""
+        return [_describe_host_memory() for _ in self.get_outputs()]
+
+    def get_input_epdevices(self) -> list[Any]:
+        """Return ONNX Runtime's CPU device for each input, since a bundle takes them in the memory of the host."""
+        runtime = import_onnxruntime()
+        cpu = next((item for item in runtime.get_ep_devices() if item.ep_name == "CPUExecutionProvider"), None)
+        return [cpu for _ in self.get_inputs()]
+
+    def get_provider_graph_assignment_info(self) -> Sequence[Any]:
+        """Raise UsageError: the manifest says which segment runs where."""
+        raise self._refuse("the manifest has the assignment of nodes", "read session.bundle.manifest.segments")
+
+    @property
+    def bundle(self) -> Bundle:
+        """Return the bundle that this session runs."""
+        return self._bundle
+
+    # -- running with OrtValues -------------------------------------------------------------------------
+
+    def run_with_ort_values(
+        self, output_names: Iterable[str] | None, input_dict_ort_values: Mapping[str, Any], run_options: Any = None
+    ) -> list[Any]:
+        """Run the model with OrtValues as feeds, and return OrtValues; None for an absent optional.
+
+        Raises the errors of `run`, and UsageError for outputs that are maps.
+        """
+        names = list(output_names or ()) or [item.name for item in self.get_outputs()]
+        types = {item.name: item.type for item in self.get_outputs()}
+        values = self.run(names, input_dict_ort_values, run_options)
+        for name, value in zip(names, values):
+            if "map(" in types.get(name, "") or isinstance(value, dict):
+                raise self._refuse(f"output {name!r} is a map, which no OrtValue can hold", "use run")
+        return [to_owned_ort_value(value, types.get(name, "")) for name, value in zip(names, values)]
+
+    def io_binding(self) -> IOBinding:
+        """Return an object that binds inputs and outputs to buffers, for `run_with_iobinding`."""
+        inputs = [item.name for item in self._bundle.inputs]
+        return IOBinding(self, inputs, {item.name: item.type for item in self.get_outputs()})
+
+    def run_with_iobinding(self, iobinding: IOBinding, run_options: Any = None) -> None:
+        """Run the model with bound inputs, and write or keep the bound outputs.
+
+        Raises the errors of `run`, which are RuntimeErrors here, as in ONNX Runtime.
+        """
+        if not isinstance(iobinding, IOBinding):
+            hint = "use session.io_binding(); with optimum: use_io_binding=False"
+            raise self._refuse(f"expected a binding of this session, got {type(iobinding).__name__}", hint)
+        if iobinding.session is not self:
+            error = UsageError("U089", "this binding is of another session", hint="use session.io_binding()")
+            also_raise_as(error, ValueError)
+            raise error
+        try:
+            iobinding.run(lambda names, feeds: self.run(names, feeds, run_options))
+        except OnnxplaceError as error:
+            also_raise_as(error, RuntimeError)
+            raise
+
+    def run_with_ortvaluevector(
+        self,
+        run_options: Any,
+        feed_names: Sequence[str],
+        feeds: Iterable[Any],
+        fetch_names: Sequence[str],
+        fetches: Any,
+        fetch_devices: Sequence[Any],
+    ) -> None:
+        """Run the model with the values of an OrtValueVector, and append its outputs to `fetches`.
+
+        They lie in the memory of the host, whatever `fetch_devices` says. Raises the errors of `run`.
+        """
+        arrays = {name: to_python(value) for name, value in zip(feed_names, feeds)}
+        for value in self.run_with_ort_values(fetch_names, arrays, run_options):
+            fetches.push_back(value._get_c_value())
+
+    def create_ortvalue_from_shape_and_type(
+        self, shape: Sequence[int], element_type: Any, device_type: str, device_id: int = 0, vendor_id: int = -1
+    ) -> Any:
+        """Return an OrtValue, which does not belong to this session; see `onnxruntime.OrtValue`."""
+        create = import_onnxruntime().OrtValue.ortvalue_from_shape_and_type
+        return create(shape, element_type, device_type, device_id, vendor_id)
+
+    # -- profiles and tuning ----------------------------------------------------------------------------
+
+    def end_profiling(self) -> str:
+        """Write the trace of the last requests to a file and return its name; empty if none is recorded.
+
+        `trace=True` or `sess_options.enable_profiling` records it; Chrome and Perfetto open it (docs/traces.md).
+        """
+        if not self.list_timelines():
+            return ""
+        prefix = self._arguments.profile_prefix or "onnxplace_profile_"
+        path = Path(f"{prefix}_{time.strftime('%Y-%m-%d_%H-%M-%S')}.json")
+        text = json.dumps(self.trace()).encode()
+        write_file(path, lambda stream: stream.write(text))
+        return str(path)
+
+    def get_profiling_start_time_ns(self) -> int:
+        """Return when time 0 of the trace was, by `time.perf_counter_ns`; 0 if nothing is recorded."""
+        timelines = self.list_timelines()
+        return int(timelines[0].submitted_seconds * 1e9) if timelines else 0
+
+    def get_tuning_results(self) -> list[Any]:
+        """Return an empty list: no provider of a bundle tunes its kernels while it runs."""
+        return []
+
+    def set_tuning_results(self, results: Sequence[Any], *, error_on_invalid: bool = False) -> None:
+        """Accept an empty list; warns that others have no effect, or raises UsageError with `error_on_invalid`."""
+        if results and error_on_invalid:
+            raise self._refuse("a bundle takes no results of tuning", "leave them out")
+        if results:
+            warn_ignored("set_tuning_results: a bundle takes no results of tuning")
+
+    def set_ep_dynamic_options(self, options: Mapping[str, str]) -> None:
+        """Raise UsageError: the options of a bundle's devices are those that it was compiled for."""
+        hint = "give options of a device when compiling: --devices cuda:0{provider=tensorrt}, or a target file"
+        raise self._refuse("the options of its devices cannot be set while it is open", hint)
+
+    def release_captured_graph(self, graph_annotation_id: int = 0) -> None:  # noqa: B027 - there is none
+        """Do nothing: a bundle captures no graphs."""
+
+    # -- what libraries read ----------------------------------------------------------------------------
+
+    @property
+    def _model_path(self) -> str:
+        """The path of the whole optimised model: optimum looks for weights and configurations next to it."""
+        return str(self._bundle.file(WHOLE_MODEL_FILE))
+
+    @cached_property
+    def _sess(self) -> Any:
+        """A session of ONNX Runtime with the model's inputs, with which `onnxruntime.IOBinding` can be created.
+
+        optimum creates one for each session, whether it uses it or not.
+        """
+        return _open_interface(self._bundle)
+
+    def _refuse(self, message: str, hint: str) -> UsageError:
+        return UsageError("U088", message, where=str(self._bundle.path), hint=hint)
+
+
+def _describe_host_memory() -> Any:
+    runtime = import_onnxruntime()
+    return runtime.OrtMemoryInfo("Cpu", runtime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, runtime.OrtMemType.DEFAULT)
+
+
+def _open_interface(bundle: Bundle) -> Any:
+    """Return ONNX Runtime's own session of a model that has a bundle's inputs and computes nothing."""
+    import onnx
+    from onnx import TensorProto, helper
+
+    whole = onnx.load(bundle.file(WHOLE_MODEL_FILE), load_external_data=False)
+    default = helper.make_tensor("none", TensorProto.FLOAT, [0], [])
+    output = helper.make_tensor_value_info("none", TensorProto.FLOAT, [0])
+    stored = {tensor.name for tensor in whole.graph.initializer}
+    inputs = [item for item in whole.graph.input if item.name not in stored]
+    graph = helper.make_graph([helper.make_node("Constant", [], ["none"], value=default)], "inputs", inputs, [output])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=whole.ir_version)
+    return open_session(model.SerializeToString(), make_session_options([0], "none"))._sess

@@ -1,0 +1,128 @@
+"""The nodes of a model as a tree of layers, by the parts of their names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from onnxplace.report.page_records import LayerTree
+
+# More children than this without a common name are shown in parts.
+MAX_CHILDREN = 100
+# Names deeper than this are cut; the rest is one label.
+MAX_DEPTH = 24
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class LayerNode:
+    """A node of the model, as the tree shows it."""
+
+    name: str
+    op: str
+    device: int
+    seconds: float
+
+
+@dataclass
+class _Layer:
+    """A layer with its children; a leaf has a node."""
+
+    label: str
+    children: list[_Layer] = field(default_factory=list)
+    node: LayerNode | None = None
+
+    def describe_shape(self) -> str:
+        """Return a text that is equal for layers of the same operators."""
+        if self.node is not None:
+            return self.node.op
+        return f"({','.join(child.describe_shape() for child in self.children)})"
+
+
+def build_layer_tree(nodes: Sequence[LayerNode]) -> LayerTree:
+    """Return the tree of nodes.
+
+    Names are split at `/`, or at `.` where no name has a `/`. Layers with one child are joined with it. Equal siblings
+    whose names differ in a number, such as `block_0` and `block_1`, get a common parent.
+
+    >>> build_layer_tree([LayerNode("a/x", "Add", 0, 1.0), LayerNode("a/y", "Mul", 1, 1.0)]).label
+    ('a', 'x', 'y')
+    """
+    separator = "/" if any("/" in node.name for node in nodes) else "."
+    roots: list[_Layer] = []
+    layers: dict[tuple[str, ...], _Layer] = {}
+    for node in nodes:
+        parts = [part for part in node.name.split(separator, MAX_DEPTH) if part] or [node.name]
+        siblings = roots
+        for depth in range(1, len(parts)):
+            path = tuple(parts[:depth])
+            if path not in layers:
+                layers[path] = _Layer(parts[depth - 1])
+                siblings.append(layers[path])
+            siblings = layers[path].children
+        siblings.append(_Layer(parts[-1], node=node))
+    return _flatten(_arrange(roots, separator))
+
+
+def _arrange(layers: Sequence[_Layer], separator: str) -> list[_Layer]:
+    """Return layers with repeats grouped, single children joined, and long lists divided."""
+    arranged = []
+    for layer in layers:
+        while len(layer.children) == 1:
+            child = layer.children[0]
+            layer = _Layer(f"{layer.label}{separator}{child.label}", child.children, child.node)
+        layer.children = _arrange(layer.children, separator)
+        arranged.append(layer)
+    return _divide(_group_repeats(arranged))
+
+
+def _group_repeats(layers: Sequence[_Layer]) -> list[_Layer]:
+    """Return layers with a parent for equal ones whose names differ in a number only."""
+    groups: dict[tuple[str, str], list[_Layer]] = {}
+    for layer in layers:
+        if layer.node is None and _NUMBER.search(layer.label):
+            groups.setdefault((_NUMBER.sub("#", layer.label), layer.describe_shape()), []).append(layer)
+    first = {id(group[0]): group for group in groups.values() if len(group) > 1}
+    members = {id(layer) for group in first.values() for layer in group}
+    grouped = []
+    for layer in layers:
+        if id(layer) in first:
+            group = first[id(layer)]
+            grouped.append(_Layer(f"{group[0].label} … {group[-1].label}: {len(group)} equal layers", list(group)))
+        elif id(layer) not in members:
+            grouped.append(layer)
+    return grouped
+
+
+def _divide(layers: list[_Layer]) -> list[_Layer]:
+    """Return long lists in parts, each named by its first and last layer."""
+    while len(layers) > MAX_CHILDREN:
+        parts = [layers[begin : begin + MAX_CHILDREN] for begin in range(0, len(layers), MAX_CHILDREN)]
+        ends = [(part[0].label.partition(" … ")[0], part[-1].label.rpartition(" … ")[2]) for part in parts]
+        layers = [_Layer(f"{first} … {last}", part) for (first, last), part in zip(ends, parts)]
+    return layers
+
+
+def _flatten(roots: Sequence[_Layer]) -> LayerTree:
+    """Return a tree as columns, parents before children."""
+    rows = list(_iterate_rows(roots))
+    empty = LayerNode("", "", -1, 0.0)
+    nodes = [layer.node or empty for layer, _ in rows]
+    return LayerTree(
+        label=tuple(layer.label for layer, _ in rows),
+        parent=tuple(parent for _, parent in rows),
+        op=tuple(node.op for node in nodes),
+        device=tuple(node.device for node in nodes),
+        seconds=tuple(node.seconds for node in nodes),
+    )
+
+
+def _iterate_rows(roots: Sequence[_Layer]) -> Iterator[tuple[_Layer, int]]:
+    """Yield each layer with the position of its parent."""
+    position, pending = -1, [(layer, -1) for layer in reversed(roots)]
+    while pending:
+        layer, parent = pending.pop()
+        position += 1
+        yield layer, parent
+        pending += [(child, position) for child in reversed(layer.children)]

@@ -1,0 +1,136 @@
+"""Render reports: one HTML file that loads nothing from elsewhere.
+
+The page allows only the scripts whose hashes it names, so that no text from a model can become one. The plotting
+library is BokehJS, whose code is taken from the installed Python package `bokeh`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from onnxplace._version import __version__
+from onnxplace.errors import UsageError
+from onnxplace.report.page_records import PageData
+from onnxplace.report.text import format_bytes, format_milliseconds
+
+# Template, style and scripts of the page.
+PAGE_FOLDER = Path(__file__).parent / "page"
+STYLES = ("page.css",)
+SCRIPTS = ("tables.js", "charts.js", "timeline.js", "memory.js", "layers.js", "page.js")
+BOKEH_SCRIPTS = ("bokeh.min.js", "bokeh-api.min.js")
+# Colours of devices, which repeat; page.css has them.
+COLORS = 8
+# Times in the page are rounded to so many significant digits.
+DIGITS = 7
+
+
+def require_report_packages() -> None:
+    """Raise UsageError unless the packages of the extra `[report]` are there; nothing is imported."""
+    missing = [name for name in ("jinja2", "bokeh") if find_spec(name) is None]
+    if missing:
+        are = "is" if len(missing) == 1 else "are"
+        message = f"reports need {' and '.join(missing)}, which {are} not installed"
+        raise UsageError("U110", message, where="report", hint="pip install 'onnxplace[report]'")
+
+
+def build_page_json(page: PageData) -> dict[str, Any]:
+    """Return the data of a page as it goes into JSON."""
+    return asdict(page)
+
+
+def render_page(pages: Sequence[PageData]) -> str:
+    """Return the HTML of a report about one bundle or placement, or about several next to each other.
+
+    Raises:
+        UsageError: A package of the extra `[report]` is missing.
+    """
+    require_report_packages()
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(PAGE_FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols"],
+    )
+    environment.filters |= {"bytes": format_bytes, "time": format_milliseconds, "bar": _format_bar}
+    own = "\n".join(_read_page_file(name) for name in SCRIPTS)
+    scripts = [*_read_bokeh(), f'"use strict";\n(() => {{\n{own}}})();\n']
+    return environment.get_template("page.html").render(
+        pages=pages,
+        compared=_compare_summaries(pages),
+        title=" and ".join(dict.fromkeys(page.title for page in pages)),
+        colors=COLORS,
+        version=__version__,
+        styles=[_read_page_file(name) for name in STYLES],
+        scripts=scripts,
+        policy=_build_policy(scripts),
+        data=_escape_json([_round_times(build_page_json(page)) for page in pages]),
+    )
+
+
+def _read_page_file(name: str) -> str:
+    return (PAGE_FOLDER / name).read_text(encoding="utf-8")
+
+
+def _read_bokeh() -> list[str]:
+    """Return the scripts of BokehJS; finds them without importing bokeh, which takes half a second."""
+    spec = find_spec("bokeh")
+    assert spec is not None
+    assert spec.origin is not None
+    folder = Path(spec.origin).parent / "server" / "static" / "js"
+    scripts = [(folder / name).read_text(encoding="utf-8").replace("\r\n", "\n") for name in BOKEH_SCRIPTS]
+    # Inside a script element, such a text would end it.
+    return [script.replace("</script", "<\\/script").replace("<!--", "<\\!--") for script in scripts]
+
+
+def _build_policy(scripts: Sequence[str]) -> str:
+    """Return the page's Content Security Policy: only these scripts run, and nothing is loaded."""
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _escape_json(data: object) -> str:
+    """Return JSON that cannot end the script element around it."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _round_times(value: Any) -> Any:
+    """Return data with floating-point numbers shortened."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _round_times(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        if value and isinstance(value[0], (str, int)):
+            return value
+        return [_round_times(item) for item in value]
+    return value
+
+
+def _format_bar(part: float, whole: float) -> str:
+    """Return the length of a bar in percent, for a style."""
+    share = part / whole if whole > 0 else 0.0
+    return f"{100 * min(max(share, 0.0), 1.0):.2f}%"
+
+
+def _compare_summaries(pages: Sequence[PageData]) -> list[tuple[str, list[str]]]:
+    """Return, for each label of the summaries, its text in each page; a dash where a page does not have it."""
+    labels = dict.fromkeys(entry.label for page in pages for entry in page.summary)
+    texts = [{entry.label: entry.text for entry in page.summary} for page in pages]
+    return [(label, [text.get(label, "–") for text in texts]) for label in labels]

@@ -1,0 +1,32 @@
+"""Linear and mixed-integer programs, solved by HiGHS on one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def run_highs(program: Any, options: Mapping[str, object] | None = None) -> Any:
+    """Return the solver, a `highspy.Highs`, after it solved the program `highspy.HighsLp`.
+
+    HiGHS has one pool of threads per process, of the size that its first run asks for, and refuses later runs that ask
+    for another size. The user's own code may have run HiGHS before. Then the size is left open, and the run takes one
+    thread of the pool.
+
+    >>> import highspy
+    >>> program = highspy.HighsLp()
+    >>> program.num_col_, program.col_cost_, program.col_lower_, program.col_upper_ = 1, [1.0], [2.0], [9.0]
+    >>> list(run_highs(program).getSolution().col_value)
+    [2.0]
+    """
+    import highspy
+
+    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    for option, value in {"output_flag": False, "threads": 1, **(options or {})}.items():
+        solver.setOptionValue(option, value)
+    solver.passModel(program)
+    if solver.run() == highspy.HighsStatus.kError and solver.getModelStatus() == highspy.HighsModelStatus.kNotset:
+        solver.setOptionValue("threads", 0)
+        solver.setOptionValue("parallel", "off")
+        solver.run()
+    return solver

@@ -1,0 +1,55 @@
+"""The socket to which rank 0 connects: in a folder that only this user can enter, so that no port is opened."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import socket
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+# A path of a Unix socket has at most 107 bytes.
+_MAX_SOCKET_PATH = 100
+_LOOK_SECONDS = 0.02
+
+
+class RankSocket:
+    """A Unix socket for one connection; the end of its `with` block removes it from the disk."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="onnxplace-"))
+        if len(os.fsencode(self._folder)) > _MAX_SOCKET_PATH:
+            self._folder.rmdir()
+            self._folder = Path(tempfile.mkdtemp(prefix="onnxplace-", dir="/tmp"))
+        self.path = str(self._folder / "socket")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    def __enter__(self) -> RankSocket:
+        self._listener.bind(self.path)
+        self._listener.listen(1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def accept(self, check: Callable[[], None]) -> socket.socket:
+        """Return the connection of rank 0; `check` is called again and again meanwhile, and may raise."""
+        while True:
+            if select.select([self._listener], [], [], _LOOK_SECONDS)[0]:
+                connection, _ = self._listener.accept()
+                if _is_same_user(connection):
+                    return connection
+                connection.close()
+            check()
+
+
+def _is_same_user(connection: socket.socket) -> bool:
+    """Return whether the other end of a Unix socket belongs to this user, where the system says so."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(user == os.getuid())

@@ -1,0 +1,294 @@
+"""Reports in Chromium: no errors, no requests, zoom, hover, keys, light and dark, desktop and phone."""
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from onnxplace.bundle import Bundle
+from onnxplace.cost_graph import GENERATORS
+from onnxplace.driver import compile_model, place_cost_graph, replace_devices
+from onnxplace.report import PageData, PlacedGraph, describe_bundle, describe_placement, render_page
+from tests.browser.chromium import Browser, open_browser
+from tests.report.test_page import HOSTILE
+
+# Pictures and the opening times, for people to look at.
+ARTEFACTS = Path(__file__).parents[2] / "build" / "report"
+MAX_PAGE_BYTES = 15_000_000
+PHONE, DESKTOP = (375, 812), (1200, 900)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with open_browser() as opened:
+        yield opened
+
+
+def place(nodes: int, devices: int, kind: str = "two_tower") -> PageData:
+    graph = replace_devices(GENERATORS[kind](nodes, seed=0), devices, None)
+    result = place_cost_graph(graph, "m-etf")
+    return describe_placement(
+        PlacedGraph(graph, result.placer, result.device, result.schedule, result.feasible, result.seconds)
+    )
+
+
+@pytest.fixture(scope="module")
+def two_tower(tmp_path_factory) -> Path:
+    """A bundle of the README's model, with attempts and a trial."""
+    import models
+
+    folder = tmp_path_factory.mktemp("two-tower")
+    models.save(models.build("two-tower"), folder / "two-tower.onnx")
+    shape = {"images": 4, "texts": 8}
+    compile_model(
+        folder / "two-tower.onnx", folder / "two-tower.bundle", devices="cpu:0,cpu:1", shape=shape, budget_seconds=1.0
+    )
+    return folder / "two-tower.bundle"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory, two_tower) -> Path:
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    path.write_text(render_page([describe_bundle(Bundle.open(two_tower))]), encoding="utf-8")
+    return path
+
+
+def find(browser: Browser, selector: str):
+    return browser.driver.find_element(By.CSS_SELECTOR, selector)
+
+
+def read_status(browser: Browser) -> str:
+    return find(browser, "[data-chart=timeline] output").text
+
+
+def read_picture(browser: Browser) -> str:
+    """Return the pixels of the timeline, which change where it changes."""
+    browser.settle()
+    return str(find(browser, "[data-chart=timeline] .plot").screenshot_as_base64)
+
+
+def find_tooltips(browser: Browser) -> list[str]:
+    """Return the texts of visible tooltips, which are inside shadow roots."""
+    script = """
+    const texts = [];
+    const visit = (root) => root.querySelectorAll('*').forEach((element) => {
+      if (element.classList.contains('bk-tooltip-content') && element.offsetParent !== null) {
+        texts.push(element.textContent);
+      }
+      if (element.shadowRoot) visit(element.shadowRoot);
+    });
+    visit(document);
+    return texts;
+    """
+    return [str(text) for text in browser.run(script)]
+
+
+def press(browser: Browser, *keys: str) -> None:
+    ActionChains(browser.driver).send_keys(*keys).perform()
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+def test_the_page_loads_nothing_and_reports_no_problem(browser, page, size, dark):
+    browser.open(page, *size, dark=dark)
+    name = f"{'phone' if size == PHONE else 'desktop'}-{'dark' if dark else 'light'}.png"
+    browser.capture(ARTEFACTS / name)
+    assert browser.list_console_problems() == []
+    assert [address for address in browser.list_requests() if not address.startswith("data:")] == [page.as_uri()]
+    width = browser.run("return [document.documentElement.scrollWidth, window.innerWidth]")
+    assert width[0] <= width[1]
+
+
+def test_pictures_for_the_readme_show_the_timeline(browser, page):
+    browser.open(page, 1000, 900)
+    browser.capture(ARTEFACTS / "readme-desktop.png", 780, begin="[aria-labelledby=timeline-0]")
+    browser.open(page, *PHONE, dark=True)
+    browser.capture(ARTEFACTS / "readme-phone.png", 780, begin="[aria-labelledby=timeline-0]", scale=0.5)
+    assert find(browser, "[data-chart=timeline] .plot").is_displayed()
+
+
+def test_zoom_changes_the_timeline_by_buttons_keys_and_wheel(browser, page):
+    browser.open(page)
+    group = find(browser, "[data-chart=timeline] [role=group]")
+    browser.run("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", group)
+    whole, first = read_status(browser), read_picture(browser)
+
+    def zoom_by_wheel() -> None:
+        driver = browser.driver
+        origin = ScrollOrigin.from_element(group)
+        ActionChains(driver).key_down(Keys.CONTROL).scroll_from_origin(origin, 0, -300).key_up(Keys.CONTROL).perform()
+
+    ways = [
+        lambda: find(browser, "button[aria-label='Zoom in']").click(),
+        lambda: (browser.run("arguments[0].focus()", group), press(browser, "+")),
+        zoom_by_wheel,
+    ]
+    for zoom in ways:
+        zoom()
+        browser.wait(lambda: read_status(browser) != whole)
+        assert read_picture(browser) != first
+        find(browser, "button[aria-label='Show the whole step']").click()
+        browser.wait(lambda: read_status(browser) == whole)
+    assert browser.list_console_problems() == []
+
+
+def test_dragging_moves_the_zoomed_timeline(browser, page):
+    browser.open(page)
+    find(browser, "button[aria-label='Zoom in']").click()
+    before = read_status(browser)
+    plot = find(browser, "[data-chart=timeline] .plot")
+    browser.run("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", plot)
+
+    def drag() -> bool:
+        actions = ActionChains(browser.driver).click_and_hold(plot)
+        for _ in range(4):
+            actions = actions.move_by_offset(-30, 0).pause(0.02)
+        actions.release().perform()
+        browser.settle()
+        return read_status(browser) != before and read_status(browser).startswith("Shown: ")
+
+    browser.wait(drag)  # a busy machine may take the first gesture for a click
+
+
+def test_hovering_a_span_says_what_it_is(browser, page):
+    browser.open(page)
+    plot = find(browser, "[data-chart=timeline] .plot")
+    browser.run("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", plot)
+    before = read_picture(browser)
+    # The first row is that of a device, busy at some place within these.
+    for share in (0.1, 0.0, 0.2, -0.1, -0.2, 0.3):
+        offset = (int(share * plot.size["width"]), 22 - plot.size["height"] // 2)
+        ActionChains(browser.driver).move_to_element_with_offset(plot, *offset).perform()
+        browser.settle()
+        if texts := find_tooltips(browser):
+            break
+    assert any("cpu" in text and "ms" in text for text in texts), texts
+    assert read_picture(browser) != before
+
+
+def test_the_keyboard_reaches_and_selects_spans(browser, page):
+    browser.open(page)
+    reached = []
+    for _ in range(40):
+        press(browser, Keys.TAB)
+        reached.append(browser.run("return document.activeElement.getAttribute('role')"))
+        if reached[-1] == "group":
+            break
+    assert reached[-1] == "group", reached
+    press(browser, "n")
+    first = read_status(browser)
+    assert " on cpu:" in first
+    assert ": from " in first
+    press(browser, "n")
+    assert read_status(browser) != first
+    press(browser, "p")
+    assert read_status(browser) == first
+    press(browser, "+", Keys.ARROW_RIGHT)
+    browser.wait(lambda: read_status(browser).startswith("Shown: "))
+    press(browser, "0")
+    browser.wait(lambda: read_status(browser).startswith("Shown: 0 ms"))
+
+
+def test_dark_is_dark(browser, page):
+    browser.open(page)
+    colors = []
+    for dark in (False, True):
+        browser.set_scheme(dark=dark)
+        browser.settle()
+        colors.append((browser.run("return getComputedStyle(document.documentElement).backgroundColor"),
+                       read_picture(browser)))  # fmt: skip
+    assert colors[0][0] != colors[1][0]
+    assert colors[0][1] != colors[1][1]
+
+
+def test_tables_grow_filter_and_layers_open(browser, page):
+    browser.open(page)
+    rows = "return document.querySelectorAll('[data-table=cut] tbody tr').length"
+    assert browser.run(rows) > 0
+    field = find(browser, "[data-table=cut] input")
+    browser.run("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", field)
+    field.send_keys("no such value")
+    browser.wait(lambda: browser.run(rows) == 0)
+    summary = find(browser, "[data-layers] details:not([open]) > summary")
+    browser.run("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", summary)
+    inside = "return document.querySelectorAll('[data-layers] details, [data-layers] li').length"
+    before = browser.run(inside)
+    summary.click()
+    browser.wait(lambda: browser.run(inside) > before)
+    table = find(browser, "[data-table=timeline] > summary")
+    browser.run("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", table)
+    table.click()
+    browser.wait(lambda: browser.run("return document.querySelectorAll('[data-table=timeline] tbody tr').length") > 0)
+
+
+def test_every_control_has_a_name_and_every_table_a_caption(browser, page):
+    browser.open(page)
+    unnamed = browser.run(
+        "return [...document.querySelectorAll('button:not([hidden]), input, [tabindex=\"0\"], [role=img]')]"
+        ".filter((e) => !(e.getAttribute('aria-label') || e.textContent.trim())).map((e) => e.outerHTML)"
+    )
+    assert unnamed == []
+    assert browser.run("return [...document.querySelectorAll('table')].every((t) => t.caption?.textContent)")
+    levels = browser.run("return [...document.querySelectorAll('h1,h2,h3,h4')].map((h) => Number(h.tagName[1]))")
+    assert levels[0] == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+
+
+def test_hostile_names_run_nothing(browser, tmp_path):
+    data = place(60, 2)
+    timeline = replace(data.timelines[0], label=(HOSTILE,) * len(data.timelines[0].label))
+    timeline = replace(timeline, rows=tuple(replace(row, name=f"{row.name}{HOSTILE}") for row in timeline.rows))
+    crossings = tuple(replace(item, value=HOSTILE, reason=HOSTILE) for item in data.crossings)
+    layers = replace(data.layers, label=(HOSTILE,) * len(data.layers.label))
+    devices = tuple(replace(device, id=f"{device.id}{HOSTILE}") for device in data.devices)
+    hostile = replace(
+        data, title=HOSTILE, source=HOSTILE, timelines=(timeline,), crossings=crossings, layers=layers, devices=devices
+    )
+    path = tmp_path / "hostile.html"
+    path.write_text(render_page([hostile]), encoding="utf-8")
+    browser.open(path)
+    plot = find(browser, "[data-chart=timeline] .plot")
+    browser.run("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", plot)
+    for share in (0.1, 0.0, 0.2, -0.1):
+        offset = (int(share * plot.size["width"]), 22 - plot.size["height"] // 2)
+        ActionChains(browser.driver).move_to_element_with_offset(plot, *offset).perform()
+        browser.settle()
+    press(browser, Keys.TAB)
+    images = "let n = 0; const visit = (r) => r.querySelectorAll('*').forEach((e) => { if (e.tagName === 'IMG') n++; "
+    assert browser.run(images + "if (e.shadowRoot) visit(e.shadowRoot); }); visit(document); return n") == 0
+    assert browser.list_console_problems() == []
+    assert [address for address in browser.list_requests() if not address.startswith("data:")] == [path.as_uri()]
+
+
+def test_two_reports_are_side_by_side_on_a_desktop(browser, tmp_path):
+    path = tmp_path / "two.html"
+    path.write_text(render_page([place(200, 2), place(200, 4)]), encoding="utf-8")
+    browser.open(path)
+    browser.capture(ARTEFACTS / "two-desktop.png")
+    left, right = browser.run(
+        "return [...document.querySelectorAll('article')].map((e) => e.getBoundingClientRect().toJSON())"
+    )
+    assert left["right"] <= right["left"]
+    assert left["top"] == right["top"]
+    assert browser.list_console_problems() == []
+
+
+def test_twenty_thousand_nodes_open(browser, tmp_path):
+    path = tmp_path / "large.html"
+    path.write_text(render_page([place(20_000, 4, "tf_like")]), encoding="utf-8")
+    assert path.stat().st_size < MAX_PAGE_BYTES
+    seconds = []
+    for _ in range(3):
+        browser.driver.get("about:blank")
+        browser.open(path)
+        seconds.append(browser.run("return performance.getEntriesByType('mark').at(-1).startTime / 1e3"))
+    browser.capture(ARTEFACTS / "large-desktop.png")
+    assert browser.list_console_problems() == []
+    figures = {"page_bytes": path.stat().st_size, "seconds_until_the_timeline_is_drawn": seconds}
+    (ARTEFACTS / "opening.json").write_text(json.dumps(figures), encoding="utf-8")

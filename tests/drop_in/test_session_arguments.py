@@ -1,0 +1,130 @@
+"""Arguments of ONNX Runtime's constructor: what has no effect on a bundle is said."""
+
+import re
+import warnings
+
+import onnx
+import onnxruntime
+import pytest
+
+import onnxplace
+from onnxplace.drop_in.session_arguments import accept_arguments, list_providers
+
+
+def open_with(compiled, **arguments):
+    with onnxplace.InferenceSession(compiled, **arguments) as session:
+        return session.ignored_options
+
+
+def make_options(**values):
+    options = onnxruntime.SessionOptions()
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"providers": ["CPUExecutionProvider"], "provider_options": [{}], "enable_fallback": 0},
+        {"providers": [("CPUExecutionProvider", {})], "sess_options": make_options(log_severity_level=3, logid="me")},
+        {"providers": ["CPUExecutionProvider", "CUDAExecutionProvider"]},
+        {"disabled_optimizers": None, "read_config_from_model": 0},
+    ],
+)
+def test_arguments_that_agree_with_the_bundle_bring_no_warning(compiled, arguments):
+    assert open_with(compiled, **arguments) == ()  # and warnings are errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"sess_options": make_options(intra_op_num_threads=3)}, "sess_options.intra_op_num_threads"),
+        (
+            {"sess_options": make_options(graph_optimization_level=onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL)},
+            "sess_options.graph_optimization_level",
+        ),
+        (
+            {"providers": ["CUDAExecutionProvider", "CPUExecutionProvider"]},
+            "providers=['CUDAExecutionProvider', 'CPUExecutionProvider'] (this bundle runs on CPUExecutionProvider)",
+        ),
+        (
+            {"providers": [("CPUExecutionProvider", {"use_arena": "0"})]},
+            "provider_options of CPUExecutionProvider",
+        ),
+        ({"disabled_optimizers": ["ConstantFolding"]}, "disabled_optimizers=['ConstantFolding']"),
+    ],
+)
+def test_arguments_without_an_effect_are_said_in_one_warning_and_listed(compiled, arguments, words):
+    with pytest.warns(UserWarning, match=r"note\[U087\]: no effect on a bundle") as caught:
+        ignored = open_with(compiled, **arguments)
+    assert ignored == (words,)
+    (warning,) = caught
+    assert words in str(warning.message)
+    assert warning.filename == __file__, "it points at the call"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ({"sess_options": 5}, TypeError, "expected onnxruntime.SessionOptions, got 5"),
+        ({"providers": "CPUExecutionProvider"}, ValueError, "expected a list such as ['CPUExecutionProvider']"),
+        ({"providers": [5]}, ValueError, "expected names of providers"),
+        ({"providers": ["A"], "provider_options": []}, ValueError, "expected as many provider_options as providers"),
+        ({"provider": ["A"]}, TypeError, "did you mean 'providers'?"),
+        ({"bacthing": None}, TypeError, "did you mean 'batching'?"),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_refused(compiled, arguments, kind, words):
+    with pytest.raises(onnxplace.UsageError, match="U089") as refused:
+        onnxplace.InferenceSession(compiled, **arguments)
+    assert isinstance(refused.value, kind)
+    assert words in str(refused.value)
+
+
+def test_the_file_of_a_model_is_refused_with_the_command_that_compiles_it(model_file, compiled, run_cli):
+    with pytest.raises(onnxplace.BundleError, match=r"onnxplace compile .*model\.onnx -o .*model\.bundle"):
+        onnxplace.InferenceSession(model_file)
+    assert "onnxplace compile" in run_cli("run", model_file).err
+    model_file.with_suffix(".bundle").symlink_to(compiled)
+    with pytest.raises(onnxplace.BundleError, match=r"model\.bundle is one"):
+        onnxplace.InferenceSession(str(model_file))
+
+
+def test_the_bytes_of_a_model_are_refused_with_the_call_that_compiles_it(branches_bytes):
+    with pytest.raises(onnxplace.BundleError, match=r"onnx\.load_from_string"):
+        onnxplace.InferenceSession(branches_bytes)
+
+
+def test_the_first_argument_has_the_name_that_onnx_runtime_gives_it(compiled):
+    with onnxplace.InferenceSession(path_or_bytes=str(compiled), sess_options=None) as session:
+        assert session.bundle.path == compiled
+        assert isinstance(session.get_session_options(), onnxruntime.SessionOptions)
+
+
+def test_metadata_of_the_model_survives_the_compile_and_old_bundles_have_a_name(compiled, bundle_copy, model_file):
+    manifest = bundle_copy / "manifest.json"
+    with onnxplace.InferenceSession(bundle_copy) as session:
+        expected = session.get_modelmeta()
+    assert expected.graph_name == onnx.load(model_file).graph.name
+    text = manifest.read_text()
+    assert '"metadata"' in text
+    manifest.write_text(text.replace('"metadata"', '"unknown"'))
+    with warnings.catch_warnings(), onnxplace.InferenceSession(bundle_copy) as session:
+        assert session.get_modelmeta() == expected
+
+
+def test_a_bundle_for_gpus_has_their_provider_and_lists_their_numbers(bundle_copy):
+    manifest = bundle_copy / "manifest.json"
+    manifest.write_text(re.sub(r"\bcpu(:[01]\b)", r"cuda\1", manifest.read_text()))
+    bundle = onnxplace.load(bundle_copy)
+    providers = list_providers(bundle)
+    assert list(providers) == ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    assert providers["CUDAExecutionProvider"]["device_id"] == "0,1"
+    preferred = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    arguments = accept_arguments(bundle, None, preferred, None, {}, onnxplace.InferenceSession)
+    assert arguments.ignored == ()
+    for others in (["CPUExecutionProvider"], preferred[::-1]):
+        with pytest.warns(UserWarning, match="this bundle runs on CUDAExecutionProvider, CPUExecutionProvider"):
+            accept_arguments(bundle, None, others, None, {}, onnxplace.InferenceSession)

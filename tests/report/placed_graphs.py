@@ -1,0 +1,30 @@
+"""Cost graphs with random placements, for tests of reports."""
+
+import numpy as np
+
+from onnxplace.cost_graph import GENERATORS, CostGraph
+from onnxplace.driver import replace_devices
+from onnxplace.report.placed_step import PlacedStep
+from onnxplace.simulation import simulate
+
+
+def draw_graph(nodes: int, seed: int, devices: int = 3, kind: str = "layered") -> CostGraph:
+    """Return a generated cost graph with enough memory."""
+    return replace_devices(GENERATORS[kind](nodes, seed=seed), devices, 1 << 40)
+
+
+def place_at_random(graph: CostGraph, seed: int) -> PlacedStep:
+    """Return a step of a cost graph with its nodes on random devices."""
+    operators, target = graph.profile.graph, graph.target
+    device = np.random.default_rng(seed).integers(0, len(target.devices), len(operators)).astype(np.int32)
+    seconds = np.stack([graph.profile.seconds[item.cost_class] for item in target.devices])
+    return PlacedStep(
+        graph=operators,
+        seconds=seconds,
+        target=target,
+        device_names=tuple(str(name) for name in graph.device_ids),
+        device=device,
+        order=operators.order,
+        simulation=simulate(operators, seconds, target, device, operators.order),
+        details=operators.ops,
+    )

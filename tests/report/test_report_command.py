@@ -1,0 +1,149 @@
+"""`onnxplace report`, and --report of `compile` and `place`, as users run them."""
+
+import json
+
+import onnx
+import pytest
+
+from onnxplace.cost_graph import GENERATORS, write_cost_graph
+from onnxplace.driver import place_cost_graph
+
+
+def test_a_report_is_written_and_named(run_cli, compiled, tmp_path):
+    page = tmp_path / "page.html"
+    result = run_cli("report", compiled, "-o", page)
+    assert result.code == 0, result.err
+    assert f"written to {page}" in result.out
+    assert "branches" in page.read_text(encoding="utf-8")
+
+
+def test_the_default_file_is_report_html_here(run_cli, compiled, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_cli("report", compiled, compiled).code == 0
+    assert (tmp_path / "report.html").exists()
+
+
+def test_json_prints_the_data_and_writes_no_page(run_cli, compiled, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run_cli("report", compiled, "--json")
+    (page,) = json.loads(result.out)["pages"]
+    assert page["kind"] == "bundle"
+    assert [timeline["name"] for timeline in page["timelines"]] == ["predicted"]
+    assert {item["value"] for item in page["crossings"]} <= set(page["timelines"][0]["label"])
+    assert {path for path, op in zip(page["layers"]["label"], page["layers"]["op"]) if op} == {
+        "left", "right", "relu", "tanh", "sum",
+    }  # fmt: skip
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_trace_shows_measured_times_next_to_predicted_ones(run_cli, compiled, tmp_path):
+    trace = tmp_path / "trace.json"
+    assert run_cli("run", compiled, "--trace", trace).code == 0
+    page = json.loads(run_cli("report", compiled, "--trace", trace, "--json").out)["pages"][0]
+    measured, predicted = page["timelines"]
+    assert (measured["name"], predicted["name"]) == ("measured", "predicted")
+    for timeline in (measured, predicted):
+        computed = {timeline["rows"][row]["name"] for row in timeline["row"]}
+        assert {"cpu:0", "cpu:1"} <= computed
+    assert max(measured["finish_seconds"]) == pytest.approx(measured["end_seconds"])
+
+
+def test_compile_with_report_shows_trial_and_attempts(run_cli, model_file, tmp_path):
+    page = tmp_path / "page.html"
+    result = run_cli(
+        "compile", model_file, "-o", tmp_path / "b", "--devices", "cpu:0,cpu:1", "--shape", "batch=4", "--report", page,
+        "--budget", "0.1", "--json",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["report"] == str(page)
+    data = json.loads(run_cli("report", tmp_path / "b", "--json").out)["pages"][0]
+    (group,) = [group for group in data["attempts"] if group["code"] == "P040"]
+    assert {"cpu:0", "m-etf"} <= {attempt["name"] for attempt in group["attempts"]}
+    assert sum(attempt["is_kept"] for attempt in group["attempts"]) == 1
+    assert "onnxplace report" in page.read_text(encoding="utf-8")
+
+
+def test_place_with_report_shows_each_node(run_cli, tmp_path):
+    graph, page = GENERATORS["two_tower"](40, seed=1), tmp_path / "page.html"
+    write_cost_graph(tmp_path / "graph.graphml", graph, place_cost_graph(graph, "m-etf"))
+    result = run_cli("place", tmp_path / "graph.graphml", "--budget", "0.1", "--report", page)
+    assert result.code == 0, result.err
+    assert f"written to {page}" in result.out
+    data = page.read_text(encoding="utf-8").partition('id="data">')[2].partition("</script>")[0]
+    (report,) = json.loads(data)
+    assert report["kind"] == "placement"
+    assert len(report["timelines"][0]["row"]) >= 40
+
+
+PIPELINES = {
+    "stages": ("optimize,profile{estimate=true},stages,split,emit", {"Pipeline stages"}),
+    "copies": ("optimize,profile{estimate=true},single,split,replicate{routes=cpu:1},emit", {"Routes of requests"}),
+}
+
+
+@pytest.mark.parametrize("kind", PIPELINES)
+def test_stages_and_copies_have_a_table(run_cli, model_file, tmp_path, kind):
+    pipeline, captions = PIPELINES[kind]
+    options = ("--devices", "cpu:0,cpu:1", "--shape", "batch=64", "--pipeline", pipeline, "--no-trial")
+    result = run_cli("compile", model_file, "-o", tmp_path / "b", *options)
+    assert result.code == 0, result.err
+    (page,) = json.loads(run_cli("report", tmp_path / "b", "--json").out)["pages"]
+    for caption in captions:
+        assert any(table["caption"].startswith(caption) and table["rows"] for table in page["division"])
+
+
+def test_a_model_without_nodes_has_a_report(run_cli, tmp_path):
+    text = '<ir_version: 8, opset_import: ["": 17]> pass (float[2] x) => (float[2] x) {}'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "pass.onnx")
+    options = ("--devices", "cpu:0,cpu:1", "--no-trial", "--report", tmp_path / "page.html")
+    result = run_cli("compile", tmp_path / "pass.onnx", "-o", tmp_path / "b", *options)
+    assert result.code == 0, result.err
+    assert "Nothing crosses between devices." in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def assert_refused(result, code, *texts):
+    assert result.code == 2
+    assert f"error[{code}]" in result.err
+    for text in texts:
+        assert text in result.err
+
+
+def test_three_bundles_are_refused(run_cli, compiled):
+    assert_refused(run_cli("report", compiled, compiled, compiled), "U111", "expected one or two bundles, got 3")
+
+
+def test_a_trace_with_two_bundles_is_refused(run_cli, compiled, tmp_path):
+    result = run_cli("report", compiled, compiled, "--trace", tmp_path / "t.json")
+    assert_refused(result, "U112", "a trace is of one bundle")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "expected a JSON object with traceEvents"),
+        ('{"traceEvents": []}', "no measured or predicted events"),
+        ("{", "JSON"),
+        (
+            '{"traceEvents": [{"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "measured"}},'
+            ' {"ph": "X", "pid": 1, "tid": 9, "cat": "copy", "name": "v", "ts": "x", "dur": 1}]}',
+            "an event is malformed",
+        ),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused(run_cli, compiled, tmp_path, content, message):
+    trace = tmp_path / "trace.json"
+    trace.write_text(content)
+    assert_refused(run_cli("report", compiled, "--trace", trace, "--json"), "D020", message)
+
+
+def test_a_trace_of_another_bundle_is_refused(run_cli, compiled, tmp_path):
+    trace = tmp_path / "trace.json"
+    run_cli("run", compiled, "--trace", trace)
+    trace.write_text(trace.read_text().replace('"name": "cpu0-000"', '"name": "gpu7-000"'))
+    assert_refused(run_cli("report", compiled, "--trace", trace, "--json"), "D021", "gpu7-000")
+
+
+def test_a_model_and_a_page_that_cannot_be_written_are_refused(run_cli, compiled, model_file, tmp_path):
+    assert_refused(run_cli("report", model_file), "N001", "not a bundle")
+    assert_refused(run_cli("report", compiled, "-o", tmp_path / "no" / "page.html"), "U032")
+    assert_refused(run_cli("report", compiled, "-o", compiled), "U032")

@@ -1,0 +1,93 @@
+"""The data of reports about steps: timelines, memory, crossings, the chain, and layers."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from onnxplace.report.critical_chain import explain_step
+from onnxplace.report.crossings import list_crossings
+from onnxplace.report.layer_tree import MAX_CHILDREN, LayerNode, build_layer_tree
+from onnxplace.report.memory_curves import MAX_POINTS, draw_memory
+from onnxplace.report.step_timelines import MAX_LINKS, draw_step
+from onnxplace.simulation import simulate
+from tests.report.placed_graphs import draw_graph, place_at_random
+
+KINDS = st.sampled_from(["layered", "wide", "chains", "two_tower"])
+
+
+@settings(max_examples=25)
+@given(nodes=st.integers(2, 60), seed=st.integers(0, 10_000), kind=KINDS, devices=st.integers(1, 4))
+def test_a_report_agrees_with_the_simulated_step(nodes, seed, kind, devices):
+    step = place_at_random(draw_graph(nodes, seed, devices, kind), seed)
+    simulation, graph = step.simulation, step.graph
+    timeline = draw_step(step, "predicted", "")
+    assert len(timeline.row) == len(graph) + len(simulation.transfers)
+    assert timeline.end_seconds == pytest.approx(simulation.makespan_seconds)
+    curves = draw_memory(step, simulation.weights_bytes.tolist())
+    assert [curve.peak_bytes for curve in curves] == simulation.peak_bytes.tolist()
+    for curve in curves:
+        assert sum(item.bytes for item in curve.contents) + curve.other_bytes == curve.peak_bytes
+    crossings = list_crossings(step)
+    assert Counter(item.value for item in crossings for _ in range(item.times)) == Counter(
+        graph.value_names[value] for value in simulation.transfers.value.tolist()
+    )
+    bound = explain_step(step, simulation.makespan_seconds, 0.0, 0.0)
+    assert sum(part.seconds for part in bound.chain) == pytest.approx(simulation.makespan_seconds)
+    assert not any(part.kind == "wait" for part in bound.chain)
+
+
+def test_the_gain_of_a_crossing_is_the_difference_to_the_step_with_its_readers_moved():
+    step = place_at_random(draw_graph(40, 5), 5)
+    for crossing in list_crossings(step)[:5]:
+        value = step.graph.value_names.index(crossing.value)
+        readers, device = step.graph.readers[value], step.device.copy()
+        source = step.device_names.index(crossing.source)
+        device[readers] = source
+        moved = simulate(step.graph, step.seconds, step.target, device, step.order)
+        expected = moved.makespan_seconds - step.simulation.makespan_seconds
+        assert crossing.gain_seconds == pytest.approx(expected, abs=1e-4 * moved.makespan_seconds)
+        assert crossing.source in crossing.reason
+
+
+def test_a_gain_is_unknown_where_the_times_on_the_other_device_are():
+    step = place_at_random(draw_graph(20, 1), 1)
+    step.seconds[:] = np.nan
+    assert all(item.gain_seconds is None for item in list_crossings(step))
+
+
+def test_devices_with_many_links_have_one_row_for_what_they_send():
+    timeline = draw_step(place_at_random(draw_graph(400, 2, devices=8), 2), "predicted", "")
+    links = [row for row in timeline.rows if row.kind == "link"]
+    assert len({row.device for row in links}) == len(links) <= MAX_LINKS
+    assert all(row.name.endswith("sends") for row in links)
+
+
+def test_a_long_curve_keeps_its_peak():
+    step = place_at_random(draw_graph(4000, 3, devices=1, kind="chains"), 3)
+    (curve,) = draw_memory(step, step.simulation.weights_bytes.tolist())
+    assert len(curve.bytes) <= MAX_POINTS + 2
+    assert max(curve.bytes) == curve.peak_bytes == step.simulation.peak_bytes[0]
+
+
+def name_nodes(*names: str) -> list[LayerNode]:
+    return [LayerNode(name, "Add", 0, 1.0) for name in names]
+
+
+def test_equal_layers_get_a_common_parent_and_single_children_are_joined():
+    names = [f"/model/block.{layer}/{node}" for layer in range(3) for node in ("norm", "mlp")]
+    tree = build_layer_tree(name_nodes(*names, "/head/out"))
+    assert tree.label[:3] == ("model", "block.0 … block.2: 3 equal layers", "block.0")
+    assert tree.label[-1] == "head/out"
+    assert [label for label, parent in zip(tree.label, tree.parent) if parent == 1] == ["block.0", "block.1", "block.2"]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.text("a/.1", min_size=1, max_size=8), min_size=1, max_size=300, unique=True))
+def test_the_tree_has_each_node_once_and_parents_first(names):
+    nodes = [LayerNode(name, f"op{index}", index % 3, 0.0) for index, name in enumerate(names)]
+    tree = build_layer_tree(nodes)
+    assert sorted(op for op in tree.op if op) == sorted(node.op for node in nodes)
+    assert all(parent < index for index, parent in enumerate(tree.parent))
+    assert max(Counter(tree.parent).values()) <= MAX_CHILDREN

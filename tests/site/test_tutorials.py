@@ -1,0 +1,88 @@
+"""The tutorials run as they stand, and print what they say."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.tutorials import Block, matches, read_blocks, run_page
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "tutorials"
+NOT_HERE = {"README", "training"}  # tests/torch runs the tutorial on training
+TUTORIALS = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem not in NOT_HERE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_a_tutorial_runs_as_it_stands(name, tmp_path):
+    assert run_page(FOLDER / f"{name}.md", tmp_path, {"PIP_NO_BUILD_ISOLATION": "0"}) > 2
+
+
+@pytest.mark.slow
+def test_the_quickstart_runs_as_it_stands(tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    assert run_page(ROOT / "docs/quickstart.md", tmp_path, skip="-m venv") > 4  # the environment is there already
+
+
+def test_every_tutorial_is_in_the_list():
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert all(f"]({path.name})" in text for path in FOLDER.glob("*.md") if path.name != "README.md")
+
+
+PAGE = """
+```python
+# one.py: a file
+print("one")
+```
+
+```sh
+python one.py; echo 12 ms
+```
+
+```output
+one
+... ms
+```
+
+```toml
+key = 1
+```
+"""
+
+
+def test_blocks_are_files_commands_and_their_output(tmp_path):
+    file, command = read_blocks(PAGE)
+    assert file.file_name == "one.py"
+    assert command == Block("sh", "python one.py; echo 12 ms\n", "one\n... ms\n")
+    path = tmp_path / "page.md"
+    path.write_text(PAGE)
+    assert run_page(path, tmp_path) == 2
+
+
+@pytest.mark.parametrize(("old", "new"), [("... ms", "... s"), ("echo 12 ms", "false"), ('print("one")', "1 / 0")])
+def test_a_page_that_says_something_else_fails(old, new, tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text(PAGE.replace(old, new))
+    with pytest.raises(AssertionError, match=r"page\.md"):
+        run_page(path, tmp_path)
+
+
+def test_output_without_a_command_is_refused():
+    with pytest.raises(ValueError, match="no command"):
+        read_blocks("```output\none\n```\n")
+
+
+@pytest.mark.parametrize(
+    ("expected", "printed", "same"),
+    [
+        ("a  1", "a      1", True),
+        ("a\n...\nb", "a\nb", True),
+        ("a\n...\nb", "a\nx\ny\nb", True),
+        ("a\n...\nb", "a\nx\nbc", False),
+        ("took ... ms", "took 3.5 ms", True),
+        ("took ... ms", "took 3.5 s", False),
+        ("a", "a\nb", False),
+    ],
+)
+def test_dots_stand_for_any_text(expected, printed, same):
+    assert matches(expected, printed) is same
