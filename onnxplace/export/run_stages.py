@@ -9,7 +9,11 @@ import numpy as np
 import onnxruntime as ort
 
 FOLDER = Path(__file__).parent
-PLAN = json.loads((FOLDER / "stages.json").read_text(encoding="utf-8"))
+
+
+def read_plan() -> Any:
+    """Return what stages.json says."""
+    return json.loads((FOLDER / "stages.json").read_text(encoding="utf-8"))
 
 
 def open_stage(stage: dict[str, Any]) -> Any:
@@ -32,15 +36,17 @@ def run_stage(session: Any, stage: dict[str, Any], values: dict[str, Any]) -> An
     return session.run_with_ort_values(stage["outputs"], feeds)
 
 
-def run(sessions: list[Any], feeds: dict[str, Any]) -> dict[str, Any]:
+def run(plan: Any, sessions: list[Any], feeds: dict[str, Any]) -> dict[str, Any]:
     """Return the outputs of the model, among them its states; feed these to the next call."""
     values = dict(feeds)
-    for session, stage in zip(sessions, PLAN["stages"]):
+    for session, stage in zip(sessions, plan["stages"]):
         values.update(zip(stage["outputs"], run_stage(session, stage, values)))
         for name in stage["frees"]:
             values.pop(name, None)
-    return {output["name"]: values[output["value"]] for output in PLAN["outputs"]}
+    return {output["name"]: values[output["value"]] for output in plan["outputs"]}
 
 
 if __name__ == "__main__":
-    np.savez(sys.argv[2], **run([open_stage(stage) for stage in PLAN["stages"]], dict(np.load(sys.argv[1]))))
+    stages = read_plan()
+    opened = [open_stage(stage) for stage in stages["stages"]]
+    np.savez(sys.argv[2], **run(stages, opened, dict(np.load(sys.argv[1]))))

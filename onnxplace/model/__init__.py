@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from onnxplace.model.carried_state import StateRequest as StateRequest, bind_states as bind_states
     from onnxplace.model.device_metadata import (
         DEVICE_KEY as DEVICE_KEY,
+        SPLITS_KEY as SPLITS_KEY,
         DeviceMetadata as DeviceMetadata,
         read_device_metadata as read_device_metadata,
     )
@@ -77,7 +78,7 @@ __getattr__, __dir__, __all__ = attach(
         "loading": "load require_linkable require_unchanged",
         "lowering": "build_op_graph",
         "model": "Model declaration_of",
-        "device_metadata": "DEVICE_KEY DeviceMetadata read_device_metadata",
+        "device_metadata": "DEVICE_KEY DeviceMetadata SPLITS_KEY read_device_metadata",
         "external_ranges": "list_external_ranges",
         "module_paths": "list_enclosing_modules list_module_paths",
         "nested_graphs": "captured_names iterate_reads iterate_subgraphs rename_reads",

@@ -13,6 +13,8 @@ from onnxplace.model.loading import load
 
 DEVICE_KEY = "onnxplace.device"
 """Metadata of a node: the id of its device, which viewers such as Netron show."""
+SPLITS_KEY = "split_assignments"
+"""Metadata of a model in which Olive records which piece each module belongs to."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class DeviceMetadata:
     """Node -> pipeline stage, for nodes of which neither id nor position is known."""
     split: tuple[str, ...]
     """Nodes that several devices share."""
+    pieces: Mapping[str, int]
+    """Module -> piece, as Olive assigned it; nodes name no devices then."""
 
 
 def read_device_metadata(path: Path) -> DeviceMetadata:
@@ -60,13 +64,26 @@ def read_device_metadata(path: Path) -> DeviceMetadata:
             by_position[node.name] = positions[0]
         elif entry is not None and entry.HasField("pipeline_stage"):
             by_stage[node.name] = entry.pipeline_stage
-    if not (by_id or by_position or by_stage or split):
+    pieces = read_split_assignments(proto, path)
+    if by_id or by_position or by_stage or split:
+        pieces = {}
+    elif not pieces:
         hint = "`onnxplace export BUNDLE --to onnx-metadata` writes such a model"
         raise InputError("U023", "not a device map: no node of this model names a device", where=str(path), hint=hint)
     devices = tuple(configuration.device) if configuration else ()
     if configuration and not devices:
         devices = ("",) * configuration.num_devices
-    return DeviceMetadata(devices, by_id, by_position, by_stage, tuple(split))
+    return DeviceMetadata(devices, by_id, by_position, by_stage, tuple(split), pieces)
+
+
+def read_split_assignments(proto: ModelProto, path: Path) -> dict[str, int]:
+    """Return the piece of each module that Olive wrote into a model; raises InputError at other text there."""
+    text = next((item.value for item in proto.metadata_props if item.key == SPLITS_KEY), "")
+    rows = [row.rpartition("=") for row in text.split(";") if row]
+    if any(not number.isdecimal() for _, _, number in rows):
+        hint = "write it like model.layers.0=0;model.layers.1=1"
+        raise InputError("U023", f"its metadata {SPLITS_KEY!r} is {text!r}", where=str(path), hint=hint)
+    return {module: int(number) for module, _, number in rows}
 
 
 def _find_entry(node: NodeProto, configuration: str) -> NodeDeviceConfigurationProto | None:

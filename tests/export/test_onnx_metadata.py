@@ -1,5 +1,7 @@
 """`export --to onnx-metadata`: devices of nodes in ONNX's own words."""
 
+import json
+
 import onnx
 import pytest
 
@@ -58,3 +60,15 @@ def test_split_operators_have_sharding_specifications_if_the_bundle_has_them(wit
         run_file(path, feeds).values() for path in (bundle.file("segments/whole.onnx"), tmp_path / "out" / "model.onnx")
     )
     assert abs(expected - actual).max() <= 1e-3 * abs(expected).max()
+
+
+def test_an_exported_model_is_a_device_map_for_its_origin(decoder_bundle, tmp_path):
+    export_bundle(decoder_bundle, "onnx-metadata", tmp_path / "out")
+    model = tmp_path / "out" / "model.onnx"
+    device_map = json.dumps(str(model))
+    again = compile_model(
+        model, tmp_path / "again", devices="cpu:0,cpu:1", shape=dict(decoder_bundle.manifest.dimensions),
+        pipeline=f"optimize,profile{{estimate=true}},coplace{{join=never,device_map={device_map}}},m-etf,split,emit",
+    )  # fmt: skip
+    assert node_names(again.bundle) == node_names(decoder_bundle)
+    assert [note.code for note in again.diagnostics if note.code == "U026"] == ["U026"]

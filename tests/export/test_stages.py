@@ -51,8 +51,9 @@ def load_script(folder: Path):
     spec = importlib.util.spec_from_file_location("run", folder / "run.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    sessions = [module.open_stage(stage) for stage in module.PLAN["stages"]]
-    return lambda feeds: module.run(sessions, feeds)
+    plan = module.read_plan()
+    sessions = [module.open_stage(stage) for stage in plan["stages"]]
+    return lambda feeds: module.run(plan, sessions, feeds)
 
 
 def test_the_script_computes_the_bits_of_the_bundle_without_onnxplace(compiled, tmp_path):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.errors import MAX_LISTED, Diagnostic, InputError, TargetError, UsageError
+from onnxplace.errors import Diagnostic, UsageError
 from onnxplace.facts import Groups, Profile, Shards
 from onnxplace.graph import Bools, Floats, Ints, OpGraph
 from onnxplace.model import HostValue, Model, find_host_values
+from onnxplace.passes.placement.grouping.device_maps import read_pins
 from onnxplace.passes.placement.grouping.group_kernels import (
     assign_owners,
     find_root,
@@ -19,11 +20,12 @@ from onnxplace.passes.placement.grouping.group_kernels import (
     join_sets,
     number_sets,
 )
+from onnxplace.passes.placement.grouping.node_names import format_list, match_removed, note_removed, suggest_names
 from onnxplace.passes.training import list_parameter_members, spread_owners
 from onnxplace.problem import device_seconds
 from onnxplace.state import State
 from onnxplace.target import Target
-from onnxplace.utils import match_names, parse_json, read_json
+from onnxplace.utils import match_names
 
 Join = Literal["worth", "always", "never"]
 Backward = Literal["free", "follow"]
@@ -51,7 +53,8 @@ def group_nodes(
     profile, target = state[Profile], state.target
     graph, notes = profile.graph, list[Diagnostic]()
     removed = state[Model].removed if Model in state else ()
-    pinned, pin_notes = read_pins(device_map, graph, target, removed, state[Model] if Model in state else None)
+    nodes = state[Model].nodes if Model in state else ()
+    pinned, pin_notes = read_pins(device_map, graph, target, removed, nodes)
     notes += pin_notes
     if Shards in state:
         shard_device = state[Shards].device
