@@ -30,11 +30,14 @@ from onnxplace.runtimes.ranks.rank_loop import RankLoop, open_rank
 # How a rank waits: it looks for messages without pause, then naps, then takes longer naps, then leaves the looking to
 # its helper.
 SPIN_SECONDS, NAP_SECONDS, LONG_WAIT_SECONDS, LONG_NAP_SECONDS, IDLE_SECONDS = 200e-6, 20e-6, 5e-3, 100e-6, 0.05
-# It naps later where messages are on their way, which some of MPI's ways of sending need both ends for.
-NEAR_SECONDS = 2e-3
-# Pauses of the helper: while messages are on their way, while none are and the main thread computes, and while that
-# waits. A look takes some 50 us of the core, as the main thread's data have replaced the helper's in its caches.
-HELPER_SECONDS, CALM_HELPER_SECONDS, IDLE_HELPER_SECONDS, LOOKS_PER_CHECK = 1e-3, 4e-3, 1.5e-3, 20
+# It looks without pause where messages are on their way, which some of MPI's ways of sending need both ends for.
+NEAR_SECONDS = 10e-3
+# Pauses of the helper: when messages have begun to move, while some still do, while none do and the main thread
+# computes, and while that waits. A look takes some 50 us of the core, as data of the main thread replaced those
+# of the helper in its caches.
+QUICK_SECONDS, HELPER_SECONDS, CALM_SECONDS, IDLE_HELPER_SECONDS, LOOKS_PER_CHECK = 200e-6, 1e-3, 5e-3, 1.5e-3, 20
+# Messages that still move after this time may wait for the other side.
+QUICK_LOOKS_SECONDS = 8e-3
 HEARTBEAT_SECONDS = 0.25
 # A rank that is silent for longer is reported by rank 0; the others end by themselves if rank 0 is.
 MAX_SILENT_SECONDS, MAX_ROOT_SILENT_SECONDS = 2.0, 10.0
@@ -63,6 +66,8 @@ class RankProcess:
         self._ended = threading.Event()
         self._is_awaited: Callable[[], bool] | None = None
         """What the main thread waits for while only the helper looks."""
+        self._still_time = 0.0
+        """When the helper last saw no message on its way."""
         self._clock_answers: deque[float] = deque()
         self._next_clock_time = 0.0
         self._is_closing = False
@@ -158,11 +163,14 @@ class RankProcess:
             is_near: Whether it is on its way, so that naps would delay it.
             spins: Whether it looks without pause at first; else others get the core, such as the driver's threads.
         """
-        began = time.perf_counter()
+        began = far_time = time.perf_counter()
         while not is_ready():
             self._look()
-            waited = time.perf_counter() - began
-            if (spins and waited < SPIN_SECONDS) or (waited < NEAR_SECONDS and (is_near() or self.bus.is_sending)):
+            now = time.perf_counter()
+            waited = now - began
+            if not (is_near() or self.bus.is_sending):
+                far_time = now
+            if (spins and waited < SPIN_SECONDS) or 0.0 < now - far_time < NEAR_SECONDS:
                 continue
             if waited < IDLE_SECONDS:
                 time.sleep(NAP_SECONDS if waited < LONG_WAIT_SECONDS else LONG_NAP_SECONDS)
@@ -298,11 +306,16 @@ class RankProcess:
     def _pause(self) -> None:
         """Let the helper sleep until it is worth a look."""
         bus, loop = self.bus, self._loop
+        bus.has_begun.clear()
         if self._is_awaited is not None:
             time.sleep(IDLE_HELPER_SECONDS)
-        elif bus.is_moving or (loop is not None and loop.is_receiving) or bus.has_begun.wait(CALM_HELPER_SECONDS):
-            bus.has_begun.clear()
-            time.sleep(HELPER_SECONDS)
+            self._still_time = time.monotonic()
+        elif bus.is_moving or (loop is not None and loop.is_receiving):
+            is_new = time.monotonic() - self._still_time < QUICK_LOOKS_SECONDS
+            time.sleep(QUICK_SECONDS if is_new else HELPER_SECONDS)
+        else:
+            bus.has_begun.wait(CALM_SECONDS)
+            self._still_time = time.monotonic()
 
     def _say_alive(self) -> None:
         """Send a heartbeat: to rank 0, or from rank 0 to all and the driver."""
