@@ -65,7 +65,8 @@ def test_the_script_computes_the_bits_of_the_bundle_without_onnxplace(compiled, 
     with onnxplace.InferenceSession(compiled) as session:
         expected = session.run(None, feeds)
     assert_same(list(run_script(tmp_path / "out", feeds).values()), expected)
-    assert len((tmp_path / "out" / "run.py").read_text().splitlines()) <= 50
+    lines = (tmp_path / "out" / "run.py").read_text().splitlines()
+    assert sum(bool(line) for line in lines) <= 40
 
 
 @settings(
