@@ -289,7 +289,7 @@ def write_python_model(models: BundleModels, folder: Path, max_batch: int) -> No
     version = folder / VERSION_FOLDER
     version.mkdir(parents=True)
     write_config(folder, config)
-    shutil.copyfile(Path(__file__).with_name("triton_model.py"), version / SCRIPT_FILE)
+    shutil.copyfile(Path(__file__).with_name("triton_model.txt"), version / SCRIPT_FILE)
     copy_bundle(models, version)
 
 
