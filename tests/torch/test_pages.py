@@ -25,6 +25,11 @@ LOADER = """
 names = ("input", "target")
 loader = [dict(zip(names, (images.numpy(), labels.numpy())))] * 3
 """
+DATA = """
+import numpy as np
+
+np.savez("data.npz", input=np.ones((96, 4, 4), np.float32), target=np.zeros(96, np.int64))
+"""
 STUDY = "--family encoder_decoder --count 1 --seeds 1 --episodes 1 --nodes 12 --workers 1"
 SETUPS = {
     "README.md": setup(
@@ -50,6 +55,7 @@ SETUPS = {
         },
     ),
     "docs/training.md": setup(
+        before=f"python -c '{DATA}'",
         prelude=MODULE + LOADER,
         replaced={"steps=1000": "steps=3", "--steps 1000": "--steps 3", "--steps 2000": "--steps 6"},
     ),
