@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from onnxplace.cli.completers import BUNDLE_PATH
-from onnxplace.cli.options import as_json, print_json, print_notes
+from onnxplace.cli.options import as_json, print_json, print_notes, show_progress
 
 # Listed here too, so that `--help` imports nothing.
 FORMAT_NAMES = ("stages", "triton", "ort-genai", "onnx-metadata")
@@ -45,7 +45,8 @@ def export(bundle: Path, *, to: str, output: Path, force: bool, json_: bool, **o
     """  # noqa: D301 - \b tells click to keep the line breaks
     from onnxplace.export import ExportOptions, export_bundle
 
-    exported = export_bundle(bundle, to, output, force=force, options=ExportOptions(**options))
+    with show_progress(json_, "writing the files"):
+        exported = export_bundle(bundle, to, output, force=force, options=ExportOptions(**options))
     print_notes(exported.diagnostics)
     if json_:
         print_json({**vars(exported), "diagnostics": [vars(note) for note in exported.diagnostics]})

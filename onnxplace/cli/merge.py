@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from onnxplace.cli.completers import BUNDLE_PATH
-from onnxplace.cli.options import as_json, print_json, print_notes
+from onnxplace.cli.options import as_json, print_json, print_notes, show_progress
 
 
 @click.command(short_help="Put a bundle back together as one model.")
@@ -28,7 +28,8 @@ def merge(bundle: Path, output: Path, *, external_data: bool, force: bool, json_
     """
     from onnxplace.export import describe_merged, merge_bundle
 
-    merged = merge_bundle(bundle, output, external_data=external_data, force=force)
+    with show_progress(json_, "writing the model"):
+        merged = merge_bundle(bundle, output, external_data=external_data, force=force)
     print_notes(merged.diagnostics)
     if json_:
         print_json({**vars(merged), "diagnostics": [vars(note) for note in merged.diagnostics]})

@@ -20,7 +20,8 @@ from onnxplace.bundle import (
     SegmentRecord,
     StateRecord,
 )
-from onnxplace.model import WeightFile, parse_type, read_tensor_bytes
+from onnxplace.model import WeightFile, parse_type, read_tensor_bytes, tensor_size
+from onnxplace.utils import report_progress
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,17 @@ class BundleModels:
         return tensor
 
     def place(self, tensors: Iterable[TensorProto], weights: WeightFile | None) -> list[TensorProto]:
-        """Return tensors with their bytes in a file of weights, or in themselves without one."""
-        if weights is not None:
-            return [weights.place(tensor, self.weights_folder) for tensor in tensors]
-        return [embed_tensor(tensor, self.weights_folder) for tensor in tensors]
+        """Return tensors with their bytes in a file of weights, or in themselves without one; report progress."""
+        sources = list(tensors)
+        placed, done, total = list[TensorProto](), 0, sum(map(tensor_size, sources))
+        for tensor in sources:
+            if weights is not None:
+                placed.append(weights.place(tensor, self.weights_folder))
+            else:
+                placed.append(embed_tensor(tensor, self.weights_folder))
+            done += tensor_size(tensor)
+            report_progress(done, total)
+        return placed
 
 
 def order_segments(manifest: Manifest) -> list[SegmentRecord]:

@@ -9,6 +9,7 @@ from onnx import ModelProto
 
 from onnxplace.export.bundle_models import BundleModels, SegmentModel
 from onnxplace.model import WeightFile
+from onnxplace.utils import progress_part
 
 WEIGHTS_FILE = "weights.bin"
 
@@ -18,10 +19,11 @@ def write_segment_files(models: BundleModels, folder: Path, segments: Iterable[t
 
     A state whose initial value is known becomes an input with this default.
     """
-    weights_path = folder / WEIGHTS_FILE
+    weights_path, rows = folder / WEIGHTS_FILE, list(segments)
     with WeightFile(weights_path, WEIGHTS_FILE) as weights:
-        for name, segment in segments:
-            (folder / name).write_bytes(build_segment(models, segment, weights).SerializeToString())
+        for index, (name, segment) in enumerate(rows):
+            with progress_part(index, len(rows)):
+                (folder / name).write_bytes(build_segment(models, segment, weights).SerializeToString())
         is_empty = not weights.bytes_written
     if is_empty:
         weights_path.unlink()

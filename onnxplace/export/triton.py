@@ -27,6 +27,7 @@ from onnxplace.export.triton_config import (
     list_instance_groups,
     list_parameters,
 )
+from onnxplace.utils import progress_part, report_progress
 
 CONFIG_FILE, MODEL_FILE, SCRIPT_FILE = "config.pbtxt", "model.onnx", "model.py"
 BUNDLE_FOLDER = "model.bundle"
@@ -190,13 +191,14 @@ def write_ensemble(models: BundleModels, folder: Path, name: str) -> None:
     manifest = models.manifest
     tensors, optional = name_tensors(manifest), {item.name for item in manifest.inputs if item.optional}
     steps = []
-    for segment in models.segments:
+    for index, segment in enumerate(models.segments):
         record = segment.record
         step = f"{name}_{record.id.replace('-', '_')}"
         inputs = [value for value in record.inputs if value not in optional]
         version = folder / step / VERSION_FOLDER
         version.mkdir(parents=True)
-        write_segment_files(models, version, [(MODEL_FILE, segment)])
+        with progress_part(index, len(models.segments)):
+            write_segment_files(models, version, [(MODEL_FILE, segment)])
         write_config(folder / step, describe_segment(manifest, record, step, inputs))
         maps = {
             "input_map": [{"key": value, "value": tensors[value]} for value in inputs],
@@ -298,7 +300,8 @@ def copy_bundle(models: BundleModels, folder: Path) -> None:
     bundle = models.bundle
     copies = {f"{BUNDLE_FOLDER}/{file}": bundle.file(file) for file in (MANIFEST_FILE, *models.manifest.files)}
     copies |= {file: bundle.linked_file(file) for file in models.manifest.linked}
-    for destination, source in copies.items():
+    for index, (destination, source) in enumerate(copies.items()):
+        report_progress(index, len(copies))
         (folder / destination).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source, folder / destination)
 

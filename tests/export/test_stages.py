@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -17,6 +18,7 @@ import onnxplace
 from onnxplace.driver import compile_model
 from onnxplace.export import export_bundle, plain_stages
 from onnxplace.target import Device
+from onnxplace.utils import observe_progress
 from tests.end_to_end.split_checks import ALTERNATING
 from tests.export.samples import draw_feeds, run_file
 from tests.support.commands import only_json
@@ -188,3 +190,14 @@ def test_unknown_formats_and_options_of_other_formats_are_refused(compiled, tmp_
         export_bundle(compiled, "stagse", tmp_path / "out")
     assert run_cli("export", compiled, "--to", "tensorrt", "-o", tmp_path / "out").code == 2
     assert not os.path.lexists(tmp_path / "out")
+
+
+@pytest.mark.parametrize("to", ["stages", "triton"])
+def test_an_export_reports_its_progress(to, decoder_bundle, tmp_path):
+    shares: list[float] = []
+    observer = SimpleNamespace(advance=shares.append, limit=shares.append)
+    with observe_progress(observer):
+        export_bundle(decoder_bundle, to, tmp_path / "out")
+    assert len(shares) > 3
+    assert shares == sorted(shares)
+    assert shares[-1] > 0.8
