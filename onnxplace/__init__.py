@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         TargetError,
         UsageError,
     )
-    from onnxplace.export import merge_bundle
+    from onnxplace.export import export_bundle, merge_bundle
     from onnxplace.graph import OpGraph
     from onnxplace.pipeline import Pipeline
     from onnxplace.runtime import Runtime, RuntimeSession
@@ -69,6 +69,7 @@ __all__ = [
     "Trainer",
     "UsageError",
     "compile",
+    "export_bundle",
     "load",
     "merge_bundle",
 ]
@@ -82,7 +83,7 @@ __getattr__, __dir__, _ = attach(
             "BrokenPassError BundleError Diagnostic ExecutionError FeedError InfeasibleError InputError ModelError "
             "OnnxplaceError PluginError RunTimeoutError TargetError UsageError"
         ),
-        "export": "merge_bundle",
+        "export": "export_bundle merge_bundle",
         "graph": "OpGraph",
         "pipeline": "Pipeline",
         "runtime": "Runtime RuntimeSession",

@@ -165,12 +165,22 @@ def commit_placement(
     """
     fine_device, order, simulation = simulate_plan(state, problem, device, start_seconds)
     require_memory(state.target, simulation.peak_bytes, placer)
-    profile = state[Profile]
     groups = (state[Groups].group, state[Groups].pinned) if Groups in state else (None, None)
-    bound = lower_bound_seconds(profile.graph, device_seconds(profile, state.target), state.target, *groups)
-    # Sums in another order may round the lower bound above the makespan.
+    bound = bound_step_seconds(state, simulation.makespan_seconds, *groups)
     bound = min(max(bound, bound_seconds), simulation.makespan_seconds)
     return state.having(Placement(fine_device, placer), Schedule(order, simulation, bound))
+
+
+def bound_step_seconds(
+    state: State, makespan_seconds: float, group: Ints | None = None, pinned: Ints | None = None
+) -> float:
+    """Return a lower bound of a step on the devices of `state`, at most the makespan of a known placement.
+
+    Without groups and pins, the bound holds for every placement.
+    """
+    profile = state[Profile]
+    bound = lower_bound_seconds(profile.graph, device_seconds(profile, state.target), state.target, group, pinned)
+    return min(bound, makespan_seconds)  # sums in another order may round the bound above the makespan
 
 
 def schedule_order(graph: OpGraph, problem: PlacementProblem, start_seconds: Floats) -> Ints:

@@ -53,7 +53,9 @@ class Coplace(Pass):
     colocate: tuple[str, ...] = ()
     """Regular expressions; the nodes whose whole name one matches share a device."""
     device_map: str = ""
-    """A JSON file of regular expression -> device; the first that matches a node's whole name decides."""
+    """A JSON file of regular expression -> device; the first that matches a node's whole name decides.
+
+    Or a map of modules by accelerate or Olive, or a model whose nodes name their devices (docs/export.md)."""
 
     def run(self, state: State) -> State:
         groups, notes = group_nodes(

@@ -24,6 +24,7 @@ from onnxplace.cli.completion import COMPLETE_VARIABLE, complete_line, completio
 from onnxplace.cli.devices import devices
 from onnxplace.cli.doctor import doctor
 from onnxplace.cli.explain import explain
+from onnxplace.cli.export import export
 from onnxplace.cli.hosts import hosts
 from onnxplace.cli.learn import learn
 from onnxplace.cli.merge import merge
@@ -88,6 +89,7 @@ for command in (
     bench,
     report,
     merge,
+    export,
     plan,
     place,
     learn,

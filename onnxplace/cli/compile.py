@@ -82,8 +82,8 @@ if TYPE_CHECKING:
 @click.option(
     "--device-map",
     type=click.Path(path_type=Path),
-    metavar="F.json",
-    help='Your placement: {"encoder.*": "cpu:0"}.',
+    metavar="F",
+    help='Your placement: {"encoder.*": "cpu:0"}, or a map of accelerate, Olive or ONNX (docs/export.md).',
 )
 @click.option(
     "--colocate", multiple=True, metavar="REGEX", help="Nodes with matching names share a device; may be repeated."

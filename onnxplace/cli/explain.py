@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -35,7 +36,8 @@ def explain(code: str | None, json_: bool) -> None:
                 format_table(("code", "exit", "meaning"), [(p.code, p.exit, p.meaning) for p in pages.values()], left=3)
             )
         return
-    page = pages.get(code.strip().strip("[]").upper())
+    named = re.search(r"\b[A-Za-z]\d{3}\b", code)  # a line of a terminal, such as "error[P010] auto: ...", has one
+    page = pages.get(named[0].upper()) if named else None
     if page is None:
         raise UsageError("U005", f"there is no error code {code!r}", where="CODE", hint=suggest_code(code, pages))
     if json_:

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import click
 
+from onnxplace.cli.completers import BUNDLE_PATH
 from onnxplace.cli.options import as_json, print_json, print_notes
 
 
 @click.command(short_help="Put a bundle back together as one model.")
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle", type=BUNDLE_PATH)
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="F.onnx", required=True, help="The file of the model."
 )

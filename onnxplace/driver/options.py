@@ -36,7 +36,7 @@ class CompileOptions(TypedDict, total=False):
     objective: Objective
     budget_seconds: float | None
     pipeline: str | Pipeline | None
-    device_map: str | Path | Mapping[str, str] | None
+    device_map: str | Path | Mapping[str, str | int] | None
     colocate: Sequence[str]
     shard: str | int
     shard_map: str | Path | Mapping[str, str] | None
@@ -68,7 +68,7 @@ class CompileSettings:
     objective: Objective = "latency"
     budget_seconds: float | None = None
     pipeline: str | Pipeline | None = None
-    device_map: str | Path | Mapping[str, str] | None = None
+    device_map: str | Path | Mapping[str, str | int] | None = None
     colocate: Sequence[str] = ()
     shard: str | int = "auto"
     shard_map: str | Path | Mapping[str, str] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from onnxplace.pipeline import (
     report_idle_devices,
     require_all_devices_used,
 )
+from onnxplace.problem import bound_step_seconds
 from onnxplace.state import State
 from onnxplace.target import LinkModel, Target, require_device_limit
 from onnxplace.utils import budget_clock, read_json
@@ -143,16 +145,16 @@ def evaluate_placement(
 ) -> PlacementResult:
     """Score a given placement, node id -> device id.
 
-    It need not fit.
-    Each device runs its nodes earliest first. Raises InputError for nodes that are missing or unknown, and for unknown
-    devices; `strict` as for `place_cost_graph`.
+    It need not fit. Each device runs its nodes earliest first. The lower bound is that of the graph, not of this
+    placement: it holds for every placement on these devices. Raises InputError for nodes that are missing or unknown,
+    and for unknown devices; `strict` as for `place_cost_graph`.
     """
     index = {str(device): position for position, device in enumerate(graph.device_ids)}
     nodes = {str(node) for node in graph.ids}
     if missing := sorted(nodes - placement.keys()):
-        raise InputError(
-            "D007", f"no device for {format_count(len(missing), 'node')}, such as {missing[0]!r}", where="--placement"
-        )
+        message = f"no device for {format_count(len(missing), 'node')}, such as {missing[0]!r}"
+        hint = f"write ids, not names: {json.dumps({missing[0]: graph.device_ids[0]}, default=str)} ..."
+        raise InputError("D007", message, where="--placement", hint=hint)
     if unknown := sorted(placement.keys() - nodes):
         raise InputError(
             "D007", f"unknown node {unknown[0]!r}", where="--placement", hint=suggest_nearest(unknown[0], nodes)
@@ -172,7 +174,9 @@ def evaluate_placement(
     state = state.having(Groups(single, pinned, ("",) * len(pinned)))
     start = budget_clock()
     state, timings = Pipeline.parse("m-etf").run(state)
-    state = state.having(replace(state[Placement], placer="given"))
+    schedule = state[Schedule]
+    bound = bound_step_seconds(state, schedule.simulation.makespan_seconds)
+    state = state.having(replace(state[Placement], placer="given"), replace(schedule, lower_bound_seconds=bound))
     return _build_result(graph, state, budget_clock() - start, timings, "given", strict)
 
 

@@ -32,7 +32,6 @@ _INVALID_MODEL_TEXTS = (
     "Type Error",
     "ShapeInferenceError",
     "INVALID_GRAPH",
-    "INVALID_PROTOBUF",
 )
 # With less free space than this, a failure counts as one for lack of space.
 MIN_FREE_BYTES = 1 << 20
@@ -64,6 +63,8 @@ def explain_refusal(problem: Exception, model: Path | bytes, folder: str, device
         hint = "convert this node to float32 or float16, with a Cast before and after it, or put it on another device"
         place = f"{where}, node {missing['node']!r}" if missing["node"] else where
         return ModelError("M012", message, where=place, hint=hint)
+    if "INVALID_PROTOBUF" in text:
+        return ModelError("M002", "not an ONNX file, or a damaged one", where=where, hint="export or copy it again")
     hint = "the installed ONNX Runtime cannot run this model; try another version of it, or export with an older opset"
     if any(words in text for words in _INVALID_MODEL_TEXTS):
         hint = "the model is inconsistent; onnx.checker.check_model(path, full_check=True) may say more"

@@ -6,6 +6,12 @@ from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
     from onnxplace.model.carried_state import StateRequest as StateRequest, bind_states as bind_states
+    from onnxplace.model.device_metadata import (
+        DEVICE_KEY as DEVICE_KEY,
+        SPLITS_KEY as SPLITS_KEY,
+        DeviceMetadata as DeviceMetadata,
+        read_device_metadata as read_device_metadata,
+    )
     from onnxplace.model.external_ranges import list_external_ranges as list_external_ranges
     from onnxplace.model.host_values import (
         DEQUANTIZE as DEQUANTIZE,
@@ -27,6 +33,10 @@ if TYPE_CHECKING:
     )
     from onnxplace.model.lowering import build_op_graph as build_op_graph
     from onnxplace.model.model import Model as Model, declaration_of as declaration_of
+    from onnxplace.model.module_paths import (
+        list_enclosing_modules as list_enclosing_modules,
+        list_module_paths as list_module_paths,
+    )
     from onnxplace.model.nested_graphs import (
         captured_names as captured_names,
         iterate_reads as iterate_reads,
@@ -68,7 +78,9 @@ __getattr__, __dir__, __all__ = attach(
         "loading": "load require_linkable require_unchanged",
         "lowering": "build_op_graph",
         "model": "Model declaration_of",
+        "device_metadata": "DEVICE_KEY DeviceMetadata SPLITS_KEY read_device_metadata",
         "external_ranges": "list_external_ranges",
+        "module_paths": "list_enclosing_modules list_module_paths",
         "nested_graphs": "captured_names iterate_reads iterate_subgraphs rename_reads",
         "precision": "find_scales_to_protect",
         "session_model": "store_for_session",

@@ -25,6 +25,8 @@ _ZIP = "it is a zip archive: unpack it, and name the .onnx file that is in it"
 _GZIP = "it is compressed: gunzip it first"
 _ARRAYS = "arrays are for --inputs"
 _POINTER = "it is a pointer of Git LFS, not the file itself: git lfs pull"
+_PROGRAM = "it is a program: run it to write the model (torch.onnx.export, onnx.save), and give the .onnx file"
+_JSON = "if it is a cost graph: `onnxplace place {name}`"
 _PAGE = "it is a web page, not a model: download the file itself (on a model hub, the raw file)"
 
 _BY_ENDING = {
@@ -42,6 +44,8 @@ _BY_ENDING = {
     ".xml": _OPENVINO,
     **dict.fromkeys((".engine", ".plan", ".trt"), _ENGINE),
     **dict.fromkeys((".npz", ".npy"), _ARRAYS),
+    **dict.fromkeys((".py", ".ipynb"), _PROGRAM),
+    **dict.fromkeys((".json", ".graphml", ".gexf"), _JSON),
     ".zip": _ZIP,
     ".gz": _GZIP,
 }

@@ -65,6 +65,8 @@ def _unknown_device_error(text: str, kind: str, index: str, where: str) -> Targe
     number = index if _is_number(index) else "0"
     hint = suggest_nearest(f"{kind}:{number}", [f"{known}:{number}" for known in list_kind_names()])
     hint += " (devices are written kind:index, such as cpu:0)"
+    if _is_number(text):
+        hint = "name each device, as in cpu:0,cpu:1 or cuda:0,cuda:1"
     return TargetError("T005", f"unknown device {text!r}", where=where, hint=hint)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def run_highs(program: Any, options: Mapping[str, object] | None = None) -> Any:
-    """Return the solver, a `highspy.Highs`, after it solved the program `highspy.HighsLp`.
+    """Return the solver, a `highspy.Highs`, after it solved the program `highspy.HighsLp`; it prints nothing.
 
     HiGHS has one pool of threads per process, of the size that its first run asks for, and refuses later runs that ask
     for another size. The user's own code may have run HiGHS before. Then the size is left open, and the run takes one
@@ -21,12 +21,27 @@ def run_highs(program: Any, options: Mapping[str, object] | None = None) -> Any:
     """
     import highspy
 
-    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-    for option, value in {"output_flag": False, "threads": 1, **(options or {})}.items():
+    solver = _make_silent_solver()
+    for option, value in {"threads": 1, **(options or {})}.items():
         solver.setOptionValue(option, value)
     solver.passModel(program)
     if solver.run() == highspy.HighsStatus.kError and solver.getModelStatus() == highspy.HighsModelStatus.kNotset:
         solver.setOptionValue("threads", 0)
         solver.setOptionValue("parallel", "off")
         solver.run()
+    return solver
+
+
+def _make_silent_solver() -> Any:
+    """Return a `highspy.Highs` that never writes to stdout, which belongs to our command line."""
+    import highspy
+
+    class SilentHighs(highspy.Highs):
+        def enableCallbacks(self) -> None:  # noqa: N802
+            # highspy 1.16 calls this while it makes a solver, and it prints the name and version of HiGHS.
+            self.setOptionValue("output_flag", False)
+            super().enableCallbacks()  # type: ignore[no-untyped-call]
+
+    solver: Any = SilentHighs()  # type: ignore[no-untyped-call]
+    solver.setOptionValue("output_flag", False)
     return solver

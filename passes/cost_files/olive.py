@@ -8,22 +8,18 @@ sequence 1), zero where Olive does not know them. Files by hand may hold modules
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from onnx import NodeProto
 
 from onnxplace.graph import Floats, Ints
-from onnxplace.model import Model, iterate_subgraphs, tensor_size
+from onnxplace.model import Model, iterate_subgraphs, list_enclosing_modules, list_module_paths, tensor_size
 from onnxplace.passes.profiling import PeakRates, count_moved_bytes, count_operations, typical_peaks
 from onnxplace.target import Device
 
 Shapes = Mapping[str, Sequence[int]]
-
-# The metadata in which PyTorch's exporter records the modules of a node, outermost first: ['', 'model', 'model.norm'].
-SCOPES_KEY = "pkg.torch.onnx.name_scopes"
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,7 @@ def module_work(rows: Mapping[str, Figures], model: Model, shapes: Shapes, sizes
     """
     members: dict[str, list[int]] = {}
     for index, node in enumerate(model.nodes):
-        module = next((name for name in _module_paths(node) if name in rows), None)
+        module = next((name for name in list_module_paths(node) if name in rows), None)
         if module is not None and not any(True for _ in iterate_subgraphs(node)):
             members.setdefault(module, []).append(index)
     figures = _own_figures(rows, members)
@@ -80,30 +76,11 @@ def module_work(rows: Mapping[str, Figures], model: Model, shapes: Shapes, sizes
     return ModuleWork(modules=tuple(members), nodes=indices, operations=work[indices], moved_bytes=moved[indices])
 
 
-def _module_paths(node: NodeProto) -> Iterator[str]:
-    """Yield the modules that a node may be in, innermost first.
-
-    `/model/layers.0/mlp/MatMul` is in `model.layers.0.mlp`, `model.layers.0`, `model.layers`, `model`, the whole.
-    """
-    for entry in node.metadata_props:
-        if entry.key == SCOPES_KEY:
-            yield from filter(None, reversed(re.findall(r"'([^']*)'", entry.value)))
-    yield from _enclosing_modules(node.name.replace("/", ".").strip("."))
-
-
-def _enclosing_modules(path: str) -> Iterator[str]:
-    """Yield a module, the modules around it, and the whole model."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-    yield ""
-
-
 def _own_figures(rows: Mapping[str, Figures], members: Mapping[str, object]) -> dict[str, Figures]:
     """Return figures of modules with nodes, without inner modules."""
     inner_operations, inner_bytes = dict.fromkeys(members, 0.0), dict.fromkeys(members, 0.0)
     for module in members:
-        outer = next((name for name in _enclosing_modules(module) if name in members and name != module), None)
+        outer = next((name for name in list_enclosing_modules(module) if name in members and name != module), None)
         if outer is not None:
             inner_operations[outer] += rows[module].operations
             inner_bytes[outer] += rows[module].bytes

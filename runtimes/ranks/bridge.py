@@ -57,9 +57,11 @@ def _serve(launcher: Launcher, ranks: RankSocket, deadline: float) -> None:
         if not launcher.is_running or time.monotonic() > deadline:
             raise TimeoutError
 
-    with suppress(TimeoutError), ranks.accept(check) as connection:
-        threading.Thread(target=_pass_on_input, args=(connection,), daemon=True).start()
-        _pass_on_output(connection)
+    with suppress(TimeoutError):
+        _, connection = ranks.accept(check)
+        with connection:
+            threading.Thread(target=_pass_on_input, args=(connection,), daemon=True).start()
+            _pass_on_output(connection)
 
 
 def main() -> None:
@@ -69,7 +71,8 @@ def main() -> None:
     os.write(_OUTPUT, GREETING)
     try:
         with RankSocket() as ranks:
-            launcher = Launcher(connection.make_ranks_command(arguments["counts"], RANK_MODULE, ranks.path), ranks.path)
+            command = connection.make_ranks_command(arguments["counts"], RANK_MODULE, ranks.path)
+            launcher = Launcher(command, ranks.path)
             try:
                 _serve(launcher, ranks, time.monotonic() + arguments["timeout"])
                 launcher.wait(REPORTING_SECONDS)

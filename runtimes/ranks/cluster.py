@@ -1,7 +1,7 @@
 """The driver's side of ranks: start them, open the bundle on them, exchange frames, end them.
 
-The driver listens on a Unix socket in a folder that only its user can enter, and rank 0 connects to it. So no port is
-opened for it, and no other user can be taken for rank 0.
+The driver listens on a Unix socket in a folder that only its user can enter. Rank 0 and the other ranks on this machine
+connect to it, so no port is opened for it, and no other user can be taken for a rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from onnxplace.bundle import Bundle
 from onnxplace.errors import ExecutionError, InputError, TargetError
 from onnxplace.hosts import INSTALL_HINT, Connection, find_mpi_cause, find_rank_end
 from onnxplace.runtimes.ranks.distribution import read_piece
-from onnxplace.runtimes.ranks.frames import Frame, FrameSocket, Tick
+from onnxplace.runtimes.ranks.frames import Frame, FrameSocket, FrameSockets, RankTick
 from onnxplace.runtimes.ranks.launcher import CLOSING_SECONDS, Launcher
 from onnxplace.runtimes.ranks.opening import Opening, rebuild_error
 from onnxplace.runtimes.ranks.plan import RankPlan
@@ -52,7 +52,7 @@ class Cluster:
         self.plan = plan
         self.timeout_seconds = timeout_seconds
         self._connection = connection
-        self._socket: FrameSocket | None = None
+        self._sockets: FrameSockets | None = None
         self._launcher: Launcher | None = None
         self._processes: dict[int, int] = {}
         """Process ids by rank."""
@@ -97,12 +97,19 @@ class Cluster:
         self.close_socket()
 
     def _start(self, deadline: float) -> None:
-        """Start the launcher, and wait for rank 0."""
+        """Start the launcher, and wait for the ranks of this machine."""
         require_mpi4py()
-        with RankSocket() as ranks:
-            command = self._connection.make_ranks_command(self.plan.counts, RANK_MODULE, ranks.path)
-            self._launch(lambda: Launcher(command, ranks.path))
-            self._socket = FrameSocket(ranks.accept(lambda: self._check_start(deadline)))
+        sockets: dict[int, FrameSocket] = {}
+        count = self.plan.near_count
+        try:
+            with RankSocket() as ranks:
+                command = self._connection.make_ranks_command(self.plan.counts, RANK_MODULE, ranks.path, str(count))
+                self._launch(lambda: Launcher(command, ranks.path))
+                while len(sockets) < count:
+                    rank, connection = ranks.accept(lambda: self._check_start(deadline))
+                    sockets[rank] = FrameSocket(connection)
+        finally:
+            self._sockets = FrameSockets(sockets) if sockets else None
 
     def _launch(self, start: Callable[[], Launcher]) -> None:
         """Start the launcher; raises EOFError if another thread has ended the cluster already."""
@@ -117,7 +124,7 @@ class Cluster:
         assert self._launcher is not None
         if not self._launcher.is_running:
             raise self.describe_end()
-        self._require_time(deadline, "rank 0 did not start")
+        self._require_time(deadline, "the ranks did not start")
 
     def _require_time(self, deadline: float, what: str) -> None:
         if time.monotonic() > deadline:
@@ -133,13 +140,13 @@ class Cluster:
         missing = set(range(len(self.plan.devices)))
         deadline = time.monotonic() + self.timeout_seconds
 
-        def tick(silent_seconds: float) -> None:
+        def tick(rank: int, silent_seconds: float) -> None:
             late = ", ".join(self.plan.devices[rank] for rank in sorted(missing))
             self._require_time(deadline, f"{late} {what}")
 
         while missing:
             frame = self.receive(tick)
-            tick(0.0)
+            tick(0, 0.0)
             if frame.kind == "failed":
                 raise rebuild_error(frame.fields["error"], self.plan.describe(frame.rank))
             if frame.kind == "need":
@@ -167,16 +174,16 @@ class Cluster:
         self.send_all([(rank, frame)])
 
     def send_all(self, frames: Sequence[tuple[int, Frame]]) -> None:
-        """Send frames to ranks, in one piece if they are small; raises OSError if the ranks have ended."""
-        if self._socket is None:
+        """Send frames to ranks; raises OSError if the ranks have ended."""
+        if self._sockets is None:
             raise OSError("the ranks have ended")
-        self._socket.send(*(frame.pack(rank) for rank, frame in frames))
+        self._sockets.send(frames)
 
-    def receive(self, tick: Tick) -> Frame:
+    def receive(self, tick: RankTick) -> Frame:
         """Return the next frame of any rank; raises EOFError or OSError if they have ended."""
-        if self._socket is None:
+        if self._sockets is None:
             raise EOFError
-        return self._socket.receive(tick).unpack()
+        return self._sockets.receive(tick).unpack()
 
     # -- the end ------------------------------------------------------------------------------------
 
@@ -222,10 +229,10 @@ class Cluster:
             self._launcher.end(closing_seconds)
 
     def close_socket(self) -> None:
-        """Close the socket, after the thread that reads it has ended; or in a forked process."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        """Close the sockets, after the thread that reads them has ended; or in a forked process."""
+        if self._sockets is not None:
+            self._sockets.close()
+            self._sockets = None
         self.blocks.close()
 
 

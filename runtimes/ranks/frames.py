@@ -11,7 +11,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ _READ_BYTES = 64 << 10
 SLICE_SECONDS = 0.1
 
 Tick = Callable[[float], None]
+RankTick = Callable[[int, float], None]
 
 
 @dataclass
@@ -160,3 +162,74 @@ class FrameSocket:
     def close(self) -> None:
         """Close the socket."""
         self._socket.close()
+
+    @property
+    def descriptor(self) -> int:
+        """Return the file descriptor."""
+        return self._socket.fileno()
+
+    @property
+    def has_bytes(self) -> bool:
+        """Return whether the next frame, or its beginning, was read."""
+        return bool(self._received)
+
+
+class FrameSockets:
+    """The driver's sockets of ranks: any thread may send, one thread receives.
+
+    Args:
+        sockets: By rank. Frames for other ranks, and from them, go through rank 0, which has one.
+    """
+
+    def __init__(self, sockets: Mapping[int, FrameSocket]) -> None:
+        self._sockets = dict(sockets)
+        self._ranks = {item.descriptor: rank for rank, item in sockets.items()}
+        self._poll = select.poll()
+        for descriptor in self._ranks:
+            self._poll.register(descriptor, select.POLLIN)
+        self._ready: deque[int] = deque()
+        self._silent_seconds, self._looked = 0.0, time.monotonic()
+
+    def send(self, frames: Sequence[tuple[int, Frame]]) -> None:
+        """Send frames to ranks, those of one socket in one piece if they are small; raises OSError if it has ended."""
+        pieces: dict[int, list[PackedFrame]] = {}
+        for rank, frame in frames:
+            pieces.setdefault(rank if rank in self._sockets else 0, []).append(frame.pack(rank))
+        for rank, packed in pieces.items():
+            self._sockets[rank].send(*packed)
+
+    def receive(self, tick: RankTick) -> PackedFrame:
+        """Return the next frame of any rank.
+
+        Args:
+            tick: Called several times a second while nothing arrives, with a rank and the seconds of its silence: rank
+                0, which says that it is alive, or one that has sent half a frame. It may raise.
+
+        Raises EOFError or OSError if a rank has ended.
+        """
+        while not self._ready:
+            self._ready.extend(rank for rank, item in self._sockets.items() if item.has_bytes)
+            if self._ready:
+                break
+            self._ready.extend(self._ranks[descriptor] for descriptor, _ in self._poll.poll(SLICE_SECONDS * 1000))
+            self._add_silence()
+            if not self._ready:
+                tick(0, self._silent_seconds)
+        rank = self._ready.popleft()
+        packed = self._sockets[rank].receive(lambda silent: tick(rank, silent))
+        if rank == 0:
+            self._silent_seconds = 0.0
+        elif self._silent_seconds > SLICE_SECONDS:  # others have much to say
+            tick(0, self._silent_seconds)
+        return packed
+
+    def _add_silence(self) -> None:
+        """Add the time since the last call to the silence of rank 0."""
+        now = time.monotonic()
+        self._silent_seconds += min(now - self._looked, 2 * SLICE_SECONDS)
+        self._looked = now
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for item in self._sockets.values():
+            item.close()

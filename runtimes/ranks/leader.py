@@ -11,7 +11,7 @@ from onnxplace.bundle import Manifest, list_route_devices
 from onnxplace.errors import ExecutionError, TargetError, format_count
 from onnxplace.hosts import Connection
 from onnxplace.runtimes.ranks.cluster import NEW_SESSION_HINT, Cluster
-from onnxplace.runtimes.ranks.frames import FrameSocket
+from onnxplace.runtimes.ranks.frames import FrameSocket, FrameSockets
 from onnxplace.runtimes.ranks.plan import RankPlan
 from onnxplace.runtimes.ranks.rank_process import RankProcess
 from onnxplace.target import split_host
@@ -60,7 +60,7 @@ class LedCluster(Cluster):
         """Start the thread of rank 0, which waits until the other ranks open their sessions, too."""
         del deadline
         near, self._far = socket.socketpair()
-        self._socket = FrameSocket(near)
+        self._sockets = FrameSockets({0: FrameSocket(near)})
         start_thread(self._thread)
 
     def _serve(self) -> None:

@@ -26,7 +26,12 @@ class RankPlan:
     @property
     def is_remote(self) -> bool:
         """Return whether all ranks are on other machines."""
-        return not any(map(is_this_machine, self.hosts))
+        return not self.near_count
+
+    @property
+    def near_count(self) -> int:
+        """Return the number of ranks on this machine, which come first."""
+        return sum(map(is_this_machine, self.hosts))
 
     @property
     def counts(self) -> dict[str, int]:

@@ -217,10 +217,10 @@ class RankEngine(Engine):
             if self._closed:
                 self._cluster.close_socket()
 
-    def _check_time(self, silent_seconds: float) -> None:
-        """Raise ExecutionError if rank 0 is silent, or a request does not end although it was ended."""
+    def _check_time(self, rank: int, silent_seconds: float) -> None:
+        """Raise ExecutionError if a rank is silent, or a request does not end although it was ended."""
         if silent_seconds > MAX_SILENT_SECONDS and not self._cluster.is_ended:
-            raise self._cluster.describe_silence(0, silent_seconds)
+            raise self._cluster.describe_silence(rank, silent_seconds)
         for request in list(self._sent.values()):
             if request.is_cancelled and request.waiting and time.monotonic() > request.cancel_deadline:
                 seconds = self._cluster.timeout_seconds
@@ -241,7 +241,7 @@ class RankEngine(Engine):
             self._tokens[ALL_RANKS].put(None)
         elif frame.kind == "silent":
             raise self._cluster.describe_silence(frame.rank, fields["seconds"])
-        self._check_time(0.0)
+        self._check_time(0, 0.0)
 
     def _take_report(self, frame: Frame) -> None:
         """Take the outputs and states of a rank, or its failure; the last report ends the request."""

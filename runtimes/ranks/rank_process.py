@@ -1,8 +1,9 @@
-"""A rank: `mpiexec ... python -m mpi4py -m onnxplace.runtimes.ranks.rank_process SOCKET`.
+"""A rank: `mpiexec ... python -m mpi4py -m onnxplace.runtimes.ranks.rank_process SOCKET [RANKS]`.
 
-Rank 0 connects to the socket of the driver, the process that opened the session, and passes frames on between it and
-the other ranks. The main thread follows programs. A helper looks for messages each millisecond while some are on their
-way, so that they move while the main thread computes, and tells the others that this rank is alive.
+The first ranks, those on the machine of the driver, the process that opened the session, connect to its socket. Rank 0
+passes frames on between the driver and the others. The main thread follows programs. A helper looks for messages each
+millisecond while some are on their way, so that they move while the main thread computes, and tells the others that
+this rank is alive.
 """
 
 from __future__ import annotations
@@ -26,15 +27,19 @@ from onnxplace.runtimes.ranks.frames import BETWEEN_RANKS, Frame, FrameSocket, P
 from onnxplace.runtimes.ranks.message_bus import MessageBus
 from onnxplace.runtimes.ranks.opening import Opening, describe_error
 from onnxplace.runtimes.ranks.rank_loop import RankLoop, open_rank
+from onnxplace.runtimes.ranks.rank_socket import connect_rank
 
 # How a rank waits: it looks for messages without pause, then naps, then takes longer naps, then leaves the looking to
 # its helper.
 SPIN_SECONDS, NAP_SECONDS, LONG_WAIT_SECONDS, LONG_NAP_SECONDS, IDLE_SECONDS = 200e-6, 20e-6, 5e-3, 100e-6, 0.05
-# It naps later where messages are on their way, which some of MPI's ways of sending need both ends for.
-NEAR_SECONDS = 2e-3
-# Pauses of the helper: while messages are on their way, while none are and the main thread computes, and while that
-# waits. A look takes some 50 us of the core, as the main thread's data have replaced the helper's in its caches.
-HELPER_SECONDS, CALM_HELPER_SECONDS, IDLE_HELPER_SECONDS, LOOKS_PER_CHECK = 1e-3, 4e-3, 1.5e-3, 20
+# It looks without pause where messages are on their way, which some of MPI's ways of sending need both ends for.
+NEAR_SECONDS = 10e-3
+# Pauses of the helper: when messages have begun to move, while some still do, while none do and the main thread
+# computes, and while that waits. A look takes some 50 us of the core, as data of the main thread replaced those
+# of the helper in its caches.
+QUICK_SECONDS, HELPER_SECONDS, CALM_SECONDS, IDLE_HELPER_SECONDS, LOOKS_PER_CHECK = 200e-6, 1e-3, 5e-3, 1.5e-3, 20
+# Messages that still move after this time may wait for the other side.
+QUICK_LOOKS_SECONDS = 8e-3
 HEARTBEAT_SECONDS = 0.25
 # A rank that is silent for longer is reported by rank 0; the others end by themselves if rank 0 is.
 MAX_SILENT_SECONDS, MAX_ROOT_SILENT_SECONDS = 2.0, 10.0
@@ -49,10 +54,11 @@ class RankProcess:
 
     Args:
         communicator: of MPI.
-        connection: On rank 0, a connected socket of the driver.
+        connection: A connected socket of the driver; rank 0 has one.
+        connected: The number of ranks that have one, which come first.
     """
 
-    def __init__(self, communicator: Any, connection: socket.socket | None) -> None:
+    def __init__(self, communicator: Any, connection: socket.socket | None, connected: int = 1) -> None:
         self._abort_all = communicator.Abort
         self.bus = MessageBus(communicator, self._accept)
         self._inbox: deque[Frame] = deque()
@@ -63,6 +69,8 @@ class RankProcess:
         self._ended = threading.Event()
         self._is_awaited: Callable[[], bool] | None = None
         """What the main thread waits for while only the helper looks."""
+        self._still_time = 0.0
+        """When the helper last saw no message on its way."""
         self._clock_answers: deque[float] = deque()
         self._next_clock_time = 0.0
         self._is_closing = False
@@ -72,6 +80,8 @@ class RankProcess:
         """Whether rank 0 has said what to open; before that, it need not be alive yet."""
         self._reported: set[int] = set()
         self._driver = FrameSocket(connection) if connection is not None else None
+        self._is_relay = self.bus.rank == 0 and connected < self.bus.size
+        """Whether ranks without a connection need this one to look for messages."""
 
     # -- frames ------------------------------------------------------------------------------------
 
@@ -113,7 +123,7 @@ class RankProcess:
     def _answer(self, frame: Frame) -> None:
         """Send a frame to the driver."""
         packed = frame.pack(self.bus.rank)
-        if self.bus.rank == 0:
+        if self._driver is not None:
             self._outgoing.append(packed)
             self._flush()
         else:
@@ -156,19 +166,24 @@ class RankProcess:
         Args:
             is_ready: Called by the helper, too.
             is_near: Whether it is on its way, so that naps would delay it.
-            spins: Whether it looks without pause at first; else others get the core, such as the driver's threads.
+            spins: Whether it looks without pause at first; else others get the core, such as the driver's threads, and
+                the reader of the driver's frames wakes this thread.
         """
-        began = time.perf_counter()
+        naps = spins or self._driver is None or self._is_relay
+        began = far_time = time.perf_counter()
         while not is_ready():
             self._look()
-            waited = time.perf_counter() - began
-            if (spins and waited < SPIN_SECONDS) or (waited < NEAR_SECONDS and (is_near() or self.bus.is_sending)):
+            now = time.perf_counter()
+            waited = now - began
+            if not (is_near() or self.bus.is_sending):
+                far_time = now
+            if (spins and waited < SPIN_SECONDS) or 0.0 < now - far_time < NEAR_SECONDS:
                 continue
-            if waited < IDLE_SECONDS:
+            if naps and waited < IDLE_SECONDS:
                 time.sleep(NAP_SECONDS if waited < LONG_WAIT_SECONDS else LONG_NAP_SECONDS)
                 continue
             self._wakeup.clear()
-            self._is_awaited = is_ready
+            self._is_awaited = is_ready if naps else None
             if not is_ready():
                 self._wakeup.wait(1.0)
             self._is_awaited = None
@@ -268,7 +283,7 @@ class RankProcess:
         try:
             while True:
                 packed = self._driver.receive(lambda silent: None)
-                if packed.rank == 0:
+                if packed.rank == self.bus.rank:
                     self._take(packed.unpack())
                 else:
                     self.bus.send(packed.rank, packed)
@@ -298,11 +313,16 @@ class RankProcess:
     def _pause(self) -> None:
         """Let the helper sleep until it is worth a look."""
         bus, loop = self.bus, self._loop
+        bus.has_begun.clear()
+        if bus.is_moving or (loop is not None and loop.is_receiving):
+            is_new = time.monotonic() - self._still_time < QUICK_LOOKS_SECONDS
+            time.sleep(QUICK_SECONDS if is_new else HELPER_SECONDS)
+            return
         if self._is_awaited is not None:
             time.sleep(IDLE_HELPER_SECONDS)
-        elif bus.is_moving or (loop is not None and loop.is_receiving) or bus.has_begun.wait(CALM_HELPER_SECONDS):
-            bus.has_begun.clear()
-            time.sleep(HELPER_SECONDS)
+        else:
+            bus.has_begun.wait(CALM_SECONDS)
+        self._still_time = time.monotonic()
 
     def _say_alive(self) -> None:
         """Send a heartbeat: to rank 0, or from rank 0 to all and the driver."""
@@ -365,11 +385,9 @@ def main() -> None:
     _end_with_parent()
     from mpi4py import MPI
 
-    connection = None
-    if MPI.COMM_WORLD.rank == 0:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.connect(sys.argv[1])
-    RankProcess(MPI.COMM_WORLD, connection).run()
+    rank, connected = MPI.COMM_WORLD.rank, int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    connection = connect_rank(sys.argv[1], rank) if rank < connected else None
+    RankProcess(MPI.COMM_WORLD, connection, connected).run()
 
 
 if __name__ == "__main__":

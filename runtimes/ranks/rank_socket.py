@@ -1,4 +1,4 @@
-"""The socket to which rank 0 connects: in a folder that only this user can enter, so that no port is opened."""
+"""The socket to which ranks connect: in a folder that only this user can enter, so that no port is opened."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from pathlib import Path
 # A path of a Unix socket has at most 107 bytes.
 _MAX_SOCKET_PATH = 100
 _LOOK_SECONDS = 0.02
+# What a rank sends first.
+_RANK = struct.Struct("<i")
 
 
 class RankSocket:
-    """A Unix socket for one connection; the end of its `with` block removes it from the disk."""
+    """A Unix socket for connections of ranks; the end of its `with` block removes it from the disk."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="onnxplace-"))
@@ -29,22 +31,30 @@ class RankSocket:
 
     def __enter__(self) -> RankSocket:
         self._listener.bind(self.path)
-        self._listener.listen(1)
+        self._listener.listen()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def accept(self, check: Callable[[], None]) -> socket.socket:
-        """Return the connection of rank 0; `check` is called again and again meanwhile, and may raise."""
+    def accept(self, check: Callable[[], None]) -> tuple[int, socket.socket]:
+        """Return the next rank, and its connection; `check` is called again and again meanwhile, and may raise."""
         while True:
             if select.select([self._listener], [], [], _LOOK_SECONDS)[0]:
                 connection, _ = self._listener.accept()
-                if _is_same_user(connection):
-                    return connection
+                if _is_same_user(connection) and (number := connection.recv(_RANK.size, socket.MSG_WAITALL)):
+                    return _RANK.unpack(number)[0], connection
                 connection.close()
             check()
+
+
+def connect_rank(path: str, rank: int) -> socket.socket:
+    """Return the connection of a rank with the driver."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(path)
+    connection.sendall(_RANK.pack(rank))
+    return connection
 
 
 def _is_same_user(connection: socket.socket) -> bool:

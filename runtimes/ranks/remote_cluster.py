@@ -13,7 +13,7 @@ from onnxplace.errors import ExecutionError
 from onnxplace.hosts import Connection
 from onnxplace.runtimes.ranks.bridge import ALIVE_SECONDS, GREETING
 from onnxplace.runtimes.ranks.cluster import Cluster, require_mpi4py
-from onnxplace.runtimes.ranks.frames import Frame, FrameSocket
+from onnxplace.runtimes.ranks.frames import Frame, FrameSocket, FrameSockets
 from onnxplace.runtimes.ranks.launcher import Launcher
 from onnxplace.runtimes.ranks.plan import RankPlan
 from onnxplace.utils import start_thread
@@ -46,7 +46,7 @@ class RemoteCluster(Cluster):
         near, far = socket.socketpair()
         with far:
             self._launch(lambda: Launcher(remote, uuid.uuid4().hex, far))
-        self._socket = FrameSocket(near)
+        self._sockets = FrameSockets({0: FrameSocket(near)})
         read = bytearray()
         while not read.endswith(GREETING):
             if select.select([near], [], [], _LOOK_SECONDS)[0]:

@@ -119,3 +119,11 @@ def test_bench_over_a_limit_exits_with_one(run_cli, compiled):
     assert result.code == 1
     assert only_json(result)["ratio"] > 1e-9
     assert "expected at most 1e-09" in result.err
+
+
+def test_a_file_that_is_no_model_is_no_reference(run_cli, compiled, tmp_path):
+    (tmp_path / "program.py").write_text("print()\n")
+    result = run_cli("verify", compiled, "--against", tmp_path / "program.py")
+    assert result.code == 2
+    assert "error[M002]" in result.err
+    assert "program.py: not an ONNX file, or a damaged one" in result.err

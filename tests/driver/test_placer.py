@@ -10,6 +10,7 @@ from onnxplace.driver import evaluate_placement, place_cost_graph, replace_devic
 from onnxplace.errors import InfeasibleError, UsageError
 from onnxplace.pipeline import Pipeline, choose_placer
 from onnxplace.utils import jit
+from tests.support.commands import only_json
 
 GIB = 1 << 30
 
@@ -139,3 +140,20 @@ def test_the_command_searches_within_its_budget_and_reports_its_trials(run_cli, 
 def test_the_objective_fit_uses_as_few_devices_as_needed():
     placed = place_cost_graph(replace_devices(cramped(), 4, 8 * GIB), objective="fit")
     assert len(set(placed.placement.values())) == 2
+
+
+def test_the_bound_of_a_given_placement_holds_for_every_placement(run_cli, tmp_path):
+    nodes = [{"id": i, "compute_time_us": 100, "output_bytes": 8} for i in range(2)]
+    devices = [{"id": device, "memory_bytes": 1000} for device in ("a", "b")]
+    graph = {"devices": devices, "comm": {"coef_us_per_byte": 1, "intercept_us": 50}, "nodes": nodes}
+    graph["edges"] = [{"src": 0, "dst": 1, "bytes": 8}]
+    (tmp_path / "graph.json").write_text(json.dumps(graph))
+    (tmp_path / "apart.json").write_text('{"0": "a", "1": "b"}')
+    result = only_json(run_cli("place", tmp_path / "graph.json", "--placement", tmp_path / "apart.json", "--json"))
+    assert result["makespan_seconds"] == pytest.approx(258e-6)
+    assert result["lower_bound_seconds"] == pytest.approx(200e-6)
+    (tmp_path / "names.json").write_text('{"layer.0": "a"}')
+    wrong = run_cli("place", tmp_path / "graph.json", "--placement", tmp_path / "names.json")
+    assert wrong.code == 2
+    assert "error[D007] --placement: no device for 2 nodes, such as '0'" in wrong.err
+    assert 'hint: write ids, not names: {"0": "a"} ...' in wrong.err

@@ -44,6 +44,8 @@ def zip_files(*names: str) -> bytes:
         ("m.pkl", b"\x80\x04.", "skl2onnx"),
         ("m.xml", b"<?xml version='1.0'?><net/>", "OpenVINO"),
         ("m.engine", b"ftrt", "TensorRT"),
+        ("m.py", b"import torch\n", "run it to write the model"),
+        ("m.json", b'{"nodes": []}', "`onnxplace place"),
         ("m.safetensors", b"", "weights and no graph"),
         ("m.ort", b"", "that it was made from"),
         ("m.tflite", b"", "tf2onnx"),

@@ -17,7 +17,7 @@ from onnxplace.runtimes.execution.futures import ResultFuture
 from onnxplace.runtimes.execution.requests import Request
 from tests.support.endless import feeds
 from tests.support.fault_checks import HUNG_SECONDS, list_worker_threads, raise_in, read_resident_bytes
-from tests.support.fault_injection import KINDS, MODES, Fault, inject, list_faults
+from tests.support.fault_injection import KINDS, Fault, inject, inject_at_each_place, list_faults
 from tests.support.request_soak import soak_requests
 from tests.support.small_programs import make_ping_pong, make_random_model
 
@@ -36,22 +36,7 @@ def ping_pong(tmp_path_factory):
 @pytest.mark.parametrize("devices", [2, 3])
 def test_a_fault_at_any_instruction_is_survived(ping_pong, devices, kind):
     bundle, model = ping_pong[devices]
-    faults = list_faults(bundle, [kind])
-    places = {(fault.device, fault.position, fault.inside) for fault in faults}
-    assert len(places) >= (2 if kind == "kill_outside" else 5)
-    # Each place is tried once, by one of the ways to start a request; benchmarks/faults.py tries all of them.
-    tried = {}
-    for index, fault in enumerate(faults):
-        if fault.mode == MODES[index // 3 % 3] or len(faults) == len(places):
-            tried[fault.device, fault.position, fault.inside] = fault
-    assert set(tried) == places
-    for fault in tried.values():
-        outcome = inject(bundle, model, fault)
-        assert outcome.slowest_seconds < HUNG_SECONDS
-        if kind == "sleep":
-            assert outcome.answer == "right"
-        if kind in ("ort", "python", "memory"):
-            assert not outcome.broken
+    assert inject_at_each_place(bundle, model, kind) >= (2 if kind == "kill_outside" else 5)
 
 
 @settings(max_examples=15)

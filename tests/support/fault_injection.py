@@ -458,3 +458,25 @@ def require_equal(outputs: Mapping[str, Any], expected: Mapping[str, Any]) -> No
     require(set(outputs) == set(expected), f"outputs {sorted(outputs)} instead of {sorted(expected)}")
     for name, value in expected.items():
         require(np.array_equal(outputs[name], value), f"output {name!r} is {outputs[name]} instead of {value}")
+
+
+def inject_at_each_place(bundle, model, kind):
+    """Inject a fault at each place once, by one of the ways to start a request; return the number of places.
+
+    benchmarks/faults.py tries all ways.
+    """
+    faults = list_faults(bundle, [kind])
+    places = {(fault.device, fault.position, fault.inside) for fault in faults}
+    tried = {}
+    for index, fault in enumerate(faults):
+        if fault.mode == MODES[index // 3 % 3] or len(faults) == len(places):
+            tried[fault.device, fault.position, fault.inside] = fault
+    assert set(tried) == places
+    for fault in tried.values():
+        outcome = inject(bundle, model, fault)
+        assert outcome.slowest_seconds < HUNG_SECONDS
+        if kind == "sleep":
+            assert outcome.answer == "right"
+        if kind in ("ort", "python", "memory"):
+            assert not outcome.broken
+    return len(places)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxplace.errors import MAX_LISTED, Diagnostic, InputError, TargetError, UsageError
+from onnxplace.errors import Diagnostic, UsageError
 from onnxplace.facts import Groups, Profile, Shards
 from onnxplace.graph import Bools, Floats, Ints, OpGraph
 from onnxplace.model import HostValue, Model, find_host_values
+from onnxplace.passes.placement.grouping.device_maps import read_pins
 from onnxplace.passes.placement.grouping.group_kernels import (
     assign_owners,
     find_root,
@@ -19,11 +20,12 @@ from onnxplace.passes.placement.grouping.group_kernels import (
     join_sets,
     number_sets,
 )
+from onnxplace.passes.placement.grouping.node_names import format_list, match_removed, note_removed, suggest_names
 from onnxplace.passes.training import list_parameter_members, spread_owners
 from onnxplace.problem import device_seconds
 from onnxplace.state import State
 from onnxplace.target import Target
-from onnxplace.utils import match_names, parse_json, read_json
+from onnxplace.utils import match_names
 
 Join = Literal["worth", "always", "never"]
 Backward = Literal["free", "follow"]
@@ -51,7 +53,8 @@ def group_nodes(
     profile, target = state[Profile], state.target
     graph, notes = profile.graph, list[Diagnostic]()
     removed = state[Model].removed if Model in state else ()
-    pinned, pin_notes = _read_pins(device_map, graph, target, removed)
+    nodes = state[Model].nodes if Model in state else ()
+    pinned, pin_notes = read_pins(device_map, graph, target, removed, nodes)
     notes += pin_notes
     if Shards in state:
         shard_device = state[Shards].device
@@ -201,7 +204,7 @@ def _join_carried_states(union: Union, graph: OpGraph, model: Model, target: Tar
             )
     if conflicts:
         hint = "pin both to one device, or leave one of them free"
-        raise UsageError("S005", _format_list(conflicts, "; "), where="--state", hint=hint)
+        raise UsageError("S005", format_list(conflicts, "; "), where="--state", hint=hint)
 
 
 def _pin_to_host(union: Union, graph: OpGraph, model: Model, target: Target) -> list[Diagnostic]:
@@ -248,84 +251,15 @@ def _join_patterns(union: Union, graph: OpGraph, patterns: Sequence[str], remove
         refused = union.join(np.broadcast_to(matching[0], matching.shape), matching, f"--colocate {pattern}")
         if refused.any():
             conflicts.append(f"{pattern!r}, with {graph.names[matching[refused.argmax()]]!r}")
-    removed_matches = _match_removed(unmatched, removed, where)
+    removed_matches = match_removed(unmatched, removed, where)
     if unknown := [pattern for pattern in unmatched if pattern not in removed_matches]:
-        listed = _format_list(repr(pattern) for pattern in unknown)
-        raise UsageError("U020", f"no node's name matches {listed}", where=where, hint=_suggest_names(graph))
+        listed = format_list(repr(pattern) for pattern in unknown)
+        raise UsageError("U020", f"no node's name matches {listed}", where=where, hint=suggest_names(graph))
     if conflicts:
         raise UsageError(
             "U021",
-            f"joins nodes that the device map puts on different devices: {_format_list(conflicts, '; ')}",
+            f"joins nodes that the device map puts on different devices: {format_list(conflicts, '; ')}",
             where=where,
             hint="leave these nodes out of one of the two",
         )
-    return [_note_removed(removed_matches, where)] if removed_matches else []
-
-
-def _match_removed(patterns: Sequence[str], removed: Sequence[str], where: str) -> dict[str, str]:
-    """Return the patterns that match nodes which optimisation removed, each with the first such node."""
-    if not patterns or not removed:
-        return {}
-    matches = match_names(patterns, removed, where)
-    return {pattern: removed[positions[0]] for pattern, positions in zip(patterns, matches) if positions}
-
-
-def _note_removed(removed_matches: Mapping[str, str], where: str) -> Diagnostic:
-    listed = _format_list(f"{pattern!r} ({name!r})" for pattern, name in removed_matches.items())
-    message = f"only nodes that optimisation removed match {listed}: no effect"
-    return Diagnostic("U025", message, where=where, hint="leave it out, or name nodes that remain")
-
-
-def _suggest_names(graph: OpGraph) -> str:
-    return f"names look like {', '.join(repr(name) for name in graph.names[:3])}"
-
-
-def _format_list(items: Iterable[str], separator: str = ", ") -> str:
-    """Join the first of several items to one text, with the number of the others."""
-    entries = list(items)
-    more = len(entries) - MAX_LISTED
-    return separator.join(entries[:MAX_LISTED]) + (f"{separator}and {more} more" if more > 0 else "")
-
-
-def _read_pins(path: str, graph: OpGraph, target: Target, removed: Sequence[str]) -> tuple[Ints, list[Diagnostic]]:
-    """Return the device that the user's device map pins each node to, -1 for none, and notes about the map.
-
-    The first pattern that matches a node decides.
-    """
-    pinned = np.full(len(graph), -1, dtype=np.int32)
-    if not path:
-        return pinned, []
-    rules = _read_map(path)
-    where = "device map" if path.startswith("{") else path
-    devices = [_find_device(device, target, where) for device in rules.values()]
-    unused, unmatched = [], []
-    for pattern, device, positions in zip(rules, devices, match_names(list(rules), graph.names, where)):
-        free = [node for node in positions if pinned[node] < 0]
-        pinned[free] = device
-        if not free:
-            unused.append(pattern)
-        if not positions:
-            unmatched.append(pattern)
-    removed_matches = _match_removed(unmatched, removed, where)
-    if without_node := [pattern for pattern in unused if pattern not in removed_matches]:
-        hint = f"{_suggest_names(graph)}; the first match wins"
-        raise UsageError("U020", f"no node is left for {_format_list(map(repr, without_node))}", where=where, hint=hint)
-    return pinned, [_note_removed(removed_matches, where)] if removed_matches else []
-
-
-def _find_device(name: str, target: Target, path: str) -> int:
-    try:
-        return target.position(name)
-    except TargetError as error:
-        raise TargetError(error.code, error.message, where=path, hint=error.hint) from None
-
-
-def _read_map(path: str) -> Mapping[str, str]:
-    """Read a device map: from a file, or from the JSON text itself."""
-    if path.startswith("{"):
-        data, path = parse_json(path, "U023", "a device map", "device map"), "device map"
-    else:
-        data = read_json(path, "U023", "a device map")
-    if not isinstance(data, dict) or not all(isinstance(device, str) for device in data.values()):
-        raise InputError("U023", "not a device map", where=path, hint='write it like {"encoder.*": "cuda:0"}')
-    return data
+    return [note_removed(removed_matches, where)] if removed_matches else []

@@ -1,0 +1,36 @@
+"""The command `onnxplace export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from onnxplace.cli.completers import BUNDLE_PATH
+from onnxplace.cli.options import as_json, print_json, print_notes
+
+# Listed here too, so that `--help` imports nothing.
+FORMAT_NAMES = ("stages", "onnx-metadata")
+
+
+@click.command(short_help="Write a bundle in the format of another program.")
+@click.argument("bundle", type=BUNDLE_PATH)
+@click.option("--to", type=click.Choice(FORMAT_NAMES), required=True, help="The format (docs/export.md).")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR", required=True, help="A new folder.")
+@click.option("--force", is_flag=True, help="Replace an earlier export in this folder.")
+@as_json
+def export(bundle: Path, *, to: str, output: Path, force: bool, json_: bool) -> None:
+    """Write BUNDLE to a folder in the format of another program.
+
+    \b
+    stages         plain ONNX files, and a script that needs ONNX Runtime and numpy only
+    onnx-metadata  one model whose nodes name their devices, as ONNX describes them
+    """  # noqa: D301 - \b tells click to keep the line breaks
+    from onnxplace.export import ExportOptions, export_bundle
+
+    exported = export_bundle(bundle, to, output, force=force, options=ExportOptions())
+    print_notes(exported.diagnostics)
+    if json_:
+        print_json({**vars(exported), "diagnostics": [vars(note) for note in exported.diagnostics]})
+    else:
+        click.echo(f"{exported.path}: {', '.join(exported.files)}")

@@ -1,0 +1,124 @@
+"""Export a bundle to a folder for another program."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import cast
+
+from onnxplace._version import __version__
+from onnxplace.bundle import EXPORT_FILE, EXPORT_FORMAT, Bundle, Manifest, prepare_output, stage_output
+from onnxplace.errors import Diagnostic, InputError, UsageError, format_count, format_names, suggest_nearest
+from onnxplace.export.bundle_models import BundleModels
+from onnxplace.export.options import ExportOptions
+from onnxplace.utils import cannot_write_error, disk_error, format_path
+
+Writer = Callable[[BundleModels, Path, ExportOptions], tuple[Diagnostic, ...]]
+"""Fills an empty folder with the files of a format, and returns notes."""
+
+# Format -> `module:function` of its writer, and the options that belong to it.
+FORMATS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "stages": ("onnxplace.export.plain_stages:write_stages", ()),
+    "onnx-metadata": ("onnxplace.export.onnx_metadata:write_annotated_model", ()),
+}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A folder that was exported."""
+
+    path: Path
+    to: str
+    files: tuple[str, ...]
+    """Paths below the folder, without the record of the export."""
+    diagnostics: tuple[Diagnostic, ...] = ()
+
+
+def export_bundle(
+    bundle: Bundle | str | Path,
+    to: str,
+    output: str | Path,
+    *,
+    force: bool = False,
+    options: ExportOptions | None = None,
+) -> Exported:
+    """Export a bundle to a folder, in the format of another program.
+
+    Args:
+        bundle: A bundle, or its path.
+        to: The format: "stages" or "onnx-metadata".
+        output: The folder, which must not exist.
+        force: Whether an earlier export there is replaced.
+        options: Options of single formats.
+
+    Raises:
+        BundleError: The bundle is damaged.
+        UsageError: There is no such format, an option belongs to another one, or the folder exists.
+        InputError: The format cannot express this bundle; the message says why.
+        ExecutionError: The disk is full.
+
+    >>> export_bundle("model.bundle", "stages", "stages").files  # doctest: +SKIP
+    ('cpu0-000.onnx', 'cpu1-000.onnx', 'run.py', 'stages.json', 'weights.bin')
+    """
+    options = options or ExportOptions()
+    write = _find_writer(to, options)
+    opened = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle, "all")
+    path = Path(output)
+    if path.resolve().is_relative_to(opened.path.resolve()):
+        raise cannot_write_error(f"it is in {format_path(opened.path)}, which is read", path)
+    notes = prepare_output(path, force, kind="export")
+    with stage_output(path, force, "export") as staging:
+        try:
+            staging.folder.mkdir()
+            notes += write(BundleModels(opened), staging.folder, options)
+            entries = sorted(item.relative_to(staging.folder).as_posix() for item in staging.folder.rglob("*"))
+            record = {
+                "format": EXPORT_FORMAT,
+                "to": to,
+                "model": opened.manifest.model,
+                "model_digest": opened.manifest.model_digest,
+                "version": __version__,
+                "files": entries,
+            }
+            (staging.folder / EXPORT_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        except OSError as problem:
+            raise disk_error(problem, format_path(path)) from None
+        files = tuple(name for name in entries if (staging.folder / name).is_file())
+        staging.place(staging.folder)
+    return Exported(path, to, files, tuple(notes))
+
+
+def _find_writer(to: str, options: ExportOptions) -> Writer:
+    """Return the writer of a format; raises UsageError for unknown formats and for options of other formats."""
+    if to not in FORMATS:
+        hint = f"{suggest_nearest(to, FORMATS)}; formats are {format_names(FORMATS, quoted=False)}"
+        raise UsageError("I010", f"there is no format {to!r}", where="--to", hint=hint)
+    name, accepted = FORMATS[to]
+    for option in options.list_given():
+        if option not in accepted:
+            owners = [other for other, (_, names) in FORMATS.items() if option in names]
+            hint = f"omit it, or export --to {' or '.join(owners)}" if owners else "omit it"
+            flag = f"--{option.replace('_', '-')}"
+            raise UsageError("I011", f"the format {to} has no option {flag}", where=flag, hint=hint)
+    module, _, function = name.partition(":")
+    return cast(Writer, getattr(import_module(module), function))
+
+
+def note_routes(manifest: Manifest, to: str) -> tuple[Diagnostic, ...]:
+    """Return the note that further copies of the segments are left out, if there are any."""
+    if not manifest.routes:
+        return ()
+    message = f"the export has the first route only: {format_count(len(manifest.routes), 'further route')} left out"
+    return (Diagnostic("I012", message, where=to, hint="start the exported program once for each copy"),)
+
+
+def require_one_host(manifest: Manifest, to: str) -> None:
+    """Raise InputError for a bundle of several hosts."""
+    hosts = [device.host for device in manifest.target.target().devices if device.host]
+    if hosts:
+        message = f"the bundle is for several hosts ({format_names(dict.fromkeys(hosts))}), expected devices of one"
+        hint = "compile for the devices of one host, or run it with --runtime mpi"
+        raise InputError("I013", message, where=f"--to {to}", hint=hint)

@@ -1,0 +1,73 @@
+"""Export a bundle as plain ONNX files, and a script that runs them with ONNX Runtime and numpy alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from onnxplace.bundle import Manifest
+from onnxplace.devices import find_kind
+from onnxplace.errors import Diagnostic
+from onnxplace.export.bundle_models import BundleModels, SegmentModel
+from onnxplace.export.exporting import note_routes, require_one_host
+from onnxplace.export.options import ExportOptions
+from onnxplace.export.segment_files import write_segment_files
+from onnxplace.target import Device
+
+PLAN_FILE, SCRIPT_FILE = "stages.json", "run.py"
+# Parts of the names of element types that numpy does not have.
+FOREIGN_ELEMENTS = ("bfloat16", "float8", "float6", "float4", "int4", "int2")
+
+
+def write_stages(models: BundleModels, folder: Path, _: ExportOptions) -> tuple[Diagnostic, ...]:
+    """Write a file for each segment, their weights, the plan that connects them, and the script."""
+    require_one_host(models.manifest, "stages")
+    names = [f"{segment.record.id}.onnx" for segment in models.segments]
+    write_segment_files(models, folder, zip(names, models.segments))
+    plan = build_plan(models.manifest, models.segments, names)
+    (folder / PLAN_FILE).write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
+    shutil.copyfile(Path(__file__).with_name("run_stages.py"), folder / SCRIPT_FILE)
+    return note_routes(models.manifest, "stages")
+
+
+def build_plan(manifest: Manifest, segments: Sequence[SegmentModel], names: Sequence[str]) -> dict[str, Any]:
+    """Return what the script has to know: stages in their order, and the names of values between them."""
+    devices = {device.id: device for device in manifest.target.target().devices}
+    returned = {output.value for output in manifest.outputs}
+    last_reader = {name: index for index, segment in enumerate(segments) for name in segment.record.inputs}
+    return {
+        "model": manifest.model,
+        "inputs": [{"name": item.name, "type": item.dtype, "shape": item.shape} for item in manifest.inputs],
+        "outputs": [{"name": item.name, "type": item.dtype, "value": item.value} for item in manifest.outputs],
+        "states": [{"output": state.output, "input": state.input} for state in manifest.states],
+        "stages": [
+            {
+                "file": name,
+                "device": segment.record.device,
+                "providers": list_providers(devices[segment.record.device]),
+                "inputs": segment.record.inputs,
+                "outputs": segment.record.outputs,
+                "fits_numpy": all(is_numpy_type(manifest.values[value].dtype) for value in segment.record.outputs),
+                "keeps_order": segment.record.keeps_order,
+                "frees": [n for n, last in last_reader.items() if last == index and n not in returned],
+            }
+            for index, (name, segment) in enumerate(zip(names, segments))
+        ],
+    }
+
+
+def list_providers(device: Device) -> list[tuple[str, dict[str, str]]]:
+    """Return the execution providers of a device with their options, the CPU's last."""
+    return [*find_kind(device.kind).list_providers(device.address), ("CPUExecutionProvider", {})]
+
+
+def is_numpy_type(dtype: str) -> bool:
+    """Return whether numpy has the elements of a type.
+
+    >>> is_numpy_type("tensor(float16)"), is_numpy_type("tensor(bfloat16)")
+    (True, False)
+    """
+    return not any(name in dtype for name in FOREIGN_ELEMENTS)

@@ -1,0 +1,105 @@
+"""The devices that a model names for its nodes: ONNX's multi-device metadata, and the metadata of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from onnx import ModelProto, NodeDeviceConfigurationProto, NodeProto
+
+from onnxplace.errors import InputError
+from onnxplace.model.loading import load
+
+DEVICE_KEY = "onnxplace.device"
+"""Metadata of a node: the id of its device, which viewers such as Netron show."""
+SPLITS_KEY = "split_assignments"
+"""Metadata of a model in which Olive records which piece each module belongs to."""
+
+
+@dataclass(frozen=True)
+class DeviceMetadata:
+    """The devices that a model names."""
+
+    devices: tuple[str, ...]
+    """The devices of its configuration, by position; empty names where the configuration only counts them."""
+    by_id: Mapping[str, str]
+    """Node -> id of its device."""
+    by_position: Mapping[str, int]
+    """Node -> position of its device in the configuration."""
+    by_stage: Mapping[str, int]
+    """Node -> pipeline stage, for nodes of which neither id nor position is known."""
+    split: tuple[str, ...]
+    """Nodes that several devices share."""
+    pieces: Mapping[str, int]
+    """Module -> piece, as Olive assigned it; nodes name no devices then."""
+
+
+def read_device_metadata(path: Path) -> DeviceMetadata:
+    """Return the devices that the nodes of a model file name, under the names that `load` gives to nodes.
+
+    Where a node has several configurations, that of the model's first one counts.
+
+    Raises:
+        ModelError: The file is not a model.
+        InputError: The model names no devices.
+    """
+    proto = ModelProto()
+    nodes = load(path).nodes
+    proto.ParseFromString(path.read_bytes())
+    configuration = proto.configuration[0] if proto.configuration else None
+    by_id: dict[str, str] = {}
+    by_position: dict[str, int] = {}
+    by_stage: dict[str, int] = {}
+    split: list[str] = []
+    for node in nodes:
+        entry = _find_entry(node, configuration.name if configuration else "")
+        positions = list_positions(entry) if entry is not None else []
+        device_id = next((item.value for item in node.metadata_props if item.key == DEVICE_KEY), "")
+        if len(positions) > 1:
+            split.append(node.name)
+        elif device_id:
+            by_id[node.name] = device_id
+        elif positions:
+            by_position[node.name] = positions[0]
+        elif entry is not None and entry.HasField("pipeline_stage"):
+            by_stage[node.name] = entry.pipeline_stage
+    pieces = read_split_assignments(proto, path)
+    if by_id or by_position or by_stage or split:
+        pieces = {}
+    elif not pieces:
+        hint = "`onnxplace export BUNDLE --to onnx-metadata` writes such a model"
+        raise InputError("U023", "not a device map: no node of this model names a device", where=str(path), hint=hint)
+    devices = tuple(configuration.device) if configuration else ()
+    if configuration and not devices:
+        devices = ("",) * configuration.num_devices
+    return DeviceMetadata(devices, by_id, by_position, by_stage, tuple(split), pieces)
+
+
+def read_split_assignments(proto: ModelProto, path: Path) -> dict[str, int]:
+    """Return the piece of each module that Olive wrote into a model; raises InputError at other text there."""
+    text = next((item.value for item in proto.metadata_props if item.key == SPLITS_KEY), "")
+    rows = [row.rpartition("=") for row in text.split(";") if row]
+    if any(not number.isdecimal() for _, _, number in rows):
+        hint = "write it like model.layers.0=0;model.layers.1=1"
+        raise InputError("U023", f"its metadata {SPLITS_KEY!r} is {text!r}", where=str(path), hint=hint)
+    return {module: int(number) for module, _, number in rows}
+
+
+def _find_entry(node: NodeProto, configuration: str) -> NodeDeviceConfigurationProto | None:
+    """Return what a node says about a configuration; the first entry if it says nothing about that one."""
+    entries = list(node.device_configurations)
+    matching = [entry for entry in entries if entry.configuration_id == configuration]
+    return next(iter(matching or entries), None)
+
+
+def list_positions(entry: NodeDeviceConfigurationProto) -> list[int]:
+    """Return the devices that hold the tensors of a node, by position, each once.
+
+    >>> entry = NodeDeviceConfigurationProto(configuration_id="two")
+    >>> entry.sharding_spec.add(tensor_name="y", device=[1]).tensor_name
+    'y'
+    >>> list_positions(entry)
+    [1]
+    """
+    return list(dict.fromkeys(position for spec in entry.sharding_spec for position in spec.device))

@@ -1,0 +1,138 @@
+"""Device maps of accelerate, of Olive, and in ONNX models."""
+
+import json
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import NodeProto, parser
+
+import onnxplace
+from onnxplace.passes.placement.grouping.device_maps import read_pins
+from onnxplace.target import Device, Target
+from tests.support.reference_simulator import graph_of
+
+NAMES = ("/model/embed/Gather", "/model/layers.0/mlp/MatMul", "/model/layers.1/mlp/MatMul", "/model/norm/Mul", "logits")
+CPUS = Target((Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30)))
+GPUS = Target((Device("cuda:1", 1 << 30), Device("cuda:0", 1 << 30), Device("cpu:0", 1 << 30)))
+
+
+def pins(device_map: object, target: Target = CPUS, removed: tuple[str, ...] = (), scopes: str = "") -> list[str]:
+    """Return the devices of NAMES, "" for none, and the codes of notes."""
+    graph = graph_of({name: [] for name in NAMES})
+    nodes = [NodeProto(name=name) for name in NAMES]
+    if scopes:
+        nodes[-1].metadata_props.add(key="pkg.torch.onnx.name_scopes", value=scopes)
+    source = str(device_map) if isinstance(device_map, str | Path) else json.dumps(device_map)
+    pinned, notes = read_pins(source, graph, target, removed, nodes)
+    return [target.devices[p].id if p >= 0 else "" for p in pinned.tolist()] + [note.code for note in notes]
+
+
+def test_the_innermost_module_of_accelerates_map_decides():
+    rules = {"model.layers": 0, "model.layers.1": 1, "model.norm": "cpu"}
+    assert pins(rules) == ["", "cpu:0", "cpu:1", "cpu:0", "", "U026"]
+    assert pins({"": 1}) == ["cpu:1"] * 5 + ["U026"]
+    assert pins({"": 1, "lm_head": 0}, scopes="['', 'lm_head']") == ["cpu:1"] * 4 + ["cpu:0", "U026"]
+
+
+def test_numbers_of_accelerate_are_those_of_gpus_where_there_are_some():
+    rules = {"model.layers.0": 0, "model.layers.1": 1, "model.norm": "cpu", "model.embed": "cuda:1"}
+    assert pins(rules, GPUS) == ["cuda:1", "cuda:0", "cuda:1", "cpu:0", "", "U026"]
+
+
+def test_modules_may_have_ids_of_devices():
+    assert pins({"model": "cpu:1", "model.layers.0": "cpu:0"}) == ["cpu:1", "cpu:0", "cpu:1", "cpu:1", "", "U026"]
+    assert pins({"/model/layers.0/mlp/MatMul": "cpu:1"}) == ["", "cpu:1", "", "", ""], "a name of a node is a pattern"
+
+
+def test_pieces_of_olive_are_positions_of_devices(tmp_path):
+    rules = {"model.layers.0": 0, "model.layers.1": 2}
+    expected = ["", "cuda:1", "cpu:0", "", "", "U026"]
+    assert pins({"split_assignments": rules}, GPUS) == expected
+    model = parser.parse_model('<ir_version: 9, opset_import: ["": 18]> g (float[3] x) => (float[3] y) { y = Neg(x) }')
+    onnx.helper.set_model_props(model, {"split_assignments": ";".join(f"{k}={v}" for k, v in rules.items())})
+    onnx.save(model, tmp_path / "olive.onnx")
+    assert pins(tmp_path / "olive.onnx", GPUS) == expected
+    onnx.helper.set_model_props(model, {"split_assignments": "model.layers.0"})
+    onnx.save(model, tmp_path / "olive.onnx")
+    with pytest.raises(onnxplace.InputError, match=r"U023.*'model.layers.0'\n  hint: write it like model.layers.0=0"):
+        pins(tmp_path / "olive.onnx", GPUS)
+
+
+def test_modules_without_nodes_are_reported_and_unknown_ones_refused():
+    assert pins({"model.dropout": 0, "model.norm": 1}) == ["", "", "", "cpu:1", "", "U026"]
+    assert pins({"gone": 0, "model.norm": 1}, removed=("/gone/Identity",))[-1] == "U026"
+    with pytest.raises(
+        onnxplace.UsageError, match=r"U020.*no module 'modle.layers.0', 'lm_head'.*\n.*'model.layers.0'"
+    ):
+        pins({"modle.layers.0": 0, "lm_head": 1})
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        (2, "no device 2 in this target, for 'model'"),
+        (-1, "no device -1"),
+        ("disk", "weights cannot stay on disk"),
+        ("cuda", "no device 'cuda'"),
+        ("cpu:9", "did you mean 'cpu:"),
+    ],
+)
+def test_devices_that_a_foreign_map_lacks_are_named_with_their_module(device, words):
+    with pytest.raises(onnxplace.TargetError, match="T004") as refused:
+        pins({"model": device, "logits": 0})
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("rules", [{"model.*": 0}, {"model": True}, {"model": None}, {"split_assignments": {"m": {}}}])
+def test_maps_of_no_known_form_are_refused(rules):
+    with pytest.raises(onnxplace.InputError, match=r'U023.*not a device map\n  hint: .*"model.layers.0": 0'):
+        pins(rules)
+
+
+def annotated(folder: Path, configuration: str = "", **entry: object) -> Path:
+    """Write a model of the nodes NAMES whose first one has ONNX's metadata."""
+    nodes = [onnx.helper.make_node("Neg", [f"v{i}"], [f"v{i + 1}"], name=name) for i, name in enumerate(NAMES)]
+    values = [onnx.helper.make_tensor_value_info(name, 1, [3]) for name in ("v0", f"v{len(NAMES)}")]
+    model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", values[:1], values[1:]), ir_version=11)
+    if configuration:
+        names = configuration.split(",") if configuration != "2" else []
+        model.configuration.add(name="c", num_devices=len(names) or 2, device=names)
+    if entry:
+        item = model.graph.node[0].device_configurations.add(configuration_id="c")
+        if "stage" in entry:
+            item.pipeline_stage = entry["stage"]
+        if "device" in entry:
+            item.sharding_spec.add(tensor_name="v1", device=entry["device"])
+    onnx.save(model, folder / "annotated.onnx")
+    return folder / "annotated.onnx"
+
+
+@pytest.mark.parametrize(
+    ("configuration", "entry"),
+    [("cpu:0,cpu:1", {"device": [1]}), ("2", {"device": [1]}), ("2", {"stage": 1}), ("cpu:1,cpu:0", {"device": [0]})],
+)
+def test_devices_in_onnx_metadata_are_names_positions_or_stages(configuration, entry, tmp_path):
+    assert pins(annotated(tmp_path, configuration, **entry)) == ["cpu:1", "", "", "", "", "U026"]
+
+
+@pytest.mark.parametrize(
+    ("configuration", "entry", "words"),
+    [
+        ("", {}, ("U023", "no node of this model names a device")),
+        ("npu:0,npu:1", {"device": [1]}, ("T004", "no device 'npu:1'", "cpu:0, cpu:1")),
+        ("2", {"stage": 7}, ("T004", "position 7")),
+        ("cpu:0,cpu:1", {"device": [0, 1]}, ("U020", "/model/embed/Gather")),
+    ],
+)
+def test_metadata_that_pins_nothing_is_refused(configuration, entry, words, tmp_path):
+    with pytest.raises(onnxplace.OnnxplaceError) as refused:
+        pins(annotated(tmp_path, configuration, **entry))
+    assert [word for word in words if word not in str(refused.value)] == []
+
+
+def test_a_model_of_other_names_is_refused(tmp_path):
+    path = annotated(tmp_path, "cpu:0,cpu:1", device=[1])
+    text = '<ir_version: 9, opset_import: ["": 18]> g (float[3] x) => (float[3] y) { y = Neg(x) }'
+    with pytest.raises(onnxplace.UsageError, match=r"U020.*annotated.onnx: no node has a name"):
+        onnxplace.compile(parser.parse_model(text), tmp_path / "b", devices="cpu:0,cpu:1", device_map=path)
