@@ -1,6 +1,7 @@
 """What the tests share: small models, a compiled bundle, and the command line run in this process."""
 
 import itertools
+import math
 import os
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -81,6 +82,12 @@ def good_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let costs and trials of a machine that is busy with other tests be good enough to be kept, and never doubted."""
     monkeypatch.setattr("onnxplace.passes.profiling.profile_model.DOUBTFUL_WAITING_SHARE", 1.0)
     monkeypatch.setattr("onnxplace.evaluation.trial.DOUBTFUL_WAITING_SHARE", 1.0)
+
+
+@pytest.fixture(autouse=True)
+def no_progress_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands print the same however long they take: on a slow machine, lines would say how far they are."""
+    monkeypatch.setattr("onnxplace.cli.progress.LINE_SECONDS", math.inf)
 
 
 @pytest.fixture

@@ -23,7 +23,8 @@ from onnxplace.evaluation.compare import compare_output
 from onnxplace.machine import local_target
 from tests.support.narrow_models import WIDE, narrow_model
 
-PLACERS = ("single", "m-topo", "m-etf", "m-sct")
+# Placers by the number of devices. Any placer makes of one device what `single` makes.
+PLACERS = {1: ("single",), 2: ("m-topo", "m-etf", "m-sct"), 3: ("m-topo", "m-etf", "m-sct")}
 SHAPES = {
     "two-tower": {"images": 2, "texts": 3},
     "transformer": {"batch": 2, "seq": 16},
@@ -54,10 +55,10 @@ def test_bundles_of_real_architectures_are_valid_and_compute_the_same_as_the_mod
     feeds = onnxplace.model.bind(onnxplace.model.load(path), shape, {}).feeds()
     expected = whole_model_outputs(path, feeds)
     costs: dict[frozenset[str], Path] = {}
-    for devices in (1, 2, 3):
+    for devices, placers in PLACERS.items():
         ids = [f"cpu:{index}" for index in range(devices)]
         classes = frozenset(device.cost_class for device in local_target(ids).devices)
-        for placer in PLACERS:
+        for placer in placers:
             profile = f"profile{{costs={json.dumps(str(costs[classes]))}}}" if classes in costs else PROFILE
             bundle = onnxplace.compile(
                 path,
