@@ -1,8 +1,9 @@
 """Run ONNX's conformance suite through `compile` with forced placements; print the table of docs/conformance.md.
 
-    python -m benchmarks.conformance [--jobs 2] [--kinds node,light] [--list failed] [--shard]
+    python -m benchmarks.conformance [--jobs 2] [--kinds node,light] [--list failed] [--shard | --exports]
 
 With `--shard`, the cases are not placed: every sharding strategy of every node is run, over two and three devices.
+With `--exports`, ONNX Runtime runs what `merge` and `export` make of a bundle on two devices, and a report is made.
 Some minutes with two processes. A case that ends its process counts as failed, and the others go on. Exit code 1 if a
 case fails.
 """
@@ -22,6 +23,7 @@ from time import perf_counter
 from typing import Any
 
 from tests.support.conformance import KINDS, STATUSES, Outcome, names, outcome
+from tests.support.export_cases import export_case
 from tests.support.forced_sharding import ShardOutcome, shard_case
 
 Cases = Sequence[tuple[str, str]]
@@ -34,15 +36,16 @@ def main() -> int:
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of cases, of: " + ", ".join(KINDS))
     parser.add_argument("--list", default="failed", metavar="STATUS", help="name the cases whose status starts so")
     parser.add_argument("--shard", action="store_true", help="run all sharding strategies instead of placements")
+    parser.add_argument("--exports", action="store_true", help="run exports of bundles")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        return _run_worker(shard_case if options.shard else outcome)
+        return _run_worker(shard_case if options.shard else export_case if options.exports else outcome)
     cases = [(kind, name) for kind in options.kinds.split(",") for name in names(kind)][::-1]  # large models first
-    started = perf_counter()
+    started, mode = perf_counter(), "--shard" if options.shard else "--exports" if options.exports else ""
     with ThreadPoolExecutor(options.jobs) as pool:
         shares = [cases[start :: options.jobs] for start in range(options.jobs)]
-        finished = pool.map(lambda share: list(_run_in_processes(share, options.shard)), shares)
+        finished = pool.map(lambda share: list(_run_in_processes(share, mode)), shares)
         results = [item for share in finished for item in share]
     kinds, seconds = options.kinds.split(","), perf_counter() - started
     if options.shard:
@@ -60,10 +63,10 @@ def _run_worker(run: Callable[[str, str], Outcome | ShardOutcome]) -> int:
     return 0
 
 
-def _run_in_processes(cases: Cases, shard: bool) -> Iterator[dict[str, Any]]:
+def _run_in_processes(cases: Cases, mode: str) -> Iterator[dict[str, Any]]:
     """Yield the fields of the outcome of each case; a new process continues where one has died."""
     while cases:
-        command = [sys.executable, "-m", "benchmarks.conformance", "--worker", *(["--shard"] if shard else [])]
+        command = [sys.executable, "-m", "benchmarks.conformance", "--worker", *([mode] if mode else [])]
         worker = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, check=False)
         finished = [json.loads(line) for line in worker.stdout.splitlines() if line.startswith("{")]
         yield from finished
@@ -72,7 +75,7 @@ def _run_in_processes(cases: Cases, shard: bool) -> Iterator[dict[str, Any]]:
             kind, name = cases[0]
             last_line = (worker.stderr.strip().splitlines() or [""])[-1]
             problem = f"its process ended with {worker.returncode}: {last_line}"
-            failure = {"failures": [problem]} if shard else {"status": "failed", "detail": problem}
+            failure = {"failures": [problem]} if mode == "--shard" else {"status": "failed", "detail": problem}
             yield {"name": name, "kind": kind, **failure}
             cases = cases[1:]
 

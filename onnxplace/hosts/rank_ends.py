@@ -81,7 +81,7 @@ def find_mpi_cause(printed: str, hosts: Sequence[str]) -> str:
     if (
         box := _BOX.search(printed)
     ) is not None:  # Open MPI explains at length; what was written before it is the cause
-        before = printed[: box.start()].strip().splitlines()
+        before = [line for line in printed[: box.start()].strip().splitlines() if ": Warning: " not in line]
         if before:
             return before[-1].strip()
         host = _REMOTE_HOST.search(box[1])

@@ -4,35 +4,20 @@ import os
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
-import zlib
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tests.support.conformance import Case, case, failures, names, outcome, placements, surrounded
+from tests.support.conformance import Case, case, failures, outcome, placements, sample_cases, surrounded
 
-HARD = ("loop", "_if", "scan", "sequence", "optional", "string", "strnorm", "int4", "float8", "bfloat16", "quantize")
-"""Parts of names of cases that each can fail at a split in their own way; every third is tested."""
-EVERY = 24
-"""Of the other cases, one in this many is tested."""
 PARTS = 12
-
-
-def sample() -> list[tuple[str, str]]:
-    """Return the same cases every time: kind and name."""
-    chosen = []
-    for kind in ("node", "simple", "pytorch-converted", "pytorch-operator"):
-        for name in names(kind):
-            hard = any(part in name.lower() for part in HARD)
-            if zlib.crc32(name.encode()) % (3 if hard else EVERY) == 0:
-                chosen.append((kind, name))
-    return [*chosen, ("light", "test_shufflenet")]
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_cases_that_onnxruntime_passes_pass_in_every_split(part: int):
-    outcomes = [outcome(kind, name) for kind, name in sample()[part::PARTS]]
+    cases = [*sample_cases(hard=3, other=24), ("light", "test_shufflenet")]
+    outcomes = [outcome(kind, name) for kind, name in cases[part::PARTS]]
     assert [item for item in outcomes if item.status == "failed"] == []
     assert sum(item.status == "passed" for item in outcomes) > len(outcomes) / 4
 

@@ -157,6 +157,7 @@ NO_DAEMON = f"{'-' * 60}\nA daemon failed. It\n\n  Remote host:    node3\n{'-' *
         ("[mpiexec@a] of another form", "[mpiexec@a] of another form"),
         (NO_ROUTE, "no route to host node3"),
         (NO_DAEMON, "on node3: A daemon failed"),
+        (f"[node1:7] plm:ssh: Warning: setpgid(8,8) failed: denied(13)\n{NO_DAEMON}", "on node3: A daemon failed"),
         (NO_NETWORK, "No network interfaces were found"),
         ("no module x\nonnxplace: rank 1 ended with code 1\nKilled\n", "no module x"),
         ("onnxplace: rank 0 ended with code 14\nonnxplace: rank 1 ended with code 137\n", "rank 1 died (SIGKILL)"),

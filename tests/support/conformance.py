@@ -14,7 +14,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import tempfile
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -39,6 +39,8 @@ from onnxplace.target import Device, Target
 from tests.support.random_placements import HUNG_SECONDS, RandomPlacement
 
 KINDS = ("node", "simple", "pytorch-converted", "pytorch-operator", "light")
+HARD = ("loop", "_if", "scan", "sequence", "optional", "string", "strnorm", "int4", "float8", "bfloat16", "quantize")
+"""Parts of names of cases that each can fail at a split in their own way."""
 # Twice the distance of neighbours, relative to them, as much as the suite itself allows bfloat16.
 FLOAT16_RTOL = 2**-9
 
@@ -91,6 +93,20 @@ def _tests(kind: str) -> dict[str, Any]:
 def names(kind: str) -> list[str]:
     """Return the names of all cases of a kind, sorted."""
     return list(_tests(kind))
+
+
+def sample_cases(hard: int, other: int) -> list[tuple[str, str]]:
+    """Return kind and name of one in `hard` of the cases of `HARD`, and of one in `other` of the others.
+
+    They are the same every time.
+    """
+    chosen = []
+    for kind in ("node", "simple", "pytorch-converted", "pytorch-operator"):
+        for name in names(kind):
+            is_hard = any(part in name.lower() for part in HARD)
+            if zlib.crc32(name.encode()) % (hard if is_hard else other) == 0:
+                chosen.append((kind, name))
+    return chosen
 
 
 def case(kind: str, name: str) -> Case | None:
@@ -230,6 +246,11 @@ def outcome(kind: str, name: str, forced: Sequence[Forced] = (), plain_device: s
 
     The placements are `forced`, by default `placements` of the case's name.
     """
+    return judge(kind, name, lambda found: failures(found, forced, plain_device), plain_device)
+
+
+def judge(kind: str, name: str, check: Callable[[Case], Iterator[str]], plain_device: str = "cpu:0") -> Outcome:
+    """Return what becomes of a case: in plain ONNX Runtime first, then in `check`, which yields what goes wrong."""
     found = case(kind, name)
     if found is None:
         return Outcome(name, kind, "not available", "its model would have to be downloaded")
@@ -243,11 +264,11 @@ def outcome(kind: str, name: str, forced: Sequence[Forced] = (), plain_device: s
             require_similar(expected, made, found)
     except Exception as problem:  # noqa: BLE001 - a comparison that is impossible is no success
         return Outcome(name, kind, "other results in ONNX Runtime", first_line(problem))
-    if not (wrong := list(failures(found, forced, plain_device))):
+    if not (wrong := list(check(found))):
         return Outcome(name, kind, "passed")
     # Within one session, ONNX Runtime drops the rounding between two float16 nodes on a CPU; across a cut it cannot.
     coarse = any(getattr(item, "dtype", None) == np.float16 for _, expected in found.data_sets for item in expected)
-    if coarse and not list(failures(replace(found, rtol=max(found.rtol, FLOAT16_RTOL)), forced, plain_device)):
+    if coarse and not list(check(replace(found, rtol=max(found.rtol, FLOAT16_RTOL)))):
         return Outcome(name, kind, "passed to float16's precision", wrong[0])
     return Outcome(name, kind, "failed", "; ".join(wrong))
 
@@ -350,6 +371,11 @@ class PlainSession:
         data = _with_ir(model, min(model.ir_version, MAX_IR_VERSION)).SerializeToString()
         providers = [*kind.list_providers(address), "CPUExecutionProvider"]
         self._session = onnxruntime.InferenceSession(data, options, providers=providers, enable_fallback=0)
+
+    @property
+    def input_types(self) -> dict[str, str]:
+        """Return the types of the inputs, by name."""
+        return {item.name: item.type for item in self._session.get_inputs()}
 
     def run(self, given: Sequence[Any]) -> list[Any]:
         """Return the outputs; through OrtValues where numpy has no form for a value."""
