@@ -69,6 +69,8 @@ class RankProcess:
         self._ended = threading.Event()
         self._is_awaited: Callable[[], bool] | None = None
         """What the main thread waits for while only the helper looks."""
+        self._asked_time = 0.0
+        """When another rank last asked for the time."""
         self._still_time = 0.0
         """When the helper last saw no message on its way."""
         self._clock_answers: deque[float] = deque()
@@ -95,7 +97,8 @@ class RankProcess:
             assert self._loop is not None
             self._loop.accept_value(frame)
         elif frame.kind == "clock":
-            if self.bus.rank == 0:  # the driver's clock, which is on this machine or was compared
+            if self.bus.rank == 0:  # it knows the driver's clock
+                self._asked_time = time.monotonic()
                 offset = self._loop.clock_offset_seconds if self._loop is not None else 0.0
                 self.bus.send(source, Frame("clock", {"seconds": time.perf_counter() - offset}))
             else:
@@ -314,9 +317,12 @@ class RankProcess:
         """Let the helper sleep until it is worth a look."""
         bus, loop = self.bus, self._loop
         bus.has_begun.clear()
+        now = time.monotonic()
+        if now - self._asked_time < QUICK_LOOKS_SECONDS:  # the next question follows the answer
+            time.sleep(QUICK_SECONDS)
+            return
         if bus.is_moving or (loop is not None and loop.is_receiving):
-            is_new = time.monotonic() - self._still_time < QUICK_LOOKS_SECONDS
-            time.sleep(QUICK_SECONDS if is_new else HELPER_SECONDS)
+            time.sleep(QUICK_SECONDS if now - self._still_time < QUICK_LOOKS_SECONDS else HELPER_SECONDS)
             return
         if self._is_awaited is not None:
             time.sleep(IDLE_HELPER_SECONDS)

@@ -202,7 +202,7 @@ def test_messages_between_two_network_namespaces_cross_the_network(run_cli, tmp_
         assert nodes.count_crossed_bytes() - before > SIZES_BYTES[-1]
         # A cable that is pulled: an error that names the hosts, not a wait for ever.
         nodes.set_cable("down")
-        result = run_cli("hosts", *options, "--timeout", "5")
+        result = run_cli("hosts", *options, "--timeout", "20")
         assert result.code == 4
         assert "error[K007] node1, node2: MPI failed" in result.err
         assert f"on node2: {'A daemon failed to report' if HAS_OPEN_MPI else 'unable to connect'}" in result.err
