@@ -19,6 +19,7 @@ from onnxplace.cli.options import (
     shape_option,
     show_progress,
 )
+from onnxplace.errors import InfeasibleError
 
 if TYPE_CHECKING:
     from onnxplace.driver import Plan, PlannedStrategy
@@ -62,7 +63,7 @@ def plan(
 
     The ways are: one device, whole operators placed, copies of the model, pipeline stages, copies of stages, and
     operators split over 2, 4, 8 devices, in copies or stages. Nothing is written. Costs are measured where the devices
-    are here, else estimated.
+    are here, else estimated. The exit code is 3 if none of them fits the memory limits.
     """
     from onnxplace.driver import plan_model
     from onnxplace.target import read_target
@@ -86,6 +87,8 @@ def plan(
         print_json({**asdict(result), "diagnostics": [describe_note(note) for note in result.diagnostics]})
     else:
         click.echo(_format_plan(result))
+    if all(item.step_seconds is None for item in result.strategies):
+        raise SystemExit(InfeasibleError.exit_code)
 
 
 def _format_plan(plan: Plan) -> str:
