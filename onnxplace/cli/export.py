@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -10,7 +11,7 @@ from onnxplace.cli.completers import BUNDLE_PATH
 from onnxplace.cli.options import as_json, print_json, print_notes
 
 # Listed here too, so that `--help` imports nothing.
-FORMAT_NAMES = ("stages", "onnx-metadata")
+FORMAT_NAMES = ("stages", "triton", "onnx-metadata")
 
 
 @click.command(short_help="Write a bundle in the format of another program.")
@@ -18,17 +19,29 @@ FORMAT_NAMES = ("stages", "onnx-metadata")
 @click.option("--to", type=click.Choice(FORMAT_NAMES), required=True, help="The format (docs/export.md).")
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR", required=True, help="A new folder.")
 @click.option("--force", is_flag=True, help="Replace an earlier export in this folder.")
+@click.option(
+    "--name", default="", metavar="NAME", help="triton: the model that clients call; by default that of the bundle."
+)
+@click.option(
+    "--layout",
+    default="auto",
+    metavar="auto|ensemble|python",
+    show_default=True,
+    help="triton: one model for each segment, or one that runs the bundle.",
+)
+@click.option("--max-batch", type=int, default=0, metavar="N", help="triton: join requests, up to N rows.")
 @as_json
-def export(bundle: Path, *, to: str, output: Path, force: bool, json_: bool) -> None:
+def export(bundle: Path, *, to: str, output: Path, force: bool, json_: bool, **options: Any) -> None:
     """Write BUNDLE to a folder in the format of another program.
 
     \b
     stages         plain ONNX files, and a script that needs ONNX Runtime and numpy only
+    triton         a model repository of Triton Inference Server
     onnx-metadata  one model whose nodes name their devices, as ONNX describes them
     """  # noqa: D301 - \b tells click to keep the line breaks
     from onnxplace.export import ExportOptions, export_bundle
 
-    exported = export_bundle(bundle, to, output, force=force, options=ExportOptions())
+    exported = export_bundle(bundle, to, output, force=force, options=ExportOptions(**options))
     print_notes(exported.diagnostics)
     if json_:
         print_json({**vars(exported), "diagnostics": [vars(note) for note in exported.diagnostics]})

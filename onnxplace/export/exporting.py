@@ -22,6 +22,7 @@ Writer = Callable[[BundleModels, Path, ExportOptions], tuple[Diagnostic, ...]]
 # Format -> `module:function` of its writer, and the options that belong to it.
 FORMATS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "stages": ("onnxplace.export.plain_stages:write_stages", ()),
+    "triton": ("onnxplace.export.triton:write_triton", ("layout", "name", "max_batch")),
     "onnx-metadata": ("onnxplace.export.onnx_metadata:write_annotated_model", ()),
 }
 
@@ -49,7 +50,7 @@ def export_bundle(
 
     Args:
         bundle: A bundle, or its path.
-        to: The format: "stages" or "onnx-metadata".
+        to: The format: "stages", "triton" or "onnx-metadata".
         output: The folder, which must not exist.
         force: Whether an earlier export there is replaced.
         options: Options of single formats.

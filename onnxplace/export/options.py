@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -11,11 +10,11 @@ class ExportOptions:
     """Options that only some formats have."""
 
     layout: str = "auto"
-    """triton: `ensemble` (a model per segment), `python` (one model that runs the bundle), or `auto`."""
+    """triton: `ensemble` (a model for each segment), `python` (one model that runs the bundle), or `auto`."""
     name: str = ""
     """triton: name of the model that clients call; by default that of the ONNX graph."""
-    config: Path | None = None
-    """ort-genai: a genai_config.json of the whole model, whose other fields are kept."""
+    max_batch: int = 0
+    """triton: the most rows of requests that one model joins; 0 joins none."""
 
     def list_given(self) -> list[str]:
         """Return the names of the options that differ from their defaults."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -213,13 +213,19 @@ def _read_workspace(nodes: Sequence[_NodeCosts], path: str | Path) -> NDArray[np
 
 def _read_quality(data: Mapping[str, Any], path: str | Path) -> dict[str, Quality]:
     """Return the quality of measurements by class, if given."""
+    names = {field.name for field in fields(Quality)}
     try:
+        for cost_class, figures in data.get("measured", {}).items():
+            if missing := sorted(names - set(figures)):
+                raise TypeError(f"{', '.join(missing)} of {format_value(cost_class)} are missing")
         qualities = {cost_class: Quality(**figures) for cost_class, figures in data.get("measured", {}).items()}
         figures = [figure for quality in qualities.values() for figure in vars(quality).values()]
         if not all(_is_number(figure, MAX_FIGURE) for figure in figures):
             raise TypeError(f"expected numbers from 0 to {MAX_FIGURE:g}")
     except (AttributeError, TypeError) as error:
-        raise _entry_error(f"'measured' is invalid: {error}", path, "leave it out, or see docs/costs.md") from None
+        raise _entry_error(
+            f"'measured' is invalid: {error}", path, "leave out all figures of this class, or see docs/costs.md"
+        ) from None
     return qualities
 
 

@@ -117,3 +117,12 @@ def test_a_step_is_longer_than_alone_and_no_longer_than_with_everything_slow(nod
     taken = result.finish_seconds - result.start_seconds
     assert (taken >= np.array(seconds) * (1 - 1e-9)).all()
     assert (taken <= np.array(seconds) * worst * (1 + 1e-3)).all()
+
+
+def test_devices_without_work_share_nothing():
+    target = machine(3, memory_slowdown=2.0)
+    target = replace(target, shared=(replace(target.shared[0], devices=("cpu:1", "cpu:2")),))
+    costs = np.tile([1.0, 2.0], (3, 1))
+    device, order = np.zeros(2, np.int32), np.arange(2, dtype=np.int32)
+    result = simulate_with_contention(graph([1.0, 2.0]), costs, target, device, order)
+    assert result.makespan_seconds == simulate(graph([1.0, 2.0]), costs, target, device, order).makespan_seconds

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tutorials import Block, matches, read_blocks, run_page
+from tests.support.tutorials import Block, Surroundings, list_blocks, matches, read_blocks, run_page
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "tutorials"
@@ -15,7 +15,7 @@ TUTORIALS = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem not in
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TUTORIALS)
 def test_a_tutorial_runs_as_it_stands(name, tmp_path):
-    assert run_page(FOLDER / f"{name}.md", tmp_path, {"PIP_NO_BUILD_ISOLATION": "0"}) > 2
+    assert run_page(FOLDER / f"{name}.md", tmp_path, Surroundings({"PIP_NO_BUILD_ISOLATION": "0"})) > 2
 
 
 @pytest.mark.slow
@@ -57,6 +57,22 @@ def test_blocks_are_files_commands_and_their_output(tmp_path):
     path = tmp_path / "page.md"
     path.write_text(PAGE)
     assert run_page(path, tmp_path) == 2
+
+
+def test_marks_say_what_becomes_of_a_block(tmp_path):
+    page = PAGE.replace("```sh", "<!-- run by: tests/other.py -->\n```sh").replace(
+        "```toml", "<!-- file: a.toml -->\n```toml"
+    )
+    page += "\n<!-- not run: it needs a cluster -->\n```sh\nfalse\n```\n"
+    assert [block.kind for block in list_blocks(page)] == ["", "run by", "file", "not run"]
+    assert [block.file_name for block in read_blocks(page)] == ["one.py", "a.toml"]
+    (block,) = read_blocks(page, "tests/other.py")
+    assert block.output == "one\n... ms\n"
+    path = tmp_path / "page.md"
+    path.write_text(page)
+    assert run_page(path, tmp_path, Surroundings(replaced={"key = 1": "key = 2"}, after="grep 'key = 2' a.toml")) == 2
+    with pytest.raises(AssertionError, match=r"does not contain .'key = 3'"):
+        run_page(path, tmp_path, Surroundings(replaced={"key = 3": ""}))
 
 
 @pytest.mark.parametrize(("old", "new"), [("... ms", "... s"), ("echo 12 ms", "false"), ('print("one")', "1 / 0")])

@@ -4,11 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tutorials import run_page
+from tests.support.tutorials import Surroundings, run_page
 
 pytest.importorskip("torch")
 
 
 @pytest.mark.slow
 def test_the_training_tutorial_runs_as_it_stands(tmp_path):
-    assert run_page(Path(__file__).parents[2] / "docs/tutorials/training.md", tmp_path, {"OMP_NUM_THREADS": "1"}) > 5
+    assert (
+        run_page(
+            Path(__file__).parents[2] / "docs/tutorials/training.md", tmp_path, Surroundings({"OMP_NUM_THREADS": "1"})
+        )
+        > 5
+    )

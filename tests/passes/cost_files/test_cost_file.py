@@ -191,7 +191,7 @@ ROWS = "# onnxplace-costs 1\nnode,unit,output_bytes,seconds cpu/1\nmul,{unit},{s
         (HEAD + ",source cpu/1\nmul,1,guessed\n", "C014", "the source of node 'mul' on 'cpu/1' is 'guessed'"),
         (HEAD + ",spread cpu/1\nmul,1,nan\n", "C014", "the spread of node 'mul' on 'cpu/1' is nan"),
         (HEAD + ",workspace_bytes\nmul,1,-8\n", "C014", "workspace_bytes of 'mul' is -8"),
-        ("# onnxplace-costs 1\n# measured.runs cpu/1=3\nnode,seconds cpu/1\nmul,1\n", "C014", "'measured' is invalid"),
+        ("# onnxplace-costs 1\n# measured.runs cpu/1=3\nnode,seconds cpu/1\nmul,1\n", "C014", "waiting of 'cpu/1' are"),
         ("# onnxplace-costs 1\n# whole_seconds cpu/1=x\n" + ROWS.format(unit=0, size=1, seconds="1"), "C014", "'x'"),
     ],
 )  # fmt: skip

@@ -1,0 +1,309 @@
+"""Export a bundle as a model repository of Triton Inference Server.
+
+An ensemble has a model of the ONNX Runtime backend for each segment. Otherwise one model of the Python backend runs
+the whole bundle with onnxplace.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from onnxplace.bundle import MANIFEST_FILE, InputRecord, Manifest, OutputRecord, SegmentRecord, list_routes
+from onnxplace.errors import Diagnostic, InputError, UsageError, format_names, suggest_nearest
+from onnxplace.export.bundle_models import BundleModels, list_producers
+from onnxplace.export.exporting import require_one_host
+from onnxplace.export.options import ExportOptions
+from onnxplace.export.plain_stages import is_numpy_type
+from onnxplace.export.segment_files import write_segment_files
+from onnxplace.export.triton_config import (
+    Name,
+    describe_tensor,
+    find_data_type,
+    format_config,
+    list_instance_groups,
+    list_parameters,
+)
+
+CONFIG_FILE, MODEL_FILE, SCRIPT_FILE = "config.pbtxt", "model.onnx", "model.py"
+BUNDLE_FOLDER = "model.bundle"
+VERSION_FOLDER = "1"
+LAYOUTS = ("auto", "ensemble", "python")
+# Sequences, each with states of its own, that a model keeps at a time; the one without requests for longest goes first.
+MAX_SEQUENCES = 64
+# Triton ends a sequence without requests for this long.
+MAX_IDLE_MICROSECONDS = 60_000_000
+
+
+def write_triton(models: BundleModels, folder: Path, options: ExportOptions) -> tuple[Diagnostic, ...]:
+    """Write a model repository: the folder that `tritonserver --model-repository` takes.
+
+    Raises:
+        UsageError: The name or the layout is wrong.
+        InputError: Triton cannot express the inputs or outputs, or the layout cannot express the bundle.
+    """
+    manifest = models.manifest
+    require_one_host(manifest, "triton")
+    name = choose_name(options.name or models.bundle.path.resolve().name.removesuffix(".bundle"))
+    layout = choose_layout(manifest, options)
+    require_tensors(manifest, needs_numpy=layout == "python")
+    if layout == "python":
+        write_python_model(models, folder / name, options.max_batch)
+        return note_custom_operators(manifest)
+    write_ensemble(models, folder, name)
+    return (*note_custom_operators(manifest), *note_defaults(manifest))
+
+
+def choose_name(text: str) -> str:
+    """Return the name of the model that clients call: letters, digits, `_`, `-` and `.`.
+
+    >>> choose_name("resnet 50 (v2)")
+    'resnet_50_v2'
+    """
+    name = re.sub(r"[^\w.-]+", "_", text, flags=re.ASCII).strip("_.-")
+    if not name:
+        hint = "use letters, digits, '_', '-' and '.'"
+        raise UsageError("I014", f"{text!r} cannot be the name of a model", where="--name", hint=hint)
+    return name
+
+
+def choose_layout(manifest: Manifest, options: ExportOptions) -> str:
+    """Return "ensemble" or "python"; raises UsageError or InputError where the wish cannot be met."""
+    if options.layout not in LAYOUTS:
+        hint = suggest_nearest(options.layout, LAYOUTS)
+        raise UsageError("I014", f"there is no layout {options.layout!r}", where="--layout", hint=hint)
+    if options.max_batch:
+        require_batches(manifest, options)
+        return "python"
+    obstacle = find_obstacle(manifest)
+    if options.layout == "ensemble" and obstacle:
+        hint = "use --layout python"
+        raise InputError("I015", f"an ensemble cannot express this bundle: {obstacle}", where="--layout", hint=hint)
+    if options.layout != "auto":
+        return options.layout
+    has_defaults = any(item.optional for item in manifest.inputs)
+    return "python" if obstacle or has_defaults or returns_to_device(manifest) else "ensemble"
+
+
+def require_batches(manifest: Manifest, options: ExportOptions) -> None:
+    """Raise an error unless Triton can join requests along the first axis of all inputs and outputs."""
+    if options.max_batch < 2:
+        raise UsageError("I014", f"expected at least 2, got {options.max_batch}", where="--max-batch", hint="omit it")
+    if options.layout == "ensemble":
+        hint = "omit --layout, or use --layout python"
+        raise UsageError("I014", "only the layout python joins requests", where="--max-batch", hint=hint)
+    record = manifest.batching
+    reason = "this bundle was not examined for it" if record is None else record.reason
+    if record is not None and record.dimension:
+        axes = {
+            **{item.name: record.inputs.get(item.name) for item in manifest.inputs},
+            **{item.name: record.outputs.get(item.name) for item in manifest.outputs},
+        }
+        reason = ", ".join(repr(name) for name, axis in axes.items() if axis != 0)
+        reason = f"the first axis of {reason} is not {record.dimension!r}" if reason else ""
+    if reason:
+        hint = "omit it: each request runs by itself"
+        raise InputError("I015", f"requests cannot be joined: {reason}", where="--max-batch", hint=hint)
+
+
+def require_tensors(manifest: Manifest, *, needs_numpy: bool) -> None:
+    """Raise InputError for inputs and outputs that Triton, or numpy, does not have."""
+    items: tuple[InputRecord | OutputRecord, ...] = (*manifest.inputs, *manifest.outputs)
+    for item in items:
+        reason = ""
+        if find_data_type(item.dtype) is None or (needs_numpy and not is_numpy_type(item.dtype)):
+            reason = f"has the type {item.dtype}, which {'numpy' if needs_numpy else 'Triton'} lacks"
+        elif item.shape is None:
+            reason = "has no known rank"
+        if reason:
+            hint = "export --to stages, or change the model"
+            raise InputError("I015", f"{item.name!r} {reason}", where="--to triton", hint=hint)
+    if not manifest.inputs or not manifest.outputs:
+        raise InputError("I015", "a model of Triton needs an input and an output", where="--to triton")
+
+
+def find_obstacle(manifest: Manifest) -> str:
+    """Return why an ensemble cannot express a bundle; empty if it can."""
+    values, returned = manifest.values, [output.value for output in manifest.outputs]
+    kinds = {device.id: device.kind for device in manifest.target.target().devices}
+    used = [kinds[segment.device] for segment in manifest.segments]
+    optional = {item.name for item in manifest.inputs if item.optional}
+    if manifest.states:
+        return "it carries states between calls"
+    if any(segment.keeps_order for segment in manifest.segments):
+        return "it is a training step, whose segments keep the order of their nodes"
+    if other := [kind for kind in used if kind not in ("cpu", "cuda")]:
+        return f"Triton's ONNX Runtime backend does not have {format_names(dict.fromkeys(other))} devices"
+    if len(set(returned)) < len(returned):
+        return "two outputs return the same value"
+    if direct := [name for name in returned if values[name].producer is None]:
+        return f"it returns the input {direct[0]!r}"
+    for segment in manifest.segments:
+        if optional.issuperset(segment.inputs):
+            return f"segment {segment.id} reads no input"
+        for name in (*segment.inputs, *segment.outputs):
+            if find_data_type(values[name].dtype) is None or values[name].shape is None:
+                return f"Triton cannot pass the value {name!r} of type {values[name].dtype}"
+    return ""
+
+
+def returns_to_device(manifest: Manifest) -> bool:
+    """Return whether work goes back to a device that it had left: then an ensemble pays for each change."""
+    device_of = {segment.id: segment.device for segment in manifest.segments}
+    readers: dict[str, set[str]] = {device: set() for device in device_of.values()}
+    for segment in manifest.segments:
+        for producer in list_producers(manifest, segment):
+            if device_of[producer] != segment.device:
+                readers[device_of[producer]].add(segment.device)
+    while free := [device for device in readers if not any(device in others for others in readers.values())]:
+        for device in free:
+            del readers[device]
+    return bool(readers)
+
+
+def note_custom_operators(manifest: Manifest) -> tuple[Diagnostic, ...]:
+    """Return the note that the server needs a library, if the model has operators of one."""
+    if not manifest.custom_operators:
+        return ()
+    message = f"the server needs the library of the operators {format_names(manifest.custom_operators)}"
+    hint = "in config.pbtxt: model_operations of each segment, or the parameter custom_op_libraries of the Python model"
+    return (Diagnostic("I016", message, where="--to triton", hint=hint),)
+
+
+def note_defaults(manifest: Manifest) -> tuple[Diagnostic, ...]:
+    """Return the note that an ensemble has no optional inputs, if there are any."""
+    optional = [item.name for item in manifest.inputs if item.optional]
+    if not optional:
+        return ()
+    message = f"the ensemble leaves out the inputs {format_names(optional)}, which keep their defaults"
+    return (Diagnostic("I017", message, where="--to triton", hint="to feed them, export --layout python"),)
+
+
+# ------------------------------------------------------------------------------------------------------------- ensemble
+
+
+def write_ensemble(models: BundleModels, folder: Path, name: str) -> None:
+    """Write a model for each segment, and the ensemble that connects them."""
+    manifest = models.manifest
+    tensors, optional = name_tensors(manifest), {item.name for item in manifest.inputs if item.optional}
+    steps = []
+    for segment in models.segments:
+        record = segment.record
+        step = f"{name}_{record.id.replace('-', '_')}"
+        inputs = [value for value in record.inputs if value not in optional]
+        version = folder / step / VERSION_FOLDER
+        version.mkdir(parents=True)
+        write_segment_files(models, version, [(MODEL_FILE, segment)])
+        write_config(folder / step, describe_segment(manifest, record, step, inputs))
+        maps = {
+            "input_map": [{"key": value, "value": tensors[value]} for value in inputs],
+            "output_map": [{"key": value, "value": tensors[value]} for value in record.outputs],
+        }
+        steps.append({"model_name": step, "model_version": -1, **maps})
+    config = {
+        "name": name,
+        "platform": "ensemble",
+        "max_batch_size": 0,
+        "input": [describe_tensor(i.name, i.dtype, i.shape) for i in manifest.inputs if not i.optional],
+        "output": [describe_tensor(output.name, output.dtype, output.shape) for output in manifest.outputs],
+        "ensemble_scheduling": {"step": steps},
+    }
+    write_config(folder / name, config)
+    (folder / name / VERSION_FOLDER).mkdir()
+    (folder / name / VERSION_FOLDER / ".keep").write_text("")  # Triton needs the folder, which git would not keep empty
+
+
+def name_tensors(manifest: Manifest) -> dict[str, str]:
+    """Return the name of each value in the ensemble: returned ones have the names of the outputs."""
+    names = {output.value: output.name for output in manifest.outputs}
+    taken = {*names.values(), *(item.name for item in manifest.inputs)}
+    for name, record in manifest.values.items():
+        if record.producer is None:
+            names[name] = name
+        elif name not in names:
+            unique = name
+            while unique in taken:
+                unique += "_"
+            taken.add(unique)
+            names[name] = unique
+    return names
+
+
+def describe_segment(manifest: Manifest, segment: SegmentRecord, name: str, inputs: Iterable[str]) -> dict[str, Any]:
+    """Return the configuration of a segment: an instance on its device, and on those of further routes."""
+    by_id = {device.id: device for device in manifest.target.target().devices}
+    places = dict.fromkeys(by_id[route.devices[segment.device]] for route in list_routes(manifest))
+
+    def describe(value: str) -> dict[str, Any]:
+        return describe_tensor(value, manifest.values[value].dtype, manifest.values[value].shape)
+
+    config: dict[str, Any] = {
+        "name": name,
+        "backend": "onnxruntime",
+        "default_model_filename": MODEL_FILE,
+        "max_batch_size": 0,
+        "input": [describe(value) for value in inputs],
+        "output": [describe(value) for value in segment.outputs],
+        "instance_group": list_instance_groups(list(places)),
+    }
+    if by_id[segment.device].kind == "cpu":
+        config["parameters"] = list_parameters({"intra_op_thread_count": str(by_id[segment.device].cores)})
+    return config
+
+
+# ------------------------------------------------------------------------------------------------------- Python backend
+
+
+def write_python_model(models: BundleModels, folder: Path, max_batch: int) -> None:
+    """Write one model of the Python backend, with a copy of the bundle that it runs."""
+    manifest = models.manifest
+    states = {state.output for state in manifest.states}
+    carried = {state.input for state in manifest.states}
+    is_batched = max_batch > 0
+    config: dict[str, Any] = {
+        "name": folder.name,
+        "backend": "python",
+        "max_batch_size": max_batch,
+        "input": [
+            describe_tensor(i.name, i.dtype, i.shape, optional=i.optional or i.name in carried, is_batched=is_batched)
+            for i in manifest.inputs
+        ],
+        "output": [
+            describe_tensor(output.name, output.dtype, output.shape, is_batched=is_batched)
+            for output in manifest.outputs
+            if output.name not in states
+        ],
+        "instance_group": [{"kind": Name("KIND_MODEL"), "count": 1}],
+        "parameters": list_parameters({"custom_op_libraries": "", "max_sequences": str(MAX_SEQUENCES)}),
+    }
+    if is_batched:
+        config["dynamic_batching"] = {}
+    if states:
+        config["sequence_batching"] = {
+            "max_sequence_idle_microseconds": MAX_IDLE_MICROSECONDS,
+            "oldest": {"max_candidate_sequences": MAX_SEQUENCES},
+        }
+    version = folder / VERSION_FOLDER
+    version.mkdir(parents=True)
+    write_config(folder, config)
+    shutil.copyfile(Path(__file__).with_name("triton_model.txt"), version / SCRIPT_FILE)
+    copy_bundle(models, version)
+
+
+def copy_bundle(models: BundleModels, folder: Path) -> None:
+    """Copy a bundle, and the weights files that it links to, with their times."""
+    bundle = models.bundle
+    copies = {f"{BUNDLE_FOLDER}/{file}": bundle.file(file) for file in (MANIFEST_FILE, *models.manifest.files)}
+    copies |= {file: bundle.linked_file(file) for file in models.manifest.linked}
+    for destination, source in copies.items():
+        (folder / destination).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, folder / destination)
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write the configuration of a model into its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG_FILE).write_text(format_config(config), encoding="utf-8")

@@ -1,0 +1,74 @@
+"""The blocks of pages that need PyTorch; tests/site runs the others."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.page_setups import run_with_setup, setup
+from tests.support.tutorials import read_blocks
+
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).parents[2]
+RUNNER = "tests/torch/test_pages.py"
+MODULE = """
+import numpy as np
+import onnx
+import onnxplace
+import torch
+
+module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 4))
+images, labels = torch.ones(32, 4, 4), torch.zeros(32, dtype=torch.int64)
+x, y, loss = images, labels, torch.nn.CrossEntropyLoss()
+"""
+LOADER = """
+names = ("input", "target")
+loader = [dict(zip(names, (images.numpy(), labels.numpy())))] * 3
+"""
+DATA = """
+import numpy as np
+
+np.savez("data.npz", input=np.ones((96, 4, 4), np.float32), target=np.zeros(96, np.int64))
+"""
+STUDY = "--family encoder_decoder --count 1 --seeds 1 --episodes 1 --nodes 12 --workers 1"
+SETUPS = {
+    "README.md": setup(
+        *("graph.json.gz", "graphs"),
+        prelude=MODULE + LOADER,
+        replaced={
+            "--seconds 300": "--seconds 1",
+            "study traversal": f"study traversal {STUDY}",
+            "steps=1000": "steps=3",
+        },
+    ),
+    "docs/learned.md": setup(
+        *("graph.json", "fixed/model.onnx"),
+        replaced={
+            "seconds=2": "seconds=0.1",
+            "--steps 1600": "--steps 2",
+            "episodes=1600": "episodes=2",
+            "episodes=800": "episodes=2",
+            "episodes=64": "episodes=2",
+            "--seconds 600": "--seconds 1",
+            "--seconds 300": "--seconds 5",
+            "study traversal": f"study traversal {STUDY}",
+        },
+    ),
+    "docs/training.md": setup(
+        before=f"python -c '{DATA}'",
+        prelude=MODULE + LOADER,
+        replaced={"steps=1000": "steps=3", "--steps 1000": "--steps 3", "--steps 2000": "--steps 6"},
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory):
+    return tmp_path_factory.mktemp("pages")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETUPS)
+def test_the_blocks_of_a_page_run(name, store, tmp_path):
+    ran = run_with_setup(ROOT / name, SETUPS[name], store, tmp_path, RUNNER)
+    assert ran == len(read_blocks((ROOT / name).read_text(encoding="utf-8"), RUNNER)) > 0
