@@ -1,9 +1,10 @@
 """Run ONNX's conformance suite through `compile` with forced placements; print the table of docs/conformance.md.
 
-    python -m benchmarks.conformance [--jobs 2] [--kinds node,light] [--list failed] [--shard | --exports]
+    python -m benchmarks.conformance [--jobs 2] [--kinds node,light] [--list failed] [--shard | --exports | --ranks]
 
 With `--shard`, the cases are not placed: every sharding strategy of every node is run, over two and three devices.
 With `--exports`, ONNX Runtime runs what `merge` and `export` make of a bundle on two devices, and a report is made.
+With `--ranks`, bundles run on two processes over MPI (extra [mpi]).
 Some minutes with two processes. A case that ends its process counts as failed, and the others go on. Exit code 1 if a
 case fails.
 """
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from time import perf_counter
@@ -25,8 +26,16 @@ from typing import Any
 from tests.support.conformance import KINDS, STATUSES, Outcome, names, outcome
 from tests.support.export_cases import export_case
 from tests.support.forced_sharding import ShardOutcome, shard_case
+from tests.support.rank_cases import rank_case
 
 Cases = Sequence[tuple[str, str]]
+# What runs a case, by the option.
+RUNS: Mapping[str, Callable[[str, str], Outcome | ShardOutcome]] = {
+    "": outcome,
+    "--shard": shard_case,
+    "--exports": export_case,
+    "--ranks": rank_case,
+}
 
 
 def main() -> int:
@@ -37,12 +46,14 @@ def main() -> int:
     parser.add_argument("--list", default="failed", metavar="STATUS", help="name the cases whose status starts so")
     parser.add_argument("--shard", action="store_true", help="run all sharding strategies instead of placements")
     parser.add_argument("--exports", action="store_true", help="run exports of bundles")
+    parser.add_argument("--ranks", action="store_true", help="run bundles on two processes over MPI")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    mode = next((name for name in RUNS if name and vars(options)[name.strip("-")]), "")
     if options.worker:
-        return _run_worker(shard_case if options.shard else export_case if options.exports else outcome)
+        return _run_worker(RUNS[mode])
     cases = [(kind, name) for kind in options.kinds.split(",") for name in names(kind)][::-1]  # large models first
-    started, mode = perf_counter(), "--shard" if options.shard else "--exports" if options.exports else ""
+    started = perf_counter()
     with ThreadPoolExecutor(options.jobs) as pool:
         shares = [cases[start :: options.jobs] for start in range(options.jobs)]
         finished = pool.map(lambda share: list(_run_in_processes(share, mode)), shares)

@@ -14,7 +14,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import tempfile
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -321,6 +321,17 @@ def run_placed(found: Case, model: ModelProto, forced: Forced) -> None:
                     raise AssertionError("the caller's inputs were altered")
 
 
+def compile_on_two_devices(found: Case, feeds: Mapping[str, Any], path: Path) -> onnxplace.Bundle:
+    """Return the bundle of a case whose nodes are on two devices in random order."""
+    from onnxplace.pipeline import Pipeline
+
+    chosen = np.random.default_rng(zlib.crc32(found.name.encode())).integers(0, 2, 16).tolist()
+    steps = [Pipeline.parse(text).passes for text in ("profile{estimate=true}", "split,emit")]
+    pipeline = Pipeline((*steps[0], RandomPlacement(tuple(chosen)), *steps[1]))
+    target = Target((Device("cpu:0", 1 << 34), Device("cpu:1", 1 << 34)))
+    return compile_model(found.model, path, target=target, inputs=dict(feeds), pipeline=pipeline).bundle
+
+
 def _bits(value: Any) -> Any:
     """Return fed values in a form that is equal if their bits are, NaN or not."""
     if isinstance(value, dict):
@@ -414,12 +425,16 @@ __all__ = [
     "Outcome",
     "PlainSession",
     "case",
+    "compile_on_two_devices",
     "failures",
     "fed_names",
     "first_line",
+    "judge",
     "names",
     "outcome",
     "placements",
     "placements_on",
+    "require_similar",
+    "sample_cases",
     "surrounded",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,13 +14,18 @@ import onnx
 import onnxruntime
 
 import onnxplace
-from onnxplace.driver import compile_model
-from onnxplace.pipeline import Pipeline
 from onnxplace.report import describe_bundle, render_page
 from onnxplace.runtimes.execution.ort_values import to_ort_value, to_python
-from onnxplace.target import Device, Target
-from tests.support.conformance import Case, Outcome, PlainSession, fed_names, first_line, judge, require_similar
-from tests.support.random_placements import RandomPlacement
+from tests.support.conformance import (
+    Case,
+    Outcome,
+    PlainSession,
+    compile_on_two_devices,
+    fed_names,
+    first_line,
+    judge,
+    require_similar,
+)
 
 Feeds = Mapping[str, Any]
 Run = Callable[[Feeds], Sequence[Any]]
@@ -38,7 +42,7 @@ def list_export_failures(found: Case) -> Iterator[str]:
     with TemporaryDirectory(prefix="onnxplace-") as name:
         folder = Path(name)
         try:
-            bundle = _compile(found, fed[0], folder / "bundle")
+            bundle = compile_on_two_devices(found, fed[0], folder / "bundle")
         except Exception as problem:  # noqa: BLE001 - whatever it is, it counts
             yield f"compile: {first_line(problem)}"
             return
@@ -51,14 +55,6 @@ def list_export_failures(found: Case) -> Iterator[str]:
                         require_similar(expected, run(feeds), found)
             except Exception as problem:  # noqa: BLE001
                 yield f"{way}: {type(problem).__name__}: {first_line(problem)}"
-
-
-def _compile(found: Case, feeds: Feeds, path: Path) -> onnxplace.Bundle:
-    chosen = np.random.default_rng(zlib.crc32(found.name.encode())).integers(0, 2, 16).tolist()
-    steps = [Pipeline.parse(text).passes for text in ("profile{estimate=true}", "split,emit")]
-    pipeline = Pipeline((*steps[0], RandomPlacement(tuple(chosen)), *steps[1]))
-    target = Target((Device("cpu:0", 1 << 34), Device("cpu:1", 1 << 34)))
-    return compile_model(found.model, path, target=target, inputs=dict(feeds), pipeline=pipeline).bundle
 
 
 def _merge(bundle: onnxplace.Bundle, folder: Path, found: Case) -> Run:
