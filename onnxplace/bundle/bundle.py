@@ -32,7 +32,7 @@ from onnxplace.bundle.split_states import check_split_states
 from onnxplace.errors import BundleError, InputError, TargetError, UsageError
 from onnxplace.feeds import Array, Declared, zero_feeds
 from onnxplace.target import Target
-from onnxplace.utils import find_moved_aside, format_path, open_input, parse_json
+from onnxplace.utils import find_moved_aside, format_path, open_input, parse_json, suggest_file
 
 BUNDLE_FORMAT = "onnxplace bundle"
 MANIFEST_FILE = "manifest.json"
@@ -191,6 +191,9 @@ def _read_manifest(path: Path) -> Manifest:
             hint = f"an interrupted compile moved it to {aside}; move it back, or compile again, which restores it"
         elif os.path.isfile(path):  # unlike Path.is_file, it takes any text
             hint = _suggest_bundle(path)
+        elif not os.path.lexists(path):
+            hint = suggest_file(path) or hint
+            raise BundleError("N001", "not a bundle: there is no such folder", where=format_path(path), hint=hint)
         raise BundleError("N001", "not a bundle: it has no manifest.json", where=format_path(path), hint=hint)
     data = _parse_manifest(path, file)
     version = data.get("schema_version") if isinstance(data, dict) else None

@@ -48,7 +48,7 @@ MAX_STREAMED_TURNS = 8
 MAX_TRACED = 20
 
 
-@click.command()
+@click.command(short_help="Compare predictions with measurements: steps, memory.")
 @click.argument("bundle", type=BUNDLE_PATH)
 @against_option
 @inputs_option

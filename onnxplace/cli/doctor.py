@@ -15,7 +15,7 @@ DEFAULT_OUTPUT = Path("onnxplace-doctor.json")
 INTERRUPTED_EXIT_CODE = 130
 
 
-@click.command()
+@click.command(short_help="Check that bundles run right on the devices here.")
 @click.option(
     "--devices", shell_complete=complete_devices, metavar="cpu:0,cuda:0", help="Default: every kind that works here."
 )

@@ -11,7 +11,7 @@ from onnxplace.cli.completers import BUNDLE_PATH
 from onnxplace.cli.options import as_json, print_json, print_notes
 
 # Listed here too, so that `--help` imports nothing.
-FORMAT_NAMES = ("stages", "triton", "onnx-metadata")
+FORMAT_NAMES = ("stages", "triton", "ort-genai", "onnx-metadata")
 
 
 @click.command(short_help="Write a bundle in the format of another program.")
@@ -30,6 +30,9 @@ FORMAT_NAMES = ("stages", "triton", "onnx-metadata")
     help="triton: one model for each segment, or one that runs the bundle.",
 )
 @click.option("--max-batch", type=int, default=0, metavar="N", help="triton: join requests, up to N rows.")
+@click.option(
+    "--config", type=click.Path(path_type=Path), metavar="F", help="ort-genai: genai_config.json of the whole model."
+)
 @as_json
 def export(bundle: Path, *, to: str, output: Path, force: bool, json_: bool, **options: Any) -> None:
     """Write BUNDLE to a folder in the format of another program.
@@ -37,6 +40,7 @@ def export(bundle: Path, *, to: str, output: Path, force: bool, json_: bool, **o
     \b
     stages         plain ONNX files, and a script that needs ONNX Runtime and numpy only
     triton         a model repository of Triton Inference Server
+    ort-genai      stages of a decoder for ONNX Runtime GenAI
     onnx-metadata  one model whose nodes name their devices, as ONNX describes them
     """  # noqa: D301 - \b tells click to keep the line breaks
     from onnxplace.export import ExportOptions, export_bundle

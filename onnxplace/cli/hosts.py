@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from onnxplace.hosts import HostLink, HostSurvey
 
 
-@click.command()
+@click.command(short_help="Show the devices of several hosts, and measure links.")
 @click.option("--hosts", required=True, metavar="node1,node2", help="Two or more hosts; or node[1-4], or @hostfile.")
 @click.option(
     "--devices", metavar="cpu:0,cpu:1", default="", help="Devices of each host  [default: those of `devices`]"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from onnxplace.driver import Plan, PlannedStrategy
 
 
-@click.command(short_help="Compare strategies for a model on some devices, without building a bundle.")
+@click.command(short_help="Compare strategies for a model; write nothing.")
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option(
     "--devices",

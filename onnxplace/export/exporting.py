@@ -23,6 +23,7 @@ Writer = Callable[[BundleModels, Path, ExportOptions], tuple[Diagnostic, ...]]
 FORMATS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "stages": ("onnxplace.export.plain_stages:write_stages", ()),
     "triton": ("onnxplace.export.triton:write_triton", ("layout", "name", "max_batch")),
+    "ort-genai": ("onnxplace.export.ort_genai:write_genai_model", ("config",)),
     "onnx-metadata": ("onnxplace.export.onnx_metadata:write_annotated_model", ()),
 }
 
@@ -50,7 +51,7 @@ def export_bundle(
 
     Args:
         bundle: A bundle, or its path.
-        to: The format: "stages", "triton" or "onnx-metadata".
+        to: The format: "stages", "triton", "ort-genai" or "onnx-metadata".
         output: The folder, which must not exist.
         force: Whether an earlier export there is replaced.
         options: Options of single formats.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,8 @@ class ExportOptions:
     """triton: name of the model that clients call; by default that of the ONNX graph."""
     max_batch: int = 0
     """triton: the most rows of requests that one model joins; 0 joins none."""
+    config: Path | None = None
+    """ort-genai: the genai_config.json of the whole model, whose other fields are kept."""
 
     def list_given(self) -> list[str]:
         """Return the names of the options that differ from their defaults."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         require_different_files as require_different_files,
         require_valid_path as require_valid_path,
         require_writable as require_writable,
+        suggest_file as suggest_file,
         write_file as write_file,
     )
     from onnxplace.utils.jit import (
@@ -72,7 +73,7 @@ __getattr__, __dir__, __all__ = attach(
         "docstrings": "read_field_docs",
         "files": (
             "cannot_write_error disk_error format_path is_disk_full open_input parse_json read_bytes read_json "
-            "read_text require_different_files require_valid_path require_writable write_file"
+            "read_text require_different_files require_valid_path require_writable suggest_file write_file"
         ),
         "jit": "budget_clock compiled_loop compiled_loops compiled_part in_place on_compiling",
         "leases": ("Lease OCCUPIED_ERRORS OLD_SUFFIX find_moved_aside hold_lease sweep_leftovers temporary_folder"),

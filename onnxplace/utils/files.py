@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
 import os
 import select
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from onnxplace.errors import ExecutionError, InputError, OnnxplaceError, UsageError
+from onnxplace.errors import ExecutionError, InputError, OnnxplaceError, UsageError, suggest_nearest
 from onnxplace.utils.leases import hold_lease
 
 # About the size of a cost file with a million nodes. Models, weights and arrays have readers of their own.
@@ -26,6 +27,8 @@ PIPE_SECONDS = 2.0
 _READ_BYTES = 1 << 20
 # Errors for a full disk, a quota, and a limit on the size of files.
 _FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# At most so many names of a folder are read for the suggestion of another file.
+_MAX_NAMES = 1000
 # Longer paths are shown without their middle.
 _MAX_PATH_CHARACTERS = 300
 
@@ -194,7 +197,8 @@ def open_input(path: str | Path, code: str, *, pipes: bool = False) -> io.FileIO
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except FileNotFoundError:
-        raise InputError(code, "there is no such file", where=format_path(path)) from None
+        hint = suggest_file(Path(path))
+        raise InputError(code, "there is no such file", where=format_path(path), hint=hint) from None
     except (OSError, ValueError) as problem:
         if sys.platform == "win32" and os.path.isdir(path):
             raise InputError(code, "it is a folder, not a file", where=format_path(path)) from None
@@ -212,6 +216,23 @@ def open_input(path: str | Path, code: str, *, pipes: bool = False) -> io.FileIO
         where=format_path(path),
         hint="write its content to a file, and name that",
     )
+
+
+def suggest_file(missing: Path) -> str:
+    """Return a hint at names with the same ending in the folder of a missing file, the nearest one if it is near.
+
+    Returns "" if there are none.
+    """
+    folder = missing.parent
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(format_path(entry.name) for entry in itertools.islice(entries, _MAX_NAMES))
+    except FileNotFoundError:
+        return f"there is no folder {format_path(folder)}"
+    except OSError:
+        return ""
+    similar = [name for name in names if Path(name).suffix == missing.suffix != ""]
+    return suggest_nearest(missing.name, similar) if similar else ""
 
 
 def parse_json(data: bytes | str, code: str, what: str, where: str) -> Any:

@@ -17,6 +17,8 @@ def test_a_path_that_is_not_a_bundle_is_refused(refused, tmp_path, model_file, c
     (tmp_path / "folder").mkdir()
     for path in ("nowhere", "folder", "model.onnx"):
         refused(2, (path, "not a bundle", "onnxplace compile"), command, path)
+    (tmp_path / "model.bundle").mkdir()
+    refused(2, ("there is no such folder", "did you mean 'model.bundle'?"), command, "modle.bundle")
 
 
 @pytest.mark.parametrize("data", [b"{nope", b"\xff\xfe\x00", b"[]", b"{}", b"", b'{"schema_version": 1}'])

@@ -86,3 +86,11 @@ def test_the_type_of_an_option_is_in_words(run_cli, name, shown):
 
 def test_a_runtime_is_shown_with_its_description(run_cli):
     assert "ONNX Runtime" in run_cli("runtimes", "onnxruntime").out
+
+
+def test_the_list_of_commands_has_a_whole_sentence_for_each(run_cli):
+    commands = run_cli("--help").out.partition("Commands:\n")[2].splitlines()
+    assert len(commands) > 15
+    for line in commands:
+        assert line.endswith("."), line
+        assert not line.endswith("..."), line

@@ -232,3 +232,21 @@ def test_bundles_have_the_permissions_that_the_umask_leaves(run_cli, model_file,
     assert run_cli("compile", "model.onnx", *SHAPE, "-o", "new/b", "--pipeline", fast_pipeline).code == 0
     permissions = {path.is_dir(): path.stat().st_mode & 0o777 for path in (Path("new"), *Path("new").rglob("*"))}
     assert permissions == {True: 0o750, False: 0o640}
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("modle.onnx", "did you mean 'model.onnx'?"),
+        ("0123456789.onnx", "known: model.onnx"),
+        ("feeds.npz", ""),
+        ("nowhere/model.onnx", "there is no folder nowhere"),
+    ],
+)
+def test_a_missing_file_is_looked_for_in_its_folder(tmp_path, monkeypatch, name, hint):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.onnx").touch()
+    (tmp_path / "model.bundle").mkdir()
+    with pytest.raises(InputError, match="there is no such file") as caught:
+        files.open_input(Path(name), "M001")
+    assert caught.value.hint == hint

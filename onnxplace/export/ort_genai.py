@@ -1,0 +1,161 @@
+"""Export a bundle of a decoder for ONNX Runtime GenAI: its stages, and a genai_config.json with their pipeline."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from onnxplace.bundle import Manifest
+from onnxplace.errors import Diagnostic, InputError, UsageError, format_names
+from onnxplace.export.bundle_models import BundleModels, SegmentModel
+from onnxplace.export.exporting import note_routes, require_one_host
+from onnxplace.export.options import ExportOptions
+from onnxplace.export.segment_files import write_segment_files
+from onnxplace.target import Device
+from onnxplace.utils import format_path, read_json
+
+CONFIG_FILE = "genai_config.json"
+PIPELINE_TYPE = "decoder-pipeline"
+# Names that GenAI gives to a decoder's inputs and outputs if the configuration does not name them (its src/config.h).
+INPUT_NAMES = {
+    "input_ids": "input_ids",
+    "attention_mask": "attention_mask",
+    "position_ids": "position_ids",
+    "past_key_names": "past_key_values.%d.key",
+    "past_value_names": "past_key_values.%d.value",
+}
+OUTPUT_NAMES = {
+    "logits": "logits",
+    "present_key_names": "present.%d.key",
+    "present_value_names": "present.%d.value",
+}
+
+
+def write_genai_model(models: BundleModels, folder: Path, options: ExportOptions) -> tuple[Diagnostic, ...]:
+    """Write a file for each stage, and the configuration of the whole model with their pipeline.
+
+    Raises:
+        UsageError: The configuration is missing.
+        InputError: It is not one, or GenAI cannot run this bundle; the message says why.
+    """
+    require_one_host(models.manifest, "ort-genai")
+    if options.config is None:
+        hint = "--config genai_config.json, which onnxruntime-genai's model builder writes next to the whole model"
+        raise UsageError("I018", "expected the configuration of the whole model", where="--config", hint=hint)
+    config = read_config(options.config)
+    decoder = config["model"]["decoder"]
+    require_decoder(models.manifest, decoder, format_path(options.config))
+    devices = {device.id: device for device in models.manifest.target.target().devices}
+    require_one_cache(models, devices)
+    names = [f"{segment.record.id}.onnx" for segment in models.segments]
+    write_segment_files(models, folder, zip(names, models.segments))
+    stages = {
+        segment.record.id: describe_stage(segment, name, devices[segment.record.device])
+        for name, segment in zip(names, models.segments)
+    }
+    (folder / CONFIG_FILE).write_text(json.dumps(replace_decoder(config, stages), indent=4) + "\n", encoding="utf-8")
+    return note_routes(models.manifest, "ort-genai")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return a genai_config.json; raises InputError for other files."""
+    config = read_json(path, "I018", "a genai_config.json")
+    model = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(model, dict) or not isinstance(model.get("decoder"), dict):
+        hint = "expected an object with model.decoder"
+        raise InputError("I018", "not a genai_config.json", where=format_path(path), hint=hint)
+    return dict(config)
+
+
+def require_decoder(manifest: Manifest, decoder: Mapping[str, Any], where: str) -> None:
+    """Raise InputError unless GenAI feeds all inputs of the bundle, and finds the outputs that it reads."""
+    layers = decoder.get("num_hidden_layers")
+    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
+        hint = "the number of layers with a cache"
+        raise InputError("I018", f"model.decoder.num_hidden_layers is {layers!r}", where=where, hint=hint)
+    given_inputs = expand_names({**INPUT_NAMES, **decoder.get("inputs", {})}, layers)
+    given_outputs = expand_names({**OUTPUT_NAMES, **decoder.get("outputs", {})}, layers)
+    inputs = {item.name: item for item in manifest.inputs if not item.optional}
+    outputs = {item.name for item in manifest.outputs}
+    hint = "name inputs and outputs of the model in model.decoder.inputs and .outputs; patterns have %d for the layer"
+    if unknown := [name for name in inputs if name not in given_inputs.values()]:
+        message = f"GenAI does not feed the inputs {format_names(unknown)} of this bundle"
+        raise InputError("I018", message, where=where, hint=hint)
+    needed = [given_outputs[key] for key in given_outputs if key == "logits" or given_inputs[pair_of(key)] in inputs]
+    if missing := [name for name in needed if name not in outputs]:
+        message = f"GenAI reads the outputs {format_names(missing)}, which this bundle does not have"
+        raise InputError("I018", message, where=where, hint=hint)
+
+
+def expand_names(names: Mapping[str, Any], layers: int) -> dict[str, str]:
+    """Return the names of tensors; those of a cache for each layer.
+
+    >>> expand_names({"logits": "logits", "past_key_names": "past.%d.key"}, 2)
+    {'logits': 'logits', 'past_key_names 0': 'past.0.key', 'past_key_names 1': 'past.1.key'}
+    """
+    expanded: dict[str, str] = {}
+    for key, name in names.items():
+        if isinstance(name, str) and "%d" in name:
+            expanded |= {f"{key} {layer}": name.replace("%d", str(layer)) for layer in range(layers)}
+        elif isinstance(name, str):
+            expanded[key] = name
+    return expanded
+
+
+def pair_of(key: str) -> str:
+    """Return the key of the cache's input for that of its output."""
+    return key.replace("present", "past")
+
+
+def require_one_cache(models: BundleModels, devices: Mapping[str, Device]) -> None:
+    """Raise InputError unless all stages with inputs or outputs of the model can share the device of the cache.
+
+    GenAI keeps inputs, outputs and the cache on one device, and passes all other values through the host.
+    """
+    manifest = models.manifest
+    outside = {item.name for item in manifest.inputs} | {item.value for item in manifest.outputs}
+    used = dict.fromkeys(
+        segment.record.device
+        for segment in models.segments
+        if outside.intersection((*segment.record.inputs, *segment.record.outputs))
+    )
+    places = {name if devices[name].kind != "cpu" else "cpu" for name in used}
+    other = [name for name in used if devices[name].kind not in ("cpu", "cuda")]
+    if len(places) > 1 or other:
+        message = f"GenAI keeps the cache on one device, the CPU or a GPU; these stages use {format_names(used)}"
+        hint = "compile so that all layers with a cache are on one device, or export --to triton"
+        raise InputError("I018", message, where="--to ort-genai", hint=hint)
+    if direct := [item.name for item in manifest.outputs if manifest.values[item.value].producer is None]:
+        message = f"the output {direct[0]!r} is an input"
+        raise InputError("I018", message, where="--to ort-genai", hint="export --to stages")
+
+
+def describe_stage(segment: SegmentModel, file: str, device: Device) -> dict[str, Any]:
+    """Return the entry of a stage in the pipeline."""
+    providers: Iterable[dict[str, Any]] = ()
+    if device.kind == "cuda":
+        providers = [{"cuda": {"device_id": str(device.address.index)}}]
+    options: dict[str, Any] = {"provider_options": list(providers)}
+    if device.kind == "cpu":
+        options["intra_op_num_threads"] = device.cores
+    return {
+        "filename": file,
+        "inputs": list(segment.record.inputs),
+        "outputs": list(segment.record.outputs),
+        "run_on_prompt": True,
+        "run_on_token_gen": True,
+        "session_options": options,
+    }
+
+
+def replace_decoder(config: Mapping[str, Any], stages: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration with a pipeline in place of the decoder's own file."""
+    replaced = copy.deepcopy(dict(config))
+    replaced["model"]["type"] = PIPELINE_TYPE
+    decoder = replaced["model"]["decoder"]
+    decoder.pop("filename", None)
+    decoder["pipeline"] = [{name: stage} for name, stage in stages.items()]
+    return replaced

@@ -1,0 +1,137 @@
+"""`export --to ort-genai`: ONNX Runtime GenAI generates the same tokens with the stages as with the whole model."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+import onnxplace
+from onnxplace.bundle import Bundle
+from onnxplace.driver import compile_model
+from onnxplace.export import ExportOptions, export_bundle
+from onnxplace.target import Device, Target
+from tests.support.chains import mlp
+
+onnxruntime_genai = pytest.importorskip("onnxruntime_genai")
+
+TOKENS = [3, 1, 4, 1, 5]
+CONFIG = {
+    "model": {
+        "bos_token_id": 0,
+        "eos_token_id": 39,
+        "pad_token_id": 39,
+        "vocab_size": 40,
+        "context_length": 64,
+        "type": "gpt2",
+        "decoder": {
+            "filename": "model.onnx",
+            "session_options": {"provider_options": []},
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "num_attention_heads": 2,
+            "head_size": 16,
+            "hidden_size": 32,
+            "inputs": {"input_ids": "tokens", "past_key_names": "past.%d.key", "past_value_names": "past.%d.value"},
+            "outputs": {"logits": "logits"},
+        },
+    },
+    "search": {"max_length": 16, "past_present_share_buffer": False},
+}
+
+
+def write_config(folder: Path, **changes: object) -> Path:
+    config = json.loads(json.dumps(CONFIG))
+    config["model"]["decoder"].update(changes)
+    (folder / "genai_config.json").write_text(json.dumps(config))
+    return folder / "genai_config.json"
+
+
+def generate(folder: Path) -> tuple[list[int], list[np.ndarray]]:
+    """Return the tokens that follow, and the logits of each step."""
+    model = onnxruntime_genai.Model(str(folder))
+    parameters = onnxruntime_genai.GeneratorParams(model)
+    parameters.set_search_options(max_length=12, do_sample=False)
+    generator = onnxruntime_genai.Generator(model, parameters)
+    generator.append_tokens(np.array([TOKENS], np.int32))
+    logits = []
+    while not generator.is_done():
+        generator.generate_next_token()
+        logits.append(np.array(generator.get_output("logits")))
+    return generator.get_sequence(0).tolist(), logits
+
+
+def greedy_tokens(bundle: Bundle, count: int) -> list[int]:
+    """Return what onnxplace generates, the largest logit at a time."""
+    tokens = list(TOKENS)
+    with onnxplace.InferenceSession(bundle) as session:
+        feeds = {"tokens": np.array([tokens]), **bundle.zero_states(batch=1, past=0)}
+        while len(tokens) < count and tokens[-1] != 39:
+            (logits,) = session.run(["logits"], feeds)
+            tokens.append(int(logits[0, -1].argmax()))
+            feeds = {"tokens": np.array([tokens[-1:]])}
+    return tokens
+
+
+def test_genai_generates_what_onnxplace_generates(decoder_bundle, tmp_path, run_cli):
+    config = write_config(tmp_path)
+    options = ("--to", "ort-genai", "--config", config, "-o", tmp_path / "out")
+    assert run_cli("export", decoder_bundle.path, *options).code == 0
+    written = json.loads((tmp_path / "out" / "genai_config.json").read_text())
+    assert written["model"]["type"] == "decoder-pipeline"
+    assert written["model"]["eos_token_id"] == 39
+    assert "filename" not in written["model"]["decoder"]
+    stages = [name for entry in written["model"]["decoder"]["pipeline"] for name in entry]
+    assert {name[:4] for name in stages} == {"cpu0", "cpu1"}
+    tokens, _ = generate(tmp_path / "out")
+    assert len(tokens) > len(TOKENS)
+    assert tokens == greedy_tokens(decoder_bundle, len(tokens))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"inputs": {"input_ids": "ids"}}, ("does not feed the inputs 'tokens', 'past.0.key'", "%d for the layer")),
+        ({"outputs": {"logits": "scores"}}, ("reads the outputs 'scores'",)),
+        ({"num_hidden_layers": 0}, ("num_hidden_layers is 0",)),
+        ({"num_hidden_layers": 1}, ("does not feed the inputs 'past.1.key', 'past.1.value'",)),
+    ],
+)
+def test_names_that_do_not_fit_are_listed(changes, words, decoder_bundle, tmp_path):
+    options = ExportOptions(config=write_config(tmp_path, **changes))
+    with pytest.raises(onnxplace.InputError, match="I018") as refused:
+        export_bundle(decoder_bundle, "ort-genai", tmp_path / "out", options=options)
+    assert [word for word in words if word not in str(refused.value)] == []
+
+
+def test_other_bundles_and_files_are_refused(decoder_bundle, tmp_path, run_cli):
+    missing = run_cli("export", decoder_bundle.path, "--to", "ort-genai", "-o", tmp_path / "out")
+    assert missing.code == 2
+    assert "error[I018] --config: expected the configuration of the whole model" in missing.err
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(onnxplace.InputError, match=r"I018.*not a genai_config\.json"):
+        export_bundle(
+            decoder_bundle, "ort-genai", tmp_path / "out", options=ExportOptions(config=tmp_path / "list.json")
+        )
+    onnx.save(mlp(), tmp_path / "mlp.onnx")
+    bundle = compile_model(
+        tmp_path / "mlp.onnx", tmp_path / "mlp", devices="cpu:0",
+        pipeline="profile{estimate=true},coplace,single,split,emit",
+    ).bundle  # fmt: skip
+    with pytest.raises(onnxplace.InputError, match=r"I018.*does not feed the inputs 'x'"):
+        export_bundle(bundle, "ort-genai", tmp_path / "out", options=ExportOptions(config=write_config(tmp_path)))
+
+
+def test_layers_on_two_gpus_are_refused(tmp_path):
+    from decoder import decoder
+
+    target = Target(tuple(Device(name, 1 << 30) for name in ("cuda:0", "cuda:1")))
+    device_map = json.dumps(json.dumps({"decoder/block_1/.*|decoder/final.*|logits": "cuda:1", ".*": "cuda:0"}))
+    bundle = compile_model(
+        decoder(layers=2, hidden=32, heads=2, vocab=40, positions=64), tmp_path / "bundle", target=target,
+        shape={"batch": 1, "seq": 3, "past": 5},
+        pipeline=f"optimize,profile{{estimate=true}},coplace{{device_map={device_map}}},m-etf,split,emit",
+    ).bundle  # fmt: skip
+    with pytest.raises(onnxplace.InputError, match=r"I018.*cache on one device.*'cuda:0', 'cuda:1'"):
+        export_bundle(bundle, "ort-genai", tmp_path / "out", options=ExportOptions(config=write_config(tmp_path)))
