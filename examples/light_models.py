@@ -60,8 +60,16 @@ def light_model(name: str, seed: int = 0) -> onnx.ModelProto:
 
     The weights are scaled for pixels with mean 0 and deviation 1.
     """
-    folder = Path(onnx.backend.test.__file__).parent / "data" / "light"
-    model = onnx.load(folder / LIGHT_FILES[name])
+    return draw_weights(load_light_file(name), seed)
+
+
+def load_light_file(name: str) -> onnx.ModelProto:
+    """Load image network `name` as the onnx wheel has it, with nodes in place of its weights."""
+    return onnx.load(Path(onnx.backend.test.__file__).parent / "data" / "light" / LIGHT_FILES[name])
+
+
+def draw_weights(model: onnx.ModelProto, seed: int) -> onnx.ModelProto:
+    """Give a model that `load_light_file` returned its weights and the names of its nodes; returns the same model."""
     graph = model.graph
     _strip_device_prefix(graph)
     _replace_weights(graph, np.random.default_rng(seed))

@@ -1,6 +1,7 @@
 """What the tests share: small models, a compiled bundle, and the command line run in this process."""
 
 import itertools
+import math
 import os
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -29,6 +30,22 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 FAST_PIPELINE = "optimize,profile{estimate=true},coplace{join=never},m-etf,split,emit"
 
 _CACHES = itertools.count()
+CORES = 2
+"""Of each process that runs tests, whatever the machine has, so that all see the same devices `cpu/1`.
+
+ONNXPLACE_TEST_CORES=all lifts this, for finding what goes wrong with more.
+"""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Take two cores; each process of `pytest -n` takes others, where there are enough."""
+    is_controller = bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
+    if is_controller or not hasattr(os, "sched_setaffinity") or os.environ.get("ONNXPLACE_TEST_CORES") == "all":
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    first = CORES * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.sched_setaffinity(0, {cores[(first + number) % len(cores)] for number in range(CORES)})
+
 
 BRANCHES = """
 <ir_version: 8, opset_import: ["": 17]>
@@ -81,6 +98,12 @@ def good_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let costs and trials of a machine that is busy with other tests be good enough to be kept, and never doubted."""
     monkeypatch.setattr("onnxplace.passes.profiling.profile_model.DOUBTFUL_WAITING_SHARE", 1.0)
     monkeypatch.setattr("onnxplace.evaluation.trial.DOUBTFUL_WAITING_SHARE", 1.0)
+
+
+@pytest.fixture(autouse=True)
+def no_progress_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands print the same however long they take: on a slow machine, lines would say how far they are."""
+    monkeypatch.setattr("onnxplace.cli.progress.LINE_SECONDS", math.inf)
 
 
 @pytest.fixture

@@ -192,15 +192,18 @@ class Model:
             outputs: Outputs of the new model.
             name: Name of its graph; by default that of this model.
         """
-        graph = GraphProto(
-            name=name or self.name or "graph", node=nodes, initializer=weights, input=inputs, output=outputs
-        )
-        return ModelProto(
+        proto = ModelProto(
             ir_version=min(max(self.ir_version, MIN_IR_VERSION), MAX_IR_VERSION),
             producer_name="onnxplace",
-            graph=graph,
             opset_import=self.opsets,
         )
+        graph = proto.graph  # filled in place: a graph that is handed over would be copied, weights included
+        graph.name = name or self.name or "graph"
+        graph.node.extend(nodes)
+        graph.initializer.extend(weights)
+        graph.input.extend(inputs)
+        graph.output.extend(outputs)
+        return proto
 
     def whole_proto(self, weights: WeightFile | None = None, more: Sequence[ValueInfoProto] = ()) -> ModelProto:
         """Return the whole model under its original input and output names.

@@ -1,6 +1,7 @@
 """Real architectures, every placer, one to three devices: valid ONNX files, equal results.
 
-The nine light architectures of the onnx wheel and the examples of this repository, with random weights.
+The nine light architectures of the onnx wheel and the examples of this repository, with random weights. The three with
+240 MB of weights and more have an eighth of their channels; alexnet as a whole is in tests/export/test_merge.py.
 """
 
 import json
@@ -20,16 +21,16 @@ import onnxplace
 import onnxplace.model.model
 from onnxplace.evaluation.compare import compare_output
 from onnxplace.machine import local_target
+from tests.support.narrow_models import WIDE, narrow_model
 
-PLACERS = ("single", "m-topo", "m-etf", "m-sct")
+# Placers by the number of devices. Any placer makes of one device what `single` makes.
+PLACERS = {1: ("single",), 2: ("m-topo", "m-etf", "m-sct"), 3: ("m-topo", "m-etf", "m-sct")}
 SHAPES = {
     "two-tower": {"images": 2, "texts": 3},
     "transformer": {"batch": 2, "seq": 16},
     "decoder": {"batch": 2, "seq": 3, "past": 16},
 }
 PROFILE = "profile{repeat=3,seconds=0.5}"
-# Models of 240 MB and more, whose bundles take seconds to write: one placer, two devices.
-HEAVY = ("alexnet", "vgg19", "zfnet512")
 
 
 def whole_model_outputs(path: Path, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -46,20 +47,18 @@ def assert_valid_onnx(bundle: onnxplace.Bundle) -> None:
             onnx.checker.check_model(bundle.path / name)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in HEAVY)) for name in sorted(models.MODELS)]
-)
+@pytest.mark.parametrize("name", sorted(models.MODELS))
 def test_bundles_of_real_architectures_are_valid_and_compute_the_same_as_the_model(name: str, tmp_path: Path):
     path = tmp_path / "model.onnx"
-    models.save(models.build(name), path)
+    models.save(narrow_model(name) if name in WIDE else models.build(name), path)
     shape = SHAPES.get(name, {})
     feeds = onnxplace.model.bind(onnxplace.model.load(path), shape, {}).feeds()
     expected = whole_model_outputs(path, feeds)
     costs: dict[frozenset[str], Path] = {}
-    for devices in (2,) if name in HEAVY else (1, 2, 3):
+    for devices, placers in PLACERS.items():
         ids = [f"cpu:{index}" for index in range(devices)]
         classes = frozenset(device.cost_class for device in local_target(ids).devices)
-        for placer in PLACERS[2:3] if name in HEAVY else PLACERS:
+        for placer in placers:
             profile = f"profile{{costs={json.dumps(str(costs[classes]))}}}" if classes in costs else PROFILE
             bundle = onnxplace.compile(
                 path,

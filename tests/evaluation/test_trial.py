@@ -14,7 +14,7 @@ from onnxplace.driver import compile_model
 from onnxplace.errors import ExecutionError
 from onnxplace.evaluation import trial
 from onnxplace.facts import Placement
-from onnxplace.machine import measurement_cache
+from onnxplace.machine import local_target, measurement_cache
 from onnxplace.model import Model
 from onnxplace.passes import emit
 from onnxplace.runtime import Event
@@ -236,7 +236,8 @@ def branches_bundle(compiled):
 def test_running_on_fewer_cores_than_compiled_for_is_noted(bundle_copy, run_cli):
     manifest = bundle_copy / "manifest.json"
     data = json.loads(manifest.read_text())
-    data["target"]["devices"][0]["cores"] = 4096
+    for device, cores in zip(data["target"]["devices"], (4096, 1)):
+        device["cores"] = cores
     manifest.write_text(json.dumps(data))
     for command in (["run", bundle_copy], ["bench", bundle_copy, "--repeat", "1", "--no-memory"]):
         assert "note[T014] branches: its CPU devices have 4097 cores, this machine " in run_cli(*command).err
@@ -292,7 +293,8 @@ def test_a_segments_time_includes_the_work_before_it():
 @pytest.fixture
 def make_model_for_two(model_file, tmp_path):
     """Compile with `auto` and costs that favour two devices; the test sets the results of the trial."""
-    costs = {name: {"seconds": {"cpu/1": 0.01}} for name in ("left", "right", "relu", "tanh", "sum")}
+    seconds = {device.cost_class: 0.01 for device in local_target(["cpu:0", "cpu:1"]).devices}
+    costs = {name: {"seconds": seconds} for name in ("left", "right", "relu", "tanh", "sum")}
     file = tmp_path / "costs.json"
     file.write_text(json.dumps({"format": "onnxplace-costs", "version": 1, "nodes": costs}))
     options = {"devices": "cpu:0,cpu:1", "shape": {"batch": 4}, "costs": file, "placer": "auto{seconds=0.1}"}
