@@ -67,8 +67,9 @@ def pin_modules(
             pinned[index] = devices[module]
             used.add(module)
     idle = [key for key in rules if _normalize(key) not in used]
-    if unknown := [key for key in idle if not _is_known(_normalize(key), modules)]:
-        hint = f"{suggest_nearest(unknown[0], list(modules))}; {suggest_names(graph)}"
+    if unknown := [key for key in idle if not _may_be_empty(_normalize(key), modules, devices)]:
+        known = [module for module in modules.keys() - set(map(_normalize, graph.names)) if module]
+        hint = f"{suggest_nearest(unknown[0], sorted(known))}; {suggest_names(graph)}"
         raise UsageError("U020", f"no module {format_list(map(repr, unknown))} in this model", where=where, hint=hint)
     pinned_count = int((pinned >= 0).sum())
     message = f"modules of this map pin {format_count(pinned_count, 'node')} of {len(graph)}; the others are free"
@@ -81,10 +82,17 @@ def _normalize(module: str) -> str:
     return module.replace("/", ".").strip(".")
 
 
-def _is_known(module: str, modules: Mapping[str, object]) -> bool:
-    """Return whether a module is one, or may be one without operators: then the module around it is known."""
-    outer = module.rpartition(".")[0]
-    return module in modules or bool(outer and outer in modules)
+def _may_be_empty(module: str, modules: Mapping[str, object], rules: Mapping[str, object]) -> bool:
+    """Return whether a module without nodes may be one without operators, such as a dropout layer.
+
+    The module around it is known then. It is neither one of a numbered list, nor almost a name that the map lacks.
+    """
+    outer, _, last = module.rpartition(".")
+    if module in modules:
+        return True
+    others = [name for name in modules if name not in rules and name.rpartition(".")[0] == outer]
+    is_misspelt = bool(others) and suggest_nearest(module, others).startswith("did you mean")
+    return bool(outer) and outer in modules and not last.isdecimal() and not is_misspelt
 
 
 def _find_device(module: str, device: str | int, target: Target, where: str, by_position: bool) -> int:
