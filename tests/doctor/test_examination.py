@@ -46,11 +46,12 @@ def test_a_crash_is_reported_at_its_check_and_the_others_still_run(monkeypatch):
 def test_a_hang_is_reported_at_its_check_and_the_others_still_run(monkeypatch):
     keep_checks(monkeypatch, "states", "link")
     before = sorted(Path(tempfile.gettempdir()).iterdir())
-    report = examine("cpu:0,faulty:0{fault=hangs}", seconds=600.0, limit_seconds=5.0)
+    # Within the limit, a device opens on a busy machine too.
+    report = examine("cpu:0,faulty:0{fault=hangs}", seconds=600.0, limit_seconds=10.0)
     results = list_results(report, "cpu:0", "faulty:0{fault=hangs}")
     assert list(results) == ["states", "link"]
     for name in ("states", "link"):
-        assert (results[name].status, results[name].detail) == ("failed", "hangs: not finished after 5 s")
+        assert (results[name].status, results[name].detail) == ("failed", "hangs: not finished after 10 s")
     assert sorted(Path(tempfile.gettempdir()).iterdir()) == before
 
 

@@ -52,7 +52,8 @@ def read_pins(
         return pin_modules(devices, graph, target, removed, nodes, where)
     patterns = {pattern: str(device) for pattern, device in devices.items()}
     matches = match_names(list(patterns), graph.names, where)
-    if patterns and not any(matches) and are_module_names(patterns):
+    has_nodes = any(matches) or bool(match_removed(list(patterns), removed, where))
+    if patterns and not has_nodes and are_module_names(patterns):
         return pin_modules(patterns, graph, target, removed, nodes, where)
     return _pin_patterns(patterns, matches, graph, target, removed, where)
 
