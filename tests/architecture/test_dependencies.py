@@ -28,7 +28,7 @@ FOLDERS = {
     "runtimes": ("cpu", "gpu", "mpi"),
     "examples": ("cpu", "gpu", "serve", "torch", "train"),
     "benchmarks": ("cpu", "gpu", "dev", "optimum", "zoo"),
-    "tests": ("cpu", "gpu", "dev", "learn", "torch"),
+    "tests": ("cpu", "gpu", "dev", "genai", "learn", "torch"),
     ".ci": ("cpu", "dev"),
     "docs": ("docs",),
 }
