@@ -58,11 +58,13 @@ class MessageBus:
         self.lock = threading.RLock()
         """Guards all calls of MPI."""
         self._status = MPI.Status()
-        self._sending: deque[tuple[Any, Any]] = deque()
+        self._sending: deque[tuple[Any, Any, bool]] = deque()
+        """Sends that are not known to be through: the request of MPI, what is sent, and whether it is long."""
+        self._long_sends = 0
         self._arrivals: dict[int, deque[_Arrival]] = {rank: deque() for rank in range(self.size)}
         self._open_arrivals = 0
-        self.has_begun = threading.Event()
-        """Set when a long message was begun."""
+        self.is_unattended = threading.Event()
+        """Set when the thread that looks for messages begins to compute while some are on their way."""
         self.silent_seconds = [0.0] * self.size
         """Time since the last message of each rank."""
         self._aged = time.monotonic()
@@ -82,9 +84,7 @@ class MessageBus:
     def send_value(self, rank: int, tag: int, data: Any) -> None:
         """Begin to send bytes of a value; they must not be altered any more."""
         with self.lock:
-            self._sending.append((self._value_communicator.Isend([data, self._mpi.BYTE], rank, tag), data))
-        if not isinstance(data, bytes):  # no header
-            self.has_begun.set()
+            self._keep(self._value_communicator.Isend([data, self._mpi.BYTE], rank, tag), data)
 
     def receive_value(self, rank: int, tag: int, buffer: Any) -> Any:
         """Begin to receive bytes of a value, and return the request of MPI; under the lock, as all calls of it."""
@@ -96,10 +96,13 @@ class MessageBus:
             self._send(rank, _HEARTBEAT, np.empty(0, np.uint8))
 
     def _send(self, rank: int, tag: int, data: Any) -> None:
-        request = self._communicator.Isend([data, self._mpi.BYTE], rank, tag)
-        self._sending.append((request, data))
-        if len(data) > _EAGER_BYTES:
-            self.has_begun.set()
+        self._keep(self._communicator.Isend([data, self._mpi.BYTE], rank, tag), data)
+
+    def _keep(self, request: Any, data: Any) -> None:
+        """Keep what is sent until it is through."""
+        is_long = (data.nbytes if hasattr(data, "nbytes") else len(data)) > _EAGER_BYTES
+        self._long_sends += is_long
+        self._sending.append((request, data, is_long))
 
     @property
     def is_sending(self) -> bool:
@@ -108,8 +111,8 @@ class MessageBus:
 
     @property
     def is_moving(self) -> bool:
-        """Return whether messages are on their way, from here or to here."""
-        return bool(self._sending) or self._open_arrivals > 0
+        """Return whether long messages are on their way, from here or to here."""
+        return self._long_sends > 0 or self._open_arrivals > 0
 
     # -- receiving ------------------------------------------------------------------------------------
 
@@ -122,7 +125,7 @@ class MessageBus:
             return False
         try:
             while self._sending and self._sending[0][0].Test():
-                self._sending.popleft()
+                self._long_sends -= self._sending.popleft()[2]
             arrived = False
             while (message := self._communicator.Improbe(status=self._status)) is not None:
                 arrived = True

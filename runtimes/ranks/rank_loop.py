@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from itertools import count
 from typing import Any, Protocol
 
 from onnxplace.bundle import Bundle, Step, list_routes, list_working_devices
@@ -37,6 +38,8 @@ from onnxplace.runtimes.ranks.shared_blocks import MappedBlocks
 from onnxplace.runtimes.ranks.value_channels import Channel, ValueChannels
 from onnxplace.runtimes.ranks.values import decode_value, decode_values, encode_value, encode_values
 from onnxplace.target import Device
+
+LOOKS_PER_LOOK_AHEAD = 10
 
 
 class Waiter(Protocol):
@@ -176,6 +179,12 @@ class RankLoop(ProgramLoop):
         ]
         return Frame("report", fields, buffers)
 
+    def run_segment(self, device: PlacedDevice, segment: OpenSegment, values: dict[str, Any], request: Request) -> None:
+        """Run a segment; the helper has to look for messages meanwhile."""
+        if self._bus.is_moving:
+            self._bus.is_unattended.set()
+        super().run_segment(device, segment, values, request)
+
     def _send(self, device: PlacedDevice, step: Step, value: Any, request: Request) -> None:
         """Send a value to the rank of another device; the send is only begun."""
         rank = self._find_rank(step, request)
@@ -206,13 +215,17 @@ class RankLoop(ProgramLoop):
 
     def _await_channel(self, channel: Channel, request: Request) -> Any:
         """Wait for the value of a channel, and return it."""
-        serial, lock = self._serial, self._bus.lock
+        serial, lock, looks = self._serial, self._bus.lock, count(1)
 
         def is_ready() -> bool:
             with lock:
-                return channel.look(serial) or request.failure is not None
+                if channel.look(serial) or request.failure is not None:
+                    return True
+                if next(looks) % LOOKS_PER_LOOK_AHEAD == 0:  # later values may arrive before this one
+                    self._channels.look(serial)
+                return False
 
-        self._wait(is_ready, lambda: channel.is_arriving)
+        self._wait(is_ready, lambda: channel.is_arriving or self._channels.is_arriving)
         if request.failure is not None:
             raise CancelledError
         return channel.take()

@@ -8,10 +8,8 @@ this rank is alive.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
-import signal
 import socket
 import sys
 import threading
@@ -26,6 +24,7 @@ from onnxplace.machine import pin_thread
 from onnxplace.runtimes.ranks.frames import BETWEEN_RANKS, Frame, FrameSocket, PackedFrame
 from onnxplace.runtimes.ranks.message_bus import MessageBus
 from onnxplace.runtimes.ranks.opening import Opening, describe_error
+from onnxplace.runtimes.ranks.process_settings import end_with_parent, sleep_exactly
 from onnxplace.runtimes.ranks.rank_loop import RankLoop, open_rank
 from onnxplace.runtimes.ranks.rank_socket import connect_rank
 
@@ -34,9 +33,8 @@ from onnxplace.runtimes.ranks.rank_socket import connect_rank
 SPIN_SECONDS, NAP_SECONDS, LONG_WAIT_SECONDS, LONG_NAP_SECONDS, IDLE_SECONDS = 200e-6, 20e-6, 5e-3, 100e-6, 0.05
 # It looks without pause where messages are on their way, which some of MPI's ways of sending need both ends for.
 NEAR_SECONDS = 10e-3
-# Pauses of the helper: when messages have begun to move, while some still do, while none do and the main thread
-# computes, and while that waits. A look takes some 50 us of the core, as data of the main thread replaced those
-# of the helper in its caches.
+# Pauses of the helper: when messages have begun to move, while some still do, while none do, and while the main thread
+# waits. A look takes some 50 us of the core, as data of the main thread replaced those of the helper in its caches.
 QUICK_SECONDS, HELPER_SECONDS, CALM_SECONDS, IDLE_HELPER_SECONDS, LOOKS_PER_CHECK = 200e-6, 1e-3, 5e-3, 1.5e-3, 20
 # Messages that still move after this time may wait for the other side.
 QUICK_LOOKS_SECONDS = 8e-3
@@ -69,6 +67,8 @@ class RankProcess:
         self._ended = threading.Event()
         self._is_awaited: Callable[[], bool] | None = None
         """What the main thread waits for while only the helper looks."""
+        self._is_looking = False
+        """Whether the main thread looks for messages."""
         self._asked_time = 0.0
         """When another rank last asked for the time."""
         self._still_time = 0.0
@@ -175,27 +175,32 @@ class RankProcess:
         naps = spins or self._driver is None or self._is_relay
         began = far_time = time.perf_counter()
         while not is_ready():
+            self._is_looking = True
             self._look()
             now = time.perf_counter()
             waited = now - began
+            if spins and waited < SPIN_SECONDS:
+                continue
             if not (is_near() or self.bus.is_sending):
                 far_time = now
-            if (spins and waited < SPIN_SECONDS) or 0.0 < now - far_time < NEAR_SECONDS:
+            elif now - far_time < NEAR_SECONDS:
                 continue
             if naps and waited < IDLE_SECONDS:
                 time.sleep(NAP_SECONDS if waited < LONG_WAIT_SECONDS else LONG_NAP_SECONDS)
                 continue
+            self._is_looking = False
             self._wakeup.clear()
             self._is_awaited = is_ready if naps else None
             if not is_ready():
                 self._wakeup.wait(1.0)
             self._is_awaited = None
+        self._is_looking = False
 
     # -- threads ------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Serve the driver until it closes the session."""
-        _sleep_exactly()
+        sleep_exactly()
         threads = [threading.Thread(target=self._help, daemon=True, name="onnxplace helper")]
         if self._driver is not None:
             threads.append(threading.Thread(target=self._read_driver, daemon=True, name="onnxplace reader"))
@@ -303,7 +308,8 @@ class RankProcess:
             while not self._ended.is_set():
                 for _ in range(LOOKS_PER_CHECK):
                     self._pause()
-                    self._look_for_main()
+                    if not self._is_looking:
+                        self._look_for_main()
                 self.bus.add_silence()
                 if time.monotonic() >= next_heartbeat:
                     next_heartbeat = time.monotonic() + HEARTBEAT_SECONDS
@@ -315,20 +321,18 @@ class RankProcess:
 
     def _pause(self) -> None:
         """Let the helper sleep until it is worth a look."""
-        bus, loop = self.bus, self._loop
-        bus.has_begun.clear()
-        now = time.monotonic()
+        bus, loop, now = self.bus, self._loop, time.monotonic()
+        bus.is_unattended.clear()
         if now - self._asked_time < QUICK_LOOKS_SECONDS:  # the next question follows the answer
             time.sleep(QUICK_SECONDS)
-            return
-        if bus.is_moving or (loop is not None and loop.is_receiving):
+        elif not self._is_looking and (bus.is_moving or (loop is not None and loop.is_receiving)):
             time.sleep(QUICK_SECONDS if now - self._still_time < QUICK_LOOKS_SECONDS else HELPER_SECONDS)
-            return
-        if self._is_awaited is not None:
-            time.sleep(IDLE_HELPER_SECONDS)
         else:
-            bus.has_begun.wait(CALM_SECONDS)
-        self._still_time = time.monotonic()
+            if self._is_awaited is not None:
+                time.sleep(IDLE_HELPER_SECONDS)
+            else:
+                bus.is_unattended.wait(CALM_SECONDS)
+            self._still_time = time.monotonic()
 
     def _say_alive(self) -> None:
         """Send a heartbeat: to rank 0, or from rank 0 to all and the driver."""
@@ -366,29 +370,9 @@ class RankProcess:
             os._exit(1)
 
 
-def _sleep_exactly() -> None:
-    """Let naps of this thread, and of threads that it starts, take no longer than asked, and keep freed memory.
-
-    Linux lengthens naps by 50 us. glibc maps large arrays anew each time, and touching them costs more than copying.
-    """
-    set_timer_slack, trim_threshold, map_threshold = 29, -1, -3
-    with suppress(OSError, AttributeError):  # another system or C library
-        library = ctypes.CDLL(None)
-        library.prctl(set_timer_slack, 1, 0, 0, 0)
-        library.mallopt(trim_threshold, 1 << 30)
-        library.mallopt(map_threshold, 32 << 20)
-
-
-def _end_with_parent() -> None:
-    """Let this process be killed when its parent ends, where the system can: a launcher may end its children only."""
-    set_parent_death_signal = 1
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
-
-
 def main() -> None:
     """Serve as a rank of the session whose socket is the argument."""
-    _end_with_parent()
+    end_with_parent()
     from mpi4py import MPI
 
     rank, connected = MPI.COMM_WORLD.rank, int(sys.argv[2]) if len(sys.argv) > 2 else 1
