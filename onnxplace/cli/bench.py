@@ -66,6 +66,7 @@ MAX_TRACED = 20
 )  # fmt: skip
 @with_runtime
 @click.option("--no-memory", is_flag=True, help="Do not measure memory, which needs a process for each device.")
+@click.option("--record", is_flag=True, help="Write the times of segments into BUNDLE: predictions then follow them.")
 @click.option("--max-ratio", type=float, metavar="R", help="Exit 1 if the bundle takes more than R times the model.")
 @seed_option
 @with_operator_libraries
@@ -80,6 +81,7 @@ def bench(
     in_flight: int,
     trace: Path | None,
     no_memory: bool,
+    record: bool,
     max_ratio: float | None,
     seed: int,
     json_: bool,
@@ -92,7 +94,7 @@ def bench(
     the peak memory of each device, with the runtime onnxruntime only.
     """
     from onnxplace.api import load
-    from onnxplace.evaluation import choose_step_inputs, measure_usage
+    from onnxplace.evaluation import choose_step_inputs, measure_usage, record_trial
     from onnxplace.serving import check_in_flight
     from onnxplace.traces import compare_timelines, predict_stream, predict_timelines
     from onnxplace.utils import require_writable
@@ -111,7 +113,12 @@ def bench(
             hint="omit it",
         )
     steps = choose_step_inputs(opened, inputs, parse_shape(shape), seed)
+    other_sizes = _report_other_sizes(opened, steps.first)
+    if record and other_sizes:
+        raise UsageError("U113", other_sizes[0].message, where="--record", hint=other_sizes[0].hint)
     with show_progress(json_, "timing steps", similar=True) as observer:
+        if record:
+            opened = record_trial(opened, steps.first, runtime)
         times, copies = _time_steps(opened, against, steps, repeat, in_flight, session_options)
         with_memory = not no_memory and session_options["runtime"] == "onnxruntime"
         rounds = min(repeat, MAX_TRACED)
@@ -123,7 +130,7 @@ def bench(
     ratio = times["bundle"].median_seconds / times["model"].median_seconds
     note_left_out_copies(copies)
     reported = _predict_copies(opened, len(copies)) if copies else opened
-    print_notes([*_report_other_sizes(opened, steps.first), *usage.notes])
+    print_notes([*other_sizes, *usage.notes])
     with suppress(BrokenPipeError):  # the exit code still tells the result
         if json_:
             entries = {"copies": [asdict(copy) for copy in copies]} if copies else {}

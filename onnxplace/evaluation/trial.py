@@ -214,6 +214,31 @@ def replace_manifest(bundle: Bundle, manifest: Manifest) -> Bundle:
     return Bundle(bundle.path, manifest)
 
 
+def record_trial(bundle: Bundle, feeds: Mapping[str, Array], runtime: Runtime) -> Bundle:
+    """Run a bundle in a trial where it is used, such as on several hosts, and write the times into its manifest.
+
+    Predictions then follow these times. An earlier trial is replaced.
+
+    Args:
+        bundle: It is replaced on the disk, by name and at once.
+        feeds: Inputs of the sizes that the bundle was compiled for, states included.
+        runtime: What runs it.
+
+    Raises ExecutionError if a segment fails, TargetError if a device is missing, UsageError if the manifest cannot be
+    written.
+    """
+    (trial,) = run_trials([bundle], feeds, runtime=runtime)
+    manifest, earlier = bundle.manifest, bundle.manifest.trial
+    if earlier is not None:
+        planned = [
+            item if item.planned_seconds is None else item.model_copy(update={"seconds": item.planned_seconds})
+            for item in manifest.segments
+        ]
+        predicted = manifest.predicted.model_copy(update={"step_seconds": earlier.planned_seconds})
+        manifest = manifest.model_copy(update={"segments": tuple(planned), "predicted": predicted})
+    return replace_manifest(bundle, apply_trial(manifest, trial))
+
+
 class _TrialSession:
     """An open bundle and the times of its steps."""
 

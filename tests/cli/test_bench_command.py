@@ -243,3 +243,37 @@ def test_weights_outside_the_bundle_are_found_by_each_process(run_cli, tmp_path,
     assert onnxplace.load(bundle).manifest.linked
     data = bench(run_cli, bundle, "--repeat", "1")
     assert all(device["peak_bytes"] is not None for device in data["devices"])
+
+
+def chain_bundle(folder):
+    model = parsed("m (float[n] x) => (float[n] y) { a = Neg(x) b = Exp(a) y = Neg(b) }")
+    for node in model.graph.node:
+        node.name = node.output[0]
+    return compiled_from(model, folder, {"b": "cpu:1", ".*": "cpu:0"}, shape={"n": 64})
+
+
+@pytest.mark.parametrize("options", [(), ("--runtime", "mpi", "--hosts", "localhost:2")], ids=["threads", "mpi"])
+def test_recorded_times_become_the_prediction_and_the_planned_ones_stay(run_cli, tmp_path, options):
+    if options:
+        pytest.importorskip("mpi4py")
+    path = chain_bundle(tmp_path)
+    planned = onnxplace.load(path).manifest
+    assert planned.trial is None
+    for _ in range(2):  # the second trial replaces the first
+        data = bench(run_cli, path, *QUICK, "--record", *options)
+        manifest = onnxplace.load(path).manifest
+        assert manifest.trial is not None
+        assert manifest.trial.planned_seconds == planned.predicted.step_seconds
+        assert [item.planned_seconds for item in manifest.segments] == [item.seconds for item in planned.segments]
+        assert all(item.seconds != item.planned_seconds for item in manifest.segments)
+        assert data["predicted_seconds"] == manifest.predicted.step_seconds != planned.predicted.step_seconds
+    assert run_cli("verify", path).code == 0
+
+
+def test_times_of_other_sizes_are_not_recorded(run_cli, tmp_path):
+    path = chain_bundle(tmp_path)
+    before = (path / "manifest.json").read_bytes()
+    result = run_cli("bench", path, *QUICK, "--record", "--shape", "n=65")
+    assert result.code == 2
+    assert "error[U113] --record: predictions are for n=64, and the inputs have n=65" in result.err
+    assert (path / "manifest.json").read_bytes() == before
