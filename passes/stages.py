@@ -9,7 +9,7 @@ import numpy as np
 from annotated_types import Ge
 
 from onnxplace.errors import Diagnostic, InfeasibleError
-from onnxplace.facts import Placement, Profile, Schedule
+from onnxplace.facts import Placement, Profile, Schedule, Shards
 from onnxplace.graph import Ints, Longs
 from onnxplace.passes.placement.stages import (
     DUPLEX,
@@ -53,7 +53,8 @@ class Stages(Pass):
     provides: ClassVar[tuple[type, ...]] = (Placement, Schedule)
 
     contiguous: bool = True
-    """Values run from earlier to later stages only; without it, a device may hold any groups."""
+    """Values run from earlier to later stages only; without it, or if parts of split operators do not allow
+    it, a device may hold any groups."""
     load: Literal["max", "sum"] = "max"
     """A device computes while it transfers (max), or one after the other (sum)."""
     seconds: Annotated[float, Ge(0)] = 10.0
@@ -75,11 +76,13 @@ class Stages(Pass):
             return commit_placement(state, problem, no_devices, np.zeros(0), self.name)
         deadline = budget_clock() + self.seconds
         best = self._split_contiguously(state, problem, deadline)
-        if not self.contiguous:
+        # Parts of split operators have their devices, between which values may run back and forth.
+        is_contiguous = self.contiguous and (best is not None or Shards not in state)
+        if not is_contiguous:
             best = self._move_groups(state, problem, best, deadline)
         if best is None:
             raise out_of_memory_error(problem, self.name)
-        return best.state.saying(self._describe_result(problem, best))
+        return best.state.saying(self._describe_result(problem, best, is_contiguous))
 
     def _transfer_rule(self, problem: PlacementProblem) -> int:
         if self.load == "sum":
@@ -157,10 +160,10 @@ class Stages(Pass):
                 best, home = better, candidate
         return None if best is None else _StagePlan(best.state, best.device, best.interval_seconds, 0.0)
 
-    def _describe_result(self, problem: PlacementProblem, best: _StagePlan) -> Diagnostic:
+    def _describe_result(self, problem: PlacementProblem, best: _StagePlan, is_contiguous: bool) -> Diagnostic:
         loads = steady_state_loads(problem.graph, problem.seconds, problem.target, best.device, self.load)
         index, what = loads.largest
-        kind = "contiguous" if self.contiguous else "not necessarily contiguous"
+        kind = "contiguous" if is_contiguous else "not necessarily contiguous"
         if best.bound_seconds >= best.interval_seconds * (1 - 1e-9):
             proof = "optimal"
         elif best.bound_seconds > 0:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from onnx import parser
@@ -110,3 +111,20 @@ def test_expensive_operators_that_stay_whole_are_named():
     notes = [note for note in compiled(model, fast_target(64, 64)).diagnostics if note.code == "P061"]
     assert len(notes) == 1
     assert "CumSum" in notes[0].message
+
+
+def test_stages_of_split_operators_around_a_whole_one_are_not_contiguous():
+    # Along an axis that only the caller knows, a cumulative sum cannot be split: values run to it and back.
+    model = mlp()
+    model.graph.input.append(onnx.helper.make_tensor_value_info("axis", onnx.TensorProto.INT64, []))
+    index = len(model.graph.node) // 2
+    hidden = model.graph.node[index].input[0]
+    model.graph.node.insert(index, onnx.helper.make_node("CumSum", [hidden, "axis"], ["sums"], name="sums"))
+    model.graph.node[index + 1].input[0] = "sums"
+    feeds = {"x": np.zeros((128, 512), np.float32), "axis": np.array(1)}
+    shard = "shard{ways=2,stages=1,exact=true}"
+    steps = f"optimize,profile{{estimate=true}},{shard},coplace,fuse,stages,split,emit"
+    result = compiled(model, fast_target(8, 8), pipeline=steps, inputs=feeds)
+    assert result.bundle.manifest.sharding is not None
+    (note,) = [note for note in result.diagnostics if note.code == "P030"]
+    assert "not necessarily contiguous" in note.message
