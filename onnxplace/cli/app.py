@@ -300,6 +300,8 @@ def entry() -> None:
         signal.signal(signal.SIGINT, _handle_signal)
     try:
         code = main()
+    except KeyboardInterrupt:  # a second one, while the first was handled
+        code = _print_interruption(signal.SIGINT, json_=False)
     except Exception as defect:  # noqa: BLE001 - Python's own exit code for it is 1, which means a failed comparison
         code = _print_defect(defect)
     try:
