@@ -18,16 +18,13 @@ from contextlib import suppress
 
 from onnxplace.errors import OnnxplaceError
 from onnxplace.hosts import Connection
-from onnxplace.runtimes.ranks.launcher import Launcher
+from onnxplace.runtimes.ranks.launcher import RANK_MODULE, REPORTING_SECONDS, Launcher
 from onnxplace.runtimes.ranks.rank_socket import RankSocket
 
-RANK_MODULE = "onnxplace.runtimes.ranks.rank_process"
 # In front of all frames: what a shell prints before is skipped.
 GREETING = b"\0onnxplace frames\n"
 # The driver says that it lives each few seconds; without that, its host or the network has failed.
 ALIVE_SECONDS, MAX_SILENT_SECONDS = 5.0, 30.0
-# Time for the launcher to end after rank 0, and to say why.
-REPORTING_SECONDS = 2.0
 _PIECE_BYTES = 1 << 20
 _INPUT, _OUTPUT = 0, 1
 

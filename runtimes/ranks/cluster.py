@@ -23,17 +23,14 @@ from onnxplace.errors import ExecutionError, InputError, TargetError
 from onnxplace.hosts import INSTALL_HINT, Connection, find_mpi_cause, find_rank_end
 from onnxplace.runtimes.ranks.distribution import read_piece
 from onnxplace.runtimes.ranks.frames import Frame, FrameSocket, FrameSockets, RankTick
-from onnxplace.runtimes.ranks.launcher import CLOSING_SECONDS, Launcher
+from onnxplace.runtimes.ranks.launcher import CLOSING_SECONDS, RANK_MODULE, REPORTING_SECONDS, Launcher
 from onnxplace.runtimes.ranks.opening import Opening, rebuild_error
 from onnxplace.runtimes.ranks.plan import RankPlan
 from onnxplace.runtimes.ranks.rank_socket import RankSocket
 from onnxplace.runtimes.ranks.shared_blocks import SharedBlocks
 
-RANK_MODULE = "onnxplace.runtimes.ranks.rank_process"
 # Rank 0 says that it is alive four times a second.
 MAX_SILENT_SECONDS = 2.5
-# Time for the launcher to say which rank has died; it takes a tenth of that where processors are free.
-REPORTING_SECONDS = 2.0
 NEW_SESSION_HINT = "open a new session"
 
 OPEN_CLUSTERS: weakref.WeakSet[Cluster] = weakref.WeakSet()
@@ -120,7 +117,7 @@ class Cluster:
         OPEN_CLUSTERS.add(self)
 
     def _check_start(self, deadline: float) -> None:
-        """Raise ExecutionError if rank 0 does not start any more."""
+        """Raise ExecutionError if the ranks of this machine do not start any more."""
         assert self._launcher is not None
         if not self._launcher.is_running:
             raise self.describe_end()

@@ -24,7 +24,7 @@ _PREFIX = struct.Struct("<IIi")
 BETWEEN_RANKS = -1
 # A frame with more is refused: the other side is not ours.
 MAX_TEXT_BYTES, MAX_BUFFERS = 256 << 20, 1 << 20
-# Buffers up to this size are sent in one piece with the header.
+# Buffers, and values, up to this size are sent in one piece with their header.
 MAX_JOINED_BYTES = 16 << 10
 _READ_BYTES = 64 << 10
 # How often a reader that waits looks after other things; a slice counts as at most this long, so that a process that

@@ -13,6 +13,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+# What each rank runs.
+RANK_MODULE = "onnxplace.runtimes.ranks.rank_process"
+# Time for the launcher to end after a rank, and to say which; it takes a tenth of that where processors are free.
+REPORTING_SECONDS = 2.0
 # Time to end: after ranks were asked to, after the launcher was asked to, and after it was killed.
 CLOSING_SECONDS, TERMINATING_SECONDS, KILLING_SECONDS = 1.0, 0.4, 0.3
 _LOOK_SECONDS = 0.005

@@ -39,6 +39,7 @@ from onnxplace.runtimes.ranks.value_channels import Channel, ValueChannels
 from onnxplace.runtimes.ranks.values import decode_value, decode_values, encode_value, encode_values
 from onnxplace.target import Device
 
+# A look for later values delays the value that is awaited by some us.
 LOOKS_PER_LOOK_AHEAD = 10
 
 

@@ -69,7 +69,7 @@ class RankProcess:
         """What the main thread waits for while only the helper looks."""
         self._is_looking = False
         """Whether the main thread looks for messages."""
-        self._asked_time = 0.0
+        self._clock_question_time = 0.0
         """When another rank last asked for the time."""
         self._still_time = 0.0
         """When the helper last saw no message on its way."""
@@ -98,7 +98,7 @@ class RankProcess:
             self._loop.accept_value(frame)
         elif frame.kind == "clock":
             if self.bus.rank == 0:  # it knows the driver's clock
-                self._asked_time = time.monotonic()
+                self._clock_question_time = time.monotonic()
                 offset = self._loop.clock_offset_seconds if self._loop is not None else 0.0
                 self.bus.send(source, Frame("clock", {"seconds": time.perf_counter() - offset}))
             else:
@@ -323,7 +323,7 @@ class RankProcess:
         """Let the helper sleep until it is worth a look."""
         bus, loop, now = self.bus, self._loop, time.monotonic()
         bus.is_unattended.clear()
-        if now - self._asked_time < QUICK_LOOKS_SECONDS:  # the next question follows the answer
+        if now - self._clock_question_time < QUICK_LOOKS_SECONDS:  # the next question follows the answer
             time.sleep(QUICK_SECONDS)
         elif not self._is_looking and (bus.is_moving or (loop is not None and loop.is_receiving)):
             time.sleep(QUICK_SECONDS if now - self._still_time < QUICK_LOOKS_SECONDS else HELPER_SECONDS)

@@ -25,11 +25,10 @@ from onnxplace.bundle import Manifest
 from onnxplace.feeds import numpy_type
 from onnxplace.runtimes.execution import is_native_type
 from onnxplace.runtimes.ranks.data_planes import DeviceArray
+from onnxplace.runtimes.ranks.frames import MAX_JOINED_BYTES
 from onnxplace.runtimes.ranks.message_bus import MessageBus
 from onnxplace.runtimes.ranks.values import flatten
 
-# Bytes that are sent together with their header, at most.
-MAX_JOINED_BYTES = 16 << 10
 # Values that a rank expects at once.
 EXPECTED_VALUES = 2
 # Each value has a tag for headers, and one for bytes.

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 from hypothesis import given, strategies as st
 
-from onnxplace.runtimes.ranks.value_channels import MAX_JOINED_BYTES, ValueChannels
+from onnxplace.runtimes.ranks.frames import MAX_JOINED_BYTES
+from onnxplace.runtimes.ranks.value_channels import ValueChannels
 
 DTYPES = {
     "tensor(float)": np.float32,

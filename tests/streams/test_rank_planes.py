@@ -15,7 +15,7 @@ import onnxplace
 from onnxplace.hosts import Connection
 from onnxplace.runtimes import mpi
 from onnxplace.runtimes.ranks import data_planes
-from onnxplace.runtimes.ranks.value_channels import MAX_JOINED_BYTES
+from onnxplace.runtimes.ranks.frames import MAX_JOINED_BYTES
 from tests.support.two_hosts import compile_alternating
 
 pytest.importorskip("mpi4py")
