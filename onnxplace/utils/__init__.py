@@ -10,11 +10,7 @@ if TYPE_CHECKING:
         map_arrays as map_arrays,
         write_arrays as write_arrays,
     )
-    from onnxplace.utils.callbacks import (
-        Callbacks as Callbacks,
-        call_guarded as call_guarded,
-        start_thread as start_thread,
-    )
+    from onnxplace.utils.callbacks import Callbacks as Callbacks, call_guarded as call_guarded
     from onnxplace.utils.docstrings import read_field_docs as read_field_docs
     from onnxplace.utils.files import (
         cannot_write_error as cannot_write_error,
@@ -64,12 +60,13 @@ if TYPE_CHECKING:
         run_in_child as run_in_child,
         start_child as start_child,
     )
+    from onnxplace.utils.threads import run_in_threads as run_in_threads, start_thread as start_thread
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "array_files": "ArrayFile map_arrays write_arrays",
-        "callbacks": "Callbacks call_guarded start_thread",
+        "callbacks": "Callbacks call_guarded",
         "docstrings": "read_field_docs",
         "files": (
             "cannot_write_error disk_error format_path is_disk_full open_input parse_json read_bytes read_json "
@@ -82,5 +79,6 @@ __getattr__, __dir__, __all__ = attach(
         "progress": "ProgressObserver observe_progress progress_part report_progress report_time_limit",
         "renames": "exchange_names rename_new",
         "subprocesses": "ChildProcess run_in_child start_child",
+        "threads": "run_in_threads start_thread",
     },
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import queue
 import threading
@@ -10,6 +9,8 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+
+from onnxplace.utils.threads import start_thread
 
 # At its end, the interpreter waits this long for pending callbacks.
 EXIT_SECONDS = 10.0
@@ -26,30 +27,6 @@ def call_guarded(callback: Callable[..., object], *arguments: object) -> None:
             )
         except BaseException:  # noqa: BLE001 - a user's hook may fail, too
             traceback.print_exc()
-
-
-def start_thread(thread: threading.Thread) -> None:
-    """Start a thread safely, even if a signal interrupts the main thread.
-
-    `Thread.start` waits on a `threading.Condition`. An interrupt at a bad moment leaves its lock locked forever, and
-    the new thread hangs before it begins. Only the main thread handles signals, so another thread does the waiting.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        thread.start()
-        return
-    problems: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-    _thread.start_new_thread(_start_and_report, (thread, problems))
-    if (problem := problems.get()) is not None:
-        raise problem
-
-
-def _start_and_report(thread: threading.Thread, problems: queue.SimpleQueue[BaseException | None]) -> None:
-    """Start a thread; put the exception, or None, into `problems`."""
-    try:
-        thread.start()
-        problems.put(None)
-    except BaseException as problem:  # noqa: BLE001 - raised again in the main thread
-        problems.put(problem)
 
 
 # Functions to call; None ends the thread.

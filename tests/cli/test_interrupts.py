@@ -15,7 +15,8 @@ pytestmark = pytest.mark.usefixtures("no_gpus")
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to a single process there")
 def test_ctrl_c_while_profiling_leaves_nothing(model_file):
     folder = model_file.parent
-    pipeline = "optimize,profile{repeat=1000000000,seconds=60},m-etf,split,emit"
+    # A tolerance of 0: otherwise it stops as soon as it is sure, and may have ended before Ctrl-C.
+    pipeline = "optimize,profile{repeat=1000000000,seconds=60,tolerance=0},m-etf,split,emit"
     process = run_script(folder, "compile", model_file, *SHAPE, "--pipeline", pipeline)
     patience = time.monotonic() + 30
     while not any((folder / "tmp").iterdir()) and process.poll() is None and time.monotonic() < patience:

@@ -22,9 +22,11 @@ LINE_SECONDS = progress.LINE_SECONDS  # as users have it; tests never print such
 
 @pytest.fixture
 def graph_file(tmp_path):
-    nodes = [{"id": str(index), "compute_time_us": 10.0 + index, "output_bytes": 8} for index in range(60)]
-    edges = [{"src": str(index), "dst": str(index + 1), "bytes": 8} for index in range(59)]
-    data = {"devices": [{"id": name, "memory_bytes": 1 << 20} for name in "ab"], "nodes": nodes, "edges": edges}
+    """A graph whose bound no placement reaches: a search ends with its time."""
+    nodes = [{"id": str(index), "compute_time_us": 10.0 + index * 7 % 13, "output_bytes": 8} for index in range(60)]
+    links = [(index, index + step) for step in (4, 5, 7) for index in range(60 - step)]
+    edges = [{"src": str(source), "dst": str(target), "bytes": 10_000_000} for source, target in links]
+    data = {"devices": [{"id": name, "memory_bytes": 1 << 30} for name in "ab"], "nodes": nodes, "edges": edges}
     (tmp_path / "graph.json").write_text(json.dumps(data))
 
 

@@ -46,3 +46,37 @@ run_highs(program)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_an_interrupt_stops_a_program_that_takes_long():
+    """A market split (Cornuéjols and Dawande 1998) of this size keeps a solver busy for hours."""
+    script = """
+import signal, threading
+import highspy, numpy as np
+from onnxplace.utils import run_highs
+
+rows, columns = 6, 60
+weights = np.random.default_rng(0).integers(1, 100, (rows, columns))
+program = highspy.HighsLp()
+program.num_col_, program.num_row_ = columns + 2 * rows, rows
+program.col_cost_ = np.r_[np.zeros(columns), np.ones(2 * rows)]
+program.col_lower_ = np.zeros(columns + 2 * rows)
+program.col_upper_ = np.r_[np.ones(columns), np.full(2 * rows, highspy.kHighsInf)]
+program.row_lower_ = program.row_upper_ = (weights.sum(axis=1) // 2).astype(float)
+program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+dense = np.hstack([weights, np.eye(rows), -np.eye(rows)])
+program.a_matrix_.start_ = np.r_[0, np.cumsum((dense != 0).sum(axis=1))].astype(np.int32)
+program.a_matrix_.index_ = np.nonzero(dense)[1].astype(np.int32)
+program.a_matrix_.value_ = dense[dense != 0]
+kinds = highspy.HighsVarType
+program.integrality_ = [kinds.kInteger] * columns + [kinds.kContinuous] * (2 * rows)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts us in the background ignores it
+main = threading.main_thread().ident
+threading.Timer(1.0, signal.pthread_kill, (main, signal.SIGINT)).start()
+try:
+    run_highs(program)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("interrupted\n", "")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -26,6 +26,7 @@ from onnxplace.passes.placement.search.coarsening import Level
 from onnxplace.passes.placement.search.decode_kernels import Wiring, build_wiring, decode, new_scratch, run_order
 from onnxplace.passes.placement.search.heft_kernels import critical_path_plan
 from onnxplace.problem import PlacementProblem, sort_by_start
+from onnxplace.utils import run_in_threads
 
 # The temperature at the start of a search, as a share of the step.
 START_TEMPERATURE = 4e-4
@@ -92,12 +93,14 @@ class Budget:
 
     seconds: float
     proposals: int
+    cancelled: threading.Event = field(default_factory=threading.Event, compare=False)
+    """Once set, searches with this budget, or a part of it, end."""
 
     def __str__(self) -> str:
         return f" within {self.seconds:g} s" if self.seconds else ""
 
     def part(self, share: float) -> Budget:
-        return Budget(self.seconds * share, int(np.ceil(self.proposals * share)))
+        return replace(self, seconds=self.seconds * share, proposals=int(np.ceil(self.proposals * share)))
 
 
 def evaluate_candidate(space: SearchSpace, name: str, device: Ints, order: Ints) -> Candidate | None:
@@ -167,7 +170,7 @@ def improve(
     while (proposals := int(walk.counts[PROPOSALS])) < max_proposals and walk.times[BEST_MAKESPAN] > goal:
         now = time.perf_counter()
         clock_progress = (now - start_time) / budget.seconds if budget.seconds else 0.0
-        if clock_progress >= 1.0:
+        if clock_progress >= 1.0 or budget.cancelled.is_set():
             break
         # Cool by the count while the count will end the search: then nothing depends on the clock.
         count_progress, step = proposals / max_proposals, 1.0 / max_proposals
@@ -242,7 +245,7 @@ def explore(
         jobs.append(lambda: improve(spaces[0], promising, first, seed, goal=goal))
     if len(jobs) < 2:
         jobs.append(lambda: improve(spaces[0], best, first, seed, goal=goal))
-    results = _run_in_parallel(jobs)
+    results = run_in_threads(jobs, budget.cancelled.set)
     proposals = sum(count for _, count in results)
     best = min([best, *(candidate for candidate, _ in results)], key=lambda candidate: candidate.seconds)
     best, further = _improve_twice(spaces[0], best, second, seed + 2, START_TEMPERATURE / 4, goal)
@@ -262,10 +265,11 @@ def _improve_twice(
     space: SearchSpace, start: Candidate, budget: Budget, seed: int, temperature: float, goal: float
 ) -> tuple[Candidate, int]:
     """Run two searches from one candidate, at two temperatures; return the better result and all proposals."""
-    results = _run_in_parallel([
+    searches = [
         lambda: improve(space, start, budget, seed, temperature, goal),
         lambda: improve(space, start, budget, seed + 1, START_TEMPERATURE, goal),
-    ])  # fmt: skip
+    ]
+    results = run_in_threads(searches, budget.cancelled.set)
     best = min((candidate for candidate, _ in results), key=lambda candidate: candidate.seconds)
     return best, sum(proposals for _, proposals in results)
 
@@ -341,9 +345,3 @@ def _search_levels(
 def _compile_loops(space: SearchSpace, start: Candidate) -> None:
     """Compile the loops before the clock runs."""
     improve(space, start, Budget(0, 1), 0)
-
-
-def _run_in_parallel(jobs: Sequence[Callable[[], tuple[Candidate, int]]]) -> list[tuple[Candidate, int]]:
-    """Run searches at the same time; compiled loops do not hold the interpreter's lock."""
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        return [job.result() for job in [pool.submit(job) for job in jobs]]

@@ -425,3 +425,16 @@ def test_one_of_the_first_searches_starts_from_a_promising_candidate(monkeypatch
     assert coarsest in searched
     assert explored.best.seconds < candidate.seconds
     assert len([nodes for nodes, _ in starts if nodes == finer]) == (1 if is_promising else 2)
+
+
+@given(problems(facts=(Profile, Groups)), seeds)
+def test_a_search_with_a_cancelled_budget_ends(problem, seed):
+    space = SearchSpace(problem)
+    start = decode_candidate(
+        space, "random", place_at_random(problem, np.random.default_rng(seed)), np.zeros(len(problem.graph)), 1.0
+    )
+    budget = Budget(0, 0)
+    budget.cancelled.set()
+    best, proposals = improve(space, start, budget.part(0.5), 7)
+    assert proposals == 0
+    assert best.seconds <= start.seconds

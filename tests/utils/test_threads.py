@@ -1,0 +1,46 @@
+"""Jobs in threads stop when the main thread is interrupted, or when one of them fails."""
+
+import signal
+import threading
+
+import pytest
+
+from onnxplace.utils import run_in_threads
+
+
+def test_results_come_in_the_order_of_the_jobs():
+    second_is_done = threading.Event()
+
+    def finish_last():
+        assert second_is_done.wait(30)
+        return "first"
+
+    def finish_first():
+        second_is_done.set()
+        return "second"
+
+    assert run_in_threads([finish_last, finish_first], stop=lambda: None) == ["first", "second"]
+
+
+@pytest.mark.parametrize("problem", [KeyboardInterrupt, ValueError])
+def test_a_job_that_fails_stops_the_others(problem):
+    stopped = threading.Event()
+
+    def fail():
+        raise problem
+
+    with pytest.raises(problem):
+        run_in_threads([fail, lambda: stopped.wait(30)], stop=stopped.set)
+    assert stopped.is_set()
+
+
+def test_an_interrupt_while_waiting_stops_all_jobs():
+    stopped = threading.Event()
+
+    def interrupt():
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        return stopped.wait(30)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_in_threads([interrupt, lambda: stopped.wait(30)], stop=stopped.set)
+    assert stopped.is_set()
