@@ -68,7 +68,7 @@ def copy_whole_model(
 def annotate_nodes(proto: ModelProto, models: BundleModels) -> None:
     """Add the device of each node: as a sharding specification of its outputs, and as metadata.
 
-    The stage of a node is the number of times that the longest path to it changes the device.
+    They replace what the model that was compiled said of devices. The stage of a node is the number of times that the longest path to it changes the device.
     """
     devices = [device.id for device in models.bundle.target.devices]
     stages = number_stages(models.manifest)
@@ -76,6 +76,9 @@ def annotate_nodes(proto: ModelProto, models: BundleModels) -> None:
     proto.ir_version = max(proto.ir_version, MIN_IR_VERSION)
     proto.configuration.append(DeviceConfigurationProto(name=CONFIGURATION, num_devices=len(devices), device=devices))
     for node in proto.graph.node:
+        others = [entry for entry in node.metadata_props if entry.key not in (DEVICE_KEY, SEGMENT_KEY)]
+        del node.device_configurations[:], node.metadata_props[:]
+        node.metadata_props.extend(others)
         if (record := segment_of.get(node.name)) is None:  # it only renames an output
             continue
         entry = node.device_configurations.add(configuration_id=CONFIGURATION, pipeline_stage=stages[record.id])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from onnxplace.bundle import Manifest
-from onnxplace.errors import Diagnostic, InputError, UsageError, format_names
+from onnxplace.errors import Diagnostic, InputError, UsageError, format_names, format_value
 from onnxplace.export.bundle_models import BundleModels, SegmentModel
 from onnxplace.export.exporting import note_routes, require_one_host
 from onnxplace.export.options import ExportOptions
@@ -67,6 +67,10 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(model, dict) or not isinstance(model.get("decoder"), dict):
         hint = "expected an object with model.decoder"
         raise InputError("I018", "not a genai_config.json", where=format_path(path), hint=hint)
+    for key in ("inputs", "outputs"):
+        if not isinstance(names := model["decoder"].get(key, {}), dict):
+            message = f"expected names of tensors in model.decoder.{key}, got {format_value(names)}"
+            raise InputError("I018", message, where=format_path(path), hint='write it like {"input_ids": "tokens"}')
     return dict(config)
 
 
@@ -84,10 +88,14 @@ def require_decoder(manifest: Manifest, decoder: Mapping[str, Any], where: str) 
     if unknown := [name for name in inputs if name not in given_inputs.values()]:
         message = f"GenAI does not feed the inputs {format_names(unknown)} of this bundle"
         raise InputError("I018", message, where=where, hint=hint)
-    needed = [given_outputs[key] for key in given_outputs if key == "logits" or given_inputs[pair_of(key)] in inputs]
+    caches = {key for key, name in given_inputs.items() if name in inputs}
+    needed = [name for key, name in given_outputs.items() if key == "logits" or pair_of(key) in caches]
     if missing := [name for name in needed if name not in outputs]:
         message = f"GenAI reads the outputs {format_names(missing)}, which this bundle does not have"
         raise InputError("I018", message, where=where, hint=hint)
+    if direct := [item.name for item in manifest.outputs if manifest.values[item.value].producer is None]:
+        message = f"the output {direct[0]!r} is an input, expected the result of a stage"
+        raise InputError("I018", message, where="--to ort-genai", hint="export --to stages")
 
 
 def expand_names(names: Mapping[str, Any], layers: int) -> dict[str, str]:
@@ -128,17 +136,13 @@ def require_one_cache(models: BundleModels, devices: Mapping[str, Device]) -> No
         message = f"GenAI keeps the cache on one device, the CPU or a GPU; these stages use {format_names(used)}"
         hint = "compile so that all layers with a cache are on one device, or export --to triton"
         raise InputError("I018", message, where="--to ort-genai", hint=hint)
-    if direct := [item.name for item in manifest.outputs if manifest.values[item.value].producer is None]:
-        message = f"the output {direct[0]!r} is an input"
-        raise InputError("I018", message, where="--to ort-genai", hint="export --to stages")
 
 
 def describe_stage(segment: SegmentModel, file: str, device: Device) -> dict[str, Any]:
     """Return the entry of a stage in the pipeline."""
-    providers: Iterable[dict[str, Any]] = ()
+    options: dict[str, Any] = {"provider_options": []}
     if device.kind == "cuda":
-        providers = [{"cuda": {"device_id": str(device.address.index)}}]
-    options: dict[str, Any] = {"provider_options": list(providers)}
+        options["provider_options"] = [{"cuda": {"device_id": str(device.address.index)}}]
     if device.kind == "cpu":
         options["intra_op_num_threads"] = device.cores
     return {
