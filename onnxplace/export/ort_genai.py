@@ -48,12 +48,11 @@ def write_genai_model(models: BundleModels, folder: Path, options: ExportOptions
     config = read_config(options.config)
     decoder = config["model"]["decoder"]
     require_decoder(models.manifest, decoder, format_path(options.config))
-    devices = {device.id: device for device in models.manifest.target.target().devices}
-    require_one_cache(models, devices)
+    require_one_cache(models)
     names = [f"{segment.record.id}.onnx" for segment in models.segments]
     write_segment_files(models, folder, zip(names, models.segments))
     stages = {
-        segment.record.id: describe_stage(segment, name, devices[segment.record.device])
+        segment.record.id: describe_stage(segment, name, models.devices[segment.record.device])
         for name, segment in zip(names, models.segments)
     }
     (folder / CONFIG_FILE).write_text(json.dumps(replace_decoder(config, stages), indent=4) + "\n", encoding="utf-8")
@@ -118,12 +117,12 @@ def pair_of(key: str) -> str:
     return key.replace("present", "past")
 
 
-def require_one_cache(models: BundleModels, devices: Mapping[str, Device]) -> None:
+def require_one_cache(models: BundleModels) -> None:
     """Raise InputError unless all stages with inputs or outputs of the model can share the device of the cache.
 
     GenAI keeps inputs, outputs and the cache on one device, and passes all other values through the host.
     """
-    manifest = models.manifest
+    manifest, devices = models.manifest, models.devices
     outside = {item.name for item in manifest.inputs} | {item.value for item in manifest.outputs}
     used = dict.fromkeys(
         segment.record.device

@@ -70,7 +70,8 @@ def read_device_metadata(path: Path) -> DeviceMetadata:
         pieces = {}
     elif not pieces:
         hint = "`onnxplace export BUNDLE --to onnx-metadata` writes such a model"
-        raise InputError("U023", "not a device map: no node of this model names a device", where=format_path(path), hint=hint)
+        message = "not a device map: no node of this model names a device"
+        raise InputError("U023", message, where=format_path(path), hint=hint)
     devices = tuple(configuration.device) if configuration else ()
     if configuration and not devices:
         devices = ("",) * configuration.num_devices
