@@ -17,12 +17,12 @@ from onnxplace.model import MAX_INLINE_BYTES, WeightFile, tensor_size
 from onnxplace.training_step import TRAINING_KEY
 from onnxplace.utils import (
     cannot_write_error,
-    disk_error,
+    claim_name,
     format_path,
     hold_lease,
-    is_disk_full,
     require_writable,
     sweep_leftovers,
+    write_refused_error,
 )
 
 DATA_ENDING = ".data"
@@ -134,8 +134,7 @@ def _write_files(
                     data.unlink(missing_ok=True)
                 raise
     except OSError as problem:
-        failure = disk_error(problem, format_path(path)) if is_disk_full(problem) else cannot_write_error(problem, path)
-        raise failure from None
+        raise write_refused_error(problem, path) from None
     return len(proto.graph.node), has_data
 
 
@@ -198,16 +197,9 @@ def _return_outputs(manifest: Manifest, segments: Iterable[SegmentModel], weight
     taken = {node.name for node in nodes}
     for value, name in renamed.items():
         if name not in produced:
-            label = next(text for text in _count_up(f"{name}/returned") if text not in taken)
+            label = claim_name(f"{name}/returned", taken)
             nodes.append(helper.make_node("Identity", [value], [name], name=label))
     return nodes
-
-
-def _count_up(name: str) -> Iterator[str]:
-    yield name
-    while True:
-        name += "_"
-        yield name
 
 
 def describe_merged(merged: MergedModel) -> str:

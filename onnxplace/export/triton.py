@@ -27,7 +27,7 @@ from onnxplace.export.triton_config import (
     list_instance_groups,
     list_parameters,
 )
-from onnxplace.utils import progress_part, report_progress
+from onnxplace.utils import claim_name, progress_part, report_progress
 
 CONFIG_FILE, MODEL_FILE, SCRIPT_FILE = "config.pbtxt", "model.onnx", "model.py"
 BUNDLE_FOLDER = "model.bundle"
@@ -229,11 +229,7 @@ def name_tensors(manifest: Manifest) -> dict[str, str]:
         if record.producer is None:
             names[name] = name
         elif name not in names:
-            unique = name
-            while unique in taken:
-                unique += "_"
-            taken.add(unique)
-            names[name] = unique
+            names[name] = claim_name(name, taken)
     return names
 
 
