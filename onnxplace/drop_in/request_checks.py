@@ -10,7 +10,7 @@ import numpy as np
 
 from onnxplace.bundle import Bundle, SplitStates
 from onnxplace.drop_in.ort_conversion import unwrap_ort_values
-from onnxplace.errors import UsageError, suggest_nearest
+from onnxplace.errors import UsageError, format_value, suggest_nearest
 from onnxplace.feeds import Declared, check_feeds
 
 FeedSignature = tuple[tuple[str, "np.dtype[Any]", tuple[int, ...]], ...]
@@ -47,9 +47,9 @@ class RequestChecks:
 
     def resolve_names(self, output_names: Iterable[str] | None) -> list[str]:
         """Return the names of outputs, by default of all except states; raises UsageError for an unknown one."""
-        if isinstance(output_names, str):
-            hint = f"write [{output_names!r}]"
-            raise UsageError("U050", f"expected a list of output names, got {output_names!r}", hint=hint)
+        if isinstance(output_names, str) or not isinstance(output_names, Iterable | None):
+            hint = f"write [{output_names!r}]" if isinstance(output_names, str) else "None stands for all outputs"
+            raise UsageError("U050", f"expected a list of output names, got {format_value(output_names)}", hint=hint)
         names = list(output_names or ())
         for name in names:
             if name not in self._output_names and not self.split_states.expand_names([name])[1:]:

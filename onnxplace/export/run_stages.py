@@ -47,6 +47,8 @@ def run(plan: Any, sessions: list[Any], feeds: dict[str, Any]) -> dict[str, Any]
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     stages = read_plan()
     opened = [open_stage(stage) for stage in stages["stages"]]
     np.savez(sys.argv[2], **run(stages, opened, dict(np.load(sys.argv[1]))))
