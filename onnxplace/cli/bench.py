@@ -94,7 +94,7 @@ def bench(
     the peak memory of each device, with the runtime onnxruntime only.
     """
     from onnxplace.api import load
-    from onnxplace.evaluation import choose_step_inputs, measure_usage, record_trial
+    from onnxplace.evaluation import choose_step_inputs, measure_usage
     from onnxplace.serving import check_in_flight
     from onnxplace.traces import compare_timelines, predict_stream, predict_timelines
     from onnxplace.utils import require_writable
@@ -113,12 +113,12 @@ def bench(
             hint="omit it",
         )
     steps = choose_step_inputs(opened, inputs, parse_shape(shape), seed)
-    other_sizes = _report_other_sizes(opened, steps.first)
-    if record and other_sizes:
-        raise UsageError("U113", other_sizes[0].message, where="--record", hint=other_sizes[0].hint)
+    notes = _report_other_sizes(opened, steps.first)
+    if record:
+        _require_recordable(bundle, notes)
     with show_progress(json_, "timing steps", similar=True) as observer:
         if record:
-            opened = record_trial(opened, steps.first, runtime)
+            opened, notes = _record_trial(opened, steps.first, runtime)
         times, copies = _time_steps(opened, against, steps, repeat, in_flight, session_options)
         with_memory = not no_memory and session_options["runtime"] == "onnxruntime"
         rounds = min(repeat, MAX_TRACED)
@@ -130,7 +130,7 @@ def bench(
     ratio = times["bundle"].median_seconds / times["model"].median_seconds
     note_left_out_copies(copies)
     reported = _predict_copies(opened, len(copies)) if copies else opened
-    print_notes([*other_sizes, *usage.notes])
+    print_notes([*notes, *usage.notes])
     with suppress(BrokenPipeError):  # the exit code still tells the result
         if json_:
             entries = {"copies": [asdict(copy) for copy in copies]} if copies else {}
@@ -139,6 +139,26 @@ def bench(
             click.echo(format_summary(reported, times, usage))
             click.echo("\n" + format_comparison(comparison, in_flight))
     _require_ratio(ratio, max_ratio)
+
+
+def _require_recordable(path: Path, other_sizes: Sequence[Diagnostic]) -> None:
+    """Raise UsageError before any work if times are of other sizes than the predictions, or cannot be written."""
+    from onnxplace.bundle import MANIFEST_FILE
+    from onnxplace.utils import require_writable
+
+    for note in other_sizes:
+        raise UsageError("U113", note.message, where="--record", hint=note.hint)
+    require_writable(path / MANIFEST_FILE)
+
+
+def _record_trial(bundle: Bundle, feeds: Mapping[str, Any], runtime: Runtime) -> tuple[Bundle, list[Diagnostic]]:
+    """Record a trial; return the bundle with its times, and a note if other work disturbed it."""
+    from onnxplace.evaluation import find_trial_doubt, record_trial
+
+    recorded = record_trial(bundle, feeds, runtime)
+    trial = recorded.manifest.trial
+    doubt = find_trial_doubt(trial, recorded.manifest.model) if trial else None
+    return recorded, [doubt] if doubt else []
 
 
 def _predict_copies(bundle: Bundle, count: int) -> Bundle:
