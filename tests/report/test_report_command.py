@@ -101,6 +101,9 @@ def test_a_model_without_nodes_has_a_report(run_cli, tmp_path):
     assert "Nothing crosses between devices." in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
+PROCESS_NAME = '{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "measured"}}'
+
+
 def assert_refused(result, code, *texts):
     assert result.code == 2
     assert f"error[{code}]" in result.err
@@ -121,12 +124,21 @@ def test_a_trace_with_two_bundles_is_refused(run_cli, compiled, tmp_path):
     ("content", "message"),
     [
         ("[]", "expected a JSON object with traceEvents"),
-        ('{"traceEvents": []}', "no measured or predicted events"),
+        ('{"traceEvents": []}', "expected measured or predicted events, found none"),
+        ('{"traceEvents": [7]}', "traceEvents is malformed at '0': "),
         ("{", "JSON"),
-        (
-            '{"traceEvents": [{"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "measured"}},'
-            ' {"ph": "X", "pid": 1, "tid": 9, "cat": "copy", "name": "v", "ts": "x", "dur": 1}]}',
-            "an event is malformed",
+        *(
+            (f'{{"traceEvents": [{PROCESS_NAME}, {{"ph": "X", "pid": 1, "cat": "copy", {entry}}}]}}', message)
+            for entry, message in (
+                ('"ts": "x"', "malformed at '1.ts': "),
+                ('"ts": NaN', "malformed at '1.ts': "),
+                ('"ts": 1', "malformed at '1': Value error, expected ts and dur"),
+                ('"dur": -1', "malformed at '1.dur': "),
+                ('"name": [1]', "malformed at '1.name': "),
+                ('"tid": [1]', "malformed at '1.tid': "),
+                ('"args": []', "malformed at '1.args': "),
+                ('"args": {"request": []}', "malformed at '1.args.request': "),
+            )
         ),
     ],
 )
