@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
-
-from onnxplace.errors import format_count
-from onnxplace.report import format_bytes, format_milliseconds, format_table
-
-if TYPE_CHECKING:
-    from onnxplace.cost_graph import CostGraph
-    from onnxplace.driver import PlacementResult
-
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -31,7 +22,12 @@ from onnxplace.cli.options import (
     show_progress,
 )
 from onnxplace.cli.report import report_option, require_report, write_page
-from onnxplace.errors import UsageError
+from onnxplace.errors import UsageError, format_count
+from onnxplace.report import format_bytes, format_milliseconds, format_table
+
+if TYPE_CHECKING:
+    from onnxplace.cost_graph import CostGraph
+    from onnxplace.driver import PlacementResult
 
 
 @click.command(short_help="Place a cost graph; no ONNX needed.")
