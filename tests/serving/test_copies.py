@@ -159,17 +159,19 @@ def test_a_copy_that_dies_idle_is_noticed(pair):
     wait_until(lambda: session.list_copies()[0].failures == 1)
 
 
-def test_without_a_copy_requests_fail_until_one_is_back():
-    down = [onnxplace.ExecutionError("K012", "too late")] * 3
+def test_without_a_copy_requests_fail_until_one_is_back(monkeypatch):
+    monkeypatch.setattr(copies, "MAX_PAUSE_SECONDS", 0.01)
+    down = [onnxplace.ExecutionError("K012", "too late")] * 1_000_000  # more than there are attempts in this test
     first, second = Opener(), Opener()
     with open_copies(first, second) as session:
-        first.problems, second.problems = down[:], down[:]
+        first.problems = second.problems = down
         future = session.submit({})
         first.session.end = second.session.end = DIED
         with pytest.raises(onnxplace.ExecutionError, match=r"K014.*no copy is left: copy 0 on node: .*copy 1 on node"):
             session.submit({})
         first.sessions[0].die()
         assert future.exception(0) is DIED  # there is no other copy
+        down.clear()
         wait_until(lambda: all(item.is_open for item in session.list_copies()))
         session.submit({})
         assert len(first.session.requests) + len(second.session.requests) == 1
