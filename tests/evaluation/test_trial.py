@@ -306,7 +306,12 @@ def make_model_for_two(model_file, tmp_path):
     costs = {name: {"seconds": seconds} for name in ("left", "right", "relu", "tanh", "sum")}
     file = tmp_path / "costs.json"
     file.write_text(json.dumps({"format": "onnxplace-costs", "version": 1, "nodes": costs}))
-    options = {"devices": "cpu:0,cpu:1", "shape": {"batch": 4}, "costs": file, "placer": "auto{seconds=0.1}"}
+    options = {
+        "devices": "cpu:0,cpu:1",
+        "shape": {"batch": 4},
+        "costs": file,
+        "placer": "auto{seconds=0,proposals=300}",
+    }
     return lambda **more: compile_model(model_file, tmp_path / "out" / "b", **options, **more)
 
 

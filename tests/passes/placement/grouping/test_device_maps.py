@@ -84,10 +84,21 @@ def test_devices_that_a_foreign_map_lacks_are_named_with_their_module(device, wo
     assert words in str(refused.value)
 
 
-@pytest.mark.parametrize("rules", [{"model.*": 0}, {"model": True}, {"model": None}, {"split_assignments": {"m": {}}}])
-def test_maps_of_no_known_form_are_refused(rules):
-    with pytest.raises(onnxplace.InputError, match=r'U023.*not a device map\n  hint: .*"model.layers.0": 0'):
-        pins(rules)
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ({"model.*": 0}, "it names modules, but 'model.*' is a pattern"),
+        ({"model": True}, "for 'model', got True"),
+        ({"model": None}, "for 'model', got None"),
+        ({"split_assignments": {"m": {}}}, "expected the id or the number of a device for 'm', got {}"),
+        ([{"model": 0}], "expected an object, got [{'model': 0}]"),
+    ],
+)
+def test_maps_of_no_known_form_are_refused(rules, words, tmp_path):
+    (tmp_path / "map.json").write_text(json.dumps(rules))
+    with pytest.raises(onnxplace.InputError, match=r'U023.*not a device map.*\n  hint: .*"model.layers.0": 0') as error:
+        pins(tmp_path / "map.json")
+    assert words in error.value.message
 
 
 def annotated(folder: Path, configuration: str = "", **entry: object) -> Path:
