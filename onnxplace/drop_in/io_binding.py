@@ -210,9 +210,9 @@ def _view_memory(element_type: Any, shape: Sequence[int], address: int, where: s
 
 def _find_dtype(element_type: Any) -> np.dtype[Any]:
     """Return numpy's type for one of numpy's, or ONNX's number; raises KeyError or TypeError."""
-    if not isinstance(element_type, int):
-        return np.dtype(element_type)
-    from onnx import helper
+    if isinstance(element_type, int):
+        from onnx import helper
 
-    dtype: np.dtype[Any] = np.dtype(helper.tensor_dtype_to_np_dtype(element_type))
+        element_type = helper.tensor_dtype_to_np_dtype(element_type)
+    dtype: np.dtype[Any] = np.dtype(element_type)
     return dtype

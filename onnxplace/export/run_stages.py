@@ -22,8 +22,7 @@ def open_stage(stage: dict[str, Any]) -> Any:
     if stage["keeps_order"]:  # a training step: its own order needs the least memory
         options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    providers = [(name, entries) for name, entries in stage["providers"]]
-    return ort.InferenceSession(FOLDER / stage["file"], options, providers=providers)
+    return ort.InferenceSession(FOLDER / stage["file"], options, providers=list(map(tuple, stage["providers"])))
 
 
 def run_stage(session: Any, stage: dict[str, Any], values: dict[str, Any]) -> Any:
