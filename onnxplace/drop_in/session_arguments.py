@@ -106,8 +106,9 @@ def list_providers(bundle: Bundle) -> dict[str, dict[str, str]]:
     Several devices of a provider are one entry, whose `device_id` lists them, as in `0,1`.
     """
     result: dict[str, dict[str, str]] = {}
+    target = bundle.target
     for name in list_route_devices(bundle.manifest):
-        device = bundle.target.devices[bundle.target.position(name)]
+        device = target.devices[target.position(name)]
         for provider, options in find_kind(device.kind).list_providers(device.address):
             entry = result.setdefault(provider, {})
             for key, value in options.items():

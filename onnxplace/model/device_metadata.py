@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnx import ModelProto, NodeDeviceConfigurationProto, NodeProto
+from onnx import NodeDeviceConfigurationProto, NodeProto
 
 from onnxplace.errors import InputError, format_value
 from onnxplace.model.canonicalize import take_apart
-from onnxplace.model.loading import parse_model, read_model_file
+from onnxplace.model.loading import parse_model, read_metadata, read_model_file
 from onnxplace.utils import format_path
 
 DEVICE_KEY = "onnxplace.device"
@@ -65,7 +65,7 @@ def read_device_metadata(path: Path) -> DeviceMetadata:
             by_position[node.name] = positions[0]
         elif entry is not None and entry.HasField("pipeline_stage"):
             by_stage[node.name] = entry.pipeline_stage
-    pieces = read_split_assignments(proto, path)
+    pieces = read_split_assignments(read_metadata(proto).custom_metadata_map.get(SPLITS_KEY, ""), path)
     if by_id or by_position or by_stage or split:
         pieces = {}
     elif not pieces:
@@ -78,9 +78,12 @@ def read_device_metadata(path: Path) -> DeviceMetadata:
     return DeviceMetadata(devices, by_id, by_position, by_stage, tuple(split), pieces)
 
 
-def read_split_assignments(proto: ModelProto, path: Path) -> dict[str, int]:
-    """Return the piece of each module that Olive wrote into a model; raises InputError at other text there."""
-    text = next((item.value for item in proto.metadata_props if item.key == SPLITS_KEY), "")
+def read_split_assignments(text: str, path: Path) -> dict[str, int]:
+    """Return the piece of each module that Olive wrote into the metadata of a model; raises InputError at other text.
+
+    >>> read_split_assignments("model.layers.0=0;model.layers.1=1", Path("model.onnx"))
+    {'model.layers.0': 0, 'model.layers.1': 1}
+    """
     rows = [row.rpartition("=") for row in text.split(";") if row]
     if any(not number.isdecimal() for _, _, number in rows):
         hint = "write it like model.layers.0=0;model.layers.1=1"
