@@ -20,6 +20,7 @@ from onnxplace.bundle import (
     SegmentRecord,
     StateRecord,
 )
+from onnxplace.errors import BundleError
 from onnxplace.model import WeightFile, parse_type, read_tensor_bytes, tensor_size
 from onnxplace.utils import report_progress
 
@@ -148,11 +149,15 @@ def describe_values(records: Iterable[InputRecord | OutputRecord]) -> Iterator[V
 def make_type(dtype: str, shape: tuple[int | str | None, ...] | None) -> TypeProto:
     """Return a type from the manifest's spelling; a shape of None leaves the rank open.
 
+    Raises BundleError for a text that is not a type.
+
     >>> make_type("tensor(float)", ("batch", 4)).tensor_type.shape.dim[0].dim_param
     'batch'
     """
     kind = parse_type(dtype, shape)
-    assert kind is not None, "the compiler wrote this type"
+    if kind is None:
+        hint = "the manifest is damaged; compile again"
+        raise BundleError("N002", f"expected a type such as 'tensor(float)', got {dtype!r}", where="export", hint=hint)
     if shape is not None and kind.HasField("tensor_type"):
         kind.tensor_type.shape.SetInParent()  # a scalar has a shape without dimensions
     return kind

@@ -126,7 +126,7 @@ def test_a_trace_with_two_bundles_is_refused(run_cli, compiled, tmp_path):
         (
             '{"traceEvents": [{"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "measured"}},'
             ' {"ph": "X", "pid": 1, "tid": 9, "cat": "copy", "name": "v", "ts": "x", "dur": 1}]}',
-            "an event is malformed",
+            "expected an object with whole numbers",
         ),
     ],
 )
@@ -134,6 +134,28 @@ def test_a_file_that_is_no_trace_is_refused(run_cli, compiled, tmp_path, content
     trace = tmp_path / "trace.json"
     trace.write_text(content)
     assert_refused(run_cli("report", compiled, "--trace", trace, "--json"), "D020", message)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ts": float("nan")}, {"dur": 1e300}, {"ts": 10**400}, {"ts": True}, {"pid": [1]}, {"tid": {}}, {"args": "x"},
+        {"dur": None},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_an_event_of_a_trace_that_is_malformed_is_named(run_cli, compiled, tmp_path, change):
+    trace = tmp_path / "trace.json"
+    run_cli("run", compiled, "--trace", trace)
+    data = json.loads(trace.read_text())
+    data["traceEvents"] = [{"ph": "i", "pid": "other", "args": 5}, *data["traceEvents"]]  # of no interest
+    trace.write_text(json.dumps(data))
+    assert run_cli("report", compiled, "--trace", trace, "--json").code == 0
+    event = next(event for event in data["traceEvents"] if event["ph"] == "X")
+    event.update(change)
+    trace.write_text(json.dumps(data))
+    result = run_cli("report", compiled, "--trace", trace, "--json")
+    assert_refused(result, "D020", "expected an object with whole numbers 'pid' and 'tid'")
 
 
 def test_a_trace_of_another_bundle_is_refused(run_cli, compiled, tmp_path):
