@@ -45,7 +45,7 @@ html_theme_options: dict[str, Any] = {
 # The navigation is what these pages list: each link of theirs that begins the text of a list's item.
 INDEXES = {
     *("docs/index", "docs/tutorials/README", "docs/guides", "docs/reference", "docs/results", "docs/inside"),
-    "docs/decisions/README",
+    *("docs/decisions/README", "docs/reference/passes"),
 }
 ITEM = re.compile(r"^- \[[^\]]+\]\(([^)#]+\.md)\)", re.MULTILINE)
 
