@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,15 @@ DEVICE_KEY = "onnxplace.device"
 SPLITS_KEY = "split_assignments"
 """Metadata of a model in which Olive records which piece each module belongs to."""
 
+_PIECE = re.compile(r"[0-9]{1,9}")
+
 
 @dataclass(frozen=True)
 class DeviceMetadata:
     """The devices that a model names."""
 
     devices: tuple[str, ...]
-    """The devices of its configuration, by position; empty names where the configuration only counts them."""
+    """The devices of its configuration, by position; empty where the configuration only counts them."""
     by_id: Mapping[str, str]
     """Node -> id of its device."""
     by_position: Mapping[str, int]
@@ -71,8 +74,6 @@ def read_device_metadata(path: Path) -> DeviceMetadata:
         hint = "`onnxplace export BUNDLE --to onnx-metadata` writes such a model"
         raise InputError("U023", "not a device map: no node of this model names a device", where=str(path), hint=hint)
     devices = tuple(configuration.device) if configuration else ()
-    if configuration and not devices:
-        devices = ("",) * configuration.num_devices
     return DeviceMetadata(devices, by_id, by_position, by_stage, tuple(split), pieces)
 
 
@@ -80,9 +81,10 @@ def read_split_assignments(proto: ModelProto, path: Path) -> dict[str, int]:
     """Return the piece of each module that Olive wrote into a model; raises InputError at other text there."""
     text = next((item.value for item in proto.metadata_props if item.key == SPLITS_KEY), "")
     rows = [row.rpartition("=") for row in text.split(";") if row]
-    if any(not number.isdecimal() for _, _, number in rows):
+    if bad := [f"{module}{sign}{number}" for module, sign, number in rows if not _PIECE.fullmatch(number)]:
+        message = f"expected a module and its piece in the metadata {SPLITS_KEY!r}, got {bad[0]!r}"
         hint = "write it like model.layers.0=0;model.layers.1=1"
-        raise InputError("U023", f"its metadata {SPLITS_KEY!r} is {text!r}", where=str(path), hint=hint)
+        raise InputError("U023", message, where=str(path), hint=hint)
     return {module: int(number) for module, _, number in rows}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from onnx import NodeProto
 
-from onnxplace.errors import Diagnostic, InputError, TargetError, UsageError
+from onnxplace.errors import Diagnostic, InputError, TargetError, UsageError, format_value
 from onnxplace.graph import Ints, OpGraph
 from onnxplace.model import SPLITS_KEY
 from onnxplace.passes.placement.grouping.module_maps import (
@@ -98,20 +98,22 @@ def _read_map(source: str, where: str) -> dict[str, Any]:
     else:
         data = read_json(source, "U023", "a device map")
     if not isinstance(data, dict):
-        raise _not_a_map_error(where)
+        raise _not_a_map_error(f"expected a JSON object, got {format_value(data)}", where)
     return data
 
 
 def _require_devices(rules: Mapping[str, Any], where: str) -> dict[str, str | int]:
     """Return the rules of a map; raises InputError unless each value is the id or the number of a device."""
-    for device in rules.values():
+    for name, device in rules.items():
         if isinstance(device, bool) or not isinstance(device, str | int):
-            raise _not_a_map_error(where)
-    if has_module_devices(rules) and not are_module_names(rules):
-        raise _not_a_map_error(where)
+            message = f"expected the name or number of a device for {name!r}, got {format_value(device)}"
+            raise _not_a_map_error(message, where)
+    if has_module_devices(rules) and (pattern := next((name for name in rules if not are_module_names([name])), None)):
+        message = f"numbers and kinds of devices are for modules, and {pattern!r} is not the name of one"
+        raise _not_a_map_error(message, where)
     return dict(rules)
 
 
-def _not_a_map_error(where: str) -> InputError:
+def _not_a_map_error(message: str, where: str) -> InputError:
     hint = 'write it like {"encoder.*": "cuda:0"}, or with modules and numbers, {"model.layers.0": 0}'
-    return InputError("U023", "not a device map", where=where, hint=hint)
+    return InputError("U023", f"not a device map: {message}", where=where, hint=hint)

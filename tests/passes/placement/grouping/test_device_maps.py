@@ -8,6 +8,7 @@ import pytest
 from onnx import NodeProto, parser
 
 import onnxplace
+from onnxplace.model import read_device_metadata
 from onnxplace.passes.placement.grouping.device_maps import read_pins
 from onnxplace.target import Device, Target
 from tests.support.reference_simulator import graph_of
@@ -84,10 +85,24 @@ def test_devices_that_a_foreign_map_lacks_are_named_with_their_module(device, wo
     assert words in str(refused.value)
 
 
-@pytest.mark.parametrize("rules", [{"model.*": 0}, {"model": True}, {"model": None}, {"split_assignments": {"m": {}}}])
-def test_maps_of_no_known_form_are_refused(rules):
-    with pytest.raises(onnxplace.InputError, match=r'U023.*not a device map\n  hint: .*"model.layers.0": 0'):
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ({"model.*": 0}, r"numbers and kinds of devices are for modules, and 'model\.\*' is not the name of one"),
+        ({"model": True}, "expected the name or number of a device for 'model', got True"),
+        ({"a": 0, "model": None}, "expected the name or number of a device for 'model', got None"),
+        ({"split_assignments": {"m": {}}}, "expected the name or number of a device for 'm', got {}"),
+    ],
+)
+def test_maps_of_no_known_form_are_refused(rules, words):
+    with pytest.raises(onnxplace.InputError, match=rf'U023.*not a device map: {words}\n  hint: .*"model.layers.0": 0'):
         pins(rules)
+
+
+def test_a_map_that_is_a_list_is_refused_with_what_was_found(tmp_path):
+    (tmp_path / "map.json").write_text('["cpu:0"]')
+    with pytest.raises(onnxplace.InputError, match=r"expected a JSON object, got \['cpu:0'\]"):
+        pins(tmp_path / "map.json")
 
 
 def annotated(folder: Path, configuration: str = "", **entry: object) -> Path:
@@ -114,6 +129,15 @@ def annotated(folder: Path, configuration: str = "", **entry: object) -> Path:
 )
 def test_devices_in_onnx_metadata_are_names_positions_or_stages(configuration, entry, tmp_path):
     assert pins(annotated(tmp_path, configuration, **entry)) == ["cpu:1", "", "", "", "", "U026"]
+
+
+def test_a_configuration_of_a_thousand_million_devices_costs_no_memory(tmp_path):
+    path = annotated(tmp_path, "2", device=[1])
+    model = onnx.load(path)
+    model.configuration[0].num_devices = 2**31 - 1
+    onnx.save(model, path)
+    assert pins(path) == ["cpu:1", "", "", "", "", "U026"]
+    assert read_device_metadata(path).devices == ()
 
 
 @pytest.mark.parametrize(
