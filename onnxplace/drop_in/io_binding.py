@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -12,10 +13,13 @@ import numpy as np
 from onnxplace.drop_in.exceptions import also_raise_as
 from onnxplace.drop_in.ort_conversion import to_owned_ort_value
 from onnxplace.drop_in.session_arguments import warn_ignored
-from onnxplace.errors import FeedError, UsageError, suggest_nearest
+from onnxplace.errors import FeedError, UsageError, format_value, suggest_nearest
 from onnxplace.feeds import Array
 from onnxplace.ort import import_onnxruntime
 from onnxplace.runtimes.execution import to_python
+
+# Types of devices that ONNX Runtime knows.
+_DEVICE_TYPES = ("cpu", "cuda", "cann", "dml", "webgpu", "gpu", "npu")
 
 
 class IOBinding:
@@ -52,7 +56,7 @@ class IOBinding:
         """
         self._require_input(name)
         _require_host(device_type, f"input {name!r}")
-        self._inputs[name] = _view_memory(element_type, shape, buffer_ptr)
+        self._inputs[name] = _view_memory(element_type, shape, buffer_ptr, f"input {name!r}")
 
     def bind_ortvalue_input(self, name: str, ortvalue: Any) -> None:
         """Bind an input to an OrtValue, which later runs read again."""
@@ -73,6 +77,11 @@ class IOBinding:
         Raises UsageError for memory of another device, and ValueError for memory without type or shape.
         """
         if buffer_ptr is None:
+            if device_type not in _DEVICE_TYPES:
+                message = f"expected the type of a device, got {format_value(device_type)}"
+                error = UsageError("U089", message, where=f"output {name!r}", hint=f"known: {', '.join(_DEVICE_TYPES)}")
+                also_raise_as(error, RuntimeError)
+                raise error
             if device_type != "cpu":
                 warn_ignored(f"output {name!r} is not bound to {device_type}: outputs of a bundle lie in host memory")
             self._outputs[name] = _Output()
@@ -82,11 +91,16 @@ class IOBinding:
             error = UsageError("U089", "memory needs element_type and shape", where=f"output {name!r}")
             also_raise_as(error, ValueError)
             raise error
-        view = _view_memory(element_type, shape, buffer_ptr)
+        view = _view_memory(element_type, shape, buffer_ptr, f"output {name!r}")
         self._outputs[name] = _Output(import_onnxruntime().OrtValue.ortvalue_from_numpy(view), view)
 
     def bind_ortvalue_output(self, name: str, ortvalue: Any) -> None:
         """Bind an output to an OrtValue, whose content each run replaces."""
+        if not isinstance(ortvalue, import_onnxruntime().OrtValue):
+            message = f"expected an OrtValue, got {type(ortvalue).__name__}"
+            error = UsageError("U089", message, where=f"output {name!r}", hint="OrtValue.ortvalue_from_numpy(array)")
+            also_raise_as(error, AttributeError)
+            raise error
         self._outputs[name] = _Output(ortvalue)
 
     def synchronize_inputs(self) -> None:
@@ -173,16 +187,35 @@ def _require_host(device_type: str, where: str) -> None:
         raise UsageError("U088", message, where=where, hint=hint)
 
 
-def _view_memory(element_type: Any, shape: Sequence[int], address: int) -> Array:
-    """Return an array over memory that its owner keeps; the type is numpy's, or ONNX's number."""
-    if isinstance(element_type, int):
-        from onnx import helper
+def _view_memory(element_type: Any, shape: Sequence[int], address: int, where: str) -> Array:
+    """Return an array over memory that its owner keeps; the type is numpy's, or ONNX's number.
 
-        dtype = np.dtype(helper.tensor_dtype_to_np_dtype(element_type))
-    else:
-        dtype = np.dtype(element_type)
-    sizes = tuple(int(size) for size in shape)
+    Raises UsageError for what is not a type, or not a shape.
+    """
+    try:
+        if isinstance(element_type, int):
+            from onnx import helper
+
+            dtype = np.dtype(helper.tensor_dtype_to_np_dtype(element_type))
+        else:
+            dtype = np.dtype(element_type)
+        sizes = tuple(map(operator.index, shape))
+    except (KeyError, TypeError, ValueError):
+        message = f"expected a type of numpy and a shape, got {format_value(element_type)} and {format_value(shape)}"
+        raise _make_memory_error(message, where) from None
+    if min(sizes, default=0) < 0 or dtype.hasobject:
+        message = f"expected numbers, and sizes of at least 0, got {dtype} {format_value(list(sizes))}"
+        raise _make_memory_error(message, where)
     count = math.prod(sizes) * dtype.itemsize
     if not count:
         return np.empty(sizes, dtype)
+    if not isinstance(address, int) or address <= 0:
+        raise _make_memory_error(f"expected the address of {count} bytes, got {format_value(address)}", where)
     return np.frombuffer(memoryview((ctypes.c_byte * count).from_address(address)), dtype).reshape(sizes)
+
+
+def _make_memory_error(message: str, where: str) -> UsageError:
+    """Return the error for memory that cannot be bound, which is a RuntimeError in ONNX Runtime."""
+    error = UsageError("U089", message, where=where, hint="as in (np.float32, array.shape, array.ctypes.data)")
+    also_raise_as(error, RuntimeError)
+    return error

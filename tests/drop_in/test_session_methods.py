@@ -123,6 +123,35 @@ def test_bound_values_that_do_not_fit_are_refused(session):
         other.run_with_iobinding(binding)
 
 
+@pytest.mark.parametrize(
+    ("bind", "words"),
+    [
+        (lambda binding: binding.bind_input("x", "cpu", 0, "none", (4, 64), X.ctypes.data), "got 'none' and (4, 64)"),
+        (lambda binding: binding.bind_input("x", "cpu", 0, 999, (4, 64), X.ctypes.data), "got 999 and (4, 64)"),
+        (lambda binding: binding.bind_input("x", "cpu", 0, "f4", 4, X.ctypes.data), "got 'f4' and 4"),
+        (lambda binding: binding.bind_input("x", "cpu", 0, "f4", (4, -64), X.ctypes.data), "got float32 [4, -64]"),
+        (lambda binding: binding.bind_input("x", "cpu", 0, object, (4, 64), X.ctypes.data), "got object [4, 64]"),
+        (
+            lambda binding: binding.bind_input("x", "cpu", 0, "f4", (4, 64), 0),
+            "expected the address of 1024 bytes, got 0",
+        ),
+        (lambda binding: binding.bind_output("y", "cpu", 0, "f4", (4, 64), "here"), "1024 bytes, got 'here'"),
+        (lambda binding: binding.bind_output("y", "nodev"), "expected the type of a device, got 'nodev'"),
+    ],
+)
+def test_memory_that_cannot_be_bound_is_refused_when_it_is_bound(session, bind, words):
+    with pytest.raises(onnxplace.UsageError, match="U089") as refused:
+        bind(session.io_binding())
+    assert isinstance(refused.value, RuntimeError)
+    assert words in str(refused.value)
+
+
+def test_an_output_is_bound_to_an_ort_value_only(session):
+    with pytest.raises(onnxplace.UsageError, match=r"U089.*expected an OrtValue, got ndarray") as refused:
+        session.io_binding().bind_ortvalue_output("y", X)
+    assert isinstance(refused.value, AttributeError)
+
+
 def test_bound_buffers_are_read_and_written_by_each_run(session):
     fed, result = X.copy(), np.zeros_like(X)
     binding = session.io_binding()
