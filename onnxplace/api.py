@@ -284,7 +284,7 @@ class InferenceSession(SessionState, SessionMethods):
         callbacks, split_states = self._callbacks, self._split_states  # a reference to this session would keep it alive
         try:
             names = self._checks.resolve_names(output_names)
-            future = self._submit(input_feed, self._checks.resolve_parts(names), run_options)
+            future = self._submit(input_feed, split_states.expand_names(names), run_options)
         except OnnxplaceError as error:
             match_onnxruntime(error)
             is_reported = error.code == "X014" or isinstance(error, InputError)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NoReturn, cast
 
 from onnxplace.bundle import Bundle
-from onnxplace.errors import RunTimeoutError, UsageError
+from onnxplace.errors import ExecutionError, RunTimeoutError, UsageError
 from onnxplace.feeds import Array
 
 # Requests in flight that a session accepts before it lets callers wait.
@@ -91,8 +91,8 @@ class RuntimeSession(ABC):
 
         Its result has every output except carried states. Of these it has those that `states` names. Requests that
         carry states run one after the other, in the order of submission, except that those of different conversations
-        may overlap. The future raises ExecutionError, naming
-        segment and device, if a segment fails, and FeedError if a state is neither fed nor stored.
+        may overlap. The future raises ExecutionError, naming segment and device, if a segment fails, and FeedError if a
+        state is neither fed nor stored.
         """
 
     def run(self, feeds: Mapping[str, Array], states: Collection[str] = (), timeout: float | None = None) -> Result:
@@ -106,7 +106,7 @@ class RuntimeSession(ABC):
         except TimeoutError:
             if future.done():
                 raise
-        raise RunTimeoutError("X007", f"no result within {timeout} s", hint="allow more time")
+        raise run_timeout_error(timeout)
 
     def cancel(self, future: Future[Result]) -> None:  # noqa: B027 - a runtime may let such requests complete
         """End a request whose result is no longer wanted, as soon as the runtime can; never waits."""
@@ -185,6 +185,28 @@ def choose_closing_timeout(kind: type[BaseException] | None) -> float | None:
     (None, 0.0)
     """
     return None if kind is None or issubclass(kind, Exception) else 0.0
+
+
+def run_timeout_error(timeout: float | None, progress: str = "", where: str = "") -> RunTimeoutError:
+    """Return the error of a request without a result after `timeout` seconds; `progress` says what it waits for.
+
+    >>> run_timeout_error(0.5, "it runs in a batch of 3").message
+    'no result within 0.5 s: it runs in a batch of 3'
+    """
+    hint = "allow more time, or find out what takes it: onnxplace bench, or run --trace"
+    message = f"no result within {timeout} s" + (f": {progress}" if progress else "")
+    return RunTimeoutError("X007", message, where=where, hint=hint)
+
+
+def forked_session_error(process: int, where: str) -> ExecutionError:
+    """Return the error for a session in a fork of the process that opened it.
+
+    >>> forked_session_error(123, "model.bundle").message
+    'the session was opened in process 123, and this is a fork of it without its threads'
+    """
+    message = f"the session was opened in process {process}, and this is a fork of it without its threads"
+    hint = "open a session in each process, or start processes by 'spawn'"
+    return ExecutionError("X006", message, where=where, hint=hint)
 
 
 def unpicklable_error(what: str) -> UsageError:

@@ -31,11 +31,11 @@ from onnxplace.utils import (
     exchange_names,
     format_path,
     hold_lease,
-    is_disk_full,
     read_json,
     rename_new,
     require_valid_path,
     sweep_leftovers,
+    write_refused_error,
 )
 
 # Every manifest without a `format` field, as the first versions wrote them, has these keys.
@@ -190,12 +190,7 @@ def _hold_lease_next_to(path: Path) -> Iterator[Lease]:
             except OSError as problem:
                 # Another compile may have failed, and removed the folder that both had to create.
                 if not isinstance(problem, FileNotFoundError) or attempt == _MAX_ATTEMPTS - 1:
-                    failure = (
-                        disk_error(problem, format_path(path))
-                        if is_disk_full(problem)
-                        else cannot_write_error(problem, path)
-                    )
-                    raise failure from None
+                    raise write_refused_error(problem, path) from None
         yield lease
 
 

@@ -99,7 +99,7 @@ class IOBinding:
         if not isinstance(ortvalue, import_onnxruntime().OrtValue):
             message = f"expected an OrtValue, got {type(ortvalue).__name__}"
             error = UsageError("U089", message, where=f"output {name!r}", hint="OrtValue.ortvalue_from_numpy(array)")
-            also_raise_as(error, AttributeError)
+            also_raise_as(error, TypeError)
             raise error
         self._outputs[name] = _Output(ortvalue)
 

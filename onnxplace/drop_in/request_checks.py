@@ -32,8 +32,8 @@ class RequestChecks:
     def check_feeds(self, input_feed: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """Return the feeds as arrays, and the states among the output names; raises FeedError."""
         states = [name for name in names if name in self._state_outputs] if self._state_outputs else []
-        if self.split_states:
-            input_feed = self.split_states.cut_feeds(input_feed)
+        if self.split_states and isinstance(input_feed, Mapping):
+            input_feed = self.split_states.cut_feeds(unwrap_ort_values(input_feed))
         signature = _make_signature(input_feed)
         if signature is not None and signature == self._accepted_signature:
             return dict(input_feed), states

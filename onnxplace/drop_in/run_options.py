@@ -9,10 +9,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from onnxplace.drop_in.exceptions import also_raise_as
-from onnxplace.errors import ExecutionError, RunTimeoutError, UsageError, format_value
+from onnxplace.errors import ExecutionError, UsageError, format_value
 from onnxplace.feeds import Array
 from onnxplace.ort import import_onnxruntime
-from onnxplace.runtime import Result, RuntimeSession
+from onnxplace.runtime import Result, RuntimeSession, run_timeout_error
 from onnxplace.utils import start_thread
 
 # `terminate` is looked at this often: ONNX Runtime tells nobody that it was set.
@@ -55,7 +55,7 @@ def run_with_options(
             if options.terminate:
                 raise _make_termination(options)
             if deadline is not None and time.monotonic() >= deadline:
-                raise RunTimeoutError("X007", f"no result within {timeout} s", hint="allow more time")
+                raise run_timeout_error(timeout)
             _wait(future)
         return future.result()
     except BaseException:

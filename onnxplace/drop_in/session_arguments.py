@@ -88,8 +88,8 @@ def accept_arguments(
     ignored += _list_ignored_providers(bundle, _normalize_providers(providers, provider_options))
     if ignored:
         reason = "`onnxplace compile` chose the devices, threads and optimisations of this bundle"
-        # The caller of InferenceSession is two frames up.
-        warnings.warn(f"{_NOTE} no effect on a bundle: {format_names(ignored, quoted=False)}; {reason}", stacklevel=3)
+        # The caller of InferenceSession is three frames up.
+        warn_ignored(f"no effect on a bundle: {format_names(ignored, quoted=False)}; {reason}", stacklevel=4)
     return SessionArguments(session_options, prefix, tuple(ignored))
 
 

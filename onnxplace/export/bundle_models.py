@@ -8,20 +8,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from onnx import ModelProto, TensorProto, TypeProto, ValueInfoProto
+from onnx import ModelProto, TensorProto, ValueInfoProto
 
 from onnxplace.bundle import (
     SEGMENTS_FOLDER,
     WHOLE_MODEL_FILE,
     Bundle,
+    InitialRecord,
     InputRecord,
     Manifest,
     OutputRecord,
     SegmentRecord,
-    StateRecord,
 )
 from onnxplace.errors import BundleError
-from onnxplace.model import WeightFile, parse_type, read_tensor_bytes, tensor_size
+from onnxplace.model import WeightFile, embed_tensor, parse_type, tensor_size
+from onnxplace.target import Device
 from onnxplace.utils import report_progress
 
 
@@ -31,11 +32,6 @@ class SegmentModel:
 
     record: SegmentRecord
     proto: ModelProto
-
-    @property
-    def default_inputs(self) -> frozenset[str]:
-        """Return the inputs of the file that the runtime never feeds: they protect the scales of quantised values."""
-        return frozenset(value.name for value in self.proto.graph.input) - frozenset(self.record.inputs)
 
 
 @dataclass(frozen=True)
@@ -73,16 +69,25 @@ class BundleModels:
         """Return the uncut model, with whole operators."""
         return ModelProto.FromString(self.bundle.file(WHOLE_MODEL_FILE).read_bytes())
 
-    def list_initial_states(self) -> list[TensorProto]:
-        """Return the initial values of carried states, which no segment holds, as references to their files."""
-        return [self._refer_to_initial(state) for state in self.manifest.states if state.initial is not None]
+    @cached_property
+    def devices(self) -> dict[str, Device]:
+        """Return the devices of the bundle by id."""
+        return {device.id: device for device in self.bundle.target.devices}
 
-    def _refer_to_initial(self, state: StateRecord) -> TensorProto:
-        record = state.initial
-        assert record is not None
-        dtype = next(item.dtype for item in self.manifest.inputs if item.name == state.input)
-        number = make_type(dtype, record.shape).tensor_type.elem_type
-        tensor = TensorProto(name=state.input, data_type=number, dims=record.shape)
+    @cached_property
+    def initial_states(self) -> dict[str, TensorProto]:
+        """Return the initial values of carried states, which no segment holds, as references to their files."""
+        dtypes = {item.name: item.dtype for item in self.manifest.inputs}
+        return {
+            state.input: self._refer_to_initial(state.input, dtypes[state.input], state.initial)
+            for state in self.manifest.states
+            if state.initial is not None
+        }
+
+    def _refer_to_initial(self, name: str, dtype: str, record: InitialRecord) -> TensorProto:
+        kind = parse_type(dtype, record.shape)
+        assert kind is not None, "checked when the bundle was opened"
+        tensor = TensorProto(name=name, data_type=kind.tensor_type.elem_type, dims=record.shape)
         if not record.bytes:
             tensor.raw_data = b""
             return tensor
@@ -112,11 +117,11 @@ def order_segments(manifest: Manifest) -> list[SegmentRecord]:
 
     Among those that are ready, the first of the manifest comes first.
     """
-    position = {segment.id: index for index, segment in enumerate(manifest.segments)}
-    waiting_for = [len(list_producers(manifest, segment)) for segment in manifest.segments]
+    producers = [list_producers(manifest, segment) for segment in manifest.segments]
+    waiting_for = list(map(len, producers))
     readers: dict[str, list[int]] = {segment.id: [] for segment in manifest.segments}
-    for index, segment in enumerate(manifest.segments):
-        for producer in list_producers(manifest, segment):
+    for index, names in enumerate(producers):
+        for producer in names:
             readers[producer].append(index)
     ready = [index for index, count in enumerate(waiting_for) if count == 0]
     ordered = []
@@ -127,7 +132,7 @@ def order_segments(manifest: Manifest) -> list[SegmentRecord]:
             waiting_for[reader] -= 1
             if waiting_for[reader] == 0:
                 heapq.heappush(ready, reader)
-    assert len(ordered) == len(position), "checked when the bundle was opened: its programs cannot deadlock"
+    assert len(ordered) == len(manifest.segments), "checked when the bundle was opened: its programs cannot deadlock"
     return ordered
 
 
@@ -138,34 +143,14 @@ def list_producers(manifest: Manifest, segment: SegmentRecord) -> tuple[str, ...
 
 
 def describe_values(records: Iterable[InputRecord | OutputRecord]) -> Iterator[ValueInfoProto]:
-    """Yield inputs or outputs of the manifest as ONNX declares them."""
-    for record in records:
-        if record.dtype == "unknown":
-            yield ValueInfoProto(name=record.name)
-        else:
-            yield ValueInfoProto(name=record.name, type=make_type(record.dtype, record.shape))
-
-
-def make_type(dtype: str, shape: tuple[int | str | None, ...] | None) -> TypeProto:
-    """Return a type from the manifest's spelling; a shape of None leaves the rank open.
+    """Yield inputs or outputs of the manifest as ONNX declares them; those of an unknown type without one.
 
     Raises BundleError for a text that is not a type.
-
-    >>> make_type("tensor(float)", ("batch", 4)).tensor_type.shape.dim[0].dim_param
-    'batch'
     """
-    kind = parse_type(dtype, shape)
-    if kind is None:
-        hint = "the manifest is damaged; compile again"
-        raise BundleError("N002", f"expected a type such as 'tensor(float)', got {dtype!r}", where="export", hint=hint)
-    if shape is not None and kind.HasField("tensor_type"):
-        kind.tensor_type.shape.SetInParent()  # a scalar has a shape without dimensions
-    return kind
-
-
-def embed_tensor(tensor: TensorProto, folder: Path) -> TensorProto:
-    """Return a tensor that holds its own bytes."""
-    if tensor.data_location != TensorProto.EXTERNAL:
-        return tensor
-    raw = b"".join(read_tensor_bytes(tensor, folder))
-    return TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=raw)
+    for record in records:
+        kind = parse_type(record.dtype, record.shape)
+        if kind is None and record.dtype != "unknown":
+            message = f"expected a type such as 'tensor(float)', got {record.dtype!r}"
+            hint = "the manifest is damaged; compile again"
+            raise BundleError("N002", message, where=f"input or output {record.name!r}", hint=hint)
+        yield ValueInfoProto(name=record.name, type=kind)

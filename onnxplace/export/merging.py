@@ -13,20 +13,18 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 from onnxplace.bundle import Bundle, Manifest
 from onnxplace.errors import Diagnostic, UsageError, format_count
 from onnxplace.export.bundle_models import BundleModels, SegmentModel, describe_values
-from onnxplace.model import WeightFile, tensor_size
+from onnxplace.model import MAX_INLINE_BYTES, WeightFile, tensor_size
 from onnxplace.training_step import TRAINING_KEY
 from onnxplace.utils import (
     cannot_write_error,
-    disk_error,
+    claim_name,
     format_path,
     hold_lease,
-    is_disk_full,
     require_writable,
     sweep_leftovers,
+    write_refused_error,
 )
 
-# A larger model has its weights in a file of its own: protobuf ends at 2 GiB, and a copy in memory costs as much again.
-MAX_EMBEDDED_BYTES = 1 << 30
 DATA_ENDING = ".data"
 
 
@@ -74,11 +72,11 @@ def merge_bundle(
     models = BundleModels(opened)
     initializers = collect_initializers(models)
     weights_bytes = sum(map(tensor_size, initializers.values()))
-    is_external = external_data or weights_bytes > MAX_EMBEDDED_BYTES
-    node_count = _write_files(models, initializers, path, data if is_external else None)
+    is_external = external_data or weights_bytes > MAX_INLINE_BYTES
+    node_count, has_data = _write_files(models, initializers, path, data if is_external else None)
     return MergedModel(
         path=path,
-        data=data if is_external and data.exists() else None,
+        data=data if has_data else None,
         nodes=node_count,
         segments=len(models.segments),
         weights_bytes=weights_bytes,
@@ -105,12 +103,17 @@ def note_changes(manifest: Manifest, path: Path) -> Iterator[Diagnostic]:
         yield Diagnostic("I001", message, where=format_path(path), hint="segments/whole.onnx has whole operators")
 
 
-def _write_files(models: BundleModels, initializers: Mapping[str, TensorProto], path: Path, data: Path | None) -> int:
-    """Write a model, and its weights to `data` if that is given; return the number of its nodes.
+def _write_files(
+    models: BundleModels, initializers: Mapping[str, TensorProto], path: Path, data: Path | None
+) -> tuple[int, bool]:
+    """Write a model, and its weights to `data` if that is given.
+
+    Returns the number of its nodes, and whether any weight is in `data`: small ones stay in the model.
 
     Each file is complete when it gets its name. The model comes last, and one that it replaces goes before its weights.
     """
     sweep_leftovers(path.absolute().parent)
+    has_data = False
     try:
         with hold_lease(path.absolute().parent) as lease:
             unfinished = lease.path_with_ending("data")
@@ -120,7 +123,7 @@ def _write_files(models: BundleModels, initializers: Mapping[str, TensorProto], 
                 with WeightFile(unfinished, data.name) as weights:
                     proto = build_whole_model(models, initializers.values(), weights)
             lease.path.write_bytes(proto.SerializeToString())
-            if data is not None and weights.bytes_written:
+            if data is not None and (has_data := weights.bytes_written > 0):
                 with suppress(FileNotFoundError):
                     path.unlink()
                 unfinished.replace(data)
@@ -131,15 +134,14 @@ def _write_files(models: BundleModels, initializers: Mapping[str, TensorProto], 
                     data.unlink(missing_ok=True)
                 raise
     except OSError as problem:
-        failure = disk_error(problem, format_path(path)) if is_disk_full(problem) else cannot_write_error(problem, path)
-        raise failure from None
-    return len(proto.graph.node)
+        raise write_refused_error(problem, path) from None
+    return len(proto.graph.node), has_data
 
 
 def collect_initializers(models: BundleModels) -> dict[str, TensorProto]:
     """Return the weights of all segments, the initial values of states, and defaults that no segment reads, by name."""
     tensors = {tensor.name: tensor for segment in models.segments for tensor in segment.proto.graph.initializer}
-    tensors |= {tensor.name: tensor for tensor in models.list_initial_states()}
+    tensors |= models.initial_states
     unread = {item.name for item in models.manifest.inputs if item.optional} - tensors.keys()
     if unread:
         tensors |= {tensor.name: tensor for tensor in models.whole.graph.initializer if tensor.name in unread}
@@ -195,16 +197,9 @@ def _return_outputs(manifest: Manifest, segments: Iterable[SegmentModel], weight
     taken = {node.name for node in nodes}
     for value, name in renamed.items():
         if name not in produced:
-            label = next(text for text in _count_up(f"{name}/returned") if text not in taken)
+            label = claim_name(f"{name}/returned", taken)
             nodes.append(helper.make_node("Identity", [value], [name], name=label))
     return nodes
-
-
-def _count_up(name: str) -> Iterator[str]:
-    yield name
-    while True:
-        name += "_"
-        yield name
 
 
 def describe_merged(merged: MergedModel) -> str:

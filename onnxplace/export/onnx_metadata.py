@@ -15,9 +15,9 @@ from onnxplace.bundle import Manifest
 from onnxplace.errors import Diagnostic
 from onnxplace.export.bundle_models import BundleModels, list_producers, order_segments
 from onnxplace.export.exporting import note_routes
-from onnxplace.export.merging import MAX_EMBEDDED_BYTES, build_whole_model, collect_initializers
+from onnxplace.export.merging import build_whole_model, collect_initializers
 from onnxplace.export.options import ExportOptions
-from onnxplace.model import DEVICE_KEY, WeightFile, tensor_size
+from onnxplace.model import DEVICE_KEY, MAX_INLINE_BYTES, WeightFile, tensor_size
 
 CONFIGURATION = "onnxplace"
 MIN_IR_VERSION = 11
@@ -40,7 +40,7 @@ def write_annotated_model(models: BundleModels, folder: Path, _: ExportOptions) 
         annotate_nodes(proto, models)
         return proto
 
-    if sum(map(tensor_size, initializers)) > MAX_EMBEDDED_BYTES:
+    if sum(map(tensor_size, initializers)) > MAX_INLINE_BYTES:
         with WeightFile(folder / f"{MODEL_FILE}.data", f"{MODEL_FILE}.data") as weights:
             proto = build(weights)
     else:
@@ -68,14 +68,18 @@ def copy_whole_model(
 def annotate_nodes(proto: ModelProto, models: BundleModels) -> None:
     """Add the device of each node: as a sharding specification of its outputs, and as metadata.
 
-    The stage of a node is the number of times that the longest path to it changes the device.
+    They replace what the model that was compiled said of devices. The stage of a node is the number of times that the
+    longest path to it changes the device.
     """
-    devices = [device.id for device in models.bundle.target.devices]
+    devices = list(models.devices)
     stages = number_stages(models.manifest)
     segment_of = {node.name: segment.record for segment in models.segments for node in segment.proto.graph.node}
     proto.ir_version = max(proto.ir_version, MIN_IR_VERSION)
     proto.configuration.append(DeviceConfigurationProto(name=CONFIGURATION, num_devices=len(devices), device=devices))
     for node in proto.graph.node:
+        others = [entry for entry in node.metadata_props if entry.key not in (DEVICE_KEY, SEGMENT_KEY)]
+        del node.device_configurations[:], node.metadata_props[:]
+        node.metadata_props.extend(others)
         if (record := segment_of.get(node.name)) is None:  # it only renames an output
             continue
         entry = node.device_configurations.add(configuration_id=CONFIGURATION, pipeline_stage=stages[record.id])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from onnxplace.bundle import Manifest
-from onnxplace.errors import Diagnostic, InputError, UsageError, format_names
+from onnxplace.errors import Diagnostic, InputError, UsageError, format_names, format_value
 from onnxplace.export.bundle_models import BundleModels, SegmentModel
 from onnxplace.export.exporting import note_routes, require_one_host
 from onnxplace.export.options import ExportOptions
@@ -48,12 +48,11 @@ def write_genai_model(models: BundleModels, folder: Path, options: ExportOptions
     config = read_config(options.config)
     decoder = config["model"]["decoder"]
     require_decoder(models.manifest, decoder, format_path(options.config))
-    devices = {device.id: device for device in models.manifest.target.target().devices}
-    require_one_cache(models, devices)
+    require_one_cache(models)
     names = [f"{segment.record.id}.onnx" for segment in models.segments]
     write_segment_files(models, folder, zip(names, models.segments))
     stages = {
-        segment.record.id: describe_stage(segment, name, devices[segment.record.device])
+        segment.record.id: describe_stage(segment, name, models.devices[segment.record.device])
         for name, segment in zip(names, models.segments)
     }
     (folder / CONFIG_FILE).write_text(json.dumps(replace_decoder(config, stages), indent=4) + "\n", encoding="utf-8")
@@ -67,6 +66,10 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(model, dict) or not isinstance(model.get("decoder"), dict):
         hint = "expected an object with model.decoder"
         raise InputError("I018", "not a genai_config.json", where=format_path(path), hint=hint)
+    for key in ("inputs", "outputs"):
+        if not isinstance(names := model["decoder"].get(key, {}), dict):
+            message = f"expected names of tensors in model.decoder.{key}, got {format_value(names)}"
+            raise InputError("I018", message, where=format_path(path), hint='write it like {"input_ids": "tokens"}')
     return dict(config)
 
 
@@ -84,10 +87,14 @@ def require_decoder(manifest: Manifest, decoder: Mapping[str, Any], where: str) 
     if unknown := [name for name in inputs if name not in given_inputs.values()]:
         message = f"GenAI does not feed the inputs {format_names(unknown)} of this bundle"
         raise InputError("I018", message, where=where, hint=hint)
-    needed = [given_outputs[key] for key in given_outputs if key == "logits" or given_inputs[pair_of(key)] in inputs]
+    caches = {key for key, name in given_inputs.items() if name in inputs}
+    needed = [name for key, name in given_outputs.items() if key == "logits" or pair_of(key) in caches]
     if missing := [name for name in needed if name not in outputs]:
         message = f"GenAI reads the outputs {format_names(missing)}, which this bundle does not have"
         raise InputError("I018", message, where=where, hint=hint)
+    if direct := [item.name for item in manifest.outputs if manifest.values[item.value].producer is None]:
+        message = f"the output {direct[0]!r} is an input, expected the result of a stage"
+        raise InputError("I018", message, where="--to ort-genai", hint="export --to stages")
 
 
 def expand_names(names: Mapping[str, Any], layers: int) -> dict[str, str]:
@@ -110,12 +117,12 @@ def pair_of(key: str) -> str:
     return key.replace("present", "past")
 
 
-def require_one_cache(models: BundleModels, devices: Mapping[str, Device]) -> None:
+def require_one_cache(models: BundleModels) -> None:
     """Raise InputError unless all stages with inputs or outputs of the model can share the device of the cache.
 
     GenAI keeps inputs, outputs and the cache on one device, and passes all other values through the host.
     """
-    manifest = models.manifest
+    manifest, devices = models.manifest, models.devices
     outside = {item.name for item in manifest.inputs} | {item.value for item in manifest.outputs}
     used = dict.fromkeys(
         segment.record.device
@@ -128,17 +135,13 @@ def require_one_cache(models: BundleModels, devices: Mapping[str, Device]) -> No
         message = f"GenAI keeps the cache on one device, the CPU or a GPU; these stages use {format_names(used)}"
         hint = "compile so that all layers with a cache are on one device, or export --to triton"
         raise InputError("I018", message, where="--to ort-genai", hint=hint)
-    if direct := [item.name for item in manifest.outputs if manifest.values[item.value].producer is None]:
-        message = f"the output {direct[0]!r} is an input"
-        raise InputError("I018", message, where="--to ort-genai", hint="export --to stages")
 
 
 def describe_stage(segment: SegmentModel, file: str, device: Device) -> dict[str, Any]:
     """Return the entry of a stage in the pipeline."""
-    providers: Iterable[dict[str, Any]] = ()
+    options: dict[str, Any] = {"provider_options": []}
     if device.kind == "cuda":
-        providers = [{"cuda": {"device_id": str(device.address.index)}}]
-    options: dict[str, Any] = {"provider_options": list(providers)}
+        options["provider_options"] = [{"cuda": {"device_id": str(device.address.index)}}]
     if device.kind == "cpu":
         options["intra_op_num_threads"] = device.cores
     return {

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from onnxplace.bundle import Manifest
 from onnxplace.devices import find_kind
 from onnxplace.errors import Diagnostic
-from onnxplace.export.bundle_models import BundleModels, SegmentModel
+from onnxplace.export.bundle_models import BundleModels
 from onnxplace.export.exporting import note_routes, require_one_host
 from onnxplace.export.options import ExportOptions
 from onnxplace.export.segment_files import write_segment_files
@@ -27,17 +26,21 @@ def write_stages(models: BundleModels, folder: Path, _: ExportOptions) -> tuple[
     require_one_host(models.manifest, "stages")
     names = [f"{segment.record.id}.onnx" for segment in models.segments]
     write_segment_files(models, folder, zip(names, models.segments))
-    plan = build_plan(models.manifest, models.segments, names)
+    plan = build_plan(models, names)
     (folder / PLAN_FILE).write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
     shutil.copyfile(Path(__file__).with_name("run_stages.py"), folder / SCRIPT_FILE)
     return note_routes(models.manifest, "stages")
 
 
-def build_plan(manifest: Manifest, segments: Sequence[SegmentModel], names: Sequence[str]) -> dict[str, Any]:
+def build_plan(models: BundleModels, names: Sequence[str]) -> dict[str, Any]:
     """Return what the script has to know: stages in their order, and the names of values between them."""
-    devices = {device.id: device for device in manifest.target.target().devices}
+    manifest, segments = models.manifest, models.segments
     returned = {output.value for output in manifest.outputs}
     last_reader = {name: index for index, segment in enumerate(segments) for name in segment.record.inputs}
+    frees: list[list[str]] = [[] for _ in segments]
+    for name, index in last_reader.items():
+        if name not in returned:
+            frees[index].append(name)
     return {
         "model": manifest.model,
         "inputs": [{"name": item.name, "type": item.dtype, "shape": item.shape} for item in manifest.inputs],
@@ -47,14 +50,14 @@ def build_plan(manifest: Manifest, segments: Sequence[SegmentModel], names: Sequ
             {
                 "file": name,
                 "device": segment.record.device,
-                "providers": list_providers(devices[segment.record.device]),
+                "providers": list_providers(models.devices[segment.record.device]),
                 "inputs": segment.record.inputs,
                 "outputs": segment.record.outputs,
                 "fits_numpy": all(is_numpy_type(manifest.values[value].dtype) for value in segment.record.outputs),
                 "keeps_order": segment.record.keeps_order,
-                "frees": [n for n, last in last_reader.items() if last == index and n not in returned],
+                "frees": freed,
             }
-            for index, (name, segment) in enumerate(zip(names, segments))
+            for name, segment, freed in zip(names, segments, frees)
         ],
     }
 

@@ -33,8 +33,7 @@ def build_segment(models: BundleModels, segment: SegmentModel, weights: WeightFi
     """Return the model of a segment, whose weights are in a file."""
     proto = ModelProto()
     proto.CopyFrom(segment.proto)
-    read = set(segment.record.inputs)
-    states = [tensor for tensor in models.list_initial_states() if tensor.name in read]
+    states = [models.initial_states[name] for name in segment.record.inputs if name in models.initial_states]
     tensors = models.place((*segment.proto.graph.initializer, *states), weights)
     del proto.graph.initializer[:]
     proto.graph.initializer.extend(tensors)

@@ -27,7 +27,7 @@ from onnxplace.export.triton_config import (
     list_instance_groups,
     list_parameters,
 )
-from onnxplace.utils import progress_part, report_progress
+from onnxplace.utils import claim_name, progress_part, report_progress
 
 CONFIG_FILE, MODEL_FILE, SCRIPT_FILE = "config.pbtxt", "model.onnx", "model.py"
 BUNDLE_FOLDER = "model.bundle"
@@ -115,15 +115,18 @@ def require_tensors(manifest: Manifest, *, needs_numpy: bool) -> None:
     items: tuple[InputRecord | OutputRecord, ...] = (*manifest.inputs, *manifest.outputs)
     for item in items:
         reason = ""
-        if find_data_type(item.dtype) is None or (needs_numpy and not is_numpy_type(item.dtype)):
-            reason = f"has the type {item.dtype}, which {'numpy' if needs_numpy else 'Triton'} lacks"
+        if find_data_type(item.dtype) is None:
+            reason = f"has the type {item.dtype}, which Triton lacks"
+        elif needs_numpy and not is_numpy_type(item.dtype):
+            reason = f"has the type {item.dtype}, which numpy lacks"
         elif item.shape is None:
             reason = "has no known rank"
         if reason:
             hint = "export --to stages, or change the model"
             raise InputError("I015", f"{item.name!r} {reason}", where="--to triton", hint=hint)
-    if not manifest.inputs or not manifest.outputs:
-        raise InputError("I015", "a model of Triton needs an input and an output", where="--to triton")
+    if not manifest.inputs:
+        message = "this bundle has no inputs, expected at least one: Triton needs it"
+        raise InputError("I015", message, where="--to triton", hint="export --to stages")
 
 
 def find_obstacle(manifest: Manifest) -> str:
@@ -199,7 +202,7 @@ def write_ensemble(models: BundleModels, folder: Path, name: str) -> None:
         version.mkdir(parents=True)
         with progress_part(index, len(models.segments)):
             write_segment_files(models, version, [(MODEL_FILE, segment)])
-        write_config(folder / step, describe_segment(manifest, record, step, inputs))
+        write_config(folder / step, describe_segment(models, record, step, inputs))
         maps = {
             "input_map": [{"key": value, "value": tensors[value]} for value in inputs],
             "output_map": [{"key": value, "value": tensors[value]} for value in record.outputs],
@@ -226,18 +229,14 @@ def name_tensors(manifest: Manifest) -> dict[str, str]:
         if record.producer is None:
             names[name] = name
         elif name not in names:
-            unique = name
-            while unique in taken:
-                unique += "_"
-            taken.add(unique)
-            names[name] = unique
+            names[name] = claim_name(name, taken)
     return names
 
 
-def describe_segment(manifest: Manifest, segment: SegmentRecord, name: str, inputs: Iterable[str]) -> dict[str, Any]:
+def describe_segment(models: BundleModels, segment: SegmentRecord, name: str, inputs: Iterable[str]) -> dict[str, Any]:
     """Return the configuration of a segment: an instance on its device, and on those of further routes."""
-    by_id = {device.id: device for device in manifest.target.target().devices}
-    places = dict.fromkeys(by_id[route.devices[segment.device]] for route in list_routes(manifest))
+    manifest, device = models.manifest, models.devices[segment.device]
+    places = dict.fromkeys(models.devices[route.devices[segment.device]] for route in list_routes(manifest))
 
     def describe(value: str) -> dict[str, Any]:
         return describe_tensor(value, manifest.values[value].dtype, manifest.values[value].shape)
@@ -251,8 +250,8 @@ def describe_segment(manifest: Manifest, segment: SegmentRecord, name: str, inpu
         "output": [describe(value) for value in segment.outputs],
         "instance_group": list_instance_groups(list(places)),
     }
-    if by_id[segment.device].kind == "cpu":
-        config["parameters"] = list_parameters({"intra_op_thread_count": str(by_id[segment.device].cores)})
+    if device.kind == "cpu":
+        config["parameters"] = list_parameters({"intra_op_thread_count": str(device.cores)})
     return config
 
 

@@ -132,10 +132,10 @@ def _as_array(name: str, value: Any, dtype: str) -> Array:
     where, declared = f"input {name!r}", numpy_type(dtype)
     try:
         array: Array = np.asarray(value)
-        is_list = isinstance(value, (list, tuple))
-        if is_list and declared is not None and array.dtype != declared and declared.kind in _RANKS:
-            if array.size == 0 or _RANKS.get(array.dtype.kind, 9) <= _RANKS[declared.kind]:
-                return _convert_numbers(array, declared)
+        rank = _RANKS.get(declared.kind, -1) if declared is not None else -1
+        takes_list = array.size == 0 or _RANKS.get(array.dtype.kind, len(_RANKS)) <= rank
+        if declared is not None and rank >= 0 and isinstance(value, (list, tuple)) and takes_list:
+            return _convert_numbers(array, declared)
     except (OverflowError, ValueError) as problem:
         raise FeedError("F003", f"expected an array: {problem}", where=where) from None
     if array.dtype == object and dtype != "tensor(string)":

@@ -32,7 +32,11 @@ if TYPE_CHECKING:
         require_unchanged as require_unchanged,
     )
     from onnxplace.model.lowering import build_op_graph as build_op_graph
-    from onnxplace.model.model import Model as Model, declaration_of as declaration_of
+    from onnxplace.model.model import (
+        MAX_INLINE_BYTES as MAX_INLINE_BYTES,
+        Model as Model,
+        declaration_of as declaration_of,
+    )
     from onnxplace.model.module_paths import (
         list_enclosing_modules as list_enclosing_modules,
         list_module_paths as list_module_paths,
@@ -56,6 +60,7 @@ if TYPE_CHECKING:
     )
     from onnxplace.model.tensor_parts import make_tensor_part as make_tensor_part
     from onnxplace.model.tensors import (
+        embed_tensor as embed_tensor,
         find_external_range as find_external_range,
         packed_size as packed_size,
         read_tensor_bytes as read_tensor_bytes,
@@ -77,7 +82,7 @@ __getattr__, __dir__, __all__ = attach(
         "lineage": "Lineage RANDOM_OPERATORS is_quantising output_lineages",
         "loading": "load require_linkable require_unchanged",
         "lowering": "build_op_graph",
-        "model": "Model declaration_of",
+        "model": "MAX_INLINE_BYTES Model declaration_of",
         "device_metadata": "DEVICE_KEY DeviceMetadata SPLITS_KEY read_device_metadata",
         "external_ranges": "list_external_ranges",
         "module_paths": "list_enclosing_modules list_module_paths",
@@ -87,7 +92,7 @@ __getattr__, __dir__, __all__ = attach(
         "shapes": "bind infer_static_shapes value_bytes",
         "supported_operators": "list_custom_operators require_operators",
         "tensor_parts": "make_tensor_part",
-        "tensors": "find_external_range packed_size read_tensor_bytes tensor_size",
+        "tensors": "embed_tensor find_external_range packed_size read_tensor_bytes tensor_size",
         "training_states": "FLOAT_TYPES is_scalar",
         "value_types": "format_type parse_type read_shape_entries",
         "weights": "WeightFile",

@@ -26,6 +26,7 @@ from onnxplace.model.nested_graphs import (
 from onnxplace.model.node_order import index_producers, sort_topologically
 from onnxplace.model.schemas import merge_opsets, require_form
 from onnxplace.model.tensors import check_tensor, find_unknown_element
+from onnxplace.utils import claim_name
 
 
 @dataclass
@@ -167,15 +168,7 @@ def _return_initializers(
         if output.name not in initializers:
             hint = "the model is incomplete; export it again"
             raise ModelError("M014", f"output {output.name!r} has no producer", where=where, hint=hint)
-        value = _find_free_name(f"{output.name}/returned", taken_values)
+        value = claim_name(f"{output.name}/returned", taken_values)
         sources[output.name] = value
-        nodes.append(helper.make_node("Identity", [output.name], [value], name=_find_free_name(value, taken_nodes)))
+        nodes.append(helper.make_node("Identity", [output.name], [value], name=claim_name(value, taken_nodes)))
     return sources
-
-
-def _find_free_name(name: str, taken: set[str]) -> str:
-    """Return a name that is not taken, and mark it as taken."""
-    while name in taken:
-        name += "_"
-    taken.add(name)
-    return name

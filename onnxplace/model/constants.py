@@ -12,7 +12,7 @@ from onnx import AttributeProto, NodeProto, SparseTensorProto, TensorProto, help
 
 from onnxplace.errors import ModelError
 from onnxplace.model.schemas import name_attribute_type
-from onnxplace.model.tensors import check_tensor, embed_external_data, require_shape, tensor_size
+from onnxplace.model.tensors import check_tensor, embed_tensor, require_shape, tensor_size
 
 # Sparse weights beyond this size are refused: a few bytes in a file could fill the memory.
 MAX_DENSE_BYTES = 1 << 30
@@ -60,10 +60,7 @@ def _read_array(tensor: TensorProto, folder: Path | None) -> NDArray[Any]:
     Raises ModelError for a wrong number of elements.
     """
     check_tensor(tensor)
-    copy = TensorProto()
-    copy.CopyFrom(tensor)
-    embed_external_data(copy, folder)
-    return numpy_helper.to_array(copy)
+    return numpy_helper.to_array(embed_tensor(tensor, folder))
 
 
 def _compute_flat_indices(indices: NDArray[Any], count: int, shape: tuple[int, ...]) -> NDArray[Any]:

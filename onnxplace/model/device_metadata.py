@@ -9,8 +9,10 @@ from pathlib import Path
 
 from onnx import ModelProto, NodeDeviceConfigurationProto, NodeProto
 
-from onnxplace.errors import InputError
-from onnxplace.model.loading import load
+from onnxplace.errors import InputError, format_value
+from onnxplace.model.canonicalize import take_apart
+from onnxplace.model.loading import parse_model, read_model_file
+from onnxplace.utils import format_path
 
 DEVICE_KEY = "onnxplace.device"
 """Metadata of a node: the id of its device, which viewers such as Netron show."""
@@ -41,15 +43,14 @@ class DeviceMetadata:
 def read_device_metadata(path: Path) -> DeviceMetadata:
     """Return the devices that the nodes of a model file name, under the names that `load` gives to nodes.
 
-    Where a node has several configurations, that of the model's first one counts.
+    Where a node has several configurations, that of the model's first one counts. The model's weights are not needed.
 
     Raises:
         ModelError: The file is not a model.
         InputError: The model names no devices.
     """
-    proto = ModelProto()
-    nodes = load(path).nodes
-    proto.ParseFromString(path.read_bytes())
+    proto = parse_model(read_model_file(path), path)
+    nodes = take_apart(proto, path.name, path.parent).nodes
     configuration = proto.configuration[0] if proto.configuration else None
     by_id: dict[str, str] = {}
     by_position: dict[str, int] = {}
@@ -72,7 +73,8 @@ def read_device_metadata(path: Path) -> DeviceMetadata:
         pieces = {}
     elif not pieces:
         hint = "`onnxplace export BUNDLE --to onnx-metadata` writes such a model"
-        raise InputError("U023", "not a device map: no node of this model names a device", where=str(path), hint=hint)
+        message = "not a device map: no node of this model names a device"
+        raise InputError("U023", message, where=format_path(path), hint=hint)
     devices = tuple(configuration.device) if configuration else ()
     return DeviceMetadata(devices, by_id, by_position, by_stage, tuple(split), pieces)
 
@@ -81,10 +83,10 @@ def read_split_assignments(proto: ModelProto, path: Path) -> dict[str, int]:
     """Return the piece of each module that Olive wrote into a model; raises InputError at other text there."""
     text = next((item.value for item in proto.metadata_props if item.key == SPLITS_KEY), "")
     rows = [row.rpartition("=") for row in text.split(";") if row]
-    if bad := [f"{module}{sign}{number}" for module, sign, number in rows if not _PIECE.fullmatch(number)]:
-        message = f"expected a module and its piece in the metadata {SPLITS_KEY!r}, got {bad[0]!r}"
+    if any(not _PIECE.fullmatch(number) for _, _, number in rows):
         hint = "write it like model.layers.0=0;model.layers.1=1"
-        raise InputError("U023", message, where=str(path), hint=hint)
+        message = f"expected modules and their pieces in its metadata {SPLITS_KEY!r}, got {format_value(text)}"
+        raise InputError("U023", message, where=format_path(path), hint=hint)
     return {module: int(number) for module, _, number in rows}
 
 

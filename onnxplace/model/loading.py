@@ -40,8 +40,8 @@ def load(source: str | Path | ModelProto) -> Model:
         data = b"".join(node.SerializeToString(deterministic=True) for node in source.graph.node)
     else:
         path = Path(source)
-        data = _read_file(path)
-        proto, folder, where = _parse(data, path), path.parent, path.name
+        data = read_model_file(path)
+        proto, folder, where = parse_model(data, path), path.parent, path.name
     parts = take_apart(proto, where, folder)
     external = [t for t in parts.initializers.values() if t.data_location == TensorProto.EXTERNAL]
     files = dict.fromkeys(find_external_range(tensor, folder)[0] for tensor in external)
@@ -79,7 +79,7 @@ def _read_metadata(proto: ModelProto) -> ModelMetadata:
     )
 
 
-def _read_file(path: Path) -> bytes:
+def read_model_file(path: Path) -> bytes:
     """Return the bytes of a file.
 
     Raises ModelError if it cannot be read.
@@ -93,7 +93,7 @@ def _read_file(path: Path) -> bytes:
         raise ModelError("M001", f"it cannot be read: {problem.strerror}", where=str(path)) from None
 
 
-def _parse(data: bytes, path: Path) -> ModelProto:
+def parse_model(data: bytes, path: Path) -> ModelProto:
     """Return the model in the bytes of a file.
 
     Raises ModelError, with a hint for other formats.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from onnx import AttributeProto, GraphProto, NodeProto, TensorProto
 
-from onnxplace.model.tensors import embed_external_data, tensor_size
+from onnxplace.model.tensors import embed_tensor, tensor_size
 
 # Larger weights of a subgraph become initializers of the model: stored once, counted where they are read. Smaller ones
 # may be shapes and axes, which some kernels need as constants of their own graph.
@@ -103,8 +103,8 @@ def make_self_contained(
             copy.CopyFrom(node)
             for graph in iterate_subgraphs(copy):
                 _lift_weights(graph, copy.name, initializers)
-            for tensor in iterate_tensors(copy):
-                embed_external_data(tensor, folder)
+            for tensor in list(_iterate_external_tensors(copy)):
+                tensor.CopyFrom(embed_tensor(tensor, folder))
             for graph in iterate_subgraphs(copy):
                 _name_subgraph_nodes(graph, used)
             node = copy

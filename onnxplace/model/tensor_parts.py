@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from onnx import TensorProto
 
-from onnxplace.model.tensors import READ_BYTES, find_external_range, packed_size
+from onnxplace.model.tensors import READ_BYTES, find_external_range, make_raw_tensor, packed_size
 
 _AXIS, _RANGES, _DIMS = "part.axis", "part.ranges", "part.dims"
 
@@ -82,5 +82,4 @@ def embed_part(tensor: TensorProto, folder: Path | None) -> TensorProto:
     """Return a part with its bytes in memory, and any other tensor as it is."""
     if not is_tensor_part(tensor):
         return tensor
-    raw = b"".join(read_part_bytes(tensor, folder))
-    return TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=raw)
+    return make_raw_tensor(tensor, read_part_bytes(tensor, folder))

@@ -214,15 +214,19 @@ def read_tensor_bytes(tensor: TensorProto, folder: Path | None) -> Iterator[byte
         yield numpy_helper.to_array(tensor).tobytes()
 
 
-def embed_external_data(tensor: TensorProto, folder: Path | None) -> None:
-    """Move external data into the tensor, in place.
+def embed_tensor(tensor: TensorProto, folder: Path | None) -> TensorProto:
+    """Return a tensor that holds its own bytes; one without external data as it is.
 
     Raises ModelError as `find_external_range` does.
     """
-    if tensor.data_location == TensorProto.EXTERNAL:
-        tensor.raw_data = b"".join(read_tensor_bytes(tensor, folder))
-        tensor.data_location = TensorProto.DEFAULT
-        del tensor.external_data[:]
+    if tensor.data_location != TensorProto.EXTERNAL:
+        return tensor
+    return make_raw_tensor(tensor, read_tensor_bytes(tensor, folder))
+
+
+def make_raw_tensor(tensor: TensorProto, pieces: Iterable[bytes]) -> TensorProto:
+    """Return a tensor of the same name, type and shape that holds these bytes."""
+    return TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, raw_data=b"".join(pieces))
 
 
 Fingerprint = tuple[int, int, int]

@@ -58,16 +58,19 @@ _TYPE = re.compile(r"(?P<outer>tensor|sparse_tensor|seq|optional)\((?P<inner>.*)
 
 
 def parse_type(text: str, shape: Sequence[int | str | None] | None) -> TypeProto | None:
-    """Parse ONNX Runtime's spelling of a type, None if invalid.
+    """Parse ONNX Runtime's spelling of a type, None if invalid; a shape of None leaves the rank open.
 
     Examples are `tensor(float)` and `seq(map(int64,tensor(float)))`.
+
+    >>> parse_type("tensor(float)", ("batch", 4)).tensor_type.shape.dim[0].dim_param
+    'batch'
     """
     match = _TYPE.fullmatch(text)
     if match is None:
         return None
     result = TypeProto()
     if match["key"]:
-        value = parse_type(match["value"], [])
+        value = parse_type(match["value"], None)
         if value is None or _element_number(match["key"]) is None:
             return None
         result.map_type.key_type = _element_number(match["key"]) or 0
@@ -75,7 +78,7 @@ def parse_type(text: str, shape: Sequence[int | str | None] | None) -> TypeProto
         return result
     if match["outer"].endswith("tensor"):
         return _parse_tensor(match["inner"], match["outer"] == "sparse_tensor", shape)
-    element = parse_type(match["inner"], [])
+    element = parse_type(match["inner"], None)
     if element is None:
         return None
     holder = result.sequence_type if match["outer"] == "seq" else result.optional_type
@@ -89,6 +92,8 @@ def _parse_tensor(element: str, sparse: bool, shape: Sequence[int | str | None] 
     result = TypeProto()
     tensor = result.sparse_tensor_type if sparse else result.tensor_type
     tensor.elem_type = number
+    if shape is not None:
+        tensor.shape.SetInParent()  # a scalar has a shape without dimensions
     for size in shape or ():
         known = {"dim_value": size} if isinstance(size, int) else {"dim_param": size} if size else {}
         tensor.shape.dim.add(**known)

@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from typing import NoReturn
 
 from onnxplace.bundle import BatchingRecord, Bundle
-from onnxplace.errors import ExecutionError, RunTimeoutError, UsageError
+from onnxplace.errors import ExecutionError, UsageError
 from onnxplace.feeds import Array
-from onnxplace.runtime import CopyStatus, Result, Runtime, RuntimeSession, open_session
+from onnxplace.runtime import CopyStatus, Result, Runtime, RuntimeSession, open_session, run_timeout_error
 from onnxplace.serving.batcher import Batcher
 from onnxplace.serving.joining import Joiner
 from onnxplace.serving.options import Batching, require_batching
@@ -69,9 +69,7 @@ class BatchedSession(RuntimeSession):
                 self.batcher.drop(request)
             if not isinstance(failure, TimeoutError):
                 raise
-            hint = "allow more time, or find out what takes it: onnxplace bench, or run --trace"
-            message = f"no result within {timeout} s: {progress}"
-            raise RunTimeoutError("X007", message, where=self._where, hint=hint) from None
+            raise run_timeout_error(timeout, progress, self._where) from None
 
     def cancel(self, future: Future[Result]) -> None:
         """Forget a request; a batch is ended when all its requests are cancelled."""

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Protocol
 
 from onnxplace.errors import ExecutionError, InputError, OnnxplaceError
-from onnxplace.runtime import CopyStatus, RuntimeSession
+from onnxplace.runtime import CopyStatus, RuntimeSession, forked_session_error
 from onnxplace.runtimes.execution import WaitList, Worker
 from onnxplace.utils import call_guarded, start_thread
 
@@ -155,7 +155,8 @@ class CopySet:
     def _start_thread(self, work: Callable[[], object], copy: Copy | None = None) -> None:
         name = "onnxplace copies" if copy is None else f"onnxplace copy {copy.index}"
         thread = threading.Thread(target=work, name=name, daemon=True)
-        self._threads = {item for item in self._threads if item.is_alive()} | {thread}
+        with self._lock:  # several copies may die at once
+            self._threads = {item for item in self._threads if item.is_alive()} | {thread}
         start_thread(thread)
 
     # -- requests -----------------------------------------------------------------------------------
@@ -184,8 +185,9 @@ class CopySet:
 
     def count(self, token: object, copy: Copy) -> None:
         """Count a request whose copy is known, and which its session lets wait."""
-        copy.in_flight[token] = None
-        copy.request_count += 1
+        with self._lock:
+            copy.in_flight[token] = None
+            copy.request_count += 1
 
     def release(self, token: object) -> None:
         """Note that a request has ended; may be repeated."""
@@ -209,9 +211,7 @@ class CopySet:
     def require_own_process(self) -> None:
         """Raise ExecutionError in a forked process."""
         if os.getpid() != self.process:
-            message = f"the session was opened in process {self.process}, and this is a fork of it without its threads"
-            hint = "open a session in each process, or start processes by 'spawn'"
-            raise ExecutionError("X006", message, where=self.where, hint=hint)
+            raise forked_session_error(self.process, self.where)
 
     def _list_usable(self) -> list[tuple[Copy, RuntimeSession]]:
         """Return the open copies; raises ExecutionError if there are none."""

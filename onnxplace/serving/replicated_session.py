@@ -11,9 +11,9 @@ from dataclasses import replace
 from functools import partial
 
 from onnxplace.bundle import Bundle
-from onnxplace.errors import ExecutionError, RunTimeoutError
+from onnxplace.errors import ExecutionError
 from onnxplace.feeds import Array
-from onnxplace.runtime import CopyStatus, Result, RuntimeSession
+from onnxplace.runtime import CopyStatus, Result, RuntimeSession, run_timeout_error
 from onnxplace.runtimes.execution import ResultFuture
 from onnxplace.serving.bound_session import BoundSession
 from onnxplace.serving.copies import Copy, CopyOpener, CopySet
@@ -121,9 +121,8 @@ class ReplicatedSession(RuntimeSession):
         try:
             return self.copies.acquire(token, deadline)
         except TimeoutError:
-            message = f"no result within {timeout} s: all copies have as many requests in flight as allowed"
-            hint = "allow more time, or find out what takes it: onnxplace bench, or run --trace"
-            raise RunTimeoutError("X007", message, where=self.copies.where, hint=hint) from None
+            progress = "all copies have as many requests in flight as allowed"
+            raise run_timeout_error(timeout, progress, self.copies.where) from None
 
     def cancel(self, future: Future[Result]) -> None:
         """End a request in flight, which is not repeated then."""

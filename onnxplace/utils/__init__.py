@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         cannot_write_error as cannot_write_error,
         disk_error as disk_error,
         format_path as format_path,
-        is_disk_full as is_disk_full,
         open_input as open_input,
         parse_json as parse_json,
         read_bytes as read_bytes,
@@ -27,7 +26,9 @@ if TYPE_CHECKING:
         require_writable as require_writable,
         suggest_file as suggest_file,
         write_file as write_file,
+        write_refused_error as write_refused_error,
     )
+    from onnxplace.utils.free_names import claim_name as claim_name
     from onnxplace.utils.jit import (
         budget_clock as budget_clock,
         compiled_loop as compiled_loop,
@@ -69,9 +70,10 @@ __getattr__, __dir__, __all__ = attach(
         "callbacks": "Callbacks call_guarded",
         "docstrings": "read_field_docs",
         "files": (
-            "cannot_write_error disk_error format_path is_disk_full open_input parse_json read_bytes read_json "
-            "read_text require_different_files require_valid_path require_writable suggest_file write_file"
+            "cannot_write_error disk_error format_path open_input parse_json read_bytes read_json read_text "
+            "require_different_files require_valid_path require_writable suggest_file write_file write_refused_error"
         ),
+        "free_names": "claim_name",
         "jit": "budget_clock compiled_loop compiled_loops compiled_part in_place on_compiling",
         "leases": ("Lease OCCUPIED_ERRORS OLD_SUFFIX find_moved_aside hold_lease sweep_leftovers temporary_folder"),
         "linear_programs": "run_highs",

@@ -72,6 +72,11 @@ def cannot_write_error(problem: OSError | ValueError | str, path: Path) -> Usage
     return UsageError("U032", f"cannot write there: {reason}", where=format_path(path), hint="choose another place")
 
 
+def write_refused_error(problem: OSError, path: Path) -> OnnxplaceError:
+    """Return the error for a path that the user chose and that cannot be written: exit 4 if the disk is full, or 2."""
+    return disk_error(problem, format_path(path)) if is_disk_full(problem) else cannot_write_error(problem, path)
+
+
 def require_valid_path(path: Path) -> None:
     """Raise UsageError unless manifests and ONNX Runtime can take a path: UTF-8, without NUL."""
     if "\0" in os.fspath(path):
@@ -152,9 +157,7 @@ def write_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
                 fill(stream)
             lease.path.replace(path)
     except OSError as problem:
-        raise (
-            disk_error(problem, format_path(path)) if is_disk_full(problem) else cannot_write_error(problem, path)
-        ) from None
+        raise write_refused_error(problem, path) from None
 
 
 def read_json(path: str | Path, code: str, what: str) -> Any:

@@ -38,7 +38,7 @@ def _infer_with_onnxruntime(model: Model, names: list[str]) -> dict[str, TypePro
         session = open_session(source, make_session_options([0], "none", entries), where=model.name)
         unknown = set(names)
         outputs = [output for output in session.get_outputs() if output.name in unknown]
-        types = {output.name: parse_type(output.type, output.shape) for output in outputs}
+        types = {output.name: parse_type(output.type, output.shape or None) for output in outputs}
     for name in names:
         if types.get(name) is None:
             raise ModelError(

@@ -23,7 +23,7 @@ from onnxplace.bundle import Bundle
 from onnxplace.errors import ExecutionError, RunTimeoutError
 from onnxplace.feeds import Array
 from onnxplace.machine import interruptible, prepare_interrupts, require_interpreter
-from onnxplace.runtime import Result
+from onnxplace.runtime import Result, forked_session_error, run_timeout_error
 from onnxplace.runtimes.execution.bells import CALLERS
 from onnxplace.runtimes.execution.carried_state import CarriedStates
 from onnxplace.runtimes.execution.deliveries import Deliverer, DeliveryLoop
@@ -101,9 +101,7 @@ class Engine(DeliveryLoop):
     def _require_own_process(self) -> None:
         """Raise ExecutionError in a forked process."""
         if os.getpid() != self._process:
-            message = f"the session was opened in process {self._process}, and this is a fork of it without its threads"
-            hint = "open a session in each process, or start processes by 'spawn'"
-            raise ExecutionError("X006", message, where=str(self.bundle.path), hint=hint)
+            raise forked_session_error(self._process, str(self.bundle.path))
 
     def submit(self, request: Request) -> None:
         """Hand a request to the workers; blocks while `max_in_flight` requests are in flight."""
@@ -220,9 +218,9 @@ class Engine(DeliveryLoop):
 
     def _timeout_error(self, request: Request, timeout: float | None) -> RunTimeoutError:
         admitted = request.number in self._in_flight
-        where = request.describe_progress() if admitted else f"{len(self._in_flight)} requests before it are in flight"
-        hint = "allow more time, or find out what takes it: onnxplace bench, or run --trace"
-        return RunTimeoutError("X007", f"no result within {timeout} s: {where}", where=str(self.bundle.path), hint=hint)
+        waiting = f"{len(self._in_flight)} requests before it are in flight"
+        progress = request.describe_progress() if admitted else waiting
+        return run_timeout_error(timeout, progress, str(self.bundle.path))
 
     # -- conversations ------------------------------------------------------------------------------------
 

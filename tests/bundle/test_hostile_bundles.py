@@ -285,12 +285,15 @@ def read_or_run(session):
 def test_the_timeout_ends_a_bundle_that_never_ends(run_cli, tmp_path):
     bundle = endless_bundle(tmp_path)
     np.savez(tmp_path / "in.npz", **feeds(None))
-    result = run_cli("run", bundle.path, "--inputs", tmp_path / "in.npz", "--timeout", "0.2")
-    assert result.code == 4
-    assert "X007" in result.err
+    for seconds in ("0.2", "2", "20"):  # on a busy machine, the device may not have begun after the first
+        result = run_cli("run", bundle.path, "--inputs", tmp_path / "in.npz", "--timeout", seconds)
+        assert result.code == 4
+        assert "X007" in result.err
+        if "runs segment" in result.err:
+            break
     assert "cpu:1 runs segment cpu1-000" in result.err
     np.savez(tmp_path / "in.npz", **feeds(2))
-    assert run_cli("run", bundle.path, "--inputs", tmp_path / "in.npz", "--timeout", "20", "--repeat", "3").code == 0
+    assert run_cli("run", bundle.path, "--inputs", tmp_path / "in.npz", "--timeout", "60", "--repeat", "3").code == 0
 
 
 @pytest.mark.parametrize("timeout", ["0", "-1", "nan", "x"])

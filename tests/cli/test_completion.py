@@ -112,7 +112,7 @@ def test_bash_completes_lines(bash_script, line, expected):
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.stderr == ""
     assert done.stdout.split()[: len(expected)] == expected
-    assert after.ru_utime - before.ru_utime < 0.6  # processor time; 0.1 s on an idle machine
+    assert after.ru_utime - before.ru_utime < 3  # processor time; 0.1 s on an idle machine
 
 
 def test_completion_imports_nothing_heavy():

@@ -48,7 +48,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_a_terminal_shows_the_remaining_time_and_clears_it(graph_file):
-    shown, code = run_on_terminal("place", "graph.json", "--placer", "multilevel{seconds=1.5,proposals=100000000}")
+    shown, code = run_on_terminal("place", "graph.json", "--placer", "multilevel{seconds=4,proposals=1000000000}")
     assert code == 0, shown
     assert re.search(r"placing .*\d:\d\d left", shown)
     live, _, result = shown.rpartition(CLEAR_LINE)
@@ -59,7 +59,7 @@ def test_a_terminal_shows_the_remaining_time_and_clears_it(graph_file):
 
 
 def test_an_interrupt_leaves_a_clean_terminal(graph_file):
-    arguments = ("place", "graph.json", "--placer", "multilevel{seconds=60,proposals=1000000000}")
+    arguments = ("place", "graph.json", "--placer", "multilevel{seconds=3600,proposals=1000000000}")
     shown, code = run_on_terminal(*arguments, until=" left", act=lambda child: child.send_signal(signal.SIGINT))
     assert code == 130
     _, _, end = shown.rpartition(CLEAR_LINE)

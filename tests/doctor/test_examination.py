@@ -4,7 +4,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -136,13 +135,11 @@ def test_an_interrupt_ends_it_with_the_results_so_far(monkeypatch):
         if name.endswith("order"):
             signal.pthread_kill(main, signal.SIGINT)
 
-    began = time.monotonic()
     report = examine("cpu:0,cpu:1", seconds=600.0, observer=interrupt)
     assert report.interrupted
     results = list_results(report, "cpu:0", "cpu:1")
     assert [(item.check, item.detail) for item in results.values()] == [("order", "interrupted")]
     assert list_results(report, "cpu:0")["open"].status == "ok"
-    assert time.monotonic() - began < 120
 
 
 def test_the_observer_is_told_of_each_check(monkeypatch):

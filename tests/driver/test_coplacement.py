@@ -94,7 +94,7 @@ def test_groups_cut_the_traffic_of_m_etf_and_the_bundle_records_them():
 
 def test_a_step_that_several_devices_would_only_slow_down_stays_on_one():
     state = make_state(make_mlp("adam"), bytes_per_second=1e3)
-    _, placed = place(state, "auto{seconds=0.2}", "never")
+    _, placed = place(state, "auto{seconds=0,proposals=300}", "never")
     assert len(set(placed[Placement].device.tolist())) == 1
     assert len(placed[Segments].segments) == 1
 

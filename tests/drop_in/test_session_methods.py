@@ -149,7 +149,7 @@ def test_memory_that_cannot_be_bound_is_refused_when_it_is_bound(session, bind, 
 def test_an_output_is_bound_to_an_ort_value_only(session):
     with pytest.raises(onnxplace.UsageError, match=r"U089.*expected an OrtValue, got ndarray") as refused:
         session.io_binding().bind_ortvalue_output("y", X)
-    assert isinstance(refused.value, AttributeError)
+    assert isinstance(refused.value, TypeError)
 
 
 def test_bound_buffers_are_read_and_written_by_each_run(session):

@@ -6,12 +6,30 @@ import json
 
 import onnx
 import pytest
+from onnx import parser
 
 from decoder import decoder
 from onnxplace.bundle import Bundle
 from onnxplace.driver import compile_model
 
 DECODER_SHAPE = {"batch": 1, "seq": 3, "past": 5}
+SUMS = """
+<ir_version: 9, opset_import: ["": 18]>
+sums (float[3] x, float[3] total) => (float[3] sum, float[3] y)
+<float[3] total = {1, 2, 3}> { sum = Add(x, total) y = Identity(sum) }
+"""
+
+
+@pytest.fixture(scope="session")
+def sums_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A bundle whose state `total` has an initial value: read it, do not alter it."""
+    return compile_model(
+        parser.parse_model(SUMS),
+        tmp_path_factory.mktemp("sums") / "bundle",
+        devices="cpu:0,cpu:1",
+        state={"sum": "total"},
+        pipeline="profile{estimate=true},coplace,single,split,emit",
+    ).bundle
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ import onnxplace
 from onnxplace.bundle import WHOLE_MODEL_FILE
 from onnxplace.driver import compile_model
 from onnxplace.evaluation.compare import compare_output
-from onnxplace.export import merge_bundle, merging
+from onnxplace.export import describe_merged, merge_bundle, merging
 from tests.end_to_end.split_checks import ALTERNATING
 from tests.end_to_end.weight_checks import chain, compiled as compile_chain, saved
 from tests.export.samples import assert_same_outputs, draw_feeds, run_file
@@ -90,15 +90,9 @@ def test_a_merged_model_takes_and_returns_states_as_inputs_and_outputs(decoder_b
     assert len(again.manifest.states) == 4
 
 
-def test_the_initial_value_of_a_state_is_a_default_of_its_input_again(tmp_path):
-    text = '<ir_version: 9, opset_import: ["": 18]> g (float[3] x, float[3] total) => (float[3] sum, float[3] y) '
-    proto = parser.parse_model(text + "<float[3] total = {1, 2, 3}> { sum = Add(x, total) y = Neg(x) }")
-    bundle = compile_model(
-        proto, tmp_path / "bundle", devices="cpu:0,cpu:1", state={"sum": "total"},
-        pipeline="profile{estimate=true},coplace,single,split,emit",
-    ).bundle  # fmt: skip
-    assert bundle.manifest.states[0].initial is not None
-    merged = merge_bundle(bundle, tmp_path / "merged.onnx")
+def test_the_initial_value_of_a_state_is_a_default_of_its_input_again(sums_bundle, tmp_path):
+    assert sums_bundle.manifest.states[0].initial is not None
+    merged = merge_bundle(sums_bundle, tmp_path / "merged.onnx")
     x = np.ones(3, np.float32)
     assert run_file(merged.path, {"x": x})["sum"].tolist() == [2, 3, 4]
     assert run_file(merged.path, {"x": x, "total": x})["sum"].tolist() == [2, 2, 2]
@@ -127,13 +121,22 @@ def test_large_weights_go_to_a_file_of_their_own(limit, tmp_path, monkeypatch):
     """Limit 1000 stands for 1 GiB: the model then has references only, as a model of 2 GiB must."""
     bundle = compile_chain(saved(tmp_path / "here", chain(4)), tmp_path)
     if limit:
-        monkeypatch.setattr(merging, "MAX_EMBEDDED_BYTES", limit)
+        monkeypatch.setattr(merging, "MAX_INLINE_BYTES", limit)
     merged = merge_bundle(bundle, tmp_path / "merged.onnx")
     assert (merged.data is not None) == (limit is not None)
     if limit:
         assert merged.path.stat().st_size < 4096 < merged.data.stat().st_size
     feeds = draw_feeds(bundle)
     assert_same_outputs(run_file(merged.path, feeds), run_file(bundle.file(WHOLE_MODEL_FILE), feeds))
+
+
+def test_a_foreign_file_is_not_reported_as_that_of_the_weights(tmp_path):
+    proto = parser.parse_model('<ir_version: 9, opset_import: ["": 18]> g (float[2] x) => (float[2] y) { y = Neg(x) }')
+    bundle = compiled_with(proto, RandomPlacement((0,), (0,)), tmp_path, optimized=False)
+    (tmp_path / "merged.onnx.data").write_bytes(b"of an earlier model")
+    merged = merge_bundle(bundle, tmp_path / "merged.onnx", external_data=True, force=True)
+    assert merged.data is None
+    assert "weights in" not in describe_merged(merged)
 
 
 def test_linked_weights_are_merged_from_the_files_of_the_model(tmp_path):
@@ -154,7 +157,8 @@ def test_a_sharded_bundle_is_merged_with_its_exchanges_and_says_so(tmp_path, run
     ).bundle
     assert bundle.manifest.sharding is not None
     result = run_cli("merge", bundle.path, "-o", tmp_path / "merged.onnx", "--json")
-    assert [note["code"] for note in only_json(result)["diagnostics"]] == ["I001"]
+    (note,) = only_json(result)["diagnostics"]
+    assert (note["code"], list(note)) == ("I001", ["code", "message", "where", "hint"])
     assert "note[I001]" in result.err
     feeds = draw_feeds(bundle)
     expected = run_file(bundle.file(WHOLE_MODEL_FILE), feeds)

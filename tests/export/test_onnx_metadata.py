@@ -72,3 +72,22 @@ def test_an_exported_model_is_a_device_map_for_its_origin(decoder_bundle, tmp_pa
     )  # fmt: skip
     assert node_names(again.bundle) == node_names(decoder_bundle)
     assert [note.code for note in again.diagnostics if note.code == "U026"] == ["U026"]
+
+
+def test_an_export_says_nothing_of_the_devices_that_its_model_named_before(decoder_bundle, tmp_path):
+    export_bundle(decoder_bundle, "onnx-metadata", tmp_path / "first")
+    device_map = json.dumps(json.dumps({".*": "cpu:1"}))
+    moved = compile_model(
+        tmp_path / "first" / "model.onnx", tmp_path / "moved", devices="cpu:0,cpu:1",
+        shape=dict(decoder_bundle.manifest.dimensions),
+        pipeline=f"optimize,profile{{estimate=true}},coplace{{device_map={device_map}}},single,split,emit",
+    ).bundle  # fmt: skip
+    export_bundle(moved, "onnx-metadata", tmp_path / "second")
+    for node in onnx.load(tmp_path / "second" / "model.onnx").graph.node:
+        assert sorted(item.key for item in node.metadata_props if item.key.startswith("onnxplace.")) == [
+            "onnxplace.device",
+            "onnxplace.segment",
+        ]
+        assert metadata(node)["onnxplace.device"] == "cpu:1"
+        (entry,) = node.device_configurations
+        assert {tuple(spec.device) for spec in entry.sharding_spec} == {(1,)}

@@ -14,8 +14,6 @@ from onnxplace.export import ExportOptions, export_bundle
 from onnxplace.target import Device, Target
 from tests.support.chains import mlp
 
-onnxruntime_genai = pytest.importorskip("onnxruntime_genai")
-
 TOKENS = [3, 1, 4, 1, 5]
 CONFIG = {
     "model": {
@@ -50,6 +48,7 @@ def write_config(folder: Path, **changes: object) -> Path:
 
 def generate(folder: Path) -> tuple[list[int], list[np.ndarray]]:
     """Return the tokens that follow, and the logits of each step."""
+    onnxruntime_genai = pytest.importorskip("onnxruntime_genai")
     model = onnxruntime_genai.Model(str(folder))
     parameters = onnxruntime_genai.GeneratorParams(model)
     parameters.set_search_options(max_length=12, do_sample=False)
@@ -96,6 +95,8 @@ def test_genai_generates_what_onnxplace_generates(decoder_bundle, tmp_path, run_
         ({"outputs": {"logits": "scores"}}, ("reads the outputs 'scores'",)),
         ({"num_hidden_layers": 0}, ("num_hidden_layers is 0",)),
         ({"num_hidden_layers": 1}, ("does not feed the inputs 'past.1.key', 'past.1.value'",)),
+        ({"inputs": None}, ("expected names of tensors in model.decoder.inputs, got None", "write it like")),
+        ({"outputs": ["logits"]}, ("expected names of tensors in model.decoder.outputs, got ['logits']",)),
     ],
 )
 def test_names_that_do_not_fit_are_listed(changes, words, decoder_bundle, tmp_path):
@@ -103,6 +104,13 @@ def test_names_that_do_not_fit_are_listed(changes, words, decoder_bundle, tmp_pa
     with pytest.raises(onnxplace.InputError, match="I018") as refused:
         export_bundle(decoder_bundle, "ort-genai", tmp_path / "out", options=options)
     assert [word for word in words if word not in str(refused.value)] == []
+
+
+def test_outputs_that_are_no_cache_need_no_input(decoder_bundle, tmp_path):
+    """As the model builder writes them for models with further outputs, or with an encoder."""
+    outputs = {"logits": "logits", "hidden_states": "h", "cross_present_key_names": "cross.%d.key"}
+    options = ExportOptions(config=write_config(tmp_path, outputs=outputs))
+    assert "genai_config.json" in export_bundle(decoder_bundle, "ort-genai", tmp_path / "out", options=options).files
 
 
 def test_other_bundles_and_files_are_refused(decoder_bundle, tmp_path, run_cli):

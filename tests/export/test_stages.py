@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from onnx import parser
 
 import onnxplace
-from onnxplace.driver import compile_model
 from onnxplace.export import export_bundle, plain_stages
 from onnxplace.target import Device
 from onnxplace.utils import observe_progress
@@ -91,14 +90,8 @@ def test_stages_compute_the_same_as_the_model_in_every_split(
         assert_same([list(run(feeds).values()) for feeds in model.feeds], expected)
 
 
-def test_states_are_inputs_and_outputs_with_their_initial_values(tmp_path):
-    text = '<ir_version: 9, opset_import: ["": 18]> g (float[3] x, float[3] total) => (float[3] sum, float[3] y) '
-    proto = parser.parse_model(text + "<float[3] total = {1, 2, 3}> { sum = Add(x, total) y = Neg(x) }")
-    bundle = compile_model(
-        proto, tmp_path / "bundle", devices="cpu:0,cpu:1", state={"sum": "total"},
-        pipeline="profile{estimate=true},coplace,single,split,emit",
-    ).bundle  # fmt: skip
-    export_bundle(bundle, "stages", tmp_path / "out")
+def test_states_are_inputs_and_outputs_with_their_initial_values(sums_bundle, tmp_path):
+    export_bundle(sums_bundle, "stages", tmp_path / "out")
     run, x = load_script(tmp_path / "out"), np.ones(3, np.float32)
     first = run({"x": x})
     assert first["sum"].tolist() == [2, 3, 4]

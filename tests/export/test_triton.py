@@ -132,14 +132,8 @@ def test_requests_of_a_batched_model_are_joined(chain, tmp_path, monkeypatch):
         export(chain, tmp_path / "other", max_batch=8)
 
 
-def test_each_sequence_has_states_of_its_own(tmp_path, monkeypatch):
-    text = '<ir_version: 9, opset_import: ["": 18]> g (float[3] x, float[3] total) => (float[3] sum, float[3] y) '
-    proto = parser.parse_model(text + "<float[3] total = {1, 2, 3}> { sum = Add(x, total) y = Identity(sum) }")
-    bundle = compile_model(
-        proto, tmp_path / "bundle", devices="cpu:0,cpu:1", state={"sum": "total"},
-        pipeline="profile{estimate=true},coplace,single,split,emit",
-    ).bundle  # fmt: skip
-    model = PythonModel(export(bundle, tmp_path) / "m", monkeypatch)
+def test_each_sequence_has_states_of_its_own(sums_bundle, tmp_path, monkeypatch):
+    model = PythonModel(export(sums_bundle, tmp_path) / "m", monkeypatch)
     assert model.config.WhichOneof("scheduling_choice") == "sequence_batching"
     assert [(item.name, item.optional) for item in model.config.input] == [("x", False), ("total", True)]
     assert [item.name for item in model.config.output] == ["y"]
@@ -206,6 +200,8 @@ def test_wrong_options_are_refused(run_cli, chain, tmp_path, arguments, words):
     ("signature", "layout", "words"),
     [
         ("(float[3] x) => (seq(float[3]) y) { y = SequenceConstruct(x) }", "auto", "'y' has the type seq"),
+        ("(float[3] x) => (seq(float[3]) y) { y = SequenceConstruct(x) }", "python", "which Triton lacks"),
+        ("() => (float[3] y) <float[3] w = {1, 2, 3}> { y = Neg(w) }", "auto", "this bundle has no inputs"),
         ("(float[3] x) => (bfloat16[3] y) { y = Cast<to=16>(x) }", "python", "tensor(bfloat16), which numpy lacks"),
         ("(float[3] x) => (float[3] y, float[3] x) { y = Neg(x) }", "ensemble", "it returns the input 'x'"),
         ("(float[3] x) => (float[] y) { z = Shape(x) y = ConstantOfShape(z) }", "python", "'y' has no known rank"),

@@ -23,7 +23,7 @@ MODEL = """
 <ir_version: 8, opset_import: ["" : 17]>
 chain (float[4] x) => (float[4] y) { a = Neg(x) y = Relu(a) }
 """
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 300.0
 X = np.array([-2, -1, 0, 1], np.float32)
 
 
@@ -70,7 +70,7 @@ def test_ranks_that_are_all_elsewhere_are_started_there_and_named_when_one_dies(
 
 DRIVER = """
 import sys, onnxplace
-session = onnxplace.InferenceSession(sys.argv[1], runtime="mpi", remote_shell=sys.argv[2], timeout=60)
+session = onnxplace.InferenceSession(sys.argv[1], runtime="mpi", remote_shell=sys.argv[2], timeout=300)
 print(*session._session.engine._cluster._processes.values(), flush=True)
 sys.stdin.read()
 """

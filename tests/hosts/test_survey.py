@@ -1,12 +1,9 @@
 """Surveys of hosts: what they are made of, and whole ones over MPI where it is installed."""
 
-import itertools
 import json
 import queue
 import threading
-import time
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,12 +20,12 @@ from onnxplace.hosts import (
     survey_hosts,
 )
 from onnxplace.hosts.link_ranks import SIZES_BYTES, follow, lead
-from onnxplace.hosts.mpi_launchers import Mpich
+from onnxplace.hosts.mpi_launchers import Mpich, OpenMpi
 from onnxplace.hosts.survey import _fit_links, _require_equal_versions
 from onnxplace.target import Device, Target, format_target, read_target
 from tests.support.namespaces import connect_two_nodes, find_obstacle
 
-HAS_OPEN_MPI = find_spec("mpi4py") is not None and find_launcher().name == "openmpi"
+HAS_OPEN_MPI = find_spec("mpi4py") is not None and isinstance(find_launcher(), OpenMpi)
 needs_mpi = pytest.mark.skipif(find_spec("mpi4py") is None, reason="mpi4py is not installed: the extra [mpi]")
 VERSIONS = {"onnxplace": "1", "onnxruntime": "2", "python": "3", "mpi4py": "4", "mpich": "5"}
 
@@ -75,6 +72,11 @@ def test_hosts_with_other_versions_are_refused(versions, code, words):
     assert (caught.value.code, caught.value.where) == (code, "host b")
 
 
+def test_a_package_that_the_first_host_does_not_have_is_named():
+    with pytest.raises(TargetError, match="expected mpich none, as on a, got 5"):
+        _require_equal_versions([describe("a", mpich=""), describe("b")])
+
+
 @pytest.mark.parametrize("seconds", [0.0, -1.0, 1e9, float("nan")])
 def test_impossible_times_are_refused_before_anything_runs(seconds):
     with pytest.raises(UsageError, match=r"K001.*--seconds"):
@@ -103,11 +105,16 @@ def test_an_answer_that_is_not_ours_is_an_error(write_shell, no_launcher_needed)
 
 
 class FakeWorld:
-    """Two ranks as threads, whose messages take some time."""
+    """Two ranks as threads, whose messages take some time on a clock that nothing else moves."""
 
-    def __init__(self, seconds_per_byte: float) -> None:
+    def __init__(self, seconds_per_byte: float, seconds_per_look: float = 0.0) -> None:
         self.queues: tuple[queue.Queue, queue.Queue] = (queue.Queue(), queue.Queue())
-        self.seconds_per_byte = seconds_per_byte
+        self.seconds_per_byte, self.seconds_per_look = seconds_per_byte, seconds_per_look
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += self.seconds_per_look
+        return self.now
 
     def rank(self, own: int) -> "FakeRank":
         return FakeRank(self, own)
@@ -118,15 +125,25 @@ class FakeRank:
         self.world, self.own = world, own
 
     def Send(self, array, peer) -> None:  # noqa: N802 - as in mpi4py
-        time.sleep(array.nbytes * self.world.seconds_per_byte)
+        self.world.now += array.nbytes * self.world.seconds_per_byte
         self.world.queues[peer].put(array.copy())
 
     def Recv(self, array, peer) -> None:  # noqa: N802 - as in mpi4py
         np.copyto(array, self.world.queues[self.own].get(timeout=60))
 
 
-def measure(seconds_per_byte: float, seconds: float) -> list[tuple[int, float]]:
-    world = FakeWorld(seconds_per_byte)
+@pytest.fixture
+def measure(monkeypatch):
+    """Return a function that measures the link of a fake world, by its clock."""
+
+    def measure_link(world: FakeWorld, seconds: float) -> list[tuple[int, float]]:
+        monkeypatch.setattr("onnxplace.hosts.link_ranks.time", world)
+        return measure_between_threads(world, seconds)
+
+    return measure_link
+
+
+def measure_between_threads(world: FakeWorld, seconds: float) -> list[tuple[int, float]]:
     follower = threading.Thread(target=follow, args=(world.rank(1), 0))
     follower.start()
     samples = lead(world.rank(0), 1, seconds)
@@ -136,19 +153,16 @@ def measure(seconds_per_byte: float, seconds: float) -> list[tuple[int, float]]:
     return samples
 
 
-def test_all_sizes_are_measured_where_that_is_quick(monkeypatch):
-    ticks = itertools.count()  # a clock of a hundredth of a second a look, however busy this machine is
-    clock = SimpleNamespace(perf_counter=lambda: 0.01 * next(ticks))
-    monkeypatch.setattr("onnxplace.hosts.link_ranks.time", clock)
-    assert {size for size, _ in measure(0.0, 0.5)} == set(SIZES_BYTES)
+def test_all_sizes_are_measured_where_that_is_quick(measure):
+    assert {size for size, _ in measure(FakeWorld(0.0, seconds_per_look=0.01), 0.5)} == set(SIZES_BYTES)
 
 
-def test_a_slow_link_is_measured_with_small_messages_only():
-    begin = time.monotonic()
-    sizes = {size for size, _ in measure(1e-4, 0.5)}  # 64 MiB would take almost two hours
+def test_a_slow_link_is_measured_with_small_messages_only(measure):
+    world = FakeWorld(1e-4)
+    sizes = {size for size, _ in measure(world, 0.5)}  # 64 MiB would take almost two hours
     assert {1, 4, 16} <= sizes
     assert max(sizes) <= 4096
-    assert time.monotonic() - begin < 20
+    assert world.now < 20
 
 
 # ---------------------------------------------------------------------------------------------- whole surveys
@@ -195,14 +209,15 @@ def test_messages_between_two_network_namespaces_cross_the_network(run_cli, tmp_
         before = nodes.count_crossed_bytes()
         options = ("--hosts", "node1,node2", "--devices", "cpu:0", "--seconds", "1")
         options += ("--remote-shell", nodes.remote_shell, "--interface", nodes.interface)
-        result = run_cli("hosts", *options, "--json")
+        result = run_cli("hosts", *options, "--json", "--timeout", "300")
         assert result.code == 0, result.err
         (link,) = json.loads(result.out)["links"]
-        assert max(point["bytes"] for point in link["points"]) == SIZES_BYTES[-1]
-        assert nodes.count_crossed_bytes() - before > SIZES_BYTES[-1]
+        largest = max(point["bytes"] for point in link["points"])
+        assert largest >= 1 << 20  # a busy machine leaves out the largest ones
+        assert nodes.count_crossed_bytes() - before > 2 * largest
         # A cable that is pulled: an error that names the hosts, not a wait for ever.
         nodes.set_cable("down")
-        result = run_cli("hosts", *options, "--timeout", "20")
+        result = run_cli("hosts", *options, "--timeout", "120")
         assert result.code == 4
         assert "error[K007] node1, node2: MPI failed" in result.err
         assert f"on node2: {'A daemon failed to report' if HAS_OPEN_MPI else 'unable to connect'}" in result.err

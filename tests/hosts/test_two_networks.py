@@ -27,8 +27,8 @@ from tests.support.two_hosts import compile_alternating, make_target
 pytest.importorskip("mpi4py")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="MPICH is not installed here")
 
-# Limits for what takes a tenth of that on an idle machine.
-REPORTED_SECONDS, WAIT_SECONDS = 20.0, 60.0
+# Far more than it takes, also on a busy machine: to report the end of a rank, and all else.
+REPORTED_SECONDS, WAIT_SECONDS = 60.0, 300.0
 BIG = """
 <ir_version: 8, opset_import: ["" : 17]>
 big (float[300000] x) => (float[300000] y) { a = Neg(x) y = Relu(a) }
@@ -97,7 +97,7 @@ def test_values_cross_the_cable_and_traces_of_both_hosts_have_one_clock(nodes, b
 def test_the_commands_run_a_bundle_on_two_hosts_as_ssh_reaches_them(nodes, big, run_cli):
     before = nodes.count_crossed_bytes()
     with nodes.on_first():
-        verified = only_json(run_cli("verify", str(big.path), "--runtime", "mpi", "--start-timeout", "60", "--json"))
+        verified = only_json(run_cli("verify", str(big.path), "--runtime", "mpi", "--start-timeout", "300", "--json"))
     assert verified["equal"] is True
     assert nodes.count_crossed_bytes() - before > 2 * 4 * 300_000
 
@@ -121,7 +121,7 @@ def test_bundles_compiled_for_a_survey_of_two_hosts_are_verified_there(nodes, ru
             assert result.code == 0, result.err
             compiled = only_json(result)
             before = nodes.count_crossed_bytes()
-            options = ("--runtime", "mpi", *network, "--start-timeout", "60", "--json")
+            options = ("--runtime", "mpi", *network, "--start-timeout", "300", "--json")
             assert only_json(run_cli("verify", f"{name}.bundle", *options))["equal"] is True
             assert nodes.count_crossed_bytes() > before
             assert {device["id"] for device in compiled["devices"]} == set(NODES)
@@ -169,7 +169,7 @@ import sys
 from onnxplace import load
 from onnxplace.runtimes.mpi import Mpi
 from tests.support.endless import feeds
-session = Mpi(remote_shell=sys.argv[2], interface=sys.argv[3], timeout=60).open(load(sys.argv[1]))
+session = Mpi(remote_shell=sys.argv[2], interface=sys.argv[3], timeout=300).open(load(sys.argv[1]))
 print(*session.engine._cluster._processes.values(), flush=True)
 session.submit(feeds(None)).result()
 """

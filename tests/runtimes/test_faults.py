@@ -29,9 +29,12 @@ from tests.support.fault_checks import (
 
 
 def test_a_timeout_ends_a_run_and_reports_its_progress(session):
-    with pytest.raises(onnxplace.RunTimeoutError) as raised:
-        session.run(None, feeds(None), timeout=0.2)
-    problem = raised.value
+    for seconds in (0.2, 2.0, 20.0):  # on a busy machine, devices may not have begun after the first
+        with pytest.raises(onnxplace.RunTimeoutError) as raised:
+            session.run(None, feeds(None), timeout=seconds)
+        problem = raised.value
+        if "runs segment" in problem.message and "waits for" in problem.message:
+            break
     assert (problem.code, problem.exit_code) == ("X007", 4)
     assert "cpu:1 runs segment cpu1-000" in problem.message
     assert "cpu:0 waits for value 'spun' of cpu:1" in problem.message

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -99,7 +100,13 @@ def test_split_states_start_from_their_parts(tmp_path):
     with onnxplace.InferenceSession(bundle) as session:
         for name, array in session.read_states().items():
             np.testing.assert_array_equal(array, whole[name])
-        np.testing.assert_allclose(run_steps(session, model, 4), reference_losses(model, 4), rtol=1e-5)
+        losses = run_steps(session, model, 4)
+        np.testing.assert_allclose(losses, reference_losses(model, 4), rtol=1e-5)
+        values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(whole[name]) for name in session.read_states()}
+        first_batch = {**draw_batch(model, 0), "step": np.array(1)}
+        assert float(session.run(["loss"], {**first_batch, **values})[0]) == losses[0]
+        with pytest.raises(FeedError):
+            session.run(["loss"], [first_batch])
 
 
 def test_the_commands_start_from_them(bundle, run_cli):

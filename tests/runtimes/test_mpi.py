@@ -23,8 +23,8 @@ from tests.support.ranks import await_gone, find_ranks, read_rank_ids
 pytest.importorskip("mpi4py")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are looked up in /proc")
 
-# Limits for what takes a tenth of that on an idle machine.
-REPORTED_SECONDS, WAIT_SECONDS = 20.0, 60.0
+# Far more than it takes, also on a busy machine: to report the end of a rank, and all else.
+REPORTED_SECONDS, WAIT_SECONDS = 60.0, 300.0
 
 
 def open_ranks(bundle, **options):
@@ -56,6 +56,10 @@ def await_start(future):
 
 def test_the_runtime_satisfies_the_contract_of_runtimes():
     check_runtime(lambda: Mpi("localhost:2", timeout=WAIT_SECONDS))
+
+
+def test_the_ranks_of_these_tests_are_found(shared):
+    assert set(read_rank_ids(shared)) <= set(find_ranks())
 
 
 def test_a_run_that_takes_too_long_is_ended_and_names_the_device(shared):
@@ -154,7 +158,7 @@ DRIVER = """
 import sys, onnxplace
 from tests.support.endless import feeds
 from tests.support.ranks import read_rank_ids
-session = onnxplace.InferenceSession(sys.argv[1], runtime="mpi", hosts="localhost:2", timeout=60)
+session = onnxplace.InferenceSession(sys.argv[1], runtime="mpi", hosts="localhost:2", timeout=300)
 print(*read_rank_ids(session), flush=True)
 session.run(None, feeds(None))
 """
@@ -193,25 +197,27 @@ def test_ranks_that_take_too_long_to_start_are_ended(bundle):
     assert await_gone(set(find_ranks()) - set(before)) == []
 
 
+def run_until_interrupted(session):
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    session.run(None, feeds(None))
+
+
 def test_an_interrupt_ends_its_run_and_the_next_one_succeeds(shared):
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     with pytest.raises(KeyboardInterrupt):
-        shared.run(None, feeds(None))
-    timer.join()
+        run_until_interrupted(shared)
     check_outputs(shared.run(None, feeds(3)), 3)
 
 
 FORKING_DRIVER = """
 import os, sys, time, onnxplace
 from tests.support.ranks import read_rank_ids
-session = onnxplace.InferenceSession(sys.argv[1], runtime="mpi", hosts="localhost:2", timeout=60)
+session = onnxplace.InferenceSession(sys.argv[1], runtime="mpi", hosts="localhost:2", timeout=300)
 child = os.fork()
 if child == 0:
-    time.sleep(60)
+    time.sleep(600)
     os._exit(0)
 print(child, *read_rank_ids(session), flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

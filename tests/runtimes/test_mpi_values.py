@@ -19,7 +19,7 @@ from tests.support.two_hosts import TWO_HOSTS, compile_alternating
 pytest.importorskip("mpi4py")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="MPICH is not installed here")
 
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 300.0
 MANY_TYPES = """
 <ir_version: 10, opset_import: ["": 21]>
 many (float[2, 3] x, float[0, 3] empty, string[2] text, float[300, 1000] big, float single)

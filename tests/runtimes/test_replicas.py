@@ -20,7 +20,7 @@ from tests.support.two_hosts import TWO_HOSTS, compile_alternating
 pytest.importorskip("mpi4py")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="MPICH is not installed here")
 
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 300.0
 CHAIN = """
 <ir_version: 8, opset_import: ["" : 17]>
 chain (float[4] x) => (float[4] y) { a = Neg(x) y = Relu(a) }
@@ -166,7 +166,7 @@ def test_a_command_notes_a_copy_that_was_left_out_once(bundle, tmp_path, run_cli
     shell.write_text("#!/bin/sh\necho no route to host >&2\nexit 255\n")
     shell.chmod(0o700)
     np.savez(tmp_path / "inputs.npz", **feeds(3))
-    options = ("--runtime", "mpi", "--replicas", "2", "--remote-shell", str(shell), "--start-timeout", "60")
+    options = ("--runtime", "mpi", "--replicas", "2", "--remote-shell", str(shell), "--start-timeout", "300")
     run = run_cli(
         "run", str(bundle.path), "--inputs", str(tmp_path / "inputs.npz"), "--hosts", "localhost:2,node9:2", *options
     )
@@ -178,7 +178,7 @@ def test_a_command_notes_a_copy_that_was_left_out_once(bundle, tmp_path, run_cli
 @pytest.mark.slow
 def test_the_commands_take_copies_and_options_of_the_launch(two_hosts, run_cli):
     options = ("--runtime", "mpi", "--hosts", "localhost:2,127.0.0.1:2", "--replicas", "2", "--interface", "lo")
-    options += ("--remote-shell", "sh", "--start-timeout", "60", "--json")
+    options += ("--remote-shell", "sh", "--start-timeout", "300", "--json")
     copies = only_json(run_cli("run", str(two_hosts.path), "--repeat", "4", *options))["copies"]
     assert [(item["name"], item["is_open"], item["requests"]) for item in copies] == [
         ("localhost,127.0.0.1", True, 2)

@@ -11,7 +11,7 @@ import numpy as np
 
 from onnxplace.runtime import Result, RuntimeSession
 
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 
 
 class FakeSession(RuntimeSession):

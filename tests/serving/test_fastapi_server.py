@@ -2,8 +2,8 @@
 
 import http.client
 import json
+import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -120,20 +120,23 @@ def test_a_request_without_a_result_in_time_is_ended(tmp_path):
         await_ready(opened)
         answer = opened.post("/run", json={"inputs": {"limit": 1 << 62, "x": [1, 2, 3, 4]}})
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "X007")
-        answer = opened.post("/run", json={"inputs": {"limit": 3, "x": [1, 2, 3, 4]}})
-        assert answer.json()["outputs"]["y"] == [1, 2, 3, 4]
+
+        def answers_again():  # a busy machine may need more than the time limit
+            answer = opened.post("/run", json={"inputs": {"limit": 3, "x": [1, 2, 3, 4]}})
+            return answer.status_code == 200 and answer.json()["outputs"]["y"] == [1, 2, 3, 4]
+
+        await_true(answers_again)
 
 
 def test_a_server_answers_requests_at_a_time_and_finishes_them_when_it_is_told_to_end(compiled):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-W", "ignore", EXAMPLE, compiled, "--port", str(port), "--max-batch", "4"]
+    command = [sys.executable, "-W", "ignore", EXAMPLE, compiled, "--port", "0", "--max-batch", "4"]  # any free port
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     log: list[str] = []
     reader = threading.Thread(target=lambda: log.extend(server.stderr))
     reader.start()
     try:
+        await_true(lambda: find_port(log) or server.poll() is not None)
+        port = find_port(log)
         await_true(lambda: is_ready(port, server))
         random = np.random.default_rng(0)
         requests = [random.standard_normal((size, 64)).astype("f4") for size in (1, 2, 1, 3, 1, 1, 2, 1)]
@@ -167,14 +170,18 @@ def test_a_server_answers_requests_at_a_time_and_finishes_them_when_it_is_told_t
     assert not any("Traceback" in line for line in log), log
 
 
+def find_port(log):
+    """Return the port that the server has chosen, None if it does not answer yet."""
+    port = re.search(r"running on http://127\.0\.0\.1:(\d+)", "".join(log))
+    return port and int(port[1])
+
+
 def is_ready(port, server):
     assert server.poll() is None
     try:
         return call(port, "/ready")["ready"]
     except urllib.error.HTTPError as refusal:  # 503
         refusal.close()
-    except OSError:  # no server yet
-        pass
     return False
 
 

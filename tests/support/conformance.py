@@ -36,7 +36,8 @@ from onnxplace.model.nested_graphs import rename_reads
 from onnxplace.runtimes.execution.ort_values import to_ort_value, to_python
 from onnxplace.state import Pass
 from onnxplace.target import Device, Target
-from tests.support.random_placements import HUNG_SECONDS, RandomPlacement
+from tests.support.fault_checks import HUNG_SECONDS
+from tests.support.random_placements import RandomPlacement
 
 KINDS = ("node", "simple", "pytorch-converted", "pytorch-operator", "light")
 HARD = ("loop", "_if", "scan", "sequence", "optional", "string", "strnorm", "int4", "float8", "bfloat16", "quantize")
@@ -315,7 +316,7 @@ def run_placed(found: Case, model: ModelProto, forced: Forced) -> None:
         with onnxplace.InferenceSession(compiled.bundle) as session:
             for feeds, (_, expected) in zip(fed, found.data_sets):
                 before = _bits(feeds)
-                result = session.submit(feeds).result(timeout=6 * HUNG_SECONDS)
+                result = session.submit(feeds).result(timeout=HUNG_SECONDS)
                 require_similar(expected, [result.outputs[item.name] for item in session.get_outputs()], found)
                 if _bits(feeds) != before:
                     raise AssertionError("the caller's inputs were altered")

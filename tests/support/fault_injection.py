@@ -21,11 +21,9 @@ from onnxplace.bundle import Step
 from onnxplace.errors import ExecutionError, FeedError, OnnxplaceError, RunTimeoutError
 from onnxplace.runtimes import onnxruntime as runtime_module
 from onnxplace.runtimes.execution import Engine, drop_last_frees
-from tests.support.fault_checks import raise_in
+from tests.support.fault_checks import HUNG_SECONDS, raise_in
 from tests.support.small_programs import SmallModel, Talker
 
-# Far more than any request takes: whatever is still running then hangs.
-HUNG_SECONDS = 20.0
 RAISING = ("ort", "python", "memory", "bad_alloc", "base", "interrupt", "exit")
 KINDS = (*RAISING, "sleep", "hang", "kill", "kill_outside")
 MODES = ("submit", "run", "timeout")

@@ -133,14 +133,17 @@ SETUPS: Mapping[str, Setup] = {
 }
 
 
-def run_with_setup(page: Path, needed: Setup, store: Path, folder: Path, runner: str = "") -> int:
-    """Run the blocks of a page in a folder, with all that they need; return how many ran.
+def run_with_setup(name: str, needed: Setup, store: Path, folder: Path, runner: str = "") -> None:
+    """Run the blocks of a page in a folder, with all that they need; raises AssertionError if one fails or none runs.
 
-    `runner` as for `read_blocks`; `store` keeps files for other pages.
+    `name` is relative to the repository, `runner` as for `read_blocks`; `store` keeps files for other pages.
     """
+    page = ROOT / name
     for file in needed.files:
         copy_file(file, store, folder)
-    texts = "".join(block.text for block in read_blocks(page.read_text(encoding="utf-8"), runner))
+    blocks = read_blocks(page.read_text(encoding="utf-8"), runner)
+    texts = "".join(block.text for block in blocks)
     own = needed.surroundings.replaced
     common = {old: new for old, new in EVERYWHERE.items() if old in texts and not any(old in text for text in own)}
-    return run_page(page, folder, replace(needed.surroundings, replaced={**own, **common}), runner=runner)
+    ran = run_page(page, folder, replace(needed.surroundings, replaced={**own, **common}), runner=runner)
+    assert ran == len(blocks) > 0

@@ -32,10 +32,10 @@ from onnxplace.pipeline import Pipeline
 from onnxplace.problem import commit_placement, placement_problem
 from onnxplace.state import Pass, State
 from onnxplace.target import Device, Target
+from tests.support.fault_checks import HUNG_SECONDS
 from tests.support.random_models import Feeds
 
 DEVICES = 4
-HUNG_SECONDS = 10
 
 
 @dataclass(frozen=True)

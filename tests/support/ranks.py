@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 import onnxplace
+from tests.support.fault_checks import HUNG_SECONDS
 
 MODULE = b"onnxplace.runtimes.ranks.rank_process"
-# Ranks end in a tenth of that on an idle machine.
-GONE_SECONDS = 20.0
+# Ranks inherit it, so that those of tests that run at the same time are told apart.
+MARK = "ONNXPLACE_TEST_PROCESS"
+os.environ[MARK] = str(os.getpid())
 
 
 def read_rank_ids(session: onnxplace.InferenceSession) -> list[int]:
@@ -29,21 +32,22 @@ def is_alive(process_id: int) -> bool:
 
 
 def find_ranks() -> list[int]:
-    """Return the process ids of all ranks on this machine."""
-    found = []
+    """Return the process ids of all ranks that this process of tests has started."""
+    ranks = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            command = path.read_bytes()
+            command, variables = path.read_bytes(), path.with_name("environ").read_bytes()
         except OSError:
             continue
-        if MODULE in command.split(b"\0") and is_alive(int(path.parent.name)):
-            found.append(int(path.parent.name))
-    return found
+        is_rank = MODULE in command.split(b"\0") and f"{MARK}={os.getpid()}".encode() in variables.split(b"\0")
+        if is_rank and is_alive(int(path.parent.name)):
+            ranks.append(int(path.parent.name))
+    return ranks
 
 
 def await_gone(process_ids: Any) -> list[int]:
     """Return those processes that do not end."""
-    end = time.monotonic() + GONE_SECONDS
+    end = time.monotonic() + HUNG_SECONDS
     while (alive := [item for item in process_ids if is_alive(item)]) and time.monotonic() < end:
         time.sleep(0.02)
     return alive

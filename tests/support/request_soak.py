@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import onnxplace
-from tests.support.fault_checks import list_worker_threads
-from tests.support.fault_injection import HUNG_SECONDS, require, require_equal
+from tests.support.fault_checks import HUNG_SECONDS, list_worker_threads
+from tests.support.fault_injection import require, require_equal
 from tests.support.small_programs import SmallModel, Talker, make_ping_pong
 
 # Elements of a value; large ones take several pages.

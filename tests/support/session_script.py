@@ -20,7 +20,7 @@ METADATA = (
     "version",
     "custom_metadata_map",
 )
-WAIT_SECONDS = 30
+WAIT_SECONDS = 60
 
 
 @dataclass

@@ -14,7 +14,7 @@ def run_on_terminal(
     until: str = "",
     act: Callable[[subprocess.Popen], object] = lambda child: None,
     environment: dict[str, str] | None = None,
-    seconds: float = 120.0,
+    seconds: float = 300.0,
 ) -> tuple[str, int]:
     """Run onnxplace on a terminal, and act once it has printed a text; return all that it showed, and its exit code."""
     terminal, end = pty.openpty()

@@ -170,7 +170,7 @@ def test_a_slow_network_keeps_the_model_on_one_host(
     run_cli, monkeypatch, tmp_path, model_file, fast_pipeline, latency_seconds, used
 ):
     monkeypatch.chdir(tmp_path)
-    fast_pipeline = fast_pipeline.replace("m-etf", "auto{seconds=0.1}")  # m-etf does not look ahead
+    fast_pipeline = fast_pipeline.replace("m-etf", "auto{seconds=0,proposals=300}")  # m-etf does not look ahead
     write_target(Path("t.toml"), latency_seconds)
     options = ("--shape", "batch=2", "--target", "t.toml", "--pipeline", fast_pipeline, "-o", "hosts.bundle")
     compiled = run_cli("compile", model_file, *options)

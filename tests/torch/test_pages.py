@@ -1,15 +1,11 @@
 """The blocks of pages that need PyTorch; tests/site runs the others."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.support.page_setups import run_with_setup, setup
-from tests.support.tutorials import read_blocks
 
 pytest.importorskip("torch")
 
-ROOT = Path(__file__).parents[2]
 RUNNER = "tests/torch/test_pages.py"
 MODULE = """
 import numpy as np
@@ -70,5 +66,4 @@ def store(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETUPS)
 def test_the_blocks_of_a_page_run(name, store, tmp_path):
-    ran = run_with_setup(ROOT / name, SETUPS[name], store, tmp_path, RUNNER)
-    assert ran == len(read_blocks((ROOT / name).read_text(encoding="utf-8"), RUNNER)) > 0
+    run_with_setup(name, SETUPS[name], store, tmp_path, RUNNER)

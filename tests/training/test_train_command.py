@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import pytest
 
 import onnxplace
 from onnxplace.training import BatchSampler
+from tests.support.fault_checks import HUNG_SECONDS, wait_until
 from tests.support.training_models import make_mlp, make_two_tower
 from tests.training.test_trainer import compile_model
 
@@ -258,11 +258,9 @@ def test_an_interrupted_run_is_saved_and_continues_bit_for_bit(number, bundle, d
     files = ["--save", str(save), "--log", str(log)]
     options = ["--steps", "1000000", "--save-every", "20", *files]
     process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env={**os.environ})
-    deadline = time.monotonic() + 60
-    while not save.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: save.exists() or process.poll() is not None)
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HUNG_SECONDS)
     assert process.returncode == 128 + number, err
     assert "ended after step" in err
     assert f"continue with --resume {save}" in err

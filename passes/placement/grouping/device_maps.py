@@ -98,22 +98,22 @@ def _read_map(source: str, where: str) -> dict[str, Any]:
     else:
         data = read_json(source, "U023", "a device map")
     if not isinstance(data, dict):
-        raise _not_a_map_error(f"expected a JSON object, got {format_value(data)}", where)
+        raise _not_a_map_error(f"expected an object, got {format_value(data)}", where)
     return data
 
 
 def _require_devices(rules: Mapping[str, Any], where: str) -> dict[str, str | int]:
     """Return the rules of a map; raises InputError unless each value is the id or the number of a device."""
-    for name, device in rules.items():
+    for key, device in rules.items():
         if isinstance(device, bool) or not isinstance(device, str | int):
-            message = f"expected the name or number of a device for {name!r}, got {format_value(device)}"
-            raise _not_a_map_error(message, where)
-    if has_module_devices(rules) and (pattern := next((name for name in rules if not are_module_names([name])), None)):
-        message = f"numbers and kinds of devices are for modules, and {pattern!r} is not the name of one"
-        raise _not_a_map_error(message, where)
+            reason = f"expected the id or the number of a device for {key!r}, got {format_value(device)}"
+            raise _not_a_map_error(reason, where)
+    if has_module_devices(rules) and (patterns := [key for key in rules if not are_module_names([key])]):
+        reason = f"where devices have numbers or kinds, it names modules, but {patterns[0]!r} is a pattern"
+        raise _not_a_map_error(reason, where)
     return dict(rules)
 
 
-def _not_a_map_error(message: str, where: str) -> InputError:
+def _not_a_map_error(reason: str, where: str) -> InputError:
     hint = 'write it like {"encoder.*": "cuda:0"}, or with modules and numbers, {"model.layers.0": 0}'
-    return InputError("U023", f"not a device map: {message}", where=where, hint=hint)
+    return InputError("U023", f"not a device map: {reason}", where=where, hint=hint)

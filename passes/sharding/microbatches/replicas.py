@@ -24,6 +24,7 @@ from onnxplace.passes.sharding.rewrite import ShardedModel
 from onnxplace.passes.sharding.space import is_unrepeatable
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 from onnxplace.training_step import PHASE_KEY
+from onnxplace.utils import claim_name
 
 NO_UNIT = -1
 
@@ -163,10 +164,10 @@ def _repeat_kept(before: ReplicatedModel, units: Sequence[int], samples: Collect
             copy.CopyFrom(node)
             rename_reads(copy, {name: versions[name, home] for name in model.reads[index] if (name, home) in versions})
             if number:
-                copy.name = _free_name(f"{node.name}/replica{home}", taken)
+                copy.name = claim_name(f"{node.name}/replica{home}", taken)
                 for position, name in enumerate(node.output):
                     if name:
-                        copy.output[position] = versions[name, home] = _free_name(f"{name}/replica{home}", taken)
+                        copy.output[position] = versions[name, home] = claim_name(f"{name}/replica{home}", taken)
             nodes.append(copy)
             new_origins.append(origin)
             homes_of_nodes.append(home)
@@ -192,7 +193,7 @@ def _copy_states(
         for name in iterate_reads(node):
             if home.get(name, own) != own:
                 if (name, own) not in copies:
-                    copies[name, own] = _free_name(f"{name}/replica{own}", taken)
+                    copies[name, own] = claim_name(f"{name}/replica{own}", taken)
                 renamed[name] = copies[name, own]
         if renamed:
             rename_reads(node, renamed)
@@ -216,15 +217,6 @@ def _tell_apart(after: ReplicatedModel) -> ReplicatedModel:
         for origin, home in zip(after.sharded.origins, after.replica.tolist())
     )
     return replace(after, sharded=replace(after.sharded, origins=origins))
-
-
-def _free_name(base: str, taken: set[str]) -> str:
-    """Return a name that is not taken yet, and take it."""
-    name = base
-    while name in taken:
-        name += "_"
-    taken.add(name)
-    return name
 
 
 def _copy_node(name: str, copy: str) -> NodeProto:

@@ -138,6 +138,12 @@ def test_types_in_the_spelling_of_onnxruntime_are_parsed(text):
     assert format_type(parse_type(text, [])) == text
 
 
+def test_a_scalar_has_a_shape_and_an_unknown_rank_has_none():
+    assert parse_type("tensor(float)", []).tensor_type.HasField("shape")
+    assert not parse_type("tensor(float)", None).tensor_type.HasField("shape")
+    assert not parse_type("seq(tensor(float))", []).sequence_type.elem_type.tensor_type.HasField("shape")
+
+
 @pytest.mark.parametrize("text", ["opaque(a,b)", "seq(opaque(a,b))", "map(odd,tensor(float))", "tensor(odd)", "", "?"])
 def test_types_that_onnx_does_not_have_are_unknown(text):
     assert parse_type(text, []) is None
