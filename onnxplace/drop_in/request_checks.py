@@ -48,8 +48,8 @@ class RequestChecks:
 
     def resolve_names(self, output_names: Iterable[str] | None) -> list[str]:
         """Return the names of outputs, by default of all except states; raises UsageError for an unknown one."""
-        if isinstance(output_names, str | Mapping):
-            hint = f"write [{output_names!r}]" if isinstance(output_names, str) else "write a list of names"
+        if isinstance(output_names, str | Mapping) or not isinstance(output_names, Iterable | None):
+            hint = f"write [{output_names!r}]" if isinstance(output_names, str) else "None stands for all outputs"
             raise _make_kind_error(f"expected a list of output names, got {format_value(output_names)}", hint)
         names = list(output_names or ())
         if bad := [name for name in names if not isinstance(name, str)]:

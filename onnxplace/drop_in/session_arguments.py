@@ -86,6 +86,8 @@ def accept_arguments(
         ignored += _list_ignored_options(session_options)
         prefix = session_options.profile_file_prefix if session_options.enable_profiling else None
     ignored += _list_ignored_providers(bundle, _normalize_providers(providers, provider_options))
+    if providers is None and provider_options:
+        ignored.append("provider_options without providers")
     if ignored:
         reason = "`onnxplace compile` chose the devices, threads and optimisations of this bundle"
         # The caller of InferenceSession is three frames up.
@@ -134,7 +136,6 @@ def _list_ignored_options(session_options: Any) -> list[str]:
 
 def _normalize_providers(providers: Any, provider_options: Any) -> dict[str, dict[Any, Any]]:
     """Return options by provider; raises UsageError, also a ValueError."""
-    problem = ""
     if providers is None:
         return {}
     is_list = isinstance(providers, Sequence) and not isinstance(providers, (str, bytes))
