@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ from onnxplace.errors import FeedError, UsageError, format_one_line, format_valu
 from onnxplace.feeds import Array
 from onnxplace.ort import import_onnxruntime
 from onnxplace.runtimes.execution import to_python
+
+# Types of devices that ONNX Runtime knows.
+_DEVICE_TYPES = ("cpu", "cuda", "cann", "dml", "webgpu", "gpu", "npu")
 
 
 class IOBinding:
@@ -75,6 +79,11 @@ class IOBinding:
         a ValueError, too, for memory without type or shape.
         """
         if buffer_ptr is None:
+            if device_type not in _DEVICE_TYPES:
+                message = f"expected the type of a device, got {format_value(device_type)}"
+                error = UsageError("U089", message, where=f"output {name!r}", hint=f"known: {', '.join(_DEVICE_TYPES)}")
+                also_raise_as(error, RuntimeError)
+                raise error
             if device_type != "cpu":
                 warn_ignored(f"output {name!r} is not bound to {device_type}: outputs of a bundle lie in host memory")
             self._outputs[name] = _Output()
@@ -193,12 +202,12 @@ def _view_memory(element_type: Any, shape: Sequence[int], address: int, where: s
     try:
         dtype = _find_dtype(element_type)
         sizes = tuple(int(size) for size in shape)
-        if any(size < 0 for size in sizes):
-            raise ValueError("sizes are at least 0")
+        if dtype.hasobject or any(size < 0 for size in sizes):
+            raise ValueError("elements are numbers, and sizes are at least 0")
         if not (count := math.prod(sizes) * dtype.itemsize):
             return np.empty(sizes, dtype)
-        if not address:
-            raise ValueError("the address is 0")
+        if operator.index(address) <= 0:
+            raise ValueError("addresses are above 0")
     except (KeyError, TypeError, ValueError) as problem:
         found = f"{format_value(element_type)}, {format_value(shape)}, {format_value(address)}"
         message = f"expected the element type, shape and address of memory, got {found}: {format_one_line(problem)}"

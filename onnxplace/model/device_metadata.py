@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,15 @@ DEVICE_KEY = "onnxplace.device"
 SPLITS_KEY = "split_assignments"
 """Metadata of a model in which Olive records which piece each module belongs to."""
 
+_PIECE = re.compile(r"[0-9]{1,9}")
+
 
 @dataclass(frozen=True)
 class DeviceMetadata:
     """The devices that a model names."""
 
     devices: tuple[str, ...]
-    """The devices of its configuration, by position; empty names where the configuration only counts them."""
+    """The devices of its configuration, by position; empty where the configuration only counts them."""
     by_id: Mapping[str, str]
     """Node -> id of its device."""
     by_position: Mapping[str, int]
@@ -73,8 +76,6 @@ def read_device_metadata(path: Path) -> DeviceMetadata:
         message = "not a device map: no node of this model names a device"
         raise InputError("U023", message, where=format_path(path), hint=hint)
     devices = tuple(configuration.device) if configuration else ()
-    if configuration and not devices:
-        devices = ("",) * configuration.num_devices
     return DeviceMetadata(devices, by_id, by_position, by_stage, tuple(split), pieces)
 
 
@@ -85,7 +86,7 @@ def read_split_assignments(text: str, path: Path) -> dict[str, int]:
     {'model.layers.0': 0, 'model.layers.1': 1}
     """
     rows = [row.rpartition("=") for row in text.split(";") if row]
-    if any(not number.isdecimal() for _, _, number in rows):
+    if any(not _PIECE.fullmatch(number) for _, _, number in rows):
         hint = "write it like model.layers.0=0;model.layers.1=1"
         message = f"expected modules and their pieces in its metadata {SPLITS_KEY!r}, got {format_value(text)}"
         raise InputError("U023", message, where=format_path(path), hint=hint)

@@ -150,6 +150,22 @@ def test_objects_in_place_of_ort_values_and_of_names_are_refused(session):
         session.run(3, FEEDS)
 
 
+@pytest.mark.parametrize(
+    ("bind", "words"),
+    [
+        (lambda binding: binding.bind_input("x", "cpu", 0, object, (4, 64), X.ctypes.data), "elements are numbers"),
+        (lambda binding: binding.bind_output("y", "cpu", 0, "f4", (4, 64), "here"), "'here'"),
+        (lambda binding: binding.bind_output("y", "cpu", 0, "f4", (4, 64), -8), "addresses are above 0"),
+        (lambda binding: binding.bind_output("y", "nodev"), "expected the type of a device, got 'nodev'"),
+    ],
+)
+def test_memory_that_nothing_can_be_in_is_refused_when_it_is_bound(session, bind, words):
+    with pytest.raises(onnxplace.UsageError, match="U089") as refused:
+        bind(session.io_binding())
+    assert isinstance(refused.value, RuntimeError)
+    assert words in str(refused.value)
+
+
 def test_bound_buffers_are_read_and_written_by_each_run(session):
     fed, result = X.copy(), np.zeros_like(X)
     binding = session.io_binding()
