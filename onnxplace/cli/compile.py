@@ -146,7 +146,7 @@ def compile(  # noqa: A001
     if os.path.isdir(model):
         raise ModelError("M001", "it cannot be read: it is a folder (directory), not a model", where=str(model))
     if report:
-        require_report(report, model, *(path for path in (inputs, target, options["output"]) if path))
+        _require_report(report, model, inputs, target, **options)
     announce_loop_compilation(json_)
     with show_progress(json_, "reading the model") as observer:
         compiled = compile_model(
@@ -176,6 +176,14 @@ def compile(  # noqa: A001
             click.echo(f"costs: {options['save_costs']}")
         if report:
             click.echo(f"report: {report}")
+
+
+def _require_report(report: Path, model: Path, *inputs: Path | None, **options: Any) -> None:
+    """Raise UsageError before any work if the report cannot be written, or is another file of this command."""
+    shard_map = options["shard_map"]
+    files = (options["costs"], options["device_map"], None if not shard_map or "{" in shard_map else Path(shard_map))
+    output = options["output"] or model.with_suffix(".bundle")
+    require_report(report, model, *inputs, *files, output=output, save_costs=options["save_costs"])
 
 
 def _build_json(compiled: Compiled) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from onnxplace.cli.completers import BUNDLE_PATH
-from onnxplace.cli.options import as_json, print_json, print_notes, show_progress
+from onnxplace.cli.options import as_json, describe_note, print_json, print_notes, show_progress
 
 
 @click.command(short_help="Put a bundle back together as one model.")
@@ -32,6 +32,6 @@ def merge(bundle: Path, output: Path, *, external_data: bool, force: bool, json_
         merged = merge_bundle(bundle, output, external_data=external_data, force=force)
     print_notes(merged.diagnostics)
     if json_:
-        print_json({**vars(merged), "diagnostics": [vars(note) for note in merged.diagnostics]})
+        print_json({**vars(merged), "diagnostics": [describe_note(note) for note in merged.diagnostics]})
     else:
         click.echo(describe_merged(merged))

@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
-
-from onnxplace.errors import format_count
-from onnxplace.report import format_bytes, format_milliseconds, format_table
-
-if TYPE_CHECKING:
-    from onnxplace.cost_graph import CostGraph
-    from onnxplace.driver import PlacementResult
-
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -31,7 +22,12 @@ from onnxplace.cli.options import (
     show_progress,
 )
 from onnxplace.cli.report import report_option, require_report, write_page
-from onnxplace.errors import UsageError
+from onnxplace.errors import UsageError, format_count
+from onnxplace.report import format_bytes, format_milliseconds, format_table
+
+if TYPE_CHECKING:
+    from onnxplace.cost_graph import CostGraph
+    from onnxplace.driver import PlacementResult
 
 
 @click.command(short_help="Place a cost graph; no ONNX needed.")
@@ -96,7 +92,7 @@ def place(
     if output:
         _require_output(output, graph, placement)
     if report:
-        require_report(report, graph, *(path for path in (placement, output) if path))
+        require_report(report, graph, placement, output=output)
     announce_loop_compilation(json_)
     memory_bytes = parse_bytes(max_memory) if max_memory else None
     with show_progress(json_, "reading the graph") as display:
@@ -142,9 +138,9 @@ def _write_report(path: Path, graph: CostGraph, result: PlacementResult) -> None
         diagnostics=result.diagnostics,
         passes=tuple(timing.name for timing in result.passes),
         options={
-            f"--{name.replace('_', '-')}": str(value)
+            _name_option(name): str(value)
             for name, value in click.get_current_context().params.items()
-            if value not in (None, False) and name not in ("graph", "report", "json_")
+            if name not in ("graph", "report", "json_") and _is_given(name)
         },
     )
     write_page(path, [describe_placement(placed)])
@@ -161,11 +157,19 @@ def _require_output(output: Path, graph: Path, placement: Path | None) -> None:
 
 def _require_scoring_only(options: Iterable[str]) -> None:
     """Raise UsageError for options about placing, where a placement is given."""
-    source = click.get_current_context().get_parameter_source
-    conflicting = [name for name in options if source(name) is ParameterSource.COMMANDLINE]
+    conflicting = [_name_option(name) for name in options if _is_given(name)]
     if conflicting:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in conflicting)
+        names = ", ".join(conflicting)
         raise UsageError("U052", f"--placement is scored as it is: it excludes {names}", hint="leave one of them out")
+
+
+def _is_given(option: str) -> bool:
+    """Return whether the user gave an option of this command."""
+    return click.get_current_context().get_parameter_source(option) is ParameterSource.COMMANDLINE
+
+
+def _name_option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def format_placement(result: PlacementResult, graph: CostGraph) -> str:

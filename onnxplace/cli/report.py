@@ -47,11 +47,11 @@ def report(bundles: tuple[Path, ...], *, output: Path | None, trace: Path | None
         message = f"expected one or two bundles, got {len(bundles)}"
         raise UsageError("U111", message, where="report", hint="write several reports")
     if trace and len(bundles) > 1:
-        message = "a trace is of one bundle, and two are named"
+        message = f"expected one bundle with a trace, got {len(bundles)}"
         raise UsageError("U112", message, where="--trace", hint="name one bundle, or leave --trace out")
     path = output or (None if json_ else Path("report.html"))
     if path:
-        require_report(path, *bundles, *([trace] if trace else []))
+        require_report(path, *bundles, trace)
     with show_progress(json_, "reading the bundle") as observer:
         pages = []
         for index, item in enumerate(bundles):
@@ -66,13 +66,20 @@ def report(bundles: tuple[Path, ...], *, output: Path | None, trace: Path | None
         click.echo(f"written to {path} ({format_bytes(path.stat().st_size)}); open it in a browser")
 
 
-def require_report(path: Path, *inputs: Path) -> None:
-    """Raise UsageError before any work if a report cannot be written to `path`, or its packages are missing."""
+def require_report(path: Path, *inputs: Path | None, **outputs: Path | None) -> None:
+    """Raise UsageError before any work if a report cannot be written to `path`, or its packages are missing.
+
+    Args:
+        path: The file of the report.
+        inputs: Files and bundles that the command reads, or None.
+        outputs: By option, other files and folders that it writes, or None.
+    """
     from onnxplace.report import require_report_packages
-    from onnxplace.utils import require_writable
+    from onnxplace.utils import require_different_files, require_writable
 
     require_report_packages()
-    require_writable(path, *inputs)
+    require_different_files(**outputs, report=path)
+    require_writable(path, *(item for item in (*inputs, *outputs.values()) if item))
 
 
 def write_page(path: Path, pages: Sequence[PageData]) -> None:

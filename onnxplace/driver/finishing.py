@@ -21,10 +21,10 @@ from onnxplace.evaluation import (
     Trial,
     apply_rate_trial,
     apply_trial,
+    find_trial_doubt,
     find_trial_obstacle,
     is_doubtful,
     replace_manifest,
-    report_doubt,
     run_trials,
 )
 from onnxplace.facts import Emitted, Placement, Profile, Shards, Source
@@ -185,10 +185,8 @@ def _try_bundle(state: State, feeds: Mapping[str, Any], cache: bool) -> tuple[Tr
         message = f"the bundle fails in its trial: {problem.message}"
         hint = "onnxplace verify shows whether the unsplit model fails too"
         return None, state.saying(Diagnostic("C021", message, where=problem.where, hint=hint))
-    if not is_doubtful(measured):
-        return measured, state
-    note = report_doubt("the trial is less sure than usual: steps", measured.waiting, state[Model].name)
-    return measured, state.saying(note)
+    doubt = find_trial_doubt(measured, state[Model].name)
+    return measured, state.saying(doubt) if doubt else state
 
 
 def _compare_with_one_device(

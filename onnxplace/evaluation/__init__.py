@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         Trial as Trial,
         apply_trial as apply_trial,
         find_core_shortage as find_core_shortage,
+        find_trial_doubt as find_trial_doubt,
         find_trial_obstacle as find_trial_obstacle,
         is_doubtful as is_doubtful,
         record_trial as record_trial,
@@ -60,8 +61,8 @@ __getattr__, __dir__, __all__ = attach(
         "rate_trial": "RateTrial RequestStream apply_rate_trial choose_in_flight run_rate_trials",
         "step_inputs": "StateCarrier StepInputs choose_step_inputs",
         "trial": (
-            "Trial apply_trial find_core_shortage find_trial_obstacle is_doubtful record_trial replace_manifest "
-            "report_doubt run_trials"
+            "Trial apply_trial find_core_shortage find_trial_doubt find_trial_obstacle is_doubtful record_trial "
+            "replace_manifest report_doubt run_trials"
         ),
     },
 )

@@ -21,6 +21,7 @@ from onnxplace.bundle import (
     MANIFEST_FILE,
     WHOLE_MODEL_FILE,
     Bundle,
+    DiagnosticRecord,
     Manifest,
     RouteRecord,
     SplitStates,
@@ -60,6 +61,10 @@ REPEAT_POLICY = RepeatPolicy(max_runs=2000, seconds=1.0, tolerance=0.02, min_run
 # Bundles take turns of this time. Reading how long threads waited takes longer than a small step, so it is done once
 # per turn.
 BURST_SECONDS = 0.01
+# How the note begins that a trial of the bundle was disturbed.
+_DOUBT = "the trial is less sure than usual: steps"
+# Notes that there was no trial, or that it failed: they are wrong once a later one is recorded.
+_NO_TRIAL_CODES = ("C020", "C021")
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,7 @@ def run_trials(
     return trials
 
 
-def is_doubtful(trial: Trial) -> bool:
+def is_doubtful(trial: Trial | TrialRecord) -> bool:
     """Return whether other work on the machine may have slowed a trial."""
     return trial.waiting > DOUBTFUL_WAITING_SHARE
 
@@ -158,18 +163,29 @@ def is_doubtful(trial: Trial) -> bool:
 def report_doubt(what: str, waiting: float, where: str) -> Diagnostic:
     """Return the note for a trial that other work on the machine disturbed; `what` waited a share of its time."""
     message = f"{what} waited {waiting:.0%} of their time for a core"
-    hint = "compile again when the machine is idle; these times are not cached"
+    hint = "repeat the command when the machine is idle; these times are not cached"
     return Diagnostic("C004", message, where=where, hint=hint)
+
+
+def find_trial_doubt(trial: Trial | TrialRecord, where: str) -> Diagnostic | None:
+    """Return a note if other work on the machine may have slowed the trial of a bundle, or None."""
+    return report_doubt(_DOUBT, trial.waiting, where) if is_doubtful(trial) else None
 
 
 def apply_trial(manifest: Manifest, trial: Trial) -> Manifest:
     """Return a manifest whose predictions use the segments' times of a trial.
 
-    The lower bound and the time of a single device, both from the costs of nodes, stay unless the trial contradicts
-    them.
+    An earlier trial is replaced: planned times stay those from the costs of nodes. The lower bound and the time of a
+    single device, both from the costs of nodes, stay unless a trial contradicts them.
     """
+    earlier = manifest.trial
     segments = tuple(
-        segment.model_copy(update={"seconds": trial.segment_seconds[segment.id], "planned_seconds": segment.seconds})
+        segment.model_copy(
+            update={
+                "seconds": trial.segment_seconds[segment.id],
+                "planned_seconds": segment.seconds if earlier is None else segment.planned_seconds,
+            }
+        )
         for segment in manifest.segments
     )
     measured = manifest.predicted.model_copy(update={"request_seconds": trial.request_seconds})
@@ -190,7 +206,7 @@ def apply_trial(manifest: Manifest, trial: Trial) -> Manifest:
     )
     record = TrialRecord(
         step_seconds=trial.step_seconds,
-        planned_seconds=manifest.predicted.step_seconds,
+        planned_seconds=manifest.predicted.step_seconds if earlier is None else earlier.planned_seconds,
         requests=trial.requests,
         waiting=min(trial.waiting, 1.0),
     )
@@ -217,7 +233,7 @@ def replace_manifest(bundle: Bundle, manifest: Manifest) -> Bundle:
 def record_trial(bundle: Bundle, feeds: Mapping[str, Array], runtime: Runtime) -> Bundle:
     """Run a bundle in a trial where it is used, such as on several hosts, and write the times into its manifest.
 
-    Predictions then follow these times. An earlier trial is replaced.
+    Predictions then follow these times. An earlier trial is replaced, and so are the notes about it, or its absence.
 
     Args:
         bundle: It is replaced on the disk, by name and at once.
@@ -228,15 +244,15 @@ def record_trial(bundle: Bundle, feeds: Mapping[str, Array], runtime: Runtime) -
     written.
     """
     (trial,) = run_trials([bundle], feeds, runtime=runtime)
-    manifest, earlier = bundle.manifest, bundle.manifest.trial
-    if earlier is not None:
-        planned = [
-            item if item.planned_seconds is None else item.model_copy(update={"seconds": item.planned_seconds})
-            for item in manifest.segments
-        ]
-        predicted = manifest.predicted.model_copy(update={"step_seconds": earlier.planned_seconds})
-        manifest = manifest.model_copy(update={"segments": tuple(planned), "predicted": predicted})
-    return replace_manifest(bundle, apply_trial(manifest, trial))
+    manifest = apply_trial(bundle.manifest, trial)
+    notes = [item for item in manifest.diagnostics if not _is_about_trial(item)]
+    if doubt := find_trial_doubt(trial, manifest.model):
+        notes.append(DiagnosticRecord(**asdict(doubt)))
+    return replace_manifest(bundle, manifest.model_copy(update={"diagnostics": tuple(notes)}))
+
+
+def _is_about_trial(note: DiagnosticRecord) -> bool:
+    return note.code in _NO_TRIAL_CODES or note.message.startswith(_DOUBT)
 
 
 class _TrialSession:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
 
 from onnxplace.errors import UsageError, format_value
 
@@ -27,8 +26,6 @@ class MpiLauncher(ABC):
 
     path: str
     """Absolute, as the folder of programs of this environment need not be on the path of other hosts."""
-    name: ClassVar[str]
-    """That of the wheel."""
 
     @abstractmethod
     def make_command(self, counts: Mapping[str, int], remote_shell: str, interface: str) -> list[str]:
@@ -44,8 +41,6 @@ class MpiLauncher(ABC):
 @dataclass(frozen=True)
 class Mpich(MpiLauncher):
     """MPICH's launcher, Hydra."""
-
-    name: ClassVar[str] = "mpich"
 
     def make_command(self, counts: Mapping[str, int], remote_shell: str, interface: str) -> list[str]:
         """Return the command; messages take plain TCP between hosts, and shared memory inside one."""
@@ -63,8 +58,6 @@ class Mpich(MpiLauncher):
 @dataclass(frozen=True)
 class OpenMpi(MpiLauncher):
     """Open MPI's launcher, PRRTE."""
-
-    name: ClassVar[str] = "openmpi"
 
     def make_command(self, counts: Mapping[str, int], remote_shell: str, interface: str) -> list[str]:
         """Return the command; components are named, as Open MPI would look for networks for a second."""

@@ -24,10 +24,8 @@ _SIGNAL_BASE = 128
 _LOST_PEER = 14
 # A line of MPICH's launcher, or of its proxy on the host of this index: `[proxy:1@name] function (file:line): message`.
 _LAUNCHER_LINE = re.compile(r"\[(?:mpiexec|proxy:(?P<index>\d+))@[^]]*\] \w+ \([^)]*\): (?P<message>.*)")
-
-# An explanation of Open MPI's launcher, between two lines of hyphens.
+# An explanation of Open MPI's launcher, between two lines of hyphens, and the host that some name in it.
 _BOX = re.compile(r"^-{40,}\n(.*?)^-{40,}$", re.MULTILINE | re.DOTALL)
-
 _REMOTE_HOST = re.compile(r"Remote host: +(\S+)")
 
 
@@ -48,7 +46,7 @@ def report_end(command: Sequence[str]) -> list[str]:
 
 
 def find_rank_end(printed: str) -> RankEnd | None:
-    r"""Return the first rank that ended badly, as far as it was written.
+    r"""Return the rank that probably ended badly first: one that was killed, if any was; None if none wrote it.
 
     >>> find_rank_end("No module named mpi4py\nonnxplace: rank 1 ended with code 1\n")
     RankEnd(rank=1, reason='exit code 1', cause='No module named mpi4py')
@@ -56,13 +54,15 @@ def find_rank_end(printed: str) -> RankEnd | None:
     ends = list(_END.finditer(printed))
     if not ends:
         return None
-    # Launchers end the others without such a line. With Open MPI, a rank that lost its peer may be quicker than that.
+    # Launchers end the others without such a line. But a rank that lost its peer may fail, and write, before that: with
+    # Open MPI by a code of its own.
     match = min(ends, key=lambda item: (int(item[2]) == _LOST_PEER, int(item[2]) <= _SIGNAL_BASE))
     rank, code = map(int, match.groups())
     if code > _SIGNAL_BASE:
         with suppress(ValueError):
             return RankEnd(rank, signal.Signals(code - _SIGNAL_BASE).name, "")
-    before = [line.strip() for line in printed[: match.start()].splitlines() if line.strip()]
+    lines = (line.strip() for line in printed[: match.start()].splitlines())
+    before = [line for line in lines if line and not _END.fullmatch(line)]
     return RankEnd(rank, f"exit code {code}", before[-1] if before else "")
 
 
@@ -78,9 +78,8 @@ def find_mpi_cause(printed: str, hosts: Sequence[str]) -> str:
     """
     if end := find_rank_end(printed):
         return end.cause or f"rank {end.rank} died ({end.reason})"
-    if (
-        box := _BOX.search(printed)
-    ) is not None:  # Open MPI explains at length; what was written before it is the cause
+    box = _BOX.search(printed)
+    if box is not None:  # Open MPI explains at length; what was written before it is the cause
         before = [line for line in printed[: box.start()].strip().splitlines() if ": Warning: " not in line]
         if before:
             return before[-1].strip()

@@ -149,7 +149,9 @@ def _require_equal_versions(hosts: Sequence[HostDescription]) -> None:
     for host in hosts[1:]:
         for name, version in host.versions.items():
             if version != first.versions[name]:
-                message = f"expected {name} {first.versions[name]}, as on {first.name}, got {version or 'none'}"
+                message = (
+                    f"expected {name} {first.versions[name] or 'none'}, as on {first.name}, got {version or 'none'}"
+                )
                 hint = "install the same versions on all hosts"
                 raise TargetError("K006", message, where=f"host {host.name}", hint=hint)
 

@@ -19,8 +19,9 @@ from onnxplace.report.layer_tree import LayerNode, build_layer_tree
 from onnxplace.report.memory_curves import draw_memory
 from onnxplace.report.page_records import DeviceSummary, Entry, PageData, Timeline
 from onnxplace.report.placed_step import PlacedStep, simulate_segments
-from onnxplace.report.step_timelines import draw_step, read_trace
+from onnxplace.report.step_timelines import draw_step
 from onnxplace.report.text import format_bytes, format_milliseconds
+from onnxplace.report.trace_timelines import read_trace
 from onnxplace.utils import read_json
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onnxplace.report.crossings import find_device_predecessors
 from onnxplace.report.page_records import Bound, ChainPart
@@ -57,7 +57,7 @@ def explain_step(
         chain=tuple(sorted(chain, key=lambda part: (-part.seconds, part.where))),
         remarks=(),
     )
-    return Bound(**{**vars(bound), "remarks": tuple(_list_remarks(bound))})
+    return replace(bound, remarks=tuple(_list_remarks(bound)))
 
 
 def _walk_back(step: PlacedStep) -> Iterator[_Link]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnxplace.bundle import Manifest, SegmentRecord, build_segment_graph
+from onnxplace.errors import format_count
 from onnxplace.graph import Floats, Ints, OpGraph
 from onnxplace.simulation import Simulation, simulate
 from onnxplace.target import Target
@@ -67,7 +68,7 @@ def simulate_segments(manifest: Manifest, *, planned: bool = False) -> PlacedSte
         device=device,
         order=order,
         simulation=simulate(graph, np.nan_to_num(seconds), target, device, order),
-        details=tuple(f"{item.nodes} node{'s' * (item.nodes != 1)}" for item in segments),
+        details=tuple(format_count(item.nodes, "node") for item in segments),
     )
 
 

@@ -306,7 +306,9 @@ def _require_versions(expected: Mapping[str, str]) -> None:
     """Raise TargetError unless the versions here are those of the driver."""
     for name, version in list_versions().items():
         if version != expected[name]:
-            message = f"expected {name} {expected[name]}, as where the session is opened, got {version or 'none'}"
+            message = (
+                f"expected {name} {expected[name] or 'none'}, as where the session is opened, got {version or 'none'}"
+            )
             raise TargetError("K006", message, hint="install the same versions on all hosts")
 
 

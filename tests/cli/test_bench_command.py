@@ -11,7 +11,8 @@ import pytest
 from onnx import TensorProto, helper, parser
 
 import onnxplace
-from onnxplace.evaluation import memory_use
+from onnxplace.bundle import DiagnosticRecord
+from onnxplace.evaluation import memory_use, replace_manifest, trial
 from onnxplace.evaluation.memory_use import can_measure_memory
 from tests.conftest import FAST_PIPELINE
 from tests.support.state_checks import APART, START, STATES, feeds, sums
@@ -268,6 +269,31 @@ def test_recorded_times_become_the_prediction_and_the_planned_ones_stay(run_cli,
         assert all(item.seconds != item.planned_seconds for item in manifest.segments)
         assert data["predicted_seconds"] == manifest.predicted.step_seconds != planned.predicted.step_seconds
     assert run_cli("verify", path).code == 0
+
+
+def test_a_recorded_trial_replaces_notes_about_earlier_ones_and_reports_its_own_doubt(run_cli, tmp_path, monkeypatch):
+    path = chain_bundle(tmp_path)
+    bundle = onnxplace.load(path)
+    earlier = [DiagnosticRecord(code=code, message=code) for code in ("C020", "P040", "C021")]
+    replace_manifest(bundle, bundle.manifest.model_copy(update={"diagnostics": tuple(earlier)}))
+    doubt = "the trial is less sure than usual: steps waited 90% of their time for a core"
+    for share in (0.05, 0.05, 1.0):  # the third trial is not doubtful
+        waited = iter(range(0, 10**15, 10**12))  # a thread waits 1000 s in each burst, more than its whole time
+        monkeypatch.setattr(trial, "read_run_delays", lambda pool, waited=waited: {"": next(waited)})
+        monkeypatch.setattr(trial, "DOUBTFUL_WAITING_SHARE", share)
+        result = run_cli("bench", path, *QUICK, "--record")
+        assert (f"note[C004] {bundle.manifest.model}: {doubt}" in result.err) is (share < 1)
+        notes = [note.message for note in onnxplace.load(path).manifest.diagnostics]
+        assert notes == (["P040", doubt] if share < 1 else ["P040"])
+
+
+def test_a_bundle_that_cannot_be_written_is_not_recorded(run_cli, tmp_path, monkeypatch):
+    path = chain_bundle(tmp_path)
+    monkeypatch.setattr(trial, "run_trials", lambda *arguments, **options: pytest.fail("it ran"))
+    monkeypatch.setattr("onnxplace.utils.files.os.access", lambda folder, mode: folder != path)
+    result = run_cli("bench", path, *QUICK, "--record")
+    assert result.code == 2
+    assert f"error[U032] {path}/manifest.json: cannot write there" in result.err
 
 
 def test_times_of_other_sizes_are_not_recorded(run_cli, tmp_path):

@@ -80,6 +80,15 @@ def test_the_interval_of_copies_contains_the_part_of_a_request_that_is_in_python
     assert apply_times(bundle, segment=2e-2, request=25e-6).predicted.interval_seconds == pytest.approx(1e-2)
 
 
+def test_a_later_trial_replaces_an_earlier_one_on_all_routes(model_file, tmp_path):
+    pipeline = "optimize,profile{estimate=true},single,split,replicate{routes=cpu:1},emit"
+    bundle = compile_bundle(model_file, tmp_path / "b", device_map=None, pipeline=pipeline, trial=False)
+    earlier = replace(bundle, manifest=apply_times(bundle, segment=2e-2, request=25e-6))
+    again = apply_times(earlier, segment=2e-3, request=30e-6)
+    assert again == apply_times(bundle, segment=2e-3, request=30e-6)
+    assert [*again.routes[0].seconds.values()] == pytest.approx([2e-3])
+
+
 @pytest.mark.parametrize(
     ("device_map", "kind", "expected"),
     [({".*": "cpu:0"}, "cpu", 80e-6), ({".*": "cpu:0"}, "cuda", REQUEST_SECONDS), (None, "cpu", REQUEST_SECONDS)],

@@ -157,7 +157,8 @@ def test_a_sharded_bundle_is_merged_with_its_exchanges_and_says_so(tmp_path, run
     ).bundle
     assert bundle.manifest.sharding is not None
     result = run_cli("merge", bundle.path, "-o", tmp_path / "merged.onnx", "--json")
-    assert [note["code"] for note in only_json(result)["diagnostics"]] == ["I001"]
+    (note,) = only_json(result)["diagnostics"]
+    assert (note["code"], list(note)) == ("I001", ["code", "message", "where", "hint"])
     assert "note[I001]" in result.err
     feeds = draw_feeds(bundle)
     expected = run_file(bundle.file(WHOLE_MODEL_FILE), feeds)

@@ -174,6 +174,8 @@ NO_DAEMON = f"{'-' * 60}\nA daemon failed. It\n\n  Remote host:    node3\n{'-' *
         (NO_NETWORK, "No network interfaces were found"),
         ("no module x\nonnxplace: rank 1 ended with code 1\nKilled\n", "no module x"),
         ("onnxplace: rank 0 ended with code 14\nonnxplace: rank 1 ended with code 137\n", "rank 1 died (SIGKILL)"),
+        ("no module x\nonnxplace: rank 0 ended with code 14\nonnxplace: rank 1 ended with code 1\n", "no module x"),
+        ("onnxplace: rank 0 ended with code 14\nonnxplace: rank 1 ended with code 1\n", "rank 1 died (exit code 1)"),
     ],
 )
 def test_the_cause_of_a_failure_is_found_among_the_lines_of_mpi(printed, cause):

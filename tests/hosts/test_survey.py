@@ -20,12 +20,12 @@ from onnxplace.hosts import (
     survey_hosts,
 )
 from onnxplace.hosts.link_ranks import SIZES_BYTES, follow, lead
-from onnxplace.hosts.mpi_launchers import Mpich
+from onnxplace.hosts.mpi_launchers import Mpich, OpenMpi
 from onnxplace.hosts.survey import _fit_links, _require_equal_versions
 from onnxplace.target import Device, Target, format_target, read_target
 from tests.support.namespaces import connect_two_nodes, find_obstacle
 
-HAS_OPEN_MPI = find_spec("mpi4py") is not None and find_launcher().name == "openmpi"
+HAS_OPEN_MPI = find_spec("mpi4py") is not None and isinstance(find_launcher(), OpenMpi)
 needs_mpi = pytest.mark.skipif(find_spec("mpi4py") is None, reason="mpi4py is not installed: the extra [mpi]")
 VERSIONS = {"onnxplace": "1", "onnxruntime": "2", "python": "3", "mpi4py": "4", "mpich": "5"}
 
@@ -70,6 +70,11 @@ def test_hosts_with_other_versions_are_refused(versions, code, words):
     with pytest.raises(TargetError, match=words) as caught:
         _require_equal_versions([describe("a"), describe("b", **versions)])
     assert (caught.value.code, caught.value.where) == (code, "host b")
+
+
+def test_a_package_that_the_first_host_does_not_have_is_named():
+    with pytest.raises(TargetError, match="expected mpich none, as on a, got 5"):
+        _require_equal_versions([describe("a", mpich=""), describe("b")])
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, 1e9, float("nan")])

@@ -66,12 +66,16 @@ def test_compile_with_report_shows_trial_and_attempts(run_cli, model_file, tmp_p
 def test_place_with_report_shows_each_node(run_cli, tmp_path):
     graph, page = GENERATORS["two_tower"](40, seed=1), tmp_path / "page.html"
     write_cost_graph(tmp_path / "graph.graphml", graph, place_cost_graph(graph, "m-etf"))
-    result = run_cli("place", tmp_path / "graph.graphml", "--budget", "0.1", "--report", page)
+    result = run_cli(
+        "place", tmp_path / "graph.graphml", "--budget", "0.1", "--seed", "0", "--no-fuse", "--report", page
+    )  # fmt: skip
     assert result.code == 0, result.err
     assert f"written to {page}" in result.out
     data = page.read_text(encoding="utf-8").partition('id="data">')[2].partition("</script>")[0]
     (report,) = json.loads(data)
     assert report["kind"] == "placement"
+    options = {entry["label"]: entry["text"] for entry in report["origin"] if entry["label"].startswith("--")}
+    assert options == {"--budget": "0.1", "--seed": "0", "--fuse": "False"}
     assert len(report["timelines"][0]["row"]) >= 40
 
 
@@ -101,6 +105,9 @@ def test_a_model_without_nodes_has_a_report(run_cli, tmp_path):
     assert "Nothing crosses between devices." in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
+PROCESS_NAME = '{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "measured"}}'
+
+
 def assert_refused(result, code, *texts):
     assert result.code == 2
     assert f"error[{code}]" in result.err
@@ -114,19 +121,28 @@ def test_three_bundles_are_refused(run_cli, compiled):
 
 def test_a_trace_with_two_bundles_is_refused(run_cli, compiled, tmp_path):
     result = run_cli("report", compiled, compiled, "--trace", tmp_path / "t.json")
-    assert_refused(result, "U112", "a trace is of one bundle")
+    assert_refused(result, "U112", "expected one bundle with a trace, got 2")
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("[]", "expected a JSON object with traceEvents"),
-        ('{"traceEvents": []}', "no measured or predicted events"),
+        ('{"traceEvents": []}', "expected measured or predicted events, found none"),
+        ('{"traceEvents": [7]}', "traceEvents is malformed at '0': "),
         ("{", "JSON"),
-        (
-            '{"traceEvents": [{"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "measured"}},'
-            ' {"ph": "X", "pid": 1, "tid": 9, "cat": "copy", "name": "v", "ts": "x", "dur": 1}]}',
-            "an event is malformed",
+        *(
+            (f'{{"traceEvents": [{PROCESS_NAME}, {{"ph": "X", "pid": 1, "cat": "copy", {entry}}}]}}', message)
+            for entry, message in (
+                ('"ts": "x"', "malformed at '1.ts': "),
+                ('"ts": NaN', "malformed at '1.ts': "),
+                ('"ts": 1', "malformed at '1': Value error, expected ts and dur"),
+                ('"dur": -1', "malformed at '1.dur': "),
+                ('"name": [1]', "malformed at '1.name': "),
+                ('"tid": [1]', "malformed at '1.tid': "),
+                ('"args": []', "malformed at '1.args': "),
+                ('"args": {"request": []}', "malformed at '1.args.request': "),
+            )
         ),
     ],
 )
@@ -147,3 +163,27 @@ def test_a_model_and_a_page_that_cannot_be_written_are_refused(run_cli, compiled
     assert_refused(run_cli("report", model_file), "N001", "not a bundle")
     assert_refused(run_cli("report", compiled, "-o", tmp_path / "no" / "page.html"), "U032")
     assert_refused(run_cli("report", compiled, "-o", compiled), "U032")
+
+
+@pytest.mark.parametrize("option", ["--output", "--costs", "--save-costs", "--device-map", "--shard-map", "--target"])
+def test_a_report_replaces_no_other_file_of_compile(run_cli, model_file, tmp_path, option):
+    path = tmp_path / "file.json"
+    if option not in ("--output", "--save-costs"):
+        path.write_text("{}")
+    result = run_cli("compile", model_file, option, path, "--report", path)
+    assert_refused(result, "U032", str(path))
+    assert not path.exists() or path.read_text() == "{}"
+
+
+def test_a_report_replaces_no_file_of_the_default_bundle(run_cli, model_file):
+    bundle = model_file.with_suffix(".bundle")
+    assert_refused(run_cli("compile", model_file, "--report", bundle), "U032", "name the same file")
+    bundle.mkdir()
+    assert_refused(run_cli("compile", model_file, "--report", bundle / "page.html"), "U032", "which is read")
+
+
+def test_a_report_does_not_replace_the_placed_graph(run_cli, tmp_path):
+    graph, path = tmp_path / "g.json", tmp_path / "placed.graphml"
+    graph.write_text("{}")
+    result = run_cli("place", graph, "-o", path, "--report", path)
+    assert_refused(result, "U032", "--output and --report name the same file")
