@@ -143,10 +143,17 @@ class _DryRun:
                 self.producers[name] = segment.device
 
     def _check_values(self) -> None:
-        outputs = {segment.id: set(segment.outputs) for segment in self.manifest.segments}
+        """Raise ValueError unless each value that is read or computed is listed, with its true producer."""
+        producers = {name: segment.id for segment in self.manifest.segments for name in segment.outputs}
+        read = {name for segment in self.manifest.segments for name in segment.inputs}
+        returned = {output.value for output in self.manifest.outputs}
+        if missing := (read | returned | producers.keys()) - self.manifest.values.keys():
+            raise ValueError(f"value {min(missing)!r} is not listed among the values")
         for name, value in self.manifest.values.items():
-            if value.producer is not None and name not in outputs.get(value.producer, ()):
+            if value.producer is not None and value.producer != producers.get(name):
                 raise ValueError(f"value {name!r} names the producer {value.producer!r}, which does not compute it")
+            if value.producer is None and name in producers:
+                raise ValueError(f"value {name!r} names no producer, but segment {producers[name]!r} computes it")
 
     def _check_end(self) -> None:
         if not_run := set(self.segments) - self.ran:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -12,10 +13,13 @@ import numpy as np
 from onnxplace.drop_in.exceptions import also_raise_as
 from onnxplace.drop_in.ort_conversion import to_owned_ort_value
 from onnxplace.drop_in.session_arguments import warn_ignored
-from onnxplace.errors import FeedError, UsageError, suggest_nearest
+from onnxplace.errors import FeedError, UsageError, format_one_line, format_value, suggest_nearest
 from onnxplace.feeds import Array
 from onnxplace.ort import import_onnxruntime
 from onnxplace.runtimes.execution import to_python
+
+# Types of devices that ONNX Runtime knows.
+_DEVICE_TYPES = ("cpu", "cuda", "cann", "dml", "webgpu", "gpu", "npu")
 
 
 class IOBinding:
@@ -48,15 +52,16 @@ class IOBinding:
     ) -> None:
         """Bind an input to memory of the host, which later runs read again.
 
-        Raises UsageError for memory of another device.
+        Raises UsageError for memory of another device, and for a type, shape or address that memory cannot have.
         """
         self._require_input(name)
         _require_host(device_type, f"input {name!r}")
-        self._inputs[name] = _view_memory(element_type, shape, buffer_ptr)
+        self._inputs[name] = _view_memory(element_type, shape, buffer_ptr, f"input {name!r}")
 
     def bind_ortvalue_input(self, name: str, ortvalue: Any) -> None:
-        """Bind an input to an OrtValue, which later runs read again."""
+        """Bind an input to an OrtValue, which later runs read again; raises UsageError for other objects."""
         self._require_input(name)
+        _require_ort_value(ortvalue, f"input {name!r}")
         self._inputs[name] = ortvalue
 
     def bind_output(
@@ -70,9 +75,15 @@ class IOBinding:
     ) -> None:
         """Bind an output to memory of the host; without `buffer_ptr`, each run makes a new value.
 
-        Raises UsageError for memory of another device, and ValueError for memory without type or shape.
+        Raises UsageError for memory of another device, and for a type, shape or address that memory cannot have; it is
+        a ValueError, too, for memory without type or shape.
         """
         if buffer_ptr is None:
+            if device_type not in _DEVICE_TYPES:
+                message = f"expected the type of a device, got {format_value(device_type)}"
+                error = UsageError("U089", message, where=f"output {name!r}", hint=f"known: {', '.join(_DEVICE_TYPES)}")
+                also_raise_as(error, RuntimeError)
+                raise error
             if device_type != "cpu":
                 warn_ignored(f"output {name!r} is not bound to {device_type}: outputs of a bundle lie in host memory")
             self._outputs[name] = _Output()
@@ -82,11 +93,12 @@ class IOBinding:
             error = UsageError("U089", "memory needs element_type and shape", where=f"output {name!r}")
             also_raise_as(error, ValueError)
             raise error
-        view = _view_memory(element_type, shape, buffer_ptr)
+        view = _view_memory(element_type, shape, buffer_ptr, f"output {name!r}")
         self._outputs[name] = _Output(import_onnxruntime().OrtValue.ortvalue_from_numpy(view), view)
 
     def bind_ortvalue_output(self, name: str, ortvalue: Any) -> None:
-        """Bind an output to an OrtValue, whose content each run replaces."""
+        """Bind an output to an OrtValue, whose content each run replaces; raises UsageError for other objects."""
+        _require_ort_value(ortvalue, f"output {name!r}")
         self._outputs[name] = _Output(ortvalue)
 
     def synchronize_inputs(self) -> None:
@@ -173,16 +185,43 @@ def _require_host(device_type: str, where: str) -> None:
         raise UsageError("U088", message, where=where, hint=hint)
 
 
-def _view_memory(element_type: Any, shape: Sequence[int], address: int) -> Array:
-    """Return an array over memory that its owner keeps; the type is numpy's, or ONNX's number."""
+def _require_ort_value(value: Any, where: str) -> None:
+    """Raise UsageError, also a TypeError, unless a value is an OrtValue."""
+    if not isinstance(value, import_onnxruntime().OrtValue):
+        message = f"expected onnxruntime.OrtValue, got {format_value(value)}"
+        error = UsageError("U089", message, where=where, hint="OrtValue.ortvalue_from_numpy(array)")
+        also_raise_as(error, TypeError)
+        raise error
+
+
+def _view_memory(element_type: Any, shape: Sequence[int], address: int, where: str) -> Array:
+    """Return an array over memory that its owner keeps; the type is numpy's, or ONNX's number.
+
+    Raises UsageError, also a RuntimeError as in ONNX Runtime, if no memory can be like that.
+    """
+    try:
+        dtype = _find_dtype(element_type)
+        sizes = tuple(int(size) for size in shape)
+        if dtype.hasobject or any(size < 0 for size in sizes):
+            raise ValueError("elements are numbers, and sizes are at least 0")
+        if not (count := math.prod(sizes) * dtype.itemsize):
+            return np.empty(sizes, dtype)
+        if operator.index(address) <= 0:
+            raise ValueError("addresses are above 0")
+    except (KeyError, TypeError, ValueError) as problem:
+        found = f"{format_value(element_type)}, {format_value(shape)}, {format_value(address)}"
+        message = f"expected the element type, shape and address of memory, got {found}: {format_one_line(problem)}"
+        error = UsageError("U089", message, where=where, hint="array.dtype, array.shape, array.ctypes.data")
+        also_raise_as(error, RuntimeError)
+        raise error from None
+    return np.frombuffer(memoryview((ctypes.c_byte * count).from_address(address)), dtype).reshape(sizes)
+
+
+def _find_dtype(element_type: Any) -> np.dtype[Any]:
+    """Return numpy's type for one of numpy's, or ONNX's number; raises KeyError or TypeError."""
     if isinstance(element_type, int):
         from onnx import helper
 
-        dtype = np.dtype(helper.tensor_dtype_to_np_dtype(element_type))
-    else:
-        dtype = np.dtype(element_type)
-    sizes = tuple(int(size) for size in shape)
-    count = math.prod(sizes) * dtype.itemsize
-    if not count:
-        return np.empty(sizes, dtype)
-    return np.frombuffer(memoryview((ctypes.c_byte * count).from_address(address)), dtype).reshape(sizes)
+        element_type = helper.tensor_dtype_to_np_dtype(element_type)
+    dtype: np.dtype[Any] = np.dtype(element_type)
+    return dtype

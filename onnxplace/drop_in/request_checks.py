@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from onnxplace.bundle import Bundle, SplitStates
+from onnxplace.drop_in.exceptions import also_raise_as
 from onnxplace.drop_in.ort_conversion import unwrap_ort_values
-from onnxplace.errors import UsageError, suggest_nearest
+from onnxplace.errors import UsageError, format_names, format_value, suggest_nearest
 from onnxplace.feeds import Declared, check_feeds
 
 FeedSignature = tuple[tuple[str, "np.dtype[Any]", tuple[int, ...]], ...]
@@ -47,16 +48,26 @@ class RequestChecks:
 
     def resolve_names(self, output_names: Iterable[str] | None) -> list[str]:
         """Return the names of outputs, by default of all except states; raises UsageError for an unknown one."""
-        if isinstance(output_names, str):
-            hint = f"write [{output_names!r}]"
-            raise UsageError("U050", f"expected a list of output names, got {output_names!r}", hint=hint)
+        if isinstance(output_names, str | Mapping) or not isinstance(output_names, Iterable | None):
+            hint = f"write [{output_names!r}]" if isinstance(output_names, str) else "None stands for all outputs"
+            raise _make_kind_error(f"expected a list of output names, got {format_value(output_names)}", hint)
         names = list(output_names or ())
+        if bad := [name for name in names if not isinstance(name, str)]:
+            message = f"expected texts as names of outputs, got {format_value(bad[0])}"
+            raise _make_kind_error(message, f"known: {format_names(self._output_names, quoted=False)}")
         for name in names:
             if name not in self._output_names and not self.split_states.expand_names([name])[1:]:
                 raise UsageError(
                     "U050", f"the model has no output {name!r}", hint=suggest_nearest(name, self._output_names)
                 )
         return names or list(self._returned_names)
+
+
+def _make_kind_error(message: str, hint: str) -> UsageError:
+    """Return the error for names of outputs of a wrong kind, for which ONNX Runtime raises TypeError."""
+    error = UsageError("U050", message, hint=hint)
+    also_raise_as(error, TypeError)
+    return error
 
 
 _ARRAYS = frozenset({np.ndarray})

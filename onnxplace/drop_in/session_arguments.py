@@ -86,6 +86,8 @@ def accept_arguments(
         ignored += _list_ignored_options(session_options)
         prefix = session_options.profile_file_prefix if session_options.enable_profiling else None
     ignored += _list_ignored_providers(bundle, _normalize_providers(providers, provider_options))
+    if providers is None and provider_options:
+        ignored.append("provider_options without providers")
     if ignored:
         reason = "`onnxplace compile` chose the devices, threads and optimisations of this bundle"
         # The caller of InferenceSession is three frames up.
@@ -104,8 +106,9 @@ def list_providers(bundle: Bundle) -> dict[str, dict[str, str]]:
     Several devices of a provider are one entry, whose `device_id` lists them, as in `0,1`.
     """
     result: dict[str, dict[str, str]] = {}
+    target = bundle.target
     for name in list_route_devices(bundle.manifest):
-        device = bundle.target.devices[bundle.target.position(name)]
+        device = target.devices[target.position(name)]
         for provider, options in find_kind(device.kind).list_providers(device.address):
             entry = result.setdefault(provider, {})
             for key, value in options.items():
@@ -134,7 +137,6 @@ def _list_ignored_options(session_options: Any) -> list[str]:
 
 def _normalize_providers(providers: Any, provider_options: Any) -> dict[str, dict[Any, Any]]:
     """Return options by provider; raises UsageError, also a ValueError."""
-    problem = ""
     if providers is None:
         return {}
     is_list = isinstance(providers, Sequence) and not isinstance(providers, (str, bytes))

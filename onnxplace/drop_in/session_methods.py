@@ -128,8 +128,8 @@ class SessionMethods(ABC):
 
         Raises the errors of `run`, and UsageError for outputs that are maps.
         """
-        names = list(output_names or ()) or [item.name for item in self.get_outputs()]
         types = {item.name: item.type for item in self.get_outputs()}
+        names = list(output_names or types)
         values = self.run(names, input_dict_ort_values, run_options)
         for name, value in zip(names, values):
             if "map(" in types.get(name, "") or isinstance(value, dict):

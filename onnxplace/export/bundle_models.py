@@ -20,6 +20,7 @@ from onnxplace.bundle import (
     OutputRecord,
     SegmentRecord,
 )
+from onnxplace.errors import BundleError
 from onnxplace.model import WeightFile, embed_tensor, parse_type, tensor_size
 from onnxplace.target import Device
 from onnxplace.utils import report_progress
@@ -142,6 +143,14 @@ def list_producers(manifest: Manifest, segment: SegmentRecord) -> tuple[str, ...
 
 
 def describe_values(records: Iterable[InputRecord | OutputRecord]) -> Iterator[ValueInfoProto]:
-    """Yield inputs or outputs of the manifest as ONNX declares them; those of an unknown type without one."""
+    """Yield inputs or outputs of the manifest as ONNX declares them; those of an unknown type without one.
+
+    Raises BundleError for a text that is not a type.
+    """
     for record in records:
-        yield ValueInfoProto(name=record.name, type=parse_type(record.dtype, record.shape))
+        kind = parse_type(record.dtype, record.shape)
+        if kind is None and record.dtype != "unknown":
+            message = f"expected a type such as 'tensor(float)', got {record.dtype!r}"
+            hint = "the manifest is damaged; compile again"
+            raise BundleError("N002", message, where=f"input or output {record.name!r}", hint=hint)
+        yield ValueInfoProto(name=record.name, type=kind)

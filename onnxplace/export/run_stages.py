@@ -22,8 +22,7 @@ def open_stage(stage: dict[str, Any]) -> Any:
     if stage["keeps_order"]:  # a training step: its own order needs the least memory
         options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    providers = [(name, entries) for name, entries in stage["providers"]]
-    return ort.InferenceSession(FOLDER / stage["file"], options, providers=providers)
+    return ort.InferenceSession(FOLDER / stage["file"], options, providers=list(map(tuple, stage["providers"])))
 
 
 def run_stage(session: Any, stage: dict[str, Any], values: dict[str, Any]) -> Any:
@@ -47,6 +46,8 @@ def run(plan: Any, sessions: list[Any], feeds: dict[str, Any]) -> dict[str, Any]
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     stages = read_plan()
     opened = [open_stage(stage) for stage in stages["stages"]]
     np.savez(sys.argv[2], **run(stages, opened, dict(np.load(sys.argv[1]))))

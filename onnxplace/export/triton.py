@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from onnxplace.export.triton_config import (
     list_instance_groups,
     list_parameters,
 )
+from onnxplace.target import Device
 from onnxplace.utils import claim_name, progress_part, report_progress
 
 CONFIG_FILE, MODEL_FILE, SCRIPT_FILE = "config.pbtxt", "model.onnx", "model.py"
@@ -193,7 +194,7 @@ def write_ensemble(models: BundleModels, folder: Path, name: str) -> None:
     """Write a model for each segment, and the ensemble that connects them."""
     manifest = models.manifest
     tensors, optional = name_tensors(manifest), {item.name for item in manifest.inputs if item.optional}
-    steps = []
+    steps, routes = [], list_routes(manifest)
     for index, segment in enumerate(models.segments):
         record = segment.record
         step = f"{name}_{record.id.replace('-', '_')}"
@@ -202,7 +203,8 @@ def write_ensemble(models: BundleModels, folder: Path, name: str) -> None:
         version.mkdir(parents=True)
         with progress_part(index, len(models.segments)):
             write_segment_files(models, version, [(MODEL_FILE, segment)])
-        write_config(folder / step, describe_segment(models, record, step, inputs))
+        devices = dict.fromkeys(models.devices[route.devices[record.device]] for route in routes)
+        write_config(folder / step, describe_segment(manifest, record, step, inputs, list(devices)))
         maps = {
             "input_map": [{"key": value, "value": tensors[value]} for value in inputs],
             "output_map": [{"key": value, "value": tensors[value]} for value in record.outputs],
@@ -233,10 +235,10 @@ def name_tensors(manifest: Manifest) -> dict[str, str]:
     return names
 
 
-def describe_segment(models: BundleModels, segment: SegmentRecord, name: str, inputs: Iterable[str]) -> dict[str, Any]:
-    """Return the configuration of a segment: an instance on its device, and on those of further routes."""
-    manifest, device = models.manifest, models.devices[segment.device]
-    places = dict.fromkeys(models.devices[route.devices[segment.device]] for route in list_routes(manifest))
+def describe_segment(
+    manifest: Manifest, segment: SegmentRecord, name: str, inputs: Iterable[str], devices: Sequence[Device]
+) -> dict[str, Any]:
+    """Return the configuration of a segment: an instance on its device, the first, and on those of further routes."""
 
     def describe(value: str) -> dict[str, Any]:
         return describe_tensor(value, manifest.values[value].dtype, manifest.values[value].shape)
@@ -248,10 +250,10 @@ def describe_segment(models: BundleModels, segment: SegmentRecord, name: str, in
         "max_batch_size": 0,
         "input": [describe(value) for value in inputs],
         "output": [describe(value) for value in segment.outputs],
-        "instance_group": list_instance_groups(list(places)),
+        "instance_group": list_instance_groups(devices),
     }
-    if device.kind == "cpu":
-        config["parameters"] = list_parameters({"intra_op_thread_count": str(device.cores)})
+    if devices[0].kind == "cpu":
+        config["parameters"] = list_parameters({"intra_op_thread_count": str(devices[0].cores)})
     return config
 
 

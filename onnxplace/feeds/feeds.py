@@ -46,6 +46,10 @@ _ML_DTYPES = {
 }
 
 
+# Kinds of numpy's types: lists of numbers of one can be given where the model takes one of the same or a higher rank.
+_RANKS = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
+
+
 @cache
 def numpy_type(dtype: str) -> np.dtype[Any] | None:
     """Return numpy's type for ONNX Runtime's name of a type; None for strings, and where numpy has none.
@@ -99,7 +103,7 @@ def check_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared]) -> dict[st
         raise FeedError("F002", f"no value for {format_names(missing)}", hint=hint)
     symbols: dict[str, tuple[int, str]] = {}
     return {
-        name: _check_tensor(_as_array(name, value), known[name], symbols)
+        name: _check_tensor(_as_array(name, value, known[name].dtype), known[name], symbols)
         if known[name].dtype.startswith("tensor(")
         else _check_non_tensor(name, value, known[name].dtype)
         for name, value in feeds.items()
@@ -112,19 +116,40 @@ def _check_non_tensor(name: str, value: Any, dtype: str) -> Any:
         inner = dtype.removeprefix("optional(").removesuffix(")")
         return None if value is None else _check_non_tensor(name, value, inner)
     if dtype.startswith("tensor("):
-        return _check_tensor(_as_array(name, value), Declared(name, dtype, None), {})
+        return _check_tensor(_as_array(name, value, dtype), Declared(name, dtype, None), {})
     if not dtype.startswith("seq(tensor(") or not isinstance(value, (list, tuple)):
         message = f"expected {dtype}, got {type(value).__name__}"
         raise FeedError("F003", message, where=f"input {name!r}", hint="give a list of arrays")
-    return [_as_array(name, element) for element in value]
+    element_type = dtype.removeprefix("seq(").removesuffix(")")
+    return [_as_array(name, element, element_type) for element in value]
 
 
-def _as_array(name: str, value: Any) -> Array:
-    """Return a value as an array; raises FeedError naming the input."""
+def _as_array(name: str, value: Any, dtype: str) -> Array:
+    """Return a value as an array, numbers of Python with the type of the input; raises FeedError naming the input.
+
+    As in ONNX Runtime, a list of floats is an array of float32 where the model takes that. No fraction is cut off.
+    """
+    where, declared = f"input {name!r}", numpy_type(dtype)
     try:
-        return np.asarray(value)
-    except ValueError as problem:
-        raise FeedError("F003", f"expected an array: {problem}", where=f"input {name!r}") from None
+        array: Array = np.asarray(value)
+        rank = _RANKS.get(declared.kind, -1) if declared is not None else -1
+        takes_list = array.size == 0 or _RANKS.get(array.dtype.kind, len(_RANKS)) <= rank
+        if declared is not None and rank >= 0 and isinstance(value, (list, tuple)) and takes_list:
+            return _convert_numbers(array, declared)
+    except (OverflowError, ValueError) as problem:
+        raise FeedError("F003", f"expected an array: {problem}", where=where) from None
+    if array.dtype == object and dtype != "tensor(string)":
+        hint = f"give it as an array: np.asarray(..., {declared.name!r})" if declared is not None else ""
+        raise FeedError("F003", f"expected an array, got {format_value(value)}", where=where, hint=hint)
+    return array
+
+
+def _convert_numbers(array: Array, dtype: np.dtype[Any]) -> Array:
+    """Return an array with another type; raises OverflowError for whole numbers that do not fit."""
+    converted: Array = array.astype(dtype)
+    if dtype.kind in "ui" and not np.array_equal(converted, array):
+        raise OverflowError(f"its numbers from {array.min()} to {array.max()} do not all fit into {dtype}")
+    return converted
 
 
 def describe_input(item: Declared) -> str:

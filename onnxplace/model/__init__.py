@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from onnxplace.model.module_paths import (
         list_enclosing_modules as list_enclosing_modules,
         list_module_paths as list_module_paths,
+        normalize_module as normalize_module,
     )
     from onnxplace.model.nested_graphs import (
         captured_names as captured_names,
@@ -85,7 +86,7 @@ __getattr__, __dir__, __all__ = attach(
         "model": "MAX_INLINE_BYTES Model declaration_of",
         "device_metadata": "DEVICE_KEY DeviceMetadata SPLITS_KEY read_device_metadata",
         "external_ranges": "list_external_ranges",
-        "module_paths": "list_enclosing_modules list_module_paths",
+        "module_paths": "list_enclosing_modules list_module_paths normalize_module",
         "nested_graphs": "captured_names iterate_reads iterate_subgraphs rename_reads",
         "precision": "find_scales_to_protect",
         "session_model": "store_for_session",

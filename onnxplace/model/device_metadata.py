@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnx import ModelProto, NodeDeviceConfigurationProto, NodeProto
+from onnx import NodeDeviceConfigurationProto, NodeProto
 
 from onnxplace.errors import InputError, format_value
 from onnxplace.model.canonicalize import take_apart
-from onnxplace.model.loading import parse_model, read_model_file
+from onnxplace.model.loading import parse_model, read_metadata, read_model_file
 from onnxplace.utils import format_path
 
 DEVICE_KEY = "onnxplace.device"
@@ -18,13 +19,15 @@ DEVICE_KEY = "onnxplace.device"
 SPLITS_KEY = "split_assignments"
 """Metadata of a model in which Olive records which piece each module belongs to."""
 
+_PIECE = re.compile(r"[0-9]{1,9}")
+
 
 @dataclass(frozen=True)
 class DeviceMetadata:
     """The devices that a model names."""
 
     devices: tuple[str, ...]
-    """The devices of its configuration, by position; empty names where the configuration only counts them."""
+    """The devices of its configuration, by position; empty where the configuration only counts them."""
     by_id: Mapping[str, str]
     """Node -> id of its device."""
     by_position: Mapping[str, int]
@@ -65,7 +68,7 @@ def read_device_metadata(path: Path) -> DeviceMetadata:
             by_position[node.name] = positions[0]
         elif entry is not None and entry.HasField("pipeline_stage"):
             by_stage[node.name] = entry.pipeline_stage
-    pieces = read_split_assignments(proto, path)
+    pieces = read_split_assignments(read_metadata(proto).custom_metadata_map.get(SPLITS_KEY, ""), path)
     if by_id or by_position or by_stage or split:
         pieces = {}
     elif not pieces:
@@ -73,16 +76,17 @@ def read_device_metadata(path: Path) -> DeviceMetadata:
         message = "not a device map: no node of this model names a device"
         raise InputError("U023", message, where=format_path(path), hint=hint)
     devices = tuple(configuration.device) if configuration else ()
-    if configuration and not devices:
-        devices = ("",) * configuration.num_devices
     return DeviceMetadata(devices, by_id, by_position, by_stage, tuple(split), pieces)
 
 
-def read_split_assignments(proto: ModelProto, path: Path) -> dict[str, int]:
-    """Return the piece of each module that Olive wrote into a model; raises InputError at other text there."""
-    text = next((item.value for item in proto.metadata_props if item.key == SPLITS_KEY), "")
+def read_split_assignments(text: str, path: Path) -> dict[str, int]:
+    """Return the piece of each module that Olive wrote into the metadata of a model; raises InputError at other text.
+
+    >>> read_split_assignments("model.layers.0=0;model.layers.1=1", Path("model.onnx"))
+    {'model.layers.0': 0, 'model.layers.1': 1}
+    """
     rows = [row.rpartition("=") for row in text.split(";") if row]
-    if any(not number.isdecimal() for _, _, number in rows):
+    if any(not _PIECE.fullmatch(number) for _, _, number in rows):
         hint = "write it like model.layers.0=0;model.layers.1=1"
         message = f"expected modules and their pieces in its metadata {SPLITS_KEY!r}, got {format_value(text)}"
         raise InputError("U023", message, where=format_path(path), hint=hint)

@@ -45,7 +45,7 @@ def load(source: str | Path | ModelProto) -> Model:
     parts = take_apart(proto, where, folder)
     external = [t for t in parts.initializers.values() if t.data_location == TensorProto.EXTERNAL]
     files = dict.fromkeys(find_external_range(tensor, folder)[0] for tensor in external)
-    metadata = _read_metadata(proto)
+    metadata = read_metadata(proto)
     training = read_training_step(metadata.custom_metadata_map, where)
     return Model(
         name=proto.graph.name or where,
@@ -67,16 +67,23 @@ def load(source: str | Path | ModelProto) -> Model:
     )
 
 
-def _read_metadata(proto: ModelProto) -> ModelMetadata:
+def read_metadata(proto: ModelProto) -> ModelMetadata:
+    """Return what a file says of its model."""
+    entries = {_to_text(entry.key): _to_text(entry.value) for entry in proto.metadata_props}
     return ModelMetadata(
-        producer_name=proto.producer_name,
+        producer_name=_to_text(proto.producer_name),
         graph_name=proto.graph.name,
-        domain=proto.domain,
-        description=proto.doc_string,
-        graph_description=proto.graph.doc_string,
+        domain=_to_text(proto.domain),
+        description=_to_text(proto.doc_string),
+        graph_description=_to_text(proto.graph.doc_string),
         version=proto.model_version,
-        custom_metadata_map=MappingProxyType({entry.key: entry.value for entry in proto.metadata_props}),
+        custom_metadata_map=MappingProxyType(entries),
     )
+
+
+def _to_text(text: str | bytes) -> str:
+    """Return a text of a model; protobuf returns those that are not UTF-8 as bytes."""
+    return text if isinstance(text, str) else text.decode(errors="replace")
 
 
 def read_model_file(path: Path) -> bytes:

@@ -25,13 +25,22 @@ def list_module_paths(node: NodeProto) -> Iterator[str]:
     yield from list_enclosing_modules(node.name)
 
 
+def normalize_module(name: str) -> str:
+    """Return the path of a node or module as PyTorch writes it.
+
+    >>> normalize_module("/model/norm")
+    'model.norm'
+    """
+    return name.replace("/", ".").strip(".")
+
+
 def list_enclosing_modules(name: str) -> Iterator[str]:
     """Yield the path of a node or module, the modules around it, and the whole model.
 
     >>> list(list_enclosing_modules("/model/norm"))
     ['model.norm', 'model', '']
     """
-    path = name.replace("/", ".").strip(".")
+    path = normalize_module(name)
     while path:
         yield path
         path = path.rpartition(".")[0]

@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import os
+import re
 import select
 import stat
 import sys
@@ -29,6 +30,8 @@ _READ_BYTES = 1 << 20
 _FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # At most so many names of a folder are read for the suggestion of another file.
 _MAX_NAMES = 1000
+# The escape of half of a character outside the first 65536, which is a character only together with its other half.
+_HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 # Longer paths are shown without their middle.
 _MAX_PATH_CHARACTERS = 300
 
@@ -245,9 +248,16 @@ def parse_json(data: bytes | str, code: str, what: str, where: str) -> Any:
     {'a': 1}
     """
     try:
-        return json.loads(data, object_pairs_hook=_build_object)
+        text = data.decode(json.detect_encoding(data)) if isinstance(data, bytes) else data
+        parsed = json.loads(text, object_pairs_hook=_build_object)
+        if _HALF_CHARACTER.search(text):
+            json.dumps(parsed, ensure_ascii=False).encode()
+        return parsed
     except UnicodeDecodeError:
         reason = "it is a binary file"
+    except UnicodeEncodeError as problem:
+        half = problem.object[problem.start]
+        reason = f"expected text, found {half!r}, which is half of a character"
     except json.JSONDecodeError as problem:
         reason = (
             f"invalid JSON at line {problem.lineno}, column {problem.colno}: {problem.msg}" if data else "it is empty"

@@ -102,6 +102,34 @@ def test_a_pipe_in_place_of_a_file_is_refused(run_cli, bundle_copy, name):
 # ------------------------------------------------------------------------------------------------ what it says
 
 
+def test_half_of_a_character_is_refused_as_a_name(run_cli, bundle_copy):
+    edit(bundle_copy, lambda m: m["outputs"][0].update(name="\ud800"))
+    assert_refused(run_cli, bundle_copy, "N002", r"expected text, found '\ud800', which is half of a character")
+
+
+def test_both_halves_of_a_character_are_a_name(bundle_copy):
+    edit(bundle_copy, lambda m: m.update(model="\U0001f600"))
+    assert r"\ud83d\ude00" in (bundle_copy / MANIFEST_FILE).read_text()
+    assert onnxplace.load(bundle_copy).manifest.model == "\U0001f600"
+
+
+@pytest.mark.parametrize("command", ["report", "merge", "export --to stages", "export --to triton"])
+def test_what_reads_a_bundle_refuses_values_without_a_record(run_cli, bundle_copy, tmp_path, command):
+    edit(bundle_copy, lambda m: m["values"].pop(m["inputs"][0]["name"]))
+    result = run_cli(*command.split(), bundle_copy, "-o", tmp_path / "out")
+    assert result.code == 2
+    assert "N008" in result.err
+    assert "is not listed among the values" in result.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_type_of_an_input_that_is_not_one_is_named_by_exports(run_cli, bundle_copy, tmp_path):
+    edit(bundle_copy, lambda m: m["inputs"][0].update(dtype="tensor(flaot)"))
+    result = run_cli("merge", bundle_copy, "-o", tmp_path / "out.onnx")
+    assert result.code == 2
+    assert "expected a type such as 'tensor(float)', got 'tensor(flaot)'" in result.err
+
+
 @pytest.mark.parametrize(
     "version", ["9" * 5000, "1." + "9" * 5000, "-1", "1", "", "1.1.1", "one.two", "٣.١", 1.1, None]
 )

@@ -26,6 +26,8 @@ def manifest(
     inputs: str = "x",
 ) -> Any:
     """Return a manifest with the fields that the check reads; steps are texts such as `run a`, `send v cpu:1`."""
+    producers = {value: name for name, (_, _, makes) in segments.items() for value in makes}
+    read = {value for _, reads, _ in segments.values() for value in reads}
     return SimpleNamespace(
         segments=[
             SimpleNamespace(id=name, device=device, inputs=tuple(reads), outputs=tuple(makes))
@@ -34,7 +36,7 @@ def manifest(
         inputs=[SimpleNamespace(name=name) for name in inputs.split()],
         outputs=[SimpleNamespace(name=name, value=name) for name in outputs.split()],
         states=[],
-        values={},
+        values={name: SimpleNamespace(producer=producers.get(name)) for name in sorted(read | producers.keys())},
         target=SimpleNamespace(devices=[SimpleNamespace(id=device) for device in DEVICES]),
         programs={device: tuple(step(text) for text in program) for device, program in programs.items()},
     )
@@ -112,6 +114,16 @@ def test_programs_are_refused_with_the_failure_at_run_time(device, program, mess
 )
 def test_a_value_has_one_producer(change, message):
     assert message in refusal(manifest({**TWO_SENDERS, **change}, GOOD, "y"))
+
+
+def test_each_value_is_listed_with_its_true_producer():
+    checked = manifest(TWO_SENDERS, GOOD, "y")
+    checked.values["w"].producer = "a"
+    assert "value 'w' names the producer 'a', which does not compute it" in refusal(checked)
+    checked.values["w"].producer = None
+    assert "value 'w' names no producer, but segment 'b' computes it" in refusal(checked)
+    del checked.values["w"]
+    assert "value 'w' is not listed among the values" in refusal(checked)
 
 
 def test_names_of_segments_and_inputs_are_unique():

@@ -53,6 +53,7 @@ def test_arguments_that_agree_with_the_bundle_bring_no_warning(compiled, argumen
             {"providers": [("CPUExecutionProvider", {"use_arena": "0"})]},
             "provider_options of CPUExecutionProvider",
         ),
+        ({"provider_options": [{"use_arena": "0"}]}, "provider_options without providers"),
         ({"disabled_optimizers": ["ConstantFolding"]}, "disabled_optimizers=['ConstantFolding']"),
     ],
 )

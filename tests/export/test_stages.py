@@ -68,6 +68,8 @@ def test_the_script_computes_the_bits_of_the_bundle_without_onnxplace(compiled, 
     assert_same(list(run_script(tmp_path / "out", feeds).values()), expected)
     lines = (tmp_path / "out" / "run.py").read_text().splitlines()
     assert sum(bool(line) for line in lines) <= 40
+    usage = subprocess.run([sys.executable, tmp_path / "out" / "run.py"], capture_output=True, text=True, check=False)
+    assert (usage.returncode, usage.stderr.strip()) == (1, lines[0].strip('"'))
 
 
 @settings(

@@ -197,3 +197,40 @@ def test_pickled_objects_are_never_loaded(tmp_path):
     np.savez(tmp_path / "bomb.npz", x=np.array([Bomb()], dtype=object))
     with pytest.raises(FeedError, match=r"bomb\.npz"):
         read_npz(tmp_path / "bomb.npz")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "expected"),
+    [
+        ("tensor(float)", [[1, 2.5]], np.array([[1, 2.5]], np.float32)),
+        ("tensor(int8)", (1, -2), np.array([1, -2], np.int8)),
+        ("tensor(uint8)", [255, True], np.array([255, 1], np.uint8)),
+        ("tensor(float16)", [True, 0], np.array([1, 0], np.float16)),
+        ("tensor(int64)", [], np.array([], np.int64)),
+        ("seq(tensor(float))", [[1], [2.0]], [np.array([1], np.float32), np.array([2], np.float32)]),
+    ],
+)
+def test_numbers_in_lists_take_the_type_of_the_input(dtype, given, expected):
+    fed = check_feeds({"x": given}, [Declared("x", dtype, None)])["x"]
+    assert [item.dtype for item in fed] == [item.dtype for item in expected]
+    np.testing.assert_array_equal(fed, expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "words"),
+    [
+        ("tensor(int64)", [1.5], "its type is float64, the model takes int64"),
+        ("tensor(uint8)", [1, 300], "its numbers from 1 to 300 do not all fit into uint8"),
+        ("tensor(bool)", [2], "its type is int64, the model takes bool"),
+        ("tensor(float)", ["1"], "the model takes float32"),
+        ("tensor(float)", None, "expected an array, got None"),
+        ("tensor(float)", {"a": 1}, "expected an array, got {'a': 1}"),
+        ("tensor(float)", [[1], [2, 3]], "inhomogeneous"),
+        ("tensor(int64)", [2**70], "expected an array, got [1180591620717411303424]"),
+        ("seq(tensor(float))", [None], "expected an array, got None"),
+    ],
+)
+def test_lists_that_would_lose_something_are_refused(dtype, given, words):
+    with pytest.raises(FeedError, match="F003") as refused:
+        check_feeds({"x": given}, [Declared("x", dtype, None)])
+    assert words in str(refused.value)

@@ -14,6 +14,7 @@ from onnxplace.hosts import parse_hosts, parse_slots
         ("node[1-3]", "node1 node2 node3"),
         ("node[008-010,7],gpu.example.org", "node008 node009 node010 node7 gpu.example.org"),
         ("rack[1,2]-a,10.0.0.[1-2]", "rack1-a rack2-a 10.0.0.1 10.0.0.2"),
+        ("node1:2,node[2-3]:1", "node1 node2 node3"),
         ("n[1-64]", " ".join(f"n{index}" for index in range(1, 65))),
     ],
 )
@@ -82,6 +83,23 @@ def test_bad_hostfiles_are_refused(tmp_path, content, words):
 )
 def test_hosts_may_have_numbers_of_slots(text, slots):
     assert {host.name: host.slots for host in parse_slots(text)} == slots
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("node[1-999999999]", "expected 1 to 64 hosts, got 'node[1-999999999]'"),
+        ("node1:" + "9" * 5000, "expected a number of devices from 1 to 1024"),
+        ("node1:\u0663", "expected a number of devices from 1 to 1024"),
+        ("node1," * 20000, "'node1' is named twice"),
+        ("[" * 60000 + "," * 60000, "expected one pair of brackets"),
+    ],
+    ids=["range", "digits", "other digits", "many", "brackets"],
+)
+def test_lists_that_would_take_forever_are_refused_at_once(text, words):
+    with pytest.raises(UsageError, match="K001") as caught:
+        parse_slots(text)
+    assert words in str(caught.value)
 
 
 def test_slots_of_a_hostfile_are_read_as_mpich_and_open_mpi_write_them(tmp_path):

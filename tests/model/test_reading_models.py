@@ -6,6 +6,7 @@ import pytest
 from onnx import AttributeProto, ModelProto, TensorProto, helper, numpy_helper, parser
 
 from onnxplace import FeedError
+from onnxplace.bundle import MetadataRecord
 from onnxplace.feeds import Declared, check_feeds
 from onnxplace.model import build_op_graph, load
 from tests.support.model_texts import IF, X, find_then_branch, parse_graph
@@ -261,3 +262,14 @@ def test_a_long_list_of_missing_inputs_is_shortened():
         check_feeds({}, inputs)
     assert "'input_9', and 990 more" in str(caught.value)
     assert len(str(caught.value)) < 1000
+
+
+def test_metadata_that_is_not_utf8_is_read_with_replacements(tmp_path):
+    """Nothing depends on it, so no such model is refused."""
+    model = parser.parse_model('<ir_version: 9, opset_import: ["": 18]> g (float[3] x) => (float[3] y) { y = Neg(x) }')
+    model.producer_name = model.doc_string = model.graph.doc_string = "MARK"
+    model.metadata_props.add(key="MARK", value="MARK")
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString().replace(b"MARK", b"caf\xe9"))
+    record = MetadataRecord(**vars(load(tmp_path / "m.onnx").metadata))
+    assert record.producer_name == record.description == record.graph_description == "caf\ufffd"
+    assert record.custom_metadata_map == {"caf\ufffd": "caf\ufffd"}

@@ -79,6 +79,8 @@ def _run_every_way(session: Any, feeds: Mapping[str, Any], notes: Notes) -> None
     notes.outputs["run_async"] = run_async(session, feeds, options)[0]
     if not all(isinstance(value, np.ndarray) and value.dtype != object for value in feeds.values()):
         return
+    if not any(value.dtype == np.float16 for value in feeds.values()):  # ONNX Runtime makes no such list
+        notes.outputs["run of lists"] = session.run(None, {name: value.tolist() for name, value in feeds.items()})
     values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(value) for name, value in feeds.items()}
     notes.outputs["run of OrtValues"] = session.run(None, values)
     if any("map(" in node.type for node in session.get_outputs()):
@@ -157,6 +159,14 @@ def _list_mistakes(session: Any, feeds: Mapping[str, Any]) -> list[tuple[str, Ca
     others = {name: item for name, item in feeds.items() if name != first}
     calls = [
         ("no output of this name", lambda: session.run(["missing"], feeds)),
+        ("a text as names of outputs", lambda: session.run("y", feeds)),
+        ("a mapping as names of outputs", lambda: session.run({session.get_outputs()[0].name: 1}, feeds)),
+        ("a number as the name of an output", lambda: session.run([1], feeds)),
+        (
+            "a negative size is bound",
+            lambda: session.io_binding().bind_input(first, "cpu", 0, np.float32, (-2, 3), 4096),
+        ),
+        ("a type that is none is bound", lambda: session.io_binding().bind_input(first, "cpu", 0, "none", (2,), 4096)),
         ("no input of this name", lambda: session.run(None, {**feeds, "missing": value})),
         ("a missing input", lambda: session.run(None, others)),
         ("a missing input, run_async", lambda: session.run_async(None, others, print, None)),

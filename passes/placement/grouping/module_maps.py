@@ -10,7 +10,7 @@ from onnx import NodeProto
 
 from onnxplace.errors import Diagnostic, TargetError, UsageError, format_count, suggest_nearest
 from onnxplace.graph import Ints, OpGraph
-from onnxplace.model import list_enclosing_modules, list_module_paths
+from onnxplace.model import list_enclosing_modules, list_module_paths, normalize_module
 from onnxplace.passes.placement.grouping.node_names import format_list, suggest_names
 from onnxplace.target import Target
 
@@ -55,7 +55,9 @@ def pin_modules(
         TargetError: The target lacks a device.
         UsageError: The model does not have a module, nor the one around it.
     """
-    devices = {_normalize(key): _find_device(key, device, target, where, by_position) for key, device in rules.items()}
+    devices = {
+        normalize_module(key): _find_device(key, device, target, where, by_position) for key, device in rules.items()
+    }
     protos = {node.name: node for node in nodes}
     pinned: Ints = np.full(len(graph), -1, dtype=np.int32)
     modules = dict.fromkeys(path for name in removed for path in list_enclosing_modules(name))
@@ -66,9 +68,9 @@ def pin_modules(
         if (module := next((path for path in paths if path in devices), None)) is not None:
             pinned[index] = devices[module]
             used.add(module)
-    idle = [key for key in rules if _normalize(key) not in used]
-    if unknown := [key for key in idle if not _may_be_empty(_normalize(key), modules, devices)]:
-        known = [module for module in modules.keys() - set(map(_normalize, graph.names)) if module]
+    idle = [key for key in rules if normalize_module(key) not in used]
+    if unknown := [key for key in idle if not _may_be_empty(normalize_module(key), modules, devices)]:
+        known = [module for module in modules.keys() - set(map(normalize_module, graph.names)) if module]
         hint = f"{suggest_nearest(unknown[0], sorted(known))}; {suggest_names(graph)}"
         raise UsageError("U020", f"no module {format_list(map(repr, unknown))} in this model", where=where, hint=hint)
     pinned_count = int((pinned >= 0).sum())
@@ -76,10 +78,6 @@ def pin_modules(
     if idle:
         message += f"; no node is in {format_list(map(repr, idle))}"
     return pinned, [Diagnostic("U026", message, where=where)]
-
-
-def _normalize(module: str) -> str:
-    return module.replace("/", ".").strip(".")
 
 
 def _may_be_empty(module: str, modules: Mapping[str, object], rules: Mapping[str, object]) -> bool:

@@ -8,6 +8,7 @@ import pytest
 from onnx import NodeProto, parser
 
 import onnxplace
+from onnxplace.model import read_device_metadata
 from onnxplace.passes.placement.grouping.device_maps import read_pins
 from onnxplace.target import Device, Target
 from tests.support.reference_simulator import graph_of
@@ -125,6 +126,15 @@ def annotated(folder: Path, configuration: str = "", **entry: object) -> Path:
 )
 def test_devices_in_onnx_metadata_are_names_positions_or_stages(configuration, entry, tmp_path):
     assert pins(annotated(tmp_path, configuration, **entry)) == ["cpu:1", "", "", "", "", "U026"]
+
+
+def test_a_configuration_of_a_thousand_million_devices_costs_no_memory(tmp_path):
+    path = annotated(tmp_path, "2", device=[1])
+    model = onnx.load(path)
+    model.configuration[0].num_devices = 2**31 - 1
+    onnx.save(model, path)
+    assert pins(path) == ["cpu:1", "", "", "", "", "U026"]
+    assert read_device_metadata(path).devices == ()
 
 
 @pytest.mark.parametrize(
