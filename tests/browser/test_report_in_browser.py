@@ -131,8 +131,7 @@ def test_zoom_changes_the_timeline_by_buttons_keys_and_wheel(browser, page):
     ]
     for zoom in ways:
         zoom()
-        browser.wait(lambda: read_status(browser) != whole)
-        assert read_picture(browser) != first
+        browser.wait(lambda: read_status(browser) != whole and read_picture(browser) != first)
         find(browser, "button[aria-label='Show the whole step']").click()
         browser.wait(lambda: read_status(browser) == whole)
     assert browser.list_console_problems() == []
@@ -162,14 +161,16 @@ def test_hovering_a_span_says_what_it_is(browser, page):
     browser.run("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", plot)
     before = read_picture(browser)
     # The first row is that of a device, busy at some place within these.
-    for share in (0.1, 0.0, 0.2, -0.1, -0.2, 0.3):
-        offset = (int(share * plot.size["width"]), 22 - plot.size["height"] // 2)
+    shares = itertools.cycle((0.1, 0.0, 0.2, -0.1, -0.2, 0.3))
+
+    def hover() -> bool:
+        offset = (int(next(shares) * plot.size["width"]), 22 - plot.size["height"] // 2)
         ActionChains(browser.driver).move_to_element_with_offset(plot, *offset).perform()
         browser.settle()
-        if texts := find_tooltips(browser):
-            break
-    assert any("cpu" in text and "ms" in text for text in texts), texts
-    assert read_picture(browser) != before
+        return any("cpu" in text and "ms" in text for text in find_tooltips(browser))
+
+    browser.wait(hover)
+    browser.wait(lambda: read_picture(browser) != before)
 
 
 def test_the_keyboard_reaches_and_selects_spans(browser, page):
@@ -196,15 +197,13 @@ def test_the_keyboard_reaches_and_selects_spans(browser, page):
 
 
 def test_dark_is_dark(browser, page):
+    def read_ground() -> str:
+        return str(browser.run("return getComputedStyle(document.documentElement).backgroundColor"))
+
     browser.open(page)
-    colors = []
-    for dark in (False, True):
-        browser.set_scheme(dark=dark)
-        browser.settle()
-        colors.append((browser.run("return getComputedStyle(document.documentElement).backgroundColor"),
-                       read_picture(browser)))  # fmt: skip
-    assert colors[0][0] != colors[1][0]
-    assert colors[0][1] != colors[1][1]
+    ground, picture = read_ground(), read_picture(browser)
+    browser.set_scheme(dark=True)
+    browser.wait(lambda: read_ground() != ground and read_picture(browser) != picture)
 
 
 def test_tables_grow_filter_and_layers_open(browser, page):

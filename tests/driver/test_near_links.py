@@ -61,7 +61,9 @@ def test_towers_that_exchange_values_in_each_layer_share_a_host():
         values = [f"h{layer}{tower}" for tower in range(4)]
     lines += [f"left = Add({values[0]}, {values[1]})", f"right = Add({values[2]}, {values[3]})", "y = Add(left, right)"]
     header = '<ir_version: 8, opset_import: ["": 17]> towers (float[512, 512] x, float[512, 512] w)'
-    crossings, used = place(f"{header} => (float[512, 512] y) {{ {' '.join(lines)} }}", "auto")
+    crossings, used = place(
+        f"{header} => (float[512, 512] y) {{ {' '.join(lines)} }}", "auto{seconds=0,proposals=2000}"
+    )
     assert used == 4
     assert len(crossings) == 1  # one half of the result
 

@@ -54,9 +54,9 @@ def wait_for_end(process):
 @pytest.mark.parametrize(
     ("work", "seconds"),
     [
-        ("futures = [session.submit(feeds(100_000)) for _ in range(3)]", 50.0),
+        ("futures = [session.submit(feeds(30_000)) for _ in range(3)]", 100.0),
         ("futures = [session.submit(feeds(None)) for _ in range(3)]", 0.3),
-        ("session.run_async(None, feeds(100_000), lambda outputs, error: print(outputs is not None))", 50.0),
+        ("session.run_async(None, feeds(30_000), lambda outputs, error: print(outputs is not None))", 100.0),
         ("threading.Thread(target=run_quietly, daemon=True).start(); time.sleep(0.2)", 0.3),
         ("bundle = session._bundle; del session; onnxplace.InferenceSession(bundle).submit(feeds(None))", 0.3),
     ],
