@@ -164,6 +164,10 @@ class RuntimeSession(ABC):
         """Return the error after which this session runs nothing any more; None while it works."""
         return None
 
+    def read_remote_delays(self) -> Mapping[str, int]:
+        """Return, by thread of other processes that work for it, the nanoseconds for which it waited for a core."""
+        return {}
+
     def list_copies(self) -> tuple[CopyStatus, ...]:
         """Return the copies of the bundle, if there are several."""
         return ()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         choose_in_flight as choose_in_flight,
         run_rate_trials as run_rate_trials,
     )
+    from onnxplace.evaluation.recorded_trial import record_trial as record_trial, replace_manifest as replace_manifest
     from onnxplace.evaluation.step_inputs import (
         StateCarrier as StateCarrier,
         StepInputs as StepInputs,
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
         find_trial_doubt as find_trial_doubt,
         find_trial_obstacle as find_trial_obstacle,
         is_doubtful as is_doubtful,
-        record_trial as record_trial,
-        replace_manifest as replace_manifest,
         report_doubt as report_doubt,
         run_trials as run_trials,
     )
@@ -59,10 +58,11 @@ __getattr__, __dir__, __all__ = attach(
         "device_usage": "DeviceUsage TracedRequests measure_usage",
         "memory_use": "MEMORY_RUNS ProcessMemory measure_process_memory",
         "rate_trial": "RateTrial RequestStream apply_rate_trial choose_in_flight run_rate_trials",
+        "recorded_trial": "record_trial replace_manifest",
         "step_inputs": "StateCarrier StepInputs choose_step_inputs",
         "trial": (
-            "Trial apply_trial find_core_shortage find_trial_doubt find_trial_obstacle is_doubtful record_trial "
-            "replace_manifest report_doubt run_trials"
+            "Trial apply_trial find_core_shortage find_trial_doubt find_trial_obstacle is_doubtful report_doubt "
+            "run_trials"
         ),
     },
 )

@@ -18,10 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from onnxplace.bundle import (
     COSTS_FILE,
-    MANIFEST_FILE,
     WHOLE_MODEL_FILE,
     Bundle,
-    DiagnosticRecord,
     Manifest,
     RouteRecord,
     SplitStates,
@@ -51,7 +49,7 @@ from onnxplace.ort import import_onnxruntime
 from onnxplace.pipeline import find_plugin
 from onnxplace.runtime import Event, Runtime, RuntimeSession
 from onnxplace.target import MAX_SECONDS
-from onnxplace.utils import report_progress, write_file
+from onnxplace.utils import report_progress
 
 # Clocks and caches settle within this time, and sessions within these steps.
 WARM_UP_SECONDS, WARM_UP_STEPS = 0.03, 2
@@ -62,9 +60,7 @@ REPEAT_POLICY = RepeatPolicy(max_runs=2000, seconds=1.0, tolerance=0.02, min_run
 # per turn.
 BURST_SECONDS = 0.01
 # How the note begins that a trial of the bundle was disturbed.
-_DOUBT = "the trial is less sure than usual: steps"
-# Notes that there was no trial, or that it failed: they are wrong once a later one is recorded.
-_NO_TRIAL_CODES = ("C020", "C021")
+DOUBT = "the trial is less sure than usual: steps"
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ class Trial:
     """By segment, time of its device without waits and copies."""
     requests: int
     waiting: float
-    """Share of the time of these requests in which a thread waited for a core."""
+    """Share of the time of these requests in which a thread waited for a core, also one of another process."""
 
 
 def find_trial_obstacle(*bundles: Bundle) -> Diagnostic | None:
@@ -148,6 +144,8 @@ def run_trials(
             for session in sessions:
                 session.run_burst()
             report_progress(min(session.share for session in sessions))
+        for session in sessions:
+            session.end()
     trials = tuple(session.summarise() for session in sessions)
     if cached and not any(map(is_doubtful, trials)):
         with suppress(ValueError):  # for example a full disk: then it is measured again next time
@@ -169,7 +167,7 @@ def report_doubt(what: str, waiting: float, where: str) -> Diagnostic:
 
 def find_trial_doubt(trial: Trial | TrialRecord, where: str) -> Diagnostic | None:
     """Return a note if other work on the machine may have slowed the trial of a bundle, or None."""
-    return report_doubt(_DOUBT, trial.waiting, where) if is_doubtful(trial) else None
+    return report_doubt(DOUBT, trial.waiting, where) if is_doubtful(trial) else None
 
 
 def apply_trial(manifest: Manifest, trial: Trial) -> Manifest:
@@ -223,38 +221,6 @@ def _scale_routes(manifest: Manifest, trial: Trial) -> tuple[RouteRecord, ...]:
     )
 
 
-def replace_manifest(bundle: Bundle, manifest: Manifest) -> Bundle:
-    """Replace the manifest of a bundle atomically."""
-    text = manifest.model_dump_json(indent=1)
-    write_file(bundle.path / MANIFEST_FILE, lambda stream: stream.write(text.encode()))
-    return Bundle(bundle.path, manifest)
-
-
-def record_trial(bundle: Bundle, feeds: Mapping[str, Array], runtime: Runtime) -> Bundle:
-    """Run a bundle in a trial where it is used, such as on several hosts, and write the times into its manifest.
-
-    Predictions then follow these times. An earlier trial is replaced, and so are the notes about it, or its absence.
-
-    Args:
-        bundle: It is replaced on the disk, by name and at once.
-        feeds: Inputs of the sizes that the bundle was compiled for, states included.
-        runtime: What runs it.
-
-    Raises ExecutionError if a segment fails, TargetError if a device is missing, UsageError if the manifest cannot be
-    written.
-    """
-    (trial,) = run_trials([bundle], feeds, runtime=runtime)
-    manifest = apply_trial(bundle.manifest, trial)
-    notes = [item for item in manifest.diagnostics if not _is_about_trial(item)]
-    if doubt := find_trial_doubt(trial, manifest.model):
-        notes.append(DiagnosticRecord(**asdict(doubt)))
-    return replace_manifest(bundle, manifest.model_copy(update={"diagnostics": tuple(notes)}))
-
-
-def _is_about_trial(note: DiagnosticRecord) -> bool:
-    return note.code in _NO_TRIAL_CODES or note.message.startswith(_DOUBT)
-
-
 class _TrialSession:
     """An open bundle and the times of its steps."""
 
@@ -264,6 +230,9 @@ class _TrialSession:
         """Events and seconds of each step."""
         self._waiting_shares: list[float] = []
         """Per step, the share of its burst in which a thread waited for a core."""
+        self._began, self._remote_delays = 0.0, dict[str, int]()
+        """When the warm-up ended, and how long threads of other processes had waited until then."""
+        self._remote_waiting_share = 0.0
 
     def warm_up(self) -> None:
         """Run uncounted steps until clocks, caches and sessions have settled."""
@@ -272,6 +241,13 @@ class _TrialSession:
             self._run_step()
             elapsed = time.perf_counter() - began
         self._steps.clear()
+        self._began, self._remote_delays = time.perf_counter(), dict(self._session.read_remote_delays())
+
+    def end(self) -> None:
+        """Note the share of the time since the warm-up in which a thread of another process waited for a core."""
+        waiting = longest_wait(self._remote_delays, dict(self._session.read_remote_delays()))
+        share = waiting / (time.perf_counter() - self._began)
+        self._remote_waiting_share = min(share, MAX_CREDIBLE_WAITING_SHARE)
 
     def run_burst(self) -> None:
         """Run steps for `BURST_SECONDS`, at least one."""
@@ -319,7 +295,8 @@ class _TrialSession:
             request_seconds=max(float(np.median(request_times)), 0.0),
             segment_seconds={name: float(np.median(times)) for name, times in segment_times.items()},
             requests=len(runs.undisturbed),
-            waiting=runs.waiting,
+            # Not subtracted from times: other processes may have looked for messages only.
+            waiting=max(runs.waiting, self._remote_waiting_share),
         )
 
 

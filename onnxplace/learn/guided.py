@@ -11,9 +11,15 @@ from typing import ClassVar
 import numpy as np
 
 from onnxplace.errors import InputError
-from onnxplace.learn.curves import Plotted, write_curve
+from onnxplace.learn.curves import Plotted
 from onnxplace.learn.problems import LearningGraph
-from onnxplace.learn.training_loop import TrainingLoop, checkpoint_path, require_limit, run_training
+from onnxplace.learn.training_loop import (
+    TrainingLoop,
+    checkpoint_path,
+    geometric_mean,
+    require_limit,
+    run_training,
+)
 from onnxplace.learn.variants import vary_problem
 from onnxplace.passes.learning import (
     MOMENTS,
@@ -202,8 +208,8 @@ class GuidedTraining(TrainingLoop):
         """Take a step; return its loss and its share of right decisions."""
         return self.step(self.rng, progress)
 
-    def write_checkpoint(self) -> None:
-        """Write what a training is resumed from, and the best policy so far."""
+    def write_learner(self, path: Path) -> None:
+        """Write the policy, and what continues its training."""
         moments = self.optimizer.state_dict()["state"]
         arrays = {"recent": np.array(self.recent, dtype=np.float64).reshape(-1, 2)}
         for index, name in enumerate(self.parameters if moments else ()):
@@ -211,10 +217,11 @@ class GuidedTraining(TrainingLoop):
                 arrays[f"{moment}.{name}"] = moments[index][moment].numpy()
         updates = int(moments[0]["step"]) if moments else 0
         checkpoint = GuidedCheckpoint(updates, self.rng.bit_generator.state, arrays)
-        write_guided_policy(checkpoint_path(self.output), self.policy(), checkpoint)
-        write_curve(self.output.with_suffix(".csv"), self.points, GuidedPoint)
-        if self.points:
-            write_guided_policy(self.output, self.best)
+        write_guided_policy(path, self.policy(), checkpoint)
+
+    def write_best(self, path: Path) -> None:
+        """Write the best policy so far."""
+        write_guided_policy(path, self.best)
 
     def restore(self) -> None:
         """Continue from the checkpoint; raises InputError if it is of another training."""
@@ -298,7 +305,7 @@ class GuidedTraining(TrainingLoop):
             ]
         return examples
 
-    def add_point(self, recent: Sequence[tuple[float, float]], seconds: float) -> GuidedPoint:
+    def evaluate(self, recent: Sequence[tuple[float, float]], seconds: float) -> GuidedPoint:
         """Evaluate the policy on unseen graphs; keep it if it is the best so far."""
         losses, rights = zip(*recent)
         policy, costs, teachers = self.policy(), list[float](), list[float]()
@@ -308,16 +315,13 @@ class GuidedTraining(TrainingLoop):
             candidate = evaluate_schedule(graph, schedule[0]) if schedule else None
             costs.append((candidate.seconds if candidate else 2 * lesson.fallback_seconds) / lesson.fallback_seconds)
             teachers.append(lesson.seconds / lesson.fallback_seconds)
-        cost, teacher = (float(np.exp(np.mean(np.log(np.maximum(items, 1e-12))))) for items in (costs, teachers))
-        if cost < self.best_cost:
-            self.best, self.best_cost = policy, cost
-        point = GuidedPoint(
+        cost = geometric_mean(costs)
+        self.keep_if_better(policy, cost)
+        return GuidedPoint(
             updates=self.steps,
             seconds=round(seconds, 3),
             loss=float(np.mean(losses)),
             right=float(np.mean(rights)),
             validation_cost=cost,
-            teacher_cost=teacher,
+            teacher_cost=geometric_mean(teachers),
         )
-        self.points.append(point)
-        return point

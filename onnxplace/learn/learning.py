@@ -11,12 +11,13 @@ import numpy as np
 
 from onnxplace.errors import format_count
 from onnxplace.graph import Ints
-from onnxplace.learn.curves import CurvePoint, Plotted, write_curve
+from onnxplace.learn.curves import CurvePoint, Plotted
 from onnxplace.learn.problems import LearningGraph
 from onnxplace.learn.training_loop import (
     Observer,
     TrainingLoop,
     checkpoint_path,
+    geometric_mean,
     prepare_training,
     require_limit,
     run_training,
@@ -107,10 +108,12 @@ def learn_placeto(
 
     Raises:
         UsageError: torch is missing, or a file cannot be written.
-        InputError: The checkpoint does not belong to these options.
+        InputError: There are no graphs, or the checkpoint does not belong to these options.
     """
     prepare_training(graphs, output, options.threads)
-    training = Training.of(graphs, options, output, family, resume)
+    training = Training.of(graphs, options, output, family)
+    if resume:
+        training.restore()
     files = run_training(training, observer, f"placeto, {family or format_count(len(graphs), 'graph')}")
     return LearnResult(training.best, training.points, files)
 
@@ -138,8 +141,8 @@ class Training(TrainingLoop):
     """Good placements of the graphs that had a turn."""
 
     @staticmethod
-    def of(graphs: Sequence[LearningGraph], options: LearnOptions, output: Path, family: str, resume: bool) -> Training:
-        """Return a training at its beginning, or where its checkpoint is."""
+    def of(graphs: Sequence[LearningGraph], options: LearnOptions, output: Path, family: str) -> Training:
+        """Return a training at its beginning."""
         seed = options.settings.seed
         environments = [Environment(graph.problem, options.order, seed, options.start) for graph in graphs]
         trained, held_out = hold_out(environments)
@@ -155,19 +158,19 @@ class Training(TrainingLoop):
             seed=seed,
             learned_from=options.settings.learn_from,
         )
-        training = Training(output, policy, trained, held_out, options, Learner.of(policy))
-        if resume:
-            training.restore(policy)
-        return training
+        return Training(output, policy, trained, held_out, options, Learner.of(policy))
 
-    def restore(self, expected: Policy) -> None:
+    def restore(self) -> None:
         """Continue from the checkpoint; raises InputError if it is of another training."""
-        policy, learner = read_learner(checkpoint_path(self.output))
-        described = replace(policy, theta=expected.theta, updates=0)
-        self.require_same(learner is not None and repr(described) == repr(expected))
-        assert learner is not None
+        policy, learner = self.read_learner(checkpoint_path(self.output))
+        described = replace(policy, theta=self.best.theta, updates=0)
+        self.require_same(learner is not None and repr(described) == repr(self.best))
         points, self.learner = self.read_points(), learner
-        self.restore_points(points, policy.updates, lambda path: read_learner(path)[0])
+        self.restore_points(points, policy.updates, lambda path: self.read_learner(path)[0])
+
+    def read_learner(self, path: Path) -> tuple[Any, Any]:
+        """Return the policy in a file, and what continues its training, or None."""
+        return read_learner(path)
 
     @property
     def updates(self) -> int:
@@ -198,34 +201,32 @@ class Training(TrainingLoop):
             self.completions[index] = find_completions(environment, settings)
         return update_from_completions(self.learner, environment, self.completions[index], settings, progress)
 
-    def add_point(self, recent: Sequence[Update], seconds: float) -> Any:
-        """Evaluate the policy on unseen graphs; keep it if it is the best so far."""
+    def evaluate(self, recent: Sequence[Update], seconds: float) -> Any:
+        """Evaluate the policy on unseen graphs; keep it if it is about the best so far."""
         policy = self.learner.averaged_policy
         episodes = [environment.run_best(policy.network) for environment in self.validation]
         starts = [first.trajectory.cost[0] for first, *_ in episodes]
         bests = [[best[0] for item in several if (best := item.best())] for several in episodes]
         costs = [min(found, default=start) for found, start in zip(bests, starts)]
-        cost = float(np.exp(np.mean(np.log(np.maximum(costs, 1e-12)))))
+        cost = geometric_mean(costs)
         if cost <= self.best_cost * (1 + SIMILAR_COST):
             self.best = policy
         self.best_cost = min(self.best_cost, cost)
-        self.points.append(
-            CurvePoint(
-                updates=self.learner.policy.updates,
-                seconds=round(seconds, 3),
-                episodes=self.learner.policy.updates * self.options.settings.episodes,
-                train_cost=float(np.mean([update.cost for update in recent])),
-                train_best_cost=float(np.mean([update.best_cost for update in recent])),
-                entropy=float(np.mean([update.entropy for update in recent])),
-                validation_cost=cost,
-                start_cost=float(np.exp(np.mean(np.log(np.maximum(starts, 1e-12))))),
-            )
+        return CurvePoint(
+            updates=self.learner.policy.updates,
+            seconds=round(seconds, 3),
+            episodes=self.learner.policy.updates * self.options.settings.episodes,
+            train_cost=float(np.mean([update.cost for update in recent])),
+            train_best_cost=float(np.mean([update.best_cost for update in recent])),
+            entropy=float(np.mean([update.entropy for update in recent])),
+            validation_cost=cost,
+            start_cost=geometric_mean(starts),
         )
-        return self.points[-1]
 
-    def write_checkpoint(self) -> None:
-        """Write what a training is resumed from, and the best policy so far."""
-        write_policy(checkpoint_path(self.output), self.learner.policy, self.learner)
-        write_curve(self.output.with_suffix(".csv"), self.points, self.point_kind)
-        if self.points:
-            write_policy(self.output, self.best)
+    def write_learner(self, path: Path) -> None:
+        """Write the policy, and what continues its training."""
+        write_policy(path, self.learner.policy, self.learner)
+
+    def write_best(self, path: Path) -> None:
+        """Write the best policy so far."""
+        write_policy(path, self.best)

@@ -19,7 +19,7 @@ from onnxplace.learn.bundle_timer import BundleTimer
 from onnxplace.learn.curves import Plotted
 from onnxplace.learn.learning import LearnOptions, LearnResult, Training
 from onnxplace.learn.problems import LearningGraph
-from onnxplace.learn.training_loop import prepare_training, run_training
+from onnxplace.learn.training_loop import geometric_mean, prepare_training, run_training
 from onnxplace.passes.learning import (
     Environment,
     Learner,
@@ -183,19 +183,19 @@ def learn_measured(
 
     Raises:
         UsageError: torch is missing, a graph is not a model, or cannot be run here; or a file cannot be written.
-        InputError: The checkpoint does not belong to these options.
+        InputError: There are no graphs, or the checkpoint does not belong to these options.
         InfeasibleError: A model does not fit the devices.
     """
     prepare_training(graphs, output, options.threads)
     with temporary_folder() as folder:
         training = MeasuredTraining.for_models(graphs, options, output, family, folder)
         if resume:
-            training.restore(training.best)
+            training.restore()
         for model, path in zip(training.models, training.map_paths):
             model.measure_starts(model.read_device_map(path) if resume else None)
         files = run_training(training, observer, f"placeto, measured, {family}")
     ratios = [model.best[0] / model.reference[0] for model in training.models]
-    return LearnResult(training.best, training.points, files, float(np.exp(np.mean(np.log(ratios)))))
+    return LearnResult(training.best, training.points, files, geometric_mean(ratios))
 
 
 @dataclass
@@ -256,30 +256,27 @@ class MeasuredTraining(Training):
         settings = replace(settings, steps=max(steps, 1))
         return update_from_ends(self.learner, model.environment, settings, progress, model.measure_coarse)
 
-    def add_point(self, recent: Sequence[Update], seconds: float) -> MeasuredPoint:
+    def evaluate(self, recent: Sequence[Update], seconds: float) -> MeasuredPoint:
         """Measure what the policy holds best; keep the policy if that is the best so far."""
         policy = self.learner.policy
         costs = [model.measure_coarse(model.environment.run(policy.network).final) for model in self.models]
-        cost = float(np.exp(np.mean(np.log(costs))))
-        if cost < self.best_cost:
-            self.best, self.best_cost = policy, cost
+        cost = geometric_mean(costs)
+        self.keep_if_better(policy, cost)
         best = [model.best[0] / model.start_seconds for model in self.models]
-        point = MeasuredPoint(
+        return MeasuredPoint(
             updates=policy.updates,
             seconds=round(seconds, 3),
             episodes=policy.updates * self.options.settings.episodes,
             bundles=sum(model.timer.bundles for model in self.models),
             disturbed=sum(model.timer.disturbed for model in self.models),
             train_cost=float(np.mean([update.cost for update in recent])),
-            best_cost=float(np.exp(np.mean(np.log(best)))),
+            best_cost=geometric_mean(best),
             validation_cost=cost,
             entropy=float(np.mean([update.entropy for update in recent])),
         )
-        self.points.append(point)
-        return point
 
     def write_checkpoint(self) -> None:
-        """Write what a training is resumed from, the best policy so far, and the best placements."""
+        """Write what a training is resumed from, the curve, the best policy so far, and the best placements."""
         kept = {hash_names(model.names): model.best[1][model.timer.problem.members] for model in self.models}
         self.best = replace(self.best, kept=kept)
         super().write_checkpoint()

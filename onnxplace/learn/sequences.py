@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from onnxplace.errors import format_count
-from onnxplace.learn.curves import Plotted, write_curve
+from onnxplace.learn.curves import Plotted
 from onnxplace.learn.learning import LearnResult, Training, hold_out
 from onnxplace.learn.problems import LearningGraph
 from onnxplace.learn.training_loop import (
     Observer,
-    checkpoint_path,
+    geometric_mean,
     prepare_training,
     require_limit,
     run_training,
@@ -115,7 +115,7 @@ def learn_sequence(
     prepare_training(with_nodes, output, options.threads)
     training = SequenceTraining.start(with_nodes, options, output, family)
     if resume:
-        training.restore(training.learner.policy)
+        training.restore()
     title = f"{options.shape.kind}, {family or format_count(len(graphs), 'graph')}"
     files = run_training(training, observer, title)
     return LearnResult(training.best, training.points, files)
@@ -150,30 +150,24 @@ class SequenceTraining(Training):
         learner = SequenceLearner.of(policy, len(trained))
         return SequenceTraining(output, policy, trained, held_out, options, learner)
 
-    def restore(self, expected: Any) -> None:
-        """Continue from the checkpoint; raises InputError if it is of another training."""
-        kind = expected.shape.kind
-        policy, learner = read_sequence_learner(checkpoint_path(self.output), kind)
-        described = replace(policy, theta=expected.theta, updates=0)
-        self.require_same(learner is not None and repr(described) == repr(expected))
-        points, self.learner = self.read_points(), learner
-        self.restore_points(points, policy.updates, lambda path: read_sequence_learner(path, kind)[0])
+    def read_learner(self, path: Path) -> tuple[Any, Any]:
+        """Return the policy in a file, and what continues its training, or None."""
+        return read_sequence_learner(path, self.options.shape.kind)
 
     def update(self, index: int, progress: float) -> Any:
         """Sample placements of one graph; return the update of the policy."""
         return update_sequence_policy(self.learner, self.environments[index], index, self.options.settings, progress)
 
-    def add_point(self, recent: Sequence[Any], seconds: float) -> SequencePoint:
+    def evaluate(self, recent: Sequence[Any], seconds: float) -> SequencePoint:
         """Evaluate the policy on unseen graphs; keep it if it is the best so far."""
         updates: Sequence[SequenceUpdate] = recent
         policy = self.learner.policy
         seed = self.options.settings.seed
         samples = [sample_policy(policy, inputs, VALIDATION_SAMPLES, seed) for inputs in self.validation]
-        cost = _geometric_mean([float(sampled.scores.cost.min()) for sampled in samples])
-        if cost < self.best_cost:
-            self.best, self.best_cost = policy, cost
+        cost = geometric_mean([float(sampled.scores.cost.min()) for sampled in samples])
+        self.keep_if_better(policy, cost)
         bests = [update.best_cost for update in updates if np.isfinite(update.best_cost)]
-        point = SequencePoint(
+        return SequencePoint(
             updates=policy.updates,
             seconds=round(seconds, 3),
             placements=policy.updates * self.options.settings.placements,
@@ -181,18 +175,13 @@ class SequenceTraining(Training):
             train_best_cost=float(np.mean(bests)) if bests else float("nan"),
             entropy=float(np.mean([update.entropy for update in updates])),
             validation_cost=cost,
-            fallback_cost=_geometric_mean([inputs.graph.fallback_cost for inputs in self.validation]),
+            fallback_cost=geometric_mean([inputs.graph.fallback_cost for inputs in self.validation]),
         )
-        self.points.append(point)
-        return point
 
-    def write_checkpoint(self) -> None:
-        """Write what a training is resumed from, and the best policy so far."""
-        write_sequence_policy(checkpoint_path(self.output), self.learner.policy, self.learner)
-        write_curve(self.output.with_suffix(".csv"), self.points, self.point_kind)
-        if self.points:
-            write_sequence_policy(self.output, self.best)
+    def write_learner(self, path: Path) -> None:
+        """Write the policy, and what continues its training."""
+        write_sequence_policy(path, self.learner.policy, self.learner)
 
-
-def _geometric_mean(costs: Sequence[float]) -> float:
-    return float(np.exp(np.mean(np.log(np.maximum(costs, 1e-12)))))
+    def write_best(self, path: Path) -> None:
+        """Write the best policy so far."""
+        write_sequence_policy(path, self.best)

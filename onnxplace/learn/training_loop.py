@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from onnxplace.errors import InputError, UsageError
-from onnxplace.learn.curves import Plotted, plot_curve, read_curve
+from onnxplace.learn.curves import Plotted, plot_curve, read_curve, write_curve
 from onnxplace.learn.problems import LearningGraph
 from onnxplace.passes.learning import require_torch
 from onnxplace.utils import budget_clock, format_path, require_writable
@@ -47,6 +49,15 @@ def prepare_training(graphs: Sequence[LearningGraph], output: Path, threads: int
     torch.set_num_threads(threads)
 
 
+def geometric_mean(costs: Sequence[float]) -> float:
+    """Return the geometric mean of costs, of which none counts as less than 1e-12.
+
+    >>> round(geometric_mean([0.5, 2.0]), 9)
+    1.0
+    """
+    return float(np.exp(np.mean(np.log(np.maximum(costs, 1e-12)))))
+
+
 @dataclass
 class TrainingLoop(ABC):
     """A training in progress: updates until a limit is reached, with points of a curve and checkpoints."""
@@ -78,12 +89,32 @@ class TrainingLoop(ABC):
         """Update the policy once, and return the result for the next point."""
 
     @abstractmethod
-    def add_point(self, recent: Sequence[Any], seconds: float) -> Any:
-        """Evaluate the policy; keep it if it is the best so far; return the point that was added."""
+    def evaluate(self, recent: Sequence[Any], seconds: float) -> Any:
+        """Evaluate the policy; keep it if it is the best so far; return the next point of the curve."""
 
     @abstractmethod
+    def restore(self) -> None:
+        """Continue from the checkpoint; raises InputError if it is of another training."""
+
+    @abstractmethod
+    def write_learner(self, path: Path) -> None:
+        """Write what a training is resumed from."""
+
+    @abstractmethod
+    def write_best(self, path: Path) -> None:
+        """Write the best policy so far."""
+
     def write_checkpoint(self) -> None:
-        """Write what a training is resumed from, and the best policy so far."""
+        """Write what a training is resumed from, the curve, and the best policy so far."""
+        self.write_learner(checkpoint_path(self.output))
+        write_curve(self.output.with_suffix(".csv"), self.points, self.point_kind)
+        if self.points:
+            self.write_best(self.output)
+
+    def keep_if_better(self, policy: Any, cost: float) -> None:
+        """Keep a policy if it costs less than the best so far."""
+        if cost < self.best_cost:
+            self.best, self.best_cost = policy, cost
 
     def finish(self) -> Sequence[Path]:
         """Do what follows the last update; return the files besides policy, checkpoint and curve."""
@@ -99,7 +130,8 @@ class TrainingLoop(ABC):
             progress = self._progress(before, elapsed)
             if self.updates % self.point_updates == 0 or progress >= 1.0:
                 recent, self.recent = self.recent, []
-                yield progress, self.add_point(recent, before + elapsed)
+                self.points.append(self.evaluate(recent, before + elapsed))
+                yield progress, self.points[-1]
             if budget_clock() - last_checkpoint > CHECKPOINT_SECONDS:
                 self.write_checkpoint()
                 last_checkpoint = budget_clock()

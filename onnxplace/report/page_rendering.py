@@ -61,7 +61,6 @@ def render_page(pages: Sequence[PageData]) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols"],
     )
     environment.filters |= {"bytes": format_bytes, "time": format_milliseconds, "bar": _format_bar}
     own = "\n".join(_read_page_file(name) for name in SCRIPTS)

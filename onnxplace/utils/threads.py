@@ -6,7 +6,6 @@ import _thread
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -35,17 +34,37 @@ def run_in_threads(jobs: Sequence[Callable[[], Result]], stop: Callable[[], obje
 
     Args:
         jobs: What to run, each in a thread of its own.
-        stop: Makes the jobs end soon; called on Ctrl-C, and if a job fails.
+        stop: Makes the jobs end soon; called on Ctrl-C, and as soon as a job fails.
 
     >>> run_in_threads([lambda: 1, lambda: 2], stop=lambda: None)
     [1, 2]
     """
-    with ThreadPoolExecutor(len(jobs)) as pool:
+    # A queue, as futures have conditions, whose locks an interrupt may leave locked.
+    ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    results: dict[int, Result] = {}
+
+    def run(index: int) -> None:
         try:
-            return [future.result() for future in [pool.submit(job) for job in jobs]]
-        except BaseException:
-            stop()
-            raise
+            results[index] = jobs[index]()
+            ends.put(None)
+        except BaseException as problem:  # noqa: BLE001 - raised again in the thread that waits
+            ends.put(problem)
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(jobs))]
+    try:
+        for thread in threads:
+            start_thread(thread)
+        for _ in jobs:
+            if (problem := ends.get()) is not None:
+                raise problem
+    except BaseException:
+        stop()
+        raise
+    finally:
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+    return [results[index] for index in range(len(jobs))]
 
 
 def _start_and_report(thread: threading.Thread, problems: queue.SimpleQueue[BaseException | None]) -> None:

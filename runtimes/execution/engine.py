@@ -259,6 +259,10 @@ class Engine(DeliveryLoop):
                     arrays[name] = np.array(memory.read(memory.send(stored[name], None)))
         return arrays
 
+    def read_remote_delays(self) -> dict[str, int]:
+        """Return how long threads of other processes waited for a core: here, there are none."""
+        return {}
+
     def _await_states(self, conversation: CarriedStates) -> None:
         """Wait for the requests in flight of a conversation; raises ExecutionError if it is closed."""
         self._require_own_process()

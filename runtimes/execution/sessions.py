@@ -61,6 +61,10 @@ class EngineSession(RuntimeSession):
         """Return how many runs have changed the states, after the requests in flight."""
         return self.engine.count_state_changes()
 
+    def read_remote_delays(self) -> Mapping[str, int]:
+        """Return how long threads of other processes waited for a core."""
+        return self.engine.read_remote_delays()
+
     def open_conversation(self) -> RuntimeSession:
         """Return a session with states of its own over the same segments and workers."""
         return EngineConversation(self)

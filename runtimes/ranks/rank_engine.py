@@ -236,6 +236,9 @@ class RankEngine(Engine):
         elif frame.kind == "state":
             if (answers := self._answers.get(fields["call"])) is not None:
                 answers.put(decode_value(fields["value"], iter(frame.buffers)))
+        elif frame.kind == "delays":
+            if (answers := self._answers.get(fields["call"])) is not None:
+                answers.put(fields["delays"])
         elif frame.kind == "clock":
             self._outbox.append((frame.rank, make_clock_frame()))
             self._tokens[ALL_RANKS].put(None)
@@ -300,15 +303,27 @@ class RankEngine(Engine):
 
     def _read_state(self, state: RemoteState) -> Any:
         """Return a stored state; raises ExecutionError if its rank does not answer."""
+        return self._ask(state.rank, Frame("read", {"serial": state.serial, "name": state.name}), "send a state")
+
+    def read_remote_delays(self) -> dict[str, int]:
+        """Return how long threads of the ranks waited for a core; raises ExecutionError if a rank does not answer."""
+        return {
+            f"{device} {thread}": delay
+            for rank, device in enumerate(self._cluster.plan.devices)
+            for thread, delay in self._ask(rank, Frame("delays"), "say how long it waited").items()
+        }
+
+    def _ask(self, rank: int, frame: Frame, task: str) -> Any:
+        """Return what a rank answers to a frame; raises ExecutionError if it does not do its task in time."""
         call, answers = next(self._calls), Answers()
         self._answers[call] = answers
-        fields = {"serial": state.serial, "name": state.name, "call": call}
-        self._outbox.append((state.rank, Frame("read", fields)))
+        frame.fields["call"] = call
+        self._outbox.append((rank, frame))
         self._wake()
         try:
-            answer = answers.get(timeout=self._cluster.timeout_seconds)
+            answer = self._broken or answers.get(timeout=self._cluster.timeout_seconds)
         except queue.Empty:
-            answer = ExecutionError("K011", "it did not send a state", where=self._cluster.plan.devices[state.rank])
+            answer = ExecutionError("K011", f"it did not {task}", where=self._cluster.plan.devices[rank])
         finally:
             self._answers.pop(call, None)
         if isinstance(answer, OnnxplaceError):

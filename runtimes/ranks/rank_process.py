@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from onnxplace.errors import ExecutionError, OnnxplaceError
-from onnxplace.machine import pin_thread
+from onnxplace.machine import pin_thread, read_run_delays
 from onnxplace.runtimes.ranks.frames import BETWEEN_RANKS, Frame, FrameSocket, PackedFrame
 from onnxplace.runtimes.ranks.message_bus import MessageBus
 from onnxplace.runtimes.ranks.opening import Opening, describe_error
@@ -239,6 +239,8 @@ class RankProcess:
             answer = self._loop.read(fields["serial"], fields["name"])
             answer.fields["call"] = fields["call"]
             self._answer(answer)
+        elif frame.kind == "delays":
+            self._answer(Frame("delays", {"call": fields["call"], "delays": read_run_delays(pool=True)}))
 
     def _open(self, frame: Frame) -> Frame:
         """Open the bundle; return the answer."""

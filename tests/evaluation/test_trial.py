@@ -1,7 +1,9 @@
 """Trials: a compiled bundle is run once, and its prediction uses the measured times of its segments."""
 
 import json
+from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from onnxplace.facts import Placement
 from onnxplace.machine import local_target, measurement_cache
 from onnxplace.model import Model
 from onnxplace.passes import emit
-from onnxplace.runtime import Event
+from onnxplace.runtime import Event, Result, RuntimeSession
 from onnxplace.runtimes.execution.segments import OpenSegment
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from onnxplace.target import REQUEST_SECONDS, Device, Target
@@ -154,6 +156,33 @@ def test_waiting_is_subtracted_from_segments_and_from_the_step(share):
     assert result.segment_seconds == pytest.approx({"a": 4 * working_share, "b": 4 * working_share})
     assert result.request_seconds == pytest.approx(2 * working_share)
     assert result.waiting == pytest.approx(share)
+
+
+def test_waiting_of_other_processes_makes_a_trial_doubtful_and_is_not_subtracted(monkeypatch):
+    class Session(RuntimeSession):
+        delays = iter([{"cpu:1 7": 10**12}, {"cpu:1 7": 10**14}])
+
+        def read_remote_delays(self):
+            return next(self.delays)
+
+        def submit(self, feeds, states=()):
+            future = Future()
+            future.set_result(Result({}, (Event("cpu:0", "run", "a", 1.0, 5.0),), 10.0))
+            return future
+
+        def close(self, timeout=None):
+            pass
+
+    monkeypatch.setattr(trial, "read_run_delays", lambda pool: {})
+    monkeypatch.setattr(trial, "DOUBTFUL_WAITING_SHARE", 0.05)
+    session = trial._TrialSession(Session(), SimpleNamespace(prepare=lambda session: {}))
+    session.warm_up()
+    session.run_burst()
+    assert not trial.is_doubtful(session.summarise())
+    session.end()
+    result = session.summarise()
+    assert trial.is_doubtful(result)
+    assert (result.waiting, result.step_seconds) == (0.9, 10.0)
 
 
 DAMAGES = [

@@ -90,6 +90,12 @@ def read_processor_seconds(process_id):
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def test_a_session_says_how_long_the_threads_of_its_ranks_waited_for_a_core(shared):
+    before, after = (shared._session.read_remote_delays() for _ in range(2))
+    assert {f"cpu:{rank} {process_id}" for rank, process_id in enumerate(read_rank_ids(shared))} <= before.keys()
+    assert all(0 <= before[thread] <= after[thread] for thread in before)
+
+
 @pytest.mark.parametrize(("rank", "device"), [(0, "cpu:0"), (1, "cpu:1")])
 def test_a_killed_rank_is_reported_by_its_device_and_host_and_nothing_is_left(bundle, rank, device):
     with open_ranks(bundle) as session:
@@ -106,6 +112,8 @@ def test_a_killed_rank_is_reported_by_its_device_and_host_and_nothing_is_left(bu
             assert str(problem).startswith(f"error[K011] {device}: its process on host localhost died (SIGKILL)")
         with pytest.raises(onnxplace.ExecutionError, match="K011"):
             session.run(None, feeds(1))
+        with pytest.raises(onnxplace.ExecutionError, match="K011"):
+            session._session.read_remote_delays()
     assert await_gone(ranks) == []
     assert [path for path in memory if Path(path).exists()] == []
 

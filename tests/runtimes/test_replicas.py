@@ -123,6 +123,8 @@ def test_a_rank_killed_under_load_costs_no_answer_and_its_copy_comes_back(bundle
         assert {event.copy for future in futures for event in future.result(WAIT_SECONDS).events} == {0, 1}
         rows = {item.get("args", {}).get("name") for item in session.trace(last=8)["traceEvents"]}
         assert {"cpu:0 compute", "copy 1 cpu:0 compute"} <= rows
+        threads = {name.rpartition(" ")[0] for name in session._session.read_remote_delays()}
+        assert threads == {"0 cpu:0", "0 cpu:1", "1 cpu:0", "1 cpu:1"}
     assert len(all_ranks) == 8
     assert await_gone(all_ranks) == []
 

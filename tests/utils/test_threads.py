@@ -22,16 +22,21 @@ def test_results_come_in_the_order_of_the_jobs():
     assert run_in_threads([finish_last, finish_first], stop=lambda: None) == ["first", "second"]
 
 
+@pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("problem", [KeyboardInterrupt, ValueError])
-def test_a_job_that_fails_stops_the_others(problem):
+def test_a_job_that_fails_stops_the_others(problem, first):
     stopped = threading.Event()
 
     def fail():
         raise problem
 
+    def wait():
+        was_stopped.append(stopped.wait(30))
+
+    was_stopped: list[bool] = []
     with pytest.raises(problem):
-        run_in_threads([fail, lambda: stopped.wait(30)], stop=stopped.set)
-    assert stopped.is_set()
+        run_in_threads([fail, wait] if first else [wait, fail], stop=stopped.set)
+    assert was_stopped == [True]
 
 
 def test_an_interrupt_while_waiting_stops_all_jobs():

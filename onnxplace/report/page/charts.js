@@ -9,7 +9,7 @@ function readColor(name) {
 }
 
 function readDeviceColor(device) {
-  return readColor(device < 0 ? "quiet" : `device-${device % 8}`);
+  return readColor(device < 0 ? "quiet" : `device-${device % COLORS}`);
 }
 
 // Returns a figure without a toolbar, over time in seconds times `unit.factor`.

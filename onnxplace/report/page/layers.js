@@ -34,7 +34,7 @@ function fillLayers(holder, report) {
     const whole = by.reduce((a, b) => a + b, 0) || 1;
     const parts = [...by.keys()].filter((device) => sums[i].count[device] > 0);
     const bar = make("span", { class: "shares", "aria-hidden": "true" });
-    for (const device of parts) bar.append(make("span", { class: `device-${device % 8}`, style: `flex: ${by[device] / whole}` }));
+    for (const device of parts) bar.append(make("span", { class: `device-${device % COLORS}`, style: `flex: ${by[device] / whole}` }));
     const where = parts.length === 1
       ? report.devices[parts[0]].id
       : parts.map((device) => `${report.devices[device].id} ${Math.round((100 * by[device]) / whole)} %`).join(", ");
@@ -47,7 +47,7 @@ function fillLayers(holder, report) {
     for (const i of indices) {
       if (!sums[i].children.length) {
         if (!list) parent.append(list = make("ul"));
-        const swatch = make("span", { class: `swatch device-${tree.device[i] % 8}`, "aria-hidden": "true" });
+        const swatch = make("span", { class: `swatch device-${tree.device[i] % COLORS}`, "aria-hidden": "true" });
         const seconds = tree.seconds[i] > 0 ? `${formatSeconds(tree.seconds[i])} · ` : "";
         list.append(make("li", {}, swatch, make("span", { class: "name" }, tree.label[i]), " ", make("span", { class: "about" }, `${tree.op[i]} · ${seconds}${report.devices[tree.device[i]].id}`)));
         continue;

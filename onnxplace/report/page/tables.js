@@ -1,6 +1,8 @@
 // Texts, elements, and tables that grow on demand. Texts from a model only ever become text nodes.
 
 const PAGE_ROWS = 50;
+// Colours of devices, which repeat; page.css has them.
+const COLORS = 8;
 
 function formatSeconds(seconds) {
   return `${Math.abs(seconds) < 0.1 ? Number((seconds * 1e3).toPrecision(3)) : (seconds * 1e3).toFixed(0)} ms`;
