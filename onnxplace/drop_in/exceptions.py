@@ -31,9 +31,9 @@ def match_onnxruntime(error: OnnxplaceError, name: str = "") -> None:
     >>> isinstance(error, ValueError), isinstance(error, FeedError), type(error).__name__
     (True, True, 'FeedError')
     """
-    exceptions = getattr(sys.modules.get("onnxruntime.capi"), "onnxruntime_pybind11_state", None)
     if hasattr(error, "plain_type"):
         return
+    exceptions = getattr(sys.modules.get("onnxruntime.capi"), "onnxruntime_pybind11_state", None)
     kind: Any = _BUILT_IN.get(error.code)
     if kind is None and (name or error.code in _NAMES):
         cause = type(error.__cause__)

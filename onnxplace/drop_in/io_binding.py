@@ -209,8 +209,8 @@ def _view_memory(element_type: Any, shape: Sequence[int], address: int, where: s
         if operator.index(address) <= 0:
             raise ValueError("addresses are above 0")
     except (KeyError, TypeError, ValueError) as problem:
-        found = f"{format_value(element_type)}, {format_value(shape)}, {format_value(address)}"
-        message = f"expected the element type, shape and address of memory, got {found}: {format_one_line(problem)}"
+        arguments = ", ".join(map(format_value, (element_type, shape, address)))
+        message = f"expected the element type, shape and address of memory, got {arguments}: {format_one_line(problem)}"
         error = UsageError("U089", message, where=where, hint="array.dtype, array.shape, array.ctypes.data")
         also_raise_as(error, RuntimeError)
         raise error from None

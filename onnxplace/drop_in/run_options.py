@@ -15,7 +15,7 @@ from onnxplace.ort import import_onnxruntime
 from onnxplace.runtime import Result, RuntimeSession, run_timeout_error
 from onnxplace.utils import start_thread
 
-# `terminate` is looked at this often: ONNX Runtime tells nobody that it was set.
+# `terminate` is looked at this often: ONNX Runtime does not report that it was set.
 POLL_SECONDS = 0.005
 
 

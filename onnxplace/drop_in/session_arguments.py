@@ -21,8 +21,9 @@ _NOTE = f"note[{IGNORED_CODE}]:"
 CPU_PROVIDER = "CPUExecutionProvider"
 # Keywords that ONNX Runtime takes beyond its signature. It never matters here that it would fall back.
 _FURTHER = ("enable_fallback", "disabled_optimizers", "read_config_from_model")
-# Session options that have an effect here, or whose absence nobody misses: they say what is logged.
+# Session options that have an effect here.
 _HONOURED = ("enable_profiling", "profile_file_prefix")
+# Session options that say what is logged: a result never depends on them.
 _LOGGING = ("log_severity_level", "log_verbosity_level", "logid")
 
 

@@ -123,14 +123,16 @@ def _write_files(
                 with WeightFile(unfinished, data.name) as weights:
                     proto = build_whole_model(models, initializers.values(), weights)
             lease.path.write_bytes(proto.SerializeToString())
-            if data is not None and (has_data := weights.bytes_written > 0):
-                with suppress(FileNotFoundError):
-                    path.unlink()
-                unfinished.replace(data)
+            has_data = data is not None and weights.bytes_written > 0
             try:
+                if data is not None and has_data:
+                    with suppress(FileNotFoundError):
+                        path.unlink()
+                    unfinished.replace(data)
                 lease.path.replace(path)
             except BaseException:
-                if data is not None:
+                # An interrupt may come after each rename: weights without their model go, a complete pair stays.
+                if data is not None and has_data and not unfinished.exists() and lease.path.exists():
                     data.unlink(missing_ok=True)
                 raise
     except OSError as problem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from onnxplace.errors import ExecutionError, FeedError
 from onnxplace.feeds import Array
@@ -15,6 +15,19 @@ from onnxplace.serving.copies import Copy, CopySet
 _LOST_HINT = "feed saved values, or start from the initial ones: session.reset_state()"
 
 
+class _Counter:
+    """Counts requests; for any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.count = 0
+
+    def add_one(self) -> None:
+        """Count one more."""
+        with self._lock:
+            self.count += 1
+
+
 @dataclass(frozen=True)
 class _Binding:
     """The copy of a conversation, its session, and the conversation there, which may be the session itself."""
@@ -22,6 +35,8 @@ class _Binding:
     copy: Copy
     session: RuntimeSession
     own: RuntimeSession
+    changes: _Counter = field(default_factory=_Counter)
+    """Requests that have succeeded there, which a copy that has died cannot tell."""
 
 
 class BoundSession(RuntimeSession):
@@ -45,8 +60,7 @@ class BoundSession(RuntimeSession):
         self._binding: _Binding | None = None
         self._is_lost = self._protects = self._is_closed = False
         self._earlier_changes = 0
-        self._changes: list[None] = []
-        """One for each request that has succeeded on the present copy."""
+        """Requests that had succeeded on copies that died."""
 
     # -- requests -----------------------------------------------------------------------------------
 
@@ -61,12 +75,12 @@ class BoundSession(RuntimeSession):
         except BaseException:
             self._copies.release(token)
             raise
-        changes, copies = self._changes, self._copies
+        copies = self._copies  # a reference to this session would keep it alive
 
         def finish(ended: Future[Result]) -> None:
             copies.release(token)
             if ended.exception() is None:
-                changes.append(None)
+                binding.changes.add_one()
             copies.report(binding.copy, binding.session)
 
         future.add_done_callback(finish)
@@ -80,7 +94,7 @@ class BoundSession(RuntimeSession):
         try:
             self._copies.count(token, binding.copy)
             result = binding.own.run(feeds, states, timeout)
-            self._changes.append(None)
+            binding.changes.add_one()
             return result
         finally:
             self._copies.release(token)
@@ -116,8 +130,7 @@ class BoundSession(RuntimeSession):
         if self._copies.closed:
             return binding  # which says so
         self._binding, self._is_lost = None, True
-        self._earlier_changes += len(self._changes)
-        self._changes = []
+        self._earlier_changes += binding.changes.count
         binding.copy.users.discard(self)
         return None
 

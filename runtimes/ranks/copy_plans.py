@@ -78,7 +78,7 @@ def _choose_hosts(
 def _make_shortage(count: int, fitting: int, sizes: Mapping[str, int], hosts: str) -> TargetError:
     """Return the error for hosts that are too few."""
     needs = " and ".join(f"a host with {format_count(size, 'slot')}" for size in sizes.values())
-    got = f"{hosts}, where {fitting} of them fit" if hosts else "no list of hosts"
-    message = f"{count} copies of the bundle need {needs} each, got {got}"
+    offer = f"{hosts}, where {fitting} of them fit" if hosts else "no list of hosts"
+    message = f"{count} copies of the bundle need {needs} each, got {offer}"
     names = [f"node{number}:{size}" for number, size in enumerate(list(sizes.values()) * count, 1)]
     return TargetError("K009", message, where=_WHERE, hint=f"as in --hosts {','.join(names)}")

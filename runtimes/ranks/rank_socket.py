@@ -14,8 +14,9 @@ from pathlib import Path
 # A path of a Unix socket has at most 107 bytes.
 _MAX_SOCKET_PATH = 100
 _LOOK_SECONDS = 0.02
-# What a rank sends first.
+# What a rank sends first, and the time that it may take for that: it may have been stopped meanwhile.
 _RANK = struct.Struct("<i")
+_RANK_SECONDS = 5.0
 
 
 class RankSocket:
@@ -43,8 +44,8 @@ class RankSocket:
         while True:
             if select.select([self._listener], [], [], _LOOK_SECONDS)[0]:
                 connection, _ = self._listener.accept()
-                if _is_same_user(connection) and (number := connection.recv(_RANK.size, socket.MSG_WAITALL)):
-                    return _RANK.unpack(number)[0], connection
+                if (rank := _read_rank(connection)) is not None:
+                    return rank, connection
                 connection.close()
             check()
 
@@ -55,6 +56,19 @@ def connect_rank(path: str, rank: int) -> socket.socket:
     connection.connect(path)
     connection.sendall(_RANK.pack(rank))
     return connection
+
+
+def _read_rank(connection: socket.socket) -> int | None:
+    """Return which rank has connected; None for a process of another user, or one that does not say it."""
+    if not _is_same_user(connection):
+        return None
+    connection.settimeout(_RANK_SECONDS)
+    try:
+        number = connection.recv(_RANK.size, socket.MSG_WAITALL)
+    except OSError:
+        return None
+    connection.settimeout(None)
+    return int(_RANK.unpack(number)[0]) if len(number) == _RANK.size else None
 
 
 def _is_same_user(connection: socket.socket) -> bool:

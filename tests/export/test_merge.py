@@ -228,22 +228,30 @@ def test_a_damaged_bundle_is_refused(run_cli, bundle_copy, tmp_path):
     assert not (tmp_path / "merged.onnx").exists()
 
 
-@pytest.mark.parametrize("step", ["before", "between"])
-def test_a_failure_leaves_nothing_half_written(step, compiled, tmp_path, monkeypatch):
-    if step == "before":
-        monkeypatch.setattr(merging, "build_whole_model", lambda *_: 1 / 0)
-    else:
-        actual = Path.replace
-
-        def replace(self: Path, target: Path) -> Path:
-            if target.suffix == ".onnx":
-                raise KeyboardInterrupt
-            return actual(self, target)
-
-        monkeypatch.setattr(Path, "replace", replace)
-    with pytest.raises((ZeroDivisionError, KeyboardInterrupt)):
+def test_a_failure_while_the_model_is_built_leaves_nothing(compiled, tmp_path, monkeypatch):
+    monkeypatch.setattr(merging, "build_whole_model", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         merge_bundle(compiled, tmp_path / "merged.onnx", external_data=True)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_renamed", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("ending", [".data", ".onnx"])
+def test_an_interrupt_at_a_rename_leaves_both_files_or_none(ending, is_renamed, compiled, tmp_path, monkeypatch):
+    actual = Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        if target.suffix != ending:
+            return actual(self, target)
+        if is_renamed:
+            actual(self, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(KeyboardInterrupt):
+        merge_bundle(compiled, tmp_path / "merged.onnx", external_data=True)
+    is_complete = ending == ".onnx" and is_renamed
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["merged.onnx", "merged.onnx.data"] * is_complete
 
 
 def test_the_command_imports_onnx_runtime_never(compiled, tmp_path):

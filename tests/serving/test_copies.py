@@ -69,6 +69,9 @@ class FakeConversation(FakeSession):
         super().__init__()
         self.session = session
 
+    def count_state_changes(self):
+        return 0
+
     @property
     def failure(self):
         return self.session.failure
@@ -283,6 +286,18 @@ def test_conversations_spread_over_copies_and_stay_there_until_their_copy_dies()
         users[1].close()
         with pytest.raises(onnxplace.ExecutionError, match=r"X002.*the conversation is closed"):
             users[1].submit({})
+
+
+def test_changes_on_a_copy_that_died_still_count():
+    with open_copies(opener := Opener(), states=("h",)) as session:
+        user = session.open_conversation()
+        future = user.submit({"h": 0})
+        own = user._binding.own
+        own.answer()
+        assert future.result(0)
+        user.submit({})
+        die_and_come_back(session, opener)
+        assert user.count_state_changes() == 1, "the request that it had not answered changed nothing"
 
 
 def test_closing_ends_attempts_to_open_a_copy():
