@@ -1,4 +1,4 @@
-"""What all trainings share: limits, the loop over updates, checkpoints, and the files at the end."""
+"""The common part of all trainings: limits, the loop over updates, checkpoints, and the files at the end."""
 
 from __future__ import annotations
 
