@@ -250,7 +250,7 @@ class Predicted(Record):
 
 
 class TrialRecord(Record):
-    """Measurements of the bundle right after it was compiled, from which its segments' times are."""
+    """Measurements of the bundle in its last trial, from which its segments' times are."""
 
     step_seconds: Seconds
     """Median time of a request."""
