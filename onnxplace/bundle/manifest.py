@@ -239,7 +239,7 @@ class Predicted(Record):
 
 
 class TrialRecord(Record):
-    """Measurements of the bundle right after it was compiled, from which its segments' times are."""
+    """Measurements of the bundle in its last trial, from which its segments' times are."""
 
     step_seconds: Seconds
     """Median time of a request."""

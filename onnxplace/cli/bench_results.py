@@ -1,4 +1,4 @@
-"""What `onnxplace bench` prints: predicted figures next to measured ones, as JSON and as tables."""
+"""Results of `onnxplace bench`: predicted figures next to measured ones, as JSON and as tables."""
 
 from __future__ import annotations
 

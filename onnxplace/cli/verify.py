@@ -30,7 +30,7 @@ from onnxplace.errors import ExecutionError, ModelError, format_names
 if TYPE_CHECKING:
     from onnxplace.api import InferenceSession
     from onnxplace.bundle import Bundle
-    from onnxplace.evaluation import OutputDifference, StepInputs
+    from onnxplace.evaluation import OutputDifference, StateCarrier, StepInputs
 
 # Calls that are compared for a bundle with states: each of the later ones reads states of the one before.
 STEPS_WITH_STATES = 3
@@ -126,13 +126,16 @@ def _compare_steps(
     The bundle is opened with these options, and the unsplit model runs on `cores`.
     """
     from onnxplace.api import InferenceSession
+    from onnxplace.evaluation import StateCarrier, open_reference
 
     by_copy = []
     with InferenceSession(bundle, **options) as session:
+        run_model = open_reference(bundle, against, cores)
         for _ in range(max(len(session.list_copies()), 1)):
             # Requests take turns over the copies, and so do conversations.
             user = session.conversation() if session.list_copies() and bundle.manifest.states else session
-            by_copy.append(_compare_copy(user, bundle, against, steps, count, cores, options["runtime"]))
+            reference = StateCarrier(run_model, bundle)
+            by_copy.append(_compare_copy(user, bundle, reference, steps, count, options["runtime"]))
         note_left_out_copies(session.list_copies())
     return [_find_worst(items) for items in zip(*by_copy)]
 
@@ -140,19 +143,17 @@ def _compare_steps(
 def _compare_copy(
     session: InferenceSession,
     bundle: Bundle,
-    against: Path | None,
+    reference: StateCarrier,
     steps: StepInputs,
     count: int,
-    cores: Sequence[int],
     runtime: str,
 ) -> list[list[OutputDifference]]:
     """Return the differences of each output in each step of one copy of a bundle."""
-    from onnxplace.evaluation import StateCarrier, compare_outputs, find_bundle_lineages, open_reference
+    from onnxplace.evaluation import compare_outputs, find_bundle_lineages
     from onnxplace.utils import report_progress
 
     names = [item.name for item in bundle.outputs]
     lineages = find_bundle_lineages(bundle)
-    reference = StateCarrier(open_reference(bundle, against, cores), bundle)
     differences: list[list[OutputDifference]] = []
 
     def run_bundle(feeds: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -18,6 +18,8 @@ from onnxplace.target import Device
 from onnxplace.utils import format_path, read_json
 
 CONFIG_FILE = "genai_config.json"
+# More layers than any decoder has: a name is made for each.
+MAX_LAYERS = 10_000
 PIPELINE_TYPE = "decoder-pipeline"
 # Names that GenAI gives to a decoder's inputs and outputs if the configuration does not name them (its src/config.h).
 INPUT_NAMES = {
@@ -76,9 +78,9 @@ def read_config(path: Path) -> dict[str, Any]:
 def require_decoder(manifest: Manifest, decoder: Mapping[str, Any], where: str) -> None:
     """Raise InputError unless GenAI feeds all inputs of the bundle, and finds the outputs that it reads."""
     layers = decoder.get("num_hidden_layers")
-    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
-        hint = "the number of layers with a cache"
-        raise InputError("I018", f"model.decoder.num_hidden_layers is {layers!r}", where=where, hint=hint)
+    if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers <= MAX_LAYERS:
+        message = f"model.decoder.num_hidden_layers is {format_value(layers)}, expected 1 to {MAX_LAYERS}"
+        raise InputError("I018", message, where=where, hint="the number of layers with a cache")
     given_inputs = expand_names({**INPUT_NAMES, **decoder.get("inputs", {})}, layers)
     given_outputs = expand_names({**OUTPUT_NAMES, **decoder.get("outputs", {})}, layers)
     inputs = {item.name: item for item in manifest.inputs if not item.optional}

@@ -33,6 +33,10 @@ from onnxplace.utils import claim_name, progress_part, report_progress
 CONFIG_FILE, MODEL_FILE, SCRIPT_FILE = "config.pbtxt", "model.onnx", "model.py"
 BUNDLE_FOLDER = "model.bundle"
 VERSION_FOLDER = "1"
+# The names of segments are added to it, and file systems have names of 255 bytes.
+MAX_NAME = 200
+# The field of Triton's configuration has 32 bits.
+MAX_BATCH = 2**31 - 1
 LAYOUTS = ("auto", "ensemble", "python")
 # Sequences, each with states of its own, that a model keeps at a time; the one without requests for longest goes first.
 MAX_SEQUENCES = 64
@@ -69,6 +73,9 @@ def choose_name(text: str) -> str:
     if not name:
         hint = "use letters, digits, '_', '-' and '.'"
         raise UsageError("I014", f"{text!r} cannot be the name of a model", where="--name", hint=hint)
+    if len(name) > MAX_NAME:
+        message = f"expected a name of at most {MAX_NAME} characters, got {len(name)}: each model is a folder"
+        raise UsageError("I014", message, where="--name", hint="choose a shorter --name")
     return name
 
 
@@ -92,8 +99,9 @@ def choose_layout(manifest: Manifest, options: ExportOptions) -> str:
 
 def require_batches(manifest: Manifest, options: ExportOptions) -> None:
     """Raise an error unless Triton can join requests along the first axis of all inputs and outputs."""
-    if options.max_batch < 2:
-        raise UsageError("I014", f"expected at least 2, got {options.max_batch}", where="--max-batch", hint="omit it")
+    if not 2 <= options.max_batch <= MAX_BATCH:
+        message = f"expected at least 2 rows, and at most {MAX_BATCH}, got {options.max_batch}"
+        raise UsageError("I014", message, where="--max-batch", hint="omit it: each request runs by itself")
     if options.layout == "ensemble":
         hint = "omit --layout, or use --layout python"
         raise UsageError("I014", "only the layout python joins requests", where="--max-batch", hint=hint)

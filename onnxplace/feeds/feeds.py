@@ -121,7 +121,8 @@ def _check_non_tensor(name: str, value: Any, dtype: str) -> Any:
         message = f"expected {dtype}, got {type(value).__name__}"
         raise FeedError("F003", message, where=f"input {name!r}", hint="give a list of arrays")
     element_type = dtype.removeprefix("seq(").removesuffix(")")
-    return [_as_array(name, element, element_type) for element in value]
+    item = Declared(name, element_type, None)
+    return [_check_tensor(_as_array(name, element, element_type), item, {}) for element in value]
 
 
 def _as_array(name: str, value: Any, dtype: str) -> Array:

@@ -80,7 +80,7 @@ def find_launcher() -> MpiLauncher:
     if path is None:
         raise UsageError("K003", "there is no mpiexec, which starts processes on several hosts", hint=INSTALL_HINT)
     path = str(Path(path).absolute())
-    version = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace").stdout
+    version = _read_version(path)
     if "HYDRA" in version:
         return Mpich(path)
     match = _OPEN_MPI.search(version)
@@ -89,6 +89,14 @@ def find_launcher() -> MpiLauncher:
     first = next(iter(version.splitlines()), "nothing")
     expected = f"MPICH's mpiexec (HYDRA), or that of Open MPI {MIN_OPEN_MPI} or later"
     raise UsageError("K003", f"expected {expected}, got {path}, which says {format_value(first)}", hint=INSTALL_HINT)
+
+
+def _read_version(path: str) -> str:
+    """Return what a launcher prints about its version, or why it cannot be run."""
+    try:
+        return subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace").stdout
+    except OSError as problem:
+        return str(problem.strerror)
 
 
 def _join_counts(counts: Mapping[str, int]) -> str:

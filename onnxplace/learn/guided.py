@@ -149,7 +149,8 @@ def learn_from_lessons(
 ) -> GuidedResult:
     """Train the policy of `guided` to imitate placements; see `learn_guided`."""
     if not lessons:
-        raise InputError("H011", "expected at least one graph that fits its devices, got none")
+        hint = "give graphs with nodes, on devices with enough memory"
+        raise InputError("H011", "expected at least one graph that fits its devices, got none", hint=hint)
     training = GuidedTraining(lessons, options, families, output)
     if resume:
         training.restore()

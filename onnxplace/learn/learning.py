@@ -207,7 +207,7 @@ class Training(TrainingLoop):
         episodes = [environment.run_best(policy.network) for environment in self.validation]
         starts = [first.trajectory.cost[0] for first, *_ in episodes]
         bests = [[best[0] for item in several if (best := item.best())] for several in episodes]
-        costs = [min(found, default=start) for found, start in zip(bests, starts)]
+        costs = [min(several, default=start) for several, start in zip(bests, starts)]
         cost = geometric_mean(costs)
         if cost <= self.best_cost * (1 + SIMILAR_COST):
             self.best = policy

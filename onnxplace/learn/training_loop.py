@@ -1,4 +1,4 @@
-"""What all trainings share: limits, the loop over updates, checkpoints, and the files at the end."""
+"""The common part of all trainings: limits, the loop over updates, checkpoints, and the files at the end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def prepare_training(graphs: Sequence[LearningGraph], output: Path, threads: int
     torch = require_torch()
     require_writable(output)
     if not graphs:
-        raise InputError("H011", "expected at least one graph to learn from, got none")
+        hint = "give a model or a cost graph with nodes"
+        raise InputError("H011", "expected at least one graph to learn from, got none", hint=hint)
     torch.set_num_threads(threads)
 
 

@@ -1,11 +1,11 @@
-"""What the compiler considered: the figures of its notes."""
+"""The attempts of the compiler: the figures of its notes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
-from onnxplace.errors import Figure
+from onnxplace.bundle import DiagnosticRecord
+from onnxplace.errors import Diagnostic
 from onnxplace.report.page_records import Attempt, AttemptGroup, Note
 
 _TITLES = {
@@ -17,26 +17,7 @@ _TITLES = {
 }
 
 
-class CompilerNote(Protocol):
-    """A diagnostic, of the compiler or of a manifest."""
-
-    @property
-    def code(self) -> str: ...
-
-    @property
-    def message(self) -> str: ...
-
-    @property
-    def where(self) -> str: ...
-
-    @property
-    def hint(self) -> str: ...
-
-    @property
-    def figures(self) -> tuple[Figure, ...]: ...
-
-
-def list_attempts(notes: Iterable[CompilerNote]) -> tuple[AttemptGroup, ...]:
+def list_attempts(notes: Iterable[Diagnostic | DiagnosticRecord]) -> tuple[AttemptGroup, ...]:
     """Return what was compared, the shortest first in each comparison."""
     return tuple(
         AttemptGroup(
@@ -52,6 +33,6 @@ def list_attempts(notes: Iterable[CompilerNote]) -> tuple[AttemptGroup, ...]:
     )
 
 
-def list_notes(notes: Iterable[CompilerNote]) -> tuple[Note, ...]:
+def list_notes(notes: Iterable[Diagnostic | DiagnosticRecord]) -> tuple[Note, ...]:
     """Return the diagnostics as the page shows them."""
     return tuple(Note(note.code, note.message, note.where, note.hint) for note in notes)

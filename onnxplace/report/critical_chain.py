@@ -1,4 +1,4 @@
-"""What a step consists of: the chain of events of which each begins when the one before it ends."""
+"""The chain of events that determines a step: each begins when the one before it ends."""
 
 from __future__ import annotations
 

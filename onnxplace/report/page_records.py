@@ -19,7 +19,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class DeviceSummary:
-    """What one device does and holds in a step."""
+    """The work and memory of one device in a step."""
 
     id: str
     kind: str
@@ -157,7 +157,7 @@ class Bound:
     chain: tuple[ChainPart, ...]
     """The longest part first; together they are the step."""
     remarks: tuple[str, ...]
-    """What keeps the step above the bound, in words."""
+    """Sentences about causes that keep the step above the bound."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ _Microseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Arguments(BaseModel):
-    """What a trace says about an event, besides its name and times."""
+    """Facts about an event, besides its name and times."""
 
     model_config = ConfigDict(extra="ignore")
 

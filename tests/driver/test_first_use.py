@@ -122,7 +122,7 @@ def test_each_warm_up_is_run_by_one_process_for_any_number_of_processes():
 
 def test_a_helper_runs_its_warm_ups_and_fails_for_an_unknown_name():
     with first_use._start_helpers([["simulation"], ["bounds", "nothing"]]) as helpers:
-        assert [helper.wait(60) for helper in helpers] == [0, 1]
+        assert [helper.wait(600) for helper in helpers] == [0, 1]
 
 
 def test_helpers_end_with_their_block():

@@ -93,7 +93,8 @@ def test_genai_generates_what_onnxplace_generates(decoder_bundle, tmp_path, run_
     [
         ({"inputs": {"input_ids": "ids"}}, ("does not feed the inputs 'tokens', 'past.0.key'", "%d for the layer")),
         ({"outputs": {"logits": "scores"}}, ("reads the outputs 'scores'",)),
-        ({"num_hidden_layers": 0}, ("num_hidden_layers is 0",)),
+        ({"num_hidden_layers": 0}, ("num_hidden_layers is 0, expected 1 to 10000",)),
+        ({"num_hidden_layers": 10**11}, ("num_hidden_layers is 100000000000, expected 1 to 10000",)),
         ({"num_hidden_layers": 1}, ("does not feed the inputs 'past.1.key', 'past.1.value'",)),
         ({"inputs": None}, ("expected names of tensors in model.decoder.inputs, got None", "write it like")),
         ({"outputs": ["logits"]}, ("expected names of tensors in model.decoder.outputs, got ['logits']",)),

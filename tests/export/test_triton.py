@@ -183,7 +183,9 @@ def test_weights_that_a_bundle_links_to_come_along(tmp_path, monkeypatch):
     [
         (("--layout", "ensembel"), ("I014", "'ensembel'", "did you mean 'ensemble'?")),
         (("--name", "///"), ("I014", "'///' cannot be the name of a model")),
+        (("--name", "x" * 201), ("I014", "at most 200 characters, got 201", "a shorter --name")),
         (("--max-batch", "1"), ("I014", "at least 2")),
+        (("--max-batch", "2147483648"), ("I014", "at most 2147483647, got 2147483648")),
         (("--max-batch", "4", "--layout", "ensemble"), ("I014", "only the layout python joins requests")),
         (("--to", "stages", "--name", "x"), ("I011", "the format stages has no option --name", "export --to triton")),
     ],

@@ -228,6 +228,9 @@ def test_numbers_in_lists_take_the_type_of_the_input(dtype, given, expected):
         ("tensor(float)", [[1], [2, 3]], "inhomogeneous"),
         ("tensor(int64)", [2**70], "expected an array, got [1180591620717411303424]"),
         ("seq(tensor(float))", [None], "expected an array, got None"),
+        ("seq(tensor(float))", [np.zeros(2, "f4"), np.zeros(2)], "its type is float64, the model takes float32"),
+        ("seq(tensor(int64))", ["a"], "the model takes int64"),
+        ("optional(seq(tensor(string)))", [[1]], "the model takes strings"),
     ],
 )
 def test_lists_that_would_lose_something_are_refused(dtype, given, words):

@@ -125,6 +125,14 @@ def test_another_mpiexec_than_that_of_mpich_or_a_recent_open_mpi_is_refused(monk
     assert "pip install 'onnxplace[mpi]'" in caught.value.hint
 
 
+def test_an_mpiexec_that_cannot_be_run_is_refused(monkeypatch, tmp_path):
+    find_launcher.cache_clear()
+    (tmp_path / "mpiexec").touch(0o755)
+    monkeypatch.setattr(mpi_launchers.sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(UsageError, match=r"K003.*which says 'Exec format error'"):
+        find_launcher()
+
+
 COUNTS = {"node1": 2, "node2": 1}
 
 
