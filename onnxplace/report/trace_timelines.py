@@ -12,13 +12,17 @@ from onnxplace.errors import InputError, format_count
 from onnxplace.report.page_records import Timeline, TimelineRow
 from onnxplace.report.step_timelines import TimelineColumns
 from onnxplace.report.text import format_bytes
-from onnxplace.utils import read_json
+from onnxplace.utils import format_path, read_json
 
 # More spans would make the page slow; a trace with more shows its first requests.
 MAX_SPANS = 60_000
+# A trace of a longer time than this, 11 days, is malformed.
+MAX_MICROSECONDS = 1e12
+MAX_COUNT = 1 << 62
 _HINT = "`onnxplace run BUNDLE --trace F.json` writes one"
 
-_Microseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Microseconds = Annotated[float, Field(ge=0, le=MAX_MICROSECONDS, allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 
 class _Arguments(BaseModel):
@@ -30,9 +34,9 @@ class _Arguments(BaseModel):
     """Of a process or a thread."""
     request: int = 0
     source: str = Field(default="", alias="from")
-    bytes: int | None = None
-    compiled_bytes: int | None = Field(default=None, alias="compiled bytes")
-    nodes: int | None = None
+    bytes: _Count | None = None
+    compiled_bytes: _Count | None = Field(default=None, alias="compiled bytes")
+    nodes: _Count | None = None
 
     def describe(self) -> str:
         """Return it as text."""
@@ -87,21 +91,27 @@ def read_trace(path: Path, device_names: Sequence[str], segments: Iterable[str])
             timelines.append(_draw_events(spans, rows, name, device_names))
     if not timelines:
         message = "expected measured or predicted events, found none"
-        raise InputError("D020", message, where=str(path), hint=_HINT)
+        raise InputError("D020", message, where=format_path(path), hint=_HINT)
     return tuple(timelines)
 
 
 def _read_events(path: Path) -> list[_TraceEvent]:
     data = read_json(path, "D020", "a trace")
     if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
-        raise InputError("D020", "expected a JSON object with traceEvents", where=str(path), hint=_HINT)
+        raise InputError("D020", "expected a JSON object with traceEvents", where=format_path(path), hint=_HINT)
+    entries = {index: entry for index, entry in enumerate(data["traceEvents"]) if _is_relevant(entry)}
     try:
-        return TypeAdapter(list[_TraceEvent]).validate_python(data["traceEvents"])
+        return [*TypeAdapter(dict[int, _TraceEvent]).validate_python(entries).values()]
     except ValidationError as problem:
         first = problem.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         message = f"traceEvents is malformed at {field!r}: {first['msg']}"
-        raise InputError("D020", message, where=str(path), hint=_HINT) from None
+        raise InputError("D020", message, where=format_path(path), hint=_HINT) from None
+
+
+def _is_relevant(entry: object) -> bool:
+    """Return whether an entry of a trace may be a span or a name, or is malformed; other programs add further kinds."""
+    return not isinstance(entry, dict) or entry.get("ph") in ("X", "M")
 
 
 def _is_name(event: _TraceEvent, kind: str) -> bool:
@@ -114,7 +124,7 @@ def _require_segments(spans: Sequence[_TraceEvent], known: frozenset[str], path:
         if span.category == "run" and span.name not in known:
             message = f"expected a trace of this bundle, found the segment {span.name!r} in it"
             hint = "trace the bundle again: `onnxplace run BUNDLE --trace F.json`"
-            raise InputError("D021", message, where=str(path), hint=hint)
+            raise InputError("D021", message, where=format_path(path), hint=hint)
 
 
 def _draw_events(

@@ -138,6 +138,9 @@ def test_a_trace_with_two_bundles_is_refused(run_cli, compiled, tmp_path):
                 ('"ts": NaN', "malformed at '1.ts': "),
                 ('"ts": 1', "malformed at '1': Value error, expected ts and dur"),
                 ('"dur": -1', "malformed at '1.dur': "),
+                ('"ts": 1, "dur": 1e300', "malformed at '1.dur': "),
+                ('"args": {"bytes": 1E400}', "malformed at '1.args.bytes': "),
+                (f'"args": {{"nodes": {10**400}}}', "malformed at '1.args.nodes': "),
                 ('"name": [1]', "malformed at '1.name': "),
                 ('"tid": [1]', "malformed at '1.tid': "),
                 ('"args": []', "malformed at '1.args': "),
@@ -150,6 +153,15 @@ def test_a_file_that_is_no_trace_is_refused(run_cli, compiled, tmp_path, content
     trace = tmp_path / "trace.json"
     trace.write_text(content)
     assert_refused(run_cli("report", compiled, "--trace", trace, "--json"), "D020", message)
+
+
+def test_events_of_other_kinds_in_a_trace_do_not_matter(run_cli, compiled, tmp_path):
+    trace = tmp_path / "trace.json"
+    run_cli("run", compiled, "--trace", trace)
+    data = json.loads(trace.read_text())
+    data["traceEvents"].insert(0, {"ph": "i", "pid": "other", "args": 5})
+    trace.write_text(json.dumps(data))
+    assert run_cli("report", compiled, "--trace", trace, "--json").code == 0
 
 
 def test_a_trace_of_another_bundle_is_refused(run_cli, compiled, tmp_path):
