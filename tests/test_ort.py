@@ -13,7 +13,7 @@ def run_devices(folder):
     """Run `onnxplace devices` where `folder` comes before the installed packages."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "ORT_DISABLE_TELEMETRY": "1"}
     command = [sys.executable, "-m", "onnxplace", "devices"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=folder)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=folder)
 
 
 def add_distribution(folder, name):

@@ -111,7 +111,7 @@ def run_interrupted_compiles(folder, bundle, how, destination, rename_method):
     script = Path(__file__).parents[1] / "support" / "interrupted_compiles.py"
     variables = {**os.environ, "TMPDIR": str(folder / "tmp")}
     command = [sys.executable, "-W", "ignore", script, folder, how, destination, rename_method]
-    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=900)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
 

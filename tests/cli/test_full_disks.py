@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("no_gpus")
 def test_a_file_that_outgrows_its_limit_ends_the_compilation_without_a_trace(model_file, fast_pipeline):
     folder = model_file.parent
     process = run_script(folder, "compile", model_file, *SHAPE, "--pipeline", fast_pipeline, LIMIT="20000")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (4, "")
     assert "no space left" in err
     assert "model.bundle" in err

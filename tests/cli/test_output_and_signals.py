@@ -29,7 +29,7 @@ from tests.support.random_placements import RandomPlacement, compiled_with
 
 PYTHON = (sys.executable, "-c", "from onnxplace.cli import entry; entry()")
 FULL = Path("/dev/full")
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 300
 Cli = Callable[..., Ran]
 
 

@@ -32,7 +32,7 @@ def complete(tmp_path_factory):
     # On a slow machine, lines on stderr would say how far it is.
     command = [sys.executable, "-m", "onnxplace", "doctor", "--devices", "cpu:0,cpu:1", "--seconds", "60", "--quiet"]
     # The compiled loops may be new: then most of the time is theirs, and the last checks would be skipped.
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1800)
     assert (done.returncode, done.stderr) == (0, ""), f"{done.stdout}\n{done.stderr}"
     return done.stdout, folder
 

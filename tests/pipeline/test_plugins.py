@@ -86,7 +86,7 @@ def commands(tmp_path: Path) -> Callable[..., Session]:
             env={**os.environ, "PYTHONPATH": str(site)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
         )
         assert process.returncode == 0, process.stderr
         session = json.loads(process.stdout)
@@ -172,7 +172,7 @@ def test_the_command_itself_finds_a_plugin(site, model_file, tmp_path):
         env={**os.environ, "PYTHONPATH": str(site)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert process.returncode == 0, process.stderr
     assert "placer round-robin" in process.stdout

@@ -132,7 +132,8 @@ HANGING = """
     engine.END_GRACE_SECONDS = 0.3
     library, lock = ctypes.CDLL(None), ctypes.create_string_buffer(256)
     def hang(*arguments):
-        os.write(1, b"ready\\n")
+        if threading.current_thread() is threading.main_thread():
+            os.write(1, b"ready\\n")
         while True:
             library.pthread_mutex_lock(lock)
     for segment in session._session.engine._segments.values():
@@ -142,8 +143,11 @@ HANGING = """
 """
 
 
+SUBMIT = r"future = session.submit(feeds(2)); os.write(1, b'ready\n'); future.result()"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the C library of Linux")
-@pytest.mark.parametrize("work", ["session.run(None, feeds(2))", "session.submit(feeds(2)).result()"])
+@pytest.mark.parametrize("work", ["session.run(None, feeds(2))", SUBMIT])
 def test_a_second_interrupt_ends_a_process_whose_node_hangs(bundle, work):
     process = start(bundle, HANGING.format(work=work))
     interrupt_until_end(process)

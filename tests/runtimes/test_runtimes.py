@@ -60,7 +60,7 @@ def test_run_async_calls_back_with_outputs_or_with_the_error(bundle):
     with onnxplace.InferenceSession(bundle) as session:
         expected = session.run(None, feeds)
         session.run_async(None, feeds, callback)
-        assert finished.wait(30)
+        assert finished.wait(120)
     ((outputs, error),) = results
     assert error is None
     for actual, want in zip(outputs, expected):
@@ -79,7 +79,7 @@ def test_run_async_with_user_data_calls_back_as_onnx_runtime_does(bundle):
         for given in ({"mine": 1}, None):
             finished.clear()
             session.run_async(None, feeds, callback, given)
-            assert finished.wait(30)
+            assert finished.wait(120)
             outputs, user_data, text = results.pop()
             assert user_data is given
             assert text == ""
@@ -108,7 +108,7 @@ def test_a_deleted_session_ends_its_threads(bundle):
     del session
     gc.collect()
     for thread in workers_of_session:  # the session did not wait for them
-        thread.join(30)
+        thread.join(120)
     assert workers() == before
 
 
@@ -147,7 +147,7 @@ def test_a_callback_may_run_the_session_again_and_close_it(bundle):
         finished.set()
 
     session.run_async(None, feeds, callback)
-    assert finished.wait(30)
+    assert finished.wait(120)
     assert len(results[0]) == len(session.get_outputs())
 
 
@@ -194,12 +194,12 @@ def test_run_leaves_the_work_to_the_workers_while_others_are_in_flight(bundle, o
 
     def held_up(*arguments):
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(120)
         follow(*arguments)
 
     monkeypatch.setattr(opened.engine, "follow_program", held_up)
     before = opened.submit(make_feeds(bundle, 0))
-    assert begun.wait(30)
+    assert begun.wait(120)
     monkeypatch.setattr(opened.engine, "follow_program", follow)
     with ThreadPoolExecutor(1, "caller") as pool:
         after = pool.submit(opened.run, make_feeds(bundle, 1))
@@ -276,13 +276,13 @@ def test_closing_waits_for_a_caller_that_runs(bundle, monkeypatch):
     def held_up(device, program, request):
         if device.id == first_device(bundle):
             begun.set()
-            assert go_on.wait(30)
+            assert go_on.wait(120)
         follow(device, program, request)
 
     monkeypatch.setattr(session.engine, "follow_program", held_up)
     with ThreadPoolExecutor(2) as pool:
         result = pool.submit(session.run, make_feeds(bundle, 0))
-        assert begun.wait(30)
+        assert begun.wait(120)
         closed = pool.submit(session.close)
         go_on.set()
         closed.result(30)

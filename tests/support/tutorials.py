@@ -26,7 +26,7 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 FILE_NAME = re.compile(r"# ([\w/.-]+\.\w+)\b")
-SECONDS = 300  # for one block, on a busy machine whose compiled loops are not cached yet
+SECONDS = 1200  # for one block, on a busy machine whose compiled loops are not cached yet
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ def test_results_come_in_the_order_of_the_jobs():
     second_is_done = threading.Event()
 
     def finish_last():
-        assert second_is_done.wait(30)
+        assert second_is_done.wait(120)
         return "first"
 
     def finish_first():
@@ -31,7 +31,7 @@ def test_a_job_that_fails_stops_the_others(problem, first):
         raise problem
 
     def wait():
-        was_stopped.append(stopped.wait(30))
+        was_stopped.append(stopped.wait(120))
 
     was_stopped: list[bool] = []
     with pytest.raises(problem):
@@ -44,8 +44,8 @@ def test_an_interrupt_while_waiting_stops_all_jobs():
 
     def interrupt():
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        return stopped.wait(30)
+        return stopped.wait(120)
 
     with pytest.raises(KeyboardInterrupt):
-        run_in_threads([interrupt, lambda: stopped.wait(30)], stop=stopped.set)
+        run_in_threads([interrupt, lambda: stopped.wait(120)], stop=stopped.set)
     assert stopped.is_set()

@@ -37,7 +37,7 @@ def compute_chain(x):
 
 def run_python(source, **environment):
     return subprocess.run(
-        [sys.executable, "-c", source], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", source], env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
     )
 
 
