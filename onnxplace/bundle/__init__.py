@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         InitialRecord as InitialRecord,
         InputRecord as InputRecord,
         Manifest as Manifest,
-        MetadataRecord as MetadataRecord,
         OutputRecord as OutputRecord,
         Predicted as Predicted,
         RepeatRecord as RepeatRecord,
@@ -84,10 +83,10 @@ __getattr__, __dir__, __all__ = attach(
             "Bundle COSTS_FILE Check MANIFEST_FILE SEGMENTS_FOLDER WEIGHTS_FILE WHOLE_MODEL_FILE describe_linked_file"
         ),
         "manifest": (
-            "BatchingRecord DeviceRecord DiagnosticRecord FileRecord InitialRecord InputRecord Manifest MetadataRecord "
-            "OutputRecord Predicted RepeatRecord RouteRecord SCHEMA_VERSION SegmentRecord ShardedKindRecord "
-            "ShardingRecord SplitStateRecord StateRecord Step TargetRecord TrainingNodesRecord TrainingRecord "
-            "TrialRecord ValueRecord json_schema"
+            "BatchingRecord DeviceRecord DiagnosticRecord FileRecord InitialRecord InputRecord Manifest OutputRecord "
+            "Predicted RepeatRecord RouteRecord SCHEMA_VERSION SegmentRecord ShardedKindRecord ShardingRecord "
+            "SplitStateRecord StateRecord Step TargetRecord TrainingNodesRecord TrainingRecord TrialRecord ValueRecord "
+            "json_schema"
         ),
         "request_simulation": "SimulatedRequest SimulatedTransfer SubmittedRequest simulate_requests",
         "routes": (

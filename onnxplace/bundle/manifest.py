@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from onnxplace.errors import Figure
 from onnxplace.feeds import MAX_DIMENSION, MAX_RANK
+from onnxplace.model_metadata import ModelMetadata
 from onnxplace.target import Device, Link, LinkModel, Shared, Target
 from onnxplace.training_step import CarriedTensor, InferencePart, Parameter, TrainingStep
 from onnxplace.utils import read_field_docs
@@ -191,18 +192,6 @@ class BatchingRecord(Record):
     """The node that prevents it; empty if it is none."""
 
 
-class MetadataRecord(Record):
-    """What the ONNX file said of the model: the fields of ONNX Runtime's `ModelMetadata`."""
-
-    producer_name: str = ""
-    graph_name: str = ""
-    domain: str = ""
-    description: str = ""
-    graph_description: str = ""
-    version: int = 0
-    custom_metadata_map: dict[str, str] = {}
-
-
 class TrainingNodesRecord(Record):
     """How many nodes of each phase a training step has, as placement counts them."""
 
@@ -363,7 +352,7 @@ class Manifest(Record):
     """Whether requests can be joined; None in formats before 1.3."""
     training: TrainingRecord | None = None
     """None if the model is no training step; since format 1.4."""
-    metadata: MetadataRecord | None = None
+    metadata: ModelMetadata | None = None
     """What the ONNX file said of the model; since format 1.5."""
     linked: dict[str, LinkRecord] = {}
     """Weights files that the segments refer to, by their path below the folder that contains the bundle."""

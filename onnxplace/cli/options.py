@@ -250,7 +250,7 @@ def suggest_command(path: Path, refused_by: str) -> str:
             return ""
     except (OSError, ValueError):
         return ""
-    if path.suffix == ".onnx" and refused_by != "compile":
+    if path.suffix == ".onnx" and refused_by not in ("compile", "run"):  # where bundles are opened, the hint says more
         return f"it is a model: compile it with `onnxplace compile {path}`"
     if path.suffix in (".npz", ".npy"):
         return "it holds arrays: pass it to --inputs"

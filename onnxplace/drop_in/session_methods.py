@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle, MetadataRecord
+from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle
 from onnxplace.drop_in.exceptions import also_raise_as
 from onnxplace.drop_in.io_binding import IOBinding
 from onnxplace.drop_in.node_args import NodeArg, list_inputs, list_outputs, list_overridable
@@ -18,6 +18,7 @@ from onnxplace.drop_in.ort_conversion import to_owned_ort_value
 from onnxplace.drop_in.session_arguments import SessionArguments, list_providers, warn_ignored
 from onnxplace.errors import OnnxplaceError, UsageError
 from onnxplace.machine import make_session_options, open_session
+from onnxplace.model_metadata import ModelMetadata
 from onnxplace.ort import import_onnxruntime
 from onnxplace.runtimes.execution import to_python
 from onnxplace.traces import RequestTimeline
@@ -56,12 +57,12 @@ class SessionMethods(ABC):
         """Return the model's inputs with default values: name, type, shape."""
         return list_overridable(self._bundle)
 
-    def get_modelmeta(self) -> MetadataRecord:
+    def get_modelmeta(self) -> ModelMetadata:
         """Return what the ONNX file said of the model, with the attributes of `onnxruntime.ModelMetadata`.
 
         Bundles before format 1.5 know the name of the graph only.
         """
-        return self._bundle.manifest.metadata or MetadataRecord(graph_name=self._bundle.manifest.model)
+        return self._bundle.manifest.metadata or ModelMetadata(graph_name=self._bundle.manifest.model)
 
     def get_session_options(self) -> Any:
         """Return the `sess_options` of this session, or defaults; most have no effect on a bundle."""

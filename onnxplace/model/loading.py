@@ -12,9 +12,10 @@ from onnx import ModelProto, TensorProto
 from onnxplace.errors import InputError, ModelError
 from onnxplace.model.canonicalize import take_apart
 from onnxplace.model.formats import suggest_conversion
-from onnxplace.model.model import Model, ModelMetadata
+from onnxplace.model.model import Model
 from onnxplace.model.tensors import find_external_range, take_fingerprint
 from onnxplace.model.weights import build_link_error
+from onnxplace.model_metadata import ModelMetadata
 from onnxplace.training_step import read_training_step
 from onnxplace.utils import open_input
 
@@ -69,7 +70,6 @@ def load(source: str | Path | ModelProto) -> Model:
 
 def read_metadata(proto: ModelProto) -> ModelMetadata:
     """Return what a file says of its model."""
-    entries = {_to_text(entry.key): _to_text(entry.value) for entry in proto.metadata_props}
     return ModelMetadata(
         producer_name=_to_text(proto.producer_name),
         graph_name=proto.graph.name,
@@ -77,7 +77,7 @@ def read_metadata(proto: ModelProto) -> ModelMetadata:
         description=_to_text(proto.doc_string),
         graph_description=_to_text(proto.graph.doc_string),
         version=proto.model_version,
-        custom_metadata_map=MappingProxyType(entries),
+        custom_metadata_map={_to_text(entry.key): _to_text(entry.value) for entry in proto.metadata_props},
     )
 
 

@@ -31,6 +31,7 @@ from onnxplace.model.tensors import Fingerprint, strip_data, tensor_size
 from onnxplace.model.training_feeds import list_training_feeds
 from onnxplace.model.value_types import format_type, read_shape_entries
 from onnxplace.model.weights import WeightFile
+from onnxplace.model_metadata import ModelMetadata
 from onnxplace.training_step import TrainingStep
 
 if TYPE_CHECKING:
@@ -52,19 +53,6 @@ def _has_long_vectors(graph: GraphProto) -> bool:
     """Return whether some value is a vector of more than `MAX_FOLLOWED_ELEMENTS`."""
     shapes = (value.type.tensor_type.shape.dim for value in (*graph.value_info, *graph.input, *graph.output))
     return any(len(shape) == 1 and shape[0].dim_value > MAX_FOLLOWED_ELEMENTS for shape in shapes)
-
-
-@dataclass(frozen=True)
-class ModelMetadata:
-    """What an ONNX file says of its model; nothing depends on it."""
-
-    producer_name: str = ""
-    graph_name: str = ""
-    domain: str = ""
-    description: str = ""
-    graph_description: str = ""
-    version: int = 0
-    custom_metadata_map: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True)
@@ -108,6 +96,7 @@ class Model:
     training: TrainingStep | None = None
     """What inputs and outputs mean as a training step, by the model's metadata; None for a model without it."""
     metadata: ModelMetadata = field(default_factory=ModelMetadata)
+    """What its file says of it."""
 
     def check(self, state: State) -> None:
         """Raise ValueError if a node reads a value without an earlier producer."""

@@ -19,7 +19,6 @@ from onnxplace.bundle import (
     InitialRecord,
     InputRecord,
     Manifest,
-    MetadataRecord,
     OutputRecord,
     Predicted,
     RepeatRecord,
@@ -128,7 +127,7 @@ def build_manifest(
         batching=batching,
         custom_operators=list_custom_operators(model),
         training=_training_record(state),
-        metadata=MetadataRecord(**vars(model.metadata)),
+        metadata=model.metadata,
     )
 
 

@@ -25,11 +25,12 @@ MAY_IMPORT = {
     "target": "devices errors utils",
     "state": "errors target",
     "training_step": "errors",
+    "model_metadata": "",
     # this machine, the model, simulated time, the result on disk
     "machine": "devices errors graph ort target utils",
     "simulation": "graph target utils",
-    "model": "errors feeds graph machine ort state training_step utils",
-    "bundle": "errors feeds graph simulation target training_step utils",
+    "model": "errors feeds graph machine model_metadata ort state training_step utils",
+    "bundle": "errors feeds graph model_metadata simulation target training_step utils",
     # the results of passes, and the problem that placers solve
     "training_roles": "graph training_step",
     "facts": "graph model simulation state training_roles",
@@ -70,7 +71,7 @@ MAY_IMPORT = {
     "traces": "bundle runtime",
     "runtimes.execution": "bundle devices errors feeds machine ort runtime target utils",
     "serving": "bundle errors feeds runtime runtimes.execution traces utils",
-    "drop_in": "bundle devices errors feeds machine ort runtime runtimes.execution traces utils",
+    "drop_in": "bundle devices errors feeds machine model_metadata ort runtime runtimes.execution traces utils",
     # pipelines of passes; trials and calibration, which run bundles; reports
     "pipeline": "errors facts runtime state utils",
     "calibration": "bundle errors feeds graph machine pipeline runtime target utils",

@@ -91,6 +91,7 @@ def test_the_file_of_a_model_is_refused_with_the_command_that_compiles_it(model_
     model_file.with_suffix(".bundle").symlink_to(compiled)
     with pytest.raises(onnxplace.BundleError, match=r"model\.bundle is one"):
         onnxplace.InferenceSession(str(model_file))
+    assert re.search(r"model\.bundle is one", run_cli("run", model_file).err)
 
 
 def test_the_bytes_of_a_model_are_refused_with_the_call_that_compiles_it(branches_bytes):

@@ -6,7 +6,6 @@ import pytest
 from onnx import AttributeProto, ModelProto, TensorProto, helper, numpy_helper, parser
 
 from onnxplace import FeedError
-from onnxplace.bundle import MetadataRecord
 from onnxplace.feeds import Declared, check_feeds
 from onnxplace.model import build_op_graph, load
 from tests.support.model_texts import IF, X, find_then_branch, parse_graph
@@ -270,6 +269,6 @@ def test_metadata_that_is_not_utf8_is_read_with_replacements(tmp_path):
     model.producer_name = model.doc_string = model.graph.doc_string = "MARK"
     model.metadata_props.add(key="MARK", value="MARK")
     (tmp_path / "m.onnx").write_bytes(model.SerializeToString().replace(b"MARK", b"caf\xe9"))
-    record = MetadataRecord(**vars(load(tmp_path / "m.onnx").metadata))
-    assert record.producer_name == record.description == record.graph_description == "caf\ufffd"
-    assert record.custom_metadata_map == {"caf\ufffd": "caf\ufffd"}
+    metadata = load(tmp_path / "m.onnx").metadata
+    assert metadata.producer_name == metadata.description == metadata.graph_description == "caf\ufffd"
+    assert metadata.custom_metadata_map == {"caf\ufffd": "caf\ufffd"}

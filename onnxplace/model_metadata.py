@@ -1,0 +1,19 @@
+"""What an ONNX file says of its model besides the graph."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class ModelMetadata(BaseModel):
+    """What an ONNX file says of its model: the fields of ONNX Runtime's `ModelMetadata`. No result depends on it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    producer_name: str = ""
+    graph_name: str = ""
+    domain: str = ""
+    description: str = ""
+    graph_description: str = ""
+    version: int = 0
+    custom_metadata_map: dict[str, str] = {}
