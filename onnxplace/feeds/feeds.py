@@ -176,8 +176,23 @@ def _check_tensor(array: Array, item: Declared, symbols: dict[str, tuple[int, st
     if item.dtype == "tensor(string)" and array.dtype.kind not in "OUS":
         message = f"its type is {array.dtype}, the model takes strings"
         raise FeedError("F003", message, where=where, hint="convert it: .astype(str)")
+    if item.dtype == "tensor(string)":
+        _require_text(array, where)
     check_shape(array.shape, item, symbols, where)
     return array
+
+
+def _require_text(array: Array, where: str) -> None:
+    """Raise FeedError if a text is not UTF-8, or cannot be written as such; elements of other kinds may be anything."""
+    for index, element in enumerate(array.ravel().tolist()):
+        try:
+            if isinstance(element, str):
+                element.encode()
+            elif isinstance(element, bytes):
+                element.decode()
+        except (UnicodeEncodeError, UnicodeDecodeError) as problem:
+            message = f"expected text in UTF-8, got {format_value(element)} at position {index}: {problem.reason}"
+            raise FeedError("F003", message, where=where, hint="decode it: .decode(errors='replace')") from None
 
 
 def check_shape(shape: tuple[int, ...], item: Declared, symbols: dict[str, tuple[int, str]], where: str) -> None:

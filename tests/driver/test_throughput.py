@@ -35,9 +35,16 @@ def short_trials(monkeypatch):
     monkeypatch.setattr(step_trial, "BURST_SECONDS", 0.0)
 
 
+def use_estimates(monkeypatch):
+    """Let costs be the same in each run, whatever else the machine does."""
+    monkeypatch.setattr(profile, "find_measurement_obstacle", lambda device: "costs that are the same in each run")
+
+
 @pytest.fixture
 def measured(monkeypatch, short_trials):
     """Return a list to be filled with a function from bundles to intervals; it also gets the calls."""
+    use_estimates(monkeypatch)
+    monkeypatch.setattr("onnxplace.driver.finishing._find_unmeasured_costs", lambda state: None)
     calls = []
     rules = {"intervals": lambda bundles: [1.0] * len(bundles), "waiting": 0.0, "factor": lambda segment: 1.0}
 
@@ -94,7 +101,7 @@ def test_a_recorded_pipeline_gives_the_same_bundle():
 
 
 def test_unlike_devices_share_by_what_they_can_do(monkeypatch):
-    monkeypatch.setattr(profile, "find_measurement_obstacle", lambda device: "costs that are the same in each run")
+    use_estimates(monkeypatch)
     speeds = {"operations_per_second": 1e10, "memory_bytes_per_second": 1e10}
     slow = Device("cpu:1", 1 << 30, cores=1, **speeds)
     fast = Device("cpu:0", 1 << 30, cores=4, **{name: 2.5 * speed for name, speed in speeds.items()})

@@ -125,6 +125,17 @@ def test_errors_of_segments_are_the_exceptions_of_onnx_runtime(open_both):
         assert isinstance(actual.value, expected.type)
 
 
+def test_each_text_of_each_request_is_checked(open_both):
+    _, session, feeds = open_both("integers and strings")
+    for text in ("b", "\ud800", "c", "\ud800"):
+        given = {**feeds, "t": np.array(["a", text, ""], object)}
+        if text.isprintable():
+            assert session.run(["u"], given)[0].tolist() == ["a", text, ""]
+        else:
+            with pytest.raises(onnxplace.FeedError, match=r"F003.*expected text in UTF-8"):
+                session.run(None, given)
+
+
 def test_run_async_reports_feeds_that_do_not_fit_to_its_callback(open_both):
     plain, own, feeds = open_both("floats, shapes of outputs not declared")
     wrong = {**feeds, "x": X[0]}

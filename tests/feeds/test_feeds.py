@@ -231,6 +231,8 @@ def test_numbers_in_lists_take_the_type_of_the_input(dtype, given, expected):
         ("seq(tensor(float))", [np.zeros(2, "f4"), np.zeros(2)], "its type is float64, the model takes float32"),
         ("seq(tensor(int64))", ["a"], "the model takes int64"),
         ("optional(seq(tensor(string)))", [[1]], "the model takes strings"),
+        ("tensor(string)", ["a", "\ud800"], r"expected text in UTF-8, got '\ud800' at position 1"),
+        ("seq(tensor(string))", [[b"\xff"]], r"expected text in UTF-8, got b'\xff' at position 0"),
     ],
 )
 def test_lists_that_would_lose_something_are_refused(dtype, given, words):
