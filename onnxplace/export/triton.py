@@ -158,8 +158,10 @@ def find_obstacle(manifest: Manifest) -> str:
         if optional.issuperset(segment.inputs):
             return f"segment {segment.id} reads no input"
         for name in (*segment.inputs, *segment.outputs):
-            if find_data_type(values[name].dtype) is None or values[name].shape is None:
+            if find_data_type(values[name].dtype) is None:
                 return f"Triton cannot pass the value {name!r} of type {values[name].dtype}"
+            if values[name].shape is None:
+                return f"Triton cannot pass the value {name!r}, whose rank is unknown"
     return ""
 
 

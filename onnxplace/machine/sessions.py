@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onnxplace.devices import DeviceAddress, ProviderLock, find_kind
-from onnxplace.errors import ExecutionError, ModelError, OnnxplaceError, format_one_line
+from onnxplace.errors import ExecutionError, ModelError, OnnxplaceError, format_one_line, format_value
 from onnxplace.machine.guarded_session import GuardedSession
 from onnxplace.machine.interrupts import interruptible, run_interruptibly
 from onnxplace.machine.refusals import explain_refusal, find_written_folder
@@ -43,8 +43,11 @@ def use_custom_operators(libraries: Sequence[str | Path]) -> Iterator[None]:
 
     They are loaded into each session whose options this thread creates inside.
 
-    Raises ModelError for a library that does not exist, or that ONNX Runtime cannot load.
+    Raises ModelError for a library that does not exist, or that ONNX Runtime cannot load, and for a single path.
     """
+    if isinstance(libraries, str | Path):
+        message = f"expected a list of paths of libraries, got {format_value(str(libraries))}"
+        raise ModelError("M023", message, where="custom_op_libraries", hint=f"write [{str(libraries)!r}]")
     paths = tuple(str(Path(library).resolve()) for library in libraries)
     for path in paths:
         if not os.path.isfile(path):

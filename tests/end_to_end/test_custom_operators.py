@@ -102,6 +102,12 @@ def test_a_file_that_is_not_a_library_is_named(run_cli: Callable[..., Ran], mode
     assert list_operator_libraries() == ()
 
 
+def test_a_path_in_place_of_a_list_of_libraries_is_named(compiled: Path):
+    for library in ("ops.so", Path("ops.so")):
+        with pytest.raises(ModelError, match=r"M023.*expected a list of paths of libraries, got 'ops\.so'"):
+            onnxplace.InferenceSession(compiled, custom_op_libraries=library)
+
+
 STEPS = "optimize,profile,coplace{join=never,device_map=MAP},m-etf,split,emit"
 
 

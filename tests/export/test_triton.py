@@ -206,6 +206,11 @@ def test_wrong_options_are_refused(run_cli, chain, tmp_path, arguments, words):
         ("() => (float[3] y) <float[3] w = {1, 2, 3}> { y = Neg(w) }", "auto", "this bundle has no inputs"),
         ("(float[3] x) => (bfloat16[3] y) { y = Cast<to=16>(x) }", "python", "tensor(bfloat16), which numpy lacks"),
         ("(float[3] x) => (float[3] y, float[3] x) { y = Neg(x) }", "ensemble", "it returns the input 'x'"),
+        (
+            "(float[1, 3] x) => (float[3] y) { s = Shape<end=1>(x) k = Sub(s, s) a = Squeeze(x, k) y = Neg(a) }",
+            "ensemble",
+            "whose rank is unknown",
+        ),
         ("(float[3] x) => (float[] y) { z = Shape(x) y = ConstantOfShape(z) }", "python", "'y' has no known rank"),
     ],
 )
