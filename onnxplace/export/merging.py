@@ -8,12 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, StringStringEntryProto, TensorProto, helper
 
 from onnxplace.bundle import Bundle, Manifest
 from onnxplace.errors import Diagnostic, UsageError, format_count
 from onnxplace.export.bundle_models import BundleModels, SegmentModel, describe_values
 from onnxplace.model import MAX_INLINE_BYTES, WeightFile, tensor_size
+from onnxplace.model_metadata import ModelMetadata
 from onnxplace.training_step import TRAINING_KEY
 from onnxplace.utils import (
     cannot_write_error,
@@ -155,7 +156,8 @@ def build_whole_model(
 ) -> ModelProto:
     """Return the model that the segments of a bundle are parts of.
 
-    Names are those of the segments, which share one set of names. Nodes follow each other by segments.
+    Names are those of the segments, which share one set of names. Nodes follow each other by segments. What the file
+    said of the model, such as its description, is there again; the producer is onnxplace.
 
     Args:
         models: The bundle.
@@ -173,13 +175,21 @@ def build_whole_model(
         output=describe_values(manifest.outputs),
     )
     header = models.header
-    proto = ModelProto(
-        ir_version=header.ir_version, producer_name="onnxplace", graph=graph, opset_import=header.opset_import
-    )
+    said = manifest.metadata or ModelMetadata()
+    graph.doc_string = said.graph_description
+    entries = dict(said.custom_metadata_map)
     if manifest.training is not None and any(segment.record.keeps_order for segment in models.segments):
-        text = manifest.training.model_dump_json(exclude={"nodes"})
-        proto.metadata_props.add(key=TRAINING_KEY, value=text)
-    return proto
+        entries[TRAINING_KEY] = manifest.training.model_dump_json(exclude={"nodes"})
+    return ModelProto(
+        ir_version=header.ir_version,
+        opset_import=header.opset_import,
+        producer_name="onnxplace",
+        domain=said.domain,
+        model_version=said.version,
+        doc_string=said.description,
+        graph=graph,
+        metadata_props=[StringStringEntryProto(key=key, value=value) for key, value in entries.items()],
+    )
 
 
 def _return_outputs(manifest: Manifest, segments: Iterable[SegmentModel], weights: set[str]) -> list[NodeProto]:

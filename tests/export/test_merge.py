@@ -21,6 +21,7 @@ from onnxplace.bundle import WHOLE_MODEL_FILE
 from onnxplace.driver import compile_model
 from onnxplace.evaluation.compare import compare_output
 from onnxplace.export import describe_merged, merge_bundle, merging
+from tests.conftest import FAST_PIPELINE
 from tests.end_to_end.split_checks import ALTERNATING
 from tests.end_to_end.weight_checks import chain, compiled as compile_chain, saved
 from tests.export.samples import assert_same_outputs, draw_feeds, run_file
@@ -114,6 +115,24 @@ def test_outputs_that_are_inputs_or_weights_keep_their_names(tmp_path):
     x = np.float32([5, 6])
     for feeds in ({"x": x}, {"x": x, "w": x}):
         assert_same(run_plain(merged.path, [feeds]), run_plain(proto.SerializeToString(), [feeds]))
+
+
+def test_what_the_file_said_of_its_model_is_there_again(tmp_path):
+    model = parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>
+        classifier (float[2, 4] x) => (float[2, 4] z) { y = Relu(x) z = Exp(y) }""")
+    model.domain, model.model_version, model.doc_string = "org.example", 7, "Fußgänger"
+    model.graph.doc_string = "two nodes"
+    model.metadata_props.add(key="labels", value="a,b")
+    model.metadata_props.add(key="binary").MergeFromString(b"\x12\x02\xc3\x28")  # not UTF-8
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    bundle = compile_model(
+        tmp_path / "model.onnx", tmp_path / "b", devices="cpu:0,cpu:1", pipeline=FAST_PIPELINE
+    ).bundle
+    merged = onnx.load(merge_bundle(bundle, tmp_path / "merged.onnx").path)
+    assert (merged.domain, merged.model_version, merged.doc_string) == ("org.example", 7, "Fußgänger")
+    assert merged.graph.doc_string == "two nodes"
+    assert {entry.key: entry.value for entry in merged.metadata_props}["labels"] == "a,b"
+    assert {entry.key for entry in merged.metadata_props} == {"labels", "binary"}
 
 
 @pytest.mark.parametrize("limit", [None, 1000])
