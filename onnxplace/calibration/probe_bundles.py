@@ -6,7 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnxplace.bundle import SCHEMA_VERSION, Bundle, InputRecord, Manifest, Predicted, SegmentRecord, Step, TargetRecord
+from onnxplace.bundle import (
+    SCHEMA_VERSION,
+    Bundle,
+    InputRecord,
+    Manifest,
+    Predicted,
+    SegmentRecord,
+    Step,
+    TargetRecord,
+    ValueRecord,
+)
 from onnxplace.target import Target
 
 
@@ -34,7 +44,17 @@ def write_probe_bundle(folder: Path, target: Target, probes: Sequence[Probe]) ->
     producers = {name: index for index, probe in enumerate(probes) for name in probe.outputs}
     fed = dict.fromkeys(name for probe in probes for name in probe.inputs if name not in producers)
     segments = tuple(_write_segment(folder, str(index), probe) for index, probe in enumerate(probes))
-    kinds = {name: probe.kind for probe in probes for name in probe.inputs}
+    kinds = {name: probe.kind.partition("[")[0] for probe in probes for name in (*probe.inputs, *probe.outputs)}
+    values = {
+        name: ValueRecord(
+            dtype=f"tensor({kind})",
+            shape=None,
+            bytes=0,
+            producer=str(producers[name]) if name in producers else None,
+            readers=tuple(str(index) for index, probe in enumerate(probes) if name in probe.inputs),
+        )
+        for name, kind in kinds.items()
+    }
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
         model="probe",
@@ -44,12 +64,10 @@ def write_probe_bundle(folder: Path, target: Target, probes: Sequence[Probe]) ->
         placer="",
         versions={},
         target=TargetRecord(devices=target.devices, links=target.links, link_model=target.link_model),
-        inputs=tuple(
-            InputRecord(name=name, dtype=f"tensor({kinds[name].partition('[')[0]})", shape=None) for name in fed
-        ),
+        inputs=tuple(InputRecord(name=name, dtype=values[name].dtype, shape=None) for name in fed),
         outputs=(),
         segments=segments,
-        values={},
+        values=values,
         programs=_build_programs(probes, producers),
         predicted=Predicted(step_seconds=0, single_device_seconds=0, lower_bound_seconds=0, interval_seconds=0),
         devices=(),

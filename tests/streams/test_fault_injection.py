@@ -14,11 +14,20 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 PLACES = [("fake:0", "fake:1"), ("fake:0", "cpu:0"), ("cpu:0", "fake:0"), ("fake:0/0", "fake:0/1", "cpu:0")]
 
 
+class Programs(dict):
+    """Bundles and models by the names of devices; what hypothesis prints of them is short."""
+
+    def __repr__(self):
+        return "Programs()"
+
+
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
     """Models with states and values to and fro, and their bundles, by the names of the devices."""
     models = {names: make_ping_pong(len(names)) for names in PLACES}
-    return {names: (model.compile(tmp_path_factory.mktemp("small"), names), model) for names, model in models.items()}
+    return Programs(
+        (names, (model.compile(tmp_path_factory.mktemp("small"), names), model)) for names, model in models.items()
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
