@@ -21,8 +21,7 @@ from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Layout
 from onnxplace.passes.sharding.node_views import LocalNode, NodeView
 from onnxplace.passes.sharding.shard_weights import shard_weight
 from onnxplace.passes.sharding.space import StrategySpace
-from onnxplace.passes.sharding.strategies import Strategy
-from onnxplace.passes.sharding.work_costs import local_shapes
+from onnxplace.passes.sharding.strategies import Strategy, local_shapes
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ class ShardedModelWriter(ExchangeWriter):
         return self.get(name, layout or REPLICATED, device)
 
     def edit(self, copy: NodeProto, view: NodeView, strategy: Strategy, device: int) -> None:
-        inputs, outputs = local_shapes(self.space, view, strategy, device)
+        inputs, outputs = local_shapes(self.division, view, strategy, device)
 
         def override(name: str, length: int, index: int, entry: int) -> str:
             return self.override_entry(name, length, index, entry, f"{name}/for{device}", device)

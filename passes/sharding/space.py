@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onnx import NodeProto
 
 from onnxplace.model import RANDOM_OPERATORS, Model, iterate_subgraphs
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
 from onnxplace.passes.sharding.node_views import NodeView
-from onnxplace.passes.sharding.strategies import Cuts, Strategy, StrategyTable
+from onnxplace.passes.sharding.strategies import Cuts, Strategy, StrategyTable, describe_copies
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 
 # More cuts of one axis would only slow the choice down.
@@ -74,6 +74,10 @@ class _Spreader:
         nodes = facts.model.nodes
         self._single = find_single_nodes(facts.model)
         self._views = [None if index in self._single else facts.view(index) for index in range(len(nodes))]
+        self._other_shapes = [
+            [] if view is None else facts.list_other_shapes((*node.input, *node.output))
+            for view, node in zip(self._views, nodes)
+        ]
         self._kinds = self._number_kinds()
         self._cuts = {name: self._first_cuts(name) for name in facts.shapes}
         self._users: dict[str, list[int]] = defaultdict(list)
@@ -102,6 +106,7 @@ class _Spreader:
                     view.element_types,
                     tuple((fixed.get(name), self._facts.can_split(name)) for name in (*node.input, *node.output)),
                     tuple(name in self._facts.is_weight for name in node.input),
+                    str(self._other_shapes[index]),
                 )
             kinds.append(numbers.setdefault(key, len(numbers)))
         return kinds
@@ -166,11 +171,20 @@ class _Spreader:
                 if options:
                     by_axis[side, position, axis] = options
         given = self._given[index]
-        return tuple(
+        whole, *rest = (
             strategy
             for strategy in self._table.list(view, by_axis, free)
             if not any(is_given and layout == PARTIAL for is_given, layout in zip(given, strategy.inputs))
         )
+        others = self._other_shapes[index]
+        if others is None:
+            return (whole,)
+        for shapes in others if rest else ():
+            # What rules list at the bound sizes may be right for these alone: [N, 8] is [8, N] reshaped if N is 1.
+            other = replace(view, inputs=shapes[:count], outputs=shapes[count:])
+            listed = {describe_copies(other, item, self._division) for item in self._table.list(other, by_axis, free)}
+            rest = [item for item in rest if describe_copies(view, item, self._division) in listed]
+        return (whole, *rest)
 
     def _spread(self, index: int, strategies: Sequence[Strategy]) -> list[int]:
         """Add the layouts that a node may have to its values; return the nodes whose values got new ones."""

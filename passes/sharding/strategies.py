@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from onnx import TensorProto
+from onnx import NodeProto, TensorProto
 
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
-from onnxplace.passes.sharding.node_views import Edit, NodeView, split_words
+from onnxplace.passes.sharding.node_views import Edit, LocalNode, NodeView, Shape, split_words
 from onnxplace.passes.sharding.reshapes import (
     RESHAPES,
     can_reshape_parts,
@@ -65,6 +65,51 @@ class Strategy:
     def is_split(self) -> bool:
         """Return whether the devices share the work."""
         return any(layout is not None and layout.is_split for layout in (*self.inputs, *self.outputs))
+
+
+def local_shapes(
+    division: Division, view: NodeView, strategy: Strategy, device: int
+) -> tuple[tuple[Shape | None, ...], tuple[Shape | None, ...]]:
+    """Return the shapes of a device's parts of inputs and outputs."""
+
+    def parts(shapes: Sequence[Shape | None], layouts: Sequence[Layout | None]) -> list[Shape | None]:
+        return [
+            shape if shape is None or layout is None else division.local_shape(layout, shape, device)
+            for shape, layout in zip(shapes, layouts)
+        ]
+
+    inputs = parts(view.inputs, strategy.inputs)
+    if strategy.window is not None:
+        low, high = strategy.window.rows[device]
+        shape = list(inputs[strategy.window.input] or ())
+        shape[ROW_AXIS] = high - low
+        inputs[strategy.window.input] = tuple(shape)
+    return tuple(inputs), tuple(parts(view.outputs, strategy.outputs))
+
+
+def describe_copies(view: NodeView, strategy: Strategy, division: Division) -> tuple[object, ...]:
+    """Return all that a sharded model holds of a strategy: equal for two sizes, it computes the same at both."""
+    copies = []
+    for device in range(division.count if strategy.edit is not None else 0):
+        proto = NodeProto()
+        proto.CopyFrom(view.node)
+        inputs, outputs = local_shapes(division, view, strategy, device)
+        assert strategy.edit is not None
+        strategy.edit(
+            LocalNode(
+                proto=proto,
+                view=view,
+                device=device,
+                inputs=inputs,
+                outputs=outputs,
+                layouts=strategy.outputs,
+                make_ints=str,
+                make_override=lambda *entries: str(entries),
+                make_zeros=lambda name: f"zeros of {name}",
+            )
+        )
+        copies.append(proto.SerializeToString())
+    return replace(strategy, edit=None), *copies
 
 
 def list_axis_rules(view: NodeView) -> list[AxisRule]:

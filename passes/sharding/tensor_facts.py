@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -22,8 +22,9 @@ from onnxplace.passes.sharding.shape_folding import infer_all_shapes
 # Larger constants hold no shapes, axes or paddings.
 _MAX_CONSTANT_ELEMENTS = 64
 # How other sizes of symbolic dimensions are drawn: a * size + b, and c more per further dimension. An axis that has
-# the same size for all is fixed: not min(size, 2), for which the first ones are.
-_OTHER_SIZES = ((0, 1, 0), (0, 2, 1), (2, 3, 1), (11, 17, 1))
+# the same size for all is fixed: not min(size, 2), for which the first ones are. Multiples keep sizes equal, or the sum
+# of others, that a model only takes so.
+_OTHER_SIZES = ((0, 1, 0), (0, 2, 1), (2, 3, 1), (11, 17, 1), (2, 0, 0), (3, 0, 0))
 # Not max(size, 1000) either: each dimension once has this size. Several at a time would make vectors of millions of
 # elements, each of which inference follows (14 GB for a mixture of experts).
 _LARGE_SIZE = 4_099
@@ -48,12 +49,15 @@ class TensorFacts:
     """Element type by value and initializer."""
     constants: Mapping[str, NDArray[Any]]
     """Small integer initializers, and scales of Resize."""
+    others: Sequence[Mapping[str, Shape]] = ()
+    """Shapes at other sizes of the symbolic dimensions, as far as the model takes them; weights are left out."""
 
     @staticmethod
     def of(model: Model) -> TensorFacts:
         """Collect the facts of a model with bound dimensions."""
         shapes = infer_all_shapes(model)
-        fixed = _find_fixed_axes(model, shapes)
+        others = [] if _has_fixed_inputs(model) else [_infer_at(model, sizes) for sizes in _draw_other_sizes(model)]
+        fixed = _find_fixed_axes(model, shapes, others)
         types = dict(infer_with_runtime(model, model.input_shapes()).types)
         types |= {
             name: kind.tensor_type.elem_type for name, kind in model.types.items() if kind.HasField("tensor_type")
@@ -63,7 +67,7 @@ class TensorFacts:
                 shapes[name] = tuple(tensor.dims)
                 fixed[name] = (True,) * len(tensor.dims)
                 types[name] = tensor.data_type
-        return TensorFacts(model, shapes, fixed, types, read_constants(model))
+        return TensorFacts(model, shapes, fixed, types, read_constants(model), others)
 
     def can_split(self, name: str) -> bool:
         """Return whether a value has a type that Slice and Concat take; weights are cut before the model runs."""
@@ -103,6 +107,22 @@ class TensorFacts:
             element_types=tuple(self.types.get(name, 0) for name in node.output if name),
         )
 
+    def list_other_shapes(self, names: Sequence[str]) -> list[tuple[Shape | None, ...]] | None:
+        """Return the shapes of a node's values at each other size; None for an omitted value.
+
+        Nothing if the shapes are always the same. None if the model takes too few other sizes to tell what varies.
+        """
+        if all(all(self.fixed[name]) for name in names if name):
+            return []
+        own = tuple(self.shapes[name] if name else None for name in names)
+        listed = [
+            tuple(other.get(name, self.shapes[name]) if name else None for name in names)
+            for other in self.others
+            if all(name in other or name in self.is_weight for name in names if name)
+        ]
+        different = [shapes for shapes in dict.fromkeys(listed) if shapes != own]
+        return different if len(different) >= _MIN_OTHER_SIZES else None
+
 
 def read_constants(model: Model) -> dict[str, NDArray[Any]]:
     """Return the small integer initializers, and the scales of Resize."""
@@ -118,16 +138,21 @@ def read_constants(model: Model) -> dict[str, NDArray[Any]]:
     return constants
 
 
-def _find_fixed_axes(model: Model, shapes: Mapping[str, Shape]) -> dict[str, tuple[bool, ...]]:
+def _has_fixed_inputs(model: Model) -> bool:
+    entries = [read_shape_entries(value.type) for value in model.inputs]
+    return all(sizes is not None and all(isinstance(size, int) for size in sizes) for sizes in entries)
+
+
+def _find_fixed_axes(
+    model: Model, shapes: Mapping[str, Shape], others: Sequence[Mapping[str, Shape]]
+) -> dict[str, tuple[bool, ...]]:
     """Return, per value, which axes keep their size when symbolic dimensions change.
 
     An axis is fixed if shape inference says so, or finds one size for all of several very different sizes.
     """
-    declared = {name: read_shape_entries(kind) for name, kind in model.types.items()}
-    inputs = [read_shape_entries(value.type) for value in model.inputs]
-    if all(entries is not None and all(isinstance(size, int) for size in entries) for entries in inputs):
+    if _has_fixed_inputs(model):
         return {name: (True,) * len(shape) for name, shape in shapes.items()}
-    others = [_infer_at(model, sizes) for sizes in _draw_other_sizes(model)]
+    declared = {name: read_shape_entries(kind) for name, kind in model.types.items()}
     fixed = {}
     for name, shape in shapes.items():
         entries = declared.get(name)

@@ -9,10 +9,9 @@ from onnxplace.graph import Floats
 from onnxplace.model import packed_size
 from onnxplace.passes.profiling import PeakRates, count_moved_bytes, count_operations, device_peaks
 from onnxplace.passes.sharding.exchange_costs import ExchangeCosts
-from onnxplace.passes.sharding.layouts import Layout
 from onnxplace.passes.sharding.node_views import NodeView, Shape
 from onnxplace.passes.sharding.space import StrategySpace
-from onnxplace.passes.sharding.strategies import Strategy
+from onnxplace.passes.sharding.strategies import Strategy, local_shapes
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
 from onnxplace.passes.sharding.windows import ROW_AXIS
 from onnxplace.target import Device
@@ -38,27 +37,6 @@ def peak_rates(device: Device) -> PeakRates:
     if device.kind != "cpu":
         return peaks
     return PeakRates(peaks.operations_per_second * device.cores, peaks.bytes_per_second, peaks.kernel_seconds)
-
-
-def local_shapes(
-    space: StrategySpace, view: NodeView, strategy: Strategy, device: int
-) -> tuple[tuple[Shape | None, ...], tuple[Shape | None, ...]]:
-    """Return the shapes of a device's parts of inputs and outputs."""
-    division = space.division
-
-    def parts(shapes: Sequence[Shape | None], layouts: Sequence[Layout | None]) -> list[Shape | None]:
-        return [
-            shape if shape is None or layout is None else division.local_shape(layout, shape, device)
-            for shape, layout in zip(shapes, layouts)
-        ]
-
-    inputs = parts(view.inputs, strategy.inputs)
-    if strategy.window is not None:
-        low, high = strategy.window.rows[device]
-        shape = list(inputs[strategy.window.input] or ())
-        shape[ROW_AXIS] = high - low
-        inputs[strategy.window.input] = tuple(shape)
-    return tuple(inputs), tuple(parts(view.outputs, strategy.outputs))
 
 
 @dataclass(frozen=True)
@@ -99,7 +77,7 @@ class WorkCosts:
         view = self.space.views[index]
         if view is None or not strategy.is_split or strategy.overrides_shape:
             return None
-        inputs, outputs = local_shapes(self.space, view, strategy, device)
+        inputs, outputs = local_shapes(self.space.division, view, strategy, device)
         whole, part = self._count(view, view.inputs, view.outputs), self._count(view, inputs, outputs)
         seconds = [self._roofline(work, device) for work in (part, whole)]
         return _PartWork(

@@ -80,8 +80,8 @@ def test_shapes_of_parts_follow_the_layouts() -> None:
     space = space_of(PRODUCT, 3.0, 1.0)
     view = space.views[0]
     assert view is not None
-    assert local_shapes(space, view, find(space, 0, 1), 1) == (((64, 256), (256, 32)), ((64, 32),))
-    assert local_shapes(space, view, find(space, 0, PARTIAL.axis), 0) == (((64, 192), (192, 128)), ((64, 128),))
+    assert local_shapes(space.division, view, find(space, 0, 1), 1) == (((64, 256), (256, 32)), ((64, 32),))
+    assert local_shapes(space.division, view, find(space, 0, PARTIAL.axis), 0) == (((64, 192), (192, 128)), ((64, 128),))
 
 
 def test_windows_have_halos_and_cost_their_exchange() -> None:
@@ -91,7 +91,7 @@ def test_windows_have_halos_and_cost_their_exchange() -> None:
     windowed = [strategy for strategy in space.strategies[1] if strategy.window is not None]
     from_whole = next(item for item in windowed if item.inputs[0] == REPLICATED)
     from_rows = next(item for item in windowed if item.inputs[0] != REPLICATED)
-    assert local_shapes(space, view, from_rows, 0)[0][0] == (1, 3, 9, 16)
+    assert local_shapes(space.division, view, from_rows, 0)[0][0] == (1, 3, 9, 16)
     work, costs = costs_of(space), make_costs(2)
     table = work.table(np.ones((2, 3)), costs)
     options = list(space.strategies[1])
