@@ -81,7 +81,10 @@ def test_shapes_of_parts_follow_the_layouts() -> None:
     view = space.views[0]
     assert view is not None
     assert local_shapes(space.division, view, find(space, 0, 1), 1) == (((64, 256), (256, 32)), ((64, 32),))
-    assert local_shapes(space.division, view, find(space, 0, PARTIAL.axis), 0) == (((64, 192), (192, 128)), ((64, 128),))
+    assert local_shapes(space.division, view, find(space, 0, PARTIAL.axis), 0) == (
+        ((64, 192), (192, 128)),
+        ((64, 128),),
+    )
 
 
 def test_windows_have_halos_and_cost_their_exchange() -> None:

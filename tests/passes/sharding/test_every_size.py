@@ -1,0 +1,165 @@
+"""Every strategy computes the same at every size of the symbols, whichever size the model is compiled for."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from onnx import ModelProto, numpy_helper, parser
+
+from tests.passes.sharding.test_rules import CASES, draw_feeds, parse
+from tests.support.batches import make_symbolic
+from tests.support.forced_sharding import Feeds, PlainSession, fed_names, try_strategies, with_weights
+from tests.support.sharding_cases.rule_case import RuleCase
+
+SIZES = (0, 1, 2, 3, 5, 7, 12)
+
+# Name -> inputs, nodes, weights without values, and compiled sizes. Each was once wrong at other sizes.
+MIXED = {
+    "columns that become rows": (
+        "float[48, N] x",
+        "a = MatMul(A, x) b = Relu(a) c = Reshape(b, s) y = MatMul(c, W)",
+        {"A": (96, 48), "W": (96, 4)},
+        {"s": [-1, 96]},
+        {"N": 1},
+    ),
+    "positions behind channels": (
+        "float[B, 8, L] x",
+        "c = Conv(x, K) y = Reshape(c, s)",
+        {"K": (8, 8, 1)},
+        {"s": [-1, 8]},
+        {"B": 2, "L": 1},
+    ),
+    "heads before positions": (
+        "float[B, S, 64] x",
+        "a = Relu(x) y = Reshape(a, s)",
+        {},
+        {"s": [0, 4, -1, 16]},
+        {"B": 2, "S": 1},
+    ),
+    "channels before columns": (
+        "float[N, 6, M] x",
+        "a = Relu(x) y = Reshape(a, s)",
+        {},
+        {"s": [-1, 6]},
+        {"N": 2, "M": 1},
+    ),
+    "a batch between": ("float[N, 9, 9, 3] x", "a = Relu(x) y = Reshape(a, s)", {}, {"s": [9, -1, 0]}, {"N": 3}),
+    "the padding of columns": (
+        "float[1, 2, 8, M] x",
+        'y = MaxPool<auto_pad = "SAME_UPPER", kernel_shape = [3, 3], strides = [2, 2]>(x)',
+        {},
+        {},
+        {"M": 8},
+    ),
+    "a sum of what may be broadcast": ("float[N, 6] x, float[8, 6] z", "y = Add(x, z)", {}, {}, {"N": 1}),
+    "a product that may be broadcast": ("float[N, 6, 4] x, float[8, 4, 6] z", "y = MatMul(x, z)", {}, {}, {"N": 1}),
+    "a target that may be broadcast": ("float[N, 6] x", "y = Expand(x, s)", {}, {"s": [8, 6]}, {"N": 1}),
+    "a choice that may be broadcast": (
+        "float[N, 6] x, float[8, 6] z",
+        "c = Greater(x, z) y = Where(c, x, z)",
+        {},
+        {},
+        {"N": 1},
+    ),
+}
+
+
+def resize(feeds: Feeds, axes: dict[str, dict[int, int]]) -> Feeds:
+    """Return inputs with other sizes, by input and axis: rows are repeated, so that indices stay valid."""
+    resized = dict(feeds)
+    for name, sizes in axes.items():
+        for axis, size in sizes.items():
+            array = resized[name]
+            resized[name] = array.take(np.arange(size) % max(array.shape[axis], 1), axis)
+    return resized
+
+
+def accepted(model: ModelProto, candidates: Iterator[Feeds]) -> list[Feeds]:
+    """Return the inputs that ONNX Runtime takes; nothing unless the first ones are among them."""
+    session, results = PlainSession(model, optimized=False), []
+    for index, feeds in enumerate(candidates):
+        try:
+            session.run([feeds[name] for name in fed_names(model)])
+        except Exception:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
+            if index == 0:
+                return []
+            continue
+        results.append(feeds)
+    return results
+
+
+def problems_at(model: ModelProto, feeds: Feeds, axes: dict[str, list[int]], compiled: int) -> tuple[int, list[str]]:
+    """Return how many other sizes the model takes, and what went wrong, compiled for one size of a symbol."""
+    sizes = [compiled, *(size for size in SIZES if size != compiled and (size or not is_fragile(model)))]
+    resized = (resize(feeds, {name: dict.fromkeys(found, size) for name, found in axes.items()}) for size in sizes)
+    taken = accepted(model, resized)
+    if len(taken) < 2:
+        return 0, []
+    return len(taken) - 1, [trial.problem for trial in try_strategies(model, taken) if trial.problem]
+
+
+def is_fragile(model: ModelProto) -> bool:
+    """Return whether ONNX Runtime may end the process for empty inputs, or for sizes that do not fit together."""
+    return any(node.domain == "com.microsoft" or node.op_type in ("LSTM", "GRU", "RNN") for node in model.graph.node)
+
+
+def symbolic_forms(model: ModelProto, feeds: Feeds) -> Iterator[tuple[ModelProto, dict[str, list[int]], int]]:
+    """Yield a model with a symbol in place of each size of its inputs: in all axes of this size, and in one."""
+    places = [(name, axis, size) for name, array in feeds.items() for axis, size in enumerate(array.shape)]
+    for size in sorted({size for *_, size in places}):
+        equal = [(name, axis) for name, axis, other in places if other == size]
+        for chosen in [equal, *([place] for place in equal if len(equal) > 1 and not is_fragile(model))]:
+            symbolic = model
+            axes: dict[str, list[int]] = {}
+            for name, axis in chosen:
+                symbolic = make_symbolic(symbolic, {name: axis})
+                axes.setdefault(name, []).append(axis)
+            yield symbolic, axes, size
+
+
+def check_rule(case: RuleCase) -> int:
+    """Return how many sizes were tried besides the compiled ones; raises AssertionError if a strategy is wrong."""
+    whole, tried = parse(case), 0
+    feeds = draw_feeds(whole, case)
+    forms = [(whole, feeds)]
+    if (fixed := with_weights(whole, feeds)) is not None:
+        forms.append((fixed, {name: feeds[name] for name in fed_names(fixed)}))
+    for form, fed in forms:
+        for symbolic, axes, size in symbolic_forms(form, fed):
+            for compiled in dict.fromkeys((size, 1)):
+                count, problems = problems_at(symbolic, fed, axes, compiled)
+                tried += count
+                assert not problems, (axes, compiled, problems[:3])
+    return tried
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_split_of_a_rule_is_right_at_every_size(name: str) -> None:
+    check_rule(CASES[name])
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_cut_is_right_at_every_size_where_symbols_and_fixed_sizes_meet(name: str) -> None:
+    inputs, body, shapes, targets, dimensions = MIXED[name]
+    model = parser.parse_model(f'<ir_version: 8, opset_import: ["": 18]> g ({inputs}) => (y) {{ {body} }}')
+    random = np.random.default_rng(0)
+    for weight, shape in shapes.items():
+        model.graph.initializer.append(numpy_helper.from_array(random.normal(size=shape).astype(np.float32), weight))
+    for target, values in targets.items():
+        model.graph.initializer.append(numpy_helper.from_array(np.array(values, np.int64), target))
+    entries = {value.name: value.type.tensor_type.shape.dim for value in model.graph.input}
+
+    def draw(size: int | None) -> Feeds:
+        shapes = {
+            name: [
+                (dimensions[dim.dim_param] if size is None else size) if dim.dim_param else dim.dim_value
+                for dim in dims
+            ]
+            for name, dims in entries.items()
+        }
+        return {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+    feeds = accepted(model, (draw(size) for size in (None, *SIZES, 8)))
+    assert len(feeds) > 1
+    assert [trial for trial in try_strategies(model, feeds) if trial.problem] == []
