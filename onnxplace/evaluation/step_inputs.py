@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from onnxplace.bundle import Bundle
+from onnxplace.bundle import Bundle, SplitStates
 from onnxplace.errors import ExecutionError, FeedError, ModelError, suggest_nearest
 from onnxplace.feeds import (
     Array,
@@ -47,7 +47,11 @@ class StepInputs:
         self._drawn = given is None
         self._growth: dict[str, int] = {}
         self._output_growth: dict[str, int] = {}
-        fed = random_feeds(self._inputs, sizes, seed) if given is None else check_feeds(given, self._inputs)
+        states = SplitStates(bundle.manifest)
+        if given is None:
+            fed = states.align_copies(random_feeds(self._inputs, sizes, seed))
+        else:
+            fed = check_feeds(states.cut_feeds(given), self._inputs)
         initial = bundle.initial_states()
         # Random parameters would not be those of a training step.
         self.first: Feeds = {**fed, **initial} if given is None else {**initial, **fed}

@@ -134,7 +134,7 @@ def run_trials(
             # One bundle may hold a state whole that another one holds in parts.
             _TrialSession(
                 stack.enter_context(runtime.open(bundle, trace=True)),
-                RepeatedStep(bundle, SplitStates(bundle.manifest).cut_feeds(feeds)),
+                RepeatedStep(bundle, SplitStates(bundle.manifest).align_copies(feeds)),
             )
             for bundle in bundles
         ]
