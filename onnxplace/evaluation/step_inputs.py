@@ -40,7 +40,6 @@ class StepInputs:
         self._inputs = (
             bundle.inputs if given is not None else [_with_sample_rank(item, sizes) for item in bundle.inputs]
         )
-        self._sizes, self._seed = sizes, seed
         self._states = {item.name: item.shape or () for item in bundle.state_inputs}
         output_shapes = {item.name: item.shape or () for item in bundle.outputs}
         self._outputs = {item.input: output_shapes[item.output] for item in bundle.manifest.states}
@@ -55,7 +54,9 @@ class StepInputs:
         initial = bundle.initial_states()
         # Random parameters would not be those of a training step.
         self.first: Feeds = {**fed, **initial} if given is None else {**initial, **fed}
-        dimensions_of_feeds(self.first, self._inputs)
+        fed_sizes = dimensions_of_feeds(self.first, self._inputs)
+        self.seed, self.sizes = seed, sizes if given is None else fed_sizes
+        """Seed of drawn inputs, and sizes of symbolic dimensions; of drawn ones without sizes that follow from them."""
 
     def learn(self, states: Feeds) -> None:
         """Learn which symbols grow from the states after the first step, by state input."""
@@ -73,10 +74,10 @@ class StepInputs:
         if number == 0 or not self._states:
             return self.first
         feeds = self.first
-        sizes = {key: size + number * self._get_growth(key) for key, size in self._sizes.items()}
-        if self._drawn and sizes != self._sizes:
+        sizes = {key: size + number * self._get_growth(key) for key, size in self.sizes.items()}
+        if self._drawn and sizes != self.sizes:
             inputs = [item for item in self._inputs if item.name not in self._states]
-            feeds = random_feeds(inputs, sizes, self._seed)
+            feeds = random_feeds(inputs, sizes, self.seed)
         return {name: array for name, array in feeds.items() if name not in self._states}
 
     @contextmanager
@@ -139,7 +140,7 @@ def choose_step_inputs(bundle: Bundle, inputs: Path | None, sizes: Mapping[str, 
     defaults = {
         key: size
         for key, size in drop_derived_sizes(compiled_sizes).items()
-        if key not in overridden and not overridden.keys() & symbols_of_dimension(key)
+        if key in known and key not in overridden and not overridden.keys() & symbols_of_dimension(key)
     }
     all_sizes = drop_derived_sizes(complete_dimensions(keys, {**defaults, **sizes}))
     return StepInputs(bundle, read_npz(inputs) if inputs else None, all_sizes, seed)
