@@ -30,7 +30,9 @@ from onnxplace.errors import ExecutionError, ModelError, escape_unprintable, for
 if TYPE_CHECKING:
     from onnxplace.api import InferenceSession
     from onnxplace.bundle import Bundle
-    from onnxplace.evaluation import OutputDifference, SizeComparison, StateCarrier, StepInputs
+    from onnxplace.evaluation import OutputDifference, SizeComparison, StepInputs
+
+    StepFunction = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 # Calls that are compared for a bundle with states: each of the later ones reads states of the one before.
 STEPS_WITH_STATES = 3
@@ -92,7 +94,7 @@ def verify(
 
             comparisons = [SizeComparison(first.sizes, compare(first))]
             fixed = first.sizes if inputs else given_sizes
-            comparisons += compare_other_sizes(compare, opened, first, sizes, fixed=fixed)
+            comparisons += compare_other_sizes(compare, first, sizes, fixed)
             note_left_out_copies(session.list_copies())
         return comparisons
 
@@ -139,55 +141,37 @@ def _adapt_hints(inputs: Path | None) -> Iterator[None]:
 
 
 def _compare_copies(
-    session: InferenceSession,
-    bundle: Bundle,
-    run_model: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-    steps: StepInputs,
-    count: int,
-    runtime: str,
+    session: InferenceSession, bundle: Bundle, run_model: StepFunction, steps: StepInputs, count: int, runtime: str
 ) -> list[list[OutputDifference]]:
     """Return the largest differences of each output in each step; every copy of the bundle does all steps."""
-    from onnxplace.evaluation import StateCarrier
+    from onnxplace.evaluation import StateCarrier, compare_outputs, find_bundle_lineages
+    from onnxplace.utils import report_progress
 
+    names = [item.name for item in bundle.outputs]
+    lineages = find_bundle_lineages(bundle)
     by_copy = []
     for _ in range(max(len(session.list_copies()), 1)):
         # Requests take turns over the copies, and so do conversations.
         user = session.conversation() if session.list_copies() and bundle.manifest.states else session
         user.reset_state()
-        by_copy.append(_compare_copy(user, bundle, StateCarrier(run_model, bundle), steps, count, runtime))
+        reference = StateCarrier(run_model, bundle)
+
+        def run_bundle(feeds: Mapping[str, Any], user: InferenceSession = user) -> Mapping[str, Any]:
+            outputs = user.submit(feeds, names).result().outputs
+            if not outputs:
+                raise make_no_outputs_error(runtime, "verify")
+            return outputs
+
+        differences = []
+        for number in range(count):
+            feeds = steps.feeds(number)
+            with steps.explained(number):
+                differences.append(compare_outputs(run_bundle, reference, feeds, names, lineages))
+            report_progress(number + 1, count)
+            if number == 0:
+                steps.learn(reference.states)
+        by_copy.append(differences)
     return [_find_worst(items) for items in zip(*by_copy)]
-
-
-def _compare_copy(
-    session: InferenceSession,
-    bundle: Bundle,
-    reference: StateCarrier,
-    steps: StepInputs,
-    count: int,
-    runtime: str,
-) -> list[list[OutputDifference]]:
-    """Return the differences of each output in each step of one copy of a bundle."""
-    from onnxplace.evaluation import compare_outputs, find_bundle_lineages
-    from onnxplace.utils import report_progress
-
-    names = [item.name for item in bundle.outputs]
-    lineages = find_bundle_lineages(bundle)
-    differences: list[list[OutputDifference]] = []
-
-    def run_bundle(feeds: Mapping[str, Any]) -> Mapping[str, Any]:
-        outputs = session.submit(feeds, names).result().outputs
-        if not outputs:
-            raise make_no_outputs_error(runtime, "verify")
-        return outputs
-
-    for number in range(count):
-        feeds = steps.feeds(number)
-        with steps.explained(number):
-            differences.append(compare_outputs(run_bundle, reference, feeds, names, lineages))
-        report_progress(number + 1, count)
-        if number == 0:
-            steps.learn(reference.states)
-    return differences
 
 
 def _print_differences(comparisons: Sequence[SizeComparison], optimised: bool) -> None:

@@ -55,8 +55,12 @@ class StepInputs:
         # Random parameters would not be those of a training step.
         self.first: Feeds = {**fed, **initial} if given is None else {**initial, **fed}
         fed_sizes = dimensions_of_feeds(self.first, self._inputs)
-        self.seed, self.sizes = seed, sizes if given is None else fed_sizes
-        """Seed of drawn inputs, and sizes of symbolic dimensions; of drawn ones without sizes that follow from them."""
+        self._bundle, self._seed, self.sizes = bundle, seed, sizes if given is None else fed_sizes
+        """Sizes of symbolic dimensions; of drawn inputs without those that follow from others."""
+
+    def resize(self, sizes: Mapping[str, int]) -> StepInputs:
+        """Return drawn inputs of other sizes; raises FeedError if there are none."""
+        return choose_step_inputs(self._bundle, None, sizes, self._seed)
 
     def learn(self, states: Feeds) -> None:
         """Learn which symbols grow from the states after the first step, by state input."""
@@ -77,7 +81,7 @@ class StepInputs:
         sizes = {key: size + number * self._get_growth(key) for key, size in self.sizes.items()}
         if self._drawn and sizes != self.sizes:
             inputs = [item for item in self._inputs if item.name not in self._states]
-            feeds = random_feeds(inputs, sizes, self.seed)
+            feeds = random_feeds(inputs, sizes, self._seed)
         return {name: array for name, array in feeds.items() if name not in self._states}
 
     @contextmanager

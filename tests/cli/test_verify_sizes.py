@@ -11,7 +11,7 @@ from onnx import parser
 
 import onnxplace
 from onnxplace.errors import ExecutionError
-from onnxplace.evaluation import trial
+from onnxplace.evaluation import size_comparison, trial
 from onnxplace.evaluation.size_comparison import list_other_sizes
 from onnxplace.runtimes.execution.sessions import EngineSession
 from tests.conftest import FAST_PIPELINE
@@ -151,5 +151,5 @@ def test_compile_fails_if_the_bundle_is_wrong_at_another_size(model_file):
 
 @pytest.mark.usefixtures("wrong_at_other_sizes")
 def test_the_trial_compares_only_where_that_is_cheap(model_file, monkeypatch):
-    monkeypatch.setattr(trial, "MAX_COMPARED_BYTES", 1000)
+    monkeypatch.setattr(size_comparison, "MAX_COMPARED_BYTES", 1000)
     assert onnxplace.compile(model_file, "out", **COMPILE).manifest.trial is not None
