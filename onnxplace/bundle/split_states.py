@@ -48,6 +48,10 @@ class SplitStates:
                 result.setdefault(name, _join(state, parts))
         return result
 
+    def align_copies(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """Return feeds whose parts were drawn one by one, with equal copies of each state that devices hold whole."""
+        return self.cut_feeds(self.join_feeds(feeds))
+
     def expand_names(self, names: Iterable[str]) -> list[str]:
         """Return output names with those of parts in place of whole states."""
         expanded: list[str] = []

@@ -174,7 +174,8 @@ def _find_seed(steps: Pipeline) -> int:
 def _try_bundle(state: State, feeds: Mapping[str, Any], cache: bool) -> tuple[Trial | None, State]:
     """Run a bundle and return its trial.
 
-    If that fails, there is a note instead of a trial.
+    If that fails, there is a note instead of a trial. Raises ExecutionError if the bundle computes something else than
+    the unsplit model.
     """
     bundle = Bundle.open(state[Emitted].path)
     try:
@@ -182,6 +183,8 @@ def _try_bundle(state: State, feeds: Mapping[str, Any], cache: bool) -> tuple[Tr
             return None, state.saying(problem)
         (measured,) = run_trials([bundle], feeds, cached=cache)
     except OnnxplaceError as problem:
+        if problem.code == "C022":
+            raise
         message = f"the bundle fails in its trial: {problem.message}"
         hint = "onnxplace verify shows whether the unsplit model fails too"
         return None, state.saying(Diagnostic("C021", message, where=problem.where, hint=hint))

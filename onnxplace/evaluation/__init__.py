@@ -32,6 +32,10 @@ if TYPE_CHECKING:
         run_rate_trials as run_rate_trials,
     )
     from onnxplace.evaluation.recorded_trial import record_trial as record_trial, replace_manifest as replace_manifest
+    from onnxplace.evaluation.size_comparison import (
+        SizeComparison as SizeComparison,
+        compare_other_sizes as compare_other_sizes,
+    )
     from onnxplace.evaluation.step_inputs import (
         StateCarrier as StateCarrier,
         StepInputs as StepInputs,
@@ -59,6 +63,7 @@ __getattr__, __dir__, __all__ = attach(
         "memory_use": "MEMORY_RUNS ProcessMemory measure_process_memory",
         "rate_trial": "RateTrial RequestStream apply_rate_trial choose_in_flight run_rate_trials",
         "recorded_trial": "record_trial replace_manifest",
+        "size_comparison": "SizeComparison compare_other_sizes",
         "step_inputs": "StateCarrier StepInputs choose_step_inputs",
         "trial": (
             "Trial apply_trial find_core_shortage find_trial_doubt find_trial_obstacle is_doubtful report_doubt "

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from onnxplace.bundle import Bundle
+from onnxplace.bundle import Bundle, SplitStates
 from onnxplace.errors import ExecutionError, FeedError, ModelError, suggest_nearest
 from onnxplace.feeds import (
     Array,
@@ -40,18 +40,27 @@ class StepInputs:
         self._inputs = (
             bundle.inputs if given is not None else [_with_sample_rank(item, sizes) for item in bundle.inputs]
         )
-        self._sizes, self._seed = sizes, seed
         self._states = {item.name: item.shape or () for item in bundle.state_inputs}
         output_shapes = {item.name: item.shape or () for item in bundle.outputs}
         self._outputs = {item.input: output_shapes[item.output] for item in bundle.manifest.states}
         self._drawn = given is None
         self._growth: dict[str, int] = {}
         self._output_growth: dict[str, int] = {}
-        fed = random_feeds(self._inputs, sizes, seed) if given is None else check_feeds(given, self._inputs)
+        states = SplitStates(bundle.manifest)
+        if given is None:
+            fed = states.align_copies(random_feeds(self._inputs, sizes, seed))
+        else:
+            fed = check_feeds(states.cut_feeds(given), self._inputs)
         initial = bundle.initial_states()
         # Random parameters would not be those of a training step.
         self.first: Feeds = {**fed, **initial} if given is None else {**initial, **fed}
-        dimensions_of_feeds(self.first, self._inputs)
+        fed_sizes = dimensions_of_feeds(self.first, self._inputs)
+        self._bundle, self._seed, self.sizes = bundle, seed, sizes if given is None else fed_sizes
+        """Sizes of symbolic dimensions; of drawn inputs without those that follow from others."""
+
+    def resize(self, sizes: Mapping[str, int]) -> StepInputs:
+        """Return drawn inputs of other sizes; raises FeedError if there are none."""
+        return choose_step_inputs(self._bundle, None, sizes, self._seed)
 
     def learn(self, states: Feeds) -> None:
         """Learn which symbols grow from the states after the first step, by state input."""
@@ -69,8 +78,8 @@ class StepInputs:
         if number == 0 or not self._states:
             return self.first
         feeds = self.first
-        sizes = {key: size + number * self._get_growth(key) for key, size in self._sizes.items()}
-        if self._drawn and sizes != self._sizes:
+        sizes = {key: size + number * self._get_growth(key) for key, size in self.sizes.items()}
+        if self._drawn and sizes != self.sizes:
             inputs = [item for item in self._inputs if item.name not in self._states]
             feeds = random_feeds(inputs, sizes, self._seed)
         return {name: array for name, array in feeds.items() if name not in self._states}
@@ -135,7 +144,7 @@ def choose_step_inputs(bundle: Bundle, inputs: Path | None, sizes: Mapping[str, 
     defaults = {
         key: size
         for key, size in drop_derived_sizes(compiled_sizes).items()
-        if key not in overridden and not overridden.keys() & symbols_of_dimension(key)
+        if key in known and key not in overridden and not overridden.keys() & symbols_of_dimension(key)
     }
     all_sizes = drop_derived_sizes(complete_dimensions(keys, {**defaults, **sizes}))
     return StepInputs(bundle, read_npz(inputs) if inputs else None, all_sizes, seed)

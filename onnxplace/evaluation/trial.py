@@ -31,6 +31,7 @@ from onnxplace.bundle import (
 )
 from onnxplace.errors import Diagnostic
 from onnxplace.evaluation.repeated_step import RepeatedStep
+from onnxplace.evaluation.size_comparison import require_equal_at_another_size
 from onnxplace.feeds import Array
 from onnxplace.machine import (
     DOUBTFUL_WAITING_SHARE,
@@ -121,23 +122,20 @@ def run_trials(
     """Run bundles in turns, for about a second each and at least nine steps.
 
     Earlier measurements of equal segments and feeds are reused if `cached`. With a `runtime`, such as that for several
-    hosts, its sessions run, and nothing is reused. Raises ExecutionError if a segment fails, TargetError if a device is
-    missing.
+    hosts, its sessions run, and nothing is reused. Raises ExecutionError if a segment fails or a bundle differs from
+    the unsplit model at another size, and TargetError if a device is missing.
     """
-    cached = cached and runtime is None
-    name = measurement_cache.key(["trial", *(build_trial_key(bundle, feeds) for bundle in bundles)])
+    is_local = runtime is None
+    cached = cached and is_local
+    name = measurement_cache.key(["compared trial", *(build_trial_key(bundle, feeds) for bundle in bundles)])
     if cached and (cached_trials := _read_cached_trials(name, bundles)):
         return cached_trials
     runtime = runtime or cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
     with ExitStack() as stack:
-        sessions = [
-            # One bundle may hold a state whole that another one holds in parts.
-            _TrialSession(
-                stack.enter_context(runtime.open(bundle, trace=True)),
-                RepeatedStep(bundle, SplitStates(bundle.manifest).cut_feeds(feeds)),
-            )
-            for bundle in bundles
-        ]
+        opened = [stack.enter_context(runtime.open(bundle, trace=True)) for bundle in bundles]
+        # One bundle may hold a state whole that another one holds in parts.
+        steps = [RepeatedStep(bundle, SplitStates(bundle.manifest).align_copies(feeds)) for bundle in bundles]
+        sessions = list(map(_TrialSession, opened, steps))
         for session in sessions:
             session.warm_up()
         while not all(session.has_enough for session in sessions):
@@ -146,6 +144,8 @@ def run_trials(
             report_progress(min(session.share for session in sessions))
         for session in sessions:
             session.end()
+        for session, bundle in zip(opened, bundles) if is_local else ():
+            require_equal_at_another_size(session, bundle)
     trials = tuple(session.summarise() for session in sessions)
     if cached and not any(map(is_doubtful, trials)):
         with suppress(ValueError):  # for example a full disk: then it is measured again next time

@@ -8,8 +8,11 @@ import onnx
 import pytest
 
 import onnxplace
-from onnxplace.evaluation import run_trials
+from onnxplace.bundle import SplitStateRecord
+from onnxplace.evaluation import choose_step_inputs, run_trials
+from onnxplace.feeds import random_feeds
 from onnxplace.ort import import_onnxruntime
+from onnxplace.runtimes.execution.sessions import EngineSession
 from tests.support.chains import cached_decoder, mlp
 from tests.support.commands import only_json
 from tests.support.state_checks import STATES, sums
@@ -205,6 +208,46 @@ def test_a_trial_takes_whole_states_for_a_bundle_that_holds_them_in_parts(run_cl
     feeds = {"x": np.zeros((1, 1, 64), np.float32), "past": np.zeros((1, 4, 5, 16), np.float32)}
     (trial,) = run_trials([bundle], feeds, cached=False)
     assert trial.step_seconds > 0
+
+
+def compile_decoder(run_cli, **sizes: int) -> SplitStateRecord:
+    """Compile a decoder whose cache lies on two devices; return how it lies there."""
+    Path("decoder.onnx").write_bytes(cached_decoder(**sizes).SerializeToString())
+    shape = ("--shape", "seq=1,past=5", "--state", "present=past")
+    bundle = compile_exactly(run_cli, "decoder.onnx", EXACT.replace("ways=2", "ways=2,weights=least"), *shape)
+    (state,) = bundle.manifest.sharding.states
+    return state
+
+
+def test_a_cache_that_each_device_holds_whole_is_drawn_once(run_cli):
+    state = compile_decoder(run_cli, heads=64, kept=1)  # heads of one column, which cannot be split
+    assert (state.axis, len(state.inputs)) == (-1, 2)
+    assert run_cli("verify", "out").code == 0
+    assert run_cli("verify", "out", "--against", "decoder.onnx").code == 0
+    first = choose_step_inputs(onnxplace.load("out"), None, {}, 0).first
+    np.testing.assert_array_equal(*(first[part] for part in state.inputs))
+
+
+def test_a_trial_gives_each_device_the_same_copy_of_a_state(run_cli, monkeypatch):
+    state, fed = compile_decoder(run_cli, heads=64, kept=1), []
+    bundle = onnxplace.load("out")
+    feeds = random_feeds(bundle.inputs, bundle.manifest.dimensions)
+    assert not np.array_equal(*(feeds[part] for part in state.inputs))
+    run = EngineSession.run
+    monkeypatch.setattr(EngineSession, "run", lambda self, feeds, *rest: fed.append(feeds) or run(self, feeds, *rest))
+    run_trials([bundle], feeds, cached=False)
+    np.testing.assert_array_equal(*(fed[0][part] for part in state.inputs))
+
+
+@pytest.mark.parametrize("sizes", [{}, {"heads": 64, "kept": 1}], ids=["parts", "copies"])
+@pytest.mark.parametrize("command", [("run",), ("verify",), ("bench", "--repeat", "1", "--no-memory")])
+def test_commands_take_states_by_their_names_in_the_model(run_cli, command, sizes):
+    compile_decoder(run_cli, **sizes)
+    size = 64 // sizes.get("heads", 4)
+    past = np.ones((1, sizes.get("kept", 4), 3, size), np.float32)
+    np.savez("inputs.npz", x=np.ones((1, 2, 64), np.float32), past=past)
+    result = run_cli(command[0], "out", "--inputs", "inputs.npz", *command[1:])
+    assert result.code == 0, result.err
 
 
 def test_a_state_that_does_not_fit_its_parts_is_refused(run_cli):

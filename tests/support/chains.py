@@ -26,19 +26,23 @@ def mlp(layers: int = 3, rows: int = 128, width: int = 512, inner: int = 1024, s
     return model
 
 
-def cached_decoder(heads: int = 4, width: int = 64) -> onnx.ModelProto:
-    """Return one attention layer with a cache: `past` [1, heads, past, width / heads] grows by the new tokens."""
-    size = width // heads
+def cached_decoder(heads: int = 4, width: int = 64, kept: int | None = None) -> onnx.ModelProto:
+    """Return one attention layer with a cache: `past` [1, kept, past, width / heads] grows by the new tokens.
+
+    The cache has as many heads as the queries, or one for all of them.
+    """
+    size, kept = width // heads, kept or heads
     text = f"""<ir_version: 8, opset_import: ["": 17]>
-    decoder (float[1, seq, {width}] x, float[1, {heads}, past, {size}] past)
-        => (float[1, seq, {width}] y, float[1, {heads}, total, {size}] present)
+    decoder (float[1, seq, {width}] x, float[1, {kept}, past, {size}] past)
+        => (float[1, seq, {width}] y, float[1, {kept}, total, {size}] present)
     {{
         shape = Constant<value_ints: ints = [0, -1, {heads}, {size}]>()
+        kept_shape = Constant<value_ints: ints = [0, -1, {kept}, {size}]>()
         flat = Constant<value_ints: ints = [0, -1, {width}]>()
         [query] q = MatMul(x, wq)
         [key] k = MatMul(x, wk)
         q4 = Reshape(q, shape)
-        k4 = Reshape(k, shape)
+        k4 = Reshape(k, kept_shape)
         qh = Transpose<perm=[0, 2, 1, 3]>(q4)
         kh = Transpose<perm=[0, 2, 1, 3]>(k4)
         [grow] present = Concat<axis=2>(past, kh)
@@ -51,7 +55,7 @@ def cached_decoder(heads: int = 4, width: int = 64) -> onnx.ModelProto:
         [out] y = MatMul(of, wo)
     }}"""
     model, random = parser.parse_model(text), np.random.default_rng(0)
-    for name in ("wq", "wk", "wo"):
-        array = random.standard_normal((width, width)).astype(np.float32) / 8
+    for name, columns in (("wq", width), ("wk", kept * size), ("wo", width)):
+        array = random.standard_normal((width, columns)).astype(np.float32) / 8
         model.graph.initializer.append(numpy_helper.from_array(array, name))
     return model

@@ -1,0 +1,149 @@
+"""Compare a bundle with the unsplit model at other sizes of symbolic dimensions than the compiled ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+from onnxplace.bundle import Bundle
+from onnxplace.errors import ExecutionError, FeedError, ModelError, format_names
+from onnxplace.evaluation.compare import (
+    OutputDifference,
+    compare_outputs,
+    find_bundle_lineages,
+    open_reference,
+    rounds_to_few_values,
+)
+from onnxplace.evaluation.step_inputs import StepInputs, choose_step_inputs
+from onnxplace.feeds import symbols_of_dimension
+from onnxplace.machine import available_cores
+from onnxplace.runtime import RuntimeSession
+
+Differences = Sequence[Sequence[OutputDifference]]
+"""By step, of each output."""
+
+# A trial compares only models that are opened, and run on the host, within a moment.
+MAX_COMPARED_BYTES, MAX_COMPARED_SECONDS = 128 << 20, 0.1
+# Devices other than CPUs may be this many times faster than the host.
+ACCELERATION = 100
+# Sizes that a trial tries until the model takes one choice.
+MAX_TRIED = 12
+
+
+@dataclass(frozen=True)
+class SizeComparison:
+    """A comparison of a bundle with the unsplit model at one choice of sizes."""
+
+    sizes: Mapping[str, int]
+    """Of symbolic dimensions, by name."""
+    steps: Differences = ()
+    """Empty if these sizes are refused."""
+    refused_by: Literal["", "bundle", "model"] = ""
+    message: str = ""
+    """The error of the one that refuses them."""
+
+    @property
+    def result(self) -> Literal["equal", "differs", "refused", "skipped"]:
+        """Return the verdict: sizes that the model itself refuses are skipped."""
+        if self.refused_by:
+            return "skipped" if self.refused_by == "model" else "refused"
+        return "equal" if all(item.equal for step in self.steps for item in step) else "differs"
+
+    @property
+    def text(self) -> str:
+        """Return the sizes as `--shape` takes them; of many, the first ones."""
+        return format_names((f"{name}={size}" for name, size in self.sizes.items()), quoted=False)
+
+
+def compare_other_sizes(
+    compare: Callable[[StepInputs], Differences], steps: StepInputs, count: int, fixed: Iterable[str] = ()
+) -> Iterator[SizeComparison]:
+    """Yield comparisons until the model has taken `count` other sizes of each dimension, or all have been tried.
+
+    Args:
+        compare: Compares with the unsplit model, which runs first, on such inputs.
+        steps: Inputs of the sizes from which the others differ.
+        count: Number of other sizes of each dimension.
+        fixed: Dimensions that keep their sizes.
+    """
+    kept = {symbol for name in fixed for symbol in (name, *symbols_of_dimension(name))}
+    missing = {name: count for name in steps.sizes if name not in kept}
+    for sizes in list_other_sizes(steps.sizes, missing):
+        changed = [name for name in missing if sizes[name] != steps.sizes[name]]
+        if all(missing[name] <= 0 for name in changed):
+            continue
+        comparison = _compare(compare, steps, sizes)
+        yield comparison
+        for name in changed if comparison.refused_by != "model" else ():
+            missing[name] -= 1
+
+
+def list_other_sizes(sizes: Mapping[str, int], names: Iterable[str]) -> list[dict[str, int]]:
+    """Return other sizes to try of the dimensions `names`.
+
+    First those in which all dimensions change, each to a size of its own; then all in the same way, as sizes without a
+    common name may have to be equal; then one dimension at a time.
+
+    >>> list_other_sizes({"batch": 4}, ["batch"])[:3]
+    [{'batch': 5}, {'batch': 1}, {'batch': 3}]
+    """
+    options = {}
+    for name in names:
+        own = sizes[name]
+        options[name] = [size for size in dict.fromkeys((own + 1, 1, 3, 2 * own, own // 2, 7)) if size not in (0, own)]
+    turns = range(max(map(len, options.values()), default=0))
+    choices = [
+        *({name: turn + place for place, name in enumerate(options)} for turn in turns),
+        *(dict.fromkeys(options, turn) for turn in turns),
+        *({name: turn} for turn in turns for name in options),
+    ]
+    changes = [
+        {name: options[name][index % len(options[name])] for name, index in choice.items()} for choice in choices
+    ]
+    return list({tuple((sizes | change).values()): {**sizes, **change} for change in changes}.values())
+
+
+def _compare(
+    compare: Callable[[StepInputs], Differences], steps: StepInputs, sizes: Mapping[str, int]
+) -> SizeComparison:
+    inputs = None
+    try:
+        inputs = steps.resize(sizes)
+        return SizeComparison(sizes, compare(inputs))
+    except (ExecutionError, FeedError, ModelError) as problem:
+        # Inputs of these sizes cannot be drawn if they do not fit into memory, or an expression has no such value.
+        refused_by = "model" if inputs is None or isinstance(problem, ModelError) else "bundle"
+        return SizeComparison(sizes, (), refused_by, problem.message)
+
+
+def require_equal_at_another_size(session: RuntimeSession, bundle: Bundle) -> None:
+    """Raise ExecutionError if an open bundle differs from the unsplit model at one other choice of sizes.
+
+    Returns without a comparison if that takes long, or if rounding alone may change an output by much. States are not
+    compared: a training step's depend on the sign of the least gradient.
+    """
+    manifest = bundle.manifest
+    stored_bytes = sum(item.bytes for item in (*manifest.files.values(), *manifest.linked.values()))
+    seconds = manifest.predicted.single_device_seconds
+    if any(device.kind != "cpu" for device in manifest.target.devices):
+        seconds *= ACCELERATION
+    if stored_bytes > MAX_COMPARED_BYTES or seconds > MAX_COMPARED_SECONDS or rounds_to_few_values(bundle):
+        return
+    names, lineages = [item.name for item in bundle.returned_outputs], find_bundle_lineages(bundle)
+    run_model = open_reference(bundle, None, available_cores())
+
+    def compare(steps: StepInputs) -> Differences:
+        return [compare_outputs(lambda feeds: session.run(feeds).outputs, run_model, steps.first, names, lineages)]
+
+    try:
+        others = compare_other_sizes(compare, choose_step_inputs(bundle, None, {}, 0), 1)
+    except FeedError:  # such inputs cannot be drawn
+        return
+    item = next((item for item in islice(others, MAX_TRIED) if item.result != "skipped"), None)
+    if item and item.result == "differs":
+        name = next(output.name for output in item.steps[0] if not output.equal)
+        message = f"output {name!r} differs from the unsplit model's with {item.text}"
+        hint = "please report this; --no-trial writes the bundle all the same, for `onnxplace verify`"
+        raise ExecutionError("C022", message, where=manifest.model, hint=hint)
