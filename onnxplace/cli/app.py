@@ -210,7 +210,7 @@ def _print_error(problem: OnnxplaceError, json_: bool, shown: bool = False) -> i
     """
     if not shown:
         with suppress(OSError):  # the exit code still tells the kind of error
-            click.echo(str(problem), err=True)
+            click.echo("\n".join((str(problem), *getattr(problem, "__notes__", ()))), err=True)
             if is_terminal() and problem.code != "U000":
                 click.echo(f"  more: onnxplace explain {problem.code}", err=True)
     if json_:

@@ -87,7 +87,7 @@ def run(bundle: Path, inputs: Path | None, shape: str, seed: int, json_: bool, *
     """
     from onnxplace.api import load
     from onnxplace.evaluation import choose_step_inputs
-    from onnxplace.feeds import require_storable, write_npz
+    from onnxplace.feeds import require_storable
     from onnxplace.utils import require_different_files, require_writable
 
     plan = RunPlan(**options)
@@ -101,8 +101,6 @@ def run(bundle: Path, inputs: Path | None, shape: str, seed: int, json_: bool, *
     steps = choose_step_inputs(opened, inputs, parse_shape(shape), seed)
     with show_progress(json_, "running"):
         summary = _run_steps(opened, steps, plan)
-    if plan.outputs:
-        write_npz(plan.outputs, dict(summary.outputs))
     note_left_out_copies(summary.copies)
     described = {name: _describe_value(value) for name, value in summary.outputs.items()}
     if json_:
@@ -116,10 +114,11 @@ def run(bundle: Path, inputs: Path | None, shape: str, seed: int, json_: bool, *
 
 
 def _run_steps(bundle: Bundle, steps: StepInputs, plan: RunPlan) -> RunSummary:
-    """Run the bundle several times; trace one more run."""
+    """Run the bundle several times, and write the outputs of the first run; trace one more run."""
     from statistics import median
 
     from onnxplace.api import InferenceSession
+    from onnxplace.feeds import write_npz
     from onnxplace.utils import report_progress, write_file
 
     states = {item.output: item.input for item in bundle.manifest.states}
@@ -130,6 +129,9 @@ def _run_steps(bundle: Bundle, steps: StepInputs, plan: RunPlan) -> RunSummary:
         result = session.run_timed(steps.first, returned_states, timeout=plan.timeout)
         if plan.outputs and not result.outputs:
             raise make_no_outputs_error(plan.runtime, "--outputs")
+        outputs = {name: value for name, value in result.outputs.items() if name not in states}
+        if plan.outputs:
+            write_npz(plan.outputs, outputs)
         steps.learn({name: result.outputs[output] for output, name in states.items() if output in result.outputs})
         later_seconds = []
         for number in range(1, plan.repeat):
@@ -140,7 +142,6 @@ def _run_steps(bundle: Bundle, steps: StepInputs, plan: RunPlan) -> RunSummary:
             session.run(None, steps.feeds(plan.repeat), timeout=plan.timeout)
             write_file(plan.trace, lambda stream: stream.write(json.dumps(session.trace(last=1)).encode()))
         copies = session.list_copies()
-    outputs = {name: value for name, value in result.outputs.items() if name not in states}
     return RunSummary(outputs, median(later_seconds) if later_seconds else result.seconds, copies)
 
 

@@ -21,7 +21,7 @@ from onnxplace.cli.options import (
     show_progress,
     with_operator_libraries,
 )
-from onnxplace.errors import Diagnostic, UsageError
+from onnxplace.errors import Diagnostic, OnnxplaceError, UsageError
 
 if TYPE_CHECKING:
     from onnxplace.training import BatchSampler, LossCurve, Schedule, StepResult, Trainer
@@ -139,17 +139,15 @@ class _Run:
 
     def run(self, bundle: Path) -> None:
         """Train, then write what was asked for, also after an interrupt or a failure."""
+        from onnxplace.utils import write_each
+
         try:
             with show_losses(self.json, self.first_step, self.plan.steps) as report:
                 self._train(report)
         except BaseException as problem:
             self._write_after(problem)
             raise
-        self._write_curve()
-        if self.plan.save:
-            self._save()
-        if self.plan.export:
-            self.trainer.export(self.plan.export)
+        write_each(self._save, self._export, self._write_log, self._plot)
         with suppress(BrokenPipeError):
             self._print_summary(bundle)
 
@@ -190,38 +188,47 @@ class _Run:
         return make_schedule(plan.schedule, rate, plan.steps, plan.warmup)
 
     def _save(self) -> None:
-        assert self.plan.save is not None
-        notes = {"rows": str(self.sampler.rows), "batch": str(self.sampler.batch)}
-        self.trainer.save(self.plan.save, notes)
+        if self.plan.save:
+            notes = {"rows": str(self.sampler.rows), "batch": str(self.sampler.batch)}
+            self.trainer.save(self.plan.save, notes)
 
-    def _write_curve(self) -> None:
+    def _export(self) -> None:
+        if self.plan.export:
+            self.trainer.export(self.plan.export)
+
+    def _write_log(self) -> None:
         if self.plan.log:
             self.curve.write(self.plan.log)
+
+    def _plot(self) -> None:
         if self.plan.plot and self.curve.rows:
             self.curve.plot(self.plan.plot, self.trainer.bundle.manifest.model)
 
     def _write_after(self, problem: BaseException) -> None:
-        """Write the curve and a checkpoint after an interrupt or failure, and say where the run stands."""
-        from onnxplace.errors import OnnxplaceError
+        """Write a checkpoint and the curve after an interrupt or failure, and say where the run stands."""
+        from onnxplace.utils import write_each
 
         result = self.trainer.last_result
         if result is not None and result.step > self.curve.last_step:  # an interrupt came in its course
             self._record(result)
-        with suppress(OnnxplaceError, OSError):  # what ended the run is reported, not what follows from it
-            self._write_curve()
-        if not isinstance(problem, (KeyboardInterrupt, SystemExit, OnnxplaceError)):
-            return
+        if isinstance(problem, (KeyboardInterrupt, SystemExit, OnnxplaceError)):
+            _print_line(self._save_last())
+        try:
+            write_each(self._write_log, self._plot)
+        except (OnnxplaceError, OSError) as failure:
+            _print_line("\n".join((str(failure), *getattr(failure, "__notes__", ()))))
+
+    def _save_last(self) -> str:
+        """Write a checkpoint if there was a step; return where the run stands."""
         try:
             step = self.trainer.step_count
             saved = ""
             if self.plan.save and step > self.first_step:
                 self._save()
                 saved = f"; {self.plan.save} has it: continue with --resume {self.plan.save}"
-            text = f"ended after step {step} of {self.plan.steps}{saved}"
+            return f"ended after step {step} of {self.plan.steps}{saved}"
         except (OnnxplaceError, OSError) as failure:
-            text = f"the states after the last step cannot be saved: {failure}"
-        with suppress(OSError):
-            click.echo(text, err=True)
+            return f"the states after the last step cannot be saved: {failure}"
 
     def _print_summary(self, bundle: Path) -> None:
         plan, steps = self.plan, self.trainer.step_count - self.first_step
@@ -258,6 +265,11 @@ class _Run:
     def _list_metrics(self) -> list[tuple[str, float]]:
         metrics = self.last.metrics if self.last else {}
         return [(name, value) for name, value in metrics.items() if isinstance(value, float)]
+
+
+def _print_line(text: str) -> None:
+    with suppress(OSError):
+        click.echo(text, err=True)
 
 
 def _finite(value: float) -> float | None:

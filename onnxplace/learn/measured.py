@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar
@@ -31,7 +32,7 @@ from onnxplace.passes.learning import (
     search_lesson,
     update_from_ends,
 )
-from onnxplace.utils import read_json, temporary_folder, write_file
+from onnxplace.utils import read_json, temporary_folder, write_each, write_file
 
 # What a placement that does not fit, or whose bundle fails, counts as, and the most that any counts as; 1 is the start.
 FAILED_COST = 10.0
@@ -133,6 +134,11 @@ class MeasuredModel:
         if seconds is None:
             finalists, seconds = [searched], [self.reference[0]]
         self.tried = {device.tobytes(): (time, device) for time, device in zip(seconds, finalists)}
+
+    def write_map(self, path: Path) -> None:
+        """Write the device map of the best placement."""
+        text = json.dumps(self.device_map(), indent=1)
+        write_file(path, lambda stream: stream.write(text.encode()))
 
     def device_map(self) -> dict[str, str]:
         """Return the best placement as `compile --device-map` reads it."""
@@ -276,10 +282,8 @@ class MeasuredTraining(Training):
         )
 
     def write_checkpoint(self) -> None:
-        """Write what a training is resumed from, the curve, the best policy so far, and the best placements."""
+        """Write the best policy so far, what a training is resumed from, the curve, and the best placements."""
         kept = {hash_names(model.names): model.best[1][model.timer.problem.members] for model in self.models}
         self.best = replace(self.best, kept=kept)
-        super().write_checkpoint()
-        for model, path in zip(self.models, self.map_paths):
-            text = json.dumps(model.device_map(), indent=1)
-            write_file(path, lambda stream, text=text: stream.write(text.encode()))  # type: ignore[misc]
+        maps = zip(self.models, self.map_paths)
+        write_each(super().write_checkpoint, *(partial(model.write_map, path) for model, path in maps))

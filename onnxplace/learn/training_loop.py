@@ -14,7 +14,7 @@ from onnxplace.errors import InputError, UsageError
 from onnxplace.learn.curves import Plotted, plot_curve, read_curve, write_curve
 from onnxplace.learn.problems import LearningGraph
 from onnxplace.passes.learning import require_torch
-from onnxplace.utils import budget_clock, format_path, require_writable
+from onnxplace.utils import budget_clock, format_path, require_writable, write_each
 
 # Seconds between two checkpoints.
 CHECKPOINT_SECONDS = 30.0
@@ -106,11 +106,12 @@ class TrainingLoop(ABC):
         """Write the best policy so far."""
 
     def write_checkpoint(self) -> None:
-        """Write what a training is resumed from, the curve, and the best policy so far."""
-        self.write_learner(checkpoint_path(self.output))
-        write_curve(self.output.with_suffix(".csv"), self.points, self.point_kind)
-        if self.points:
-            self.write_best(self.output)
+        """Write the best policy so far, what a training is resumed from, and the curve."""
+        write_each(
+            *([lambda: self.write_best(self.output)] if self.points else []),
+            lambda: self.write_learner(checkpoint_path(self.output)),
+            lambda: write_curve(self.output.with_suffix(".csv"), self.points, self.point_kind),
+        )
 
     def keep_if_better(self, policy: Any, cost: float) -> None:
         """Keep a policy if it costs less than the best so far."""

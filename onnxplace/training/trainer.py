@@ -231,7 +231,7 @@ class Trainer:
         Raises UsageError or ExecutionError if it cannot be written; an older file is then as it was.
         """
         checkpoint = Checkpoint(self._read_states(), self.step_count, self.seed, notes or {})
-        write_checkpoint(Path(path), checkpoint, self._specs, self.bundle.manifest.model)
+        write_checkpoint(Path(path), checkpoint, self.bundle.manifest.model)
 
     def load(self, path: str | Path) -> Mapping[str, str]:
         """Continue from a checkpoint: the next steps are those that would have followed it, bit for bit.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         require_valid_path as require_valid_path,
         require_writable as require_writable,
         suggest_file as suggest_file,
+        write_each as write_each,
         write_file as write_file,
         write_refused_error as write_refused_error,
     )
@@ -71,7 +72,8 @@ __getattr__, __dir__, __all__ = attach(
         "docstrings": "read_field_docs",
         "files": (
             "cannot_write_error disk_error format_path open_input parse_json read_bytes read_json read_text "
-            "require_different_files require_valid_path require_writable suggest_file write_file write_refused_error"
+            "require_different_files require_valid_path require_writable suggest_file write_each write_file "
+            "write_refused_error"
         ),
         "free_names": "claim_name",
         "jit": "budget_clock compiled_loop compiled_loops compiled_part in_place on_compiling",

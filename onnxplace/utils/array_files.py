@@ -1,11 +1,15 @@
-"""Files of arrays in the format `safetensors`: a header in JSON, then plain bytes; nothing in them is executed."""
+"""Files of arrays in the format `safetensors`: a header in JSON, then plain bytes; nothing in them is executed.
+
+Files that are written here have a hash of all their bytes in the metadata, which is checked where they are read.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -33,6 +37,9 @@ DTYPES: Final = {
     "BF16": "bfloat16",
 }
 METADATA_KEY = "__metadata__"
+HASH_KEY = "onnxplace.sha256"
+# In place of the hash while it is computed.
+_NO_HASH = b"0" * 64
 # Of the format's own reader.
 MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
@@ -45,6 +52,8 @@ class ArrayFile:
     arrays: Mapping[str, NDArray[Any]]
     """They share the memory of the file, read-only."""
     metadata: Mapping[str, str]
+    has_hash: bool
+    """Whether a hash in the file has shown that it is as it was written."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,7 @@ def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mappi
     Raises UsageError or ExecutionError, and leaves an older file as it was, if it cannot be written.
     """
     names = {numpy_name: name for name, numpy_name in DTYPES.items()}
-    header: dict[str, Any] = {METADATA_KEY: dict(metadata)}
+    header: dict[str, Any] = {METADATA_KEY: {HASH_KEY: _NO_HASH.decode(), **metadata}}
     offset = 0
     # The largest elements first, so that all are aligned, as the format's own writer does.
     ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
@@ -82,13 +91,21 @@ def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mappi
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)
+    text = len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
-    def fill(stream: BinaryIO) -> None:
-        stream.write(len(text).to_bytes(_LENGTH_BYTES, "little"))
-        stream.write(text)
+    def list_blocks() -> Iterator[memoryview]:
         for _, array in ordered:
             little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-            stream.write(np.ascontiguousarray(little).reshape(-1).view(np.uint8).data)
+            yield np.ascontiguousarray(little).reshape(-1).view(np.uint8).data
+
+    digest = hashlib.sha256(text)
+    for block in list_blocks():
+        digest.update(block)
+
+    def fill(stream: BinaryIO) -> None:
+        stream.write(text.replace(_NO_HASH, digest.hexdigest().encode(), 1))
+        for block in list_blocks():
+            stream.write(block)
         stream.flush()
         os.fsync(stream.fileno())
 
@@ -118,14 +135,16 @@ def map_arrays(path: Path, code: str, hint: str, foreign_code: str = "") -> Arra
             metadata = _read_metadata(header)
             entries = {name: _read_entry(name, entry, size - start) for name, entry in header.items()}
             _require_whole(entries, size - start)
-            whole = np.memmap(stream, np.uint8, "r") if size > start else np.zeros(0, np.uint8)
+            whole = np.memmap(stream, np.uint8, "r")
+            if (hashed := metadata.pop(HASH_KEY, None)) is not None:
+                _require_hash(hashed, whole, start)
         except (_MalformedError, OSError) as problem:
             raise InputError(code, str(problem), where=where, hint=hint) from None
     arrays = {
         name: np.asarray(whole[start + entry.start : start + entry.end]).view(entry.dtype).reshape(entry.shape)
         for name, entry in entries.items()
     }
-    return ArrayFile(arrays, metadata)
+    return ArrayFile(arrays, metadata, hashed is not None)
 
 
 def _read_header(stream: Any, size: int) -> tuple[dict[str, Any], int]:
@@ -175,6 +194,14 @@ def _require_whole(entries: Mapping[str, _Entry], available: int) -> None:
         end = entry.end
     if end != available:
         raise _MalformedError(f"it has {available} bytes of arrays, expected {end}")
+
+
+def _require_hash(hashed: str, whole: NDArray[Any], start: int) -> None:
+    """Raise _MalformedError unless a file, whose arrays begin at `start`, has this hash."""
+    digest = hashlib.sha256(whole[:start].tobytes().replace(hashed.encode(errors="replace"), _NO_HASH, 1))
+    digest.update(whole[start:].data)
+    if digest.hexdigest() != hashed:
+        raise _MalformedError("its content is not what was written: its hash differs")
 
 
 def _find_type(name: str) -> np.dtype[Any]:

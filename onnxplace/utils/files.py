@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from onnxplace.errors import ExecutionError, InputError, OnnxplaceError, UsageError, suggest_nearest
-from onnxplace.utils.leases import hold_lease
+from onnxplace.utils.leases import hold_lease, sweep_leftovers
 
 # About the size of a cost file with a million nodes. Models, weights and arrays have readers of their own.
 MAX_TEXT_BYTES = 256 << 20
@@ -152,12 +152,31 @@ def write_file(path: Path, fill: Callable[[BinaryIO], object]) -> None:
     except OSError as problem:
         raise cannot_write_error(problem, path) from None
     try:
+        sweep_leftovers(path.parent)  # such as those of a program that was killed while it wrote this file
         with hold_lease(path.parent) as lease:
             with lease.path.open("wb") as stream:
                 fill(stream)
             lease.path.replace(path)
     except OSError as problem:
         raise write_refused_error(problem, path) from None
+
+
+def write_each(*writes: Callable[[], object]) -> None:
+    """Call all functions that write a result, the most precious first; then raise the first error.
+
+    The other errors are its notes, so that all are reported.
+    """
+    failures = []
+    for write in writes:
+        try:
+            write()
+        except Exception as problem:  # noqa: BLE001 - no failure of one result may lose another
+            failures.append(problem)
+    if failures:
+        first, *others = failures
+        for other in others:
+            first.add_note(str(other))
+        raise first
 
 
 def read_json(path: str | Path, code: str, what: str) -> Any:

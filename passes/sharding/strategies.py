@@ -37,8 +37,10 @@ _LINEAR_IN_FIRST = frozenset(
 _LINEAR_TOGETHER = frozenset(("Add", "Sub", "Sum", "Concat"))
 _BILINEAR = frozenset(("Mul", "MatMul"))
 _SUMMABLE_TYPES = frozenset((TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16))
-# Sums of integers are exact modulo their range; means of them are not.
-_SUMMED_TYPES = _SUMMABLE_TYPES | {TensorProto.INT32, TensorProto.INT64}
+# These add up integers exactly, modulo their range. ONNX Runtime's other sums of integers, such as ReduceSum and those
+# within Einsum, are computed in floating point, and saturate.
+_EXACT_SUMS = frozenset(("MatMul", "MatMulInteger", "ConvInteger", "ScatterElements", "ScatterND"))
+_EXACT_TYPES = _SUMMABLE_TYPES | {TensorProto.INT32, TensorProto.INT64}
 
 # The first opset in which ONNX Runtime can add summands, and make them of a whole value (Add, Where).
 _MIN_SUM_OPSET = 9
@@ -195,8 +197,8 @@ class StrategyTable:
                 sizes[side, position] = axis, shape[axis], fused
         if rule.units and sizes:
             options.add((1, rule.units))
-        summed = {"map": None, "sum": _SUMMED_TYPES, "mean": _SUMMABLE_TYPES}[rule.effect]
-        if summed is not None and not self._can_sum(view, summed):
+        summed = _EXACT_TYPES if view.op in _EXACT_SUMS else _SUMMABLE_TYPES
+        if rule.effect != "map" and not self._can_sum(view, summed):
             return
         for outer, blocks in sorted(options):
             if rule.units and (outer > 1 or rule.units % blocks):

@@ -24,6 +24,16 @@ def test_run_writes_what_the_model_computes(run_cli, compiled):
         np.testing.assert_allclose(outputs["y"], run_unsplit(feeds), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")
+def test_outputs_are_written_even_if_the_trace_cannot_be(run_cli, compiled):
+    Path("trace.json").symlink_to("/dev/full")
+    result = run_cli("run", compiled, "--outputs", "out.npz", "--trace", "trace.json")
+    assert result.code == 2
+    assert "No space left on device" in result.err
+    with np.load("out.npz") as outputs:
+        assert outputs["y"].shape == (4, 64)
+
+
 def test_run_without_inputs_draws_the_same_ones_for_the_same_seed(run_cli, compiled):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         assert run_cli("run", compiled, "--seed", seed, "--outputs", f"{name}.npz").code == 0

@@ -4,6 +4,7 @@ from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Groups, Placement, Schedule
 from onnxplace.pipeline import make_pass, run_pass
 from onnxplace.state import Pass, State
+from onnxplace.utils.array_files import HASH_KEY
 
 PUBLISHED = ("m-topo", "m-etf", "single")
 
@@ -21,6 +22,11 @@ def check_fits_wherever_a_published_placer_does(placer: Pass, state: State) -> N
     pins = state[Groups].pinned[groups]
     assert (device[pins >= 0] == pins[pins >= 0]).all()
     assert all(len(set(device[groups == group].tolist())) == 1 for group in set(groups.tolist()))
+
+
+def without_hash(data: bytes) -> bytes:
+    """Return a file of arrays whose hash has another name, so that changes reach the checks after that of the hash."""
+    return data.replace(HASH_KEY.encode(), b"x" * len(HASH_KEY))
 
 
 def _fits(name: str, state: State) -> bool:

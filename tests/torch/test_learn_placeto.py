@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,6 +51,17 @@ def test_the_command_writes_a_policy_that_places(run_cli, tmp_path):
     (graph,) = tmp_path.glob("*.graphml")
     placed = run_cli("place", graph, "--placer", f"placeto{{policy={output}}}", "--json")
     assert json.loads(placed.out)["feasible"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")
+def test_the_policy_is_written_even_if_nothing_else_can_be(graphs, tmp_path):
+    output = tmp_path / "p.safetensors"
+    for other in (checkpoint_path(output), output.with_suffix(".csv")):
+        other.symlink_to("/dev/full")
+    with pytest.raises(UsageError, match="No space left on device") as caught:
+        learn(graphs, output, 2)
+    assert len(caught.value.__notes__) == 1
+    assert read_policy(output).updates == 2
 
 
 def test_equal_options_give_equal_files(graphs, tmp_path):

@@ -14,6 +14,7 @@ import pytest
 
 import onnxplace
 from onnxplace.training import BatchSampler
+from onnxplace.utils import map_arrays
 from tests.support.fault_checks import HUNG_SECONDS, wait_until
 from tests.support.training_models import make_mlp, make_two_tower
 from tests.training.test_trainer import compile_model
@@ -247,7 +248,88 @@ def test_a_nan_loss_ends_the_run_and_saves_the_states_before_it(run_cli, bundle,
     assert json.loads(result.out)["loss"] is None
 
 
+# ---------------------------------------------------------------------------------------------------------- full disks
+
+FULL = Path("/dev/full")
+
+
+@pytest.fixture
+def full_disk(tmp_path):
+    """Return a function that returns a file on a full disk."""
+    if not FULL.exists():
+        pytest.skip("no such device")
+
+    def link(name: str) -> Path:
+        (tmp_path / name).symlink_to(FULL)
+        return tmp_path / name
+
+    return link
+
+
+def read_step(file: Path) -> int:
+    return int(map_arrays(file, "L042", "").metadata["step"])
+
+
+@pytest.mark.parametrize("json_", [(), ("--json",)])
+def test_files_that_cannot_be_written_lose_no_other_result(train, tmp_path, full_disk, json_):
+    save, model, log, plot = tmp_path / "c.safetensors", tmp_path / "m.onnx", full_disk("l.csv"), full_disk("p.png")
+    options = ("--save", save, "--export", model, "--log", log, "--plot", plot)
+    result = train("--steps", 3, *options, *json_)
+    assert result.code == 2, result
+    assert result.err.count("error[") == result.err.count("No space left on device") == 2
+    assert read_step(save) == 3
+    onnx.checker.check_model(str(model))
+    if json_:
+        assert json.loads(result.out)["error"]["code"] == "U032"
+
+
+def test_a_checkpoint_that_cannot_be_written_loses_no_other_result(train, tmp_path, full_disk):
+    model, log, plot = (tmp_path / name for name in ("m.onnx", "l.csv", "p.png"))
+    result = train("--steps", 3, "--save", full_disk("c"), "--export", model, "--log", log, "--plot", plot)
+    assert result.code == 2, result
+    assert result.err.count("error[") == 1
+    assert len(read_losses(log)) == 3
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    onnx.checker.check_model(str(model))
+
+
+def test_a_failed_run_is_saved_even_if_its_losses_cannot_be(run_cli, bundle, data, tmp_path, full_disk):
+    arrays = dict(np.load(data))
+    last = BatchSampler(bundle, data).draw(5)["x"][0]  # in the fifth step, by the default seed
+    arrays["x"][(arrays["x"] == last).all(axis=1)] = np.nan
+    save, log = tmp_path / "c.safetensors", full_disk("log.csv")
+    file = save_arrays(tmp_path, **arrays)
+    result = run_cli("train", bundle.path, "--data", file, "--steps", 9, "--save", save, "--log", log)
+    assert result.code == 4
+    assert "ended after step 4 of 9" in result.err
+    assert "No space left on device" in result.err
+    assert "error[L045]" in result.err
+    assert read_step(save) == 4
+
+
 # ----------------------------------------------------------------------------------------------------------- interrupts
+
+KILLED_WHILE_SAVING = """
+import os, signal, sys
+from pathlib import Path
+from onnxplace.cli.app import main
+from onnxplace.utils import array_files
+array_files.os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals and locks")
+def test_what_a_killed_save_left_is_removed_by_the_next_one(train, bundle, data, tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / ".onnxplace-notes").write_text("mine")
+    command = ("train", bundle.path, "--data", data, "--steps", "2", "--save", folder / "c.safetensors")
+    script = [sys.executable, "-c", KILLED_WHILE_SAVING, *map(str, command)]
+    assert subprocess.run(script, timeout=HUNG_SECONDS, check=False).returncode == -signal.SIGKILL
+    assert len(list(folder.iterdir())) == 2  # with what was written up to then
+    assert train("--steps", 2, "--save", folder / "c.safetensors").code == 0
+    assert {path.name for path in folder.iterdir()} == {"c.safetensors", ".onnxplace-notes"}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such signals")

@@ -2,6 +2,7 @@
 
 import errno
 import json
+from contextlib import suppress
 
 import ml_dtypes
 import numpy as np
@@ -126,6 +127,26 @@ def test_a_type_that_the_format_does_not_have_is_named(tmp_path):
     with pytest.raises(UsageError, match=r"U032.*'x' has the type complex64, expected one of float64"):
         write_arrays(tmp_path / "a", {"x": np.ones(2, np.complex64)}, {})
     assert not list(tmp_path.iterdir())
+
+
+def test_every_changed_byte_is_noticed(tmp_path):
+    file = tmp_path / "a"
+    write_arrays(file, {"x": np.arange(3, dtype="f4"), "y": np.arange(3, dtype="i1")}, {"key": "value"})
+    whole = file.read_bytes()
+    assert map_arrays(file).has_hash
+    unnoticed = set()
+    for position in range(len(whole)):
+        changed = bytearray(whole)
+        changed[position] ^= 1
+        file.write_bytes(changed)
+        with suppress(InputError):
+            unnoticed.add(map_arrays(file).has_hash)
+    assert unnoticed == {False}  # where the name of the hash itself is changed
+
+
+def test_a_file_of_another_program_has_no_hash(tmp_path):
+    save_file({"x": np.ones(3)}, tmp_path / "a")
+    assert not map_arrays(tmp_path / "a").has_hash
 
 
 def test_a_full_disk_leaves_the_older_file(tmp_path, monkeypatch):

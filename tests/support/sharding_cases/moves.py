@@ -1,5 +1,7 @@
 """Cases of operators that move elements."""
 
+import numpy as np
+
 from tests.support.sharding_cases.rule_case import RuleCase, i64
 
 MOVES = {
@@ -164,6 +166,12 @@ MOVES = {
         """(float[4,6] x, int64[4,3] i, float[4,3] u) => (float[4,6] y) {
             y = ScatterElements<axis=1,reduction="add">(x, i, u) }""",
         splits=".11 -> +, 000 -> 0",
+    ),
+    "ScatterElements, adding integers that wrap": RuleCase(
+        """(int32[4,6] x, int64[4,3] i, int32[4,3] u) => (int32[4,6] y) {
+            y = ScatterElements<axis=1,reduction="add">(x, i, u) }""",
+        splits=".11 -> +, 000 -> 0",
+        feeds={"x": np.full((4, 6), 2**30 + 1), "i": np.zeros((4, 3)), "u": np.full((4, 3), 2**30 + 1)},
     ),
     "TensorScatter": RuleCase(
         """(float[4,2,8,6] x, float[4,2,3,6] u, int64[4] i) => (float[4,2,8,6] y) { y = TensorScatter(x, u, i) }""",

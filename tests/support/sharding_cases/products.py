@@ -1,5 +1,7 @@
 """Cases of matrix products."""
 
+import numpy as np
+
 from tests.support.sharding_cases.rule_case import RuleCase
 
 PRODUCTS = {
@@ -19,6 +21,11 @@ PRODUCTS = {
     "MatMul, vectors": RuleCase("(float[6] a, float[6] b) => (float y) { y = MatMul(a, b) }", splits="00 -> +"),
     "MatMul, integers": RuleCase(
         "(int32[4,6] a, int32[6,8] b) => (int32[4,8] y) { y = MatMul(a, b) }", splits=".1 -> 1, 0. -> 0, 10 -> +"
+    ),
+    "MatMul, integers that wrap": RuleCase(
+        "(int32[4,6] a, int32[6,8] b) => (int32[4,8] y) { y = MatMul(a, b) }",
+        splits=".1 -> 1, 0. -> 0, 10 -> +",
+        feeds={"a": np.full((4, 6), 2**30 + 1), "b": np.full((6, 8), 3)},
     ),
     "Gemm": RuleCase(
         "(float[4,6] a, float[6,8] b, float[8] c) => (float[4,8] y) { y = Gemm<alpha=0.5>(a, b, c) }",
@@ -43,6 +50,11 @@ PRODUCTS = {
     ),
     "Einsum, sum": RuleCase(
         '(float[4,6,3] a) => (float[6] y) { y = Einsum<equation="bij->i">(a) }', splits="0 -> +, 1 -> 0, 2 -> +"
+    ),
+    "Einsum, sum of integers": RuleCase(
+        '(int32[4,6] a) => (int32[4] y) { y = Einsum<equation="ij->i">(a) }',
+        splits="0 -> 0",
+        feeds={"a": np.full((4, 6), 2**30 + 1)},
     ),
     "Einsum, diagonal": RuleCase(
         '(float[4,4,6] a) => (float[4,6] y) { y = Einsum<equation="iij->ij">(a) }', splits="2 -> 1"
