@@ -7,7 +7,9 @@ scaled to add up to an unprofiled run.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -167,12 +169,10 @@ def profile(job: Job) -> tuple[Kernels, Any]:
     """
     with use_custom_operators(job.libraries), pin_thread(job.cores):
         open_session(job.source, _saving_options(job, "extended"), job.device, job.where)
-        (Path(job.folder) / "extended.bin").unlink(missing_ok=True)  # weights; only the graph is needed
         options = _saving_options(job, "all")
         options.enable_profiling = True
         options.profile_file_prefix = str(Path(job.folder) / "profile")
         session = open_session(job.source, options, job.device, job.where)
-        (Path(job.folder) / "all.bin").unlink(missing_ok=True)
         runs, _ = _run_repeatedly(session, job, job.policy)
     return collect_kernels(_read_events(session.end_profiling(), job.folder), runs), session
 
@@ -189,10 +189,12 @@ def _read_events(path: str, folder: str) -> list[Mapping[str, Any]]:
 
 
 def _saving_options(job: Job, level: Any) -> Any:
-    """Return options for a session that saves its optimised graph."""
+    """Return options for a session that saves its optimised graph, without its weights."""
+    with suppress(OSError):  # without links, as on Windows, weights are written; a link may be left by the last session
+        (Path(job.folder) / "discarded").symlink_to(os.devnull)
     saved = {
         **job.entries,
-        "session.optimized_model_external_initializers_file_name": f"{level}.bin",
+        "session.optimized_model_external_initializers_file_name": "discarded",
         "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
     }
     options = make_session_options(job.cores, level, saved)

@@ -6,16 +6,25 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from hypothesis import given, strategies as st
-from onnx import parser
+from onnx import numpy_helper, parser
 
 import models
 from onnxplace.devices import DeviceAddress
 from onnxplace.facts import Groups, Profile, Source
-from onnxplace.machine import RepeatPolicy, Runs, local_target, longest_wait, read_run_delays, repeated_runs
+from onnxplace.machine import (
+    RepeatPolicy,
+    Runs,
+    local_target,
+    longest_wait,
+    open_session,
+    read_run_delays,
+    repeated_runs,
+)
 from onnxplace.model import load, store_for_session
-from onnxplace.passes.profiling import report_unknown_sizes
+from onnxplace.passes.profiling import node_measurement, report_unknown_sizes
 from onnxplace.passes.profiling.kernel_attribution import Attribution, attribute_kernels, remove_overhead
 from onnxplace.passes.profiling.node_measurement import Job, collect_kernels, measure, profile, profile_blocking
 from onnxplace.pipeline import Pipeline
@@ -58,6 +67,28 @@ def test_the_child_process_measures_the_same_kernels(model, tmp_path):
     local, child = profile(job_for(model, tmp_path))[0], profile_blocking(job_for(model, tmp_path))
     assert local.seconds.keys() == child.seconds.keys()
     assert local.output_bytes == child.output_bytes
+
+
+def test_no_weights_are_written_while_a_model_is_measured(tmp_path, monkeypatch):
+    """ONNX Runtime saves the graphs that it optimised; what it saves as weights is discarded."""
+    text = "(float[1, 64, 8, 8] x) => (float[1, 64, 8, 8] y) { a = Conv <pads = [1, 1, 1, 1]> (x, w) y = Relu(a) }"
+    weight = np.ones((64, 64, 3, 3), np.float32)
+    proto = parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> g {text}')
+    proto.graph.initializer.append(numpy_helper.from_array(weight, "w"))
+    onnx.save(proto, tmp_path / "model.onnx", save_as_external_data=True, location="w.data", size_threshold=0)
+    model, written = load(tmp_path / "model.onnx"), []
+
+    def open_and_list(source, options, *arguments):
+        session = open_session(source, options, *arguments)
+        folder = Path(options.optimized_model_filepath).parent
+        written.append(sum(path.stat().st_size for path in folder.iterdir()))
+        return session
+
+    monkeypatch.setattr(node_measurement, "open_session", open_and_list)
+    measurement = measure(model, model.feeds(), DeviceAddress("cpu", 0), (0,), 3, 0.1)
+    assert measurement.ran.any()
+    assert len(written) == 2
+    assert 0 < max(written) < weight.nbytes / 2
 
 
 def test_the_child_process_starts_from_a_script_without_a_guard(tmp_path):
