@@ -23,7 +23,7 @@ class CompileOptions(TypedDict, total=False):
     """The keyword arguments of `onnxplace.compile`, which documents them."""
 
     devices: str | Sequence[str] | None
-    target: Target | None
+    target: Target | str | Path | None
     max_memory: str | int | None
     shape: Mapping[str, int] | None
     inputs: Mapping[str, Array] | None
@@ -55,7 +55,7 @@ class CompileSettings:
     """The keyword arguments of `onnxplace.compile` with their defaults."""
 
     devices: str | Sequence[str] | None = None
-    target: Target | None = None
+    target: Target | str | Path | None = None
     max_memory: str | int | None = None
     shape: Mapping[str, int] | None = None
     inputs: Mapping[str, Array] | None = None
@@ -136,9 +136,8 @@ class CompileSettings:
         return bool(files or not self.cache or self.colocate or self.seed)
 
     def check(self) -> None:
-        """Raise UsageError for wrong types and for options that exclude each other."""
+        """Raise UsageError for options that exclude each other."""
         require_one_target(self.devices, self.target)
-        self._check_types()
         if self.pipeline is not None and (
             self.placer or self.objective != "latency" or self.budget_seconds is not None
         ):
@@ -179,15 +178,3 @@ class CompileSettings:
                 "--shard and --shard-map exclude --device-map and --colocate: parts of operators have their devices"
             )
             raise UsageError("U074", message, hint="omit one of the two")
-
-    def _check_types(self) -> None:
-        if not (self.devices is None or isinstance(self.devices, (str, Sequence))):
-            hint = 'write "cuda:0,cuda:1", or a list of such names'
-            raise UsageError("U054", f"expected the names of devices, got {self.devices!r}", hint=hint)
-        for name, value, example in (
-            ("shape", self.shape, 'shape={"batch": 8}'),
-            ("inputs", self.inputs, 'inputs={"images": array}; onnxplace.feeds.read_npz reads a file'),
-        ):
-            if not (value is None or isinstance(value, Mapping)):
-                message = f"expected a mapping for {name}, got {value!r}"
-                raise UsageError("U054", message, hint=f"write {example}")
