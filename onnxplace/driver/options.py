@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
 from onnxplace.driver.choose_target import require_one_target
-from onnxplace.errors import UsageError
+from onnxplace.errors import UsageError, format_value
 from onnxplace.feeds import Array
 from onnxplace.model import StateRequest
 from onnxplace.pipeline import Objective, Observer, Pipeline
 from onnxplace.target import Target, parse_bytes
 
-# No target has as many devices.
-MAX_WAYS_DIGITS = 4
+# No target has as many devices as more digits say.
+_WAYS = re.compile(r"[0-9]{1,4}")
 
 
 class CompileOptions(TypedDict, total=False):
@@ -106,10 +107,11 @@ class CompileSettings:
             return 0 if self.shard_map_text else None
         if text == "off":
             return 1
-        if text.isdecimal() and len(text) <= MAX_WAYS_DIGITS and int(text) > 0:
+        if _WAYS.fullmatch(text) and int(text) > 0:
             return int(text)
         hint = "--shard 2 splits operators over two devices; auto splits them where that is faster"
-        raise UsageError("U073", f"expected auto, off or a number of devices, got {text!r}", where="--shard", hint=hint)
+        message = f"expected auto, off or a number of devices, got {format_value(text)}"
+        raise UsageError("U073", message, where="--shard", hint=hint)
 
     @property
     def chooses_sharding(self) -> bool:
@@ -151,13 +153,13 @@ class CompileSettings:
             return
         hint = "auto: where nothing fits otherwise; always; or the memory that one device would have, such as 4GiB"
         if not isinstance(self.recompute, str):
-            message = f"expected auto, off, always or a size, got {self.recompute!r}"
+            message = f"expected auto, off, always or a size, got {format_value(self.recompute)}"
             raise UsageError("L073", message, where="--recompute", hint=hint)
         if self.recompute != "always":
             try:
                 parse_bytes(self.recompute)
             except UsageError:
-                message = f"expected auto, off, always or a size, got {self.recompute!r}"
+                message = f"expected auto, off, always or a size, got {format_value(self.recompute)}"
                 raise UsageError("L073", message, where="--recompute", hint=hint) from None
         if self.pipeline is not None:
             hint = "name the pass after profile: optimize,profile,recompute{limit=4GiB},coplace,..."
