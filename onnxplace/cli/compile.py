@@ -141,7 +141,6 @@ def compile(  # noqa: A001
     """
     from onnxplace.driver import compile_model
     from onnxplace.feeds import read_npz
-    from onnxplace.target import read_target
 
     if os.path.isdir(model):
         raise ModelError("M001", "it cannot be read: it is a folder (directory), not a model", where=str(model))
@@ -151,7 +150,7 @@ def compile(  # noqa: A001
     with show_progress(json_, "reading the model") as observer:
         compiled = compile_model(
             model,
-            target=read_target(target) if target else None,
+            target=target,
             shape=parse_shape(shape),
             inputs=read_npz(inputs) if inputs else None,
             pipeline=pipeline,

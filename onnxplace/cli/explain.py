@@ -36,7 +36,7 @@ def explain(code: str | None, json_: bool) -> None:
                 format_table(("code", "exit", "meaning"), [(p.code, p.exit, p.meaning) for p in pages.values()], left=3)
             )
         return
-    named = re.search(r"\b[A-Za-z]\d{3}\b", code)  # a line of a terminal, such as "error[P010] auto: ...", has one
+    named = re.search(r"\b[A-Za-z][0-9]{3}\b", code)  # a line of a terminal, such as "error[P010] auto: ...", has one
     page = pages.get(named[0].upper()) if named else None
     if page is None:
         raise UsageError("U005", f"there is no error code {code!r}", where="CODE", hint=suggest_code(code, pages))
@@ -50,7 +50,7 @@ def suggest_code(code: str, pages: dict[str, ErrorPage]) -> str:
     """Return a hint at the codes nearest to an unknown one: those of its letter, else of similar spelling."""
     letter, digits = code.strip().upper()[:1], code.strip()[1:]
     similar = [known for known in pages if known[0] == letter]
-    if not similar or not digits.isdigit():
+    if not similar or not re.fullmatch("[0-9]{1,9}", digits):
         return f"{suggest_nearest(code, pages)} (`onnxplace explain` lists all)"
     nearest = sorted(similar, key=lambda known: abs(int(known[1:]) - int(digits)))[:3]
     return f"nearest: {', '.join(nearest)} (`onnxplace explain` lists all)"

@@ -179,7 +179,7 @@ def _choose_devices(devices: str, target: Path | None) -> tuple[int, Target | No
             raise UsageError("U040", "--devices and --target exclude each other", hint=hint)
         chosen = read_target(target)
         return len(chosen.devices), chosen
-    if devices.strip().isdecimal():
+    if devices.isascii() and devices.strip().isdecimal():
         number = int(devices) if len(devices.strip()) <= len(str(MAX_DEVICES)) else 0
         if not 1 <= number <= MAX_DEVICES:
             message = f"{devices.strip()} is not in the range 1<=x<={MAX_DEVICES}."

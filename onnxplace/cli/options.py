@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from onnxplace.errors import Diagnostic
     from onnxplace.runtime import CopyStatus
 
-# Digits of a size: any int64. The model limits sizes further.
-MAX_DIGITS = 18
+# Any int64. The model limits sizes further.
+_SIZE = re.compile(r"[0-9]{1,18}")
 
 as_json = click.option("--json", "json_", is_flag=True, help="Print one JSON object on stdout, also for an error.")
 against_option = click.option(
@@ -160,7 +160,7 @@ def parse_shape(text: str) -> dict[str, int]:
     for item in filter(None, (part.strip() for part in re.split(r",(?![^()]*\))", text))):
         key, _, size = item.rpartition("=")
         key, size = key.strip(), size.strip()
-        if not key or not size.isdecimal() or len(size) > MAX_DIGITS:
+        if not key or not _SIZE.fullmatch(size):
             hint = "write dimensions as batch=8,seq=128"
             raise UsageError("U011", f"not a dimension: {format_value(item)}", where="--shape", hint=hint)
         if key in sizes:

@@ -66,14 +66,13 @@ def plan(
     are here, else estimated. The exit code is 3 if none of them fits the memory limits.
     """
     from onnxplace.driver import plan_model
-    from onnxplace.target import read_target
 
     announce_loop_compilation(json_)
     with show_progress(json_, "reading the model", similar=True) as observer:
         result = plan_model(
             model,
             devices=devices,
-            target=read_target(target) if target else None,
+            target=target,
             max_memory=max_memory,
             shape=parse_shape(shape),
             state=state,

@@ -13,6 +13,7 @@ from onnxplace.driver.choose_pipeline import choose_output, choose_pipeline, red
 from onnxplace.driver.choose_target import choose_target
 from onnxplace.driver.finishing import FinishedBundle, finish_bundle
 from onnxplace.driver.first_use import compile_loops
+from onnxplace.driver.keywords import build_settings
 from onnxplace.driver.options import CompileOptions, CompileSettings
 from onnxplace.driver.recomputation import place_or_recompute
 from onnxplace.driver.sharding import PlacedModel, place_or_shard, report_spare_ways
@@ -60,14 +61,16 @@ def compile_model(
     >>> [timing.name for timing in compiled.timings]  # doctest: +SKIP
     ['optimize', 'profile', 'coplace', 'fuse', 'auto', 'split', 'emit', 'trial']
     """
-    settings = CompileSettings(**options)
+    settings = build_settings(CompileSettings, options)
     _require_model(model)
     settings.check()
     steps = choose_pipeline(settings)
     path = choose_output(model, output, steps)
-    swept = _prepare_paths(model, path, steps, settings.force)
     target = choose_target(settings.devices, settings.target, settings.max_memory)
-    loaded = bind_states(bind(load_model(model), settings.shape or {}, settings.inputs or {}), settings.state)
+    # A file that is no model is reported before an output that another model of this name has.
+    source = load_model(model)
+    swept = _prepare_paths(model, path, steps, settings.force)
+    loaded = bind_states(bind(source, settings.shape or {}, settings.inputs or {}), settings.state)
     with use_custom_operators(settings.custom_op_libraries):
         require_operators(loaded)
     notes = (*_report_unused_gpus(target, settings.devices), *_report_assumed_links(target))

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
 from onnxplace.driver.choose_target import require_one_target
-from onnxplace.errors import UsageError
+from onnxplace.errors import UsageError, format_value
 from onnxplace.feeds import Array
 from onnxplace.model import StateRequest
 from onnxplace.pipeline import Objective, Observer, Pipeline
 from onnxplace.target import Target, parse_bytes
 
-# No target has as many devices.
-MAX_WAYS_DIGITS = 4
+# No target has as many devices as more digits say.
+_WAYS = re.compile(r"[0-9]{1,4}")
 
 
 class CompileOptions(TypedDict, total=False):
     """The keyword arguments of `onnxplace.compile`, which documents them."""
 
     devices: str | Sequence[str] | None
-    target: Target | None
+    target: Target | str | Path | None
     max_memory: str | int | None
     shape: Mapping[str, int] | None
     inputs: Mapping[str, Array] | None
@@ -55,7 +56,7 @@ class CompileSettings:
     """The keyword arguments of `onnxplace.compile` with their defaults."""
 
     devices: str | Sequence[str] | None = None
-    target: Target | None = None
+    target: Target | str | Path | None = None
     max_memory: str | int | None = None
     shape: Mapping[str, int] | None = None
     inputs: Mapping[str, Array] | None = None
@@ -106,10 +107,11 @@ class CompileSettings:
             return 0 if self.shard_map_text else None
         if text == "off":
             return 1
-        if text.isdecimal() and len(text) <= MAX_WAYS_DIGITS and int(text) > 0:
+        if _WAYS.fullmatch(text) and int(text) > 0:
             return int(text)
         hint = "--shard 2 splits operators over two devices; auto splits them where that is faster"
-        raise UsageError("U073", f"expected auto, off or a number of devices, got {text!r}", where="--shard", hint=hint)
+        message = f"expected auto, off or a number of devices, got {format_value(text)}"
+        raise UsageError("U073", message, where="--shard", hint=hint)
 
     @property
     def chooses_sharding(self) -> bool:
@@ -136,9 +138,8 @@ class CompileSettings:
         return bool(files or not self.cache or self.colocate or self.seed)
 
     def check(self) -> None:
-        """Raise UsageError for wrong types and for options that exclude each other."""
+        """Raise UsageError for options that exclude each other."""
         require_one_target(self.devices, self.target)
-        self._check_types()
         if self.pipeline is not None and (
             self.placer or self.objective != "latency" or self.budget_seconds is not None
         ):
@@ -152,13 +153,13 @@ class CompileSettings:
             return
         hint = "auto: where nothing fits otherwise; always; or the memory that one device would have, such as 4GiB"
         if not isinstance(self.recompute, str):
-            message = f"expected auto, off, always or a size, got {self.recompute!r}"
+            message = f"expected auto, off, always or a size, got {format_value(self.recompute)}"
             raise UsageError("L073", message, where="--recompute", hint=hint)
         if self.recompute != "always":
             try:
                 parse_bytes(self.recompute)
             except UsageError:
-                message = f"expected auto, off, always or a size, got {self.recompute!r}"
+                message = f"expected auto, off, always or a size, got {format_value(self.recompute)}"
                 raise UsageError("L073", message, where="--recompute", hint=hint) from None
         if self.pipeline is not None:
             hint = "name the pass after profile: optimize,profile,recompute{limit=4GiB},coplace,..."
@@ -179,15 +180,3 @@ class CompileSettings:
                 "--shard and --shard-map exclude --device-map and --colocate: parts of operators have their devices"
             )
             raise UsageError("U074", message, hint="omit one of the two")
-
-    def _check_types(self) -> None:
-        if not (self.devices is None or isinstance(self.devices, (str, Sequence))):
-            hint = 'write "cuda:0,cuda:1", or a list of such names'
-            raise UsageError("U054", f"expected the names of devices, got {self.devices!r}", hint=hint)
-        for name, value, example in (
-            ("shape", self.shape, 'shape={"batch": 8}'),
-            ("inputs", self.inputs, 'inputs={"images": array}; onnxplace.feeds.read_npz reads a file'),
-        ):
-            if not (value is None or isinstance(value, Mapping)):
-                message = f"expected a mapping for {name}, got {value!r}"
-                raise UsageError("U054", message, hint=f"write {example}")

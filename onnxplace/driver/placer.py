@@ -12,6 +12,7 @@ import numpy as np
 
 from onnxplace.cost_graph import CostGraph
 from onnxplace.driver.first_use import compile_loops
+from onnxplace.driver.keywords import build_settings
 from onnxplace.errors import Diagnostic, InputError, format_count, suggest_nearest
 from onnxplace.facts import Groups, Placement, Schedule
 from onnxplace.graph import Floats, Ints, Longs
@@ -117,7 +118,7 @@ def place_cost_graph(graph: CostGraph, placer: str | None = None, **options: Unp
     >>> place_cost_graph(GENERATORS["layered"](20, seed=0), "m-etf").placer
     'm-etf'
     """
-    settings = PlaceSettings(**options)
+    settings = build_settings(PlaceSettings, options)
     spec = choose_placer(placer, settings.objective, settings.budget_seconds, settings.seed)
     steps = _list_passes(spec, settings)
     pipeline = Pipeline.parse(format_pipeline(steps))

@@ -57,7 +57,7 @@ def plan_model(
     model: str | Path,
     *,
     devices: str | None = None,
-    target: Target | None = None,
+    target: Target | str | Path | None = None,
     max_memory: str | None = None,
     shape: Mapping[str, int] | None = None,
     state: StateRequest = (),
@@ -71,7 +71,7 @@ def plan_model(
     Args:
         model: Path of a model.
         devices: Devices of this machine; by default all GPUs, else two cores.
-        target: Devices and links, of this or another machine, instead.
+        target: Devices and links, of this or another machine, or their file, instead.
         max_memory: Limit of each device.
         shape: Sizes of symbolic dimensions.
         state: Carried states, as for `compile`.

@@ -20,7 +20,7 @@ OPTION = "--state"
 
 Shape = tuple[int | str | None, ...] | None
 
-StateRequest = Mapping[str, str] | Sequence[str]
+StateRequest = Mapping[str, str] | str | Sequence[str]
 """Output -> input, or texts `OUT=IN`; each `*` stands for the same text on both sides."""
 
 
@@ -50,7 +50,7 @@ def bind_states(model: Model, request: StateRequest) -> Model:
 def _parse_pairs(request: StateRequest) -> list[tuple[str, str]]:
     """Return the pairs of a request; raises UsageError for a malformed one."""
     if isinstance(request, Mapping):
-        pairs = list(request.items())
+        pairs = [(str(left), str(right)) for left, right in request.items()]
     else:
         parts = [text.partition("=") for text in ([request] if isinstance(request, str) else request)]
         pairs = [(left.strip(), right.strip()) for left, _, right in parts]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from onnxplace.errors import UsageError, suggest_nearest
+from onnxplace.errors import UsageError, format_value, suggest_nearest
 from onnxplace.passes.sharding.layouts import PARTIAL
 from onnxplace.passes.sharding.space import StrategySpace
 from onnxplace.passes.sharding.strategies import Strategy
@@ -16,6 +17,7 @@ _EXAMPLE = '{"layers.*.mlp.*": "columns", "lm_head": "whole"}'
 KINDS = ("whole", "split", "batch", "rows", "columns", "sum")
 """`whole`: not split. `split`: in any way. `batch`: the first axis of the result. `rows`: an axis between the first and
 the last one. `columns`: the last axis, or the channels of a convolution. `sum`: the summed axis. Also `axis N`."""
+_AXIS = re.compile(r"axis [0-9]{1,9}")
 
 
 def restrict_space(space: StrategySpace, shard_map: str) -> StrategySpace:
@@ -98,7 +100,7 @@ def _read_map(text: str) -> Mapping[str, str]:
     if not isinstance(data, dict) or not data or not all(isinstance(kind, str) for kind in data.values()):
         raise UsageError("U072", "expected a map of patterns to kinds of split", where=where, hint=f"write {_EXAMPLE}")
     for kind in data.values():
-        if kind not in KINDS and not (kind.startswith("axis ") and kind.removeprefix("axis ").isdecimal()):
+        if kind not in KINDS and not _AXIS.fullmatch(kind):
             hint = f"{suggest_nearest(kind, KINDS)}; or an axis of the result, such as 'axis 1'"
-            raise UsageError("U072", f"unknown kind of split {kind!r}", where=where, hint=hint)
+            raise UsageError("U072", f"unknown kind of split {format_value(kind)}", where=where, hint=hint)
     return data

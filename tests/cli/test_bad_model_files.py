@@ -17,6 +17,16 @@ def test_a_missing_model_is_named(refused):
     refused(2, ("nowhere.onnx", "no such file"), "compile", "nowhere.onnx")
 
 
+@pytest.mark.parametrize("name", ["nowhere.pt", "model.pt"])
+def test_what_is_no_model_is_reported_before_an_output_that_exists(refused, tmp_path, name):
+    """Next to model.onnx with its bundle, model.pt has a bundle of the same name."""
+    (tmp_path / "model.pt").write_text("no model")
+    (tmp_path / "model.bundle").mkdir()
+    (tmp_path / "model.bundle" / "file.txt").touch()
+    words = {"nowhere.pt": "no such file", "model.pt": "torch.onnx.export"}[name]
+    assert "U030" not in refused(2, (name, words), "compile", name, "-o", "model.bundle")
+
+
 def test_a_folder_is_not_a_model(refused, tmp_path):
     (tmp_path / "folder").mkdir()
     refused(2, ("folder", "cannot be read", "directory"), "compile", "folder")

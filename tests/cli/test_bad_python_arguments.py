@@ -3,6 +3,9 @@
 import pytest
 
 import onnxplace
+from onnxplace.cost_graph import GENERATORS
+from onnxplace.driver import place_cost_graph
+from onnxplace.target import Device, Target, format_target
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
 
@@ -20,6 +23,25 @@ pytestmark = pytest.mark.usefixtures("no_gpus")
         ({"devices": 5}, ("U054", "5", "cuda:0,cuda:1")),
         ({"shape": "batch=8"}, ("U054", "'batch=8'", '{"batch": 8}')),
         ({"inputs": "f.npz"}, ("U054", "'f.npz'", "read_npz")),
+        ({"target": 5, "devices": None}, ("U054", "expected Target | str | Path | None for target, got 5")),
+        ({"target": "nowhere.toml", "devices": None}, ("T006", "nowhere.toml")),
+        ({"device": "cpu:0"}, ("U054", "no option 'device'", "did you mean 'devices'?")),
+        ({"state": {"y": 1}}, ("S002", "'1'")),
+        *(
+            ({name: wrong}, ("U054", f"for {name}, got "))
+            for name, wrong in {
+                "devices": [5],
+                "state": 5,
+                "placer": ["auto"],
+                "objective": ["latency"],
+                "budget_seconds": "2",
+                "seed": "1",
+                "cache": "no",
+                "colocate": "left.*",
+                "custom_op_libraries": None,
+                "observer": "auto",
+            }.items()
+        ),
     ],
     ids=str,
 )
@@ -29,6 +51,23 @@ def test_wrong_options_in_python_are_refused_by_name(model_file, tmp_path, optio
         onnxplace.compile(model_file, tmp_path / "refused.bundle", **all_options)
     assert [word for word in words if word not in str(refused.value)] == []
     assert not (tmp_path / "refused.bundle").exists()
+
+
+def test_a_target_may_be_the_path_of_its_file(model_file, tmp_path):
+    file = tmp_path / "t.toml"
+    file.write_text(format_target(Target((Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30)))))
+    options = {"shape": {"batch": 4}, "budget_seconds": 0.1, "trial": False}
+    for target in (str(file), file):
+        bundle = onnxplace.compile(model_file, tmp_path / "b", target=target, force=True, **options)
+        assert [device.memory_bytes for device in bundle.target.devices] == [1 << 30] * 2
+
+
+def test_unknown_options_of_placing_are_refused_by_name():
+    graph = GENERATORS["layered"](5, seed=0)
+    for options, words in (({"sed": 1}, "did you mean 'seed'?"), ({"groups": 1}, "for groups, got 1")):
+        with pytest.raises(onnxplace.UsageError, match="U054") as refused:
+            place_cost_graph(graph, **options)
+        assert words in str(refused.value)
 
 
 def test_arguments_of_wrong_types_are_refused(model_file, tmp_path):

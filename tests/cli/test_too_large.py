@@ -104,6 +104,17 @@ def test_sizes_and_devices_of_thousands_of_digits_are_refused(run_cli, model_fil
     assert parse_device_ids(f"cpu:{'0' * 5000}7") == ("cpu:7",)
 
 
+@pytest.mark.parametrize("digits", ["٢", "²", "9" * 5000])
+def test_only_short_numbers_in_plain_digits_are_numbers(run_cli, model_file, digits):
+    """Python takes Arabic digits for numbers, and superscripts for digits."""
+    for code, *command in (
+        ("U011", "compile", model_file, "--shape", f"batch={digits}"),
+        ("U005", "explain", f"P{digits}"),
+    ):
+        result = run_cli(*command)
+        assert (result.code, result.err.partition("]")[0]) == (2, f"error[{code}")
+
+
 # ---------------------------------------------------------------------------------------------- how many devices
 
 

@@ -169,6 +169,7 @@ def test_models_have_the_devices_of_a_target(tmp_path, target_file):
         (("--devices", "2", "--target", "target.toml"), "--devices and --target exclude each other"),
         (("--target", "absent.toml"), "error[T006] absent.toml"),
         (("--devices", "cpu:0,gpx:1"), "unknown device 'gpx:1'"),
+        (("--devices", "٢"), "unknown device"),
         (("--devices", "0"), "0 is not in the range 1<=x<=256"),
         (("--devices", "257"), "257 is not in the range 1<=x<=256"),
     ],
