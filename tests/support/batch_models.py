@@ -391,6 +391,11 @@ COUPLED = {
         "output 'y' do not follow one another",
         "flat",
     ),
+    "a sequence of each request that is resized": (
+        "(float[N, 3, 5] x) => (y) <float[3] s = {1, 1, 2}> { [widen] y = Resize<mode=\"linear\">(x, , s) }",
+        "combines",
+        "widen",
+    ),
     "a scale of all requests": (
         "(float[N, 4] x) => (y, s, z) { [quantise] y, s, z = DynamicQuantizeLinear(x) }",
         "combines",

@@ -52,9 +52,15 @@ def trailing_normalization(view: NodeView) -> list[AxisRule]:
 
 
 def skip_normalization(view: NodeView) -> list[AxisRule]:
-    """SkipLayerNormalization and its relatives: all axes but the last, of input and skip, which may be broadcast."""
-    outputs = view.present_outputs()
+    """SkipLayerNormalization and its relatives: all axes but the last, of input and skip, which may be broadcast.
+
+    ONNX Runtime takes any skip whose elements are as many as those of the last axes, and repeats it.
+    """
+    outputs, rank = view.present_outputs(), view.rank()
+    first = next((axis for axis, size in enumerate(view.shape(1)) if size > 1), 0) + rank - view.rank(1)
     if any(view.result(position) != view.shape(0) for position in outputs):
+        return []
+    if view.shape(1)[first - rank :] != view.shape(0)[first:]:
         return []
     return [
         AxisRule(aligned_axes(view, axis, (0, 1)), dict.fromkeys(outputs, axis))

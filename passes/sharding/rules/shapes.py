@@ -95,12 +95,20 @@ def expand(view: NodeView) -> list[AxisRule]:
 def resize(view: NodeView) -> list[AxisRule]:
     """Resize and Upsample: the axes that keep their size because their scale is exactly 1.
 
-    Sizes name the whole of these axes, so they are set to those of the part.
+    Sizes name the whole of these axes, so they are set to those of the part. In modes other than `nearest`, ONNX
+    Runtime also interpolates along axes that keep their size, with weights 1 and 0: an infinite neighbour then makes
+    NaN. Behind two axes that keep their size, it treats each matrix or volume by itself.
     """
     if view.attribute("coordinate_transformation_mode") == "tf_crop_and_resize":
         return []
-    if view.has(3) and view.shape(3) != (0,):
-        return _resize_to_sizes(view)
+    rules = _resize_to_sizes(view) if view.has(3) and view.shape(3) != (0,) else _resize_by_scales(view)
+    if view.attribute("mode", "nearest") == "nearest":
+        return rules
+    is_apart = view.rank() > 3 and view.shape(0)[:2] == view.result()[:2]
+    return [rule for rule in rules if is_apart and rule.inputs[0] < 2]
+
+
+def _resize_by_scales(view: NodeView) -> list[AxisRule]:
     scales = view.attribute("scales")
     if scales is None:
         position = 1 if view.op == "Upsample" or view.opset < 11 else 2

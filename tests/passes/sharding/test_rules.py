@@ -1,6 +1,7 @@
 """Each rule: which splits it gives, and that every one computes what the whole operator does."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from onnxplace.model import bind, load
 from onnxplace.passes.sharding.layouts import PARTIAL, Layout
 from onnxplace.passes.sharding.rules.table import RULES
 from onnxplace.passes.sharding.space import build_space
+from onnxplace.passes.sharding.strategies import list_axis_rules
 from onnxplace.passes.sharding.tensor_facts import TensorFacts
-from tests.support.forced_sharding import DIVISIONS, Feeds, Trial, try_strategies, with_weights
+from tests.support.forced_sharding import DIVISIONS, Feeds, PlainSession, Trial, fed_names, try_strategies, with_weights
 from tests.support.sharding_cases.attention import ATTENTION
 from tests.support.sharding_cases.convolutions import CONVOLUTIONS
 from tests.support.sharding_cases.moves import MOVES
@@ -62,6 +64,12 @@ def _axes(layouts: tuple[Layout | None, ...]) -> str:
     )
 
 
+def run_all(model: ModelProto, feeds: Feeds) -> dict[str, Any]:
+    """Return the outputs by name."""
+    results = PlainSession(model, optimized=False).run([feeds[name] for name in fed_names(model)])
+    return dict(zip((value.name for value in model.graph.output), results))
+
+
 def trials(case: RuleCase) -> Iterator[tuple[str, list[Trial]]]:
     """Yield the trials of a case with all inputs given, and with all but the first as weights."""
     model = parse(case)
@@ -93,3 +101,35 @@ def test_each_rule_has_a_case_except_those_of_single_elements():
 def test_operators_without_a_rule_stay_whole():
     for op in ("NonZero", "Compress", "DynamicQuantizeLinear", "EyeLike", "Range", "ConstantOfShape", "Unique"):
         assert ("", op) not in RULES
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "RoiAlign"])  # it refuses infinite regions
+def test_no_part_touches_the_numbers_of_another(name: str):
+    """An infinite number in the first part of what is cut leaves all other parts as they are: 0 * inf is NaN."""
+    case = CASES[name]
+    model = parse(case)
+    feeds = draw_feeds(model, case)
+    facts = TensorFacts.of(bind(load(model), {}, dict(feeds)))
+    for view in filter(None, (facts.view(index) for index in range(len(facts.model.nodes)))):
+        names = [item for item in view.node.input if item]
+        if not set(names) <= feeds.keys() | set(facts.model.initializers):
+            continue
+        for rule in list_axis_rules(view):
+            if rule.effect != "map" or rule.fused:
+                continue
+            altered = dict(feeds)
+            for position, axis in rule.inputs.items():
+                if not view.has(position):
+                    continue
+                given, size = view.node.input[position], view.shape(position)[axis]
+                if given in feeds and feeds[given].dtype.kind == "f":
+                    altered[given] = feeds[given].copy()
+                    np.moveaxis(altered[given], axis, 0)[: size // (rule.units or size)] = np.inf
+            expected, actual = (run_all(model, item) for item in (feeds, altered))
+            for position, axis in rule.outputs.items():
+                output = view.node.output[position]
+                if output in expected:
+                    size = view.result(position)[axis]
+                    rest = range(size // (rule.units or size), size)
+                    first, second = (item[output].take(rest, axis) for item in (expected, actual))
+                    np.testing.assert_allclose(second, first, rtol=1e-5, atol=1e-5, err_msg=f"{rule}")

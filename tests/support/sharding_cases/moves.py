@@ -39,6 +39,16 @@ MOVES = {
         '(float[2,4,3,3] x) => (float[2,4,6,6] y) <float[4] s = {1,1,2,2}> { y = Resize<mode="linear">(x, , s) }',
         splits="0-. -> 0, 1-. -> 1",
     ),
+    "Resize, linear sequence": RuleCase(
+        '(float[4,3,3] x) => (float[4,3,6] y) <float[3] s = {1,1,2}> { y = Resize<mode="linear">(x, , s) }'
+    ),
+    "Resize, cubic matrix": RuleCase(
+        '(float[4,4] x) => (float[4,8] y) <int64[2] s = {4,8}> { y = Resize<mode="cubic">(x, , , s) }'
+    ),
+    "Resize, linear rows": RuleCase(
+        '(float[2,4,3,3] x) => (float[2,4,6,3] y) <int64[4] s = {2,4,6,3}> { y = Resize<mode="linear">(x, , , s) }',
+        splits="0--. -> 0, 1--. -> 1",
+    ),
     "Resize, scale beside 1": RuleCase(
         "(float[2,4,3,3] x) => (float[2,4,6,6] y) <float[4] s = {1.2,1,2,2}> { y = Resize(x, , s) }", splits="1-. -> 1"
     ),

@@ -64,6 +64,10 @@ NORMALIZATIONS = {
             y = com.microsoft.SkipLayerNormalization(x, k, s) }""",
         splits="0.. -> 0, 11. -> 1",
     ),
+    "SkipLayerNormalization, repeated": RuleCase(
+        """(float[4,3,6] x, float[2,3,6] k, float[6] s) => (float[4,3,6] y) {
+            y = com.microsoft.SkipLayerNormalization(x, k, s) }"""
+    ),
     "SkipSimplifiedLayerNormalization": RuleCase(
         """(float[4,3,6] x, float[3,6] k, float[6] s) => (float[4,3,6] y, float[4,3,6] z) {
             y, , , z = com.microsoft.SkipSimplifiedLayerNormalization(x, k, s) }""",
