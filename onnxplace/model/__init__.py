@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         require_unchanged as require_unchanged,
     )
     from onnxplace.model.lowering import build_op_graph as build_op_graph
+    from onnxplace.model.misjudged_shapes import find_misjudged_values as find_misjudged_values
     from onnxplace.model.model import (
         MAX_INLINE_BYTES as MAX_INLINE_BYTES,
         Model as Model,
@@ -86,6 +87,7 @@ __getattr__, __dir__, __all__ = attach(
         "model": "MAX_INLINE_BYTES Model declaration_of",
         "device_metadata": "DEVICE_KEY DeviceMetadata SPLITS_KEY read_device_metadata",
         "external_ranges": "list_external_ranges",
+        "misjudged_shapes": "find_misjudged_values",
         "module_paths": "list_enclosing_modules list_module_paths normalize_module",
         "nested_graphs": "captured_names iterate_reads iterate_subgraphs rename_reads",
         "precision": "find_scales_to_protect",

@@ -25,6 +25,7 @@ from onnx import (
 )
 
 from onnxplace.feeds import Array, Declared, random_feeds, resolve_shapes
+from onnxplace.model.misjudged_shapes import Entries, find_misjudged_values
 from onnxplace.model.nested_graphs import iterate_reads
 from onnxplace.model.tensor_parts import embed_part
 from onnxplace.model.tensors import Fingerprint, strip_data, tensor_size
@@ -128,7 +129,7 @@ class Model:
     def types(self) -> dict[str, TypeProto]:
         """Return the type of each value that shape inference finds.
 
-        Symbolic dimensions stay symbolic.
+        Symbolic dimensions stay symbolic. Types without a shape are those of values whose shape is doubtful.
         """
         skeleton = self._build_skeleton()
         try:
@@ -139,7 +140,13 @@ class Model:
         except Exception:  # noqa: BLE001 - inference may fail here: ONNX Runtime knows the missing types
             graph = skeleton.graph
         types = {v.name: v.type for v in (*graph.value_info, *graph.output, *graph.input)}
-        return {name: kind for name, kind in types.items() if kind.WhichOneof("value")}
+        types = {name: kind for name, kind in types.items() if kind.WhichOneof("value")}
+        shapes: dict[str, Entries] = {name: read_shape_entries(kind) for name, kind in types.items()}
+        shapes |= {name: tuple(tensor.dims) for name, tensor in self.initializers.items()}
+        for name in find_misjudged_values(self.nodes, self.reads, shapes) & types.keys():
+            if types[name].HasField("tensor_type"):
+                types[name].tensor_type.ClearField("shape")
+        return types
 
     def _build_skeleton(self) -> ModelProto:
         """Return the model without the bytes of large weights.

@@ -12,7 +12,7 @@ from onnx import NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
 from onnxplace.errors import OnnxplaceError
 from onnxplace.machine import make_session_options, open_session
-from onnxplace.model import Model, infer_static_shapes, iterate_subgraphs
+from onnxplace.model import Model, find_misjudged_values, infer_static_shapes, iterate_subgraphs
 from onnxplace.passes.sharding.node_views import Shape, split_words
 from onnxplace.passes.sharding.runtime_shapes import infer_with_runtime
 
@@ -63,7 +63,10 @@ def infer_shapes_and_values(model: Model) -> tuple[dict[str, Shape], dict[str, T
 
 def _infer(model: Model) -> dict[str, Shape]:
     given = model.input_shapes()
-    return {**infer_with_runtime(model, given).shapes, **infer_static_shapes(model), **given}
+    shapes = {**infer_with_runtime(model, given).shapes, **infer_static_shapes(model), **given}
+    weights = {name: tuple(tensor.dims) for name, tensor in model.initializers.items()}
+    misjudged = find_misjudged_values(model.nodes, model.reads, {**shapes, **weights})
+    return {name: shape for name, shape in shapes.items() if name not in misjudged}
 
 
 def _small_constants(model: Model) -> dict[str, TensorProto]:

@@ -392,7 +392,7 @@ COUPLED = {
         "flat",
     ),
     "a sequence of each request that is resized": (
-        "(float[N, 3, 5] x) => (y) <float[3] s = {1, 1, 2}> { [widen] y = Resize<mode=\"linear\">(x, , s) }",
+        '(float[N, 3, 5] x) => (y) <float[3] s = {1, 1, 2}> { [widen] y = Resize<mode="linear">(x, , s) }',
         "combines",
         "widen",
     ),

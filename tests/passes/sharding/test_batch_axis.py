@@ -123,7 +123,10 @@ def test_joined_runs_of_proven_models_compute_the_same(first: int) -> None:
         if not axes.dimension:
             assert axes.reason
             continue
-        requests = draw_requests(model.proto, axes, model.feeds[0], random.choices((1, 2, 3), k=3), seed)
+        requests = draw_requests(model.proto, axes, model.feeds[0], random.choices((1, 2, 3, 7), k=3), seed)
+        for name in axes.inputs:
+            if requests[0][name].dtype.kind == "f":  # neighbours of an infinite number must not notice it
+                requests[0][name].reshape(-1)[-1:] = np.inf
         try:
             run_plain(model.proto.SerializeToString(), requests)
         except Exception:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
