@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
+from onnxplace._version import __version__
 from onnxplace.bundle.batching_check import check_batching
 from onnxplace.bundle.initial_states import check_initial_states, map_initial_value
 from onnxplace.bundle.manifest import SCHEMA_VERSION, FileRecord, LinkRecord, Manifest, StateRecord
@@ -201,12 +202,13 @@ def _read_manifest(path: Path) -> Manifest:
         raise BundleError(
             "N002", f"expected a schema_version such as {SCHEMA_VERSION!r}", where=str(file), hint=DAMAGED_HINT
         )
-    if int(version.partition(".")[0]) > int(SCHEMA_VERSION.partition(".")[0]):
+    major = SCHEMA_VERSION.partition(".")[0]
+    if int(version.partition(".")[0]) > int(major):
         raise BundleError(
             "N003",
-            f"expected format {SCHEMA_VERSION} or older, the bundle has {version}",
+            f"a newer onnxplace wrote it in format {version}, expected {major}.x, which onnxplace {__version__} reads",
             where=str(file),
-            hint="update onnxplace, or compile the model again",
+            hint="update onnxplace, or compile the model again with this one",
         )
     try:
         manifest = Manifest.model_validate(data)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import click
+
+from onnxplace.errors import OnnxplaceError
 
 # Under this name, the contexts of a command and of its groups share what the user wants to hear.
 _META_KEY = "onnxplace.verbosity"
@@ -33,7 +36,7 @@ def add_verbosity_options(command: click.Command) -> None:
         add_verbosity_options(subcommand)
     command.params += [
         _make_option("-q", "--quiet", "No progress and no notes on stderr: errors only."),
-        _make_option("-v", "--verbose", "Print each step and its time on stderr."),
+        _make_option("-v", "--verbose", "Print each step and its time on stderr, and where a plugin failed."),
     ]
 
 
@@ -51,10 +54,15 @@ def _make_option(short: str, name: str, text: str) -> click.Option:
 
 @contextmanager
 def report_total_time(context: click.Context) -> Iterator[None]:
-    """Print the time of a command at its end, if the user wants to know."""
+    """Print the time of a command, and the exception behind its error, if the user wants to know."""
     began = time.perf_counter()
     try:
         yield
+    except OnnxplaceError as error:
+        if context.meta.get(_META_KEY) == "verbose" and error.__cause__ is not None:
+            with suppress(OSError):
+                click.echo("".join(traceback.format_exception(error.__cause__)), err=True, nl=False)
+        raise
     finally:
         if context.meta.get(_META_KEY) == "verbose":
             with suppress(OSError):

@@ -48,7 +48,7 @@ def find_kind(name: str) -> DeviceKind:
     point = _list_plugins()[name]
     distribution = point.dist.name if point.dist else "an unnamed distribution"
     where = f"device kind {name!r} from {distribution}"
-    hint = f"update or uninstall {distribution}"
+    hint = f"update or uninstall {distribution}; its author sees where with --verbose"
     try:
         plugin = _import(point.value)
     except KeyboardInterrupt:

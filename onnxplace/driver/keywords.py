@@ -39,6 +39,7 @@ def _is_of(hint: Any, value: object) -> bool:
     if kind in (Union, UnionType):
         return any(_is_of(part, value) for part in parts)
     if kind is Sequence:
-        is_list = isinstance(value, Sequence) and not isinstance(value, str)
-        return is_list and all(_is_of(parts[0], item) for item in value)
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            return False
+        return all(_is_of(parts[0], item) for item in value)
     return isinstance(value, str if kind is Literal else _NUMBERS.get(kind, kind))

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onnxplace.bundle import Bundle, list_route_devices
+from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle, list_route_devices
 from onnxplace.devices import find_kind
 from onnxplace.drop_in.exceptions import also_raise_as, match_onnxruntime
-from onnxplace.errors import BundleError, UsageError, format_names, format_value, suggest_nearest
+from onnxplace.errors import BundleError, OnnxplaceError, UsageError, format_names, format_value, suggest_nearest
+from onnxplace.machine import open_session
 from onnxplace.ort import import_onnxruntime
 
 IGNORED_CODE = "U087"
@@ -84,7 +85,7 @@ def accept_arguments(
     ignored = [f"{name}={format_value(further[name])}" for name in _FURTHER[1:] if further.get(name)]
     prefix = None
     if session_options is not None:
-        ignored += _list_ignored_options(session_options)
+        ignored += [*_list_ignored_options(session_options), *_list_given_weights(bundle, session_options)]
         prefix = session_options.profile_file_prefix if session_options.enable_profiling else None
     ignored += _list_ignored_providers(bundle, _normalize_providers(providers, provider_options))
     if providers is None and provider_options:
@@ -134,6 +135,33 @@ def _list_ignored_options(session_options: Any) -> list[str]:
         if name not in (*_HONOURED, *_LOGGING) and getattr(session_options, name) != getattr(default, name)
     ]
     return [*changed, *(["the providers of sess_options"] if session_options.has_providers() else [])]
+
+
+def _list_given_weights(bundle: Bundle, session_options: Any) -> list[str]:
+    """Return a text if session options hold weights of the bundle's whole model, which would replace its own.
+
+    ONNX Runtime does not let anybody read them: a model that returns empty weights of these names shows them.
+    """
+    from onnx import helper, load_model
+
+    weights = load_model(bundle.file(WHOLE_MODEL_FILE), load_external_data=False).graph.initializer
+    empty = [helper.make_tensor(weight.name, weight.data_type, [0], []) for weight in weights]
+    outputs = [helper.make_tensor_value_info(weight.name, weight.data_type, [None]) for weight in weights]
+    graph = helper.make_graph([], "weights", [], outputs, empty)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    quiet = {"enable_profiling": False, "optimized_model_filepath": "", "log_severity_level": 4}
+    kept = {name: getattr(session_options, name) for name in quiet}
+    try:
+        for name, value in quiet.items():  # this session prints nothing and leaves no files
+            setattr(session_options, name, value)
+        session = open_session(model.SerializeToString(), session_options, where="sess_options")
+        are_given = any(value.shape() != [0] for value in session.run_with_ort_values(None, {}))
+    except OnnxplaceError as problem:
+        are_given = "initializer" in problem.message
+    finally:
+        for name, value in kept.items():
+            setattr(session_options, name, value)
+    return ["the initializers of sess_options"] if are_given else []
 
 
 def _normalize_providers(providers: Any, provider_options: Any) -> dict[str, dict[Any, Any]]:

@@ -21,7 +21,7 @@ from onnxplace.machine import make_session_options, open_session
 from onnxplace.model_metadata import ModelMetadata
 from onnxplace.ort import import_onnxruntime
 from onnxplace.runtimes.execution import to_python
-from onnxplace.traces import RequestTimeline
+from onnxplace.traces import RequestTimeline, TraceRecorder
 from onnxplace.utils import write_file
 
 
@@ -30,6 +30,7 @@ class SessionMethods(ABC):
 
     _bundle: Bundle
     _arguments: SessionArguments
+    _recorder: TraceRecorder | None
 
     @abstractmethod
     def run(self, output_names: Iterable[str] | None, input_feed: Mapping[str, Any], run_options: Any = None) -> Any:
@@ -187,11 +188,11 @@ class SessionMethods(ABC):
     # -- profiles and tuning ----------------------------------------------------------------------------
 
     def end_profiling(self) -> str:
-        """Write the trace of the last requests to a file and return its name; empty if none is recorded.
+        """Write the trace of the last requests to a file and return its name; empty if the session records none.
 
         `trace=True` or `sess_options.enable_profiling` records it; Chrome and Perfetto open it (docs/traces.md).
         """
-        if not self.list_timelines():
+        if self._recorder is None:
             return ""
         prefix = self._arguments.profile_prefix or "onnxplace_profile_"
         path = Path(f"{prefix}_{time.strftime('%Y-%m-%d_%H-%M-%S')}.json")

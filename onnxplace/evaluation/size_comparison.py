@@ -102,7 +102,8 @@ def list_other_sizes(sizes: Mapping[str, int], names: Iterable[str]) -> list[dic
     changes = [
         {name: options[name][index % len(options[name])] for name, index in choice.items()} for choice in choices
     ]
-    return list({tuple((sizes | change).values()): {**sizes, **change} for change in changes}.values())
+    others = [{**sizes, **change} for change in changes]
+    return list({tuple(other.values()): other for other in others}.values())
 
 
 def _compare(
@@ -114,8 +115,8 @@ def _compare(
         return SizeComparison(sizes, compare(inputs))
     except (ExecutionError, FeedError, ModelError) as problem:
         # Inputs of these sizes cannot be drawn if they do not fit into memory, or an expression has no such value.
-        refused_by = "model" if inputs is None or isinstance(problem, ModelError) else "bundle"
-        return SizeComparison(sizes, (), refused_by, problem.message)
+        by_model = inputs is None or isinstance(problem, ModelError)
+        return SizeComparison(sizes, (), "model" if by_model else "bundle", problem.message)
 
 
 def require_equal_at_another_size(session: RuntimeSession, bundle: Bundle) -> None:

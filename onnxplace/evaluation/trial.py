@@ -144,8 +144,8 @@ def run_trials(
             report_progress(min(session.share for session in sessions))
         for session in sessions:
             session.end()
-        for session, bundle in zip(opened, bundles) if is_local else ():
-            require_equal_at_another_size(session, bundle)
+        for bundle, running in zip(bundles, opened) if is_local else ():
+            require_equal_at_another_size(running, bundle)
     trials = tuple(session.summarise() for session in sessions)
     if cached and not any(map(is_doubtful, trials)):
         with suppress(ValueError):  # for example a full disk: then it is measured again next time

@@ -57,7 +57,8 @@ def parse_hosts(text: str) -> tuple[str, ...]:
     hosts = _list_hosts(text)
     if len(hosts) < 2:
         message = f"expected two or more hosts, got {format_value(text)}"
-        raise UsageError("K001", message, where="--hosts", hint=_HINT)
+        hint = f"{_HINT}; of one host, `onnxplace devices --calibrate` measures the devices and links"
+        raise UsageError("K001", message, where="--hosts", hint=hint)
     if len(hosts) > MAX_HOSTS:
         message = f"expected at most {MAX_HOSTS} hosts, got more in {format_value(text)}"
         raise UsageError("K001", message, where="--hosts", hint="name fewer hosts")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onnxplace.errors import ModelError, OnnxplaceError, format_one_line
+from onnxplace.errors import ModelError, OnnxplaceError, UsageError, format_one_line
 from onnxplace.utils import disk_error
 
 if TYPE_CHECKING:
@@ -52,6 +52,9 @@ def explain_refusal(problem: Exception, model: Path | bytes, folder: str, device
     if folder and (full := find_disk_full(folder, len(model) if isinstance(model, bytes) else 0)):
         return full
     text = format_one_line(problem).rpartition("[ONNXRuntimeError] : ")[2]
+    if "use_per_session_threads must be false" in text:
+        message = "onnxruntime.set_global_thread_pool_sizes was called, so that no session may have threads of its own"
+        return UsageError("U088", message, where=where, hint="leave the call out, or use bundles in another process")
     if unknown := _UNKNOWN_OPERATOR.search(text):
         message = f"ONNX Runtime has no operator {unknown['name']} in domain {unknown['domain']!r}"
         return ModelError("M010", message, where=where, hint=LIBRARY_HINT)

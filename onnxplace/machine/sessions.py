@@ -15,8 +15,10 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from onnxplace.devices import DeviceAddress, ProviderLock, find_kind
-from onnxplace.errors import ExecutionError, ModelError, OnnxplaceError, format_one_line, format_value
+from onnxplace.errors import ExecutionError, ModelError, OnnxplaceError, format_names, format_one_line, format_value
 from onnxplace.machine.guarded_session import GuardedSession
 from onnxplace.machine.interrupts import interruptible, run_interruptibly
 from onnxplace.machine.refusals import explain_refusal, find_written_folder
@@ -141,6 +143,9 @@ def make_session_options(
 
 
 _openings_under_way = 0
+# If set, ONNX Runtime drops the options of a session for those that a model may have. Unset while sessions are opened.
+_MODEL_OPTIONS_VARIABLE = "ORT_LOAD_CONFIG_FROM_MODEL"
+_hidden: dict[str, str] = {}
 # Whether the interpreter is ending, so that no session may be opened.
 _is_ending = False
 _lock = threading.Lock()
@@ -163,11 +168,16 @@ def _count_opening() -> Iterator[None]:
     with _lock:
         require_interpreter()
         _openings_under_way += 1
+        if _MODEL_OPTIONS_VARIABLE in os.environ:
+            _hidden[_MODEL_OPTIONS_VARIABLE] = os.environ.pop(_MODEL_OPTIONS_VARIABLE)
     try:
         yield
     finally:
         with _lock:
             _openings_under_way -= 1
+            if not _openings_under_way:
+                os.environ.update(_hidden)
+                _hidden.clear()
 
 
 @atexit.register
@@ -260,7 +270,9 @@ def run_whole_model(session: Any, names: Sequence[str] | None, feeds: Mapping[st
         if is_foreign_error(problem):
             raise
         text = format_one_line(problem)
-        hint = "random inputs may not fit this model: give real ones with --inputs F.npz, other sizes with --shape"
+        scalars = [f"{name}={np.ravel(value)[0]}" for name, value in feeds.items() if np.shape(value) in ((), (1,))]
+        drawn = f", such as {format_names(scalars, quoted=False)}," if scalars else ""
+        hint = f"random inputs{drawn} may not fit this model: give real ones with --inputs F.npz, or sizes with --shape"
         raise ModelError("M017", f"the model cannot be run with these inputs: {text}", where=where, hint=hint) from None
 
 

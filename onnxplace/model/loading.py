@@ -48,6 +48,7 @@ def load(source: str | Path | ModelProto) -> Model:
     files = dict.fromkeys(find_external_range(tensor, folder)[0] for tensor in external)
     metadata = read_metadata(proto)
     training = read_training_step(metadata.custom_metadata_map, where)
+    names = {"", *(node.name for node in parts.nodes)}
     return Model(
         name=proto.graph.name or where,
         ir_version=proto.ir_version,
@@ -65,6 +66,7 @@ def load(source: str | Path | ModelProto) -> Model:
         # own order a step needs less memory, and it computes the same however it is cut.
         keeps_order=training is not None,
         metadata=metadata,
+        removed=tuple(node.name for node in proto.graph.node if node.name not in names),
     )
 
 

@@ -87,7 +87,7 @@ class Model:
     states: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Carried state: input name -> name of the output whose value it takes in the next call."""
     removed: tuple[str, ...] = ()
-    """Names of the nodes that optimisation removed, in their order."""
+    """Names of the nodes that were left out, in their order: constants, calls of functions, and what is not needed."""
     device_configurations: tuple[DeviceConfigurationProto, ...] = ()
     """ONNX's own description of devices, which sharding specifications of nodes refer to."""
     weights_files: Mapping[Path, Fingerprint] = field(default_factory=lambda: MappingProxyType({}))

@@ -44,6 +44,11 @@ def bind(model: Model, dimensions: Mapping[str, int], samples: Mapping[str, Arra
         FeedError: Samples do not fit the inputs, or sizes contradict each other.
     """
     inputs = [declaration_of(value, model) for value in model.inputs]
+    for item in inputs:
+        if "map(" in item.dtype:
+            message = f"the model takes a map ({item.dtype}), which bundles do not"
+            hint = "leave the nodes that read it, such as DictVectorizer, out of the model, and give it their results"
+            raise ModelError("M021", message, where=f"input {item.name!r}", hint=hint)
     keys = dict.fromkeys(key for item in inputs for key, size in dimension_keys(item) if size is None)
     _require_dimensions(keys, dimensions)
     if samples:

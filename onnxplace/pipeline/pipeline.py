@@ -119,7 +119,7 @@ def run_pass(step: Pass, state: State) -> State:
             "B001",
             f"{type(problem).__name__}: {problem}",
             where=f"pass {step.name!r}",
-            hint="this is a defect of the pass, please report it",
+            hint="this is a defect of the pass, please report it; --verbose shows where",
         ) from problem
     if not isinstance(after, State):
         raise BrokenPassError("B006", f"expected it to return a State, got {after!r}", where=f"pass {step.name!r}")

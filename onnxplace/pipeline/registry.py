@@ -159,7 +159,7 @@ def find_plugin(kind: Kind, name: str) -> type:
             "G001",
             f"cannot be loaded: {type(problem).__name__}: {problem}",
             where=f"{noun} {name!r} from {entry.distribution}",
-            hint=f"update or uninstall {entry.distribution}",
+            hint=f"update or uninstall {entry.distribution}; its author sees where with --verbose",
         ) from problem
     from onnxplace.runtime import Runtime
     from onnxplace.state import Pass

@@ -126,6 +126,15 @@ def test_the_documented_way_to_costs_in_python_works(tmp_path, monkeypatch, mode
     assert capsys.readouterr().out.startswith("[")
 
 
+def test_facts_are_where_the_documentation_says():
+    section = (ROOT / "docs/passes.md").read_text(encoding="utf-8").partition("## Facts")[2]
+    names = re.findall(r"[A-Z]\w+", section.split("```")[1])
+    assert "`onnxplace.facts`, and `Model` from\n`onnxplace.model`" in section
+    assert len(names) == len(set(names)) == 9
+    for name in names:
+        assert hasattr(importlib.import_module("onnxplace.model" if name == "Model" else "onnxplace.facts"), name)
+
+
 def test_the_example_pass_in_the_documentation_keeps_its_declaration():
     from onnxplace.testing import check_pass
 

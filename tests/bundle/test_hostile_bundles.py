@@ -130,6 +130,13 @@ def test_the_type_of_an_input_that_is_not_one_is_named_by_exports(run_cli, bundl
     assert "expected a type such as 'tensor(float)', got 'tensor(flaot)'" in result.err
 
 
+@pytest.mark.parametrize("version", ["2.0", "70.3"])
+def test_a_newer_format_is_refused_with_what_this_version_reads(run_cli, bundle_copy, version):
+    edit(bundle_copy, lambda m: m.update(schema_version=version))
+    words = f"wrote it in format {version}, expected 1.x, which onnxplace {onnxplace.__version__} reads"
+    assert_refused(run_cli, bundle_copy, "N003", words)
+
+
 @pytest.mark.parametrize(
     "version", ["9" * 5000, "1." + "9" * 5000, "-1", "1", "", "1.1.1", "one.two", "٣.١", 1.1, None]
 )

@@ -33,6 +33,19 @@ def folded(tmp_path):
     return tmp_path / "folded.onnx"
 
 
+CALLING = """
+<ir_version: 8, opset_import: ["": 17, "own": 1]>
+g (float[2] x) => (float[2] y)
+{
+    [one] c = Constant <value = float[1] {1}> ()
+    [call] a = own.Twice(x)
+    [last] y = Add(a, c)
+}
+<opset_import: ["": 17], domain: "own">
+Twice (u) => (v) { [inner] v = Add(u, u) }
+"""
+
+
 @pytest.fixture
 def compile_with(run_cli, tmp_path):
     """Compile for two devices with more options, a device map among them."""
@@ -51,15 +64,29 @@ def test_a_device_map_may_name_nodes_that_optimisation_removed(compile_with, fol
     result = compile_with(folded, device_map={"twice": "cpu:1", "un.*": "cpu:1", "first": "cpu:1"})
     assert result.code == 0, result.err
     (note,) = [line for line in result.err.splitlines() if "U025" in line]
-    assert note.startswith(f"note[U025] {tmp_path / 'map.json'}: only nodes that optimisation removed match ")
+    assert note.startswith(f"note[U025] {tmp_path / 'map.json'}: only nodes that were removed (")
     assert "'twice' ('twice'), 'un.*' ('unread')" in note
     assert "'first'" not in note
+
+
+@pytest.mark.parametrize("name", ["one", "call"])
+def test_constants_and_calls_of_functions_count_as_removed(compile_with, tmp_path, name):
+    onnx.save(parser.parse_model(CALLING), tmp_path / "calling.onnx")
+    for options in ({"device_map": {name: "cpu:1"}}, {"device_map": {}, "colocate": name}):
+        colocate = ("--colocate", options["colocate"]) if "colocate" in options else ()
+        result = compile_with(tmp_path / "calling.onnx", *colocate, device_map=options["device_map"])
+        assert result.code == 0, result.err
+        assert f"match {name!r} ({name!r}): no effect" in result.err
+    result = compile_with(tmp_path / "calling.onnx", device_map={"nothing": "cpu:1"})
+    assert result.code == 2
+    assert "hint: names look like" in result.err
 
 
 def test_colocated_nodes_may_be_among_those_that_optimisation_removed(compile_with, folded):
     result = compile_with(folded, "--colocate", "twice|unread", "--colocate", "first|twice")
     assert result.code == 0, result.err
-    assert "note[U025] --colocate: only nodes that optimisation removed match 'twice|unread' ('twice')" in result.err
+    assert "note[U025] --colocate: only nodes that were removed (" in result.err
+    assert "match 'twice|unread' ('twice')" in result.err
     assert "first" not in result.err
 
 

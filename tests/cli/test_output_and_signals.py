@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -322,6 +323,16 @@ def test_verify_does_not_advise_verify(bundle: Path, run_cli: Cli, monkeypatch: 
         hint = result.err.partition("hint:")[2]
         assert about in hint
         assert ("onnxplace verify" in hint) == (command == "run")
+
+
+def test_numbers_that_were_drawn_are_said_if_a_model_cannot_run_with_them(tmp_path: Path, run_cli: Cli):
+    """As the sample rate of a voice detector, which sizes alone do not make right."""
+    head = '<ir_version: 10, opset_import: ["": 21]> g (float[N] x, int64 rate, int64[1] d) => (float[M, K] y) '
+    text = head + "<int64[1] h = {0}> { r = Unsqueeze(rate, h) s = Concat<axis=0>(r, d) y = Reshape(x, s) }"
+    onnx.save(parser.parse_model(text), tmp_path / "rate.onnx")
+    result = run_cli("compile", tmp_path / "rate.onnx", "--shape", "N=7", "--devices", "cpu:0")
+    assert (result.code, result.err[:11]) == (2, "error[M017]")
+    assert re.search("random inputs, such as rate=[01], d=[01], may not fit", result.err)
 
 
 def test_verify_names_the_file_of_inputs_with_which_the_unsplit_model_fails(tmp_path: Path, run_cli: Cli):

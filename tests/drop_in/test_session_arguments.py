@@ -1,11 +1,16 @@
 """Arguments of ONNX Runtime's constructor: what has no effect on a bundle is said."""
 
+import os
 import re
+import subprocess
+import sys
 import warnings
 
+import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from onnx import helper
 
 import onnxplace
 from onnxplace.drop_in.session_arguments import accept_arguments, list_providers
@@ -64,6 +69,53 @@ def test_arguments_without_an_effect_are_said_in_one_warning_and_listed(compiled
     (warning,) = caught
     assert words in str(warning.message)
     assert warning.filename == __file__, "it points at the call"
+
+
+@pytest.mark.parametrize("method", ["add_initializer", "add_external_initializers"])
+def test_weights_in_session_options_are_said_to_have_no_effect(compiled, method, tmp_path, monkeypatch, capfd):
+    """ONNX Runtime does not let anybody read them."""
+    monkeypatch.chdir(tmp_path)
+    weight = onnx.load(compiled / "segments/whole.onnx", load_external_data=False).graph.initializer[0]
+    value = onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(weight.dims, helper.tensor_dtype_to_np_dtype(1)))
+    options = make_options(enable_profiling=True, log_severity_level=0)
+    if method == "add_initializer":
+        options.add_initializer(weight.name, value)
+    else:
+        options.add_external_initializers([weight.name], [value])
+    with pytest.warns(UserWarning, match=r"U087.*the initializers of sess_options"):
+        assert open_with(compiled, sess_options=options) == ("the initializers of sess_options",)
+    assert (options.enable_profiling, options.log_severity_level) == (True, 0)
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr().err == ""
+
+
+def test_a_variable_that_replaces_session_options_has_no_effect(model_file, tmp_path, monkeypatch):
+    """ONNX Runtime would drop the threads, and the profiler that measures the costs."""
+    monkeypatch.setenv("ORT_LOAD_CONFIG_FROM_MODEL", "1")
+    onnxplace.compile(model_file, tmp_path / "b", shape={"batch": 4}, devices="cpu:0", cache=False, trial=False)
+    assert os.environ["ORT_LOAD_CONFIG_FROM_MODEL"] == "1"
+
+
+def test_a_global_pool_of_threads_is_named(compiled, model_file):
+    """Nothing undoes the call, so that it has a process of its own."""
+    script = f"""
+import onnxplace, onnxruntime
+onnxruntime.set_global_thread_pool_sizes(1, 1)
+for use in (
+    lambda: onnxplace.InferenceSession({str(compiled)!r}),
+    lambda: onnxplace.compile({str(model_file)!r}, "b", shape=dict(batch=4)),
+):
+    try:
+        use()
+    except onnxplace.UsageError as error:
+        print(error.code, error.message)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (
+        done.stdout.splitlines()
+        == ["U088 onnxruntime.set_global_thread_pool_sizes was called, so that no session may have threads of its own"]
+        * 2
+    ), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def test_lists_of_hosts_are_expanded_in_order(text, names):
     [
         ("", ("K001", "expected two or more hosts", "--hosts node1,node2")),
         ("node1", ("K001", "got 'node1'")),
+        ("localhost:2", ("K001", "got 'localhost:2'", "`onnxplace devices --calibrate`")),
         ("node1,node1", ("K001", "'node1' is named twice")),
         ("node[1-2],node1", ("K001", "'node1' is named twice")),
         ("node1,Node2", ("T017", "'Node2'", "lower-case")),

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from onnx import AttributeProto, ModelProto, TensorProto, helper, numpy_helper, parser
 
-from onnxplace import FeedError
+from onnxplace import FeedError, ModelError
 from onnxplace.feeds import Declared, check_feeds
-from onnxplace.model import build_op_graph, load
+from onnxplace.model import bind, build_op_graph, load
 from tests.support.model_texts import IF, X, find_then_branch, parse_graph
 from tests.support.random_placements import RandomPlacement, assert_same, compiled_with, run_together
 
@@ -272,3 +272,13 @@ def test_metadata_that_is_not_utf8_is_read_with_replacements(tmp_path):
     metadata = load(tmp_path / "m.onnx").metadata
     assert metadata.producer_name == metadata.description == metadata.graph_description == "caf\ufffd"
     assert metadata.custom_metadata_map == {"caf\ufffd": "caf\ufffd"}
+
+
+def test_a_map_as_input_is_refused_with_or_without_a_value():
+    """No feed could be right: an OrtValue holds no map."""
+    text = """<ir_version: 8, opset_import: ["": 17, "ai.onnx.ml": 3]>
+    g (map(int64, float) x) => (float[N, M] y) { y = ai.onnx.ml.DictVectorizer<int64_vocabulary=[1, 2]>(x) }"""
+    model = load(parser.parse_model(text))
+    for samples in ({}, {"x": {1: 2.0}}):
+        with pytest.raises(ModelError, match=r"M021.*input 'x'.*map\(int64,tensor\(float\)\).*\n.*DictVectorizer"):
+            bind(model, {}, samples)

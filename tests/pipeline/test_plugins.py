@@ -234,6 +234,22 @@ class RawKind(DeviceKind):
 }
 
 
+BAD_PASS = """
+from dataclasses import dataclass
+from onnxplace.facts import Placement, Profile, Schedule
+from onnxplace.state import Pass
+
+@dataclass(frozen=True)
+class Bad(Pass):
+    name = "bad"
+    requires = (Profile,)
+    provides = (Placement, Schedule)
+
+    def run(self, state):
+        raise KeyError("lost")
+"""
+
+
 @pytest.fixture
 def broken_site(tmp_path: Path) -> Path:
     folder = tmp_path / "broken"
@@ -288,6 +304,17 @@ def test_a_broken_plugin_fails_on_use_and_is_named_with_its_distribution(broken_
         if name != "stranger":
             assert "acme-plugins" in result.err
     assert {path.name for path in model_file.parent.iterdir()} == {"model.onnx", "broken"}
+
+
+def test_verbose_shows_the_author_of_a_plugin_where_it_fails(site, broken_site, commands, model_file):
+    install(site, "bad-pass", {"onnxplace.passes": {"bad": "bad_pass:Bad"}}, {"bad_pass": BAD_PASS})
+    compiling = ["compile", "model.onnx", "--shape", "batch=4", "--placer"]
+    for folder, name, line in ((broken_site, "fails", "in <module>"), (site, "bad", "in run")):
+        quiet, verbose = commands(folder, [*compiling, name], [*compiling, name, "-v"]).results
+        assert "--verbose" in quiet.err
+        assert "Traceback" not in quiet.err
+        assert line in verbose.err[verbose.err.index("Traceback") :]
+        assert verbose.err.count("error[") == 1
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,9 @@ def pin_modules(
             used.add(module)
     idle = [key for key in rules if normalize_module(key) not in used]
     if unknown := [key for key in idle if not _may_be_empty(normalize_module(key), modules, devices)]:
-        known = [module for module in modules.keys() - set(map(normalize_module, graph.names)) if module]
-        hint = f"{suggest_nearest(unknown[0], sorted(known))}; {suggest_names(graph)}"
+        known = [module for module in modules.keys() - set(map(normalize_module, (*graph.names, *removed))) if module]
+        nearest = f"{suggest_nearest(unknown[0], sorted(known))}; " if known else ""
+        hint = f"{nearest}{suggest_names(graph)}"
         raise UsageError("U020", f"no module {format_list(map(repr, unknown))} in this model", where=where, hint=hint)
     pinned_count = int((pinned >= 0).sum())
     message = f"modules of this map pin {format_count(pinned_count, 'node')} of {len(graph)}; the others are free"

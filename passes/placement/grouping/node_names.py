@@ -10,7 +10,7 @@ from onnxplace.utils import match_names
 
 
 def match_removed(patterns: Sequence[str], removed: Sequence[str], where: str) -> dict[str, str]:
-    """Return the patterns that match nodes which optimisation removed, each with the first such node."""
+    """Return the patterns that match nodes that were removed, each with the first such node."""
     if not patterns or not removed:
         return {}
     matches = match_names(patterns, removed, where)
@@ -20,7 +20,7 @@ def match_removed(patterns: Sequence[str], removed: Sequence[str], where: str) -
 def note_removed(removed_matches: Mapping[str, str], where: str) -> Diagnostic:
     """Return the note that patterns have no effect; each comes with the first removed node that it matches."""
     listed = format_list(f"{pattern!r} ({name!r})" for pattern, name in removed_matches.items())
-    message = f"only nodes that optimisation removed match {listed}: no effect"
+    message = f"only nodes that were removed (constants, calls of functions, unused ones) match {listed}: no effect"
     return Diagnostic("U025", message, where=where, hint="leave it out, or name nodes that remain")
 
 
