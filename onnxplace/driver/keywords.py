@@ -14,8 +14,6 @@ _EXAMPLES = {
     "devices": 'write "cuda:0,cuda:1", or a list of such names',
     "shape": 'write shape={"batch": 8}',
     "inputs": 'write inputs={"images": array}; onnxplace.feeds.read_npz reads a file',
-    "state": 'write state={"present.*": "past.*"}, or texts such as "present=past"',
-    "objective": 'write "latency", "throughput", "fit" or "step"',
 }
 # numpy's numbers count as well.
 _NUMBERS = {int: Integral, float: Real}
