@@ -15,8 +15,8 @@ from onnxplace.drop_in.ort_conversion import to_owned_ort_value
 from onnxplace.drop_in.session_arguments import warn_ignored
 from onnxplace.errors import FeedError, UsageError, format_one_line, format_value, suggest_nearest
 from onnxplace.feeds import Array
+from onnxplace.machine import to_python
 from onnxplace.ort import import_onnxruntime
-from onnxplace.runtimes.execution import to_python
 
 # Types of devices that ONNX Runtime knows.
 _DEVICE_TYPES = ("cpu", "cuda", "cann", "dml", "webgpu", "gpu", "npu")

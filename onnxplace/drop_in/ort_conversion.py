@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from onnxplace.machine import is_native_array, to_ort_value, to_python
 from onnxplace.ort import import_onnxruntime
-from onnxplace.runtimes.execution import is_native_array, to_ort_value, to_python
 
 
 class _Borrowed:

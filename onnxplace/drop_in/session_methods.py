@@ -17,10 +17,9 @@ from onnxplace.drop_in.node_args import NodeArg, list_inputs, list_outputs, list
 from onnxplace.drop_in.ort_conversion import to_owned_ort_value
 from onnxplace.drop_in.session_arguments import SessionArguments, list_providers, warn_ignored
 from onnxplace.errors import OnnxplaceError, UsageError
-from onnxplace.machine import make_session_options, open_session
+from onnxplace.machine import make_session_options, open_session, to_python
 from onnxplace.model_metadata import ModelMetadata
 from onnxplace.ort import import_onnxruntime
-from onnxplace.runtimes.execution import to_python
 from onnxplace.traces import RequestTimeline, TraceRecorder
 from onnxplace.utils import write_file
 

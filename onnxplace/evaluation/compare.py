@@ -14,7 +14,7 @@ import numpy as np
 from onnxplace.bundle import WHOLE_MODEL_FILE, Bundle, SplitStates
 from onnxplace.errors import ModelError
 from onnxplace.feeds import Array, Declared, describe_input
-from onnxplace.machine import make_session_options, open_session, pin_thread, run_whole_model
+from onnxplace.machine import make_runner, make_session_options, open_session, pin_thread
 from onnxplace.model import Lineage, is_quantising, output_lineages
 from onnxplace.utils import report_progress
 
@@ -152,7 +152,7 @@ def open_reference(
     entries = {} if against else bundle.session_entries
     with pin_thread(all_cores):
         session = open_session(model, make_session_options(all_cores, entries=entries), where=str(model))
-    names = [output.name for output in session.get_outputs()]
+    names, run_whole = [output.name for output in session.get_outputs()], make_runner(session, str(model))
     # The bundle's copy has the bundle's own parts of states, other files have whole states.
     split_states = SplitStates(bundle.manifest) if against else None
     _require_same_interface(bundle, session, str(model), split_states)
@@ -161,7 +161,7 @@ def open_reference(
         if split_states:
             feeds = split_states.join_feeds(feeds)
         with pin_thread(all_cores):
-            outputs = dict(zip(names, run_whole_model(session, names, feeds, str(model))))
+            outputs = dict(zip(names, run_whole(feeds)))
         return split_states.cut_outputs(outputs) if split_states else outputs
 
     return run

@@ -25,6 +25,16 @@ if TYPE_CHECKING:
         prepare_interrupts as prepare_interrupts,
         register_ending_handler as register_ending_handler,
     )
+    from onnxplace.machine.ort_values import (
+        count_bytes as count_bytes,
+        is_absent as is_absent,
+        is_copyable_tensor as is_copyable_tensor,
+        is_native_array as is_native_array,
+        is_native_type as is_native_type,
+        to_ort_value as to_ort_value,
+        to_ort_value_if_possible as to_ort_value_if_possible,
+        to_python as to_python,
+    )
     from onnxplace.machine.refusals import LIBRARY_HINT as LIBRARY_HINT, find_disk_full as find_disk_full
     from onnxplace.machine.repeated_runs import (
         BUSY_WAITING_SHARE as BUSY_WAITING_SHARE,
@@ -43,11 +53,11 @@ if TYPE_CHECKING:
         open_session as open_session,
         pin_thread as pin_thread,
         require_interpreter as require_interpreter,
-        run_whole_model as run_whole_model,
         use_custom_operators as use_custom_operators,
         uses_optimisations as uses_optimisations,
         without_optimisations as without_optimisations,
     )
+    from onnxplace.machine.whole_runs import make_runner as make_runner
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
@@ -59,6 +69,10 @@ __getattr__, __dir__, __all__ = attach(
             "find_hardware find_link_technology list_accelerators local_target require_device"
         ),
         "interrupts": "interruptible prepare_interrupts register_ending_handler",
+        "ort_values": (
+            "count_bytes is_absent is_copyable_tensor is_native_array is_native_type to_ort_value "
+            "to_ort_value_if_possible to_python"
+        ),
         "refusals": "LIBRARY_HINT find_disk_full",
         "repeated_runs": (
             "BUSY_WAITING_SHARE DOUBTFUL_WAITING_SHARE MAX_CREDIBLE_WAITING_SHARE MIN_RUNS RepeatPolicy Runs"
@@ -66,7 +80,8 @@ __getattr__, __dir__, __all__ = attach(
         "run_delay": "longest_wait read_run_delays",
         "sessions": (
             "end_openings is_foreign_error list_operator_libraries make_session_options open_session pin_thread "
-            "require_interpreter run_whole_model use_custom_operators uses_optimisations without_optimisations"
+            "require_interpreter use_custom_operators uses_optimisations without_optimisations"
         ),
+        "whole_runs": "make_runner",
     },
 )

@@ -198,8 +198,8 @@ class interruptible:  # noqa: N801 - used like a function
         return False
 
 
-def run_interruptibly(session: Any, names: Any, feeds: Any) -> Any:
-    """Run an ONNX Runtime session.
+def run_interruptibly(run: Callable[..., Any], names: Any, feeds: Any) -> Any:
+    """Run an ONNX Runtime session by one of its methods.
 
     Ctrl-C ends it at the next node, and raises as usual.
     """
@@ -207,4 +207,4 @@ def run_interruptibly(session: Any, names: Any, feeds: Any) -> Any:
 
     options = import_onnxruntime().RunOptions()
     with interruptible(lambda: setattr(options, "terminate", True)):
-        return session.run(names, feeds, options)
+        return run(names, feeds, options)

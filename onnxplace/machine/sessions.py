@@ -15,12 +15,10 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from onnxplace.devices import DeviceAddress, ProviderLock, find_kind
-from onnxplace.errors import ExecutionError, ModelError, OnnxplaceError, format_names, format_one_line, format_value
+from onnxplace.errors import ExecutionError, ModelError, OnnxplaceError, format_one_line, format_value
 from onnxplace.machine.guarded_session import GuardedSession
-from onnxplace.machine.interrupts import interruptible, run_interruptibly
+from onnxplace.machine.interrupts import interruptible
 from onnxplace.machine.refusals import explain_refusal, find_written_folder
 from onnxplace.ort import import_onnxruntime
 
@@ -257,23 +255,6 @@ def _create_session(source: str | bytes, options: Any, providers: Sequence[Any],
         return import_onnxruntime().InferenceSession(source, options, providers=providers, enable_fallback=0)
 
     return create() if lock is None else lock.call(lambda: GuardedSession(create(), lock))
-
-
-def run_whole_model(session: Any, names: Sequence[str] | None, feeds: Mapping[str, Any], where: str) -> list[Any]:
-    """Run a whole model.
-
-    Raises ModelError with ONNX Runtime's message if it cannot run with these inputs.
-    """
-    try:
-        return list(run_interruptibly(session, names, dict(feeds)))
-    except Exception as problem:
-        if is_foreign_error(problem):
-            raise
-        text = format_one_line(problem)
-        scalars = [f"{name}={np.ravel(value)[0]}" for name, value in feeds.items() if np.shape(value) in ((), (1,))]
-        drawn = f", such as {format_names(scalars, quoted=False)}," if scalars else ""
-        hint = f"random inputs{drawn} may not fit this model: give real ones with --inputs F.npz, or sizes with --shape"
-        raise ModelError("M017", f"the model cannot be run with these inputs: {text}", where=where, hint=hint) from None
 
 
 @contextmanager

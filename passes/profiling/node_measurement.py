@@ -28,13 +28,13 @@ from onnxplace.machine import (
     Runs,
     find_disk_full,
     list_operator_libraries,
+    make_runner,
     make_session_options,
     open_session,
     pin_thread,
-    run_whole_model,
     use_custom_operators,
 )
-from onnxplace.model import Model, store_for_session
+from onnxplace.model import Model, packed_size, store_for_session
 from onnxplace.passes.profiling.kernel_attribution import attribute_kernels, remove_overhead
 from onnxplace.utils import progress_part, run_in_child, temporary_folder
 
@@ -204,7 +204,7 @@ def _saving_options(job: Job, level: Any) -> Any:
 
 def _run_repeatedly(session: Any, job: Job, policy: RepeatPolicy) -> tuple[Runs, list[Any]]:
     """Warm up and run repeatedly; return times and last results."""
-    call = partial(run_whole_model, session, None, job.feeds, job.where)
+    call = partial(make_runner(session, job.where), job.feeds)
     for _ in range(WARM_UP_RUNS):
         call()
     return policy.run(call, pool=len(job.cores) > 1)
@@ -265,34 +265,18 @@ def _between_quantiles(times: Floats, start: float, stop: float) -> Floats:
     return times[first : max(int(np.ceil(stop * len(times))), first + 1)]
 
 
-# By the profiler's names of element types.
-_ELEMENT_BYTES = {
-    "float": 4,
-    "double": 8,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint64": 8,
-    "uint32": 4,
-    "uint16": 2,
-    "uint8": 1,
-    "bool": 1,
-    "complex64": 8,
-    "complex128": 16,
-}
+_ELEMENT_TYPES = dict(onnx.TensorProto.DataType.items())
 
 
 def _tensor_bytes(shape: Mapping[str, Sequence[int]]) -> int:
     """Return the bytes of a tensor in the profiler's form.
 
-    For example `{"float": [1, 64]}`; -1 for values that are no plain tensor.
+    For example `{"float": [1, 64]}` or `{"Int4x2": [3]}`; -1 for values that are no plain tensor.
     """
     for kind, dims in shape.items():
-        if kind in _ELEMENT_BYTES:
-            return int(np.prod(dims, dtype=np.int64)) * _ELEMENT_BYTES[kind]
+        name = kind.upper().removesuffix("X2").removesuffix("X4")
+        if name in _ELEMENT_TYPES and name != "STRING":
+            return packed_size(_ELEMENT_TYPES[name], dims)
     return -1
 
 

@@ -11,12 +11,6 @@ if TYPE_CHECKING:
     from onnxplace.runtimes.execution.failures import describe_step_failure as describe_step_failure
     from onnxplace.runtimes.execution.futures import Outcome as Outcome, ResultFuture as ResultFuture
     from onnxplace.runtimes.execution.host_memory import HostMemory as HostMemory
-    from onnxplace.runtimes.execution.ort_values import (
-        is_native_array as is_native_array,
-        is_native_type as is_native_type,
-        to_ort_value as to_ort_value,
-        to_python as to_python,
-    )
     from onnxplace.runtimes.execution.programs import ProgramLoop as ProgramLoop, drop_last_frees as drop_last_frees
     from onnxplace.runtimes.execution.requests import CancelledError as CancelledError, Request as Request
     from onnxplace.runtimes.execution.routes import OpenRoute as OpenRoute, open_routes as open_routes
@@ -39,7 +33,6 @@ __getattr__, __dir__, __all__ = attach(
         "failures": "describe_step_failure",
         "futures": "Outcome ResultFuture",
         "host_memory": "HostMemory",
-        "ort_values": "is_native_array is_native_type to_ort_value to_python",
         "programs": "ProgramLoop drop_last_frees",
         "requests": "CancelledError Request",
         "routes": "OpenRoute open_routes",

@@ -12,15 +12,17 @@ import numpy as np
 from onnx import parser
 
 from onnxplace.devices import DeviceAddress, DeviceMemory, find_kind
-from onnxplace.machine import GuardedSession, make_session_options, open_session
-from onnxplace.runtimes.execution.bound_runs import run_bound
-from onnxplace.runtimes.execution.ort_values import (
+from onnxplace.machine import (
+    GuardedSession,
     is_copyable_tensor,
     is_native_type,
+    make_session_options,
+    open_session,
     to_ort_value,
     to_ort_value_if_possible,
     to_python,
 )
+from onnxplace.runtimes.execution.bound_runs import run_bound
 
 _PROBE = '<ir_version: 8, opset_import: ["": 17]> probe (float[1] x) => (float[1] y) { y = Neg(x) }'
 

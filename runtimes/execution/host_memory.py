@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 
 from onnxplace.devices import DeviceMemory
-from onnxplace.runtimes.execution.arena import register_shared_arena
-from onnxplace.runtimes.execution.bound_runs import run_bound
-from onnxplace.runtimes.execution.ort_values import (
+from onnxplace.machine import (
     is_copyable_tensor,
     is_native_array,
     is_native_type,
@@ -18,6 +16,8 @@ from onnxplace.runtimes.execution.ort_values import (
     to_ort_value_if_possible,
     to_python,
 )
+from onnxplace.runtimes.execution.arena import register_shared_arena
+from onnxplace.runtimes.execution.bound_runs import run_bound
 
 
 class HostMemory(DeviceMemory):

@@ -10,14 +10,16 @@ import numpy as np
 from onnxplace.bundle import Bundle, SegmentRecord
 from onnxplace.devices import DeviceMemory, find_kind, import_memory
 from onnxplace.errors import BundleError, ModelError
-from onnxplace.machine import make_session_options, open_session, pin_thread
-from onnxplace.runtimes.execution.arena import return_freed_memory
-from onnxplace.runtimes.execution.ort_values import (
+from onnxplace.machine import (
     is_absent,
     is_native_type,
+    make_session_options,
+    open_session,
+    pin_thread,
     to_ort_value_if_possible,
     to_python,
 )
+from onnxplace.runtimes.execution.arena import return_freed_memory
 from onnxplace.target import Device
 
 MAX_PATTERN_BYTES = 4 << 20

@@ -21,14 +21,14 @@ import numpy as np
 
 from onnxplace.devices import DeviceAddress, DeviceMemory
 from onnxplace.errors import ExecutionError, format_one_line
-from onnxplace.runtimes.execution.failures import is_out_of_memory
-from onnxplace.runtimes.execution.ort_values import (
+from onnxplace.machine import (
     is_copyable_tensor,
     is_native_array,
     to_ort_value,
     to_ort_value_if_possible,
     to_python,
 )
+from onnxplace.runtimes.execution.failures import is_out_of_memory
 from onnxplace.runtimes.execution.pinned_memory import PinnedPool
 from onnxplace.runtimes.execution.stream_driver import Driver, DriverError
 from onnxplace.runtimes.execution.stream_values import Allocation, DeviceTensor, Download, StreamValue

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from onnx import helper
 
+from onnxplace.machine import count_bytes, is_native_type
 from onnxplace.ort import import_onnxruntime
-from onnxplace.runtimes.execution.ort_values import count_bytes, is_native_type
 from onnxplace.runtimes.execution.pinned_memory import PinnedBuffer
 from onnxplace.runtimes.execution.stream_driver import DriverError
 from onnxplace.runtimes.execution.work_queues import Mark, WorkQueue

@@ -14,7 +14,8 @@ import numpy as np
 from onnx import helper
 
 from onnxplace.devices import DeviceMemory
-from onnxplace.runtimes.execution import DeviceTensor, PlacedDevice, StreamValue, is_native_array, is_native_type
+from onnxplace.machine import is_native_array, is_native_type
+from onnxplace.runtimes.execution import DeviceTensor, PlacedDevice, StreamValue
 
 # Smaller values are sent together with their header, which is in the host's memory.
 MIN_DEVICE_BYTES = 16 << 10

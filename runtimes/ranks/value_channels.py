@@ -23,7 +23,7 @@ import numpy as np
 
 from onnxplace.bundle import Manifest
 from onnxplace.feeds import numpy_type
-from onnxplace.runtimes.execution import is_native_type
+from onnxplace.machine import is_native_type
 from onnxplace.runtimes.ranks.data_planes import DeviceArray
 from onnxplace.runtimes.ranks.frames import MAX_JOINED_BYTES
 from onnxplace.runtimes.ranks.message_bus import MessageBus

@@ -13,14 +13,20 @@ import pytest
 from onnx import ModelProto, parser
 
 import onnxplace
+from onnxplace.devices import DeviceAddress
+from onnxplace.driver import compile_model
 from onnxplace.errors import FeedError
 from onnxplace.evaluation.compare import compare_output
 from onnxplace.feeds import Declared, check_feeds, random_feeds
 from onnxplace.feeds.feeds import numpy_type
+from onnxplace.model import infer_static_shapes, load, value_bytes
+from onnxplace.passes.profiling.chunks import measure_chunks
+from onnxplace.passes.profiling.node_measurement import MeasurementOptions
+from onnxplace.passes.profiling.profile_model import ModelStructure
 from tests.conftest import Ran
 from tests.support.random_placements import RandomPlacement, compiled_with, run_together
 
-FLOATS = ("bfloat16", "float8e4m3fn", "float8e5m2")
+FLOATS = ("bfloat16", "float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz")
 INTEGERS = ("int4", "uint4", "int2", "uint2")
 
 
@@ -54,6 +60,34 @@ def test_values_of_few_bits_may_be_fed_and_returned(tmp_path: Path, element: str
     np.testing.assert_array_equal(y, x.astype(np.float32))
     assert z.dtype == x.dtype
     np.testing.assert_array_equal(z, x)
+
+
+@pytest.mark.parametrize("element", FLOATS + INTEGERS)
+def test_models_of_few_bits_are_measured_run_verified_and_timed(tmp_path: Path, run_cli: Callable[..., Ran], element):
+    path, bundle = tmp_path / "m.onnx", tmp_path / "bundle"
+    path.write_bytes(carried(element).SerializeToString())
+    steps = "optimize,profile{repeat=3,seconds=0},m-etf,split,emit"
+    compiled = compile_model(path, bundle, devices="cpu:0,cpu:1", pipeline=steps)
+    assert "C001" not in {note.code for note in compiled.diagnostics}  # costs were measured, not estimated
+    for command in (("run",), ("verify",), ("verify", "--against", path), ("bench", "--repeat", "1", "--no-memory")):
+        result = run_cli(command[0], bundle, *command[1:])
+        assert result.code == 0, result.err
+
+
+def test_models_of_few_bits_are_tried_with_several_in_flight(tmp_path: Path):
+    options = {"objective": "throughput", "devices": "cpu:0,cpu:1", "budget_seconds": 0.1}
+    compiled = compile_model(carried("bfloat16"), tmp_path / "bundle", **options)
+    assert not {"C001", "C021"} & {note.code for note in compiled.diagnostics}
+
+
+def test_models_of_few_bits_are_measured_in_pieces(tmp_path: Path):
+    model = load(carried("bfloat16"))
+    chunks = [range(node, node + 1) for node in range(len(model.nodes))]
+    shapes = infer_static_shapes(model)
+    structure = ModelStructure.of(model, shapes, value_bytes(model, shapes))
+    options = MeasurementOptions(DeviceAddress("cpu", 0), (0,), 1, 0.0)
+    measurement = measure_chunks(model, structure.graph, structure.kinds, chunks, {"x": sample("bfloat16")}, options)
+    assert measurement.measured.all()
 
 
 @pytest.mark.parametrize("element", FLOATS + INTEGERS)

@@ -31,9 +31,9 @@ from onnx.backend.test.runner import Runner
 import onnxplace
 from onnxplace.devices import DeviceAddress, find_kind
 from onnxplace.driver import compile_model
+from onnxplace.machine import to_ort_value, to_python
 from onnxplace.model.model import MAX_IR_VERSION
 from onnxplace.model.nested_graphs import rename_reads
-from onnxplace.runtimes.execution.ort_values import to_ort_value, to_python
 from onnxplace.state import Pass
 from onnxplace.target import Device, Target
 from tests.support.fault_checks import HUNG_SECONDS

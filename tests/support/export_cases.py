@@ -14,8 +14,8 @@ import onnx
 import onnxruntime
 
 import onnxplace
+from onnxplace.machine import to_ort_value, to_python
 from onnxplace.report import describe_bundle, render_page
-from onnxplace.runtimes.execution.ort_values import to_ort_value, to_python
 from tests.support.conformance import (
     Case,
     Outcome,

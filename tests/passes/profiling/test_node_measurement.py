@@ -268,6 +268,18 @@ def test_outputs_that_are_no_tensor_have_no_size():
     assert collect_kernels([run_event(0, 9), odd], make_runs([1.0], [0.0])).output_bytes == {"k": [-1]}
 
 
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        *(("float", 24), ("double", 48), ("complex64", 48), ("int64", 48), ("bool", 6)),
+        *(("bfloat16", 12), ("Float8E4M3FN", 6), ("Float8E5M2FNUZ", 6), ("Int4x2", 3), ("UInt4x2", 3), ("UInt2x4", 2)),
+    ],
+)
+def test_the_bytes_of_an_output_follow_from_its_type(kind, size):
+    event = {"cat": "Node", "name": "k_kernel_time", "ts": 1, "dur": 1, "args": {"output_type_shape": [{kind: [2, 3]}]}}
+    assert collect_kernels([run_event(0, 9), event], make_runs([1.0], [0.0])).output_bytes == {"k": [size]}
+
+
 NAMED_TEXT = """<ir_version: 8, opset_import: ["": 17]>
 g (float[1, 8] x, float[1, 8] z) => (float[1, 8] y, float[1, 8] u)
 { [conv] a = Relu(x)  [other] b = Tanh(z)  [add] c = Add(a, b)  [relu] y = Sigmoid(c)  [end] u = Neg(y) }"""

@@ -7,13 +7,18 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from onnxplace.feeds import Array
+from onnxplace.machine.sessions import make_session_options, open_session
 from onnxplace.ort import import_onnxruntime
+
+Array = NDArray[Any]
 
 # Types with several elements per byte.
 _PACKED = ("tensor(int4", "tensor(uint4", "tensor(float4", "tensor(int2", "tensor(uint2")
 _PACKED_DTYPES = ("int4", "uint4", "float4_e2m1fn", "int2", "uint2")
+# Types that numpy lacks.
+_FOREIGN = (*_PACKED, "tensor(bfloat", "tensor(float8")
 # Types that ONNX Runtime accepts and returns as numpy arrays without a copy.
 _NATIVE = frozenset(
     f"tensor({name})"
@@ -23,6 +28,15 @@ _NATIVE = frozenset(
     )
 )
 _NATIVE_KINDS = "fiub"
+
+
+def needs_ort_value(declared: str) -> bool:
+    """Return whether ONNX Runtime takes and returns values of this type as OrtValues only.
+
+    >>> needs_ort_value("tensor(bfloat16)"), needs_ort_value("seq(tensor(float))")
+    (True, False)
+    """
+    return declared[declared.find("tensor(") :].startswith(_FOREIGN)
 
 
 def is_native_type(declared: str) -> bool:
@@ -100,7 +114,7 @@ def count_bytes(value: Any) -> int | None:
 
 
 def _tensor_to_array(value: Any) -> Array:
-    if not value.data_type().startswith((*_PACKED, "tensor(bfloat", "tensor(float8")):
+    if not needs_ort_value(value.data_type()):
         return np.asarray(value.numpy())
     from onnx import TensorProto, numpy_helper
 
@@ -200,8 +214,6 @@ def _build_reader_graph(element: str, operator: str, inputs: list[str], output: 
 
 def _open_graph(graph: Any) -> Any:
     from onnx import helper
-
-    from onnxplace.machine import make_session_options, open_session
 
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     return open_session(model.SerializeToString(), make_session_options([0], "none"))
