@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from onnxplace.errors import FeedError
 from onnxplace.machine import is_native_array, to_ort_value, to_python
 from onnxplace.ort import import_onnxruntime
 
@@ -26,14 +27,20 @@ class _Borrowed:
 
 
 def unwrap_ort_values(feeds: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return feeds with arrays, or lists of arrays, in place of OrtValues; tensors on the CPU are not copied."""
+    """Return feeds with arrays, or lists of arrays, in place of OrtValues; tensors on the CPU are not copied.
+
+    Raises FeedError for sparse tensors.
+    """
     ort_value = getattr(sys.modules.get("onnxruntime"), "OrtValue", None)  # before its import, there is no OrtValue
     if ort_value is None or not isinstance(feeds, Mapping):
         return feeds
-    return {name: _to_array(value) if isinstance(value, ort_value) else value for name, value in feeds.items()}
+    return {name: _to_array(name, value) if isinstance(value, ort_value) else value for name, value in feeds.items()}
 
 
-def _to_array(value: Any) -> Any:
+def _to_array(name: str, value: Any) -> Any:
+    if value.is_sparse_tensor():
+        message, hint = "expected a dense tensor, got a sparse one", "give it as an array"
+        raise FeedError("F003", message, where=f"input {name!r}", hint=hint)
     array = to_python(value)
     return np.asarray(_Borrowed(array, value)) if is_native_array(array) else array
 

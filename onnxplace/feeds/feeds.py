@@ -173,6 +173,8 @@ def _check_tensor(array: Array, item: Declared, symbols: dict[str, tuple[int, st
         message = f"its type is {array.dtype}, the model takes {dtype}"
         hint = f"convert it: feeds[{item.name!r}].astype('{dtype}')"
         raise FeedError("F003", message, where=where, hint=hint)
+    if item.dtype == "tensor(string)" and array.dtype.kind == "V" and not array.dtype.names:
+        array = array.astype(object)  # elements of bytes, which keep zeros at their end
     if item.dtype == "tensor(string)" and array.dtype.kind not in "OUS":
         message = f"its type is {array.dtype}, the model takes strings"
         raise FeedError("F003", message, where=where, hint="convert it: .astype(str)")

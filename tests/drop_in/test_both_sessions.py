@@ -136,6 +136,25 @@ def test_each_text_of_each_request_is_checked(open_both):
                 session.run(None, given)
 
 
+def test_texts_may_be_arrays_of_bytes(open_both):
+    _, own, feeds = open_both("integers and strings")  # ONNX Runtime reads beyond the end of some of these
+    for dtype in ("S3", "V3"):
+        given = {**feeds, "t": np.array([b"a\0b", b"bcd", b"\xc3\xbc."], dtype)}
+        assert own.run(["u"], given)[0].tolist() == ["a\0b", "bcd", "\u00fc."]
+    with pytest.raises(onnxplace.FeedError, match=r"F003.*the model takes strings"):
+        own.run(["u"], {**feeds, "t": np.zeros(3, [("a", "i4")])})
+
+
+def test_a_sparse_ort_value_is_refused_by_name(open_both):
+    _, own, feeds = open_both("floats, shapes of outputs not declared")
+    cpu = onnxruntime.OrtDevice.make("cpu", 0)
+    sparse = onnxruntime.SparseTensor.sparse_coo_from_numpy(
+        np.array([3, 4]), np.ones(2, np.float32), np.array([0, 5]), cpu
+    )
+    with pytest.raises(onnxplace.FeedError, match=r"F003.*input 'x': expected a dense tensor, got a sparse one"):
+        own.run(None, {**feeds, "x": onnxruntime.OrtValue.ort_value_from_sparse_tensor(sparse)})
+
+
 def test_run_async_reports_feeds_that_do_not_fit_to_its_callback(open_both):
     plain, own, feeds = open_both("floats, shapes of outputs not declared")
     wrong = {**feeds, "x": X[0]}
