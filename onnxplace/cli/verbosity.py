@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 
 import click
 
+from onnxplace.cli.output import print_text
+
 # Under this name, the contexts of a command and of its groups share what the user wants to hear.
 _META_KEY = "onnxplace.verbosity"
 
@@ -58,4 +60,4 @@ def report_total_time(context: click.Context) -> Iterator[None]:
     finally:
         if context.meta.get(_META_KEY) == "verbose":
             with suppress(OSError):
-                click.echo(f"{context.invoked_subcommand}: {time.perf_counter() - began:.2f} s in all", err=True)
+                print_text(f"{context.invoked_subcommand}: {time.perf_counter() - began:.2f} s in all", err=True)

@@ -19,13 +19,14 @@ from onnxplace.cli.options import (
     note_left_out_copies,
     parse_shape,
     print_json,
+    print_text,
     seed_option,
     shape_option,
     show_progress,
     with_operator_libraries,
     with_runtime,
 )
-from onnxplace.errors import ExecutionError, ModelError, format_names
+from onnxplace.errors import ExecutionError, ModelError, format_name, format_names
 
 if TYPE_CHECKING:
     from onnxplace.api import InferenceSession
@@ -178,11 +179,11 @@ def _print_differences(differences: Sequence[Sequence[OutputDifference]], optimi
         unequal = [number for number, item in enumerate(by_step, 1) if not item.equal]
         place = f", first in step {unequal[0]}" if unequal and len(differences) > 1 else ""
         verdict = "DIFFERS" if not worst.equal else "random" if worst.random_nodes else "equal "
-        click.echo(f"{verdict} {worst.name}  {_format_error(worst)}{place}")
+        print_text(f"{verdict} {format_name(worst.name)}  {_format_error(worst)}{place}")
     if len(differences) > 1:
-        click.echo(f"{len(differences)} steps, each with the states of the one before")
+        print_text(f"{len(differences)} steps, each with the states of the one before")
     if not optimised:
-        click.echo(
+        print_text(
             "compared with ONNX Runtime's optimisations off: with them, quantised values are rounded otherwise "
             "where a fusion was cut (docs/correctness.md)"
         )
