@@ -49,7 +49,7 @@ class OnnxplaceError(Exception):
 
     def __init__(self, code: str, message: str, *, where: str = "", hint: str = "") -> None:
         self.code = code
-        self.message, self.where, self.hint = shorten(message), shorten(where).replace("\n", "\\n"), shorten(hint)
+        self.message, self.where, self.hint = shorten(message), format_name(where), shorten(hint)
         super().__init__(str(self))
 
     def __str__(self) -> str:
