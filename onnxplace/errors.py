@@ -27,7 +27,9 @@ from typing import ClassVar, NamedTuple
 MAX_LISTED = 10
 # Characters of one value in a message: enough to recognize the value.
 MAX_SHOWN = 60
-# Characters of a message, place or hint: about a screen. Names, and errors of other programs, may be much longer.
+# Characters of a name or path, which is shown without its middle if it is longer.
+MAX_NAME_CHARACTERS = 300
+# Characters of a line, message, place or hint: about a screen. Names, and errors of other programs, may be much longer.
 MAX_CHARACTERS = 4096
 # Names that people know from other programs; by spelling alone, the nearest to `gpu` would be `cpu`.
 _ALIASES = {"gpu": "cuda"}
@@ -47,7 +49,7 @@ class OnnxplaceError(Exception):
 
     def __init__(self, code: str, message: str, *, where: str = "", hint: str = "") -> None:
         self.code = code
-        self.message, self.where, self.hint = (_shorten(text) for text in (message, where, hint))
+        self.message, self.where, self.hint = shorten(message), format_name(where), shorten(hint)
         super().__init__(str(self))
 
     def __str__(self) -> str:
@@ -120,8 +122,20 @@ def format_one_line(problem: BaseException) -> str:
     return " ".join(str(problem).replace("\n  hint: ", "; hint: ").split())
 
 
-def _shorten(text: str) -> str:
-    return escape_unprintable(text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}...")
+def shorten(text: str) -> str:
+    """Return a text of bounded length, with unprintable characters escaped."""
+    shown = escape_unprintable(text[: MAX_CHARACTERS + 1])
+    return shown if len(shown) <= MAX_CHARACTERS else f"{shown[:MAX_CHARACTERS]}..."
+
+
+def format_name(name: str) -> str:
+    r"""Return a name or path within one readable line: escaped where unprintable, and shortened.
+
+    >>> format_name("a\nb"), format_name(b"caf\xe9".decode(errors="surrogateescape"))
+    ('a\\nb', 'caf\\udce9')
+    """
+    text, half = escape_unprintable(name).replace("\n", "\\n"), MAX_NAME_CHARACTERS // 2
+    return text if len(text) <= MAX_NAME_CHARACTERS else f"{text[:half]}...{text[-half:]}"
 
 
 def escape_unprintable(text: str) -> str:
@@ -169,7 +183,7 @@ def format_names(names: Iterable[str], *, quoted: bool = True) -> str:
     >>> format_names(["noise", "mask"])
     "'noise', 'mask'"
     """
-    texts = [repr(name) if quoted else name for name in names]
+    texts = [repr(name) if quoted else format_name(name) for name in names]
     more = f", and {len(texts) - MAX_LISTED} more" if len(texts) > MAX_LISTED else ""
     return ", ".join(texts[:MAX_LISTED]) + more
 
@@ -184,7 +198,7 @@ def suggest_nearest(name: str, known: Iterable[str]) -> str:
     """
     names = list(known)
     if close := _find_nearest(name, names):
-        return f"did you mean '{close}'?"
+        return f"did you mean '{format_name(close)}'?"
     return f"known: {format_names(names, quoted=False)}"
 
 

@@ -5,7 +5,7 @@ Commands import heavy modules only when they run.
 
 from __future__ import annotations
 
-import json
+import io
 import os
 import signal
 import sys
@@ -28,7 +28,7 @@ from onnxplace.cli.export import export
 from onnxplace.cli.hosts import hosts
 from onnxplace.cli.learn import learn
 from onnxplace.cli.merge import merge
-from onnxplace.cli.options import as_json, print_json, suggest_command
+from onnxplace.cli.options import as_json, print_json, print_text, suggest_command
 from onnxplace.cli.place import place
 from onnxplace.cli.plan import plan
 from onnxplace.cli.progress import is_terminal
@@ -137,13 +137,13 @@ def _list_entries(kind: Any, name: str | None, json_: bool) -> None:
 
     if name:
         text, fields = format_pass_help(find_plugin(kind, name))
-        click.echo(json.dumps({"name": name, **fields}) if json_ else text)
+        print_json({"name": name, **fields}) if json_ else print_text(text)
         return
     known = list_entries(kind)
     if json_:
         print_json({kind: [convert_to_dict(entry) for entry in known.values()]})
     else:
-        click.echo(format_table(("name", ""), [(entry.name, entry.summary) for entry in known.values()], left=2))
+        print_text(format_table(("name", ""), [(entry.name, entry.summary) for entry in known.values()], left=2))
 
 
 for command in cli.commands.values():
@@ -174,7 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _print_error(_add_path_hint(problem), json_)
     except click.ClickException as problem:
         with suppress(OSError):
-            problem.show()
+            problem.show(shown := io.StringIO())
+            print_text(shown.getvalue().rstrip(), err=True)
         context = getattr(problem, "ctx", None)
         command = context.command_path if context else "onnxplace"
         error = UsageError("U000", problem.format_message(), where=command, hint=f"{command} --help")
@@ -210,9 +211,9 @@ def _print_error(problem: OnnxplaceError, json_: bool, shown: bool = False) -> i
     """
     if not shown:
         with suppress(OSError):  # the exit code still tells the kind of error
-            click.echo("\n".join((str(problem), *getattr(problem, "__notes__", ()))), err=True)
+            print_text("\n".join((str(problem), *getattr(problem, "__notes__", ()))), err=True)
             if is_terminal() and problem.code != "U000":
-                click.echo(f"  more: onnxplace explain {problem.code}", err=True)
+                print_text(f"  more: onnxplace explain {problem.code}", err=True)
     if json_:
         keys = ("code", "message", "where", "hint")
         try:
@@ -228,7 +229,7 @@ def _print_interruption(number: int, json_: bool) -> int:
     """Report that a signal ended the command; return its exit code."""
     message = "interrupted" if number == signal.SIGINT else "interrupted (SIGTERM)"
     with suppress(OSError):
-        click.echo(f"{message}; nothing half-written was left", err=True)
+        print_text(f"{message}; nothing half-written was left", err=True)
     _print_error(ExecutionError("X011", message), json_, shown=True)
     return 128 + number
 
@@ -272,8 +273,7 @@ def _print_defect(defect: Exception) -> int:
     if _signals:
         return _print_interruption(_signals[0], json_)
     with suppress(OSError):
-        traceback.print_exc()
-        click.echo("this is a defect of onnxplace, please report it", err=True)
+        print_text(f"{traceback.format_exc()}this is a defect of onnxplace, please report it", err=True)
     error = ExecutionError("X012", f"{type(defect).__name__}: {defect}", hint="this is a defect, please report it")
     return _print_error(error, json_, shown=True)
 

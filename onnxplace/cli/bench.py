@@ -24,6 +24,7 @@ from onnxplace.cli.options import (
     parse_shape,
     print_json,
     print_notes,
+    print_text,
     seed_option,
     shape_option,
     show_progress,
@@ -137,8 +138,8 @@ def bench(
             entries = {"copies": [asdict(copy) for copy in copies]} if copies else {}
             print_json({**build_json(reported, times, usage), "timeline": asdict(comparison), **entries})
         else:
-            click.echo(format_summary(reported, times, usage))
-            click.echo("\n" + format_comparison(comparison, in_flight))
+            print_text(format_summary(reported, times, usage))
+            print_text("\n" + format_comparison(comparison, in_flight))
     _require_ratio(ratio, max_ratio)
 
 
@@ -174,7 +175,7 @@ def _require_ratio(ratio: float, max_ratio: float | None) -> None:
     """End the command with exit code 1 if the bundle takes too long."""
     if max_ratio is not None and ratio > max_ratio:
         with suppress(OSError):
-            click.echo(
+            print_text(
                 f"the bundle takes {ratio:.3f} times as long as the model, expected at most {max_ratio}", err=True
             )
         raise SystemExit(1)

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from onnxplace.bundle import Bundle
+from onnxplace.errors import format_name
 from onnxplace.evaluation import DeviceUsage, Timings
 from onnxplace.report import format_bytes, format_milliseconds, format_table
 from onnxplace.traces import Difference, TimelineComparison
@@ -133,7 +134,9 @@ def format_comparison(comparison: TimelineComparison, in_flight: int) -> str:
     lines = [f"busy with {in_flight} in flight, over {comparison.requests} requests: {shares}"]
     for kind, preposition, item in (("segment", "on", comparison.segment), ("value", "to", comparison.transfer)):
         if item is not None:
-            lines.append(f"largest difference: {kind} {item.name} {preposition} {_format_difference(item)}")
+            lines.append(
+                f"largest difference: {kind} {format_name(item.name)} {preposition} {_format_difference(item)}"
+            )
     return "\n".join(lines)
 
 

@@ -19,6 +19,7 @@ from onnxplace.cli.options import (
     parse_shape,
     print_json,
     print_notes,
+    print_text,
     seed_option,
     shape_option,
     show_progress,
@@ -170,11 +171,11 @@ def compile(  # noqa: A001
     else:
         from onnxplace.report import compile_summary
 
-        click.echo(compile_summary(compiled.bundle))
+        print_text(compile_summary(compiled.bundle))
         if options["save_costs"]:
-            click.echo(f"costs: {options['save_costs']}")
+            print_text(f"costs: {options['save_costs']}")
         if report:
-            click.echo(f"report: {report}")
+            print_text(f"report: {report}")
 
 
 def _require_report(report: Path, model: Path, *inputs: Path | None, **options: Any) -> None:

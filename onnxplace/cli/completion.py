@@ -16,7 +16,7 @@ from click.shell_completion import (
     split_arg_string,
 )
 
-from onnxplace.cli.options import as_json, print_json
+from onnxplace.cli.options import as_json, print_json, print_text
 from onnxplace.errors import UsageError
 
 PROGRAM = "onnxplace"
@@ -94,4 +94,4 @@ def completion(shell: Literal["bash", "zsh", "fish"] | None, json_: bool) -> Non
     if json_:
         print_json({"shell": name, "script": script})
     else:
-        click.echo(script)
+        print_text(script)

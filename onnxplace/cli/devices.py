@@ -13,7 +13,7 @@ import click
 
 from onnxplace._version import __version__
 from onnxplace.cli.completers import complete_devices
-from onnxplace.cli.options import as_json, print_hint, print_json, show_progress
+from onnxplace.cli.options import as_json, print_hint, print_json, print_text, show_progress
 from onnxplace.errors import UsageError, format_count
 from onnxplace.report import format_bytes, format_table
 
@@ -61,16 +61,16 @@ def devices(
         written = {"output": str(output)} if output else {}
         print_json({**about, "default": [asdict(device) for device in default.devices], **measured, **written})
         return
-    click.echo(format_devices(about, default))
-    click.echo(
+    print_text(format_devices(about, default))
+    print_text(
         f"cached costs: {format_count(cache.files, 'file')}, {format_bytes(cache.size_bytes)}, in {cache.folder}"
     )
     if calibration:
-        click.echo(f"\n{format_calibration(calibration)}")
+        print_text(f"\n{format_calibration(calibration)}")
         if not output:
             print_hint("to compile with these figures, write them to a file with -o, and pass it to --target")
     if output:
-        click.echo(f"target: {output}")
+        print_text(f"target: {output}")
 
 
 def _format_heading(about: Mapping[str, Any], processor: str, measured: bool) -> str:

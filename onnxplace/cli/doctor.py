@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from onnxplace.cli.completers import complete_devices
-from onnxplace.cli.options import as_json, print_json, show_progress
+from onnxplace.cli.options import as_json, print_json, print_text, show_progress
 
 DEFAULT_OUTPUT = Path("onnxplace-doctor.json")
 # As shells report a process that SIGINT ended: 128 + 2.
@@ -51,8 +51,8 @@ def doctor(devices: str | None, seconds: float | None, output: Path | None, json
     if json_:
         print_json(data)
     else:
-        click.echo(format_report(report))
-        click.echo(_describe_sending(output))
+        print_text(format_report(report))
+        print_text(_describe_sending(output))
     if report.interrupted:
         raise SystemExit(INTERRUPTED_EXIT_CODE)
     if not report.ok:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from onnxplace.cli.completers import complete_codes
-from onnxplace.cli.options import as_json, print_json
+from onnxplace.cli.options import as_json, print_json, print_text
 from onnxplace.errors import UsageError, suggest_nearest
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def explain(code: str | None, json_: bool) -> None:
         if json_:
             print_json({"errors": [asdict(page) for page in pages.values()]})
         else:
-            click.echo(
+            print_text(
                 format_table(("code", "exit", "meaning"), [(p.code, p.exit, p.meaning) for p in pages.values()], left=3)
             )
         return
@@ -43,7 +43,7 @@ def explain(code: str | None, json_: bool) -> None:
     if json_:
         print_json(asdict(page))
     else:
-        click.echo(format_page(page))
+        print_text(format_page(page))
 
 
 def suggest_code(code: str, pages: dict[str, ErrorPage]) -> str:

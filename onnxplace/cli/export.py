@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from onnxplace.cli.completers import BUNDLE_PATH
-from onnxplace.cli.options import as_json, describe_note, print_json, print_notes, show_progress
+from onnxplace.cli.options import as_json, describe_note, print_json, print_notes, print_text, show_progress
 
 # Listed here too, so that `--help` imports nothing.
 FORMAT_NAMES = ("stages", "triton", "ort-genai", "onnx-metadata")
@@ -51,4 +51,4 @@ def export(bundle: Path, *, to: str, output: Path, force: bool, json_: bool, **o
     if json_:
         print_json({**vars(exported), "diagnostics": [describe_note(note) for note in exported.diagnostics]})
     else:
-        click.echo(f"{exported.path}: {', '.join(exported.files)}")
+        print_text(f"{exported.path}: {', '.join(exported.files)}")

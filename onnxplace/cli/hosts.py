@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onnxplace.cli.options import as_json, print_json, show_progress
+from onnxplace.cli.options import as_json, print_json, print_text, show_progress
 from onnxplace.errors import format_count
 from onnxplace.report import format_bytes, format_table
 
@@ -64,9 +64,9 @@ def hosts(
     if json_:
         print_json({**_build_json(survey), **({"output": str(output)} if output else {})})
         return
-    click.echo(format_survey(survey))
+    print_text(format_survey(survey))
     if output:
-        click.echo(f"target: {output}")
+        print_text(f"target: {output}")
 
 
 def _format_heading(survey: HostSurvey) -> str:

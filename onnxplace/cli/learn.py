@@ -20,7 +20,7 @@ from onnxplace.cli.learning_options import (
     require_choice,
     show_training,
 )
-from onnxplace.cli.options import as_json, print_json
+from onnxplace.cli.options import as_json, print_json, print_text
 from onnxplace.errors import format_count
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def families(json_: bool) -> None:
     if json_:
         print_json({"families": [{"name": name, "summary": summary} for name, summary in FAMILIES.items()]})
     else:
-        click.echo(format_table(("family", ""), list(FAMILIES.items()), left=2))
+        print_text(format_table(("family", ""), list(FAMILIES.items()), left=2))
 
 
 @learn.command(short_help="Write generated graphs into a folder.")
@@ -83,7 +83,7 @@ def graphs(
     if json_:
         print_json({"files": [str(path) for path in paths]})
     else:
-        click.echo(f"{format_count(len(paths), 'graph')} written to {output}")
+        print_text(f"{format_count(len(paths), 'graph')} written to {output}")
 
 
 def placements_option(default: int) -> Callable[..., Any]:

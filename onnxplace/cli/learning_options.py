@@ -16,6 +16,7 @@ from onnxplace.cli.options import (
     as_json,
     parse_shape,
     print_json,
+    print_text,
     seed_option,
     shape_option,
     show_progress,
@@ -268,6 +269,6 @@ def report_training(
         print_json({"graphs": len(graphs), "files": files, "best": vars(best), "points": len(result.points)})
         return
     last = result.points[-1]
-    click.echo(f"{request.label}: {format_count(len(graphs), 'graph')}, {last.updates} {unit} in {last.seconds:.0f} s")
-    click.echo(quality)
-    click.echo(f"written: {', '.join(files)}")
+    print_text(f"{request.label}: {format_count(len(graphs), 'graph')}, {last.updates} {unit} in {last.seconds:.0f} s")
+    print_text(quality)
+    print_text(f"written: {', '.join(files)}")

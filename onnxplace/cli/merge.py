@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from onnxplace.cli.completers import BUNDLE_PATH
-from onnxplace.cli.options import as_json, describe_note, print_json, print_notes, show_progress
+from onnxplace.cli.options import as_json, describe_note, print_json, print_notes, print_text, show_progress
 
 
 @click.command(short_help="Put a bundle back together as one model.")
@@ -34,4 +34,4 @@ def merge(bundle: Path, output: Path, *, external_data: bool, force: bool, json_
     if json_:
         print_json({**vars(merged), "diagnostics": [describe_note(note) for note in merged.diagnostics]})
     else:
-        click.echo(describe_merged(merged))
+        print_text(describe_merged(merged))

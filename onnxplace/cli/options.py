@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
@@ -14,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onnxplace.cli.completers import complete_runtimes
+from onnxplace.cli.output import print_json as print_json, print_text as print_text
 from onnxplace.cli.progress import is_terminal, show_progress as show_progress
 from onnxplace.cli.verbosity import is_quiet
-from onnxplace.errors import UsageError, escape_unprintable, format_value
+from onnxplace.errors import UsageError, format_name, format_value
 
 if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
@@ -176,7 +176,7 @@ def announce_loop_compilation(quiet: bool) -> None:
     from onnxplace.utils import on_compiling
 
     on_compiling(
-        lambda: click.echo("compiling loops for this machine, once: they are kept for later commands", err=True)
+        lambda: print_text("compiling loops for this machine, once: they are kept for later commands", err=True)
     )
 
 
@@ -188,17 +188,17 @@ def describe_note(note: Diagnostic) -> dict[str, str]:
 def print_notes(diagnostics: Sequence[Diagnostic]) -> None:
     """Print notes on stderr, unless the user wants errors only."""
     for note in () if is_quiet() else diagnostics:
-        place = f"{note.where}: " if note.where else ""
+        place = f"{format_name(note.where)}: " if note.where else ""
         hint = f"\n  hint: {note.hint}" if note.hint else ""
         with suppress(OSError):  # a note is no reason to stop
-            click.echo(escape_unprintable(f"note[{note.code}] {place}{note.message}{hint}"), err=True)
+            print_text(f"note[{note.code}] {place}{note.message}{hint}", err=True)
 
 
 def print_hint(text: str) -> None:
     """Print a line for people on stderr, unless they want errors only."""
     if not is_quiet():
         with suppress(OSError):
-            click.echo(text, err=True)
+            print_text(text, err=True)
 
 
 def note_core_shortage(bundle: Bundle, runtime: str = "onnxruntime") -> None:
@@ -227,11 +227,6 @@ def make_no_outputs_error(runtime: str, where: str) -> UsageError:
     """Return the error for a runtime that computes no outputs."""
     hint = "use --runtime onnxruntime"
     return UsageError("U045", f"runtime {runtime!r} computes no outputs", where=where, hint=hint)
-
-
-def print_json(data: Mapping[str, Any]) -> None:
-    """Print a result as JSON on stdout."""
-    click.echo(json.dumps(data, indent=1, default=str))
 
 
 def suggest_command(path: Path, refused_by: str) -> str:

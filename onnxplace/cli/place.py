@@ -19,10 +19,11 @@ from onnxplace.cli.options import (
     objective_option,
     print_json,
     print_notes,
+    print_text,
     show_progress,
 )
 from onnxplace.cli.report import report_option, require_report, write_page
-from onnxplace.errors import UsageError, format_count
+from onnxplace.errors import UsageError, format_count, format_name
 from onnxplace.report import format_bytes, format_milliseconds, format_table
 
 if TYPE_CHECKING:
@@ -119,9 +120,9 @@ def place(
         }
         print_json({**entries, **lists, **paths})
     else:
-        click.echo(format_placement(result, cost_graph))
+        print_text(format_placement(result, cost_graph))
         for path in paths.values():
-            click.echo(f"written to {path}")
+            print_text(f"written to {path}")
 
 
 def _write_report(path: Path, graph: CostGraph, result: PlacementResult) -> None:
@@ -182,7 +183,7 @@ def format_placement(result: PlacementResult, graph: CostGraph) -> str:
     gap = result.makespan_seconds / result.lower_bound_seconds - 1 if result.lower_bound_seconds else 0.0
     return "\n".join(
         [
-            f"{graph.name}: {format_count(len(graph.ids), 'node')}, placer {result.placer}, "
+            f"{format_name(graph.name)}: {format_count(len(graph.ids), 'node')}, placer {result.placer}, "
             f"{format_milliseconds(result.seconds)} to place",
             format_table(("device", "nodes", "peak", "limit"), rows),
             f"step {format_milliseconds(result.makespan_seconds)}, {gap:.1%} above a bound of "

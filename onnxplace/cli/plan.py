@@ -16,10 +16,11 @@ from onnxplace.cli.options import (
     parse_shape,
     print_json,
     print_notes,
+    print_text,
     shape_option,
     show_progress,
 )
-from onnxplace.errors import InfeasibleError
+from onnxplace.errors import InfeasibleError, format_name
 
 if TYPE_CHECKING:
     from onnxplace.driver import Plan, PlannedStrategy
@@ -85,7 +86,7 @@ def plan(
     if json_:
         print_json({**asdict(result), "diagnostics": [describe_note(note) for note in result.diagnostics]})
     else:
-        click.echo(_format_plan(result))
+        print_text(_format_plan(result))
     if all(item.step_seconds is None for item in result.strategies):
         raise SystemExit(InfeasibleError.exit_code)
 
@@ -104,7 +105,7 @@ def _format_plan(plan: Plan) -> str:
     basis = "costs measured on this machine" if plan.is_measured else "costs are estimates: compare rows, not figures"
     return "\n".join(
         [
-            f"{plan.model}: {basis}",
+            f"{format_name(plan.model)}: {basis}",
             format_table(header, rows),
             "* least latency, ** most requests; memory and weights: of the device that needs most",
             *problems,

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-import click
-
+from onnxplace.cli.output import print_text
 from onnxplace.cli.verbosity import is_quiet, is_verbose
+from onnxplace.errors import format_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,7 +98,7 @@ class Display:
     def describe(self) -> str:
         """Return the position and name of the step, with details."""
         position = f"[{self.index + 1}/{self.count}] " if self.count > 1 else ""
-        return f"{position}{self.name}{': ' * bool(self.detail)}{self.detail}"
+        return format_name(f"{position}{self.name}{': ' * bool(self.detail)}{self.detail}")
 
     def describe_remaining(self) -> str:
         """Return the remaining time; if that is unknown, the time since the step began."""
@@ -117,7 +117,7 @@ class Display:
     def _print(self, line: str) -> None:
         """Print a line that stays."""
         with suppress(OSError):
-            click.echo(line, err=True)
+            print_text(line, err=True)
 
     def __enter__(self) -> Display:
         return self

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from onnxplace.cli.completers import BUNDLE_PATH
-from onnxplace.cli.options import as_json, print_json, show_progress
+from onnxplace.cli.options import as_json, print_json, print_text, show_progress
 from onnxplace.errors import UsageError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def report(bundles: tuple[Path, ...], *, output: Path | None, trace: Path | None
     if json_:
         print_json({"output": str(path) if path else None, "pages": [build_page_json(page) for page in pages]})
     elif path:
-        click.echo(f"written to {path} ({format_bytes(path.stat().st_size)}); open it in a browser")
+        print_text(f"written to {path} ({format_bytes(path.stat().st_size)}); open it in a browser")
 
 
 def require_report(path: Path, *inputs: Path | None, **outputs: Path | None) -> None:

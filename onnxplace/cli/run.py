@@ -19,12 +19,14 @@ from onnxplace.cli.options import (
     note_left_out_copies,
     parse_shape,
     print_json,
+    print_text,
     seed_option,
     shape_option,
     show_progress,
     with_operator_libraries,
     with_runtime,
 )
+from onnxplace.errors import format_name
 
 if TYPE_CHECKING:
     from onnxplace.bundle import Bundle
@@ -109,8 +111,8 @@ def run(bundle: Path, inputs: Path | None, shape: str, seed: int, json_: bool, *
         print_json({"bundle": str(bundle), **timing, "outputs": described, **copies})
         return
     for name, entry in described.items():
-        click.echo(f"{name}  {entry['dtype']} {entry['shape']}")
-    click.echo(_format_seconds(summary.seconds, plan))
+        print_text(f"{format_name(name)}  {entry['dtype']} {entry['shape']}")
+    print_text(_format_seconds(summary.seconds, plan))
 
 
 def _run_steps(bundle: Bundle, steps: StepInputs, plan: RunPlan) -> RunSummary:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from onnxplace.cli.learning_options import FAMILY_HELP, MAX_DEVICES, require_choice
-from onnxplace.cli.options import announce_loop_compilation, as_json, print_json, show_progress
+from onnxplace.cli.options import announce_loop_compilation, as_json, print_json, print_text, show_progress
 from onnxplace.errors import UsageError, format_count
 
 if TYPE_CHECKING:
@@ -79,14 +79,14 @@ def traversal(
         return
     _print_families(families, rows)
     if output:
-        click.echo(f"rows: {output}")
+        print_text(f"rows: {output}")
 
 
 def _print_families(families: Sequence[FamilyStudy], rows: Sequence[StudyRow]) -> None:
     """Print a table per family, with its recommendation."""
     from onnxplace.report import format_table
 
-    click.echo(f"steps relative to one device, geometric means of {format_count(len(rows), 'training')}")
+    print_text(f"steps relative to one device, geometric means of {format_count(len(rows), 'training')}")
     for item in families:
         worse = {quality.order: [] for quality in item.qualities}  # type: dict[str, list[str]]
         for difference in item.differences:
@@ -100,6 +100,6 @@ def _print_families(families: Sequence[FamilyStudy], rows: Sequence[StudyRow]) -
             )
             for quality in item.qualities
         ]
-        click.echo(f"\n{item.family}")
-        click.echo(format_table(("order", "step", "95 %", "significantly better than"), table))
-        click.echo(f"recommended: {item.recommendation}")
+        print_text(f"\n{item.family}")
+        print_text(format_table(("order", "step", "95 %", "significantly better than"), table))
+        print_text(f"recommended: {item.recommendation}")

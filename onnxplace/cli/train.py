@@ -18,10 +18,11 @@ from onnxplace.cli.options import (
     note_core_shortage,
     print_json,
     print_notes,
+    print_text,
     show_progress,
     with_operator_libraries,
 )
-from onnxplace.errors import Diagnostic, OnnxplaceError, UsageError
+from onnxplace.errors import Diagnostic, OnnxplaceError, UsageError, format_name
 
 if TYPE_CHECKING:
     from onnxplace.training import BatchSampler, LossCurve, Schedule, StepResult, Trainer
@@ -251,16 +252,16 @@ class _Run:
             print_json(data)
             return
         if not steps:
-            click.echo(f"nothing to do: the checkpoint is of step {self.first_step}, --steps is {plan.steps}")
+            print_text(f"nothing to do: the checkpoint is of step {self.first_step}, --steps is {plan.steps}")
         else:
-            metrics = "".join(f", {name} {value:.4g}" for name, value in self._list_metrics())
-            click.echo(
+            metrics = "".join(f", {format_name(name)} {value:.4g}" for name, value in self._list_metrics())
+            print_text(
                 f"step {self.trainer.step_count}: loss {loss:.6g} (first {self.first_loss:.6g}){metrics}, "
                 f"{self.seconds / steps * 1e3:.3g} ms a step"
             )
         for name, path in files.items():
             if path is not None and (steps or name != "plot"):
-                click.echo(f"{name}  {path}")
+                print_text(f"{name}  {path}")
 
     def _list_metrics(self) -> list[tuple[str, float]]:
         metrics = self.last.metrics if self.last else {}
@@ -269,7 +270,7 @@ class _Run:
 
 def _print_line(text: str) -> None:
     with suppress(OSError):
-        click.echo(text, err=True)
+        print_text(text, err=True)
 
 
 def _finite(value: float) -> float | None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 
 import click
 
+from onnxplace.cli.output import print_text
 from onnxplace.errors import OnnxplaceError
 
 # Under this name, the contexts of a command and of its groups share what the user wants to hear.
@@ -61,9 +62,9 @@ def report_total_time(context: click.Context) -> Iterator[None]:
     except OnnxplaceError as error:
         if context.meta.get(_META_KEY) == "verbose" and error.__cause__ is not None:
             with suppress(OSError):
-                click.echo("".join(traceback.format_exception(error.__cause__)), err=True, nl=False)
+                print_text("".join(traceback.format_exception(error.__cause__)).rstrip(), err=True)
         raise
     finally:
         if context.meta.get(_META_KEY) == "verbose":
             with suppress(OSError):
-                click.echo(f"{context.invoked_subcommand}: {time.perf_counter() - began:.2f} s in all", err=True)
+                print_text(f"{context.invoked_subcommand}: {time.perf_counter() - began:.2f} s in all", err=True)

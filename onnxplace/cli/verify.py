@@ -19,13 +19,14 @@ from onnxplace.cli.options import (
     note_left_out_copies,
     parse_shape,
     print_json,
+    print_text,
     seed_option,
     shape_option,
     show_progress,
     with_operator_libraries,
     with_runtime,
 )
-from onnxplace.errors import ExecutionError, ModelError, escape_unprintable, format_names
+from onnxplace.errors import ExecutionError, ModelError, format_name, format_names
 
 if TYPE_CHECKING:
     from onnxplace.api import InferenceSession
@@ -65,7 +66,7 @@ def verify(
     seed: int,
     json_: bool,
 ) -> None:
-    """Compare BUNDLE with the unsplit model on equal inputs, at the compiled sizes and at others.
+    """Compare BUNDLE with the unsplit model on equal inputs, at several sizes.
 
     Exit 1 if they differ, or if BUNDLE refuses sizes that the model takes. Both carry their states on. Outputs that
     depend on random numbers are named: for these, only type, shape and finiteness must agree.
@@ -180,12 +181,12 @@ def _print_differences(comparisons: Sequence[SizeComparison], optimised: bool) -
     for index, item in enumerate(worst):
         verdict = "DIFFERS" if not item.equal else "random" if item.random_nodes else "equal "
         place = "" if item.equal else _find_first(comparisons, index)
-        click.echo(escape_unprintable(f"{verdict} {item.name}  {_format_error(item)}{place}"))
+        print_text(f"{verdict} {format_name(item.name)}  {_format_error(item)}{place}")
     _print_sizes(comparisons)
     if count > 1:
-        click.echo(f"{count} steps, each with the states of the one before")
+        print_text(f"{count} steps, each with the states of the one before")
     if not optimised:
-        click.echo(
+        print_text(
             "compared with ONNX Runtime's optimisations off: with them, quantised values are rounded otherwise "
             "where a fusion was cut (docs/correctness.md)"
         )
@@ -207,11 +208,11 @@ def _print_sizes(comparisons: Sequence[SizeComparison]) -> None:
     """Print the sizes that were tried, and those that the bundle or the model refuses."""
     for item in comparisons:
         if item.result == "refused":
-            click.echo(escape_unprintable(f"REFUSED with {item.text}, which the model takes: {item.message}"))
+            print_text(f"REFUSED with {item.text}, which the model takes: {item.message}")
     if taken := [item.text for item in comparisons if item.sizes and not item.refused_by]:
-        click.echo(escape_unprintable(f"compared with {'; '.join(taken)}"))
+        print_text(f"compared with {'; '.join(taken)}")
     if skipped := [item.text for item in comparisons if item.result == "skipped"]:
-        click.echo(escape_unprintable(f"skipped, as the model refuses them: {'; '.join(skipped)}"))
+        print_text(f"skipped, as the model refuses them: {'; '.join(skipped)}")
 
 
 def _format_error(difference: OutputDifference) -> str:

@@ -13,7 +13,12 @@ from onnxplace.errors import InputError, ModelError
 from onnxplace.model.canonicalize import take_apart
 from onnxplace.model.formats import suggest_conversion
 from onnxplace.model.model import Model
-from onnxplace.model.tensors import find_external_range, take_fingerprint
+from onnxplace.model.tensors import (
+    find_external_range,
+    find_repository,
+    relocate_external_data,
+    take_fingerprint,
+)
 from onnxplace.model.weights import build_link_error
 from onnxplace.model_metadata import ModelMetadata
 from onnxplace.training_step import read_training_step
@@ -45,6 +50,10 @@ def load(source: str | Path | ModelProto) -> Model:
         proto, folder, where = parse_model(data, path), path.parent, path.name
     parts = take_apart(proto, where, folder)
     external = [t for t in parts.initializers.values() if t.data_location == TensorProto.EXTERNAL]
+    if folder and (repository := find_repository(folder)):  # ONNX Runtime takes the blobs, but not links to them
+        for tensor in external:
+            relocate_external_data(tensor, folder, repository)
+        folder = repository
     files = dict.fromkeys(find_external_range(tensor, folder)[0] for tensor in external)
     metadata = read_metadata(proto)
     training = read_training_step(metadata.custom_metadata_map, where)

@@ -133,10 +133,28 @@ def _build_damage_error(tensor: TensorProto, message: str) -> ModelError:
     return ModelError("M019", message, where=f"weight {tensor.name!r}", hint=_DAMAGED_HINT)
 
 
+def find_repository(folder: Path) -> Path | None:
+    """Return the repository in Hugging Face's cache that a folder belongs to.
+
+    Its files, as in `snapshots/REVISION/onnx`, are links to `blobs` next to `snapshots`. Returns None elsewhere.
+    """
+    snapshots = (parent for parent in folder.resolve().parents if parent.name == "snapshots")
+    return next((item.parent for item in snapshots if (item.parent / "blobs").is_dir()), None)
+
+
+def relocate_external_data(tensor: TensorProto, folder: Path, root: Path) -> None:
+    """Let a tensor name its external data by the path below another folder, without links; in place."""
+    file = find_external_file(tensor, folder).resolve()
+    for entry in tensor.external_data:
+        if entry.key == "location":
+            entry.value = file.relative_to(root).as_posix()
+
+
 def find_external_file(tensor: TensorProto, folder: Path | None) -> Path:
     """Return the file of a tensor's external data.
 
-    Raises ModelError for a file that is missing, unreadable, or outside the model's folder.
+    Raises ModelError for a file that is missing, unreadable, or outside the model's folder. The files of a model in
+    Hugging Face's cache may be links to blobs of its repository.
     """
     where = f"weight {tensor.name!r}"
     if folder is None:
@@ -150,14 +168,20 @@ def find_external_file(tensor: TensorProto, folder: Path | None) -> Path:
     file = folder / location
     shown = str(file) if len(str(file)) < _MAX_SHOWN_CHARACTERS else f"{str(file)[:_MAX_SHOWN_CHARACTERS]}..."
     try:
-        inside = "\0" not in location and bool(location) and file.resolve().is_relative_to(folder.resolve())
+        repository = find_repository(folder)  # its folder of blobs is not resolved: as a link, it could lead anywhere
+        places = (folder.resolve(), *([repository / "blobs"] if repository else ()))
+        named = "\0" not in location and bool(location)
+        inside = named and any(map(file.resolve().is_relative_to, places))
         exists = inside and file.is_file()
     except (OSError, RuntimeError, ValueError) as problem:  # a name that is too long, a circle of links
         message = f"its external data file cannot be opened: {format_one_line(problem)[:_MAX_SHOWN_CHARACTERS]}"
         raise ModelError("M005", message, where=where, hint=_DAMAGED_HINT) from None
     if not inside:
-        message = f"its external data is outside the model's folder: {location[:_MAX_SHOWN_CHARACTERS]!r}"
-        raise ModelError("M006", message, where=where, hint="keep the weights file next to the model")
+        is_link = named and Path(os.path.abspath(file)).is_relative_to(os.path.abspath(folder))
+        kind = "a link that leads outside" if is_link else "outside"
+        message = f"its external data is {kind} the model's folder: {location[:_MAX_SHOWN_CHARACTERS]!r}"
+        hint = "replace the link by the file itself: cp -L" if is_link else "keep the weights file next to the model"
+        raise ModelError("M006", message, where=where, hint=hint)
     if not exists:
         raise ModelError(
             "M005",

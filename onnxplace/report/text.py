@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from onnxplace.errors import format_count
+from onnxplace.errors import format_count, format_name
 
 if TYPE_CHECKING:
     from onnxplace.bundle import (
@@ -48,7 +48,7 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int
     device  nodes
     cpu:0      12
     """
-    lines = [list(header), *[list(row) for row in rows]]
+    lines = [[format_name(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join(
         "  ".join(
@@ -77,7 +77,7 @@ def compile_summary(bundle: Bundle) -> str:
     nodes = format_count(sum(segment.nodes for segment in manifest.segments), "node")
     return "\n".join(
         [
-            f"{manifest.model}: {nodes}, placer {manifest.placer}",
+            f"{format_name(manifest.model)}: {nodes}, placer {manifest.placer}",
             *_format_repeats(manifest.repeats),
             *_format_training(manifest.training),
             *_format_sharding(manifest.sharding),

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from onnxplace.errors import ExecutionError, InputError, OnnxplaceError, UsageError, suggest_nearest
+from onnxplace.errors import ExecutionError, InputError, OnnxplaceError, UsageError, format_name, suggest_nearest
 from onnxplace.utils.leases import hold_lease, sweep_leftovers
 
 # About the size of a cost file with a million nodes. Models, weights and arrays have readers of their own.
@@ -32,8 +32,6 @@ _FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MAX_NAMES = 1000
 # The escape of half of a character outside the first 65536, which is a character only together with its other half.
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
-# Longer paths are shown without their middle.
-_MAX_PATH_CHARACTERS = 300
 
 
 def format_path(path: str | os.PathLike[str]) -> str:
@@ -42,14 +40,7 @@ def format_path(path: str | os.PathLike[str]) -> str:
     >>> format_path("a\nb"), format_path(b"caf\xe9".decode(errors="surrogateescape"))
     ('a\\nb', 'caf\\udce9')
     """
-    text = "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in os.fspath(path)
-    )
-    return (
-        text
-        if len(text) <= _MAX_PATH_CHARACTERS
-        else f"{text[: _MAX_PATH_CHARACTERS // 2]}...{text[-_MAX_PATH_CHARACTERS // 2 :]}"
-    )
+    return format_name(os.fspath(path))
 
 
 def is_disk_full(problem: OSError) -> bool:

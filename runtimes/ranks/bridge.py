@@ -16,7 +16,7 @@ import threading
 import time
 from contextlib import suppress
 
-from onnxplace.errors import OnnxplaceError
+from onnxplace.errors import OnnxplaceError, escape_unprintable
 from onnxplace.hosts import Connection
 from onnxplace.runtimes.ranks.launcher import RANK_MODULE, REPORTING_SECONDS, Launcher
 from onnxplace.runtimes.ranks.rank_socket import RankSocket
@@ -73,7 +73,7 @@ def main() -> None:
             try:
                 _serve(launcher, ranks, time.monotonic() + arguments["timeout"])
                 launcher.wait(REPORTING_SECONDS)
-                sys.stderr.write(launcher.read_log())
+                sys.stderr.write(escape_unprintable(launcher.read_log()))
             finally:
                 launcher.end(0.0)
     except OnnxplaceError as problem:

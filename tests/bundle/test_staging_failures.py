@@ -66,7 +66,7 @@ def test_a_disk_that_fills_up_leaves_a_complete_bundle_or_none(compiling, place,
 @pytest.mark.parametrize("force", [False, True])
 def test_a_read_only_disk_is_reported_before_any_work(compiling, mounted, monkeypatch, force):
     disk = mounted("ro")
-    monkeypatch.setattr("onnxplace.driver.compiler.load_model", lambda *_: pytest.fail("worked"))
+    monkeypatch.setattr("onnxplace.driver.compiler._run_pipeline", lambda *_: pytest.fail("worked"))
     with pytest.raises(UsageError, match="is not writable") as refused:
         compiling(disk / "b", force=force)
     assert refused.value.code == "U032"

@@ -9,6 +9,7 @@ import onnx
 import pytest
 
 from tests.support.bad_input import SHAPE, store
+from tests.support.snapshots import make_snapshot
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
 
@@ -148,7 +149,19 @@ def test_external_data_behind_a_link_that_leads_outside_is_refused(refused, exte
     inside = external_model.parent / "weights.data"
     shutil.move(inside, outside)
     inside.symlink_to(outside)
-    refused(2, ("w_left", "outside the model's folder"), "compile", external_model, *SHAPE)
+    refused(2, ("w_left", "a link that leads outside the model's folder", "cp -L"), "compile", external_model, *SHAPE)
+
+
+@pytest.mark.parametrize("kind", ["blob", "blobs", "file"])
+def test_links_that_leave_the_blobs_of_a_repository_are_refused(refused, external_model, tmp_path, kind):
+    """Hugging Face's cache: a blob that is a link, a folder of blobs that is one, and a link to another file."""
+    model, blob = make_snapshot(external_model, tmp_path / "hub")
+    link = {"blob": blob, "blobs": blob.parent, "file": model.parent / "weights.data"}[kind]
+    target = tmp_path / "elsewhere"
+    shutil.copytree(link, target) if link.is_dir() else shutil.copy(link, target)
+    shutil.rmtree(link) if link.is_dir() else link.unlink()
+    link.symlink_to(target)
+    refused(2, ("w_left", "is a link that leads outside", "cp -L"), "compile", model, *SHAPE)
 
 
 @pytest.mark.parametrize(

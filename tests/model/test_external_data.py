@@ -1,5 +1,6 @@
 """External data and sparse weights: read from the folder of the model, or refused in one line with exit code 2."""
 
+import csv
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,9 +16,13 @@ from onnx import AttributeProto, ModelProto, NodeProto, SparseTensorProto, Tenso
 from onnxplace import OnnxplaceError
 from onnxplace.model import load
 from onnxplace.passes.segments import write_segments
+from tests.conftest import Ran, branches
 from tests.support.model_texts import IF, X, find_then_branch, parse_graph
 from tests.support.random_models import reference
 from tests.support.random_placements import RandomPlacement, assert_same, compiled_with, run_together
+from tests.support.snapshots import make_snapshot
+from tests.support.training_models import make_mlp
+from tests.training.test_trainer import compile_model as compile_training
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
 
@@ -264,3 +269,47 @@ def test_dense_and_sparse_forms_compute_the_same(tmp_path):
     thick.graph.initializer.append(numpy_helper.from_array(THIN, "thin"))
     bundle = compiled_with(model, RandomPlacement((0, 1)), tmp_path, optimized=False)
     assert_same(run_together(bundle, [{"x": X}]), reference(thick, [{"x": X}]))
+
+
+# ---------------------------------------------------------------------------------------------- Hugging Face's cache
+
+
+def save_snapshot(model: ModelProto, folder: Path) -> Path:
+    """Save a model with external weights in a snapshot of Hugging Face's cache; return the link to it."""
+    (folder / "exported").mkdir(parents=True)
+    saved = folder / "exported" / "model.onnx"
+    onnx.save(model, saved, save_as_external_data=True, location="weights.data", size_threshold=64)
+    return make_snapshot(saved, folder / "hub")[0]
+
+
+@pytest.mark.parametrize("options", [(), ("--link-weights",)], ids=["copied", "linked"])
+def test_a_model_of_links_into_a_hugging_face_cache_compiles_runs_and_merges(
+    tmp_path, run_cli: Callable[..., Ran], options
+):
+    model, bundle = save_snapshot(branches(), tmp_path), tmp_path / "hub" / "bundle"
+    measured = ("--pipeline", "optimize,profile{repeat=1,seconds=0},m-etf,split,emit", *options)
+    for arguments in (
+        ("compile", model, "--devices", "cpu:0,cpu:1", "--shape", "batch=2", *measured, "-o", bundle),
+        ("run", bundle),
+        ("verify", bundle),
+        ("verify", bundle, "--against", model),
+        ("merge", bundle, "-o", tmp_path / "merged.onnx"),
+    ):
+        result = run_cli(*arguments)
+        assert result.code == 0, result.err
+    weights = {tensor.name: tensor for tensor in onnx.load(tmp_path / "merged.onnx").graph.initializer}
+    for tensor in branches().graph.initializer:
+        np.testing.assert_array_equal(numpy_helper.to_array(weights[tensor.name]), numpy_helper.to_array(tensor))
+
+
+def test_a_training_step_of_links_into_a_hugging_face_cache_is_trained(tmp_path, run_cli: Callable[..., Ran]):
+    plain = compile_training(make_mlp("sgd"), tmp_path / "plain")
+    linked = compile_training(save_snapshot(make_mlp("sgd"), tmp_path), tmp_path / "linked")
+    np.savez(tmp_path / "data.npz", x=np.ones((8, 8), np.float32), target=np.ones((8, 4), np.float32))
+    curves = []
+    for number, item in enumerate((plain, linked)):
+        log = tmp_path / f"{number}.csv"
+        result = run_cli("train", item.path, "--data", tmp_path / "data.npz", "--steps", 3, "--log", log)
+        assert result.code == 0, result.err
+        curves.append([row["loss"] for row in csv.DictReader(log.read_text().splitlines())])
+    assert curves[0] == curves[1]
