@@ -66,7 +66,7 @@ def verify(
     seed: int,
     json_: bool,
 ) -> None:
-    """Compare BUNDLE with the whole model on equal inputs, at several sizes.
+    """Compare BUNDLE with the unsplit model at several sizes.
 
     Exit 1 if they differ, or if BUNDLE refuses sizes that the model takes. Both carry their states on. Outputs that
     depend on random numbers are named: for these, only type, shape and finiteness must agree.
