@@ -31,7 +31,7 @@ class NodeView:
     opset: int
     """Version of the standard operators."""
     constants: Mapping[int, NDArray[Any]] = field(default_factory=dict)
-    """Input position -> value, for small integer constants and the scales of Resize."""
+    """Input position -> value, for small integer constants, scales of Resize, and numbers that multiply or divide."""
     element_types: tuple[int, ...] = ()
     """Element type of each output."""
 

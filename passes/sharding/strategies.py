@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 from onnx import NodeProto, TensorProto
 
 from onnxplace.passes.sharding.layouts import PARTIAL, REPLICATED, Division, Layout
@@ -35,7 +36,6 @@ _LINEAR_IN_FIRST = frozenset(
     )
 )
 _LINEAR_TOGETHER = frozenset(("Add", "Sub", "Sum", "Concat"))
-_BILINEAR = frozenset(("Mul", "MatMul"))
 _SUMMABLE_TYPES = frozenset((TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16))
 # These add up integers exactly, modulo their range. ONNX Runtime's other sums of integers, such as ReduceSum and those
 # within Einsum, are computed in floating point, and saturate.
@@ -123,6 +123,12 @@ def list_axis_rules(view: NodeView) -> list[AxisRule]:
         return list(rule(view))
     except (LookupError, TypeError, ValueError):
         return []
+
+
+def _is_scale(view: NodeView, position: int) -> bool:
+    """Return whether an input is a known number that keeps summands finite, and infinite ones infinite."""
+    factor = view.constants.get(position)
+    return factor is not None and factor.size == 1 and bool(np.isfinite(factor).all() and factor.all())
 
 
 class StrategyTable:
@@ -315,11 +321,10 @@ class StrategyTable:
             yield Strategy((PARTIAL, *whole[1:]), outputs)
         if view.op in _LINEAR_TOGETHER:
             yield Strategy((PARTIAL,) * count, outputs)
-        if view.op in _BILINEAR and count == 2:
+        if view.op in ("Mul", "Div") and _is_scale(view, 1):
             yield Strategy((PARTIAL, REPLICATED), outputs)
+        if view.op == "Mul" and _is_scale(view, 0):
             yield Strategy((REPLICATED, PARTIAL), outputs)
-        if view.op == "Div":
-            yield Strategy((PARTIAL, REPLICATED), outputs)
         if view.op in ("Add", "Sub") and view.shape(0) == view.result():
             yield Strategy((PARTIAL, REPLICATED), outputs, only_first=1)
         if view.op == "Add" and view.shape(1) == view.result():

@@ -125,14 +125,17 @@ class TensorFacts:
 
 
 def read_constants(model: Model) -> dict[str, NDArray[Any]]:
-    """Return the small integer initializers, and the scales of Resize."""
+    """Return the small integer initializers, the scales of Resize, and numbers that multiply or divide."""
     constants = {}
     scales = {name for node in model.nodes if node.op_type in ("Resize", "Upsample") for name in node.input[1:3]}
+    factors = {name for node in model.nodes if node.op_type in ("Mul", "Div") for name in node.input}
     for name, tensor in model.initializers.items():
         if model.overridable(name):
             continue
-        is_small = math.prod(tensor.dims) <= _MAX_CONSTANT_ELEMENTS
+        count = math.prod(tensor.dims)
+        is_small = count <= _MAX_CONSTANT_ELEMENTS
         is_read = tensor.data_type in (TensorProto.INT64, TensorProto.INT32) or name in scales
+        is_read |= count == 1 and name in factors
         if is_small and is_read and tensor.data_location != TensorProto.EXTERNAL:
             constants[name] = numpy_helper.to_array(tensor)
     return constants

@@ -2,6 +2,7 @@
 
 import ml_dtypes
 import numpy as np
+import pytest
 from onnx import ModelProto, TensorProto, parser
 
 from onnxplace.model import bind, load
@@ -83,3 +84,29 @@ def test_a_returned_weight_stays_whole():
     trials = list(try_strategies(parse(text), [{"x": np.ones(4, np.float32)}]))
     assert [trial for trial in trials if trial.problem] == []
     assert trials
+
+
+@pytest.mark.parametrize(("formula", "factor"), [("Div(s, d)", 0), ("Mul(s, d)", np.inf), ("Mul(d, s)", -np.inf)])
+@pytest.mark.parametrize("known", [False, True])
+def test_summands_go_through_no_factor_that_makes_them_infinite(formula, factor, known):
+    model = parse(f"(float[4] x, float d) => (float y) {{ s = ReduceSum<keepdims=0>(x) y = {formula} }}")
+    x, d = np.array([3, 4, -1, -2], np.float32), np.array(factor, np.float32)
+    if known:
+        trials = list(try_strategies(with_weights(model, {"x": x, "d": d}), [{"x": x}]))
+    else:
+        trials = list(try_strategies(model, [{"x": x, "d": d}]))
+    assert [trial for trial in trials if trial.problem] == []
+    assert trials
+
+
+@pytest.mark.parametrize("text", ["Mul(s, c)", "Mul(c, s)", "Div(s, c)"])
+@pytest.mark.parametrize(
+    ("factor", "is_passed"), [(0.125, True), (-3, True), (0, False), (np.inf, False), (np.nan, False)]
+)
+def test_summands_go_through_known_scales(text, factor, is_passed):
+    model = with_weights(
+        parse(f"(float[4] x, float c) => (float y) {{ s = ReduceSum<keepdims=0>(x) y = {text} }}"),
+        {"x": 0, "c": np.array(factor, np.float32)},
+    )
+    space = build_space(TensorFacts.of(bind(load(model), {}, {})), DIVISIONS["2 ways"])
+    assert (PARTIAL in layouts(tuple(space.strategies[1]))) is is_passed
