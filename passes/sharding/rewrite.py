@@ -343,6 +343,9 @@ class ShardedModelWriter(ExchangeWriter):
         result.CopyFrom(value)
         result.name = name
         shape = result.type.tensor_type.shape
+        for axis, entry in enumerate(shape.dim):
+            if value.name in self.model.states and entry.WhichOneof("value") is None:
+                entry.dim_param = f"{value.name}.{axis}"  # one size for all parts, under the name that users know
         if layout.is_split and len(shape.dim) > layout.axis:
             size = self.division.local_size(layout, self.facts.shapes[source][layout.axis], device)
             shape.dim[layout.axis].Clear()

@@ -15,6 +15,8 @@ from tests.support.chains import mlp
 
 pytestmark = pytest.mark.usefixtures("no_gpus", "work_here")
 
+SPLIT = "shard{ways=2,exact=true},coplace{join=never},m-etf"
+
 
 @pytest.fixture
 def work_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,3 +130,20 @@ def test_stages_of_split_operators_around_a_whole_one_are_not_contiguous():
     assert result.bundle.manifest.sharding is not None
     (note,) = [note for note in result.diagnostics if note.code == "P030"]
     assert "not necessarily contiguous" in note.message
+
+
+def test_a_cache_whose_length_has_no_name_is_split_by_heads(run_cli):
+    model = parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>
+    decode (float[1, 4, N, 8] x, float[1, 4, past, 8] cache) => (float[1, 4, N, 8] y, float[1, 4, all, 8] grown)
+    { grown = Concat<axis = 2>(cache, x) turned = Transpose<perm = [0, 1, 3, 2]>(grown) scores = MatMul(x, turned)
+      weights = Softmax<axis = -1>(scores) y = MatMul(weights, grown) }""")
+    for value in (model.graph.input[1], model.graph.output[1]):
+        value.type.tensor_type.shape.dim[2].Clear()
+    sizes, pipeline = {"N": 1, "cache.2": 4096}, f"optimize,profile{{estimate=true}},{SPLIT},split,emit"
+    options = {"shape": sizes, "state": {"grown": "cache"}, "pipeline": pipeline}
+    manifest = compiled(model, fast_target(64, 64), **options).bundle.manifest
+    assert [state.axis for state in manifest.sharding.states] == [1]
+    assert dict(manifest.dimensions) == sizes
+    result = run_cli("verify", "out")
+    assert result.code == 0, result
+    assert "cache.2=8192" in result.out
