@@ -89,7 +89,7 @@ class Builder:
     count: int = 0
     unknown: int = 0
     has_half: bool = False
-    is_recurrent: bool = False
+    needs_elements: bool = False
 
     # --- drawing ---
 
@@ -286,7 +286,7 @@ class Builder:
         value = self.pick(lambda v: v.rank == 3 and isinstance(v.shape[2], int))
         if value is None:
             return
-        self.is_recurrent = True
+        self.needs_elements = True
         op, gates = self.one_of((("LSTM", 4), ("GRU", 3), ("RNN", 1)))
         ways, hidden, width = self.one_of((1, 2)), 4, int(value.shape[2])
         inputs: list[Value | str] = [value, self.weight(ways, gates * hidden, width, scale=0.3)]
@@ -372,6 +372,7 @@ class Builder:
         channels = int(value.shape[1])
         parameters = [self.weight(channels), self.weight(channels)]
         if self.chance(0.5):
+            self.needs_elements = True
             self.add("InstanceNormalization", [value, *parameters], value.shape, epsilon=0.1)
             return
         variance = self.initializer(np.linspace(0.5, 2, channels).astype(np.float32))
@@ -1012,8 +1013,8 @@ def make_model(random: Random, max_nodes: int = 14) -> ShardableModel:
     opsets = [helper.make_opsetid("", builder.opset)]
     proto = helper.make_model(graph, opset_imports=opsets, ir_version=8 if builder.opset < 19 else 11)
     bound = random.choice((1, 1, 2, 6, 8, 12)), random.choice((1, 1, 4, 5, 6))
-    # ONNX Runtime's recurrent kernels end the process for an empty batch.
-    others = [pair for pair in OTHER_SIZES if all(pair) or not builder.is_recurrent]
+    # ONNX Runtime's recurrent kernels and InstanceNormalization end the process for empty inputs.
+    others = [pair for pair in OTHER_SIZES if all(pair) or not builder.needs_elements]
     sizes = [{"N": n, "M": m} for n, m in (bound, *others)]
     feeds = tuple(_draw_feeds(random, inputs, builder.overridable, size) for size in sizes)
     used = {size for value in inputs for size in value.shape if isinstance(size, str)}

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from onnxplace.errors import InfeasibleError
+import onnxplace
+from onnxplace.errors import FeedError, InfeasibleError
 from onnxplace.facts import MicroBatches, Profile, Shards
 from onnxplace.model import Model
 from onnxplace.passes.sharding.choice import Choice, ChoiceProblem
 from tests.support.shardings import choose_randomly
-from tests.support.step_checks import assert_same_steps, compile_state
+from tests.support.step_checks import STATES, assert_bundle_takes_the_same_steps, assert_same_steps, compile_state
 from tests.support.training_models import (
     OPTIMIZERS,
     Optimizer,
@@ -108,6 +109,31 @@ def test_symbolic_batches_get_their_size() -> None:
     (note,) = (item for item in state.diagnostics if item.code == "L065")
     assert "x [6, 8], target [6, 4]" in note.message
     assert_same_steps(make_mlp("sgd", batch=6), state[Model])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, 7, 13])
+def test_bundles_in_micro_batches_take_their_own_size_only(rows: int, symbolic_bundle: onnxplace.Bundle) -> None:
+    feeds = {"x": np.zeros((rows, 8), np.float32), "target": np.zeros((rows, 4), np.float32)}
+    with onnxplace.InferenceSession(symbolic_bundle) as session, pytest.raises(FeedError, match="axis 0 must be 6"):
+        session.run(["loss"], feeds)
+
+
+@pytest.fixture(scope="module")
+def symbolic_bundle(tmp_path_factory: pytest.TempPathFactory) -> onnxplace.Bundle:
+    proto = make_mlp("sgd", batch=6)
+    for value in proto.graph.input[:2]:
+        value.type.tensor_type.shape.dim[0].dim_param = "batch"
+    bundle = onnxplace.compile(
+        proto,
+        tmp_path_factory.mktemp("step") / "bundle",
+        devices="cpu:0,cpu:1",
+        shape={"batch": 6},
+        state=STATES,
+        trial=False,
+        pipeline=f"{FRONT}{{count=3}},coplace,m-etf,split,emit",
+    )
+    assert_bundle_takes_the_same_steps(make_mlp("sgd", batch=6), bundle)
+    return bundle
 
 
 def test_a_model_without_a_batch_is_refused() -> None:
