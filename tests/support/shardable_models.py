@@ -283,10 +283,10 @@ class Builder:
         self.add("Mul", [cast, self.initializer(np.array(1e-4, np.float32))], product.shape)
 
     def add_recurrent(self) -> None:
-        value = self.pick(lambda v: v.rank == 3 and isinstance(v.shape[2], int))
+        value = self.pick(lambda v: v.rank == 3 and isinstance(v.shape[2], int) and "?" not in str(v.shape))
         if value is None:
             return
-        self.needs_elements = True
+        self.needs_elements = True  # a size that is not known, "?", may be 0
         op, gates = self.one_of((("LSTM", 4), ("GRU", 3), ("RNN", 1)))
         ways, hidden, width = self.one_of((1, 2)), 4, int(value.shape[2])
         inputs: list[Value | str] = [value, self.weight(ways, gates * hidden, width, scale=0.3)]
@@ -371,7 +371,7 @@ class Builder:
             return
         channels = int(value.shape[1])
         parameters = [self.weight(channels), self.weight(channels)]
-        if self.chance(0.5):
+        if self.chance(0.5) and "?" not in str(value.shape):
             self.needs_elements = True
             self.add("InstanceNormalization", [value, *parameters], value.shape, epsilon=0.1)
             return
