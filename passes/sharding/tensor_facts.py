@@ -56,8 +56,11 @@ class TensorFacts:
     def of(model: Model) -> TensorFacts:
         """Collect the facts of a model with bound dimensions."""
         shapes = infer_all_shapes(model)
-        others = [] if _has_fixed_inputs(model) else [_infer_at(model, sizes) for sizes in _draw_other_sizes(model)]
-        fixed = _find_fixed_axes(model, shapes, others)
+        drawn = [] if _has_fixed_inputs(model) else _draw_other_sizes(model)
+        others = [_infer_at(model, sizes) for sizes in drawn]
+        # Nothing is cut by rules at size 0, but an axis that is empty there varies.
+        empty = [_infer_at(model, dict.fromkeys(drawn[0], 0))] if drawn else []
+        fixed = _find_fixed_axes(model, shapes, [*others, *empty])
         types = dict(infer_with_runtime(model, model.input_shapes()).types)
         types |= {
             name: kind.tensor_type.elem_type for name, kind in model.types.items() if kind.HasField("tensor_type")

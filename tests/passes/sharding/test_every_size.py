@@ -58,6 +58,13 @@ MIXED = {
         {"s": [-1, 6]},
         {"N": 2, "M": 1},
     ),
+    "rows that are missing only at size 0": (
+        "float[8, N] x",
+        "r = Reshape(x, s) a = Slice(r, zero, four) c = MatMul(a, W) y = Reshape(c, h)",
+        {"W": (2, 6)},
+        {"s": [-1, 1, 2], "zero": [0], "four": [4], "h": [0, 0, 3, 2]},
+        {"N": 1},
+    ),
     "a batch between": ("float[N, 9, 9, 3] x", "a = Relu(x) y = Reshape(a, s)", {}, {"s": [9, -1, 0]}, {"N": 3}),
     "the padding of columns": (
         "float[1, 2, 8, M] x",

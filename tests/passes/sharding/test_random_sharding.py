@@ -40,7 +40,8 @@ def assert_close(actual: list[Any], expected: list[Any], tolerance: float) -> No
     """Raise AssertionError unless outputs are equal, floats up to rounding."""
     for first, second in zip(actual, expected, strict=True):
         assert (first.dtype, first.shape) == (second.dtype, second.shape)
-        scale = max(1.0, float(np.abs(second).max(initial=0))) if second.dtype.kind == "f" else 0.0
+        finite = second[np.isfinite(second)] if second.dtype.kind == "f" else np.zeros(0)
+        scale = max(1.0, float(np.abs(finite).max(initial=0))) if second.dtype.kind == "f" else 0.0
         np.testing.assert_allclose(first, second, rtol=0, atol=tolerance * scale)
 
 
