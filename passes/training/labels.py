@@ -10,7 +10,9 @@ from onnxplace.model import Model, read_shape_entries
 from onnxplace.training_step import Labels
 
 # What only moves the elements of its first input, or converts them.
-_MOVES = frozenset("Cast Flatten Gather Identity Pad Reshape Slice Split Squeeze Transpose Unsqueeze".split())
+_MOVES = frozenset(
+    ["Cast", "Flatten", "Gather", "Identity", "Pad", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"]
+)
 _LOSSES = ("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss")
 
 

@@ -30,7 +30,10 @@ def test_a_label_is_refused_where_torch_refuses_it(name, label, tmp_path):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     step = export_training_step(module, loss, optimizer, (x, labels), **options)
     bundle = onnxplace.compile(
-        step, tmp_path / "step.bundle", devices="cpu:0", shape={} if "dynamic_batch" in options else {"batch": 6},
+        step,
+        tmp_path / "step.bundle",
+        devices="cpu:0",
+        shape={} if "dynamic_batch" in options else {"batch": 6},
         trial=False,
     )
     labels[4] = label
