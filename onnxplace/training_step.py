@@ -75,16 +75,18 @@ class Labels(BaseModel):
     ignored: tuple[Int64, ...] = ()
     """Further values that are allowed, which the loss leaves out."""
 
-    def check(self, array: NDArray[Any], where: str = "") -> None:
+    def check(self, arrays: Mapping[str, NDArray[Any]], where: str = "") -> None:
         """Raise FeedError for labels that are none, naming the first; ONNX would count those below 0 from the end."""
-        wrong = ((array < 0) | (array >= self.classes)) & ~np.isin(array, self.ignored)
-        if not wrong.any():
+        array = arrays.get(self.input)
+        if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
             return
-        position = np.argwhere(wrong)[0].tolist()
-        row = f" in row {position[0]}" if position else ""
-        column = f" at {position[1:]}" if position[1:] else ""
+        wrong = np.argwhere(((array < 0) | (array >= self.classes)) & ~np.isin(array, self.ignored))
+        if len(wrong) == 0:
+            return
+        position = wrong[0].tolist()
+        row = f" in row {position[0]}{f' at {position[1:]}' if position[1:] else ''}" if position else ""
         ignored = f", or {format_names(map(str, self.ignored), quoted=False)} to ignore it" if self.ignored else ""
-        message = f"{self.input!r} has the label {array[tuple(position)]}{row}{column}"
+        message = f"{self.input!r} has the label {array[tuple(position)]}{row}"
         hint = f"expected a class from 0 to {self.classes - 1}{ignored}"
         raise FeedError("F011", message, where=where or f"input {self.input!r}", hint=hint)
 

@@ -42,8 +42,7 @@ class RequestChecks:
             return dict(input_feed), states
         feeds = check_feeds(input_feed if signature else unwrap_ort_values(input_feed), self._run_inputs)
         for labels in self._labels:
-            if labels.input in feeds:
-                labels.check(feeds[labels.input])
+            labels.check(feeds)
         if (
             self._can_repeat
             and signature is not None

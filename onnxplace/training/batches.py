@@ -81,8 +81,7 @@ def _read_rows(bundle: Bundle, path: Path) -> dict[str, Array]:
             raise FeedError("L050", message, where=format_path(path), hint=hint)
     rows = {item.name: np.asarray(arrays[item.name]) for item in inputs if item.name in arrays}
     for labels in bundle.manifest.training.labels if bundle.manifest.training else ():
-        if labels.input in rows and rows[labels.input].dtype.kind in "iu":
-            labels.check(rows[labels.input], format_path(path))
+        labels.check(rows, format_path(path))
     return rows
 
 
