@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Annotated, Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from onnxplace.errors import ModelError
+from onnxplace.errors import FeedError, ModelError, format_names
 
 TRAINING_KEY = "onnxplace.training"
 """Key of the model's metadata."""
@@ -25,6 +27,7 @@ PARAMETER_KEY = "onnxplace.parameter"
 VERSION = 1
 """Of the record; a model with a higher one needs a newer onnxplace."""
 
+Int64 = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Phase = Literal["forward", "backward", "update"]
 
 
@@ -60,6 +63,34 @@ class InferencePart(BaseModel):
     """Values that the module returns; they need not be outputs of the model."""
 
 
+class Labels(BaseModel):
+    """An input of the model whose elements choose a class."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    input: str
+    """Name of the input."""
+    classes: Int64
+    """Number of classes; labels are 0 or more and below it."""
+    ignored: tuple[Int64, ...] = ()
+    """Further values that are allowed, which the loss leaves out."""
+
+    def check(self, arrays: Mapping[str, NDArray[Any]], where: str = "") -> None:
+        """Raise FeedError for labels that are none, naming the first; ONNX would count those below 0 from the end."""
+        array = arrays.get(self.input)
+        if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
+            return
+        wrong = np.argwhere(((array < 0) | (array >= self.classes)) & ~np.isin(array, self.ignored))
+        if len(wrong) == 0:
+            return
+        position = wrong[0].tolist()
+        row = f" in row {position[0]}{f' at {position[1:]}' if position[1:] else ''}" if position else ""
+        ignored = f", or {format_names(map(str, self.ignored), quoted=False)} to ignore it" if self.ignored else ""
+        message = f"{self.input!r} has the label {array[tuple(position)]}{row}"
+        hint = f"expected a class from 0 to {self.classes - 1}{ignored}"
+        raise FeedError("F011", message, where=where or f"input {self.input!r}", hint=hint)
+
+
 class TrainingStep(BaseModel):
     """What a model's inputs, outputs and values mean as a training step."""
 
@@ -84,6 +115,8 @@ class TrainingStep(BaseModel):
     module: str = ""
     """Name of the module's class."""
     inference: InferencePart = InferencePart()
+    labels: tuple[Labels, ...] = ()
+    """Found in the model; requests and `train` refuse other values, which ONNX would count from the last class."""
 
     def list_states(self) -> Iterator[CarriedTensor]:
         """Yield all parameters, moments and buffers, in this order."""

@@ -12,7 +12,7 @@ from onnxplace.errors import Figure
 from onnxplace.feeds import MAX_DIMENSION, MAX_RANK
 from onnxplace.model_metadata import ModelMetadata
 from onnxplace.target import Device, Link, LinkModel, Shared, Target
-from onnxplace.training_step import CarriedTensor, InferencePart, Parameter, TrainingStep
+from onnxplace.training_step import CarriedTensor, InferencePart, Labels, Parameter, TrainingStep
 from onnxplace.utils import read_field_docs
 
 SCHEMA_VERSION = "1.5"
@@ -368,7 +368,7 @@ def json_schema() -> dict[str, Any]:
     parts = {Manifest.__name__: schema, **schema["$defs"]}
     for dataclass_type in (Device, Link, Shared):  # pydantic before 2.13 leaves out docstrings of dataclasses
         parts[dataclass_type.__name__]["description"] = inspect.getdoc(dataclass_type)
-    training = (CarriedTensor, Parameter, InferencePart, TrainingRecord)
+    training = (CarriedTensor, Parameter, InferencePart, Labels, TrainingRecord)
     for record_type in (Device, Link, Shared, *training, *_iterate_records(Record)):
         # pydantic could do this as well, but as soon as the classes are defined, which takes 30 ms of each start.
         for name, description in read_field_docs(record_type).items():

@@ -69,7 +69,7 @@ def plan(
     from onnxplace.driver import plan_model
 
     announce_loop_compilation(json_)
-    with show_progress(json_, "reading the model", similar=True) as observer:
+    with show_progress(json_, "reading the model") as observer:
         result = plan_model(
             model,
             devices=devices,

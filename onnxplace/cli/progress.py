@@ -48,6 +48,7 @@ class Display:
         self.name, self.index, self.count = name, index, count
         self.detail, self.share, self._first_share = "", 0.0, 0.0
         self._step_began, self._end = time.monotonic(), None  # type: float, float | None
+        self._work_began: float | None = None
         if index == 0:  # for example of the strategies that follow after profiling
             self._began = self._step_began
 
@@ -58,8 +59,13 @@ class Display:
         self._show()
 
     def advance(self, share: float, detail: str = "") -> None:
-        """Take the finished share of the current step; a share below an earlier one is ignored."""
+        """Take the finished share of the current step; a share below an earlier one is ignored.
+
+        The first report of 0 says that preparations are over, which do not count for the speed.
+        """
         now = time.monotonic()
+        if share == 0 and self._work_began is None:
+            self._work_began = now
         if now - self._last_report < MIN_REPORT_SECONDS and share < 1:
             return
         self._last_report, self.detail = now, detail or self.detail
@@ -88,12 +94,14 @@ class Display:
     def estimate_remaining(self) -> float | None:
         """Return the seconds that the step, or all similar steps, may still take; None if it is unknown."""
         now, share = time.monotonic(), self.total_share
-        if self._end is not None and not self.share and not self.similar:
-            return max(self._end - now, 0.0)
-        began, first = (self._began, 0.0) if self.similar else (self._step_began, self._first_share)
-        if share is None or share - first < MIN_SHARE:
-            return None
-        return (now - began) * (1 - share) / (share - first)
+        limit = None if self._end is None or self.similar else max(self._end - now, 0.0)
+        began, first = self._work_began or self._step_began, self._first_share
+        if self.similar:
+            began, first = self._began, 0.0
+        if share is None or share - first < MIN_SHARE or (limit is not None and not self.share):
+            return limit
+        estimate = (now - began) * (1 - share) / (share - first)
+        return estimate if limit is None else min(estimate, limit)
 
     def describe(self) -> str:
         """Return the position and name of the step, with details."""

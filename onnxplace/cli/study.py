@@ -70,6 +70,8 @@ def traversal(
 
         def count_runs(done: int, total: int) -> None:
             if display:
+                if not display.share:
+                    display.resume_at((done - 1) / total)
                 display.advance(done / total, f"{done} of {total}")
 
         rows = run_study(options, output, resume=resume, observer=count_runs)

@@ -28,8 +28,9 @@ class RequestChecks:
         self._returned_names = [item.name for item in bundle.returned_outputs]
         self._state_outputs = {item.output for item in bundle.manifest.states}
         self._accepted_signature: FeedSignature | None = None
-        # Of texts, the content is checked too, so that nothing is known of those of the next request.
-        self._can_repeat = not any("string" in item.dtype for item in bundle.inputs)
+        self._labels = bundle.manifest.training.labels if bundle.manifest.training else ()
+        # Of texts and labels, the content is checked too, so that nothing is known of those of the next request.
+        self._can_repeat = not self._labels and not any("string" in item.dtype for item in bundle.inputs)
 
     def check_feeds(self, input_feed: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """Return the feeds as arrays, and the states among the output names; raises FeedError."""
@@ -40,6 +41,8 @@ class RequestChecks:
         if signature is not None and signature == self._accepted_signature:
             return dict(input_feed), states
         feeds = check_feeds(input_feed if signature else unwrap_ort_values(input_feed), self._run_inputs)
+        for labels in self._labels:
+            labels.check(feeds)
         if (
             self._can_repeat
             and signature is not None

@@ -14,7 +14,7 @@ from onnxplace.errors import InputError, UsageError
 from onnxplace.learn.curves import Plotted, plot_curve, read_curve, write_curve
 from onnxplace.learn.problems import LearningGraph
 from onnxplace.passes.learning import require_torch
-from onnxplace.utils import budget_clock, format_path, require_writable, write_each
+from onnxplace.utils import budget_clock, format_path, report_progress, report_time_limit, require_writable, write_each
 
 # Seconds between two checkpoints.
 CHECKPOINT_SECONDS = 30.0
@@ -123,9 +123,13 @@ class TrainingLoop(ABC):
         return ()
 
     def run(self) -> Iterator[tuple[float, Any]]:
-        """Update the policy until a limit is reached; yield the progress and a point now and then."""
+        """Update the policy until a limit is reached; yield the finished share of this run and a point now and then."""
         start, before = budget_clock(), self.points[-1].seconds if self.points else 0.0
         last_checkpoint, progress = start, self._progress(before, 0.0)
+        first = progress
+        report_progress(0)
+        if self.limits[0] > 0:
+            report_time_limit(self.limits[0])
         while progress < 1.0:
             self.recent.append(self.improve(progress))
             elapsed = budget_clock() - start
@@ -133,7 +137,7 @@ class TrainingLoop(ABC):
             if self.updates % self.point_updates == 0 or progress >= 1.0:
                 recent, self.recent = self.recent, []
                 self.points.append(self.evaluate(recent, before + elapsed))
-                yield progress, self.points[-1]
+                yield (progress - first) / (1 - first), self.points[-1]
             if budget_clock() - last_checkpoint > CHECKPOINT_SECONDS:
                 self.write_checkpoint()
                 last_checkpoint = budget_clock()

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -225,6 +226,12 @@ class Target:
 
     def link_arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return latency (seconds) and seconds per byte, both [source, destination] with a zero diagonal."""
+        latency, per_byte = self._link_arrays
+        return latency.copy(), per_byte.copy()
+
+    @cached_property
+    def _link_arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        # Each simulation needs them, and for 256 devices they are of 65280 links.
         count = len(self.devices)
         latency, per_byte = np.zeros((count, count)), np.zeros((count, count))
         given = self._links_by_ends()

@@ -79,7 +79,10 @@ def _read_rows(bundle: Bundle, path: Path) -> dict[str, Array]:
             hint = f"{suggest_nearest(item.name, arrays)}; write it with numpy.savez(path, {item.name}=array)"
             message = f"it has no array {item.name!r}, which the step takes: {describe_input(item)}"
             raise FeedError("L050", message, where=format_path(path), hint=hint)
-    return {item.name: np.asarray(arrays[item.name]) for item in inputs if item.name in arrays}
+    rows = {item.name: np.asarray(arrays[item.name]) for item in inputs if item.name in arrays}
+    for labels in bundle.manifest.training.labels if bundle.manifest.training else ():
+        labels.check(rows, format_path(path))
+    return rows
 
 
 def _count_rows(arrays: Mapping[str, Array], path: Path) -> int:

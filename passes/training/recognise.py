@@ -12,6 +12,7 @@ from onnxplace.graph import Bools, Ints, OpGraph
 from onnxplace.model import Model
 from onnxplace.passes.training.find_step import find_training_step
 from onnxplace.passes.training.flow import MANY, NONE, Flow
+from onnxplace.passes.training.labels import find_labels
 from onnxplace.passes.training.owners import spread_owners
 from onnxplace.passes.training.role_kernels import assign_forward_nodes
 from onnxplace.training_roles import Phase, TrainingRoles
@@ -78,7 +79,7 @@ class _Recognition:
         phase = self._extend_updates(phase, parameter, gradients)
         phase, parameter = self._apply_metadata(phase, parameter)
         owner = self._find_owners(phase, parameter)
-        step = replace_gradients(self.step, gradients)
+        step = replace_gradients(self.step, gradients).model_copy(update={"labels": find_labels(self.flow.model)})
         return TrainingRoles(step=step, phase=phase, parameter=parameter, owner=owner)
 
     def _find_parameters(self) -> tuple[Ints, Ints]:

@@ -152,6 +152,34 @@ def test_a_time_limit_is_the_remaining_time_until_shares_are_known(clock):
     assert display.describe_remaining() == "0:00 left"
 
 
+def test_a_time_limit_bounds_what_follows_from_the_share(clock):
+    display = progress.Display("search")
+    clock.now += 60  # preparations
+    display.limit(8.0)
+    clock.now += 1
+    display.advance(0.125)
+    assert display.estimate_remaining() == pytest.approx(7)
+    clock.now += 1
+    display.advance(0.95)  # the number of proposals ends it earlier
+    assert display.estimate_remaining() == pytest.approx(62 * 0.05 / 0.95)
+
+
+def test_preparations_before_the_first_report_say_nothing_about_the_speed(clock):
+    display = progress.Display("learning")
+    clock.now += 60
+    display.advance(0)
+    clock.now += 1
+    display.advance(0.1)
+    assert display.estimate_remaining() == pytest.approx(9)
+
+
+def test_a_plan_shows_no_remaining_time_that_other_strategies_would_have(run_cli, model_file, monkeypatch, clock):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(clock, "monotonic", lambda: (setattr(clock, "now", clock.now + 1), clock.now)[1])
+    result = run_cli("plan", model_file, "--estimate", "--devices", "cpu:0,cpu:1", "--shape", "batch=1")
+    assert re.search(r"\[3/\d+\] 2 copies of the model\n", result.err), result.err
+
+
 def test_similar_steps_share_one_remaining_time(clock):
     display = progress.Display("start", similar=True)
     clock.now += 100

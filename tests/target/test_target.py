@@ -300,6 +300,17 @@ def test_link_arrays_hold_given_links_and_defaults_elsewhere(target):
                 assert per_byte[i, j] == 1 / link.bytes_per_second
 
 
+def test_the_links_of_a_target_are_built_once_and_cannot_be_changed(monkeypatch):
+    built = []
+    monkeypatch.setattr("onnxplace.target.target.default_link", lambda *ends: built.append(ends) or default_link(*ends))
+    target = Target(tuple(Device(f"cpu:{index}", 1 << 30) for index in range(8)))
+    for _ in range(3):
+        latency, per_byte = target.link_arrays()
+        assert latency.sum() > 0
+        latency[:], per_byte[:] = 0, 0
+    assert len(built) == 8 * 7
+
+
 # ---------------------------------------------------------------------------------------------- files
 
 

@@ -10,7 +10,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from onnx import ModelProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper, parser
 
 import onnxplace
 from onnxplace.errors import FeedError, InfeasibleError
@@ -161,3 +161,34 @@ def test_a_step_that_mixes_samples_in_most_of_its_work_is_refused_by_the_name_of
     value = builder.add(value, weight)
     with pytest.raises(InfeasibleError, match=r"L062.*(Softmax|CumSum) '.*' mixes the samples of a batch"):
         split(builder.finish(builder.squared_error(value, target)))
+
+
+CACHE = """
+<ir_version: 8, opset_import: ["": 17]>
+cache (float[batch, 4, 8] x, float[batch, past, 8] cache) => (float[batch, total, 8] present)
+{
+    new = Relu(x)
+    present = OPERATION
+}
+"""
+
+
+FIXED = "shard{ways=2,exact=true,fixed=true}"
+
+
+@pytest.mark.parametrize("step", [FIXED, "microbatch{count=2}"])
+def test_sizes_are_not_fixed_where_a_state_grows(step: str) -> None:
+    shape, front = {"batch": 2, "past": 4}, f"optimize,profile{{estimate=true}},{step}"
+    growing = parser.parse_model(CACHE.replace("OPERATION", "Concat <axis = 1> (cache, new)"))
+    with pytest.raises(InfeasibleError, match=r"'cache' from \[2, 4, 8\] to \[2, 8, 8\](?s:.)*leave out") as refused:
+        compile_state(growing, front, states=("present=cache",), shape=shape)
+    assert refused.value.code == "P065"
+
+
+def test_sizes_are_fixed_where_states_keep_theirs() -> None:
+    constant = parser.parse_model(CACHE.replace("OPERATION", "Add (cache, new)"))
+    shape = {"batch": 2, "past": 4}
+    state = compile_state(
+        constant, f"optimize,profile{{estimate=true}},{FIXED}", states=("present=cache",), shape=shape
+    )
+    assert state[Model].input_shapes()["x"] == (2, 4, 8)
