@@ -46,7 +46,12 @@ def measured(monkeypatch, short_trials):
     use_estimates(monkeypatch)
     monkeypatch.setattr("onnxplace.driver.finishing._find_unmeasured_costs", lambda state: None)
     calls = []
-    rules = {"intervals": lambda bundles: [1.0] * len(bundles), "waiting": 0.0, "factor": lambda segment: 1.0}
+    rules = {
+        "intervals": lambda bundles: [1.0] * len(bundles),
+        "waiting": 0.0,
+        "plain": 0.0,
+        "factor": lambda segment: 1.0,
+    }
 
     def run(bundles, feeds, in_flight, *, cached):
         calls.append([bundle.manifest for bundle in bundles])
@@ -57,6 +62,7 @@ def measured(monkeypatch, short_trials):
                 in_flight=in_flight,
                 requests=8,
                 waiting=rules["waiting"],
+                plain_seconds=rules["plain"],
             )
             for bundle, interval in zip(bundles, rules["intervals"](bundles))
         )
