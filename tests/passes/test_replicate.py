@@ -8,6 +8,7 @@ from onnxplace.errors import InfeasibleError, OnnxplaceError, UsageError
 from onnxplace.facts import Routes, Segments
 from onnxplace.model import bind, load
 from onnxplace.pipeline import Pipeline
+from onnxplace.simulation.request_rates import HANDOVER_SECONDS
 from onnxplace.state import State
 from onnxplace.target import REQUEST_SECONDS, Device, Shared, Target
 from tests.conftest import branches
@@ -49,7 +50,7 @@ def test_copies_do_not_overlap_the_part_of_a_request_that_is_in_python():
     state = State(devices).having(bind(load(model), {}, {}))
     routes = Pipeline.parse(f"{FRONT},single,split,replicate{{routes=cpu:1}}").run(state)[0][Routes]
     assert sum(route.seconds.sum() for route in routes.routes) < REQUEST_SECONDS
-    assert routes.interval_seconds == REQUEST_SECONDS
+    assert routes.interval_seconds == 2 * HANDOVER_SECONDS
 
 
 def test_devices_that_slow_each_other_down_gain_less_from_copies():
