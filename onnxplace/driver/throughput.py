@@ -177,8 +177,7 @@ def report_plain_session(trial: RateTrial | None) -> list[Diagnostic]:
     rates = f"{format_rate(trial.plain_seconds)} requests/s, this bundle {format_rate(trial.interval_seconds)}"
     message = f"one onnxruntime session with all cores is faster: {rates}"
     hint = "run the model itself with onnxruntime, or join small requests to batches (docs/serving.md)"
-    figures = (Figure("this bundle", trial.interval_seconds), Figure("one session, all cores", trial.plain_seconds))
-    return [Diagnostic("P048", message, where="throughput", hint=hint, figures=figures)]
+    return [Diagnostic("P048", message, where="throughput", hint=hint)]
 
 
 def _describe_states(state: State) -> list[Diagnostic]:

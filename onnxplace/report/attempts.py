@@ -13,7 +13,6 @@ _TITLES = {
     "P042": "Several devices or one: seconds of a step, measured in a trial",
     "P043": "Strategies: seconds between two results, as predicted",
     "P046": "Groups of a training step: seconds of a step, as predicted",
-    "P048": "This bundle or one session: seconds between two results, measured in a trial",
     "P062": "Whole or split operators: seconds of a step, as predicted",
 }
 

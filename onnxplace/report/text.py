@@ -100,25 +100,18 @@ def _format_steps(manifest: Manifest) -> list[str]:
     bound = format_milliseconds(predicted.lower_bound_seconds)
     suffix = "" if predicted.single_device_fits else ", where it does not fit"
     lines = [f"predicted step {step}; best single device {best}{suffix}; lower bound {bound}"]
-    is_compared = any(note.code == "P043" for note in manifest.diagnostics)  # one device is kept where it is fastest
-    if manifest.placer == OBJECTIVES["throughput"] or manifest.routes or is_compared:
+    notes = {(note.code, note.where): note.message for note in manifest.diagnostics}
+    if manifest.placer == OBJECTIVES["throughput"] or manifest.routes or ("P043", "throughput") in notes:
         rate = f" ({1 / predicted.interval_seconds:.4g} requests/s)" if predicted.interval_seconds > 0 else ""
         interval = format_milliseconds(predicted.interval_seconds)
-        lines.append(f"with requests in flight, a result every {interval}{rate}, {_describe_rate(manifest)}")
-        lines += [note.message for note in manifest.diagnostics if note.code == "P048"]
+        kind = "a disturbed trial" if ("C004", "throughput") in notes else "a trial"
+        source = f"measured in {kind} with {trial.in_flight} in flight" if trial and trial.in_flight else "predicted"
+        lines.append(f"with requests in flight, a result every {interval}{rate}, {source}")
+        lines += [message for (code, _), message in notes.items() if code == "P048"]
     if trial is not None:
         measured, planned = format_milliseconds(trial.step_seconds), format_milliseconds(trial.planned_seconds)
         lines.append(f"predicted from a trial, whose steps took {measured}; planned by the costs of nodes: {planned}")
     return lines
-
-
-def _describe_rate(manifest: Manifest) -> str:
-    """Return whether the rate of requests is measured or predicted."""
-    if manifest.trial is None or not manifest.trial.in_flight:
-        return "predicted"
-    is_disturbed = any(note.code == "C004" and note.where == "throughput" for note in manifest.diagnostics)
-    trial = "a disturbed trial" if is_disturbed else "a trial"
-    return f"measured in {trial} with {manifest.trial.in_flight} in flight"
 
 
 # Routes of the summary; the manifest has all of them.
