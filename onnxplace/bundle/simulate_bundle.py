@@ -73,7 +73,5 @@ def predict_serial_seconds(manifest: Manifest) -> float:
     target, used = manifest.target.target(), list_route_devices(manifest)
     if len(used) == 1 and target.devices[target.position(used[0])].kind == "cpu":
         return manifest.predicted.request_seconds
-    homes = [
-        [target.position(route.devices[item.device]) for item in manifest.segments] for route in list_routes(manifest)
-    ]
-    return predict_python_seconds(target, [np.array(home, dtype=np.int32) for home in homes])
+    homes = [[route.devices[item.device] for item in manifest.segments] for route in list_routes(manifest)]
+    return predict_python_seconds(target, homes)

@@ -76,9 +76,7 @@ def run_rate_trials(
     Earlier measurements of equal segments and feeds are reused if `cached`. Raises ExecutionError if a segment fails,
     TargetError if a device is missing.
     """
-    name = measurement_cache.key(
-        ["rate and plain session", str(in_flight), *(build_trial_key(bundle, feeds) for bundle in bundles)]
-    )
+    name = measurement_cache.key(["rates", str(in_flight), *(build_trial_key(bundle, feeds) for bundle in bundles)])
     if cached and (cached_trials := _read_cached(name, bundles)):
         return cached_trials
     runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()

@@ -76,14 +76,14 @@ def predict_request_rates(graph: OpGraph, seconds: Floats, target: Target, devic
     return RequestRates(shares, interval, route_seconds, busy)
 
 
-def predict_python_seconds(target: Target, devices: Sequence[Ints]) -> float:
+def predict_python_seconds(target: Target, devices: Sequence[Ints | list[str]]) -> float:
     """Return Python's part of a request, which no other request overlaps.
 
     Interpreters of several hosts work side by side, so that their handovers are not counted.
 
     Args:
         target: Its devices.
-        devices: Per route, the device of each segment.
+        devices: Per route, the device of each segment: its index or its id.
     """
     if target.hosts or len(np.unique(np.concatenate(devices))) < 2:
         return REQUEST_SECONDS
