@@ -226,6 +226,12 @@ def test_a_plain_session_that_is_not_clearly_faster_is_not_named(measured, plain
     assert "onnxruntime session" not in compile_summary(compiled.bundle)
 
 
+@pytest.mark.parametrize(("plain", "is_named"), [(1e-9, True), (0.5, False)])
+def test_after_a_disturbed_trial_a_plain_session_has_to_be_faster_than_predicted_too(measured, plain, is_named):
+    measured["waiting"], measured["plain"] = 0.5, plain
+    assert bool(notes(compile_model("m.onnx", "out", **TWO), "P048")) == is_named
+
+
 def read_needs(manifest) -> int:
     return max(manifest.predicted.running_bytes, manifest.predicted.opening_bytes)
 
