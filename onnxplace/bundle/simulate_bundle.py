@@ -67,11 +67,10 @@ def predict_interval_seconds(manifest: Manifest) -> float:
 def predict_serial_seconds(manifest: Manifest) -> float:
     """Return a lower bound of Python's part of a request, which no other request overlaps.
 
-    On one CPU device, that is the time of a request before and after its segments. On one GPU it contains waiting,
-    which overlaps with other requests. On several devices, their threads also hand the interpreter on.
+    On one CPU device, it is at least the time of a request before and after its segments. Elsewhere that time contains
+    waking threads and waiting for GPUs, which overlap with other requests.
     """
     target, used = manifest.target.target(), list_route_devices(manifest)
-    if len(used) == 1 and target.devices[target.position(used[0])].kind == "cpu":
-        return manifest.predicted.request_seconds
+    is_on_one_cpu = len(used) == 1 and target.devices[target.position(used[0])].kind == "cpu"
     homes = [[route.devices[item.device] for item in manifest.segments] for route in list_routes(manifest)]
-    return predict_python_seconds(target, homes)
+    return max(predict_python_seconds(target, homes), manifest.predicted.request_seconds * is_on_one_cpu)

@@ -10,7 +10,7 @@ import numpy as np
 from onnxplace.graph import Floats, Ints, OpGraph
 from onnxplace.simulation.contention import busy_slowdowns
 from onnxplace.simulation.steady_state import Loads, steady_state_loads
-from onnxplace.target import REQUEST_SECONDS, Target
+from onnxplace.target import Target
 from onnxplace.utils import run_highs
 
 # Rounds end when the interval changes by less than this share of itself.
@@ -18,11 +18,11 @@ RELATIVE_TOLERANCE, MAX_ROUNDS = 1e-6, 60
 # Of the largest rate that the even distribution over routes may cost.
 RATE_TOLERANCE = 1e-9
 
-# Threads of several devices hand the interpreter on twice for a device's only segment of a request, and once for each
-# further one. Least time between results, with 4 and 8 requests in flight through chains of Relu of 8 numbers on two
-# cores: 84 us for two copies of one segment; 200, 325 and 457 us for 2, 4 and 8 segments that alternate between two
-# devices. One device, which hands nothing on, takes 36 us.
-HANDOVER_SECONDS = 45e-6
+# Python's part of a request on one device; and for each device and segment of it, where threads of several devices
+# hand the interpreter on. Least time between results of chains of Relu of 8 numbers on two cores, with 8 and 4
+# requests in flight: 35 and 37 us on one device; 84 and 93 us for two copies; 199 and 216, 325 and 347, 457 and 457 us
+# for 2, 4 and 8 segments that alternate between two devices.
+QUEUED_REQUEST_SECONDS, HANDOVER_SECONDS = 36e-6, 50e-6
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def predict_python_seconds(target: Target, devices: Sequence[Ints | list[str]]) 
         devices: Per route, the device of each segment: its index or its id.
     """
     if target.hosts or len(np.unique(np.concatenate(devices))) < 2:
-        return REQUEST_SECONDS
+        return QUEUED_REQUEST_SECONDS
     return HANDOVER_SECONDS * (len(np.unique(devices[0])) + len(devices[0]))
 
 

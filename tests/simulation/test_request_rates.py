@@ -8,9 +8,9 @@ from onnxplace.cost_graph import GENERATORS
 from onnxplace.facts import Profile
 from onnxplace.problem import device_seconds
 from onnxplace.simulation import predict_python_seconds, predict_request_rates, steady_state_loads
-from onnxplace.simulation.request_rates import HANDOVER_SECONDS, divide_requests
+from onnxplace.simulation.request_rates import HANDOVER_SECONDS, QUEUED_REQUEST_SECONDS, divide_requests
 from onnxplace.simulation.steady_state import Loads
-from onnxplace.target import REQUEST_SECONDS, Device, Link, Shared, Target
+from onnxplace.target import Device, Link, Shared, Target
 
 
 def load(*compute: float) -> Loads:
@@ -92,11 +92,11 @@ def test_an_idle_half_slows_the_other_down_less_than_a_busy_one():
 @pytest.mark.parametrize(
     ("hosts", "devices", "seconds"),
     [
-        (("", ""), [[0]], REQUEST_SECONDS),
+        (("", ""), [[0]], QUEUED_REQUEST_SECONDS),
         (("", ""), [[0], [1]], 2 * HANDOVER_SECONDS),
         (("", ""), [[0, 1, 0, 1]], 6 * HANDOVER_SECONDS),
-        (("", ""), [[], []], REQUEST_SECONDS),
-        (("a/", "b/"), [[0], [1]], REQUEST_SECONDS),
+        (("", ""), [[], []], QUEUED_REQUEST_SECONDS),
+        (("a/", "b/"), [[0], [1]], QUEUED_REQUEST_SECONDS),
     ],
     ids=["one device", "copies", "stages", "no nodes", "interpreters of their own"],
 )
