@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from onnxplace.bundle.manifest import Manifest
-from onnxplace.bundle.routes import list_routes
+from onnxplace.bundle.routes import list_route_devices, list_routes
 from onnxplace.graph import Csr, OpGraph
-from onnxplace.simulation import Simulation, simulate, steady_state_loads
-from onnxplace.target import REQUEST_SECONDS
+from onnxplace.simulation import Simulation, predict_python_seconds, simulate, steady_state_loads
 
 
 def build_segment_graph(manifest: Manifest) -> OpGraph:
@@ -68,10 +67,10 @@ def predict_interval_seconds(manifest: Manifest) -> float:
 def predict_serial_seconds(manifest: Manifest) -> float:
     """Return a lower bound of Python's part of a request, which no other request overlaps.
 
-    On one CPU device, that is the time of a request before and after its segments. Elsewhere this time contains waking
-    threads and waiting for GPUs, which overlap with other requests, so that `REQUEST_SECONDS` bounds it.
+    On one CPU device, it is at least the time of a request before and after its segments. Elsewhere that time contains
+    waking threads and waiting for GPUs, which overlap with other requests.
     """
-    target, seconds = manifest.target.target(), manifest.predicted.request_seconds
-    used = {segment.device for segment in manifest.segments}
-    is_on_one_cpu = len(used) == 1 and target.devices[target.position(min(used))].kind == "cpu"
-    return seconds if is_on_one_cpu else min(seconds, REQUEST_SECONDS)
+    target, used = manifest.target.target(), list_route_devices(manifest)
+    is_on_one_cpu = len(used) == 1 and target.devices[target.position(used[0])].kind == "cpu"
+    homes = [[route.devices[item.device] for item in manifest.segments] for route in list_routes(manifest)]
+    return max(predict_python_seconds(target, homes), manifest.predicted.request_seconds * is_on_one_cpu)

@@ -13,7 +13,7 @@ import numpy as np
 from onnxplace.bundle import Bundle, DiagnosticRecord, Manifest, Staging
 from onnxplace.driver.sharding import SHARD, PlacedModel
 from onnxplace.driver.step_trial import keep_fastest_step
-from onnxplace.driver.throughput import Candidate
+from onnxplace.driver.throughput import Candidate, report_plain_session
 from onnxplace.driver.throughput_trial import try_strategies
 from onnxplace.errors import Diagnostic, Figure, OnnxplaceError
 from onnxplace.evaluation import (
@@ -105,9 +105,10 @@ def finish_bundle(
         state = state.saying(*obstacles)
     bundle = Bundle.open(state[Emitted].path)
     manifest = bundle.manifest if measured is None else apply_trial(bundle.manifest, measured)
+    plain = report_plain_session(rate, manifest.predicted.interval_seconds)
     manifest = manifest if rate is None else apply_rate_trial(manifest, rate)
     after = replace(placed, state=state, whole=placed.whole if Shards in state else None)
-    faster = [] if candidates else _report_faster_device(after, manifest.predicted.step_seconds)
+    faster = plain if candidates else _report_faster_device(after, manifest.predicted.step_seconds)
     state = state.saying(*faster, *_report_exceeded_limits(manifest))
     state = replace(state, diagnostics=tuple(dict.fromkeys(state.diagnostics)))  # emitting twice repeats notes
     state = replace(state, diagnostics=tuple(_name_result(note, staging) for note in state.diagnostics))

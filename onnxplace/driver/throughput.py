@@ -15,6 +15,7 @@ from onnxplace.driver.strategies import (
     predict_fitting,
 )
 from onnxplace.errors import Diagnostic, Figure
+from onnxplace.evaluation import RateTrial
 from onnxplace.facts import Placement, Profile, Routes
 from onnxplace.model import Model
 from onnxplace.pipeline import Observer, PassSpec, Pipeline, Timing, format_pipeline, make_pass, parse_pipeline
@@ -29,6 +30,8 @@ TRIED_RATIO = 1.1
 TRIED_KINDS: tuple[Kind, ...] = ("copies", "stages")
 # Predictions in the note.
 MAX_LISTED_STRATEGIES = 5
+# A plain session is clearly faster below this ratio of intervals; it was not timed in the same turns.
+CLEAR_PLAIN_RATIO = 0.9
 # Models above this size are not sharded by default: that takes a minute or more.
 MAX_SHARDED_NODES = 50_000
 
@@ -165,6 +168,21 @@ def describe_kept(candidates: Sequence[tuple[str, float]], in_flight: int, kept:
     texts = [f"{name}: {format_rate(seconds)}" for name, seconds in candidates]
     message = f"requests per second, measured with {in_flight} in flight: {'; '.join(texts)}; kept {kept}"
     return Diagnostic("P044", message, where="throughput")
+
+
+def report_plain_session(trial: RateTrial | None, predicted_seconds: float) -> list[Diagnostic]:
+    """Return a note if a trial measured that one session of ONNX Runtime with all cores is clearly faster.
+
+    Other programs slow several devices more than one session: if they did, it is also faster than `predicted_seconds`.
+    """
+    if trial is None or not 0 < trial.plain_seconds < CLEAR_PLAIN_RATIO * trial.interval_seconds:
+        return []
+    if trial.is_doubtful and trial.plain_seconds > predicted_seconds:
+        return []
+    rates = f"{format_rate(trial.plain_seconds)} requests/s, this bundle {format_rate(trial.interval_seconds)}"
+    message = f"one onnxruntime session with all cores is faster: {rates}"
+    hint = "run the model itself with onnxruntime, or join small requests to batches (docs/serving.md)"
+    return [Diagnostic("P048", message, where="throughput", hint=hint)]
 
 
 def _describe_states(state: State) -> list[Diagnostic]:

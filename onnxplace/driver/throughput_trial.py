@@ -35,7 +35,7 @@ class TriedStrategy:
 
     placed: PlacedModel
     trial: RateTrial | None
-    """None if the prediction decided."""
+    """None where none could be run."""
     note: Diagnostic
 
 
@@ -73,7 +73,7 @@ def try_strategies(
         trials = run_rate_trials(bundles, feeds, in_flight, cached=cache)
     if any(trial.is_doubtful for trial in trials):
         note = _report_doubt(written[0].name, trials[0], max(trial.waiting for trial in trials))
-        return TriedStrategy(written[0].placed, None, note)
+        return TriedStrategy(written[0].placed, trials[0], note)
     tried = [_Tried(item.name, item, trial) for item, trial in zip(written, trials)]
     best = min(tried, key=lambda item: item.trial.interval_seconds)
     stages = min(

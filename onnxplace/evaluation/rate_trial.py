@@ -15,10 +15,12 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from onnxplace.bundle import Bundle, Manifest, SplitStates, list_route_devices
+from onnxplace.evaluation.compare import open_reference
 from onnxplace.evaluation.trial import build_trial_key, measure_segment_seconds
 from onnxplace.feeds import Array
 from onnxplace.machine import (
     MAX_CREDIBLE_WAITING_SHARE,
+    available_cores,
     longest_wait,
     measurement_cache,
     read_run_delays,
@@ -35,6 +37,8 @@ MAX_WAITING_SHARE = 0.1
 TURNS, TURN_SECONDS = 5, 0.25
 # Results that count in a turn, for each request in flight.
 RESULTS_PER_REQUEST = 2
+# The least runs of a plain session, of which the first ones fill caches.
+PLAIN_RUNS = 9
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class RateTrial:
     """Number of requests that counted."""
     waiting: float
     """Share of the time of these turns in which a worker waited for a core."""
+    plain_seconds: float
+    """Median time of the model in one session with all cores; 0 if that is not comparable: with GPUs, or too large."""
 
     @property
     def is_doubtful(self) -> bool:
@@ -70,7 +76,7 @@ def run_rate_trials(
     Earlier measurements of equal segments and feeds are reused if `cached`. Raises ExecutionError if a segment fails,
     TargetError if a device is missing.
     """
-    name = measurement_cache.key(["rate", str(in_flight), *(build_trial_key(bundle, feeds) for bundle in bundles)])
+    name = measurement_cache.key(["rates", str(in_flight), *(build_trial_key(bundle, feeds) for bundle in bundles)])
     if cached and (cached_trials := _read_cached(name, bundles)):
         return cached_trials
     runtime = cast("type[Runtime]", find_plugin("runtimes", "onnxruntime"))()
@@ -87,7 +93,8 @@ def run_rate_trials(
             for session in sessions:
                 session.take_turn()
             report_progress(turn + 1, TURNS)
-    trials = tuple(session.summarise() for session in sessions)
+    plain_seconds = _time_plain_session(bundles[0], feeds)
+    trials = tuple(session.summarise(plain_seconds) for session in sessions)
     if cached and not any(trial.is_doubtful for trial in trials):
         with suppress(ValueError):  # for example a full disk: then it is measured again next time
             measurement_cache.write(name, {"trials": [asdict(trial) for trial in trials]})
@@ -164,7 +171,7 @@ class _RateSession:
         """Run requests for a turn."""
         self._turns.append(self._stream.take_turn())
 
-    def summarise(self) -> RateTrial:
+    def summarise(self, plain_seconds: float) -> RateTrial:
         """Return medians over the turns in which workers waited least for a core."""
         turns = sorted(self._turns, key=lambda turn: turn.waiting)[: (len(self._turns) + 1) // 2]
         segment_times: dict[str, list[float]] = {}
@@ -177,7 +184,20 @@ class _RateSession:
             in_flight=self._in_flight,
             requests=sum(turn.results for turn in turns),
             waiting=float(np.median([turn.waiting for turn in turns])),
+            plain_seconds=plain_seconds,
         )
+
+
+def _time_plain_session(bundle: Bundle, feeds: Mapping[str, Array]) -> float:
+    """Return the median time of the whole model in one session with all cores, one request after the other."""
+    if not bundle.manifest.predicted.single_device_fits or any(item.kind != "cpu" for item in bundle.target.devices):
+        return 0.0
+    run, times = open_reference(bundle, None, available_cores()), list[float]()
+    while len(times) < PLAIN_RUNS or sum(times) < TURN_SECONDS:
+        began = time.perf_counter()
+        run(feeds)
+        times.append(time.perf_counter() - began)
+    return float(np.median(times))
 
 
 def _read_worker_delays() -> dict[str, int]:
@@ -207,6 +227,7 @@ class _CachedRateTrial(BaseModel):
     in_flight: Annotated[int, Field(ge=1, le=MAX_REQUESTS_IN_FLIGHT)]
     requests: Annotated[int, Field(ge=1, le=10**9)]
     waiting: Annotated[float, Field(ge=0, le=1)]
+    plain_seconds: _CachedSeconds
 
 
 def _read_cached(name: str, bundles: Sequence[Bundle]) -> tuple[RateTrial, ...] | None:

@@ -100,10 +100,14 @@ def _format_steps(manifest: Manifest) -> list[str]:
     bound = format_milliseconds(predicted.lower_bound_seconds)
     suffix = "" if predicted.single_device_fits else ", where it does not fit"
     lines = [f"predicted step {step}; best single device {best}{suffix}; lower bound {bound}"]
-    if manifest.placer == OBJECTIVES["throughput"] or manifest.routes:
+    notes = {(note.code, note.where): note.message for note in manifest.diagnostics}
+    if manifest.placer == OBJECTIVES["throughput"] or manifest.routes or ("P043", "throughput") in notes:
         rate = f" ({1 / predicted.interval_seconds:.4g} requests/s)" if predicted.interval_seconds > 0 else ""
         interval = format_milliseconds(predicted.interval_seconds)
-        lines.append(f"with requests in flight, a result every {interval}{rate}")
+        kind = "a disturbed trial" if ("C004", "throughput") in notes else "a trial"
+        source = f"measured in {kind} with {trial.in_flight} in flight" if trial and trial.in_flight else "predicted"
+        lines.append(f"with requests in flight, a result every {interval}{rate}, {source}")
+        lines += [message for (code, _), message in notes.items() if code == "P048"]
     if trial is not None:
         measured, planned = format_milliseconds(trial.step_seconds), format_milliseconds(trial.planned_seconds)
         lines.append(f"predicted from a trial, whose steps took {measured}; planned by the costs of nodes: {planned}")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from onnxplace.simulation.request_rates import (
         RequestRates as RequestRates,
+        predict_python_seconds as predict_python_seconds,
         predict_request_rates as predict_request_rates,
     )
     from onnxplace.simulation.simulator import (
@@ -49,7 +50,7 @@ __getattr__, __dir__, __all__ = attach(
         "batches": "BatchSimulator BatchSteps new_batch_scratch new_memory_scratch",
         "contention": "simulate_with_contention",
         "lower_bounds": "heads_and_tails lower_bound_seconds node_bytes",
-        "request_rates": "RequestRates predict_request_rates",
+        "request_rates": "RequestRates predict_python_seconds predict_request_rates",
         "simulator": "MemoryChanges Simulation Transfers device_weights list_memory_changes simulate",
         "steady_state": "list_transfers loads_of_simulation steady_state_loads",
     },

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     )
     from onnxplace.target.target import (
         LINK_MODELS as LINK_MODELS,
-        REQUEST_SECONDS as REQUEST_SECONDS,
         SEGMENT_OVERHEAD_SECONDS as SEGMENT_OVERHEAD_SECONDS,
         Device as Device,
         Link as Link,
@@ -35,7 +34,7 @@ __getattr__, __dir__, __all__ = attach(
         "limits": "MAX_SECONDS require_device_limit",
         "parsing": "DeviceSpec parse_bytes parse_device_ids parse_devices parse_memory",
         "target": (
-            "Device LINK_MODELS Link LinkModel REQUEST_SECONDS SEGMENT_OVERHEAD_SECONDS Shared Target "
+            "Device LINK_MODELS Link LinkModel SEGMENT_OVERHEAD_SECONDS Shared Target "
             "default_link request_overhead_seconds"
         ),
         "target_file": "format_target read_target",

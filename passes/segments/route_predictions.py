@@ -10,9 +10,8 @@ import numpy as np
 from onnxplace.facts import Profile, Route, Routes, Segment, Segments
 from onnxplace.graph import Floats, Ints, Longs, OpGraph
 from onnxplace.passes.segments.memory_limits import segment_seconds
-from onnxplace.simulation import predict_request_rates, simulate_with_contention
+from onnxplace.simulation import predict_python_seconds, predict_request_rates, simulate_with_contention
 from onnxplace.state import State
-from onnxplace.target import REQUEST_SECONDS
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,7 @@ def predict_routes(state: State, device_maps: Sequence[Ints]) -> Routes:
     for device_map, device, share in zip(device_maps, devices[1:], rates.shares[1:].tolist()):
         simulation = simulate_with_contention(coarse, seconds, target, device, order)
         routes.append(Route(device_map, simulation.finish_seconds - simulation.start_seconds, share))
-    # Python does its part of one request after the other, on any number of devices.
-    return Routes(tuple(routes), max(rates.interval_seconds, REQUEST_SECONDS))
+    return Routes(tuple(routes), max(rates.interval_seconds, predict_python_seconds(target, devices)))
 
 
 def predict_interval_seconds(state: State) -> float:

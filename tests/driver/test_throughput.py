@@ -1,5 +1,6 @@
 """`--objective throughput`: what is chosen by prediction, by a trial with requests in flight, and what is said."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from onnxplace.driver import compile_model, throughput_trial
 from onnxplace.errors import ExecutionError, InfeasibleError
 from onnxplace.evaluation import RateTrial, trial as step_trial
 from onnxplace.passes import profile
+from onnxplace.report import compile_summary
 from onnxplace.target import Device, Target
 from tests.driver.test_strategies import make_target
 from tests.support.chains import mlp
@@ -46,7 +48,12 @@ def measured(monkeypatch, short_trials):
     use_estimates(monkeypatch)
     monkeypatch.setattr("onnxplace.driver.finishing._find_unmeasured_costs", lambda state: None)
     calls = []
-    rules = {"intervals": lambda bundles: [1.0] * len(bundles), "waiting": 0.0, "factor": lambda segment: 1.0}
+    rules = {
+        "intervals": lambda bundles: [1.0] * len(bundles),
+        "waiting": 0.0,
+        "plain": 0.0,
+        "factor": lambda segment: 1.0,
+    }
 
     def run(bundles, feeds, in_flight, *, cached):
         calls.append([bundle.manifest for bundle in bundles])
@@ -57,6 +64,7 @@ def measured(monkeypatch, short_trials):
                 in_flight=in_flight,
                 requests=8,
                 waiting=rules["waiting"],
+                plain_seconds=rules["plain"],
             )
             for bundle, interval in zip(bundles, rules["intervals"](bundles))
         )
@@ -84,6 +92,15 @@ def test_by_prediction_copies_are_chosen_where_the_model_fits():
     assert not notes(compiled, "P044")
     assert not notes(compiled, "P010"), "no device is idle"
     assert manifest.pipeline.endswith("replicate{routes=cpu:1;cpu:2;cpu:3},emit")
+
+
+def test_requests_of_tiny_models_queue_in_python_so_that_one_device_serves_most():
+    compiled = predicted(mlp(layers=1, width=8, rows=1), make_target(2))
+    (text,) = notes(compiled, "P043")
+    assert text.startswith("requests per second by prediction: one device: ")
+    assert "2 copies of the model: 1e+04" in text
+    assert not compiled.bundle.manifest.routes
+    assert "requests/s), predicted\n" in compile_summary(compiled.bundle)
 
 
 def test_by_prediction_a_model_that_is_too_large_gets_stages():
@@ -140,6 +157,7 @@ def test_the_measured_best_is_kept_with_its_interval(measured):
     (text,) = notes(compiled, "P044")
     assert "measured with 4 in flight" in text
     assert text.endswith("kept 2 copies of the model")
+    assert "(100 requests/s), measured in a trial with 4 in flight" in compile_summary(compiled.bundle)
     assert onnxplace.load("out", "all").manifest == manifest
 
 
@@ -182,9 +200,36 @@ def test_a_disturbed_trial_leaves_the_choice_to_the_prediction(measured):
     measured["intervals"] = lambda bundles: [1.0 - 0.1 * index for index in range(len(bundles))]
     compiled = compile_model("m.onnx", "out", **TWO)
     assert compiled.bundle.manifest.programs == measured["calls"][0][0].programs
-    assert compiled.bundle.manifest.trial.interval_seconds == 0
+    manifest = compiled.bundle.manifest
+    assert manifest.predicted.interval_seconds == manifest.trial.interval_seconds == 1.0
+    assert "(1 requests/s), measured in a disturbed trial with 4 in flight" in compile_summary(compiled.bundle)
     (text,) = (text for text in notes(compiled, "C004") if "by prediction" in text)
     assert "had 1 requests/s, but workers waited 50% of their time" in text
+
+
+def test_a_plain_session_that_is_faster_is_named_by_the_command(measured, run_cli):
+    measured["plain"] = 0.5
+    result = run_cli("compile", "m.onnx", "-o", "out", "--devices", "cpu:0,cpu:1", "--objective", "throughput")
+    message = "one onnxruntime session with all cores is faster: 2 requests/s, this bundle 1"
+    assert f"\n{message}\n" in result.out
+    assert f"note[P048] throughput: {message}\n  hint: run the model itself with onnxruntime" in result.err
+    arguments = ("--force", "-o", "out", "--devices", "cpu:0,cpu:1", "--objective", "throughput", "--json")
+    printed = json.loads(run_cli("compile", "m.onnx", *arguments).out)["diagnostics"]
+    assert message in [note["message"] for note in printed]
+
+
+@pytest.mark.parametrize("plain", [0.0, 0.95, 2.0], ids=["not measured", "as fast", "slower"])
+def test_a_plain_session_that_is_not_clearly_faster_is_not_named(measured, plain):
+    measured["plain"] = plain
+    compiled = compile_model("m.onnx", "out", **TWO)
+    assert not notes(compiled, "P048")
+    assert "onnxruntime session" not in compile_summary(compiled.bundle)
+
+
+@pytest.mark.parametrize(("plain", "is_named"), [(1e-9, True), (0.5, False)])
+def test_after_a_disturbed_trial_a_plain_session_has_to_be_faster_than_predicted_too(measured, plain, is_named):
+    measured["waiting"], measured["plain"] = 0.5, plain
+    assert bool(notes(compile_model("m.onnx", "out", **TWO), "P048")) == is_named
 
 
 def read_needs(manifest) -> int:

@@ -1,6 +1,7 @@
 """Trials with requests in flight: what is measured, cached and recorded."""
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 import onnx
 import pytest
@@ -48,6 +49,18 @@ def test_each_bundle_has_an_interval_and_times_of_its_segments(bundles):
         assert trial.in_flight == 4
         assert trial.requests >= 8
         assert 0 <= trial.waiting <= 1
+
+
+def test_the_whole_model_in_one_session_is_timed_where_it_fits_on_a_device(bundles):
+    feeds = feeds_of(bundles[0])
+    copies, alone = run_rate_trials(bundles, feeds, 2, cached=False)
+    assert copies.plain_seconds == alone.plain_seconds > 0
+    manifest = bundles[0].manifest
+    large = manifest.model_copy(
+        update={"predicted": manifest.predicted.model_copy(update={"single_device_fits": False})}
+    )
+    (trial,) = run_rate_trials([replace(bundles[0], manifest=large)], feeds, 2, cached=False)
+    assert trial.plain_seconds == 0
 
 
 def test_twice_as_many_requests_as_devices_are_in_flight_but_at_most_eight(bundles):

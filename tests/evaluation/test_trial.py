@@ -22,7 +22,8 @@ from onnxplace.passes import emit
 from onnxplace.runtime import Event, Result, RuntimeSession
 from onnxplace.runtimes.execution.segments import OpenSegment
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
-from onnxplace.target import REQUEST_SECONDS, Device, Target
+from onnxplace.simulation.request_rates import HANDOVER_SECONDS, QUEUED_REQUEST_SECONDS
+from onnxplace.target import Device, Target
 from tests.support.state_checks import STATES, sums
 
 TWO = {"devices": "cpu:0,cpu:1", "shape": {"batch": 4}, "device_map": {"left|relu|sum": "cpu:0", ".*": "cpu:1"}}
@@ -78,8 +79,14 @@ def test_the_interval_of_copies_contains_the_part_of_a_request_that_is_in_python
     pipeline = "optimize,profile{estimate=true},single,split,replicate{routes=cpu:1},emit"
     bundle = compile_bundle(model_file, tmp_path / "b", device_map=None, pipeline=pipeline, trial=False)
     assert len(list_routes(bundle.manifest)) == 2
-    assert apply_times(bundle, segment=2e-6, request=25e-6).predicted.interval_seconds == 25e-6
+    assert apply_times(bundle, segment=2e-6, request=25e-6).predicted.interval_seconds == 2 * HANDOVER_SECONDS
     assert apply_times(bundle, segment=2e-2, request=25e-6).predicted.interval_seconds == pytest.approx(1e-2)
+
+
+def test_a_request_that_queues_on_one_device_takes_longer_than_one_that_its_caller_runs(model_file, tmp_path):
+    bundle = compile_bundle(model_file, tmp_path / "b", device_map={".*": "cpu:0"}, trial=False)
+    assert apply_times(bundle, segment=2e-6, request=10e-6).predicted.interval_seconds == QUEUED_REQUEST_SECONDS
+    assert apply_times(bundle, segment=2e-6, request=50e-6).predicted.interval_seconds == 50e-6
 
 
 def test_a_later_trial_replaces_an_earlier_one_on_all_routes(model_file, tmp_path):
@@ -93,10 +100,14 @@ def test_a_later_trial_replaces_an_earlier_one_on_all_routes(model_file, tmp_pat
 
 @pytest.mark.parametrize(
     ("device_map", "kind", "expected"),
-    [({".*": "cpu:0"}, "cpu", 80e-6), ({".*": "cpu:0"}, "cuda", REQUEST_SECONDS), (None, "cpu", REQUEST_SECONDS)],
-    ids=["one CPU device", "a GPU", "several devices"],
+    [
+        ({".*": "cpu:0"}, "cpu", 80e-6),
+        ({".*": "cpu:0"}, "cuda", QUEUED_REQUEST_SECONDS),
+        (None, "cpu", 5 * HANDOVER_SECONDS),
+    ],
+    ids=["one CPU device", "a GPU", "two devices with three segments"],
 )
-def test_waking_workers_and_waiting_for_gpus_overlap_with_other_requests(
+def test_waiting_for_gpus_overlaps_with_other_requests_and_handovers_of_the_interpreter_do_not(
     model_file, tmp_path, device_map, kind, expected
 ):
     options = {} if device_map is None else {"device_map": device_map}

@@ -8,8 +8,9 @@ from onnxplace.errors import InfeasibleError, OnnxplaceError, UsageError
 from onnxplace.facts import Routes, Segments
 from onnxplace.model import bind, load
 from onnxplace.pipeline import Pipeline
+from onnxplace.simulation.request_rates import HANDOVER_SECONDS
 from onnxplace.state import State
-from onnxplace.target import REQUEST_SECONDS, Device, Shared, Target
+from onnxplace.target import Device, Shared, Target
 from tests.conftest import branches
 from tests.support.chains import mlp
 
@@ -48,8 +49,8 @@ def test_copies_do_not_overlap_the_part_of_a_request_that_is_in_python():
     devices = Target(tuple(Device(f"cpu:{i}", 1 << 30, segment_seconds=1e-7) for i in range(2)))
     state = State(devices).having(bind(load(model), {}, {}))
     routes = Pipeline.parse(f"{FRONT},single,split,replicate{{routes=cpu:1}}").run(state)[0][Routes]
-    assert sum(route.seconds.sum() for route in routes.routes) < REQUEST_SECONDS
-    assert routes.interval_seconds == REQUEST_SECONDS
+    assert sum(route.seconds.sum() for route in routes.routes) < HANDOVER_SECONDS
+    assert routes.interval_seconds == 2 * HANDOVER_SECONDS
 
 
 def test_devices_that_slow_each_other_down_gain_less_from_copies():

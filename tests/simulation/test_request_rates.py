@@ -7,8 +7,8 @@ from hypothesis import given, settings, strategies as st
 from onnxplace.cost_graph import GENERATORS
 from onnxplace.facts import Profile
 from onnxplace.problem import device_seconds
-from onnxplace.simulation import predict_request_rates, steady_state_loads
-from onnxplace.simulation.request_rates import divide_requests
+from onnxplace.simulation import predict_python_seconds, predict_request_rates, steady_state_loads
+from onnxplace.simulation.request_rates import HANDOVER_SECONDS, QUEUED_REQUEST_SECONDS, divide_requests
 from onnxplace.simulation.steady_state import Loads
 from onnxplace.target import Device, Link, Shared, Target
 
@@ -87,3 +87,20 @@ def test_an_idle_half_slows_the_other_down_less_than_a_busy_one():
     assert own < rates.interval_seconds < 1.5 * own
     assert rates.busy[0] == pytest.approx(1, rel=1e-3)
     assert rates.busy[1] < 0.9
+
+
+@pytest.mark.parametrize(
+    ("hosts", "devices", "seconds"),
+    [
+        (("", ""), [[0]], QUEUED_REQUEST_SECONDS),
+        (("", ""), [[0], [1]], 2 * HANDOVER_SECONDS),
+        (("", ""), [[0, 1, 0, 1]], 6 * HANDOVER_SECONDS),
+        (("", ""), [[], []], QUEUED_REQUEST_SECONDS),
+        (("a/", "b/"), [[0], [1]], QUEUED_REQUEST_SECONDS),
+    ],
+    ids=["one device", "copies", "stages", "no nodes", "interpreters of their own"],
+)
+def test_threads_of_several_devices_hand_one_interpreter_on(hosts, devices, seconds):
+    links = (Link("a", "b", 1e-5, 1e9), Link("b", "a", 1e-5, 1e9)) if hosts[0] else ()
+    target = Target(tuple(Device(f"{host}cpu:{index}", 1 << 30) for index, host in enumerate(hosts)), links)
+    assert predict_python_seconds(target, [np.array(item, dtype=np.int32) for item in devices]) == seconds
