@@ -9,10 +9,10 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Unpack, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from onnxplace.bundle import Bundle, Check
-from onnxplace.driver import Compiled, CompileOptions, compile_model
+from onnxplace.driver import Compiled, CompileSettings, compile_model, compile_with, takes_fields_of
 from onnxplace.drop_in import (
     RequestChecks,
     SessionMethods,
@@ -56,13 +56,12 @@ __all__ = ["Compiled", "Conversation", "InferenceSession", "compile", "compile_m
 _NO_USER_DATA: Final = object()
 
 
-def compile(  # noqa: A001
-    model: str | Path | ModelProto, output: str | Path | None = None, **options: Unpack[CompileOptions]
-) -> Bundle:
+@takes_fields_of(CompileSettings)
+def compile(model: str | Path | ModelProto, settings: CompileSettings) -> Bundle:  # noqa: A001
     """Compile an ONNX model for several devices; return the bundle.
 
-    It is written to `output`, by default the model's path with the ending `.bundle`. Options, each optional, are those
-    of `onnxplace compile`:
+    It is written to `output`, by default the model's path with the ending `.bundle`. Options are those of
+    `onnxplace compile`:
 
     - `devices`: "cuda:0,cuda:1" or a list, of this machine; or `target`: devices of any machine, or their file;
       `max_memory`: "16GiB", or "cuda:0=16GiB,cpu:0=64GiB".
@@ -88,7 +87,7 @@ def compile(  # noqa: A001
 
     >>> bundle = onnxplace.compile("model.onnx", devices="cpu:0,cpu:1")  # doctest: +SKIP
     """
-    return compile_model(model, output, **options).bundle
+    return compile_with(model, settings).bundle
 
 
 def load(path: str | Path, check: Check = "small") -> Bundle:

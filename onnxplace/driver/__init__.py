@@ -5,8 +5,13 @@ from typing import TYPE_CHECKING
 from onnxplace._lazy import attach
 
 if TYPE_CHECKING:
-    from onnxplace.driver.compiler import Compiled as Compiled, compile_model as compile_model
-    from onnxplace.driver.options import CompileOptions as CompileOptions
+    from onnxplace.driver.compiler import (
+        Compiled as Compiled,
+        compile_model as compile_model,
+        compile_with as compile_with,
+    )
+    from onnxplace.driver.keywords import takes_fields_of as takes_fields_of
+    from onnxplace.driver.options import CompileSettings as CompileSettings
     from onnxplace.driver.placer import (
         Grouping as Grouping,
         PlacementResult as PlacementResult,
@@ -21,8 +26,9 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "compiler": "Compiled compile_model",
-        "options": "CompileOptions",
+        "compiler": "Compiled compile_model compile_with",
+        "keywords": "takes_fields_of",
+        "options": "CompileSettings",
         "planning": "Plan PlannedStrategy plan_model",
         "placer": (
             "Grouping PlacementResult apply_target evaluate_placement place_cost_graph read_placement replace_devices"

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from onnxplace.bundle import Bundle, Staging, prepare_output, stage_output
 from onnxplace.driver.choose_pipeline import choose_output, choose_pipeline, redirect_emit
 from onnxplace.driver.choose_target import choose_target
 from onnxplace.driver.finishing import FinishedBundle, finish_bundle
 from onnxplace.driver.first_use import compile_loops
-from onnxplace.driver.keywords import build_settings
-from onnxplace.driver.options import CompileOptions, CompileSettings
+from onnxplace.driver.keywords import takes_fields_of
+from onnxplace.driver.options import CompileSettings
 from onnxplace.driver.recomputation import place_or_recompute
 from onnxplace.driver.sharding import PlacedModel, place_or_shard, report_spare_ways
 from onnxplace.driver.slices import run_slice
@@ -52,20 +52,23 @@ class Compiled:
     diagnostics: tuple[Diagnostic, ...]
 
 
-def compile_model(
-    model: str | Path | ModelProto, output: str | Path | None = None, **options: Unpack[CompileOptions]
-) -> Compiled:
+@takes_fields_of(CompileSettings)
+def compile_model(model: str | Path | ModelProto, settings: CompileSettings) -> Compiled:
     """Compile a model as `onnxplace.compile` does; also return timings and notes.
 
     >>> compiled = compile_model("model.onnx", devices="cpu:0,cpu:1")  # doctest: +SKIP
     >>> [timing.name for timing in compiled.timings]  # doctest: +SKIP
     ['optimize', 'profile', 'coplace', 'fuse', 'auto', 'split', 'emit', 'trial']
     """
-    settings = build_settings(CompileSettings, options)
+    return compile_with(model, settings)
+
+
+def compile_with(model: str | Path | ModelProto, settings: CompileSettings) -> Compiled:
+    """Compile a model with a record of settings."""
     _require_model(model)
     settings.check()
     steps = choose_pipeline(settings)
-    path = choose_output(model, output, steps)
+    path = choose_output(model, settings.output, steps)
     target = choose_target(settings.devices, settings.target, settings.max_memory)
     # A file that is no model is reported before an output that another model of this name has.
     source = load_model(model)

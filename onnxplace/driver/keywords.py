@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from onnxplace.errors import UsageError, format_value, suggest_nearest
 
+First = TypeVar("First")
 Settings = TypeVar("Settings")
+Result = TypeVar("Result")
+Fields = ParamSpec("Fields")
 _EXAMPLES = {
     "devices": 'write "cuda:0,cuda:1", or a list of such names',
     "shape": 'write shape={"batch": 8}',
@@ -19,16 +24,42 @@ _EXAMPLES = {
 _NUMBERS = {int: Integral, float: Real}
 
 
-def build_settings(kind: type[Settings], options: Mapping[str, Any]) -> Settings:
-    """Return keyword arguments as a record; raises UsageError for unknown names and wrong types."""
+def takes_fields_of(
+    kind: Callable[Fields, Settings],
+) -> Callable[[Callable[[First, Settings], Result]], Callable[Concatenate[First, Fields], Result]]:
+    """Let a function of an object and a record take the record's fields as arguments, which `help` then shows.
+
+    The function raises UsageError for unknown names and wrong types.
+    """
+    fields = inspect.signature(kind).parameters
+    make: Callable[..., Settings] = kind
+
+    def decorate(function: Callable[[First, Settings], Result]) -> Callable[Concatenate[First, Fields], Result]:
+        own = inspect.signature(function)
+        first = next(iter(own.parameters.values()))
+        signature = own.replace(parameters=[first, *fields.values()])
+
+        @wraps(function)
+        def call(*args: Any, **options: Any) -> Result:
+            for name in options.keys() - signature.parameters.keys():
+                raise UsageError("U054", f"there is no option {name!r}", hint=suggest_nearest(name, fields))
+            values = signature.bind(*args, **options).arguments
+            subject = values.pop(first.name)
+            _check_types(kind, values)
+            return function(subject, make(**values))
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def _check_types(kind: Any, values: Mapping[str, Any]) -> None:
     types = get_type_hints(kind)
-    for name, value in options.items():
-        if name not in types:
-            raise UsageError("U054", f"there is no option {name!r}", hint=suggest_nearest(name, types))
+    for name, value in values.items():
         if not _is_of(types[name], value):
             message = f"expected {kind.__annotations__[name]} for {name}, got {format_value(value)}"
             raise UsageError("U054", message, hint=_EXAMPLES.get(name, "the docstring of this function describes it"))
-    return kind(**options)
 
 
 def _is_of(hint: Any, value: object) -> bool:

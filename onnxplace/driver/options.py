@@ -1,13 +1,12 @@
-"""The options of `onnxplace.compile`, as keyword arguments and as a record."""
+"""The options of `onnxplace.compile`."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TypedDict
 
 from onnxplace.driver.choose_target import require_one_target
 from onnxplace.errors import UsageError, format_value
@@ -20,41 +19,12 @@ from onnxplace.target import Target, parse_bytes
 _WAYS = re.compile(r"[0-9]{1,4}")
 
 
-class CompileOptions(TypedDict, total=False):
-    """The keyword arguments of `onnxplace.compile`, which documents them."""
-
-    devices: str | Sequence[str] | None
-    target: Target | str | Path | None
-    max_memory: str | int | None
-    shape: Mapping[str, int] | None
-    inputs: Mapping[str, Array] | None
-    state: StateRequest
-    costs: str | Path | None
-    save_costs: str | Path | None
-    cache: bool
-    trial: bool
-    placer: str | None
-    objective: Objective
-    budget_seconds: float | None
-    pipeline: str | Pipeline | None
-    device_map: str | Path | Mapping[str, str | int] | None
-    colocate: Sequence[str]
-    shard: str | int
-    shard_map: str | Path | Mapping[str, str] | None
-    shard_metadata: bool
-    recompute: str
-    seed: int
-    strict: bool
-    force: bool
-    link_weights: bool
-    custom_op_libraries: Sequence[str | Path]
-    observer: Observer | None
-
-
 @dataclass(frozen=True)
 class CompileSettings:
-    """The keyword arguments of `onnxplace.compile` with their defaults."""
+    """The arguments of `onnxplace.compile`, which documents them, behind the model."""
 
+    output: str | Path | None = None
+    _: KW_ONLY
     devices: str | Sequence[str] | None = None
     target: Target | str | Path | None = None
     max_memory: str | int | None = None

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Literal, TypedDict, Unpack
+from typing import Literal
 
 import numpy as np
 
 from onnxplace.cost_graph import CostGraph
 from onnxplace.driver.first_use import compile_loops
-from onnxplace.driver.keywords import build_settings
+from onnxplace.driver.keywords import takes_fields_of
 from onnxplace.errors import Diagnostic, InputError, format_count, suggest_nearest
 from onnxplace.facts import Groups, Placement, Schedule
 from onnxplace.graph import Floats, Ints, Longs
@@ -70,24 +70,12 @@ class PlacementResult:
     diagnostics: tuple[Diagnostic, ...] = ()
 
 
-class PlaceOptions(TypedDict, total=False):
-    """The keyword arguments of `place_cost_graph`, which documents them."""
-
-    objective: Objective
-    links: LinkModel
-    groups: Grouping | None
-    fuse: bool | None
-    forward_only: bool
-    post_adjust: Adjustment | None
-    budget_seconds: float | None
-    seed: int | None
-    strict: bool
-
-
 @dataclass(frozen=True)
 class PlaceSettings:
-    """The keyword arguments of `place_cost_graph` with their defaults."""
+    """The arguments of `place_cost_graph`, which documents them, behind the cost graph."""
 
+    placer: str | None = None
+    _: KW_ONLY
     objective: Objective = "latency"
     links: LinkModel = "duplex"
     groups: Grouping | None = None
@@ -99,7 +87,8 @@ class PlaceSettings:
     strict: bool = False
 
 
-def place_cost_graph(graph: CostGraph, placer: str | None = None, **options: Unpack[PlaceOptions]) -> PlacementResult:
+@takes_fields_of(PlaceSettings)
+def place_cost_graph(graph: CostGraph, settings: PlaceSettings) -> PlacementResult:
     """Place a cost graph; raises InfeasibleError if no placement fits.
 
     `placer` may carry options, `m-sct{threshold=0.5}`; the default is the one for the `objective`. Options:
@@ -118,8 +107,7 @@ def place_cost_graph(graph: CostGraph, placer: str | None = None, **options: Unp
     >>> place_cost_graph(GENERATORS["layered"](20, seed=0), "m-etf").placer
     'm-etf'
     """
-    settings = build_settings(PlaceSettings, options)
-    spec = choose_placer(placer, settings.objective, settings.budget_seconds, settings.seed)
+    spec = choose_placer(settings.placer, settings.objective, settings.budget_seconds, settings.seed)
     steps = _list_passes(spec, settings)
     pipeline = Pipeline.parse(format_pipeline(steps))
     state = replace(graph, target=replace(graph.target, link_model=settings.links)).state()

@@ -1,8 +1,12 @@
 """Wrong arguments of the Python interface are refused."""
 
+import inspect
+
 import pytest
+from onnx import parser
 
 import onnxplace
+from onnxplace.cli.app import cli
 from onnxplace.cost_graph import GENERATORS
 from onnxplace.driver import place_cost_graph
 from onnxplace.target import Device, Target, format_target
@@ -86,3 +90,22 @@ def test_arguments_of_wrong_types_are_refused(model_file, tmp_path):
             session.run(None, None)
         with pytest.raises(onnxplace.OnnxplaceError, match="expected a list of output names"):
             session.run(session.get_outputs()[0].name, {})
+
+
+def test_functions_show_their_arguments_and_take_them_by_name_and_place(tmp_path):
+    parameters = inspect.signature(onnxplace.compile).parameters
+    assert list(parameters)[:2] == ["model", "output"]
+    assert (parameters["shard"].default, parameters["shard"].kind) == ("auto", inspect.Parameter.KEYWORD_ONLY)
+    renamed = {
+        "budget": "budget_seconds",
+        "no_cache": "cache",
+        "no_trial": "trial",
+        "custom_op_library": "custom_op_libraries",
+    }
+    options = {renamed.get(str(option.name), option.name) for option in cli.commands["compile"].params}
+    assert parameters.keys() - {"observer"} == options - {"json_", "report", "quiet", "verbose"}
+    model = parser.parse_model('<ir_version: 8, opset_import: ["": 17]> g (float[1] x) => (float[1] y) { y = Abs(x) }')
+    bundle = onnxplace.compile(model=model, output=tmp_path / "a", devices="cpu:0", trial=False)
+    assert onnxplace.compile(model, tmp_path / "b", devices="cpu:0", trial=False).inputs == bundle.inputs
+    with pytest.raises(TypeError, match="model"):
+        onnxplace.compile()

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from onnxplace.api import CompileOptions
-
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
 SNIPPETS = [
@@ -43,10 +41,7 @@ def list_wrong_arguments(call: ast.Call) -> Iterator[str]:
     function = getattr(import_module("onnxplace"), call.func.attr, None)
     if ast.unparse(call.func.value) != "onnxplace" or function is None:
         return
-    parameters = inspect.signature(function).parameters.values()
-    names = {parameter.name for parameter in parameters}
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        names |= set(CompileOptions.__annotations__)
+    names = set(inspect.signature(function).parameters)
     for keyword in call.keywords:
         if keyword.arg and keyword.arg not in names:
             yield f"onnxplace.{call.func.attr} takes no {keyword.arg}"
