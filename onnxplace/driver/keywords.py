@@ -20,6 +20,7 @@ _EXAMPLES = {
     "shape": 'write shape={"batch": 8}',
     "inputs": 'write inputs={"images": array}; onnxplace.feeds.read_npz reads a file',
 }
+_CHECKED_WHERE_USED = ("output",)  # with the other errors of paths
 # numpy's numbers count as well.
 _NUMBERS = {int: Integral, float: Real}
 
@@ -57,7 +58,7 @@ def takes_fields_of(
 def _check_types(kind: Any, values: Mapping[str, Any]) -> None:
     types = get_type_hints(kind)
     for name, value in values.items():
-        if not _is_of(types[name], value):
+        if name not in _CHECKED_WHERE_USED and not _is_of(types[name], value):
             message = f"expected {kind.__annotations__[name]} for {name}, got {format_value(value)}"
             raise UsageError("U054", message, hint=_EXAMPLES.get(name, "the docstring of this function describes it"))
 
