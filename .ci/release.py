@@ -25,9 +25,8 @@ from packaging.version import InvalidVersion, Version
 ROOT = Path(__file__).resolve().parents[1]
 VERSION_FILE = "onnxplace/_version.py"
 CHANGELOG = "CHANGELOG.md"
-UNRELEASED = re.compile(
-    r"^## (?:Unreleased|\S+ \(unreleased\))\n", re.MULTILINE
-)  # the first release has its number already
+# The section of the first release has its number from the start.
+UNRELEASED = re.compile(r"^## (?:Unreleased|\S+ \(unreleased\))\n", re.MULTILINE)
 # What a user of the wheel does first, without measuring.
 FIRST_USE = """
 import numpy, onnx, onnxplace
