@@ -25,7 +25,8 @@ from packaging.version import InvalidVersion, Version
 ROOT = Path(__file__).resolve().parents[1]
 VERSION_FILE = "onnxplace/_version.py"
 CHANGELOG = "CHANGELOG.md"
-UNRELEASED = "## Unreleased\n"
+# The section of the first release has its number from the start.
+UNRELEASED = re.compile(r"^## (?:Unreleased|\S+ \(unreleased\))\n", re.MULTILINE)
 # What a user of the wheel does first, without measuring.
 FIRST_USE = """
 import numpy, onnx, onnxplace
@@ -67,10 +68,10 @@ def next_version(current: Version) -> Version:
 
 
 def release_notes(changelog: str) -> str:
-    """Return what is under "Unreleased" in the changelog; raises ReleaseError if there is nothing."""
-    _, heading, rest = changelog.partition(UNRELEASED)
+    """Return what is under the unreleased heading of the changelog; raises ReleaseError if there is nothing."""
+    rest = "".join(UNRELEASED.split(changelog, maxsplit=1)[1:])
     notes = re.split(r"^## ", rest, maxsplit=1, flags=re.MULTILINE)[0].strip()
-    if not heading or not notes:
+    if not notes:
         raise ReleaseError(f'{CHANGELOG}: expected notes under "## Unreleased": write a sentence for each change')
     return notes
 
@@ -81,9 +82,9 @@ def date_changelog(changelog: str, version: Version, day: datetime.date) -> str:
     Raises ReleaseError if there are no notes, or the version has a section already.
     """
     release_notes(changelog)
-    if re.search(rf"^## {re.escape(str(version))}\b", changelog, re.MULTILINE):
+    if re.search(rf"^## {re.escape(str(version))}(?!\S| \(unreleased\))", changelog, re.MULTILINE):
         raise ReleaseError(f"{CHANGELOG}: {version} has a section already: release a newer version")
-    return changelog.replace(UNRELEASED, f"{UNRELEASED}\n## {version} ({day.isoformat()})\n", 1)
+    return UNRELEASED.sub(f"## Unreleased\n\n## {version} ({day.isoformat()})\n", changelog, count=1)
 
 
 def apply_release(folder: Path, version: Version, day: datetime.date) -> None:

@@ -16,6 +16,7 @@ PAGES = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (
         ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
         ROOT / "SECURITY.md",
         *ROOT.glob("docs/**/*.md"),
         *ROOT.glob("examples/**/*.md"),

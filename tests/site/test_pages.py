@@ -17,7 +17,7 @@ from onnxplace.pipeline import Pipeline
 from onnxplace.pipeline.registry import BUILTIN
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES += sorted((ROOT / "examples").rglob("*.md"))
 # What a reader fills in, and plugins that are not installed here.
 PLACEHOLDER = re.compile(r"[A-Z]+(?:\.[a-z]+)?")

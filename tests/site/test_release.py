@@ -47,6 +47,15 @@ def test_a_release_dates_the_notes_and_writes_the_version(release, checkout):
         release.release_notes(text)
 
 
+def test_the_first_release_dates_the_section_that_has_its_number(release, checkout):
+    (checkout / "CHANGELOG.md").write_text("# Changelog\n\n## 0.1.0 (unreleased)\n\n- New.\n")
+    release.apply_release(checkout, release.Version("0.1.0"), DAY)
+    text = (checkout / "CHANGELOG.md").read_text()
+    assert text == "# Changelog\n\n## Unreleased\n\n## 0.1.0 (2026-11-23)\n\n- New.\n"
+    with pytest.raises(release.ReleaseError, match="expected notes"):
+        release.apply_release(checkout, release.Version("0.1.0"), DAY)
+
+
 @pytest.mark.parametrize("changelog", ["# Changelog\n", "## Unreleased\n\n## 0.1.0\n\n- Old.\n"])
 def test_a_release_without_notes_is_refused_and_changes_nothing(release, checkout, changelog):
     (checkout / "CHANGELOG.md").write_text(changelog)

@@ -18,7 +18,6 @@ import onnxplace
 from onnxplace.cost_graph import parse_cost_graph, write_cost_graph
 from onnxplace.driver import place_cost_graph
 from tests.conftest import FAST_PIPELINE, branches
-from tests.support.training_models import draw_batch, make_mlp
 
 ROOT = Path(__file__).parents[2]
 COST_GRAPH = {
@@ -97,16 +96,6 @@ def compile_fast(model: onnx.ModelProto, path: Path, **shape: int) -> None:
     onnxplace.compile(model, path, devices="cpu:0,cpu:1", shape=shape, pipeline=FAST_PIPELINE)
 
 
-def make_step() -> onnx.ModelProto:
-    """Return a small training step."""
-    return make_mlp()
-
-
-def write_step_bundle(path: Path) -> None:
-    """Write the bundle of a training step."""
-    onnxplace.compile(make_step(), path, devices="cpu:0,cpu:1", placer="m-topo", trial=False)
-
-
 def write_graph(path: Path) -> None:
     """Write a cost graph in the format that the name of the file says."""
     graph = parse_cost_graph(COST_GRAPH)
@@ -116,12 +105,6 @@ def write_graph(path: Path) -> None:
 def compress_graph(path: Path) -> None:
     """Write a compressed cost graph."""
     path.write_bytes(gzip.compress(json.dumps(COST_GRAPH).encode()))
-
-
-def write_graphs(path: Path) -> None:
-    """Write a folder of cost graphs."""
-    path.mkdir()
-    (path / "fork.json").write_text(json.dumps(COST_GRAPH))
 
 
 def save_arrays(path: Path, **arrays: Any) -> None:
@@ -139,13 +122,10 @@ FILES: Mapping[str, Callable[[Path], None]] = {
     "model.bundle": lambda path: compile_fast(branches(), path, batch=8),
     "a.bundle": lambda path: compile_fast(branches(), path, batch=8),
     "b.bundle": lambda path: compile_fast(branches(seed=1), path, batch=8),
-    "step.bundle": write_step_bundle,
-    "data.npz": lambda path: save_arrays(path, **draw_batch(make_step())),
     "feeds.npz": lambda path: save_arrays(path, x=np.ones((8, 64), np.float32)),
     "graph.json": lambda path: path.write_text(json.dumps(COST_GRAPH)),
     "graph.json.gz": compress_graph,
     "graph.graphml": write_graph,
-    "graphs": write_graphs,
     "mine.json": lambda path: path.write_text('{"0": 0, "1": 0, "2": 1, "3": 0}'),
     "cluster.toml": lambda path: path.write_text(TARGET),
     "device_map.json": lambda path: path.write_text('{"": 0}'),

@@ -28,15 +28,6 @@ np.savez("data.npz", input=np.ones((96, 4, 4), np.float32), target=np.zeros(96, 
 """
 STUDY = "--family encoder_decoder --count 1 --seeds 1 --episodes 1 --nodes 12 --workers 1"
 SETUPS = {
-    "README.md": setup(
-        *("graph.json.gz", "graphs"),
-        prelude=MODULE + LOADER,
-        replaced={
-            "--seconds 300": "--seconds 1",
-            "study traversal": f"study traversal {STUDY}",
-            "steps=1000": "steps=3",
-        },
-    ),
     "docs/learned.md": setup(
         *("graph.json", "fixed/model.onnx"),
         replaced={

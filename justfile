@@ -1,0 +1,39 @@
+# The commands of developers: `just` lists them. `pip install rust-just` installs it.
+
+export ORT_DISABLE_TELEMETRY := "1"
+
+[private]
+default:
+    @just --list
+
+# Make the environment .venv, with all that the tests need.
+setup:
+    python3 -m venv .venv
+    .venv/bin/pip install -q -e '.[cpu,dev]'
+
+# Run the tests, or those in the given folders or files.
+test *arguments:
+    .venv/bin/python -m pytest -q -n 2 {{ arguments }}
+
+# Run the tests that take no more than a few seconds each.
+quick *arguments:
+    .venv/bin/python -m pytest -q -n 2 -m 'not slow' {{ arguments }}
+
+# Check lint, format and types.
+check:
+    .venv/bin/ruff check .
+    .venv/bin/ruff format --check .
+    .venv/bin/mypy
+
+# Format the code, and mend what lint can mend.
+format:
+    .venv/bin/ruff check --fix .
+    .venv/bin/ruff format .
+
+# Build the documentation site into build/site.
+site:
+    .ci/site
+
+# Run everything that a change must pass.
+ci:
+    .ci/run
