@@ -1,37 +1,5 @@
 """From a model to a bundle, and from a cost graph to a placement."""
 
-from typing import TYPE_CHECKING
-
 from onnxplace._lazy import attach
 
-if TYPE_CHECKING:
-    from onnxplace.driver.compiler import (
-        Compiled as Compiled,
-        compile_model as compile_model,
-        compile_with as compile_with,
-    )
-    from onnxplace.driver.keywords import takes_fields_of as takes_fields_of
-    from onnxplace.driver.options import CompileSettings as CompileSettings
-    from onnxplace.driver.placer import (
-        Grouping as Grouping,
-        PlacementResult as PlacementResult,
-        apply_target as apply_target,
-        evaluate_placement as evaluate_placement,
-        place_cost_graph as place_cost_graph,
-        read_placement as read_placement,
-        replace_devices as replace_devices,
-    )
-    from onnxplace.driver.planning import Plan as Plan, PlannedStrategy as PlannedStrategy, plan_model as plan_model
-
-__getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        "compiler": "Compiled compile_model compile_with",
-        "keywords": "takes_fields_of",
-        "options": "CompileSettings",
-        "planning": "Plan PlannedStrategy plan_model",
-        "placer": (
-            "Grouping PlacementResult apply_target evaluate_placement place_cost_graph read_placement replace_devices"
-        ),
-    },
-)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -1,44 +1,5 @@
 """Passes by name, their text form, and running them in a row."""
 
-from typing import TYPE_CHECKING
-
 from onnxplace._lazy import attach
 
-if TYPE_CHECKING:
-    from onnxplace.pipeline.pipeline import (
-        Observer as Observer,
-        Pipeline as Pipeline,
-        Timing as Timing,
-        make_pass as make_pass,
-        run_pass as run_pass,
-    )
-    from onnxplace.pipeline.registry import find_plugin as find_plugin, list_entries as list_entries
-    from onnxplace.pipeline.select_placer import (
-        BAECHI as BAECHI,
-        OBJECTIVES as OBJECTIVES,
-        USE_FEWER_DEVICES as USE_FEWER_DEVICES,
-        Objective as Objective,
-        choose_placer as choose_placer,
-        report_idle_devices as report_idle_devices,
-        require_all_devices_used as require_all_devices_used,
-    )
-    from onnxplace.pipeline.text_form import (
-        PassSpec as PassSpec,
-        build_pass as build_pass,
-        format_pipeline as format_pipeline,
-        format_tuple as format_tuple,
-        make_spec as make_spec,
-        parse_pipeline as parse_pipeline,
-    )
-
-__getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        "pipeline": "Observer Pipeline Timing make_pass run_pass",
-        "registry": "find_plugin list_entries",
-        "select_placer": (
-            "BAECHI OBJECTIVES Objective USE_FEWER_DEVICES choose_placer report_idle_devices require_all_devices_used"
-        ),
-        "text_form": "PassSpec build_pass format_pipeline format_tuple make_spec parse_pipeline",
-    },
-)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

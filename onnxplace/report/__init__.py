@@ -1,36 +1,5 @@
 """Results for people: tables and summaries as text, and reports as HTML pages."""
 
-from typing import TYPE_CHECKING
-
 from onnxplace._lazy import attach
 
-if TYPE_CHECKING:
-    from onnxplace.report.bundle_page import describe_bundle as describe_bundle
-    from onnxplace.report.page_records import PageData as PageData
-    from onnxplace.report.page_rendering import (
-        build_page_json as build_page_json,
-        render_page as render_page,
-        require_report_packages as require_report_packages,
-    )
-    from onnxplace.report.placement_page import (
-        PlacedGraph as PlacedGraph,
-        describe_placement as describe_placement,
-    )
-    from onnxplace.report.text import (
-        compile_summary as compile_summary,
-        describe_copies as describe_copies,
-        format_bytes as format_bytes,
-        format_milliseconds as format_milliseconds,
-        format_table as format_table,
-    )
-
-__getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        "bundle_page": "describe_bundle",
-        "page_records": "PageData",
-        "page_rendering": "build_page_json render_page require_report_packages",
-        "placement_page": "PlacedGraph describe_placement",
-        "text": "compile_summary describe_copies format_bytes format_milliseconds format_table",
-    },
-)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -1,57 +1,5 @@
 """Simulated time and memory of a placed graph, and lower bounds on them."""
 
-from typing import TYPE_CHECKING
-
 from onnxplace._lazy import attach
 
-if TYPE_CHECKING:
-    from onnxplace.simulation.batch_kernels import (
-        BatchGraph as BatchGraph,
-        BatchScratch as BatchScratch,
-        MemoryScratch as MemoryScratch,
-        peak_bytes_of_one as peak_bytes_of_one,
-        simulate_one as simulate_one,
-    )
-    from onnxplace.simulation.batches import (
-        BatchSimulator as BatchSimulator,
-        BatchSteps as BatchSteps,
-        new_batch_scratch as new_batch_scratch,
-        new_memory_scratch as new_memory_scratch,
-    )
-    from onnxplace.simulation.contention import simulate_with_contention as simulate_with_contention
-    from onnxplace.simulation.lower_bounds import (
-        heads_and_tails as heads_and_tails,
-        lower_bound_seconds as lower_bound_seconds,
-        node_bytes as node_bytes,
-    )
-    from onnxplace.simulation.request_rates import (
-        RequestRates as RequestRates,
-        predict_python_seconds as predict_python_seconds,
-        predict_request_rates as predict_request_rates,
-    )
-    from onnxplace.simulation.simulator import (
-        MemoryChanges as MemoryChanges,
-        Simulation as Simulation,
-        Transfers as Transfers,
-        device_weights as device_weights,
-        list_memory_changes as list_memory_changes,
-        simulate as simulate,
-    )
-    from onnxplace.simulation.steady_state import (
-        list_transfers as list_transfers,
-        loads_of_simulation as loads_of_simulation,
-        steady_state_loads as steady_state_loads,
-    )
-
-__getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        "batch_kernels": "BatchGraph BatchScratch MemoryScratch peak_bytes_of_one simulate_one",
-        "batches": "BatchSimulator BatchSteps new_batch_scratch new_memory_scratch",
-        "contention": "simulate_with_contention",
-        "lower_bounds": "heads_and_tails lower_bound_seconds node_bytes",
-        "request_rates": "RequestRates predict_python_seconds predict_request_rates",
-        "simulator": "MemoryChanges Simulation Transfers device_weights list_memory_changes simulate",
-        "steady_state": "list_transfers loads_of_simulation steady_state_loads",
-    },
-)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -6,14 +6,9 @@
 >>> onnx.save(step, "step.onnx")  # doctest: +SKIP
 """
 
-from typing import TYPE_CHECKING
-
 from onnxplace._lazy import attach
 
-if TYPE_CHECKING:
-    from onnxplace.torch.export import export_training_step as export_training_step
-
-_get, __dir__, __all__ = attach("onnxplace.torch", {"export": "export_training_step"})
+_get, __dir__, __all__ = attach(__name__, __file__)
 
 
 def __getattr__(name: str) -> object:

@@ -1,35 +1,5 @@
 """Timelines of requests: recorded, predicted, compared, and written for Perfetto."""
 
-from typing import TYPE_CHECKING
-
 from onnxplace._lazy import attach
 
-if TYPE_CHECKING:
-    from onnxplace.traces.chrome_format import chrome_trace as chrome_trace
-    from onnxplace.traces.comparison import (
-        BusyShare as BusyShare,
-        Difference as Difference,
-        TimelineComparison as TimelineComparison,
-        compare_timelines as compare_timelines,
-    )
-    from onnxplace.traces.prediction import (
-        predict_stream as predict_stream,
-        predict_timelines as predict_timelines,
-    )
-    from onnxplace.traces.segment_nodes import read_segment_nodes as read_segment_nodes
-    from onnxplace.traces.timelines import (
-        MAX_TRACED_REQUESTS as MAX_TRACED_REQUESTS,
-        RequestTimeline as RequestTimeline,
-        TraceRecorder as TraceRecorder,
-    )
-
-__getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        "chrome_format": "chrome_trace",
-        "comparison": "BusyShare Difference TimelineComparison compare_timelines",
-        "prediction": "predict_stream predict_timelines",
-        "segment_nodes": "read_segment_nodes",
-        "timelines": "MAX_TRACED_REQUESTS RequestTimeline TraceRecorder",
-    },
-)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -1,56 +1,5 @@
 """Search over placements: coarsening, annealing, a portfolio of placers."""
 
-from typing import TYPE_CHECKING
-
 from onnxplace._lazy import attach
 
-if TYPE_CHECKING:
-    from onnxplace.passes.placement.search.coarsening import (
-        coarsen as coarsen,
-        finest_level as finest_level,
-    )
-    from onnxplace.passes.placement.search.decode_kernels import (
-        Scratch as Scratch,
-        Wiring as Wiring,
-        decode as decode,
-        new_scratch as new_scratch,
-        run_order as run_order,
-    )
-    from onnxplace.passes.placement.search.heft_kernels import (
-        PartialPlan as PartialPlan,
-        arrival_time as arrival_time,
-        empty_plan as empty_plan,
-        settle_group as settle_group,
-    )
-    from onnxplace.passes.placement.search.portfolio import (
-        Plan as Plan,
-        improve_and_commit as improve_and_commit,
-        plan_blocks as plan_blocks,
-        published_plans as published_plans,
-        search_and_commit as search_and_commit,
-    )
-    from onnxplace.passes.placement.search.search import (
-        Budget as Budget,
-        Candidate as Candidate,
-        SearchSpace as SearchSpace,
-        evaluate_candidate as evaluate_candidate,
-        explore as explore,
-    )
-    from onnxplace.passes.placement.search.series_blocks import (
-        BlockPlan as BlockPlan,
-        compose_blocks as compose_blocks,
-        decompose_series as decompose_series,
-        interchangeable_devices as interchangeable_devices,
-    )
-
-__getattr__, __dir__, __all__ = attach(
-    __name__,
-    {
-        "coarsening": "coarsen finest_level",
-        "decode_kernels": "Scratch Wiring decode new_scratch run_order",
-        "heft_kernels": "PartialPlan arrival_time empty_plan settle_group",
-        "portfolio": "Plan improve_and_commit plan_blocks published_plans search_and_commit",
-        "search": "Budget Candidate SearchSpace evaluate_candidate explore",
-        "series_blocks": "BlockPlan compose_blocks decompose_series interchangeable_devices",
-    },
-)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -1,0 +1,32 @@
+from onnxplace.api import (
+    Conversation as Conversation,
+    InferenceSession as InferenceSession,
+    compile as compile,  # noqa: A004
+    load as load,
+)
+from onnxplace.bundle import Bundle as Bundle
+from onnxplace.errors import (
+    BrokenPassError as BrokenPassError,
+    BundleError as BundleError,
+    Diagnostic as Diagnostic,
+    ExecutionError as ExecutionError,
+    FeedError as FeedError,
+    InfeasibleError as InfeasibleError,
+    InputError as InputError,
+    ModelError as ModelError,
+    OnnxplaceError as OnnxplaceError,
+    PluginError as PluginError,
+    RunTimeoutError as RunTimeoutError,
+    TargetError as TargetError,
+    UsageError as UsageError,
+)
+from onnxplace.export import export_bundle as export_bundle, merge_bundle as merge_bundle
+from onnxplace.graph import OpGraph as OpGraph
+from onnxplace.pipeline import Pipeline as Pipeline
+from onnxplace.runtime import Runtime as Runtime, RuntimeSession as RuntimeSession
+from onnxplace.serving import Batching as Batching
+from onnxplace.state import Pass as Pass, State as State
+from onnxplace.target import Device as Device, Link as Link, Target as Target
+from onnxplace.training import StepResult as StepResult, Trainer as Trainer
+
+__version__: str

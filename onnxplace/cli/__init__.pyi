@@ -1,0 +1,1 @@
+from onnxplace.cli.app import entry as entry, main as main

@@ -1,0 +1,17 @@
+from onnxplace.driver.compiler import (
+    Compiled as Compiled,
+    compile_model as compile_model,
+    compile_with as compile_with,
+)
+from onnxplace.driver.keywords import takes_fields_of as takes_fields_of
+from onnxplace.driver.options import CompileSettings as CompileSettings
+from onnxplace.driver.placer import (
+    Grouping as Grouping,
+    PlacementResult as PlacementResult,
+    apply_target as apply_target,
+    evaluate_placement as evaluate_placement,
+    place_cost_graph as place_cost_graph,
+    read_placement as read_placement,
+    replace_devices as replace_devices,
+)
+from onnxplace.driver.planning import Plan as Plan, PlannedStrategy as PlannedStrategy, plan_model as plan_model

@@ -1,0 +1,46 @@
+from onnxplace.evaluation.compare import (
+    OutputDifference as OutputDifference,
+    Timings as Timings,
+    compare_outputs as compare_outputs,
+    find_bundle_lineages as find_bundle_lineages,
+    open_reference as open_reference,
+    rounds_to_few_values as rounds_to_few_values,
+    time_in_turns as time_in_turns,
+)
+from onnxplace.evaluation.device_usage import (
+    DeviceUsage as DeviceUsage,
+    TracedRequests as TracedRequests,
+    measure_usage as measure_usage,
+)
+from onnxplace.evaluation.memory_use import (
+    MEMORY_RUNS as MEMORY_RUNS,
+    ProcessMemory as ProcessMemory,
+    measure_process_memory as measure_process_memory,
+)
+from onnxplace.evaluation.rate_trial import (
+    RateTrial as RateTrial,
+    RequestStream as RequestStream,
+    apply_rate_trial as apply_rate_trial,
+    choose_in_flight as choose_in_flight,
+    run_rate_trials as run_rate_trials,
+)
+from onnxplace.evaluation.recorded_trial import record_trial as record_trial, replace_manifest as replace_manifest
+from onnxplace.evaluation.size_comparison import (
+    SizeComparison as SizeComparison,
+    compare_other_sizes as compare_other_sizes,
+)
+from onnxplace.evaluation.step_inputs import (
+    StateCarrier as StateCarrier,
+    StepInputs as StepInputs,
+    choose_step_inputs as choose_step_inputs,
+)
+from onnxplace.evaluation.trial import (
+    Trial as Trial,
+    apply_trial as apply_trial,
+    find_core_shortage as find_core_shortage,
+    find_trial_doubt as find_trial_doubt,
+    find_trial_obstacle as find_trial_obstacle,
+    is_doubtful as is_doubtful,
+    report_doubt as report_doubt,
+    run_trials as run_trials,
+)

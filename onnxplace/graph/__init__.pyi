@@ -1,0 +1,14 @@
+from onnxplace.graph.kernels import (
+    cluster_edges as cluster_edges,
+    group_items as group_items,
+    is_acyclic as is_acyclic,
+)
+from onnxplace.graph.op_graph import (
+    Bools as Bools,
+    Csr as Csr,
+    Floats as Floats,
+    Ints as Ints,
+    Longs as Longs,
+    OpGraph as OpGraph,
+    sum_by as sum_by,
+)

@@ -1,0 +1,58 @@
+from onnxplace.utils.array_files import (
+    ArrayFile as ArrayFile,
+    map_arrays as map_arrays,
+    write_arrays as write_arrays,
+)
+from onnxplace.utils.callbacks import Callbacks as Callbacks, call_guarded as call_guarded
+from onnxplace.utils.docstrings import read_field_docs as read_field_docs
+from onnxplace.utils.files import (
+    cannot_write_error as cannot_write_error,
+    disk_error as disk_error,
+    format_path as format_path,
+    open_input as open_input,
+    parse_json as parse_json,
+    read_bytes as read_bytes,
+    read_json as read_json,
+    read_text as read_text,
+    require_different_files as require_different_files,
+    require_valid_path as require_valid_path,
+    require_writable as require_writable,
+    suggest_file as suggest_file,
+    write_each as write_each,
+    write_file as write_file,
+    write_refused_error as write_refused_error,
+)
+from onnxplace.utils.free_names import claim_name as claim_name
+from onnxplace.utils.jit import (
+    budget_clock as budget_clock,
+    compiled_loop as compiled_loop,
+    compiled_loops as compiled_loops,
+    compiled_part as compiled_part,
+    in_place as in_place,
+    on_compiling as on_compiling,
+)
+from onnxplace.utils.leases import (
+    OCCUPIED_ERRORS as OCCUPIED_ERRORS,
+    OLD_SUFFIX as OLD_SUFFIX,
+    Lease as Lease,
+    find_moved_aside as find_moved_aside,
+    hold_lease as hold_lease,
+    sweep_leftovers as sweep_leftovers,
+    temporary_folder as temporary_folder,
+)
+from onnxplace.utils.linear_programs import run_highs as run_highs
+from onnxplace.utils.name_patterns import match_names as match_names, match_stars as match_stars
+from onnxplace.utils.progress import (
+    ProgressObserver as ProgressObserver,
+    observe_progress as observe_progress,
+    progress_part as progress_part,
+    report_progress as report_progress,
+    report_time_limit as report_time_limit,
+)
+from onnxplace.utils.renames import exchange_names as exchange_names, rename_new as rename_new
+from onnxplace.utils.subprocesses import (
+    ChildProcess as ChildProcess,
+    run_in_child as run_in_child,
+    start_child as start_child,
+)
+from onnxplace.utils.threads import run_in_threads as run_in_threads, start_thread as start_thread

@@ -1,0 +1,35 @@
+from onnxplace.passes.profiling.chunks import measure_chunks as measure_chunks
+from onnxplace.passes.profiling.node_measurement import (
+    Measurement as Measurement,
+    MeasurementOptions as MeasurementOptions,
+)
+from onnxplace.passes.profiling.node_work import (
+    count_moved_bytes as count_moved_bytes,
+    count_operations as count_operations,
+)
+from onnxplace.passes.profiling.plausible import (
+    MAX_ALL_BYTES as MAX_ALL_BYTES,
+    MAX_BYTES as MAX_BYTES,
+    MAX_FIGURE as MAX_FIGURE,
+    MAX_WHOLE_SECONDS as MAX_WHOLE_SECONDS,
+)
+from onnxplace.passes.profiling.profile_model import (
+    ModelProfiler as ModelProfiler,
+    ModelStructure as ModelStructure,
+    assemble_profile as assemble_profile,
+    find_measurement_obstacle as find_measurement_obstacle,
+    report_unknown_sizes as report_unknown_sizes,
+)
+from onnxplace.passes.profiling.repeated_layers import (
+    find_repeats as find_repeats,
+    fingerprints as fingerprints,
+    node_kinds as node_kinds,
+    pool_by_kind as pool_by_kind,
+)
+from onnxplace.passes.profiling.roofline import (
+    PeakRates as PeakRates,
+    device_peaks as device_peaks,
+    estimate_seconds as estimate_seconds,
+    measure_peaks as measure_peaks,
+    typical_peaks as typical_peaks,
+)
