@@ -173,6 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _print_interruption(_signals[0], json_)
         return _print_error(_add_path_hint(problem), json_)
     except click.ClickException as problem:
+        problem.message = " ".join(problem.message.split())  # older versions of click print line breaks as they are
         with suppress(OSError):
             problem.show(shown := io.StringIO())
             print_text(shown.getvalue().rstrip(), err=True)
