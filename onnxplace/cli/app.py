@@ -5,7 +5,6 @@ Commands import heavy modules only when they run.
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import sys
@@ -173,13 +172,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _print_interruption(_signals[0], json_)
         return _print_error(_add_path_hint(problem), json_)
     except click.ClickException as problem:
-        problem.message = " ".join(problem.message.split())  # older versions of click print line breaks as they are
-        with suppress(OSError):
-            problem.show(shown := io.StringIO())
-            print_text(shown.getvalue().rstrip(), err=True)
         context = getattr(problem, "ctx", None)
         command = context.command_path if context else "onnxplace"
-        error = UsageError("U000", problem.format_message(), where=command, hint=f"{command} --help")
+        # click's own `show` prints the line breaks of what the user typed.
+        message = " ".join(problem.format_message().split())
+        usage = f"{context.get_usage()}\nTry '{command} -h' for help.\n\n" if context else ""
+        with suppress(OSError):
+            print_text(f"{usage}Error: {message}", err=True)
+        error = UsageError("U000", message, where=command, hint=f"{command} --help")
         return _print_error(error, json_, shown=True)
     except (KeyboardInterrupt, click.Abort):
         return _print_interruption(_signals[0] if _signals else signal.SIGINT, json_)
